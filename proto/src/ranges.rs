@@ -1,0 +1,191 @@
+//! Ranges of records and sets of them.
+//!
+//! **Invariant:** a [`RangeSet`] holds sorted, disjoint, non-empty, non-touching ranges, so equal sets have equal
+//! representations.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+/// Records `start..end` of one epoch, counted over all files of the data set in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct RecordRange {
+    /// Epoch, from 0.
+    pub epoch: u32,
+    /// First record.
+    pub start: u64,
+    /// One past the last record.
+    pub end: u64,
+}
+
+impl RecordRange {
+    /// Number of records; 0 where `end` lies before `start`.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.end.saturating_sub(self.start)
+    }
+
+    /// Whether it holds no record.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its records without their epoch.
+    #[must_use]
+    pub fn records(&self) -> Range<u64> {
+        self.start..self.end
+    }
+}
+
+impl fmt::Display for RecordRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "epoch {} records {}..{}", self.epoch, self.start, self.end)
+    }
+}
+
+/// A set of records of one epoch.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RangeSet {
+    ranges: Vec<Range<u64>>,
+    /// Records in all of them: kept, because ledgers ask for it at every commit.
+    records: u64,
+}
+
+impl RangeSet {
+    /// The set of all records of `range`.
+    #[must_use]
+    pub fn from_range(range: Range<u64>) -> Self {
+        let mut set = Self::default();
+        set.insert(range);
+        set
+    }
+
+    /// Adds `range`; returns how many of its records were there already.
+    pub fn insert(&mut self, range: Range<u64>) -> u64 {
+        if range.start >= range.end {
+            return 0;
+        }
+        // All ranges that overlap or touch `range` stand side by side.
+        let first = self.ranges.partition_point(|r| r.end < range.start);
+        let last = self.ranges.partition_point(|r| r.start <= range.end);
+        let mut merged = range.clone();
+        let mut there = 0;
+        for r in &self.ranges[first..last] {
+            there += overlap(r, &range);
+            merged.start = merged.start.min(r.start);
+            merged.end = merged.end.max(r.end);
+        }
+        self.ranges.splice(first..last, [merged]);
+        self.records += range.end - range.start - there;
+        there
+    }
+
+    /// Takes `range` out; returns how many of its records were there.
+    pub fn remove(&mut self, range: Range<u64>) -> u64 {
+        if range.start >= range.end {
+            return 0;
+        }
+        let first = self.ranges.partition_point(|r| r.end <= range.start);
+        let last = self.ranges.partition_point(|r| r.start < range.end);
+        let mut removed = 0;
+        let mut rest = Vec::with_capacity(2);
+        for r in &self.ranges[first..last] {
+            removed += overlap(r, &range);
+            if r.start < range.start {
+                rest.push(r.start..range.start);
+            }
+            if r.end > range.end {
+                rest.push(range.end..r.end);
+            }
+        }
+        self.ranges.splice(first..last, rest);
+        self.records -= removed;
+        removed
+    }
+
+    /// The parts of `range` that are not in the set, in order.
+    #[must_use]
+    pub fn gaps(&self, range: Range<u64>) -> Vec<Range<u64>> {
+        let mut gaps = Vec::new();
+        let mut at = range.start;
+        let first = self.ranges.partition_point(|r| r.end <= range.start);
+        for r in &self.ranges[first..] {
+            if r.start >= range.end {
+                break;
+            }
+            if r.start > at {
+                gaps.push(at..r.start);
+            }
+            at = at.max(r.end);
+        }
+        if at < range.end {
+            gaps.push(at..range.end);
+        }
+        gaps
+    }
+
+    /// Number of records of `range` that are in the set.
+    #[must_use]
+    pub fn count_in(&self, range: Range<u64>) -> u64 {
+        let first = self.ranges.partition_point(|r| r.end <= range.start);
+        self.ranges[first..].iter().take_while(|r| r.start < range.end).map(|r| overlap(r, &range)).sum()
+    }
+
+    /// Number of records in the set.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.records
+    }
+
+    /// Whether the set holds no record.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// Its ranges, sorted, none touching another.
+    pub fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.ranges.iter().cloned()
+    }
+}
+
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> u64 {
+    a.end.min(b.end).saturating_sub(a.start.max(b.start))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every sequence of three insertions and removals over 7 records, against a bit set.
+    #[test]
+    fn a_range_set_agrees_with_a_bit_set() {
+        let ranges: Vec<Range<u64>> = (0..7).flat_map(|s| (s..=7).map(move |e| s..e)).collect();
+        let ops: Vec<(bool, Range<u64>)> =
+            ranges.iter().flat_map(|r| [(true, r.clone()), (false, r.clone())]).collect();
+        for a in &ops {
+            for b in &ops {
+                for c in &ops {
+                    let (mut set, mut bits) = (RangeSet::default(), [false; 7]);
+                    for (insert, r) in [a, b, c] {
+                        let there = r.clone().filter(|&i| bits[i as usize]).count() as u64;
+                        let said = if *insert { set.insert(r.clone()) } else { set.remove(r.clone()) };
+                        assert_eq!(said, there, "{a:?} {b:?} {c:?}");
+                        r.clone().for_each(|i| bits[i as usize] = *insert);
+                    }
+                    let members: Vec<u64> = set.iter().flatten().collect();
+                    let expected: Vec<u64> = (0..7).filter(|&i| bits[i as usize]).collect();
+                    assert_eq!(members, expected, "{a:?} {b:?} {c:?}");
+                    let missing: Vec<u64> = set.gaps(1..6).into_iter().flatten().collect();
+                    let expected: Vec<u64> = (1..6).filter(|&i| !bits[i as usize]).collect();
+                    assert_eq!(missing, expected, "{a:?} {b:?} {c:?}");
+                    assert_eq!(set.count_in(1..6), 5 - missing.len() as u64);
+                    assert_eq!(set.len(), members.len() as u64);
+                    assert!(set.ranges.windows(2).all(|w| w[0].end < w[1].start));
+                }
+            }
+        }
+    }
+}
