@@ -1,0 +1,220 @@
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+use std::{io, mem};
+
+use rustix::event::{PollFd, PollFlags};
+
+use crate::bell::Bell;
+use crate::fence::Pass;
+use crate::hello::{Hello, JobDigest};
+use crate::link::{DialError, dial, poll_until};
+use crate::porter::{Identity, Porter};
+use crate::schedule::Seat;
+use crate::tcp::{Links, Neighbour};
+use crate::{CollectiveError, Fence, GroupSpec, Secret, TcpRing};
+
+/// A worker's end of all links: its listener and its fence. One per worker process, and lives as long as it.
+///
+/// Peers' dials are taken in by a thread of its own, so that they never wait for a worker that is computing.
+#[derive(Debug)]
+pub struct Endpoint {
+    identity: Arc<Identity>,
+    address: SocketAddr,
+    fence: Fence,
+    quit: Arc<Bell>,
+    /// Taken only when the endpoint is dropped.
+    porter: Option<JoinHandle<()>>,
+}
+
+impl Endpoint {
+    /// Listens on a free port of `ip` as worker `me` of `job`, and starts the thread that takes in dials.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Invalid`] if the secret is empty, [`CollectiveError::Bind`],
+    /// [`CollectiveError::Io`].
+    pub fn bind(ip: IpAddr, job: &str, me: u64, secret: Secret) -> Result<Self, CollectiveError> {
+        let listener = TcpListener::bind((ip, 0)).map_err(|source| CollectiveError::Bind { source })?;
+        Self::from_listener(listener, job, me, secret)
+    }
+
+    /// As [`bind`](Self::bind), on a listener that is there already: a worker tells its master where peers
+    /// reach it before it learns its own id.
+    ///
+    /// # Errors
+    /// As for [`bind`](Self::bind).
+    pub fn from_listener(
+        listener: TcpListener,
+        job: &str,
+        me: u64,
+        secret: Secret,
+    ) -> Result<Self, CollectiveError> {
+        if secret.bytes().is_empty() {
+            return Err(CollectiveError::Invalid("the secret is empty".to_owned()));
+        }
+        let bind_error = |source| CollectiveError::Bind { source };
+        listener.set_nonblocking(true).map_err(bind_error)?;
+        let address = listener.local_addr().map_err(bind_error)?;
+        let bell = Bell::new().map_err(|errno| CollectiveError::Io {
+            action: "create an event descriptor",
+            source: errno.into(),
+        })?;
+        let identity = Arc::new(Identity { job: JobDigest::of(job), me, secret });
+        let fence = Fence::new();
+        let quit = Arc::new(bell);
+        let porter =
+            Porter { listener, identity: identity.clone(), fence: fence.clone(), quit: quit.clone() };
+        let porter = thread::Builder::new()
+            .name("ring-accept".to_owned())
+            .spawn(move || porter.run())
+            .map_err(|source| CollectiveError::Io { action: "start the accept thread", source })?;
+        Ok(Self { identity, address, fence, quit, porter: Some(porter) })
+    }
+
+    /// Where peers dial this worker.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The fence that ends what this endpoint has built or is building.
+    pub fn fence(&self) -> Fence {
+        self.fence.clone()
+    }
+
+    /// Builds the ring of one generation: dials the next member and takes the dial of the previous one, both
+    /// within `deadline`. From here on, dials of older generations are refused; older rings live on until
+    /// they are dropped or the fence is raised.
+    ///
+    /// Success says nothing about the other links of the ring; whether they stand shows in the first
+    /// operation.
+    ///
+    /// # Errors
+    /// [`CollectiveError`]; nothing of the attempt is left open.
+    pub fn connect(&self, group: &GroupSpec, deadline: Duration) -> Result<TcpRing, CollectiveError> {
+        let rank = group.rank_of(self.identity.me)?;
+        let pass = self.fence.enter(group.generation)?;
+        let world = group.members.len();
+        if world == 1 {
+            return Ok(TcpRing::alone(pass));
+        }
+        let attempt = Attempt {
+            identity: &self.identity,
+            group,
+            pass: &pass,
+            next: (rank + 1) % world,
+            prev: (rank + world - 1) % world,
+            deadline: Instant::now().checked_add(deadline),
+            waited: deadline,
+        };
+        let links = attempt.run().inspect_err(|_| pass.shut_down())?;
+        Ok(TcpRing::linked(pass, Seat { rank, world }, links))
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        self.quit.ring();
+        if let Some(porter) = mem::take(&mut self.porter) {
+            // It can only have panicked, and has said so.
+            let _ = porter.join();
+        }
+    }
+}
+
+/// One try at building one generation's ring.
+struct Attempt<'a> {
+    identity: &'a Identity,
+    group: &'a GroupSpec,
+    pass: &'a Pass,
+    next: usize,
+    prev: usize,
+    /// None if it is beyond what the clock can tell.
+    deadline: Option<Instant>,
+    waited: Duration,
+}
+
+impl Attempt<'_> {
+    fn run(&self) -> Result<Links, CollectiveError> {
+        let next = self.dial_next()?;
+        let prev = self.take_prev(&next)?;
+        self.pass.check()?;
+        Ok(Links { next: self.neighbour(self.next, next), prev: self.neighbour(self.prev, prev) })
+    }
+
+    fn dial_next(&self) -> Result<Arc<TcpStream>, CollectiveError> {
+        let peer = self.group.members[self.next];
+        let link = dial(peer.address, self.pass, self.deadline).map_err(|error| match error {
+            DialError::Ended(error) => error,
+            DialError::Lost(source) => self.lost(self.next, source),
+            DialError::TimedOut => self.late(self.next),
+        })?;
+        let link = Arc::new(link);
+        self.pass.register(&link);
+        let hello = Hello {
+            job: self.identity.job,
+            generation: self.pass.generation(),
+            from: self.identity.me,
+            to: peer.id,
+        };
+        // A fresh socket's buffer holds many hellos, so this is one write and cannot block.
+        (&*link)
+            .write_all(&hello.encode(&self.identity.secret))
+            .map_err(|source| self.lost(self.next, source))?;
+        Ok(link)
+    }
+
+    /// Waits for the previous member's dial, and watches the link to the next member meanwhile.
+    fn take_prev(&self, next: &Arc<TcpStream>) -> Result<Arc<TcpStream>, CollectiveError> {
+        let member = self.group.members[self.prev].id;
+        loop {
+            self.pass.bell().clear();
+            self.pass.check()?;
+            if let Some(link) = self.pass.take(member) {
+                let link = Arc::new(link);
+                self.pass.register(&link);
+                return Ok(link);
+            }
+            let mut fds = [PollFd::new(self.pass.bell(), PollFlags::IN), PollFd::new(&**next, PollFlags::IN)];
+            let in_time = poll_until(&mut fds, self.deadline)
+                .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
+            if !in_time {
+                return Err(self.late(self.prev));
+            }
+            if !fds[1].revents().is_empty() {
+                self.pass.check()?;
+                self.probe(next)?;
+            }
+        }
+    }
+
+    /// Nothing ever comes from the next member, so that whatever can be read is the link's end.
+    fn probe(&self, mut next: &TcpStream) -> Result<(), CollectiveError> {
+        match next.read(&mut [0]) {
+            Ok(0) => Err(self.lost(self.next, ErrorKind::UnexpectedEof.into())),
+            Ok(_) => Err(self.lost(self.next, ErrorKind::InvalidData.into())),
+            Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => Ok(()),
+            Err(error) => Err(self.lost(self.next, error)),
+        }
+    }
+
+    fn neighbour(&self, rank: usize, link: Arc<TcpStream>) -> Neighbour {
+        Neighbour { rank, member: self.group.members[rank].id, link }
+    }
+
+    fn lost(&self, rank: usize, source: io::Error) -> CollectiveError {
+        // A link that the fence has shut down looks like a lost peer.
+        if let Err(aborted) = self.pass.check() {
+            return aborted;
+        }
+        CollectiveError::PeerLost { rank, member: self.group.members[rank].id, source }
+    }
+
+    fn late(&self, rank: usize) -> CollectiveError {
+        CollectiveError::Deadline { rank, member: self.group.members[rank].id, waited: self.waited }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,147 @@
+//! What shows only from inside: who waits, and what is parked.
+
+use std::net::Ipv4Addr;
+use std::sync::mpsc;
+
+use rustix::net::{AddressFamily, SocketType};
+
+use super::*;
+use crate::hello::HELLO_BYTES;
+use crate::{Communicator, Member};
+
+const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+/// Far beyond what anything here takes; only a hang gets there.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_dial_of_a_newer_generation_is_parked_until_its_time_comes() {
+    let early = endpoint(1);
+    let late = endpoint(2);
+    let members = [&early, &late].map(member).to_vec();
+    let alone = GroupSpec { generation: 6, members: vec![member(&late)] };
+    let group = GroupSpec { generation: 7, members };
+    let mut old = late.connect(&alone, WATCHDOG).unwrap();
+    let (done, result) = mpsc::channel();
+    thread::spawn({
+        let group = group.clone();
+        move || done.send(early.connect(&group, WATCHDOG).map(|ring| (ring, early))).unwrap()
+    });
+    until(|| late.fence.parked() == 1);
+    // The dial waits; the older generation works on.
+    assert_eq!(old.all_gather(b"old").unwrap(), [b"old"]);
+    let mut ring = late.connect(&group, WATCHDOG).unwrap();
+    let (mut peer, _end) = result.recv_timeout(WATCHDOG).unwrap().unwrap();
+    let gathering = thread::spawn(move || peer.all_gather(b"early").unwrap());
+    assert_eq!(ring.all_gather(b"late").unwrap(), [b"early".to_vec(), b"late".to_vec()]);
+    gathering.join().unwrap();
+}
+
+#[test]
+fn the_fence_ends_a_dial_that_nobody_answers() {
+    // A listener whose queue is full drops what comes in; the dial waits for the answer.
+    let full = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&full, &SocketAddr::from((LOOPBACK, 0))).unwrap();
+    rustix::net::listen(&full, 0).unwrap();
+    let listener = TcpListener::from(full);
+    let address = listener.local_addr().unwrap();
+    let fence = Fence::new();
+    let pass = fence.enter(1).unwrap();
+    let soon = Duration::from_millis(100);
+    let mut fillers = Vec::new();
+    while let Ok(filler) = dial(address, &pass, Instant::now().checked_add(soon)) {
+        fillers.push(filler);
+        assert!(fillers.len() < 100, "the queue never fills");
+    }
+
+    let end = endpoint(1);
+    let fence = end.fence();
+    let members = vec![member(&end), Member { id: 2, address }];
+    let (done, result) = mpsc::channel();
+    let group = GroupSpec { generation: 3, members };
+    thread::spawn(move || done.send(end.connect(&group, WATCHDOG * 2).map(drop)));
+    until(|| fence.groups() == 1);
+    fence.abort_before(4);
+    let outcome = result.recv_timeout(WATCHDOG).unwrap();
+    assert!(matches!(outcome, Err(CollectiveError::Aborted { generation: 3 })), "{outcome:?}");
+}
+
+#[test]
+fn a_second_dial_of_a_linked_member_is_refused() {
+    let (one, two) = (endpoint(1), endpoint(2));
+    let group = GroupSpec { generation: 1, members: [&one, &two].map(member).to_vec() };
+    let hello = Hello { job: JobDigest::of("job"), generation: 1, from: 1, to: 2 };
+    let mut rings = thread::scope(|scope| {
+        let first = scope.spawn(|| one.connect(&group, WATCHDOG).unwrap());
+        [two.connect(&group, WATCHDOG).unwrap(), first.join().unwrap()]
+    });
+    assert_refused(&two, &hello.encode(&secret()));
+    thread::scope(|scope| {
+        rings.iter_mut().for_each(|ring| drop(scope.spawn(|| ring.all_gather(b"").unwrap())));
+    });
+}
+
+#[test]
+fn a_hello_must_be_proven_and_for_this_worker_of_this_job() {
+    let end = endpoint(2);
+    end.fence().abort_before(5);
+    let hello = Hello { job: JobDigest::of("job"), generation: 5, from: 1, to: 2 };
+    assert_refused(&end, &hello.encode(&Secret::new("guess")));
+    assert_refused(&end, &Hello { generation: 4, ..hello }.encode(&secret()));
+    assert_refused(&end, &Hello { to: 3, ..hello }.encode(&secret()));
+    assert_refused(&end, &Hello { job: JobDigest::of("jobs"), ..hello }.encode(&secret()));
+    assert_refused(&end, &[7; HELLO_BYTES]);
+    assert_eq!(end.fence.parked(), 0);
+    let mut link = TcpStream::connect(end.address()).unwrap();
+    link.set_read_timeout(Some(WATCHDOG)).unwrap();
+    // In two parts, as a slow network may bring it.
+    let bytes = hello.encode(&secret());
+    let (first, second) = bytes.split_at(50);
+    link.write_all(first).unwrap();
+    link.write_all(second).unwrap();
+    until(|| end.fence.parked() == 1);
+    end.fence().abort_before(6);
+    assert_eq!(link.read(&mut [0]).unwrap(), 0, "the fence closes what is parked");
+}
+
+#[test]
+fn a_ring_that_is_dropped_is_forgotten_by_the_fence() {
+    let end = endpoint(1);
+    let group = GroupSpec { generation: 1, members: vec![member(&end)] };
+    let ring = end.connect(&group, WATCHDOG).unwrap();
+    assert_eq!(end.fence.groups(), 1);
+    drop(ring);
+    assert_eq!(end.fence.groups(), 0);
+}
+
+fn endpoint(me: u64) -> Endpoint {
+    Endpoint::bind(LOOPBACK, "job", me, secret()).unwrap()
+}
+
+fn member(end: &Endpoint) -> Member {
+    Member { id: end.identity.me, address: end.address() }
+}
+
+fn secret() -> Secret {
+    Secret::new("secret")
+}
+
+/// Dials with `hello` and expects the link to be closed.
+fn assert_refused(end: &Endpoint, hello: &[u8]) {
+    let mut link = TcpStream::connect(end.address()).unwrap();
+    link.set_read_timeout(Some(WATCHDOG)).unwrap();
+    link.write_all(hello).unwrap();
+    match link.read(&mut [0]) {
+        Ok(0) => {}
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+fn until(condition: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !condition() {
+        assert!(started.elapsed() < WATCHDOG, "it never happens");
+        thread::yield_now();
+    }
+}

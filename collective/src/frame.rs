@@ -1,0 +1,200 @@
+//! The head of every frame on a ring link. Pure.
+//!
+//! ```text
+//! magic  kind  generation  sequence  step  segment  origin  note bytes  total bytes  body bytes │ note, body
+//!   u32   u32         u64       u64   u32      u32     u32         u32          u64         u32 │
+//! ```
+//!
+//! All little endian. The body is elements of the operation's buffer as they are in memory (f32, little
+//! endian).
+//!
+//! **Invariant:** a receiver knows every field but the note's length beforehand, and takes nothing else.
+
+use std::fmt::Debug;
+
+use crate::communicator::BLOCK_BYTES_MAX;
+
+/// Says what the note and the body behind it are.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Frame {
+    pub(crate) kind: Kind,
+    pub(crate) generation: u64,
+    /// Counts the operations of a generation, from 0.
+    pub(crate) sequence: u64,
+    pub(crate) step: u32,
+    pub(crate) segment: u32,
+    pub(crate) origin: u32,
+    pub(crate) note_bytes: u32,
+    /// The length of the operation's whole buffer, so that a disagreement shows in the first frame.
+    pub(crate) total_bytes: u64,
+    pub(crate) body_bytes: u32,
+}
+
+/// The operation that a frame belongs to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Kind {
+    AllGather = 1,
+    AllReduce = 2,
+    /// The length of a `broadcast_bytes`, and all of it if it is short.
+    Announcement = 3,
+    Broadcast = 4,
+    BroadcastBytes = 5,
+}
+
+impl Frame {
+    pub(crate) fn encode(&self) -> [u8; FRAME_BYTES] {
+        let fields: [&[u8]; 10] = [
+            &MAGIC.to_le_bytes(),
+            &(self.kind as u32).to_le_bytes(),
+            &self.generation.to_le_bytes(),
+            &self.sequence.to_le_bytes(),
+            &self.step.to_le_bytes(),
+            &self.segment.to_le_bytes(),
+            &self.origin.to_le_bytes(),
+            &self.note_bytes.to_le_bytes(),
+            &self.total_bytes.to_le_bytes(),
+            &self.body_bytes.to_le_bytes(),
+        ];
+        let mut bytes = [0; FRAME_BYTES];
+        let mut rest = bytes.as_mut_slice();
+        for field in fields {
+            let (place, after) = rest.split_at_mut(field.len());
+            place.copy_from_slice(field);
+            rest = after;
+        }
+        bytes
+    }
+
+    /// # Errors
+    /// What is wrong, if these are not the bytes of a frame.
+    pub(crate) fn decode(bytes: &[u8; FRAME_BYTES]) -> Result<Self, String> {
+        let mut rest = bytes.as_slice();
+        let magic = take_u32(&mut rest);
+        if magic != MAGIC {
+            return Err(format!("expected a frame, got bytes that begin with {magic:#010x}"));
+        }
+        let kind = Kind::try_from(take_u32(&mut rest))?;
+        Ok(Self {
+            kind,
+            generation: take_u64(&mut rest),
+            sequence: take_u64(&mut rest),
+            step: take_u32(&mut rest),
+            segment: take_u32(&mut rest),
+            origin: take_u32(&mut rest),
+            note_bytes: take_u32(&mut rest),
+            total_bytes: take_u64(&mut rest),
+            body_bytes: take_u32(&mut rest),
+        })
+    }
+
+    /// Checks this frame against the one that must come now.
+    ///
+    /// `note_bytes_max`: 0 if no note rides along; `expected.note_bytes` is not looked at.
+    ///
+    /// # Errors
+    /// The first difference.
+    pub(crate) fn check(&self, expected: &Self, note_bytes_max: usize) -> Result<(), String> {
+        same("generation", self.generation, expected.generation)?;
+        same("operation", self.kind, expected.kind)?;
+        same("sequence number", self.sequence, expected.sequence)?;
+        same("buffer length in bytes", self.total_bytes, expected.total_bytes)?;
+        same("origin", self.origin, expected.origin)?;
+        same("step", self.step, expected.step)?;
+        same("segment", self.segment, expected.segment)?;
+        same("segment length in bytes", self.body_bytes, expected.body_bytes)?;
+        let limit = note_bytes_max.min(BLOCK_BYTES_MAX);
+        if self.note_bytes as usize > limit {
+            return Err(format!(
+                "expected at most {limit} bytes beside the elements, got {}",
+                self.note_bytes
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl TryFrom<u32> for Kind {
+    type Error = String;
+
+    fn try_from(number: u32) -> Result<Self, String> {
+        [Self::AllGather, Self::AllReduce, Self::Announcement, Self::Broadcast, Self::BroadcastBytes]
+            .into_iter()
+            .find(|kind| *kind as u32 == number)
+            .ok_or_else(|| format!("expected an operation, got number {number}"))
+    }
+}
+
+/// The length of a frame's head.
+pub(crate) const FRAME_BYTES: usize = 52;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"EDL1");
+
+fn same<T: Debug + PartialEq>(what: &str, got: T, expected: T) -> Result<(), String> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(format!("expected {what} {expected:?}, got {got:?}"))
+}
+
+fn take_u32(rest: &mut &[u8]) -> u32 {
+    let (field, after) = rest.split_first_chunk().expect("the fields add up to FRAME_BYTES");
+    *rest = after;
+    u32::from_le_bytes(*field)
+}
+
+fn take_u64(rest: &mut &[u8]) -> u64 {
+    let (field, after) = rest.split_first_chunk().expect("the fields add up to FRAME_BYTES");
+    *rest = after;
+    u64::from_le_bytes(*field)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FRAME: Frame = Frame {
+        kind: Kind::AllReduce,
+        generation: 0x0102_0304_0506_0708,
+        sequence: 9,
+        step: 10,
+        segment: 11,
+        origin: 12,
+        note_bytes: 13,
+        total_bytes: 1 << 40,
+        body_bytes: 14,
+    };
+
+    #[test]
+    fn a_frame_survives_the_wire() {
+        assert_eq!(Frame::decode(&FRAME.encode()), Ok(FRAME));
+    }
+
+    #[test]
+    fn every_field_but_the_notes_length_is_checked() {
+        let mutants = [
+            Frame { kind: Kind::Broadcast, ..FRAME },
+            Frame { generation: FRAME.generation - 1, ..FRAME },
+            Frame { generation: FRAME.generation + 1, ..FRAME },
+            Frame { sequence: 8, ..FRAME },
+            Frame { step: 9, ..FRAME },
+            Frame { segment: 10, ..FRAME },
+            Frame { origin: 11, ..FRAME },
+            Frame { total_bytes: 0, ..FRAME },
+            Frame { body_bytes: 15, ..FRAME },
+        ];
+        for mutant in mutants {
+            assert!(mutant.check(&FRAME, 13).is_err(), "{mutant:?}");
+        }
+        assert_eq!(Frame { note_bytes: 0, ..FRAME }.check(&FRAME, 13), Ok(()));
+        assert!(FRAME.check(&FRAME, 12).is_err());
+        assert!(Frame { note_bytes: u32::MAX, ..FRAME }.check(&FRAME, usize::MAX).is_err());
+    }
+
+    #[test]
+    fn foreign_bytes_are_no_frame() {
+        assert!(Frame::decode(&[0; FRAME_BYTES]).unwrap_err().contains("expected a frame"));
+        let mut bytes = FRAME.encode();
+        bytes[4] = 99;
+        assert_eq!(Frame::decode(&bytes), Err("expected an operation, got number 99".to_owned()));
+    }
+}

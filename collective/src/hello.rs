@@ -1,0 +1,127 @@
+//! The first bytes on every link: who dials whom, in which generation, and the proof that the dialler is of
+//! the job. Pure.
+//!
+//! ```text
+//! magic       job (SHA-256 of its name)  generation  from  to  proof (HMAC-SHA256 over all before it)
+//! 8 bytes                      32 bytes         u64   u64  u64                              32 bytes
+//! ```
+//!
+//! **Invariant:** the secret never travels, and nothing behind the magic is looked at before the proof is
+//! verified.
+//!
+//! The proof keeps strangers out; it does not protect the bytes that follow from who can read or change the
+//! network's traffic. A recorded hello is worth nothing in another generation, nor to another worker.
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::{Digest, Sha256};
+
+use crate::Secret;
+
+/// A dialler's words.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Hello {
+    pub(crate) job: JobDigest,
+    pub(crate) generation: u64,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+}
+
+/// The job's name, in a fixed length.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct JobDigest([u8; 32]);
+
+/// Why bytes are not a hello of this job.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub(crate) enum HelloError {
+    #[error("not a hello")]
+    Foreign,
+    #[error("the proof is wrong")]
+    Unproven,
+}
+
+impl Hello {
+    pub(crate) fn encode(&self, secret: &Secret) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        bytes[..8].copy_from_slice(MAGIC);
+        bytes[8..40].copy_from_slice(&self.job.0);
+        bytes[40..48].copy_from_slice(&self.generation.to_le_bytes());
+        bytes[48..56].copy_from_slice(&self.from.to_le_bytes());
+        bytes[56..64].copy_from_slice(&self.to.to_le_bytes());
+        let proof = mac(secret, &bytes[..PROVEN_BYTES]).finalize().into_bytes();
+        bytes[PROVEN_BYTES..].copy_from_slice(&proof);
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8; HELLO_BYTES], secret: &Secret) -> Result<Self, HelloError> {
+        if &bytes[..8] != MAGIC {
+            return Err(HelloError::Foreign);
+        }
+        let (proven, proof) = bytes.split_at(PROVEN_BYTES);
+        mac(secret, proven).verify_slice(proof).map_err(|_| HelloError::Unproven)?;
+        let mut job = [0; 32];
+        job.copy_from_slice(&proven[8..40]);
+        let number = |at: usize| {
+            let field = proven[at..].first_chunk().expect("a field lies within the proven bytes");
+            u64::from_le_bytes(*field)
+        };
+        Ok(Self { job: JobDigest(job), generation: number(40), from: number(48), to: number(56) })
+    }
+}
+
+impl JobDigest {
+    pub(crate) fn of(job: &str) -> Self {
+        Self(Sha256::digest(job.as_bytes()).into())
+    }
+}
+
+/// The length of a hello.
+pub(crate) const HELLO_BYTES: usize = PROVEN_BYTES + 32;
+
+const PROVEN_BYTES: usize = 64;
+
+const MAGIC: &[u8; 8] = b"EDLRING1";
+
+fn mac(secret: &Secret, message: &[u8]) -> Hmac<Sha256> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    mac.update(message);
+    mac
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello() -> Hello {
+        Hello { job: JobDigest::of("job"), generation: 3, from: 4, to: 5 }
+    }
+
+    #[test]
+    fn a_hello_survives_the_wire_and_does_not_carry_the_secret() {
+        let bytes = hello().encode(&Secret::new("open sesame"));
+        assert_eq!(Hello::decode(&bytes, &Secret::new("open sesame")), Ok(hello()));
+        assert!(!bytes.windows(11).any(|window| window == b"open sesame"));
+    }
+
+    #[test]
+    fn every_bit_is_proven() {
+        let secret = Secret::new("open sesame");
+        let bytes = hello().encode(&secret);
+        for bit in 0..HELLO_BYTES * 8 {
+            let mut forged = bytes;
+            forged[bit / 8] ^= 1 << (bit % 8);
+            let expected = if bit < 64 { HelloError::Foreign } else { HelloError::Unproven };
+            assert_eq!(Hello::decode(&forged, &secret), Err(expected), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn another_secret_proves_nothing() {
+        let bytes = hello().encode(&Secret::new("open sesame"));
+        assert_eq!(Hello::decode(&bytes, &Secret::new("open barley")), Err(HelloError::Unproven));
+    }
+
+    #[test]
+    fn debug_shows_nothing_of_the_secret() {
+        assert_eq!(format!("{:?}", Secret::new("open sesame")), "Secret(..)");
+    }
+}

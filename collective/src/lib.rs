@@ -1,0 +1,61 @@
+//! Group communication between the ranks of one generation: a ring over TCP.
+//!
+//! ```text
+//!            Endpoint (one per worker)                    TcpRing (one per generation)
+//!   ┌───────────────────────────────────────┐
+//!   │ listener ─▶ porter ─▶ hello proven?   │   ┌─▶ rank 0 ─▶ rank 1 ─▶ rank 2 ─┐
+//!   │                 └─▶ Fence: generation │   └───────────────────────────────┘
+//!   │                     old? refused      │   each arrow is one connection, dialled by its tail,
+//!   │                     new? parked       │   on which frames run one way
+//!   └───────────────────────────────────────┘
+//! ```
+//!
+//! An [`Endpoint`] [connects](Endpoint::connect) the members of a [`GroupSpec`] to a [`TcpRing`], whose
+//! operations are those of [`Communicator`]. A [`Fence`] ends them from outside. What a ring sends and
+//! receives in which order is a pure [schedule](crate#layout), simulated in tests apart from sockets.
+//!
+//! **Invariant:** the sum of an all-reduce has the same bits on all ranks, and who gets it has every rank's
+//! part in it.
+//!
+//! **Invariant:** inputs are never written to. A failed step can be contributed again, in the next group.
+//!
+//! **Invariant:** a link belongs to one generation. What is older is refused at the door, before a frame is
+//! read.
+//!
+//! **Invariant:** no byte is looked at before the dialler has proven that it knows the job's secret, and
+//! nothing that comes over the network panics or grows memory beyond the limits given here.
+//!
+//! **Invariant:** this crate knows nothing about Kubernetes, gRPC, shards or models, and decides nothing
+//! about membership. Its clocks bound how long it waits for a link, never how long an operation takes.
+//!
+//! # Layout
+//!
+//! Pure: `chunk` (bounds), `schedule` (who sends what, when), `payload` (what that is made of), `frame`,
+//! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
+//! `link`, `transfer` (the loop that moves an operation), `tcp`. Between threads: `fence`, `bell`.
+
+mod bell;
+mod chunk;
+mod communicator;
+mod endpoint;
+mod error;
+mod fence;
+mod frame;
+mod group;
+mod hello;
+mod link;
+mod parking;
+mod payload;
+mod porter;
+mod schedule;
+mod secret;
+mod tcp;
+mod transfer;
+
+pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator};
+pub use endpoint::Endpoint;
+pub use error::CollectiveError;
+pub use fence::Fence;
+pub use group::{GroupSpec, MEMBERS_MAX, Member};
+pub use secret::Secret;
+pub use tcp::TcpRing;

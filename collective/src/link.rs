@@ -1,0 +1,97 @@
+//! Sockets: how links are made and what they are set to.
+
+use std::io::{self, ErrorKind};
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+
+use crate::CollectiveError;
+use crate::fence::Pass;
+
+/// Why a link was not made.
+#[derive(Debug)]
+pub(crate) enum DialError {
+    /// Not the peer's fault.
+    Ended(CollectiveError),
+    Lost(io::Error),
+    TimedOut,
+}
+
+/// Connects to `address`, until `deadline` or until `pass` is aborted.
+///
+/// The peer's kernel answers, so that a peer that is busy computing delays nobody.
+pub(crate) fn dial(
+    address: SocketAddr,
+    pass: &Pass,
+    deadline: Option<Instant>,
+) -> Result<TcpStream, DialError> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None).map_err(|errno| {
+        DialError::Ended(CollectiveError::Io { action: "create a socket", source: errno.into() })
+    })?;
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) => {}
+        Err(Errno::INPROGRESS | Errno::INTR) => loop {
+            let mut fds = [PollFd::new(pass.bell(), PollFlags::IN), PollFd::new(&socket, PollFlags::OUT)];
+            let in_time = poll_until(&mut fds, deadline).map_err(DialError::Lost)?;
+            let connected = !fds[1].revents().is_empty();
+            pass.bell().clear();
+            pass.check().map_err(DialError::Ended)?;
+            if connected {
+                sockopt::socket_error(&socket)
+                    .and_then(|outcome| outcome)
+                    .map_err(|errno| DialError::Lost(errno.into()))?;
+                break;
+            }
+            if !in_time {
+                return Err(DialError::TimedOut);
+            }
+        },
+        Err(errno) => return Err(DialError::Lost(errno.into())),
+    }
+    let link = TcpStream::from(socket);
+    // A dial to a free port of this host can meet itself.
+    if link.local_addr().map_err(DialError::Lost)? == address {
+        return Err(DialError::Lost(ErrorKind::ConnectionRefused.into()));
+    }
+    set_up(&link).map_err(DialError::Lost)?;
+    Ok(link)
+}
+
+/// Sets a fresh socket to what all links are: non-blocking, and sent at once.
+pub(crate) fn set_up(link: &TcpStream) -> io::Result<()> {
+    link.set_nonblocking(true)?;
+    link.set_nodelay(true)?;
+    if link.local_addr()?.ip() == link.peer_addr()?.ip() {
+        // Within a host there is no delay to bridge, and a short queue stays in the cache. A system that
+        // refuses is only slower.
+        let _ = sockopt::set_socket_send_buffer_size(link, SAME_HOST_BUFFER_BYTES);
+        let _ = sockopt::set_socket_recv_buffer_size(link, SAME_HOST_BUFFER_BYTES);
+    }
+    Ok(())
+}
+
+/// Polls until something happens (true) or `deadline` has passed (false).
+pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
+    loop {
+        let timeout = deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
+        match poll(fds, timeout.as_ref()) {
+            Ok(0) => return Ok(false),
+            Ok(_) => return Ok(true),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// Two segments: one on its way while one is reduced.
+const SAME_HOST_BUFFER_BYTES: usize = 512 << 10;
+
+fn timespec(duration: Duration) -> Timespec {
+    let tv_sec = duration.as_secs().try_into().unwrap_or(i64::MAX);
+    Timespec { tv_sec, tv_nsec: duration.subsec_nanos().into() }
+}

@@ -1,0 +1,110 @@
+//! What the pieces of an operation are made of: the caller's buffers, and the notes that ride along. No IO.
+
+use crate::schedule::{Content, Extent, Piece};
+
+/// The buffers of one operation on one rank.
+///
+/// **Invariant:** elements are received where they belong and summed there; there is no other copy of them.
+#[derive(Debug)]
+pub(crate) struct Payload<'a> {
+    body: Body<'a>,
+    /// By rank; what has not arrived yet is empty.
+    notes: Vec<Vec<u8>>,
+}
+
+/// The caller's buffers, as the operation needs them.
+#[derive(Debug)]
+pub(crate) enum Body<'a> {
+    Bytes(&'a mut [u8]),
+    Empty,
+    Floats(&'a mut [f32]),
+    Sum { src: &'a [f32], dst: &'a mut [f32] },
+}
+
+impl<'a> Payload<'a> {
+    /// `notes`: one per rank, the own one filled in.
+    pub(crate) fn new(body: Body<'a>, notes: Vec<Vec<u8>>) -> Self {
+        Self { body, notes }
+    }
+
+    /// The body's length, and how many elements make a segment of `segment_bytes`.
+    pub(crate) fn extent(&self, segment_bytes: usize) -> Extent {
+        Extent { len: self.len(), segment_len: segment_bytes / self.element_bytes() }
+    }
+
+    /// The body's length in bytes.
+    pub(crate) fn total_bytes(&self) -> usize {
+        self.len() * self.element_bytes()
+    }
+
+    /// The length of a piece's elements in bytes.
+    pub(crate) fn piece_bytes(&self, piece: &Piece) -> usize {
+        piece.range.len() * self.element_bytes()
+    }
+
+    /// What to send for `piece`: the note, empty if none rides along, and the elements.
+    pub(crate) fn outgoing(&self, piece: &Piece) -> (&[u8], &[u8]) {
+        let note = if piece.note { self.notes[piece.origin].as_slice() } else { &[] };
+        let range = piece.range.clone();
+        let body = match &self.body {
+            Body::Bytes(bytes) => &bytes[range],
+            Body::Empty => &[],
+            Body::Floats(floats) => bytemuck::cast_slice(&floats[range]),
+            Body::Sum { src, .. } if piece.content == Content::Own => bytemuck::cast_slice(&src[range]),
+            Body::Sum { dst, .. } => bytemuck::cast_slice(&dst[range]),
+        };
+        (note, body)
+    }
+
+    /// Makes room for the note of `piece`.
+    pub(crate) fn expect_note(&mut self, piece: &Piece, bytes: usize) {
+        self.notes[piece.origin] = vec![0; bytes];
+    }
+
+    /// Where `piece` is to be received: the note's place, empty if none rides along, and the elements'.
+    pub(crate) fn landing(&mut self, piece: &Piece) -> (&mut [u8], &mut [u8]) {
+        let note: &mut [u8] = if piece.note { &mut self.notes[piece.origin] } else { &mut [] };
+        let range = piece.range.clone();
+        let body: &mut [u8] = match &mut self.body {
+            Body::Bytes(bytes) => &mut bytes[range],
+            Body::Empty => &mut [],
+            Body::Floats(floats) => bytemuck::cast_slice_mut(&mut floats[range]),
+            Body::Sum { dst, .. } => bytemuck::cast_slice_mut(&mut dst[range]),
+        };
+        (note, body)
+    }
+
+    /// `piece` has been received: adds the own part to a sum.
+    ///
+    /// The order of addition is the ring's, from the chunk's origin on, the same wherever the chunk is.
+    pub(crate) fn on_landed(&mut self, piece: &Piece) {
+        let Body::Sum { src, dst } = &mut self.body else { return };
+        if piece.content != Content::Sum {
+            return;
+        }
+        let range = piece.range.clone();
+        for (sum, own) in dst[range.clone()].iter_mut().zip(&src[range]) {
+            *sum += own;
+        }
+    }
+
+    pub(crate) fn into_notes(self) -> Vec<Vec<u8>> {
+        self.notes
+    }
+
+    fn len(&self) -> usize {
+        match &self.body {
+            Body::Bytes(bytes) => bytes.len(),
+            Body::Empty => 0,
+            Body::Floats(floats) => floats.len(),
+            Body::Sum { dst, .. } => dst.len(),
+        }
+    }
+
+    fn element_bytes(&self) -> usize {
+        match &self.body {
+            Body::Bytes(_) | Body::Empty => 1,
+            Body::Floats(_) | Body::Sum { .. } => size_of::<f32>(),
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! Who sends what, when: the ring's schedule as two lanes of pieces. Pure; knows nothing about sockets or
+//! numbers.
+//!
+//! A **piece** is one segment in one ring step. In step `t` rank `r` sends chunk `r−t` to rank `r+1` and
+//! receives chunk `r−1−t` from rank `r−1`. What it receives in step `t` is what it sends in step `t+1`, so
+//! that both lanes, flattened, are one stream:
+//!
+//! ```text
+//! all-reduce, world 3, rank 0                   step 0     step 1     step 2     step 3
+//!   sends     own chunk, then sums, then totals c0         c2         c1         c0
+//!   receives  sums, then totals                 c2 (sum)   c1 (total) c0 (total) c2 (total)
+//! ```
+//!
+//! (In step `world−2`, the last of the reduce-scatter, the sum that arrives plus the own part is the total.)
+//!
+//! **Invariant:** the first `free` sends, the rank's own data, need nothing; send `free + m` needs receive
+//! `m` done. A segment thus moves on as soon as it is reduced, across steps; there is no barrier between
+//! steps or phases.
+//!
+//! **Invariant:** pieces are sent and received in the lane's order, so both ends know each next piece
+//! exactly.
+//!
+//! **Invariant:** a total is received into memory whose partial sum, or own part, has left before: the total
+//! contains it.
+//!
+//! Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009).
+
+use std::ops::Range;
+
+use crate::chunk;
+
+/// One rank's part in one operation: what is to be sent and received next.
+#[derive(Clone, Debug)]
+pub(crate) struct Schedule {
+    sends: Lane,
+    receives: Lane,
+    free: usize,
+    sent: usize,
+    received: usize,
+}
+
+/// One segment in one ring step.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Piece {
+    pub(crate) step: usize,
+    pub(crate) segment: usize,
+    /// The rank whose chunk, and note, this is.
+    pub(crate) origin: usize,
+    /// Elements of the operation's buffer.
+    pub(crate) range: Range<usize>,
+    /// Whether the note of `origin` rides along.
+    pub(crate) note: bool,
+    pub(crate) content: Content,
+}
+
+/// What the elements of a piece are.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Content {
+    /// The sender's own contribution.
+    Own,
+    /// The sum of some ranks; the receiver adds its own contribution.
+    Sum,
+    /// The result, to be kept as it is.
+    Total,
+}
+
+/// A rank and the size of its group.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Seat {
+    pub(crate) rank: usize,
+    pub(crate) world: usize,
+}
+
+/// The length of a buffer and of the segments that it travels in, in elements.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Extent {
+    pub(crate) len: usize,
+    pub(crate) segment_len: usize,
+}
+
+impl Schedule {
+    /// Every rank's note to every rank: `world − 1` steps without elements.
+    pub(crate) fn all_gather(seat: Seat) -> Self {
+        let steps = seat.world - 1;
+        Self::ring(seat, Extent { len: 0, segment_len: 1 }, Phases { steps, summing: 0, noting: steps })
+    }
+
+    /// Reduce-scatter in the first `world − 1` steps, which also carry the notes, and all-gather in the next
+    /// ones.
+    pub(crate) fn all_reduce(seat: Seat, extent: Extent) -> Self {
+        let half = seat.world - 1;
+        Self::ring(seat, extent, Phases { steps: 2 * half, summing: half, noting: half })
+    }
+
+    /// The buffer of `root` down the chain `root → root+1 → … → root−1`, as one stream of segments; with
+    /// `note` the root's note rides on the first.
+    pub(crate) fn broadcast(seat: Seat, root: usize, extent: Extent, note: bool) -> Self {
+        let Seat { rank, world } = seat;
+        let hops = (rank + world - root) % world;
+        let lane = |steps| Lane {
+            world,
+            extent,
+            phases: Phases { steps, summing: 0, noting: usize::from(note) },
+            first: root,
+            whole: true,
+            sending: false,
+            step: 0,
+            segment: 0,
+        };
+        let sends = lane(usize::from(hops + 1 < world));
+        let receives = lane(usize::from(hops > 0));
+        let free = if hops == 0 { usize::MAX } else { 0 };
+        Self { sends, receives, free, sent: 0, received: 0 }
+    }
+
+    /// The piece to be sent now; none if all are sent, or the next one waits for a receive.
+    pub(crate) fn next_send(&self) -> Option<Piece> {
+        if self.sent >= self.free.saturating_add(self.received) {
+            return None;
+        }
+        self.sends.piece()
+    }
+
+    /// The piece that arrives next; none if all have arrived.
+    pub(crate) fn next_receive(&self) -> Option<Piece> {
+        self.receives.piece()
+    }
+
+    /// Whether the piece that arrives next would overwrite what this rank still has to send. Peers that keep
+    /// to the schedule can't send it yet.
+    pub(crate) fn next_receive_is_early(&self) -> bool {
+        let Lane { step, segment, phases, .. } = self.receives;
+        step >= phases.summing
+            && phases.summing > 0
+            && (self.sends.step, self.sends.segment) <= (step - phases.summing, segment)
+    }
+
+    /// The piece that `next_send` named has left.
+    pub(crate) fn on_sent(&mut self) {
+        self.sends.advance();
+        self.sent += 1;
+    }
+
+    /// The piece that `next_receive` named has arrived, and is reduced.
+    pub(crate) fn on_received(&mut self) {
+        self.receives.advance();
+        self.received += 1;
+    }
+
+    pub(crate) fn has_sends_left(&self) -> bool {
+        self.sends.piece().is_some()
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        !self.has_sends_left() && self.next_receive().is_none()
+    }
+
+    fn ring(seat: Seat, extent: Extent, phases: Phases) -> Self {
+        let Seat { rank, world } = seat;
+        let lane = |first, sending| Lane {
+            world,
+            extent,
+            phases,
+            first,
+            whole: false,
+            sending,
+            step: 0,
+            segment: 0,
+        };
+        let sends = lane(rank, true);
+        let receives = lane((rank + world - 1) % world, false);
+        let own = chunk::chunk(extent.len, world, rank);
+        let free = chunk::segment_count(&own, extent.segment_len);
+        Self { sends, receives, free, sent: 0, received: 0 }
+    }
+}
+
+/// The pieces of one direction, in order, and the place in them.
+#[derive(Clone, Debug)]
+struct Lane {
+    world: usize,
+    extent: Extent,
+    phases: Phases,
+    /// The origin in step 0.
+    first: usize,
+    /// The buffer is one chunk, not one per rank.
+    whole: bool,
+    sending: bool,
+    step: usize,
+    segment: usize,
+}
+
+/// How many ring steps there are in all, and how many of them, from the first, carry sums and notes.
+#[derive(Clone, Copy, Debug)]
+struct Phases {
+    steps: usize,
+    summing: usize,
+    noting: usize,
+}
+
+impl Lane {
+    fn piece(&self) -> Option<Piece> {
+        if self.step >= self.phases.steps {
+            return None;
+        }
+        let content = match self.step {
+            0 if self.sending && self.phases.summing > 0 => Content::Own,
+            step if step < self.phases.summing => Content::Sum,
+            _ => Content::Total,
+        };
+        Some(Piece {
+            step: self.step,
+            segment: self.segment,
+            origin: self.origin(),
+            range: chunk::segment(&self.chunk(), self.extent.segment_len, self.segment),
+            note: self.segment == 0 && self.step < self.phases.noting,
+            content,
+        })
+    }
+
+    fn advance(&mut self) {
+        self.segment += 1;
+        if self.segment == chunk::segment_count(&self.chunk(), self.extent.segment_len) {
+            self.segment = 0;
+            self.step += 1;
+        }
+    }
+
+    fn chunk(&self) -> Range<usize> {
+        if self.whole {
+            return 0..self.extent.len;
+        }
+        chunk::chunk(self.extent.len, self.world, self.origin())
+    }
+
+    fn origin(&self) -> usize {
+        (self.first + self.world - self.step % self.world) % self.world
+    }
+}
+
+#[cfg(test)]
+mod simulation;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rank_0_of_3_sends_and_receives_as_drawn() {
+        let seat = Seat { rank: 0, world: 3 };
+        let mut schedule = Schedule::all_reduce(seat, Extent { len: 3, segment_len: 8 });
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        while !schedule.is_done() {
+            if let Some(piece) = schedule.next_send() {
+                sends.push((piece.origin, piece.content, piece.note));
+                schedule.on_sent();
+            } else {
+                let piece = schedule.next_receive().unwrap();
+                receives.push((piece.origin, piece.content, piece.note));
+                schedule.on_received();
+            }
+        }
+        use Content::{Own, Sum, Total};
+        assert_eq!(sends, [(0, Own, true), (2, Sum, true), (1, Total, false), (0, Total, false)]);
+        assert_eq!(receives, [(2, Sum, true), (1, Sum, true), (0, Total, false), (2, Total, false)]);
+    }
+
+    #[test]
+    fn what_one_rank_sends_is_what_the_next_one_expects() {
+        for world in 1..=9 {
+            for len in 0..=20 {
+                for rank in 0..world {
+                    let extent = Extent { len, segment_len: 2 };
+                    let mut sender = Schedule::all_reduce(Seat { rank, world }, extent);
+                    let mut taker = Schedule::all_reduce(Seat { rank: (rank + 1) % world, world }, extent);
+                    loop {
+                        let position = |piece: Piece| (piece.step, piece.segment, piece.range, piece.note);
+                        let sent = sender.sends.piece().map(position);
+                        assert_eq!(sent, taker.next_receive().map(position), "world {world}, len {len}");
+                        if sent.is_none() {
+                            break;
+                        }
+                        sender.on_sent();
+                        taker.on_received();
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_total_is_early_until_the_own_part_has_left() {
+        let seat = Seat { rank: 0, world: 2 };
+        let mut schedule = Schedule::all_reduce(seat, Extent { len: 4, segment_len: 1 });
+        assert!(!schedule.next_receive_is_early());
+        schedule.on_received();
+        schedule.on_received();
+        assert!(schedule.next_receive_is_early());
+        schedule.on_sent();
+        assert!(!schedule.next_receive_is_early());
+        schedule.on_received();
+        assert!(schedule.next_receive_is_early());
+    }
+}

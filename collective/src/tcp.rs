@@ -1,0 +1,261 @@
+use std::mem;
+use std::net::TcpStream;
+use std::sync::Arc;
+
+use crate::fence::Pass;
+use crate::frame::Kind;
+use crate::payload::{Body, Payload};
+use crate::schedule::{Extent, Schedule, Seat};
+use crate::transfer::{Fault, LinkFault, Stamp, Transfer};
+use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator};
+
+/// The ring of one generation over TCP: a link to the next rank and one from the previous.
+///
+/// A group of one is an ordinary state: no links, and operations copy.
+///
+/// **Invariant:** after a failed operation both links are shut down and nothing more is sent or received.
+///
+/// Dropping a ring whose operations have succeeded takes nothing from the peers: what they still have to read
+/// is in the kernel's hands.
+#[derive(Debug)]
+pub struct TcpRing {
+    pass: Pass,
+    seat: Seat,
+    links: Option<Links>,
+    /// Of the next operation.
+    sequence: u64,
+    failed: bool,
+    /// The same on every rank.
+    segment_bytes: usize,
+}
+
+/// A rank's two links.
+#[derive(Debug)]
+pub(crate) struct Links {
+    pub(crate) next: Neighbour,
+    pub(crate) prev: Neighbour,
+}
+
+/// A neighbour and the link to or from it.
+#[derive(Debug)]
+pub(crate) struct Neighbour {
+    pub(crate) rank: usize,
+    pub(crate) member: u64,
+    pub(crate) link: Arc<TcpStream>,
+}
+
+impl TcpRing {
+    pub(crate) fn alone(pass: Pass) -> Self {
+        Self::new(pass, Seat { rank: 0, world: 1 }, None)
+    }
+
+    pub(crate) fn linked(pass: Pass, seat: Seat, links: Links) -> Self {
+        Self::new(pass, seat, Some(links))
+    }
+
+    fn new(pass: Pass, seat: Seat, links: Option<Links>) -> Self {
+        Self { pass, seat, links, sequence: 0, failed: false, segment_bytes: SEGMENT_BYTES }
+    }
+
+    /// The next operation can begin.
+    fn check(&self) -> Result<(), CollectiveError> {
+        if self.failed {
+            return Err(CollectiveError::Aborted { generation: self.generation() });
+        }
+        self.pass.check()
+    }
+
+    /// One note per rank, of which this rank's is `mine`.
+    fn notes(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        if mine.len() > BLOCK_BYTES_MAX {
+            let reason = format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", mine.len());
+            return Err(CollectiveError::Invalid(reason));
+        }
+        let mut notes = vec![Vec::new(); self.seat.world];
+        notes[self.seat.rank] = mine.to_vec();
+        Ok(notes)
+    }
+
+    fn check_root(&self, root: usize) -> Result<(), CollectiveError> {
+        if root < self.seat.world {
+            return Ok(());
+        }
+        let reason = format!("root {root} in a group of {}", self.seat.world);
+        Err(CollectiveError::Invalid(reason))
+    }
+
+    /// Runs one operation over the links, and ends them if it fails.
+    fn run(
+        &mut self,
+        kind: Kind,
+        schedule: Schedule,
+        payload: Payload<'_>,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let Some(links) = &self.links else { return Ok(payload.into_notes()) };
+        let stamp = Stamp { kind, generation: self.pass.generation(), sequence: self.sequence };
+        self.sequence += 1;
+        let fault = match Transfer::new(links, &self.pass, stamp, schedule, payload).run() {
+            Ok(notes) => return Ok(notes),
+            Err(fault) => fault,
+        };
+        self.failed = true;
+        self.pass.shut_down();
+        // A link that the fence has shut down looks like a lost peer.
+        self.pass.check()?;
+        Err(match fault {
+            Fault::Next(fault) => links.next.error(fault),
+            Fault::Prev(fault) => links.prev.error(fault),
+            Fault::Wait(source) => CollectiveError::Io { action: "wait for a peer", source },
+        })
+    }
+}
+
+impl Communicator for TcpRing {
+    fn rank(&self) -> usize {
+        self.seat.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.seat.world
+    }
+
+    fn generation(&self) -> u64 {
+        self.pass.generation()
+    }
+
+    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.check()?;
+        let payload = Payload::new(Body::Empty, self.notes(mine)?);
+        self.run(Kind::AllGather, Schedule::all_gather(self.seat), payload)
+    }
+
+    fn all_reduce(
+        &mut self,
+        header: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.check()?;
+        if src.len() != dst.len() {
+            let reason = format!("a source of {} elements for a sum of {}", src.len(), dst.len());
+            return Err(CollectiveError::Invalid(reason));
+        }
+        let notes = self.notes(header)?;
+        if self.links.is_none() {
+            dst.copy_from_slice(src);
+            return Ok(notes);
+        }
+        let payload = Payload::new(Body::Sum { src, dst }, notes);
+        let schedule = Schedule::all_reduce(self.seat, payload.extent(self.segment_bytes));
+        self.run(Kind::AllReduce, schedule, payload)
+    }
+
+    fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
+        self.check()?;
+        self.check_root(root)?;
+        let is_root = self.seat.rank == root;
+        if is_root && bytes.len() > BROADCAST_BYTES_MAX {
+            let reason = format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
+            return Err(CollectiveError::Invalid(reason));
+        }
+        if self.links.is_none() {
+            return Ok(());
+        }
+        let announcement = if is_root { Announcement::encode(bytes, self.segment_bytes) } else { Vec::new() };
+        let mut notes = vec![Vec::new(); self.seat.world];
+        notes[root] = announcement;
+        let nothing = Extent { len: 0, segment_len: 1 };
+        let schedule = Schedule::broadcast(self.seat, root, nothing, true);
+        let mut notes = self.run(Kind::Announcement, schedule, Payload::new(Body::Empty, notes))?;
+        let announcement = mem::take(&mut notes[root]);
+        let body = match Announcement::decode(announcement, self.segment_bytes) {
+            Ok(Announcement::All(short)) if !is_root => {
+                *bytes = short;
+                return Ok(());
+            }
+            Ok(Announcement::All(_)) => return Ok(()),
+            Ok(Announcement::Follow(_)) if is_root => bytes,
+            Ok(Announcement::Follow(len)) => {
+                *bytes = vec![0; len];
+                bytes
+            }
+            Err(reason) => {
+                self.failed = true;
+                self.pass.shut_down();
+                let links = self.links.as_ref().expect("a group of one has returned above");
+                return Err(links.prev.error(LinkFault::Broken(reason)));
+            }
+        };
+        let payload = Payload::new(Body::Bytes(body), notes);
+        let schedule = Schedule::broadcast(self.seat, root, payload.extent(self.segment_bytes), false);
+        self.run(Kind::BroadcastBytes, schedule, payload).map(drop)
+    }
+
+    fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
+        self.check()?;
+        self.check_root(root)?;
+        let payload = Payload::new(Body::Floats(buf), vec![Vec::new(); self.seat.world]);
+        let schedule = Schedule::broadcast(self.seat, root, payload.extent(self.segment_bytes), false);
+        self.run(Kind::Broadcast, schedule, payload).map(drop)
+    }
+}
+
+impl Neighbour {
+    fn error(&self, fault: LinkFault) -> CollectiveError {
+        let Self { rank, member, .. } = *self;
+        match fault {
+            LinkFault::Broken(reason) => CollectiveError::Protocol { rank, member, reason },
+            LinkFault::Lost(source) => CollectiveError::PeerLost { rank, member, source },
+        }
+    }
+}
+
+/// What goes ahead of the bytes of a `broadcast_bytes`, as only the root knows how many there are.
+///
+/// `length (u64, little endian) | the bytes, if they fit a segment`
+#[derive(Debug, Eq, PartialEq)]
+enum Announcement {
+    /// The bytes; nothing follows.
+    All(Vec<u8>),
+    /// So many bytes follow.
+    Follow(usize),
+}
+
+impl Announcement {
+    fn encode(bytes: &[u8], segment_bytes: usize) -> Vec<u8> {
+        let mut note = (bytes.len() as u64).to_le_bytes().to_vec();
+        if bytes.len() <= segment_bytes {
+            note.extend_from_slice(bytes);
+        }
+        note
+    }
+
+    fn decode(mut note: Vec<u8>, segment_bytes: usize) -> Result<Self, String> {
+        let Some(length) = note.first_chunk() else {
+            return Err(format!("expected a length, got {} bytes", note.len()));
+        };
+        let length = u64::from_le_bytes(*length);
+        let behind = note.len() - size_of::<u64>();
+        if length <= segment_bytes as u64 {
+            if behind as u64 != length {
+                return Err(format!("expected {length} bytes, as announced, got {behind}"));
+            }
+            note.drain(..size_of::<u64>());
+            return Ok(Self::All(note));
+        }
+        if behind > 0 {
+            return Err(format!("expected nothing behind the length {length}, got {behind} bytes"));
+        }
+        match usize::try_from(length) {
+            Ok(length) if length <= BROADCAST_BYTES_MAX => Ok(Self::Follow(length)),
+            _ => Err(format!("expected at most {BROADCAST_BYTES_MAX} bytes, got {length}")),
+        }
+    }
+}
+
+/// Small enough to stay in a core's cache while it is received, reduced and sent on; large enough for system
+/// calls not to matter.
+const SEGMENT_BYTES: usize = 256 << 10;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,328 @@
+//! One rank of two, whose only peer is the test: it writes and reads the bytes of both links.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener};
+use std::sync::{LazyLock, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::frame::{FRAME_BYTES, Frame};
+use crate::link::set_up;
+use crate::{Endpoint, Fence, GroupSpec, Member, Secret};
+
+const GENERATION: u64 = 5;
+
+/// Far beyond what anything here takes; only a hang gets there.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+#[test]
+fn an_honest_peer_is_understood() {
+    let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
+    for piece in reduce_frames(0) {
+        to_ring.write_all(&piece).unwrap();
+    }
+    let mut dst = [0.0; 2];
+    assert_eq!(ring.all_reduce(b"me", &[1.0, 2.0], &mut dst).unwrap(), [b"me".to_vec(), b"you".to_vec()]);
+    assert_eq!(dst, [11.0, 22.0]);
+    let mut sent = [0; 2 * FRAME_BYTES + 2 + 2 * 4];
+    from_ring.read_exact(&mut sent).unwrap();
+    assert_eq!(&sent[FRAME_BYTES..FRAME_BYTES + 2], b"me");
+    assert_eq!(sent[FRAME_BYTES + 2..FRAME_BYTES + 6], 1_f32.to_le_bytes());
+    assert_eq!(sent[2 * FRAME_BYTES + 6..], 22_f32.to_le_bytes());
+}
+
+#[test]
+fn frames_that_are_not_the_expected_ones_break_the_protocol() {
+    let [sum, total] = reduce_frames(0);
+    let head = |change: fn(&mut Frame)| {
+        let mut frame = Frame::decode(sum.first_chunk().unwrap()).unwrap();
+        change(&mut frame);
+        [&frame.encode(), &sum[FRAME_BYTES..]].concat()
+    };
+    let cases: [(&str, Vec<u8>); 11] = [
+        ("generation", head(|frame| frame.generation -= 1)),
+        ("generation", head(|frame| frame.generation += 1)),
+        ("operation", head(|frame| frame.kind = Kind::Broadcast)),
+        ("sequence", head(|frame| frame.sequence += 1)),
+        ("buffer length", head(|frame| frame.total_bytes += 4)),
+        ("origin", head(|frame| frame.origin = 0)),
+        ("segment length", head(|frame| frame.body_bytes = 0)),
+        ("at most", head(|frame| frame.note_bytes = u32::MAX)),
+        ("expected step 1, got 0", [sum.clone(), head(|frame| frame.origin = 0)].concat()),
+        ("origin", [sum.clone(), sum.clone()].concat()),
+        ("expected a frame", [sum.clone(), b"x".to_vec(), total].concat()),
+    ];
+    for (expected, bytes) in cases {
+        let Stage { mut ring, mut to_ring, .. } = stage();
+        to_ring.write_all(&bytes).unwrap();
+        let src = [1.0, 2.0];
+        let error = ring.all_reduce(b"me", &src, &mut [0.0; 2]).unwrap_err();
+        let CollectiveError::Protocol { rank: 1, member: 11, reason } = error else { panic!("{error:?}") };
+        assert!(reason.contains(expected), "{expected}: {reason}");
+        assert_eq!(src, [1.0, 2.0]);
+    }
+}
+
+#[test]
+fn a_duplicate_of_an_operations_last_frame_breaks_the_next_operation() {
+    let Stage { mut ring, mut to_ring, .. } = stage();
+    let frame = gather_frame(0);
+    to_ring.write_all(&[frame.clone(), frame].concat()).unwrap();
+    ring.all_gather(b"").unwrap();
+    let error = ring.all_gather(b"").unwrap_err();
+    let CollectiveError::Protocol { rank: 1, reason, .. } = error else { panic!("{error:?}") };
+    assert!(reason.contains("sequence"), "{reason}");
+}
+
+#[test]
+fn a_link_that_ends_anywhere_in_an_operation_is_a_lost_peer() {
+    let whole = reduce_frames(0).concat();
+    for cut in 0..whole.len() {
+        let Stage { mut ring, mut to_ring, .. } = stage();
+        to_ring.write_all(&whole[..cut]).unwrap();
+        drop(to_ring);
+        let error = ring.all_reduce(b"me", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
+        assert!(matches!(error, CollectiveError::PeerLost { rank: 1, member: 11, .. }), "{cut}: {error:?}");
+    }
+}
+
+#[test]
+fn after_a_failure_both_links_are_down_and_the_ring_is_dead() {
+    let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
+    to_ring.write_all(&[0; FRAME_BYTES]).unwrap();
+    ring.all_gather(b"").unwrap_err();
+    // Both ends see it while the ring still exists.
+    let mut sent = Vec::new();
+    from_ring.read_to_end(&mut sent).unwrap();
+    assert_eq!(sent.len(), FRAME_BYTES);
+    assert_eq!(to_ring.read(&mut [0]).unwrap(), 0);
+    let again = ring.broadcast(0, &mut []).unwrap_err();
+    assert!(matches!(again, CollectiveError::Aborted { generation: GENERATION }), "{again:?}");
+}
+
+#[test]
+fn bytes_against_the_direction_of_a_link_break_the_protocol() {
+    let Stage { mut ring, to_ring: _to_ring, mut from_ring, .. } = stage();
+    from_ring.write_all(b"!").unwrap();
+    let error = ring.all_reduce(b"", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
+    assert!(matches!(error, CollectiveError::Protocol { rank: 1, .. }), "{error:?}");
+}
+
+#[test]
+fn a_next_member_that_goes_while_it_is_needed_is_lost() {
+    let Stage { mut ring, to_ring: _to_ring, from_ring, .. } = stage();
+    drop(from_ring);
+    let error = ring.all_reduce(b"", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
+    assert!(matches!(error, CollectiveError::PeerLost { rank: 1, .. }), "{error:?}");
+}
+
+#[test]
+fn a_next_member_that_has_all_it_needs_may_go() {
+    let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
+    let (done, result) = mpsc::channel();
+    thread::spawn(move || done.send(ring.all_gather(b"mine")));
+    from_ring.read_exact(&mut [0; FRAME_BYTES + 4]).unwrap();
+    drop(from_ring);
+    to_ring.write_all(&gather_frame(0)).unwrap();
+    let gathered = result.recv_timeout(WATCHDOG).unwrap().unwrap();
+    assert_eq!(gathered, [b"mine".to_vec(), b"you".to_vec()]);
+}
+
+#[test]
+fn a_total_that_lacks_this_ranks_part_breaks_the_protocol() {
+    // Nobody reads what the ring sends, so that most of its part can't have left.
+    let len = 8 << 20;
+    let Stage { mut ring, mut to_ring, from_ring: _from_ring, .. } = stage();
+    ring.segment_bytes = 4 * len;
+    let (done, result) = mpsc::channel();
+    thread::spawn(move || done.send(ring.all_reduce(b"", &vec![1.0; len], &mut vec![0.0; len])));
+    let bytes = |content| Frame {
+        kind: Kind::AllReduce,
+        generation: GENERATION,
+        sequence: 0,
+        step: content,
+        segment: 0,
+        origin: 1 - content,
+        note_bytes: 0,
+        total_bytes: 4 * len as u64,
+        body_bytes: 2 * len as u32,
+    };
+    to_ring.write_all(&bytes(0).encode()).unwrap();
+    to_ring.write_all(&vec![0; 2 * len]).unwrap();
+    to_ring.write_all(&bytes(1).encode()).unwrap();
+    let error = result.recv_timeout(WATCHDOG).unwrap().unwrap_err();
+    let CollectiveError::Protocol { rank: 1, reason, .. } = error else { panic!("{error:?}") };
+    assert!(reason.contains("this rank's part"), "{reason}");
+}
+
+#[test]
+fn the_fence_ends_a_blocked_operation_and_tells_the_peers() {
+    let Stage { mut ring, mut to_ring, mut from_ring, fence } = stage();
+    let (done, result) = mpsc::channel();
+    thread::spawn(move || {
+        let error = ring.all_reduce(b"", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
+        done.send((ring, error)).unwrap();
+    });
+    // The ring is in the operation: its first frame has come.
+    from_ring.read_exact(&mut [0; FRAME_BYTES + 4]).unwrap();
+    fence.abort_before(GENERATION);
+    assert!(result.try_recv().is_err());
+    fence.abort_before(GENERATION + 1);
+    let (_ring, error) = result.recv_timeout(WATCHDOG).unwrap();
+    assert!(matches!(error, CollectiveError::Aborted { generation: GENERATION }), "{error:?}");
+    assert_eq!(from_ring.read(&mut [0]).unwrap(), 0);
+    assert_eq!(to_ring.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn the_fence_tells_the_peers_of_an_idle_ring_at_once() {
+    let Stage { mut ring, mut to_ring, mut from_ring, fence } = stage();
+    fence.abort_before(GENERATION + 1);
+    assert_eq!(from_ring.read(&mut [0]).unwrap(), 0);
+    assert_eq!(to_ring.read(&mut [0]).unwrap(), 0);
+    let error = ring.all_gather(b"").unwrap_err();
+    assert!(matches!(error, CollectiveError::Aborted { generation: GENERATION }), "{error:?}");
+}
+
+#[test]
+fn a_flipped_bit_in_a_head_is_an_error_and_never_a_panic() {
+    let whole = reduce_frames(0).concat();
+    for bit in 0..FRAME_BYTES * 8 {
+        let Stage { mut ring, mut to_ring, .. } = stage();
+        let mut bytes = whole.clone();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        to_ring.write_all(&bytes).unwrap();
+        drop(to_ring);
+        let error = ring.all_reduce(b"me", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
+        let is_expected = matches!(
+            error,
+            CollectiveError::Protocol { rank: 1, .. } | CollectiveError::PeerLost { rank: 1, .. }
+        );
+        assert!(is_expected, "bit {bit}: {error:?}");
+    }
+}
+
+#[test]
+fn a_senseless_announcement_breaks_the_protocol() {
+    let too_long = (BROADCAST_BYTES_MAX as u64 + 1).to_le_bytes();
+    let more_than_said = [&1_u64.to_le_bytes()[..], b"ab"].concat();
+    let behind_a_long_one = [&(1_u64 << 20).to_le_bytes()[..], b"a"].concat();
+    for note in [&b""[..], &too_long, &more_than_said, &behind_a_long_one, &u64::MAX.to_le_bytes()] {
+        let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
+        let frame = Frame {
+            kind: Kind::Announcement,
+            origin: 1,
+            note_bytes: note.len() as u32,
+            total_bytes: 0,
+            ..Frame::decode(gather_frame(0).first_chunk().unwrap()).unwrap()
+        };
+        to_ring.write_all(&[&frame.encode(), note].concat()).unwrap();
+        let mut bytes = b"before".to_vec();
+        let error = ring.broadcast_bytes(1, &mut bytes).unwrap_err();
+        assert!(matches!(error, CollectiveError::Protocol { rank: 1, .. }), "{note:?}: {error:?}");
+        assert_eq!(from_ring.read(&mut [0]).unwrap(), 0, "the links are down");
+    }
+}
+
+#[test]
+fn every_link_is_without_delay_at_both_ends() {
+    let bind = |me| Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", me, Secret::new("secret")).unwrap();
+    let ends = [bind(1), bind(2)];
+    let members = [(1, &ends[0]), (2, &ends[1])].map(|(id, end)| Member { id, address: end.address() });
+    let group = GroupSpec { generation: 1, members: members.to_vec() };
+    thread::scope(|scope| {
+        let rings = ends.each_ref().map(|end| scope.spawn(|| end.connect(&group, WATCHDOG).unwrap()));
+        for ring in rings.map(|ring| ring.join().unwrap()) {
+            let links = ring.links.as_ref().unwrap();
+            assert!(links.next.link.nodelay().unwrap() && links.prev.link.nodelay().unwrap());
+        }
+    });
+}
+
+#[test]
+fn a_link_that_is_registered_after_its_end_is_shut_down() {
+    let fence = Fence::new();
+    let pass = fence.enter(1).unwrap();
+    fence.abort_before(2);
+    let (link, mut peer) = pair();
+    pass.register(&link);
+    assert_eq!(peer.read(&mut [0]).unwrap(), 0);
+}
+
+/// Rank 0 of two, as worker 10 beside worker 11.
+struct Stage {
+    ring: TcpRing,
+    to_ring: TcpStream,
+    from_ring: TcpStream,
+    fence: Fence,
+}
+
+fn stage() -> Stage {
+    let fence = Fence::new();
+    watch(fence.clone());
+    let pass = fence.enter(GENERATION).unwrap();
+    let neighbour = |link| Neighbour { rank: 1, member: 11, link };
+    let (next, from_ring) = pair();
+    let (prev, to_ring) = pair();
+    pass.register(&next);
+    pass.register(&prev);
+    let links = Links { next: neighbour(next), prev: neighbour(prev) };
+    Stage { ring: TcpRing::linked(pass, Seat { rank: 0, world: 2 }, links), to_ring, from_ring, fence }
+}
+
+fn pair() -> (Arc<TcpStream>, TcpStream) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    set_up(&dialled).unwrap();
+    let (accepted, _) = listener.accept().unwrap();
+    accepted.set_read_timeout(Some(WATCHDOG)).unwrap();
+    (Arc::new(dialled), accepted)
+}
+
+/// Ends what hangs, so that its test fails.
+fn watch(fence: Fence) {
+    static WATCHED: LazyLock<mpsc::Sender<(Instant, Fence)>> = LazyLock::new(|| {
+        let (watched, fences) = mpsc::channel::<(Instant, Fence)>();
+        thread::spawn(move || {
+            for (deadline, fence) in fences {
+                while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+                    thread::park_timeout(left);
+                }
+                fence.abort_before(u64::MAX);
+            }
+        });
+        watched
+    });
+    WATCHED.send((Instant::now() + WATCHDOG, fence)).unwrap();
+}
+
+/// What rank 1 sends in an all-reduce of `[1, 2]` and `[10, 20]`: its own chunk 1, then the total of chunk 0.
+fn reduce_frames(sequence: u64) -> [Vec<u8>; 2] {
+    [(1, 20_f32, b"you".as_slice()), (0, 11_f32, b"")].map(|(origin, number, note)| {
+        let frame = Frame {
+            kind: Kind::AllReduce,
+            generation: GENERATION,
+            sequence,
+            step: 1 - origin,
+            segment: 0,
+            origin,
+            note_bytes: note.len() as u32,
+            total_bytes: 8,
+            body_bytes: 4,
+        };
+        [&frame.encode(), note, &number.to_le_bytes()].concat()
+    })
+}
+
+/// What rank 1 sends in an all-gather.
+fn gather_frame(sequence: u64) -> Vec<u8> {
+    let [frame, _] = reduce_frames(sequence);
+    let frame = Frame {
+        kind: Kind::AllGather,
+        total_bytes: 0,
+        body_bytes: 0,
+        ..Frame::decode(frame.first_chunk().unwrap()).unwrap()
+    };
+    [&frame.encode(), b"you".as_slice()].concat()
+}

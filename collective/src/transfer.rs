@@ -1,0 +1,297 @@
+//! Moves one operation's pieces over the two links of a rank.
+//!
+//! ```text
+//!   prev ── frame | note | body ──▶ this rank ── frame | note | body ──▶ next
+//! ```
+//!
+//! One thread, two non-blocking sockets, one poll: with a core per rank this beats a thread per direction.
+//!
+//! **Invariant:** a frame, its note and its body leave in one system call, unless the socket's buffer is
+//! full.
+//!
+//! **Invariant:** a link's end counts only while the operation still needs the link. A neighbour that has all
+//! it needs may leave.
+
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
+use std::net::TcpStream;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags};
+
+use crate::communicator::BLOCK_BYTES_MAX;
+use crate::fence::Pass;
+use crate::frame::{FRAME_BYTES, Frame, Kind};
+use crate::link::poll_until;
+use crate::payload::Payload;
+use crate::schedule::{Piece, Schedule};
+use crate::tcp::Links;
+
+/// One operation under way.
+pub(crate) struct Transfer<'a> {
+    links: &'a Links,
+    pass: &'a Pass,
+    stamp: Stamp,
+    schedule: Schedule,
+    payload: Payload<'a>,
+    outgoing: Option<Outgoing>,
+    incoming: Incoming,
+}
+
+/// What all frames of one operation have in common.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stamp {
+    pub(crate) kind: Kind,
+    pub(crate) generation: u64,
+    pub(crate) sequence: u64,
+}
+
+/// Why a transfer stopped. Whether that was the fence's doing is for the caller to ask.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    Next(LinkFault),
+    Prev(LinkFault),
+    Wait(io::Error),
+}
+
+/// What is wrong with a link.
+#[derive(Debug)]
+pub(crate) enum LinkFault {
+    Broken(String),
+    Lost(io::Error),
+}
+
+impl<'a> Transfer<'a> {
+    pub(crate) fn new(
+        links: &'a Links,
+        pass: &'a Pass,
+        stamp: Stamp,
+        schedule: Schedule,
+        payload: Payload<'a>,
+    ) -> Self {
+        let incoming = Incoming { head: [0; FRAME_BYTES], read: 0, note_bytes: 0 };
+        Self { links, pass, stamp, schedule, payload, outgoing: None, incoming }
+    }
+
+    /// Returns when all pieces are sent and received, with the notes in rank order.
+    pub(crate) fn run(mut self) -> Result<Vec<Vec<u8>>, Fault> {
+        loop {
+            let sent = match self.send() {
+                Ok(flow) => flow,
+                Err(fault) => return Err(self.root_of(fault)),
+            };
+            let received = self.receive()?;
+            if self.schedule.is_done() {
+                return Ok(self.payload.into_notes());
+            }
+            if received == Flow::Moved {
+                continue;
+            }
+            if let Err(fault) = self.wait(sent == Flow::Blocked) {
+                return Err(self.root_of(fault));
+            }
+        }
+    }
+
+    /// Sends until the socket is full, or nothing more may be sent yet.
+    fn send(&mut self) -> Result<Flow, Fault> {
+        let mut flow = Flow::Idle;
+        while let Some(piece) = self.schedule.next_send() {
+            if self.outgoing.is_none() {
+                let head = self.frame(&piece).encode();
+                self.outgoing = Some(Outgoing { head, written: 0 });
+            }
+            let outgoing = self.outgoing.as_mut().expect("it was just put there");
+            let (note, body) = self.payload.outgoing(&piece);
+            match outgoing.write(&self.links.next.link, note, body) {
+                Ok(true) => {
+                    self.outgoing = None;
+                    self.schedule.on_sent();
+                    flow = Flow::Moved;
+                }
+                Ok(false) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(Flow::Blocked),
+                Err(errno) => return Err(Fault::Next(LinkFault::Lost(errno.into()))),
+            }
+        }
+        Ok(flow)
+    }
+
+    /// Receives until a piece is complete, or the socket is empty.
+    fn receive(&mut self) -> Result<Flow, Fault> {
+        let Some(piece) = self.schedule.next_receive() else { return Ok(Flow::Idle) };
+        loop {
+            match self.read(&piece) {
+                Ok(0) => return Err(Fault::Prev(LinkFault::Lost(ErrorKind::UnexpectedEof.into()))),
+                Ok(bytes) => {
+                    let head_complete = self.incoming.read >= FRAME_BYTES;
+                    self.incoming.read += bytes;
+                    if !head_complete && self.incoming.read >= FRAME_BYTES {
+                        let note_bytes =
+                            self.check(&piece).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+                        self.incoming.note_bytes = note_bytes;
+                        if piece.note {
+                            self.payload.expect_note(&piece, note_bytes);
+                        }
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Flow::Blocked),
+                Err(error) => return Err(Fault::Prev(LinkFault::Lost(error))),
+            }
+            let Incoming { read, note_bytes, .. } = self.incoming;
+            if read >= FRAME_BYTES && read == FRAME_BYTES + note_bytes + self.payload.piece_bytes(&piece) {
+                self.incoming.read = 0;
+                self.payload.on_landed(&piece);
+                self.schedule.on_received();
+                return Ok(Flow::Moved);
+            }
+        }
+    }
+
+    /// One read: the rest of the head and, where its length is sure, the body with it; or what is left behind
+    /// the head.
+    fn read(&mut self, piece: &Piece) -> io::Result<usize> {
+        let Self { links, schedule, payload, incoming, .. } = self;
+        let mut prev: &TcpStream = &links.prev.link;
+        if incoming.read < FRAME_BYTES {
+            let head = &mut incoming.head[incoming.read..];
+            if piece.note || schedule.next_receive_is_early() {
+                return prev.read(head);
+            }
+            let (_, body) = payload.landing(piece);
+            return prev.read_vectored(&mut [IoSliceMut::new(head), IoSliceMut::new(body)]);
+        }
+        let done = incoming.read - FRAME_BYTES;
+        let (note, body) = payload.landing(piece);
+        let (note_done, body_done) = (done.min(note.len()), done.saturating_sub(note.len()));
+        prev.read_vectored(&mut [
+            IoSliceMut::new(&mut note[note_done..]),
+            IoSliceMut::new(&mut body[body_done..]),
+        ])
+    }
+
+    /// Checks the head that has arrived for `piece`, and returns the length of its note.
+    fn check(&self, piece: &Piece) -> Result<usize, String> {
+        let frame = Frame::decode(&self.incoming.head)?;
+        let note_bytes_max = if piece.note { BLOCK_BYTES_MAX } else { 0 };
+        frame.check(&self.frame(piece), note_bytes_max)?;
+        if self.schedule.next_receive_is_early() {
+            return Err("got a total that this rank's part is not in".to_owned());
+        }
+        Ok(frame.note_bytes as usize)
+    }
+
+    fn frame(&self, piece: &Piece) -> Frame {
+        let Stamp { kind, generation, sequence } = self.stamp;
+        let (note, _) = self.payload.outgoing(piece);
+        Frame {
+            kind,
+            generation,
+            sequence,
+            step: narrow(piece.step),
+            segment: narrow(piece.segment),
+            origin: narrow(piece.origin),
+            note_bytes: narrow(note.len()),
+            total_bytes: self.payload.total_bytes() as u64,
+            body_bytes: narrow(self.payload.piece_bytes(piece)),
+        }
+    }
+
+    /// Sleeps until a link or the fence stirs.
+    fn wait(&self, send_blocked: bool) -> Result<(), Fault> {
+        let when = |condition, flags| if condition { flags } else { PollFlags::empty() };
+        let receives_left = self.schedule.next_receive().is_some();
+        let sends_left = self.schedule.has_sends_left();
+        let mut fds = Vec::with_capacity(3);
+        fds.push(PollFd::new(self.pass.bell(), PollFlags::IN));
+        if sends_left {
+            // Nothing ever comes from there but the news of its end.
+            let flags = PollFlags::IN | when(send_blocked, PollFlags::OUT);
+            fds.push(PollFd::new(&*self.links.next.link, flags));
+        }
+        if receives_left {
+            fds.push(PollFd::new(&*self.links.prev.link, PollFlags::IN));
+        }
+        poll_until(&mut fds, None).map_err(Fault::Wait)?;
+        let rung = !fds[0].revents().is_empty();
+        let next_speaks = sends_left && !(fds[1].revents() - PollFlags::OUT).is_empty();
+        if rung {
+            self.pass.bell().clear();
+            if self.pass.check().is_err() {
+                return Err(Fault::Wait(ErrorKind::Interrupted.into()));
+            }
+        }
+        if next_speaks { self.probe_next() } else { Ok(()) }
+    }
+
+    fn probe_next(&self) -> Result<(), Fault> {
+        let mut next: &TcpStream = &self.links.next.link;
+        Err(Fault::Next(match next.read(&mut [0]) {
+            Ok(0) => LinkFault::Lost(ErrorKind::UnexpectedEof.into()),
+            Ok(_) => LinkFault::Broken("expected silence on the link to it, got bytes".to_owned()),
+            Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {
+                return Ok(());
+            }
+            Err(error) => LinkFault::Lost(error),
+        }))
+    }
+
+    /// A next member that ended the link may have done so over a disagreement that shows in what the previous
+    /// one has sent, too; that says more than an end.
+    fn root_of(&mut self, fault: Fault) -> Fault {
+        loop {
+            match self.receive() {
+                Ok(Flow::Moved) => {}
+                Err(broken @ Fault::Prev(LinkFault::Broken(_))) => return broken,
+                Ok(_) | Err(_) => return fault,
+            }
+        }
+    }
+}
+
+/// How far a direction got.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Flow {
+    /// Until the socket would have blocked.
+    Blocked,
+    /// There was nothing to do.
+    Idle,
+    Moved,
+}
+
+#[derive(Debug)]
+struct Outgoing {
+    head: [u8; FRAME_BYTES],
+    /// Bytes of head, note and body that have left.
+    written: usize,
+}
+
+impl Outgoing {
+    /// One write; true if that was the last byte.
+    fn write(&mut self, link: &TcpStream, note: &[u8], body: &[u8]) -> rustix::io::Result<bool> {
+        let mut skip = self.written;
+        let slices = [self.head.as_slice(), note, body].map(|part| {
+            let skipped = skip.min(part.len());
+            skip -= skipped;
+            IoSlice::new(&part[skipped..])
+        });
+        let mut nothing = SendAncillaryBuffer::default();
+        self.written += rustix::net::sendmsg(link, &slices, &mut nothing, SendFlags::NOSIGNAL)?;
+        Ok(self.written == FRAME_BYTES + note.len() + body.len())
+    }
+}
+
+#[derive(Debug)]
+struct Incoming {
+    head: [u8; FRAME_BYTES],
+    /// Bytes of head, note and body that have arrived.
+    read: usize,
+    /// Known when the head is complete.
+    note_bytes: usize,
+}
+
+/// Steps, segments, ranks and lengths that the limits keep small.
+fn narrow(number: usize) -> u32 {
+    u32::try_from(number).expect("members, segments and blocks are limited")
+}
