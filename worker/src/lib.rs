@@ -1,0 +1,83 @@
+//! The library that a user links to train a model with elasticdl.
+//!
+//! Fill in the blanks of [`Model`] and hand it to [`run`]; that is a whole training program:
+//!
+//! ```no_run
+//! use elasticdl_worker::readers::FixedRecords;
+//! use elasticdl_worker::{Model, UserError};
+//!
+//! /// Learns the mean of all bytes.
+//! struct Mean;
+//!
+//! impl Model for Mean {
+//!     type Reader = FixedRecords;
+//!     type Batch = Vec<Vec<u8>>;
+//!
+//!     fn reader(&self) -> FixedRecords {
+//!         FixedRecords::new(1)
+//!     }
+//!     fn parameters(&self) -> usize {
+//!         1
+//!     }
+//!     fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
+//!         parameters.fill(0.0);
+//!         Ok(())
+//!     }
+//!     fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Self::Batch, UserError> {
+//!         Ok(records)
+//!     }
+//!     fn gradients(
+//!         &mut self,
+//!         parameters: &[f32],
+//!         batch: Self::Batch,
+//!         gradients: &mut [f32],
+//!     ) -> Result<f64, UserError> {
+//!         let errors = batch.iter().map(|record| parameters[0] - f32::from(record[0]));
+//!         gradients[0] += errors.clone().sum::<f32>();
+//!         Ok(errors.map(|error| f64::from(error * error / 2.0)).sum())
+//!     }
+//! }
+//!
+//! fn main() -> std::process::ExitCode {
+//!     elasticdl_worker::run(Mean)
+//! }
+//! ```
+//!
+//! Inside, [`run`] ties four things together, each a room of its own:
+//!
+//! ```text
+//!   control ── gRPC, one thread ──► inbox ──► trainer ──► session   decides, does nothing (pure)
+//!                                             │   └─────► ring      elasticdl-collective
+//!   prefetch ── reads, one thread ──► shelf ──┘                     blocks, one thread
+//! ```
+//!
+//! **Invariants:** knows nothing about processes, pods or how it was launched beyond its environment. Generated types stop
+//! at `control`. The session and what it reckons with (`plan`, `leases`, `repair`, `header`) have no IO and no clock.
+
+#[cfg(feature = "candle")]
+pub mod candle;
+mod control;
+mod environment;
+mod failure;
+mod gap;
+mod header;
+mod leases;
+mod messages;
+mod model;
+mod optimizer;
+mod plan;
+mod prefetch;
+mod reader;
+pub mod readers;
+mod repair;
+mod run;
+mod schedule;
+mod session;
+mod tensors;
+mod trainer;
+
+pub use model::{Model, Update, UserError};
+pub use optimizer::Optimizer;
+pub use reader::{DataError, Dataset, File, Reader};
+pub use run::run;
+pub use schedule::Schedule;

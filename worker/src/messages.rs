@@ -1,0 +1,67 @@
+//! What passes between the trainer and the control stream's thread.
+
+use elasticdl_proto::{Generation, Ledger, RecordRange};
+use tokio::sync::mpsc::UnboundedSender;
+
+use crate::failure::Failure;
+use crate::reader::Dataset;
+use crate::session::{Membership, Report};
+
+/// What the master says after its welcome.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum FromMaster {
+    Describe,
+    Drain,
+    Lease(Vec<RecordRange>),
+    Membership(Membership),
+    Prepare(Dataset),
+    Shutdown(String),
+}
+
+/// What this worker says after its hello.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum ToMaster {
+    Described(Result<Dataset, String>),
+    Failed(Failure),
+    Finished(Finished),
+    Ready { parameters: u64 },
+    Report(Report),
+    Resumed { generation: Generation, step: u64, phases: Phases },
+}
+
+/// The job's final state.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Finished {
+    pub(crate) generation: Generation,
+    pub(crate) step: u64,
+    pub(crate) digest: u64,
+    pub(crate) ledger: Ledger,
+    pub(crate) records_trained: u64,
+    pub(crate) summary: Option<String>,
+}
+
+/// Microseconds from a group's last commit to its first one in a new generation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Phases {
+    /// Last commit until the error was seen, or the switch agreed.
+    pub(crate) detect_us: u64,
+    /// Until the new membership was known.
+    pub(crate) agree_us: u64,
+    /// Until the new links stood.
+    pub(crate) connect_us: u64,
+    /// Until all ranks held the same state.
+    pub(crate) state_us: u64,
+    /// Until the first step was committed.
+    pub(crate) first_step_us: u64,
+}
+
+/// Where the trainer puts what the master is to hear. Sending never blocks; without a master it is lost.
+#[derive(Clone, Debug)]
+pub(crate) struct Outbox(pub(crate) UnboundedSender<ToMaster>);
+
+impl Outbox {
+    pub(crate) fn send(&self, message: ToMaster) {
+        // The control stream's thread ends the process when it ends itself, so a closed channel needs no answer.
+        let _ = self.0.send(message);
+    }
+}

@@ -1,0 +1,105 @@
+//! What a user fills in to train a model.
+
+use crate::optimizer::Optimizer;
+use crate::reader::Reader;
+
+/// Any error of the user's code. Its text reaches the summary, with the worker and the records it was working on.
+pub type UserError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A model to train: the blanks that a user fills in.
+///
+/// Parameters and gradients are flat `f32` slices of the same length, `parameters()` elements, in an order that the
+/// model chooses; what they mean is the model's business. The same program runs on every worker, so what a method
+/// returns must depend on its arguments alone, or replicas drift apart (they are compared, and drift is an error).
+///
+/// Any error or panic in a method ends this worker and is reported with the records it was working on.
+pub trait Model: 'static {
+    /// Reads the training data.
+    type Reader: Reader;
+    /// What [`feed`](Self::feed) makes of records.
+    type Batch;
+
+    /// The reader of the training data. Called once or twice in a worker's life.
+    fn reader(&self) -> Self::Reader;
+
+    /// Number of parameters, the same on every worker.
+    fn parameters(&self) -> usize;
+
+    /// Writes the initial parameters, `[parameters()]`, drawn from `seed`.
+    ///
+    /// Called on one worker; the others receive its result.
+    ///
+    /// # Errors
+    /// Ends the job.
+    fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError>;
+
+    /// Makes a batch of records.
+    ///
+    /// # Errors
+    /// Reported with the records' range; the records go to another worker.
+    fn feed(&mut self, records: Vec<<Self::Reader as Reader>::Record>) -> Result<Self::Batch, UserError>;
+
+    /// Adds the gradient of the batch's loss, **summed over its records**, to `gradients`; returns the loss summed
+    /// over its records.
+    ///
+    /// `parameters`, `gradients`: `[parameters()]`. `gradients` already holds what other micro-batches of this step
+    /// added.
+    ///
+    /// # Errors
+    /// Reported with the records' range; the records go to another worker.
+    fn gradients(
+        &mut self,
+        parameters: &[f32],
+        batch: Self::Batch,
+        gradients: &mut [f32],
+    ) -> Result<f64, UserError>;
+
+    /// The optimizer that [`update`](Self::update) uses. Default: plain SGD at a rate of 0.01.
+    fn optimizer(&self) -> Optimizer {
+        Optimizer::sgd(0.01)
+    }
+
+    /// How many `f32`s of state per parameter `update` keeps in [`Update::slots`]. Default: what the optimizer needs.
+    fn slots(&self) -> usize {
+        self.optimizer().slots()
+    }
+
+    /// Applies one step's gradient. Default: the optimizer, on the mean over the step's records.
+    ///
+    /// A model that wants the sum and the count themselves overrides this, and [`slots`](Self::slots) with it.
+    ///
+    /// # Errors
+    /// Ends this worker.
+    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        self.optimizer().apply(update);
+        Ok(())
+    }
+
+    /// Records that fit into memory at once: a larger share is computed in micro-batches. Default: any number.
+    fn micro_batch(&self) -> Option<usize> {
+        None
+    }
+
+    /// The model's closing words, shown with the job's summary: a sample, a score. Called on one worker, at the end.
+    ///
+    /// # Errors
+    /// Shown in place of the words; the job has completed all the same.
+    fn summary(&mut self, _parameters: &[f32]) -> Result<Option<String>, UserError> {
+        Ok(None)
+    }
+}
+
+/// One step's gradient and the state it is applied to.
+#[derive(Debug)]
+pub struct Update<'a> {
+    /// The step, from 0.
+    pub step: u64,
+    /// Records behind `sum`, over all ranks; at least 1.
+    pub records: u64,
+    /// Gradient summed over these records, `[parameters]`.
+    pub sum: &'a [f32],
+    /// The parameters, `[parameters]`.
+    pub parameters: &'a mut [f32],
+    /// The optimizer's state, `[slots · parameters]`, zero at the start.
+    pub slots: &'a mut [f32],
+}

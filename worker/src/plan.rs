@@ -1,0 +1,161 @@
+//! Who computes how much of the next step.
+//!
+//! Every rank knows, from the headers of the last round, how many records every rank holds; so all of them compute the
+//! same plan, and no message is needed to agree on it.
+//!
+//! **Invariant:** the plan depends on nothing but its arguments.
+
+/// How many records make a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Batch {
+    /// This many over all ranks.
+    Global(u64),
+    /// This many on each rank.
+    PerWorker(u64),
+}
+
+impl Batch {
+    /// What a rank of `world_size` computes of a full step, at most.
+    pub(crate) fn share(self, world_size: usize) -> u64 {
+        match self {
+            Self::Global(records) => records.div_ceil((world_size as u64).max(1)),
+            Self::PerWorker(records) => records,
+        }
+    }
+}
+
+/// What one rank can bring to the next step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Holding {
+    /// Records behind a gradient that it has computed and that no step has absorbed.
+    pub(crate) pending: u64,
+    /// Records of the current epoch that it could compute.
+    pub(crate) held: u64,
+}
+
+/// Records that each rank is to compute for the next step, beyond what it has pending; `None` if there is no step
+/// to be made yet.
+///
+/// Steps are full, save for the last of an epoch: while records of the epoch (`remaining`: those not absorbed) are
+/// in nobody's hands, the group waits for them.
+pub(crate) fn quotas(batch: Batch, remaining: u64, ranks: &[Holding]) -> Option<Vec<u64>> {
+    let pending: u64 = ranks.iter().map(|r| r.pending).sum();
+    let at_hand: u64 = pending + ranks.iter().map(|r| r.held).sum::<u64>();
+    let full = match batch {
+        Batch::Global(records) => records,
+        Batch::PerWorker(records) => records.saturating_mul(ranks.len() as u64),
+    };
+    if at_hand == 0 || at_hand < full.min(remaining) {
+        return None;
+    }
+    let quotas = match batch {
+        Batch::Global(records) => split(records, ranks),
+        Batch::PerWorker(records) => {
+            let quotas: Vec<u64> =
+                ranks.iter().map(|r| records.saturating_sub(r.pending).min(r.held)).collect();
+            // Where a rank runs short while others hold more, its records may still be on their way to it.
+            let short = quotas.iter().zip(ranks).any(|(q, r)| q + r.pending < records);
+            if short && at_hand < remaining {
+                return None;
+            }
+            quotas
+        }
+    };
+    (pending + quotas.iter().sum::<u64>() > 0).then_some(quotas)
+}
+
+/// Splits a global batch: even shares first, then what is short goes to those that hold more, in rank order.
+fn split(records: u64, ranks: &[Holding]) -> Vec<u64> {
+    let n = ranks.len() as u64;
+    let mut quotas: Vec<u64> = (0..n)
+        .zip(ranks)
+        .map(|(rank, r)| {
+            let share = records / n + u64::from(rank < records % n);
+            share.saturating_sub(r.pending).min(r.held)
+        })
+        .collect();
+    let total =
+        |quotas: &[u64]| -> u64 { quotas.iter().sum::<u64>() + ranks.iter().map(|r| r.pending).sum::<u64>() };
+    // Pending gradients alone may fill the step, or more: they can't be split.
+    while total(&quotas) < records {
+        let short = records - total(&quotas);
+        let spare: Vec<usize> = (0..ranks.len()).filter(|&i| quotas[i] < ranks[i].held).collect();
+        if spare.is_empty() {
+            break;
+        }
+        let part = short.div_ceil(spare.len() as u64);
+        let mut short = short;
+        for i in spare {
+            let more = part.min(ranks[i].held - quotas[i]).min(short);
+            quotas[i] += more;
+            short -= more;
+        }
+    }
+    // More than the batch can come together when pending gradients exceed their shares.
+    let mut over = total(&quotas).saturating_sub(records);
+    for quota in quotas.iter_mut().rev() {
+        let less = over.min(*quota);
+        *quota -= less;
+        over -= less;
+    }
+    quotas
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held(held: &[u64]) -> Vec<Holding> {
+        held.iter().map(|&held| Holding { pending: 0, held }).collect()
+    }
+
+    #[test]
+    fn a_full_step_is_split_evenly_with_the_remainder_to_the_lowest_ranks() {
+        let plan = quotas(Batch::Global(10), 1000, &held(&[50, 50, 50, 50]));
+        assert_eq!(plan, Some(vec![3, 3, 2, 2]));
+    }
+
+    #[test]
+    fn those_that_hold_more_fill_the_step() {
+        let plan = quotas(Batch::Global(12), 1000, &held(&[0, 50, 2, 50]));
+        assert_eq!(plan, Some(vec![0, 5, 2, 5]));
+    }
+
+    #[test]
+    fn the_group_waits_for_records_that_are_in_nobodys_hands() {
+        assert_eq!(quotas(Batch::Global(12), 1000, &held(&[3, 3, 3])), None);
+        assert_eq!(quotas(Batch::Global(12), 9, &held(&[3, 3, 3])), Some(vec![3, 3, 3]));
+        assert_eq!(quotas(Batch::Global(12), 9, &held(&[3, 3, 2])), None);
+        assert_eq!(quotas(Batch::PerWorker(4), 1000, &held(&[3, 9])), None);
+        assert_eq!(quotas(Batch::PerWorker(4), 12, &held(&[3, 9])), Some(vec![3, 4]));
+    }
+
+    #[test]
+    fn pending_gradients_count_and_are_topped_up() {
+        let ranks = [Holding { pending: 3, held: 9 }, Holding { pending: 3, held: 9 }, Holding::default()];
+        assert_eq!(quotas(Batch::Global(9), 1000, &ranks), Some(vec![2, 1, 0]));
+        let over = [Holding { pending: 20, held: 9 }, Holding { pending: 0, held: 9 }];
+        assert_eq!(quotas(Batch::Global(9), 1000, &over), Some(vec![0, 0]));
+    }
+
+    #[test]
+    fn a_step_is_exactly_full_or_takes_all_there_is() {
+        for a in 0..6 {
+            for b in 0..6 {
+                for pending in 0..4 {
+                    for batch in 1..10 {
+                        let ranks = [Holding { pending, held: a }, Holding { pending: 0, held: b }];
+                        let at_hand = a + b + pending;
+                        let Some(plan) = quotas(Batch::Global(batch), at_hand, &ranks) else {
+                            assert_eq!(at_hand, 0);
+                            continue;
+                        };
+                        assert!(plan[0] <= a && plan[1] <= b);
+                        let total = plan[0] + plan[1] + pending;
+                        assert_eq!(total, batch.max(pending).min(at_hand), "{ranks:?} {batch} {plan:?}");
+                    }
+                }
+            }
+        }
+    }
+}

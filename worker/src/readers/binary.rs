@@ -1,0 +1,118 @@
+//! Records of one fixed size, one after the other.
+
+use std::ops::Range;
+use std::path::Path;
+
+use super::files;
+use crate::reader::{DataError, Dataset, File, Reader};
+
+/// Reads files that are nothing but records of one fixed size.
+///
+/// What the bytes mean is the model's business. Empty files are left out.
+#[derive(Clone, Debug)]
+pub struct FixedRecords {
+    bytes: u64,
+    extensions: Vec<String>,
+}
+
+impl FixedRecords {
+    /// Records of `bytes` bytes.
+    ///
+    /// # Panics
+    /// If `bytes` is 0.
+    pub fn new(bytes: usize) -> Self {
+        assert!(bytes > 0, "a record has at least one byte");
+        Self { bytes: bytes as u64, extensions: Vec::new() }
+    }
+
+    /// In folders, keeps to files with one of these extensions, given without the dot.
+    pub fn extensions(mut self, extensions: &[&str]) -> Self {
+        self.extensions = extensions.iter().map(|&extension| extension.to_owned()).collect();
+        self
+    }
+}
+
+impl Reader for FixedRecords {
+    /// As many bytes as a record has.
+    type Record = Vec<u8>;
+
+    fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
+        let mut dataset = Dataset::default();
+        for path in files::list(source, &self.extensions)? {
+            let length = files::length(&path)?;
+            let (records, rest) = (length / self.bytes, length % self.bytes);
+            if rest > 0 {
+                let reason = format!(
+                    "{length} bytes where a multiple of the record's {} should be: {rest} too many",
+                    self.bytes
+                );
+                return Err(files::malformed(&path, &reason));
+            }
+            if records > 0 {
+                dataset.files.push(File { path: files::text(&path)?, records });
+            }
+        }
+        files::not_empty(source, dataset, &format!("no record of {} bytes", self.bytes))
+    }
+
+    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Vec<u8>>, DataError> {
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
+        let start = range.start.saturating_mul(self.bytes);
+        let length = (range.end - range.start).saturating_mul(self.bytes);
+        let bytes = files::read(Path::new(&file.path), start, length)?;
+        // The bytes are in memory, so a record, which is no longer than they are, fits into a usize.
+        Ok(bytes.chunks_exact(self.bytes as usize).map(<[u8]>::to_vec).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, bytes) in files {
+            std::fs::write(folder.path().join(name), bytes).unwrap();
+        }
+        folder
+    }
+
+    #[test]
+    fn records_follow_one_another() {
+        let folder = folder(&[("a.bin", b"aabbcc"), ("b.bin", b""), ("c.bin", b"dd"), ("d.txt", b"odd")]);
+        let mut records = FixedRecords::new(2).extensions(&["bin"]);
+        let dataset = records.describe(folder.path().to_str().unwrap()).unwrap();
+        assert_eq!(dataset.files.iter().map(|file| file.records).collect::<Vec<_>>(), [3, 1]);
+        assert_eq!(records.read(&dataset.files[0], 1..3).unwrap(), [b"bb", b"cc"]);
+        assert_eq!(records.read(&dataset.files[0], 3..3).unwrap(), Vec::<Vec<u8>>::new());
+        assert_eq!(records.read(&dataset.files[1], 0..1).unwrap(), [b"dd"]);
+    }
+
+    #[test]
+    fn a_length_that_is_no_multiple_is_an_error_that_says_by_how_much() {
+        let folder = folder(&[("a", b"aabbc")]);
+        let path = folder.path().join("a").to_str().unwrap().to_owned();
+        let error = FixedRecords::new(2).describe(&path).unwrap_err();
+        let text = format!("{path}: 5 bytes where a multiple of the record's 2 should be: 1 too many");
+        assert_eq!(error.to_string(), text);
+    }
+
+    #[test]
+    fn no_data_is_an_error() {
+        let folder = folder(&[("a", b"")]);
+        let source = folder.path().to_str().unwrap();
+        let error = FixedRecords::new(2).describe(source).unwrap_err();
+        assert_eq!(error.to_string(), format!("{source}: no record of 2 bytes"));
+        assert!(matches!(FixedRecords::new(2).describe("/nowhere/at all"), Err(DataError::Io { .. })));
+    }
+
+    #[test]
+    fn a_file_that_has_shrunk_is_an_error() {
+        let folder = folder(&[("a", b"aabb")]);
+        let path = folder.path().join("a").to_str().unwrap().to_owned();
+        let error = FixedRecords::new(2).read(&File { path, records: 3 }, 1..3).unwrap_err();
+        assert!(error.to_string().contains("4 bytes where data was to be read up to byte 6"), "{error}");
+    }
+}

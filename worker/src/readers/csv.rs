@@ -1,0 +1,442 @@
+//! Tables as comma-separated values.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::ops::Range;
+use std::path::Path;
+
+use ::csv::{ByteRecord, Position, ReaderBuilder};
+
+use super::files;
+use crate::reader::{DataError, Dataset, File, Reader};
+
+/// Reads rows of CSV files whose first line names the columns.
+///
+/// Name the columns that you need, with their types, in the order in which you want them in the [`Row`];
+/// others are ignored. Quotes, commas and line breaks within quotes, and blank lines are understood as RFC
+/// 4180 has them. In folders, files that end in `.csv` are read.
+///
+/// Every field of every file is checked before training starts. Each worker scans a file once for where its
+/// rows begin, and from then on reads just the rows it was asked for.
+///
+/// ```
+/// use elasticdl_worker::readers::CsvRows;
+///
+/// let reader = CsvRows::new().f32("area").i64("rooms").text("city").f32("price");
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct CsvRows {
+    columns: Vec<(String, Kind)>,
+    indices: BTreeMap<String, Index>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    F32,
+    I64,
+    Text,
+}
+
+/// Where to find things in one file.
+#[derive(Clone, Debug)]
+struct Index {
+    /// Length of the file that was scanned.
+    bytes: u64,
+    rows: u64,
+    /// Of every `STRIDE`th row, from 0.
+    positions: Vec<Position>,
+    /// In the header, and so in each row.
+    columns: usize,
+    /// For each wanted column its place in the file.
+    places: Vec<usize>,
+}
+
+impl CsvRows {
+    /// No columns yet: add those that you need.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a column of finite numbers.
+    pub fn f32(self, name: &str) -> Self {
+        self.column(name, Kind::F32)
+    }
+
+    /// Adds a column of whole numbers.
+    pub fn i64(self, name: &str) -> Self {
+        self.column(name, Kind::I64)
+    }
+
+    /// Adds a column of text.
+    pub fn text(self, name: &str) -> Self {
+        self.column(name, Kind::Text)
+    }
+
+    fn column(mut self, name: &str, kind: Kind) -> Self {
+        self.columns.push((name.to_owned(), kind));
+        self
+    }
+
+    /// Scans a file, checking each row with `check`.
+    fn scan(
+        &self,
+        path: &Path,
+        check: impl Fn(&ByteRecord, &Index) -> Result<(), String>,
+    ) -> Result<Index, DataError> {
+        let bytes = files::length(path)?;
+        let mut rows = open(path)?;
+        let header = rows.byte_headers().map_err(|error| csv_error(path, error))?.clone();
+        let places = self.places(&header).map_err(|reason| error_at(path, 0, reason))?;
+        let mut index = Index { bytes, rows: 0, positions: Vec::new(), columns: header.len(), places };
+        let mut record = ByteRecord::new();
+        while rows.read_byte_record(&mut record).map_err(|error| csv_error(path, error))? {
+            let position = record.position().expect("a record that was read has a position");
+            if index.rows.is_multiple_of(STRIDE) {
+                index.positions.push(position.clone());
+            }
+            index.rows += 1;
+            check(&record, &index).map_err(|reason| error_at(path, position.byte(), reason))?;
+        }
+        Ok(index)
+    }
+
+    /// For each wanted column its place in the header.
+    fn places(&self, header: &ByteRecord) -> Result<Vec<usize>, String> {
+        let names = || header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", ");
+        let place = |(name, _): &(String, Kind)| {
+            let mut places = (0..header.len()).filter(|&place| header[place] == *name.as_bytes());
+            match (places.next(), places.next()) {
+                (Some(place), None) => Ok(place),
+                (None, _) if header.is_empty() => {
+                    Err(format!("no header where column {name:?} should be named"))
+                }
+                (None, _) => Err(format!("no column {name:?}: the header has {}", names())),
+                (Some(_), Some(_)) => {
+                    Err(format!("more than one column {name:?}: the header has {}", names()))
+                }
+            }
+        };
+        self.columns.iter().map(place).collect()
+    }
+
+    /// The row that a record holds in the wanted columns.
+    fn row(&self, record: &ByteRecord, index: &Index) -> Result<Row, String> {
+        index.check_width(record)?;
+        let value = |((name, kind), &place): (&(String, Kind), &usize)| {
+            let text =
+                std::str::from_utf8(&record[place]).map_err(|_| format!("column {name:?} is not UTF-8"))?;
+            match kind {
+                Kind::F32 => match text.trim().parse::<f32>() {
+                    Ok(number) if number.is_finite() => Ok(Value::F32(number)),
+                    _ => Err(format!("column {name:?} is {text:?} where a finite number should be")),
+                },
+                Kind::I64 => match text.trim().parse::<i64>() {
+                    Ok(number) => Ok(Value::I64(number)),
+                    Err(_) => Err(format!("column {name:?} is {text:?} where a whole number should be")),
+                },
+                Kind::Text => Ok(Value::Text(text.to_owned())),
+            }
+        };
+        Ok(Row { values: self.columns.iter().zip(&index.places).map(value).collect::<Result<_, _>>()? })
+    }
+}
+
+impl Index {
+    fn check_width(&self, record: &ByteRecord) -> Result<(), String> {
+        match record.len() {
+            len if len == self.columns => Ok(()),
+            1 => Err(format!("1 column where the header has {}", self.columns)),
+            len => Err(format!("{len} columns where the header has {}", self.columns)),
+        }
+    }
+}
+
+impl Reader for CsvRows {
+    type Record = Row;
+
+    fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
+        let mut dataset = Dataset::default();
+        for path in files::list(source, &["csv".to_owned()])? {
+            let index = self.scan(&path, |record, index| self.row(record, index).map(drop))?;
+            if index.rows > 0 {
+                dataset.files.push(File { path: files::text(&path)?, records: index.rows });
+            }
+            self.indices.insert(files::text(&path)?, index);
+        }
+        files::not_empty(source, dataset, "no row below the header")
+    }
+
+    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
+        let path = Path::new(&file.path);
+        if !self.indices.contains_key(&file.path) {
+            let index = self.scan(path, |record, index| index.check_width(record))?;
+            self.indices.insert(file.path.clone(), index);
+        }
+        let index = &self.indices[&file.path];
+        let changed = |found: String| files::malformed(path, &format!("{found}: was it changed since?"));
+        let bytes = files::length(path)?;
+        if bytes != index.bytes {
+            return Err(changed(format!("{bytes} bytes where {} were", index.bytes)));
+        }
+        if range.end > index.rows {
+            return Err(changed(format!("{} rows where {} were", index.rows, file.records)));
+        }
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut rows = open(path)?;
+        let start = index.positions[(range.start / STRIDE) as usize].clone();
+        rows.seek(start).map_err(|error| csv_error(path, error))?;
+        let mut records = Vec::new();
+        let mut record = ByteRecord::new();
+        for row in range.start / STRIDE * STRIDE..range.end {
+            if !rows.read_byte_record(&mut record).map_err(|error| csv_error(path, error))? {
+                return Err(changed(format!("{row} rows where {} were", file.records)));
+            }
+            if row >= range.start {
+                let at = record.position().map_or(0, Position::byte);
+                let row = self.row(&record, index).map_err(|reason| error_at(path, at, reason))?;
+                records.push(row);
+            }
+        }
+        Ok(records)
+    }
+}
+
+/// One row: a value for each column that was asked for, in that order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    values: Vec<Value>,
+}
+
+impl Row {
+    /// All values.
+    pub fn values(&self) -> &[Value] {
+        &self.values
+    }
+
+    /// The number in column `index` of those asked for.
+    ///
+    /// # Panics
+    /// If it was not asked for as `f32`.
+    pub fn f32(&self, index: usize) -> f32 {
+        let Value::F32(number) = self.values[index] else {
+            panic!("column {index} was not asked for as f32")
+        };
+        number
+    }
+
+    /// The whole number in column `index` of those asked for.
+    ///
+    /// # Panics
+    /// If it was not asked for as `i64`.
+    pub fn i64(&self, index: usize) -> i64 {
+        let Value::I64(number) = self.values[index] else {
+            panic!("column {index} was not asked for as i64")
+        };
+        number
+    }
+
+    /// The text in column `index` of those asked for.
+    ///
+    /// # Panics
+    /// If it was not asked for as text.
+    pub fn text(&self, index: usize) -> &str {
+        let Value::Text(text) = &self.values[index] else {
+            panic!("column {index} was not asked for as text")
+        };
+        text
+    }
+}
+
+/// A field of a [`Row`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// A finite number.
+    F32(f32),
+    /// A whole number.
+    I64(i64),
+    /// Text, without its quotes.
+    Text(String),
+}
+
+/// Rows between two known positions: what a read skips at most.
+const STRIDE: u64 = 1024;
+
+fn open(path: &Path) -> Result<::csv::Reader<fs::File>, DataError> {
+    let file = fs::File::open(path).map_err(|source| files::io_error(path, source))?;
+    // Flexible, so that a wrong number of columns gets a message of ours.
+    Ok(ReaderBuilder::new().flexible(true).from_reader(file))
+}
+
+fn csv_error(path: &Path, error: ::csv::Error) -> DataError {
+    match error.into_kind() {
+        ::csv::ErrorKind::Io(source) => files::io_error(path, source),
+        kind => files::malformed(path, &format!("{kind:?}")),
+    }
+}
+
+fn error_at(path: &Path, byte: u64, reason: String) -> DataError {
+    match line_at(path, byte) {
+        Ok(line) => DataError::Malformed { path: path.to_owned(), line: Some(line), reason },
+        Err(source) => files::io_error(path, source),
+    }
+}
+
+/// The line, from 1, of the record found by a reader that stood at `byte`.
+///
+/// The csv crate's own line counts neither the blank lines before a record nor the second half of a CR LF.
+fn line_at(path: &Path, byte: u64) -> std::io::Result<u64> {
+    let mut bytes = BufReader::new(fs::File::open(path)?);
+    let mut line = 1;
+    let mut rest = byte;
+    loop {
+        let buffer = bytes.fill_buf()?;
+        let before = rest.min(buffer.len() as u64) as usize;
+        line += buffer[..before].iter().filter(|&&byte| byte == b'\n').count() as u64;
+        rest -= before as u64;
+        let done = buffer.is_empty() || rest == 0;
+        bytes.consume(before);
+        if done {
+            break;
+        }
+    }
+    for byte in bytes.bytes() {
+        match byte? {
+            b'\n' => line += 1,
+            b'\r' => (),
+            _ => break,
+        }
+    }
+    Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Table {
+        _folder: tempfile::TempDir,
+        path: String,
+    }
+
+    fn table(text: impl AsRef<[u8]>) -> Table {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("table.csv").to_str().unwrap().to_owned();
+        fs::write(&path, text).unwrap();
+        Table { _folder: folder, path }
+    }
+
+    fn columns() -> CsvRows {
+        CsvRows::new().f32("y").text("name").i64("n")
+    }
+
+    fn refusal(text: impl AsRef<[u8]>) -> String {
+        let table = table(text);
+        let error = columns().describe(&table.path).unwrap_err().to_string();
+        error.strip_prefix(&table.path).unwrap_or_else(|| panic!("{error} does not name the file")).to_owned()
+    }
+
+    #[test]
+    fn rows_hold_the_wanted_columns_in_the_wanted_order() {
+        let table = table("n,skipped,name,y\n3,?,\"a, \"\"b\"\"\",0.5\n\n-4,,c, 1e3\n");
+        let mut rows = columns();
+        let dataset = rows.describe(&table.path).unwrap();
+        assert_eq!(dataset.files, [File { path: table.path.clone(), records: 2 }]);
+        let read = rows.read(&dataset.files[0], 0..2).unwrap();
+        let values = [Value::F32(0.5), Value::Text("a, \"b\"".to_owned()), Value::I64(3)];
+        assert_eq!(read[0].values(), values);
+        assert_eq!((read[1].f32(0), read[1].text(1), read[1].i64(2)), (1000.0, "c", -4));
+    }
+
+    #[test]
+    fn any_range_reads_the_same_as_everything_and_needs_no_description() {
+        let mut text = "n,name,y\n".to_owned();
+        for row in 0..5000 {
+            // Rows of different lengths, some with line breaks within quotes.
+            let name = if row % 7 == 0 { "\"two\nlines\"".to_owned() } else { "x".repeat(row % 5) };
+            text += &format!("{row},{name},0.5\r\n");
+        }
+        let table = table(text);
+        let file = File { path: table.path, records: 5000 };
+        let all = columns().read(&file, 0..5000).unwrap();
+        assert_eq!(all.iter().map(|row| row.i64(2)).collect::<Vec<_>>(), (0..5000).collect::<Vec<_>>());
+        let mut rows = columns();
+        for range in [0..1, 1023..1025, 1024..1024, 1024..2048, 2047..2050, 4999..5000, 5000..5000] {
+            let expected = &all[range.start as usize..range.end as usize];
+            assert_eq!(rows.read(&file, range.clone()).unwrap(), expected, "{range:?}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_scanned_once() {
+        let table = table("n,name,y\n1,a,0.5\n2,b,0.5\n3,c,0.5\n");
+        let file = File { path: table.path.clone(), records: 3 };
+        let mut rows = columns();
+        rows.read(&file, 0..1).unwrap();
+        // Of the same length, with a row that a second scan would refuse.
+        fs::write(&table.path, "n,name,y\n1,a;0.5\n2,b,0.5\n4,c,0.5\n").unwrap();
+        assert_eq!(rows.read(&file, 2..3).unwrap()[0].i64(2), 4);
+        let error = rows.read(&file, 0..1).unwrap_err().to_string();
+        assert_eq!(error, format!("{} line 2: 2 columns where the header has 3", table.path));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_its_line() {
+        let start = "y,name,n\n1,a,1\n";
+        let cases = [
+            ("2,b\n", " line 3: 2 columns where the header has 3"),
+            ("2,b,3,4\n", " line 3: 4 columns where the header has 3"),
+            ("\n\n2\n", " line 5: 1 column where the header has 3"),
+            ("x,b,3\n", " line 3: column \"y\" is \"x\" where a finite number should be"),
+            ("nan,b,3\n", " line 3: column \"y\" is \"nan\" where a finite number should be"),
+            ("1e99,b,3\n", " line 3: column \"y\" is \"1e99\" where a finite number should be"),
+            (",b,3\n", " line 3: column \"y\" is \"\" where a finite number should be"),
+            ("2,b,3.5\n", " line 3: column \"n\" is \"3.5\" where a whole number should be"),
+            ("2,\"b\nb\",3\n2,b,?\n", " line 5: column \"n\" is \"?\" where a whole number should be"),
+        ];
+        for (rest, expected) in cases {
+            assert_eq!(refusal(format!("{start}{rest}")), expected);
+            let windows = format!("{start}{rest}").replace('\n', "\r\n");
+            assert_eq!(refusal(windows), expected.replace("\\n", "\\r\\n"), "with CR LF");
+        }
+        assert_eq!(refusal(b"y,name,n\n1,\xff,1\n"), " line 2: column \"name\" is not UTF-8");
+    }
+
+    #[test]
+    fn a_header_without_a_wanted_column_is_refused_with_what_it_has() {
+        assert_eq!(refusal("y,n\n1,1\n"), " line 1: no column \"name\": the header has y, n");
+        assert_eq!(
+            refusal("y,n,name,y\n"),
+            " line 1: more than one column \"y\": the header has y, n, name, y"
+        );
+        assert_eq!(refusal(""), " line 1: no header where column \"y\" should be named");
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_not_part_of_the_first_name() {
+        let table = table("\u{feff}y,name,n\n1,a,1\n");
+        let mut rows = columns();
+        let dataset = rows.describe(&table.path).unwrap();
+        assert_eq!(rows.read(&dataset.files[0], 0..1).unwrap()[0].f32(0), 1.0);
+    }
+
+    #[test]
+    fn no_rows_are_an_error() {
+        assert_eq!(refusal("y,name,n\n"), ": no row below the header");
+        assert!(matches!(columns().describe("/nowhere/at all"), Err(DataError::Io { .. })));
+    }
+
+    #[test]
+    fn a_file_that_has_changed_is_an_error() {
+        let table = table("y,name,n\n1,a,1\n2,b,2\n");
+        let mut rows = columns();
+        let file = rows.describe(&table.path).unwrap().files[0].clone();
+        let error = columns().read(&File { records: 5, ..file.clone() }, 0..5).unwrap_err().to_string();
+        assert_eq!(error, format!("{}: 2 rows where 5 were: was it changed since?", table.path));
+        fs::write(&table.path, "y,name,n\n1,a,1\n").unwrap();
+        let error = rows.read(&file, 0..1).unwrap_err().to_string();
+        assert_eq!(error, format!("{}: 15 bytes where 21 were: was it changed since?", table.path));
+    }
+}

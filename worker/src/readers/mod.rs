@@ -1,0 +1,15 @@
+//! Readers of common kinds of data. A reader of your own is two methods: [`Reader`](crate::Reader).
+//!
+//! A source is a file, or a folder that is searched with its subfolders: files in the order of their paths,
+//! names that begin with a dot left out, links to folders not followed.
+
+mod binary;
+mod csv;
+mod files;
+mod idx;
+mod text;
+
+pub use binary::FixedRecords;
+pub use csv::{CsvRows, Row, Value};
+pub use idx::{IdxImages, LabeledImage};
+pub use text::TextWindows;

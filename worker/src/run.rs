@@ -1,0 +1,168 @@
+//! A worker's life: hello, data set, model, training.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::process::ExitCode;
+
+use elasticdl_collective::{Endpoint, Secret};
+
+use crate::control::Control;
+use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
+use crate::failure::{Failure, call_user};
+use crate::messages::{FromMaster, ToMaster};
+use crate::model::Model;
+use crate::prefetch::Prefetch;
+use crate::reader::{Dataset, Reader};
+use crate::session::{Exit, JobPlan, Session};
+use crate::tensors::Tensors;
+use crate::trainer::Trainer;
+
+/// Runs this process as a worker of the job that launched it, training `model`: the whole `main` of a user's program.
+///
+/// Returns when the job is over for this worker. Without a launcher it says how to start one.
+pub fn run<M: Model>(model: M) -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    // A program that has set up its own logging keeps it.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .try_init();
+    let environment = match Environment::read(|name| std::env::var(name).ok()) {
+        Ok(environment) => environment,
+        Err(reason) => {
+            usage(&reason);
+            return ExitCode::from(EXIT_USAGE);
+        }
+    };
+    match work(model, &environment) {
+        Ok(Exit::Left) => {
+            tracing::info!("left; the group goes on without this worker");
+            ExitCode::from(EXIT_DONE)
+        }
+        Ok(Exit::Outdated) => {
+            tracing::warn!("this worker's state is older than the group can repair; it ends");
+            ExitCode::from(EXIT_MASTER_LOST as u8)
+        }
+        Ok(Exit::Shutdown(reason)) => {
+            tracing::info!(reason, "shut down");
+            ExitCode::from(EXIT_DONE)
+        }
+        Err(End::Failed(error)) => {
+            tracing::error!(error, "this worker failed");
+            ExitCode::from(EXIT_FAILED)
+        }
+        Err(End::NoMaster(error)) => {
+            tracing::error!(error, "this worker ends");
+            ExitCode::from(EXIT_MASTER_LOST as u8)
+        }
+    }
+}
+
+/// Why a worker ended early.
+enum End {
+    Failed(String),
+    NoMaster(String),
+}
+
+fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
+    let address = address_towards(&environment.master).map_err(End::NoMaster)?;
+    let listener =
+        TcpListener::bind((address, 0)).map_err(|error| End::Failed(format!("{address}: {error}")))?;
+    let address: SocketAddr =
+        listener.local_addr().map_err(|error| End::Failed(format!("{address}: {error}")))?;
+    let control = Control::open(environment, address).map_err(End::NoMaster)?;
+    tracing::info!(worker = control.welcome.worker.0, %address, "welcomed");
+    let trained = train(model, environment, listener, &control);
+    if let Err(failure) = &trained {
+        control.outbox.send(ToMaster::Failed(failure.clone()));
+    }
+    control.close();
+    trained.map_err(|failure| End::Failed(failure.error))
+}
+
+fn train<M: Model>(
+    model: M,
+    environment: &Environment,
+    listener: TcpListener,
+    control: &Control,
+) -> Result<Exit, Failure> {
+    let welcome = &control.welcome;
+    let secret = Secret::new(environment.token.as_bytes());
+    let endpoint = Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret)
+        .map_err(|error| Failure::fatal(error.to_string()))?;
+    let _ = control.fence.set(endpoint.fence());
+    let prepared = match prepare(&model, control)? {
+        Ok(dataset) => dataset,
+        Err(exit) => return Ok(exit),
+    };
+    let (parameters, slots) =
+        call_user("parameters()", || Ok((model.parameters(), model.slots()))).map_err(Failure::fatal)?;
+    let plan = JobPlan {
+        records: prepared.files.iter().map(|f| f.records).sum(),
+        epochs: welcome.epochs,
+        max_steps: welcome.max_steps,
+        batch: welcome.batch,
+    };
+    let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
+    let ahead = welcome.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
+    let prefetch = Prefetch::new(reader, prepared, ahead)
+        .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
+    control.outbox.send(ToMaster::Ready { parameters: parameters as u64 });
+    let trainer = Trainer::new(
+        model,
+        welcome.seed,
+        Session::new(welcome.worker, plan),
+        Tensors::new(parameters, slots),
+        prefetch,
+        endpoint,
+        (&control.inbox, control.outbox.clone()),
+    );
+    trainer.run()
+}
+
+/// Answers the master until the data set is known.
+fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exit>, Failure> {
+    loop {
+        match control.inbox.recv() {
+            Ok(FromMaster::Describe) => {
+                let source = &control.welcome.training_data;
+                let described = call_user("reading the data set", || Ok(model.reader().describe(source)?));
+                control.outbox.send(ToMaster::Described(described));
+            }
+            Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
+            Ok(FromMaster::Shutdown(reason)) => return Ok(Err(Exit::Shutdown(reason))),
+            Ok(FromMaster::Drain | FromMaster::Lease(_) | FromMaster::Membership(_)) => {}
+            Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),
+        }
+    }
+}
+
+/// This machine's address on the way to the master: where peers reach this worker.
+fn address_towards(master: &str) -> Result<IpAddr, String> {
+    use std::net::{ToSocketAddrs, UdpSocket};
+    let failed = |error: std::io::Error| format!("master at {master}: {error}");
+    let to = master.to_socket_addrs().map_err(failed)?.next();
+    let to = to.ok_or_else(|| format!("master at {master}: the name has no address"))?;
+    // Connecting a datagram socket sends nothing; it asks the system for a route.
+    let any: IpAddr = match to {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let socket = UdpSocket::bind((any, 0)).map_err(failed)?;
+    socket.connect(to).map_err(failed)?;
+    Ok(socket.local_addr().map_err(failed)?.ip())
+}
+
+#[expect(clippy::print_stderr, reason = "the program's own words to the person who started it by hand")]
+fn usage(reason: &str) {
+    let program = std::env::args().next().unwrap_or_else(|| "PROGRAM".into());
+    eprintln!(
+        "This program is a worker of an elasticdl job ({reason}).\n\
+         Start a job on this machine with:\n\n  \
+         elasticdl train --local --num-workers 2 --training-data DATA -- {program}\n"
+    );
+}
+
+/// The reader keeps about two steps of a rank's share ready, as in a group of this size.
+const READ_AHEAD_WORLD: usize = 2;

@@ -1,0 +1,575 @@
+//! What a worker does next: the part of a worker that decides, and does nothing itself.
+//!
+//! ```text
+//!            membership          links stand         all same state
+//!   Alone ──────────────▶ Joining ─────────▶ Syncing ─────▶ Repairing ─────▶ Round ⟲ ──▶ Over
+//!     ▲                                                                        │
+//!     └───────────────────────────── links broke ◀─────────────────────────────┘
+//! ```
+//!
+//! A round ends with all ranks' headers on every rank: either a step (headers beside a gradient, then a commit), or,
+//! where records are on their way, a talk (headers alone). What follows is decided from these headers, which are the
+//! same everywhere: the next round's shares, a switch to a newer generation, the end.
+//!
+//! **Invariant:** no IO, no clock, no threads; what comes out depends on what went in.
+//! **Invariant:** the ledger changes together with the step, by [`Session::commit`] or [`Session::install`] alone.
+//! **Invariant:** a computed gradient is given up only when the ledger has absorbed it.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
+
+use crate::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
+use crate::leases::Leases;
+use crate::plan::{self, Batch, Holding};
+use crate::repair::{Mismatch, Repair};
+
+/// What a job asks of its workers.
+#[derive(Clone, Debug)]
+pub(crate) struct JobPlan {
+    /// Records of one epoch.
+    pub(crate) records: u64,
+    pub(crate) epochs: u32,
+    pub(crate) max_steps: Option<u64>,
+    pub(crate) batch: Batch,
+}
+
+/// A group, as the master publishes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Membership {
+    pub(crate) generation: Generation,
+    /// In ring order.
+    pub(crate) members: Vec<(WorkerId, SocketAddr)>,
+    /// A member of an earlier generation is lost: leave the step at once.
+    pub(crate) abort: bool,
+}
+
+impl Membership {
+    fn rank_of(&self, worker: WorkerId) -> Option<usize> {
+        self.members.iter().position(|(id, _)| *id == worker)
+    }
+}
+
+/// What the session wants done next. The doer answers with the call that stands beside each.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Task {
+    /// Compute the gradient of these records and add it to what is pending: [`Session::computed`].
+    Compute(Vec<RecordRange>),
+    /// Build the links of this membership: [`Session::connected`] or [`Session::broken`].
+    Connect(Membership),
+    /// End this process.
+    Exit(Exit),
+    /// The job is over: say so, with the final state: [`Session::told`].
+    Finish,
+    /// Bring all ranks to one state: [`Session::begin`], [`Session::commit`], [`Session::install`] as the plan says,
+    /// then [`Session::repaired`].
+    Repair(Repair),
+    /// Reduce the pending gradient with [`Session::header`] beside it: [`Session::commit`].
+    Step,
+    /// Exchange [`Session::sync_header`]: [`Session::synced`].
+    Synchronize,
+    /// Exchange [`Session::header`] alone: [`Session::talked`].
+    Talk,
+    /// Nothing, until the master says something.
+    Wait,
+}
+
+/// Why a worker ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// The group goes on without it, as it or the user wished.
+    Left,
+    /// Its state is older than any repair reaches.
+    Outdated,
+    /// The master said so.
+    Shutdown(String),
+}
+
+/// What the session tells the master.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Report {
+    Broken { generation: Generation, suspect: Option<WorkerId>, error: String },
+    Committed(Progress),
+    Formed { generation: Generation, step: u64, ledger: Ledger },
+    LeaseRequest { epoch: u32, records: u64 },
+}
+
+/// What a group has committed since its last word.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Progress {
+    pub(crate) generation: Generation,
+    pub(crate) step: u64,
+    pub(crate) ranges: Vec<RecordRange>,
+    pub(crate) loss_sum: f64,
+    pub(crate) records: u64,
+    pub(crate) compute_us: Vec<u64>,
+}
+
+/// The part of the training state that is not tensors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct State {
+    /// Steps committed.
+    pub(crate) step: u64,
+    /// What the parameters have absorbed.
+    pub(crate) ledger: Ledger,
+    /// Records that went into the steps, by the steps' own counts.
+    pub(crate) records_trained: u64,
+}
+
+/// A gradient of this worker that no step is known to have absorbed.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Pending {
+    ranges: Vec<RecordRange>,
+    loss_sum: f64,
+    compute_us: u64,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Group {
+    generation: Generation,
+    members: Vec<WorkerId>,
+    rank: usize,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Phase {
+    Alone,
+    Ended(Exit),
+    Joining(Membership),
+    Over { group: Group, told: bool },
+    Repairing(Group, Repair),
+    Round { group: Group, quotas: Option<Vec<u64>>, computed: bool },
+    Syncing(Group),
+}
+
+/// One worker's part in a job.
+#[derive(Clone, Debug)]
+pub(crate) struct Session {
+    me: WorkerId,
+    job: JobPlan,
+    state: Option<State>,
+    /// Headers of the last commit, while its reduced gradient is kept.
+    kept: Option<Vec<StepHeader>>,
+    leases: Leases,
+    pending: Pending,
+    phase: Phase,
+    latest: Option<Membership>,
+    /// This worker has been in a membership, so one without it means that it is to go.
+    was_member: bool,
+    stop: bool,
+    progress: Progress,
+    reported_at: Duration,
+    reports: VecDeque<Report>,
+}
+
+impl Session {
+    pub(crate) fn new(me: WorkerId, job: JobPlan) -> Self {
+        Self {
+            me,
+            job,
+            state: None,
+            kept: None,
+            leases: Leases::default(),
+            pending: Pending::default(),
+            phase: Phase::Alone,
+            latest: None,
+            was_member: false,
+            stop: false,
+            progress: Progress::default(),
+            reported_at: Duration::ZERO,
+            reports: VecDeque::new(),
+        }
+    }
+
+    // ---- what the master says ----
+
+    pub(crate) fn handle_membership(&mut self, membership: Membership) {
+        if self.latest.as_ref().is_some_and(|latest| latest.generation >= membership.generation) {
+            return;
+        }
+        let abort = membership.abort;
+        self.latest = Some(membership);
+        // A switch without a loss waits for the end of the round, where all ranks switch together.
+        let in_round = !matches!(self.phase, Phase::Alone | Phase::Over { .. });
+        if abort || !in_round {
+            self.join_latest();
+        }
+    }
+
+    pub(crate) fn handle_lease(&mut self, ranges: Vec<RecordRange>) {
+        for range in ranges {
+            self.leases.add(range);
+        }
+    }
+
+    pub(crate) fn handle_drain(&mut self) {
+        self.stop = true;
+    }
+
+    pub(crate) fn handle_shutdown(&mut self, reason: String) {
+        self.phase = Phase::Ended(Exit::Shutdown(reason));
+    }
+
+    // ---- what there is to do ----
+
+    pub(crate) fn poll(&mut self) -> Task {
+        match &mut self.phase {
+            Phase::Alone | Phase::Over { told: true, .. } => Task::Wait,
+            Phase::Ended(exit) => Task::Exit(exit.clone()),
+            Phase::Joining(membership) => Task::Connect(membership.clone()),
+            Phase::Over { .. } => Task::Finish,
+            Phase::Repairing(_, repair) => Task::Repair(repair.clone()),
+            Phase::Syncing(_) => Task::Synchronize,
+            Phase::Round { quotas: None, .. } => Task::Talk,
+            Phase::Round { group, quotas: Some(quotas), computed } => {
+                let quota = quotas[group.rank];
+                if *computed || quota == 0 {
+                    return Task::Step;
+                }
+                *computed = true;
+                let epoch = self.state.as_ref().map_or(0, |s| s.ledger.epoch());
+                let ranges = self.leases.take(epoch, quota);
+                self.pending.ranges.extend(&ranges);
+                Task::Compute(ranges)
+            }
+        }
+    }
+
+    pub(crate) fn poll_report(&mut self) -> Option<Report> {
+        self.reports.pop_front()
+    }
+
+    /// This rank's word in the round. `digest`: of the part of the state that is this step's turn.
+    pub(crate) fn header(&self, digest: u64) -> StepHeader {
+        let epoch = self.state.as_ref().map_or(0, |s| s.ledger.epoch());
+        StepHeader {
+            step: self.step(),
+            ranges: self.pending.ranges.clone(),
+            loss_sum: self.pending.loss_sum,
+            compute_us: self.pending.compute_us,
+            held: self.leases.held_from(epoch),
+            seen: self.latest.as_ref().map_or(0, |m| m.generation.0),
+            stop: self.stop,
+            digest,
+        }
+    }
+
+    /// This rank's word in a new group. `digest`: of the whole state.
+    pub(crate) fn sync_header(&self, digest: u64) -> SyncHeader {
+        let state =
+            self.state.as_ref().map(|s| StateHeader { step: s.step, digest, kept: self.kept.is_some() });
+        SyncHeader { state }
+    }
+
+    // ---- what was done ----
+
+    /// The links of the membership stand.
+    pub(crate) fn connected(&mut self) {
+        if let Phase::Joining(membership) = &self.phase {
+            let rank = membership.rank_of(self.me).expect("only memberships with this worker are joined");
+            let members = membership.members.iter().map(|(id, _)| *id).collect();
+            let group = Group { generation: membership.generation, members, rank };
+            self.phase = Phase::Syncing(group);
+        }
+    }
+
+    /// The links of the current generation broke, at the link to `suspect`.
+    pub(crate) fn broken(&mut self, suspect: Option<WorkerId>, error: String) {
+        let generation = match &self.phase {
+            Phase::Alone | Phase::Ended(_) => return,
+            Phase::Joining(membership) => membership.generation,
+            Phase::Over { group, .. }
+            | Phase::Repairing(group, _)
+            | Phase::Round { group, .. }
+            | Phase::Syncing(group) => group.generation,
+        };
+        self.phase = Phase::Alone;
+        if self.latest.as_ref().is_some_and(|latest| latest.generation > generation) {
+            self.join_latest();
+        } else {
+            self.reports.push_back(Report::Broken { generation, suspect, error });
+        }
+    }
+
+    /// All ranks' words in a new group.
+    ///
+    /// # Errors
+    /// Replicas at the same step differ; the job can't go on.
+    pub(crate) fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), Mismatch> {
+        if let Phase::Syncing(group) = &self.phase {
+            let repair = Repair::plan(headers)?;
+            let takes = repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
+            // Survivors of a failure differ by one step at most, so this rank was away; what it has consumed of its
+            // leases is known to nobody. A new worker in its place starts from nothing.
+            self.phase = match takes && self.state.is_some() {
+                true => Phase::Ended(Exit::Outdated),
+                false => Phase::Repairing(group.clone(), repair),
+            };
+        }
+        Ok(())
+    }
+
+    /// This rank made the initial state.
+    pub(crate) fn begin(&mut self) {
+        self.state = Some(State { step: 0, ledger: Ledger::new(self.job.records), records_trained: 0 });
+    }
+
+    /// This rank took over another one's state; `kept` are the headers of its last step, if this rank has that step's
+    /// reduced gradient. `false` where the record makes no sense.
+    pub(crate) fn install(&mut self, record: StateRecord, kept: Option<Vec<StepHeader>>) -> bool {
+        let StateRecord { step, records_trained, epochs_complete, ranges, repeated } = record;
+        let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated) else {
+            return false;
+        };
+        self.state = Some(State { step, ledger, records_trained });
+        self.kept = kept;
+        true
+    }
+
+    /// All ranks hold the same state.
+    pub(crate) fn repaired(&mut self) {
+        let Phase::Repairing(group, _) = &self.phase else { return };
+        let group = group.clone();
+        self.settle_pending();
+        if let (0, Some(state)) = (group.rank, &self.state) {
+            self.reports.push_back(Report::Formed {
+                generation: group.generation,
+                step: state.step,
+                ledger: state.ledger.clone(),
+            });
+        }
+        self.progress = Progress::default();
+        self.ask(group.members.len());
+        // What each rank holds is known only after the repair, so the first round is a talk.
+        match self.at_end() {
+            true => self.end(group),
+            false => self.phase = Phase::Round { group, quotas: None, computed: false },
+        }
+    }
+
+    /// The pending gradient now contains the records of the last [`Task::Compute`].
+    pub(crate) fn computed(&mut self, loss_sum: f64, compute_us: u64) {
+        self.pending.loss_sum += loss_sum;
+        self.pending.compute_us += compute_us;
+    }
+
+    /// All ranks' headers of a round without a step.
+    ///
+    /// # Errors
+    /// As for [`Session::check`].
+    pub(crate) fn talked(&mut self, headers: &[StepHeader]) -> Result<(), Mismatch> {
+        self.check(headers)?;
+        // The group waits for records, and the master may wait for word of those that it has leased.
+        self.flush_progress();
+        self.end_round(headers);
+        Ok(())
+    }
+
+    /// Compares all ranks' headers of a round: the same step, the same state.
+    ///
+    /// # Errors
+    /// The ranks that differ from the lowest; the job can't go on.
+    pub(crate) fn check(&self, headers: &[StepHeader]) -> Result<(), Mismatch> {
+        let differs = |h: &StepHeader| {
+            (h.step, h.digest) != (headers[0].step, headers[0].digest) || h.step != self.step()
+        };
+        let ranks: Vec<usize> = (0..headers.len()).filter(|&r| differs(&headers[r])).collect();
+        match ranks.is_empty() {
+            true => Ok(()),
+            false => Err(Mismatch { step: self.step(), ranks, from: 0 }),
+        }
+    }
+
+    /// The update of a step was applied: takes its records into the ledger. Ends the round, or serves a repair.
+    /// `now` paces the reports to the master.
+    pub(crate) fn commit(&mut self, headers: Vec<StepHeader>, now: Duration) {
+        let state = self.state.as_mut().expect("a rank without state has no step to commit");
+        let records: u64 = headers.iter().map(StepHeader::records).sum();
+        for range in headers.iter().flat_map(|h| &h.ranges) {
+            state.ledger.absorb(*range);
+        }
+        state.step += 1;
+        state.records_trained += records;
+        self.leases.forget_before(state.ledger.epoch());
+        self.progress.step = state.step;
+        if let Phase::Round { group, .. } = &self.phase {
+            let world_size = group.members.len();
+            // In a round every rank's gradient is in the step; in a repair the ledger tells (`repaired`).
+            self.pending = Pending::default();
+            if group.rank == 0 {
+                self.note_progress(group.generation, &headers, now);
+            }
+            self.ask(world_size);
+            self.end_round(&headers);
+        }
+        self.kept = Some(headers);
+    }
+
+    /// The master was told that the job is over.
+    pub(crate) fn told(&mut self) {
+        if let Phase::Over { told, .. } = &mut self.phase {
+            *told = true;
+        }
+    }
+
+    // ---- what there is ----
+
+    /// Steps committed; 0 without state.
+    pub(crate) fn step(&self) -> u64 {
+        self.state.as_ref().map_or(0, |s| s.step)
+    }
+
+    pub(crate) fn state(&self) -> Option<&State> {
+        self.state.as_ref()
+    }
+
+    /// Records whose gradient is computed and not absorbed.
+    pub(crate) fn pending_ranges(&self) -> &[RecordRange] {
+        &self.pending.ranges
+    }
+
+    /// Headers of the last commit, for ranks that are a step behind.
+    pub(crate) fn kept(&self) -> Option<&[StepHeader]> {
+        self.kept.as_deref()
+    }
+
+    /// Generation and rank of this worker where it has links.
+    pub(crate) fn place(&self) -> Option<(Generation, usize)> {
+        match &self.phase {
+            Phase::Alone | Phase::Ended(_) | Phase::Joining(_) => None,
+            Phase::Over { group, .. }
+            | Phase::Repairing(group, _)
+            | Phase::Round { group, .. }
+            | Phase::Syncing(group) => Some((group.generation, group.rank)),
+        }
+    }
+
+    // ---- private ----
+
+    fn join_latest(&mut self) {
+        if matches!(self.phase, Phase::Ended(_)) {
+            return;
+        }
+        let Some(latest) = &self.latest else { return };
+        let is_member = latest.rank_of(self.me).is_some();
+        self.phase = match (is_member, self.was_member) {
+            (true, _) => Phase::Joining(latest.clone()),
+            (false, true) => Phase::Ended(Exit::Left),
+            (false, false) => Phase::Alone,
+        };
+        self.was_member |= is_member;
+    }
+
+    /// Gives the pending gradient up if the state has absorbed it.
+    fn settle_pending(&mut self) {
+        let Some(state) = &self.state else { return };
+        let absorbed: u64 = self.pending.ranges.iter().map(|r| state.ledger.absorbed_of(*r)).sum();
+        if absorbed > 0 {
+            // A commit takes a rank's whole contribution, so the rest can only be empty; were it not, it would be
+            // computed again.
+            let missing = |r: &RecordRange| state.ledger.missing_of(*r);
+            let again: Vec<RecordRange> = self.pending.ranges.iter().flat_map(missing).collect();
+            self.pending = Pending::default();
+            self.leases.put_back(again.into_iter());
+        }
+    }
+
+    /// The job is over for `group`. Nobody makes another round, so a newer group has nothing to wait for.
+    fn end(&mut self, group: Group) {
+        let newer = self.latest.as_ref().is_some_and(|latest| latest.generation > group.generation);
+        self.phase = Phase::Over { group, told: false };
+        if newer {
+            self.join_latest();
+        }
+    }
+
+    fn at_end(&self) -> bool {
+        self.state.as_ref().is_some_and(|s| {
+            s.ledger.epoch() >= self.job.epochs || self.job.max_steps.is_some_and(|max| s.step >= max)
+        })
+    }
+
+    fn end_round(&mut self, headers: &[StepHeader]) {
+        let Phase::Round { group, .. } = &self.phase else { return };
+        let group = group.clone();
+        let seen = headers.iter().map(|h| h.seen).min().unwrap_or(0);
+        if self.at_end() || headers.iter().any(|h| h.stop) {
+            self.flush_progress();
+            self.end(group);
+        } else if seen > group.generation.0 {
+            self.flush_progress();
+            self.join_latest();
+        } else {
+            let quotas = self.quotas(headers);
+            self.phase = Phase::Round { group, quotas, computed: false };
+        }
+    }
+
+    fn quotas(&self, headers: &[StepHeader]) -> Option<Vec<u64>> {
+        let state = self.state.as_ref()?;
+        let epoch = state.ledger.epoch();
+        // After a commit nothing is pending; after a talk what the headers say is.
+        let committed = headers.iter().all(|h| h.step < state.step);
+        let ranks: Vec<Holding> = headers
+            .iter()
+            .map(|h| Holding {
+                pending: if committed { 0 } else { h.records() },
+                held: held_of(&h.held, epoch),
+            })
+            .collect();
+        plan::quotas(self.job.batch, state.ledger.remaining(epoch), &ranks)
+    }
+
+    /// Asks for records ahead of need: a few steps' worth, and of the next epoch when this one ends soon.
+    fn ask(&mut self, world_size: usize) {
+        let least = self.job.batch.share(world_size).saturating_mul(STEPS_AHEAD);
+        let Some(state) = &self.state else { return };
+        let epoch = state.ledger.epoch();
+        for epoch in epoch..=epoch + u32::from(self.epoch_ends_soon(world_size)) {
+            if epoch < self.job.epochs
+                && let Some(records) = self.leases.ask(epoch, least)
+            {
+                self.reports.push_back(Report::LeaseRequest { epoch, records });
+            }
+        }
+    }
+
+    /// What is left of the epoch is no more than what the group likes to have leased.
+    fn epoch_ends_soon(&self, world_size: usize) -> bool {
+        let leased = self.job.batch.share(world_size).saturating_mul(2 * STEPS_AHEAD * world_size as u64);
+        self.state.as_ref().is_some_and(|s| s.ledger.remaining(s.ledger.epoch()) <= leased)
+    }
+
+    fn note_progress(&mut self, generation: Generation, headers: &[StepHeader], now: Duration) {
+        self.progress.generation = generation;
+        self.progress.ranges.extend(headers.iter().flat_map(|h| &h.ranges));
+        self.progress.loss_sum += headers.iter().map(|h| h.loss_sum).sum::<f64>();
+        self.progress.records += headers.iter().map(StepHeader::records).sum::<u64>();
+        self.progress.compute_us = headers.iter().map(|h| h.compute_us).collect();
+        // Towards an epoch's end the master leases by what it knows to be committed, so it hears of each step.
+        let due = now.saturating_sub(self.reported_at) >= REPORT_INTERVAL;
+        if due || self.epoch_ends_soon(headers.len()) {
+            self.reported_at = now;
+            self.flush_progress();
+        }
+    }
+
+    fn flush_progress(&mut self) {
+        if self.progress.records > 0 {
+            let progress = std::mem::take(&mut self.progress);
+            self.reports.push_back(Report::Committed(progress));
+        }
+    }
+}
+
+/// A rank keeps this many steps' shares leased ahead, at least, so that a lease's way to the master and back costs no step.
+const STEPS_AHEAD: u64 = 4;
+
+/// The master hears of commits this often, at most.
+const REPORT_INTERVAL: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+#[path = "session_tests.rs"]
+mod tests;

@@ -1,0 +1,603 @@
+//! Sessions against one another: a small master, a group on an imagined ring, and crashes at any point.
+//!
+//! The oracle stands outside: a replica's "parameters" are the list of records that its updates contained. At the end
+//! they must hold every record of every epoch exactly once, on every rank.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
+
+use elasticdl_proto::RangeSet;
+use rand::rngs::ChaCha8Rng;
+use rand::{RngExt, SeedableRng};
+
+use super::*;
+use crate::header::{decode, encode};
+
+const RECORDS: u64 = 60;
+
+/// What a replica has absorbed: the stand-in for parameters.
+type Absorbed = Vec<RecordRange>;
+
+/// One rank's entry into one collective operation.
+#[derive(Clone, Debug)]
+struct Entry {
+    bytes: Vec<u8>,
+    gradient: Rc<Absorbed>,
+}
+
+/// One generation's links: operations in order, each with an entry per rank.
+#[derive(Clone, Debug, Default)]
+struct Ring {
+    world_size: usize,
+    operations: Vec<Vec<Option<Entry>>>,
+    broken: bool,
+}
+
+#[derive(Debug)]
+enum Doing {
+    Nothing,
+    /// In a collective operation that needs every rank's entry, or just that of one.
+    Operation {
+        what: What,
+        from: Option<usize>,
+    },
+}
+
+#[derive(Clone, Debug)]
+enum What {
+    Result { apply: bool },
+    State { take: bool },
+    Step,
+    Synchronize,
+    Talk,
+}
+
+#[derive(Debug)]
+struct Node {
+    id: WorkerId,
+    session: Session,
+    inbox: VecDeque<Say>,
+    doing: Doing,
+    /// The next operation of this node's ring.
+    operation: usize,
+    repair: VecDeque<(What, usize)>,
+    gradient: Absorbed,
+    gradient_is_pending: bool,
+    parameters: Absorbed,
+    kept: Absorbed,
+    /// A last step's result that has passed through in a repair.
+    passed: Option<(Absorbed, Vec<StepHeader>)>,
+    finished: Option<Generation>,
+}
+
+#[derive(Clone, Debug)]
+enum Say {
+    Drain,
+    Lease(RecordRange),
+    Membership(Membership),
+}
+
+struct World {
+    rng: ChaCha8Rng,
+    seed: u64,
+    epochs: u32,
+    batch: Batch,
+    next: u64,
+    nodes: Vec<Node>,
+    rings: BTreeMap<u64, Ring>,
+    // The master.
+    generation: Generation,
+    members: Vec<WorkerId>,
+    formed: bool,
+    ready: Vec<WorkerId>,
+    leaving: Vec<WorkerId>,
+    leases: BTreeMap<WorkerId, Vec<RecordRange>>,
+    credit: BTreeMap<(WorkerId, u32), u64>,
+    queue: BTreeMap<u32, RangeSet>,
+    crashes: u32,
+    joins: u32,
+    leaves: u32,
+    highest_step: u64,
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let epochs = rng.random_range(1..4);
+        let batch = match rng.random_range(0..3) {
+            0 => Batch::PerWorker(rng.random_range(1..5)),
+            _ => Batch::Global(rng.random_range(1..12)),
+        };
+        let crashes = rng.random_range(0..8);
+        let mut world = Self {
+            joins: crashes + rng.random_range(0..3),
+            leaves: rng.random_range(0..3),
+            rng,
+            seed,
+            epochs,
+            batch,
+            next: 0,
+            nodes: Vec::new(),
+            rings: BTreeMap::new(),
+            generation: Generation(0),
+            members: Vec::new(),
+            formed: true,
+            ready: Vec::new(),
+            leaving: Vec::new(),
+            leases: BTreeMap::new(),
+            credit: BTreeMap::new(),
+            queue: BTreeMap::new(),
+            crashes,
+            highest_step: 0,
+        };
+        for _ in 0..world.rng.random_range(1..5) {
+            world.join();
+        }
+        world
+    }
+
+    fn join(&mut self) {
+        self.next += 1;
+        let id = WorkerId(self.next);
+        let plan = JobPlan { records: RECORDS, epochs: self.epochs, max_steps: None, batch: self.batch };
+        self.nodes.push(Node {
+            id,
+            session: Session::new(id, plan),
+            inbox: VecDeque::new(),
+            doing: Doing::Nothing,
+            operation: 0,
+            repair: VecDeque::new(),
+            gradient: Vec::new(),
+            gradient_is_pending: false,
+            parameters: Vec::new(),
+            kept: Vec::new(),
+            passed: None,
+            finished: None,
+        });
+        self.ready.push(id);
+        self.switch();
+    }
+
+    // ---- the master ----
+
+    fn tell(&mut self, to: WorkerId, say: Say) {
+        if let Some(node) = self.nodes.iter_mut().find(|n| n.id == to) {
+            node.inbox.push_back(say);
+        }
+    }
+
+    /// Joins and leaves, when no other switch is in flight.
+    fn switch(&mut self) {
+        if self.formed && !(self.ready.is_empty() && self.leaving.is_empty()) {
+            self.publish(false);
+        }
+    }
+
+    fn publish(&mut self, abort: bool) {
+        let before = self.members.clone();
+        let nodes = &self.nodes;
+        self.members.retain(|m| nodes.iter().any(|n| n.id == *m));
+        // The last ones that hold the state stay until others hold it too.
+        if self.members.iter().any(|m| !self.leaving.contains(m)) {
+            let leaving = std::mem::take(&mut self.leaving);
+            self.members.retain(|m| !leaving.contains(m));
+        } else if self.ready.is_empty() && !abort {
+            return;
+        }
+        self.members.append(&mut self.ready);
+        if self.members.is_empty() {
+            self.formed = true;
+            return;
+        }
+        self.generation = self.generation.next();
+        self.formed = false;
+        // Who leaves has nothing to train any more; the new group's word tells what of its leases was absorbed.
+        let members = &self.members;
+        self.leases.retain(|worker, _| members.contains(worker));
+        self.credit.retain(|(worker, _), _| members.contains(worker));
+        let address: SocketAddr = ([127, 0, 0, 1], 1).into();
+        let membership = Membership {
+            generation: self.generation,
+            members: self.members.iter().map(|m| (*m, address)).collect(),
+            abort,
+        };
+        let mut told = before;
+        told.retain(|m| !self.members.contains(m));
+        told.extend(&self.members);
+        let ring = Ring { world_size: self.members.len(), ..Ring::default() };
+        self.rings.insert(self.generation.0, ring);
+        for member in told {
+            self.tell(member, Say::Membership(membership.clone()));
+        }
+    }
+
+    fn handle_report(&mut self, from: WorkerId, report: Report) {
+        match report {
+            Report::Broken { generation, .. } if generation == self.generation => self.publish(true),
+            Report::Broken { .. } | Report::Committed(_) => {}
+            Report::Formed { generation, ledger, .. } if generation == self.generation => {
+                self.formed = true;
+                self.rebuild(&ledger);
+                self.switch();
+            }
+            Report::Formed { .. } => {}
+            // Who is on its way out gets no more.
+            Report::LeaseRequest { .. } if !self.members.contains(&from) => {}
+            Report::LeaseRequest { epoch, records } => {
+                *self.credit.entry((from, epoch)).or_default() += records;
+            }
+        }
+        self.grant();
+    }
+
+    fn rebuild(&mut self, ledger: &Ledger) {
+        self.queue.clear();
+        for epoch in ledger.epoch()..self.epochs {
+            let all = RecordRange { epoch, start: 0, end: RECORDS };
+            let mut queue = RangeSet::default();
+            for range in ledger.missing_of(all) {
+                queue.insert(range.records());
+            }
+            for range in self.leases.values().flatten().filter(|r| r.epoch == epoch) {
+                queue.remove(range.records());
+            }
+            self.queue.insert(epoch, queue);
+        }
+    }
+
+    fn grant(&mut self) {
+        let wanted: Vec<_> = self.credit.iter().filter(|(_, n)| **n > 0).map(|(k, n)| (*k, *n)).collect();
+        for ((worker, epoch), mut records) in wanted {
+            while records > 0 {
+                let Some(queue) = self.queue.get_mut(&epoch) else { break };
+                let Some(first) = queue.iter().next() else { break };
+                let len = self.rng.random_range(1..=7).min(first.end - first.start);
+                queue.remove(first.start..first.start + len);
+                let range = RecordRange { epoch, start: first.start, end: first.start + len };
+                self.leases.entry(worker).or_default().push(range);
+                records = records.saturating_sub(len);
+                self.tell(worker, Say::Lease(range));
+            }
+            self.credit.insert((worker, epoch), records);
+        }
+    }
+
+    // ---- the workers ----
+
+    /// `index` is gone, without a word.
+    fn crash(&mut self, index: usize) {
+        let node = self.nodes.remove(index);
+        self.forget_worker(node.id);
+        if let Some((generation, _)) = node.session.place() {
+            self.rings.get_mut(&generation.0).expect("a ring per generation").broken = true;
+        }
+        if let Phase::Joining(membership) = &node.session.phase {
+            self.rings.get_mut(&membership.generation.0).expect("a ring per generation").broken = true;
+        }
+        if self.members.contains(&node.id) {
+            // The news of a loss reaches the links and the master independently; here the master is told at once.
+            self.publish(true);
+        }
+    }
+
+    fn forget_worker(&mut self, id: WorkerId) {
+        self.leases.remove(&id);
+        self.credit.retain(|(worker, _), _| *worker != id);
+        self.ready.retain(|w| *w != id);
+        self.leaving.retain(|w| *w != id);
+    }
+
+    fn advance(&mut self, index: usize) {
+        // The fence acts at once: links of generations before a loss end, also under a blocked operation.
+        for say in &self.nodes[index].inbox {
+            if let Say::Membership(Membership { abort: true, generation, .. }) = say {
+                self.rings.range_mut(..generation.0).for_each(|(_, ring)| ring.broken = true);
+            }
+        }
+        // The inbox is looked at between two tasks.
+        let idle = matches!(self.nodes[index].doing, Doing::Nothing) && self.nodes[index].repair.is_empty();
+        let deliver = if idle { self.rng.random_range(0..3).min(self.nodes[index].inbox.len()) } else { 0 };
+        for _ in 0..deliver {
+            let node = &mut self.nodes[index];
+            match node.inbox.pop_front().expect("counted") {
+                Say::Drain => node.session.handle_drain(),
+                Say::Lease(range) => node.session.handle_lease(vec![range]),
+                Say::Membership(membership) => node.session.handle_membership(membership),
+            }
+        }
+        match self.nodes[index].doing {
+            Doing::Nothing => self.start(index),
+            Doing::Operation { .. } => self.complete(index),
+        }
+        let Some(node) = self.nodes.get_mut(index) else { return };
+        let id = node.id;
+        let reports: Vec<Report> = std::iter::from_fn(|| node.session.poll_report()).collect();
+        for report in reports {
+            self.handle_report(id, report);
+        }
+    }
+
+    fn start(&mut self, index: usize) {
+        let node = &mut self.nodes[index];
+        if let Some((what, from)) = node.repair.pop_front() {
+            return self.enter(index, what, Some(from));
+        }
+        match node.session.poll() {
+            Task::Compute(ranges) => {
+                if !std::mem::replace(&mut node.gradient_is_pending, true) {
+                    node.gradient.clear();
+                }
+                node.gradient.extend(&ranges);
+                node.session.computed(0.0, 0);
+            }
+            Task::Connect(membership) => {
+                node.operation = 0;
+                if self.rings[&membership.generation.0].broken {
+                    node.session.broken(None, "refused".into());
+                } else {
+                    node.session.connected();
+                }
+            }
+            Task::Exit(exit) => {
+                assert_eq!(exit, Exit::Left, "seed {}", self.seed);
+                let node = self.nodes.remove(index);
+                self.forget_worker(node.id);
+            }
+            Task::Finish => {
+                node.finished = node.session.place().map(|(generation, _)| generation);
+                node.session.told();
+            }
+            Task::Repair(plan) => self.begin_repair(index, &plan),
+            Task::Step => {
+                if !node.gradient_is_pending {
+                    node.gradient.clear();
+                }
+                self.enter(index, What::Step, None);
+            }
+            Task::Synchronize => self.enter(index, What::Synchronize, None),
+            Task::Talk => self.enter(index, What::Talk, None),
+            Task::Wait => {}
+        }
+    }
+
+    fn begin_repair(&mut self, index: usize, plan: &Repair) {
+        let node = &mut self.nodes[index];
+        node.passed = None;
+        let rank = node.session.place().expect("repairs happen in groups").1;
+        if plan.step.is_none() && rank == 0 {
+            node.parameters.clear();
+            node.session.begin();
+            let holds = |n: &&Node| self.members.contains(&n.id) && n.session.step() > 0;
+            let lost = self.nodes.iter().filter(holds).count();
+            assert_eq!(lost, 0, "seed {}: starting anew while a member holds a state", self.seed);
+        }
+        let node = &mut self.nodes[index];
+        if let Some((donor, behind)) = &plan.result {
+            node.repair.push_back((What::Result { apply: behind.contains(&rank) }, *donor));
+        }
+        if let Some((donor, takers)) = &plan.state {
+            node.repair.push_back((What::State { take: takers.contains(&rank) }, *donor));
+        }
+        if node.repair.is_empty() {
+            self.repaired(index);
+        }
+    }
+
+    fn repaired(&mut self, index: usize) {
+        let node = &mut self.nodes[index];
+        node.session.repaired();
+        node.gradient_is_pending &= !node.session.pending_ranges().is_empty();
+    }
+
+    /// Enters the next operation of the node's ring with what it has to say.
+    fn enter(&mut self, index: usize, what: What, from: Option<usize>) {
+        let node = &mut self.nodes[index];
+        let digest = fingerprint(&node.parameters);
+        let (bytes, gradient) = match &what {
+            What::Result { .. } => {
+                (encode(&node.session.kept().unwrap_or_default().to_vec()), node.kept.clone())
+            }
+            What::State { .. } => (
+                node.session.state().map(|s| encode(&record(s))).unwrap_or_default(),
+                node.parameters.clone(),
+            ),
+            What::Step => (encode(&node.session.header(digest)), node.gradient.clone()),
+            What::Synchronize => (encode(&node.session.sync_header(digest)), Vec::new()),
+            What::Talk => (encode(&node.session.header(digest)), Vec::new()),
+        };
+        let (generation, rank) = node.session.place().expect("operations happen in groups");
+        let ring = self.rings.get_mut(&generation.0).expect("a ring per generation");
+        if ring.operations.len() <= node.operation {
+            ring.operations.push(vec![None; ring.world_size]);
+        }
+        ring.operations[node.operation][rank] = Some(Entry { bytes, gradient: Rc::new(gradient) });
+        node.doing = Doing::Operation { what, from };
+    }
+
+    /// Completes the node's operation if it can; breaks it if its ring is broken and luck is against it.
+    fn complete(&mut self, index: usize) {
+        let node = &mut self.nodes[index];
+        let (generation, _) = node.session.place().expect("operations happen in groups");
+        let Doing::Operation { what, from } = &node.doing else { return };
+        let ring = &self.rings[&generation.0];
+        let entries = &ring.operations[node.operation];
+        let complete = match from {
+            Some(from) => entries[*from].is_some(),
+            None => entries.iter().all(Option::is_some),
+        };
+        if !complete || (ring.broken && self.rng.random_bool(0.5)) {
+            if ring.broken {
+                node.doing = Doing::Nothing;
+                node.repair.clear();
+                node.session.broken(None, "reset by peer".into());
+            }
+            return;
+        }
+        let (what, from) = (what.clone(), *from);
+        let entries: Vec<Option<Entry>> = entries.clone();
+        node.operation += 1;
+        node.doing = Doing::Nothing;
+        self.finish_operation(index, &what, from.and_then(|from| entries[from].clone()), &entries);
+    }
+
+    fn finish_operation(&mut self, index: usize, what: &What, donor: Option<Entry>, all: &[Option<Entry>]) {
+        let seed = self.seed;
+        let node = &mut self.nodes[index];
+        let headers = || -> Vec<StepHeader> {
+            all.iter().map(|e| decode(&e.as_ref().expect("complete").bytes).expect("a header")).collect()
+        };
+        match what {
+            What::Result { apply } => {
+                let donor = donor.expect("a donor");
+                let headers = decode(&donor.bytes).expect("headers");
+                if *apply {
+                    node.parameters.extend(donor.gradient.iter());
+                    node.kept = donor.gradient.to_vec();
+                    node.session.commit(headers, Duration::ZERO);
+                } else {
+                    node.passed = Some((donor.gradient.to_vec(), headers));
+                }
+            }
+            What::State { take } => {
+                let donor = donor.expect("a donor");
+                if *take {
+                    node.parameters = donor.gradient.to_vec();
+                    let (kept, headers) = node.passed.take().unzip();
+                    node.kept = kept.unwrap_or_default();
+                    let state = decode(&donor.bytes).expect("a state");
+                    assert!(node.session.install(state, headers), "seed {seed}");
+                }
+            }
+            What::Step => {
+                let sum: Absorbed =
+                    all.iter().flat_map(|e| e.as_ref().expect("complete").gradient.iter().copied()).collect();
+                let headers = headers();
+                node.session.check(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                let said: Absorbed = headers.iter().flat_map(|h| h.ranges.clone()).collect();
+                assert_eq!(sum, said, "seed {seed}: headers tell what gradients hold");
+                node.parameters.extend(&sum);
+                node.kept = sum;
+                node.gradient_is_pending = false;
+                node.session.commit(headers, Duration::ZERO);
+                self.highest_step = self.highest_step.max(node.session.step());
+            }
+            What::Synchronize => {
+                let headers: Vec<SyncHeader> = all
+                    .iter()
+                    .map(|e| decode(&e.as_ref().expect("complete").bytes).expect("a word"))
+                    .collect();
+                node.session.synced(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+            }
+            What::Talk => {
+                node.session.talked(&headers()).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+            }
+        }
+        if matches!(what, What::Result { .. } | What::State { .. }) && self.nodes[index].repair.is_empty() {
+            self.repaired(index);
+        }
+    }
+
+    // ---- the run ----
+
+    fn run(&mut self) {
+        for _ in 0..200_000 {
+            if self.nodes.is_empty() {
+                self.members.clear();
+                self.formed = true;
+                self.join();
+            }
+            let done = |n: &Node| n.finished == Some(self.generation);
+            if self.formed && self.ready.is_empty() && self.nodes.iter().all(done) {
+                return self.check();
+            }
+            let index = self.rng.random_range(0..self.nodes.len());
+            match self.rng.random_range(0..400) {
+                0 if self.crashes > 0 => {
+                    self.crashes -= 1;
+                    self.crash(index);
+                    if self.nodes.is_empty() {
+                        self.members.clear();
+                        self.formed = true;
+                    }
+                }
+                1 if self.joins > 0 => {
+                    self.joins -= 1;
+                    self.join();
+                }
+                2 if self.leaves > 0 && self.nodes.len() > 1 => {
+                    self.leaves -= 1;
+                    let id = self.nodes[index].id;
+                    if self.members.contains(&id) && !self.leaving.contains(&id) {
+                        self.leaving.push(id);
+                        self.switch();
+                    }
+                }
+                _ => self.advance(index),
+            }
+        }
+        let nodes: Vec<String> = self.nodes.iter().map(|n| format!("{:?}", n.session)).collect();
+        panic!(
+            "seed {}: no end in sight, queue {:?}, credit {:?}, members {:?} of {}: {nodes:#?}",
+            self.seed, self.queue, self.credit, self.members, self.generation
+        );
+    }
+
+    fn check(&self) {
+        for node in &self.nodes {
+            let mut seen = vec![0; (u64::from(self.epochs) * RECORDS) as usize];
+            for range in &node.parameters {
+                for record in range.records() {
+                    seen[(u64::from(range.epoch) * RECORDS + record) as usize] += 1;
+                }
+            }
+            assert!(seen.iter().all(|&n| n == 1), "seed {}: worker {}: {seen:?}", self.seed, node.id);
+            let ledger = &node.session.state().expect("finished with a state").ledger;
+            assert_eq!((ledger.counted(), ledger.repeated()), (seen.len() as u64, 0), "seed {}", self.seed);
+            assert_eq!(node.parameters, self.nodes[0].parameters, "seed {}: replicas differ", self.seed);
+        }
+    }
+}
+
+fn record(state: &State) -> StateRecord {
+    StateRecord {
+        step: state.step,
+        records_trained: state.records_trained,
+        epochs_complete: state.ledger.epoch(),
+        ranges: state.ledger.ranges().collect(),
+        repeated: state.ledger.repeated(),
+    }
+}
+
+fn fingerprint(parameters: &Absorbed) -> u64 {
+    parameters.iter().fold(7, |hash, r| {
+        (hash ^ r.start ^ (r.end << 20) ^ (u64::from(r.epoch) << 40)).wrapping_mul(0x100_0000_01b3)
+    })
+}
+
+#[test]
+fn every_record_is_absorbed_exactly_once_whatever_crashes_joins_or_leaves() {
+    for seed in 0..2000 {
+        World::new(seed).run();
+    }
+}
+
+#[test]
+fn a_drained_group_stops_together_at_one_step() {
+    for seed in 0..100 {
+        let mut world = World::new(seed);
+        (world.crashes, world.joins, world.leaves, world.epochs) = (0, 0, 0, 1000);
+        let drained = world.nodes[0].id;
+        let mut ticks = 0;
+        while world.nodes.iter().any(|n| n.finished.is_none()) {
+            ticks += 1;
+            if ticks == 500 {
+                world.tell(drained, Say::Drain);
+            }
+            assert!(ticks < 100_000, "seed {seed}: no end in sight");
+            let index = world.rng.random_range(0..world.nodes.len());
+            world.advance(index);
+        }
+        let steps: Vec<u64> = world.nodes.iter().map(|n| n.session.step()).collect();
+        assert!(steps.iter().all(|s| *s == steps[0]), "seed {seed}: {steps:?}");
+    }
+}

@@ -1,0 +1,87 @@
+//! A worker's big buffers: parameters, optimizer state and gradients.
+
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
+
+use crate::session::State;
+
+/// The buffers, each of as many `f32`s as the model has parameters, `slots` of as many times that.
+#[derive(Debug)]
+pub(crate) struct Tensors {
+    pub(crate) parameters: Vec<f32>,
+    /// The optimizer's state, `[slots · parameters]`.
+    pub(crate) slots: Vec<f32>,
+    /// This worker's gradient, summed over its records of the step. No reduce writes to it.
+    pub(crate) gradient: Vec<f32>,
+    /// The reduced gradient of the last committed step, for ranks that are a step behind.
+    pub(crate) kept: Vec<f32>,
+    /// Where the next reduced gradient goes.
+    pub(crate) reduced: Vec<f32>,
+}
+
+impl Tensors {
+    pub(crate) fn new(parameters: usize, slots: usize) -> Self {
+        let zeros = || vec![0.0; parameters];
+        Self {
+            parameters: zeros(),
+            slots: vec![0.0; parameters * slots],
+            gradient: zeros(),
+            kept: zeros(),
+            reduced: zeros(),
+        }
+    }
+
+    /// Digest of parameters, optimizer state and ledger.
+    pub(crate) fn digest(&self, state: &State) -> u64 {
+        let mut digest = Xxh3Default::new();
+        digest.update(bytemuck::cast_slice(&self.parameters));
+        digest.update(bytemuck::cast_slice(&self.slots));
+        digest.update(&state.step.to_le_bytes());
+        digest.update(&state.records_trained.to_le_bytes());
+        digest.update(&state.ledger.epoch().to_le_bytes());
+        digest.update(&state.ledger.repeated().to_le_bytes());
+        for range in state.ledger.ranges() {
+            digest.update(&range.epoch.to_le_bytes());
+            digest.update(&range.start.to_le_bytes());
+            digest.update(&range.end.to_le_bytes());
+        }
+        digest.digest()
+    }
+
+    /// Digest of the part of the state whose turn it is at `step`: all of it over [`WINDOWS`] steps, so that comparing
+    /// replicas at every step costs next to nothing.
+    pub(crate) fn window_digest(&self, step: u64) -> u64 {
+        let digest = |tensor: &[f32]| {
+            let turn = (step % WINDOWS) as usize;
+            let (len, n) = (tensor.len(), WINDOWS as usize);
+            let window = &tensor[len * turn / n..len * (turn + 1) / n];
+            xxh3_64_with_seed(bytemuck::cast_slice(window), step)
+        };
+        digest(&self.parameters) ^ digest(&self.slots).rotate_left(1)
+    }
+}
+
+/// The state is compared in this many parts, one at each step.
+const WINDOWS: u64 = 64;
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_proto::Ledger;
+
+    use super::*;
+
+    #[test]
+    fn a_flipped_bit_is_seen_at_once_by_the_digest_and_within_all_windows_by_their_digests() {
+        let state = State { step: 3, ledger: Ledger::new(9), records_trained: 0 };
+        let whole = Tensors::new(1000, 2);
+        for at in [0, 1, 999, 1000, 2999] {
+            let mut other = Tensors::new(1000, 2);
+            match at {
+                0..1000 => other.parameters[at] = f32::from_bits(1),
+                _ => other.slots[at - 1000] = f32::from_bits(1),
+            }
+            assert_ne!(whole.digest(&state), other.digest(&state));
+            let differing = (0..WINDOWS).filter(|&s| whole.window_digest(s) != other.window_digest(s));
+            assert_eq!(differing.count(), 1, "element {at}");
+        }
+    }
+}
