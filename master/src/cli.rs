@@ -1,0 +1,95 @@
+//! The `elasticdl` command line.
+
+mod client;
+mod plan;
+mod train;
+
+use std::io::{Write as _, stderr};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+pub use client::{ScaleArgs, StatusArgs};
+pub use train::TrainArgs;
+
+/// Elastic synchronous training: workers may come and go, every record counts exactly once.
+///
+/// A job is one master and a changing number of workers. The workers run your program, sum their gradients,
+/// and take every step together; when one is killed or joins, the others go on within milliseconds.
+#[derive(Debug, Parser)]
+#[command(
+    name = "elasticdl",
+    version,
+    max_term_width = 100,
+    after_help = "See `elasticdl COMMAND --help` for options and examples."
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Change the number of workers of a running job.
+    ///
+    /// The master starts workers, or lets the youngest ones finish their step and end, until there are as
+    /// many. No step is lost either way.
+    Scale(ScaleArgs),
+    /// Show what a running job is doing.
+    Status(StatusArgs),
+    /// Train a model: start a job, show its progress, wait for its end.
+    ///
+    /// PROGRAM is your training program, built with the elasticdl worker library. It is started once per
+    /// worker; the master tells the workers who is in the group and which records to train, and they take
+    /// every step together. A worker that crashes or is killed is replaced, and the others go on meanwhile;
+    /// every record of an epoch is counted exactly once all the same.
+    Train(Box<TrainArgs>),
+}
+
+/// Runs the command that this process's arguments ask for; its exit code.
+#[must_use]
+pub fn main() -> ExitCode {
+    let code = match Cli::parse().command {
+        Command::Scale(args) => client::scale(&args),
+        Command::Status(args) => client::status(&args),
+        Command::Train(args) => train::train(*args),
+    };
+    ExitCode::from(code.unwrap_or_else(|error| {
+        print_error(&error.text);
+        error.code
+    }))
+}
+
+/// Why a command did not do what was asked.
+#[derive(Debug)]
+struct Failure {
+    code: u8,
+    /// What is wrong, where, and what would be right.
+    text: String,
+}
+
+impl Failure {
+    /// The input is wrong; nothing was started.
+    fn usage(text: impl Into<String>) -> Self {
+        Self { code: EXIT_USAGE, text: text.into() }
+    }
+
+    /// The input may be right; it did not work.
+    fn failed(text: impl Into<String>) -> Self {
+        Self { code: EXIT_FAILED, text: text.into() }
+    }
+}
+
+fn print_error(text: &str) {
+    // With standard error closed there is nobody to tell.
+    let _ = writeln!(stderr(), "error: {text}");
+}
+
+const EXIT_FAILED: u8 = 1;
+const EXIT_INTERRUPTED: u8 = 130;
+const EXIT_OK: u8 = 0;
+const EXIT_TERMINATED: u8 = 143;
+/// As clap's own.
+const EXIT_USAGE: u8 = 2;

@@ -1,0 +1,305 @@
+//! From a command line to a job that can be started: every check that needs no worker.
+//!
+//! **Invariant:** when [`Plan::new`] refuses, nothing has been written or started.
+
+use std::ffi::{OsStr, OsString};
+use std::num::NonZeroU64;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use rustix::fs::Access;
+
+use super::Failure;
+use super::train::TrainArgs;
+use crate::job::{Batch, JobSpec};
+use crate::jobdir;
+use crate::limits::{BATCH_RECORDS_MAX, EPOCHS_MAX, SHARD_RECORDS_MAX, STEPS_MAX, WORKERS_MAX};
+
+/// A job that can be started.
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) spec: JobSpec,
+    /// The program, with a path.
+    pub(super) program: PathBuf,
+    pub(super) args: Vec<OsString>,
+    pub(super) job_dir: PathBuf,
+    pub(super) summary: Option<PathBuf>,
+    pub(super) master_timeout: Duration,
+    pub(super) quiet: bool,
+}
+
+impl Plan {
+    /// Checks `args` as a whole; each value alone has been checked when it was parsed.
+    pub(super) fn new(args: TrainArgs) -> Result<Self, Failure> {
+        if !args.local {
+            return Err(Failure::usage(
+                "training in a cluster is not there yet; add --local to train with processes of this machine",
+            ));
+        }
+        let max_workers = check_workers(&args)?;
+        let (program, program_args) = args.program.split_first().expect("clap asks for at least one value");
+        let program = find_program(program)?;
+        if let Some(path) = &args.summary {
+            jobdir::check_writable(path).map_err(|e| {
+                let wanted = "give --summary a file in a directory that is there and writable";
+                Failure::usage(format!("can't write the summary to {}: {e}; {wanted}", path.display()))
+            })?;
+        }
+        let name = match args.job_name {
+            Some(name) => name,
+            None => default_name(&program)?,
+        };
+        let job_dir = args.job_dir.unwrap_or_else(|| jobdir::default_root().join(&name));
+        let spec = JobSpec {
+            name,
+            training_data: args.training_data,
+            num_workers: args.num_workers,
+            min_workers: args.min_workers,
+            max_workers,
+            epochs: args.num_epochs,
+            max_steps: args.max_steps,
+            batch: batch(args.global_batch_size, args.minibatch_size),
+            records_per_shard: args.records_per_shard.and_then(NonZeroU64::new),
+            shuffle: !args.no_shuffle,
+            seed: args.seed,
+            max_worker_restarts: args.max_worker_restarts,
+        };
+        spec.check().map_err(|e| Failure::usage(e.to_string()))?;
+        Ok(Self {
+            spec,
+            program,
+            args: program_args.to_vec(),
+            job_dir,
+            summary: args.summary,
+            master_timeout: args.master_timeout,
+            quiet: args.quiet,
+        })
+    }
+}
+
+/// Checks the three numbers of workers against one another; the largest.
+fn check_workers(args: &TrainArgs) -> Result<u32, Failure> {
+    let (num, min) = (args.num_workers, args.min_workers);
+    let max = args.max_workers.unwrap_or_else(|| {
+        num.saturating_mul(MAX_WORKERS_FACTOR).clamp(MAX_WORKERS_DEFAULT_MIN, WORKERS_MAX)
+    });
+    if min > num {
+        return Err(Failure::usage(format!(
+            "--min-workers {min} is more than --num-workers {num}: the job could never start; \
+             lower the first or raise the second"
+        )));
+    }
+    if num > max {
+        return Err(Failure::usage(format!(
+            "--num-workers {num} is more than --max-workers {max}; lower the first or raise the second"
+        )));
+    }
+    Ok(max)
+}
+
+fn batch(global: Option<u64>, per_worker: Option<u64>) -> Batch {
+    match per_worker.and_then(NonZeroU64::new) {
+        Some(records) => Batch::PerWorker(records),
+        None => Batch::Global(global.and_then(NonZeroU64::new).unwrap_or(GLOBAL_BATCH_DEFAULT)),
+    }
+}
+
+/// Finds `program` as a shell would.
+fn find_program(program: &OsStr) -> Result<PathBuf, Failure> {
+    let path = Path::new(program);
+    if path.as_os_str().is_empty() {
+        return Err(Failure::usage("the program's name is empty; give its path after `--`"));
+    }
+    if path.components().count() > 1 || path.is_absolute() || program.as_encoded_bytes().contains(&b'/') {
+        return match executable(path) {
+            Ok(()) => {
+                std::path::absolute(path).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
+            }
+            Err(reason) => Err(Failure::usage(format!("can't run the program {}: {reason}", path.display()))),
+        };
+    }
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    let found =
+        std::env::split_paths(&folders).map(|folder| folder.join(path)).find(|p| executable(p).is_ok());
+    found.ok_or_else(|| {
+        let here = if path.is_file() { " (there is one here: write ./ before its name)" } else { "" };
+        Failure::usage(format!(
+            "the program `{}` is in no folder of $PATH{here}; \
+             give its path, for example ./target/release/{0}",
+            path.display()
+        ))
+    })
+}
+
+fn executable(path: &Path) -> Result<(), String> {
+    let metadata = path.metadata().map_err(|e| e.to_string())?;
+    if !metadata.is_file() {
+        return Err("it is not a file".into());
+    }
+    // The bits first: some systems tell root that it may execute anything.
+    let executable =
+        metadata.permissions().mode() & 0o111 != 0 && rustix::fs::access(path, Access::EXEC_OK).is_ok();
+    if executable { Ok(()) } else { Err("it is not executable; `chmod +x` it".into()) }
+}
+
+/// The program's name, made fit, and something to tell jobs apart.
+fn default_name(program: &Path) -> Result<String, Failure> {
+    let stem = program.file_stem().unwrap_or_default().to_string_lossy().to_lowercase();
+    let fit: String = stem.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+    let fit = fit.trim_matches('-');
+    let prefix = if fit.starts_with(|c: char| c.is_ascii_lowercase()) { "" } else { "job-" };
+    let mut random = [0; 3];
+    getrandom::fill(&mut random)
+        .map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
+    let digits: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut name = format!("{prefix}{fit}");
+    name.truncate(JOB_NAME_LEN_MAX - digits.len() - 1);
+    Ok(format!("{}-{digits}", name.trim_end_matches('-')))
+}
+
+/// Names become parts of file names and, in a cluster, of its objects' names; those are the strictest.
+pub(super) fn parse_job_name(text: &str) -> Result<String, String> {
+    let fit = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    let wanted = if text.is_empty() {
+        "it must not be empty"
+    } else if text.len() > JOB_NAME_LEN_MAX {
+        "it must have at most 40 characters"
+    } else if !text.chars().all(fit) {
+        "it may have lower-case letters, digits and `-` only"
+    } else if !text.starts_with(|c: char| c.is_ascii_lowercase()) {
+        "it must start with a letter"
+    } else if text.ends_with('-') {
+        "it must end with a letter or digit"
+    } else {
+        return Ok(text.into());
+    };
+    Err(format!("{wanted}, for example `mnist-1`"))
+}
+
+pub(super) fn parse_workers(text: &str) -> Result<u32, String> {
+    parse_count(text, "workers", WORKERS_MAX)
+}
+
+pub(super) fn parse_epochs(text: &str) -> Result<u32, String> {
+    parse_count(text, "epochs", EPOCHS_MAX)
+}
+
+pub(super) fn parse_steps(text: &str) -> Result<u64, String> {
+    parse_count(text, "steps", STEPS_MAX)
+}
+
+pub(super) fn parse_batch(text: &str) -> Result<u64, String> {
+    parse_count(text, "records", BATCH_RECORDS_MAX)
+}
+
+pub(super) fn parse_shard(text: &str) -> Result<u64, String> {
+    parse_count(text, "records", SHARD_RECORDS_MAX)
+}
+
+pub(super) fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let wanted = "for example `30s` or `2min`, at least 1s and at most 30days";
+    let timeout =
+        humantime::parse_duration(text).map_err(|e| format!("{e}; it must be a duration, {wanted}"))?;
+    if (TIMEOUT_MIN..=TIMEOUT_MAX).contains(&timeout) {
+        Ok(timeout)
+    } else {
+        Err(format!("it must be {wanted}"))
+    }
+}
+
+fn parse_count<T>(text: &str, what: &str, max: T) -> Result<T, String>
+where
+    T: FromStr + PartialOrd + From<u8> + std::fmt::Display,
+{
+    match text.parse::<T>() {
+        Ok(count) if count >= T::from(1) && count <= max => Ok(count),
+        _ => Err(format!("it must be a whole number of {what}, from 1 to {max}")),
+    }
+}
+
+const GLOBAL_BATCH_DEFAULT: NonZeroU64 = NonZeroU64::new(64).expect("64 is not 0");
+/// Leaves room for what a cluster's objects add, within the 63 characters of their names.
+const JOB_NAME_LEN_MAX: usize = 40;
+const MAX_WORKERS_DEFAULT_MIN: u32 = 8;
+const MAX_WORKERS_FACTOR: u32 = 2;
+const TIMEOUT_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+const TIMEOUT_MIN: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    fn plan(options: &str) -> Result<Plan, String> {
+        let line = format!("elasticdl train --training-data d {options} -- true a --b");
+        match Cli::try_parse_from(line.split_whitespace()).map_err(|e| e.to_string())?.command {
+            Command::Train(args) => Plan::new(*args).map_err(|e| e.text),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn spec(options: &str) -> JobSpec {
+        plan(options).unwrap().spec
+    }
+
+    #[test]
+    fn defaults_are_as_the_help_says() {
+        let plan = plan("--local --job-name j").unwrap();
+        let expected = JobSpec {
+            name: "j".into(),
+            training_data: "d".into(),
+            num_workers: 2,
+            min_workers: 1,
+            max_workers: 8,
+            epochs: 1,
+            max_steps: None,
+            batch: Batch::Global(NonZeroU64::new(64).unwrap()),
+            records_per_shard: None,
+            shuffle: true,
+            seed: 0,
+            max_worker_restarts: 3,
+        };
+        assert_eq!(plan.spec, expected);
+        assert_eq!(plan.master_timeout, Duration::from_secs(30));
+        assert_eq!((plan.args, plan.quiet, plan.summary), (vec!["a".into(), "--b".into()], false, None));
+        assert!(plan.program.is_absolute() && plan.program.ends_with("true"), "{:?}", plan.program);
+        assert!(plan.job_dir.ends_with("elasticdl/j") || plan.job_dir.ends_with(".elasticdl/j"));
+    }
+
+    #[test]
+    fn options_reach_the_spec() {
+        assert_eq!(spec("--local --num-workers 7").max_workers, 14);
+        assert_eq!(spec("--local --num-workers 600").max_workers, 1024);
+        assert_eq!(spec("--local --num-workers 3 --max-workers 3").max_workers, 3);
+        let per_worker = Batch::PerWorker(NonZeroU64::new(5).unwrap());
+        assert_eq!(spec("--local --minibatch-size 5").batch, per_worker);
+        assert_eq!(spec("--local --records-per-shard 9").records_per_shard, NonZeroU64::new(9));
+        assert!(!spec("--local --no-shuffle").shuffle);
+        assert!(spec("--local --no-shuffle --shuffle").shuffle);
+        assert_eq!(plan("--local --master-timeout 2min").unwrap().master_timeout, Duration::from_secs(120));
+    }
+
+    #[test]
+    fn job_names_fit_where_they_will_be_used() {
+        for good in ["a", "mnist-1", &"a".repeat(40)] {
+            assert_eq!(parse_job_name(good).as_deref(), Ok(good));
+        }
+        for bad in ["", "A", "a_b", "1a", "a-", "-a", "ä", "a/b", "..", &"a".repeat(41)] {
+            assert!(parse_job_name(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_default_name_is_a_valid_one_for_any_program() {
+        for program in ["quickstart", "My_Model.v2.bin", "7up", "ünïcode", "---", &"x".repeat(200)] {
+            let name = default_name(Path::new(program)).unwrap();
+            assert_eq!(parse_job_name(&name).as_ref(), Ok(&name), "{program}");
+        }
+        let name = default_name(Path::new("/bin/My_Model.bin")).unwrap();
+        assert!(name.starts_with("my-model-") && name.len() == "my-model-".len() + 6, "{name}");
+    }
+}

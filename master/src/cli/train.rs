@@ -1,0 +1,306 @@
+//! `elasticdl train`.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{Write as _, stdout};
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use clap::Args;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
+use tracing::warn;
+
+use super::plan::{self, Plan};
+use super::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, print_error};
+use crate::job::Outcome;
+use crate::jobdir::{self, JobDir};
+use crate::local::Launcher;
+use crate::progress::Progress;
+use crate::report::{self, Paths};
+use crate::run::{Ended, Interrupt, Master};
+
+/// What `elasticdl train` is told.
+#[derive(Args, Debug)]
+#[command(
+    override_usage = "elasticdl train --local --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...",
+    after_long_help = AFTER_HELP
+)]
+pub struct TrainArgs {
+    /// Run master and workers as processes of this machine.
+    ///
+    /// Training in a cluster is not there yet, so this is needed. All other options will mean the same there.
+    #[arg(long, help_heading = WHERE)]
+    pub local: bool,
+
+    /// The job's name: lower-case letters, digits and `-`, at most 40. [default: PROGRAM's name and 6 random
+    /// digits]
+    ///
+    /// `elasticdl status` and `elasticdl scale` find the job by it.
+    #[arg(long, value_name = "NAME", value_parser = plan::parse_job_name, help_heading = WHERE)]
+    pub job_name: Option<String>,
+
+    /// Directory for the job's logs, summary and token. [default: ~/.local/state/elasticdl/NAME]
+    ///
+    /// Made if it is not there. The default follows $XDG_STATE_HOME; without it and without $HOME it is
+    /// ./.elasticdl/NAME. One job can run in a directory at a time; the next one replaces what is in it.
+    #[arg(long, value_name = "DIR", help_heading = WHERE)]
+    pub job_dir: Option<PathBuf>,
+
+    /// Workers to keep running.
+    #[arg(long, value_name = "N", default_value = "2", value_parser = plan::parse_workers,
+          help_heading = WORKERS)]
+    pub num_workers: u32,
+
+    /// With fewer workers than this, the others wait.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = plan::parse_workers,
+          help_heading = WORKERS)]
+    pub min_workers: u32,
+
+    /// `elasticdl scale` can go up to this. [default: twice --num-workers, at least 8]
+    #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
+    pub max_workers: Option<u32>,
+
+    /// Crashes and errors of workers after which the job fails.
+    ///
+    /// Each is followed by a new worker. Workers that someone kills are replaced without being counted.
+    #[arg(long, value_name = "N", default_value = "3", help_heading = WORKERS)]
+    pub max_worker_restarts: u32,
+
+    /// Workers end by themselves when their master has been silent for this long, e.g. `30s` or `2min`.
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = plan::parse_timeout,
+          help_heading = WORKERS)]
+    pub master_timeout: Duration,
+
+    /// Where the training data is, as PROGRAM's reader understands it: mostly a file or a folder.
+    #[arg(long, value_name = "URI", help_heading = DATA)]
+    pub training_data: String,
+
+    /// Passes over the data.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = plan::parse_epochs,
+          help_heading = DATA)]
+    pub num_epochs: u32,
+
+    /// Stop after exactly this many steps, if the data has not ended before. [default: no limit]
+    #[arg(long, value_name = "N", value_parser = plan::parse_steps, help_heading = DATA)]
+    pub max_steps: Option<u64>,
+
+    /// Records of a step over all workers, however many there are. [default: 64]
+    #[arg(long, value_name = "RECORDS", value_parser = plan::parse_batch, conflicts_with = "minibatch_size",
+          help_heading = DATA)]
+    pub global_batch_size: Option<u64>,
+
+    /// Records of a step per worker: the step grows with the number of workers.
+    #[arg(long, value_name = "RECORDS", value_parser = plan::parse_batch, help_heading = DATA)]
+    pub minibatch_size: Option<u64>,
+
+    /// Records of a shard, the unit in which data is shuffled and handed out. [default: from the size of the
+    /// data]
+    #[arg(long, value_name = "RECORDS", value_parser = plan::parse_shard, help_heading = DATA)]
+    pub records_per_shard: Option<u64>,
+
+    /// Draw a new order of shards for each epoch. This is the default.
+    #[arg(long, overrides_with = "no_shuffle", help_heading = DATA)]
+    pub shuffle: bool,
+
+    /// Take shards in the order of the data.
+    #[arg(long, overrides_with = "shuffle", help_heading = DATA)]
+    pub no_shuffle: bool,
+
+    /// Seed of all that is drawn: the order of shards, the initial parameters.
+    #[arg(long, value_name = "N", default_value = "0", help_heading = DATA)]
+    pub seed: u64,
+
+    /// Also write the summary (JSON) to this file. [default: only DIR/summary.json]
+    #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
+    pub summary: Option<PathBuf>,
+
+    /// Print nothing but errors.
+    #[arg(long, short, help_heading = OUTPUT)]
+    pub quiet: bool,
+
+    /// The training program (looked up in $PATH if it has no `/`) and its arguments.
+    #[arg(last = true, required = true, value_names = ["PROGRAM", "ARGS"])]
+    pub program: Vec<OsString>,
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  Train for two epochs with four workers, 256 records per step:
+      elasticdl train --local --num-workers 4 --training-data data/mnist \\
+          --num-epochs 2 --global-batch-size 256 -- ./target/release/mnist
+
+  Give the job a name, then look at it and enlarge it from another terminal:
+      elasticdl train --local --job-name mnist --training-data data -- ./mnist --hidden 64
+      elasticdl status mnist
+      elasticdl scale mnist --num-workers 6
+
+Ending:
+  Ctrl-C (or SIGTERM) finishes the step and stops; a second one ends at once.
+
+Exit codes:
+  0    the job came to the end of its data or steps
+  1    the job failed
+  2    the command line or the data can't be used; nothing was trained
+  130  stopped by Ctrl-C
+  143  stopped by SIGTERM";
+
+/// Runs a job from its command line to its end; the exit code.
+pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
+    let plan = Plan::new(args)?;
+    let dir = JobDir::create(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+    log_to_file(&dir)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))?;
+    let (ended, stop) = runtime.block_on(run(&plan, &dir))?;
+    // Whatever a task still holds goes now, before the report.
+    drop(runtime);
+    let written = write_summaries(&plan, &dir, &ended);
+    if !plan.quiet {
+        let (logs, summary) = (dir.logs(), dir.summary_path());
+        let paths = Paths { logs: &logs, summary: plan.summary.as_deref().unwrap_or(&summary) };
+        let mut table = Vec::new();
+        report::write_table(&mut table, &ended.summary, paths).expect("a vector takes any bytes");
+        // Nobody may be reading any more.
+        let _ = stdout().write_all(&table);
+    }
+    if let Some(error) = &ended.summary.error {
+        print_error(error);
+    }
+    written?;
+    Ok(match ended.outcome {
+        Outcome::Completed => EXIT_OK,
+        Outcome::Failed => EXIT_FAILED,
+        Outcome::Refused => EXIT_USAGE,
+        Outcome::Stopped => stop.unwrap_or(Stop::Interrupted).exit_code(),
+    })
+}
+
+async fn run(plan: &Plan, dir: &JobDir) -> Result<(Ended, Option<Stop>), Failure> {
+    let failed = |what: &str| {
+        let what = what.to_owned();
+        move |e: std::io::Error| Failure::failed(format!("can't {what}: {e}"))
+    };
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .map_err(failed("listen on the loopback interface"))?;
+    let address = listener.local_addr().map_err(failed("learn the listener's address"))?;
+    dir.publish(address).map_err(|e| Failure::failed(e.to_string()))?;
+    let mut signals = Signals::new().map_err(failed("handle signals"))?;
+    let progress = if plan.quiet { Progress::quiet() } else { Progress::on_stderr() };
+    let launcher = Launcher::new(plan.program.clone(), plan.args.clone(), dir, plan.master_timeout);
+    let master = Master::new(plan.spec.clone(), listener, dir.token().clone(), launcher, progress)
+        .map_err(failed("start the master"))?;
+    let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
+    let run = master.run(interrupted);
+    tokio::pin!(run);
+    let mut patience = Patience::default();
+    loop {
+        tokio::select! {
+            ended = &mut run => return Ok((ended, patience.first)),
+            stop = signals.next() => {
+                // Full only if the master has not yet taken those before, which ask for the end already.
+                let _ = interrupts.try_send(patience.interrupt(stop));
+            }
+        }
+    }
+}
+
+/// Which signal asked for the stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stop {
+    Interrupted,
+    Terminated,
+}
+
+impl Stop {
+    fn exit_code(self) -> u8 {
+        match self {
+            Self::Interrupted => EXIT_INTERRUPTED,
+            Self::Terminated => EXIT_TERMINATED,
+        }
+    }
+}
+
+/// What the user's signals ask for: the first one a stop, any later one the end.
+#[derive(Debug, Default)]
+struct Patience {
+    first: Option<Stop>,
+}
+
+impl Patience {
+    fn interrupt(&mut self, stop: Stop) -> Interrupt {
+        if self.first.is_some() {
+            return Interrupt::Kill;
+        }
+        self.first = Some(stop);
+        Interrupt::Stop
+    }
+}
+
+/// The signals that end a job.
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+    }
+
+    async fn next(&mut self) -> Stop {
+        tokio::select! {
+            _ = self.interrupt.recv() => Stop::Interrupted,
+            _ = self.terminate.recv() => Stop::Terminated,
+        }
+    }
+}
+
+/// What the master does goes to its log, one line per change of state.
+fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
+    let path = dir.logs().join("master.log");
+    let file =
+        File::create(&path).map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
+    let logging = tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(file)).try_init();
+    // A test in this process may have set another subscriber: its logs are its own affair.
+    if let Err(error) = logging {
+        warn!(%error, "the master's log is not written");
+    }
+    Ok(())
+}
+
+fn write_summaries(plan: &Plan, dir: &JobDir, ended: &Ended) -> Result<(), Failure> {
+    let json = report::to_json(&ended.summary);
+    for path in std::iter::once(&dir.summary_path()).chain(&plan.summary) {
+        jobdir::write_atomically(path, &json)
+            .map_err(|e| Failure::failed(format!("can't write the summary {}: {e}", path.display())))?;
+    }
+    Ok(())
+}
+
+const DATA: &str = "Data and steps";
+const INTERRUPTS_MAX: usize = 4;
+const OUTPUT: &str = "Output";
+const WHERE: &str = "Job";
+const WORKERS: &str = "Workers";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_signal_stops_and_names_the_exit_code_and_the_second_ends_at_once() {
+        let mut patience = Patience::default();
+        let said =
+            [Stop::Terminated, Stop::Interrupted, Stop::Interrupted].map(|stop| patience.interrupt(stop));
+        assert_eq!(said, [Interrupt::Stop, Interrupt::Kill, Interrupt::Kill]);
+        assert_eq!(patience.first.map(Stop::exit_code), Some(143));
+        assert_eq!(Stop::Interrupted.exit_code(), 130);
+    }
+}

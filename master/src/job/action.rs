@@ -1,0 +1,94 @@
+//! What a job wants done: the core's whole output, besides its status.
+
+use std::net::SocketAddr;
+
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
+
+use super::event::{ConnectionId, LaunchId};
+use super::spec::Dataset;
+
+/// Something the shell is to do, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// The stream is `worker`'s from now on: welcome it.
+    Admit {
+        /// The stream.
+        connection: ConnectionId,
+        /// Its worker.
+        worker: WorkerId,
+    },
+    /// End a worker's stream from this side.
+    Disconnect {
+        /// The worker.
+        worker: WorkerId,
+    },
+    /// The job is over. Last action of a job; processes that still run are to be ended.
+    End(Outcome),
+    /// End a launched process at once.
+    Kill {
+        /// The launch.
+        launch: LaunchId,
+    },
+    /// Start a process.
+    Launch {
+        /// Its name for this job's life.
+        launch: LaunchId,
+    },
+    /// End a stream that is no worker's.
+    Refuse {
+        /// The stream.
+        connection: ConnectionId,
+        /// Why.
+        reason: String,
+    },
+    /// Tell the user: one line per change of state.
+    Say(String),
+    /// Tell a worker.
+    Send {
+        /// The worker.
+        worker: WorkerId,
+        /// What.
+        message: ToWorker,
+    },
+}
+
+/// What the master says to a worker, besides its welcome.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToWorker {
+    /// Describe the data set.
+    Describe,
+    /// Finish the step, then stop together.
+    Drain,
+    /// Records to train.
+    Lease(Vec<RecordRange>),
+    /// The group changes.
+    Membership(Membership),
+    /// Get ready to be a member.
+    Prepare(Dataset),
+    /// It is over for this worker.
+    Shutdown(String),
+}
+
+/// A group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Membership {
+    /// Its generation.
+    pub generation: Generation,
+    /// Its members in ring order, with where their peers reach them.
+    pub members: Vec<(WorkerId, SocketAddr)>,
+    /// A member of an earlier generation is lost: leave the step at once. Else switch together at a step's end.
+    pub abort: bool,
+}
+
+/// How a job ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It came to the end of its data or of its steps.
+    Completed,
+    /// It could not go on; the summary says why.
+    Failed,
+    /// Nothing was started: the data can't be used; the summary says why.
+    Refused,
+    /// The user stopped it.
+    Stopped,
+}

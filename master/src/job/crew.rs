@@ -1,0 +1,165 @@
+//! The processes that were started and the workers that they became.
+//!
+//! **Invariant:** a worker is in [`Crew::workers`] exactly while its stream is open and it is not given up: whatever is
+//! sent goes to one of these. Its launch stays until the process has ended.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+use elasticdl_proto::{Generation, WorkerId};
+
+use super::event::LaunchId;
+
+/// Processes and workers.
+#[derive(Debug, Default)]
+pub(super) struct Crew {
+    pub(super) launches: BTreeMap<LaunchId, Launch>,
+    pub(super) workers: BTreeMap<WorkerId, Worker>,
+    launches_made: u64,
+    workers_made: u64,
+}
+
+/// A process that was started and is not known to have ended.
+#[derive(Debug, Default)]
+pub(super) struct Launch {
+    /// What it became when it said hello; stays when the stream ends.
+    pub(super) worker: Option<WorkerId>,
+    pub(super) fate: Fate,
+    /// It goes in order, so its replacement may start while it still runs.
+    pub(super) leaving: bool,
+    /// It goes because fewer workers are wanted; nothing takes its place.
+    pub(super) retired: bool,
+    pub(super) killed: bool,
+}
+
+/// What the end of a process will mean.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// Its failure has been counted.
+    Counted,
+    /// It was told to end, or said that it would.
+    Excused,
+    /// Its exit will tell.
+    #[default]
+    Open,
+}
+
+/// A worker whose stream is open.
+#[derive(Debug)]
+pub(super) struct Worker {
+    pub(super) launch: LaunchId,
+    pub(super) address: SocketAddr,
+    pub(super) pid: u32,
+    pub(super) stage: Stage,
+    /// Records asked for and not leased yet, by epoch; no entry is 0.
+    pub(super) credits: BTreeMap<u32, u64>,
+    /// Place in the newest generation.
+    pub(super) rank: Option<u32>,
+    /// The first generation that it was a member of.
+    pub(super) joined: Option<Generation>,
+    /// It was a member when a generation formed, so it holds the group's state.
+    pub(super) holds_state: bool,
+    /// It goes with the next membership.
+    pub(super) leaving: bool,
+    /// It was shut down, or a membership without it was published; its end is awaited.
+    pub(super) released: bool,
+    pub(super) compute_us: u64,
+}
+
+/// How far a worker is on its way to be a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// It said hello; the data set is not known.
+    Joining,
+    /// As before, and it was asked for the data set.
+    Describing,
+    /// It builds its model.
+    Preparing,
+    /// It can be a member.
+    Ready,
+}
+
+impl Crew {
+    /// Names a new launch.
+    pub(super) fn launch(&mut self) -> LaunchId {
+        self.launches_made += 1;
+        let id = LaunchId(self.launches_made);
+        self.launches.insert(id, Launch::default());
+        id
+    }
+
+    /// Names a new worker of `launch`.
+    pub(super) fn admit(&mut self, launch: LaunchId, address: SocketAddr, pid: u32) -> WorkerId {
+        self.workers_made += 1;
+        let id = WorkerId(self.workers_made);
+        let worker = Worker {
+            launch,
+            address,
+            pid,
+            stage: Stage::Joining,
+            credits: BTreeMap::new(),
+            rank: None,
+            joined: None,
+            holds_state: false,
+            leaving: false,
+            released: false,
+            compute_us: 0,
+        };
+        self.workers.insert(id, worker);
+        if let Some(launch) = self.launches.get_mut(&launch) {
+            launch.worker = Some(id);
+        }
+        id
+    }
+
+    /// Workers that can be members and are not, oldest first.
+    pub(super) fn joiners(&self) -> impl Iterator<Item = WorkerId> + '_ {
+        self.workers.iter().filter(|(_, w)| w.is_joiner()).map(|(&id, _)| id)
+    }
+
+    /// Members of the newest generation, by id.
+    pub(super) fn members(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
+        self.workers.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
+    }
+
+    /// How many launches may be made so that `wanted` workers stay and no more than `max` processes run.
+    pub(super) fn vacancies(&self, wanted: usize, max: usize) -> usize {
+        let staying = self.launches.values().filter(|l| !l.leaving && !l.retired).count();
+        wanted.saturating_sub(staying).min(max.saturating_sub(self.launches.len()))
+    }
+
+    /// The launches that are to go so that `wanted` stay: those that would be missed least first.
+    pub(super) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
+        let mut staying: Vec<_> = self
+            .launches
+            .iter()
+            .filter(|(_, l)| !l.leaving && !l.retired)
+            .map(|(&id, l)| {
+                let worker = l.worker.and_then(|id| self.workers.get(&id));
+                let rank = worker.map(|w| (w.rank, w.stage == Stage::Ready));
+                let worth = match rank {
+                    None => (0, 0),
+                    Some((None, false)) => (1, 0),
+                    Some((None, true)) => (2, 0),
+                    Some((Some(rank), _)) => (3, u32::MAX - rank),
+                };
+                (worth, std::cmp::Reverse(id), id)
+            })
+            .collect();
+        staying.sort_unstable();
+        let surplus = staying.len().saturating_sub(wanted);
+        staying.into_iter().take(surplus).map(|(_, _, id)| id).collect()
+    }
+}
+
+impl Worker {
+    pub(super) fn is_joiner(&self) -> bool {
+        self.stage == Stage::Ready && self.rank.is_none() && !self.leaving && !self.released
+    }
+
+    /// Whether records may be leased to it: not before its group has formed, for until then the group before, of which
+    /// it is no member, may need these records to finish a step.
+    pub(super) fn is_eligible(&self) -> bool {
+        self.rank.is_some() && self.holds_state && !self.released
+    }
+}

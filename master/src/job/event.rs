@@ -1,0 +1,199 @@
+//! What happens to a job: the core's whole input, besides the time.
+
+use std::net::SocketAddr;
+
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
+
+use super::spec::Dataset;
+
+/// One opened stream, before and after it is a worker's. Given out by the shell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ConnectionId(pub u64);
+
+/// One process (later: pod) that the master started. Given out by the core.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LaunchId(pub u64);
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A stream opened, proved the job's token and said hello.
+    Connected {
+        /// The stream.
+        connection: ConnectionId,
+        /// The launch that the process says it is.
+        launch: LaunchId,
+        /// Where its peers reach it.
+        address: SocketAddr,
+        /// Its process.
+        pid: u32,
+    },
+    /// A worker's stream ended.
+    Disconnected {
+        /// The worker.
+        worker: WorkerId,
+    },
+    /// A worker said something.
+    Message {
+        /// The worker.
+        worker: WorkerId,
+        /// What it said.
+        message: FromWorker,
+    },
+    /// A launched process ended, or could not be started.
+    ProcessEnded {
+        /// The launch.
+        launch: LaunchId,
+        /// How it ended.
+        exit: Exit,
+    },
+    /// The user wants another number of workers (already checked against min and max).
+    Scale {
+        /// Workers to keep.
+        num_workers: u32,
+    },
+    /// The user wants the job to stop at the end of a step.
+    Stop,
+}
+
+/// How a process ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// With this code.
+    Code(i32),
+    /// It could not be started.
+    NotStarted(String),
+    /// By this signal.
+    Signal(i32),
+}
+
+/// What a worker says.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FromWorker {
+    /// Its links of `generation` broke.
+    Broken {
+        /// The generation whose links broke.
+        generation: Generation,
+        /// The member whose link failed, if known.
+        suspect: Option<WorkerId>,
+        /// The link's error.
+        error: String,
+    },
+    /// The group has committed more (from its lowest rank).
+    Committed(Committed),
+    /// The data set as its reader sees it, or why it can't be used.
+    Described(Result<Dataset, String>),
+    /// The user's code failed; the worker ends.
+    Failed {
+        /// The user's error.
+        error: String,
+        /// What it was working on.
+        ranges: Vec<RecordRange>,
+        /// No other worker would do better.
+        fatal: bool,
+    },
+    /// The group holds the job's final state.
+    Finished(Finished),
+    /// A new group agrees on its state (from its lowest rank).
+    Formed {
+        /// The group's generation.
+        generation: Generation,
+        /// Steps committed.
+        step: u64,
+        /// What the parameters have absorbed.
+        ledger: LedgerReport,
+    },
+    /// It wants more records of an epoch; open until filled or the epoch is complete.
+    LeaseRequest {
+        /// The epoch.
+        epoch: u32,
+        /// How many records more.
+        records: u64,
+    },
+    /// It was told to end and goes at the next boundary.
+    Leaving,
+    /// It can be a member of the next generation.
+    Ready {
+        /// Number of f32 parameters of its model.
+        parameters: u64,
+    },
+    /// Its first commit in a new generation.
+    Resumed {
+        /// The new generation.
+        generation: Generation,
+        /// The step committed, from 1.
+        step: u64,
+        /// Where the time went.
+        phases: Phases,
+    },
+}
+
+/// What a group has committed since its last word.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Committed {
+    /// The group's generation.
+    pub generation: Generation,
+    /// Steps committed so far.
+    pub step: u64,
+    /// Newly absorbed records.
+    pub ranges: Vec<RecordRange>,
+    /// Sum of the loss over `records`.
+    pub loss_sum: f64,
+    /// Records of these steps.
+    pub records: u64,
+    /// Per rank: microseconds in the model's code in the last of these steps.
+    pub compute_us: Vec<u64>,
+}
+
+/// A group's final state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finished {
+    /// The group's generation.
+    pub generation: Generation,
+    /// Steps committed.
+    pub step: u64,
+    /// Digest of the state, the same on every rank.
+    pub digest: u64,
+    /// What the parameters have absorbed.
+    pub ledger: LedgerReport,
+    /// Records that went into committed steps, by the steps' own counts.
+    pub records_trained: u64,
+    /// The model's closing words, from the lowest rank.
+    pub summary: Option<String>,
+}
+
+/// A ledger as it was received, not yet checked against the data set.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LedgerReport {
+    /// Epochs before this one are complete.
+    pub epochs_complete: u32,
+    /// What is absorbed of later ones.
+    pub ranges: Vec<RecordRange>,
+    /// Records absorbed more than once.
+    pub repeated: u64,
+}
+
+/// Microseconds from a group's last commit to its first one in a new generation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Phases {
+    /// Last commit until the error was seen, or the switch agreed.
+    pub detect_us: u64,
+    /// Until the new membership was known.
+    pub agree_us: u64,
+    /// Until the new links stood.
+    pub connect_us: u64,
+    /// Until all ranks held the same state.
+    pub state_us: u64,
+    /// Until the first step was committed.
+    pub first_step_us: u64,
+}
+
+impl Phases {
+    /// The whole gap between the two commits, in microseconds; saturates.
+    #[must_use]
+    pub fn gap_us(&self) -> u64 {
+        [self.agree_us, self.connect_us, self.state_us, self.first_step_us]
+            .into_iter()
+            .fold(self.detect_us, u64::saturating_add)
+    }
+}

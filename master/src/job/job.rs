@@ -1,0 +1,434 @@
+//! The job: its parts, and how events, time and actions pass through it.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use elasticdl_proto::{Generation, WorkerId};
+
+use super::action::{Action, Outcome, ToWorker};
+use super::crew::{Crew, Fate, Stage};
+use super::event::{ConnectionId, Event, Exit, Finished, LaunchId};
+use super::group::Group;
+use super::queue::Records;
+use super::restart::{Restarts, TooMany, describe, is_own_fault};
+use super::spec::{Dataset, JobSpec};
+use super::story::Story;
+use super::time::Time;
+
+/// A job: events and the time in, actions out.
+#[derive(Debug)]
+pub struct Job {
+    pub(super) spec: JobSpec,
+    pub(super) phase: Phase,
+    /// Workers to keep, as last asked for.
+    pub(super) wanted: u32,
+    /// Places that were never filled; a launch into any other is a restart.
+    fresh: u32,
+    pub(super) crew: Crew,
+    pub(super) group: Group,
+    /// Workers that records may be leased to; counted when one comes or goes, not at every lease.
+    pub(super) eligible: u64,
+    /// When a group that starts from nothing stops waiting for workers on their way.
+    pub(super) window_until: Option<Time>,
+    /// The worker that was asked for the data set.
+    pub(super) describer: Option<WorkerId>,
+    pub(super) dataset: Option<Dataset>,
+    pub(super) records: Option<Records>,
+    /// Number of parameters that the first ready worker's model has.
+    pub(super) parameters: Option<u64>,
+    /// Steps committed, as last reported.
+    pub(super) step: u64,
+    /// The group's last word.
+    pub(super) last_word: Option<Finished>,
+    pub(super) restarts: Restarts,
+    pub(super) story: Story,
+    timers: BTreeSet<(Time, Timer)>,
+    actions: VecDeque<Action>,
+}
+
+/// Where a job is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Ended(Outcome),
+    /// Everybody was told that it is over.
+    Ending(Outcome),
+    Running,
+    /// The user wants it to stop; the group finishes its step.
+    Stopping,
+}
+
+/// What may become due. Whether there still is something to do is looked at then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Timer {
+    Broken(Generation),
+    End,
+    Hello(LaunchId),
+    Kill(LaunchId),
+    Leave(WorkerId),
+    Relaunch,
+    Stop,
+    Window,
+}
+
+impl Job {
+    /// A job that has just been submitted; its first action starts its first worker.
+    ///
+    /// `spec` has passed [`JobSpec::check`].
+    #[must_use]
+    pub fn new(spec: JobSpec) -> Self {
+        let mut job = Self {
+            phase: Phase::Running,
+            wanted: spec.num_workers,
+            fresh: spec.num_workers,
+            crew: Crew::default(),
+            group: Group::default(),
+            eligible: 0,
+            window_until: None,
+            describer: None,
+            dataset: None,
+            records: None,
+            parameters: None,
+            step: 0,
+            last_word: None,
+            restarts: Restarts::new(spec.max_worker_restarts),
+            story: Story::default(),
+            timers: BTreeSet::new(),
+            actions: VecDeque::new(),
+            spec,
+        };
+        job.launch_missing(Time::default());
+        job
+    }
+
+    /// Takes in something that happened at `now`.
+    ///
+    /// Whatever no longer fits (a message of a worker that is gone, the end of a process that is not known) changes
+    /// nothing.
+    pub fn handle(&mut self, now: Time, event: Event) {
+        if matches!(self.phase, Phase::Ended(_)) {
+            return;
+        }
+        match event {
+            Event::Connected { connection, launch, address, pid } => {
+                self.on_connected(now, connection, launch, address, pid);
+            }
+            Event::Disconnected { worker } => self.on_disconnected(now, worker),
+            Event::Message { worker, message } => self.on_message(now, worker, message),
+            Event::ProcessEnded { launch, exit } => self.on_process_ended(now, launch, &exit),
+            Event::Scale { num_workers } => self.on_scale(now, num_workers),
+            Event::Stop => self.on_stop(now),
+        }
+    }
+
+    /// The next thing to do.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// When [`Job::handle_timeout`] wants to be called.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<Time> {
+        self.timers.first().map(|&(at, _)| at)
+    }
+
+    /// Does what has become due by `now`.
+    pub fn handle_timeout(&mut self, now: Time) {
+        while let Some(&(at, timer)) = self.timers.first()
+            && at <= now
+        {
+            self.timers.pop_first();
+            self.on_timer(now, timer);
+        }
+    }
+
+    fn on_timer(&mut self, now: Time, timer: Timer) {
+        match timer {
+            Timer::Broken(generation) => self.on_broken_due(now, generation),
+            Timer::End => self.end_now(),
+            Timer::Hello(launch) => self.on_hello_due(now, launch),
+            Timer::Kill(launch) => self.kill(launch),
+            Timer::Leave(worker) => self.on_leave_due(now, worker),
+            Timer::Relaunch => self.launch_missing(now),
+            Timer::Stop => self.on_stop_due(),
+            Timer::Window => self.settle(now),
+        }
+    }
+
+    // ---- streams ----
+
+    fn on_connected(
+        &mut self,
+        now: Time,
+        connection: ConnectionId,
+        launch: LaunchId,
+        address: SocketAddr,
+        pid: u32,
+    ) {
+        let refusal = match self.crew.launches.get(&launch) {
+            _ if matches!(self.phase, Phase::Ending(_)) => Some("the job is over"),
+            None => Some("this master knows no such launch, or it has ended"),
+            Some(l) if l.worker.is_some() => Some("this launch has said hello before"),
+            Some(l) if l.killed || l.retired => Some("this launch is not wanted any more"),
+            Some(_) => None,
+        };
+        if let Some(reason) = refusal {
+            self.push(Action::Refuse { connection, reason: reason.into() });
+            return;
+        }
+        self.timers.retain(|&(_, timer)| timer != Timer::Hello(launch));
+        let worker = self.crew.admit(launch, address, pid);
+        self.push(Action::Admit { connection, worker });
+        self.say(format!("worker {worker} is up (process {pid})"));
+        if self.phase == Phase::Stopping {
+            self.release(now, worker, "the job is stopping");
+            return;
+        }
+        self.welcome(worker);
+    }
+
+    /// Asks a new worker for what it is needed for first.
+    pub(super) fn welcome(&mut self, worker: WorkerId) {
+        let (stage, message) = match &self.dataset {
+            Some(dataset) => (Stage::Preparing, ToWorker::Prepare(dataset.clone())),
+            None if self.describer.is_none() => {
+                self.describer = Some(worker);
+                (Stage::Describing, ToWorker::Describe)
+            }
+            None => return,
+        };
+        if let Some(w) = self.crew.workers.get_mut(&worker) {
+            w.stage = stage;
+        }
+        self.send(worker, message);
+    }
+
+    fn on_disconnected(&mut self, now: Time, worker: WorkerId) {
+        if self.crew.workers.contains_key(&worker) {
+            self.give_up(now, worker, ZOMBIE_GRACE);
+            self.settle(now);
+        }
+    }
+
+    /// Forgets a worker whose stream ended or that is not to be trusted. If its process still runs after `grace`, it is
+    /// killed: not at once, for the stream of a dying process ends before its exit is known, and the kill would take
+    /// the place of its exit code.
+    pub(super) fn give_up(&mut self, now: Time, worker: WorkerId, grace: Duration) {
+        let Some(gone) = self.crew.workers.remove(&worker) else {
+            return;
+        };
+        if let Some(records) = &mut self.records {
+            records.forget(worker);
+        }
+        self.count_eligible();
+        if self.describer == Some(worker) {
+            self.describer = None;
+            let next = self.crew.workers.iter().find(|(_, w)| w.stage == Stage::Joining && !w.released);
+            if let Some((&next, _)) = next {
+                self.welcome(next);
+            }
+        }
+        let finished = self.group.finished.contains_key(&worker);
+        let in_order = gone.leaving || gone.released;
+        if gone.rank.is_some() && !finished {
+            if in_order { &mut self.group.left } else { &mut self.group.lost }.push(worker);
+        }
+        let Some(launch) = self.crew.launches.get_mut(&gone.launch) else {
+            return;
+        };
+        if finished {
+            launch.fate = Fate::Excused;
+        }
+        if !matches!(self.phase, Phase::Running | Phase::Stopping) {
+            return;
+        }
+        if in_order || finished {
+            self.timer(now + RELEASE_WAIT, Timer::Kill(gone.launch));
+        } else {
+            self.timer(now + grace, Timer::Kill(gone.launch));
+            self.say(format!("worker {worker} is gone"));
+        }
+    }
+
+    // ---- processes ----
+
+    fn on_process_ended(&mut self, now: Time, launch: LaunchId, exit: &Exit) {
+        let Some(worker) = self.crew.launches.get(&launch).map(|l| l.worker) else {
+            return;
+        };
+        let name = worker.map_or_else(|| format!("launch {}", launch.0), |w| format!("worker {w}"));
+        // Before the launch is forgotten: the worker's last word may excuse its end.
+        if let Some(worker) = worker {
+            self.give_up(now, worker, ZOMBIE_GRACE);
+        }
+        let ended = self.crew.launches.remove(&launch).expect("launch was just found");
+        self.timers.retain(|&(_, t)| t != Timer::Kill(launch) && t != Timer::Hello(launch));
+        let end = describe(exit);
+        match self.phase {
+            Phase::Ended(_) => {}
+            Phase::Ending(_) if self.crew.launches.is_empty() => self.end_now(),
+            Phase::Ending(_) => {}
+            Phase::Running | Phase::Stopping => {
+                let excused = ended.fate == Fate::Excused || ended.leaving || ended.retired;
+                if excused || ended.fate == Fate::Counted {
+                    self.say(format!("{name} has ended ({end})"));
+                } else if is_own_fault(exit) {
+                    self.count_failure(now, &format!("{name} {end}"));
+                } else {
+                    self.say(format!("{name} {end}, which is not counted as its failure"));
+                }
+                self.launch_missing(now);
+                self.settle(now);
+            }
+        }
+    }
+
+    fn on_hello_due(&mut self, now: Time, launch: LaunchId) {
+        let Some(silent) = self.crew.launches.get_mut(&launch).filter(|l| l.worker.is_none() && !l.killed)
+        else {
+            return;
+        };
+        silent.fate = Fate::Counted;
+        self.kill(launch);
+        self.count_failure(now, &format!("launch {} said nothing for {} s", launch.0, HELLO_WAIT.as_secs()));
+        self.settle(now);
+    }
+
+    /// Counts a failure; fails the job if it is one too many.
+    pub(super) fn count_failure(&mut self, now: Time, what: &str) {
+        match self.phase {
+            Phase::Running => {}
+            // Nothing is started in its place.
+            Phase::Stopping => return self.say(what.to_owned()),
+            Phase::Ended(_) | Phase::Ending(_) => return,
+        }
+        match self.restarts.count(now) {
+            Ok(start) => {
+                let (counted, max) = (self.restarts.counted(), self.spec.max_worker_restarts);
+                self.say(format!("{what} (failure {counted} of at most {max})"));
+                self.timer(start, Timer::Relaunch);
+            }
+            Err(TooMany { counted, max }) => {
+                let error =
+                    format!("{what}; this is failure {counted} of workers, and at most {max} are allowed");
+                self.end(now, Outcome::Failed, Some(error));
+            }
+        }
+    }
+
+    /// Starts as many workers as are missing and may be started now.
+    pub(super) fn launch_missing(&mut self, now: Time) {
+        if self.phase != Phase::Running {
+            return;
+        }
+        // Until the data is known to be usable, one worker is enough to look at it.
+        let wanted = if self.dataset.is_some() { self.wanted } else { 1 };
+        let vacancies = self.crew.vacancies(wanted as usize, self.spec.max_workers as usize);
+        for _ in self.restarts.waiting(now)..vacancies {
+            let launch = self.crew.launch();
+            self.timer(now + HELLO_WAIT, Timer::Hello(launch));
+            self.push(Action::Launch { launch });
+            match self.fresh.checked_sub(1) {
+                Some(fresh) => self.fresh = fresh,
+                None => self.story.restarts += 1,
+            }
+        }
+    }
+
+    fn on_scale(&mut self, now: Time, num_workers: u32) {
+        let allowed = self.spec.min_workers..=self.spec.max_workers;
+        if self.phase != Phase::Running || !allowed.contains(&num_workers) || num_workers == self.wanted {
+            return;
+        }
+        self.say(format!("{num_workers} workers are wanted in place of {}", self.wanted));
+        let before = std::mem::replace(&mut self.wanted, num_workers);
+        self.fresh = (self.fresh + num_workers.saturating_sub(before))
+            .saturating_sub(before.saturating_sub(num_workers));
+        for launch in self.crew.surplus(num_workers as usize) {
+            self.retire(now, launch);
+        }
+        self.launch_missing(now);
+        self.settle(now);
+    }
+
+    /// Lets a worker go that nothing is to replace.
+    fn retire(&mut self, now: Time, launch: LaunchId) {
+        let Some(l) = self.crew.launches.get_mut(&launch) else {
+            return;
+        };
+        l.retired = true;
+        let worker = l.worker.filter(|id| self.crew.workers.contains_key(id));
+        match worker.and_then(|id| Some((id, self.crew.workers.get_mut(&id)?))) {
+            // A member goes at the end of a step, with the next membership.
+            Some((_, w)) if w.rank.is_some() => w.leaving = true,
+            Some((id, _)) => self.release(now, id, "fewer workers are wanted"),
+            None => self.kill(launch),
+        }
+    }
+
+    /// Shuts a worker down in order.
+    pub(super) fn release(&mut self, now: Time, worker: WorkerId, reason: &str) {
+        let Some(w) = self.crew.workers.get_mut(&worker) else {
+            return;
+        };
+        w.released = true;
+        let launch = w.launch;
+        self.count_eligible();
+        self.excuse(now, launch);
+        self.send(worker, ToWorker::Shutdown(reason.into()));
+    }
+
+    pub(super) fn count_eligible(&mut self) {
+        self.eligible = self.crew.workers.values().filter(|w| w.is_eligible()).count() as u64;
+    }
+
+    /// The process is expected to end, and killed if it does not.
+    pub(super) fn excuse(&mut self, now: Time, launch: LaunchId) {
+        if let Some(l) = self.crew.launches.get_mut(&launch) {
+            l.leaving = true;
+            if l.fate == Fate::Open {
+                l.fate = Fate::Excused;
+            }
+            self.timer(now + RELEASE_WAIT, Timer::Kill(launch));
+        }
+    }
+
+    pub(super) fn kill(&mut self, launch: LaunchId) {
+        if let Some(l) = self.crew.launches.get_mut(&launch).filter(|l| !l.killed) {
+            l.killed = true;
+            self.push(Action::Kill { launch });
+        }
+    }
+
+    // ---- out ----
+
+    pub(super) fn push(&mut self, action: Action) {
+        self.actions.push_back(action);
+    }
+
+    /// Tells a worker, if its stream is open.
+    pub(super) fn send(&mut self, worker: WorkerId, message: ToWorker) {
+        if self.crew.workers.contains_key(&worker) {
+            self.push(Action::Send { worker, message });
+        }
+    }
+
+    pub(super) fn say(&mut self, line: String) {
+        self.story.say(&line);
+        self.push(Action::Say(line));
+    }
+
+    pub(super) fn timer(&mut self, at: Time, timer: Timer) {
+        self.timers.insert((at, timer));
+    }
+
+    pub(super) fn clear_timers(&mut self) {
+        self.timers.clear();
+    }
+}
+
+/// How long a process may outlive its stream.
+pub(super) const ZOMBIE_GRACE: Duration = Duration::from_millis(250);
+/// How long a worker that was let go may take to end.
+const RELEASE_WAIT: Duration = Duration::from_secs(10);
+const HELLO_WAIT: Duration = Duration::from_secs(60);

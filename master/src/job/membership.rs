@@ -1,0 +1,168 @@
+//! When the group changes, and how that is told.
+
+use elasticdl_proto::WorkerId;
+
+use super::action::{Membership, ToWorker};
+use super::group::{Change, Limits};
+use super::job::{Job, Phase, Timer};
+use super::story::name_all;
+use super::summary::{Cause, MembershipRecord};
+use super::time::Time;
+
+impl Job {
+    /// Publishes the next generation if one is due, or ends the job if its group has finished. Called after whatever
+    /// may have changed either.
+    pub(super) fn settle(&mut self, now: Time) {
+        if !matches!(self.phase, Phase::Running | Phase::Stopping) {
+            return;
+        }
+        let all_finished = self.group.members.iter().all(|m| self.group.finished.contains_key(m));
+        if !self.group.members.is_empty() && all_finished {
+            return self.conclude(now);
+        }
+        let stopping = self.phase == Phase::Stopping;
+        if stopping && self.crew.members().next().is_none() {
+            return self.end_stopped();
+        }
+        self.watch_window(now);
+        let limits = Limits {
+            // A group that only has to finish its step needs nobody else.
+            min: if stopping { 1 } else { self.spec.min_workers as usize },
+            wanted: self.wanted as usize,
+            window_open: self.window_until.is_none_or(|until| now < until),
+            admits: !stopping,
+        };
+        if let Some(change) = self.group.next(&self.crew, limits) {
+            self.publish(now, change);
+        }
+    }
+
+    /// Where a group starts from nothing, it waits a little for those who are on their way.
+    fn watch_window(&mut self, now: Time) {
+        let from_nothing = self.crew.members().next().is_none() && self.crew.joiners().next().is_some();
+        if !from_nothing {
+            self.window_until = None;
+        } else if self.window_until.is_none() {
+            let until = now + START_WINDOW;
+            self.window_until = Some(until);
+            self.timer(until, Timer::Window);
+        }
+    }
+
+    fn publish(&mut self, now: Time, change: Change) {
+        let Change { members, abort } = change;
+        let before = std::mem::replace(&mut self.group.members, members);
+        let generation = self.group.generation.next();
+        let (lost, mut left) = (std::mem::take(&mut self.group.lost), std::mem::take(&mut self.group.left));
+        let excluded: Vec<WorkerId> = self.excluded();
+        left.extend(&excluded);
+        let joined: Vec<WorkerId> =
+            self.group.members.iter().filter(|id| !before.contains(id)).copied().collect();
+        let hung = std::mem::take(&mut self.group.hung);
+        let relink = std::mem::take(&mut self.group.relink);
+        let cause = match () {
+            () if generation.0 == 1 => Cause::Start,
+            () if hung => Cause::Hung,
+            () if relink || !lost.is_empty() => Cause::Lost,
+            () if !left.is_empty() => Cause::Leave,
+            () => Cause::Join,
+        };
+        self.group.generation = generation;
+        self.group.formed = false;
+        self.group.finished.clear();
+        self.group.broken = None;
+        self.window_until = None;
+
+        self.assign_ranks();
+        let world_size = u32::try_from(self.group.members.len()).expect("members are limited by max_workers");
+        let record = MembershipRecord {
+            generation,
+            cause,
+            world_size,
+            at_step: self.step,
+            gap_ms: None,
+            detect_ms: None,
+            agree_ms: None,
+            connect_ms: None,
+            state_ms: None,
+            first_step_ms: None,
+            lost,
+            left,
+            joined,
+        };
+        let keeps_state = self.crew.members().any(|(_, w)| w.holds_state);
+        self.say(describe(&record, keeps_state));
+        self.story.publish(record);
+        self.tell(abort, &excluded);
+        for id in excluded {
+            self.let_go(now, id);
+        }
+    }
+
+    /// Members of the generation before that live and are not in the new one.
+    fn excluded(&self) -> Vec<WorkerId> {
+        self.crew.members().map(|(id, _)| id).filter(|id| !self.group.members.contains(id)).collect()
+    }
+
+    fn assign_ranks(&mut self) {
+        for w in self.crew.workers.values_mut() {
+            w.rank = None;
+        }
+        for (rank, id) in (0..).zip(&self.group.members) {
+            let w = self.crew.workers.get_mut(id).expect("only live workers are chosen");
+            w.rank = Some(rank);
+            w.joined.get_or_insert(self.group.generation);
+        }
+        self.count_eligible();
+    }
+
+    /// A membership without this worker is published: it ends by itself at the switch.
+    fn let_go(&mut self, now: Time, worker: WorkerId) {
+        if let Some(w) = self.crew.workers.get_mut(&worker) {
+            w.released = true;
+            let launch = w.launch;
+            self.excuse(now, launch);
+        }
+    }
+
+    fn tell(&mut self, abort: bool, excluded: &[WorkerId]) {
+        let address = |id: &WorkerId| (*id, self.crew.workers[id].address);
+        let members = self.group.members.iter().map(address).collect();
+        let membership = Membership { generation: self.group.generation, members, abort };
+        for id in self.group.members.clone() {
+            self.send(id, ToWorker::Membership(membership.clone()));
+        }
+        for &id in excluded {
+            self.send(id, ToWorker::Membership(membership.clone()));
+        }
+    }
+}
+
+/// One line for the user.
+fn describe(record: &MembershipRecord, keeps_state: bool) -> String {
+    let MembershipRecord { generation, world_size, at_step, lost, left, joined, cause, .. } = record;
+    let workers = if *world_size == 1 { "1 worker" } else { &format!("{world_size} workers") };
+    if *cause == Cause::Start {
+        return format!("generation {generation}: {workers} start");
+    }
+    let mut parts = Vec::new();
+    for (ids, what) in [(lost, "lost"), (left, "left"), (joined, "joined")] {
+        if !ids.is_empty() {
+            parts.push(format!("{} {what}", name_all(ids)));
+        }
+    }
+    if parts.is_empty() {
+        parts.push("links broke".into());
+    }
+    let parts = parts.join(", ");
+    match (keeps_state, *world_size) {
+        (true, 1) => format!("generation {generation}: {parts}; {workers} goes on at step {at_step}"),
+        (true, _) => format!("generation {generation}: {parts}; {workers} go on at step {at_step}"),
+        (false, _) => {
+            format!("generation {generation}: {parts}; nobody holds the state, {workers} to start again")
+        }
+    }
+}
+
+/// How long a group that starts from nothing waits for workers on their way.
+const START_WINDOW: std::time::Duration = std::time::Duration::from_secs(1);

@@ -1,0 +1,57 @@
+//! One training job's brain: which workers live, who is in the group, who holds a lease on which records, when it ends.
+//!
+//! A deterministic state machine. Events and the time go in, actions come out; the same inputs give the same outputs.
+//!
+//! ```text
+//!                handle(now, Event)            poll_action() -> Action
+//!   streams ───►┌──────────────────────────────────────────────────┐───► Launch, Kill        (processes)
+//!   processes ─►│ Job                                              │───► Admit, Send, Refuse (streams)
+//!   the user ──►│   crew: launches, workers   group: generation    │───► Say, End            (the user)
+//!   the clock ─►│   records: ledger, queues, leases   restarts     │
+//!               └──────────────────────────────────────────────────┘
+//!          handle_timeout(now) ◄── poll_timeout()         status(now), summary(now)
+//! ```
+//!
+//! What the group's parameters have absorbed is the group's own word; the ledger here is a cache of it.
+//!
+//! **Invariants**
+//! * No async, sockets, clock, environment or entropy under `job/`; what is drawn is drawn from the job's seed.
+//! * A record is leased to at most one live worker, and only to a member of the newest generation.
+//! * A lost worker's leases come back into the queue only with the next group's own report of its ledger
+//!   ([`FromWorker::Formed`]), less what that report holds.
+//! * Generations grow by one. While one is published and not formed, only a loss publishes another.
+//! * Nothing that a worker says can make this code panic: it is checked, and changes nothing or fails that worker.
+//! * Whatever grows with a worker's words has a limit.
+
+mod action;
+mod crew;
+mod ending;
+mod event;
+mod group;
+#[expect(clippy::module_inception, reason = "files are named after their type")]
+mod job;
+mod membership;
+mod queue;
+mod restart;
+mod shards;
+mod spec;
+mod status;
+mod story;
+mod summary;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
+mod time;
+mod words;
+
+pub use action::{Action, Membership, Outcome, ToWorker};
+pub use event::{Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases};
+pub use job::Job;
+pub use spec::{Batch, Dataset, File, JobSpec, SpecError};
+pub use status::{Status, WorkerStatus};
+pub use summary::{
+    Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,
+    WorkersSummary,
+};
+pub use time::Time;

@@ -1,0 +1,315 @@
+//! Which records are leased to whom, which are next, and the cached ledger.
+//!
+//! A record of an epoch is in one of four places: absorbed (the ledger), leased, queued, or limbo. Limbo is where the
+//! leases of lost workers are: their owner may have put them into the parameters in its last step, so they are neither
+//! leased nor queued until the next group has said what its parameters hold ([`Records::rebuild`]).
+//!
+//! A queue is not a list of shards. It is the epoch's order, a position in it, and the set of records that were absorbed
+//! or leased when the queue was last rebuilt; shards are cut out of these as they are asked for.
+//!
+//! **Invariant:** a range that [`Records::lease`] gave is not given again before a rebuild that found it neither
+//! absorbed nor leased.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use elasticdl_proto::{Ledger, RangeSet, RecordRange, WorkerId};
+
+use super::event::LedgerReport;
+use super::shards::Shards;
+
+/// The records of a job.
+#[derive(Debug)]
+pub(super) struct Records {
+    shards: Shards,
+    epochs: u32,
+    ledger: Ledger,
+    /// Queues of epochs that were asked for and are not complete.
+    queues: BTreeMap<u32, Queue>,
+    /// By epoch and first record.
+    leases: BTreeMap<(u32, u64), Lease>,
+    /// Leases that the last report ended. Its last step may have been committed on its reporter alone; if that one is
+    /// lost, the group goes on without that step, and these leases with it.
+    settling: Vec<(RecordRange, WorkerId)>,
+    /// The step of the last report.
+    step: u64,
+    /// The first epoch that was not complete in the report before the last.
+    epoch_stable: u32,
+    /// Leased records by worker and epoch; no entry is 0.
+    leased: BTreeMap<(WorkerId, u32), u64>,
+}
+
+#[derive(Debug)]
+struct Lease {
+    end: u64,
+    worker: WorkerId,
+}
+
+/// How much one answer to a request may hold.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Share {
+    /// Records that one rank contributes to a step.
+    pub(super) records: u64,
+    /// Workers that the rest of an epoch is to be spread over.
+    pub(super) workers: u64,
+}
+
+impl Records {
+    pub(super) fn new(shards: Shards, epochs: u32) -> Self {
+        let ledger = Ledger::new(shards.records());
+        let (queues, leases, leased) = Default::default();
+        let (settling, step, epoch_stable) = Default::default();
+        Self { shards, epochs, ledger, queues, leases, settling, step, epoch_stable, leased }
+    }
+
+    pub(super) fn shards(&self) -> &Shards {
+        &self.shards
+    }
+
+    /// The cached ledger.
+    pub(super) fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// All epochs before this one are complete, whoever is lost next.
+    pub(super) fn epoch_stable(&self) -> u32 {
+        self.epoch_stable
+    }
+
+    /// Records of all epochs.
+    pub(super) fn expected(&self) -> u64 {
+        u64::from(self.epochs) * self.shards.records()
+    }
+
+    /// Records that `worker` holds.
+    pub(super) fn leased_to(&self, worker: WorkerId) -> u64 {
+        self.leased.range((worker, 0)..=(worker, u32::MAX)).map(|(_, &records)| records).sum()
+    }
+
+    /// Whether leases of `epoch` can be given now: it is the group's epoch or the one after.
+    pub(super) fn is_open(&self, epoch: u32) -> bool {
+        let first = self.ledger.epoch();
+        epoch < self.epochs && epoch >= first && epoch - first <= EPOCHS_AHEAD
+    }
+
+    /// Leases up to `wanted` records of an open `epoch` to `worker`.
+    ///
+    /// Towards an epoch's end a worker holds at most its part of half of what is left, so that all end together; but
+    /// always as much as one step takes. Each epoch is reckoned for itself: what a worker holds of the next one must
+    /// not keep it from the last records of this one.
+    ///
+    /// Each range lies in one shard. `O(log n)` for each, besides shards that turn out to be absorbed.
+    pub(super) fn lease(
+        &mut self,
+        worker: WorkerId,
+        epoch: u32,
+        wanted: u64,
+        share: Share,
+    ) -> Vec<RecordRange> {
+        debug_assert!(self.is_open(epoch));
+        let Self { shards, ledger, leases, leased, queues, .. } = self;
+        let queue = queues.entry(epoch).or_insert_with(|| Queue::new(shards, epoch, ledger, leases));
+        let held = leased.entry((worker, epoch)).or_default();
+        let guided = queue.unleased.div_ceil(share.workers.saturating_mul(2).max(1)).max(share.records);
+        let mut wanted = wanted.min(guided.saturating_sub(*held));
+        let mut ranges = Vec::new();
+        while wanted > 0
+            && let Some(records) = queue.take(shards, wanted)
+        {
+            let len = records.end - records.start;
+            wanted -= len;
+            *held += len;
+            leases.insert((epoch, records.start), Lease { end: records.end, worker });
+            ranges.push(RecordRange { epoch, start: records.start, end: records.end });
+        }
+        if *held == 0 {
+            leased.remove(&(worker, epoch));
+        }
+        ranges
+    }
+
+    /// Adds what the group committed up to `step` to the ledger and ends the leases on it.
+    ///
+    /// A step is stable when the next one commits anywhere: only then can its leases, and its epoch's end, not come
+    /// back.
+    ///
+    /// # Errors
+    /// The first range that lies outside the data set; nothing is changed then.
+    pub(super) fn commit(&mut self, step: u64, ranges: &[RecordRange]) -> Result<(), RecordRange> {
+        if let Some(&wrong) = ranges.iter().find(|r| !self.is_valid(r)) {
+            return Err(wrong);
+        }
+        if step > self.step {
+            self.step = step;
+            self.settling.clear();
+            self.epoch_stable = self.ledger.epoch();
+        }
+        for &range in ranges {
+            // The group counts what it repeats; the copy holds each record once.
+            for missing in self.ledger.missing_of(range) {
+                self.ledger.absorb(missing);
+            }
+            self.release(range);
+        }
+        self.close_complete();
+        Ok(())
+    }
+
+    /// Checks a group's report against the data set.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn check(&self, report: &LedgerReport) -> Result<Ledger, String> {
+        if report.epochs_complete > self.epochs {
+            return Err(format!("a ledger of {} complete epochs of {}", report.epochs_complete, self.epochs));
+        }
+        if report.repeated > u64::MAX / 4 {
+            return Err(format!("a ledger of {} repeated records", report.repeated));
+        }
+        if let Some(wrong) = report.ranges.iter().find(|r| !self.is_valid(r)) {
+            return Err(format!("a ledger with {wrong}, outside the data set"));
+        }
+        let ranges = report.ranges.iter().copied();
+        Ledger::from_parts(self.shards.records(), report.epochs_complete, ranges, report.repeated)
+            .map_err(|wrong| format!("a ledger that repeats {wrong}"))
+    }
+
+    /// Puts the group's ledger, as of `step`, in place of the cached one. Every queue is made anew: all shards in order, less the
+    /// ledger, less the leases of workers for which `keeps` holds; the leases of others end.
+    pub(super) fn rebuild(&mut self, step: u64, ledger: Ledger, keeps: impl Fn(WorkerId) -> bool) {
+        (self.step, self.epoch_stable, self.ledger) = (step, ledger.epoch(), ledger);
+        let leases = std::mem::take(&mut self.leases).into_iter();
+        let leases = leases.map(|((epoch, start), l)| (RecordRange { epoch, start, end: l.end }, l.worker));
+        let mut kept = Vec::new();
+        for (range, worker) in leases.chain(std::mem::take(&mut self.settling)) {
+            if keeps(worker) {
+                kept.extend(self.ledger.missing_of(range).into_iter().map(|r| (r, worker)));
+            }
+        }
+        self.leased.clear();
+        for (range, worker) in kept {
+            *self.leased.entry((worker, range.epoch)).or_default() += range.len();
+            self.leases.insert((range.epoch, range.start), Lease { end: range.end, worker });
+        }
+        // Made when they are asked for.
+        self.queues.clear();
+    }
+
+    /// Ends the leases of a worker that is gone. Their records are in limbo until the next rebuild.
+    pub(super) fn forget(&mut self, worker: WorkerId) {
+        self.settling.retain(|&(_, owner)| owner != worker);
+        let epochs: Vec<u32> =
+            self.leased.range((worker, 0)..=(worker, u32::MAX)).map(|(&(_, epoch), _)| epoch).collect();
+        if epochs.is_empty() {
+            return;
+        }
+        for epoch in epochs {
+            // A queue that is made after this would find these records neither leased nor absorbed.
+            let Self { shards, ledger, leases, queues, .. } = self;
+            queues.entry(epoch).or_insert_with(|| Queue::new(shards, epoch, ledger, leases));
+            self.leased.remove(&(worker, epoch));
+        }
+        self.leases.retain(|_, lease| lease.worker != worker);
+    }
+
+    /// Whether `range` holds records of the job.
+    pub(super) fn is_valid(&self, range: &RecordRange) -> bool {
+        !range.is_empty() && range.end <= self.shards.records() && range.epoch < self.epochs
+    }
+
+    /// All leases, by epoch and record.
+    #[cfg(test)]
+    pub(super) fn leases(&self) -> impl Iterator<Item = (WorkerId, RecordRange)> + '_ {
+        self.leases
+            .iter()
+            .map(|(&(epoch, start), lease)| (lease.worker, RecordRange { epoch, start, end: lease.end }))
+    }
+
+    fn release(&mut self, range: RecordRange) {
+        let epoch = range.epoch;
+        // The lease that starts before the range may reach into it.
+        let before = self.leases.range(..(epoch, range.start)).next_back();
+        let first = match before {
+            Some((&(e, start), lease)) if e == epoch && lease.end > range.start => start,
+            _ => range.start,
+        };
+        let overlapping: Vec<u64> =
+            self.leases.range((epoch, first)..(epoch, range.end)).map(|(&(_, start), _)| start).collect();
+        for start in overlapping {
+            let Lease { end, worker } = self.leases.remove(&(epoch, start)).expect("key was just read");
+            let ended = RecordRange { epoch, start: start.max(range.start), end: end.min(range.end) };
+            self.settling.push((ended, worker));
+            if start < range.start {
+                self.leases.insert((epoch, start), Lease { end: range.start, worker });
+            }
+            if end > range.end {
+                self.leases.insert((epoch, range.end), Lease { end, worker });
+            }
+            let held = self.leased.get_mut(&(worker, epoch)).expect("a worker with a lease has a count");
+            *held -= ended.len();
+            if *held == 0 {
+                self.leased.remove(&(worker, epoch));
+            }
+        }
+    }
+
+    fn close_complete(&mut self) {
+        let first = self.ledger.epoch();
+        self.queues.retain(|&epoch, _| epoch >= first);
+    }
+}
+
+/// What of one epoch is not leased yet.
+#[derive(Debug)]
+struct Queue {
+    /// `None`: by number.
+    order: Option<Vec<u32>>,
+    /// Position in the order.
+    next: u32,
+    /// What was absorbed or leased when the queue was made.
+    taken: RangeSet,
+    /// Parts of shards before `next` that are not leased, last one first.
+    parts: Vec<Range<u64>>,
+    /// Records in this queue.
+    unleased: u64,
+}
+
+impl Queue {
+    fn new(shards: &Shards, epoch: u32, ledger: &Ledger, leases: &BTreeMap<(u32, u64), Lease>) -> Self {
+        let mut ranges: Vec<Range<u64>> =
+            ledger.ranges().filter(|r| r.epoch == epoch).map(|r| r.records()).collect();
+        ranges.extend(leases.range((epoch, 0)..=(epoch, u64::MAX)).map(|(k, lease)| k.1..lease.end));
+        // In order each one is appended; out of order each would shift those behind it.
+        ranges.sort_unstable_by_key(|r| r.start);
+        let mut taken = RangeSet::default();
+        for range in ranges {
+            taken.insert(range);
+        }
+        let unleased = shards.records() - taken.len();
+        Self { order: shards.order(epoch), next: 0, taken, parts: Vec::new(), unleased }
+    }
+
+    /// The next records of one shard, at most `max` of them.
+    fn take(&mut self, shards: &Shards, max: u64) -> Option<Range<u64>> {
+        while self.parts.is_empty() {
+            if self.unleased == 0 || self.next == shards.len() {
+                return None;
+            }
+            let shard = self.order.as_ref().map_or(self.next, |order| order[self.next as usize]);
+            self.next += 1;
+            self.parts = self.taken.gaps(shards.range(shard));
+            self.parts.reverse();
+        }
+        let part = self.parts.last_mut()?;
+        let records = part.start..part.end.min(part.start.saturating_add(max));
+        part.start = records.end;
+        if part.start == part.end {
+            self.parts.pop();
+        }
+        self.unleased -= records.end - records.start;
+        Some(records)
+    }
+}
+
+/// How far ahead of the first incomplete epoch leases are given.
+const EPOCHS_AHEAD: u32 = 1;

@@ -1,0 +1,109 @@
+//! What a job is asked to do.
+
+use std::num::NonZeroU64;
+
+/// A job as submitted. [`JobSpec::check`] has been passed before a [`Job`](super::Job) is made of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobSpec {
+    /// The job's name.
+    pub name: String,
+    /// Where the training data is, as the program's reader understands it.
+    pub training_data: String,
+    /// Workers to keep, from `min_workers` to `max_workers`.
+    pub num_workers: u32,
+    /// With fewer members than this the group waits.
+    pub min_workers: u32,
+    /// `num_workers` can be raised up to this.
+    pub max_workers: u32,
+    /// Passes over the data.
+    pub epochs: u32,
+    /// Steps after which the job ends, if the data has not ended before.
+    pub max_steps: Option<u64>,
+    /// How many records make a step.
+    pub batch: Batch,
+    /// Records of a shard; `None` chooses from the size of the data set.
+    pub records_per_shard: Option<NonZeroU64>,
+    /// Whether the order of shards is drawn anew for each epoch.
+    pub shuffle: bool,
+    /// Seed of everything that is drawn.
+    pub seed: u64,
+    /// Failures of workers (crashes and errors of the user's code, not preemption) after which the job fails.
+    pub max_worker_restarts: u32,
+}
+
+/// How many records make a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Batch {
+    /// This many over all ranks, whatever their number.
+    Global(NonZeroU64),
+    /// This many on each rank.
+    PerWorker(NonZeroU64),
+}
+
+/// The files of a data set, in order, with their record counts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Dataset {
+    /// The files; records are numbered through them in this order.
+    pub files: Vec<File>,
+}
+
+/// One file of a data set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct File {
+    /// Path or URI.
+    pub path: String,
+    /// Records in it.
+    pub records: u64,
+}
+
+impl Dataset {
+    /// Records of one epoch; saturates.
+    #[must_use]
+    pub fn records(&self) -> u64 {
+        self.files.iter().map(|f| f.records).fold(0, u64::saturating_add)
+    }
+}
+
+impl JobSpec {
+    /// Checks what can be checked before the data is seen.
+    ///
+    /// # Errors
+    /// The first field that is wrong, with what would be right.
+    pub fn check(&self) -> Result<(), SpecError> {
+        let one_of = |field, value: String, wanted| Err(SpecError { field, value, wanted });
+        if self.name.is_empty() {
+            return one_of("name", String::new(), "a name");
+        }
+        if self.min_workers == 0 {
+            return one_of("min_workers", "0".into(), "at least 1");
+        }
+        if self.max_workers > MAX_WORKERS {
+            return one_of("max_workers", self.max_workers.to_string(), "at most 65536");
+        }
+        if !(self.min_workers..=self.max_workers).contains(&self.num_workers) {
+            return one_of("num_workers", self.num_workers.to_string(), "from min_workers to max_workers");
+        }
+        if self.epochs == 0 {
+            return one_of("epochs", "0".into(), "at least 1");
+        }
+        if self.max_steps == Some(0) {
+            return one_of("max_steps", "0".into(), "at least 1");
+        }
+        Ok(())
+    }
+}
+
+/// A field of a [`JobSpec`] that no job can be made of: mend it and submit again.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{field} is {value:?}; it must be {wanted}")]
+pub struct SpecError {
+    /// The field.
+    pub field: &'static str,
+    /// Its value.
+    pub value: String,
+    /// What would be right.
+    pub wanted: &'static str,
+}
+
+/// A ring of more workers than this has not been thought about.
+const MAX_WORKERS: u32 = 65_536;

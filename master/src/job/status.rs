@@ -1,0 +1,127 @@
+//! What a job is doing now, for progress bars and `elasticdl status`.
+
+use elasticdl_proto::{Generation, Ledger, WorkerId};
+
+use super::crew::{Stage, Worker};
+use super::ending;
+use super::job::{Job, Phase};
+use super::queue::Records;
+use super::time::Time;
+
+/// A job at one moment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Status {
+    /// The job's name.
+    pub job: String,
+    /// `starting`, `waiting` (too few workers for a group), `running`, `stopping`, `ending`, or, once it has ended,
+    /// `completed`, `failed`, `refused`, `stopped`.
+    pub state: &'static str,
+    /// The newest generation; 0 before the first.
+    pub generation: Generation,
+    /// Steps committed, as last reported.
+    pub step: u64,
+    /// The first epoch that is not complete; `epochs` when all are.
+    pub epoch: u32,
+    /// Passes over the data.
+    pub epochs: u32,
+    /// Records absorbed over all epochs, as last reported.
+    pub records_counted: u64,
+    /// Records of all epochs; 0 until the data set is known.
+    pub records_expected: u64,
+    /// Mean loss per record, smoothed over the last reports.
+    pub loss: Option<f64>,
+    /// Records committed per second, over the last few seconds.
+    pub records_per_s: f64,
+    /// Workers to keep.
+    pub workers_wanted: u32,
+    /// The workers whose streams are open, by id.
+    pub workers: Vec<WorkerStatus>,
+    /// What was said last, oldest first; at most 20 lines.
+    pub events: Vec<String>,
+    /// How near the job's end is: 0 to 1.
+    pub progress: f64,
+}
+
+/// One worker at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerStatus {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Its process.
+    pub pid: u32,
+    /// Its place in the newest generation's ring; `None` while it is no member.
+    pub rank: Option<u32>,
+    /// `joining`, `describing`, `preparing`, `ready`, `training`, `leaving`, `finished` or `ending`.
+    pub state: &'static str,
+    /// Microseconds in the model's code in the last reported step.
+    pub compute_us: u64,
+    /// Records that it holds a lease for and that are not committed.
+    pub leased_records: u64,
+}
+
+impl Job {
+    /// What the job is doing.
+    #[must_use]
+    pub fn status(&self, now: Time) -> Status {
+        let ledger = self.records.as_ref().map(Records::ledger);
+        let workers = self.crew.workers.iter().map(|(&id, w)| self.worker_status(id, w)).collect();
+        Status {
+            job: self.spec.name.clone(),
+            state: self.state(),
+            generation: self.group.generation,
+            step: self.step,
+            epoch: ledger.map_or(0, Ledger::epoch),
+            epochs: self.spec.epochs,
+            records_counted: ledger.map_or(0, Ledger::counted),
+            records_expected: self.records.as_ref().map_or(0, Records::expected),
+            loss: self.story.loss_smoothed(),
+            records_per_s: self.story.records_per_s(now),
+            workers_wanted: self.wanted,
+            workers,
+            events: self.story.events(),
+            progress: self.progress(),
+        }
+    }
+
+    pub(super) fn state(&self) -> &'static str {
+        match self.phase {
+            Phase::Ended(outcome) => ending::name(outcome),
+            Phase::Ending(_) => "ending",
+            Phase::Running if self.group.generation == Generation::default() => "starting",
+            Phase::Running if self.group.is_broken() => "waiting",
+            Phase::Running => "running",
+            Phase::Stopping => "stopping",
+        }
+    }
+
+    fn worker_status(&self, id: WorkerId, worker: &Worker) -> WorkerStatus {
+        let state = match worker.stage {
+            _ if worker.released => "ending",
+            _ if worker.leaving => "leaving",
+            _ if self.group.finished.contains_key(&id) => "finished",
+            _ if worker.rank.is_some() => "training",
+            Stage::Joining => "joining",
+            Stage::Describing => "describing",
+            Stage::Preparing => "preparing",
+            Stage::Ready => "ready",
+        };
+        WorkerStatus {
+            worker: id,
+            pid: worker.pid,
+            rank: worker.rank,
+            state,
+            compute_us: worker.compute_us,
+            leased_records: self.records.as_ref().map_or(0, |r| r.leased_to(id)),
+        }
+    }
+
+    fn progress(&self) -> f64 {
+        if self.phase == Phase::Ended(super::Outcome::Completed) {
+            return 1.0;
+        }
+        let part = |done: u64, all: u64| if all == 0 { 0.0 } else { done as f64 / all as f64 };
+        let records = self.records.as_ref().map_or(0.0, |r| part(r.ledger().counted(), r.expected()));
+        let steps = self.spec.max_steps.map_or(0.0, |max| part(self.step, max));
+        records.max(steps).min(1.0)
+    }
+}

@@ -1,0 +1,198 @@
+//! How a job went: what is written for the user and for programs at its end.
+
+use elasticdl_proto::{Generation, WorkerId};
+use serde::Serialize;
+
+use super::action::Outcome;
+use super::job::{Job, Phase};
+use super::time::Time;
+
+/// A job's whole course. The names of its fields are a public format.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Summary {
+    /// The job's name.
+    pub job: String,
+    /// As [`Status::state`](super::Status).
+    pub state: &'static str,
+    /// Steps committed.
+    pub steps: u64,
+    /// Epochs complete.
+    pub epochs: u32,
+    /// Seconds since the job's start.
+    pub wall_s: f64,
+    /// Whether each record was counted once.
+    pub records: RecordsSummary,
+    /// How many workers there were.
+    pub workers: WorkersSummary,
+    /// Every generation, in order; of very many, the newest.
+    pub memberships: Vec<MembershipRecord>,
+    /// Mean loss per record.
+    pub loss: LossSummary,
+    /// From the first group's start to the last report.
+    pub throughput: ThroughputSummary,
+    /// What the user's code failed on; the first 100.
+    pub failed_shards: Vec<FailedShard>,
+    /// Why the job failed or was refused.
+    pub error: Option<String>,
+    /// The model's closing words.
+    pub model_summary: Option<String>,
+    /// Digest of the final parameters, optimizer state and ledger: 16 hexadecimal digits.
+    pub digest: Option<String>,
+}
+
+/// Records over all epochs, by the group's own ledger.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct RecordsSummary {
+    /// All epochs' records; of a job that was ended before by `max_steps` or by the user, what its steps counted.
+    pub expected: u64,
+    /// Distinct records in the final ledger.
+    pub counted: u64,
+    /// `expected` less `counted`.
+    pub missing: u64,
+    /// Records absorbed more than once.
+    pub repeated: u64,
+}
+
+/// How many workers a job had.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct WorkersSummary {
+    /// The largest group.
+    pub peak: u32,
+    /// The last group.
+    #[serde(rename = "final")]
+    pub last: u32,
+    /// Workers started in the place of one that had ended.
+    pub restarts: u64,
+}
+
+/// One generation: why it came, and what the change cost.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct MembershipRecord {
+    /// The generation.
+    pub generation: Generation,
+    /// Why it was published.
+    pub cause: Cause,
+    /// Its members.
+    pub world_size: u32,
+    /// Steps committed when it formed (or, if it never did, when it was published).
+    pub at_step: u64,
+    /// From the last commit before to the first one in it, on the member that lost the most time. `None` for the
+    /// first generation, and for one that was replaced before it committed a step. All in milliseconds.
+    pub gap_ms: Option<f64>,
+    /// Part of the gap: until the error was seen, or the switch agreed.
+    pub detect_ms: Option<f64>,
+    /// Part of the gap: until the new membership was known.
+    pub agree_ms: Option<f64>,
+    /// Part of the gap: until the new links stood.
+    pub connect_ms: Option<f64>,
+    /// Part of the gap: until all ranks held the same state.
+    pub state_ms: Option<f64>,
+    /// Part of the gap: until the first step was committed.
+    pub first_step_ms: Option<f64>,
+    /// Members of the generation before that were lost.
+    pub lost: Vec<WorkerId>,
+    /// Members of the generation before that left in order.
+    pub left: Vec<WorkerId>,
+    /// Members that were not in the generation before.
+    pub joined: Vec<WorkerId>,
+}
+
+/// Why a generation was published; of several reasons the last in this list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cause {
+    /// The first one.
+    Start,
+    /// Workers came.
+    Join,
+    /// Members left in order.
+    Leave,
+    /// A member was lost, or a link between members that live.
+    Lost,
+    /// A member did not answer its neighbours, though its process ran.
+    Hung,
+}
+
+/// Mean loss per record.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct LossSummary {
+    /// Of the first report.
+    pub first: Option<f64>,
+    /// Of the last report.
+    pub last: Option<f64>,
+}
+
+/// Work per second, from the first group's start to the last report.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct ThroughputSummary {
+    /// Records counted per second.
+    pub records_per_s: f64,
+    /// Steps per second.
+    pub steps_per_s: f64,
+}
+
+/// Records that a worker was working on when the user's code failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FailedShard {
+    /// The worker.
+    pub worker: WorkerId,
+    /// The epoch.
+    pub epoch: u32,
+    /// The file.
+    pub file: String,
+    /// First record, counted within the file.
+    pub start: u64,
+    /// One past the last record, counted within the file.
+    pub end: u64,
+    /// What the user's code said.
+    pub error: String,
+}
+
+impl Job {
+    /// How the job went; of a job that has not ended, how it goes.
+    #[must_use]
+    pub fn summary(&self, now: Time) -> Summary {
+        let records = self.records_summary();
+        let last = u32::try_from(self.group.members.len()).expect("members are limited by max_workers");
+        Summary {
+            job: self.spec.name.clone(),
+            state: self.state(),
+            steps: self.step,
+            epochs: self.records.as_ref().map_or(0, |r| r.ledger().epoch()),
+            wall_s: now.0.as_secs_f64(),
+            records,
+            workers: WorkersSummary { peak: self.story.peak, last, restarts: self.story.restarts },
+            memberships: self.story.memberships(),
+            loss: self.story.loss(),
+            throughput: self.story.throughput(records.counted, self.step),
+            failed_shards: self.story.failed_shards(),
+            error: self.story.error.clone(),
+            model_summary: self.model_summary(),
+            digest: self.last_word.as_ref().map(|word| format!("{:016x}", word.digest)),
+        }
+    }
+
+    /// The group's word alone: what was handed out proves nothing.
+    fn records_summary(&self) -> RecordsSummary {
+        let Some(records) = &self.records else {
+            return RecordsSummary::default();
+        };
+        let (whole, counted) = (records.expected(), records.ledger().counted());
+        let stopped = matches!(self.phase, Phase::Ending(Outcome::Stopped) | Phase::Ended(Outcome::Stopped));
+        let expected = match &self.last_word {
+            _ if counted == whole => whole,
+            Some(word) if stopped || self.spec.max_steps.is_some_and(|max| word.step >= max) => {
+                word.records_trained
+            }
+            None if stopped => counted,
+            _ => whole,
+        };
+        let missing = expected.saturating_sub(counted);
+        RecordsSummary { expected, counted, missing, repeated: records.ledger().repeated() }
+    }
+
+    /// The lowest rank's closing words.
+    fn model_summary(&self) -> Option<String> {
+        self.last_word.as_ref()?.summary.as_deref().map(|text| super::story::clip(text).to_owned())
+    }
+}

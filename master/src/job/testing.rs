@@ -1,0 +1,29 @@
+//! What the tests of this module start from.
+
+use std::num::NonZeroU64;
+
+use super::spec::{Batch, Dataset, File, JobSpec};
+
+/// Three workers, two epochs, four records a step, shuffled with seed 7.
+pub(super) fn spec() -> JobSpec {
+    JobSpec {
+        name: "job".into(),
+        training_data: "data".into(),
+        num_workers: 3,
+        min_workers: 1,
+        max_workers: 3,
+        epochs: 2,
+        max_steps: None,
+        batch: Batch::Global(NonZeroU64::new(4).unwrap()),
+        records_per_shard: None,
+        shuffle: true,
+        seed: 7,
+        max_worker_restarts: 3,
+    }
+}
+
+/// Files of this many records.
+pub(super) fn dataset(files: &[u64]) -> Dataset {
+    let file = |(i, &records)| File { path: format!("file-{i}"), records };
+    Dataset { files: files.iter().enumerate().map(file).collect() }
+}

@@ -1,0 +1,427 @@
+//! Stories, one each.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
+
+use super::super::testing::{dataset, spec};
+use super::super::*;
+
+/// A job whose first group has formed; worker n is launch n. Its actions so far are taken out.
+pub(super) fn started(spec: JobSpec, files: &[u64]) -> Job {
+    let workers = u64::from(spec.num_workers);
+    let mut job = Job::new(spec);
+    connect(&mut job, 1);
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(files))));
+    (2..=workers).for_each(|i| connect(&mut job, i));
+    (1..=workers).for_each(|i| say(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    say(&mut job, 1, formed(1, 0, &[]));
+    actions(&mut job);
+    job
+}
+
+pub(super) fn at(ms: u64) -> Time {
+    Time(Duration::from_millis(ms))
+}
+
+pub(super) fn connect(job: &mut Job, i: u64) {
+    let address = address(i);
+    let (connection, launch) = (ConnectionId(i), LaunchId(i));
+    job.handle(at(0), Event::Connected { connection, launch, address, pid: 100 + i as u32 });
+}
+
+pub(super) fn address(i: u64) -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], i as u16))
+}
+
+pub(super) fn say(job: &mut Job, worker: u64, message: FromWorker) {
+    job.handle(at(0), Event::Message { worker: WorkerId(worker), message });
+}
+
+pub(super) fn formed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> FromWorker {
+    let ranges = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
+    let ledger = LedgerReport { epochs_complete: 0, ranges, repeated: 0 };
+    FromWorker::Formed { generation: Generation(generation), step, ledger }
+}
+
+pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> FromWorker {
+    let ranges: Vec<_> = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
+    let records = ranges.iter().map(RecordRange::len).sum();
+    let compute_us = vec![5, 6, 7];
+    let generation = Generation(generation);
+    FromWorker::Committed(Committed {
+        generation,
+        step,
+        ranges,
+        loss_sum: records as f64,
+        records,
+        compute_us,
+    })
+}
+
+pub(super) fn finished(generation: u64, step: u64, digest: u64) -> FromWorker {
+    let ledger = LedgerReport { epochs_complete: 2, ranges: Vec::new(), repeated: 0 };
+    FromWorker::Finished(Finished {
+        generation: Generation(generation),
+        step,
+        digest,
+        ledger,
+        records_trained: 40,
+        summary: Some("loss 0.5".into()),
+    })
+}
+
+pub(super) fn broken(generation: u64, suspect: u64) -> FromWorker {
+    let (generation, suspect) = (Generation(generation), Some(WorkerId(suspect)));
+    FromWorker::Broken { generation, suspect, error: "reset".into() }
+}
+
+pub(super) fn ask(records: u64) -> FromWorker {
+    FromWorker::LeaseRequest { epoch: 0, records }
+}
+
+/// What the job wants done, less what it says to the user.
+pub(super) fn actions(job: &mut Job) -> Vec<Action> {
+    let all = std::iter::from_fn(|| job.poll_action());
+    all.filter(|a| !matches!(a, Action::Say(_))).collect()
+}
+
+pub(super) fn memberships(job: &mut Job) -> Vec<(u64, Membership)> {
+    let sent = actions(job).into_iter().filter_map(|action| match action {
+        Action::Send { worker, message: ToWorker::Membership(membership) } => Some((worker.0, membership)),
+        _ => None,
+    });
+    sent.collect()
+}
+
+pub(super) fn membership(generation: u64, members: &[u64], abort: bool) -> Membership {
+    let members = members.iter().map(|&i| (WorkerId(i), address(i))).collect();
+    Membership { generation: Generation(generation), members, abort }
+}
+
+pub(super) fn send(worker: u64, message: ToWorker) -> Action {
+    Action::Send { worker: WorkerId(worker), message }
+}
+
+pub(super) fn launch(i: u64) -> Action {
+    Action::Launch { launch: LaunchId(i) }
+}
+
+#[test]
+fn nothing_else_is_started_until_the_data_set_is_known() {
+    let mut job = Job::new(spec());
+    assert_eq!(actions(&mut job), [launch(1)]);
+    connect(&mut job, 1);
+    let admit = Action::Admit { connection: ConnectionId(1), worker: WorkerId(1) };
+    assert_eq!(actions(&mut job), [admit, send(1, ToWorker::Describe)]);
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    let prepare = send(1, ToWorker::Prepare(dataset(&[20])));
+    assert_eq!(actions(&mut job), [prepare, launch(2), launch(3)]);
+}
+
+#[test]
+fn data_that_cannot_be_used_refuses_the_job() {
+    for answer in [Err("no such folder".to_owned()), Ok(dataset(&[]))] {
+        let mut job = Job::new(spec());
+        connect(&mut job, 1);
+        say(&mut job, 1, FromWorker::Described(answer));
+        job.handle(at(1), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(0) });
+        assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::Refused)));
+        let summary = job.summary(at(1));
+        assert_eq!((summary.state, summary.error.is_some()), ("refused", true));
+    }
+}
+
+#[test]
+fn the_first_group_waits_one_second_for_workers_on_their_way() {
+    let mut job = Job::new(spec());
+    connect(&mut job, 1);
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    connect(&mut job, 2);
+    job.handle(at(50), Event::Message { worker: WorkerId(1), message: FromWorker::Ready { parameters: 1 } });
+    job.handle(at(90), Event::Message { worker: WorkerId(2), message: FromWorker::Ready { parameters: 1 } });
+    actions(&mut job);
+    assert_eq!(job.poll_timeout(), Some(at(1050)));
+    job.handle_timeout(at(1049));
+    assert_eq!(memberships(&mut job), []);
+    job.handle_timeout(at(1050));
+    let first = membership(1, &[1, 2], false);
+    assert_eq!(memberships(&mut job), [(1, first.clone()), (2, first)]);
+}
+
+#[test]
+fn a_loss_is_published_at_once_and_its_leases_come_back_with_the_next_groups_word() {
+    let mut job = started(spec(), &[20]);
+    say(&mut job, 2, ask(4));
+    assert_eq!(job.status(at(0)).workers[1].leased_records, 4);
+    job.handle(at(5), Event::Disconnected { worker: WorkerId(2) });
+    let next = membership(2, &[1, 3], true);
+    assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
+    let forgotten = job.records.as_ref().unwrap().leases().count();
+    assert_eq!(forgotten, 0);
+    say(&mut job, 1, formed(2, 0, &[]));
+    // All 20 records are there again for those who go on: 10 steps' shares of 2.
+    let mut got = 0;
+    for step in 1..=10 {
+        say(&mut job, 1, ask(2));
+        let lease = actions(&mut job).into_iter().find_map(|a| match a {
+            Action::Send { message: ToWorker::Lease(ranges), .. } => Some(ranges),
+            _ => None,
+        });
+        let ranges: Vec<_> = lease.unwrap().iter().map(|r| (r.start, r.end)).collect();
+        got += ranges.iter().map(|(s, e)| e - s).sum::<u64>();
+        say(&mut job, 1, committed(2, step, &ranges));
+    }
+    assert_eq!(got, 20);
+}
+
+#[test]
+fn what_an_old_generation_committed_changes_nothing() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(5), Event::Disconnected { worker: WorkerId(2) });
+    say(&mut job, 1, committed(1, 3, &[(0, 4)]));
+    assert_eq!(job.status(at(5)).records_counted, 0);
+    say(&mut job, 1, committed(2, 3, &[(0, 4)]));
+    assert_eq!(job.status(at(5)).records_counted, 0);
+    say(&mut job, 1, formed(2, 0, &[]));
+    say(&mut job, 1, committed(1, 3, &[(0, 4)]));
+    assert_eq!(job.status(at(5)).records_counted, 0);
+    say(&mut job, 1, committed(2, 3, &[(0, 4)]));
+    assert_eq!(job.status(at(5)).records_counted, 4);
+}
+
+/// Worker 1 alone committed the epoch's last step, and is lost with it.
+#[test]
+fn a_request_for_an_epoch_that_ended_and_did_not_is_filled() {
+    let spec = JobSpec { num_workers: 2, shuffle: false, ..spec() };
+    let mut job = started(spec, &[8]);
+    say(&mut job, 1, ask(2));
+    say(&mut job, 2, ask(2));
+    say(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    say(&mut job, 1, ask(4));
+    say(&mut job, 1, committed(1, 2, &[(4, 8)]));
+    assert_eq!(job.status(at(0)).epoch, 1);
+    say(&mut job, 2, ask(4));
+    actions(&mut job);
+    job.handle(at(5), Event::Disconnected { worker: WorkerId(1) });
+    say(&mut job, 2, formed(2, 1, &[(0, 4)]));
+    let lease = (4..8).map(|start| RecordRange { epoch: 0, start, end: start + 1 }).collect();
+    assert_eq!(actions(&mut job).last(), Some(&send(2, ToWorker::Lease(lease))));
+}
+
+#[test]
+fn a_dying_process_is_not_killed_before_its_exit_is_known() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(5), Event::Disconnected { worker: WorkerId(2) });
+    assert!(!actions(&mut job).contains(&Action::Kill { launch: LaunchId(2) }));
+    job.handle_timeout(at(255));
+    assert_eq!(actions(&mut job), [Action::Kill { launch: LaunchId(2) }]);
+    job.handle(at(260), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
+    assert_eq!(actions(&mut job), [launch(4)]);
+    assert_eq!(job.summary(at(260)).workers.restarts, 1);
+}
+
+#[test]
+fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
+    let mut job = started(JobSpec { num_workers: 2, max_workers: 4, ..spec() }, &[20]);
+    job.handle(at(1), Event::Scale { num_workers: 4 });
+    connect(&mut job, 3);
+    connect(&mut job, 4);
+    say(&mut job, 3, FromWorker::Ready { parameters: 10 });
+    assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
+    say(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    assert_eq!(memberships(&mut job), []);
+    job.handle(at(2), Event::Disconnected { worker: WorkerId(3) });
+    assert_eq!(memberships(&mut job)[0].1, membership(3, &[1, 2, 4], true));
+    // The word of a group that is no more changes nothing.
+    say(&mut job, 1, formed(2, 9, &[(0, 20)]));
+    assert_eq!((job.status(at(2)).step, job.status(at(2)).records_counted), (0, 0));
+}
+
+#[test]
+fn a_broken_link_waits_20_ms_for_the_loss_that_explains_it() {
+    let mut job = started(spec(), &[20]);
+    say(&mut job, 1, broken(0, 2));
+    say(&mut job, 9, broken(1, 2));
+    assert!(job.group.broken.is_none());
+    say(&mut job, 1, broken(1, 2));
+    assert_eq!(memberships(&mut job), []);
+    assert_eq!(job.poll_timeout(), Some(at(20)));
+    job.handle_timeout(at(20));
+    assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], true));
+}
+
+#[test]
+fn who_is_blamed_for_three_broken_generations_in_a_row_is_taken_out() {
+    let mut job = started(spec(), &[20]);
+    for generation in 1..=3 {
+        say(&mut job, 1, broken(generation, 2));
+        say(&mut job, 3, broken(generation, 2));
+        job.handle_timeout(at(20 * generation));
+    }
+    let wanted = actions(&mut job);
+    assert!(wanted.contains(&Action::Kill { launch: LaunchId(2) }), "{wanted:?}");
+    assert!(wanted.contains(&send(1, ToWorker::Membership(membership(4, &[1, 3], true)))));
+    assert_eq!(job.summary(at(60)).memberships[3].cause, Cause::Hung);
+}
+
+#[test]
+fn a_leaver_goes_at_a_boundary_and_stays_if_it_alone_holds_the_state() {
+    let mut job = started(spec(), &[20]);
+    say(&mut job, 1, FromWorker::Leaving);
+    let next = membership(2, &[2, 3], false);
+    assert_eq!(memberships(&mut job), [(2, next.clone()), (3, next.clone()), (1, next)]);
+    let mut alone = started(JobSpec { num_workers: 1, max_workers: 2, ..spec() }, &[20]);
+    say(&mut alone, 1, FromWorker::Leaving);
+    assert_eq!(actions(&mut alone), [launch(2)]);
+    connect(&mut alone, 2);
+    say(&mut alone, 2, FromWorker::Ready { parameters: 10 });
+    assert_eq!(memberships(&mut alone)[0].1, membership(2, &[1, 2], false));
+    say(&mut alone, 1, formed(2, 3, &[]));
+    assert_eq!(memberships(&mut alone)[0].1, membership(3, &[2], false));
+}
+
+#[test]
+fn scaling_down_takes_the_youngest() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(1), Event::Scale { num_workers: 1 });
+    assert_eq!(memberships(&mut job)[0].1, membership(2, &[1], false));
+    job.handle(at(2), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(0) });
+    assert_eq!(actions(&mut job), []);
+    assert_eq!((job.restarts.counted(), job.summary(at(2)).workers.restarts), (0, 0));
+}
+
+#[test]
+fn one_failure_too_many_fails_the_job_with_the_users_words() {
+    let mut job = started(JobSpec { max_worker_restarts: 0, ..spec() }, &[6, 14]);
+    let ranges = vec![RecordRange { epoch: 1, start: 4, end: 8 }, RecordRange { epoch: 9, start: 0, end: 1 }];
+    say(&mut job, 2, FromWorker::Failed { error: "bad record".into(), ranges, fatal: false });
+    let summary = job.summary(at(1));
+    assert!(summary.error.unwrap().contains("bad record"));
+    let failed = |file: &str, start, end| FailedShard {
+        worker: WorkerId(2),
+        epoch: 1,
+        file: file.into(),
+        start,
+        end,
+        error: "bad record".into(),
+    };
+    assert_eq!(summary.failed_shards, [failed("file-0", 4, 6), failed("file-1", 0, 2)]);
+    job.handle_timeout(at(2000));
+    assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::Failed)));
+}
+
+#[test]
+fn a_fatal_failure_ends_the_job_at_once() {
+    let mut job = started(spec(), &[20]);
+    let error = "x".repeat(10_000);
+    say(&mut job, 2, FromWorker::Failed { error, ranges: Vec::new(), fatal: true });
+    let told = actions(&mut job);
+    assert_eq!(
+        told.iter().filter(|a| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. })).count(),
+        3
+    );
+    assert!(job.summary(at(0)).error.unwrap().len() < 5000);
+}
+
+#[test]
+fn a_job_is_done_when_every_member_holds_the_same_final_state() {
+    let mut job = started(spec(), &[20]);
+    say(&mut job, 1, finished(1, 10, 7));
+    say(&mut job, 2, finished(1, 10, 7));
+    assert_eq!(actions(&mut job), []);
+    say(&mut job, 3, finished(1, 10, 7));
+    for i in 1..=3 {
+        job.handle(at(9), Event::Disconnected { worker: WorkerId(i) });
+        job.handle(at(9), Event::ProcessEnded { launch: LaunchId(i), exit: Exit::Code(0) });
+    }
+    assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::Completed)));
+    let summary = job.summary(at(9));
+    let records = RecordsSummary { expected: 40, counted: 40, missing: 0, repeated: 0 };
+    assert_eq!((summary.records, summary.steps, summary.epochs), (records, 10, 2));
+    assert_eq!(
+        (summary.digest.as_deref(), summary.model_summary.as_deref()),
+        (Some("0000000000000007"), Some("loss 0.5"))
+    );
+}
+
+#[test]
+fn replicas_that_differ_fail_the_job_by_name() {
+    let mut job = started(spec(), &[20]);
+    (1..=3).for_each(|i| say(&mut job, i, finished(1, 10, i / 3)));
+    let error = job.summary(at(0)).error.unwrap();
+    assert!(
+        error.contains("replica mismatch") && error.contains("worker 1") && error.contains("worker 3"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_group_that_ends_without_all_records_fails_the_job() {
+    let mut job = started(spec(), &[21]);
+    let early = |generation| {
+        let FromWorker::Finished(mut word) = finished(generation, 10, 7) else { unreachable!() };
+        word.ledger.epochs_complete = 1;
+        FromWorker::Finished(word)
+    };
+    (1..=3).for_each(|i| say(&mut job, i, early(1)));
+    let summary = job.summary(at(0));
+    assert!(summary.error.unwrap().contains("21 records"));
+    assert_eq!((summary.records.expected, summary.records.missing), (42, 21));
+}
+
+#[test]
+fn a_stopped_job_drains_its_members_and_ends_within_10_s() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(100), Event::Stop);
+    let drains: Vec<_> = (1..=3).map(|i| send(i, ToWorker::Drain)).collect();
+    assert_eq!(actions(&mut job), drains);
+    job.handle_timeout(at(10_100));
+    let mut end: Vec<_> = (1..=3).map(|i| Action::Kill { launch: LaunchId(i) }).collect();
+    end.push(Action::End(Outcome::Stopped));
+    assert_eq!(actions(&mut job), end);
+    assert_eq!(job.poll_timeout(), None);
+}
+
+#[test]
+fn a_job_without_members_stops_at_once() {
+    let mut job = Job::new(spec());
+    job.handle(at(1), Event::Stop);
+    let kill = Action::Kill { launch: LaunchId(1) };
+    assert_eq!(actions(&mut job), [launch(1), kill, Action::End(Outcome::Stopped)]);
+}
+
+#[test]
+fn a_launch_that_says_nothing_for_a_minute_is_killed_and_counted() {
+    let mut job = Job::new(spec());
+    job.handle_timeout(at(60_000));
+    assert_eq!(actions(&mut job), [launch(1), Action::Kill { launch: LaunchId(1) }]);
+    job.handle(at(60_001), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
+    assert_eq!((actions(&mut job), job.restarts.counted()), (vec![launch(2)], 1));
+}
+
+#[test]
+fn the_second_failures_replacement_waits_250_ms() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(10), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
+    assert!(actions(&mut job).contains(&launch(4)));
+    job.handle(at(20), Event::ProcessEnded { launch: LaunchId(4), exit: Exit::Signal(11) });
+    assert_eq!(actions(&mut job), []);
+    job.handle_timeout(at(270));
+    assert_eq!(actions(&mut job), [launch(5)]);
+}
+
+#[test]
+fn a_model_of_another_size_is_refused() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(1), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Signal(9) });
+    connect(&mut job, 4);
+    actions(&mut job);
+    say(&mut job, 4, FromWorker::Ready { parameters: 11 });
+    let told = actions(&mut job);
+    assert!(
+        matches!(&told[0], Action::Send { message: ToWorker::Shutdown(why), .. } if why.contains("11 parameters"))
+    );
+    assert_eq!((&told[1], job.restarts.counted()), (&Action::Disconnect { worker: WorkerId(4) }, 1));
+}

@@ -1,0 +1,118 @@
+//! A model of the group: how its members form, step, commit one after the other, and break.
+
+use elasticdl_proto::{Generation, Ledger, RangeSet, RecordRange};
+use rand::RngExt;
+
+use super::super::*;
+use super::process::{Process, State};
+use super::world::{World, index};
+
+impl World {
+    pub(super) fn form(&mut self, generation: Generation) {
+        let ids = self.launches_of(generation).to_vec();
+        let best =
+            ids.iter().filter_map(|id| self.processes[index(*id)].state.clone()).max_by_key(|s| s.step);
+        let fresh = State { step: 0, ledger: Ledger::new(self.records), added: Vec::new() };
+        let state = best.unwrap_or(fresh);
+        for (rank, id) in ids.iter().enumerate() {
+            let p = self.at(*id);
+            p.ring = Some(generation);
+            p.adopt(state.clone());
+            if rank == 0 {
+                let ledger = report(&state.ledger);
+                p.up.push_back(FromWorker::Formed { generation, step: state.step, ledger });
+            }
+        }
+    }
+
+    pub(super) fn step(&mut self, ring: Generation) {
+        let ids = self.launches_of(ring).to_vec();
+        let mut state = self.at(ids[0]).state.clone().unwrap();
+        let epoch = state.ledger.epoch();
+        let mut need = self.batch().min(state.ledger.remaining(epoch));
+        let share = need.div_ceil(ids.len() as u64);
+        state.step += 1;
+        state.added.clear();
+        // First each rank's share, then those that hold more fill the step.
+        let mut left: Vec<RangeSet> = ids
+            .iter()
+            .map(|id| self.processes[index(*id)].held.get(&epoch).cloned().unwrap_or_default())
+            .collect();
+        for limit in [share, u64::MAX] {
+            for held in &mut left {
+                let mut limit = limit.min(need);
+                while limit > 0 {
+                    let first = held.iter().next();
+                    let Some(first) = first else {
+                        break;
+                    };
+                    let end = first.end.min(first.start + limit);
+                    held.remove(first.start..end);
+                    (limit, need) = (limit - (end - first.start), need - (end - first.start));
+                    state.added.push(RecordRange { epoch, start: first.start, end });
+                }
+            }
+        }
+        for &range in &state.added {
+            assert_eq!(state.ledger.absorb(range), 0, "{range} is counted twice");
+        }
+        // It completes on some ranks before it does on the others.
+        let lucky = self.rng.random_range(0..ids.len());
+        for (rank, id) in ids.into_iter().enumerate() {
+            if rank == lucky || self.rng.random() {
+                self.commit(id, state.clone());
+            } else {
+                self.at(id).half = Some(state.clone());
+            }
+        }
+    }
+
+    pub(super) fn commit(&mut self, id: LaunchId, state: State) {
+        let ring = self.at(id).ring.unwrap();
+        let speaks = self.launches_of(ring)[0] == id;
+        let p = self.at(id);
+        let (step, ranges) = (state.step, state.added.clone());
+        p.adopt(state);
+        if speaks {
+            let records = ranges.iter().map(RecordRange::len).sum();
+            let loss_sum = 0.5 * records as f64;
+            let report =
+                Committed { generation: ring, step, ranges, loss_sum, records, compute_us: vec![1, 2, 3] };
+            p.up.push_back(FromWorker::Committed(report));
+        }
+        if p.resumed != Some(ring) {
+            p.resumed = Some(ring);
+            let phases = Phases { detect_us: 1000, ..Phases::default() };
+            p.up.push_back(FromWorker::Resumed { generation: ring, step, phases });
+        }
+    }
+
+    pub(super) fn finish(&mut self, ring: Generation) {
+        for id in self.launches_of(ring).to_vec() {
+            let p = self.at(id);
+            let state = p.state.as_ref().unwrap();
+            let (step, ledger, records_trained) = (state.step, report(&state.ledger), state.ledger.counted());
+            let digest = step;
+            p.finished = Some(ring);
+            let word = Finished { generation: ring, step, digest, ledger, records_trained, summary: None };
+            p.up.push_back(FromWorker::Finished(word));
+        }
+    }
+
+    pub(super) fn see_break(&mut self, id: LaunchId) {
+        let p = &self.processes[index(id)];
+        let generation = p.ring.or_else(|| p.newest.as_ref().map(|m| m.generation)).unwrap();
+        let absent = |q: &&Process| !q.alive || q.frozen;
+        let suspect = self.members(generation).find(absent).and_then(|q| q.worker);
+        let p = self.at(id);
+        p.leave_ring(generation, suspect);
+    }
+}
+
+fn report(ledger: &Ledger) -> LedgerReport {
+    LedgerReport {
+        epochs_complete: ledger.epoch(),
+        ranges: ledger.ranges().collect(),
+        repeated: ledger.repeated(),
+    }
+}

@@ -1,0 +1,154 @@
+//! Every short history, and many long ones.
+
+use std::num::NonZeroU64;
+
+use rand::RngExt;
+
+use super::super::testing::spec;
+use super::super::*;
+use super::world::{Fault, World};
+
+/// The reduced alphabet: what may happen to the oldest, the second and the youngest worker, and to the job.
+fn letter(world: &mut World, letter: usize) {
+    let victims = world.victims();
+    let (oldest, youngest) = (victims.first().copied(), victims.last().copied());
+    let fault = match letter {
+        0 => oldest.map(|v| Fault::Exit(v, Exit::Signal(9))),
+        1 => youngest.map(|v| Fault::Exit(v, Exit::Code(1))),
+        2 => oldest.map(Fault::Leave),
+        3 => youngest.map(Fault::Fail),
+        4 => oldest.map(Fault::Glitch),
+        5 => oldest.map(Fault::Freeze),
+        // Some steps, reports, joins.
+        6 => {
+            return (0..15).for_each(|_| {
+                if world.ended.is_none() {
+                    world.turn()
+                }
+            });
+        }
+        7 => {
+            return if world.ended.is_none() {
+                world.wait()
+            };
+        }
+        8 => Some(Fault::Scale(if world.job.wanted == 2 { 1 } else { 2 })),
+        _ => Some(Fault::Stop),
+    };
+    if let Some(fault) = fault.filter(|_| world.ended.is_none()) {
+        world.fault(fault);
+    }
+}
+
+const LETTERS: usize = 10;
+
+/// Of these, five in a row: deaths, failures, leaves, broken links, steps, time and scaling.
+const FREQUENT: [usize; 7] = [0, 2, 3, 4, 6, 7, 8];
+
+#[test]
+fn every_history_of_five_frequent_events_ends_with_each_record_counted_once() {
+    every_history(&FREQUENT, 5);
+}
+
+#[test]
+fn every_history_of_three_events_ends_with_each_record_counted_once() {
+    every_history(&Vec::from_iter(0..LETTERS), 3);
+}
+
+fn every_history(letters: &[usize], len: u32) {
+    let spec = JobSpec { num_workers: 2, min_workers: 1, max_workers: 3, epochs: 1, ..spec() };
+    for history in 0..letters.len().pow(len) {
+        let name = Named(format!("history {history} of {len} in {letters:?}"));
+        let mut world = World::new(spec.clone(), 18, history as u64);
+        world.run(|w| w.job.step >= 1);
+        let mut rest = history;
+        for _ in 0..len {
+            letter(&mut world, letters[rest % letters.len()]);
+            rest /= letters.len();
+        }
+        world.run(|_| false);
+        name.passed();
+    }
+}
+
+#[test]
+fn long_seeded_histories_end_with_each_record_counted_once() {
+    let mut outcomes = [0; 4];
+    for seed in 0..3000 {
+        let name = Named(format!("seed {seed}"));
+        let outcome = seeded(seed);
+        outcomes[outcome as usize] += 1;
+        name.passed();
+    }
+    let [completed, failed, refused, stopped] = outcomes;
+    assert!(completed > 1000 && failed > 50 && stopped > 50 && refused == 0, "{outcomes:?}");
+}
+
+fn seeded(seed: u64) -> Outcome {
+    let mut world = World::new(spec(), 1, seed);
+    let rng = &mut world.rng;
+    let max_workers = rng.random_range(1..=5);
+    let num_workers = rng.random_range(1..=max_workers);
+    let records = rng.random_range(8..=60);
+    let spec = JobSpec {
+        num_workers,
+        min_workers: rng.random_range(1..=num_workers),
+        max_workers,
+        epochs: rng.random_range(1..=3),
+        max_steps: rng.random_ratio(1, 4).then(|| rng.random_range(1..=8)),
+        batch: Batch::Global(NonZeroU64::new(rng.random_range(1..=8)).unwrap()),
+        records_per_shard: NonZeroU64::new(rng.random_range(0..=9)),
+        shuffle: rng.random(),
+        seed,
+        max_worker_restarts: rng.random_range(0..=8),
+        ..spec()
+    };
+    let mut world = World::new(spec, records, seed);
+    for _ in 0..400 {
+        if world.ended.is_some() {
+            break;
+        }
+        if world.rng.random_ratio(1, 25) {
+            random_fault(&mut world, max_workers);
+        } else {
+            world.turn();
+        }
+    }
+    world.run(|_| false);
+    world.ended.expect("run returns when the job has ended")
+}
+
+fn random_fault(world: &mut World, max_workers: u32) {
+    let victims = world.victims();
+    if victims.is_empty() {
+        return;
+    }
+    let victim = victims[world.rng.random_range(0..victims.len())];
+    let signals = [1, 2, 9, 9, 9, 9, 15, 6, 11];
+    let fault = match world.rng.random_range(0..40) {
+        0..12 => Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())])),
+        12..15 => Fault::Exit(victim, Exit::Code(world.rng.random_range(0..2))),
+        15..21 => Fault::Leave(victim),
+        21..23 => Fault::Fail(victim),
+        23..27 => Fault::Freeze(victim),
+        27..33 => Fault::Glitch(victim),
+        33..39 => Fault::Scale(world.rng.random_range(1..=max_workers)),
+        _ => Fault::Stop,
+    };
+    world.fault(fault);
+}
+
+/// Says which history failed.
+struct Named(String);
+
+impl Named {
+    fn passed(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        eprintln!("FAILED: {}", self.0);
+    }
+}

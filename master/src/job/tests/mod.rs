@@ -1,0 +1,10 @@
+//! The job under test, from outside.
+
+mod directed;
+mod group;
+mod histories;
+mod leases;
+mod oracles;
+mod process;
+mod reports;
+mod world;

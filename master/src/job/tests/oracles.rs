@@ -1,0 +1,174 @@
+//! What must hold whatever happens, checked on every action and after every event.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use elasticdl_proto::{Generation, RangeSet, RecordRange, WorkerId};
+
+use super::super::*;
+use super::process::Process;
+use super::world::{World, index};
+
+impl World {
+    pub(super) fn drain_actions(&mut self) {
+        while let Some(action) = self.job.poll_action() {
+            assert_eq!(self.ended, None, "after its end the job wants {action:?}");
+            match action {
+                Action::Admit { connection, worker } => {
+                    self.at(LaunchId(connection.0)).worker = Some(worker);
+                }
+                Action::Disconnect { worker } => {
+                    self.gone.insert(worker);
+                }
+                Action::End(outcome) => self.ended = Some(outcome),
+                Action::Kill { launch } => {
+                    let p = &mut self.processes[index(launch)];
+                    let silent = !p.said_hello && self.now.since(p.launched) >= Duration::from_secs(60);
+                    p.silent_for_long = silent && !self.stopped;
+                    self.counted += u32::from(p.silent_for_long);
+                    if self.at(launch).alive {
+                        self.die(launch, Exit::Signal(9));
+                    }
+                }
+                Action::Launch { launch } => {
+                    self.running += 1;
+                    assert!(self.running <= self.spec.max_workers as usize, "too many processes");
+                    assert_eq!(index(launch), self.processes.len());
+                    self.processes.push(Process { alive: true, launched: self.now, ..Process::default() });
+                }
+                Action::Refuse { connection, .. } => {
+                    self.at(LaunchId(connection.0)).die(Exit::Code(1));
+                }
+                Action::Say(line) => self.said.push(line),
+                Action::Send { worker, message } => self.check_send(worker, message),
+            }
+        }
+        self.check_leases();
+        assert_eq!(self.job.restarts.counted(), self.counted, "failures counted: {:#?}", self.said);
+        if let Some(outcome) = self.ended {
+            self.check_end(outcome);
+        }
+    }
+
+    fn check_send(&mut self, worker: WorkerId, message: ToWorker) {
+        assert!(!self.gone.contains(&worker), "{message:?} to worker {worker}, which is gone");
+        match &message {
+            ToWorker::Membership(membership) => {
+                self.check_membership(membership);
+                if !membership.members.iter().any(|(w, _)| *w == worker) {
+                    self.excused.insert(worker);
+                }
+            }
+            ToWorker::Lease(ranges) => self.check_lease(worker, ranges),
+            ToWorker::Shutdown(_) => {
+                self.excused.insert(worker);
+            }
+            _ => {}
+        }
+        let p = self.processes.iter_mut().find(|p| p.worker == Some(worker)).unwrap();
+        if p.alive {
+            p.down.push_back(message);
+        }
+    }
+
+    fn check_membership(&mut self, membership: &Membership) {
+        let last = self.published.last();
+        if last == Some(membership) {
+            return;
+        }
+        let ids: Vec<WorkerId> = membership.members.iter().map(|(w, _)| *w).collect();
+        let distinct: BTreeSet<_> = ids.iter().collect();
+        assert_eq!(distinct.len(), ids.len(), "{ids:?} repeats a member");
+        assert!(ids.iter().all(|w| !self.gone.contains(w)), "{ids:?} holds one that is gone");
+        assert!(self.stopped || ids.len() >= self.spec.min_workers as usize, "{ids:?} are too few");
+        assert!(ids.len() <= self.spec.max_workers as usize);
+        let Some(last) = last else {
+            assert_eq!((membership.generation, membership.abort), (Generation(1), false));
+            return self.publish(membership);
+        };
+        assert_eq!(membership.generation, last.generation.next(), "generations grow by one");
+        let done = |w: &WorkerId| self.finished.contains(&(*w, last.generation));
+        let dead = last.members.iter().any(|(w, _)| self.gone.contains(w) && !done(w));
+        let broken = self.broken.contains(&last.generation);
+        if membership.abort {
+            assert!(dead || broken, "generation {} aborts without a loss", membership.generation);
+        } else {
+            assert!(!dead, "generation {} does not abort, but a member is lost", membership.generation);
+            assert!(self.formed.contains(&last.generation), "two switches in flight");
+        }
+        let survivors: Vec<WorkerId> =
+            last.members.iter().map(|(w, _)| *w).filter(|w| ids.contains(w)).collect();
+        assert!(ids.starts_with(&survivors), "survivors keep their order, joiners come behind");
+        self.publish(membership);
+    }
+
+    fn publish(&mut self, membership: &Membership) {
+        let launch = |w| self.numbered().find(|(_, p)| p.worker == Some(w)).expect("it was admitted").0;
+        self.rings.push(membership.members.iter().map(|(w, _)| launch(*w)).collect());
+        self.published.push(membership.clone());
+    }
+
+    fn check_lease(&self, worker: WorkerId, ranges: &[RecordRange]) {
+        let newest = self.published.last().expect("only members get leases");
+        assert!(newest.members.iter().any(|(w, _)| *w == worker), "worker {worker} is no member");
+        let has = |m: &Membership| m.members.iter().any(|(w, _)| *w == worker);
+        let formed = self.published.iter().any(|m| self.formed.contains(&m.generation) && has(m));
+        assert!(formed, "worker {worker} has not formed a group yet, and another one may need {ranges:?}");
+        for &range in ranges {
+            assert!(!range.is_empty() && range.end <= self.records && range.epoch < self.spec.epochs);
+            for (other, _) in &newest.members {
+                let Some(p) = self.process(*other).filter(|_| !self.gone.contains(other)) else {
+                    continue;
+                };
+                let mut count = p.held.get(&range.epoch).map_or(0, |set| set.count_in(range.records()));
+                for message in &p.down {
+                    if let ToWorker::Lease(others) = message {
+                        let set = others.iter().filter(|r| r.epoch == range.epoch);
+                        count += set
+                            .map(|r| RangeSet::from_range(r.records()).count_in(range.records()))
+                            .sum::<u64>();
+                    }
+                }
+                assert_eq!(count, 0, "{range} for worker {worker} is held by worker {other}");
+            }
+        }
+    }
+
+    /// The master's own table: nobody who is gone holds a lease, and no record has two owners.
+    fn check_leases(&self) {
+        let over = matches!(self.job.phase, job::Phase::Ended(_) | job::Phase::Ending(_));
+        let Some(records) = self.job.records.as_ref().filter(|_| !over) else {
+            return;
+        };
+        let mut before: Option<RecordRange> = None;
+        for (worker, range) in records.leases() {
+            assert!(!self.gone.contains(&worker), "worker {worker} is gone and holds {range}");
+            assert!(
+                before.is_none_or(|b| b.epoch < range.epoch || b.end <= range.start),
+                "{range} has two owners"
+            );
+            assert_eq!(records.ledger().absorbed_of(range), 0, "{range} is leased and absorbed");
+            before = Some(range);
+        }
+    }
+
+    fn check_end(&self, outcome: Outcome) {
+        let summary = self.job.summary(self.now);
+        assert_eq!((summary.records.repeated, self.job.poll_timeout()), (0, None));
+        match outcome {
+            Outcome::Completed => {
+                assert_eq!((summary.records.missing, summary.state), (0, "completed"));
+                assert_eq!(summary.records.expected, summary.records.counted);
+                if self.spec.max_steps.is_none() {
+                    assert_eq!(summary.records.counted, self.records * u64::from(self.spec.epochs));
+                }
+                assert!(self.spec.max_steps.is_none_or(|max| summary.steps <= max));
+            }
+            Outcome::Failed => {
+                assert!(self.counted > self.spec.max_worker_restarts, "{:?}", summary.error);
+            }
+            Outcome::Refused => panic!("the data set is good"),
+            Outcome::Stopped => assert!(self.stopped),
+        }
+    }
+}

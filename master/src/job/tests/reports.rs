@@ -1,0 +1,174 @@
+//! What workers may say and must not, and what the user is told.
+
+use std::collections::BTreeSet;
+
+use elasticdl_proto::{Generation, WorkerId};
+
+use super::super::testing::spec;
+use super::super::*;
+use super::directed::{
+    actions, ask, at, broken, committed, connect, finished, formed, membership, say, send, started,
+};
+
+#[test]
+fn strangers_and_second_hellos_are_refused() {
+    let mut job = started(spec(), &[20]);
+    connect(&mut job, 2);
+    connect(&mut job, 77);
+    let refused = actions(&mut job);
+    assert_eq!(refused.len(), 2);
+    assert!(refused.iter().all(|a| matches!(a, Action::Refuse { .. })));
+}
+
+#[test]
+fn what_does_not_fit_the_moment_changes_nothing() {
+    let mut job = started(spec(), &[20]);
+    let before = job.status(at(0));
+    for worker in [0, 2, 3, 99] {
+        for message in [
+            committed(1, 5, &[(0, 4)]),
+            formed(1, 5, &[(0, 4)]),
+            formed(2, 5, &[]),
+            FromWorker::Described(Err("no".into())),
+            FromWorker::Ready { parameters: 99 },
+            finished(0, 3, 3),
+            finished(2, 3, 3),
+            broken(2, 1),
+            FromWorker::LeaseRequest { epoch: 2, records: 1 },
+            FromWorker::LeaseRequest { epoch: u32::MAX, records: u64::MAX },
+            ask(0),
+            FromWorker::Resumed { generation: Generation(7), step: 1, phases: Phases::default() },
+        ] {
+            say(&mut job, worker, message);
+        }
+    }
+    job.handle(at(0), Event::Disconnected { worker: WorkerId(99) });
+    job.handle(at(0), Event::ProcessEnded { launch: LaunchId(99), exit: Exit::Code(1) });
+    job.handle(at(0), Event::Scale { num_workers: 99 });
+    assert_eq!((actions(&mut job), job.status(at(0))), (vec![], before));
+}
+
+#[test]
+fn what_cannot_be_true_fails_the_worker_that_said_it() {
+    let mut going_back = started(spec(), &[20]);
+    say(&mut going_back, 1, committed(1, 5, &[(0, 4)]));
+    for (mut job, message) in [
+        (going_back, committed(1, 4, &[(4, 8)])),
+        (started(spec(), &[20]), committed(1, 1, &[(16, 21)])),
+        (started(spec(), &[20]), finished(1, 1, 1)),
+    ] {
+        let message = match message {
+            FromWorker::Finished(word) => {
+                let ledger = LedgerReport { epochs_complete: 3, ..word.ledger };
+                FromWorker::Finished(Finished { ledger, ..word })
+            }
+            other => other,
+        };
+        say(&mut job, 1, message);
+        assert_eq!(job.restarts.counted(), 1);
+        let next = ToWorker::Membership(membership(2, &[2, 3], true));
+        assert!(actions(&mut job).contains(&send(2, next)));
+    }
+}
+
+#[test]
+fn absurd_numbers_neither_panic_nor_lease_more_than_there_is() {
+    let mut job = started(spec(), &[20]);
+    for _ in 0..3 {
+        say(&mut job, 1, FromWorker::LeaseRequest { epoch: 0, records: u64::MAX });
+        say(&mut job, 1, FromWorker::LeaseRequest { epoch: 1, records: u64::MAX });
+    }
+    let phases = Phases { detect_us: u64::MAX, agree_us: u64::MAX, ..Phases::default() };
+    say(&mut job, 1, FromWorker::Resumed { generation: Generation(1), step: u64::MAX, phases });
+    let FromWorker::Committed(report) = committed(1, 1, &[]) else { unreachable!() };
+    let report = Committed { step: u64::MAX, records: u64::MAX, loss_sum: f64::NAN, ..report };
+    say(&mut job, 1, FromWorker::Committed(report.clone()));
+    say(&mut job, 1, FromWorker::Committed(report));
+    let status = job.status(at(1));
+    assert!(status.workers[0].leased_records <= 40 && (0.0..=1.0).contains(&status.progress));
+    assert_eq!(job.summary(at(1)).records.counted, 0);
+}
+
+#[test]
+fn a_gap_is_the_largest_that_a_member_reports_and_the_start_has_none() {
+    let mut job = started(spec(), &[20]);
+    let resumed = |generation, detect_us| FromWorker::Resumed {
+        generation: Generation(generation),
+        step: 1,
+        phases: Phases { detect_us, connect_us: 500, ..Phases::default() },
+    };
+    say(&mut job, 1, resumed(1, 10));
+    job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
+    say(&mut job, 1, resumed(2, 1500));
+    say(&mut job, 2, resumed(2, 2500));
+    say(&mut job, 1, resumed(2, 500));
+    let memberships = job.summary(at(2)).memberships;
+    assert_eq!(memberships[0].gap_ms, None);
+    let second = &memberships[1];
+    assert_eq!((second.gap_ms, second.detect_ms, second.connect_ms), (Some(3.0), Some(2.5), Some(0.5)));
+    assert_eq!((second.cause, &second.lost), (Cause::Lost, &vec![WorkerId(3)]));
+}
+
+#[test]
+fn the_summarys_keys_are_stable() {
+    let mut job = started(spec(), &[20]);
+    say(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    let json = serde_json::to_value(job.summary(at(1000))).unwrap();
+    let keys = |value: &serde_json::Value| BTreeSet::from_iter(value.as_object().unwrap().keys().cloned());
+    let set = |keys: &[&str]| BTreeSet::from_iter(keys.iter().map(ToString::to_string));
+    let top = [
+        "job",
+        "state",
+        "steps",
+        "epochs",
+        "wall_s",
+        "records",
+        "workers",
+        "memberships",
+        "loss",
+        "throughput",
+        "failed_shards",
+        "error",
+        "model_summary",
+        "digest",
+    ];
+    assert_eq!(keys(&json), set(&top));
+    assert_eq!(keys(&json["records"]), set(&["expected", "counted", "missing", "repeated"]));
+    assert_eq!(keys(&json["workers"]), set(&["peak", "final", "restarts"]));
+    let membership = [
+        "generation",
+        "cause",
+        "world_size",
+        "at_step",
+        "gap_ms",
+        "detect_ms",
+        "agree_ms",
+        "connect_ms",
+        "state_ms",
+        "first_step_ms",
+        "lost",
+        "left",
+        "joined",
+    ];
+    assert_eq!(keys(&json["memberships"][0]), set(&membership));
+    assert_eq!(json["memberships"][0]["cause"], "start");
+    assert_eq!((&json["loss"]["first"], &json["records"]["counted"]), (&1.0.into(), &4.into()));
+}
+
+#[test]
+fn a_status_shows_every_worker_and_the_last_lines() {
+    let mut job = started(spec(), &[20]);
+    say(&mut job, 2, ask(2));
+    say(&mut job, 1, committed(1, 3, &[(0, 10)]));
+    let status = job.status(at(1000));
+    assert_eq!(
+        (status.state, status.step, status.records_counted, status.records_expected),
+        ("running", 3, 10, 40)
+    );
+    assert_eq!((status.progress, status.loss, status.workers_wanted), (0.25, Some(1.0), 3));
+    assert_eq!(status.workers[2].compute_us, 7);
+    assert_eq!((status.workers[1].rank, status.workers[1].state), (Some(1), "training"));
+    assert!(status.records_per_s > 0.0);
+    assert!(status.events.len() <= 20);
+    assert!(status.events.iter().any(|line| line.starts_with("generation 1: 3 workers start")));
+}

@@ -1,0 +1,468 @@
+//! A job among model processes: streams that are FIFO and late, processes that end, hang and leave, and a group that
+//! trains, breaks and repairs itself by the protocol. Beside it stand the oracles: they know what the job was told and
+//! what it answered, and nothing of how it reckons.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use elasticdl_proto::{Generation, RangeSet, RecordRange, WorkerId};
+use rand::rngs::ChaCha8Rng;
+use rand::{RngExt, SeedableRng};
+
+use super::super::testing::dataset;
+use super::super::*;
+use super::process::Process;
+
+/// What can happen without anybody's fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Op {
+    Ask(LaunchId),
+    Break(LaunchId),
+    Complete(LaunchId),
+    Down(LaunchId),
+    Finish(Generation),
+    Form(Generation),
+    Hello(LaunchId),
+    Reap(LaunchId),
+    Step(Generation),
+    Switch(Generation),
+    Up(LaunchId),
+}
+
+/// What somebody does to the job.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Fault {
+    Exit(LaunchId, Exit),
+    Fail(LaunchId),
+    Freeze(LaunchId),
+    Glitch(LaunchId),
+    Leave(LaunchId),
+    Scale(u32),
+    Stop,
+}
+
+/// The job, its processes, and the oracles' books.
+pub(super) struct World {
+    pub(super) job: Job,
+    pub(super) spec: JobSpec,
+    pub(super) records: u64,
+    pub(super) now: Time,
+    pub(super) rng: ChaCha8Rng,
+    /// Launch n is the nth.
+    pub(super) processes: Vec<Process>,
+    pub(super) said: Vec<String>,
+    pub(super) ended: Option<Outcome>,
+    pub(super) published: Vec<Membership>,
+    /// The launches of each, in ring order.
+    pub(super) rings: Vec<Vec<LaunchId>>,
+    pub(super) formed: BTreeSet<Generation>,
+    pub(super) broken: BTreeSet<Generation>,
+    /// Whose end, failure or dismissal the master knows of.
+    pub(super) gone: BTreeSet<WorkerId>,
+    pub(super) excused: BTreeSet<WorkerId>,
+    pub(super) finished: BTreeSet<(WorkerId, Generation)>,
+    pub(super) counted: u32,
+    pub(super) stopped: bool,
+    pub(super) running: usize,
+}
+
+impl World {
+    pub(super) fn new(spec: JobSpec, records: u64, seed: u64) -> Self {
+        let mut world = Self {
+            job: Job::new(spec.clone()),
+            spec,
+            records,
+            now: Time::default(),
+            rng: ChaCha8Rng::seed_from_u64(seed),
+            processes: Vec::new(),
+            said: Vec::new(),
+            ended: None,
+            published: Vec::new(),
+            rings: Vec::new(),
+            formed: BTreeSet::new(),
+            broken: BTreeSet::new(),
+            gone: BTreeSet::new(),
+            excused: BTreeSet::new(),
+            finished: BTreeSet::new(),
+            counted: 0,
+            stopped: false,
+            running: 0,
+        };
+        world.drain_actions();
+        world
+    }
+
+    /// Lets everything happen that can, faults off, until the job ends; or, with `until`, until that holds.
+    pub(super) fn run(&mut self, until: impl Fn(&Self) -> bool) {
+        for _ in 0..20_000 {
+            if self.ended.is_some() || until(self) {
+                return;
+            }
+            self.turn();
+        }
+        panic!("the job goes on for ever: {:#?}\n{:#?}", self.said.last_chunk::<30>(), self.processes);
+    }
+
+    /// One thing happens; if nothing can, time passes.
+    pub(super) fn turn(&mut self) {
+        let ops = self.ops();
+        let silent = |p: &&mut Process| p.frozen && p.alive && p.worker.is_some() && !p.closed;
+        if ops.is_empty()
+            && let Some(p) = self.processes.iter_mut().find(silent)
+        {
+            // Keepalive finds out at last, also about those that are nobody's neighbours.
+            p.closed = true;
+        } else if ops.is_empty() {
+            let due = self.job.poll_timeout();
+            assert!(due.is_some(), "nothing can happen any more: {:#?}\n{:#?}", self.said, self.processes);
+            self.wait();
+        } else if self.rng.random_ratio(1, 200) {
+            self.now = self.now + Duration::from_millis(300);
+        } else {
+            let op = ops[self.rng.random_range(0..ops.len())];
+            self.now = self.now + Duration::from_micros(self.rng.random_range(0..1000));
+            self.apply(op);
+        }
+        if self.ended.is_none() && self.job.poll_timeout().is_some_and(|t| t <= self.now) {
+            self.job.handle_timeout(self.now);
+            self.drain_actions();
+        }
+    }
+
+    /// Time passes until something is due.
+    pub(super) fn wait(&mut self) {
+        let Some(due) = self.job.poll_timeout() else {
+            return;
+        };
+        self.now = self.now.max(due);
+        self.job.handle_timeout(self.now);
+        self.drain_actions();
+    }
+
+    pub(super) fn event(&mut self, event: Event) {
+        self.job.handle(self.now, event);
+        self.drain_actions();
+    }
+
+    pub(super) fn fault(&mut self, fault: Fault) {
+        match fault {
+            Fault::Exit(launch, exit) => self.die(launch, exit),
+            Fault::Fail(launch) => {
+                let p = self.at(launch);
+                let ranges = p.held.iter().flat_map(|(&epoch, set)| {
+                    set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
+                });
+                let ranges = ranges.collect();
+                p.up.push_back(FromWorker::Failed { error: "user's error".into(), ranges, fatal: false });
+                p.die(Exit::Code(1));
+            }
+            Fault::Freeze(launch) => self.at(launch).frozen = true,
+            Fault::Glitch(launch) => {
+                let p = self.at(launch);
+                if let Some(generation) = p.ring {
+                    p.leave_ring(generation, None);
+                }
+            }
+            Fault::Leave(launch) => {
+                let p = self.at(launch);
+                if p.worker.is_some() && !p.leaving {
+                    p.leaving = true;
+                    p.up.push_back(FromWorker::Leaving);
+                }
+            }
+            Fault::Scale(num_workers) => self.event(Event::Scale { num_workers }),
+            Fault::Stop => {
+                self.stopped = true;
+                self.event(Event::Stop);
+            }
+        }
+    }
+
+    /// Processes that live and can be hurt, oldest first.
+    pub(super) fn victims(&self) -> Vec<LaunchId> {
+        self.numbered().filter(|(_, p)| p.alive && !p.frozen).map(|(id, _)| id).collect()
+    }
+
+    // ---- what can happen ----
+
+    pub(super) fn ops(&self) -> Vec<Op> {
+        let mut ops = Vec::new();
+        let mut rings = BTreeSet::new();
+        for (id, p) in self.numbered() {
+            let acts = p.alive && !p.frozen;
+            if acts && !p.said_hello {
+                ops.push(Op::Hello(id));
+            }
+            if p.worker.is_some() && !p.end_seen && (!p.up.is_empty() || p.closed) {
+                ops.push(Op::Up(id));
+            }
+            if !p.alive && p.exit.is_some() {
+                ops.push(Op::Reap(id));
+            }
+            if acts && !p.down.is_empty() {
+                ops.push(Op::Down(id));
+            }
+            if acts && p.prepared && !self.wants(p).is_empty() {
+                ops.push(Op::Ask(id));
+            }
+            if acts && p.half.is_some() {
+                ops.push(Op::Complete(id));
+            }
+            if acts && self.sees_break(p) {
+                ops.push(Op::Break(id));
+            }
+            rings.extend(p.ring.filter(|_| acts));
+        }
+        for ring in rings {
+            ops.extend(self.ring_ops(ring));
+        }
+        if let Some(newest) = self.published.last()
+            && self.can_form(newest)
+        {
+            ops.push(Op::Form(newest.generation));
+        }
+        ops
+    }
+
+    fn ring_ops(&self, ring: Generation) -> Vec<Op> {
+        let members = self.members(ring);
+        let first = members.clone().next().expect("no group is empty");
+        let intact =
+            members.clone().all(|p| p.alive && !p.frozen && p.ring == Some(ring) && p.half.is_none());
+        let Some(state) = first.state.as_ref().filter(|_| intact) else {
+            return Vec::new();
+        };
+        if members.clone().any(|p| p.state.as_ref().map(|s| s.step) != Some(state.step)) {
+            return Vec::new();
+        }
+        let mut ops = Vec::new();
+        if members.clone().all(|p| p.newest.as_ref().is_some_and(|m| m.generation > ring)) {
+            ops.push(Op::Switch(ring));
+        }
+        let over = state.ledger.epoch() == self.spec.epochs
+            || self.spec.max_steps.is_some_and(|max| state.step >= max)
+            || members.clone().any(|p| p.drained);
+        if over {
+            if first.finished != Some(ring) {
+                ops.push(Op::Finish(ring));
+            }
+        } else {
+            let epoch = state.ledger.epoch();
+            let held: u64 = members.clone().filter_map(|p| p.held.get(&epoch)).map(RangeSet::len).sum();
+            if held >= self.batch().min(state.ledger.remaining(epoch)) {
+                ops.push(Op::Step(ring));
+            }
+        }
+        ops
+    }
+
+    fn can_form(&self, membership: &Membership) -> bool {
+        let members = self.members(membership.generation);
+        members.clone().all(|p| {
+            let knows = p.newest.as_ref().is_some_and(|m| m.generation == membership.generation);
+            p.alive && !p.frozen && p.ring.is_none() && knows && p.broke != Some(membership.generation)
+        })
+    }
+
+    /// A member finds that another one is not there: dead, silent, or out of this ring.
+    fn sees_break(&self, p: &Process) -> bool {
+        if p.half.is_some() {
+            return false;
+        }
+        match (p.ring, &p.newest) {
+            (Some(ring), _) => {
+                let there = |q: &Process| q.alive && !q.frozen && q.ring == Some(ring);
+                self.members(ring).any(|q| !there(q))
+            }
+            (None, Some(newest)) if p.broke != Some(newest.generation) => {
+                let members = self.members(newest.generation);
+                members.clone().any(|q| !q.alive || q.frozen || q.broke == Some(newest.generation))
+            }
+            _ => false,
+        }
+    }
+
+    pub(super) fn members(&self, generation: Generation) -> impl Iterator<Item = &Process> + Clone {
+        self.launches_of(generation).iter().map(|&launch| &self.processes[index(launch)])
+    }
+
+    /// In ring order. Generations grow by one.
+    pub(super) fn launches_of(&self, generation: Generation) -> &[LaunchId] {
+        &self.rings[generation.0 as usize - 1]
+    }
+
+    pub(super) fn process(&self, worker: WorkerId) -> Option<&Process> {
+        self.processes.iter().find(|p| p.worker == Some(worker))
+    }
+
+    pub(super) fn numbered(&self) -> impl Iterator<Item = (LaunchId, &Process)> {
+        (1..).map(LaunchId).zip(&self.processes)
+    }
+
+    pub(super) fn at(&mut self, launch: LaunchId) -> &mut Process {
+        &mut self.processes[index(launch)]
+    }
+
+    pub(super) fn batch(&self) -> u64 {
+        match self.spec.batch {
+            Batch::Global(records) => records.get(),
+            Batch::PerWorker(_) => unreachable!("the model group has a global batch"),
+        }
+    }
+
+    /// What a worker asks for: two steps' worth of its epoch and of the next.
+    fn wants(&self, p: &Process) -> Vec<(u32, u64)> {
+        let epoch = p.state.as_ref().map_or(0, |s| s.ledger.epoch());
+        let target = 2 * self.batch();
+        let lacks = |&epoch: &u32| {
+            let held = p.held.get(&epoch).map_or(0, RangeSet::len);
+            held + p.asked.get(&epoch).copied().unwrap_or(0) < target.min(self.records)
+        };
+        (epoch..self.spec.epochs.min(epoch.saturating_add(2)))
+            .filter(lacks)
+            .map(|epoch| (epoch, target))
+            .collect()
+    }
+
+    // ---- what happens ----
+
+    pub(super) fn apply(&mut self, op: Op) {
+        match op {
+            Op::Ask(id) => {
+                for (epoch, records) in self.wants(&self.processes[index(id)]) {
+                    let p = self.at(id);
+                    *p.asked.entry(epoch).or_default() += records;
+                    p.up.push_back(FromWorker::LeaseRequest { epoch, records });
+                }
+            }
+            Op::Break(id) => self.see_break(id),
+            Op::Complete(id) => {
+                let p = self.at(id);
+                let state = p.half.take().unwrap();
+                self.commit(id, state);
+            }
+            Op::Down(id) => self.deliver_down(id),
+            Op::Finish(ring) => self.finish(ring),
+            Op::Form(generation) => self.form(generation),
+            Op::Hello(id) => {
+                let p = self.at(id);
+                p.said_hello = true;
+                let address = SocketAddr::from(([127, 0, 0, 1], 1000 + id.0 as u16));
+                let pid = id.0 as u32;
+                self.event(Event::Connected { connection: ConnectionId(id.0), launch: id, address, pid });
+            }
+            Op::Reap(id) => self.reap(id),
+            Op::Step(ring) => self.step(ring),
+            Op::Switch(ring) => {
+                for id in self.launches_of(ring).to_vec() {
+                    let p = self.at(id);
+                    p.ring = None;
+                    p.end_if_excluded();
+                }
+            }
+            Op::Up(id) => self.deliver_up(id),
+        }
+    }
+
+    // ---- streams and processes ----
+
+    fn deliver_down(&mut self, id: LaunchId) {
+        let records = self.records;
+        let p = self.at(id);
+        match p.down.pop_front().unwrap() {
+            ToWorker::Describe => p.up.push_back(FromWorker::Described(Ok(dataset(&[records])))),
+            ToWorker::Drain => p.drained = true,
+            ToWorker::Lease(ranges) => {
+                for range in ranges {
+                    let asked = p.asked.get_mut(&range.epoch).expect("it asked for this epoch");
+                    *asked = asked.checked_sub(range.len()).expect("it asked for as many records");
+                    assert_eq!(p.held.entry(range.epoch).or_default().insert(range.records()), 0);
+                }
+            }
+            ToWorker::Membership(membership) => {
+                if membership.abort {
+                    p.ring = None;
+                    p.half = None;
+                }
+                p.newest = Some(membership);
+                if p.ring.is_none() {
+                    p.end_if_excluded();
+                }
+            }
+            ToWorker::Prepare(_) => {
+                p.prepared = true;
+                p.up.push_back(FromWorker::Ready { parameters: 10 });
+            }
+            ToWorker::Shutdown(_) => p.die(Exit::Code(0)),
+        }
+    }
+
+    fn deliver_up(&mut self, id: LaunchId) {
+        let p = &mut self.processes[index(id)];
+        let worker = p.worker.unwrap();
+        let Some(message) = p.up.pop_front() else {
+            p.end_seen = true;
+            self.gone.insert(worker);
+            let newest = self.published.last().map(|m| m.generation);
+            if newest.is_some_and(|generation| self.finished.contains(&(worker, generation))) {
+                self.excused.insert(worker);
+            }
+            return self.event(Event::Disconnected { worker });
+        };
+        let heard = !self.gone.contains(&worker);
+        let newest = self.published.last().map(|m| (m.generation, m.members[0].0));
+        match &message {
+            FromWorker::Formed { generation, .. } if heard && newest == Some((*generation, worker)) => {
+                self.formed.insert(*generation);
+            }
+            FromWorker::Broken { generation, .. } if heard => {
+                self.broken.insert(*generation);
+            }
+            FromWorker::Finished(word) if heard => {
+                self.finished.insert((worker, word.generation));
+            }
+            FromWorker::Failed { .. } if heard => {
+                self.gone.insert(worker);
+                self.excused.insert(worker);
+                self.counted += u32::from(self.job.phase == job::Phase::Running);
+            }
+            FromWorker::Leaving if heard => {
+                self.excused.insert(worker);
+            }
+            _ => {}
+        }
+        self.event(Event::Message { worker, message });
+    }
+
+    fn reap(&mut self, id: LaunchId) {
+        let p = &mut self.processes[index(id)];
+        let exit = p.exit.take().unwrap();
+        let newest = self.published.last().map(|m| m.generation);
+        let done = p.worker.zip(newest).is_some_and(|key| self.finished.contains(&key));
+        let excused = done || p.silent_for_long || p.worker.is_some_and(|w| self.excused.contains(&w));
+        // A member that is to go because fewer are wanted is excused before it is told; nobody outside can know.
+        let retired = self.job.crew.launches[&id].retired;
+        let own = match exit {
+            Exit::Code(_) | Exit::NotStarted(_) => true,
+            Exit::Signal(signal) => ![1, 2, 9, 15].contains(&signal),
+        };
+        let alive = self.job.phase == job::Phase::Running;
+        self.counted += u32::from(own && !excused && !retired && alive);
+        self.running -= 1;
+        self.gone.extend(p.worker);
+        self.event(Event::ProcessEnded { launch: id, exit });
+    }
+
+    pub(super) fn die(&mut self, id: LaunchId, exit: Exit) {
+        let p = &mut self.processes[index(id)];
+        // What was on its way may arrive or not.
+        let arrives = self.rng.random_range(0..=p.up.len());
+        p.up.truncate(arrives);
+        p.die(exit);
+    }
+}
+
+pub(super) fn index(launch: LaunchId) -> usize {
+    launch.0 as usize - 1
+}

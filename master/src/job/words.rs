@@ -1,0 +1,422 @@
+//! What workers say, checked where it comes in.
+//!
+//! A worker may be wrong, old, or somebody else's: what does not fit the moment changes nothing, what can't be true
+//! fails the worker that said it.
+
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
+
+use super::action::{Action, Outcome, ToWorker};
+use super::crew::{Fate, Stage};
+use super::event::{Committed, Finished, FromWorker, LedgerReport, Phases};
+use super::group::Broken;
+use super::job::{Job, Phase, Timer, ZOMBIE_GRACE};
+use super::queue::{Records, Share};
+use super::shards::Shards;
+use super::spec::{Batch, Dataset};
+use super::story::clip;
+use super::summary::FailedShard;
+use super::time::Time;
+
+impl Job {
+    pub(super) fn on_message(&mut self, now: Time, worker: WorkerId, message: FromWorker) {
+        let heard = matches!(self.phase, Phase::Running | Phase::Stopping);
+        if !heard || !self.crew.workers.contains_key(&worker) {
+            return;
+        }
+        match message {
+            FromWorker::Broken { generation, suspect, error } => {
+                self.on_broken(now, worker, generation, suspect, &error);
+            }
+            FromWorker::Committed(report) => self.on_committed(now, worker, &report),
+            FromWorker::Described(outcome) => self.on_described(now, worker, outcome),
+            FromWorker::Failed { error, ranges, fatal } => {
+                self.on_failed(now, worker, &error, &ranges, fatal)
+            }
+            FromWorker::Finished(report) => self.on_finished(now, worker, report),
+            FromWorker::Formed { generation, step, ledger } => {
+                self.on_formed(now, worker, generation, step, &ledger);
+            }
+            FromWorker::LeaseRequest { epoch, records } => self.on_lease_request(now, worker, epoch, records),
+            FromWorker::Leaving => self.on_leaving(now, worker),
+            FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
+            FromWorker::Resumed { generation, step, phases } => {
+                self.on_resumed(worker, generation, step, phases)
+            }
+        }
+    }
+
+    // ---- on the way to be a member ----
+
+    fn on_described(&mut self, now: Time, worker: WorkerId, outcome: Result<Dataset, String>) {
+        if self.describer != Some(worker) || self.dataset.is_some() {
+            return;
+        }
+        let cut = outcome.and_then(|dataset| Ok((Shards::cut(&dataset, &self.spec)?, dataset)));
+        let (shards, dataset) = match cut {
+            Ok(cut) => cut,
+            Err(error) => {
+                let error = clip(&error).to_owned();
+                return self.end(now, Outcome::Refused, Some(error));
+            }
+        };
+        self.say(format!(
+            "data set: {} records in {} files, {} shards of up to {} records",
+            shards.records(),
+            dataset.files.len(),
+            shards.len(),
+            shards.records_per_shard()
+        ));
+        self.records = Some(Records::new(shards, self.spec.epochs));
+        self.dataset = Some(dataset);
+        self.describer = None;
+        let waiting: Vec<WorkerId> =
+            self.crew.workers.iter().filter(|(_, w)| !w.released).map(|(&id, _)| id).collect();
+        for worker in waiting {
+            self.welcome(worker);
+        }
+        self.launch_missing(now);
+    }
+
+    fn on_ready(&mut self, now: Time, worker: WorkerId, parameters: u64) {
+        let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| w.stage == Stage::Preparing) else {
+            return;
+        };
+        let expected = *self.parameters.get_or_insert(parameters);
+        if parameters != expected {
+            let reason = format!("its model has {parameters} parameters, the first worker's has {expected}");
+            return self.fail_worker(now, worker, &reason);
+        }
+        w.stage = Stage::Ready;
+        self.settle(now);
+    }
+
+    fn on_lease_request(&mut self, now: Time, worker: WorkerId, epoch: u32, records: u64) {
+        let (Some(known), Some(w)) = (&self.records, self.crew.workers.get_mut(&worker)) else {
+            return;
+        };
+        let prepared = matches!(w.stage, Stage::Preparing | Stage::Ready);
+        // A worker that has not synchronized with a group yet may ask for an epoch that is long complete, or the group
+        // may start again: what it asks for is kept until it has.
+        let complete = w.is_eligible() && self.group.formed && epoch < known.epoch_stable();
+        if !prepared || w.released || records == 0 || epoch >= self.spec.epochs || complete {
+            return;
+        }
+        if w.credits.len() >= EPOCHS_ASKED_MAX && !w.credits.contains_key(&epoch) {
+            let reason = format!("it asks for records of more than {EPOCHS_ASKED_MAX} epochs at once");
+            return self.fail_worker(now, worker, &reason);
+        }
+        let credit = w.credits.entry(epoch).or_default();
+        *credit = credit.saturating_add(records).min(known.shards().records());
+        let share = self.share();
+        self.fill(worker, share);
+    }
+
+    // ---- from the group ----
+
+    fn on_formed(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        generation: Generation,
+        step: u64,
+        report: &LedgerReport,
+    ) {
+        if !self.speaks_for_group(worker, generation) || self.group.formed {
+            return;
+        }
+        let Some(ledger) = self.check_ledger(now, worker, report) else {
+            return;
+        };
+        // A member that was lost since may have trained on its leases since: whether its records were absorbed only a
+        // generation that was published after its loss can tell.
+        let outdated = !self.group.members.iter().all(|m| self.crew.workers.contains_key(m));
+        let Self { records: Some(records), crew, .. } = self else {
+            return;
+        };
+        if outdated {
+            crew.workers.values_mut().filter(|w| w.rank.is_some()).for_each(|w| w.holds_state = true);
+            return self.count_eligible();
+        }
+        let keeps = |id| crew.workers.get(&id).is_some_and(|w| w.rank.is_some());
+        let complete = ledger.epoch();
+        records.rebuild(step, ledger, keeps);
+        for w in crew.workers.values_mut().filter(|w| w.rank.is_some()) {
+            w.holds_state = true;
+            w.credits.retain(|&epoch, _| epoch >= complete);
+        }
+        self.count_eligible();
+        self.step = step;
+        self.group.formed = true;
+        self.story.form(now, step);
+        self.fill_all();
+        self.settle(now);
+    }
+
+    fn on_committed(&mut self, now: Time, worker: WorkerId, report: &Committed) {
+        if !self.speaks_for_group(worker, report.generation) || !self.group.formed {
+            return;
+        }
+        let Some(records) = &mut self.records else {
+            return;
+        };
+        if report.step < self.step {
+            let reason = format!("it reports step {} after step {}", report.step, self.step);
+            return self.fail_worker(now, worker, &reason);
+        }
+        let before = records.ledger().epoch();
+        if let Err(wrong) = records.commit(report.step, &report.ranges) {
+            return self.fail_worker(now, worker, &format!("it reports {wrong}, outside the data set"));
+        }
+        let complete = records.ledger().epoch();
+        self.step = report.step;
+        self.group.suspicion = None;
+        self.story.commit(now, report.records, report.loss_sum);
+        for (member, &compute_us) in self.group.members.iter().zip(&report.compute_us) {
+            if let Some(w) = self.crew.workers.get_mut(member) {
+                w.compute_us = compute_us;
+            }
+        }
+        let stable = records.epoch_stable();
+        for w in self.crew.workers.values_mut().filter(|w| w.is_eligible()) {
+            w.credits.retain(|&epoch, _| epoch >= stable);
+        }
+        if complete > before {
+            self.say(format!("epoch {complete} of {} is complete at step {}", self.spec.epochs, self.step));
+        }
+        self.fill_all();
+    }
+
+    fn on_resumed(&mut self, worker: WorkerId, generation: Generation, step: u64, phases: Phases) {
+        let joined = self.crew.workers.get(&worker).and_then(|w| w.rank.and(w.joined));
+        if joined.is_none_or(|joined| generation < joined) {
+            return;
+        }
+        if let Some(gap) = self.story.resume(generation, phases) {
+            self.say(format!(
+                "generation {generation}: step {step} committed, {gap:.1} ms after the last one before the change"
+            ));
+        }
+    }
+
+    fn on_finished(&mut self, now: Time, worker: WorkerId, report: Finished) {
+        let is_member = self.crew.workers.get(&worker).is_some_and(|w| w.rank.is_some());
+        if !is_member || report.generation != self.group.generation {
+            return;
+        }
+        if let Some(ledger) = self.check_ledger(now, worker, &report.ledger) {
+            self.group.finished.entry(worker).or_insert((report, ledger));
+            self.settle(now);
+        }
+    }
+
+    /// Whether `worker` is the lowest rank of the newest generation, and speaks of it.
+    fn speaks_for_group(&self, worker: WorkerId, generation: Generation) -> bool {
+        generation == self.group.generation && self.group.members.first() == Some(&worker)
+    }
+
+    fn check_ledger(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        report: &LedgerReport,
+    ) -> Option<elasticdl_proto::Ledger> {
+        match self.records.as_ref()?.check(report) {
+            Ok(ledger) => Some(ledger),
+            Err(wrong) => {
+                self.fail_worker(now, worker, &format!("it reports {wrong}"));
+                None
+            }
+        }
+    }
+
+    // ---- trouble ----
+
+    fn on_broken(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        generation: Generation,
+        suspect: Option<WorkerId>,
+        error: &str,
+    ) {
+        let is_member = self.crew.workers.get(&worker).is_some_and(|w| w.rank.is_some());
+        if !is_member || generation != self.group.generation || self.group.is_broken() {
+            return;
+        }
+        if self.group.broken.is_none() {
+            let until = now + BROKEN_WAIT;
+            self.timer(until, Timer::Broken(generation));
+            self.group.broken = Some(Broken { until, suspects: Vec::new(), reporters: Vec::new() });
+            self.say(format!("generation {generation}: a link of worker {worker} broke: {}", clip(error)));
+        }
+        let suspect = suspect.filter(|s| *s != worker && self.group.members.contains(s));
+        if let Some(broken) = self.group.broken.as_mut().filter(|b| !b.reporters.contains(&worker)) {
+            broken.reporters.push(worker);
+            broken.suspects.extend(suspect);
+        }
+    }
+
+    /// The loss that would explain a broken link has not shown itself.
+    pub(super) fn on_broken_due(&mut self, now: Time, generation: Generation) {
+        let due = self.group.broken.take_if(|b| generation == self.group.generation && b.until <= now);
+        let Some(broken) = due.filter(|_| matches!(self.phase, Phase::Running | Phase::Stopping)) else {
+            return;
+        };
+        self.group.relink = true;
+        // Who has reported is alive and speaking. Among equals the highest rank, so that two workers that blame each
+        // other don't do so in turns.
+        let by_rank = |s: &&WorkerId| self.group.members.iter().position(|m| m == *s);
+        let silent = broken.suspects.iter().filter(|s| !broken.reporters.contains(s)).max_by_key(by_rank);
+        if let Some(&suspect) = silent.or_else(|| broken.suspects.iter().max_by_key(by_rank)) {
+            let times = match self.group.suspicion {
+                Some((before, times)) if before == suspect => times + 1,
+                _ => 1,
+            };
+            self.group.suspicion = Some((suspect, times));
+            if times >= SUSPICIONS_MAX && self.crew.workers.contains_key(&suspect) {
+                self.evict(now, suspect);
+            }
+        }
+        self.settle(now);
+    }
+
+    /// Ends a worker that its neighbours can't reach, though its process runs.
+    fn evict(&mut self, now: Time, worker: WorkerId) {
+        self.say(format!("worker {worker} does not answer its neighbours and is taken out"));
+        let launch = self.crew.workers[&worker].launch;
+        self.push(Action::Disconnect { worker });
+        self.give_up(now, worker, ZOMBIE_GRACE);
+        self.group.hung = true;
+        self.group.suspicion = None;
+        self.kill(launch);
+    }
+
+    fn on_failed(&mut self, now: Time, worker: WorkerId, error: &str, ranges: &[RecordRange], fatal: bool) {
+        let error = clip(error);
+        self.keep_failed(worker, error, ranges);
+        if fatal {
+            let error = format!("worker {worker}: {error}");
+            return self.end(now, Outcome::Failed, Some(error));
+        }
+        let launch = self.crew.workers[&worker].launch;
+        if let Some(l) = self.crew.launches.get_mut(&launch) {
+            l.fate = Fate::Counted;
+        }
+        // It ends by itself.
+        self.give_up(now, worker, FAILED_GRACE);
+        self.count_failure(now, &format!("worker {worker} failed: {error}"));
+        self.settle(now);
+    }
+
+    fn keep_failed(&mut self, worker: WorkerId, error: &str, ranges: &[RecordRange]) {
+        let Some(records) = &self.records else {
+            return;
+        };
+        for range in ranges.iter().filter(|r| records.is_valid(r)) {
+            for (file, part) in records.shards().by_file(range.records()) {
+                let (file, error, epoch) = (file.to_owned(), error.to_owned(), range.epoch);
+                let failed = FailedShard { worker, epoch, file, start: part.start, end: part.end, error };
+                if !self.story.fail_on(failed) {
+                    return;
+                }
+            }
+        }
+    }
+
+    fn on_leaving(&mut self, now: Time, worker: WorkerId) {
+        let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| !w.leaving && !w.released) else {
+            return;
+        };
+        w.leaving = true;
+        let (launch, is_member) = (w.launch, w.rank.is_some());
+        if let Some(l) = self.crew.launches.get_mut(&launch) {
+            l.leaving = true;
+        }
+        self.say(format!("worker {worker} was told to end and leaves"));
+        if is_member {
+            self.timer(now + LEAVE_WAIT, Timer::Leave(worker));
+        } else {
+            self.release(now, worker, "it leaves");
+        }
+        self.launch_missing(now);
+        self.settle(now);
+    }
+
+    /// No generation without this leaver came: it goes nevertheless, for its own time is limited.
+    pub(super) fn on_leave_due(&mut self, now: Time, worker: WorkerId) {
+        let waits = self.crew.workers.get(&worker).is_some_and(|w| w.rank.is_some() && !w.released);
+        if waits && self.phase == Phase::Running {
+            self.release(now, worker, "nobody could take its place in time");
+        }
+    }
+
+    /// Ends a worker that said what can't be true.
+    fn fail_worker(&mut self, now: Time, worker: WorkerId, reason: &str) {
+        let Some(w) = self.crew.workers.get(&worker) else {
+            return;
+        };
+        let launch = w.launch;
+        if let Some(l) = self.crew.launches.get_mut(&launch) {
+            l.fate = Fate::Counted;
+        }
+        self.send(worker, ToWorker::Shutdown(reason.to_owned()));
+        self.push(Action::Disconnect { worker });
+        self.give_up(now, worker, ZOMBIE_GRACE);
+        self.count_failure(now, &format!("worker {worker} is taken out: {reason}"));
+        self.settle(now);
+    }
+
+    // ---- leases ----
+
+    fn share(&self) -> Share {
+        let workers = self.eligible.max(1);
+        let records = match self.spec.batch {
+            Batch::Global(records) => records.get().div_ceil(workers),
+            Batch::PerWorker(records) => records.get(),
+        };
+        Share { records, workers }
+    }
+
+    /// Leases to everybody what they asked for and what there is.
+    fn fill_all(&mut self) {
+        let share = self.share();
+        let asking = |(_, w): &(&WorkerId, &super::crew::Worker)| w.is_eligible() && !w.credits.is_empty();
+        let workers: Vec<WorkerId> = self.crew.workers.iter().filter(asking).map(|(&id, _)| id).collect();
+        for worker in workers {
+            self.fill(worker, share);
+        }
+    }
+
+    fn fill(&mut self, worker: WorkerId, share: Share) {
+        let Self { records: Some(records), crew, .. } = self else {
+            return;
+        };
+        let Some(w) = crew.workers.get_mut(&worker).filter(|w| w.is_eligible()) else {
+            return;
+        };
+        let mut leases = Vec::new();
+        for (&epoch, credit) in &mut w.credits {
+            if records.is_open(epoch) {
+                for range in records.lease(worker, epoch, *credit, share) {
+                    *credit -= range.len();
+                    leases.push(range);
+                }
+            }
+        }
+        w.credits.retain(|_, credit| *credit > 0);
+        if !leases.is_empty() {
+            self.send(worker, ToWorker::Lease(leases));
+        }
+    }
+}
+
+/// How long a broken link waits for the loss that explains it.
+const BROKEN_WAIT: std::time::Duration = std::time::Duration::from_millis(20);
+/// Generations in a row that break on the same worker before it is taken out.
+const SUSPICIONS_MAX: u32 = 3;
+/// How long a leaver stays for somebody to take its place; well inside the grace that pods get.
+const LEAVE_WAIT: std::time::Duration = std::time::Duration::from_secs(10);
+/// How long a worker that failed may take to end.
+const FAILED_GRACE: std::time::Duration = std::time::Duration::from_secs(2);
+/// A worker asks for the group's epoch and the next, and before it knows the group's, for the first.
+const EPOCHS_ASKED_MAX: usize = 8;

@@ -1,0 +1,25 @@
+//! The job's brain and the `elasticdl` command.
+//!
+//! ```text
+//!  cli ──► run::Master ──owns──► job::Job          the pure core: events and the time in, actions out
+//!              ├── service                         gRPC: workers' streams, the commands' questions
+//!              ├── local                           workers as processes of this machine
+//!              └── progress                        what the user sees meanwhile
+//!  jobdir, token                                   what lies on disk, who may speak
+//!  report                                          how it ended
+//! ```
+//!
+//! **Invariants:** everything but [`job`] is shell and decides nothing. Knows nothing about gradients or
+//! CUDA, and does not link the worker crate: workers are programs that it starts. Prost types stop at
+//! `service` and at the commands' client.
+
+pub mod cli;
+pub mod job;
+pub mod jobdir;
+pub mod limits;
+pub mod local;
+pub mod progress;
+pub mod report;
+pub mod run;
+mod service;
+pub mod token;

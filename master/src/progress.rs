@@ -1,0 +1,211 @@
+//! What the user sees of a running job, on standard error.
+//!
+//! A terminal gets a bar with notices above it; anything else gets notices and, now and then, a line of
+//! progress.
+//!
+//! **Invariant:** the job never waits for the terminal. A thread of its own prints; what it can't print in
+//! time is dropped (notices are in the master's log too).
+
+use std::io::{IsTerminal as _, Write as _, stderr};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::job::{Status, Time};
+
+/// Shows a job's progress until [`Progress::end`], or until it is dropped.
+#[derive(Debug)]
+pub struct Progress {
+    printer: Option<(SyncSender<Line>, JoinHandle<()>)>,
+}
+
+impl Progress {
+    /// Shows nothing.
+    #[must_use]
+    pub fn quiet() -> Self {
+        Self { printer: None }
+    }
+
+    /// Shows a bar if standard error is a terminal, plain lines if not; the bar is there at once.
+    #[must_use]
+    pub fn on_stderr() -> Self {
+        let (lines, received) = sync_channel(LINES_MAX);
+        let view = if stderr().is_terminal() { View::Bar(new_bar()) } else { View::Plain { last: None } };
+        let thread = std::thread::spawn(move || print(&received, view));
+        Self { printer: Some((lines, thread)) }
+    }
+
+    /// Shows where the job stands at `now`.
+    pub fn show(&self, now: Time, status: Status) {
+        self.line(Line::Status(now, Box::new(status)));
+    }
+
+    /// Shows a notice.
+    pub fn say(&self, now: Time, text: String) {
+        self.line(Line::Notice(now, text));
+    }
+
+    /// Prints what is left and clears the bar.
+    pub fn end(self) {
+        if let Some((lines, thread)) = self.printer {
+            drop(lines);
+            thread.join().expect("the printing thread doesn't panic");
+        }
+    }
+
+    fn line(&self, line: Line) {
+        if let Some((lines, _)) = &self.printer {
+            let _ = lines.try_send(line);
+        }
+    }
+}
+
+enum Line {
+    Notice(Time, String),
+    Status(Time, Box<Status>),
+}
+
+enum View {
+    Bar(ProgressBar),
+    Plain { last: Option<Time> },
+}
+
+fn print(lines: &Receiver<Line>, mut view: View) {
+    while let Ok(line) = lines.recv() {
+        match (line, &mut view) {
+            (Line::Notice(now, text), View::Bar(bar)) => bar.println(notice(now, &text)),
+            (Line::Notice(now, text), View::Plain { .. }) => write_line(&notice(now, &text)),
+            (Line::Status(_, status), View::Bar(bar)) => {
+                bar.set_position((status.progress.clamp(0.0, 1.0) * BAR_PARTS as f64) as u64);
+                bar.set_message(describe(&status));
+            }
+            (Line::Status(now, status), View::Plain { last }) => {
+                if last.is_none_or(|last| now.since(last) >= PLAIN_INTERVAL) {
+                    // The first one would only say that nothing has happened yet.
+                    if last.is_some() {
+                        let percent = status.progress * 100.0;
+                        write_line(&notice(now, &format!("{percent:.1} %  {}", describe(&status))));
+                    }
+                    *last = Some(now);
+                }
+            }
+        }
+    }
+    if let View::Bar(bar) = view {
+        bar.finish_and_clear();
+    }
+}
+
+fn new_bar() -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:24.cyan/dim} {percent:>3} %  {wide_msg}")
+        .expect("the template is valid");
+    let bar = ProgressBar::with_draw_target(Some(BAR_PARTS), ProgressDrawTarget::stderr())
+        .with_style(style.progress_chars("━╸─"))
+        .with_message("starting");
+    bar.tick();
+    bar
+}
+
+fn notice(now: Time, text: &str) -> String {
+    format!("{:>9.3} s  {}", now.0.as_secs_f64(), one_line(text))
+}
+
+/// Texts come from workers too: a line stays one line, and no escape sequence reaches the terminal.
+pub(crate) fn one_line(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+fn describe(status: &Status) -> String {
+    if status.records_expected == 0 || status.generation.0 == 0 {
+        return status.state.into();
+    }
+    let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
+    let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
+    let epoch = (status.epoch + 1).min(status.epochs);
+    format!(
+        "{} · epoch {epoch}/{} · step {}{loss} · {} records/s · {members} {} · generation {}",
+        status.state,
+        status.epochs,
+        status.step,
+        short(status.records_per_s),
+        if members == 1 { "worker" } else { "workers" },
+        status.generation,
+    )
+}
+
+/// A rate with three or four digits.
+pub(crate) fn short(rate: f64) -> String {
+    match rate {
+        r if r >= 1e9 => format!("{:.2} G", r / 1e9),
+        r if r >= 1e6 => format!("{:.2} M", r / 1e6),
+        r if r >= 1e4 => format!("{:.1} k", r / 1e3),
+        r if r >= 100.0 => format!("{r:.0}"),
+        r => format!("{r:.1}"),
+    }
+}
+
+fn write_line(line: &str) {
+    // Nobody may be reading any more; the job goes on.
+    let _ = writeln!(stderr(), "{line}");
+}
+
+const BAR_PARTS: u64 = 1000;
+const LINES_MAX: usize = 256;
+const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_proto::{Generation, WorkerId};
+
+    use super::*;
+    use crate::job::WorkerStatus;
+
+    fn running() -> Status {
+        let worker = |id, rank| WorkerStatus {
+            worker: WorkerId(id),
+            pid: 1,
+            rank,
+            state: "training",
+            compute_us: 0,
+            leased_records: 0,
+        };
+        Status {
+            job: "j".into(),
+            state: "running",
+            generation: Generation(3),
+            step: 120,
+            epoch: 1,
+            epochs: 2,
+            records_counted: 10,
+            records_expected: 20,
+            loss: Some(0.53),
+            records_per_s: 12_345.0,
+            workers_wanted: 2,
+            workers: vec![worker(1, Some(0)), worker(2, Some(1)), worker(3, None)],
+            events: Vec::new(),
+            progress: 0.5,
+        }
+    }
+
+    #[test]
+    fn a_running_job_is_described_in_one_line() {
+        let line =
+            "running · epoch 2/2 · step 120 · loss 0.5300 · 12.3 k records/s · 2 workers · generation 3";
+        assert_eq!(describe(&running()), line);
+        let over = Status { epoch: 2, loss: None, workers: Vec::new(), records_per_s: 3.0, ..running() };
+        let line = "running · epoch 2/2 · step 120 · 3.0 records/s · 0 workers · generation 3";
+        assert_eq!(describe(&over), line);
+        assert_eq!(
+            describe(&Status { generation: Generation(0), state: "starting", ..running() }),
+            "starting"
+        );
+    }
+
+    #[test]
+    fn a_workers_text_cannot_steer_the_terminal() {
+        let shown = notice(Time(Duration::from_millis(1500)), "a\u{1b}[2Jb\nc");
+        assert_eq!(shown, "    1.500 s  a [2Jb c");
+    }
+}

@@ -1,0 +1,217 @@
+//! How a job went, for people (a table) and for programs (JSON).
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use crate::job::{MembershipRecord, Summary};
+use crate::progress::{one_line, short};
+
+/// Where the user finds more.
+#[derive(Clone, Copy, Debug)]
+pub struct Paths<'a> {
+    /// Folder of the logs.
+    pub logs: &'a Path,
+    /// The summary's file.
+    pub summary: &'a Path,
+}
+
+/// The summary as JSON, with a line end.
+#[must_use]
+pub fn to_json(summary: &Summary) -> Vec<u8> {
+    let mut json = serde_json::to_vec_pretty(summary).expect("a summary's keys are strings");
+    json.push(b'\n');
+    json
+}
+
+/// Writes the summary as a table.
+///
+/// # Errors
+/// Those of `out`.
+pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) -> io::Result<()> {
+    writeln!(out, "job {}: {} after {:.2} s", summary.job, summary.state, summary.wall_s)?;
+    if let Some(error) = &summary.error {
+        row(out, "error", &one_line(error))?;
+    }
+    let records = &summary.records;
+    row(out, "steps", &format!("{} ({} epochs complete)", summary.steps, summary.epochs))?;
+    row(
+        out,
+        "records",
+        &format!(
+            "{} expected, {} counted, {} missing, {} repeated",
+            records.expected, records.counted, records.missing, records.repeated
+        ),
+    )?;
+    if let (Some(first), Some(last)) = (summary.loss.first, summary.loss.last) {
+        row(out, "loss", &format!("{first:.4} -> {last:.4}"))?;
+    }
+    let rate = &summary.throughput;
+    row(
+        out,
+        "throughput",
+        &format!("{} records/s, {:.1} steps/s", short(rate.records_per_s), rate.steps_per_s),
+    )?;
+    let workers = &summary.workers;
+    let counts =
+        format!("{} at most, {} at the end, {} restarts", workers.peak, workers.last, workers.restarts);
+    row(out, "workers", &counts)?;
+    if let Some(digest) = &summary.digest {
+        row(out, "digest", digest)?;
+    }
+    write_memberships(out, &summary.memberships)?;
+    for failed in &summary.failed_shards {
+        let what =
+            format!("{} records {}..{} (epoch {})", failed.file, failed.start, failed.end, failed.epoch);
+        row(
+            out,
+            "failed shard",
+            &one_line(&format!("{what} on worker {}: {}", failed.worker, failed.error)),
+        )?;
+    }
+    if let Some(words) = &summary.model_summary {
+        row(out, "model", "")?;
+        for line in words.lines() {
+            writeln!(out, "    {}", one_line(line))?;
+        }
+    }
+    row(out, "logs", &paths.logs.display().to_string())?;
+    row(out, "summary", &paths.summary.display().to_string())
+}
+
+fn row(out: &mut impl Write, name: &str, value: &str) -> io::Result<()> {
+    writeln!(out, "{}", format!("  {name:<13} {value}").trim_end())
+}
+
+fn write_memberships(out: &mut impl Write, memberships: &[MembershipRecord]) -> io::Result<()> {
+    if memberships.is_empty() {
+        return Ok(());
+    }
+    row(out, "memberships", "generation  cause  workers     at step     gap ms")?;
+    let hidden = memberships.len().saturating_sub(MEMBERSHIPS_MAX);
+    if hidden > 0 {
+        row(out, "", &format!("({hidden} earlier ones are in the summary)"))?;
+    }
+    for record in &memberships[hidden..] {
+        row(out, "", &membership(record))?;
+    }
+    Ok(())
+}
+
+fn membership(record: &MembershipRecord) -> String {
+    let cause = format!("{:?}", record.cause).to_lowercase();
+    let gap = record.gap_ms.map_or_else(|| "-".into(), |gap| format!("{gap:.1}"));
+    let phases = [
+        ("detect", record.detect_ms),
+        ("agree", record.agree_ms),
+        ("connect", record.connect_ms),
+        ("state", record.state_ms),
+        ("first step", record.first_step_ms),
+    ];
+    let phases: Vec<String> =
+        phases.iter().filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}"))).collect();
+    let phases = if phases.is_empty() { String::new() } else { format!("  ({})", phases.join(", ")) };
+    format!(
+        "{:>10}  {cause:<5}  {:>7}  {:>10}  {gap:>9}{phases}",
+        record.generation.0, record.world_size, record.at_step
+    )
+}
+
+const MEMBERSHIPS_MAX: usize = 20;
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_proto::{Generation, WorkerId};
+
+    use super::*;
+    use crate::job::{Cause, FailedShard, LossSummary, RecordsSummary, ThroughputSummary, WorkersSummary};
+
+    fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipRecord {
+        MembershipRecord {
+            generation: Generation(generation),
+            cause,
+            world_size: 2,
+            at_step: 40,
+            gap_ms,
+            detect_ms: gap_ms.map(|_| 0.5),
+            agree_ms: gap_ms.map(|_| 1.0),
+            connect_ms: None,
+            state_ms: None,
+            first_step_ms: None,
+            lost: Vec::new(),
+            left: Vec::new(),
+            joined: Vec::new(),
+        }
+    }
+
+    fn summary() -> Summary {
+        Summary {
+            job: "mnist".into(),
+            state: "completed",
+            steps: 100,
+            epochs: 2,
+            wall_s: 1.5,
+            records: RecordsSummary { expected: 20, counted: 20, missing: 0, repeated: 0 },
+            workers: WorkersSummary { peak: 2, last: 2, restarts: 1 },
+            memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
+            loss: LossSummary { first: Some(2.0), last: Some(0.5) },
+            throughput: ThroughputSummary { records_per_s: 250.0, steps_per_s: 66.6 },
+            failed_shards: vec![FailedShard {
+                worker: WorkerId(3),
+                epoch: 0,
+                file: "a.csv".into(),
+                start: 5,
+                end: 7,
+                error: "bad\nlabel".into(),
+            }],
+            error: None,
+            model_summary: Some("accuracy 0.9\nfine".into()),
+            digest: Some("00ff00ff00ff00ff".into()),
+        }
+    }
+
+    #[test]
+    fn the_table_tells_the_whole_story() {
+        let mut out = Vec::new();
+        let paths = Paths { logs: Path::new("/j/logs"), summary: Path::new("/j/summary.json") };
+        write_table(&mut out, &summary(), paths).unwrap();
+        let expected = "\
+job mnist: completed after 1.50 s
+  steps         100 (2 epochs complete)
+  records       20 expected, 20 counted, 0 missing, 0 repeated
+  loss          2.0000 -> 0.5000
+  throughput    250 records/s, 66.6 steps/s
+  workers       2 at most, 2 at the end, 1 restarts
+  digest        00ff00ff00ff00ff
+  memberships   generation  cause  workers     at step     gap ms
+                         1  start        2          40          -
+                         2  lost         2          40        8.2  (detect 0.5, agree 1.0)
+  failed shard  a.csv records 5..7 (epoch 0) on worker 3: bad label
+  model
+    accuracy 0.9
+    fine
+  logs          /j/logs
+  summary       /j/summary.json
+";
+        assert_eq!(String::from_utf8(out).unwrap(), expected);
+    }
+
+    #[test]
+    fn of_many_memberships_the_newest_are_shown() {
+        let mut out = Vec::new();
+        let many: Vec<_> = (1..=25).map(|generation| change(generation, Cause::Join, None)).collect();
+        write_memberships(&mut out, &many).unwrap();
+        let out = String::from_utf8(out).unwrap();
+        assert_eq!(out.lines().count(), 22);
+        assert!(out.contains("(5 earlier ones are in the summary)"), "{out}");
+        assert!(out.lines().last().unwrap().trim().starts_with("25  join"), "{out}");
+    }
+
+    #[test]
+    fn a_loss_that_is_not_a_number_still_makes_valid_json() {
+        let diverged = Summary { loss: LossSummary { first: Some(1.0), last: Some(f64::NAN) }, ..summary() };
+        let json: serde_json::Value = serde_json::from_slice(&to_json(&diverged)).unwrap();
+        assert_eq!(json["loss"]["first"], 1.0);
+        assert!(json["loss"]["last"].is_null());
+        assert_eq!((&json["workers"]["final"], &json["state"]), (&2.into(), &"completed".into()));
+    }
+}

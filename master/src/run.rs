@@ -1,0 +1,248 @@
+//! The master at work: one task that owns the job, and everything that feeds it.
+//!
+//! ```text
+//!  streams ─► Server ─┐                            ┌─► Line (a worker's outbox)
+//!  processes ─────────┼─► Master::run ─► Job ──────┼─► Processes
+//!  interrupts, time ──┘    (one task)    actions   └─► Progress
+//! ```
+//!
+//! **Invariants:** the job is touched by this task alone. The task never waits for a worker, a terminal or a
+//! disk between an event and the actions that follow from it. When [`Master::run`] returns, or is dropped, no
+//! process that it started is left.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Duration;
+
+use elasticdl_proto::WorkerId;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, MissedTickBehavior};
+use tonic::Status;
+use tracing::{info, warn};
+
+use crate::job::{Action, ConnectionId, Event, Job, JobSpec, Outcome, Summary, Time};
+use crate::local::{Launcher, Processes};
+use crate::progress::Progress;
+use crate::service::{self, Input, Line, Server};
+use crate::token::Token;
+
+/// A master that is about to run one job.
+#[derive(Debug)]
+pub struct Master {
+    spec: JobSpec,
+    job: Job,
+    start: Instant,
+    processes: Processes,
+    progress: Progress,
+    server: Server,
+    inputs: mpsc::Receiver<Input>,
+    /// Streams that are open on this side.
+    peers: BTreeMap<ConnectionId, Peer>,
+    workers: BTreeMap<WorkerId, ConnectionId>,
+}
+
+/// What the user can do to a running job from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Interrupt {
+    /// End at once: kill the workers.
+    Kill,
+    /// Finish the step, then stop.
+    Stop,
+}
+
+/// How a job ended.
+#[derive(Clone, Debug)]
+pub struct Ended {
+    /// In a word.
+    pub outcome: Outcome,
+    /// In full.
+    pub summary: Summary,
+}
+
+struct Peer {
+    line: Line,
+    /// `None` until it is admitted.
+    worker: Option<WorkerId>,
+}
+
+impl std::fmt::Debug for Peer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Peer").field("worker", &self.worker).finish_non_exhaustive()
+    }
+}
+
+impl Master {
+    /// A master that listens on `listener`, whose workers are started by `launcher` and prove `token`. Must
+    /// be called within a tokio runtime; nothing is started before [`Master::run`].
+    ///
+    /// `spec` has passed [`JobSpec::check`].
+    ///
+    /// # Errors
+    /// The listener has no address.
+    pub fn new(
+        spec: JobSpec,
+        listener: TcpListener,
+        token: Token,
+        mut launcher: Launcher,
+        progress: Progress,
+    ) -> io::Result<Self> {
+        let address = listener.local_addr()?;
+        launcher.env.push(("ELASTICDL_MASTER".into(), address.to_string().into()));
+        launcher.env.push(("ELASTICDL_JOB".into(), spec.name.clone().into()));
+        let (sender, inputs) = mpsc::channel(INPUTS_MAX);
+        let server = Server::start(listener, &spec.name, token, sender);
+        info!(job = spec.name, %address, "master listens");
+        Ok(Self {
+            job: Job::new(spec.clone()),
+            spec,
+            start: Instant::now(),
+            processes: Processes::new(launcher),
+            progress,
+            server,
+            inputs,
+            peers: BTreeMap::new(),
+            workers: BTreeMap::new(),
+        })
+    }
+
+    /// Runs the job to its end. `interrupts` may be closed.
+    pub async fn run(mut self, mut interrupts: mpsc::Receiver<Interrupt>) -> Ended {
+        let mut ticks = tokio::time::interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        let outcome = loop {
+            if let Some(outcome) = self.act() {
+                break outcome;
+            }
+            let timeout = self.job.poll_timeout();
+            let due = tokio::time::sleep_until(self.start + timeout.unwrap_or_default().0);
+            tokio::select! {
+                Some(input) = self.inputs.recv() => self.on_input(input),
+                (launch, exit) = self.processes.next_ended() => {
+                    self.job.handle(self.now(), Event::ProcessEnded { launch, exit });
+                }
+                Some(interrupt) = interrupts.recv() => match interrupt {
+                    Interrupt::Kill => {
+                        info!("killed by the user");
+                        break Outcome::Stopped;
+                    }
+                    Interrupt::Stop => {
+                        self.progress.say(self.now(), "stopping; press Ctrl-C again to end at once".into());
+                        self.job.handle(self.now(), Event::Stop);
+                    }
+                },
+                () = due, if timeout.is_some() => self.job.handle_timeout(self.now()),
+                _ = ticks.tick() => self.progress.show(self.now(), self.job.status(self.now())),
+            }
+        };
+        let now = self.now();
+        self.progress.show(now, self.job.status(now));
+        let summary = self.job.summary(now);
+        info!(?outcome, steps = summary.steps, "job ended");
+        self.peers.clear();
+        self.processes.end().await;
+        self.server.end().await;
+        self.progress.end();
+        Ended { outcome, summary }
+    }
+
+    fn now(&self) -> Time {
+        Time(self.start.elapsed())
+    }
+
+    /// Does what the job wants done; its outcome, if that is the end.
+    fn act(&mut self) -> Option<Outcome> {
+        while let Some(action) = self.job.poll_action() {
+            match action {
+                Action::Admit { connection, worker } => self.admit(connection, worker),
+                Action::Disconnect { worker } => {
+                    self.disconnect(worker);
+                }
+                Action::End(outcome) => return Some(outcome),
+                Action::Kill { launch } => self.processes.kill(launch),
+                Action::Launch { launch } => self.processes.start(launch),
+                Action::Refuse { connection, reason } => {
+                    warn!(connection = connection.0, reason, "worker refused");
+                    if let Some(peer) = self.peers.remove(&connection) {
+                        peer.line.refuse(reason);
+                    }
+                }
+                Action::Say(text) => {
+                    info!("{text}");
+                    self.progress.say(self.now(), text);
+                }
+                Action::Send { worker, message } => self.send(worker, service::to_worker(message)),
+            }
+        }
+        None
+    }
+
+    fn admit(&mut self, connection: ConnectionId, worker: WorkerId) {
+        // The stream may have ended while the job decided; its end is on the way then.
+        if let Some(peer) = self.peers.get_mut(&connection) {
+            peer.worker = Some(worker);
+            self.workers.insert(worker, connection);
+            self.send(worker, service::welcome(worker, &self.spec));
+        }
+    }
+
+    fn send(&mut self, worker: WorkerId, message: elasticdl_proto::v1::MasterMessage) {
+        let peer = self.workers.get(&worker).and_then(|connection| self.peers.get(connection));
+        if peer.is_some_and(|peer| !peer.line.send(message)) && self.disconnect(worker) {
+            warn!(%worker, "worker doesn't read what it is sent: disconnected");
+            self.job.handle(self.now(), Event::Disconnected { worker });
+        }
+    }
+
+    /// Ends a worker's stream from this side; whether it was open.
+    fn disconnect(&mut self, worker: WorkerId) -> bool {
+        self.workers.remove(&worker).and_then(|connection| self.peers.remove(&connection)).is_some()
+    }
+
+    fn on_input(&mut self, input: Input) {
+        let now = self.now();
+        match input {
+            Input::Closed { connection } => {
+                if let Some(worker) = self.peers.remove(&connection).and_then(|peer| peer.worker) {
+                    self.workers.remove(&worker);
+                    self.job.handle(now, Event::Disconnected { worker });
+                }
+            }
+            Input::Connected { connection, hello, line } => {
+                self.peers.insert(connection, Peer { line, worker: None });
+                let service::Hello { launch, address, pid } = hello;
+                self.job.handle(now, Event::Connected { connection, launch, address, pid });
+            }
+            Input::Said { connection, message } => {
+                if let Some(worker) = self.peers.get(&connection).and_then(|peer| peer.worker) {
+                    self.job.handle(now, Event::Message { worker, message });
+                }
+            }
+            Input::Scale { num_workers, reply } => self.scale(num_workers, reply),
+            Input::Status { reply } => {
+                // The command may have gone.
+                let _ = reply.send(self.job.status(now));
+            }
+        }
+    }
+
+    fn scale(&mut self, num_workers: u32, reply: oneshot::Sender<Result<u32, Status>>) {
+        let (min, max) = (self.spec.min_workers, self.spec.max_workers);
+        let answer = if (min..=max).contains(&num_workers) {
+            let now = self.now();
+            let was = self.job.status(now).workers_wanted;
+            self.job.handle(now, Event::Scale { num_workers });
+            Ok(was)
+        } else {
+            Err(Status::invalid_argument(format!(
+                "this job takes {min} to {max} workers (--min-workers, --max-workers), not {num_workers}"
+            )))
+        };
+        let _ = reply.send(answer);
+    }
+}
+
+/// Events that may wait for the job; when there are more, streams wait.
+const INPUTS_MAX: usize = 1024;
+/// How often progress is looked at.
+const TICK: Duration = Duration::from_millis(100);

@@ -1,0 +1,253 @@
+//! The master's gRPC server: streams of workers, and the commands' questions.
+//!
+//! ```text
+//!  worker ──Join──► gate ──► reader task ──hello, messages, end──► inputs ──► the job's one task
+//!         ◄──────────────── outbox (bounded) ◄──────── Line ◄─────────────────┘
+//! ```
+//!
+//! **Invariants:** nothing of a request is decoded before its token is proved. Everything that reaches the
+//! inputs has been checked field by field. Nobody waits for a worker that doesn't read: its outbox overflows
+//! and it is cut off. A stream's end reaches the inputs at once, by the connection's own error or end.
+
+mod convert;
+mod incoming;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use elasticdl_proto::v1;
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::{debug, warn};
+use v1::master_server::{Master, MasterServer};
+
+pub(crate) use convert::{Hello, to_worker, welcome};
+
+use crate::job::{self, ConnectionId, FromWorker};
+use crate::limits::MESSAGE_BYTES_MAX;
+use crate::token::Token;
+
+/// What the server hands to the task that owns the job.
+#[derive(Debug)]
+pub(crate) enum Input {
+    /// A stream ended.
+    Closed { connection: ConnectionId },
+    /// A stream proved the token and said hello.
+    Connected { connection: ConnectionId, hello: Hello, line: Line },
+    /// A stream that has said hello said more.
+    Said { connection: ConnectionId, message: FromWorker },
+    /// A command wants another number of workers; answered with the number that was wanted before.
+    Scale { num_workers: u32, reply: oneshot::Sender<Result<u32, Status>> },
+    /// A command asks how the job is.
+    Status { reply: oneshot::Sender<job::Status> },
+}
+
+/// The master's end of a worker's stream. The stream ends when it is dropped, after what was sent before.
+#[derive(Debug)]
+pub(crate) struct Line {
+    outbox: mpsc::Sender<Result<v1::MasterMessage, Status>>,
+    /// Its drop ends the task that reads the stream.
+    _open: oneshot::Sender<()>,
+}
+
+impl Line {
+    /// Queues a message; `false` if the worker doesn't read what it is sent (or has gone).
+    pub(crate) fn send(&self, message: v1::MasterMessage) -> bool {
+        self.outbox.try_send(Ok(message)).is_ok()
+    }
+
+    /// Ends the stream with an error.
+    pub(crate) fn refuse(self, reason: String) {
+        // A full outbox: the stream ends without the reason.
+        let _ = self.outbox.try_send(Err(Status::failed_precondition(reason)));
+    }
+}
+
+/// A running server; see [`Server::end`].
+#[derive(Debug)]
+pub(crate) struct Server {
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+impl Server {
+    /// Serves `listener` for `job` from now on. `inputs` is the job's queue: when it is full, streams wait.
+    pub(crate) fn start(listener: TcpListener, job: &str, token: Token, inputs: mpsc::Sender<Input>) -> Self {
+        let (stop, stopped) = oneshot::channel::<()>();
+        let service = Service {
+            job: job.into(),
+            inputs,
+            connections: AtomicU64::new(0),
+            unnamed: Arc::new(Semaphore::new(UNNAMED_MAX)),
+        };
+        let service = MasterServer::new(service)
+            .max_decoding_message_size(MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(MESSAGE_BYTES_MAX);
+        let router = tonic::transport::Server::builder()
+            .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
+            .add_service(InterceptedService::new(service, Gate(token)));
+        let task = tokio::spawn(async move {
+            let stopped = async { drop(stopped.await) };
+            let served = router.serve_with_incoming_shutdown(incoming::accept(listener), stopped);
+            if let Err(error) = served.await {
+                warn!(%error, "the server failed");
+            }
+        });
+        Self { stop, task }
+    }
+
+    /// Stops accepting, gives answers on their way a moment, and ends.
+    pub(crate) async fn end(mut self) {
+        drop(self.stop);
+        if tokio::time::timeout(END_TIMEOUT, &mut self.task).await.is_err() {
+            self.task.abort();
+        }
+    }
+}
+
+/// Lets through what proves the job's token.
+#[derive(Clone)]
+struct Gate(Token);
+
+impl Interceptor for Gate {
+    fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
+        let shown = request.metadata().get("authorization").map(|value| value.as_encoded_bytes());
+        if !self.0.is_proven_by(shown.unwrap_or_default()) {
+            return Err(Status::unauthenticated("`authorization` must be `Bearer ` and the job's token"));
+        }
+        if let Some(proof) = request.extensions().get::<incoming::Proof>() {
+            proof.give();
+        }
+        Ok(request)
+    }
+}
+
+struct Service {
+    job: String,
+    inputs: mpsc::Sender<Input>,
+    /// Connections named so far.
+    connections: AtomicU64,
+    /// Streams that may wait to say hello.
+    unnamed: Arc<Semaphore>,
+}
+
+#[tonic::async_trait]
+impl Master for Service {
+    type JoinStream = ReceiverStream<Result<v1::MasterMessage, Status>>;
+
+    async fn join(
+        &self,
+        request: Request<Streaming<v1::WorkerMessage>>,
+    ) -> Result<Response<Self::JoinStream>, Status> {
+        let unnamed = Arc::clone(&self.unnamed)
+            .try_acquire_owned()
+            .map_err(|_| Status::resource_exhausted("too many streams wait to say hello; try again"))?;
+        let connection = ConnectionId(self.connections.fetch_add(1, Ordering::Relaxed));
+        let (outbox, outgoing) = mpsc::channel(OUTBOX_MAX);
+        let (job, inputs) = (self.job.clone(), self.inputs.clone());
+        let mut stream = request.into_inner();
+        tokio::spawn(async move {
+            let hello = match first_message(&mut stream, &job).await {
+                Ok(hello) => hello,
+                Err(status) => {
+                    debug!(connection = connection.0, %status, "a stream was refused before its hello");
+                    let _ = outbox.try_send(Err(status));
+                    return;
+                }
+            };
+            drop(unnamed);
+            read(connection, hello, stream, outbox, inputs).await;
+        });
+        Ok(Response::new(ReceiverStream::new(outgoing)))
+    }
+
+    async fn status(
+        &self,
+        _request: Request<v1::StatusRequest>,
+    ) -> Result<Response<v1::StatusReply>, Status> {
+        let (reply, answer) = oneshot::channel();
+        self.inputs.send(Input::Status { reply }).await.map_err(|_| ending())?;
+        let status = answer.await.map_err(|_| ending())?;
+        Ok(Response::new(convert::status_reply(status)))
+    }
+
+    async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleReply>, Status> {
+        let num_workers = request.into_inner().num_workers;
+        let (reply, answer) = oneshot::channel();
+        self.inputs.send(Input::Scale { num_workers, reply }).await.map_err(|_| ending())?;
+        let was = answer.await.map_err(|_| ending())??;
+        Ok(Response::new(v1::ScaleReply { was }))
+    }
+}
+
+async fn first_message(stream: &mut Streaming<v1::WorkerMessage>, job: &str) -> Result<Hello, Status> {
+    let message = tokio::time::timeout(HELLO_TIMEOUT, stream.message())
+        .await
+        .map_err(|_| Status::deadline_exceeded("no `hello` came in time"))??
+        .ok_or_else(|| Status::invalid_argument("the first message must be `hello`"))?;
+    convert::hello(message, job)
+}
+
+/// Reads a stream that has said hello to its end, whoever ends it.
+async fn read(
+    connection: ConnectionId,
+    hello: Hello,
+    mut stream: Streaming<v1::WorkerMessage>,
+    outbox: mpsc::Sender<Result<v1::MasterMessage, Status>>,
+    inputs: mpsc::Sender<Input>,
+) {
+    let (open, mut closed) = oneshot::channel();
+    let errors = outbox.downgrade();
+    let line = Line { outbox, _open: open };
+    if inputs.send(Input::Connected { connection, hello, line }).await.is_err() {
+        return;
+    }
+    loop {
+        let received = tokio::select! {
+            received = stream.message() => received,
+            // Ended from this side: nobody waits for word of it.
+            _ = &mut closed => return,
+        };
+        let checked = match received {
+            Ok(Some(message)) => convert::from_worker(message),
+            Ok(None) => break,
+            Err(status) => Err(status),
+        };
+        match checked {
+            Ok(message) => {
+                if inputs.send(Input::Said { connection, message }).await.is_err() {
+                    return;
+                }
+            }
+            Err(status) => {
+                debug!(connection = connection.0, %status, "a stream broke");
+                if let Some(outbox) = errors.upgrade() {
+                    let _ = outbox.try_send(Err(status));
+                }
+                break;
+            }
+        }
+    }
+    // Fails only if the job has ended.
+    let _ = inputs.send(Input::Closed { connection }).await;
+}
+
+fn ending() -> Status {
+    Status::unavailable("the job is ending")
+}
+
+const END_TIMEOUT: Duration = Duration::from_millis(200);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// A worker that leaves this many messages unread has stopped.
+const OUTBOX_MAX: usize = 1024;
+const STREAMS_PER_CONNECTION_MAX: u32 = 16;
+const UNNAMED_MAX: usize = 64;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,299 @@
+//! Between the schema's messages and the core's types.
+//!
+//! What comes in is checked field by field, and refused with the field's name and what would be right; the
+//! core is spared anything that would be wrong in any state. What needs the job's state to judge
+//! (generations, ledgers) is the core's to check.
+
+use std::net::SocketAddr;
+
+use elasticdl_proto::{Generation, RecordRange, WorkerId, v1};
+use tonic::Status;
+use v1::{master_message, worker_message};
+
+use crate::job::{
+    self, Batch, Committed, Dataset, File, Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership,
+    Phases, ToWorker,
+};
+use crate::limits::{
+    DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
+    PHASE_US_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
+};
+
+/// What a stream says first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Hello {
+    pub(crate) launch: LaunchId,
+    pub(crate) address: SocketAddr,
+    pub(crate) pid: u32,
+}
+
+/// Checks a stream's first message, which must be a hello of a worker of `job`.
+pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Status> {
+    let Some(worker_message::Kind::Hello(hello)) = message.kind else {
+        return Err(invalid("the first message must be `hello`"));
+    };
+    if hello.job != job {
+        let theirs = clip(hello.job, JOB_NAME_SHOWN_MAX);
+        return Err(invalid(&format!("hello.job: this is the master of `{job}`, not of `{theirs}`")));
+    }
+    let address: SocketAddr = match hello.address.parse() {
+        Ok(address) => address,
+        Err(_) => return Err(invalid("hello.address: must be `ip:port`")),
+    };
+    if address.port() == 0 || address.ip().is_unspecified() {
+        return Err(invalid("hello.address: must be one that peers can dial, not a wildcard"));
+    }
+    if hello.pid == 0 {
+        return Err(invalid("hello.pid: must not be 0"));
+    }
+    Ok(Hello { launch: LaunchId(hello.launch), address, pid: hello.pid })
+}
+
+/// Checks any later message of a worker.
+pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Status> {
+    use worker_message::Kind;
+    let kind = message.kind.ok_or_else(|| invalid("a message must have a kind that this master knows"))?;
+    Ok(match kind {
+        Kind::Hello(_) => return Err(invalid("`hello` comes first, and once")),
+        Kind::Described(described) => FromWorker::Described(description(described)?),
+        Kind::Ready(ready) => {
+            FromWorker::Ready { parameters: within("ready.parameters", ready.parameters, 1, PARAMETERS_MAX)? }
+        }
+        Kind::LeaseRequest(request) => FromWorker::LeaseRequest {
+            epoch: epoch("lease_request.epoch", request.epoch)?,
+            records: within("lease_request.records", request.records, 1, DATASET_RECORDS_MAX)?,
+        },
+        Kind::Formed(formed) => FromWorker::Formed {
+            generation: generation("formed.generation", formed.generation)?,
+            step: within("formed.step", formed.step, 0, STEPS_MAX)?,
+            ledger: ledger("formed.ledger", formed.ledger)?,
+        },
+        Kind::Committed(message) => FromWorker::Committed(committed(message)?),
+        Kind::Resumed(resumed) => FromWorker::Resumed {
+            generation: generation("resumed.generation", resumed.generation)?,
+            step: within("resumed.step", resumed.step, 1, STEPS_MAX)?,
+            phases: phases(resumed.phases)?,
+        },
+        Kind::Broken(broken) => FromWorker::Broken {
+            generation: generation("broken.generation", broken.generation)?,
+            suspect: broken.suspect.map(WorkerId),
+            error: clip(broken.error, ERROR_BYTES_MAX),
+        },
+        Kind::Failed(failed) => FromWorker::Failed {
+            error: clip(failed.error, ERROR_BYTES_MAX),
+            ranges: ranges("failed.ranges", failed.ranges)?,
+            fatal: failed.fatal,
+        },
+        Kind::Leaving(v1::Leaving {}) => FromWorker::Leaving,
+        Kind::Finished(message) => FromWorker::Finished(finished(message)?),
+    })
+}
+
+/// The greeting of a worker that was admitted.
+pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
+    let batch = match spec.batch {
+        Batch::Global(records) => v1::options::Batch::GlobalBatchSize(records.get()),
+        Batch::PerWorker(records) => v1::options::Batch::MinibatchSize(records.get()),
+    };
+    let options = v1::Options {
+        training_data: spec.training_data.clone(),
+        epochs: spec.epochs,
+        max_steps: spec.max_steps,
+        batch: Some(batch),
+        shuffle: spec.shuffle,
+        seed: spec.seed,
+    };
+    to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
+}
+
+/// What the core says to a worker.
+pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
+    use master_message::Kind;
+    to_message(match message {
+        ToWorker::Describe => Kind::Describe(v1::Describe {}),
+        ToWorker::Drain => Kind::Drain(v1::Drain {}),
+        ToWorker::Lease(ranges) => {
+            Kind::Lease(v1::Lease { ranges: ranges.into_iter().map(to_range).collect() })
+        }
+        ToWorker::Membership(membership) => Kind::Membership(to_membership(membership)),
+        ToWorker::Prepare(dataset) => Kind::Prepare(v1::Prepare { dataset: Some(to_dataset(dataset)) }),
+        ToWorker::Shutdown(reason) => Kind::Shutdown(v1::Shutdown { reason }),
+    })
+}
+
+/// What a command is told about the job.
+pub(super) fn status_reply(status: job::Status) -> v1::StatusReply {
+    let to_worker_status = |worker: job::WorkerStatus| v1::WorkerStatus {
+        worker: worker.worker.0,
+        pid: worker.pid,
+        rank: worker.rank,
+        state: worker.state.into(),
+        compute_us: worker.compute_us,
+        leased_records: worker.leased_records,
+    };
+    v1::StatusReply {
+        job: status.job,
+        state: status.state.into(),
+        generation: status.generation.0,
+        step: status.step,
+        epoch: status.epoch,
+        epochs: status.epochs,
+        records_counted: status.records_counted,
+        records_expected: status.records_expected,
+        loss: status.loss,
+        records_per_s: status.records_per_s,
+        workers_wanted: status.workers_wanted,
+        workers: status.workers.into_iter().map(to_worker_status).collect(),
+        events: status.events,
+        progress: status.progress,
+    }
+}
+
+fn description(described: v1::Described) -> Result<Result<Dataset, String>, Status> {
+    match described.outcome {
+        None => Err(invalid("described.outcome: must be a data set or an error")),
+        Some(v1::described::Outcome::Error(error)) => Ok(Err(clip(error, ERROR_BYTES_MAX))),
+        Some(v1::described::Outcome::Dataset(described)) => dataset(described).map(Ok),
+    }
+}
+
+fn dataset(described: v1::Dataset) -> Result<Dataset, Status> {
+    if described.files.len() > DATASET_FILES_MAX {
+        return Err(invalid(&format!("described.dataset.files: at most {DATASET_FILES_MAX}")));
+    }
+    let mut total = 0;
+    for file in &described.files {
+        if file.path.is_empty() || file.path.len() > PATH_BYTES_MAX {
+            return Err(invalid(&format!("file.path: must have 1 to {PATH_BYTES_MAX} bytes")));
+        }
+        total += within("file.records", file.records, 0, DATASET_RECORDS_MAX)?;
+        within("records of all files", total, 0, DATASET_RECORDS_MAX)?;
+    }
+    let files = described.files.into_iter().map(|f| File { path: f.path, records: f.records }).collect();
+    Ok(Dataset { files })
+}
+
+fn committed(message: v1::Committed) -> Result<Committed, Status> {
+    within("committed.compute_us (ranks)", message.compute_us.len() as u64, 0, u64::from(WORKERS_MAX))?;
+    Ok(Committed {
+        generation: generation("committed.generation", message.generation)?,
+        step: within("committed.step", message.step, 0, STEPS_MAX)?,
+        ranges: ranges("committed.ranges", message.ranges)?,
+        // Not finite is a model that diverges: the user's to see, not a fault of the message.
+        loss_sum: message.loss_sum,
+        records: within("committed.records", message.records, 0, DATASET_RECORDS_MAX)?,
+        compute_us: message.compute_us,
+    })
+}
+
+fn finished(message: v1::Finished) -> Result<Finished, Status> {
+    Ok(Finished {
+        generation: generation("finished.generation", message.generation)?,
+        step: within("finished.step", message.step, 0, STEPS_MAX)?,
+        digest: message.digest,
+        ledger: ledger("finished.ledger", message.ledger)?,
+        records_trained: message.records_trained,
+        summary: message.summary.map(|words| clip(words, SUMMARY_BYTES_MAX)),
+    })
+}
+
+fn phases(phases: Option<v1::Phases>) -> Result<Phases, Status> {
+    let phases = phases.ok_or_else(|| invalid("resumed.phases: must be there"))?;
+    let phase = |name, us| within(name, us, 0, PHASE_US_MAX);
+    Ok(Phases {
+        detect_us: phase("phases.detect_us", phases.detect_us)?,
+        agree_us: phase("phases.agree_us", phases.agree_us)?,
+        connect_us: phase("phases.connect_us", phases.connect_us)?,
+        state_us: phase("phases.state_us", phases.state_us)?,
+        first_step_us: phase("phases.first_step_us", phases.first_step_us)?,
+    })
+}
+
+fn ledger(name: &str, ledger: Option<v1::Ledger>) -> Result<LedgerReport, Status> {
+    let ledger = ledger.ok_or_else(|| invalid(&format!("{name}: must be there")))?;
+    Ok(LedgerReport {
+        // One more than the last epoch's number, when all are complete.
+        epochs_complete: within_u32(name, ledger.epochs_complete, EPOCHS_MAX)?,
+        ranges: ranges(name, ledger.ranges)?,
+        repeated: ledger.repeated_records,
+    })
+}
+
+fn ranges(name: &str, ranges: Vec<v1::Range>) -> Result<Vec<RecordRange>, Status> {
+    ranges.into_iter().map(|range| record_range(name, range)).collect()
+}
+
+fn record_range(name: &str, range: v1::Range) -> Result<RecordRange, Status> {
+    let v1::Range { epoch: number, start, end } = range;
+    if start >= end {
+        return Err(invalid(&format!("{name}: {start}..{end} holds no record")));
+    }
+    within(name, end, 1, DATASET_RECORDS_MAX)?;
+    Ok(RecordRange { epoch: epoch(name, number)?, start, end })
+}
+
+fn epoch(name: &str, epoch: u32) -> Result<u32, Status> {
+    within_u32(name, epoch, EPOCHS_MAX - 1)
+}
+
+fn generation(name: &str, generation: u64) -> Result<Generation, Status> {
+    within(name, generation, 1, u64::MAX - 1).map(Generation)
+}
+
+fn within_u32(name: &str, value: u32, max: u32) -> Result<u32, Status> {
+    if value > max {
+        return Err(invalid(&format!("{name}: {value} is more than {max}")));
+    }
+    Ok(value)
+}
+
+fn within(name: &str, value: u64, min: u64, max: u64) -> Result<u64, Status> {
+    if !(min..=max).contains(&value) {
+        return Err(invalid(&format!("{name}: {value} is not between {min} and {max}")));
+    }
+    Ok(value)
+}
+
+/// The first `bytes_max` bytes of `text`, rounded down to a whole character.
+fn clip(mut text: String, bytes_max: usize) -> String {
+    if text.len() > bytes_max {
+        let end = (0..=bytes_max).rev().find(|&end| text.is_char_boundary(end)).expect("0 is a boundary");
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}
+
+fn invalid(what: &str) -> Status {
+    Status::invalid_argument(what)
+}
+
+fn to_message(kind: master_message::Kind) -> v1::MasterMessage {
+    v1::MasterMessage { kind: Some(kind) }
+}
+
+fn to_membership(membership: Membership) -> v1::Membership {
+    let to_member = |(worker, address): (WorkerId, SocketAddr)| v1::Member {
+        worker: worker.0,
+        address: address.to_string(),
+    };
+    v1::Membership {
+        generation: membership.generation.0,
+        members: membership.members.into_iter().map(to_member).collect(),
+        abort: membership.abort,
+    }
+}
+
+fn to_dataset(dataset: Dataset) -> v1::Dataset {
+    let to_file = |file: File| v1::File { path: file.path, records: file.records };
+    v1::Dataset { files: dataset.files.into_iter().map(to_file).collect() }
+}
+
+fn to_range(range: RecordRange) -> v1::Range {
+    v1::Range { epoch: range.epoch, start: range.start, end: range.end }
+}
+
+const JOB_NAME_SHOWN_MAX: usize = 64;
+
+#[cfg(test)]
+mod tests;

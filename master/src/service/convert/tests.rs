@@ -1,0 +1,228 @@
+//! The table of conversions.
+
+use std::num::NonZeroU64;
+
+use super::*;
+use worker_message::Kind;
+
+fn range(epoch: u32, start: u64, end: u64) -> v1::Range {
+    v1::Range { epoch, start, end }
+}
+
+fn full_ledger() -> v1::Ledger {
+    v1::Ledger { epochs_complete: 1, ranges: vec![range(1, 2, 5)], repeated_records: 3 }
+}
+
+fn report() -> LedgerReport {
+    let ranges = vec![RecordRange { epoch: 1, start: 2, end: 5 }];
+    LedgerReport { epochs_complete: 1, ranges, repeated: 3 }
+}
+
+fn described(files: Vec<(&str, u64)>) -> Kind {
+    let files = files.into_iter().map(|(path, records)| v1::File { path: path.into(), records }).collect();
+    let dataset = v1::described::Outcome::Dataset(v1::Dataset { files });
+    Kind::Described(v1::Described { outcome: Some(dataset) })
+}
+
+fn commit() -> v1::Committed {
+    v1::Committed {
+        generation: 4,
+        step: 9,
+        ranges: vec![range(0, 0, 8)],
+        loss_sum: 2.5,
+        records: 8,
+        compute_us: vec![10, 20],
+    }
+}
+
+fn end() -> v1::Finished {
+    v1::Finished {
+        generation: 4,
+        step: 9,
+        digest: u64::MAX,
+        ledger: Some(full_ledger()),
+        records_trained: 8,
+        summary: Some("done".into()),
+    }
+}
+
+fn convert(kind: Kind) -> Result<FromWorker, String> {
+    from_worker(v1::WorkerMessage { kind: Some(kind) }).map_err(|status| status.message().into())
+}
+
+#[test]
+fn every_message_keeps_every_field() {
+    let generation = Generation(4);
+    let file = |path: &str, records| File { path: path.into(), records };
+    let error = v1::described::Outcome::Error("no such file".into());
+    let phases = v1::Phases { detect_us: 1, agree_us: 2, connect_us: 3, state_us: 4, first_step_us: 5 };
+    let table = [
+        (
+            described(vec![("a", 3), ("b", 0)]),
+            FromWorker::Described(Ok(Dataset { files: vec![file("a", 3), file("b", 0)] })),
+        ),
+        (
+            Kind::Described(v1::Described { outcome: Some(error) }),
+            FromWorker::Described(Err("no such file".into())),
+        ),
+        (Kind::Ready(v1::Ready { parameters: 5 }), FromWorker::Ready { parameters: 5 }),
+        (
+            Kind::LeaseRequest(v1::LeaseRequest { epoch: 2, records: 64 }),
+            FromWorker::LeaseRequest { epoch: 2, records: 64 },
+        ),
+        (
+            Kind::Formed(v1::Formed { generation: 4, step: 0, ledger: Some(full_ledger()) }),
+            FromWorker::Formed { generation, step: 0, ledger: report() },
+        ),
+        (
+            Kind::Committed(commit()),
+            FromWorker::Committed(Committed {
+                generation,
+                step: 9,
+                ranges: vec![RecordRange { epoch: 0, start: 0, end: 8 }],
+                loss_sum: 2.5,
+                records: 8,
+                compute_us: vec![10, 20],
+            }),
+        ),
+        (
+            Kind::Resumed(v1::Resumed { generation: 4, step: 9, phases: Some(phases) }),
+            FromWorker::Resumed {
+                generation,
+                step: 9,
+                phases: Phases { detect_us: 1, agree_us: 2, connect_us: 3, state_us: 4, first_step_us: 5 },
+            },
+        ),
+        (
+            Kind::Broken(v1::Broken { generation: 4, suspect: Some(3), error: "reset".into() }),
+            FromWorker::Broken { generation, suspect: Some(WorkerId(3)), error: "reset".into() },
+        ),
+        (
+            Kind::Failed(v1::Failed { error: "bad".into(), ranges: vec![range(1, 2, 3)], fatal: true }),
+            FromWorker::Failed {
+                error: "bad".into(),
+                ranges: vec![RecordRange { epoch: 1, start: 2, end: 3 }],
+                fatal: true,
+            },
+        ),
+        (Kind::Leaving(v1::Leaving {}), FromWorker::Leaving),
+        (
+            Kind::Finished(end()),
+            FromWorker::Finished(Finished {
+                generation,
+                step: 9,
+                digest: u64::MAX,
+                ledger: report(),
+                records_trained: 8,
+                summary: Some("done".into()),
+            }),
+        ),
+    ];
+    for (message, expected) in table {
+        assert_eq!(convert(message.clone()), Ok(expected), "{message:?}");
+    }
+}
+
+#[test]
+fn a_field_out_of_bounds_is_refused_by_name() {
+    let long = "x".repeat(PATH_BYTES_MAX + 1);
+    let huge = DATASET_RECORDS_MAX;
+    let formed = |ledger| Kind::Formed(v1::Formed { generation: 1, step: 1, ledger });
+    let with_ranges = |ranges| Kind::Committed(v1::Committed { ranges, ..commit() });
+    let slow = v1::Phases { state_us: u64::MAX, ..Default::default() };
+    let table = [
+        (Kind::Hello(v1::Hello::default()), "hello"),
+        (Kind::Described(v1::Described { outcome: None }), "described.outcome"),
+        (described(vec![("", 1)]), "file.path"),
+        (described(vec![(&long, 1)]), "file.path"),
+        (described(vec![("a", huge + 1)]), "file.records"),
+        (described(vec![("a", huge), ("b", 1)]), "records of all files"),
+        (described(vec![("a", u64::MAX), ("b", u64::MAX)]), "file.records"),
+        (Kind::Ready(v1::Ready { parameters: 0 }), "ready.parameters"),
+        (Kind::Ready(v1::Ready { parameters: u64::MAX }), "ready.parameters"),
+        (Kind::LeaseRequest(v1::LeaseRequest { epoch: 0, records: 0 }), "lease_request.records"),
+        (Kind::LeaseRequest(v1::LeaseRequest { epoch: EPOCHS_MAX, records: 1 }), "lease_request.epoch"),
+        (formed(None), "formed.ledger"),
+        (formed(Some(v1::Ledger { epochs_complete: u32::MAX, ..full_ledger() })), "formed.ledger"),
+        (Kind::Formed(v1::Formed { generation: 0, step: 1, ledger: None }), "formed.generation"),
+        (Kind::Formed(v1::Formed { generation: 1, step: u64::MAX, ledger: None }), "formed.step"),
+        (with_ranges(vec![range(0, 3, 3)]), "committed.ranges"),
+        (with_ranges(vec![range(0, 4, 3)]), "committed.ranges"),
+        (with_ranges(vec![range(0, 0, huge + 1)]), "committed.ranges"),
+        (with_ranges(vec![range(u32::MAX, 0, 1)]), "committed.ranges"),
+        (Kind::Committed(v1::Committed { generation: u64::MAX, ..commit() }), "committed.generation"),
+        (Kind::Committed(v1::Committed { records: u64::MAX, ..commit() }), "committed.records"),
+        (Kind::Committed(v1::Committed { compute_us: vec![0; 2000], ..commit() }), "committed.compute_us"),
+        (Kind::Resumed(v1::Resumed { generation: 1, step: 0, phases: None }), "resumed.step"),
+        (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: None }), "resumed.phases"),
+        (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: Some(slow) }), "phases.state_us"),
+        (Kind::Broken(v1::Broken::default()), "broken.generation"),
+        (Kind::Finished(v1::Finished { ledger: None, ..end() }), "finished.ledger"),
+        (Kind::Finished(v1::Finished { step: u64::MAX, ..end() }), "finished.step"),
+    ];
+    for (message, field) in table {
+        let shown = format!("{message:?}").chars().take(200).collect::<String>();
+        let error = convert(message).expect_err(&shown);
+        assert!(error.contains(field), "{shown}: {error}");
+    }
+    assert!(from_worker(v1::WorkerMessage { kind: None }).is_err());
+}
+
+#[test]
+fn a_long_text_is_cut_at_a_whole_character() {
+    let error = "ä".repeat(ERROR_BYTES_MAX);
+    let failed = convert(Kind::Failed(v1::Failed { error, ranges: Vec::new(), fatal: false }));
+    let Ok(FromWorker::Failed { error, .. }) = failed else { panic!("{failed:?}") };
+    assert_eq!(error, format!("{}…", "ä".repeat(ERROR_BYTES_MAX / 2)));
+}
+
+#[test]
+fn a_welcome_carries_the_jobs_options() {
+    let records = NonZeroU64::new(64).unwrap();
+    let spec = JobSpec {
+        name: "j".into(),
+        training_data: "d".into(),
+        num_workers: 2,
+        min_workers: 1,
+        max_workers: 4,
+        epochs: 3,
+        max_steps: Some(9),
+        batch: Batch::PerWorker(records),
+        records_per_shard: None,
+        shuffle: true,
+        seed: 5,
+        max_worker_restarts: 1,
+    };
+    let expected = |batch| v1::Welcome {
+        worker: 8,
+        options: Some(v1::Options {
+            training_data: "d".into(),
+            epochs: 3,
+            max_steps: Some(9),
+            batch: Some(batch),
+            shuffle: true,
+            seed: 5,
+        }),
+    };
+    let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;
+    let per_worker = expected(v1::options::Batch::MinibatchSize(64));
+    assert_eq!(said(&spec), Some(master_message::Kind::Welcome(per_worker)));
+    let global = expected(v1::options::Batch::GlobalBatchSize(64));
+    let spec = JobSpec { batch: Batch::Global(records), ..spec };
+    assert_eq!(said(&spec), Some(master_message::Kind::Welcome(global)));
+}
+
+#[test]
+fn a_membership_names_members_in_ring_order() {
+    let members =
+        vec![(WorkerId(2), "127.0.0.1:2".parse().unwrap()), (WorkerId(1), "127.0.0.1:1".parse().unwrap())];
+    let membership = Membership { generation: Generation(3), members, abort: true };
+    let member = |worker, address: &str| v1::Member { worker, address: address.into() };
+    let expected = v1::Membership {
+        generation: 3,
+        members: vec![member(2, "127.0.0.1:2"), member(1, "127.0.0.1:1")],
+        abort: true,
+    };
+    let said = to_worker(ToWorker::Membership(membership)).kind;
+    assert_eq!(said, Some(master_message::Kind::Membership(expected)));
+}

@@ -1,0 +1,131 @@
+//! Connections, before and after they have proved the job's token.
+//!
+//! **Invariant:** at most [`UNPROVEN_MAX`] connections are open without proof, each for [`PROOF_TIMEOUT`] at
+//! most; more wait in the listener's queue. So whoever can reach the port but has no token can't use up the
+//! master's files.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::Sleep;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::Connected;
+use tracing::warn;
+
+/// Accepts connections of `listener` until the stream is dropped.
+pub(super) fn accept(listener: TcpListener) -> ReceiverStream<io::Result<Connection>> {
+    let (connections, incoming) = mpsc::channel(1);
+    tokio::spawn(async move {
+        let unproven = Arc::new(Semaphore::new(UNPROVEN_MAX));
+        loop {
+            let permit = Arc::clone(&unproven).acquire_owned().await.expect("nobody closes this semaphore");
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                () = connections.closed() => return,
+            };
+            match accepted {
+                Ok((stream, _)) => {
+                    if connections.send(Ok(Connection::new(stream, permit))).await.is_err() {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    // Most often the limit of open files: it passes, but not sooner for being asked at once.
+                    warn!(%error, "can't accept a connection");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    });
+    ReceiverStream::new(incoming)
+}
+
+/// One connection; reading from it fails when its time to prove the token has passed.
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: TcpStream,
+    proof: Proof,
+    deadline: Pin<Box<Sleep>>,
+}
+
+impl Connection {
+    fn new(stream: TcpStream, permit: OwnedSemaphorePermit) -> Self {
+        if let Err(error) = stream.set_nodelay(true) {
+            warn!(%error, "can't set TCP_NODELAY");
+        }
+        let deadline = Box::pin(tokio::time::sleep(PROOF_TIMEOUT));
+        Self { stream, proof: Proof(Arc::new(Mutex::new(Some(permit)))), deadline }
+    }
+}
+
+/// Whether a connection has proved the token; goes with each of its requests.
+#[derive(Clone, Debug)]
+pub(super) struct Proof(Arc<Mutex<Option<OwnedSemaphorePermit>>>);
+
+impl Proof {
+    /// The connection has proved the token: it may stay, and makes room for the next.
+    pub(super) fn give(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    fn is_given(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+}
+
+impl Connected for Connection {
+    type ConnectInfo = Proof;
+
+    fn connect_info(&self) -> Proof {
+        self.proof.clone()
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if !self.proof.is_given() && self.deadline.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+const PROOF_TIMEOUT: Duration = Duration::from_secs(5);
+const UNPROVEN_MAX: usize = 64;

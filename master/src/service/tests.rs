@@ -1,0 +1,313 @@
+//! The server at its edge: what gets in, what does not, and what the job's queue hears of it.
+
+use std::net::{Ipv4Addr, SocketAddr};
+
+use elasticdl_proto::{RecordRange, v1};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tonic::Code;
+use tonic::transport::Channel;
+use v1::master_client::MasterClient;
+use v1::worker_message::Kind;
+
+use super::*;
+use crate::job::{LaunchId, ToWorker};
+
+const MUCH_LATER: Duration = Duration::from_secs(3600);
+
+struct Edge {
+    address: SocketAddr,
+    token: Token,
+    inputs: mpsc::Receiver<Input>,
+    _server: Server,
+}
+
+/// A worker's end of a stream.
+struct Stream {
+    outgoing: mpsc::Sender<v1::WorkerMessage>,
+    incoming: Streaming<v1::MasterMessage>,
+}
+
+impl Edge {
+    async fn start() -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let token = Token::random().unwrap();
+        let (sender, inputs) = mpsc::channel(16);
+        let server = Server::start(listener, "mnist", token.clone(), sender);
+        Self { address, token, inputs, _server: server }
+    }
+
+    async fn client(&self) -> MasterClient<Channel> {
+        MasterClient::connect(format!("http://{}", self.address)).await.unwrap()
+    }
+
+    /// Opens a stream with the right token and says `messages`.
+    async fn join(&self, messages: Vec<v1::WorkerMessage>) -> Stream {
+        let (outgoing, received) = mpsc::channel(64);
+        for message in messages {
+            outgoing.send(message).await.unwrap();
+        }
+        let request = with_token(ReceiverStream::new(received), &self.token.to_bearer());
+        let incoming = self.client().await.join(request).await.unwrap().into_inner();
+        Stream { outgoing, incoming }
+    }
+
+    /// Opens a stream that says hello, and takes its line from the queue.
+    async fn admitted(&mut self) -> (Stream, ConnectionId, Line) {
+        let stream = self.join(vec![hello()]).await;
+        match self.inputs.recv().await {
+            Some(Input::Connected { connection, line, .. }) => (stream, connection, line),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Answers one status question, so that a caller knows the queue is empty and the server serves.
+    async fn assert_nothing_reached_the_queue(&mut self) {
+        let (mut client, bearer) = (self.client().await, self.token.to_bearer());
+        let asked =
+            tokio::spawn(async move { client.status(with_token(v1::StatusRequest {}, &bearer)).await });
+        match self.inputs.recv().await {
+            Some(Input::Status { reply }) => drop(reply),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(asked.await.unwrap().unwrap_err().code(), Code::Unavailable);
+    }
+}
+
+impl Stream {
+    /// The code that the stream ends with.
+    async fn end(mut self) -> Code {
+        loop {
+            match self.incoming.message().await {
+                Ok(Some(_)) => {}
+                Ok(None) => return Code::Ok,
+                Err(status) => return status.code(),
+            }
+        }
+    }
+}
+
+fn with_token<T>(message: T, authorization: &str) -> Request<T> {
+    let mut request = Request::new(message);
+    request.metadata_mut().insert("authorization", authorization.parse().unwrap());
+    request
+}
+
+fn said(kind: Kind) -> v1::WorkerMessage {
+    v1::WorkerMessage { kind: Some(kind) }
+}
+
+fn hello() -> v1::WorkerMessage {
+    let hello = v1::Hello { job: "mnist".into(), launch: 7, address: "127.0.0.1:9".into(), pid: 42 };
+    said(Kind::Hello(hello))
+}
+
+#[tokio::test]
+async fn without_the_jobs_token_no_call_is_served() {
+    let mut edge = Edge::start().await;
+    let other = Token::random().unwrap().to_bearer();
+    for wrong in [None, Some(""), Some(other.as_str()), Some(&edge.token.to_hex())] {
+        let request = |message| match wrong {
+            Some(shown) => with_token(message, shown),
+            None => Request::new(message),
+        };
+        let mut client = edge.client().await;
+        let status = client.status(request(v1::StatusRequest {})).await.unwrap_err();
+        assert_eq!(status.code(), Code::Unauthenticated, "{wrong:?}");
+        let scale = Request::from_parts(
+            request(v1::StatusRequest {}).metadata().clone(),
+            tonic::Extensions::default(),
+            v1::ScaleRequest { num_workers: 1 },
+        );
+        assert_eq!(client.scale(scale).await.unwrap_err().code(), Code::Unauthenticated, "{wrong:?}");
+        let join = Request::from_parts(
+            request(v1::StatusRequest {}).metadata().clone(),
+            tonic::Extensions::default(),
+            tokio_stream::once(hello()),
+        );
+        assert_eq!(client.join(join).await.unwrap_err().code(), Code::Unauthenticated, "{wrong:?}");
+    }
+    edge.assert_nothing_reached_the_queue().await;
+}
+
+#[tokio::test]
+async fn a_streams_life_reaches_the_queue_in_order() {
+    let mut edge = Edge::start().await;
+    let (stream, connection, line) = edge.admitted().await;
+    stream.outgoing.send(said(Kind::Leaving(v1::Leaving {}))).await.unwrap();
+    let leaving = edge.inputs.recv().await;
+    assert!(
+        matches!(&leaving, Some(Input::Said { connection: c, message: FromWorker::Leaving })
+            if *c == connection),
+        "{leaving:?}"
+    );
+    drop(stream);
+    let closed = edge.inputs.recv().await;
+    assert!(matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection), "{closed:?}");
+    drop(line);
+}
+
+#[tokio::test]
+async fn a_line_carries_messages_in_order_and_ends_with_its_drop() {
+    let mut edge = Edge::start().await;
+    let (mut stream, _, line) = edge.admitted().await;
+    let lease = |start| ToWorker::Lease(vec![RecordRange { epoch: 0, start, end: start + 1 }]);
+    for start in 0..100 {
+        assert!(line.send(to_worker(lease(start))));
+    }
+    drop(line);
+    for start in 0..100 {
+        assert_eq!(stream.incoming.message().await.unwrap(), Some(to_worker(lease(start))));
+    }
+    assert_eq!(stream.end().await, Code::Ok);
+}
+
+#[tokio::test]
+async fn a_refused_worker_learns_why() {
+    let mut edge = Edge::start().await;
+    let (mut stream, _, line) = edge.admitted().await;
+    line.refuse("no such launch".into());
+    let status = stream.incoming.message().await.unwrap_err();
+    assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "no such launch"));
+}
+
+#[tokio::test]
+async fn a_worker_that_does_not_read_fills_its_outbox_and_no_more() {
+    let mut edge = Edge::start().await;
+    let (_stream, _, line) = edge.admitted().await;
+    // The server's tasks don't run in between: nothing is awaited.
+    let taken = (0..10 * OUTBOX_MAX).take_while(|_| line.send(to_worker(ToWorker::Drain))).count();
+    assert_eq!(taken, OUTBOX_MAX);
+}
+
+#[tokio::test]
+async fn what_is_not_a_hello_ends_the_stream_before_the_queue_hears_of_it() {
+    let mut edge = Edge::start().await;
+    let hello_with = |change: fn(&mut v1::Hello)| {
+        let Some(Kind::Hello(mut hello)) = hello().kind else { unreachable!() };
+        change(&mut hello);
+        said(Kind::Hello(hello))
+    };
+    let first_messages = [
+        said(Kind::Leaving(v1::Leaving {})),
+        v1::WorkerMessage { kind: None },
+        hello_with(|hello| hello.job = "other".into()),
+        hello_with(|hello| hello.address = "nowhere".into()),
+        hello_with(|hello| hello.address = "0.0.0.0:80".into()),
+        hello_with(|hello| hello.address = "127.0.0.1:0".into()),
+        hello_with(|hello| hello.pid = 0),
+    ];
+    for message in first_messages {
+        let stream = edge.join(vec![message.clone()]).await;
+        assert_eq!(stream.end().await, Code::InvalidArgument, "{message:?}");
+    }
+    edge.assert_nothing_reached_the_queue().await;
+}
+
+#[tokio::test]
+async fn a_stream_that_never_says_hello_is_ended() {
+    let mut edge = Edge::start().await;
+    let stream = edge.join(Vec::new()).await;
+    // From here on, time passes as soon as nothing else happens.
+    tokio::time::pause();
+    let ended = tokio::time::timeout(MUCH_LATER, stream.end()).await;
+    assert_eq!(ended.unwrap(), Code::DeadlineExceeded);
+    tokio::time::resume();
+    edge.assert_nothing_reached_the_queue().await;
+}
+
+#[tokio::test]
+async fn a_malformed_message_ends_its_stream_alone() {
+    let mut edge = Edge::start().await;
+    let (_bystander, _, _kept) = edge.admitted().await;
+    let (stream, connection, _line) = edge.admitted().await;
+    stream.outgoing.send(said(Kind::Ready(v1::Ready { parameters: 0 }))).await.unwrap();
+    let closed = edge.inputs.recv().await;
+    assert!(matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection), "{closed:?}");
+    assert_eq!(stream.end().await, Code::InvalidArgument);
+    edge.assert_nothing_reached_the_queue().await;
+}
+
+#[tokio::test]
+async fn a_message_over_the_limit_ends_its_stream() {
+    let mut edge = Edge::start().await;
+    let (stream, connection, _line) = edge.admitted().await;
+    let error = "x".repeat(MESSAGE_BYTES_MAX + 1);
+    let failed = v1::Failed { error, ranges: Vec::new(), fatal: false };
+    stream.outgoing.send(said(Kind::Failed(failed))).await.unwrap();
+    let closed = edge.inputs.recv().await;
+    assert!(matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection), "{closed:?}");
+}
+
+#[tokio::test]
+async fn bytes_that_are_no_http2_change_nothing() {
+    let mut edge = Edge::start().await;
+    let mut xorshift = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut garbage = vec![0; 4096];
+    for byte in &mut garbage {
+        xorshift ^= xorshift << 13;
+        xorshift ^= xorshift >> 7;
+        xorshift ^= xorshift << 17;
+        *byte = xorshift as u8;
+    }
+    let mut broken_frame = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    broken_frame.extend_from_slice(&garbage);
+    for bytes in [garbage.as_slice(), b"GET / HTTP/1.1\r\n\r\n", &broken_frame] {
+        let mut stream = TcpStream::connect(edge.address).await.unwrap();
+        // The server may hang up while this is being written.
+        let _ = stream.write_all(bytes).await;
+        let _ = stream.read_to_end(&mut Vec::new()).await;
+    }
+    edge.assert_nothing_reached_the_queue().await;
+}
+
+#[tokio::test]
+async fn a_silent_connection_is_closed_in_time() {
+    let edge = Edge::start().await;
+    let mut stream = TcpStream::connect(edge.address).await.unwrap();
+    stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    // The server has answered the preface: it has the connection.
+    assert!(stream.read(&mut [0; 1024]).await.unwrap() > 0);
+    tokio::time::pause();
+    // A reset is an end as well.
+    let mut rest = Vec::new();
+    assert!(tokio::time::timeout(MUCH_LATER, stream.read_to_end(&mut rest)).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_connection_that_has_proved_the_token_may_be_silent() {
+    let mut edge = Edge::start().await;
+    let (stream, connection, _line) = edge.admitted().await;
+    tokio::time::pause();
+    let closed = tokio::time::timeout(MUCH_LATER, edge.inputs.recv()).await;
+    assert!(closed.is_err(), "{connection:?} was closed: {closed:?}");
+    tokio::time::resume();
+    drop(stream);
+}
+
+#[tokio::test]
+async fn a_scale_is_answered_by_the_job() {
+    let mut edge = Edge::start().await;
+    let (mut client, bearer) = (edge.client().await, edge.token.to_bearer());
+    let request = with_token(v1::ScaleRequest { num_workers: 5 }, &bearer);
+    let asked = tokio::spawn(async move { client.scale(request).await });
+    match edge.inputs.recv().await {
+        Some(Input::Scale { num_workers: 5, reply }) => reply.send(Ok(3)).unwrap(),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(asked.await.unwrap().unwrap().into_inner().was, 3);
+}
+
+#[tokio::test]
+async fn a_hello_is_handed_over_field_by_field() {
+    let mut edge = Edge::start().await;
+    let _stream = edge.join(vec![hello()]).await;
+    match edge.inputs.recv().await {
+        Some(Input::Connected { hello, .. }) => {
+            let expected = Hello { launch: LaunchId(7), address: "127.0.0.1:9".parse().unwrap(), pid: 42 };
+            assert_eq!(hello, expected);
+        }
+        other => panic!("{other:?}"),
+    }
+}

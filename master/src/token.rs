@@ -1,0 +1,109 @@
+//! The job's secret: who knows it may speak to the master.
+
+use std::fmt;
+
+use subtle::ConstantTimeEq;
+
+/// 32 random bytes, one set per run of a job.
+///
+/// **Invariant:** never logged, compared in constant time, and on disk only in a file that its owner alone
+/// can read.
+#[derive(Clone)]
+pub struct Token([u8; BYTES]);
+
+impl Token {
+    /// Draws a new one from the system's source of randomness.
+    ///
+    /// # Errors
+    /// The system's source failed.
+    pub fn random() -> std::io::Result<Self> {
+        let mut bytes = [0; BYTES];
+        getrandom::fill(&mut bytes).map_err(std::io::Error::other)?;
+        Ok(Self(bytes))
+    }
+
+    /// Reads what [`Token::to_hex`] wrote; white space around it doesn't matter. `None` for anything else.
+    #[must_use]
+    pub fn from_hex(text: &str) -> Option<Self> {
+        let digits = text.trim().as_bytes();
+        if digits.len() != 2 * BYTES {
+            return None;
+        }
+        let mut bytes = [0; BYTES];
+        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+            *byte = (hex_digit(pair[0])? << 4) | hex_digit(pair[1])?;
+        }
+        Some(Self(bytes))
+    }
+
+    /// 64 lower-case hexadecimal digits.
+    #[must_use]
+    pub fn to_hex(&self) -> String {
+        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// What a request carries as its `authorization`.
+    #[must_use]
+    pub fn to_bearer(&self) -> String {
+        format!("{SCHEME}{}", self.to_hex())
+    }
+
+    /// Whether `authorization` (`Bearer <hex>`) proves this token. Takes the same time for every wrong one.
+    #[must_use]
+    pub fn is_proven_by(&self, authorization: &[u8]) -> bool {
+        let Some(digits) = authorization.strip_prefix(SCHEME.as_bytes()) else {
+            return false;
+        };
+        let Some(shown) = str::from_utf8(digits).ok().and_then(Self::from_hex) else {
+            return false;
+        };
+        shown.0.ct_eq(&self.0).into()
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+fn hex_digit(digit: u8) -> Option<u8> {
+    match digit {
+        b'0'..=b'9' => Some(digit - b'0'),
+        b'a'..=b'f' => Some(digit - b'a' + 10),
+        _ => None,
+    }
+}
+
+const BYTES: usize = 32;
+const SCHEME: &str = "Bearer ";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_proven_by_its_own_digits_alone() {
+        let token = Token::random().unwrap();
+        let other = Token::random().unwrap();
+        assert!(token.is_proven_by(token.to_bearer().as_bytes()));
+        let bare = token.to_hex();
+        let mut last_changed = token.to_bearer();
+        let last = if last_changed.pop() == Some('0') { '1' } else { '0' };
+        last_changed.push(last);
+        let wrong =
+            [other.to_bearer(), bare, last_changed, String::new(), "Bearer ".into(), "Bearer 00".into()];
+        for shown in wrong {
+            assert!(!token.is_proven_by(shown.as_bytes()), "{shown:?}");
+        }
+        assert!(!token.is_proven_by(b"Bearer \xff\xff"));
+    }
+
+    #[test]
+    fn a_token_survives_its_file_and_is_not_printed() {
+        let token = Token::random().unwrap();
+        let back = Token::from_hex(&format!("{}\n", token.to_hex())).unwrap();
+        assert_eq!(back.0, token.0);
+        assert_eq!(format!("{token:?}"), "Token(..)");
+    }
+}

@@ -1,0 +1,298 @@
+//! The `elasticdl` command as a user meets it: what it refuses, how it says so, and that it then has started
+//! nothing.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use elasticdl_master::jobdir::JobDir;
+use rustix::process::{Pid, Signal, kill_process};
+
+/// A home of its own, so that no test sees another's jobs.
+struct Home(tempfile::TempDir);
+
+struct Said {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl Home {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_elasticdl"));
+        command.args(args).current_dir(self.0.path()).env("XDG_STATE_HOME", self.path("state"));
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Said {
+        let Output { status, stdout, stderr } = self.command(args).output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        Said { code: status.code(), stdout: text(stdout), stderr: text(stderr) }
+    }
+
+    /// Runs `train` with `options`; the program notes in a file that it was started.
+    fn train(&self, options: &[&str]) -> Said {
+        let marker = self.path("started");
+        let script = format!("touch {}", marker.display());
+        let mut args = vec!["train"];
+        args.extend(options);
+        args.extend(["--", "/bin/sh", "-c", &script]);
+        let said = self.run(&args);
+        assert!(!marker.exists(), "the program was started: {options:?}");
+        said
+    }
+
+    fn entries(&self) -> Vec<String> {
+        fs::read_dir(self.0.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+    }
+}
+
+impl Said {
+    /// Asserts a refusal of bad input that names `parts`.
+    fn assert_refused(&self, parts: &[&str]) {
+        assert_eq!(self.code, Some(2), "{}{}", self.stdout, self.stderr);
+        assert!(self.stderr.starts_with("error: "), "{}", self.stderr);
+        for part in parts {
+            assert!(self.stderr.contains(part), "no {part:?} in {}", self.stderr);
+        }
+        assert_eq!(self.stdout, "");
+    }
+}
+
+const GOOD: [&str; 3] = ["--local", "--training-data", "d"];
+
+#[test]
+fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
+    let table: &[(&[&str], &[&str])] = &[
+        (&["--num-workers", "0"], &["--num-workers", "from 1 to 1024"]),
+        (&["--num-workers", "many"], &["--num-workers", "'many'", "from 1 to 1024"]),
+        (&["--num-workers", "2000", "--max-workers", "2000"], &["--num-workers", "from 1 to 1024"]),
+        (&["--min-workers", "3"], &["--min-workers 3", "--num-workers 2"]),
+        (&["--num-workers", "5", "--max-workers", "4"], &["--num-workers 5", "--max-workers 4"]),
+        (&["--num-epochs", "0"], &["--num-epochs", "from 1"]),
+        (&["--max-steps", "0"], &["--max-steps", "from 1"]),
+        (&["--global-batch-size", "0"], &["--global-batch-size", "from 1"]),
+        (&["--minibatch-size", "0"], &["--minibatch-size", "from 1"]),
+        (
+            &["--minibatch-size", "8", "--global-batch-size", "8"],
+            &["--minibatch-size", "cannot be used with"],
+        ),
+        (&["--records-per-shard", "0"], &["--records-per-shard", "from 1"]),
+        (&["--seed", "-1"], &["-1"]),
+        (&["--max-worker-restarts", "x"], &["--max-worker-restarts", "'x'"]),
+        (&["--master-timeout", "soon"], &["--master-timeout", "30s"]),
+        (&["--master-timeout", "1ms"], &["--master-timeout", "at least 1s"]),
+        (&["--job-name", "My_Job"], &["--job-name", "lower-case", "mnist-1"]),
+        (&["--job-name", "../x"], &["--job-name", "lower-case"]),
+        (&["--nonsense"], &["--nonsense"]),
+        (&["--job-dir", "/dev/null/job"], &["/dev/null/job", "--job-dir"]),
+        (&["--summary", "absent/summary.json"], &["absent/summary.json", "--summary"]),
+        (&["--summary", "/"], &["summary", "directory"]),
+    ];
+    for (options, parts) in table {
+        let home = Home::new();
+        let options: Vec<&str> = GOOD.iter().chain(*options).copied().collect();
+        home.train(&options).assert_refused(parts);
+        assert_eq!(home.entries(), [""; 0], "left by {options:?}");
+    }
+}
+
+#[test]
+fn what_is_needed_is_asked_for() {
+    let home = Home::new();
+    home.train(&["--training-data", "d"]).assert_refused(&["--local", "cluster"]);
+    home.train(&["--local"]).assert_refused(&["--training-data"]);
+    home.run(&["train", "--local", "--training-data", "d"]).assert_refused(&["PROGRAM"]);
+    assert_eq!(home.run(&[]).code, Some(2));
+}
+
+#[test]
+fn a_program_that_cannot_run_is_refused() {
+    let home = Home::new();
+    let train = |program: &str| home.run(&["train", "--local", "--training-data", "d", "--", program]);
+    train("no-such-program").assert_refused(&[
+        "`no-such-program`",
+        "$PATH",
+        "./target/release/no-such-program",
+    ]);
+    train("./absent").assert_refused(&["./absent", "No such file"]);
+    train("/").assert_refused(&["not a file"]);
+    train("").assert_refused(&["empty"]);
+    fs::write(home.path("my-script"), "#!/bin/sh\n").unwrap();
+    fs::set_permissions(home.path("my-script"), fs::Permissions::from_mode(0o644)).unwrap();
+    train("./my-script").assert_refused(&["./my-script", "not executable", "chmod +x"]);
+    train("my-script").assert_refused(&["`my-script`", "write ./ before"]);
+    assert_eq!(home.entries(), ["my-script"]);
+}
+
+#[test]
+fn a_directory_in_which_a_job_runs_is_refused() {
+    let home = Home::new();
+    let running = JobDir::create(&home.path("state/elasticdl/mnist")).unwrap();
+    running.publish("127.0.0.1:9".parse().unwrap()).unwrap();
+    let token = fs::read(running.token_path()).unwrap();
+    let pid = format!("process {}", std::process::id());
+    let options: Vec<&str> = GOOD.into_iter().chain(["--job-name", "mnist"]).collect();
+    home.train(&options).assert_refused(&["already running", &pid, "--job-name"]);
+    assert_eq!(fs::read(running.token_path()).unwrap(), token);
+}
+
+#[test]
+fn asking_a_job_that_is_not_there_says_so() {
+    let home = Home::new();
+    home.run(&["status", "nobody"]).assert_refused(&["no such job", "elasticdl/nobody"]);
+    home.run(&["scale", "nobody", "--num-workers", "3"]).assert_refused(&["no such job"]);
+    home.run(&["scale", "nobody", "--num-workers", "0"]).assert_refused(&["--num-workers", "from 1"]);
+    home.run(&["scale", "nobody"]).assert_refused(&["--num-workers"]);
+    let ended = JobDir::create(&home.path("state/elasticdl/mnist")).unwrap();
+    fs::write(ended.summary_path(), "{}").unwrap();
+    drop(ended);
+    for job in ["mnist", "./state/elasticdl/mnist"] {
+        let said = home.run(&["status", job]);
+        assert_eq!(said.code, Some(1), "{}", said.stderr);
+        assert!(
+            said.stderr.contains("not running") && said.stderr.contains("summary.json"),
+            "{}",
+            said.stderr
+        );
+    }
+}
+
+#[test]
+fn a_master_that_was_killed_is_reported_as_not_running() {
+    let home = Home::new();
+    let killed = JobDir::create(&home.path("killed")).unwrap();
+    // A port that was free a moment ago, and that nobody listens on.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    killed.publish(port).unwrap();
+    let said = home.run(&["status", "./killed"]);
+    assert_eq!(said.code, Some(1), "{}", said.stderr);
+    assert!(said.stderr.contains("does not answer"), "{}", said.stderr);
+}
+
+/// A job whose program is a shell script.
+fn job<'a>(options: &[&'a str], script: &'a str) -> Vec<&'a str> {
+    let mut args = vec!["train", "--local", "--training-data", "d", "--job-dir", "job"];
+    args.extend(options);
+    args.extend(["--", "/bin/sh", "-c", script]);
+    args
+}
+
+#[test]
+fn a_job_whose_program_fails_says_why_and_leaves_its_summary() {
+    let home = Home::new();
+    let script = "echo oh no >&2; exit 3";
+    let said = home.run(&job(&["--max-worker-restarts", "0", "--summary", "mine.json"], script));
+    assert_eq!(said.code, Some(1), "{}{}", said.stdout, said.stderr);
+    assert!(said.stdout.contains("failed after") && said.stdout.contains("mine.json"), "{}", said.stdout);
+    assert!(said.stderr.lines().last().unwrap().starts_with("error: "), "{}", said.stderr);
+    let summary = fs::read(home.path("mine.json")).unwrap();
+    assert_eq!(fs::read(home.path("job/summary.json")).unwrap(), summary);
+    let json: serde_json::Value = serde_json::from_slice(&summary).unwrap();
+    assert_eq!(json["state"], "failed");
+    let log = |name: &str| fs::read_to_string(home.path("job/logs").join(name)).unwrap();
+    assert!(!log("master.log").is_empty());
+    let workers: Vec<_> = fs::read_dir(home.path("job/logs"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.starts_with("worker-"))
+        .collect();
+    assert_eq!(workers.iter().map(|name| log(name)).collect::<Vec<_>>(), ["oh no\n"]);
+    assert!(!home.path("job/master.json").exists());
+}
+
+#[test]
+fn a_quiet_job_says_nothing_but_its_error() {
+    let home = Home::new();
+    let said = home.run(&job(&["--max-worker-restarts", "0", "--quiet"], "exit 3"));
+    assert_eq!((said.code, said.stdout.as_str()), (Some(1), ""));
+    assert_eq!(said.stderr.lines().count(), 1, "{}", said.stderr);
+    assert!(said.stderr.starts_with("error: "), "{}", said.stderr);
+}
+
+#[test]
+fn a_signal_stops_the_job_and_its_process_and_shows_in_the_exit_code() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let home = Home::new();
+        let pipe = home.path("pipe");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let script = "exec 3>pipe; echo started >&3; exec sleep 100000";
+        let mut command = home.command(&job(&[], script));
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(fs::File::open(&pipe).unwrap()).lines();
+        assert_eq!(lines.next().unwrap().unwrap(), "started");
+        let status = home.run(&["status", "./job", "--json"]);
+        let json: serde_json::Value = serde_json::from_str(&status.stdout).expect(&status.stderr);
+        assert_eq!(json["workers_wanted"], 2);
+        let scaled = home.run(&["scale", "./job", "--num-workers", "4"]);
+        assert_eq!(scaled.stdout, "workers: 2 -> 4\n", "{}", scaled.stderr);
+        home.run(&["scale", "./job", "--num-workers", "9"]).assert_refused(&["1 to 8 workers"]);
+        let pid = Pid::from_raw(child.id().cast_signed()).unwrap();
+        kill_process(pid, signal).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(code), "{}", String::from_utf8_lossy(&output.stderr));
+        // The last process that had the pipe open is gone.
+        assert!(lines.next().is_none());
+        let summary = fs::read_to_string(home.path("job/summary.json")).unwrap();
+        assert!(summary.contains(r#""state": "stopped""#), "{summary}");
+    }
+}
+
+#[test]
+fn the_help_is_a_manual() {
+    let home = Home::new();
+    let help = home.run(&["train", "--help"]);
+    assert_eq!((help.code, help.stderr.as_str()), (Some(0), ""));
+    let options = [
+        "--local",
+        "--job-name",
+        "--job-dir",
+        "--num-workers",
+        "--min-workers",
+        "--max-workers",
+        "--max-worker-restarts",
+        "--master-timeout",
+        "--training-data",
+        "--num-epochs",
+        "--max-steps",
+        "--global-batch-size",
+        "--minibatch-size",
+        "--records-per-shard",
+        "--shuffle",
+        "--no-shuffle",
+        "--seed",
+        "--summary",
+        "--quiet",
+        "Examples:",
+        "Exit codes:",
+        "Workers:",
+        "Data and steps:",
+        "[default: 30s]",
+        "[default: 2]",
+        "-- <PROGRAM> [ARGS]...",
+        "PROGRAM is your training program",
+    ];
+    for part in options {
+        assert!(help.stdout.contains(part), "no {part:?} in {}", help.stdout);
+    }
+    let widest = help.stdout.lines().map(|line| line.chars().count()).max();
+    assert!(widest <= Some(100), "{widest:?} columns");
+    for command in ["train", "status", "scale"] {
+        assert!(home.run(&["--help"]).stdout.contains(command));
+        assert_eq!(home.run(&[command, "-h"]).code, Some(0));
+    }
+    assert!(home.run(&["--version"]).stdout.starts_with("elasticdl "));
+    assert!(!Path::new(&home.path("state")).exists());
+}

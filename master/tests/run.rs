@@ -1,0 +1,272 @@
+//! A whole master in this process: its processes are shell scripts, and the test speaks for them on the wire.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::fs::{self, File};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use elasticdl_master::job::{Batch, JobSpec, Outcome};
+use elasticdl_master::jobdir::JobDir;
+use elasticdl_master::local::Launcher;
+use elasticdl_master::progress::Progress;
+use elasticdl_master::run::{Ended, Interrupt, Master};
+use elasticdl_proto::v1;
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+use tonic::{Code, Request, Streaming};
+use v1::master_client::MasterClient;
+use v1::master_message::Kind as Told;
+use v1::worker_message::Kind as Said;
+
+/// A running job. Its processes write their launch into a named pipe, then wait until that pipe is written
+/// to.
+struct Fixture {
+    _folder: tempfile::TempDir,
+    dir: JobDir,
+    pipe: PathBuf,
+    address: SocketAddr,
+    interrupts: mpsc::Sender<Interrupt>,
+    ended: JoinHandle<Ended>,
+}
+
+/// The test's end of a worker's stream.
+struct Worker {
+    outgoing: mpsc::Sender<v1::WorkerMessage>,
+    incoming: Streaming<v1::MasterMessage>,
+}
+
+impl Fixture {
+    async fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = JobDir::create(&folder.path().join("job")).unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let script = "echo $ELASTICDL_LAUNCH > $0; cat $0";
+        let args = vec!["-c".into(), script.into(), pipe.clone().into()];
+        let launcher = Launcher::new("/bin/sh".into(), args, &dir, Duration::from_secs(30));
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let token = dir.token().clone();
+        let master = Master::new(spec(), listener, token, launcher, Progress::quiet()).unwrap();
+        let (interrupts, interrupted) = mpsc::channel(4);
+        let ended = tokio::spawn(master.run(interrupted));
+        Self { _folder: folder, dir, pipe, address, interrupts, ended }
+    }
+
+    /// Waits for the next launch.
+    async fn launched(&self) -> u64 {
+        let pipe = self.pipe.clone();
+        let line = tokio::task::spawn_blocking(move || fs::read_to_string(pipe).unwrap()).await.unwrap();
+        line.trim().parse().unwrap()
+    }
+
+    /// Lets a launched process end by itself.
+    async fn let_end(&self) {
+        let pipe = self.pipe.clone();
+        tokio::task::spawn_blocking(move || drop(File::options().write(true).open(pipe).unwrap()))
+            .await
+            .unwrap();
+    }
+
+    async fn client(&self) -> MasterClient<Channel> {
+        MasterClient::connect(format!("http://{}", self.address)).await.unwrap()
+    }
+
+    fn proven<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        request.metadata_mut().insert("authorization", self.dir.token().to_bearer().parse().unwrap());
+        request
+    }
+
+    async fn join(&self, launch: u64) -> Worker {
+        let (outgoing, received) = mpsc::channel(16);
+        let hello = v1::Hello { job: "mnist".into(), launch, address: "127.0.0.1:9".into(), pid: 42 };
+        outgoing.send(v1::WorkerMessage { kind: Some(Said::Hello(hello)) }).await.unwrap();
+        let request = self.proven(ReceiverStream::new(received));
+        let incoming = self.client().await.join(request).await.unwrap().into_inner();
+        Worker { outgoing, incoming }
+    }
+
+    async fn ended(self) -> Ended {
+        self.ended.await.unwrap()
+    }
+}
+
+impl Worker {
+    async fn say(&self, kind: Said) {
+        self.outgoing.send(v1::WorkerMessage { kind: Some(kind) }).await.unwrap();
+    }
+
+    async fn told(&mut self) -> Told {
+        self.incoming.message().await.unwrap().expect("the stream is open").kind.unwrap()
+    }
+
+    /// Takes the messages up to the one that `wanted` takes something from.
+    async fn told_of<T>(&mut self, wanted: impl Fn(Told) -> Option<T>) -> T {
+        loop {
+            if let Some(found) = wanted(self.told().await) {
+                return found;
+            }
+        }
+    }
+}
+
+fn spec() -> JobSpec {
+    JobSpec {
+        name: "mnist".into(),
+        training_data: "d".into(),
+        num_workers: 1,
+        min_workers: 1,
+        max_workers: 3,
+        epochs: 1,
+        max_steps: None,
+        batch: Batch::Global(NonZeroU64::new(4).unwrap()),
+        records_per_shard: None,
+        shuffle: false,
+        seed: 0,
+        max_worker_restarts: 0,
+    }
+}
+
+fn described(outcome: v1::described::Outcome) -> Said {
+    Said::Described(v1::Described { outcome: Some(outcome) })
+}
+
+#[tokio::test]
+async fn a_job_runs_from_its_first_launch_to_its_last_word() {
+    let job = Fixture::start().await;
+    let mut worker = job.join(job.launched().await).await;
+    let Told::Welcome(welcome) = worker.told().await else { panic!("no welcome") };
+    assert_eq!(welcome.options.unwrap().training_data, "d");
+    assert_eq!(worker.told().await, Told::Describe(v1::Describe {}));
+    let dataset = v1::Dataset { files: vec![v1::File { path: "a".into(), records: 4 }] };
+    worker.say(described(v1::described::Outcome::Dataset(dataset.clone()))).await;
+    assert_eq!(worker.told().await, Told::Prepare(v1::Prepare { dataset: Some(dataset) }));
+    worker.say(Said::LeaseRequest(v1::LeaseRequest { epoch: 0, records: 4 })).await;
+    worker.say(Said::Ready(v1::Ready { parameters: 10 })).await;
+    let generation = worker
+        .told_of(|told| match told {
+            Told::Membership(membership) => Some(membership.generation),
+            _ => None,
+        })
+        .await;
+    let nothing = v1::Ledger { epochs_complete: 0, ranges: Vec::new(), repeated_records: 0 };
+    worker.say(Said::Formed(v1::Formed { generation, step: 0, ledger: Some(nothing) })).await;
+    let mut leased = Vec::new();
+    while leased.iter().map(|range: &v1::Range| range.end - range.start).sum::<u64>() < 4 {
+        leased.extend(
+            worker
+                .told_of(|told| match told {
+                    Told::Lease(lease) => Some(lease.ranges),
+                    _ => None,
+                })
+                .await,
+        );
+    }
+    let committed = v1::Committed {
+        generation,
+        step: 1,
+        ranges: leased,
+        loss_sum: 8.0,
+        records: 4,
+        compute_us: vec![10],
+    };
+    worker.say(Said::Committed(committed)).await;
+    let all = v1::Ledger { epochs_complete: 1, ranges: Vec::new(), repeated_records: 0 };
+    let finished = v1::Finished {
+        generation,
+        step: 1,
+        digest: 77,
+        ledger: Some(all),
+        records_trained: 4,
+        summary: Some("accuracy 1".into()),
+    };
+    worker.say(Said::Finished(finished)).await;
+    worker.told_of(|told| matches!(told, Told::Shutdown(_)).then_some(())).await;
+    drop(worker);
+    job.let_end().await;
+    let Ended { outcome, summary } = job.ended().await;
+    assert_eq!((outcome, summary.state, summary.steps), (Outcome::Completed, "completed", 1), "{summary:?}");
+    assert_eq!((summary.records.counted, summary.records.missing, summary.records.repeated), (4, 0, 0));
+    assert_eq!(summary.model_summary.as_deref(), Some("accuracy 1"));
+    assert_eq!(summary.loss.last, Some(2.0));
+}
+
+#[tokio::test]
+async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
+    let job = Fixture::start().await;
+    let mut worker = job.join(job.launched().await).await;
+    worker.told_of(|told| matches!(told, Told::Describe(_)).then_some(())).await;
+    worker.say(described(v1::described::Outcome::Error("d: no such file".into()))).await;
+    worker.told_of(|told| matches!(told, Told::Shutdown(_)).then_some(())).await;
+    drop(worker);
+    job.let_end().await;
+    let Ended { outcome, summary } = job.ended().await;
+    assert_eq!((outcome, summary.state), (Outcome::Refused, "refused"));
+    assert!(summary.error.as_ref().is_some_and(|e| e.contains("d: no such file")), "{:?}", summary.error);
+}
+
+#[tokio::test]
+async fn an_interrupt_that_kills_ends_the_job_at_once() {
+    let job = Fixture::start().await;
+    let _worker = job.join(job.launched().await).await;
+    job.interrupts.send(Interrupt::Kill).await.unwrap();
+    assert_eq!(job.ended().await.outcome, Outcome::Stopped);
+}
+
+#[tokio::test]
+async fn a_stop_before_there_is_a_group_ends_the_job() {
+    let job = Fixture::start().await;
+    job.launched().await;
+    job.interrupts.send(Interrupt::Stop).await.unwrap();
+    let Ended { outcome, summary } = job.ended().await;
+    assert_eq!((outcome, summary.state), (Outcome::Stopped, "stopped"));
+}
+
+#[tokio::test]
+async fn a_worker_whose_stream_ends_is_replaced_or_fails_the_job() {
+    let job = Fixture::start().await;
+    let worker = job.join(job.launched().await).await;
+    // Its process runs on, and is ended for it: someone else's doing, so it is replaced without counting.
+    drop(worker);
+    assert!(job.launched().await > 0);
+    job.interrupts.send(Interrupt::Kill).await.unwrap();
+    job.ended().await;
+}
+
+#[tokio::test]
+async fn a_worker_that_nobody_launched_is_refused() {
+    let job = Fixture::start().await;
+    let launch = job.launched().await;
+    let mut stranger = job.join(launch + 1000).await;
+    assert_eq!(stranger.incoming.message().await.unwrap_err().code(), Code::FailedPrecondition);
+    job.interrupts.send(Interrupt::Kill).await.unwrap();
+    job.ended().await;
+}
+
+#[tokio::test]
+async fn a_job_is_scaled_within_its_bounds_and_shows_it() {
+    let job = Fixture::start().await;
+    let launch = job.launched().await;
+    let worker = job.join(launch).await;
+    let mut client = job.client().await;
+    let scale = |num_workers| job.proven(v1::ScaleRequest { num_workers });
+    for out_of_bounds in [0, 4, u32::MAX] {
+        let refused = client.scale(scale(out_of_bounds)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains("1 to 3 workers"), "{}", refused.message());
+    }
+    assert_eq!(client.scale(scale(3)).await.unwrap().into_inner().was, 1);
+    let status = client.status(job.proven(v1::StatusRequest {})).await.unwrap().into_inner();
+    assert_eq!((status.job.as_str(), status.workers_wanted), ("mnist", 3));
+    assert_eq!(status.workers.iter().map(|w| w.pid).collect::<Vec<_>>(), [42]);
+    drop(worker);
+    job.interrupts.send(Interrupt::Kill).await.unwrap();
+    job.ended().await;
+}
