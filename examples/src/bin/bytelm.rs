@@ -1,0 +1,425 @@
+//! A small language model of bytes.
+//!
+//! A transformer as of today, scaled down to learn something visible within a minute on two cores: blocks of
+//! causal attention and a feed-forward network, normalised before each. What is unusual is the input: the
+//! embedding of a byte is summed with embeddings of the few bytes before it, each from a table of its own.
+//! That costs next to nothing and saves the attention from having to learn what letters stand side by side.
+
+use std::process::ExitCode;
+
+use candle_core::{D, Device, Tensor};
+use clap::Parser;
+use elasticdl_examples::ops::{causal_softmax, cross_entropy, rms_norm};
+use elasticdl_worker::candle::{Candle, CandleModel, Init, Parameters};
+use elasticdl_worker::readers::TextWindows;
+use elasticdl_worker::{Optimizer, Schedule, UserError};
+use rand::rngs::ChaCha8Rng;
+use rand::{Rng, SeedableRng};
+
+fn main() -> ExitCode {
+    elasticdl_worker::run(Candle::new(ByteModel { arguments: Arguments::parse(), bits_per_byte: None }))
+}
+
+/// Trains a small language model on the bytes of text files.
+#[derive(Clone, Debug, Parser)]
+struct Arguments {
+    /// Bytes that the model looks back at
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    context: u32,
+    /// Numbers that stand for one byte; a multiple of --heads
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    width: u32,
+    /// Blocks of attention and feed-forward network
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    layers: u32,
+    /// Attention heads per block
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    heads: u32,
+    /// Bytes, up to and with the last, whose embeddings are summed
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=16))]
+    tail: u32,
+    /// Learning rate, after the warm-up
+    #[arg(long, default_value_t = 0.006, value_parser = rate)]
+    rate: f64,
+    /// Steps until the full learning rate
+    #[arg(long, default_value_t = 20)]
+    warm_up: u64,
+    /// Step at which the learning rate has fallen to a tenth [default: it stays]
+    #[arg(long)]
+    steps: Option<u64>,
+    /// In folders, read only files with these extensions, as rs,md [default: all]
+    #[arg(long, value_delimiter = ',')]
+    extensions: Vec<String>,
+    /// Read only so many bytes, from the first file on [default: all]
+    #[arg(long)]
+    limit_bytes: Option<u64>,
+    /// What the sampled text at the end begins with
+    #[arg(long, default_value = "\n")]
+    prompt: String,
+}
+
+/// The model, and how well it did lately.
+#[derive(Debug)]
+struct ByteModel {
+    arguments: Arguments,
+    /// Running mean over this worker's latest records; each was predicted before it was learned.
+    bits_per_byte: Option<f64>,
+}
+
+#[derive(Debug)]
+struct Network {
+    /// `[256, width]` each: of the last byte, of the one before, and so on.
+    embeddings: Vec<Tensor>,
+    /// `[context, width]`
+    positions: Tensor,
+    blocks: Vec<Block>,
+    /// `[width, 256]`
+    head: Tensor,
+}
+
+/// Matrices, each `[inputs, outputs]`.
+#[derive(Debug)]
+struct Block {
+    /// Queries, keys and values.
+    attend: Tensor,
+    merge: Tensor,
+    widen: Tensor,
+    narrow: Tensor,
+}
+
+#[derive(Debug)]
+struct Batch {
+    windows: usize,
+    /// For each of the tail's places, all windows' bytes at it: `[windows · context]` of u32.
+    inputs: Vec<Tensor>,
+    /// `[windows · context]` of u32.
+    targets: Tensor,
+}
+
+impl CandleModel for ByteModel {
+    type Reader = TextWindows;
+    type Network = Network;
+    type Batch = Batch;
+
+    fn reader(&self) -> TextWindows {
+        let extensions: Vec<&str> = self.arguments.extensions.iter().map(String::as_str).collect();
+        TextWindows::new(self.arguments.context as usize)
+            .extensions(&extensions)
+            .limit_bytes(self.arguments.limit_bytes.unwrap_or(u64::MAX))
+    }
+
+    fn build(&self, parameters: &mut Parameters) -> Result<Network, UserError> {
+        let Arguments { context, width, layers, heads, tail, .. } = self.arguments;
+        if width % heads > 0 {
+            return Err(format!("--width {width} is not a multiple of --heads {heads}").into());
+        }
+        let width = width as usize;
+        let mut matrix = |name: String, inputs: usize, outputs: usize, gain: f64| {
+            parameters.declare(&name, (inputs, outputs), Init::Normal { std: gain / (inputs as f64).sqrt() })
+        };
+        let mut blocks = Vec::new();
+        // What a block adds starts small, so that the sum over blocks starts no longer than one.
+        let small = 1.0 / f64::from(2 * layers).sqrt();
+        for i in 0..layers {
+            blocks.push(Block {
+                attend: matrix(format!("block.{i}.attend"), width, 3 * width, 1.0)?,
+                merge: matrix(format!("block.{i}.merge"), width, width, small)?,
+                widen: matrix(format!("block.{i}.widen"), width, 4 * width, 1.0)?,
+                narrow: matrix(format!("block.{i}.narrow"), 4 * width, width, small)?,
+            });
+        }
+        let head = matrix("head".to_owned(), width, 256, 0.1)?;
+        let positions =
+            parameters.declare("positions", (context as usize, width), Init::Normal { std: 0.02 })?;
+        let embeddings = (0..tail)
+            .map(|i| parameters.declare(&format!("embedding.{i}"), (256, width), Init::Normal { std: 0.5 }))
+            .collect::<Result<_, _>>()?;
+        Ok(Network { embeddings, positions, blocks, head })
+    }
+
+    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Batch, UserError> {
+        let targets = records.iter().flat_map(|record| record[1..].iter().map(|&byte| u32::from(byte)));
+        let targets = Tensor::from_iter(targets, &Device::Cpu)?;
+        let inputs: Vec<&[u8]> = records.iter().map(|record| &record[..record.len() - 1]).collect();
+        Ok(Batch { windows: records.len(), inputs: self.inputs(&inputs)?, targets })
+    }
+
+    fn loss(&mut self, network: &Network, batch: Batch) -> Result<Tensor, UserError> {
+        let Batch { windows, inputs, targets } = batch;
+        let logits = self.logits(network, windows, &inputs)?;
+        // A record's loss is the mean over its bytes: the job's loss is nats per byte.
+        let loss = (cross_entropy(&logits, &targets)?.sum_all()? / f64::from(self.arguments.context))?;
+        let bits = f64::from(loss.to_scalar::<f32>()?) / windows as f64 / std::f64::consts::LN_2;
+        let mean = self.bits_per_byte.unwrap_or(bits);
+        self.bits_per_byte = Some(mean + (bits - mean) * (windows as f64 / 256.0).min(1.0));
+        Ok(loss)
+    }
+
+    fn optimizer(&self) -> Optimizer {
+        let Arguments { rate, warm_up, steps, .. } = self.arguments;
+        let schedule = match steps {
+            Some(total) => Schedule::Cosine { warm_up, total, floor: 0.1 },
+            None => Schedule::WarmUp { steps: warm_up },
+        };
+        Optimizer::adam_w(rate).betas(0.9, 0.95).weight_decay(0.1).clip_norm(1.0).schedule(schedule)
+    }
+
+    fn micro_batch(&self) -> Option<usize> {
+        Some(MICRO_BATCH)
+    }
+
+    fn summary(&mut self, network: &Network) -> Result<Option<String>, UserError> {
+        let text = self.sample(network, SAMPLE_BYTES)?;
+        let bits =
+            self.bits_per_byte.map_or_else(|| "no record here".to_owned(), |bits| format!("{bits:.3}"));
+        Ok(Some(format!("bits per byte: {bits}\nsample:\n{text}")))
+    }
+}
+
+impl ByteModel {
+    /// The tail's bytes at each place of each window, a zero where there is none.
+    fn inputs(&self, windows: &[&[u8]]) -> Result<Vec<Tensor>, UserError> {
+        let shifted = |back: usize| {
+            let bytes = windows.iter().flat_map(|window| {
+                (0..window.len()).map(move |i| if i < back { 0 } else { u32::from(window[i - back]) })
+            });
+            Ok(Tensor::from_iter(bytes, &Device::Cpu)?)
+        };
+        (0..self.arguments.tail as usize).map(shifted).collect()
+    }
+
+    /// Scores of each next byte, `[windows · length, 256]`, for windows of one length.
+    fn logits(&self, network: &Network, windows: usize, inputs: &[Tensor]) -> Result<Tensor, UserError> {
+        let width = self.arguments.width as usize;
+        let length = inputs[0].elem_count() / windows;
+        let positions = network.positions.narrow(0, 0, length)?;
+        let mut state = network.embeddings[0].index_select(&inputs[0], 0)?;
+        for (embedding, input) in network.embeddings.iter().zip(inputs).skip(1) {
+            state = (state + embedding.index_select(input, 0)?)?;
+        }
+        let mut state =
+            state.reshape((windows, length, width))?.broadcast_add(&positions)?.reshape(((), width))?;
+        for block in &network.blocks {
+            state = (&state + self.attention(block, windows, &rms_norm(&state)?)?)?;
+            let wide = rms_norm(&state)?.matmul(&block.widen)?.relu()?.sqr()?;
+            state = (&state + wide.matmul(&block.narrow)?)?;
+        }
+        Ok(rms_norm(&state)?.matmul(&network.head)?)
+    }
+
+    fn attention(&self, block: &Block, windows: usize, state: &Tensor) -> Result<Tensor, UserError> {
+        let heads = self.arguments.heads as usize;
+        let (rows, width) = state.dims2()?;
+        let (length, depth) = (rows / windows, width / heads);
+        let all = state.matmul(&block.attend)?.reshape((windows, length, 3, heads, depth))?;
+        let part = |i: usize| {
+            let part = all.narrow(2, i, 1)?.squeeze(2)?.transpose(1, 2)?.contiguous()?;
+            part.reshape((windows * heads, length, depth))
+        };
+        let (queries, keys, values) = (part(0)?, part(1)?, part(2)?);
+        let scores = (queries.matmul(&keys.transpose(D::Minus1, D::Minus2)?)? / (depth as f64).sqrt())?;
+        let seen = causal_softmax(&scores)?.matmul(&values)?;
+        let seen = seen.reshape((windows, heads, length, depth))?.transpose(1, 2)?.reshape((rows, width))?;
+        Ok(seen.matmul(&block.merge)?)
+    }
+
+    /// The prompt and `bytes` bytes drawn after it, with what can't be printed replaced.
+    fn sample(&self, network: &Network, bytes: usize) -> Result<String, UserError> {
+        let mut random = ChaCha8Rng::seed_from_u64(0);
+        let mut text = self.arguments.prompt.clone().into_bytes();
+        if text.is_empty() {
+            text.push(b'\n');
+        }
+        for _ in 0..bytes {
+            let window = &text[text.len().saturating_sub(self.arguments.context as usize)..];
+            let logits = self.logits(network, 1, &self.inputs(&[window])?)?;
+            let logits: Vec<f32> = logits.get(window.len() - 1)?.to_vec1()?;
+            let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let weights: Vec<f32> = logits.iter().map(|logit| ((logit - max) / TEMPERATURE).exp()).collect();
+            let uniform = (random.next_u32() >> 8) as f32 / (1u32 << 24) as f32;
+            let mut rest = uniform * weights.iter().sum::<f32>();
+            let drawn = weights.iter().position(|weight| {
+                rest -= weight;
+                rest < 0.0
+            });
+            // Rounding may leave a little after the last.
+            text.push(drawn.unwrap_or(255) as u8);
+        }
+        let printable = |c: char| if c == '\n' || !c.is_control() { c } else { '\u{fffd}' };
+        Ok(String::from_utf8_lossy(&text).chars().map(printable).collect())
+    }
+}
+
+/// Windows computed at once: as many as keep the arithmetic units busy without leaving the caches.
+const MICRO_BATCH: usize = 16;
+
+const SAMPLE_BYTES: usize = 200;
+
+/// Below 1, so that the sample shows more of what the model is sure of.
+const TEMPERATURE: f32 = 0.7;
+
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(rate) if rate > 0.0 && rate < 10.0 => Ok(rate),
+        _ => Err("a learning rate is a number above 0 and below 10".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_worker::Model;
+
+    use super::*;
+
+    const SMALL: [&str; 9] = [
+        "bytelm",
+        "--context=6",
+        "--width=8",
+        "--heads=2",
+        "--layers=2",
+        "--tail=3",
+        "--rate=0.01",
+        "--warm-up=1",
+        "--prompt=ab",
+    ];
+
+    fn small() -> (Candle<ByteModel>, Vec<f32>) {
+        let arguments = Arguments::parse_from(SMALL);
+        let mut model = Candle::new(ByteModel { arguments, bits_per_byte: None });
+        let mut parameters = vec![0.0; model.parameters()];
+        model.initialize(1, &mut parameters).unwrap();
+        (model, parameters)
+    }
+
+    /// The logits, `[windows · length][256]`, of a network whose initial parameters are drawn, not 0.
+    fn logits(windows: &[&[u8]]) -> Vec<Vec<f32>> {
+        let model = ByteModel { arguments: Arguments::parse_from(SMALL), bits_per_byte: None };
+        let mut parameters = Parameters::default();
+        let mut network = model.build(&mut parameters).unwrap();
+        let mut random = ChaCha8Rng::seed_from_u64(3);
+        let mut draw = |tensor: &mut Tensor| {
+            let numbers = (0..tensor.elem_count()).map(|_| random.next_u32() as f32 / u32::MAX as f32 - 0.5);
+            *tensor = Tensor::from_iter(numbers, &Device::Cpu).unwrap().reshape(tensor.shape()).unwrap();
+        };
+        network.embeddings.iter_mut().for_each(&mut draw);
+        draw(&mut network.positions);
+        draw(&mut network.head);
+        for Block { attend, merge, widen, narrow } in &mut network.blocks {
+            [attend, merge, widen, narrow].into_iter().for_each(&mut draw);
+        }
+        let inputs = model.inputs(windows).unwrap();
+        let logits = model.logits(&network, windows.len(), &inputs).unwrap();
+        logits.to_vec2().unwrap()
+    }
+
+    #[test]
+    fn a_later_byte_does_not_change_earlier_logits() {
+        let before = logits(&[b"abcdef", b"ghijkl"]);
+        let after = logits(&[b"abcdXf", b"ghijkl"]);
+        for (place, (before, after)) in before.iter().zip(&after).enumerate() {
+            // Of the first window the fifth byte and the one after it see the change; the second window sees
+            // nothing.
+            assert_eq!(before != after, place == 4 || place == 5, "place {place}");
+        }
+    }
+
+    #[test]
+    fn every_earlier_byte_counts() {
+        let before = logits(&[b"abcdef"]);
+        for changed in 0..6 {
+            let mut window = *b"abcdef";
+            window[changed] = b'X';
+            assert_ne!(logits(&[&window])[5], before[5], "the last logits do not see byte {changed}");
+        }
+    }
+
+    #[test]
+    fn inputs_are_shifted_within_their_window_and_targets_are_the_next_bytes() {
+        let mut model = ByteModel { arguments: Arguments::parse_from(SMALL), bits_per_byte: None };
+        let batch = model.feed(vec![vec![1, 2, 3, 4, 5, 6, 7], vec![11, 12, 13, 14, 15, 16, 17]]).unwrap();
+        let inputs: Vec<Vec<u32>> = batch.inputs.iter().map(|input| input.to_vec1().unwrap()).collect();
+        let expected = [
+            [1, 2, 3, 4, 5, 6, 11, 12, 13, 14, 15, 16],
+            [0, 1, 2, 3, 4, 5, 0, 11, 12, 13, 14, 15],
+            [0, 0, 1, 2, 3, 4, 0, 0, 11, 12, 13, 14],
+        ];
+        assert_eq!(inputs, expected);
+        assert_eq!(batch.targets.to_vec1::<u32>().unwrap(), [2, 3, 4, 5, 6, 7, 12, 13, 14, 15, 16, 17]);
+    }
+
+    #[test]
+    fn a_model_starts_at_eight_bits_per_byte_and_learns() {
+        let (mut model, mut parameters) = small();
+        let mut slots = vec![0.0; parameters.len() * model.slots()];
+        let mut losses = Vec::new();
+        for step in 0..200 {
+            let batch = model.feed(vec![b"abababa".to_vec(), b"bababab".to_vec()]).unwrap();
+            let mut sum = vec![0.0; parameters.len()];
+            losses.push(model.gradients(&parameters, batch, &mut sum).unwrap() / 2.0);
+            let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
+            model
+                .update(elasticdl_worker::Update { step, records: 2, sum: &sum, parameters, slots })
+                .unwrap();
+        }
+        assert!((losses[0] / std::f64::consts::LN_2 - 8.0).abs() < 0.1, "{}", losses[0]);
+        assert!(losses[199] < 0.1, "{losses:?}");
+        let summary = model.summary(&parameters).unwrap().unwrap();
+        let sample = "ab".repeat(1 + SAMPLE_BYTES / 2);
+        assert!(summary.ends_with(&format!("sample:\n{sample}")), "{summary}");
+        assert!(summary.starts_with("bits per byte: "), "{summary}");
+    }
+
+    #[test]
+    fn gradients_equal_finite_differences() {
+        let (mut model, parameters) = small();
+        let records = || vec![b"abcdefg".to_vec(), b"gfaedcb".to_vec()];
+        let mut sum = vec![0.0; parameters.len()];
+        let batch = model.feed(records()).unwrap();
+        model.gradients(&parameters, batch, &mut sum).unwrap();
+        let mut loss_at = |parameters: &[f32]| {
+            let batch = model.feed(records()).unwrap();
+            model.gradients(parameters, batch, &mut vec![0.0; parameters.len()]).unwrap()
+        };
+        // Along the gradient in single tensors' worth of stretches: each has many elements, so rounding
+        // averages out.
+        for stretch in
+            sum.chunks(192).zip((0..).step_by(192)).filter(|(part, _)| part.iter().any(|&g| g != 0.0))
+        {
+            let (part, start) = stretch;
+            let length = part.iter().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>().sqrt();
+            let mut move_by = |distance: f64| {
+                let mut moved = parameters.clone();
+                for (moved, &gradient) in moved[start..].iter_mut().zip(part) {
+                    *moved += (f64::from(gradient) / length * distance) as f32;
+                }
+                loss_at(&moved)
+            };
+            let slope = (move_by(0.02) - move_by(-0.02)) / 0.04;
+            assert!((slope - length).abs() < 0.02 * length + 1e-3, "from {start}: {slope} is not {length}");
+        }
+    }
+
+    #[test]
+    fn queries_keys_and_values_all_take_part() {
+        let (mut model, parameters) = small();
+        let mut sum = vec![0.0; parameters.len()];
+        let batch = model.feed(vec![b"abcdefg".to_vec()]).unwrap();
+        model.gradients(&parameters, batch, &mut sum).unwrap();
+        let attend: Vec<_> = model.tensors().iter().filter(|t| t.name.ends_with("attend")).collect();
+        assert_eq!(attend.len(), 2);
+        for tensor in attend {
+            assert!(sum[tensor.range.clone()].iter().all(|&gradient| gradient != 0.0), "{}", tensor.name);
+        }
+    }
+
+    #[test]
+    fn arguments_are_checked() {
+        for wrong in ["--context=0", "--width=x", "--rate=0", "--rate=nan", "--tail=17"] {
+            assert!(Arguments::try_parse_from(["bytelm", wrong]).is_err(), "{wrong}");
+        }
+        let arguments = Arguments::parse_from(["bytelm", "--width=10", "--heads=4"]);
+        let mut model = Candle::new(ByteModel { arguments, bits_per_byte: None });
+        let error = model.initialize(1, &mut []).unwrap_err().to_string();
+        assert_eq!(error, "building the network: --width 10 is not a multiple of --heads 4");
+    }
+}

@@ -1,0 +1,79 @@
+//! The smallest model: a straight line through the rows of a CSV file, `target ≈ columns · weights + bias`.
+//!
+//! A model is what you see here: where its data comes from, how many parameters it has and how they start,
+//! and the gradient of its loss. The rest is done for you: records are handed out, gradients summed over
+//! however many workers there are at the moment, and each record counted exactly once.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use elasticdl_worker::readers::{CsvRows, Row};
+use elasticdl_worker::{Model, Optimizer, UserError};
+
+fn main() -> ExitCode {
+    elasticdl_worker::run(Linear::parse())
+}
+
+/// Fits a line to the rows of a CSV file.
+#[derive(Debug, Parser)]
+struct Linear {
+    /// Columns to predict from, as a,b,c
+    #[arg(long, default_value = "x", value_delimiter = ',')]
+    columns: Vec<String>,
+    /// Column to predict
+    #[arg(long, default_value = "y")]
+    target: String,
+}
+
+impl Model for Linear {
+    type Reader = CsvRows;
+    // What `feed` makes of records: whatever the gradient is best computed from. Here the rows as they are.
+    type Batch = Vec<Row>;
+
+    fn reader(&self) -> CsvRows {
+        let reader = self.columns.iter().fold(CsvRows::new(), |reader, column| reader.f32(column));
+        reader.f32(&self.target)
+    }
+
+    // Parameters are one flat slice, in an order that you choose: here the weights, then the bias.
+    fn parameters(&self) -> usize {
+        self.columns.len() + 1
+    }
+
+    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
+        parameters.fill(0.0);
+        Ok(())
+    }
+
+    fn feed(&mut self, rows: Vec<Row>) -> Result<Vec<Row>, UserError> {
+        Ok(rows)
+    }
+
+    // Summed over the rows: the mean is left to the update, which alone knows how many all workers had.
+    fn gradients(&mut self, parameters: &[f32], rows: Vec<Row>, sum: &mut [f32]) -> Result<f64, UserError> {
+        let bias = self.columns.len();
+        let mut loss = 0.0;
+        for row in rows {
+            let predicted = (0..bias).map(|i| parameters[i] * row.f32(i)).sum::<f32>() + parameters[bias];
+            let error = predicted - row.f32(bias);
+            loss += f64::from(error * error);
+            (0..bias).for_each(|i| sum[i] += 2.0 * error * row.f32(i));
+            sum[bias] += 2.0 * error;
+        }
+        Ok(loss)
+    }
+
+    fn optimizer(&self) -> Optimizer {
+        Optimizer::sgd(0.05).momentum(0.9)
+    }
+
+    fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
+        let term = |(column, weight)| format!("{weight:.4}·{column} + ");
+        let terms: String = self.columns.iter().zip(parameters).map(term).collect();
+        Ok(Some(format!("{} = {terms}{:.4}", self.target, parameters[self.columns.len()])))
+    }
+}
+
+#[cfg(test)]
+#[path = "../linear_tests.rs"]
+mod tests;

@@ -1,0 +1,170 @@
+//! `cargo quickstart`: an elastic job that learns on real text while its workers come and go.
+//!
+//! Builds the command and the example, starts a job of four workers, kills one of them at a third of the way (the
+//! master replaces it), and adds another one at two thirds. Everything between is the user's own command line:
+//! `elasticdl train`, `elasticdl status`, `elasticdl scale`.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::time::Duration;
+
+use clap::Parser;
+use serde_json::Value;
+
+/// Trains a small language model of bytes on real text with four workers; kills one at a third of the way and adds one at
+/// two thirds.
+#[derive(Parser)]
+#[command(
+    after_help = "All other options go to `elasticdl train`, for example --summary FILE or --num-workers 3."
+)]
+struct Quickstart {
+    /// Text to learn: a file or a folder [default: the Rust sources that this build has fetched]
+    #[arg(long)]
+    data: Option<PathBuf>,
+    /// Options of `elasticdl train`
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    options: Vec<OsString>,
+}
+
+fn main() -> ExitCode {
+    match run(&Quickstart::parse()) {
+        Ok(status) => ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)),
+        Err(error) => {
+            say(&format!("error: {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(quickstart: &Quickstart) -> Result<ExitStatus, String> {
+    let programs = build()?;
+    let (elasticdl, bytelm) = (programs.join("elasticdl"), programs.join("bytelm"));
+    let data = quickstart.data.clone().unwrap_or_else(|| text_at_hand(&programs));
+    let job_dir = programs.join("quickstart-job");
+    say(&format!("learning {} with elasticdl train; one worker will be killed on the way", data.display()));
+
+    let mut command = Command::new(&elasticdl);
+    command.args(["train", "--local"]);
+    let defaults: [(&str, OsString); 4] = [
+        ("--job-dir", job_dir.into()),
+        ("--training-data", data.into()),
+        ("--num-workers", WORKERS.to_string().into()),
+        ("--global-batch-size", BATCH.to_string().into()),
+    ];
+    let mut known = Options { elasticdl, job_dir: PathBuf::new(), num_workers: WORKERS };
+    for (name, value) in &defaults {
+        let given = given(&quickstart.options, name);
+        if given.is_none() {
+            command.arg(name).arg(value);
+        }
+        let value = given.unwrap_or_else(|| value.clone());
+        match *name {
+            "--job-dir" => known.job_dir = value.into(),
+            "--num-workers" => {
+                known.num_workers = value.to_str().and_then(|v| v.parse().ok()).unwrap_or(WORKERS)
+            }
+            _ => {}
+        }
+    }
+    let job = command.args(&quickstart.options).arg("--").arg(bytelm).args(MODEL).spawn();
+    let mut job = job.map_err(|error| format!("elasticdl did not start: {error}"))?;
+    known.disturb(&mut job);
+    job.wait().map_err(|error| format!("elasticdl train: {error}"))
+}
+
+/// What the job was started with.
+struct Options {
+    elasticdl: PathBuf,
+    job_dir: PathBuf,
+    num_workers: u32,
+}
+
+impl Options {
+    /// Kills a worker at a third of the way and adds one at two thirds.
+    fn disturb(&self, job: &mut Child) {
+        let (mut killed, mut added) = (false, false);
+        while !added && matches!(job.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(100));
+            let status = self.status();
+            let progress = status["progress"].as_f64().unwrap_or(0.0);
+            if !killed && progress > 1.0 / 3.0 {
+                killed = true;
+                kill_one(&status);
+            } else if killed && progress > 2.0 / 3.0 {
+                added = true;
+                self.scale(self.num_workers + 1);
+            }
+        }
+    }
+
+    /// The job's state now; null while it has no answer.
+    fn status(&self) -> Value {
+        let output = Command::new(&self.elasticdl).arg("status").arg(&self.job_dir).arg("--json").output();
+        output.ok().and_then(|output| serde_json::from_slice(&output.stdout).ok()).unwrap_or(Value::Null)
+    }
+
+    fn scale(&self, num_workers: u32) {
+        let mut command = Command::new(&self.elasticdl);
+        command.arg("scale").arg(&self.job_dir).args(["--num-workers", &num_workers.to_string()]);
+        // If the job does not take one more, its own words tell.
+        let _ = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
+    }
+}
+
+/// Kills the member with the lowest rank: the one that speaks for the group, so the hardest case.
+fn kill_one(status: &Value) {
+    let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let first = workers.iter().find(|worker| worker["rank"] == 0);
+    if let Some(pid) = first.and_then(|worker| worker["pid"].as_u64()) {
+        // The standard library can kill only its own children.
+        let _ = Command::new("sh").arg("-c").arg(format!("kill -KILL {pid}")).status();
+    }
+}
+
+/// Builds the command and the example in release mode; the folder they are in.
+fn build() -> Result<PathBuf, String> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    // The whole workspace is selected, as it was for this program: so no dependency is built again with other features.
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or_else(|| Path::new("."));
+    let status = Command::new(cargo)
+        .args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"])
+        .current_dir(workspace)
+        .status()
+        .map_err(|error| format!("cargo: {error}"))?;
+    if !status.success() {
+        return Err("the build failed".into());
+    }
+    let this = std::env::current_exe().map_err(|error| error.to_string())?;
+    Ok(this.parent().map(Path::to_path_buf).unwrap_or_default())
+}
+
+/// Text that is on every machine that has just built this: the sources of our dependencies, else our own.
+fn text_at_hand(programs: &Path) -> PathBuf {
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
+    let sources = home.map(|home| home.join("registry").join("src")).filter(|folder| folder.is_dir());
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_path_buf);
+    sources.or(workspace).unwrap_or_else(|| programs.to_path_buf())
+}
+
+/// The value of `name` among the options, as `--name value` or `--name=value`.
+fn given(options: &[OsString], name: &str) -> Option<OsString> {
+    let prefix = format!("{name}=");
+    options.iter().enumerate().find_map(|(i, option)| {
+        if option == name {
+            return options.get(i + 1).cloned();
+        }
+        option.to_str()?.strip_prefix(&prefix).map(OsString::from)
+    })
+}
+
+#[expect(clippy::print_stderr, reason = "the program's own words")]
+fn say(text: &str) {
+    eprintln!("quickstart: {text}");
+}
+
+const WORKERS: u32 = 4;
+const BATCH: u32 = 64;
+/// About a minute of training on two cores.
+const MODEL: [&str; 4] = ["--extensions", "rs,md,txt", "--limit-bytes", "2000000"];

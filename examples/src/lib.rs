@@ -1,0 +1,3 @@
+//! What the example models share.
+
+pub mod ops;

@@ -1,0 +1,48 @@
+use elasticdl_worker::{Reader, Update};
+
+use super::*;
+
+fn rows(text: &str) -> (Linear, Vec<Row>) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rows.csv");
+    std::fs::write(&path, text).unwrap();
+    let linear = Linear::try_parse_from(["linear", "--columns", "a,b"]).unwrap();
+    let mut reader = linear.reader();
+    let dataset = reader.describe(path.to_str().unwrap()).unwrap();
+    let rows = reader.read(&dataset.files[0], 0..dataset.files[0].records).unwrap();
+    (linear, rows)
+}
+
+/// Points of the plane y = 2a − b + 3.
+const PLANE: &str = "y,a,b\n3,0,0\n5,1,0\n2,0,1\n4,1,1\n0.5,-1,0.5\n1.5,0.25,2\n";
+
+#[test]
+fn gradients_equal_finite_differences() {
+    let (mut linear, rows) = rows(PLANE);
+    let start = [0.5, 0.25, -1.0];
+    let mut gradients = [0.0; 3];
+    linear.gradients(&start, rows.clone(), &mut gradients).unwrap();
+    for i in 0..3 {
+        let mut loss_at = |distance: f32| {
+            let mut parameters = start;
+            parameters[i] += distance;
+            linear.gradients(&parameters, rows.clone(), &mut [0.0; 3]).unwrap()
+        };
+        let expected = (loss_at(0.125) - loss_at(-0.125)) / 0.25;
+        assert!((f64::from(gradients[i]) - expected).abs() < 1e-4, "{i}: {} is not {expected}", gradients[i]);
+    }
+}
+
+#[test]
+fn training_finds_the_plane_that_the_rows_lie_on() {
+    let (mut linear, rows) = rows(PLANE);
+    let (mut parameters, mut slots) = ([f32::NAN; 3], [0.0; 3]);
+    linear.initialize(1, &mut parameters).unwrap();
+    for step in 0..500 {
+        let mut sum = [0.0; 3];
+        linear.gradients(&parameters, rows.clone(), &mut sum).unwrap();
+        let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
+        linear.update(Update { step, records: rows.len() as u64, sum: &sum, parameters, slots }).unwrap();
+    }
+    assert_eq!(linear.summary(&parameters).unwrap().unwrap(), "y = 2.0000·a + -1.0000·b + 3.0000");
+}
