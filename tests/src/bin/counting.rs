@@ -1,0 +1,116 @@
+//! A model whose parameters count records: after training, parameter `i` is the number of times that record `i` was
+//! absorbed. So the model itself proves that records are counted exactly once, whatever happened to its workers.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use elasticdl_worker::readers::FixedRecords;
+use elasticdl_worker::{Model, Update, UserError};
+
+/// Counts records.
+#[derive(Parser)]
+struct Counting {
+    /// Records in the data set: record `i` holds the number `i`, 8 bytes, little-endian.
+    #[arg(long)]
+    records: usize,
+    /// Parameters, at least as many as records; the rest stay zero.
+    #[arg(long, default_value_t = 0)]
+    parameters: usize,
+    /// Time that a record's gradient takes.
+    #[arg(long, default_value_t = 0)]
+    micros_per_record: u64,
+    /// Where to write the final counts, as one line: smallest and greatest.
+    #[arg(long)]
+    counts: Option<PathBuf>,
+    /// Panics at this record.
+    #[arg(long)]
+    panic_at: Option<u64>,
+    /// Returns an error at this record.
+    #[arg(long)]
+    fail_at: Option<u64>,
+    /// At this step, adds something of this process's own to its parameters: a model that is not deterministic.
+    #[arg(long)]
+    drift_at: Option<u64>,
+    /// Ends the process at this record, without a word.
+    #[arg(long)]
+    exit_at: Option<u64>,
+}
+
+impl Model for Counting {
+    type Reader = FixedRecords;
+    type Batch = Vec<u64>;
+
+    fn reader(&self) -> FixedRecords {
+        FixedRecords::new(8)
+    }
+
+    fn parameters(&self) -> usize {
+        self.parameters.max(self.records)
+    }
+
+    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
+        parameters.fill(0.0);
+        Ok(())
+    }
+
+    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
+        let number = |bytes: Vec<u8>| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?));
+        records.into_iter().map(number).collect::<Result<_, Box<dyn Error + Send + Sync>>>()
+    }
+
+    fn gradients(
+        &mut self,
+        _parameters: &[f32],
+        batch: Vec<u64>,
+        gradients: &mut [f32],
+    ) -> Result<f64, UserError> {
+        let until = Instant::now() + Duration::from_micros(self.micros_per_record * batch.len() as u64);
+        for record in &batch {
+            assert!(self.panic_at != Some(*record), "record {record} is not to my liking");
+            if self.fail_at == Some(*record) {
+                return Err(format!("record {record} can't be learned").into());
+            }
+            if self.exit_at == Some(*record) {
+                std::process::exit(9);
+            }
+            gradients[*record as usize] += 1.0;
+        }
+        while Instant::now() < until {
+            std::hint::spin_loop();
+        }
+        Ok(batch.len() as f64)
+    }
+
+    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        for (parameter, sum) in update.parameters.iter_mut().zip(update.sum) {
+            *parameter += sum;
+        }
+        if self.drift_at == Some(update.step) {
+            update.parameters[0] += std::process::id() as f32;
+        }
+        Ok(())
+    }
+
+    fn slots(&self) -> usize {
+        0
+    }
+
+    fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
+        let counts = &parameters[..self.records];
+        let least = counts.iter().copied().fold(f32::INFINITY, f32::min);
+        let most = counts.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let total: f64 = counts.iter().map(|&c| f64::from(c)).sum();
+        let text = format!("{least} {most} {total}");
+        if let Some(path) = &self.counts {
+            std::fs::write(path, &text)?;
+        }
+        Ok(Some(text))
+    }
+}
+
+fn main() -> ExitCode {
+    elasticdl_worker::run(Counting::parse())
+}

@@ -1,0 +1,7 @@
+//! The `elasticdl` command, as a program of the package whose tests start it.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    elasticdl_master::cli::main()
+}

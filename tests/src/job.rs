@@ -1,0 +1,265 @@
+//! One job as a real process with real workers.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// An `elasticdl train --local` to be started.
+#[derive(Debug)]
+pub struct Command {
+    elasticdl: PathBuf,
+    options: Vec<OsString>,
+    program: Vec<OsString>,
+    job_dir: PathBuf,
+}
+
+impl Command {
+    /// A job in `job_dir` that trains `program` (with its arguments) by `elasticdl`.
+    pub fn new<A: Into<OsString>>(
+        elasticdl: impl Into<PathBuf>,
+        job_dir: impl Into<PathBuf>,
+        program: impl IntoIterator<Item = A>,
+    ) -> Self {
+        Self {
+            elasticdl: elasticdl.into(),
+            options: Vec::new(),
+            program: program.into_iter().map(Into::into).collect(),
+            job_dir: job_dir.into(),
+        }
+    }
+
+    /// Adds `--name value`.
+    #[must_use]
+    pub fn option(mut self, name: &str, value: impl Into<OsString>) -> Self {
+        self.options.push(format!("--{name}").into());
+        self.options.push(value.into());
+        self
+    }
+
+    /// Starts it.
+    ///
+    /// # Panics
+    /// The command can't be started.
+    #[must_use]
+    pub fn start(self) -> Running {
+        let child = std::process::Command::new(&self.elasticdl)
+            .args(["train", "--local", "--job-dir"])
+            .arg(&self.job_dir)
+            .args(&self.options)
+            .arg("--")
+            .args(&self.program)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the command under test starts");
+        Running { child: Some(child), elasticdl: self.elasticdl, job_dir: self.job_dir }
+    }
+
+    /// Starts it and waits for its end.
+    #[must_use]
+    pub fn run(self) -> Ended {
+        self.start().wait()
+    }
+}
+
+/// A job that runs. Dropping it ends it.
+#[derive(Debug)]
+pub struct Running {
+    child: Option<Child>,
+    elasticdl: PathBuf,
+    job_dir: PathBuf,
+}
+
+/// A job's end.
+#[derive(Debug)]
+pub struct Ended {
+    /// Exit code of the command; `None` if a signal ended it.
+    pub code: Option<i32>,
+    /// What it printed.
+    pub output: String,
+    /// The summary, or null where none was written.
+    pub summary: Value,
+}
+
+impl Running {
+    /// The command's process.
+    ///
+    /// # Panics
+    /// Never, before `wait`.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().expect("not waited for").id()
+    }
+
+    /// Whether it still runs.
+    ///
+    /// # Panics
+    /// The system refuses to tell.
+    pub fn is_running(&mut self) -> bool {
+        let child = self.child.as_mut().expect("not waited for");
+        child.try_wait().expect("a child can be asked for").is_none()
+    }
+
+    /// `elasticdl status --json`; null while there is no answer.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        let output = std::process::Command::new(&self.elasticdl)
+            .arg("status")
+            .arg(&self.job_dir)
+            .arg("--json")
+            .output()
+            .expect("the command under test starts");
+        serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
+    }
+
+    /// `elasticdl scale --num-workers`.
+    ///
+    /// # Panics
+    /// It fails.
+    pub fn scale(&self, num_workers: u32) {
+        let status = std::process::Command::new(&self.elasticdl)
+            .arg("scale")
+            .arg(&self.job_dir)
+            .args(["--num-workers", &num_workers.to_string()])
+            .stdout(Stdio::null())
+            .status()
+            .expect("the command under test starts");
+        assert!(status.success(), "scale to {num_workers}: {status}");
+    }
+
+    /// Waits until `status` is as wanted; gives it back.
+    ///
+    /// # Panics
+    /// It isn't after a minute, or the job ends before.
+    pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let status = self.status();
+            if wanted(&status) {
+                return status;
+            }
+            assert!(self.is_running(), "the job ended before: {what}: {:?}", self.take_end());
+            assert!(Instant::now() < deadline, "not within a minute: {what}: {status}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Processes of the job's workers, by worker.
+    #[must_use]
+    pub fn workers(&self) -> BTreeMap<u64, u32> {
+        let status = self.status();
+        let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let entry = |w: &Value| Some((w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?));
+        workers.iter().filter_map(entry).collect()
+    }
+
+    /// Ports on which the job's processes listen.
+    ///
+    /// # Panics
+    /// The system doesn't show them.
+    #[must_use]
+    pub fn listening_ports(&self) -> Vec<u16> {
+        let mut pids: Vec<u32> = self.workers().into_values().collect();
+        pids.push(self.pid());
+        let table = std::fs::read_to_string("/proc/net/tcp").expect("the system shows its sockets");
+        let ports = pids.iter().flat_map(|pid| socket_inodes(*pid)).filter_map(|inode| {
+            let is_mine = |fields: &Vec<&str>| fields[3] == LISTENING && fields[9] == inode;
+            let row = table.lines().skip(1).map(|l| l.split_whitespace().collect()).find(is_mine)?;
+            u16::from_str_radix(row[1].rsplit(':').next()?, 16).ok()
+        });
+        ports.collect()
+    }
+
+    /// Sends a signal to the command itself.
+    pub fn signal(&self, signal: Signal) {
+        send(self.pid(), signal);
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Panics
+    /// It doesn't end within three minutes.
+    #[must_use]
+    pub fn wait(mut self) -> Ended {
+        let deadline = Instant::now() + Duration::from_secs(180);
+        // Its output is short: it fits into the pipes while nobody reads.
+        while self.is_running() {
+            assert!(Instant::now() < deadline, "the job does not end: {}", self.status());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.take_end()
+    }
+
+    fn take_end(&mut self) -> Ended {
+        let output = self.child.take().expect("not waited for").wait_with_output().expect("it has ended");
+        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        let summary = std::fs::read(self.job_dir.join("summary.json")).unwrap_or_default();
+        Ended {
+            code: output.status.code(),
+            output: text.concat(),
+            summary: serde_json::from_slice(&summary).unwrap_or(Value::Null),
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            // A test has failed: end the job in order, so that its workers end too.
+            send(child.id(), Signal::TERM);
+            std::thread::sleep(Duration::from_millis(100));
+            send(child.id(), Signal::TERM);
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Ended {
+    /// What a job that trained everything must say of itself.
+    ///
+    /// # Panics
+    /// It doesn't.
+    pub fn assert_exactly_once(&self, context: &str, records: u64, epochs: u64) {
+        let total = records * epochs;
+        let expected = serde_json::json!({
+            "expected": total, "counted": total, "missing": 0, "repeated": 0
+        });
+        assert_eq!(self.summary["records"], expected, "{context}: {}", self.output);
+        assert_eq!(self.summary["state"], "completed", "{context}: {}", self.output);
+        // The model's own word: least and greatest count over all records, and their sum.
+        let counts = format!("{epochs} {epochs} {total}");
+        assert_eq!(self.summary["model_summary"], counts.as_str(), "{context}: {}", self.output);
+        assert_eq!(self.code, Some(0), "{context}: {}", self.output);
+    }
+}
+
+fn socket_inodes(pid: u32) -> Vec<String> {
+    let folder = Path::new("/proc").join(pid.to_string()).join("fd");
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let links = entries.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+    links.filter_map(|l| Some(l.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned())).collect()
+}
+
+/// The state of a listening socket in the system's table.
+const LISTENING: &str = "0A";
+
+/// Sends a signal; a process that is gone is not an error.
+pub fn send(pid: u32, signal: Signal) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        let _ = kill_process(pid, signal);
+    }
+}
+
+/// Whether a process exists and is no zombie.
+#[must_use]
+pub fn is_alive(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
+    // After the command's name in brackets comes the state.
+    stat.is_ok_and(|s| s.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z')))
+}

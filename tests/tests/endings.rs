@@ -1,0 +1,206 @@
+//! How jobs end: on their own terms, by the user's wish, by failures. No process is left over.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use elasticdl_tests::{Command, Ended, Running, counting_data, is_alive};
+use rustix::process::Signal;
+use serde_json::json;
+use tempfile::TempDir;
+
+const RECORDS: u64 = 3000;
+
+struct Stage {
+    folder: TempDir,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        counting_data(&folder.path().join("data"), RECORDS, 2).unwrap();
+        Self { folder }
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut program = vec![PathBuf::from(env!("CARGO_BIN_EXE_counting"))];
+        program.extend(["--records".into(), RECORDS.to_string().into()]);
+        program.extend(arguments.iter().map(PathBuf::from));
+        Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), self.folder.path().join("job"), program)
+            .option("training-data", self.folder.path().join("data"))
+            .option("global-batch-size", "30")
+    }
+
+    /// A job that would take minutes, with its workers' processes.
+    fn start_long(&self) -> (Running, Vec<u32>) {
+        let mut job = self
+            .command(&["--micros-per-record", "1000"])
+            .option("num-epochs", "1000")
+            .option("num-workers", "3")
+            .option("master-timeout", "2s")
+            .start();
+        job.wait_for("three members at work", |status| {
+            let ranked =
+                status["workers"].as_array().map(|w| w.iter().filter(|w| w["rank"].is_u64()).count());
+            ranked == Some(3) && status["step"].as_u64() > Some(3)
+        });
+        let pids = job.workers().into_values().collect();
+        (job, pids)
+    }
+}
+
+fn assert_all_end(pids: &[u32], within: Duration) {
+    let deadline = Instant::now() + within;
+    while pids.iter().any(|pid| is_alive(*pid)) {
+        assert!(Instant::now() < deadline, "workers {pids:?} are still there");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn assert_stopped(ended: &Ended, code: i32) {
+    assert_eq!(ended.code, Some(code), "{}", ended.output);
+    assert_eq!(ended.summary["state"], "stopped", "{}", ended.output);
+    let records = &ended.summary["records"];
+    assert_eq!((&records["missing"], &records["repeated"]), (&json!(0), &json!(0)), "{records}");
+    assert!(records["counted"].as_u64() > Some(0), "{records}");
+}
+
+#[test]
+fn max_steps_is_exact() {
+    for (steps, workers) in [(1, 3), (17, 2)] {
+        let stage = Stage::new();
+        let ended = stage
+            .command(&[])
+            .option("max-steps", steps.to_string())
+            .option("num-workers", workers.to_string())
+            .run();
+        let counted = 30 * steps;
+        assert_eq!(ended.code, Some(0), "{}", ended.output);
+        assert_eq!(ended.summary["steps"], steps);
+        let records = json!({"expected": counted, "counted": counted, "missing": 0, "repeated": 0});
+        assert_eq!(ended.summary["records"], records);
+    }
+}
+
+#[test]
+fn ctrl_c_finishes_the_step_and_leaves_no_process() {
+    let (job, pids) = Stage::new().start_long_kept();
+    job.1.signal(Signal::INT);
+    let ended = job.1.wait();
+    assert_stopped(&ended, 130);
+    assert_all_end(&pids, Duration::from_secs(5));
+}
+
+#[test]
+fn sigterm_is_like_ctrl_c() {
+    let (job, pids) = Stage::new().start_long_kept();
+    job.1.signal(Signal::TERM);
+    assert_stopped(&job.1.wait(), 143);
+    assert_all_end(&pids, Duration::from_secs(5));
+}
+
+#[test]
+fn ctrl_c_twice_ends_at_once() {
+    let (job, pids) = Stage::new().start_long_kept();
+    job.1.signal(Signal::INT);
+    job.1.signal(Signal::INT);
+    let ended = job.1.wait();
+    assert_eq!(ended.code, Some(130), "{}", ended.output);
+    assert_all_end(&pids, Duration::from_secs(5));
+}
+
+#[test]
+fn workers_of_a_killed_master_end_themselves() {
+    let (job, pids) = Stage::new().start_long_kept();
+    job.1.signal(Signal::KILL);
+    let ended = job.1.wait();
+    assert_eq!(ended.code, None);
+    assert!(pids.iter().any(|pid| is_alive(*pid)), "workers outlive their master for a while");
+    assert_all_end(&pids, Duration::from_secs(20));
+}
+
+#[test]
+fn failing_code_is_reported_with_worker_and_records_and_fails_the_job() {
+    let cases = [
+        (["--panic-at", "1234"], "record 1234 is not to my liking"),
+        (["--fail-at", "1234"], "record 1234 can't be learned"),
+    ];
+    for (arguments, message) in cases {
+        let stage = Stage::new();
+        let ended =
+            stage.command(&arguments).option("num-workers", "2").option("max-worker-restarts", "2").run();
+        assert_eq!(ended.code, Some(1), "{}", ended.output);
+        assert_eq!(ended.summary["state"], "failed");
+        let failed = ended.summary["failed_shards"].as_array().unwrap();
+        let mut workers = BTreeSet::new();
+        let mut culprits = 0;
+        for shard in failed {
+            assert!(shard["error"].as_str().unwrap().contains(message), "{shard}");
+            workers.insert(shard["worker"].as_u64().unwrap());
+            // A step's records may come in several ranges; one of them holds the record in question.
+            let (start, end) = (shard["start"].as_u64().unwrap(), shard["end"].as_u64().unwrap());
+            let is_first_file = shard["file"].as_str().unwrap().ends_with("part-000.bin");
+            culprits += usize::from(is_first_file && start <= 1234 && 1234 < end);
+        }
+        assert_eq!((workers.len(), culprits), (3, 3), "{failed:?}");
+        assert!(ended.output.contains(message), "{}", ended.output);
+    }
+}
+
+#[test]
+fn a_worker_that_ends_without_a_word_is_counted() {
+    let stage = Stage::new();
+    let ended = stage
+        .command(&["--exit-at", "1234"])
+        .option("num-workers", "2")
+        .option("max-worker-restarts", "1")
+        .run();
+    assert_eq!(ended.code, Some(1), "{}", ended.output);
+    assert!(ended.summary["error"].as_str().unwrap().contains('9'), "{}", ended.summary["error"]);
+}
+
+#[test]
+fn replicas_that_differ_end_the_job_with_ranks_and_step() {
+    let stage = Stage::new();
+    let ended =
+        stage.command(&["--drift-at", "5"]).option("num-workers", "2").option("num-epochs", "10").run();
+    assert_eq!(ended.code, Some(1), "{}", ended.output);
+    let error = ended.summary["error"].as_str().unwrap();
+    assert!(error.contains("replicas differ at step") && error.contains("ranks [1]"), "{error}");
+}
+
+#[test]
+fn a_stranger_with_random_bytes_changes_nothing() {
+    let stage = Stage::new();
+    let mut job = stage
+        .command(&["--micros-per-record", "300"])
+        .option("num-epochs", "3")
+        .option("num-workers", "3")
+        .start();
+    job.wait_for("three members", |status| status["step"].as_u64() > Some(3));
+    for port in job.listening_ports() {
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        for round in 0..20_u8 {
+            let mut stream = TcpStream::connect(address).unwrap();
+            let bytes: Vec<u8> =
+                (0..2000_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 ^ round).collect();
+            // The other side may hang up in the middle.
+            let _ = stream.write_all(&bytes);
+        }
+    }
+    let ended = job.wait();
+    ended.assert_exactly_once("strangers", RECORDS, 3);
+    assert_eq!(ended.summary["memberships"].as_array().unwrap().len(), 1, "{}", ended.summary["memberships"]);
+}
+
+impl Stage {
+    /// As `start_long`, with the folder kept until the job has ended.
+    fn start_long_kept(self) -> ((Self, Running), Vec<u32>) {
+        let (job, pids) = self.start_long();
+        ((self, job), pids)
+    }
+}
