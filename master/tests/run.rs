@@ -131,6 +131,7 @@ fn spec() -> JobSpec {
         shuffle: false,
         seed: 0,
         max_worker_restarts: 0,
+        worker_timeout: None,
     }
 }
 

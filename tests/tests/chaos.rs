@@ -120,6 +120,23 @@ fn after_the_loss_of_all_workers_training_starts_again_and_is_exact() {
 }
 
 #[test]
+fn a_stopped_worker_is_taken_out_and_its_records_go_to_others() {
+    for seed in 0..3 {
+        let stage = Stage::new(3, 400);
+        let job = stage.start(seed);
+        let (stopped, pid) = job.workers().into_iter().nth(seed as usize).unwrap();
+        send(pid, Signal::STOP);
+        let ended = job.wait();
+        ended.assert_exactly_once(&format!("seed {seed}, worker {stopped} stopped"), RECORDS, EPOCHS);
+        let memberships = ended.summary["memberships"].as_array().unwrap();
+        assert!(
+            memberships.iter().any(|m| m["cause"] == "hung" && m["lost"][0] == stopped),
+            "{memberships:?}"
+        );
+    }
+}
+
+#[test]
 fn a_worker_that_is_told_to_end_leaves_and_loses_nothing() {
     let stage = Stage::new(3, 400);
     let mut job = stage.start(1);

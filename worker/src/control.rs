@@ -15,6 +15,7 @@ use elasticdl_proto::v1::master_client::MasterClient;
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::{Channel, Endpoint};
@@ -46,6 +47,8 @@ pub(crate) struct Welcome {
     pub(crate) max_steps: Option<u64>,
     pub(crate) batch: Batch,
     pub(crate) seed: u64,
+    /// How often the master is to hear from this worker.
+    heartbeat: Option<Duration>,
 }
 
 impl Control {
@@ -98,8 +101,10 @@ impl Stream {
             let (incoming, welcome) = self.open(address, &requests, outgoing).await?;
             Ok((sigterm, incoming, welcome))
         };
+        let heartbeat;
         let (mut sigterm, mut incoming) = match opened.await {
             Ok((sigterm, incoming, welcome)) => {
+                heartbeat = welcome.heartbeat.unwrap_or(HEARTBEAT_NEVER);
                 let _ = tell_welcome.send(Ok(welcome));
                 (sigterm, incoming)
             }
@@ -108,6 +113,8 @@ impl Stream {
                 return;
             }
         };
+        let mut beats = tokio::time::interval(heartbeat);
+        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let say = |kind| requests.send(v1::WorkerMessage { kind: Some(kind) });
         loop {
             tokio::select! {
@@ -122,6 +129,9 @@ impl Stream {
                     }
                     None => break,
                 },
+                _ = beats.tick() => {
+                    let _ = say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat {}));
+                }
                 _ = sigterm.recv() => {
                     tracing::info!("told to end: leaving at the next boundary");
                     let _ = say(v1::worker_message::Kind::Leaving(v1::Leaving {}));
@@ -245,6 +255,7 @@ fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
         max_steps: options.max_steps,
         batch,
         seed: options.seed,
+        heartbeat: options.heartbeat_ms.map(|ms| Duration::from_millis(ms.max(1))),
     })
 }
 
@@ -357,6 +368,9 @@ fn decode_range(range: &v1::Range) -> RecordRange {
 
 /// A ledger of an epoch in progress can be long; anything beyond this is no message of a master's.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
+
+/// For a master that does not want to hear anything: a day.
+const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// How often a worker without a stream looks whether a master is there.
 const MASTER_PROBE: Duration = Duration::from_millis(200);

@@ -82,7 +82,7 @@ fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
 }
 
 fn train<M: Model>(
-    model: M,
+    mut model: M,
     environment: &Environment,
     listener: TcpListener,
     control: &Control,
@@ -98,6 +98,13 @@ fn train<M: Model>(
     };
     let (parameters, slots) =
         call_user("parameters()", || Ok((model.parameters(), model.slots()))).map_err(Failure::fatal)?;
+    if parameters == 0 {
+        // A model that could not be built says why in the first method that can.
+        let why = call_user("initialize()", || model.initialize(welcome.seed, &mut [])).err();
+        return Err(Failure::fatal(
+            why.unwrap_or_else(|| "parameters() is 0; a model has at least one".into()),
+        ));
+    }
     let plan = JobPlan {
         records: prepared.files.iter().map(|f| f.records).sum(),
         epochs: welcome.epochs,

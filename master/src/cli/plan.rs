@@ -65,6 +65,7 @@ impl Plan {
             shuffle: !args.no_shuffle,
             seed: args.seed,
             max_worker_restarts: args.max_worker_restarts,
+            worker_timeout: Some(args.worker_timeout),
         };
         spec.check().map_err(|e| Failure::usage(e.to_string()))?;
         Ok(Self {
@@ -199,14 +200,17 @@ pub(super) fn parse_shard(text: &str) -> Result<u64, String> {
 }
 
 pub(super) fn parse_timeout(text: &str) -> Result<Duration, String> {
-    let wanted = "for example `30s` or `2min`, at least 1s and at most 30days";
+    parse_duration(text, TIMEOUT_MIN, "for example `30s` or `2min`, at least 1s and at most 30days")
+}
+
+pub(super) fn parse_worker_timeout(text: &str) -> Result<Duration, String> {
+    parse_duration(text, WORKER_TIMEOUT_MIN, "for example `1s` or `500ms`, at least 100ms and at most 30days")
+}
+
+fn parse_duration(text: &str, min: Duration, wanted: &str) -> Result<Duration, String> {
     let timeout =
         humantime::parse_duration(text).map_err(|e| format!("{e}; it must be a duration, {wanted}"))?;
-    if (TIMEOUT_MIN..=TIMEOUT_MAX).contains(&timeout) {
-        Ok(timeout)
-    } else {
-        Err(format!("it must be {wanted}"))
-    }
+    if (min..=TIMEOUT_MAX).contains(&timeout) { Ok(timeout) } else { Err(format!("it must be {wanted}")) }
 }
 
 fn parse_count<T>(text: &str, what: &str, max: T) -> Result<T, String>
@@ -225,6 +229,7 @@ const JOB_NAME_LEN_MAX: usize = 40;
 const MAX_WORKERS_DEFAULT_MIN: u32 = 8;
 const MAX_WORKERS_FACTOR: u32 = 2;
 const TIMEOUT_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+const WORKER_TIMEOUT_MIN: Duration = Duration::from_millis(100);
 const TIMEOUT_MIN: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -262,6 +267,7 @@ mod tests {
             shuffle: true,
             seed: 0,
             max_worker_restarts: 3,
+            worker_timeout: Some(Duration::from_secs(1)),
         };
         assert_eq!(plan.spec, expected);
         assert_eq!(plan.master_timeout, Duration::from_secs(30));

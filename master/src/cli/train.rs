@@ -70,6 +70,13 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", default_value = "3", help_heading = WORKERS)]
     pub max_worker_restarts: u32,
 
+    /// A worker that is silent for this long (stopped, swapped out, cut off) is taken out and replaced.
+    ///
+    /// A worker whose model computes is not silent, however long it takes.
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = plan::parse_worker_timeout,
+          help_heading = WORKERS)]
+    pub worker_timeout: Duration,
+
     /// Workers end by themselves when their master has been silent for this long, e.g. `30s` or `2min`.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = plan::parse_timeout,
           help_heading = WORKERS)]

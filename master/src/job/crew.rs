@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::event::LaunchId;
+use super::time::Time;
 
 /// Processes and workers.
 #[derive(Debug, Default)]
@@ -64,6 +65,8 @@ pub(super) struct Worker {
     /// It was shut down, or a membership without it was published; its end is awaited.
     pub(super) released: bool,
     pub(super) compute_us: u64,
+    /// When it was last heard.
+    pub(super) heard: Time,
 }
 
 /// How far a worker is on its way to be a member.
@@ -89,7 +92,7 @@ impl Crew {
     }
 
     /// Names a new worker of `launch`.
-    pub(super) fn admit(&mut self, launch: LaunchId, address: SocketAddr, pid: u32) -> WorkerId {
+    pub(super) fn admit(&mut self, now: Time, launch: LaunchId, address: SocketAddr, pid: u32) -> WorkerId {
         self.workers_made += 1;
         let id = WorkerId(self.workers_made);
         let worker = Worker {
@@ -104,12 +107,20 @@ impl Crew {
             leaving: false,
             released: false,
             compute_us: 0,
+            heard: now,
         };
         self.workers.insert(id, worker);
         if let Some(launch) = self.launches.get_mut(&launch) {
             launch.worker = Some(id);
         }
         id
+    }
+
+    /// `worker` gave a sign of life.
+    pub(super) fn heard(&mut self, worker: WorkerId, now: Time) {
+        if let Some(worker) = self.workers.get_mut(&worker) {
+            worker.heard = now;
+        }
     }
 
     /// Workers that can be members and are not, oldest first.

@@ -70,6 +70,8 @@ pub enum Exit {
 /// What a worker says.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FromWorker {
+    /// Its process runs.
+    Alive,
     /// Its links of `generation` broke.
     Broken {
         /// The generation whose links broke.

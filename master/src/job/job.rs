@@ -67,6 +67,7 @@ pub(super) enum Timer {
     Kill(LaunchId),
     Leave(WorkerId),
     Relaunch,
+    Silence,
     Stop,
     Window,
 }
@@ -138,11 +139,11 @@ impl Job {
             && at <= now
         {
             self.timers.pop_first();
-            self.on_timer(now, timer);
+            self.on_timer(now, at, timer);
         }
     }
 
-    fn on_timer(&mut self, now: Time, timer: Timer) {
+    fn on_timer(&mut self, now: Time, at: Time, timer: Timer) {
         match timer {
             Timer::Broken(generation) => self.on_broken_due(now, generation),
             Timer::End => self.end_now(),
@@ -150,6 +151,7 @@ impl Job {
             Timer::Kill(launch) => self.kill(launch),
             Timer::Leave(worker) => self.on_leave_due(now, worker),
             Timer::Relaunch => self.launch_missing(now),
+            Timer::Silence => self.on_silence_due(now, at),
             Timer::Stop => self.on_stop_due(),
             Timer::Window => self.settle(now),
         }
@@ -177,7 +179,8 @@ impl Job {
             return;
         }
         self.timers.retain(|&(_, timer)| timer != Timer::Hello(launch));
-        let worker = self.crew.admit(launch, address, pid);
+        let worker = self.crew.admit(now, launch, address, pid);
+        self.watch_silence(now);
         self.push(Action::Admit { connection, worker });
         self.say(format!("worker {worker} is up (process {pid})"));
         if self.phase == Phase::Stopping {
@@ -416,6 +419,10 @@ impl Job {
     pub(super) fn say(&mut self, line: String) {
         self.story.say(&line);
         self.push(Action::Say(line));
+    }
+
+    pub(super) fn has_timer(&self, timer: Timer) -> bool {
+        self.timers.iter().any(|&(_, t)| t == timer)
     }
 
     pub(super) fn timer(&mut self, at: Time, timer: Timer) {

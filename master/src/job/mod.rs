@@ -34,6 +34,7 @@ mod membership;
 mod queue;
 mod restart;
 mod shards;
+mod silence;
 mod spec;
 mod status;
 mod story;

@@ -1,6 +1,7 @@
 //! What a job is asked to do.
 
 use std::num::NonZeroU64;
+use std::time::Duration;
 
 /// A job as submitted. [`JobSpec::check`] has been passed before a [`Job`](super::Job) is made of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +30,8 @@ pub struct JobSpec {
     pub seed: u64,
     /// Failures of workers (crashes and errors of the user's code, not preemption) after which the job fails.
     pub max_worker_restarts: u32,
+    /// How long a worker may be silent before it is taken out; `None`: for ever.
+    pub worker_timeout: Option<Duration>,
 }
 
 /// How many records make a step.
@@ -65,6 +68,12 @@ impl Dataset {
 }
 
 impl JobSpec {
+    /// How often a worker is to be heard, so that one lost beat, or a busy machine, does not take it out.
+    #[must_use]
+    pub fn heartbeat(&self) -> Option<Duration> {
+        self.worker_timeout.map(|timeout| timeout / 5)
+    }
+
     /// Checks what can be checked before the data is seen.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ pub(super) fn spec() -> JobSpec {
         shuffle: true,
         seed: 7,
         max_worker_restarts: 3,
+        worker_timeout: None,
     }
 }
 

@@ -23,7 +23,9 @@ impl Job {
         if !heard || !self.crew.workers.contains_key(&worker) {
             return;
         }
+        self.crew.heard(worker, now);
         match message {
+            FromWorker::Alive => {}
             FromWorker::Broken { generation, suspect, error } => {
                 self.on_broken(now, worker, generation, suspect, &error);
             }
@@ -274,19 +276,20 @@ impl Job {
             };
             self.group.suspicion = Some((suspect, times));
             if times >= SUSPICIONS_MAX && self.crew.workers.contains_key(&suspect) {
-                self.evict(now, suspect);
+                self.evict(now, suspect, "does not answer its neighbours");
             }
         }
         self.settle(now);
     }
 
-    /// Ends a worker that its neighbours can't reach, though its process runs.
-    fn evict(&mut self, now: Time, worker: WorkerId) {
-        self.say(format!("worker {worker} does not answer its neighbours and is taken out"));
-        let launch = self.crew.workers[&worker].launch;
+    /// Ends a worker that can't be reached, though its process may run.
+    pub(super) fn evict(&mut self, now: Time, worker: WorkerId, why: &str) {
+        let Some(w) = self.crew.workers.get(&worker) else { return };
+        let (launch, is_member) = (w.launch, w.rank.is_some());
+        self.say(format!("worker {worker} {why} and is taken out"));
         self.push(Action::Disconnect { worker });
         self.give_up(now, worker, ZOMBIE_GRACE);
-        self.group.hung = true;
+        self.group.hung |= is_member;
         self.group.suspicion = None;
         self.kill(launch);
     }

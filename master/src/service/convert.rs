@@ -84,6 +84,7 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             ranges: ranges("failed.ranges", failed.ranges)?,
             fatal: failed.fatal,
         },
+        Kind::Heartbeat(v1::Heartbeat {}) => FromWorker::Alive,
         Kind::Leaving(v1::Leaving {}) => FromWorker::Leaving,
         Kind::Finished(message) => FromWorker::Finished(finished(message)?),
     })
@@ -102,6 +103,7 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
         batch: Some(batch),
         shuffle: spec.shuffle,
         seed: spec.seed,
+        heartbeat_ms: spec.heartbeat().map(|every| u64::try_from(every.as_millis()).unwrap_or(u64::MAX)),
     };
     to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
 }

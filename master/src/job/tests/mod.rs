@@ -7,4 +7,5 @@ mod leases;
 mod oracles;
 mod process;
 mod reports;
+mod silence;
 mod world;

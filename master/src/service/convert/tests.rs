@@ -192,6 +192,7 @@ fn a_welcome_carries_the_jobs_options() {
         shuffle: true,
         seed: 5,
         max_worker_restarts: 1,
+        worker_timeout: Some(std::time::Duration::from_secs(1)),
     };
     let expected = |batch| v1::Welcome {
         worker: 8,
@@ -202,6 +203,7 @@ fn a_welcome_carries_the_jobs_options() {
             batch: Some(batch),
             shuffle: true,
             seed: 5,
+            heartbeat_ms: Some(200),
         }),
     };
     let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;
