@@ -41,6 +41,7 @@ fn run(quickstart: &Quickstart) -> Result<ExitStatus, String> {
     let programs = build()?;
     let (elasticdl, bytelm) = (programs.join("elasticdl"), programs.join("bytelm"));
     let data = quickstart.data.clone().unwrap_or_else(|| text_at_hand(&programs));
+    let filter: &[&str] = if quickstart.data.is_some() { &[] } else { &CODE };
     let job_dir = programs.join("quickstart-job");
     say(&format!("learning {} with elasticdl train; one worker will be killed on the way", data.display()));
 
@@ -67,7 +68,7 @@ fn run(quickstart: &Quickstart) -> Result<ExitStatus, String> {
             _ => {}
         }
     }
-    let job = command.args(&quickstart.options).arg("--").arg(bytelm).args(MODEL).spawn();
+    let job = command.args(&quickstart.options).arg("--").arg(bytelm).args(LIMIT).args(filter).spawn();
     let mut job = job.map_err(|error| format!("elasticdl did not start: {error}"))?;
     known.disturb(&mut job);
     job.wait().map_err(|error| format!("elasticdl train: {error}"))
@@ -167,4 +168,6 @@ fn say(text: &str) {
 const WORKERS: u32 = 4;
 const BATCH: u32 = 64;
 /// About a minute of training on two cores.
-const MODEL: [&str; 4] = ["--extensions", "rs,md,txt", "--limit-bytes", "2000000"];
+const LIMIT: [&str; 2] = ["--limit-bytes", "2400000"];
+/// Of the sources at hand, the code.
+const CODE: [&str; 2] = ["--extensions", "rs"];

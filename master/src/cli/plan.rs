@@ -267,7 +267,7 @@ mod tests {
             shuffle: true,
             seed: 0,
             max_worker_restarts: 3,
-            worker_timeout: Some(Duration::from_secs(1)),
+            worker_timeout: Some(Duration::from_millis(800)),
         };
         assert_eq!(plan.spec, expected);
         assert_eq!(plan.master_timeout, Duration::from_secs(30));

@@ -70,10 +70,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", default_value = "3", help_heading = WORKERS)]
     pub max_worker_restarts: u32,
 
-    /// A worker that is silent for this long (stopped, swapped out, cut off) is taken out and replaced.
+    /// A worker that is stopped, swapped out or cut off for longer than this is taken out and replaced.
     ///
-    /// A worker whose model computes is not silent, however long it takes.
-    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = plan::parse_worker_timeout,
+    /// By the default it is out within a second. A worker whose model computes is not silent, however long it takes.
+    #[arg(long, value_name = "DURATION", default_value = "800ms", value_parser = plan::parse_worker_timeout,
           help_heading = WORKERS)]
     pub worker_timeout: Duration,
 

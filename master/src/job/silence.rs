@@ -24,7 +24,7 @@ impl Job {
 
     /// Takes out who was silent for longer than the timeout. `at`: when the look was due.
     pub(super) fn on_silence_due(&mut self, now: Time, at: Time) {
-        let Some(timeout) = self.spec.worker_timeout else { return };
+        let (Some(timeout), Some(beat)) = (self.spec.worker_timeout, self.spec.heartbeat()) else { return };
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
         }
@@ -32,7 +32,8 @@ impl Job {
             // This master itself was kept from running: what workers said meanwhile has not been read yet.
             self.crew.workers.values_mut().for_each(|w| w.heard = now);
         }
-        let is_silent = |heard: Time| now.0.saturating_sub(heard.0) > timeout;
+        // A worker that stops just before it would have been heard has already been silent for a beat.
+        let is_silent = |heard: Time| now.0.saturating_sub(heard.0) > timeout + beat;
         let silent: Vec<WorkerId> =
             self.crew.workers.iter().filter(|(_, w)| is_silent(w.heard)).map(|(&id, _)| id).collect();
         for worker in silent {
@@ -45,5 +46,5 @@ impl Job {
 
 /// A silence is noticed this long after it has become too long, at most.
 fn look_every(timeout: Duration) -> Duration {
-    timeout / 10
+    timeout / 20
 }

@@ -30,7 +30,8 @@ pub struct JobSpec {
     pub seed: u64,
     /// Failures of workers (crashes and errors of the user's code, not preemption) after which the job fails.
     pub max_worker_restarts: u32,
-    /// How long a worker may be silent before it is taken out; `None`: for ever.
+    /// A worker that is stopped for less than this is never taken out, one that is stopped for a sixth longer always;
+    /// `None`: nobody is.
     pub worker_timeout: Option<Duration>,
 }
 
@@ -68,10 +69,10 @@ impl Dataset {
 }
 
 impl JobSpec {
-    /// How often a worker is to be heard, so that one lost beat, or a busy machine, does not take it out.
+    /// How often a worker is to be heard.
     #[must_use]
     pub fn heartbeat(&self) -> Option<Duration> {
-        self.worker_timeout.map(|timeout| timeout / 5)
+        self.worker_timeout.map(|timeout| timeout / 10)
     }
 
     /// Checks what can be checked before the data is seen.

@@ -203,7 +203,7 @@ fn a_welcome_carries_the_jobs_options() {
             batch: Some(batch),
             shuffle: true,
             seed: 5,
-            heartbeat_ms: Some(200),
+            heartbeat_ms: Some(100),
         }),
     };
     let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;
