@@ -82,12 +82,14 @@ fn print(lines: &Receiver<Line>, mut view: View) {
                 bar.set_message(describe(&status));
             }
             (Line::Status(now, status), View::Plain { last }) => {
-                if last.is_none_or(|last| now.since(last) >= PLAIN_INTERVAL) {
-                    // The first one would only say that nothing has happened yet.
-                    if last.is_some() {
-                        let percent = status.progress * 100.0;
-                        write_line(&notice(now, &format!("{percent:.1} %  {}", describe(&status))));
-                    }
+                // Before the first step a line would only say that nothing has happened yet.
+                let due = match last {
+                    Some(last) => now.since(*last) >= PLAIN_INTERVAL,
+                    None => status.step > 0 || now.0 >= PLAIN_INTERVAL,
+                };
+                if due {
+                    let percent = status.progress * 100.0;
+                    write_line(&notice(now, &format!("{percent:.1} %  {}", describe(&status))));
                     *last = Some(now);
                 }
             }
