@@ -168,6 +168,6 @@ fn say(text: &str) {
 const WORKERS: u32 = 4;
 const BATCH: u32 = 64;
 /// About a minute of training on two cores.
-const LIMIT: [&str; 2] = ["--limit-bytes", "2400000"];
+const LIMIT: [&str; 2] = ["--limit-bytes", "3000000"];
 /// Of the sources at hand, the code.
 const CODE: [&str; 2] = ["--extensions", "rs"];
