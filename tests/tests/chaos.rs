@@ -21,13 +21,15 @@ struct Stage {
     folder: TempDir,
     micros_per_record: u64,
     num_workers: u32,
+    /// Generous, so that a busy machine takes nobody out whom the test did not stop.
+    worker_timeout: &'static str,
 }
 
 impl Stage {
     fn new(num_workers: u32, micros_per_record: u64) -> Self {
         let folder = tempfile::tempdir().unwrap();
         counting_data(&folder.path().join("data"), RECORDS, 3).unwrap();
-        Self { folder, micros_per_record, num_workers }
+        Self { folder, micros_per_record, num_workers, worker_timeout: "10s" }
     }
 
     fn command(&self, seed: u64) -> Command {
@@ -44,6 +46,7 @@ impl Stage {
             .option("num-workers", self.num_workers.to_string())
             .option("global-batch-size", "48")
             .option("seed", seed.to_string())
+            .option("worker-timeout", self.worker_timeout)
     }
 
     fn start(&self, seed: u64) -> Running {
@@ -122,7 +125,7 @@ fn after_the_loss_of_all_workers_training_starts_again_and_is_exact() {
 #[test]
 fn a_stopped_worker_is_taken_out_and_its_records_go_to_others() {
     for seed in 0..3 {
-        let stage = Stage::new(3, 400);
+        let stage = Stage { worker_timeout: "800ms", ..Stage::new(3, 400) };
         let job = stage.start(seed);
         let (stopped, pid) = job.workers().into_iter().nth(seed as usize).unwrap();
         send(pid, Signal::STOP);

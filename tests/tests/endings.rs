@@ -33,6 +33,8 @@ impl Stage {
         Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), self.folder.path().join("job"), program)
             .option("training-data", self.folder.path().join("data"))
             .option("global-batch-size", "30")
+            // Generous, so that a busy machine takes nobody out.
+            .option("worker-timeout", "10s")
     }
 
     /// A job that would take minutes, with its workers' processes.
