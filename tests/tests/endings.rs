@@ -89,6 +89,36 @@ fn max_steps_is_exact() {
 }
 
 #[test]
+fn every_way_of_cutting_the_data_counts_every_record_once() {
+    let ways: [(&[&str], &[(&str, &str)]); 3] = [
+        (&["--micro-batch", "4"], &[("num-workers", "2")]),
+        (&[], &[("num-workers", "3"), ("records-per-shard", "7")]),
+        (&[], &[("num-workers", "1"), ("records-per-shard", "100000"), ("seed", "9")]),
+    ];
+    for (arguments, options) in ways {
+        let stage = Stage::new();
+        let command = stage.command(arguments).option("num-epochs", "2");
+        let command = options.iter().fold(command, |command, (name, value)| command.option(name, value));
+        command.run().assert_exactly_once(&format!("{arguments:?} {options:?}"), RECORDS, 2);
+    }
+}
+
+#[test]
+fn a_batch_per_worker_grows_with_the_workers() {
+    let stage = Stage::new();
+    let program =
+        [PathBuf::from(env!("CARGO_BIN_EXE_counting")), "--records".into(), RECORDS.to_string().into()];
+    let ended =
+        Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), stage.folder.path().join("job"), program)
+            .option("training-data", stage.folder.path().join("data"))
+            .option("minibatch-size", "50")
+            .option("num-workers", "3")
+            .run();
+    ended.assert_exactly_once("50 records per worker", RECORDS, 1);
+    assert_eq!(ended.summary["steps"], RECORDS / 150);
+}
+
+#[test]
 fn ctrl_c_finishes_the_step_and_leaves_no_process() {
     let (job, pids) = Stage::new().start_long_kept();
     job.1.signal(Signal::INT);

@@ -22,6 +22,9 @@ struct Counting {
     /// Time that a record's gradient takes.
     #[arg(long, default_value_t = 0)]
     micros_per_record: u64,
+    /// Records that fit at once: more are computed in micro-batches.
+    #[arg(long)]
+    micro_batch: Option<usize>,
     /// Where to write the final counts, as one line: smallest and greatest.
     #[arg(long)]
     counts: Option<PathBuf>,
@@ -67,6 +70,7 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut [f32],
     ) -> Result<f64, UserError> {
+        assert!(self.micro_batch.is_none_or(|most| batch.len() <= most), "{} records at once", batch.len());
         let until = Instant::now() + Duration::from_micros(self.micros_per_record * batch.len() as u64);
         for record in &batch {
             assert!(self.panic_at != Some(*record), "record {record} is not to my liking");
@@ -92,6 +96,10 @@ impl Model for Counting {
             update.parameters[0] += std::process::id() as f32;
         }
         Ok(())
+    }
+
+    fn micro_batch(&self) -> Option<usize> {
+        self.micro_batch
     }
 
     fn slots(&self) -> usize {
