@@ -90,7 +90,8 @@ fn max_steps_is_exact() {
 
 #[test]
 fn every_way_of_cutting_the_data_counts_every_record_once() {
-    let ways: [(&[&str], &[(&str, &str)]); 3] = [
+    type Way = (&'static [&'static str], &'static [(&'static str, &'static str)]);
+    let ways: [Way; 3] = [
         (&["--micro-batch", "4"], &[("num-workers", "2")]),
         (&[], &[("num-workers", "3"), ("records-per-shard", "7")]),
         (&[], &[("num-workers", "1"), ("records-per-shard", "100000"), ("seed", "9")]),
@@ -112,6 +113,7 @@ fn a_batch_per_worker_grows_with_the_workers() {
         Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), stage.folder.path().join("job"), program)
             .option("training-data", stage.folder.path().join("data"))
             .option("minibatch-size", "50")
+            .option("min-workers", "3")
             .option("num-workers", "3")
             .run();
     ended.assert_exactly_once("50 records per worker", RECORDS, 1);
