@@ -298,6 +298,30 @@ mod tests {
     }
 
     #[test]
+    fn what_was_wanted_and_taken_out_of_order_is_not_read_again() {
+        let prefetch = prefetch(None);
+        prefetch.want(range(0, 20, 60));
+        for (start, end) in [(30, 50), (20, 30), (50, 60)] {
+            assert_eq!(prefetch.take(range(0, start, end)), Ok(records("b", start - 10..end - 10)));
+        }
+        let state = prefetch.shelf.lock();
+        assert_eq!((state.wanted.len(), state.records, state.read.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn records_are_taken_from_the_middle_of_a_piece() {
+        let prefetch = prefetch(None);
+        prefetch.want(range(0, 20, 22));
+        let mut state = prefetch.shelf.lock();
+        while !state.read.contains_key(&(0, 20)) {
+            state = prefetch.shelf.changed.wait(state).unwrap();
+        }
+        drop(state);
+        assert_eq!(prefetch.take(range(0, 21, 22)), Ok(records("b", 11..12)));
+        assert_eq!(prefetch.take(range(0, 20, 21)), Ok(records("b", 10..11)));
+    }
+
+    #[test]
     fn a_failing_reader_is_an_error_that_names_the_range() {
         let prefetch = prefetch(Some(7));
         prefetch.want(range(0, 12, 20));

@@ -32,6 +32,10 @@ fn abort_of(actions: &[Action]) -> Option<(Vec<WorkerId>, bool)> {
     })
 }
 
+fn nobody_is_out(actions: &[Action]) -> bool {
+    !actions.iter().any(|a| matches!(a, Action::Disconnect { .. } | Action::Kill { .. }))
+}
+
 #[test]
 fn a_silent_worker_is_taken_out_killed_and_replaced() {
     let mut job = watched();
@@ -57,7 +61,7 @@ fn any_word_is_a_sign_of_life() {
         job.handle(at(950), Event::Message { worker: WorkerId(worker), message });
     }
     pass(&mut job, 1000, 2000, &[]);
-    assert_eq!(abort_of(&actions(&mut job)), None);
+    assert!(nobody_is_out(&actions(&mut job)));
 }
 
 #[test]
@@ -66,7 +70,7 @@ fn a_master_that_was_kept_from_running_takes_nobody_out() {
     pass(&mut job, 50, 300, &[1, 2, 3]);
     job.handle_timeout(at(60_000));
     pass(&mut job, 60_050, 60_900, &[1, 2, 3]);
-    assert_eq!(abort_of(&actions(&mut job)), None);
+    assert!(nobody_is_out(&actions(&mut job)));
 }
 
 #[test]
