@@ -86,7 +86,8 @@ impl Fixture {
 
     async fn join(&self, launch: u64) -> Worker {
         let (outgoing, received) = mpsc::channel(16);
-        let hello = v1::Hello { job: "mnist".into(), launch, address: "127.0.0.1:9".into(), pid: 42 };
+        let hello =
+            v1::Hello { job: "mnist".into(), launch, address: "127.0.0.1:9".into(), pid: 42, resume: None };
         outgoing.send(v1::WorkerMessage { kind: Some(Said::Hello(hello)) }).await.unwrap();
         let request = self.proven(ReceiverStream::new(received));
         let incoming = self.client().await.join(request).await.unwrap().into_inner();

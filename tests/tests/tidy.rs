@@ -49,11 +49,11 @@ fn the_core_has_no_io_no_clock_and_no_chance() {
         "collective/src/schedule.rs",
         "proto/src/ledger.rs",
         "proto/src/ranges.rs",
-        "worker/src/header.rs",
-        "worker/src/leases.rs",
-        "worker/src/plan.rs",
-        "worker/src/repair.rs",
-        "worker/src/session.rs",
+        "worker/src/core/header.rs",
+        "worker/src/core/leases.rs",
+        "worker/src/core/plan.rs",
+        "worker/src/core/repair.rs",
+        "worker/src/core/session.rs",
     ];
     core.extend(files.map(|file| root.join(file)));
     let banned = [

@@ -21,11 +21,11 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Streaming};
 
+use crate::core::plan::Batch;
+use crate::core::session::{Membership, Report};
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
 use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
-use crate::plan::Batch;
 use crate::reader::{Dataset, File};
-use crate::session::{Membership, Report};
 
 /// The open stream, seen from the trainer's side.
 #[derive(Debug)]
@@ -130,7 +130,7 @@ impl Stream {
                     None => break,
                 },
                 _ = beats.tick() => {
-                    let _ = say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat {}));
+                    let _ = say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat::default()));
                 }
                 _ = sigterm.recv() => {
                     tracing::info!("told to end: leaving at the next boundary");
@@ -169,6 +169,7 @@ impl Stream {
             launch: environment.launch,
             address: address.to_string(),
             pid: std::process::id(),
+            resume: None,
         };
         let hello = v1::WorkerMessage { kind: Some(v1::worker_message::Kind::Hello(hello)) };
         requests.send(hello).map_err(|error| refused("stream", &error))?;
@@ -261,18 +262,17 @@ fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
 
 fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
     use v1::master_message::Kind;
+    let member = |m: &v1::Member| Some((WorkerId(m.worker), m.address.parse().ok()?));
     Some(match message.kind? {
         Kind::Describe(_) => FromMaster::Describe,
         Kind::Drain(_) => FromMaster::Drain,
+        Kind::Fetch(fetch) => FromMaster::Fetch(fetch.donors.iter().map(member).collect::<Option<_>>()?),
         Kind::Lease(lease) => FromMaster::Lease(lease.ranges.iter().map(decode_range).collect()),
-        Kind::Membership(membership) => {
-            let member = |m: &v1::Member| Some((WorkerId(m.worker), m.address.parse().ok()?));
-            FromMaster::Membership(Membership {
-                generation: Generation(membership.generation),
-                members: membership.members.iter().map(member).collect::<Option<_>>()?,
-                abort: membership.abort,
-            })
-        }
+        Kind::Membership(membership) => FromMaster::Membership(Membership {
+            generation: Generation(membership.generation),
+            members: membership.members.iter().map(member).collect::<Option<_>>()?,
+            abort: membership.abort,
+        }),
         Kind::Prepare(prepare) => {
             let file = |f: v1::File| File { path: f.path, records: f.records };
             FromMaster::Prepare(Dataset { files: prepare.dataset?.files.into_iter().map(file).collect() })
@@ -321,9 +321,12 @@ fn encode(message: ToMaster) -> v1::worker_message::Kind {
 fn encode_report(report: Report) -> v1::worker_message::Kind {
     use v1::worker_message::Kind;
     match report {
-        Report::Broken { generation, suspect, error } => {
-            Kind::Broken(v1::Broken { generation: generation.0, suspect: suspect.map(|s| s.0), error })
-        }
+        Report::Broken { generation, suspect, error } => Kind::Broken(v1::Broken {
+            generation: generation.0,
+            suspect: suspect.map(|s| s.0),
+            error,
+            unreachable: false,
+        }),
         Report::Committed(progress) => Kind::Committed(v1::Committed {
             generation: progress.generation.0,
             step: progress.step,
@@ -335,6 +338,7 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
         Report::Formed { generation, step, ledger } => {
             Kind::Formed(v1::Formed { generation: generation.0, step, ledger: Some(encode_ledger(&ledger)) })
         }
+        Report::Primed { step } => Kind::Primed(v1::Primed { step }),
         Report::LeaseRequest { epoch, records } => Kind::LeaseRequest(v1::LeaseRequest { epoch, records }),
     }
 }

@@ -52,27 +52,24 @@
 //! ```
 //!
 //! **Invariants:** knows nothing about processes, pods or how it was launched beyond its environment. Generated types stop
-//! at `control`. The session and what it reckons with (`plan`, `leases`, `repair`, `header`) have no IO and no clock.
+//! at `control`. What decides is in `core` (the session, and what it reckons with) and has no IO and no clock.
 
 #[cfg(feature = "candle")]
 pub mod candle;
 mod control;
+#[doc(hidden)]
+pub mod core;
 mod environment;
 mod failure;
 mod gap;
-mod header;
-mod leases;
 mod messages;
 mod model;
 mod optimizer;
-mod plan;
 mod prefetch;
 mod reader;
 pub mod readers;
-mod repair;
 mod run;
 mod schedule;
-mod session;
 mod tensors;
 mod trainer;
 

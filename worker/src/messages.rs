@@ -1,17 +1,20 @@
 //! What passes between the trainer and the control stream's thread.
 
-use elasticdl_proto::{Generation, Ledger, RecordRange};
+use std::net::SocketAddr;
+
+use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 use tokio::sync::mpsc::UnboundedSender;
 
+use crate::core::session::{Membership, Report};
 use crate::failure::Failure;
 use crate::reader::Dataset;
-use crate::session::{Membership, Report};
 
 /// What the master says after its welcome.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum FromMaster {
     Describe,
     Drain,
+    Fetch(Vec<(WorkerId, SocketAddr)>),
     Lease(Vec<RecordRange>),
     Membership(Membership),
     Prepare(Dataset),

@@ -6,13 +6,13 @@ use std::process::ExitCode;
 use elasticdl_collective::{Endpoint, Secret};
 
 use crate::control::Control;
+use crate::core::session::{Exit, JobPlan, Session};
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::failure::{Failure, call_user};
 use crate::messages::{FromMaster, ToMaster};
 use crate::model::Model;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
-use crate::session::{Exit, JobPlan, Session};
 use crate::tensors::Tensors;
 use crate::trainer::Trainer;
 
@@ -139,7 +139,9 @@ fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exi
             }
             Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
             Ok(FromMaster::Shutdown(reason)) => return Ok(Err(Exit::Shutdown(reason))),
-            Ok(FromMaster::Drain | FromMaster::Lease(_) | FromMaster::Membership(_)) => {}
+            Ok(
+                FromMaster::Drain | FromMaster::Fetch(_) | FromMaster::Lease(_) | FromMaster::Membership(_),
+            ) => {}
             Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),
         }
     }

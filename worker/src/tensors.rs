@@ -2,7 +2,7 @@
 
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
-use crate::session::State;
+use crate::core::session::State;
 
 /// The buffers, each of as many `f32`s as the model has parameters, `slots` of as many times that.
 #[derive(Debug)]

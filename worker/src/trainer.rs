@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use elasticdl_collective::{CollectiveError, Communicator, Endpoint, GroupSpec, Member, TcpRing};
 use elasticdl_proto::{RecordRange, WorkerId};
 
+use crate::core::header::{self, StateRecord, StepHeader};
+use crate::core::repair::{Mismatch, Repair};
+use crate::core::session::{Exit, Membership, Session, Task};
 use crate::failure::{Failure, call_user};
 use crate::gap::Gap;
-use crate::header::{self, StateRecord, StepHeader};
 use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
 use crate::model::{Model, Update};
 use crate::prefetch::Prefetch;
 use crate::reader::Reader;
-use crate::repair::{Mismatch, Repair};
-use crate::session::{Exit, Membership, Session, Task};
 use crate::tensors::Tensors;
 
 /// One worker's training, from its first membership to its end.
@@ -100,6 +100,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn handle(&mut self, message: FromMaster) {
         match message {
             FromMaster::Drain => self.session.handle_drain(),
+            FromMaster::Fetch(donors) => self.session.handle_fetch(donors),
             FromMaster::Lease(ranges) => {
                 for range in &ranges {
                     self.prefetch.want(*range);

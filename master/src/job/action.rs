@@ -59,6 +59,8 @@ pub enum ToWorker {
     Describe,
     /// Finish the step, then stop together.
     Drain,
+    /// Fetch the group's state from one of these members while they train.
+    Fetch(Vec<(WorkerId, SocketAddr)>),
     /// Records to train.
     Lease(Vec<RecordRange>),
     /// The group changes.

@@ -78,6 +78,8 @@ pub(super) enum Stage {
     Describing,
     /// It builds its model.
     Preparing,
+    /// It fetches the group's state from a member.
+    Fetching,
     /// It can be a member.
     Ready,
 }
@@ -128,6 +130,11 @@ impl Crew {
         self.workers.iter().filter(|(_, w)| w.is_joiner()).map(|(&id, _)| id)
     }
 
+    /// Of these, those that the group needs not wait for: they have its state.
+    pub(super) fn primed(&self) -> impl Iterator<Item = WorkerId> + '_ {
+        self.joiners().filter(|id| self.workers[id].stage == Stage::Ready)
+    }
+
     /// Members of the newest generation, by id.
     pub(super) fn members(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
         self.workers.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
@@ -147,7 +154,7 @@ impl Crew {
             .filter(|(_, l)| !l.leaving && !l.retired)
             .map(|(&id, l)| {
                 let worker = l.worker.and_then(|id| self.workers.get(&id));
-                let rank = worker.map(|w| (w.rank, w.stage == Stage::Ready));
+                let rank = worker.map(|w| (w.rank, w.is_joiner()));
                 let worth = match rank {
                     None => (0, 0),
                     Some((None, false)) => (1, 0),
@@ -165,7 +172,10 @@ impl Crew {
 
 impl Worker {
     pub(super) fn is_joiner(&self) -> bool {
-        self.stage == Stage::Ready && self.rank.is_none() && !self.leaving && !self.released
+        matches!(self.stage, Stage::Fetching | Stage::Ready)
+            && self.rank.is_none()
+            && !self.leaving
+            && !self.released
     }
 
     /// Whether records may be leased to it: not before its group has formed, for until then the group before, of which

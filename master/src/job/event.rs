@@ -105,6 +105,13 @@ pub enum FromWorker {
         /// What the parameters have absorbed.
         ledger: LedgerReport,
     },
+    /// It came back and says what it holds.
+    Holding {
+        /// Steps that its state contains.
+        step: u64,
+        /// Its leases, and the records of its last steps, which may be committed or not.
+        ranges: Vec<RecordRange>,
+    },
     /// It wants more records of an epoch; open until filled or the epoch is complete.
     LeaseRequest {
         /// The epoch.
@@ -114,7 +121,12 @@ pub enum FromWorker {
     },
     /// It was told to end and goes at the next boundary.
     Leaving,
-    /// It can be a member of the next generation.
+    /// It has fetched the group's state: taking it in costs the group no wait.
+    Primed {
+        /// Steps that its state contains.
+        step: u64,
+    },
+    /// Its model stands: it can be a member.
     Ready {
         /// Number of f32 parameters of its model.
         parameters: u64,

@@ -77,7 +77,14 @@ impl Group {
         let holds_state = |id: &WorkerId| crew.workers[id].holds_state;
         let stayers: Vec<WorkerId> = survivors.iter().filter(|id| !leaving(id)).copied().collect();
         let room = if limits.admits { limits.wanted.saturating_sub(stayers.len()) } else { 0 };
-        let joiners: Vec<WorkerId> = crew.joiners().take(room).collect();
+        // While a group trains, a newcomer fetches its state first, so that nobody waits for that. Where all wait anyway,
+        // or nobody has a state, it comes as it is.
+        let primed: Vec<WorkerId> = crew.primed().take(room).collect();
+        let group_waits = self.is_broken() && survivors.len() + primed.len() < limits.min;
+        let joiners = match group_waits || !survivors.iter().any(holds_state) {
+            true => crew.joiners().take(room).collect(),
+            false => primed,
+        };
 
         if survivors.is_empty() {
             // Who was shut down is on its way out: the group has not ended before it has.

@@ -1,8 +1,11 @@
 //! When the group changes, and how that is told.
 
+use std::net::SocketAddr;
+
 use elasticdl_proto::WorkerId;
 
 use super::action::{Membership, ToWorker};
+use super::crew::Stage;
 use super::group::{Change, Limits};
 use super::job::{Job, Phase, Timer};
 use super::story::name_all;
@@ -94,6 +97,7 @@ impl Job {
         self.say(describe(&record, keeps_state));
         self.story.publish(record);
         self.tell(abort, &excluded);
+        self.name_donors();
         for id in excluded {
             self.let_go(now, id);
         }
@@ -111,6 +115,7 @@ impl Job {
         for (rank, id) in (0..).zip(&self.group.members) {
             let w = self.crew.workers.get_mut(id).expect("only live workers are chosen");
             w.rank = Some(rank);
+            w.stage = Stage::Ready;
             w.joined.get_or_insert(self.group.generation);
         }
         self.count_eligible();
@@ -123,6 +128,34 @@ impl Job {
             let launch = w.launch;
             self.excuse(now, launch);
         }
+    }
+
+    /// Tells newcomers that fetch the state who has it now.
+    fn name_donors(&mut self) {
+        let fetching = |(_, w): &(&WorkerId, &super::crew::Worker)| w.stage == Stage::Fetching && !w.released;
+        let newcomers: Vec<WorkerId> = self.crew.workers.iter().filter(fetching).map(|(&id, _)| id).collect();
+        for id in newcomers {
+            self.send(id, ToWorker::Fetch(self.donors(id)));
+        }
+    }
+
+    /// The members that have the group's state, in the order in which `newcomer` is to ask them: newcomers are spread
+    /// over them, and the first rank, which speaks for the group, comes last.
+    pub(super) fn donors(&self, newcomer: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
+        let holds_state =
+            |id: &&WorkerId| self.crew.workers.get(id).is_some_and(|w| w.holds_state && !w.released);
+        let mut donors: Vec<(WorkerId, SocketAddr)> = self
+            .group
+            .members
+            .iter()
+            .rev()
+            .filter(holds_state)
+            .map(|id| (*id, self.crew.workers[id].address))
+            .collect();
+        if let Some(others) = donors.len().checked_sub(1).filter(|&n| n > 0) {
+            donors[..others].rotate_left((newcomer.0 % others as u64) as usize);
+        }
+        donors
     }
 
     fn tell(&mut self, abort: bool, excluded: &[WorkerId]) {

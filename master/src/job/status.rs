@@ -51,7 +51,7 @@ pub struct WorkerStatus {
     pub pid: u32,
     /// Its place in the newest generation's ring; `None` while it is no member.
     pub rank: Option<u32>,
-    /// `joining`, `describing`, `preparing`, `ready`, `training`, `leaving`, `finished` or `ending`.
+    /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `leaving`, `finished` or `ending`.
     pub state: &'static str,
     /// Microseconds in the model's code in the last reported step.
     pub compute_us: u64,
@@ -103,6 +103,7 @@ impl Job {
             Stage::Joining => "joining",
             Stage::Describing => "describing",
             Stage::Preparing => "preparing",
+            Stage::Fetching => "fetching",
             Stage::Ready => "ready",
         };
         WorkerStatus {

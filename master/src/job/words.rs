@@ -38,8 +38,11 @@ impl Job {
             FromWorker::Formed { generation, step, ledger } => {
                 self.on_formed(now, worker, generation, step, &ledger);
             }
+            // Only a worker that resumes has something to say here, and none can resume yet.
+            FromWorker::Holding { .. } => {}
             FromWorker::LeaseRequest { epoch, records } => self.on_lease_request(now, worker, epoch, records),
             FromWorker::Leaving => self.on_leaving(now, worker),
+            FromWorker::Primed { .. } => self.on_primed(now, worker),
             FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
             FromWorker::Resumed { generation, step, phases } => {
                 self.on_resumed(worker, generation, step, phases)
@@ -80,23 +83,37 @@ impl Job {
     }
 
     fn on_ready(&mut self, now: Time, worker: WorkerId, parameters: u64) {
-        let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| w.stage == Stage::Preparing) else {
+        if self.crew.workers.get(&worker).is_none_or(|w| w.stage != Stage::Preparing) {
             return;
-        };
+        }
         let expected = *self.parameters.get_or_insert(parameters);
         if parameters != expected {
             let reason = format!("its model has {parameters} parameters, the first worker's has {expected}");
             return self.fail_worker(now, worker, &reason);
         }
-        w.stage = Stage::Ready;
+        let donors = if self.group.is_broken() { Vec::new() } else { self.donors(worker) };
+        let w = self.crew.workers.get_mut(&worker).expect("it was just found");
+        if donors.is_empty() {
+            w.stage = Stage::Ready;
+        } else {
+            w.stage = Stage::Fetching;
+            self.send(worker, ToWorker::Fetch(donors));
+        }
         self.settle(now);
+    }
+
+    fn on_primed(&mut self, now: Time, worker: WorkerId) {
+        if let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| w.stage == Stage::Fetching) {
+            w.stage = Stage::Ready;
+            self.settle(now);
+        }
     }
 
     fn on_lease_request(&mut self, now: Time, worker: WorkerId, epoch: u32, records: u64) {
         let (Some(known), Some(w)) = (&self.records, self.crew.workers.get_mut(&worker)) else {
             return;
         };
-        let prepared = matches!(w.stage, Stage::Preparing | Stage::Ready);
+        let prepared = matches!(w.stage, Stage::Preparing | Stage::Fetching | Stage::Ready);
         // A worker that has not synchronized with a group yet may ask for an epoch that is long complete, or the group
         // may start again: what it asks for is kept until it has.
         let complete = w.is_eligible() && self.group.formed && epoch < known.epoch_stable();

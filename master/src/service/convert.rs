@@ -84,8 +84,15 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             ranges: ranges("failed.ranges", failed.ranges)?,
             fatal: failed.fatal,
         },
-        Kind::Heartbeat(v1::Heartbeat {}) => FromWorker::Alive,
+        Kind::Heartbeat(_) => FromWorker::Alive,
+        Kind::Holding(holding) => FromWorker::Holding {
+            step: within("holding.step", holding.step, 0, STEPS_MAX)?,
+            ranges: ranges("holding.ranges", holding.ranges)?,
+        },
         Kind::Leaving(v1::Leaving {}) => FromWorker::Leaving,
+        Kind::Primed(primed) => {
+            FromWorker::Primed { step: within("primed.step", primed.step, 0, STEPS_MAX)? }
+        }
         Kind::Finished(message) => FromWorker::Finished(finished(message)?),
     })
 }
@@ -114,6 +121,9 @@ pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
     to_message(match message {
         ToWorker::Describe => Kind::Describe(v1::Describe {}),
         ToWorker::Drain => Kind::Drain(v1::Drain {}),
+        ToWorker::Fetch(donors) => {
+            Kind::Fetch(v1::Fetch { donors: donors.into_iter().map(to_member).collect() })
+        }
         ToWorker::Lease(ranges) => {
             Kind::Lease(v1::Lease { ranges: ranges.into_iter().map(to_range).collect() })
         }
@@ -274,11 +284,11 @@ fn to_message(kind: master_message::Kind) -> v1::MasterMessage {
     v1::MasterMessage { kind: Some(kind) }
 }
 
+fn to_member((worker, address): (WorkerId, SocketAddr)) -> v1::Member {
+    v1::Member { worker: worker.0, address: address.to_string() }
+}
+
 fn to_membership(membership: Membership) -> v1::Membership {
-    let to_member = |(worker, address): (WorkerId, SocketAddr)| v1::Member {
-        worker: worker.0,
-        address: address.to_string(),
-    };
     v1::Membership {
         generation: membership.generation.0,
         members: membership.members.into_iter().map(to_member).collect(),

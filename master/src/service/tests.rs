@@ -99,7 +99,8 @@ fn said(kind: Kind) -> v1::WorkerMessage {
 }
 
 fn hello() -> v1::WorkerMessage {
-    let hello = v1::Hello { job: "mnist".into(), launch: 7, address: "127.0.0.1:9".into(), pid: 42 };
+    let hello =
+        v1::Hello { job: "mnist".into(), launch: 7, address: "127.0.0.1:9".into(), pid: 42, resume: None };
     said(Kind::Hello(hello))
 }
 

@@ -373,6 +373,7 @@ impl World {
         match p.down.pop_front().unwrap() {
             ToWorker::Describe => p.up.push_back(FromWorker::Described(Ok(dataset(&[records])))),
             ToWorker::Drain => p.drained = true,
+            ToWorker::Fetch(_) => p.up.push_back(FromWorker::Primed { step: 0 }),
             ToWorker::Lease(ranges) => {
                 for range in ranges {
                     let asked = p.asked.get_mut(&range.epoch).expect("it asked for this epoch");

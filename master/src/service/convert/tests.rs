@@ -94,7 +94,12 @@ fn every_message_keeps_every_field() {
             },
         ),
         (
-            Kind::Broken(v1::Broken { generation: 4, suspect: Some(3), error: "reset".into() }),
+            Kind::Broken(v1::Broken {
+                generation: 4,
+                suspect: Some(3),
+                error: "reset".into(),
+                unreachable: false,
+            }),
             FromWorker::Broken { generation, suspect: Some(WorkerId(3)), error: "reset".into() },
         ),
         (

@@ -11,7 +11,7 @@ use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
-use crate::header::{decode, encode};
+use crate::core::header::{decode, encode};
 
 const RECORDS: u64 = 60;
 
@@ -220,7 +220,7 @@ impl World {
                 self.rebuild(&ledger);
                 self.switch();
             }
-            Report::Formed { .. } => {}
+            Report::Formed { .. } | Report::Primed { .. } => {}
             // Who is on its way out gets no more.
             Report::LeaseRequest { .. } if !self.members.contains(&from) => {}
             Report::LeaseRequest { epoch, records } => {

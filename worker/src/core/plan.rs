@@ -7,7 +7,7 @@
 
 /// How many records make a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Batch {
+pub enum Batch {
     /// This many over all ranks.
     Global(u64),
     /// This many on each rank.
@@ -16,7 +16,7 @@ pub(crate) enum Batch {
 
 impl Batch {
     /// What a rank of `world_size` computes of a full step, at most.
-    pub(crate) fn share(self, world_size: usize) -> u64 {
+    pub fn share(self, world_size: usize) -> u64 {
         match self {
             Self::Global(records) => records.div_ceil((world_size as u64).max(1)),
             Self::PerWorker(records) => records,
@@ -26,11 +26,11 @@ impl Batch {
 
 /// What one rank can bring to the next step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Holding {
+pub struct Holding {
     /// Records behind a gradient that it has computed and that no step has absorbed.
-    pub(crate) pending: u64,
+    pub pending: u64,
     /// Records of the current epoch that it could compute.
-    pub(crate) held: u64,
+    pub held: u64,
 }
 
 /// Records that each rank is to compute for the next step, beyond what it has pending; `None` if there is no step
@@ -38,7 +38,7 @@ pub(crate) struct Holding {
 ///
 /// Steps are full, save for the last of an epoch: while records of the epoch (`remaining`: those not absorbed) are
 /// in nobody's hands, the group waits for them.
-pub(crate) fn quotas(batch: Batch, remaining: u64, ranks: &[Holding]) -> Option<Vec<u64>> {
+pub fn quotas(batch: Batch, remaining: u64, ranks: &[Holding]) -> Option<Vec<u64>> {
     let pending: u64 = ranks.iter().map(|r| r.pending).sum();
     let at_hand: u64 = pending + ranks.iter().map(|r| r.held).sum::<u64>();
     let full = match batch {

@@ -6,14 +6,14 @@ use elasticdl_proto::RecordRange;
 
 /// Leased records that no gradient of this worker contains yet, in the order in which they came, by epoch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Leases {
+pub struct Leases {
     held: BTreeMap<u32, VecDeque<RecordRange>>,
     asked: BTreeMap<u32, u64>,
 }
 
 impl Leases {
     /// Takes in records that the master leased to this worker.
-    pub(crate) fn add(&mut self, range: RecordRange) {
+    pub fn add(&mut self, range: RecordRange) {
         if range.is_empty() {
             return;
         }
@@ -24,14 +24,14 @@ impl Leases {
     }
 
     /// Puts records back that were taken and must be computed again.
-    pub(crate) fn put_back(&mut self, ranges: impl DoubleEndedIterator<Item = RecordRange>) {
+    pub fn put_back(&mut self, ranges: impl DoubleEndedIterator<Item = RecordRange>) {
         for range in ranges.rev() {
             self.held.entry(range.epoch).or_default().push_front(range);
         }
     }
 
     /// Takes the next `records` records of `epoch`, or as many as there are.
-    pub(crate) fn take(&mut self, epoch: u32, mut records: u64) -> Vec<RecordRange> {
+    pub fn take(&mut self, epoch: u32, mut records: u64) -> Vec<RecordRange> {
         let mut taken = Vec::new();
         let Some(held) = self.held.get_mut(&epoch) else {
             return taken;
@@ -50,12 +50,12 @@ impl Leases {
     }
 
     /// Records held of `epoch`.
-    pub(crate) fn held(&self, epoch: u32) -> u64 {
+    pub fn held(&self, epoch: u32) -> u64 {
         self.held.get(&epoch).map_or(0, |held| held.iter().map(RecordRange::len).sum())
     }
 
     /// Records held of each epoch from `epoch` on.
-    pub(crate) fn held_from(&self, epoch: u32) -> Vec<(u32, u64)> {
+    pub fn held_from(&self, epoch: u32) -> Vec<(u32, u64)> {
         self.held
             .range(epoch..)
             .map(|(&e, _)| (e, self.held(e)))
@@ -65,7 +65,7 @@ impl Leases {
 
     /// How many records of `epoch` to ask the master for; notes them as asked for. With fewer than `least` at hand or on
     /// their way, enough for twice as many: so that a worker asks every few steps, not at each.
-    pub(crate) fn ask(&mut self, epoch: u32, least: u64) -> Option<u64> {
+    pub fn ask(&mut self, epoch: u32, least: u64) -> Option<u64> {
         let asked = self.asked.get(&epoch).copied().unwrap_or(0);
         let there = self.held(epoch) + asked;
         if there >= least {
@@ -77,7 +77,7 @@ impl Leases {
     }
 
     /// Forgets what belongs to epochs before `epoch`: they are complete.
-    pub(crate) fn forget_before(&mut self, epoch: u32) {
+    pub fn forget_before(&mut self, epoch: u32) {
         self.held = self.held.split_off(&epoch);
         self.asked = self.asked.split_off(&epoch);
     }

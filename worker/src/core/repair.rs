@@ -4,32 +4,32 @@
 //! survivors of any failure differ by at most one step. The highest step wins. A rank that is one step behind receives
 //! that step's reduced gradient and applies it; a rank without state receives the state. Nobody goes back.
 
-use crate::header::{StateHeader, SyncHeader};
+use crate::core::header::{StateHeader, SyncHeader};
 
 /// What the ranks of a new group send one another before their first step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Repair {
+pub struct Repair {
     /// Who has the state that all will have: `None` where nobody has one and the first rank makes it.
-    pub(crate) step: Option<u64>,
+    pub step: Option<u64>,
     /// The rank that sends the last step's reduced gradient, and those that apply it.
-    pub(crate) result: Option<(usize, Vec<usize>)>,
+    pub result: Option<(usize, Vec<usize>)>,
     /// The rank that sends the state, and those that take it.
-    pub(crate) state: Option<(usize, Vec<usize>)>,
+    pub state: Option<(usize, Vec<usize>)>,
 }
 
 /// Two ranks are at the same step with different states: a defect, or a model that is not deterministic.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Mismatch {
-    pub(crate) step: u64,
+pub struct Mismatch {
+    pub step: u64,
     /// The ranks that differ from the lowest one.
-    pub(crate) ranks: Vec<usize>,
+    pub ranks: Vec<usize>,
     /// The rank that they differ from.
-    pub(crate) from: usize,
+    pub from: usize,
 }
 
 impl Repair {
     /// Decides from all ranks' headers, in rank order; the same on every rank.
-    pub(crate) fn plan(headers: &[SyncHeader]) -> Result<Self, Mismatch> {
+    pub fn plan(headers: &[SyncHeader]) -> Result<Self, Mismatch> {
         let states: Vec<Option<StateHeader>> = headers.iter().map(|h| h.state).collect();
         let Some(step) = states.iter().flatten().map(|s| s.step).max() else {
             let takers = (1..headers.len()).collect();

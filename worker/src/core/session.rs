@@ -21,29 +21,29 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
-use crate::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
-use crate::leases::Leases;
-use crate::plan::{self, Batch, Holding};
-use crate::repair::{Mismatch, Repair};
+use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
+use crate::core::leases::Leases;
+use crate::core::plan::{self, Batch, Holding};
+use crate::core::repair::{Mismatch, Repair};
 
 /// What a job asks of its workers.
 #[derive(Clone, Debug)]
-pub(crate) struct JobPlan {
+pub struct JobPlan {
     /// Records of one epoch.
-    pub(crate) records: u64,
-    pub(crate) epochs: u32,
-    pub(crate) max_steps: Option<u64>,
-    pub(crate) batch: Batch,
+    pub records: u64,
+    pub epochs: u32,
+    pub max_steps: Option<u64>,
+    pub batch: Batch,
 }
 
 /// A group, as the master publishes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Membership {
-    pub(crate) generation: Generation,
+pub struct Membership {
+    pub generation: Generation,
     /// In ring order.
-    pub(crate) members: Vec<(WorkerId, SocketAddr)>,
+    pub members: Vec<(WorkerId, SocketAddr)>,
     /// A member of an earlier generation is lost: leave the step at once.
-    pub(crate) abort: bool,
+    pub abort: bool,
 }
 
 impl Membership {
@@ -54,7 +54,7 @@ impl Membership {
 
 /// What the session wants done next. The doer answers with the call that stands beside each.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Task {
+pub enum Task {
     /// Compute the gradient of these records and add it to what is pending: [`Session::computed`].
     Compute(Vec<RecordRange>),
     /// Build the links of this membership: [`Session::connected`] or [`Session::broken`].
@@ -78,7 +78,7 @@ pub(crate) enum Task {
 
 /// Why a worker ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Exit {
+pub enum Exit {
     /// The group goes on without it, as it or the user wished.
     Left,
     /// Its state is older than any repair reaches.
@@ -89,33 +89,34 @@ pub(crate) enum Exit {
 
 /// What the session tells the master.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Report {
+pub enum Report {
     Broken { generation: Generation, suspect: Option<WorkerId>, error: String },
     Committed(Progress),
     Formed { generation: Generation, step: u64, ledger: Ledger },
     LeaseRequest { epoch: u32, records: u64 },
+    Primed { step: u64 },
 }
 
 /// What a group has committed since its last word.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Progress {
-    pub(crate) generation: Generation,
-    pub(crate) step: u64,
-    pub(crate) ranges: Vec<RecordRange>,
-    pub(crate) loss_sum: f64,
-    pub(crate) records: u64,
-    pub(crate) compute_us: Vec<u64>,
+pub struct Progress {
+    pub generation: Generation,
+    pub step: u64,
+    pub ranges: Vec<RecordRange>,
+    pub loss_sum: f64,
+    pub records: u64,
+    pub compute_us: Vec<u64>,
 }
 
 /// The part of the training state that is not tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct State {
+pub struct State {
     /// Steps committed.
-    pub(crate) step: u64,
+    pub step: u64,
     /// What the parameters have absorbed.
-    pub(crate) ledger: Ledger,
+    pub ledger: Ledger,
     /// Records that went into the steps, by the steps' own counts.
-    pub(crate) records_trained: u64,
+    pub records_trained: u64,
 }
 
 /// A gradient of this worker that no step is known to have absorbed.
@@ -146,7 +147,7 @@ enum Phase {
 
 /// One worker's part in a job.
 #[derive(Clone, Debug)]
-pub(crate) struct Session {
+pub struct Session {
     me: WorkerId,
     job: JobPlan,
     state: Option<State>,
@@ -165,7 +166,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(me: WorkerId, job: JobPlan) -> Self {
+    pub fn new(me: WorkerId, job: JobPlan) -> Self {
         Self {
             me,
             job,
@@ -185,7 +186,7 @@ impl Session {
 
     // ---- what the master says ----
 
-    pub(crate) fn handle_membership(&mut self, membership: Membership) {
+    pub fn handle_membership(&mut self, membership: Membership) {
         if self.latest.as_ref().is_some_and(|latest| latest.generation >= membership.generation) {
             return;
         }
@@ -198,23 +199,29 @@ impl Session {
         }
     }
 
-    pub(crate) fn handle_lease(&mut self, ranges: Vec<RecordRange>) {
+    pub fn handle_fetch(&mut self, donors: Vec<(WorkerId, SocketAddr)>) {
+        if !donors.is_empty() {
+            self.reports.push_back(Report::Primed { step: self.step() });
+        }
+    }
+
+    pub fn handle_lease(&mut self, ranges: Vec<RecordRange>) {
         for range in ranges {
             self.leases.add(range);
         }
     }
 
-    pub(crate) fn handle_drain(&mut self) {
+    pub fn handle_drain(&mut self) {
         self.stop = true;
     }
 
-    pub(crate) fn handle_shutdown(&mut self, reason: String) {
+    pub fn handle_shutdown(&mut self, reason: String) {
         self.phase = Phase::Ended(Exit::Shutdown(reason));
     }
 
     // ---- what there is to do ----
 
-    pub(crate) fn poll(&mut self) -> Task {
+    pub fn poll(&mut self) -> Task {
         match &mut self.phase {
             Phase::Alone | Phase::Over { told: true, .. } => Task::Wait,
             Phase::Ended(exit) => Task::Exit(exit.clone()),
@@ -237,12 +244,12 @@ impl Session {
         }
     }
 
-    pub(crate) fn poll_report(&mut self) -> Option<Report> {
+    pub fn poll_report(&mut self) -> Option<Report> {
         self.reports.pop_front()
     }
 
     /// This rank's word in the round. `digest`: of the part of the state that is this step's turn.
-    pub(crate) fn header(&self, digest: u64) -> StepHeader {
+    pub fn header(&self, digest: u64) -> StepHeader {
         let epoch = self.state.as_ref().map_or(0, |s| s.ledger.epoch());
         StepHeader {
             step: self.step(),
@@ -257,7 +264,7 @@ impl Session {
     }
 
     /// This rank's word in a new group. `digest`: of the whole state.
-    pub(crate) fn sync_header(&self, digest: u64) -> SyncHeader {
+    pub fn sync_header(&self, digest: u64) -> SyncHeader {
         let state =
             self.state.as_ref().map(|s| StateHeader { step: s.step, digest, kept: self.kept.is_some() });
         SyncHeader { state }
@@ -266,7 +273,7 @@ impl Session {
     // ---- what was done ----
 
     /// The links of the membership stand.
-    pub(crate) fn connected(&mut self) {
+    pub fn connected(&mut self) {
         if let Phase::Joining(membership) = &self.phase {
             let rank = membership.rank_of(self.me).expect("only memberships with this worker are joined");
             let members = membership.members.iter().map(|(id, _)| *id).collect();
@@ -276,7 +283,7 @@ impl Session {
     }
 
     /// The links of the current generation broke, at the link to `suspect`.
-    pub(crate) fn broken(&mut self, suspect: Option<WorkerId>, error: String) {
+    pub fn broken(&mut self, suspect: Option<WorkerId>, error: String) {
         let generation = match &self.phase {
             Phase::Alone | Phase::Ended(_) => return,
             Phase::Joining(membership) => membership.generation,
@@ -297,7 +304,7 @@ impl Session {
     ///
     /// # Errors
     /// Replicas at the same step differ; the job can't go on.
-    pub(crate) fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), Mismatch> {
+    pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), Mismatch> {
         if let Phase::Syncing(group) = &self.phase {
             let repair = Repair::plan(headers)?;
             let takes = repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
@@ -312,13 +319,13 @@ impl Session {
     }
 
     /// This rank made the initial state.
-    pub(crate) fn begin(&mut self) {
+    pub fn begin(&mut self) {
         self.state = Some(State { step: 0, ledger: Ledger::new(self.job.records), records_trained: 0 });
     }
 
     /// This rank took over another one's state; `kept` are the headers of its last step, if this rank has that step's
     /// reduced gradient. `false` where the record makes no sense.
-    pub(crate) fn install(&mut self, record: StateRecord, kept: Option<Vec<StepHeader>>) -> bool {
+    pub fn install(&mut self, record: StateRecord, kept: Option<Vec<StepHeader>>) -> bool {
         let StateRecord { step, records_trained, epochs_complete, ranges, repeated } = record;
         let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated) else {
             return false;
@@ -329,7 +336,7 @@ impl Session {
     }
 
     /// All ranks hold the same state.
-    pub(crate) fn repaired(&mut self) {
+    pub fn repaired(&mut self) {
         let Phase::Repairing(group, _) = &self.phase else { return };
         let group = group.clone();
         self.settle_pending();
@@ -350,7 +357,7 @@ impl Session {
     }
 
     /// The pending gradient now contains the records of the last [`Task::Compute`].
-    pub(crate) fn computed(&mut self, loss_sum: f64, compute_us: u64) {
+    pub fn computed(&mut self, loss_sum: f64, compute_us: u64) {
         self.pending.loss_sum += loss_sum;
         self.pending.compute_us += compute_us;
     }
@@ -359,7 +366,7 @@ impl Session {
     ///
     /// # Errors
     /// As for [`Session::check`].
-    pub(crate) fn talked(&mut self, headers: &[StepHeader]) -> Result<(), Mismatch> {
+    pub fn talked(&mut self, headers: &[StepHeader]) -> Result<(), Mismatch> {
         self.check(headers)?;
         // The group waits for records, and the master may wait for word of those that it has leased.
         self.flush_progress();
@@ -371,7 +378,7 @@ impl Session {
     ///
     /// # Errors
     /// The ranks that differ from the lowest; the job can't go on.
-    pub(crate) fn check(&self, headers: &[StepHeader]) -> Result<(), Mismatch> {
+    pub fn check(&self, headers: &[StepHeader]) -> Result<(), Mismatch> {
         let differs = |h: &StepHeader| {
             (h.step, h.digest) != (headers[0].step, headers[0].digest) || h.step != self.step()
         };
@@ -384,7 +391,7 @@ impl Session {
 
     /// The update of a step was applied: takes its records into the ledger. Ends the round, or serves a repair.
     /// `now` paces the reports to the master.
-    pub(crate) fn commit(&mut self, headers: Vec<StepHeader>, now: Duration) {
+    pub fn commit(&mut self, headers: Vec<StepHeader>, now: Duration) {
         let state = self.state.as_mut().expect("a rank without state has no step to commit");
         let records: u64 = headers.iter().map(StepHeader::records).sum();
         for range in headers.iter().flat_map(|h| &h.ranges) {
@@ -408,7 +415,7 @@ impl Session {
     }
 
     /// The master was told that the job is over.
-    pub(crate) fn told(&mut self) {
+    pub fn told(&mut self) {
         if let Phase::Over { told, .. } = &mut self.phase {
             *told = true;
         }
@@ -417,26 +424,26 @@ impl Session {
     // ---- what there is ----
 
     /// Steps committed; 0 without state.
-    pub(crate) fn step(&self) -> u64 {
+    pub fn step(&self) -> u64 {
         self.state.as_ref().map_or(0, |s| s.step)
     }
 
-    pub(crate) fn state(&self) -> Option<&State> {
+    pub fn state(&self) -> Option<&State> {
         self.state.as_ref()
     }
 
     /// Records whose gradient is computed and not absorbed.
-    pub(crate) fn pending_ranges(&self) -> &[RecordRange] {
+    pub fn pending_ranges(&self) -> &[RecordRange] {
         &self.pending.ranges
     }
 
     /// Headers of the last commit, for ranks that are a step behind.
-    pub(crate) fn kept(&self) -> Option<&[StepHeader]> {
+    pub fn kept(&self) -> Option<&[StepHeader]> {
         self.kept.as_deref()
     }
 
     /// Generation and rank of this worker where it has links.
-    pub(crate) fn place(&self) -> Option<(Generation, usize)> {
+    pub fn place(&self) -> Option<(Generation, usize)> {
         match &self.phase {
             Phase::Alone | Phase::Ended(_) | Phase::Joining(_) => None,
             Phase::Over { group, .. }

@@ -1,0 +1,9 @@
+//! What a worker decides, without doing any of it: no IO, no clock, no threads.
+//!
+//! Not for users: public so that the workspace's simulation can put whole systems together out of it.
+
+pub mod header;
+pub mod leases;
+pub mod plan;
+pub mod repair;
+pub mod session;
