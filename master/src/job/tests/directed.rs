@@ -229,14 +229,41 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
     connect(&mut job, 3);
     connect(&mut job, 4);
     say(&mut job, 3, FromWorker::Ready { parameters: 10 });
+    assert_eq!(memberships(&mut job), []);
+    say(&mut job, 3, FromWorker::Primed { step: 0 });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
     say(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    say(&mut job, 4, FromWorker::Primed { step: 0 });
     assert_eq!(memberships(&mut job), []);
     job.handle(at(2), Event::Disconnected { worker: WorkerId(3) });
     assert_eq!(memberships(&mut job)[0].1, membership(3, &[1, 2, 4], true));
     // The word of a group that is no more changes nothing.
     say(&mut job, 1, formed(2, 9, &[(0, 20)]));
     assert_eq!((job.status(at(2)).step, job.status(at(2)).records_counted), (0, 0));
+}
+
+#[test]
+fn a_newcomer_is_told_whom_to_fetch_from_and_joins_only_when_it_has_fetched() {
+    let donors = |ids: &[u64]| ToWorker::Fetch(membership(0, ids, false).members);
+    let mut job = started(JobSpec { num_workers: 3, max_workers: 6, ..spec() }, &[20]);
+    job.handle(at(1), Event::Scale { num_workers: 4 });
+    connect(&mut job, 4);
+    actions(&mut job);
+    say(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    // The first rank comes last: it has the master to speak to.
+    assert_eq!(actions(&mut job), [send(4, donors(&[3, 2, 1]))]);
+    job.handle(at(2), Event::Disconnected { worker: WorkerId(3) });
+    let told = actions(&mut job);
+    assert!(told.contains(&send(1, ToWorker::Membership(membership(2, &[1, 2], true)))), "{told:?}");
+    assert!(told.contains(&send(4, donors(&[2, 1]))), "{told:?}");
+    // Where too few are left to go on, all wait: it comes as it is.
+    let mut job = started(JobSpec { min_workers: 3, max_workers: 6, ..spec() }, &[20]);
+    job.handle(at(1), Event::Scale { num_workers: 4 });
+    connect(&mut job, 4);
+    say(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    actions(&mut job);
+    job.handle(at(2), Event::Disconnected { worker: WorkerId(3) });
+    assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 4], true));
 }
 
 #[test]
@@ -277,6 +304,7 @@ fn a_leaver_goes_at_a_boundary_and_stays_if_it_alone_holds_the_state() {
     assert_eq!(actions(&mut alone), [launch(2)]);
     connect(&mut alone, 2);
     say(&mut alone, 2, FromWorker::Ready { parameters: 10 });
+    say(&mut alone, 2, FromWorker::Primed { step: 0 });
     assert_eq!(memberships(&mut alone)[0].1, membership(2, &[1, 2], false));
     say(&mut alone, 1, formed(2, 3, &[]));
     assert_eq!(memberships(&mut alone)[0].1, membership(3, &[2], false));
