@@ -9,12 +9,13 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::bell::Bell;
 use crate::fence::Pass;
-use crate::hello::{Hello, JobDigest};
+use crate::hello::{Hello, JobDigest, Purpose};
 use crate::link::{DialError, dial, poll_until};
+use crate::lobby::Lobby;
 use crate::porter::{Identity, Porter};
 use crate::schedule::Seat;
 use crate::tcp::{Links, Neighbour};
-use crate::{CollectiveError, Fence, GroupSpec, Secret, TcpRing};
+use crate::{CollectiveError, Fence, GroupSpec, Member, Secret, StateReceiver, TcpRing, Visitor};
 
 /// A worker's end of all links: its listener and its fence. One per worker process, and lives as long as it.
 ///
@@ -24,6 +25,7 @@ pub struct Endpoint {
     identity: Arc<Identity>,
     address: SocketAddr,
     fence: Fence,
+    lobby: Arc<Lobby>,
     quit: Arc<Bell>,
     /// Taken only when the endpoint is dropped.
     porter: Option<JoinHandle<()>>,
@@ -64,13 +66,19 @@ impl Endpoint {
         let identity = Arc::new(Identity { job: JobDigest::of(job), me, secret });
         let fence = Fence::new();
         let quit = Arc::new(bell);
-        let porter =
-            Porter { listener, identity: identity.clone(), fence: fence.clone(), quit: quit.clone() };
+        let lobby = Arc::new(Lobby::default());
+        let porter = Porter {
+            listener,
+            identity: identity.clone(),
+            fence: fence.clone(),
+            lobby: lobby.clone(),
+            quit: quit.clone(),
+        };
         let porter = thread::Builder::new()
             .name("ring-accept".to_owned())
             .spawn(move || porter.run())
             .map_err(|source| CollectiveError::Io { action: "start the accept thread", source })?;
-        Ok(Self { identity, address, fence, quit, porter: Some(porter) })
+        Ok(Self { identity, address, fence, lobby, quit, porter: Some(porter) })
     }
 
     /// Where peers dial this worker.
@@ -111,6 +119,38 @@ impl Endpoint {
         let links = attempt.run().inspect_err(|_| pass.shut_down())?;
         Ok(TcpRing::linked(pass, Seat { rank, world }, links))
     }
+
+    /// The next newcomer that wants this worker's state, if one waits. Never blocks.
+    #[must_use]
+    pub fn visitor(&self) -> Option<Visitor> {
+        self.lobby.next()
+    }
+
+    /// Dials `donor` for its state, within `limit`. `patience`: how long it may be silent once it has begun.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Deadline`], [`CollectiveError::PeerLost`] (both with rank 0), [`CollectiveError::Io`].
+    pub fn fetch(
+        &self,
+        donor: Member,
+        limit: Duration,
+        patience: Duration,
+    ) -> Result<StateReceiver, CollectiveError> {
+        let lost = |source| CollectiveError::PeerLost { rank: 0, member: donor.id, source };
+        let link =
+            dial(donor.address, None, Instant::now().checked_add(limit)).map_err(|error| match error {
+                DialError::Ended(error) => error,
+                DialError::Lost(source) => lost(source),
+                DialError::TimedOut => CollectiveError::Deadline { rank: 0, member: donor.id, waited: limit },
+            })?;
+        let link = Arc::new(link);
+        self.fence.watch(&link);
+        let Identity { job, me, secret } = &*self.identity;
+        let hello = Hello { purpose: Purpose::State, job: *job, generation: 0, from: *me, to: donor.id };
+        // A fresh socket's buffer holds many hellos, so this is one write and cannot block.
+        (&*link).write_all(&hello.encode(secret)).map_err(lost)?;
+        Ok(StateReceiver::new(donor.id, link, patience))
+    }
 }
 
 impl Drop for Endpoint {
@@ -145,7 +185,7 @@ impl Attempt<'_> {
 
     fn dial_next(&self) -> Result<Arc<TcpStream>, CollectiveError> {
         let peer = self.group.members[self.next];
-        let link = dial(peer.address, self.pass, self.deadline).map_err(|error| match error {
+        let link = dial(peer.address, Some(self.pass), self.deadline).map_err(|error| match error {
             DialError::Ended(error) => error,
             DialError::Lost(source) => self.lost(self.next, source),
             DialError::TimedOut => self.late(self.next),
@@ -153,6 +193,7 @@ impl Attempt<'_> {
         let link = Arc::new(link);
         self.pass.register(&link);
         let hello = Hello {
+            purpose: Purpose::Ring,
             job: self.identity.job,
             generation: self.pass.generation(),
             from: self.identity.me,

@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use crate::CollectiveError;
@@ -31,6 +31,9 @@ impl Fence {
         state.floor = state.floor.max(generation);
         let floor = state.floor;
         state.parking.drop_before(floor);
+        if floor == u64::MAX {
+            state.watched.iter().filter_map(Weak::upgrade).for_each(|link| shut_down(&link));
+        }
         for entry in state.entries.values().filter(|entry| entry.generation < floor) {
             entry.signal.aborted.store(true, Ordering::Release);
             entry.shut_down();
@@ -45,6 +48,7 @@ impl Fence {
             taken: None,
             parking: Parking::new(),
             entries: BTreeMap::new(),
+            watched: Vec::new(),
             entries_ever: 0,
         };
         Self { state: Arc::new(Mutex::new(state)) }
@@ -71,6 +75,17 @@ impl Fence {
         state.entries_ever += 1;
         state.entries.insert(id, Entry { generation, links: Vec::new(), signal: signal.clone() });
         Ok(Pass { fence: self.clone(), id, generation, signal })
+    }
+
+    /// Has `link`, which is of no generation, shut down when everything is over: when the fence is raised above all
+    /// generations.
+    pub(crate) fn watch(&self, link: &Arc<TcpStream>) {
+        let mut state = self.lock();
+        state.watched.retain(|link| link.strong_count() > 0);
+        if state.floor == u64::MAX {
+            shut_down(link);
+        }
+        state.watched.push(Arc::downgrade(link));
     }
 
     /// Takes in a proven dial, for whoever builds that generation now or later.
@@ -191,6 +206,7 @@ struct State {
     taken: Option<Dialler>,
     parking: Parking<TcpStream>,
     entries: BTreeMap<u64, Entry>,
+    watched: Vec<Weak<TcpStream>>,
     entries_ever: u64,
 }
 

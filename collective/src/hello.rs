@@ -2,11 +2,11 @@
 //! the job. Pure.
 //!
 //! ```text
-//! magic       job (SHA-256 of its name)  generation  from  to  proof (HMAC-SHA256 over all before it)
+//! purpose     job (SHA-256 of its name)  generation  from  to  proof (HMAC-SHA256 over all before it)
 //! 8 bytes                      32 bytes         u64   u64  u64                              32 bytes
 //! ```
 //!
-//! **Invariant:** the secret never travels, and nothing behind the magic is looked at before the proof is
+//! **Invariant:** the secret never travels, and nothing behind the purpose is looked at before the proof is
 //! verified.
 //!
 //! The proof keeps strangers out; it does not protect the bytes that follow from who can read or change the
@@ -20,10 +20,20 @@ use crate::Secret;
 /// A dialler's words.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Hello {
+    pub(crate) purpose: Purpose,
     pub(crate) job: JobDigest,
     pub(crate) generation: u64,
     pub(crate) from: u64,
     pub(crate) to: u64,
+}
+
+/// What a dialler wants.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Purpose {
+    /// A link of the ring of a generation.
+    Ring,
+    /// The state, sent over this link; of whatever generation.
+    State,
 }
 
 /// The job's name, in a fixed length.
@@ -42,7 +52,7 @@ pub(crate) enum HelloError {
 impl Hello {
     pub(crate) fn encode(&self, secret: &Secret) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
-        bytes[..8].copy_from_slice(MAGIC);
+        bytes[..8].copy_from_slice(self.purpose.magic());
         bytes[8..40].copy_from_slice(&self.job.0);
         bytes[40..48].copy_from_slice(&self.generation.to_le_bytes());
         bytes[48..56].copy_from_slice(&self.from.to_le_bytes());
@@ -53,9 +63,10 @@ impl Hello {
     }
 
     pub(crate) fn decode(bytes: &[u8; HELLO_BYTES], secret: &Secret) -> Result<Self, HelloError> {
-        if &bytes[..8] != MAGIC {
-            return Err(HelloError::Foreign);
-        }
+        let purpose = [Purpose::Ring, Purpose::State]
+            .into_iter()
+            .find(|purpose| &bytes[..8] == purpose.magic())
+            .ok_or(HelloError::Foreign)?;
         let (proven, proof) = bytes.split_at(PROVEN_BYTES);
         mac(secret, proven).verify_slice(proof).map_err(|_| HelloError::Unproven)?;
         let mut job = [0; 32];
@@ -64,7 +75,16 @@ impl Hello {
             let field = proven[at..].first_chunk().expect("a field lies within the proven bytes");
             u64::from_le_bytes(*field)
         };
-        Ok(Self { job: JobDigest(job), generation: number(40), from: number(48), to: number(56) })
+        Ok(Self { purpose, job: JobDigest(job), generation: number(40), from: number(48), to: number(56) })
+    }
+}
+
+impl Purpose {
+    fn magic(self) -> &'static [u8; 8] {
+        match self {
+            Self::Ring => b"EDLRING1",
+            Self::State => b"EDLSTAT1",
+        }
     }
 }
 
@@ -79,8 +99,6 @@ pub(crate) const HELLO_BYTES: usize = PROVEN_BYTES + 32;
 
 const PROVEN_BYTES: usize = 64;
 
-const MAGIC: &[u8; 8] = b"EDLRING1";
-
 fn mac(secret: &Secret, message: &[u8]) -> Hmac<Sha256> {
     let mut mac = Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
     mac.update(message);
@@ -92,7 +110,7 @@ mod tests {
     use super::*;
 
     fn hello() -> Hello {
-        Hello { job: JobDigest::of("job"), generation: 3, from: 4, to: 5 }
+        Hello { purpose: Purpose::Ring, job: JobDigest::of("job"), generation: 3, from: 4, to: 5 }
     }
 
     #[test]

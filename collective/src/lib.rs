@@ -28,11 +28,13 @@
 //! **Invariant:** this crate knows nothing about Kubernetes, gRPC, shards or models, and decides nothing
 //! about membership. Its clocks bound how long it waits for a link, never how long an operation takes.
 //!
+//! A newcomer [fetches](Endpoint::fetch) the state from a member beside the ring, while the ring works.
+//!
 //! # Layout
 //!
 //! Pure: `chunk` (bounds), `schedule` (who sends what, when), `payload` (what that is made of), `frame`,
 //! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
-//! `link`, `transfer` (the loop that moves an operation), `tcp`. Between threads: `fence`, `bell`.
+//! `link`, `transfer` (the loop that moves an operation), `tcp`, `state` (parcels for newcomers), `lobby`. Between threads: `fence`, `bell`.
 
 mod bell;
 mod chunk;
@@ -44,11 +46,13 @@ mod frame;
 mod group;
 mod hello;
 mod link;
+mod lobby;
 mod parking;
 mod payload;
 mod porter;
 mod schedule;
 mod secret;
+mod state;
 mod tcp;
 mod transfer;
 
@@ -58,4 +62,5 @@ pub use error::CollectiveError;
 pub use fence::Fence;
 pub use group::{GroupSpec, MEMBERS_MAX, Member};
 pub use secret::Secret;
+pub use state::{NOTE_BYTES_MAX, ParcelHead, StateReceiver, StateSender, Visitor};
 pub use tcp::TcpRing;

@@ -20,12 +20,12 @@ pub(crate) enum DialError {
     TimedOut,
 }
 
-/// Connects to `address`, until `deadline` or until `pass` is aborted.
+/// Connects to `address`, until `deadline` or until `pass`, if there is one, is aborted.
 ///
 /// The peer's kernel answers, so that a peer that is busy computing delays nobody.
 pub(crate) fn dial(
     address: SocketAddr,
-    pass: &Pass,
+    pass: Option<&Pass>,
     deadline: Option<Instant>,
 ) -> Result<TcpStream, DialError> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
@@ -36,11 +36,14 @@ pub(crate) fn dial(
     match rustix::net::connect(&socket, &address) {
         Ok(()) => {}
         Err(Errno::INPROGRESS | Errno::INTR) => loop {
-            let mut fds = [PollFd::new(pass.bell(), PollFlags::IN), PollFd::new(&socket, PollFlags::OUT)];
+            let mut fds = vec![PollFd::new(&socket, PollFlags::OUT)];
+            fds.extend(pass.map(|pass| PollFd::new(pass.bell(), PollFlags::IN)));
             let in_time = poll_until(&mut fds, deadline).map_err(DialError::Lost)?;
-            let connected = !fds[1].revents().is_empty();
-            pass.bell().clear();
-            pass.check().map_err(DialError::Ended)?;
+            let connected = !fds[0].revents().is_empty();
+            if let Some(pass) = pass {
+                pass.bell().clear();
+                pass.check().map_err(DialError::Ended)?;
+            }
             if connected {
                 sockopt::socket_error(&socket)
                     .and_then(|outcome| outcome)

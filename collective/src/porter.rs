@@ -9,9 +9,10 @@ use tracing::{debug, warn};
 
 use crate::bell::Bell;
 use crate::fence::Fence;
-use crate::hello::{HELLO_BYTES, Hello, JobDigest};
+use crate::hello::{HELLO_BYTES, Hello, JobDigest, Purpose};
+use crate::lobby::Lobby;
 use crate::parking::Dialler;
-use crate::{Secret, link};
+use crate::{Secret, Visitor, link};
 
 /// Opens the door: accepts, reads hellos, and hands what is proven to the fence. Runs on its own thread.
 ///
@@ -22,6 +23,7 @@ pub(crate) struct Porter {
     pub(crate) listener: TcpListener,
     pub(crate) identity: Arc<Identity>,
     pub(crate) fence: Fence,
+    pub(crate) lobby: Arc<Lobby>,
     pub(crate) quit: Arc<Bell>,
 }
 
@@ -127,6 +129,10 @@ impl Porter {
         }
         if hello.to != self.identity.me {
             return Err(format!("it is for worker {}", hello.to));
+        }
+        if hello.purpose == Purpose::State {
+            self.lobby.enter(Visitor::new(hello.from, link));
+            return Ok(());
         }
         let dialler = Dialler { generation: hello.generation, member: hello.from };
         self.fence.admit(dialler, link, now).map_err(|refusal| refusal.to_string())

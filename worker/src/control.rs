@@ -47,8 +47,8 @@ pub(crate) struct Welcome {
     pub(crate) max_steps: Option<u64>,
     pub(crate) batch: Batch,
     pub(crate) seed: u64,
-    /// How often the master is to hear from this worker.
-    heartbeat: Option<Duration>,
+    /// How often the master is to hear from this worker: a tenth of the silence that is tolerated.
+    pub(crate) heartbeat: Option<Duration>,
 }
 
 impl Control {

@@ -59,6 +59,7 @@ pub mod candle;
 mod control;
 #[doc(hidden)]
 pub mod core;
+mod donor;
 mod environment;
 mod failure;
 mod gap;

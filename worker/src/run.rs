@@ -122,7 +122,7 @@ fn train<M: Model>(
         Session::new(welcome.worker, plan),
         Tensors::new(parameters, slots),
         prefetch,
-        endpoint,
+        (endpoint, welcome.heartbeat.map_or(PATIENCE, |heartbeat| heartbeat * 10)),
         (&control.inbox, control.outbox.clone()),
     );
     trainer.run()
@@ -172,6 +172,9 @@ fn usage(reason: &str) {
          elasticdl train --local --num-workers 2 --training-data DATA -- {program}\n"
     );
 }
+
+/// How long peers beside the ring may be silent, where the master tolerates any silence.
+const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// The reader keeps about two steps of a rank's share ready, as in a group of this size.
 const READ_AHEAD_WORLD: usize = 2;

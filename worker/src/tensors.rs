@@ -1,19 +1,22 @@
 //! A worker's big buffers: parameters, optimizer state and gradients.
 
+use std::sync::Arc;
+
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
 use crate::core::session::State;
 
-/// The buffers, each of as many `f32`s as the model has parameters, `slots` of as many times that.
+/// The buffers, each of as many `f32`s as the model has parameters, `slots` of as many times that. Newcomers are sent
+/// copies of the shared ones; whoever writes to one that is still being copied writes to a copy of its own.
 #[derive(Debug)]
 pub(crate) struct Tensors {
-    pub(crate) parameters: Vec<f32>,
+    pub(crate) parameters: Arc<Vec<f32>>,
     /// The optimizer's state, `[slots · parameters]`.
-    pub(crate) slots: Vec<f32>,
+    pub(crate) slots: Arc<Vec<f32>>,
     /// This worker's gradient, summed over its records of the step. No reduce writes to it.
     pub(crate) gradient: Vec<f32>,
     /// The reduced gradient of the last committed step, for ranks that are a step behind.
-    pub(crate) kept: Vec<f32>,
+    pub(crate) kept: Arc<Vec<f32>>,
     /// Where the next reduced gradient goes.
     pub(crate) reduced: Vec<f32>,
 }
@@ -22,19 +25,27 @@ impl Tensors {
     pub(crate) fn new(parameters: usize, slots: usize) -> Self {
         let zeros = || vec![0.0; parameters];
         Self {
-            parameters: zeros(),
-            slots: vec![0.0; parameters * slots],
+            parameters: Arc::new(zeros()),
+            slots: Arc::new(vec![0.0; parameters * slots]),
             gradient: zeros(),
-            kept: zeros(),
+            kept: Arc::new(zeros()),
             reduced: zeros(),
         }
+    }
+
+    /// Keeps the sum in `reduced`, which the last commit applied, and makes room for the next one.
+    pub(crate) fn keep_reduced(&mut self) {
+        let reduced = Arc::new(std::mem::take(&mut self.reduced));
+        let old = std::mem::replace(&mut self.kept, reduced);
+        // A newcomer may not have been sent the old one yet.
+        self.reduced = Arc::try_unwrap(old).unwrap_or_else(|old| vec![0.0; old.len()]);
     }
 
     /// Digest of parameters, optimizer state and ledger.
     pub(crate) fn digest(&self, state: &State) -> u64 {
         let mut digest = Xxh3Default::new();
-        digest.update(bytemuck::cast_slice(&self.parameters));
-        digest.update(bytemuck::cast_slice(&self.slots));
+        digest.update(bytemuck::cast_slice(self.parameters.as_slice()));
+        digest.update(bytemuck::cast_slice(self.slots.as_slice()));
         digest.update(&state.step.to_le_bytes());
         digest.update(&state.records_trained.to_le_bytes());
         digest.update(&state.ledger.epoch().to_le_bytes());
@@ -60,6 +71,11 @@ impl Tensors {
     }
 }
 
+/// A shared buffer, to write to: a copy of its own, if it is being copied.
+pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
+    Arc::make_mut(shared).as_mut_slice()
+}
+
 /// The state is compared in this many parts, one at each step.
 const WINDOWS: u64 = 64;
 
@@ -76,8 +92,8 @@ mod tests {
         for at in [0, 1, 999, 1000, 2999] {
             let mut other = Tensors::new(1000, 2);
             match at {
-                0..1000 => other.parameters[at] = f32::from_bits(1),
-                _ => other.slots[at - 1000] = f32::from_bits(1),
+                0..1000 => Arc::make_mut(&mut other.parameters)[at] = f32::from_bits(1),
+                _ => Arc::make_mut(&mut other.slots)[at - 1000] = f32::from_bits(1),
             }
             assert_ne!(whole.digest(&state), other.digest(&state));
             let differing = (0..WINDOWS).filter(|&s| whole.window_digest(s) != other.window_digest(s));

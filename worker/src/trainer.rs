@@ -3,22 +3,26 @@
 //! One thread, blocking calls. What the master says arrives in an inbox between two tasks; what can't wait (a lost
 //! member) reaches a blocked collective call through the group's fence.
 
+use std::net::SocketAddr;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::{CollectiveError, Communicator, Endpoint, GroupSpec, Member, TcpRing};
-use elasticdl_proto::{RecordRange, WorkerId};
+use elasticdl_collective::{
+    CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver, TcpRing,
+};
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
 use crate::core::header::{self, StateRecord, StepHeader};
 use crate::core::repair::{Mismatch, Repair};
 use crate::core::session::{Exit, Membership, Session, Task};
+use crate::donor::{Donor, KIND_END, KIND_RESULT, KIND_STATE, KIND_TIP};
 use crate::failure::{Failure, call_user};
 use crate::gap::Gap;
 use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
 use crate::model::{Model, Update};
 use crate::prefetch::Prefetch;
 use crate::reader::Reader;
-use crate::tensors::Tensors;
+use crate::tensors::{Tensors, writable};
 
 /// One worker's training, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
@@ -31,6 +35,12 @@ pub(crate) struct Trainer<'a, M: Model> {
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
     endpoint: Endpoint,
     ring: Option<TcpRing>,
+    /// Newcomers that get the state from here.
+    donor: Donor,
+    /// Where this worker gets it from, as a newcomer.
+    source: Option<StateReceiver>,
+    /// How long a peer may be silent on a link beside the ring.
+    patience: Duration,
     inbox: &'a Receiver<FromMaster>,
     outbox: Outbox,
     started: Instant,
@@ -48,6 +58,14 @@ enum Stopped {
     Failed(Failure),
 }
 
+/// Why nothing was fetched.
+enum FetchError {
+    /// The donor is gone, or does not do what it should.
+    Donor(String),
+    /// This worker can't go on.
+    Stopped(Stopped),
+}
+
 impl<'a, M: Model> Trainer<'a, M> {
     pub(crate) fn new(
         model: M,
@@ -55,7 +73,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         session: Session,
         tensors: Tensors,
         prefetch: Prefetch<<M::Reader as Reader>::Record>,
-        endpoint: Endpoint,
+        (endpoint, patience): (Endpoint, Duration),
         (inbox, outbox): (&'a Receiver<FromMaster>, Outbox),
     ) -> Self {
         Self {
@@ -67,6 +85,9 @@ impl<'a, M: Model> Trainer<'a, M> {
             prefetch,
             endpoint,
             ring: None,
+            donor: Donor::new(patience),
+            source: None,
+            patience,
             inbox,
             outbox,
             started: Instant::now(),
@@ -81,6 +102,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             while let Ok(message) = self.inbox.try_recv() {
                 self.handle(message);
             }
+            self.receive_visitors();
             let task = self.session.poll();
             let talk = task == Task::Talk;
             let done = match task {
@@ -119,6 +141,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             Task::Compute(ranges) => self.compute(&ranges).map_err(Stopped::Failed),
             Task::Connect(membership) => self.connect(&membership),
             Task::Exit(_) => Ok(()),
+            Task::Fetch(donor, address) => self.fetch(donor, address),
             Task::Finish => {
                 self.finish();
                 Ok(())
@@ -139,7 +162,10 @@ impl<'a, M: Model> Trainer<'a, M> {
 
     fn connect(&mut self, membership: &Membership) -> Result<(), Stopped> {
         self.ring = None;
+        self.source = None;
         self.gap.on_membership(Instant::now());
+        let is_member = |id| membership.members.iter().any(|(member, _)| member.0 == id);
+        self.donor.switch(membership.generation, is_member);
         let members =
             membership.members.iter().map(|(id, address)| Member { id: id.0, address: *address }).collect();
         let spec = GroupSpec { generation: membership.generation.0, members };
@@ -155,6 +181,82 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
+    /// Begins to serve newcomers that have come to the door, if this worker has a state that counts.
+    fn receive_visitors(&mut self) {
+        if self.session.is_over() {
+            return self.donor.dismiss();
+        }
+        let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) else { return };
+        while let Some(visitor) = self.endpoint.visitor() {
+            let Tensors { parameters, slots, .. } = &self.tensors;
+            self.donor.serve(visitor, generation, &state.record(), parameters, slots);
+        }
+    }
+
+    /// Takes the next parcel from the member that gives this newcomer the state. A donor that does not do what it should
+    /// is no failure: there are others.
+    fn fetch(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), Stopped> {
+        match self.fetch_next(donor, address) {
+            Ok(()) => Ok(()),
+            Err(FetchError::Donor(error)) => {
+                tracing::info!(%donor, error, "no state from this member");
+                self.source = None;
+                self.session.fetch_broke();
+                // What the master says meanwhile may be what the next attempt needs.
+                if let Ok(message) = self.inbox.recv_timeout(FETCH_PAUSE) {
+                    self.handle(message);
+                }
+                Ok(())
+            }
+            Err(FetchError::Stopped(stopped)) => Err(stopped),
+        }
+    }
+
+    fn fetch_next(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), FetchError> {
+        let Self { endpoint, source, tensors, session, .. } = self;
+        let source = match source.take_if(|source| source.donor() == donor.0) {
+            Some(link) => source.insert(link),
+            None => {
+                let member = Member { id: donor.0, address };
+                let link = endpoint.fetch(member, self.patience, self.patience);
+                source.insert(link.map_err(|error| FetchError::Donor(error.to_string()))?)
+            }
+        };
+        let broke = |error: std::io::Error| FetchError::Donor(error.to_string());
+        let nonsense = |what: &str| FetchError::Donor(format!("it sent {what}"));
+        let Some(head) = source.next(FETCH_WAIT).map_err(broke)? else { return Ok(()) };
+        let generation = Generation(head.generation);
+        let (parameters, slots) = (tensors.parameters.len() as u64, tensors.slots.len() as u64);
+        match (head.kind, head.floats) {
+            (KIND_STATE, floats) if floats == parameters + slots => {
+                let record: StateRecord =
+                    header::decode(&head.note).ok_or_else(|| nonsense("a state that can't be read"))?;
+                source.take(writable(&mut tensors.parameters)).map_err(broke)?;
+                source.take(writable(&mut tensors.slots)).map_err(broke)?;
+                if !session.install(record, None) {
+                    return Err(nonsense("a ledger that can't be true"));
+                }
+                session.fetched(generation);
+            }
+            (KIND_RESULT, floats) if floats == parameters && session.state().is_some() => {
+                let headers: Vec<StepHeader> =
+                    header::decode(&head.note).ok_or_else(|| nonsense("headers that can't be read"))?;
+                if headers.iter().any(|header| header.step != session.step()) {
+                    return Err(nonsense("another step's result"));
+                }
+                source.take(&mut tensors.reduced).map_err(broke)?;
+                self.update(headers).map_err(FetchError::Stopped)?;
+                self.session.fetched(generation);
+            }
+            (KIND_TIP, 0) => session.caught_up(),
+            (KIND_END, 0) => session.fetch_ended(generation),
+            (kind, floats) => {
+                return Err(nonsense(&format!("a parcel of kind {kind} with {floats} floats")));
+            }
+        }
+        Ok(())
+    }
+
     fn synchronize(&mut self) -> Result<(), Stopped> {
         let digest = self.session.state().map_or(0, |state| self.tensors.digest(state));
         let mine = header::encode(&self.session.sync_header(digest));
@@ -167,8 +269,9 @@ impl<'a, M: Model> Trainer<'a, M> {
         let rank = self.rank();
         if plan.step.is_none() && rank == 0 {
             let (model, tensors) = (&mut self.model, &mut self.tensors);
-            tensors.slots.fill(0.0);
-            call_user("initialize()", || model.initialize(self.seed, &mut tensors.parameters))
+            writable(&mut tensors.slots).fill(0.0);
+            let parameters = writable(&mut tensors.parameters);
+            call_user("initialize()", || model.initialize(self.seed, parameters))
                 .map_err(|error| Stopped::Failed(Failure::fatal(error)))?;
             self.session.begin();
         }
@@ -196,7 +299,8 @@ impl<'a, M: Model> Trainer<'a, M> {
             _ => Vec::new(),
         };
         ring.broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
-        let sum = if donates { &mut self.tensors.kept } else { &mut self.tensors.reduced };
+        let tensors = &mut self.tensors;
+        let sum = if donates { writable(&mut tensors.kept) } else { &mut tensors.reduced };
         ring.broadcast(donor, sum).map_err(Stopped::Broken)?;
         if donates {
             return Ok(None);
@@ -219,23 +323,17 @@ impl<'a, M: Model> Trainer<'a, M> {
     ) -> Result<(), Stopped> {
         let ring = ring(&mut self.ring)?;
         let mut bytes = match (ring.rank() == donor, self.session.state()) {
-            (true, Some(state)) => header::encode(&StateRecord {
-                step: state.step,
-                records_trained: state.records_trained,
-                epochs_complete: state.ledger.epoch(),
-                ranges: state.ledger.ranges().collect(),
-                repeated: state.ledger.repeated(),
-            }),
+            (true, Some(state)) => header::encode(&state.record()),
             _ => Vec::new(),
         };
         ring.broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
-        ring.broadcast(donor, &mut self.tensors.parameters).map_err(Stopped::Broken)?;
-        ring.broadcast(donor, &mut self.tensors.slots).map_err(Stopped::Broken)?;
+        ring.broadcast(donor, writable(&mut self.tensors.parameters)).map_err(Stopped::Broken)?;
+        ring.broadcast(donor, writable(&mut self.tensors.slots)).map_err(Stopped::Broken)?;
         if take {
             let record: StateRecord = header::decode(&bytes).ok_or_else(|| garbled("a state"))?;
             // Whoever dies next, a rank that is still behind can be repaired from here too.
             if result.is_some() {
-                std::mem::swap(&mut self.tensors.reduced, &mut self.tensors.kept);
+                self.tensors.keep_reduced();
             }
             if !self.session.install(record, result) {
                 return Err(garbled("a ledger"));
@@ -274,7 +372,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn gradients(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<f64, String> {
         let (model, tensors) = (&mut self.model, &mut self.tensors);
         let batch = call_user("feed()", || model.feed(records))?;
-        let (parameters, gradient) = (&tensors.parameters, &mut tensors.gradient);
+        let (parameters, gradient) = (tensors.parameters.as_slice(), &mut tensors.gradient);
         let loss = call_user("gradients()", || model.gradients(parameters, batch, gradient))?;
         match loss.is_finite() {
             true => Ok(loss),
@@ -321,13 +419,16 @@ impl<'a, M: Model> Trainer<'a, M> {
                     step,
                     records,
                     sum: &tensors.reduced,
-                    parameters: &mut tensors.parameters,
-                    slots: &mut tensors.slots,
+                    parameters: writable(&mut tensors.parameters),
+                    slots: writable(&mut tensors.slots),
                 })
             })
             .map_err(|error| Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false }))?;
         }
-        std::mem::swap(&mut tensors.reduced, &mut tensors.kept);
+        tensors.keep_reduced();
+        if let Some((generation, _)) = self.session.place() {
+            self.donor.committed(generation, &headers, &self.tensors.kept);
+        }
         self.session.commit(headers, self.started.elapsed());
         Ok(())
     }
@@ -355,7 +456,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn finish(&mut self) {
         let Some((generation, rank)) = self.session.place() else { return };
         let Some(state) = self.session.state() else { return };
-        let (model, parameters) = (&mut self.model, &self.tensors.parameters);
+        let (model, parameters) = (&mut self.model, self.tensors.parameters.as_slice());
         let summary = match rank {
             0 => call_user("summary()", || model.summary(parameters)).unwrap_or_else(Some),
             _ => None,
@@ -414,6 +515,12 @@ fn mismatch(mismatch: &Mismatch) -> Failure {
 /// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays nobody; a peer that
 /// finishes its step first does. The master ends the wait for peers that never come.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(600);
+
+/// How long a newcomer waits for the donor before it looks into its inbox.
+const FETCH_WAIT: Duration = Duration::from_millis(5);
+
+/// How long it waits before it asks the next one.
+const FETCH_PAUSE: Duration = Duration::from_millis(50);
 
 /// How long a rank without records waits for some before it tells the others again that it has none.
 const TALK_PAUSE: Duration = Duration::from_millis(5);

@@ -49,7 +49,7 @@ fn the_fence_ends_a_dial_that_nobody_answers() {
     let pass = fence.enter(1).unwrap();
     let soon = Duration::from_millis(100);
     let mut fillers = Vec::new();
-    while let Ok(filler) = dial(address, &pass, Instant::now().checked_add(soon)) {
+    while let Ok(filler) = dial(address, Some(&pass), Instant::now().checked_add(soon)) {
         fillers.push(filler);
         assert!(fillers.len() < 100, "the queue never fills");
     }
@@ -70,7 +70,7 @@ fn the_fence_ends_a_dial_that_nobody_answers() {
 fn a_second_dial_of_a_linked_member_is_refused() {
     let (one, two) = (endpoint(1), endpoint(2));
     let group = GroupSpec { generation: 1, members: [&one, &two].map(member).to_vec() };
-    let hello = Hello { job: JobDigest::of("job"), generation: 1, from: 1, to: 2 };
+    let hello = Hello { purpose: Purpose::Ring, job: JobDigest::of("job"), generation: 1, from: 1, to: 2 };
     let mut rings = thread::scope(|scope| {
         let first = scope.spawn(|| one.connect(&group, WATCHDOG).unwrap());
         [two.connect(&group, WATCHDOG).unwrap(), first.join().unwrap()]
@@ -85,7 +85,7 @@ fn a_second_dial_of_a_linked_member_is_refused() {
 fn a_hello_must_be_proven_and_for_this_worker_of_this_job() {
     let end = endpoint(2);
     end.fence().abort_before(5);
-    let hello = Hello { job: JobDigest::of("job"), generation: 5, from: 1, to: 2 };
+    let hello = Hello { purpose: Purpose::Ring, job: JobDigest::of("job"), generation: 5, from: 1, to: 2 };
     assert_refused(&end, &hello.encode(&Secret::new("guess")));
     assert_refused(&end, &Hello { generation: 4, ..hello }.encode(&secret()));
     assert_refused(&end, &Hello { to: 3, ..hello }.encode(&secret()));

@@ -132,10 +132,12 @@ impl Job {
 
     /// Tells newcomers that fetch the state who has it now.
     fn name_donors(&mut self) {
-        let fetching = |(_, w): &(&WorkerId, &super::crew::Worker)| w.stage == Stage::Fetching && !w.released;
-        let newcomers: Vec<WorkerId> = self.crew.workers.iter().filter(fetching).map(|(&id, _)| id).collect();
+        let newcomers: Vec<WorkerId> = self.crew.joiners().collect();
         for id in newcomers {
-            self.send(id, ToWorker::Fetch(self.donors(id)));
+            let donors = self.donors(id);
+            if !donors.is_empty() {
+                self.send(id, ToWorker::Fetch(donors));
+            }
         }
     }
 

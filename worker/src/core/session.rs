@@ -1,6 +1,8 @@
 //! What a worker does next: the part of a worker that decides, and does nothing itself.
 //!
 //! ```text
+//!   Fetching ◀── told to fetch the state while others train: then as from Alone, with state
+//!
 //!            membership          links stand         all same state
 //!   Alone ──────────────▶ Joining ─────────▶ Syncing ─────▶ Repairing ─────▶ Round ⟲ ──▶ Over
 //!     ▲                                                                        │
@@ -21,6 +23,7 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
+use self::fetch::Fetch;
 use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
 use crate::core::leases::Leases;
 use crate::core::plan::{self, Batch, Holding};
@@ -61,6 +64,10 @@ pub enum Task {
     Connect(Membership),
     /// End this process.
     Exit(Exit),
+    /// Take what comes from this member, over the link to it (a new one, if there is none to it): [`Session::install`]
+    /// and [`Session::fetched`] for a state, [`Session::commit`] and [`Session::fetched`] for a step's result,
+    /// [`Session::caught_up`], [`Session::fetch_ended`]; or [`Session::fetch_broke`].
+    Fetch(WorkerId, SocketAddr),
     /// The job is over: say so, with the final state: [`Session::told`].
     Finish,
     /// Bring all ranks to one state: [`Session::begin`], [`Session::commit`], [`Session::install`] as the plan says,
@@ -119,6 +126,19 @@ pub struct State {
     pub records_trained: u64,
 }
 
+impl State {
+    /// As it travels.
+    pub fn record(&self) -> StateRecord {
+        StateRecord {
+            step: self.step,
+            records_trained: self.records_trained,
+            epochs_complete: self.ledger.epoch(),
+            ranges: self.ledger.ranges().collect(),
+            repeated: self.ledger.repeated(),
+        }
+    }
+}
+
 /// A gradient of this worker that no step is known to have absorbed.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Pending {
@@ -138,10 +158,19 @@ struct Group {
 enum Phase {
     Alone,
     Ended(Exit),
+    /// The state comes from a member while it trains.
+    Fetching,
     Joining(Membership),
-    Over { group: Group, told: bool },
+    Over {
+        group: Group,
+        told: bool,
+    },
     Repairing(Group, Repair),
-    Round { group: Group, quotas: Option<Vec<u64>>, computed: bool },
+    Round {
+        group: Group,
+        quotas: Option<Vec<u64>>,
+        computed: bool,
+    },
     Syncing(Group),
 }
 
@@ -159,6 +188,9 @@ pub struct Session {
     latest: Option<Membership>,
     /// This worker has been in a membership, so one without it means that it is to go.
     was_member: bool,
+    /// This worker has been in a group that came to one state, so it may have used up leases.
+    was_in_group: bool,
+    fetch: Fetch,
     stop: bool,
     progress: Progress,
     reported_at: Duration,
@@ -177,6 +209,8 @@ impl Session {
             phase: Phase::Alone,
             latest: None,
             was_member: false,
+            was_in_group: false,
+            fetch: Fetch::default(),
             stop: false,
             progress: Progress::default(),
             reported_at: Duration::ZERO,
@@ -192,16 +226,13 @@ impl Session {
         }
         let abort = membership.abort;
         self.latest = Some(membership);
+        if self.phase == Phase::Fetching {
+            return self.leave_fetch();
+        }
         // A switch without a loss waits for the end of the round, where all ranks switch together.
         let in_round = !matches!(self.phase, Phase::Alone | Phase::Over { .. });
         if abort || !in_round {
             self.join_latest();
-        }
-    }
-
-    pub fn handle_fetch(&mut self, donors: Vec<(WorkerId, SocketAddr)>) {
-        if !donors.is_empty() {
-            self.reports.push_back(Report::Primed { step: self.step() });
         }
     }
 
@@ -225,6 +256,10 @@ impl Session {
         match &mut self.phase {
             Phase::Alone | Phase::Over { told: true, .. } => Task::Wait,
             Phase::Ended(exit) => Task::Exit(exit.clone()),
+            Phase::Fetching => {
+                let (donor, address) = self.fetch.donor();
+                Task::Fetch(donor, address)
+            }
             Phase::Joining(membership) => Task::Connect(membership.clone()),
             Phase::Over { .. } => Task::Finish,
             Phase::Repairing(_, repair) => Task::Repair(repair.clone()),
@@ -285,7 +320,7 @@ impl Session {
     /// The links of the current generation broke, at the link to `suspect`.
     pub fn broken(&mut self, suspect: Option<WorkerId>, error: String) {
         let generation = match &self.phase {
-            Phase::Alone | Phase::Ended(_) => return,
+            Phase::Alone | Phase::Ended(_) | Phase::Fetching => return,
             Phase::Joining(membership) => membership.generation,
             Phase::Over { group, .. }
             | Phase::Repairing(group, _)
@@ -309,8 +344,9 @@ impl Session {
             let repair = Repair::plan(headers)?;
             let takes = repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
             // Survivors of a failure differ by one step at most, so this rank was away; what it has consumed of its
-            // leases is known to nobody. A new worker in its place starts from nothing.
-            self.phase = match takes && self.state.is_some() {
+            // leases is known to nobody. A new worker in its place starts from nothing. (One that only has fetched has
+            // consumed none.)
+            self.phase = match takes && self.state.is_some() && self.was_in_group {
                 true => Phase::Ended(Exit::Outdated),
                 false => Phase::Repairing(group.clone(), repair),
             };
@@ -339,6 +375,7 @@ impl Session {
     pub fn repaired(&mut self) {
         let Phase::Repairing(group, _) = &self.phase else { return };
         let group = group.clone();
+        self.was_in_group = true;
         self.settle_pending();
         if let (0, Some(state)) = (group.rank, &self.state) {
             self.reports.push_back(Report::Formed {
@@ -445,12 +482,25 @@ impl Session {
     /// Generation and rank of this worker where it has links.
     pub fn place(&self) -> Option<(Generation, usize)> {
         match &self.phase {
-            Phase::Alone | Phase::Ended(_) | Phase::Joining(_) => None,
+            Phase::Alone | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
             Phase::Over { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group) => Some((group.generation, group.rank)),
         }
+    }
+
+    /// The group in whose round this worker is, between two tasks: its state can be copied.
+    pub fn in_round(&self) -> Option<Generation> {
+        match &self.phase {
+            Phase::Round { group, .. } => Some(group.generation),
+            _ => None,
+        }
+    }
+
+    /// Whether this worker makes no more steps.
+    pub fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Over { .. } | Phase::Ended(_))
     }
 
     // ---- private ----
@@ -577,6 +627,7 @@ const STEPS_AHEAD: u64 = 4;
 /// The master hears of commits this often, at most.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
+mod fetch;
+
 #[cfg(test)]
-#[path = "session_tests.rs"]
 mod tests;

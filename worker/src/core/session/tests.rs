@@ -70,9 +70,28 @@ struct Node {
     finished: Option<Generation>,
 }
 
+/// What a donor has sent to a newcomer.
+#[derive(Clone, Debug)]
+struct Stream {
+    donor: WorkerId,
+    /// The donor has begun; it sends what it commits.
+    served: bool,
+    parcels: VecDeque<Parcel>,
+    broken: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Parcel {
+    End(Generation),
+    Result(Generation, Vec<StepHeader>, Absorbed),
+    State(Generation, StateRecord, Absorbed),
+    Tip,
+}
+
 #[derive(Clone, Debug)]
 enum Say {
     Drain,
+    Fetch(Vec<(WorkerId, SocketAddr)>),
     Lease(RecordRange),
     Membership(Membership),
 }
@@ -90,6 +109,9 @@ struct World {
     members: Vec<WorkerId>,
     formed: bool,
     ready: Vec<WorkerId>,
+    /// Newcomers on their way, and what they are sent.
+    fetching: Vec<WorkerId>,
+    streams: BTreeMap<WorkerId, Stream>,
     leaving: Vec<WorkerId>,
     leases: BTreeMap<WorkerId, Vec<RecordRange>>,
     credit: BTreeMap<(WorkerId, u32), u64>,
@@ -123,6 +145,8 @@ impl World {
             members: Vec::new(),
             formed: true,
             ready: Vec::new(),
+            fetching: Vec::new(),
+            streams: BTreeMap::new(),
             leaving: Vec::new(),
             leases: BTreeMap::new(),
             credit: BTreeMap::new(),
@@ -154,11 +178,25 @@ impl World {
             passed: None,
             finished: None,
         });
-        self.ready.push(id);
+        match self.donors().is_empty() {
+            true => self.ready.push(id),
+            false => {
+                self.fetching.push(id);
+                self.tell(id, Say::Fetch(self.donors()));
+            }
+        }
         self.switch();
     }
 
     // ---- the master ----
+
+    /// Members whose group has come to one state.
+    fn donors(&self) -> Vec<(WorkerId, SocketAddr)> {
+        let holds_state = |id: &&WorkerId| {
+            self.nodes.iter().any(|n| n.id == **id && n.session.was_in_group) && self.members.contains(id)
+        };
+        self.members.iter().filter(holds_state).map(|id| (*id, address())).collect()
+    }
 
     fn tell(&mut self, to: WorkerId, say: Say) {
         if let Some(node) = self.nodes.iter_mut().find(|n| n.id == to) {
@@ -184,6 +222,9 @@ impl World {
         } else if self.ready.is_empty() && !abort {
             return;
         }
+        if self.members.is_empty() {
+            self.ready.append(&mut self.fetching);
+        }
         self.members.append(&mut self.ready);
         if self.members.is_empty() {
             self.formed = true;
@@ -195,10 +236,9 @@ impl World {
         let members = &self.members;
         self.leases.retain(|worker, _| members.contains(worker));
         self.credit.retain(|(worker, _), _| members.contains(worker));
-        let address: SocketAddr = ([127, 0, 0, 1], 1).into();
         let membership = Membership {
             generation: self.generation,
-            members: self.members.iter().map(|m| (*m, address)).collect(),
+            members: self.members.iter().map(|m| (*m, address())).collect(),
             abort,
         };
         let mut told = before;
@@ -208,6 +248,12 @@ impl World {
         self.rings.insert(self.generation.0, ring);
         for member in told {
             self.tell(member, Say::Membership(membership.clone()));
+        }
+        let donors = self.donors();
+        if !donors.is_empty() {
+            for newcomer in self.fetching.clone() {
+                self.tell(newcomer, Say::Fetch(donors.clone()));
+            }
         }
     }
 
@@ -220,7 +266,13 @@ impl World {
                 self.rebuild(&ledger);
                 self.switch();
             }
-            Report::Formed { .. } | Report::Primed { .. } => {}
+            Report::Formed { .. } => {}
+            Report::Primed { .. } => {
+                if let Some(at) = self.fetching.iter().position(|id| *id == from) {
+                    self.ready.push(self.fetching.remove(at));
+                    self.switch();
+                }
+            }
             // Who is on its way out gets no more.
             Report::LeaseRequest { .. } if !self.members.contains(&from) => {}
             Report::LeaseRequest { epoch, records } => {
@@ -267,6 +319,7 @@ impl World {
     /// `index` is gone, without a word.
     fn crash(&mut self, index: usize) {
         let node = self.nodes.remove(index);
+        self.break_streams(node.id);
         self.forget_worker(node.id);
         if let Some((generation, _)) = node.session.place() {
             self.rings.get_mut(&generation.0).expect("a ring per generation").broken = true;
@@ -284,6 +337,8 @@ impl World {
         self.leases.remove(&id);
         self.credit.retain(|(worker, _), _| *worker != id);
         self.ready.retain(|w| *w != id);
+        self.fetching.retain(|w| *w != id);
+        self.streams.remove(&id);
         self.leaving.retain(|w| *w != id);
     }
 
@@ -301,12 +356,16 @@ impl World {
             let node = &mut self.nodes[index];
             match node.inbox.pop_front().expect("counted") {
                 Say::Drain => node.session.handle_drain(),
+                Say::Fetch(donors) => node.session.handle_fetch(donors),
                 Say::Lease(range) => node.session.handle_lease(vec![range]),
                 Say::Membership(membership) => node.session.handle_membership(membership),
             }
         }
         match self.nodes[index].doing {
-            Doing::Nothing => self.start(index),
+            Doing::Nothing => {
+                self.serve(index);
+                self.start(index);
+            }
             Doing::Operation { .. } => self.complete(index),
         }
         let Some(node) = self.nodes.get_mut(index) else { return };
@@ -331,6 +390,8 @@ impl World {
                 node.session.computed(0.0, 0);
             }
             Task::Connect(membership) => {
+                self.end_streams(index, &membership);
+                let node = &mut self.nodes[index];
                 node.operation = 0;
                 if self.rings[&membership.generation.0].broken {
                     node.session.broken(None, "refused".into());
@@ -341,8 +402,10 @@ impl World {
             Task::Exit(exit) => {
                 assert_eq!(exit, Exit::Left, "seed {}", self.seed);
                 let node = self.nodes.remove(index);
+                self.break_streams(node.id);
                 self.forget_worker(node.id);
             }
+            Task::Fetch(donor, _) => self.fetch(index, donor),
             Task::Finish => {
                 node.finished = node.session.place().map(|(generation, _)| generation);
                 node.session.told();
@@ -357,6 +420,83 @@ impl World {
             Task::Synchronize => self.enter(index, What::Synchronize, None),
             Task::Talk => self.enter(index, What::Talk, None),
             Task::Wait => {}
+        }
+    }
+
+    // ---- newcomers and donors ----
+
+    /// Sends the state to newcomers that wait for it. Now and then one is too slow, or a link breaks.
+    fn serve(&mut self, index: usize) {
+        let node = &self.nodes[index];
+        let (Some(generation), Some(state)) = (node.session.in_round(), node.session.state()) else { return };
+        for stream in self.streams.values_mut().filter(|s| s.donor == node.id && !s.broken) {
+            if !stream.served {
+                stream.served = true;
+                stream.parcels.push_back(Parcel::State(generation, state.record(), node.parameters.clone()));
+                stream.parcels.push_back(Parcel::Tip);
+            } else if self.rng.random_ratio(1, 500) {
+                stream.broken = true;
+            }
+        }
+    }
+
+    /// Who is served gets every step that its donor commits.
+    fn pass_on(&mut self, index: usize, generation: Generation, headers: &[StepHeader], sum: &Absorbed) {
+        let id = self.nodes[index].id;
+        for stream in self.streams.values_mut().filter(|s| s.donor == id && s.served && !s.broken) {
+            stream.parcels.push_back(Parcel::Result(generation, headers.to_vec(), sum.clone()));
+            stream.parcels.push_back(Parcel::Tip);
+        }
+    }
+
+    fn end_streams(&mut self, index: usize, membership: &Membership) {
+        let id = self.nodes[index].id;
+        for (newcomer, stream) in self.streams.iter_mut().filter(|(_, s)| s.donor == id && s.served) {
+            if membership.rank_of(*newcomer).is_some() && !stream.broken {
+                stream.parcels.push_back(Parcel::End(membership.generation));
+                stream.broken = true;
+            }
+        }
+        self.streams.remove(&id);
+    }
+
+    /// `id` is gone: of what it has sent some may still arrive.
+    fn break_streams(&mut self, id: WorkerId) {
+        for stream in self.streams.values_mut().filter(|s| s.donor == id) {
+            stream.broken = true;
+            let arrives = self.rng.random_range(0..=stream.parcels.len());
+            stream.parcels.truncate(arrives);
+        }
+    }
+
+    fn fetch(&mut self, index: usize, donor: WorkerId) {
+        let id = self.nodes[index].id;
+        if self.streams.get(&id).is_none_or(|stream| stream.donor != donor) {
+            let alive = self.nodes.iter().any(|n| n.id == donor);
+            let stream = Stream { donor, served: false, parcels: VecDeque::new(), broken: !alive };
+            self.streams.insert(id, stream);
+        }
+        let node = &mut self.nodes[index];
+        let stream = self.streams.get_mut(&id).expect("it was just put there");
+        match stream.parcels.pop_front() {
+            Some(Parcel::State(generation, record, parameters)) => {
+                node.parameters = parameters;
+                assert!(node.session.install(record, None), "seed {}", self.seed);
+                node.session.fetched(generation);
+            }
+            Some(Parcel::Result(generation, headers, sum)) => {
+                node.parameters.extend(&sum);
+                node.kept = sum;
+                node.session.commit(headers, Duration::ZERO);
+                node.session.fetched(generation);
+            }
+            Some(Parcel::End(generation)) => node.session.fetch_ended(generation),
+            None if stream.broken => {
+                self.streams.remove(&id);
+                node.session.fetch_broke();
+            }
+            Some(Parcel::Tip) => node.session.caught_up(),
+            None => {}
         }
     }
 
@@ -398,7 +538,7 @@ impl World {
                 (encode(&node.session.kept().unwrap_or_default().to_vec()), node.kept.clone())
             }
             What::State { .. } => (
-                node.session.state().map(|s| encode(&record(s))).unwrap_or_default(),
+                node.session.state().map(|s| encode(&s.record())).unwrap_or_default(),
                 node.parameters.clone(),
             ),
             What::Step => (encode(&node.session.header(digest)), node.gradient.clone()),
@@ -449,11 +589,14 @@ impl World {
         match what {
             What::Result { apply } => {
                 let donor = donor.expect("a donor");
-                let headers = decode(&donor.bytes).expect("headers");
+                let headers: Vec<StepHeader> = decode(&donor.bytes).expect("headers");
                 if *apply {
                     node.parameters.extend(donor.gradient.iter());
                     node.kept = donor.gradient.to_vec();
+                    let (generation, _) = node.session.place().expect("repairs happen in groups");
+                    let (passed, sum) = (headers.clone(), node.kept.clone());
                     node.session.commit(headers, Duration::ZERO);
+                    self.pass_on(index, generation, &passed, &sum);
                 } else {
                     node.passed = Some((donor.gradient.to_vec(), headers));
                 }
@@ -476,10 +619,12 @@ impl World {
                 let said: Absorbed = headers.iter().flat_map(|h| h.ranges.clone()).collect();
                 assert_eq!(sum, said, "seed {seed}: headers tell what gradients hold");
                 node.parameters.extend(&sum);
-                node.kept = sum;
+                node.kept.clone_from(&sum);
                 node.gradient_is_pending = false;
-                node.session.commit(headers, Duration::ZERO);
+                let (generation, _) = node.session.place().expect("steps happen in groups");
+                node.session.commit(headers.clone(), Duration::ZERO);
                 self.highest_step = self.highest_step.max(node.session.step());
+                self.pass_on(index, generation, &headers, &sum);
             }
             What::Synchronize => {
                 let headers: Vec<SyncHeader> = all
@@ -506,8 +651,9 @@ impl World {
                 self.formed = true;
                 self.join();
             }
+            let is_member = |n: &&Node| self.members.contains(&n.id);
             let done = |n: &Node| n.finished == Some(self.generation);
-            if self.formed && self.ready.is_empty() && self.nodes.iter().all(done) {
+            if self.formed && self.ready.is_empty() && self.nodes.iter().filter(is_member).all(done) {
                 return self.check();
             }
             let index = self.rng.random_range(0..self.nodes.len());
@@ -543,7 +689,8 @@ impl World {
     }
 
     fn check(&self) {
-        for node in &self.nodes {
+        let is_member = |n: &&Node| self.members.contains(&n.id);
+        for node in self.nodes.iter().filter(is_member) {
             let mut seen = vec![0; (u64::from(self.epochs) * RECORDS) as usize];
             for range in &node.parameters {
                 for record in range.records() {
@@ -553,19 +700,14 @@ impl World {
             assert!(seen.iter().all(|&n| n == 1), "seed {}: worker {}: {seen:?}", self.seed, node.id);
             let ledger = &node.session.state().expect("finished with a state").ledger;
             assert_eq!((ledger.counted(), ledger.repeated()), (seen.len() as u64, 0), "seed {}", self.seed);
-            assert_eq!(node.parameters, self.nodes[0].parameters, "seed {}: replicas differ", self.seed);
+            let first = self.nodes.iter().find(is_member).expect("a group has members");
+            assert_eq!(node.parameters, first.parameters, "seed {}: replicas differ", self.seed);
         }
     }
 }
 
-fn record(state: &State) -> StateRecord {
-    StateRecord {
-        step: state.step,
-        records_trained: state.records_trained,
-        epochs_complete: state.ledger.epoch(),
-        ranges: state.ledger.ranges().collect(),
-        repeated: state.ledger.repeated(),
-    }
+fn address() -> SocketAddr {
+    ([127, 0, 0, 1], 1).into()
 }
 
 fn fingerprint(parameters: &Absorbed) -> u64 {
