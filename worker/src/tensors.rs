@@ -22,14 +22,15 @@ pub(crate) struct Tensors {
 }
 
 impl Tensors {
+    /// Takes the memory at once: a page that the system hands out at its first use would be waited for by the whole group,
+    /// in the first step.
     pub(crate) fn new(parameters: usize, slots: usize) -> Self {
-        let zeros = || vec![0.0; parameters];
         Self {
-            parameters: Arc::new(zeros()),
-            slots: Arc::new(vec![0.0; parameters * slots]),
-            gradient: zeros(),
-            kept: Arc::new(zeros()),
-            reduced: zeros(),
+            parameters: Arc::new(zeros(parameters)),
+            slots: Arc::new(zeros(parameters * slots)),
+            gradient: zeros(parameters),
+            kept: Arc::new(zeros(parameters)),
+            reduced: zeros(parameters),
         }
     }
 
@@ -46,15 +47,15 @@ impl Tensors {
         let mut digest = Xxh3Default::new();
         digest.update(bytemuck::cast_slice(self.parameters.as_slice()));
         digest.update(bytemuck::cast_slice(self.slots.as_slice()));
-        digest.update(&state.step.to_le_bytes());
-        digest.update(&state.records_trained.to_le_bytes());
-        digest.update(&state.ledger.epoch().to_le_bytes());
-        digest.update(&state.ledger.repeated().to_le_bytes());
-        for range in state.ledger.ranges() {
-            digest.update(&range.epoch.to_le_bytes());
-            digest.update(&range.start.to_le_bytes());
-            digest.update(&range.end.to_le_bytes());
-        }
+        update_with_record(&mut digest, state);
+        digest.digest()
+    }
+
+    /// As [`Tensors::digest`], but of the tensors only that part whose turn it is: for a group that waits for it.
+    pub(crate) fn quick_digest(&self, state: &State) -> u64 {
+        let mut digest = Xxh3Default::new();
+        digest.update(&self.window_digest(state.step).to_le_bytes());
+        update_with_record(&mut digest, state);
         digest.digest()
     }
 
@@ -71,10 +72,33 @@ impl Tensors {
     }
 }
 
+/// `len` zeros in memory that is there.
+fn zeros(len: usize) -> Vec<f32> {
+    let mut zeros = vec![0.0; len];
+    // Zeroed memory is handed out lazily; a write that the compiler can't see through makes it be there.
+    zeros.iter_mut().step_by(PAGE_FLOATS).for_each(|first| *first = std::hint::black_box(0.0));
+    zeros
+}
+
+fn update_with_record(digest: &mut Xxh3Default, state: &State) {
+    digest.update(&state.step.to_le_bytes());
+    digest.update(&state.records_trained.to_le_bytes());
+    digest.update(&state.ledger.epoch().to_le_bytes());
+    digest.update(&state.ledger.repeated().to_le_bytes());
+    for range in state.ledger.ranges() {
+        digest.update(&range.epoch.to_le_bytes());
+        digest.update(&range.start.to_le_bytes());
+        digest.update(&range.end.to_le_bytes());
+    }
+}
+
 /// A shared buffer, to write to: a copy of its own, if it is being copied.
 pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
     Arc::make_mut(shared).as_mut_slice()
 }
+
+/// Floats of the smallest page.
+const PAGE_FLOATS: usize = 4096 / size_of::<f32>();
 
 /// The state is compared in this many parts, one at each step.
 const WINDOWS: u64 = 64;
@@ -96,6 +120,10 @@ mod tests {
                 _ => Arc::make_mut(&mut other.slots)[at - 1000] = f32::from_bits(1),
             }
             assert_ne!(whole.digest(&state), other.digest(&state));
+            let at_step = |step| State { step, ..state.clone() };
+            let quick =
+                (0..WINDOWS).filter(|&s| whole.quick_digest(&at_step(s)) != other.quick_digest(&at_step(s)));
+            assert_eq!(quick.count(), 1, "element {at}");
             let differing = (0..WINDOWS).filter(|&s| whole.window_digest(s) != other.window_digest(s));
             assert_eq!(differing.count(), 1, "element {at}");
         }

@@ -43,7 +43,7 @@ pub struct SyncHeader {
 pub struct StateHeader {
     /// Steps committed.
     pub step: u64,
-    /// Digest of the whole state.
+    /// Digest of the record and of the part of the tensors whose turn it is at this step.
     pub digest: u64,
     /// Whether it still has the reduced gradient of its last step.
     pub kept: bool,

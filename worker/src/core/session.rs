@@ -298,7 +298,7 @@ impl Session {
         }
     }
 
-    /// This rank's word in a new group. `digest`: of the whole state.
+    /// This rank's word in a new group. `digest`: of the record and a part of the tensors.
     pub fn sync_header(&self, digest: u64) -> SyncHeader {
         let state =
             self.state.as_ref().map(|s| StateHeader { step: s.step, digest, kept: self.kept.is_some() });
