@@ -15,6 +15,8 @@ use std::time::Duration;
 
 use elasticdl_collective::{StateSender, Visitor};
 use elasticdl_proto::Generation;
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::core::header;
 use crate::core::header::{StateRecord, StepHeader};
@@ -46,7 +48,7 @@ enum Parcel {
     },
     State {
         generation: Generation,
-        record: Arc<Vec<u8>>,
+        record: StateRecord,
         parameters: Arc<Vec<f32>>,
         slots: Arc<Vec<f32>>,
     },
@@ -72,7 +74,7 @@ impl Donor {
         let (parcels, queue) = sync_channel(results.clamp(AHEAD_MIN, AHEAD_MAX));
         let state = Parcel::State {
             generation,
-            record: Arc::new(header::encode(record)),
+            record: record.clone(),
             parameters: Arc::clone(parameters),
             slots: Arc::clone(slots),
         };
@@ -168,16 +170,33 @@ fn send(sender: &mut StateSender, parcel: Parcel) -> std::io::Result<()> {
         }
         Parcel::State { generation, record, parameters, slots } => {
             // The trainer wants its buffers back.
-            let copy = (parameters.to_vec(), slots.to_vec());
-            drop((parameters, slots));
-            sender.send(KIND_STATE, generation.0, &record, &[&copy.0, &copy.1])
+            let (parameters, slots) = {
+                let copy = (parameters.to_vec(), slots.to_vec());
+                drop((parameters, slots));
+                copy
+            };
+            let note = header::encode(&StateNote { record, digest: digest(&parameters, &slots) });
+            sender.send(KIND_STATE, generation.0, &note, &[&parameters, &slots])
         }
     }
 }
 
+/// What comes with a state's tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct StateNote {
+    pub(crate) record: StateRecord,
+    /// [`digest`] of the tensors.
+    pub(crate) digest: u64,
+}
+
+/// Digest of a state's tensors: what a newcomer has got is what the donor has.
+pub(crate) fn digest(parameters: &[f32], slots: &[f32]) -> u64 {
+    xxh3_64(bytemuck::cast_slice(parameters)) ^ xxh3_64(bytemuck::cast_slice(slots)).rotate_left(1)
+}
+
 /// The step's headers, and its reduced gradient.
 pub(crate) const KIND_RESULT: u32 = 2;
-/// The state's record, and its tensors: parameters, then slots.
+/// A [`StateNote`], and the tensors: parameters, then slots.
 pub(crate) const KIND_STATE: u32 = 1;
 /// There is no more; the generation is the one to meet in.
 pub(crate) const KIND_END: u32 = 4;

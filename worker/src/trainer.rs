@@ -15,7 +15,7 @@ use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use crate::core::header::{self, StateRecord, StepHeader};
 use crate::core::repair::{Mismatch, Repair};
 use crate::core::session::{Exit, Membership, Session, Task};
-use crate::donor::{Donor, KIND_END, KIND_RESULT, KIND_STATE, KIND_TIP};
+use crate::donor::{self, Donor, KIND_END, KIND_RESULT, KIND_STATE, KIND_TIP, StateNote};
 use crate::failure::{Failure, call_user};
 use crate::gap::Gap;
 use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
@@ -229,10 +229,13 @@ impl<'a, M: Model> Trainer<'a, M> {
         let (parameters, slots) = (tensors.parameters.len() as u64, tensors.slots.len() as u64);
         match (head.kind, head.floats) {
             (KIND_STATE, floats) if floats == parameters + slots => {
-                let record: StateRecord =
+                let StateNote { record, digest } =
                     header::decode(&head.note).ok_or_else(|| nonsense("a state that can't be read"))?;
                 source.take(writable(&mut tensors.parameters)).map_err(broke)?;
                 source.take(writable(&mut tensors.slots)).map_err(broke)?;
+                if digest != donor::digest(&tensors.parameters, &tensors.slots) {
+                    return Err(nonsense("a state that came out different"));
+                }
                 if !session.install(record, None) {
                     return Err(nonsense("a ledger that can't be true"));
                 }
