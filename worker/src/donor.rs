@@ -208,3 +208,120 @@ const AHEAD_BYTES: usize = 512 << 20;
 /// Even where each of them is larger than that.
 const AHEAD_MIN: usize = 3;
 const AHEAD_MAX: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+    use std::time::Instant;
+
+    use elasticdl_collective::{Endpoint, Member, ParcelHead, Secret, StateReceiver};
+    use elasticdl_proto::RecordRange;
+
+    use super::*;
+
+    /// Far beyond what anything here takes; only a hang gets there.
+    const WATCHDOG: Duration = Duration::from_secs(60);
+
+    const LEN: usize = 1000;
+
+    fn record() -> StateRecord {
+        let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
+        StateRecord { step: 2, records_trained: 8, epochs_complete: 0, ranges, repeated: 0 }
+    }
+
+    /// A donor that serves worker 2 the state of ones and twos, and the newcomer's end.
+    fn serving(donor: &mut Donor, len: usize) -> (StateReceiver, [Endpoint; 2]) {
+        let endpoint = |id| {
+            Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", id, Secret::new("open sesame"))
+                .expect("loopback has free ports")
+        };
+        let ends = [endpoint(1), endpoint(2)];
+        let member = Member { id: 1, address: ends[0].address() };
+        let source = ends[1].fetch(member, WATCHDOG, WATCHDOG).expect("the donor listens");
+        let until = Instant::now() + WATCHDOG;
+        let visitor = loop {
+            assert!(Instant::now() < until, "the visitor never shows up");
+            if let Some(visitor) = ends[0].visitor() {
+                break visitor;
+            }
+            std::thread::yield_now();
+        };
+        let (parameters, slots) = (Arc::new(vec![1.0; len]), Arc::new(vec![2.0; len]));
+        donor.serve(visitor, Generation(3), &record(), &parameters, &slots);
+        (source, ends)
+    }
+
+    fn next(source: &mut StateReceiver) -> (ParcelHead, Vec<f32>) {
+        let head = source.next(WATCHDOG).unwrap().expect("there is more");
+        let mut floats = vec![0.0; head.floats as usize];
+        source.take(&mut floats).unwrap();
+        (head, floats)
+    }
+
+    #[test]
+    fn a_newcomer_gets_the_state_then_each_result_and_the_end_when_it_is_taken_in() {
+        let mut donor = Donor::new(WATCHDOG);
+        let (mut source, _ends) = serving(&mut donor, LEN);
+        let (head, floats) = next(&mut source);
+        assert_eq!((head.kind, head.generation), (KIND_STATE, 3));
+        let note: StateNote = header::decode(&head.note).unwrap();
+        let (parameters, slots) = floats.split_at(LEN);
+        assert_eq!((parameters, slots), (&[1.0; LEN][..], &[2.0; LEN][..]));
+        assert_eq!(note, StateNote { record: record(), digest: digest(parameters, slots) });
+        assert_ne!(note.digest, digest(slots, parameters));
+        assert_eq!(next(&mut source).0.kind, KIND_TIP);
+        donor.committed(Generation(3), &[], &Arc::new(vec![5.0; LEN]));
+        let (head, floats) = next(&mut source);
+        assert_eq!((head.kind, head.generation, floats), (KIND_RESULT, 3, vec![5.0; LEN]));
+        assert_eq!(next(&mut source).0.kind, KIND_TIP);
+        // A change without the newcomer changes nothing for it.
+        donor.switch(Generation(4), |id| id == 1);
+        donor.committed(Generation(4), &[], &Arc::new(vec![6.0; LEN]));
+        assert_eq!((next(&mut source).0.generation, next(&mut source).0.kind), (4, KIND_TIP));
+        donor.switch(Generation(5), |_| true);
+        assert_eq!((next(&mut source).0.kind, donor.fetchers.len()), (KIND_END, 0));
+    }
+
+    #[test]
+    fn a_newcomer_that_is_too_slow_is_dropped_and_holds_no_more_than_its_share() {
+        let mut donor = Donor::new(WATCHDOG);
+        // More than the sockets hold, so that the thread is stuck in the state.
+        let (mut source, _ends) = serving(&mut donor, 4 << 20);
+        let sum = Arc::new(Vec::new());
+        let most = AHEAD_BYTES / (16 << 20) + 1;
+        for _ in 0..=most {
+            donor.committed(Generation(3), &[], &sum);
+        }
+        assert_eq!(donor.fetchers.len(), 0);
+        assert!(Arc::strong_count(&sum) <= most + 1);
+        // What it had been promised still comes; then the link ends, without a word of an end.
+        let mut kinds = Vec::new();
+        while let Ok(Some(head)) = source.next(WATCHDOG) {
+            let mut floats = vec![0.0; head.floats as usize];
+            source.take(&mut floats).unwrap();
+            kinds.push(head.kind);
+        }
+        assert!(kinds.starts_with(&[KIND_STATE, KIND_RESULT]) && !kinds.contains(&KIND_END), "{kinds:?}");
+    }
+
+    #[test]
+    fn the_trainer_gets_its_buffers_back() {
+        let mut donor = Donor::new(WATCHDOG);
+        let (mut source, ends) = serving(&mut donor, LEN);
+        next(&mut source);
+        let parameters = Arc::new(vec![1.0; LEN]);
+        let until = Instant::now() + WATCHDOG;
+        let again = ends[1].fetch(Member { id: 1, address: ends[0].address() }, WATCHDOG, WATCHDOG);
+        let visitor = loop {
+            assert!(Instant::now() < until, "the visitor never shows up");
+            if let Some(visitor) = ends[0].visitor() {
+                break visitor;
+            }
+            std::thread::yield_now();
+        };
+        donor.serve(visitor, Generation(3), &record(), &parameters, &Arc::new(Vec::new()));
+        assert_eq!(next(&mut again.unwrap()).1, [1.0; LEN]);
+        assert_eq!(Arc::strong_count(&parameters), 1);
+        assert_eq!(donor.fetchers.len(), 1, "who comes again is served once");
+    }
+}
