@@ -1,7 +1,10 @@
-//! Data sets for the counting model.
+//! Data sets for the counting models.
 
 use std::io::Write;
 use std::path::Path;
+
+use elasticdl_worker::UserError;
+use elasticdl_worker::readers::FixedRecords;
 
 /// Writes `records` records over `files` files into `folder`: record `i` holds the number `i`.
 ///
@@ -15,4 +18,18 @@ pub fn counting_data(folder: &Path, records: u64, files: u64) -> std::io::Result
         std::fs::File::create(folder.join(format!("part-{file:03}.bin")))?.write_all(&bytes)?;
     }
     Ok(())
+}
+
+/// Reads the records of [`counting_data`].
+#[must_use]
+pub fn counting_reader() -> FixedRecords {
+    FixedRecords::new(size_of::<u64>())
+}
+
+/// The numbers that these records hold.
+///
+/// # Errors
+/// A record has another length.
+pub fn numbers(records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
+    records.into_iter().map(|bytes| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?))).collect()
 }

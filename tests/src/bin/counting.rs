@@ -1,12 +1,12 @@
 //! A model whose parameters count records: after training, parameter `i` is the number of times that record `i` was
 //! absorbed. So the model itself proves that records are counted exactly once, whatever happened to its workers.
 
-use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use elasticdl_tests::{counting_reader, numbers};
 use elasticdl_worker::readers::FixedRecords;
 use elasticdl_worker::{Model, Update, UserError};
 
@@ -47,7 +47,7 @@ impl Model for Counting {
     type Batch = Vec<u64>;
 
     fn reader(&self) -> FixedRecords {
-        FixedRecords::new(8)
+        counting_reader()
     }
 
     fn parameters(&self) -> usize {
@@ -60,8 +60,7 @@ impl Model for Counting {
     }
 
     fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
-        let number = |bytes: Vec<u8>| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?));
-        records.into_iter().map(number).collect::<Result<_, Box<dyn Error + Send + Sync>>>()
+        numbers(records)
     }
 
     fn gradients(

@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
 use clap::Parser;
-use elasticdl_tests::counting_data;
+use elasticdl_tests::{counting_data, counting_reader, numbers, print, quantile};
 use elasticdl_worker::readers::FixedRecords;
 use elasticdl_worker::{Model, Optimizer, Reader, Update, UserError};
 use serde_json::Value;
@@ -42,7 +42,7 @@ impl Model for Dense {
     type Batch = Vec<u64>;
 
     fn reader(&self) -> FixedRecords {
-        FixedRecords::new(8)
+        counting_reader()
     }
 
     fn parameters(&self) -> usize {
@@ -55,8 +55,7 @@ impl Model for Dense {
     }
 
     fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
-        let number = |bytes: Vec<u8>| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?));
-        records.into_iter().map(number).collect()
+        numbers(records)
     }
 
     fn gradients(
@@ -109,8 +108,9 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         print(&format!("round {round}: bare {b:.0} records/s, one worker {e:.0} records/s"));
     }
     // The two of a round stand side by side in time, so what else the machine does touches both.
-    let overhead = median(bare.iter().zip(&elastic).map(|(b, e)| (b / e - 1.0) * 100.0).collect());
-    let (bare, elastic) = (median(bare), median(elastic));
+    let mut overheads: Vec<f64> = bare.iter().zip(&elastic).map(|(b, e)| (b / e - 1.0) * 100.0).collect();
+    let overhead = quantile(&mut overheads, 0.5);
+    let (bare, elastic) = (quantile(&mut bare, 0.5), quantile(&mut elastic, 0.5));
     let result = serde_json::json!({
         "bare_records_per_s": bare, "worker_records_per_s": elastic, "overhead_percent": overhead,
     });
@@ -166,14 +166,4 @@ fn train_elastic(arguments: &Arguments, data: &Path, folder: &Path) -> Result<f6
     }
     let summary: Value = serde_json::from_slice(&std::fs::read(summary)?)?;
     summary["throughput"]["records_per_s"].as_f64().ok_or_else(|| "no throughput in the summary".into())
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
-#[expect(clippy::print_stdout, reason = "the benchmark's result")]
-fn print(text: &str) {
-    println!("{text}");
 }

@@ -1,0 +1,189 @@
+//! One job of real processes under the benchmark's eyes, which are its workers' diaries: asking the master would take
+//! time from what is measured.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use elasticdl_tests::{Running, counting_data, is_alive, send};
+use rand::RngExt as _;
+use rand::SeedableRng;
+use rand::rngs::ChaCha8Rng;
+use rand::seq::IteratorRandom;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::Arguments;
+use crate::diary::{Diaries, now};
+
+/// A running job.
+#[derive(Debug)]
+pub(crate) struct Bench {
+    job: Running,
+    pub(crate) diaries: Diaries,
+    workers: usize,
+    rng: ChaCha8Rng,
+}
+
+/// A job that has ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) summary: Value,
+    pub(crate) diaries: Diaries,
+    /// Workers that were there when it was told to stop.
+    last: Vec<u32>,
+}
+
+impl Bench {
+    /// Starts a job in `folder` and waits until all its workers contribute to its steps.
+    pub(crate) fn start(arguments: &Arguments, folder: &Path) -> Result<Self, Box<dyn Error>> {
+        let records = RECORDS.min(arguments.params);
+        let data = folder.join("data");
+        counting_data(&data, records as u64, 1)?;
+        let diaries = Diaries::create(folder.join("diaries"))?;
+        let this = std::env::current_exe()?;
+        let mut program = vec![this.clone().into_os_string()];
+        program.extend(["--params".into(), arguments.params.to_string().into()]);
+        program.extend(["--records".into(), records.to_string().into()]);
+        program.extend(["--diaries".into(), diaries.folder.clone().into_os_string()]);
+        let job = elasticdl_tests::Command::new(&this, folder.join("job"), program)
+            .option("training-data", data)
+            .option("num-epochs", "1000000")
+            .option("num-workers", arguments.workers.to_string())
+            .option("max-workers", (arguments.workers + 1).to_string())
+            .option("global-batch-size", (arguments.workers * RECORDS_PER_WORKER).to_string())
+            .option("max-worker-restarts", "1000");
+        let workers = arguments.workers as usize;
+        let mut bench = Self { job: job.start(), diaries, workers, rng: ChaCha8Rng::seed_from_u64(7) };
+        bench.settle()?;
+        Ok(bench)
+    }
+
+    /// Waits until as many workers as wanted contribute and no others are there, and then until the group has made
+    /// some more steps and some time has passed, so that what comes next finds it at rest.
+    pub(crate) fn settle(&mut self) -> Result<(), Box<dyn Error>> {
+        self.wait_whole()?;
+        let (since, from) = (now(), self.step());
+        // Not always at the same part of a step.
+        let pause = REST + Duration::from_micros(self.rng.random_range(0..REST_VARIES.as_micros() as u64));
+        self.wait_for("some more steps", |bench| {
+            bench.step() >= from + REST_STEPS && now() - since >= pause
+        })?;
+        self.wait_whole()
+    }
+
+    /// Waits until as many workers as wanted contribute, and no others are there.
+    pub(crate) fn wait_whole(&mut self) -> Result<(), Box<dyn Error>> {
+        self.wait_for("all members", |bench| {
+            bench.diaries.living().count() == bench.workers
+                && bench.diaries.living().all(|diary| diary.contribution().is_some())
+        })
+    }
+
+    /// Waits until `pid` has ended.
+    pub(crate) fn wait_gone(&mut self, pid: u32) -> Result<(), Box<dyn Error>> {
+        self.wait_for("a worker's end", |_| !is_alive(pid))
+    }
+
+    /// Waits for a worker whose first contribution comes after `at`.
+    pub(crate) fn wait_newcomer(&mut self, at: Duration) -> Result<(), Box<dyn Error>> {
+        self.wait_for("a newcomer", |bench| bench.diaries.living().any(|diary| diary.is_new(at)))
+    }
+
+    /// Sends a signal to one of the members, but never to the last that knows the state.
+    pub(crate) fn disturb(&mut self, signal: Signal) -> Result<u32, Box<dyn Error>> {
+        self.diaries.refresh()?;
+        let (members, others): (Vec<_>, Vec<_>) =
+            self.diaries.living().partition(|diary| diary.contribution().is_some());
+        let victims = if members.len() > 1 { members } else { others };
+        let victim = victims.iter().map(|d| d.pid).choose(&mut self.rng).ok_or("nobody to disturb")?;
+        send(victim, signal);
+        Ok(victim)
+    }
+
+    /// Asks for this many workers more than the job began with.
+    pub(crate) fn scale(&self, more: u32) {
+        self.job.scale(self.workers as u32 + more);
+    }
+
+    /// Sleeps, but ends with an error where the job ends.
+    pub(crate) fn rest_until(&mut self, at: Duration) -> Result<(), Box<dyn Error>> {
+        self.wait_for("a moment", |_| now() >= at)
+    }
+
+    /// Stops the job.
+    pub(crate) fn stop(mut self) -> Result<Ended, Box<dyn Error>> {
+        self.diaries.refresh()?;
+        let last = self.diaries.living().map(|diary| diary.pid).collect();
+        self.job.signal(Signal::INT);
+        let ended = self.job.wait();
+        if ended.summary["records"].is_null() {
+            return Err(format!("the job ended without a summary: {}", ended.output).into());
+        }
+        self.diaries.refresh()?;
+        Ok(Ended { summary: ended.summary, diaries: self.diaries, last })
+    }
+
+    fn step(&self) -> u64 {
+        let last = self.diaries.all.values().filter_map(|diary| diary.commits.last());
+        last.map(|(_, commit)| commit.step + 1).max().unwrap_or(0)
+    }
+
+    fn wait_for(&mut self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), Box<dyn Error>> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            self.diaries.refresh()?;
+            if done(self) {
+                return Ok(());
+            }
+            if !self.job.is_running() || Instant::now() >= deadline {
+                return Err(format!("no sign of {what}: {}", self.job.status()).into());
+            }
+            std::thread::sleep(GLANCE);
+        }
+    }
+}
+
+impl Ended {
+    /// Records that should have been counted and were not, and those counted more than once: the worse of what the
+    /// job says of itself and what the model counted.
+    pub(crate) fn records_lost_and_repeated(&self) -> Result<(u64, u64), Box<dyn Error>> {
+        let said = |name: &str| self.summary["records"][name].as_u64().ok_or("no records in the summary");
+        let words = self.summary["model_summary"].as_str().ok_or("the model said nothing")?;
+        let counts: Vec<f64> = words.split(' ').map(str::parse).collect::<Result<_, _>>()?;
+        let [least, _, total] = counts[..] else { return Err("the model said something else".into()) };
+        let epochs = self.summary["epochs"].as_u64().ok_or("no epochs in the summary")?;
+        let over = |a: u64, b: u64| a.saturating_sub(b);
+        let mut out_of_turn = BTreeMap::new();
+        for (_, commit) in self.diaries.all.values().flat_map(|diary| &diary.commits) {
+            let most = out_of_turn.entry(commit.step).or_insert(0);
+            *most = commit.repeated.max(*most);
+        }
+        let (counted, total) = (said("counted")?, total as u64);
+        let lost = said("missing")?.max(over(counted, total)).max(over(epochs, least as u64));
+        let repeated = said("repeated")?.max(over(total, counted)).max(out_of_turn.values().sum());
+        Ok((lost, repeated))
+    }
+
+    /// Distinct steps that a worker other than the `disturbed` had to compute again, or that were undone; and of those
+    /// that left in order, what they had begun and nobody took.
+    pub(crate) fn steps_lost(&self, disturbed: &[u32]) -> usize {
+        let others = || self.diaries.all.values().filter(|diary| !disturbed.contains(&diary.pid));
+        let again: BTreeSet<u64> = others().flat_map(|diary| diary.steps_lost()).collect();
+        let left_open = others().filter(|diary| diary.open > 0 && !self.last.contains(&diary.pid));
+        again.len() + left_open.count()
+    }
+}
+
+/// Records of an epoch, at most.
+const RECORDS: usize = 1 << 15;
+const RECORDS_PER_WORKER: u32 = 8;
+/// Between one event's end and the next one, at least.
+const REST: Duration = Duration::from_millis(400);
+const REST_VARIES: Duration = Duration::from_millis(100);
+const REST_STEPS: u64 = 8;
+/// Between two looks at the diaries.
+const GLANCE: Duration = Duration::from_millis(10);
+/// For anything to happen.
+const PATIENCE: Duration = Duration::from_secs(180);

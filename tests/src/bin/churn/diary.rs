@@ -1,0 +1,229 @@
+//! Diaries of workers: each process writes down, as it happens, what its model was called for. All processes of a
+//! machine share one clock, so the diaries can be laid side by side.
+//!
+//! A diary is a file of entries of seven little-endian `u64`s, one `write` each, so that a killed process leaves a
+//! whole one; a model's calls cost it some microseconds.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// What a model writes down.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Entry {
+    /// A step was applied.
+    Committed(Commit),
+    /// Gradients of this many records were computed.
+    Computed { records: u64 },
+}
+
+/// One step, as the model of one worker saw it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Commit {
+    /// From 0.
+    pub(crate) step: u64,
+    /// Over all ranks.
+    pub(crate) records: u64,
+    /// Of those, computed by this worker.
+    pub(crate) own: u64,
+    /// Records that this worker had computed since the last step and that were thrown away.
+    pub(crate) undone: u64,
+    /// Records that were counted when it was not their turn.
+    pub(crate) repeated: u64,
+}
+
+/// A worker's own diary.
+#[derive(Debug)]
+pub(crate) struct Writer {
+    file: File,
+}
+
+impl Writer {
+    /// Begins the diary of this process in `folder`, with its birth.
+    pub(crate) fn create(folder: &Path) -> io::Result<Self> {
+        let file = File::create_new(folder.join(std::process::id().to_string()))?;
+        let mut writer = Self { file };
+        writer.put([BORN, nanoseconds(birth()?), 0, 0, 0, 0, 0])?;
+        Ok(writer)
+    }
+
+    pub(crate) fn write(&mut self, entry: Entry) -> io::Result<()> {
+        let at = nanoseconds(now());
+        self.put(match entry {
+            Entry::Committed(c) => [COMMITTED, at, c.step, c.records, c.own, c.undone, c.repeated],
+            Entry::Computed { records } => [COMPUTED, at, 0, records, 0, 0, 0],
+        })
+    }
+
+    fn put(&mut self, words: [u64; WORDS]) -> io::Result<()> {
+        let bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();
+        self.file.write_all(&bytes)
+    }
+}
+
+/// One worker's diary, read while it is being written.
+#[derive(Debug)]
+pub(crate) struct Diary {
+    pub(crate) pid: u32,
+    /// When its process was started; by the system's word, rounded down to a tick (10 ms).
+    pub(crate) born: Duration,
+    /// When each of its steps was applied.
+    pub(crate) commits: Vec<(Duration, Commit)>,
+    /// Records computed after the last of them.
+    pub(crate) open: u64,
+    /// Its process runs.
+    lives: bool,
+    file: File,
+    rest: Vec<u8>,
+}
+
+impl Diary {
+    fn open(pid: u32, path: &Path) -> io::Result<Self> {
+        let file = File::open(path)?;
+        Ok(Self {
+            pid,
+            born: Duration::ZERO,
+            commits: Vec::new(),
+            open: 0,
+            lives: true,
+            file,
+            rest: Vec::new(),
+        })
+    }
+
+    /// The first commit with records of its own in it.
+    pub(crate) fn contribution(&self) -> Option<(Duration, Commit)> {
+        self.commits.iter().find(|(_, commit)| commit.own > 0).copied()
+    }
+
+    /// Whether its worker began to take part after `at`.
+    pub(crate) fn is_new(&self, at: Duration) -> bool {
+        self.contribution().is_some_and(|(first, _)| first > at)
+    }
+
+    /// When `step` was applied here, for the last time.
+    pub(crate) fn time_of(&self, step: u64) -> Option<Duration> {
+        self.commits.iter().rev().find(|(_, commit)| commit.step == step).map(|(at, _)| *at)
+    }
+
+    /// Steps committed before `at`.
+    pub(crate) fn steps_before(&self, at: Duration) -> u64 {
+        let before = self.commits.partition_point(|(committed, _)| *committed < at);
+        before.checked_sub(1).map_or(0, |last| self.commits[last].1.step + 1)
+    }
+
+    /// Steps whose work here was for nothing: computed and thrown away, or applied more than once. What a newcomer
+    /// does before it takes part costs nobody a step.
+    pub(crate) fn steps_lost(&self) -> Vec<u64> {
+        let first = self.commits.iter().position(|(_, commit)| commit.own > 0);
+        let commits = &self.commits[first.unwrap_or(self.commits.len())..];
+        let undone = commits.iter().filter(|(_, commit)| commit.undone > 0);
+        let twice = commits.windows(2).filter(|pair| pair[1].1.step <= pair[0].1.step).map(|pair| &pair[1]);
+        undone.chain(twice).map(|(_, commit)| commit.step).collect()
+    }
+
+    fn refresh(&mut self) -> io::Result<()> {
+        if !self.lives {
+            return Ok(());
+        }
+        // Asked first: what it wrote before its end is read too.
+        self.lives = elasticdl_tests::is_alive(self.pid);
+        self.file.read_to_end(&mut self.rest)?;
+        let whole = self.rest.len() / ENTRY_BYTES * ENTRY_BYTES;
+        let read: Vec<u8> = self.rest.drain(..whole).collect();
+        for entry in read.chunks_exact(ENTRY_BYTES) {
+            let (words, _) = entry.as_chunks::<{ size_of::<u64>() }>();
+            let word = |i: usize| u64::from_le_bytes(words[i]);
+            let at = Duration::from_nanos(word(1));
+            match word(0) {
+                BORN => self.born = at,
+                COMPUTED => self.open += word(3),
+                _ => {
+                    let [step, records, own, undone, repeated] = [2, 3, 4, 5, 6].map(word);
+                    self.open = 0;
+                    self.commits.push((at, Commit { step, records, own, undone, repeated }));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// All diaries of a job.
+#[derive(Debug)]
+pub(crate) struct Diaries {
+    pub(crate) folder: PathBuf,
+    pub(crate) all: BTreeMap<u32, Diary>,
+}
+
+impl Diaries {
+    pub(crate) fn create(folder: PathBuf) -> io::Result<Self> {
+        std::fs::create_dir_all(&folder)?;
+        Ok(Self { folder, all: BTreeMap::new() })
+    }
+
+    /// Reads what was written since the last time.
+    pub(crate) fn refresh(&mut self) -> io::Result<()> {
+        for entry in std::fs::read_dir(&self.folder)? {
+            let entry = entry?;
+            if let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok())
+                && !self.all.contains_key(&pid)
+            {
+                self.all.insert(pid, Diary::open(pid, &entry.path())?);
+            }
+        }
+        self.all.values_mut().try_for_each(Diary::refresh)
+    }
+
+    /// Those of processes that ran at the last refresh.
+    pub(crate) fn living(&self) -> impl Iterator<Item = &Diary> {
+        self.all.values().filter(|diary| diary.lives)
+    }
+
+    /// When each step was first applied anywhere, with its records.
+    pub(crate) fn steps(&self) -> BTreeMap<u64, (Duration, u64)> {
+        let mut steps = BTreeMap::new();
+        for (at, commit) in self.all.values().flat_map(|diary| &diary.commits) {
+            let first = steps.entry(commit.step).or_insert((*at, commit.records));
+            first.0 = first.0.min(*at);
+        }
+        steps
+    }
+}
+
+/// Time since the machine's start, the same for all processes.
+pub(crate) fn now() -> Duration {
+    since_start(ClockId::Monotonic)
+}
+
+fn since_start(clock: ClockId) -> Duration {
+    let time = clock_gettime(clock);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// When this process was started.
+fn birth() -> io::Result<Duration> {
+    let stat = std::fs::read_to_string("/proc/self/stat")?;
+    // After the command's name in brackets comes the third field; the 22nd is the start in ticks.
+    let field = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(22 - 3));
+    let ticks: Option<u64> = field.and_then(|field| field.parse().ok());
+    let ticks = ticks.ok_or_else(|| io::Error::other("the system does not tell this process's start"))?;
+    let born = Duration::from_secs(ticks) / rustix::param::clock_ticks_per_second() as u32;
+    // The system counts from the start of the machine with the time that it slept, the clock without.
+    let slept = since_start(ClockId::Boottime).saturating_sub(now());
+    Ok(born.saturating_sub(slept))
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    time.as_nanos() as u64
+}
+
+const BORN: u64 = 0;
+const COMPUTED: u64 = 1;
+const COMMITTED: u64 = 2;
+const WORDS: usize = 7;
+const ENTRY_BYTES: usize = WORDS * size_of::<u64>();

@@ -1,0 +1,207 @@
+//! Events of one kind on one job, and what each cost those that it did not hit.
+
+use std::error::Error;
+use std::path::Path;
+use std::time::Duration;
+
+use elasticdl_tests::quantile;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::bench::{Bench, Ended};
+use crate::diary::{Diary, now};
+use crate::{Arguments, Kind};
+
+/// What the events of one kind cost. Gaps are between two commits of one worker, of the worker that waited longest, less
+/// the median step; all in milliseconds.
+#[derive(Debug, Default)]
+pub(crate) struct Measured {
+    pub(crate) median_step: f64,
+    /// Of each event, until the survivors stepped again; of a join, from the newcomer's start until it contributed.
+    pub(crate) gaps: Vec<f64>,
+    /// The longest gap in as much time just before each event: what the machine's other work does.
+    pub(crate) quiet: Vec<f64>,
+    /// After that, until the one in the victim's place contributed; of a join, of the switch alone.
+    pub(crate) switches: Vec<f64>,
+    /// From each newcomer's start until a step with records of its own was committed.
+    pub(crate) latencies: Vec<f64>,
+    pub(crate) steps_lost: usize,
+    pub(crate) records_lost: u64,
+    pub(crate) records_repeated: u64,
+    /// Parts of the gap as the workers told the master, of the events and of the newcomers' switches.
+    pub(crate) phases: Phases,
+    pub(crate) switch_phases: Phases,
+}
+
+/// Parts of gaps, over events: one list for each of [`PHASES`].
+pub(crate) type Phases = [Vec<f64>; PHASES.len()];
+
+/// As the summary names them, less `_ms`.
+pub(crate) const PHASES: [&str; 5] = ["detect", "agree", "connect", "state", "first_step"];
+
+struct Event {
+    at: Duration,
+    /// All members wanted contribute again.
+    until: Duration,
+    victim: Option<u32>,
+}
+
+/// Starts a job in `folder` and disturbs it as many times as asked for, each time when it is whole and at rest.
+pub(crate) fn disturb(arguments: &Arguments, kind: Kind, folder: &Path) -> Result<Measured, Box<dyn Error>> {
+    let mut bench = Bench::start(arguments, folder)?;
+    let mut events = Vec::new();
+    for _ in 0..arguments.events {
+        events.push(cause(&mut bench, kind)?);
+        if kind == Kind::Join {
+            bench.scale(0);
+        }
+        bench.settle()?;
+    }
+    let ended = bench.stop()?;
+    let (records_lost, records_repeated) = ended.records_lost_and_repeated()?;
+    // What a process that was killed or stopped had computed is its own loss, not a survivor's.
+    let disturbed: Vec<u32> = match kind {
+        Kind::Kill | Kind::Stop => events.iter().filter_map(|event| event.victim).collect(),
+        Kind::All | Kind::Join | Kind::Leave => Vec::new(),
+    };
+    let steps_lost = ended.steps_lost(&disturbed);
+    let median_step = median_step(&ended, &events);
+    let mut measured =
+        Measured { median_step, steps_lost, records_lost, records_repeated, ..Measured::default() };
+    let mut before = Duration::ZERO;
+    for event in &events {
+        measured.take(kind, &ended, event, before)?;
+        before = event.until;
+    }
+    Ok(measured)
+}
+
+/// Makes one event happen and waits until the group is whole again.
+fn cause(bench: &mut Bench, kind: Kind) -> Result<Event, Box<dyn Error>> {
+    let at = now();
+    let signal = match kind {
+        Kind::All | Kind::Join => None,
+        Kind::Kill => Some(Signal::KILL),
+        Kind::Leave => Some(Signal::TERM),
+        Kind::Stop => Some(Signal::STOP),
+    };
+    let victim = match signal {
+        Some(signal) => {
+            let victim = bench.disturb(signal)?;
+            bench.wait_gone(victim)?;
+            bench.wait_newcomer(at)?;
+            bench.wait_whole()?;
+            Some(victim)
+        }
+        None => {
+            bench.scale(1);
+            bench.wait_newcomer(at)?;
+            None
+        }
+    };
+    let newcomers = bench.diaries.all.values().filter(|diary| diary.is_new(at));
+    let until = newcomers.filter_map(Diary::contribution).map(|(at, _)| at).max().unwrap_or(at);
+    Ok(Event { at, until, victim })
+}
+
+impl Measured {
+    fn take(
+        &mut self,
+        kind: Kind,
+        ended: &Ended,
+        event: &Event,
+        before: Duration,
+    ) -> Result<(), Box<dyn Error>> {
+        let survivors: Vec<&Diary> = survivors(ended, event).collect();
+        let first = survivors.first().ok_or("an event without survivors")?;
+        let newcomers = ended.diaries.all.values().filter_map(|diary| {
+            let (at, commit) = diary.contribution()?;
+            (event.at < at && at <= event.until).then_some((diary.born, at, commit.step))
+        });
+        let newcomers: Vec<(Duration, Duration, u64)> = newcomers.collect();
+        self.latencies.extend(newcomers.iter().map(|(born, at, _)| ms(*at - *born)));
+        let joined_by =
+            newcomers.iter().map(|(.., step)| *step).max().ok_or("an event without a newcomer")?;
+        // The generations that the event led to, each with the step from which it counts.
+        let steps = first.steps_before(event.at)..=joined_by;
+        let records = ended.summary["memberships"].as_array().ok_or("no memberships in the summary")?;
+        let records: Vec<(u64, &Value)> = records
+            .iter()
+            .filter(|record| record["cause"] != "start")
+            .filter_map(|record| Some((record["at_step"].as_u64()?, record)))
+            .filter(|(step, _)| steps.contains(step))
+            .collect();
+        let is_join = |record: &Value| record["cause"] == "join";
+        let last = |join: bool| records.iter().rfind(|(_, record)| is_join(record) == join);
+        let switch = last(true);
+        let (from, to) = match kind {
+            // All that the others notice of a newcomer, its start and preparation included.
+            Kind::All | Kind::Join => {
+                (newcomers.iter().map(|(born, ..)| *born).min().unwrap_or(event.at), joined_by)
+            }
+            Kind::Kill | Kind::Leave | Kind::Stop => {
+                (event.at, last(false).ok_or("an event without a generation")?.0)
+            }
+        };
+        let longest = |from: Duration, to: Duration| {
+            let gaps = survivors.iter().flat_map(|diary| gaps(diary, from, to));
+            (gaps.map(ms).fold(0.0, f64::max) - self.median_step).max(0.0)
+        };
+        let time_of = |step: u64| survivors.iter().filter_map(|diary| diary.time_of(step)).max();
+        let to = time_of(to).ok_or("a generation without a step")?;
+        self.gaps.push(longest(from, to));
+        if let Some((step, record)) = switch {
+            // A join's generation is that of the two commits around it; another event's lasts until the newcomer works.
+            let after = time_of(step.saturating_sub(1)).filter(|_| kind == Kind::Join).unwrap_or(to);
+            self.switches.push(longest(after, event.until));
+            take_phases(&mut self.switch_phases, record);
+        }
+        if let Some((_, record)) = last(false).or(switch) {
+            take_phases(&mut self.phases, record);
+        }
+        let quiet_from = event.at.saturating_sub(to.saturating_sub(from)).max(before);
+        self.quiet.push(longest(quiet_from, event.at));
+        Ok(())
+    }
+}
+
+fn take_phases(phases: &mut Phases, record: &Value) {
+    for (values, name) in phases.iter_mut().zip(PHASES) {
+        values.extend(record[format!("{name}_ms")].as_f64());
+    }
+}
+
+/// Workers that were members before the event and after.
+fn survivors<'a>(ended: &'a Ended, event: &Event) -> impl Iterator<Item = &'a Diary> {
+    let (at, until, victim) = (event.at, event.until, event.victim);
+    let all = ended.diaries.all.values().filter(move |diary| Some(diary.pid) != victim);
+    all.filter(move |diary| {
+        diary.contribution().is_some_and(|(first, _)| first < at)
+            && diary.commits.last().is_some_and(|(last, _)| *last >= until)
+    })
+}
+
+/// Times between this worker's commits, of the pairs of which the later one lies after `from` and up to `to`.
+fn gaps(diary: &Diary, from: Duration, to: Duration) -> impl Iterator<Item = Duration> {
+    let pairs = diary.commits.windows(2);
+    pairs.filter(move |pair| pair[1].0 > from && pair[1].0 <= to).map(|pair| pair[1].0 - pair[0].0)
+}
+
+/// Of a step while nothing happens, in milliseconds.
+fn median_step(ended: &Ended, events: &[Event]) -> f64 {
+    let starts = std::iter::once(Duration::ZERO).chain(events.iter().map(|event| event.until));
+    let ends = events.iter().map(|event| event.at);
+    let quiet: Vec<(Duration, Duration)> = starts.zip(ends).collect();
+    let mut steps = Vec::new();
+    for diary in ended.diaries.all.values() {
+        let Some((first, _)) = diary.contribution() else { continue };
+        for (from, to) in &quiet {
+            steps.extend(gaps(diary, first.max(*from), *to).map(ms));
+        }
+    }
+    quantile(&mut steps, 0.5)
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}

@@ -1,0 +1,86 @@
+//! How much work is done while workers are killed and replaced, against how much is done in peace.
+
+use std::error::Error;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use crate::Arguments;
+use crate::bench::{Bench, Ended};
+use crate::diary::now;
+
+/// Records committed per second, in windows of one job that take turns: peace, disturbance, peace, …, peace. What else
+/// the machine does touches both.
+#[derive(Debug)]
+pub(crate) struct Goodput {
+    /// In peace; one more than disturbed.
+    pub(crate) peaceful: Vec<f64>,
+    pub(crate) disturbed: Vec<f64>,
+    pub(crate) kills: usize,
+    pub(crate) steps_lost: usize,
+    pub(crate) records_lost: u64,
+    pub(crate) records_repeated: u64,
+}
+
+impl Goodput {
+    /// Kills one worker every two seconds, for `goodput_seconds` in all.
+    pub(crate) fn measure(arguments: &Arguments, folder: &Path) -> Result<Self, Box<dyn Error>> {
+        let mut bench = Bench::start(arguments, folder)?;
+        let windows = arguments.goodput_seconds.div_ceil(WINDOW.as_secs()).max(1);
+        let kills_each = arguments.goodput_seconds.div_ceil(windows).div_ceil(PERIOD.as_secs()).max(1);
+        let length = PERIOD * kills_each as u32;
+        let (mut peaceful, mut disturbed, mut victims) = (Vec::new(), Vec::new(), Vec::new());
+        for window in 0..=windows {
+            bench.settle()?;
+            let start = now();
+            bench.rest_until(start + length)?;
+            peaceful.push(start);
+            if window == windows {
+                break;
+            }
+            let start = now();
+            disturbed.push(start);
+            for kill in 0..kills_each as u32 {
+                bench.rest_until(start + PERIOD * kill)?;
+                victims.push(bench.disturb(Signal::KILL)?);
+            }
+            bench.rest_until(start + length)?;
+        }
+        let ended = bench.stop()?;
+        let (records_lost, records_repeated) = ended.records_lost_and_repeated()?;
+        let rates = |starts: &[Duration]| starts.iter().map(|start| rate(&ended, *start, length)).collect();
+        Ok(Self {
+            peaceful: rates(&peaceful),
+            disturbed: rates(&disturbed),
+            kills: victims.len(),
+            steps_lost: ended.steps_lost(&victims),
+            records_lost,
+            records_repeated,
+        })
+    }
+
+    /// The part of peace's records that the disturbed windows committed: each against the mean of its neighbours.
+    pub(crate) fn parts(&self) -> Vec<f64> {
+        let around = self.peaceful.windows(2).map(|pair| f64::midpoint(pair[0], pair[1]));
+        self.disturbed.iter().zip(around).map(|(disturbed, peaceful)| disturbed / peaceful).collect()
+    }
+
+    /// Their mean.
+    pub(crate) fn part(&self) -> f64 {
+        let parts = self.parts();
+        parts.iter().sum::<f64>() / parts.len() as f64
+    }
+}
+
+/// Records per second of the steps committed in this window.
+fn rate(ended: &Ended, start: Duration, length: Duration) -> f64 {
+    let steps = ended.diaries.steps();
+    let within = steps.values().filter(|(at, _)| (start..start + length).contains(at));
+    within.map(|(_, records)| *records).sum::<u64>() as f64 / length.as_secs_f64()
+}
+
+/// Between two kills.
+const PERIOD: Duration = Duration::from_secs(2);
+/// Of peace or disturbance.
+const WINDOW: Duration = Duration::from_secs(10);

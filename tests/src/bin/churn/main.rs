@@ -1,0 +1,111 @@
+//! What coming and going costs: kills, leaves, joins and stops of real worker processes, one at a time.
+//!
+//! `cargo run --release -p elasticdl-tests --bin churn -- --workers 4 --params 1048576 --events 20` prints, per kind of
+//! event, the gap between two committed steps that the others saw, less the median step. The workers' own diaries are
+//! the measure; the master's word (its summary) gives the parts of the gaps and is checked against what the model
+//! counted. A lost step is one that a worker which was not itself killed or stopped had to compute again, or that was
+//! undone, or that a worker which left in order had begun in vain.
+//!
+//! This program is at once the benchmark, the `elasticdl` command and the job's worker.
+//!
+//! Memory: a worker holds four buffers of the parameters' size and what its connections hold; there is one worker more
+//! than `--workers` while one joins.
+
+mod bench;
+mod diary;
+mod events;
+mod goodput;
+mod model;
+mod report;
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, ValueEnum};
+use elasticdl_tests::print;
+
+use crate::goodput::Goodput;
+use crate::report::Report;
+
+/// Measure what the coming and going of workers costs the others.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Workers of the job
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=1000))]
+    workers: u32,
+    /// Parameters of the model
+    #[arg(long, default_value_t = 1 << 20)]
+    params: usize,
+    /// Events of each kind
+    #[arg(long, default_value_t = 20)]
+    events: u32,
+    /// What happens to workers
+    #[arg(long, value_enum, default_value = "all")]
+    kind: Kind,
+    /// For how long a worker is killed every 2 s, to see how much work is done all the same; as much time again is
+    /// measured in peace; 0 to leave it out
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    goodput_seconds: u64,
+    /// Also write the result to this file
+    #[arg(long)]
+    json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    All,
+    Join,
+    Kill,
+    Leave,
+    Stop,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::All => "all",
+            Self::Join => "join",
+            Self::Kill => "kill",
+            Self::Leave => "leave",
+            Self::Stop => "stop",
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    if std::env::args().nth(1).is_some_and(|word| ["train", "status", "scale"].contains(&word.as_str())) {
+        return elasticdl_master::cli::main();
+    }
+    let done = match std::env::var_os("ELASTICDL_MASTER") {
+        Some(_) => model::Counting::new(&model::Arguments::parse())
+            .map(elasticdl_worker::run)
+            .map_err(|error| format!("no diary: {error}").into()),
+        None => measure(&Arguments::parse()).map(|()| ExitCode::SUCCESS),
+    };
+    done.unwrap_or_else(|error| {
+        print(&format!("error: {error}"));
+        ExitCode::FAILURE
+    })
+}
+
+fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
+    let folder = tempfile::tempdir()?;
+    let mut report = Report::default();
+    Report::print_head(arguments);
+    for kind in [Kind::Kill, Kind::Leave, Kind::Join, Kind::Stop] {
+        if [kind, Kind::All].contains(&arguments.kind) {
+            let measured = events::disturb(arguments, kind, &folder.path().join(kind.name()))?;
+            report.add(kind, measured);
+        }
+    }
+    if arguments.goodput_seconds > 0 {
+        report.add_goodput(Goodput::measure(arguments, &folder.path().join("goodput"))?);
+    }
+    let result = report.finish(arguments).to_string();
+    print(&result);
+    if let Some(path) = &arguments.json {
+        std::fs::write(path, result)?;
+    }
+    Ok(())
+}

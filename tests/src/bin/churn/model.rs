@@ -1,0 +1,112 @@
+//! The model that is trained: it counts records, and keeps a diary of what happens to its work.
+
+use clap::Parser;
+use elasticdl_tests::{counting_reader, numbers};
+use elasticdl_worker::readers::FixedRecords;
+use elasticdl_worker::{Model, Update, UserError};
+
+use crate::diary::{Commit, Entry, Writer};
+
+/// What a worker of the benchmark's jobs is told.
+#[derive(Debug, Parser)]
+pub(crate) struct Arguments {
+    #[arg(long)]
+    params: usize,
+    /// Records of an epoch.
+    #[arg(long)]
+    records: usize,
+    /// Where diaries are kept.
+    #[arg(long)]
+    diaries: std::path::PathBuf,
+}
+
+/// Parameter `i` is the number of times that record `i` was absorbed; parameters beyond are there to be reduced.
+#[derive(Debug)]
+pub(crate) struct Counting {
+    params: usize,
+    records: usize,
+    diary: Writer,
+    /// Records whose gradient was computed here and that no update has brought yet.
+    pending: Vec<usize>,
+    /// Of those, how many were thrown away since the last update.
+    undone: u64,
+}
+
+impl Counting {
+    pub(crate) fn new(arguments: &Arguments) -> std::io::Result<Self> {
+        Ok(Self {
+            params: arguments.params,
+            records: arguments.records,
+            diary: Writer::create(&arguments.diaries)?,
+            pending: Vec::new(),
+            undone: 0,
+        })
+    }
+}
+
+impl Model for Counting {
+    type Reader = FixedRecords;
+    type Batch = Vec<u64>;
+
+    fn reader(&self) -> FixedRecords {
+        counting_reader()
+    }
+
+    fn parameters(&self) -> usize {
+        self.params
+    }
+
+    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
+        parameters.fill(0.0);
+        Ok(())
+    }
+
+    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
+        numbers(records)
+    }
+
+    fn gradients(&mut self, _: &[f32], batch: Vec<u64>, gradients: &mut [f32]) -> Result<f64, UserError> {
+        // What was computed before and is in no update must still be in the buffer; else it was for nothing.
+        let pending = self.pending.len();
+        self.pending.retain(|&record| gradients[record] > 0.0);
+        self.undone += (pending - self.pending.len()) as u64;
+        for record in &batch {
+            gradients[*record as usize] += 1.0;
+            self.pending.push(*record as usize);
+        }
+        self.diary.write(Entry::Computed { records: batch.len() as u64 })?;
+        Ok(batch.len() as f64)
+    }
+
+    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        let (sum, counts) = (&update.sum[..self.records], &update.parameters[..self.records]);
+        // Epochs follow one another, so a record's turn comes when no other has been counted less often.
+        let turn = counts.iter().copied().fold(f32::INFINITY, f32::min);
+        let out_of_turn = |(sum, count): (&f32, &f32)| match *count == turn {
+            true => (*sum - 1.0).max(0.0),
+            false => *sum,
+        };
+        let repeated: f32 = sum.iter().zip(counts).map(out_of_turn).sum();
+        let pending = self.pending.len();
+        self.pending.retain(|&record| sum[record] < 1.0);
+        let own = (pending - self.pending.len()) as u64;
+        update.parameters.iter_mut().zip(update.sum).for_each(|(parameter, sum)| *parameter += sum);
+        let undone = std::mem::take(&mut self.undone);
+        let commit =
+            Commit { step: update.step, records: update.records, own, undone, repeated: repeated as u64 };
+        Ok(self.diary.write(Entry::Committed(commit))?)
+    }
+
+    fn slots(&self) -> usize {
+        0
+    }
+
+    /// The least and the greatest count, and their sum.
+    fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
+        let counts = &parameters[..self.records];
+        let least = counts.iter().copied().fold(f32::INFINITY, f32::min);
+        let most = counts.iter().copied().fold(0.0, f32::max);
+        let total: f64 = counts.iter().map(|&count| f64::from(count)).sum();
+        Ok(Some(format!("{least} {most} {total}")))
+    }
+}
