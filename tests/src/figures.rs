@@ -1,14 +1,29 @@
 //! What the benchmarks share: quantiles, and printing.
 
-/// The value at or below which `part` of the values lie; 0 of none. Sorts them.
+/// The least value at or below which `part` of the values lie; 0 of none. Sorts them.
 pub fn quantile(values: &mut [f64], part: f64) -> f64 {
     values.sort_by(f64::total_cmp);
-    let last = values.len().saturating_sub(1);
-    values.get((last as f64 * part).ceil() as usize).copied().unwrap_or(0.0)
+    let rank = (values.len() as f64 * part).ceil() as usize;
+    values.get(rank.saturating_sub(1)).copied().unwrap_or(0.0)
 }
 
 /// Prints a line of a benchmark's result.
 #[expect(clippy::print_stdout, reason = "the benchmark's result")]
 pub fn print(text: &str) {
     println!("{text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quantile_is_one_of_the_values_and_the_least_with_enough_below() {
+        let of = |n: u32, part| quantile(&mut (1..=n).rev().map(f64::from).collect::<Vec<_>>(), part);
+        assert_eq!([of(1, 0.5), of(2, 0.5), of(3, 0.5), of(20, 0.5)], [1.0, 1.0, 2.0, 10.0]);
+        assert_eq!(
+            [of(20, 0.99), of(100, 0.99), of(100, 1.0), of(9, 0.0), of(0, 0.5)],
+            [20.0, 99.0, 100.0, 1.0, 0.0]
+        );
+    }
 }
