@@ -2,14 +2,18 @@
 
 mod client;
 mod plan;
+mod status;
 mod train;
+mod view;
+mod watch;
 
 use std::io::{Write as _, stderr};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-pub use client::{ScaleArgs, StatusArgs};
+pub use client::ScaleArgs;
+pub use status::StatusArgs;
 pub use train::TrainArgs;
 
 /// Elastic synchronous training: workers may come and go, every record counts exactly once.
@@ -53,7 +57,7 @@ pub enum Command {
 pub fn main() -> ExitCode {
     let code = match Cli::parse().command {
         Command::Scale(args) => client::scale(&args),
-        Command::Status(args) => client::status(&args),
+        Command::Status(args) => status::status(&args),
         Command::Train(args) => train::train(*args),
     };
     ExitCode::from(code.unwrap_or_else(|error| {

@@ -170,7 +170,9 @@ mod tests {
             pid: 1,
             rank,
             state: "training",
+            step: None,
             compute_us: 0,
+            straggler: false,
             leased_records: 0,
         };
         Status {
@@ -186,7 +188,10 @@ mod tests {
             records_per_s: 12_345.0,
             workers_wanted: 2,
             workers: vec![worker(1, Some(0)), worker(2, Some(1)), worker(3, None)],
+            shards: None,
+            memberships: Vec::new(),
             events: Vec::new(),
+            events_said: 0,
             progress: 0.5,
         }
     }

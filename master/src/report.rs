@@ -86,7 +86,7 @@ fn write_memberships(out: &mut impl Write, memberships: &[MembershipRecord]) -> 
     if memberships.is_empty() {
         return Ok(());
     }
-    row(out, "memberships", "generation  cause  workers     at step     gap ms")?;
+    row(out, "memberships", MEMBERSHIP_COLUMNS)?;
     let hidden = memberships.len().saturating_sub(MEMBERSHIPS_MAX);
     if hidden > 0 {
         row(out, "", &format!("({hidden} earlier ones are in the summary)"))?;
@@ -97,18 +97,13 @@ fn write_memberships(out: &mut impl Write, memberships: &[MembershipRecord]) -> 
     Ok(())
 }
 
-fn membership(record: &MembershipRecord) -> String {
-    let cause = format!("{:?}", record.cause).to_lowercase();
+/// One change in one line.
+pub(crate) fn membership(record: &MembershipRecord) -> String {
+    let cause = record.cause.name();
     let gap = record.gap_ms.map_or_else(|| "-".into(), |gap| format!("{gap:.1}"));
-    let phases = [
-        ("detect", record.detect_ms),
-        ("agree", record.agree_ms),
-        ("connect", record.connect_ms),
-        ("state", record.state_ms),
-        ("first step", record.first_step_ms),
-    ];
+    let phases = record.phases().into_iter();
     let phases: Vec<String> =
-        phases.iter().filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}"))).collect();
+        phases.filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}"))).collect();
     let phases = if phases.is_empty() { String::new() } else { format!("  ({})", phases.join(", ")) };
     format!(
         "{:>10}  {cause:<5}  {:>7}  {:>10}  {gap:>9}{phases}",
@@ -116,6 +111,8 @@ fn membership(record: &MembershipRecord) -> String {
     )
 }
 
+/// Above lines of [`membership`].
+pub(crate) const MEMBERSHIP_COLUMNS: &str = "generation  cause  workers     at step     gap ms";
 const MEMBERSHIPS_MAX: usize = 20;
 
 #[cfg(test)]
@@ -133,6 +130,7 @@ mod tests {
             at_step: 40,
             gap_ms,
             detect_ms: gap_ms.map(|_| 0.5),
+            abort_ms: gap_ms.map(|_| 0.25),
             agree_ms: gap_ms.map(|_| 1.0),
             connect_ms: None,
             state_ms: None,
@@ -184,7 +182,7 @@ job mnist: completed after 1.50 s
   digest        00ff00ff00ff00ff
   memberships   generation  cause  workers     at step     gap ms
                          1  start        2          40          -
-                         2  lost         2          40        8.2  (detect 0.5, agree 1.0)
+                         2  lost         2          40        8.2  (detect 0.5, abort 0.2, agree 1.0)
   failed shard  a.csv records 5..7 (epoch 0) on worker 3: bad label
   model
     accuracy 0.9

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use elasticdl_collective::Fence;
 use elasticdl_proto::v1;
@@ -202,7 +202,7 @@ impl Stream {
         };
         // What can't wait for the trainer's next look into its inbox: a lost member, the end.
         let abort_before = match &message {
-            FromMaster::Membership(m) if m.abort => Some(m.generation.0),
+            FromMaster::Membership(m, _) if m.abort => Some(m.generation.0),
             FromMaster::Shutdown(_) => Some(u64::MAX),
             _ => None,
         };
@@ -268,11 +268,12 @@ fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
         Kind::Drain(_) => FromMaster::Drain,
         Kind::Fetch(fetch) => FromMaster::Fetch(fetch.donors.iter().map(member).collect::<Option<_>>()?),
         Kind::Lease(lease) => FromMaster::Lease(lease.ranges.iter().map(decode_range).collect()),
-        Kind::Membership(membership) => FromMaster::Membership(Membership {
-            generation: Generation(membership.generation),
-            members: membership.members.iter().map(member).collect::<Option<_>>()?,
-            abort: membership.abort,
-        }),
+        Kind::Membership(membership) => {
+            let arrived = Instant::now();
+            let generation = Generation(membership.generation);
+            let members = membership.members.iter().map(member).collect::<Option<_>>()?;
+            FromMaster::Membership(Membership { generation, members, abort: membership.abort }, arrived)
+        }
         Kind::Prepare(prepare) => {
             let file = |f: v1::File| File { path: f.path, records: f.records };
             FromMaster::Prepare(Dataset { files: prepare.dataset?.files.into_iter().map(file).collect() })
@@ -309,6 +310,7 @@ fn encode(message: ToMaster) -> v1::worker_message::Kind {
             step,
             phases: Some(v1::Phases {
                 detect_us: phases.detect_us,
+                abort_us: phases.abort_us,
                 agree_us: phases.agree_us,
                 connect_us: phases.connect_us,
                 state_us: phases.state_us,

@@ -6,23 +6,33 @@ use elasticdl_proto::Generation;
 
 use crate::messages::Phases;
 
-/// Stopwatch of one worker. Moments are those of the last attempt, save for the error, which is the first one.
+/// Stopwatch of one worker. Moments are those of the last attempt, save for the trouble and the stop, which are the first
+/// ones: a regroup that fails itself is a part of the gap that it was to end.
 #[derive(Debug, Default)]
 pub(crate) struct Gap {
     committed: Option<(Generation, Instant)>,
-    error: Option<Instant>,
+    trouble: Option<Instant>,
+    stopped: Option<Instant>,
     membership: Option<Instant>,
     connected: Option<Instant>,
     repaired: Option<Instant>,
 }
 
 impl Gap {
-    pub(crate) fn on_error(&mut self, now: Instant) {
-        self.error.get_or_insert(now);
+    /// A sign of trouble at `at`: a link's error, or a membership that aborts the step, which the control thread may have
+    /// received while this one computed. The earliest counts.
+    pub(crate) fn on_trouble(&mut self, at: Instant) {
+        self.trouble = Some(self.trouble.map_or(at, |known| known.min(at)));
+    }
+
+    /// The training thread is out of the collective call, or of the user's code, and its links are down.
+    pub(crate) fn on_stopped(&mut self, now: Instant) {
+        self.trouble.get_or_insert(now);
+        self.stopped.get_or_insert(now);
     }
 
     pub(crate) fn on_membership(&mut self, now: Instant) {
-        self.error.get_or_insert(now);
+        self.on_stopped(now);
         self.membership = Some(now);
     }
 
@@ -37,11 +47,11 @@ impl Gap {
     /// A step was committed in `generation`; if it is the first one since this worker saw the generation change, the
     /// phases.
     pub(crate) fn on_commit(&mut self, generation: Generation, now: Instant) -> Option<Phases> {
-        let Self { error, membership, connected, repaired, committed } =
+        let Self { trouble, stopped, membership, connected, repaired, committed } =
             std::mem::replace(self, Self { committed: Some((generation, now)), ..Self::default() });
         let (last_generation, last_commit) = committed.filter(|(g, _)| *g != generation)?;
         debug_assert!(last_generation < generation, "generations grow");
-        let moments = [error, membership, connected, repaired, Some(now)];
+        let moments = [trouble, stopped, membership, connected, repaired, Some(now)];
         let mut from = last_commit;
         let micros = moments.map(|moment| {
             let until = moment.unwrap_or(from).max(from);
@@ -49,8 +59,8 @@ impl Gap {
             from = until;
             phase.as_micros() as u64
         });
-        let [detect_us, agree_us, connect_us, state_us, first_step_us] = micros;
-        Some(Phases { detect_us, agree_us, connect_us, state_us, first_step_us })
+        let [detect_us, abort_us, agree_us, connect_us, state_us, first_step_us] = micros;
+        Some(Phases { detect_us, abort_us, agree_us, connect_us, state_us, first_step_us })
     }
 }
 
@@ -60,25 +70,82 @@ mod tests {
 
     use super::*;
 
+    fn at(start: Instant, ms: u64) -> Instant {
+        start + Duration::from_millis(ms)
+    }
+
+    /// A member of generation 1 whose last commit was at 20 ms.
+    fn member(start: Instant) -> Gap {
+        let mut gap = Gap::default();
+        gap.on_membership(at(start, 0));
+        gap.on_connected(at(start, 1));
+        gap.on_repaired(at(start, 2));
+        assert_eq!(gap.on_commit(Generation(1), at(start, 10)), None);
+        assert_eq!(gap.on_commit(Generation(1), at(start, 20)), None);
+        gap
+    }
+
     #[test]
     fn the_phases_of_a_gap_add_up_to_it() {
         let start = Instant::now();
-        let at = |ms| start + Duration::from_millis(ms);
-        let place = Generation;
-        let mut gap = Gap::default();
-        gap.on_membership(at(0));
-        gap.on_connected(at(1));
-        gap.on_repaired(at(2));
-        assert_eq!(gap.on_commit(place(1), at(10)), None);
-        assert_eq!(gap.on_commit(place(1), at(20)), None);
-        gap.on_error(at(23));
-        gap.on_error(at(24));
-        gap.on_membership(at(27));
-        gap.on_connected(at(28));
-        gap.on_repaired(at(30));
-        let phases =
-            Phases { detect_us: 3000, agree_us: 4000, connect_us: 1000, state_us: 2000, first_step_us: 5000 };
-        assert_eq!(gap.on_commit(place(2), at(35)), Some(phases));
-        assert_eq!(gap.on_commit(place(2), at(40)), None);
+        let mut gap = member(start);
+        gap.on_trouble(at(start, 23));
+        gap.on_stopped(at(start, 24));
+        gap.on_membership(at(start, 27));
+        gap.on_connected(at(start, 28));
+        gap.on_repaired(at(start, 30));
+        let phases = Phases {
+            detect_us: 3000,
+            abort_us: 1000,
+            agree_us: 3000,
+            connect_us: 1000,
+            state_us: 2000,
+            first_step_us: 5000,
+        };
+        assert_eq!(gap.on_commit(Generation(2), at(start, 35)), Some(phases));
+        assert_eq!(gap.on_commit(Generation(2), at(start, 40)), None);
+    }
+
+    #[test]
+    fn news_that_waited_for_the_users_code_counts_from_its_arrival() {
+        let start = Instant::now();
+        let mut gap = member(start);
+        // The links broke at 26, but the membership had arrived at 22, and is read afterwards.
+        gap.on_trouble(at(start, 26));
+        gap.on_stopped(at(start, 27));
+        gap.on_trouble(at(start, 22));
+        gap.on_membership(at(start, 28));
+        let phases = gap.on_commit(Generation(2), at(start, 30)).unwrap();
+        assert_eq!((phases.detect_us, phases.abort_us, phases.agree_us), (2000, 5000, 1000));
+        assert_eq!((phases.connect_us, phases.state_us, phases.first_step_us), (0, 0, 2000));
+    }
+
+    #[test]
+    fn an_attempt_that_fails_lengthens_the_agreement() {
+        let start = Instant::now();
+        let mut gap = member(start);
+        gap.on_trouble(at(start, 21));
+        gap.on_stopped(at(start, 22));
+        gap.on_membership(at(start, 23));
+        gap.on_connected(at(start, 24));
+        gap.on_trouble(at(start, 25));
+        gap.on_stopped(at(start, 26));
+        gap.on_membership(at(start, 30));
+        gap.on_connected(at(start, 31));
+        gap.on_repaired(at(start, 32));
+        let phases = gap.on_commit(Generation(3), at(start, 40)).unwrap();
+        assert_eq!((phases.detect_us, phases.abort_us, phases.agree_us), (1000, 1000, 8000));
+        assert_eq!((phases.connect_us, phases.state_us, phases.first_step_us), (1000, 1000, 8000));
+    }
+
+    #[test]
+    fn a_switch_without_trouble_has_no_abort() {
+        let start = Instant::now();
+        let mut gap = member(start);
+        gap.on_membership(at(start, 21));
+        gap.on_connected(at(start, 22));
+        gap.on_repaired(at(start, 23));
+        let phases = gap.on_commit(Generation(2), at(start, 33)).unwrap();
+        assert_eq!((phases.detect_us, phases.abort_us, phases.agree_us), (1000, 0, 0));
     }
 }

@@ -1,6 +1,7 @@
 //! What passes between the trainer and the control stream's thread.
 
 use std::net::SocketAddr;
+use std::time::Instant;
 
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 use tokio::sync::mpsc::UnboundedSender;
@@ -16,7 +17,8 @@ pub(crate) enum FromMaster {
     Drain,
     Fetch(Vec<(WorkerId, SocketAddr)>),
     Lease(Vec<RecordRange>),
-    Membership(Membership),
+    /// The group changes; and when that arrived here.
+    Membership(Membership, Instant),
     Prepare(Dataset),
     Shutdown(String),
 }
@@ -46,8 +48,10 @@ pub(crate) struct Finished {
 /// Microseconds from a group's last commit to its first one in a new generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Phases {
-    /// Last commit until the error was seen, or the switch agreed.
+    /// Last commit until the first sign of trouble, or until the switch was agreed.
     pub(crate) detect_us: u64,
+    /// Until the training thread was out of the collective call or the user's code and its links were down.
+    pub(crate) abort_us: u64,
     /// Until the new membership was known.
     pub(crate) agree_us: u64,
     /// Until the new links stood.

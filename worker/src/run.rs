@@ -140,7 +140,7 @@ fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exi
             Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
             Ok(FromMaster::Shutdown(reason)) => return Ok(Err(Exit::Shutdown(reason))),
             Ok(
-                FromMaster::Drain | FromMaster::Fetch(_) | FromMaster::Lease(_) | FromMaster::Membership(_),
+                FromMaster::Drain | FromMaster::Fetch(_) | FromMaster::Lease(_) | FromMaster::Membership(..),
             ) => {}
             Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),
         }

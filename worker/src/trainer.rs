@@ -129,7 +129,12 @@ impl<'a, M: Model> Trainer<'a, M> {
                 }
                 self.session.handle_lease(ranges);
             }
-            FromMaster::Membership(membership) => self.session.handle_membership(membership),
+            FromMaster::Membership(membership, arrived) => {
+                if membership.abort {
+                    self.gap.on_trouble(arrived);
+                }
+                self.session.handle_membership(membership);
+            }
             FromMaster::Shutdown(reason) => self.session.handle_shutdown(reason),
             // Asked and answered before the training began.
             FromMaster::Describe | FromMaster::Prepare(_) => {}
@@ -476,8 +481,9 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {
-        self.gap.on_error(Instant::now());
+        self.gap.on_trouble(Instant::now());
         self.ring = None;
+        self.gap.on_stopped(Instant::now());
         tracing::info!(%error, "links broke");
         self.session.broken(error.member().map(WorkerId), error.to_string());
     }

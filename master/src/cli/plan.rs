@@ -203,6 +203,10 @@ pub(super) fn parse_timeout(text: &str) -> Result<Duration, String> {
     parse_duration(text, TIMEOUT_MIN, "for example `30s` or `2min`, at least 1s and at most 30days")
 }
 
+pub(super) fn parse_interval(text: &str) -> Result<Duration, String> {
+    parse_duration(text, INTERVAL_MIN, "for example `500ms` or `2s`, at least 50ms and at most 30days")
+}
+
 pub(super) fn parse_worker_timeout(text: &str) -> Result<Duration, String> {
     parse_duration(text, WORKER_TIMEOUT_MIN, "for example `1s` or `500ms`, at least 100ms and at most 30days")
 }
@@ -223,6 +227,8 @@ where
     }
 }
 
+/// Of looks at a job; more often would cost its master something.
+const INTERVAL_MIN: Duration = Duration::from_millis(50);
 const GLOBAL_BATCH_DEFAULT: NonZeroU64 = NonZeroU64::new(64).expect("64 is not 0");
 /// Leaves room for what a cluster's objects add, within the 63 characters of their names.
 const JOB_NAME_LEN_MAX: usize = 40;

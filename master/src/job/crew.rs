@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::event::LaunchId;
+use super::pace::Pace;
 use super::time::Time;
 
 /// Processes and workers.
@@ -64,7 +65,7 @@ pub(super) struct Worker {
     pub(super) leaving: bool,
     /// It was shut down, or a membership without it was published; its end is awaited.
     pub(super) released: bool,
-    pub(super) compute_us: u64,
+    pub(super) pace: Pace,
     /// When it was last heard.
     pub(super) heard: Time,
 }
@@ -108,7 +109,7 @@ impl Crew {
             holds_state: false,
             leaving: false,
             released: false,
-            compute_us: 0,
+            pace: Pace::default(),
             heard: now,
         };
         self.workers.insert(id, worker);

@@ -86,6 +86,7 @@ impl Job {
         if matches!(self.phase, Phase::Ended(_) | Phase::Ending(_)) {
             return;
         }
+        self.say_recovered();
         let state = name(outcome);
         let line = match &error {
             Some(error) => format!("the job is {state}: {error}"),
@@ -114,6 +115,7 @@ impl Job {
     /// Ends a job that the user stopped and whose group can't finish.
     pub(super) fn end_stopped(&mut self) {
         self.phase = Phase::Ending(Outcome::Stopped);
+        self.say_recovered();
         self.say(format!("the job is {} at step {}", name(Outcome::Stopped), self.step));
         self.end_now();
     }

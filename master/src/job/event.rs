@@ -190,8 +190,11 @@ pub struct LedgerReport {
 /// Microseconds from a group's last commit to its first one in a new generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Phases {
-    /// Last commit until the error was seen, or the switch agreed.
+    /// Last commit until the first sign of trouble (a link's error, or the arrival of a membership that aborts the
+    /// step), or until the switch was agreed.
     pub detect_us: u64,
+    /// Until the training thread was out of the collective call or the user's code, and its links were down.
+    pub abort_us: u64,
     /// Until the new membership was known.
     pub agree_us: u64,
     /// Until the new links stood.
@@ -206,7 +209,7 @@ impl Phases {
     /// The whole gap between the two commits, in microseconds; saturates.
     #[must_use]
     pub fn gap_us(&self) -> u64 {
-        [self.agree_us, self.connect_us, self.state_us, self.first_step_us]
+        [self.abort_us, self.agree_us, self.connect_us, self.state_us, self.first_step_us]
             .into_iter()
             .fold(self.detect_us, u64::saturating_add)
     }

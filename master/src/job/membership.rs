@@ -85,6 +85,7 @@ impl Job {
             at_step: self.step,
             gap_ms: None,
             detect_ms: None,
+            abort_ms: None,
             agree_ms: None,
             connect_ms: None,
             state_ms: None,
@@ -94,8 +95,10 @@ impl Job {
             joined,
         };
         let keeps_state = self.crew.members().any(|(_, w)| w.holds_state);
+        self.say_recovered();
         self.say(describe(&record, keeps_state));
-        self.story.publish(record);
+        let survivors = self.group.members.iter().filter(|id| before.contains(id)).copied().collect();
+        self.story.publish(record, survivors);
         self.tell(abort, &excluded);
         self.name_donors();
         for id in excluded {

@@ -31,6 +31,7 @@ mod group;
 #[expect(clippy::module_inception, reason = "files are named after their type")]
 mod job;
 mod membership;
+mod pace;
 mod queue;
 mod restart;
 mod shards;
@@ -50,7 +51,7 @@ pub use action::{Action, Membership, Outcome, ToWorker};
 pub use event::{Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases};
 pub use job::Job;
 pub use spec::{Batch, Dataset, File, JobSpec, SpecError};
-pub use status::{Status, WorkerStatus};
+pub use status::{ShardCounts, Status, WorkerStatus};
 pub use summary::{
     Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,
     WorkersSummary,

@@ -17,6 +17,7 @@ use elasticdl_proto::{Ledger, RangeSet, RecordRange, WorkerId};
 
 use super::event::LedgerReport;
 use super::shards::Shards;
+use super::status::ShardCounts;
 
 /// The records of a job.
 #[derive(Debug)]
@@ -37,6 +38,8 @@ pub(super) struct Records {
     epoch_stable: u32,
     /// Leased records by worker and epoch; no entry is 0.
     leased: BTreeMap<(WorkerId, u32), u64>,
+    /// Shards of the epochs that are not complete whose records are all absorbed.
+    shards_done: BTreeMap<u32, u32>,
 }
 
 #[derive(Debug)]
@@ -58,8 +61,8 @@ impl Records {
     pub(super) fn new(shards: Shards, epochs: u32) -> Self {
         let ledger = Ledger::new(shards.records());
         let (queues, leases, leased) = Default::default();
-        let (settling, step, epoch_stable) = Default::default();
-        Self { shards, epochs, ledger, queues, leases, settling, step, epoch_stable, leased }
+        let (settling, step, epoch_stable, shards_done) = Default::default();
+        Self { shards, epochs, ledger, queues, leases, settling, step, epoch_stable, leased, shards_done }
     }
 
     pub(super) fn shards(&self) -> &Shards {
@@ -84,6 +87,23 @@ impl Records {
     /// Records that `worker` holds.
     pub(super) fn leased_to(&self, worker: WorkerId) -> u64 {
         self.leased.range((worker, 0)..=(worker, u32::MAX)).map(|(_, &records)| records).sum()
+    }
+
+    /// Where the shards of the first epoch that is not complete are; when all are, those of the last. `O(n log n)` in the
+    /// epoch's leases.
+    pub(super) fn shard_counts(&self) -> ShardCounts {
+        let (epoch, shards) = (self.ledger.epoch(), self.shards.len());
+        if epoch >= self.epochs {
+            return ShardCounts { todo: 0, leased: 0, done: shards };
+        }
+        let done = self.shards_done.get(&epoch).copied().unwrap_or_default();
+        let (mut leased, mut before) = (0, None);
+        for &(_, start) in self.leases.range((epoch, 0)..=(epoch, u64::MAX)).map(|(key, _)| key) {
+            let shard = self.shards.of(start);
+            leased += u32::from(before != Some(shard));
+            before = Some(shard);
+        }
+        ShardCounts { todo: shards - done - leased, leased, done }
     }
 
     /// Whether leases of `epoch` can be given now: it is the group's epoch or the one after.
@@ -148,6 +168,7 @@ impl Records {
             // The group counts what it repeats; the copy holds each record once.
             for missing in self.ledger.missing_of(range) {
                 self.ledger.absorb(missing);
+                *self.shards_done.entry(range.epoch).or_default() += self.completed_by(missing);
             }
             self.release(range);
         }
@@ -178,6 +199,11 @@ impl Records {
     /// ledger, less the leases of workers for which `keeps` holds; the leases of others end.
     pub(super) fn rebuild(&mut self, step: u64, ledger: Ledger, keeps: impl Fn(WorkerId) -> bool) {
         (self.step, self.epoch_stable, self.ledger) = (step, ledger.epoch(), ledger);
+        self.shards_done.clear();
+        for range in self.ledger.ranges() {
+            // The ledger's ranges do not touch: a shard that is absorbed lies in one of them.
+            *self.shards_done.entry(range.epoch).or_default() += self.shards.count_in(&range.records());
+        }
         let leases = std::mem::take(&mut self.leases).into_iter();
         let leases = leases.map(|((epoch, start), l)| (RecordRange { epoch, start, end: l.end }, l.worker));
         let mut kept = Vec::new();
@@ -253,8 +279,22 @@ impl Records {
         }
     }
 
+    /// Shards that are absorbed since `absorbed` is, of which nothing was absorbed before.
+    fn completed_by(&self, absorbed: RecordRange) -> u32 {
+        let (first, last) = (self.shards.of(absorbed.start), self.shards.of(absorbed.end - 1));
+        // Of those that reach beyond it, the rest may have been absorbed before.
+        let is_completed = |shard: u32| {
+            let Range { start, end } = self.shards.range(shard);
+            let partly = start < absorbed.start || end > absorbed.end;
+            partly && self.ledger.absorbed_of(RecordRange { start, end, ..absorbed }) == end - start
+        };
+        let edges = u32::from(is_completed(first)) + u32::from(first != last && is_completed(last));
+        self.shards.count_in(&absorbed.records()) + edges
+    }
+
     fn close_complete(&mut self) {
         let first = self.ledger.epoch();
+        self.shards_done.retain(|&epoch, _| epoch >= first);
         self.queues.retain(|&epoch, _| epoch >= first);
     }
 }

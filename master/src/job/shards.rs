@@ -84,6 +84,24 @@ impl Shards {
         start..start.saturating_add(self.records_per_shard).min(file.records.end)
     }
 
+    /// The shard that holds `record`, which lies in the data set.
+    pub(super) fn of(&self, record: u64) -> u32 {
+        let file = &self.files[self.files.partition_point(|f| f.records.end <= record)];
+        let within = (record - file.records.start) / self.records_per_shard;
+        file.first_shard + u32::try_from(within).expect("a file has fewer shards than the data set")
+    }
+
+    /// How many shards lie in `records` as a whole.
+    pub(super) fn count_in(&self, records: &Range<u64>) -> u32 {
+        if records.is_empty() {
+            return 0;
+        }
+        let first = self.of(records.start);
+        let first = first + u32::from(self.range(first).start < records.start);
+        let end = if records.end == self.records { self.shards } else { self.of(records.end) };
+        end.saturating_sub(first)
+    }
+
     /// The order of shards in `epoch`; `None`: by number.
     pub(super) fn order(&self, epoch: u32) -> Option<Vec<u32>> {
         let seed = self.shuffle_seed?;

@@ -5,7 +5,9 @@ use elasticdl_proto::{Generation, Ledger, WorkerId};
 use super::crew::{Stage, Worker};
 use super::ending;
 use super::job::{Job, Phase};
+use super::pace;
 use super::queue::Records;
+use super::summary::MembershipRecord;
 use super::time::Time;
 
 /// A job at one moment.
@@ -34,12 +36,30 @@ pub struct Status {
     pub records_per_s: f64,
     /// Workers to keep.
     pub workers_wanted: u32,
+    /// Shards of `epoch`; of the last epoch when all are complete. `None` until the data set is known.
+    pub shards: Option<ShardCounts>,
+    /// The last 20 changes of membership, oldest first, with what they cost.
+    pub memberships: Vec<MembershipRecord>,
     /// The workers whose streams are open, by id.
     pub workers: Vec<WorkerStatus>,
     /// What was said last, oldest first; at most 20 lines.
     pub events: Vec<String>,
+    /// How many lines have been said; `events` has the last of them.
+    pub events_said: u64,
     /// How near the job's end is: 0 to 1.
     pub progress: f64,
+}
+
+/// An epoch's shards; each is in one of these.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ShardCounts {
+    /// Not done, and no record of it is leased: it is handed out when its turn comes. After a loss it may be a shard of
+    /// which a part is absorbed, or one whose lost owner's last step is still to be accounted for.
+    pub todo: u32,
+    /// Some record of it is leased to a worker that is here. (A lease may be a part of a shard.)
+    pub leased: u32,
+    /// All its records are absorbed, as last reported.
+    pub done: u32,
 }
 
 /// One worker at one moment.
@@ -53,8 +73,13 @@ pub struct WorkerStatus {
     pub rank: Option<u32>,
     /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `leaving`, `finished` or `ending`.
     pub state: &'static str,
+    /// Steps that its state contains, which are the group's; `None` while it does not have the group's state.
+    pub step: Option<u64>,
     /// Microseconds in the model's code in the last reported step.
     pub compute_us: u64,
+    /// It is markedly slower than its peers: the median of its last 7 reported steps is over 1.5 times the members'
+    /// median, and over 5 ms more.
+    pub straggler: bool,
     /// Records that it holds a lease for and that are not committed.
     pub leased_records: u64,
 }
@@ -64,7 +89,9 @@ impl Job {
     #[must_use]
     pub fn status(&self, now: Time) -> Status {
         let ledger = self.records.as_ref().map(Records::ledger);
-        let workers = self.crew.workers.iter().map(|(&id, w)| self.worker_status(id, w)).collect();
+        let usual = self.crew.members().filter_map(|(_, w)| w.pace.usual_us()).collect();
+        let limit_us = pace::straggler_limit_us(usual).unwrap_or(u64::MAX);
+        let workers = self.crew.workers.iter().map(|(&id, w)| self.worker_status(id, w, limit_us)).collect();
         Status {
             job: self.spec.name.clone(),
             state: self.state(),
@@ -77,8 +104,11 @@ impl Job {
             loss: self.story.loss_smoothed(),
             records_per_s: self.story.records_per_s(now),
             workers_wanted: self.wanted,
+            shards: self.records.as_ref().map(Records::shard_counts),
+            memberships: self.story.memberships_last(),
             workers,
             events: self.story.events(),
+            events_said: self.story.events_said(),
             progress: self.progress(),
         }
     }
@@ -94,7 +124,7 @@ impl Job {
         }
     }
 
-    fn worker_status(&self, id: WorkerId, worker: &Worker) -> WorkerStatus {
+    fn worker_status(&self, id: WorkerId, worker: &Worker, limit_us: u64) -> WorkerStatus {
         let state = match worker.stage {
             _ if worker.released => "ending",
             _ if worker.leaving => "leaving",
@@ -111,7 +141,9 @@ impl Job {
             pid: worker.pid,
             rank: worker.rank,
             state,
-            compute_us: worker.compute_us,
+            step: (worker.rank.is_some() && worker.holds_state).then_some(self.step),
+            compute_us: worker.pace.last_us,
+            straggler: worker.rank.is_some() && worker.pace.usual_us().is_some_and(|us| us > limit_us),
             leased_records: self.records.as_ref().map_or(0, |r| r.leased_to(id)),
         }
     }

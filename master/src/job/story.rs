@@ -2,7 +2,7 @@
 //!
 //! **Invariant:** nothing here grows without limit, and nothing here decides anything.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use elasticdl_proto::{Generation, WorkerId};
@@ -15,7 +15,12 @@ use super::time::Time;
 #[derive(Debug, Default)]
 pub(super) struct Story {
     events: VecDeque<String>,
+    events_said: u64,
     memberships: VecDeque<MembershipRecord>,
+    /// Workers that the records in `memberships` name.
+    named: usize,
+    /// The newest change, until it has been said what it cost.
+    change: Option<Change>,
     failed_shards: Vec<FailedShard>,
     loss: LossSummary,
     loss_smoothed: Option<f64>,
@@ -32,8 +37,19 @@ pub(super) struct Story {
     pub(super) error: Option<String>,
 }
 
+/// A change of membership that is not over: members have still to commit their first step.
+#[derive(Debug)]
+struct Change {
+    generation: Generation,
+    /// Survivors that have not told of their first step.
+    waiting: BTreeSet<WorkerId>,
+    /// When the first one told of its, and which step that was.
+    resumed: Option<(Time, u64)>,
+}
+
 impl Story {
     pub(super) fn say(&mut self, line: &str) {
+        self.events_said += 1;
         if self.events.len() == EVENTS_MAX {
             self.events.pop_front();
         }
@@ -44,11 +60,22 @@ impl Story {
         self.events.iter().cloned().collect()
     }
 
-    pub(super) fn publish(&mut self, record: MembershipRecord) {
-        if self.memberships.len() == MEMBERSHIPS_MAX {
-            self.memberships.pop_front();
-        }
+    /// Lines said so far.
+    pub(super) fn events_said(&self) -> u64 {
+        self.events_said
+    }
+
+    /// A generation in which `survivors` go on.
+    pub(super) fn publish(&mut self, record: MembershipRecord, survivors: BTreeSet<WorkerId>) {
+        self.change = Some(Change { generation: record.generation, waiting: survivors, resumed: None });
+        self.named += record.named();
         self.memberships.push_back(record);
+        while self.memberships.len() > MEMBERSHIPS_MAX
+            || (self.named > NAMED_TOTAL_MAX && self.memberships.len() > 1)
+        {
+            let oldest = self.memberships.pop_front().expect("there is more than one");
+            self.named -= oldest.named();
+        }
     }
 
     /// The newest generation formed at `step`.
@@ -60,21 +87,58 @@ impl Story {
         }
     }
 
-    /// A member's first commit in `generation`; the one that lost the most time counts. Returns the gap in milliseconds
-    /// of the first one.
-    pub(super) fn resume(&mut self, generation: Generation, phases: Phases) -> Option<f64> {
-        let record = self.memberships.iter_mut().rev().find(|r| r.generation == generation)?;
-        let gap = ms(phases.gap_us());
-        if record.cause == super::Cause::Start || record.gap_ms.is_some_and(|known| known >= gap) {
-            return None;
+    /// `worker`'s first commit in `generation`; of all members' the one that lost the most time counts. Returns whether all
+    /// survivors have told.
+    pub(super) fn resume(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        generation: Generation,
+        step: u64,
+        phases: Phases,
+    ) -> bool {
+        let newest_first = self.memberships.iter_mut().rev();
+        let Some(record) = newest_first.take_while(|r| r.generation >= generation).last() else {
+            return false;
+        };
+        if record.generation != generation || record.cause == super::Cause::Start {
+            return false;
         }
-        let first = record.gap_ms.replace(gap).is_none();
-        record.detect_ms = Some(ms(phases.detect_us));
-        record.agree_ms = Some(ms(phases.agree_us));
-        record.connect_ms = Some(ms(phases.connect_us));
-        record.state_ms = Some(ms(phases.state_us));
-        record.first_step_ms = Some(ms(phases.first_step_us));
-        first.then_some(gap)
+        let gap = ms(phases.gap_us());
+        if record.gap_ms.is_none_or(|known| known < gap) {
+            record_phases(record, gap, phases);
+        }
+        let Some(change) = self.change.as_mut().filter(|c| c.generation == generation) else {
+            return false;
+        };
+        change.resumed.get_or_insert((now, step));
+        change.waiting.remove(&worker);
+        change.waiting.is_empty()
+    }
+
+    /// Whether members have resumed a while ago and others will hardly tell any more: who had never committed a step has
+    /// nothing to tell.
+    pub(super) fn is_late(&self, now: Time) -> bool {
+        let resumed = self.change.as_ref().and_then(|change| change.resumed);
+        resumed.is_some_and(|(at, _)| now.since(at) >= RESUME_WAIT)
+    }
+
+    /// What the newest change cost, in one line; once, and only if a member has told.
+    pub(super) fn recovered(&mut self) -> Option<String> {
+        let Change { generation, resumed, .. } = self.change.take_if(|c| c.resumed.is_some())?;
+        let (_, step) = resumed?;
+        let record = self.memberships.back().filter(|r| r.generation == generation)?;
+        let phases: Vec<String> = record
+            .phases()
+            .into_iter()
+            .filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}")))
+            .collect();
+        Some(format!(
+            "generation {generation} ({}): step {step} committed, {:.1} ms after the last one before the change ({})",
+            record.cause.name(),
+            record.gap_ms?,
+            phases.join(", ")
+        ))
     }
 
     /// The group committed `records` more, with this sum of losses.
@@ -97,17 +161,16 @@ impl Story {
         }
     }
 
-    /// Records committed per second over the last few seconds.
+    /// Records committed per second over the last few seconds; of steps that take longer, over the last two reports. Falls
+    /// towards 0 while none come.
     pub(super) fn records_per_s(&self, now: Time) -> f64 {
-        let oldest = self.samples.iter().find(|(at, _)| now.since(*at) <= RATE_WINDOW);
-        let (since, committed) = match (oldest, self.formed_first) {
-            (Some(&(at, committed)), Some(formed)) => {
-                let first = self.samples.front().is_some_and(|(first, _)| *first == at);
-                // The first report's records were made since the group formed.
-                if first && now.since(formed) <= RATE_WINDOW { (formed, 0) } else { (at, committed) }
-            }
-            _ => return 0.0,
+        let Some(formed) = self.formed_first else {
+            return 0.0;
         };
+        let is_before = |&&(at, _): &&(Time, u64)| now.since(at) >= RATE_WINDOW;
+        let before = self.samples.iter().rev().skip(1).find(is_before);
+        // The first report's records were made since the group formed.
+        let &(since, committed) = before.unwrap_or(&(formed, 0));
         per_second(self.committed - committed, now.since(since))
     }
 
@@ -144,6 +207,22 @@ impl Story {
     pub(super) fn memberships(&self) -> Vec<MembershipRecord> {
         self.memberships.iter().cloned().collect()
     }
+
+    /// The newest ones, oldest first, for a status.
+    pub(super) fn memberships_last(&self) -> Vec<MembershipRecord> {
+        let hidden = self.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
+        self.memberships.range(hidden..).cloned().collect()
+    }
+}
+
+fn record_phases(record: &mut MembershipRecord, gap: f64, phases: Phases) {
+    record.gap_ms = Some(gap);
+    record.detect_ms = Some(ms(phases.detect_us));
+    record.abort_ms = Some(ms(phases.abort_us));
+    record.agree_ms = Some(ms(phases.agree_us));
+    record.connect_ms = Some(ms(phases.connect_us));
+    record.state_ms = Some(ms(phases.state_us));
+    record.first_step_ms = Some(ms(phases.first_step_us));
 }
 
 /// `text` up to a length at which it can be kept and shown.
@@ -172,6 +251,11 @@ fn per_second(count: u64, span: Duration) -> f64 {
 
 const EVENTS_MAX: usize = 20;
 const MEMBERSHIPS_MAX: usize = 10_000;
+/// One record can name every worker: all of them together name no more than this (but for the newest).
+const NAMED_TOTAL_MAX: usize = 100_000;
+const MEMBERSHIPS_SHOWN: usize = 20;
+/// After a change, how long a member's word of its first step is waited for once another has come.
+const RESUME_WAIT: Duration = Duration::from_secs(1);
 const FAILED_SHARDS_MAX: usize = 100;
 const TEXT_BYTES_MAX: usize = 4096;
 const NAMED_MAX: usize = 8;

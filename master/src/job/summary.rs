@@ -24,7 +24,7 @@ pub struct Summary {
     pub records: RecordsSummary,
     /// How many workers there were.
     pub workers: WorkersSummary,
-    /// Every generation, in order; of very many, the newest.
+    /// Every generation, in order; of very many the newest: 10,000 at most, and no more than name 100,000 workers.
     pub memberships: Vec<MembershipRecord>,
     /// Mean loss per record.
     pub loss: LossSummary,
@@ -79,8 +79,12 @@ pub struct MembershipRecord {
     /// From the last commit before to the first one in it, on the member that lost the most time. `None` for the
     /// first generation, and for one that was replaced before it committed a step. All in milliseconds.
     pub gap_ms: Option<f64>,
-    /// Part of the gap: until the error was seen, or the switch agreed.
+    /// Part of the gap: until that member had the first sign of trouble (a link's error, or the arrival of a membership
+    /// that aborts the step), or until the switch was agreed.
     pub detect_ms: Option<f64>,
+    /// Part of the gap: until its training thread was out of the collective call or the user's code, and its links were
+    /// down.
+    pub abort_ms: Option<f64>,
     /// Part of the gap: until the new membership was known.
     pub agree_ms: Option<f64>,
     /// Part of the gap: until the new links stood.
@@ -95,6 +99,46 @@ pub struct MembershipRecord {
     pub left: Vec<WorkerId>,
     /// Members that were not in the generation before.
     pub joined: Vec<WorkerId>,
+}
+
+impl MembershipRecord {
+    /// The parts of the gap in order, with their names.
+    #[must_use]
+    pub fn phases(&self) -> [(&'static str, Option<f64>); 6] {
+        [
+            ("detect", self.detect_ms),
+            ("abort", self.abort_ms),
+            ("agree", self.agree_ms),
+            ("connect", self.connect_ms),
+            ("state", self.state_ms),
+            ("first step", self.first_step_ms),
+        ]
+    }
+
+    /// Workers that it names.
+    pub(super) fn named(&self) -> usize {
+        self.lost.len() + self.left.len() + self.joined.len()
+    }
+}
+
+impl Cause {
+    /// As it is shown, in JSON too.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Start => "start",
+            Self::Join => "join",
+            Self::Leave => "leave",
+            Self::Lost => "lost",
+            Self::Hung => "hung",
+        }
+    }
+
+    /// The one of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Start, Self::Join, Self::Leave, Self::Lost, Self::Hung].into_iter().find(|c| c.name() == name)
+    }
 }
 
 /// Why a generation was published; of several reasons the last in this list.

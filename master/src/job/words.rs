@@ -45,7 +45,7 @@ impl Job {
             FromWorker::Primed { .. } => self.on_primed(now, worker),
             FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
             FromWorker::Resumed { generation, step, phases } => {
-                self.on_resumed(worker, generation, step, phases)
+                self.on_resumed(now, worker, generation, step, phases)
             }
         }
     }
@@ -192,7 +192,7 @@ impl Job {
         self.story.commit(now, report.records, report.loss_sum);
         for (member, &compute_us) in self.group.members.iter().zip(&report.compute_us) {
             if let Some(w) = self.crew.workers.get_mut(member) {
-                w.compute_us = compute_us;
+                w.pace.note(compute_us);
             }
         }
         let stable = records.epoch_stable();
@@ -203,17 +203,25 @@ impl Job {
             self.say(format!("epoch {complete} of {} is complete at step {}", self.spec.epochs, self.step));
         }
         self.fill_all();
+        if self.story.is_late(now) {
+            self.say_recovered();
+        }
     }
 
-    fn on_resumed(&mut self, worker: WorkerId, generation: Generation, step: u64, phases: Phases) {
+    fn on_resumed(&mut self, now: Time, worker: WorkerId, generation: Generation, step: u64, phases: Phases) {
         let joined = self.crew.workers.get(&worker).and_then(|w| w.rank.and(w.joined));
         if joined.is_none_or(|joined| generation < joined) {
             return;
         }
-        if let Some(gap) = self.story.resume(generation, phases) {
-            self.say(format!(
-                "generation {generation}: step {step} committed, {gap:.1} ms after the last one before the change"
-            ));
+        if self.story.resume(now, worker, generation, step, phases) {
+            self.say_recovered();
+        }
+    }
+
+    /// Says what the last change cost, once, if anybody has told.
+    pub(super) fn say_recovered(&mut self) {
+        if let Some(line) = self.story.recovered() {
+            self.say(line);
         }
     }
 

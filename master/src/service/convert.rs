@@ -12,7 +12,7 @@ use v1::{master_message, worker_message};
 
 use crate::job::{
     self, Batch, Committed, Dataset, File, Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership,
-    Phases, ToWorker,
+    MembershipRecord, Phases, ToWorker,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -142,6 +142,13 @@ pub(super) fn status_reply(status: job::Status) -> v1::StatusReply {
         state: worker.state.into(),
         compute_us: worker.compute_us,
         leased_records: worker.leased_records,
+        step: worker.step,
+        straggler: worker.straggler,
+    };
+    let to_counts = |shards: job::ShardCounts| v1::ShardCounts {
+        todo: shards.todo,
+        leased: shards.leased,
+        done: shards.done,
     };
     v1::StatusReply {
         job: status.job,
@@ -158,6 +165,33 @@ pub(super) fn status_reply(status: job::Status) -> v1::StatusReply {
         workers: status.workers.into_iter().map(to_worker_status).collect(),
         events: status.events,
         progress: status.progress,
+        shards: status.shards.map(to_counts),
+        memberships: status.memberships.into_iter().map(to_membership_record).collect(),
+        events_said: status.events_said,
+    }
+}
+
+fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {
+    // Whole microseconds until they were made milliseconds.
+    let us = |ms: Option<f64>| ms.map_or(0, |ms| (ms * 1000.0).round() as u64);
+    let phases = record.gap_ms.map(|_| v1::Phases {
+        detect_us: us(record.detect_ms),
+        abort_us: us(record.abort_ms),
+        agree_us: us(record.agree_ms),
+        connect_us: us(record.connect_ms),
+        state_us: us(record.state_ms),
+        first_step_us: us(record.first_step_ms),
+    });
+    let ids = |workers: Vec<WorkerId>| workers.into_iter().map(|worker| worker.0).collect();
+    v1::MembershipRecord {
+        generation: record.generation.0,
+        cause: record.cause.name().into(),
+        world_size: record.world_size,
+        at_step: record.at_step,
+        phases,
+        lost: ids(record.lost),
+        left: ids(record.left),
+        joined: ids(record.joined),
     }
 }
 
@@ -214,6 +248,7 @@ fn phases(phases: Option<v1::Phases>) -> Result<Phases, Status> {
     let phase = |name, us| within(name, us, 0, PHASE_US_MAX);
     Ok(Phases {
         detect_us: phase("phases.detect_us", phases.detect_us)?,
+        abort_us: phase("phases.abort_us", phases.abort_us)?,
         agree_us: phase("phases.agree_us", phases.agree_us)?,
         connect_us: phase("phases.connect_us", phases.connect_us)?,
         state_us: phase("phases.state_us", phases.state_us)?,

@@ -105,6 +105,7 @@ fn a_gap_is_the_largest_that_a_member_reports_and_the_start_has_none() {
     let memberships = job.summary(at(2)).memberships;
     assert_eq!(memberships[0].gap_ms, None);
     let second = &memberships[1];
+    assert_eq!(second.abort_ms, Some(0.0));
     assert_eq!((second.gap_ms, second.detect_ms, second.connect_ms), (Some(3.0), Some(2.5), Some(0.5)));
     assert_eq!((second.cause, &second.lost), (Cause::Lost, &vec![WorkerId(3)]));
 }
@@ -142,6 +143,7 @@ fn the_summarys_keys_are_stable() {
         "at_step",
         "gap_ms",
         "detect_ms",
+        "abort_ms",
         "agree_ms",
         "connect_ms",
         "state_ms",

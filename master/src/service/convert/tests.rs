@@ -55,7 +55,8 @@ fn every_message_keeps_every_field() {
     let generation = Generation(4);
     let file = |path: &str, records| File { path: path.into(), records };
     let error = v1::described::Outcome::Error("no such file".into());
-    let phases = v1::Phases { detect_us: 1, agree_us: 2, connect_us: 3, state_us: 4, first_step_us: 5 };
+    let phases =
+        v1::Phases { detect_us: 1, abort_us: 6, agree_us: 2, connect_us: 3, state_us: 4, first_step_us: 5 };
     let table = [
         (
             described(vec![("a", 3), ("b", 0)]),
@@ -90,7 +91,14 @@ fn every_message_keeps_every_field() {
             FromWorker::Resumed {
                 generation,
                 step: 9,
-                phases: Phases { detect_us: 1, agree_us: 2, connect_us: 3, state_us: 4, first_step_us: 5 },
+                phases: Phases {
+                    detect_us: 1,
+                    abort_us: 6,
+                    agree_us: 2,
+                    connect_us: 3,
+                    state_us: 4,
+                    first_step_us: 5,
+                },
             },
         ),
         (

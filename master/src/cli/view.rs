@@ -1,0 +1,319 @@
+//! A job's status as people and programs see it.
+
+use std::fmt::Write as _;
+
+use elasticdl_proto::{Generation, WorkerId, v1};
+use serde::Serialize;
+
+use crate::job::{Cause, MembershipRecord};
+use crate::progress::{one_line, short};
+use crate::report;
+
+/// A status. The names of its fields are a public format.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct StatusJson {
+    pub(super) job: String,
+    pub(super) state: String,
+    pub(super) progress: f64,
+    pub(super) generation: u64,
+    pub(super) step: u64,
+    pub(super) epoch: u32,
+    pub(super) epochs: u32,
+    pub(super) records_counted: u64,
+    pub(super) records_expected: u64,
+    pub(super) records_per_s: f64,
+    pub(super) loss: Option<f64>,
+    pub(super) shards: Option<ShardsJson>,
+    pub(super) workers_wanted: u32,
+    pub(super) workers: Vec<WorkerJson>,
+    pub(super) memberships: Vec<MembershipRecord>,
+    pub(super) events: Vec<String>,
+    /// For who looks again and again.
+    #[serde(skip)]
+    pub(super) events_said: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct ShardsJson {
+    pub(super) todo: u32,
+    pub(super) leased: u32,
+    pub(super) done: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct WorkerJson {
+    pub(super) worker: u64,
+    pub(super) pid: u32,
+    pub(super) rank: Option<u32>,
+    pub(super) state: String,
+    pub(super) step: Option<u64>,
+    pub(super) compute_us: u64,
+    pub(super) straggler: bool,
+    pub(super) leased_records: u64,
+}
+
+impl StatusJson {
+    /// For a person's eyes too.
+    pub(super) fn to_pretty_json(&self) -> String {
+        let json = serde_json::to_string_pretty(self);
+        json.expect("a status's keys are strings") + "\n"
+    }
+
+    /// In one line.
+    pub(super) fn to_json_line(&self) -> String {
+        serde_json::to_string(self).expect("a status's keys are strings") + "\n"
+    }
+}
+
+impl From<v1::StatusReply> for StatusJson {
+    fn from(status: v1::StatusReply) -> Self {
+        Self {
+            job: status.job,
+            state: status.state,
+            progress: status.progress,
+            generation: status.generation,
+            step: status.step,
+            epoch: status.epoch,
+            epochs: status.epochs,
+            records_counted: status.records_counted,
+            records_expected: status.records_expected,
+            records_per_s: status.records_per_s,
+            loss: status.loss,
+            shards: status.shards.map(|s| ShardsJson { todo: s.todo, leased: s.leased, done: s.done }),
+            workers_wanted: status.workers_wanted,
+            workers: status.workers.into_iter().map(WorkerJson::from).collect(),
+            memberships: status.memberships.into_iter().filter_map(to_record).collect(),
+            events: status.events,
+            events_said: status.events_said,
+        }
+    }
+}
+
+impl From<v1::WorkerStatus> for WorkerJson {
+    fn from(worker: v1::WorkerStatus) -> Self {
+        Self {
+            worker: worker.worker,
+            pid: worker.pid,
+            rank: worker.rank,
+            state: worker.state,
+            step: worker.step,
+            compute_us: worker.compute_us,
+            straggler: worker.straggler,
+            leased_records: worker.leased_records,
+        }
+    }
+}
+
+/// `None`: of a cause that this version does not know.
+fn to_record(record: v1::MembershipRecord) -> Option<MembershipRecord> {
+    let ms = |us: fn(&v1::Phases) -> u64| record.phases.as_ref().map(|phases| us(phases) as f64 / 1000.0);
+    let ids = |workers: &[u64]| workers.iter().copied().map(WorkerId).collect();
+    let gap_us = |p: &v1::Phases| {
+        [p.detect_us, p.abort_us, p.agree_us, p.connect_us, p.state_us, p.first_step_us]
+            .into_iter()
+            .fold(0, u64::saturating_add)
+    };
+    Some(MembershipRecord {
+        generation: Generation(record.generation),
+        cause: Cause::from_name(&record.cause)?,
+        world_size: record.world_size,
+        at_step: record.at_step,
+        gap_ms: ms(gap_us),
+        detect_ms: ms(|p| p.detect_us),
+        abort_ms: ms(|p| p.abort_us),
+        agree_ms: ms(|p| p.agree_us),
+        connect_ms: ms(|p| p.connect_us),
+        state_ms: ms(|p| p.state_us),
+        first_step_ms: ms(|p| p.first_step_us),
+        lost: ids(&record.lost),
+        left: ids(&record.left),
+        joined: ids(&record.joined),
+    })
+}
+
+/// The status as a table.
+pub(super) fn to_table(status: &StatusJson) -> String {
+    let mut text = String::new();
+    let mut row = |name: &str, value: &str| {
+        writeln!(text, "{}", format!("{name:<12} {value}").trim_end()).expect("a string takes any text");
+    };
+    row("job", &status.job);
+    row("state", &format!("{} ({:.1} %)", status.state, status.progress * 100.0));
+    let epoch = (status.epoch.saturating_add(1)).min(status.epochs);
+    row("epoch", &format!("{epoch} of {}", status.epochs));
+    if let Some(ShardsJson { todo, leased, done }) = status.shards {
+        row("shards", &format!("{todo} to do, {leased} leased, {done} done"));
+    }
+    row("step", &status.step.to_string());
+    row("records", &format!("{} of {}", status.records_counted, status.records_expected));
+    if let Some(loss) = status.loss {
+        row("loss", &format!("{loss:.4}"));
+    }
+    row("speed", &format!("{} records/s", short(status.records_per_s)));
+    row("generation", &status.generation.to_string());
+    row("workers", &format!("{} wanted", status.workers_wanted));
+    if !status.workers.is_empty() {
+        row("", &format!("{WORKER_COLUMNS}  records leased"));
+    }
+    for worker in &status.workers {
+        row("", &worker_row(worker));
+    }
+    let hidden = status.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
+    if !status.memberships.is_empty() {
+        row("memberships", report::MEMBERSHIP_COLUMNS);
+    }
+    for record in &status.memberships[hidden..] {
+        row("", &report::membership(record));
+    }
+    for (index, event) in status.events.iter().enumerate() {
+        row(if index == 0 { "events" } else { "" }, &one_line(event));
+    }
+    text
+}
+
+fn worker_row(worker: &WorkerJson) -> String {
+    let or_dash = |number: Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
+    format!(
+        "{:>6}  {:>8}  {:>4}  {:<10}  {:>8}  {:>8.1}  {:>14}{}",
+        worker.worker,
+        worker.pid,
+        or_dash(worker.rank.map(u64::from)),
+        worker.state,
+        or_dash(worker.step),
+        worker.compute_us as f64 / 1000.0,
+        worker.leased_records,
+        if worker.straggler { "  straggler" } else { "" }
+    )
+}
+
+const MEMBERSHIPS_SHOWN: usize = 5;
+const WORKER_COLUMNS: &str = "worker       pid  rank  state           step   ms/step";
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub(in super::super) fn reply() -> v1::StatusReply {
+        let worker = |worker, rank: Option<u32>| v1::WorkerStatus {
+            worker,
+            pid: 70 + worker as u32,
+            rank,
+            state: "training".into(),
+            compute_us: 1500,
+            leased_records: 64,
+            step: rank.map(|_| 10),
+            straggler: worker == 1,
+        };
+        let membership = |generation, phases| v1::MembershipRecord {
+            generation,
+            cause: "lost".into(),
+            world_size: 2,
+            at_step: 9,
+            phases,
+            lost: vec![3],
+            left: vec![4],
+            joined: vec![5],
+        };
+        let phases = v1::Phases {
+            detect_us: 100,
+            abort_us: 200,
+            agree_us: 300,
+            connect_us: 400,
+            state_us: 500,
+            first_step_us: 1500,
+        };
+        v1::StatusReply {
+            job: "mnist".into(),
+            state: "running".into(),
+            generation: 2,
+            step: 10,
+            epoch: 0,
+            epochs: 3,
+            records_counted: 640,
+            records_expected: 1920,
+            loss: Some(0.25),
+            records_per_s: 20_000.0,
+            workers_wanted: 2,
+            workers: vec![worker(1, Some(0)), worker(2, None)],
+            events: vec!["generation 2: 1 worker".into()],
+            progress: 1.0 / 3.0,
+            shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
+            memberships: vec![membership(1, None), membership(2, Some(phases))],
+            events_said: 7,
+        }
+    }
+
+    #[test]
+    fn a_status_is_shown_whole() {
+        let expected = "\
+job          mnist
+state        running (33.3 %)
+epoch        1 of 3
+shards       5 to do, 3 leased, 2 done
+step         10
+records      640 of 1920
+loss         0.2500
+speed        20.0 k records/s
+generation   2
+workers      2 wanted
+             worker       pid  rank  state           step   ms/step  records leased
+                  1        71     0  training          10       1.5              64  straggler
+                  2        72     -  training           -       1.5              64
+memberships  generation  cause  workers     at step     gap ms
+                      1  lost         2           9          -
+                      2  lost         2           9        3.0  (detect 0.1, abort 0.2, agree 0.3, connect 0.4, \
+                        state 0.5, first step 1.5)
+events       generation 2: 1 worker
+";
+        let expected = expected.replace("connect 0.4,                         state", "connect 0.4, state");
+        assert_eq!(to_table(&reply().into()), expected);
+    }
+
+    #[test]
+    fn of_many_memberships_the_table_shows_the_newest_and_json_all() {
+        let one = reply().memberships.remove(0);
+        let many = (1..=20).map(|generation| v1::MembershipRecord { generation, ..one.clone() }).collect();
+        let status = StatusJson::from(v1::StatusReply { memberships: many, ..reply() });
+        let shown = to_table(&status).lines().filter(|line| line.contains("  lost  ")).count();
+        assert_eq!((shown, status.memberships.len()), (5, 20));
+    }
+
+    #[test]
+    fn the_names_in_json_are_stable() {
+        let json: serde_json::Value =
+            serde_json::from_str(&StatusJson::from(reply()).to_json_line()).unwrap();
+        let membership = |generation: u64| {
+            serde_json::json!({
+                "generation": generation, "cause": "lost", "world_size": 2, "at_step": 9, "gap_ms": null,
+                "detect_ms": null, "abort_ms": null, "agree_ms": null, "connect_ms": null, "state_ms": null,
+                "first_step_ms": null, "lost": [3], "left": [4], "joined": [5],
+            })
+        };
+        let mut recovered = membership(2);
+        for (name, ms) in [
+            ("gap_ms", 3.0),
+            ("detect_ms", 0.1),
+            ("abort_ms", 0.2),
+            ("agree_ms", 0.3),
+            ("connect_ms", 0.4),
+            ("state_ms", 0.5),
+            ("first_step_ms", 1.5),
+        ] {
+            recovered[name] = ms.into();
+        }
+        let expected = serde_json::json!({
+            "job": "mnist", "state": "running", "progress": 1.0 / 3.0, "generation": 2, "step": 10, "epoch": 0,
+            "epochs": 3, "records_counted": 640, "records_expected": 1920, "records_per_s": 20_000.0,
+            "loss": 0.25, "shards": {"todo": 5, "leased": 3, "done": 2}, "workers_wanted": 2,
+            "workers": [
+                {"worker": 1, "pid": 71, "rank": 0, "state": "training", "step": 10, "compute_us": 1500,
+                 "straggler": true, "leased_records": 64},
+                {"worker": 2, "pid": 72, "rank": null, "state": "training", "step": null, "compute_us": 1500,
+                 "straggler": false, "leased_records": 64},
+            ],
+            "memberships": [membership(1), recovered],
+            "events": ["generation 2: 1 worker"],
+        });
+        assert_eq!(json, expected);
+    }
+}

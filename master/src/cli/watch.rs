@@ -1,0 +1,357 @@
+//! `elasticdl status --watch`: looks at a job again and again, until it ends.
+//!
+//! A master that does not answer may have been killed, and another may take its place: that is waited for. A job has ended
+//! when its directory names no master any more and holds a summary.
+
+use std::fs;
+use std::io::{self, IsTerminal as _, stdout};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use elasticdl_proto::v1;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Deserialize;
+use tokio::time::Instant;
+
+use super::client::{Connection, OpenError, print};
+use super::view::{StatusJson, to_table};
+use super::{EXIT_OK, Failure};
+use crate::jobdir::LookupError;
+use crate::progress::{one_line, short};
+
+/// How often to look, and how long to wait for a master.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Timing {
+    pub(super) interval: Duration,
+    pub(super) master_timeout: Duration,
+}
+
+/// Shows the job in `root` until it ends; the exit code.
+pub(super) async fn watch(root: &Path, timing: Timing, json: bool) -> Result<u8, Failure> {
+    let mut view = View::new(json);
+    let mut connection = None;
+    let (mut missed, mut answered) = (0_u32, Instant::now());
+    loop {
+        match look(root, &mut connection).await {
+            Look::Ended(path) => {
+                view.end(&Ending::read(&path)?)?;
+                return Ok(EXIT_OK);
+            }
+            Look::Failed(failure) => return Err(failure),
+            // It may just be ending: the next look tells.
+            Look::NoMaster(_) if missed == 0 => missed = 1,
+            Look::NoMaster(why) => {
+                if answered.elapsed() >= timing.master_timeout {
+                    return Err(Failure { text: format!("{}; no other has come", why.text), ..why });
+                }
+                view.no_master(missed)?;
+                missed = missed.saturating_add(1);
+            }
+            Look::Status(status) => {
+                (missed, answered) = (0, Instant::now());
+                view.show(*status)?;
+            }
+        }
+        tokio::time::sleep(if missed == 1 { timing.interval.min(SOON) } else { timing.interval }).await;
+    }
+}
+
+/// What one look at a job finds.
+enum Look {
+    /// Its summary is there.
+    Ended(PathBuf),
+    /// There is nothing to be waited for.
+    Failed(Failure),
+    /// Nobody answers.
+    NoMaster(Failure),
+    Status(Box<StatusJson>),
+}
+
+async fn look(root: &Path, connection: &mut Option<Connection>) -> Look {
+    if connection.is_none() {
+        match Connection::open(root).await {
+            Ok(opened) => *connection = Some(opened),
+            Err(OpenError::Lookup(LookupError::NotRunning { summary: Some(path), .. })) => {
+                return Look::Ended(path);
+            }
+            Err(error) => {
+                let failure = error.to_failure(root);
+                return if may_pass(&error) { Look::NoMaster(failure) } else { Look::Failed(failure) };
+            }
+        }
+    }
+    let Some(open) = connection else {
+        unreachable!("it was just opened");
+    };
+    let answer = open.ask(v1::StatusRequest {}, async |client, request| client.status(request).await).await;
+    match answer {
+        Ok(reply) => Look::Status(Box::new(reply.into())),
+        Err(status) => {
+            *connection = None;
+            Look::NoMaster(super::client::to_failure(root, &status))
+        }
+    }
+}
+
+/// Whether a master may appear where there is none.
+fn may_pass(error: &OpenError) -> bool {
+    match error {
+        OpenError::NoAnswer(_) | OpenError::Lookup(LookupError::NotRunning { .. }) => true,
+        // A new master has its token before it can be found; the old one's is gone for a moment.
+        OpenError::Lookup(LookupError::Unreadable { source, .. }) => source.kind() == io::ErrorKind::NotFound,
+        OpenError::Lookup(_) => false,
+    }
+}
+
+/// What is told of a job's end.
+#[derive(Debug, Deserialize)]
+struct Ending {
+    job: String,
+    state: String,
+    steps: u64,
+    epochs: u32,
+    wall_s: f64,
+    records: EndingRecords,
+    error: Option<String>,
+    #[serde(skip)]
+    path: PathBuf,
+}
+
+#[derive(Debug, Deserialize)]
+struct EndingRecords {
+    expected: u64,
+    counted: u64,
+}
+
+impl Ending {
+    fn read(path: &Path) -> Result<Self, Failure> {
+        let unreadable = |e: &dyn std::fmt::Display| {
+            Failure::failed(format!(
+                "the job has ended, but its summary {} can't be read: {e}",
+                path.display()
+            ))
+        };
+        let bytes = fs::read(path).map_err(|e| unreadable(&e))?;
+        let ending: Self = serde_json::from_slice(&bytes).map_err(|e| unreadable(&e))?;
+        Ok(Self { path: path.into(), ..ending })
+    }
+
+    /// In one line.
+    fn describe(&self) -> String {
+        let error = self.error.as_ref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
+        format!(
+            "job {}: {} after {:.2} s, {} steps, {} of {} records{error}; the summary is in {}",
+            self.job,
+            self.state,
+            self.wall_s,
+            self.steps,
+            self.records.counted,
+            self.records.expected,
+            self.path.display()
+        )
+    }
+
+    /// The last status of all, after `last`.
+    fn to_status(&self, last: Option<StatusJson>) -> StatusJson {
+        let last = last.unwrap_or_else(|| v1::StatusReply::default().into());
+        StatusJson {
+            job: self.job.clone(),
+            state: self.state.clone(),
+            progress: if self.state == "completed" { 1.0 } else { last.progress },
+            step: self.steps,
+            epoch: self.epochs,
+            records_counted: self.records.counted,
+            records_expected: self.records.expected,
+            records_per_s: 0.0,
+            workers: Vec::new(),
+            ..last
+        }
+    }
+}
+
+/// Where it is shown.
+enum View {
+    /// One document a line.
+    Json { last: Option<StatusJson> },
+    /// One change a line.
+    Lines { told: Option<Told> },
+    /// A table in its place.
+    Table { bar: ProgressBar, table: String },
+}
+
+/// What of a status has been told in lines.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Told {
+    events_said: u64,
+    state: String,
+    generation: u64,
+    epoch: u32,
+    stragglers: Vec<u64>,
+}
+
+impl View {
+    fn new(json: bool) -> Self {
+        if json {
+            return Self::Json { last: None };
+        }
+        if !stdout().is_terminal() {
+            return Self::Lines { told: None };
+        }
+        let style = ProgressStyle::with_template("{msg}").expect("the template is valid");
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stdout()).with_style(style);
+        Self::Table { bar, table: String::new() }
+    }
+
+    fn show(&mut self, status: StatusJson) -> Result<(), Failure> {
+        match self {
+            Self::Json { last } => {
+                print(&status.to_json_line())?;
+                *last = Some(status);
+            }
+            Self::Lines { told } => {
+                let now = Told::of(&status);
+                let lines = lines(&status, told.as_ref(), &now);
+                *told = Some(now);
+                print(&lines)?;
+            }
+            Self::Table { bar, table } => {
+                *table = to_table(&status);
+                bar.set_message(table.trim_end().to_owned());
+            }
+        }
+        Ok(())
+    }
+
+    /// Nobody has answered for the `missed`th time in a row.
+    fn no_master(&self, missed: u32) -> Result<(), Failure> {
+        const NO_MASTER: &str = "no master answers; waiting for one";
+        match self {
+            Self::Json { .. } => {}
+            Self::Lines { .. } if missed == 1 => {
+                print(&format!("{NO_MASTER}\n"))?;
+            }
+            Self::Lines { .. } => {}
+            Self::Table { bar, table } => bar.set_message(format!("{table}{NO_MASTER}")),
+        }
+        Ok(())
+    }
+
+    fn end(self, ending: &Ending) -> Result<(), Failure> {
+        let text = match self {
+            Self::Json { last } => ending.to_status(last).to_json_line(),
+            Self::Lines { .. } => ending.describe() + "\n",
+            Self::Table { bar, .. } => {
+                bar.abandon();
+                ending.describe() + "\n"
+            }
+        };
+        print(&text).map(|_| ())
+    }
+}
+
+impl Told {
+    fn of(status: &StatusJson) -> Self {
+        let stragglers = status.workers.iter().filter(|w| w.straggler).map(|w| w.worker).collect();
+        Self {
+            events_said: status.events_said,
+            state: status.state.clone(),
+            generation: status.generation,
+            epoch: status.epoch,
+            stragglers,
+        }
+    }
+}
+
+/// What has changed since `told`: the lines that were said, and where the job stands if that is something else.
+fn lines(status: &StatusJson, told: Option<&Told>, now: &Told) -> String {
+    // A new master counts from 0 again.
+    let known = told.map_or(0, |told| told.events_said);
+    let fresh = now.events_said.checked_sub(known).unwrap_or(now.events_said);
+    let fresh = usize::try_from(fresh).unwrap_or(usize::MAX).min(status.events.len());
+    let mut text = String::new();
+    for event in &status.events[status.events.len() - fresh..] {
+        text.push_str(&one_line(event));
+        text.push('\n');
+    }
+    let elsewhere = told.is_none_or(|told| Told { events_said: now.events_said, ..told.clone() } != *now);
+    if elsewhere {
+        let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
+        let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
+        let named: Vec<String> = now.stragglers.iter().take(STRAGGLERS_NAMED).map(u64::to_string).collect();
+        let slow = if named.is_empty() { String::new() } else { format!(" · slow: {}", named.join(", ")) };
+        text.push_str(&format!(
+            "{} · epoch {}/{} · step {} · {:.1} %{loss} · {} records/s · members {members} · generation {}{slow}\n",
+            status.state,
+            status.epoch.saturating_add(1).min(status.epochs),
+            status.epochs,
+            status.step,
+            status.progress * 100.0,
+            short(status.records_per_s),
+            status.generation,
+        ));
+    }
+    text
+}
+
+/// Between a look that nobody answered and the next: the job may just be ending.
+const SOON: Duration = Duration::from_millis(200);
+const STRAGGLERS_NAMED: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::super::view::tests::reply;
+    use super::*;
+
+    #[test]
+    fn a_line_is_told_once_and_only_what_is_new() {
+        let first = StatusJson::from(reply());
+        let told = Told::of(&first);
+        let place = "running · epoch 1/3 · step 10 · 33.3 % · loss 0.2500 · 20.0 k records/s · members 1 · \
+                     generation 2 · slow: 1\n";
+        assert_eq!(lines(&first, None, &told), format!("generation 2: 1 worker\n{place}"));
+        assert_eq!(lines(&first, Some(&told), &told), "");
+        let events = ["a", "b", "c"].map(String::from).to_vec();
+        let more = StatusJson { events_said: 9, events, step: 11, ..first.clone() };
+        assert_eq!(lines(&more, Some(&told), &Told::of(&more)), "b\nc\n");
+        let many = StatusJson { events_said: 900, ..more.clone() };
+        assert_eq!(lines(&many, Some(&told), &Told::of(&many)), "a\nb\nc\n");
+        let replaced = StatusJson { events_said: 1, ..more.clone() };
+        assert_eq!(lines(&replaced, Some(&told), &Told::of(&replaced)), "c\n");
+        let waits = StatusJson { events_said: 9, state: "waiting".into(), ..more.clone() };
+        let told = lines(&waits, Some(&Told::of(&more)), &Told::of(&waits));
+        assert!(told.starts_with("waiting · epoch 1/3 · step 11") && told.lines().count() == 1, "{told}");
+    }
+
+    #[test]
+    fn the_last_status_is_the_summarys() {
+        let ending = Ending {
+            job: "mnist".into(),
+            state: "completed".into(),
+            steps: 30,
+            epochs: 3,
+            wall_s: 1.25,
+            records: EndingRecords { expected: 1920, counted: 1920 },
+            error: None,
+            path: "/j/summary.json".into(),
+        };
+        let expected = "job mnist: completed after 1.25 s, 30 steps, 1920 of 1920 records; the summary is in \
+                        /j/summary.json";
+        assert_eq!(ending.describe(), expected);
+        let last = ending.to_status(Some(reply().into()));
+        assert_eq!((last.state.as_str(), last.step, last.epoch, last.progress), ("completed", 30, 3, 1.0));
+        assert_eq!((last.records_counted, last.workers, last.generation), (1920, Vec::new(), 2));
+        let unseen = ending.to_status(None);
+        assert_eq!((unseen.state.as_str(), unseen.records_expected), ("completed", 1920));
+    }
+
+    #[test]
+    fn a_master_is_waited_for_but_not_a_job_that_is_not_there() {
+        let unreadable = |kind: io::ErrorKind| {
+            OpenError::Lookup(LookupError::Unreadable { path: "token".into(), source: kind.into() })
+        };
+        assert!(may_pass(&unreadable(io::ErrorKind::NotFound)));
+        assert!(!may_pass(&unreadable(io::ErrorKind::InvalidData)));
+        assert!(!may_pass(&OpenError::Lookup(LookupError::NoSuchJob { path: "j".into() })));
+        assert!(may_pass(&OpenError::Lookup(LookupError::NotRunning { path: "j".into(), summary: None })));
+    }
+}
