@@ -8,4 +8,5 @@ mod oracles;
 mod process;
 mod reports;
 mod silence;
+mod status;
 mod world;

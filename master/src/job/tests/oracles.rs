@@ -7,6 +7,7 @@ use elasticdl_proto::{Generation, RangeSet, RecordRange, WorkerId};
 
 use super::super::*;
 use super::process::Process;
+use super::status::count_shards;
 use super::world::{World, index};
 
 impl World {
@@ -149,6 +150,11 @@ impl World {
             );
             assert_eq!(records.ledger().absorbed_of(range), 0, "{range} is leased and absorbed");
             before = Some(range);
+        }
+        // Now and then: it looks at each record.
+        if self.now.0.subsec_micros().is_multiple_of(32) {
+            let expected = count_shards(records, self.spec.epochs);
+            assert_eq!(records.shard_counts(), expected, "{:#?}", self.said);
         }
     }
 

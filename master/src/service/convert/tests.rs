@@ -241,3 +241,102 @@ fn a_membership_names_members_in_ring_order() {
     let said = to_worker(ToWorker::Membership(membership)).kind;
     assert_eq!(said, Some(master_message::Kind::Membership(expected)));
 }
+
+#[test]
+fn a_status_keeps_every_field() {
+    let record = job::MembershipRecord {
+        generation: Generation(3),
+        cause: job::Cause::Hung,
+        world_size: 2,
+        at_step: 40,
+        gap_ms: Some(21.006),
+        detect_ms: Some(1.001),
+        abort_ms: Some(2.001),
+        agree_ms: Some(3.001),
+        connect_ms: Some(4.001),
+        state_ms: Some(5.001),
+        first_step_ms: Some(6.001),
+        lost: vec![WorkerId(4)],
+        left: vec![WorkerId(5)],
+        joined: vec![WorkerId(6), WorkerId(7)],
+    };
+    let unfinished =
+        job::MembershipRecord { generation: Generation(4), gap_ms: None, abort_ms: None, ..record.clone() };
+    let worker = job::WorkerStatus {
+        worker: WorkerId(6),
+        pid: 77,
+        rank: Some(1),
+        state: "training",
+        step: Some(41),
+        compute_us: 1500,
+        straggler: true,
+        leased_records: 64,
+    };
+    let status = job::Status {
+        job: "mnist".into(),
+        state: "running",
+        generation: Generation(4),
+        step: 41,
+        epoch: 1,
+        epochs: 3,
+        records_counted: 100,
+        records_expected: 300,
+        loss: Some(0.5),
+        records_per_s: 12.5,
+        workers_wanted: 2,
+        shards: Some(job::ShardCounts { todo: 5, leased: 3, done: 2 }),
+        memberships: vec![record, unfinished],
+        workers: vec![worker],
+        events: vec!["generation 3".into()],
+        events_said: 30,
+        progress: 0.25,
+    };
+    let phases = v1::Phases {
+        detect_us: 1001,
+        abort_us: 2001,
+        agree_us: 3001,
+        connect_us: 4001,
+        state_us: 5001,
+        first_step_us: 6001,
+    };
+    let record = v1::MembershipRecord {
+        generation: 3,
+        cause: "hung".into(),
+        world_size: 2,
+        at_step: 40,
+        phases: Some(phases),
+        lost: vec![4],
+        left: vec![5],
+        joined: vec![6, 7],
+    };
+    let worker = v1::WorkerStatus {
+        worker: 6,
+        pid: 77,
+        rank: Some(1),
+        state: "training".into(),
+        compute_us: 1500,
+        leased_records: 64,
+        step: Some(41),
+        straggler: true,
+    };
+    let expected = v1::StatusReply {
+        job: "mnist".into(),
+        state: "running".into(),
+        generation: 4,
+        step: 41,
+        epoch: 1,
+        epochs: 3,
+        records_counted: 100,
+        records_expected: 300,
+        loss: Some(0.5),
+        records_per_s: 12.5,
+        workers_wanted: 2,
+        workers: vec![worker],
+        events: vec!["generation 3".into()],
+        progress: 0.25,
+        shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
+        memberships: vec![record.clone(), v1::MembershipRecord { generation: 4, phases: None, ..record }],
+        events_said: 30,
+    };
+    assert_eq!(status_reply(status), expected);
+}
