@@ -244,7 +244,7 @@ fn a_membership_names_members_in_ring_order() {
 
 #[test]
 fn a_status_keeps_every_field() {
-    let record = job::MembershipRecord {
+    let record = MembershipRecord {
         generation: Generation(3),
         cause: job::Cause::Hung,
         world_size: 2,
@@ -261,7 +261,7 @@ fn a_status_keeps_every_field() {
         joined: vec![WorkerId(6), WorkerId(7)],
     };
     let unfinished =
-        job::MembershipRecord { generation: Generation(4), gap_ms: None, abort_ms: None, ..record.clone() };
+        MembershipRecord { generation: Generation(4), gap_ms: None, abort_ms: None, ..record.clone() };
     let worker = job::WorkerStatus {
         worker: WorkerId(6),
         pid: 77,

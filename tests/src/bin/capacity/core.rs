@@ -1,0 +1,121 @@
+//! The pure core, driven as fast as it goes.
+
+use std::net::SocketAddr;
+use std::num::NonZeroU64;
+use std::time::{Duration, Instant};
+
+use elasticdl_master::job::{
+    Action, Batch, Committed, ConnectionId, Dataset, Event, File, FromWorker, Job, JobSpec, LaunchId,
+    LedgerReport, Time, ToWorker,
+};
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
+
+use crate::Fault;
+use crate::memory::resident_bytes;
+
+/// Records of a shard, and of what a worker asks for at a time.
+pub(crate) const SHARD_RECORDS: u64 = 64;
+
+/// Lease operations per second over one epoch: a request, the lease that answers it, and its commit. Each worker asks in
+/// its turn; the group reports when all have had theirs.
+pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
+    let mut job = started(workers, u64::from(shards));
+    let start = Instant::now();
+    let mut operations = 0_u64;
+    let mut step = 0;
+    while operations < u64::from(shards) {
+        let mut ranges: Vec<RecordRange> = Vec::new();
+        for worker in 1..=u64::from(workers) {
+            say(&mut job, worker, FromWorker::LeaseRequest { epoch: 0, records: SHARD_RECORDS });
+            ranges.extend(drain(&mut job));
+        }
+        operations += ranges.len() as u64;
+        step += 1;
+        let records = ranges.iter().map(RecordRange::len).sum();
+        let compute_us = vec![1000; workers as usize];
+        let generation = Generation(1);
+        let report = Committed { generation, step, ranges, loss_sum: 1.0, records, compute_us };
+        say(&mut job, 1, FromWorker::Committed(report));
+        // What a commit makes room for near the epoch's end is the next step's.
+        let late = drain(&mut job);
+        assert!(late.is_empty() || operations < u64::from(shards), "leases after the end");
+        operations += late.len() as u64;
+    }
+    operations as f64 / start.elapsed().as_secs_f64()
+}
+
+/// Resident bytes that the core takes for each of 10,000 workers that have connected and have the data set.
+pub(crate) fn worker_bytes() -> Result<u64, Fault> {
+    const WORKERS: u32 = 10_000;
+    let mut job = Job::new(spec(WORKERS));
+    drain(&mut job);
+    connect(&mut job, 1);
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(1 << 10))));
+    drain(&mut job);
+    let before = resident_bytes(std::process::id())?;
+    for worker in 2..=u64::from(WORKERS) {
+        connect(&mut job, worker);
+        drain(&mut job);
+    }
+    let after = resident_bytes(std::process::id())?;
+    assert_eq!(job.status(Time::default()).workers.len(), WORKERS as usize);
+    Ok(after.saturating_sub(before) / u64::from(WORKERS - 1))
+}
+
+/// A job whose group trains.
+fn started(workers: u32, shards: u64) -> Job {
+    let mut job = Job::new(spec(workers));
+    connect(&mut job, 1);
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(shards))));
+    (2..=u64::from(workers)).for_each(|worker| connect(&mut job, worker));
+    (1..=u64::from(workers)).for_each(|w| say(&mut job, w, FromWorker::Ready { parameters: 10 }));
+    let ledger = LedgerReport::default();
+    say(&mut job, 1, FromWorker::Formed { generation: Generation(1), step: 0, ledger });
+    drain(&mut job);
+    job
+}
+
+fn spec(workers: u32) -> JobSpec {
+    JobSpec {
+        name: "capacity".into(),
+        training_data: "none".into(),
+        num_workers: workers,
+        min_workers: 1,
+        max_workers: workers,
+        epochs: 2,
+        max_steps: None,
+        batch: Batch::PerWorker(NonZeroU64::new(SHARD_RECORDS).expect("it is not 0")),
+        records_per_shard: NonZeroU64::new(SHARD_RECORDS),
+        shuffle: true,
+        seed: 0,
+        max_worker_restarts: 0,
+        worker_timeout: None,
+    }
+}
+
+fn dataset(shards: u64) -> Dataset {
+    Dataset { files: vec![File { path: "none".into(), records: shards * SHARD_RECORDS }] }
+}
+
+fn connect(job: &mut Job, i: u64) {
+    let address = SocketAddr::from(([127, 0, 0, 1], 9));
+    let (connection, launch) = (ConnectionId(i), LaunchId(i));
+    job.handle(NOW, Event::Connected { connection, launch, address, pid: 1 });
+}
+
+fn say(job: &mut Job, worker: u64, message: FromWorker) {
+    job.handle(NOW, Event::Message { worker: WorkerId(worker), message });
+}
+
+/// Takes the job's actions; the records that it leased.
+fn drain(job: &mut Job) -> Vec<RecordRange> {
+    let mut leased = Vec::new();
+    while let Some(action) = job.poll_action() {
+        if let Action::Send { message: ToWorker::Lease(ranges), .. } = action {
+            leased.extend(ranges);
+        }
+    }
+    leased
+}
+
+const NOW: Time = Time(Duration::from_secs(1));

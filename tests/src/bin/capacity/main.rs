@@ -1,0 +1,95 @@
+//! How much a master can do: leases per second, how fast a thousand workers hear of a new membership, and the memory that
+//! each of them takes.
+//!
+//! `cargo run --release -p elasticdl-tests --bin capacity` measures the pure core in this process, and then a real master
+//! (`elasticdl train --local`, which this program is too) as a process of its own. That master's workers are processes that
+//! do nothing; this program speaks for all of them, each on a connection of its own. So master and benchmark share the
+//! machine's cores.
+
+mod core;
+mod memory;
+mod wire;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use elasticdl_master::limits::WORKERS_MAX;
+use serde_json::json;
+
+/// Why there is no result.
+type Fault = Box<dyn std::error::Error + Send + Sync>;
+
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Workers that are connected
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(3..=i64::from(WORKERS_MAX)))]
+    workers: u32,
+    /// Shards of the data set, of 64 records each
+    #[arg(long, default_value_t = 1 << 20, value_parser = clap::value_parser!(u32).range(1 << 10..=1 << 24))]
+    shards: u32,
+    /// Lease operations through gRPC
+    #[arg(long, default_value_t = 200_000)]
+    operations: u64,
+    /// Changes of membership
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
+    changes: u32,
+    /// Also write the result to this file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    if std::env::args().nth(1).is_some_and(|word| word == "train") {
+        return elasticdl_master::cli::main();
+    }
+    match measure(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            print(&format!("error: {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(arguments: &Arguments) -> Result<(), Fault> {
+    let &Arguments { workers, shards, operations, changes, .. } = arguments;
+    let cores = std::thread::available_parallelism()?;
+    print(&format!("{workers} workers, {shards} shards in random order, {cores} cores"));
+    let core_worker_bytes = core::worker_bytes()?;
+    let core = core::leases(workers, shards);
+    print(&format!(
+        "core: {core:.0} lease operations/s (target 100000), {core_worker_bytes} bytes per worker of 10000"
+    ));
+    let wire::Measured { leases_per_s, mut told_ms, worker_bytes } =
+        wire::measure(wire::Load { workers, shards, operations, changes })?;
+    told_ms.sort_by(f64::total_cmp);
+    let (told_p50, told_max) = (told_ms[told_ms.len() / 2], told_ms[told_ms.len() - 1]);
+    print(&format!("gRPC: {leases_per_s:.0} lease operations/s (target 10000)"));
+    print(&format!(
+        "gRPC: {} workers told of a new membership in {told_p50:.1} ms p50, {told_max:.1} ms max of {} changes (target 250)",
+        workers - 1,
+        told_ms.len()
+    ));
+    print(&format!("master: {worker_bytes} bytes of resident memory per connected worker"));
+    let result = json!({
+        "workers": workers,
+        "shards": shards,
+        "cores": cores.get(),
+        "core_leases_per_s": core,
+        "core_worker_bytes": core_worker_bytes,
+        "grpc_leases_per_s": leases_per_s,
+        "membership_told_ms": {"p50": told_p50, "max": told_max, "changes": told_ms.len()},
+        "master_worker_bytes": worker_bytes,
+    });
+    print(&result.to_string());
+    if let Some(path) = &arguments.json {
+        std::fs::write(path, serde_json::to_vec_pretty(&result)?)?;
+    }
+    Ok(())
+}
+
+#[expect(clippy::print_stdout, reason = "the benchmark's result")]
+fn print(text: &str) {
+    println!("{text}");
+}
