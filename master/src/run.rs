@@ -12,16 +12,18 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::v1::MasterMessage;
+use elasticdl_proto::{Generation, WorkerId};
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::Status;
 use tracing::{info, warn};
 
-use crate::job::{Action, ConnectionId, Event, Job, JobSpec, Outcome, Summary, Time};
+use crate::job::{Action, ConnectionId, Event, Job, JobSpec, Membership, Outcome, Summary, Time, ToWorker};
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
 use crate::service::{self, Input, Line, Server};
@@ -40,6 +42,8 @@ pub struct Master {
     /// Streams that are open on this side.
     peers: BTreeMap<ConnectionId, Peer>,
     workers: BTreeMap<WorkerId, ConnectionId>,
+    /// The newest membership as it is sent: the same to all, and long where these are many.
+    membership: Option<(Generation, Arc<MasterMessage>)>,
 }
 
 /// What the user can do to a running job from outside.
@@ -103,6 +107,7 @@ impl Master {
             inputs,
             peers: BTreeMap::new(),
             workers: BTreeMap::new(),
+            membership: None,
         })
     }
 
@@ -171,7 +176,10 @@ impl Master {
                     info!("{text}");
                     self.progress.say(self.now(), text);
                 }
-                Action::Send { worker, message } => self.send(worker, service::to_worker(message)),
+                Action::Send { worker, message } => {
+                    let message = self.encode(message);
+                    self.send(worker, message);
+                }
             }
         }
         None
@@ -182,11 +190,25 @@ impl Master {
         if let Some(peer) = self.peers.get_mut(&connection) {
             peer.worker = Some(worker);
             self.workers.insert(worker, connection);
-            self.send(worker, service::welcome(worker, &self.spec));
+            self.send(worker, Arc::new(service::welcome(worker, &self.spec)));
         }
     }
 
-    fn send(&mut self, worker: WorkerId, message: elasticdl_proto::v1::MasterMessage) {
+    fn encode(&mut self, message: ToWorker) -> Arc<MasterMessage> {
+        let ToWorker::Membership(Membership { generation, .. }) = message else {
+            return Arc::new(service::to_worker(message));
+        };
+        match &self.membership {
+            Some((known, encoded)) if *known == generation => Arc::clone(encoded),
+            _ => {
+                let encoded = Arc::new(service::to_worker(message));
+                self.membership = Some((generation, Arc::clone(&encoded)));
+                encoded
+            }
+        }
+    }
+
+    fn send(&mut self, worker: WorkerId, message: Arc<MasterMessage>) {
         let peer = self.workers.get(&worker).and_then(|connection| self.peers.get(connection));
         if peer.is_some_and(|peer| !peer.line.send(message)) && self.disconnect(worker) {
             warn!(%worker, "worker doesn't read what it is sent: disconnected");

@@ -12,6 +12,7 @@
 mod convert;
 mod incoming;
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -21,6 +22,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt as _};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::{Request, Response, Status, Streaming};
@@ -51,14 +53,15 @@ pub(crate) enum Input {
 /// The master's end of a worker's stream. The stream ends when it is dropped, after what was sent before.
 #[derive(Debug)]
 pub(crate) struct Line {
-    outbox: mpsc::Sender<Result<v1::MasterMessage, Status>>,
+    outbox: Outbox,
     /// Its drop ends the task that reads the stream.
     _open: oneshot::Sender<()>,
 }
 
 impl Line {
-    /// Queues a message; `false` if the worker doesn't read what it is sent (or has gone).
-    pub(crate) fn send(&self, message: v1::MasterMessage) -> bool {
+    /// Queues a message, which may be in many lines' queues at once; `false` if the worker doesn't read what it is sent
+    /// (or has gone).
+    pub(crate) fn send(&self, message: Arc<v1::MasterMessage>) -> bool {
         self.outbox.try_send(Ok(message)).is_ok()
     }
 
@@ -68,6 +71,9 @@ impl Line {
         let _ = self.outbox.try_send(Err(Status::failed_precondition(reason)));
     }
 }
+
+/// What waits for a worker to read it. A membership of a thousand is in a thousand of these, and there only once.
+type Outbox = mpsc::Sender<Result<Arc<v1::MasterMessage>, Status>>;
 
 /// A running server; see [`Server::end`].
 #[derive(Debug)]
@@ -139,7 +145,7 @@ struct Service {
 
 #[tonic::async_trait]
 impl Master for Service {
-    type JoinStream = ReceiverStream<Result<v1::MasterMessage, Status>>;
+    type JoinStream = Pin<Box<dyn Stream<Item = Result<v1::MasterMessage, Status>> + Send>>;
 
     async fn join(
         &self,
@@ -164,7 +170,9 @@ impl Master for Service {
             drop(unnamed);
             read(connection, hello, stream, outbox, inputs).await;
         });
-        Ok(Response::new(ReceiverStream::new(outgoing)))
+        // Copied no sooner than the connection takes it.
+        let outgoing = ReceiverStream::new(outgoing).map(|message| message.map(Arc::unwrap_or_clone));
+        Ok(Response::new(Box::pin(outgoing)))
     }
 
     async fn status(
@@ -199,7 +207,7 @@ async fn read(
     connection: ConnectionId,
     hello: Hello,
     mut stream: Streaming<v1::WorkerMessage>,
-    outbox: mpsc::Sender<Result<v1::MasterMessage, Status>>,
+    outbox: Outbox,
     inputs: mpsc::Sender<Input>,
 ) {
     let (open, mut closed) = oneshot::channel();

@@ -160,6 +160,7 @@ impl Job {
         if let Some(others) = donors.len().checked_sub(1).filter(|&n| n > 0) {
             donors[..others].rotate_left((newcomer.0 % others as u64) as usize);
         }
+        donors.truncate(DONORS_MAX);
         donors
     }
 
@@ -202,5 +203,8 @@ fn describe(record: &MembershipRecord, keeps_state: bool) -> String {
     }
 }
 
+/// A newcomer that none of these serves hears of others with the next membership. All members in every newcomer's list would
+/// be a million names where a thousand join.
+const DONORS_MAX: usize = 8;
 /// How long a group that starts from nothing waits for workers on their way.
 const START_WINDOW: std::time::Duration = std::time::Duration::from_secs(1);

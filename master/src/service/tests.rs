@@ -155,7 +155,7 @@ async fn a_line_carries_messages_in_order_and_ends_with_its_drop() {
     let (mut stream, _, line) = edge.admitted().await;
     let lease = |start| ToWorker::Lease(vec![RecordRange { epoch: 0, start, end: start + 1 }]);
     for start in 0..100 {
-        assert!(line.send(to_worker(lease(start))));
+        assert!(line.send(Arc::new(to_worker(lease(start)))));
     }
     drop(line);
     for start in 0..100 {
@@ -178,7 +178,7 @@ async fn a_worker_that_does_not_read_fills_its_outbox_and_no_more() {
     let mut edge = Edge::start().await;
     let (_stream, _, line) = edge.admitted().await;
     // The server's tasks don't run in between: nothing is awaited.
-    let taken = (0..10 * OUTBOX_MAX).take_while(|_| line.send(to_worker(ToWorker::Drain))).count();
+    let taken = (0..10 * OUTBOX_MAX).take_while(|_| line.send(Arc::new(to_worker(ToWorker::Drain)))).count();
     assert_eq!(taken, OUTBOX_MAX);
 }
 

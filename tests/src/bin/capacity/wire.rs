@@ -1,13 +1,11 @@
 //! A real master, and a thousand workers that are streams of this process.
 
-use std::fs::{File, OpenOptions};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use elasticdl_master::jobdir;
 use elasticdl_proto::v1;
-use rustix::fs::{CWD, Mode, mkfifoat};
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
@@ -307,33 +305,31 @@ impl Target {
     }
 }
 
-/// A master as a process. Its workers' processes wait for a pipe that this process holds open: when it ends, so do they.
+/// A master as a process. Should this process be killed, the master ends by itself: the workers that it then starts say
+/// nothing for a minute, and it may not try again.
 struct Master {
     child: Child,
-    _pipe: File,
 }
 
 impl Master {
     fn start(folder: &Path, load: Load) -> Result<Self, Fault> {
-        let pipe = folder.join("pipe");
-        mkfifoat(CWD, &pipe, Mode::RUSR | Mode::WUSR)?;
-        let held = OpenOptions::new().read(true).write(true).open(&pipe)?;
         let workers = load.workers.to_string();
+        // All of them start together, however long it takes to connect them.
+        let stay = load.workers.saturating_sub(load.changes).max(1).to_string();
         let records = SHARD_RECORDS.to_string();
         let child = Command::new(std::env::current_exe()?)
             .args(["train", "--local", "--quiet", "--job-name", JOB, "--training-data", "none"])
-            .args(["--num-workers", &workers, "--max-workers", &workers])
+            .args(["--num-workers", &workers, "--max-workers", &workers, "--min-workers", &stay])
             .args(["--minibatch-size", &records, "--records-per-shard", &records, "--num-epochs", "2"])
             // Streams of this program do not beat.
-            .args(["--worker-timeout", "1day", "--max-worker-restarts", "1000000"])
+            .args(["--worker-timeout", "1day", "--max-worker-restarts", "0"])
             .arg("--job-dir")
             .arg(folder.join("job"))
-            .args(["--", "cat"])
-            .arg(&pipe)
+            .args(["--", "sleep", "600"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()?;
-        Ok(Self { child, _pipe: held })
+        Ok(Self { child })
     }
 }
 
