@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
+use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command as Process, Stdio};
 
@@ -80,19 +81,19 @@ fn a_running_job_shows_its_workers_its_shards_and_what_a_loss_cost() {
 #[test]
 fn watching_ends_with_the_job_and_says_how() {
     let (folder, job) = start();
-    let json = watch(&folder, &["--json"]);
+    let mut json = watch(&folder, &["--json"]);
+    let mut documents = BufReader::new(json.stdout.take().unwrap()).lines();
+    let first = documents.next().unwrap().unwrap();
     let lines = watch(&folder, &[]);
-    job.status();
     job.signal(Signal::TERM);
     let ended = job.wait();
+    let documents: Vec<String> = std::iter::once(first).chain(documents.map(Result::unwrap)).collect();
     let json = json.wait_with_output().unwrap();
     let lines = lines.wait_with_output().unwrap();
     assert_eq!((json.status.code(), lines.status.code()), (Some(0), Some(0)));
-    let documents: Vec<Value> = String::from_utf8(json.stdout)
-        .unwrap()
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")))
-        .collect();
+    let parse = |line: &String| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
+    let documents: Vec<Value> = documents.iter().map(parse).collect();
+    assert_eq!(documents[0]["state"], "running");
     let last = documents.last().unwrap();
     assert_eq!((&last["state"], &last["step"]), (&"stopped".into(), &ended.summary["steps"]));
     let keys = |value: &Value| Vec::from_iter(value.as_object().unwrap().keys().cloned());

@@ -311,7 +311,7 @@ mod tests {
         assert_eq!(lines(&first, None, &told), format!("generation 2: 1 worker\n{place}"));
         assert_eq!(lines(&first, Some(&told), &told), "");
         let events = ["a", "b", "c"].map(String::from).to_vec();
-        let more = StatusJson { events_said: 9, events, step: 11, ..first.clone() };
+        let more = StatusJson { events_said: 9, events, step: 11, ..first };
         assert_eq!(lines(&more, Some(&told), &Told::of(&more)), "b\nc\n");
         let many = StatusJson { events_said: 900, ..more.clone() };
         assert_eq!(lines(&many, Some(&told), &Told::of(&many)), "a\nb\nc\n");
