@@ -13,6 +13,7 @@ use crate::hello::{Hello, JobDigest, Purpose};
 use crate::link::{DialError, dial, poll_until};
 use crate::lobby::Lobby;
 use crate::porter::{Identity, Porter};
+use crate::progress::{Place, Progress};
 use crate::schedule::Seat;
 use crate::tcp::{Links, Neighbour};
 use crate::{CollectiveError, Fence, GroupSpec, Member, Secret, StateReceiver, TcpRing, Visitor};
@@ -26,6 +27,9 @@ pub struct Endpoint {
     address: SocketAddr,
     fence: Fence,
     lobby: Arc<Lobby>,
+    progress: Progress,
+    /// How long a dial waits for an answer; `None` waits as long as the whole attempt.
+    dial_limit: Option<Duration>,
     quit: Arc<Bell>,
     /// Taken only when the endpoint is dropped.
     porter: Option<JoinHandle<()>>,
@@ -78,7 +82,16 @@ impl Endpoint {
             .name("ring-accept".to_owned())
             .spawn(move || porter.run())
             .map_err(|source| CollectiveError::Io { action: "start the accept thread", source })?;
-        Ok(Self { identity, address, fence, lobby, quit, porter: Some(porter) })
+        let (progress, dial_limit) = (Progress::new(), None);
+        Ok(Self { identity, address, fence, lobby, progress, dial_limit, quit, porter: Some(porter) })
+    }
+
+    /// Sets how long a dial waits for an answer. The member's system answers whatever the member is busy with, so
+    /// this can be much shorter than the wait for the previous member, which may have to finish something first.
+    #[must_use]
+    pub fn with_dial_limit(mut self, limit: Duration) -> Self {
+        self.dial_limit = Some(limit);
+        self
     }
 
     /// Where peers dial this worker.
@@ -91,8 +104,13 @@ impl Endpoint {
         self.fence.clone()
     }
 
+    /// Where this endpoint waits for its peers.
+    pub fn progress(&self) -> Progress {
+        self.progress.clone()
+    }
+
     /// Builds the ring of one generation: dials the next member and takes the dial of the previous one, both
-    /// within `deadline`. From here on, dials of older generations are refused; older rings live on until
+    /// within `deadline`, the former within the [dial limit](Self::with_dial_limit) too. From here on, dials of older generations are refused; older rings live on until
     /// they are dropped or the fence is raised.
     ///
     /// Success says nothing about the other links of the ring; whether they stand shows in the first
@@ -105,19 +123,21 @@ impl Endpoint {
         let pass = self.fence.enter(group.generation)?;
         let world = group.members.len();
         if world == 1 {
-            return Ok(TcpRing::alone(pass));
+            return Ok(TcpRing::alone(pass, self.progress()));
         }
         let attempt = Attempt {
             identity: &self.identity,
             group,
             pass: &pass,
+            progress: &self.progress,
+            dial_limit: self.dial_limit,
             next: (rank + 1) % world,
             prev: (rank + world - 1) % world,
             deadline: Instant::now().checked_add(deadline),
             waited: deadline,
         };
         let links = attempt.run().inspect_err(|_| pass.shut_down())?;
-        Ok(TcpRing::linked(pass, Seat { rank, world }, links))
+        Ok(TcpRing::linked(pass, self.progress(), Seat { rank, world }, links))
     }
 
     /// The next newcomer that wants this worker's state, if one waits. Never blocks.
@@ -141,7 +161,9 @@ impl Endpoint {
             dial(donor.address, None, Instant::now().checked_add(limit)).map_err(|error| match error {
                 DialError::Ended(error) => error,
                 DialError::Lost(source) => lost(source),
-                DialError::TimedOut => CollectiveError::Deadline { rank: 0, member: donor.id, waited: limit },
+                DialError::TimedOut | DialError::Unanswered(_) => {
+                    CollectiveError::Deadline { rank: 0, member: donor.id, waited: limit }
+                }
             })?;
         let link = Arc::new(link);
         self.fence.watch(&link);
@@ -168,6 +190,8 @@ struct Attempt<'a> {
     identity: &'a Identity,
     group: &'a GroupSpec,
     pass: &'a Pass,
+    progress: &'a Progress,
+    dial_limit: Option<Duration>,
     next: usize,
     prev: usize,
     /// None if it is beyond what the clock can tell.
@@ -178,17 +202,24 @@ struct Attempt<'a> {
 impl Attempt<'_> {
     fn run(&self) -> Result<Links, CollectiveError> {
         let next = self.dial_next()?;
-        let prev = self.take_prev(&next)?;
+        let generation = self.pass.generation();
+        self.progress.wait_at(Place { generation, operation: 0, received: 0, sent: 0 });
+        let prev = self.take_prev(&next);
+        self.progress.go_on();
+        let prev = prev?;
         self.pass.check()?;
         Ok(Links { next: self.neighbour(self.next, next), prev: self.neighbour(self.prev, prev) })
     }
 
     fn dial_next(&self) -> Result<Arc<TcpStream>, CollectiveError> {
         let peer = self.group.members[self.next];
-        let link = dial(peer.address, Some(self.pass), self.deadline).map_err(|error| match error {
+        let link = self.dial_within_limit(peer.address).map_err(|error| match error {
             DialError::Ended(error) => error,
             DialError::Lost(source) => self.lost(self.next, source),
             DialError::TimedOut => self.late(self.next),
+            DialError::Unanswered(waited) => {
+                CollectiveError::Unreachable { rank: self.next, member: peer.id, waited }
+            }
         })?;
         let link = Arc::new(link);
         self.pass.register(&link);
@@ -204,6 +235,39 @@ impl Attempt<'_> {
             .write_all(&hello.encode(&self.identity.secret))
             .map_err(|source| self.lost(self.next, source))?;
         Ok(link)
+    }
+
+    /// A dial whose first packet is lost is only repeated by the system after a second, which may be longer than
+    /// the limit: so a few are made within it.
+    fn dial_within_limit(&self, address: SocketAddr) -> Result<TcpStream, DialError> {
+        let Some(limit) = self.dial_limit else { return dial(address, Some(self.pass), self.deadline) };
+        let started = Instant::now();
+        for tries in 1..=DIALS_MAX {
+            let until = started.checked_add(limit * tries / DIALS_MAX);
+            let until = until.into_iter().chain(self.deadline).min();
+            match dial(address, Some(self.pass), until) {
+                Err(DialError::TimedOut) => {}
+                // A router's word, or a neighbour's silence to the question for its address: it may pass.
+                Err(DialError::Lost(error)) if is_no_way(error.kind()) => self.pause(until)?,
+                done => return done,
+            }
+            if self.deadline.is_some_and(|end| end <= Instant::now()) {
+                return Err(DialError::TimedOut);
+            }
+        }
+        Err(DialError::Unanswered(limit))
+    }
+
+    /// Waits until then, or until the pass is aborted.
+    fn pause(&self, until: Option<Instant>) -> Result<(), DialError> {
+        loop {
+            self.pass.check().map_err(DialError::Ended)?;
+            let mut fds = [PollFd::new(self.pass.bell(), PollFlags::IN)];
+            if !poll_until(&mut fds, until).map_err(DialError::Lost)? {
+                return Ok(());
+            }
+            self.pass.bell().clear();
+        }
     }
 
     /// Waits for the previous member's dial, and watches the link to the next member meanwhile.
@@ -255,6 +319,13 @@ impl Attempt<'_> {
     fn late(&self, rank: usize) -> CollectiveError {
         CollectiveError::Deadline { rank, member: self.group.members[rank].id, waited: self.waited }
     }
+}
+
+/// Dials of one member, each given up for the next, within the dial limit.
+const DIALS_MAX: u32 = 4;
+
+fn is_no_way(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable | ErrorKind::TimedOut)
 }
 
 #[cfg(test)]

@@ -71,6 +71,17 @@ pub enum CollectiveError {
         /// What was expected, and what came.
         reason: String,
     },
+    /// Nobody answered at the address of the next rank, not even its system, which does so whatever the worker is
+    /// busy with. Report it, then as for `Aborted`: one of the two is cut off, or both from each other.
+    #[error("rank {rank} (worker {member}) could not be reached within {waited:?}")]
+    Unreachable {
+        /// The neighbour's rank in the group that was to be built.
+        rank: usize,
+        /// The neighbour's id.
+        member: u64,
+        /// How long an answer was waited for.
+        waited: Duration,
+    },
 }
 
 impl CollectiveError {
@@ -78,9 +89,10 @@ impl CollectiveError {
     #[must_use]
     pub fn member(&self) -> Option<u64> {
         match self {
-            Self::Deadline { member, .. } | Self::PeerLost { member, .. } | Self::Protocol { member, .. } => {
-                Some(*member)
-            }
+            Self::Deadline { member, .. }
+            | Self::PeerLost { member, .. }
+            | Self::Protocol { member, .. }
+            | Self::Unreachable { member, .. } => Some(*member),
             Self::Aborted { .. } | Self::Bind { .. } | Self::Invalid(_) | Self::Io { .. } => None,
         }
     }

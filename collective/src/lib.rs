@@ -26,7 +26,8 @@
 //! nothing that comes over the network panics or grows memory beyond the limits given here.
 //!
 //! **Invariant:** this crate knows nothing about Kubernetes, gRPC, shards or models, and decides nothing
-//! about membership. Its clocks bound how long it waits for a link, never how long an operation takes.
+//! about membership. Its clocks bound how long it waits for a link, never how long an operation takes; how long
+//! one has waited can be [seen](Progress).
 //!
 //! A newcomer [fetches](Endpoint::fetch) the state from a member beside the ring, while the ring works.
 //!
@@ -34,7 +35,8 @@
 //!
 //! Pure: `chunk` (bounds), `schedule` (who sends what, when), `payload` (what that is made of), `frame`,
 //! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
-//! `link`, `transfer` (the loop that moves an operation), `tcp`, `state` (parcels for newcomers), `lobby`. Between threads: `fence`, `bell`.
+//! `link`, `transfer` (the loop that moves an operation), `tcp`, `state` (parcels for newcomers), `lobby`. Between
+//! threads: `fence`, `bell`, `progress`.
 
 mod bell;
 mod chunk;
@@ -50,6 +52,7 @@ mod lobby;
 mod parking;
 mod payload;
 mod porter;
+mod progress;
 mod schedule;
 mod secret;
 mod state;
@@ -61,6 +64,7 @@ pub use endpoint::Endpoint;
 pub use error::CollectiveError;
 pub use fence::Fence;
 pub use group::{GroupSpec, MEMBERS_MAX, Member};
+pub use progress::{Progress, Stall};
 pub use secret::Secret;
 pub use state::{NOTE_BYTES_MAX, ParcelHead, StateReceiver, StateSender, Visitor};
 pub use tcp::TcpRing;

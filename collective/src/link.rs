@@ -17,7 +17,10 @@ pub(crate) enum DialError {
     /// Not the peer's fault.
     Ended(CollectiveError),
     Lost(io::Error),
+    /// By the deadline.
     TimedOut,
+    /// Within this time, though dialled more than once.
+    Unanswered(Duration),
 }
 
 /// Connects to `address`, until `deadline` or until `pass`, if there is one, is aborted.

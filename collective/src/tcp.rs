@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::fence::Pass;
 use crate::frame::Kind;
 use crate::payload::{Body, Payload};
+use crate::progress::Progress;
 use crate::schedule::{Extent, Schedule, Seat};
 use crate::transfer::{Fault, LinkFault, Stamp, Transfer};
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator};
@@ -20,6 +21,7 @@ use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator}
 #[derive(Debug)]
 pub struct TcpRing {
     pass: Pass,
+    progress: Progress,
     seat: Seat,
     links: Option<Links>,
     /// Of the next operation.
@@ -45,16 +47,16 @@ pub(crate) struct Neighbour {
 }
 
 impl TcpRing {
-    pub(crate) fn alone(pass: Pass) -> Self {
-        Self::new(pass, Seat { rank: 0, world: 1 }, None)
+    pub(crate) fn alone(pass: Pass, progress: Progress) -> Self {
+        Self::new(pass, progress, Seat { rank: 0, world: 1 }, None)
     }
 
-    pub(crate) fn linked(pass: Pass, seat: Seat, links: Links) -> Self {
-        Self::new(pass, seat, Some(links))
+    pub(crate) fn linked(pass: Pass, progress: Progress, seat: Seat, links: Links) -> Self {
+        Self::new(pass, progress, seat, Some(links))
     }
 
-    fn new(pass: Pass, seat: Seat, links: Option<Links>) -> Self {
-        Self { pass, seat, links, sequence: 0, failed: false, segment_bytes: SEGMENT_BYTES }
+    fn new(pass: Pass, progress: Progress, seat: Seat, links: Option<Links>) -> Self {
+        Self { pass, progress, seat, links, sequence: 0, failed: false, segment_bytes: SEGMENT_BYTES }
     }
 
     /// The next operation can begin.
@@ -94,7 +96,7 @@ impl TcpRing {
         let Some(links) = &self.links else { return Ok(payload.into_notes()) };
         let stamp = Stamp { kind, generation: self.pass.generation(), sequence: self.sequence };
         self.sequence += 1;
-        let fault = match Transfer::new(links, &self.pass, stamp, schedule, payload).run() {
+        let fault = match Transfer::new(links, &self.pass, &self.progress, stamp, schedule, payload).run() {
             Ok(notes) => return Ok(notes),
             Err(fault) => fault,
         };

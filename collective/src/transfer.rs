@@ -24,6 +24,7 @@ use crate::fence::Pass;
 use crate::frame::{FRAME_BYTES, Frame, Kind};
 use crate::link::poll_until;
 use crate::payload::Payload;
+use crate::progress::{Place, Progress};
 use crate::schedule::{Piece, Schedule};
 use crate::tcp::Links;
 
@@ -36,6 +37,7 @@ pub(crate) struct Transfer<'a> {
     payload: Payload<'a>,
     outgoing: Option<Outgoing>,
     incoming: Incoming,
+    course: Course<'a>,
 }
 
 /// What all frames of one operation have in common.
@@ -65,12 +67,14 @@ impl<'a> Transfer<'a> {
     pub(crate) fn new(
         links: &'a Links,
         pass: &'a Pass,
+        progress: &'a Progress,
         stamp: Stamp,
         schedule: Schedule,
         payload: Payload<'a>,
     ) -> Self {
         let incoming = Incoming { head: [0; FRAME_BYTES], read: 0, note_bytes: 0 };
-        Self { links, pass, stamp, schedule, payload, outgoing: None, incoming }
+        let course = Course { progress, received: 0, sent: 0, waits: false };
+        Self { links, pass, stamp, schedule, payload, outgoing: None, incoming, course }
     }
 
     /// Returns when all pieces are sent and received, with the notes in rank order.
@@ -87,6 +91,7 @@ impl<'a> Transfer<'a> {
             if received == Flow::Moved {
                 continue;
             }
+            self.course.wait(&self.stamp);
             if let Err(fault) = self.wait(sent == Flow::Blocked) {
                 return Err(self.root_of(fault));
             }
@@ -104,12 +109,15 @@ impl<'a> Transfer<'a> {
             let outgoing = self.outgoing.as_mut().expect("it was just put there");
             let (note, body) = self.payload.outgoing(&piece);
             match outgoing.write(&self.links.next.link, note, body) {
-                Ok(true) => {
-                    self.outgoing = None;
-                    self.schedule.on_sent();
-                    flow = Flow::Moved;
+                Ok(bytes) => {
+                    self.course.on_sent(bytes);
+                    if outgoing.written == FRAME_BYTES + note.len() + body.len() {
+                        self.outgoing = None;
+                        self.schedule.on_sent();
+                        flow = Flow::Moved;
+                    }
                 }
-                Ok(false) | Err(Errno::INTR) => {}
+                Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(Flow::Blocked),
                 Err(errno) => return Err(Fault::Next(LinkFault::Lost(errno.into()))),
             }
@@ -126,6 +134,7 @@ impl<'a> Transfer<'a> {
                 Ok(bytes) => {
                     let head_complete = self.incoming.read >= FRAME_BYTES;
                     self.incoming.read += bytes;
+                    self.course.on_received(bytes);
                     if !head_complete && self.incoming.read >= FRAME_BYTES {
                         let note_bytes =
                             self.check(&piece).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
@@ -268,8 +277,8 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    /// One write; true if that was the last byte.
-    fn write(&mut self, link: &TcpStream, note: &[u8], body: &[u8]) -> rustix::io::Result<bool> {
+    /// One write; the number of bytes that have left with it.
+    fn write(&mut self, link: &TcpStream, note: &[u8], body: &[u8]) -> rustix::io::Result<usize> {
         let mut skip = self.written;
         let slices = [self.head.as_slice(), note, body].map(|part| {
             let skipped = skip.min(part.len());
@@ -277,8 +286,53 @@ impl Outgoing {
             IoSlice::new(&part[skipped..])
         });
         let mut nothing = SendAncillaryBuffer::default();
-        self.written += rustix::net::sendmsg(link, &slices, &mut nothing, SendFlags::NOSIGNAL)?;
-        Ok(self.written == FRAME_BYTES + note.len() + body.len())
+        let bytes = rustix::net::sendmsg(link, &slices, &mut nothing, SendFlags::NOSIGNAL)?;
+        self.written += bytes;
+        Ok(bytes)
+    }
+}
+
+/// How far the operation has come, and what is shown of it. The clock is read once a wait, and nothing is shown
+/// between two waits.
+struct Course<'a> {
+    progress: &'a Progress,
+    received: u64,
+    sent: u64,
+    /// Shown as waiting, and no byte has moved since.
+    waits: bool,
+}
+
+impl Course<'_> {
+    fn on_received(&mut self, bytes: usize) {
+        self.received += bytes as u64;
+        self.go_on();
+    }
+
+    fn on_sent(&mut self, bytes: usize) {
+        self.sent += bytes as u64;
+        self.go_on();
+    }
+
+    fn wait(&mut self, stamp: &Stamp) {
+        if !self.waits {
+            let (generation, operation) = (stamp.generation, stamp.sequence + 1);
+            let Self { received, sent, .. } = *self;
+            self.progress.wait_at(Place { generation, operation, received, sent });
+            self.waits = true;
+        }
+    }
+
+    fn go_on(&mut self) {
+        if self.waits {
+            self.progress.go_on();
+            self.waits = false;
+        }
+    }
+}
+
+impl Drop for Course<'_> {
+    fn drop(&mut self) {
+        self.go_on();
     }
 }
 

@@ -39,24 +39,10 @@ fn a_dial_of_a_newer_generation_is_parked_until_its_time_comes() {
 
 #[test]
 fn the_fence_ends_a_dial_that_nobody_answers() {
-    // A listener whose queue is full drops what comes in; the dial waits for the answer.
-    let full = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
-    rustix::net::bind(&full, &SocketAddr::from((LOOPBACK, 0))).unwrap();
-    rustix::net::listen(&full, 0).unwrap();
-    let listener = TcpListener::from(full);
-    let address = listener.local_addr().unwrap();
-    let fence = Fence::new();
-    let pass = fence.enter(1).unwrap();
-    let soon = Duration::from_millis(100);
-    let mut fillers = Vec::new();
-    while let Ok(filler) = dial(address, Some(&pass), Instant::now().checked_add(soon)) {
-        fillers.push(filler);
-        assert!(fillers.len() < 100, "the queue never fills");
-    }
-
-    let end = endpoint(1);
+    let silent = Silent::new();
+    let end = endpoint(1).with_dial_limit(WATCHDOG);
     let fence = end.fence();
-    let members = vec![member(&end), Member { id: 2, address }];
+    let members = vec![member(&end), Member { id: 2, address: silent.address }];
     let (done, result) = mpsc::channel();
     let group = GroupSpec { generation: 3, members };
     thread::spawn(move || done.send(end.connect(&group, WATCHDOG * 2).map(drop)));
@@ -64,6 +50,35 @@ fn the_fence_ends_a_dial_that_nobody_answers() {
     fence.abort_before(4);
     let outcome = result.recv_timeout(WATCHDOG).unwrap();
     assert!(matches!(outcome, Err(CollectiveError::Aborted { generation: 3 })), "{outcome:?}");
+}
+
+#[test]
+fn a_member_that_answers_no_dial_is_unreachable_long_before_the_deadline() {
+    let silent = Silent::new();
+    let limit = Duration::from_millis(200);
+    let end = endpoint(1).with_dial_limit(limit);
+    let members = vec![member(&end), Member { id: 2, address: silent.address }];
+    let outcome = end.connect(&GroupSpec { generation: 3, members }, WATCHDOG * 10).unwrap_err();
+    let CollectiveError::Unreachable { rank: 1, member: 2, waited } = outcome else { panic!("{outcome:?}") };
+    assert_eq!((waited, outcome.member()), (limit, Some(2)));
+    assert_eq!(end.fence().groups(), 0, "nothing of the attempt is left");
+}
+
+#[test]
+fn who_waits_for_the_previous_members_dial_shows_it() {
+    let (one, two) = (endpoint(1), endpoint(2));
+    let group = GroupSpec { generation: 4, members: [&one, &two].map(member).to_vec() };
+    let progress = one.progress();
+    assert_eq!(progress.stall(), None, "it waits for nobody yet");
+    thread::scope(|scope| {
+        let first = scope.spawn(|| one.connect(&group, WATCHDOG).unwrap());
+        until(|| progress.stall().is_some_and(|stall| stall.since > Duration::from_millis(20)));
+        let stall = progress.stall().unwrap();
+        assert_eq!((stall.generation, stall.operation, stall.received, stall.sent), (4, 0, 0, 0));
+        let _ring = two.connect(&group, WATCHDOG).unwrap();
+        first.join().unwrap();
+    });
+    assert_eq!(progress.stall(), None);
 }
 
 #[test]
@@ -112,6 +127,32 @@ fn a_ring_that_is_dropped_is_forgotten_by_the_fence() {
     assert_eq!(end.fence.groups(), 1);
     drop(ring);
     assert_eq!(end.fence.groups(), 0);
+}
+
+/// An address where nobody answers: a listener whose queue is full drops what comes in.
+struct Silent {
+    address: SocketAddr,
+    _listener: TcpListener,
+    _fillers: Vec<TcpStream>,
+}
+
+impl Silent {
+    fn new() -> Self {
+        let full = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        rustix::net::bind(&full, &SocketAddr::from((LOOPBACK, 0))).unwrap();
+        rustix::net::listen(&full, 0).unwrap();
+        let listener = TcpListener::from(full);
+        let address = listener.local_addr().unwrap();
+        let fence = Fence::new();
+        let pass = fence.enter(1).unwrap();
+        let soon = Duration::from_millis(100);
+        let mut fillers = Vec::new();
+        while let Ok(filler) = dial(address, Some(&pass), Instant::now().checked_add(soon)) {
+            fillers.push(filler);
+            assert!(fillers.len() < 100, "the queue never fills");
+        }
+        Self { address, _listener: listener, _fillers: fillers }
+    }
 }
 
 fn endpoint(me: u64) -> Endpoint {

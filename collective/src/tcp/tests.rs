@@ -250,6 +250,43 @@ fn a_link_that_is_registered_after_its_end_is_shut_down() {
     assert_eq!(peer.read(&mut [0]).unwrap(), 0);
 }
 
+#[test]
+fn an_operation_shows_where_it_waits_until_it_ends() {
+    let Stage { mut ring, mut to_ring, from_ring: _from_ring, .. } = stage();
+    let progress = ring.progress.clone();
+    let place = || progress.stall().map(|s| (s.generation, s.operation, s.received, s.sent));
+    let waits_at = |expected| {
+        let started = Instant::now();
+        while place() != Some(expected) {
+            assert!(started.elapsed() < WATCHDOG, "{expected:?} never shows: {:?}", place());
+            thread::yield_now();
+        }
+    };
+    let (done, results) = mpsc::channel();
+    thread::spawn(move || {
+        for _ in 0..2 {
+            ring.all_reduce(b"me", &[1.0, 2.0], &mut [0.0; 2]).unwrap();
+            done.send(()).unwrap();
+        }
+    });
+    let frame = FRAME_BYTES as u64;
+    let (sum, total) = (frame + 2 + 4, frame + 4);
+    let [first, second] = reduce_frames(0);
+    waits_at((GENERATION, 1, 0, sum));
+    let [early, late] = [progress.stall(), progress.stall()].map(|stall| stall.unwrap().since);
+    assert!(early < late, "the wait began once: {early:?}, {late:?}");
+    to_ring.write_all(&first[..7]).unwrap();
+    waits_at((GENERATION, 1, 7, sum));
+    to_ring.write_all(&first[7..]).unwrap();
+    waits_at((GENERATION, 1, first.len() as u64, sum + total));
+    to_ring.write_all(&second).unwrap();
+    results.recv_timeout(WATCHDOG).unwrap();
+    waits_at((GENERATION, 2, 0, sum));
+    to_ring.write_all(&reduce_frames(1).concat()).unwrap();
+    results.recv_timeout(WATCHDOG).unwrap();
+    assert_eq!(place(), None, "no operation runs");
+}
+
 /// Rank 0 of two, as worker 10 beside worker 11.
 struct Stage {
     ring: TcpRing,
@@ -268,7 +305,8 @@ fn stage() -> Stage {
     pass.register(&next);
     pass.register(&prev);
     let links = Links { next: neighbour(next), prev: neighbour(prev) };
-    Stage { ring: TcpRing::linked(pass, Seat { rank: 0, world: 2 }, links), to_ring, from_ring, fence }
+    let ring = TcpRing::linked(pass, Progress::new(), Seat { rank: 0, world: 2 }, links);
+    Stage { ring, to_ring, from_ring, fence }
 }
 
 fn pair() -> (Arc<TcpStream>, TcpStream) {
