@@ -95,7 +95,7 @@ impl Master {
         launcher.env.push(("ELASTICDL_MASTER".into(), address.to_string().into()));
         launcher.env.push(("ELASTICDL_JOB".into(), spec.name.clone().into()));
         let (sender, inputs) = mpsc::channel(INPUTS_MAX);
-        let server = Server::start(listener, &spec.name, token, sender);
+        let server = Server::start(listener, &spec.name, token, spec.worker_timeout, sender);
         info!(job = spec.name, %address, "master listens");
         Ok(Self {
             job: Job::new(spec.clone()),

@@ -84,7 +84,14 @@ pub(crate) struct Server {
 
 impl Server {
     /// Serves `listener` for `job` from now on. `inputs` is the job's queue: when it is full, streams wait.
-    pub(crate) fn start(listener: TcpListener, job: &str, token: Token, inputs: mpsc::Sender<Input>) -> Self {
+    /// Connections whose other end is silent for much longer than `worker_timeout` are ended.
+    pub(crate) fn start(
+        listener: TcpListener,
+        job: &str,
+        token: Token,
+        worker_timeout: Option<Duration>,
+        inputs: mpsc::Sender<Input>,
+    ) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
         let service = Service {
             job: job.into(),
@@ -97,6 +104,10 @@ impl Server {
             .max_encoding_message_size(MESSAGE_BYTES_MAX);
         let router = tonic::transport::Server::builder()
             .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
+            // The job judges by its own clock who is silent; this is for connections that are nobody's any more, which
+            // the network has swallowed. It comes later, for a worker that is only stopped has an open connection.
+            .http2_keepalive_interval(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
+            .http2_keepalive_timeout(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
             .add_service(InterceptedService::new(service, Gate(token)));
         let task = tokio::spawn(async move {
             let stopped = async { drop(stopped.await) };
@@ -251,6 +262,7 @@ fn ending() -> Status {
 }
 
 const END_TIMEOUT: Duration = Duration::from_millis(200);
+const KEEPALIVE_MIN: Duration = Duration::from_secs(10);
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// A worker that leaves this many messages unread has stopped.
 const OUTBOX_MAX: usize = 1024;

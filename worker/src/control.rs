@@ -1,7 +1,8 @@
 //! The control stream: one thread that speaks gRPC with the master, so that the trainer need not.
 //!
 //! **Invariant:** generated types stop here.
-//! **Invariant:** a master that is gone for longer than the timeout ends this process: no worker outlives its job.
+//! **Invariant:** a master that is gone for longer than the timeout ends this process: no worker outlives its job. One
+//! that is there but can't be heard is gone, too: the connection is tried now and then, so that its end is noticed.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
@@ -9,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::Fence;
+use elasticdl_collective::{Fence, Progress, Stall};
 use elasticdl_proto::v1;
 use elasticdl_proto::v1::master_client::MasterClient;
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
@@ -35,6 +36,8 @@ pub(crate) struct Control {
     pub(crate) outbox: Outbox,
     /// Where the thread finds the fence, once there is one: what can't wait goes through it.
     pub(crate) fence: Arc<OnceLock<Fence>>,
+    /// Where the thread sees whether the group is waiting.
+    pub(crate) progress: Arc<OnceLock<Progress>>,
     thread: JoinHandle<()>,
 }
 
@@ -49,6 +52,8 @@ pub(crate) struct Welcome {
     pub(crate) seed: u64,
     /// How often the master is to hear from this worker: a tenth of the silence that is tolerated.
     pub(crate) heartbeat: Option<Duration>,
+    /// A peer that answers no dial for as long can't be reached.
+    pub(crate) worker_timeout: Option<Duration>,
 }
 
 impl Control {
@@ -61,7 +66,13 @@ impl Control {
         let (outbox, from_trainer) = mpsc::unbounded_channel();
         let (tell_welcome, welcome) = oneshot::channel();
         let fence = Arc::new(OnceLock::new());
-        let stream = Stream { environment: environment.clone(), to_trainer, fence: Arc::clone(&fence) };
+        let progress = Arc::new(OnceLock::new());
+        let stream = Stream {
+            environment: environment.clone(),
+            to_trainer,
+            fence: Arc::clone(&fence),
+            progress: Arc::clone(&progress),
+        };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
@@ -72,7 +83,7 @@ impl Control {
             .map_err(|error| format!("no thread for the control stream: {error}"))?;
         let welcome =
             welcome.blocking_recv().unwrap_or_else(|_| Err("the control stream's thread ended".into()))?;
-        Ok(Self { welcome, inbox, outbox: Outbox(outbox), fence, thread })
+        Ok(Self { welcome, inbox, outbox: Outbox(outbox), fence, progress, thread })
     }
 
     /// Waits until everything said has reached the master, a second at most.
@@ -86,6 +97,7 @@ struct Stream {
     environment: Environment,
     to_trainer: Sender<FromMaster>,
     fence: Arc<OnceLock<Fence>>,
+    progress: Arc<OnceLock<Progress>>,
 }
 
 impl Stream {
@@ -130,7 +142,9 @@ impl Stream {
                     None => break,
                 },
                 _ = beats.tick() => {
-                    let _ = say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat::default()));
+                    let stall = self.progress.get().and_then(Progress::stall);
+                    let stall = stall.filter(|s| s.since >= heartbeat).map(encode_stall);
+                    let _ = say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat { stall }));
                 }
                 _ = sigterm.recv() => {
                     tracing::info!("told to end: leaving at the next boundary");
@@ -159,6 +173,9 @@ impl Stream {
             .map_err(|error| refused("not an address", &error))?
             .tcp_nodelay(true)
             .connect_timeout(environment.master_timeout)
+            .http2_keep_alive_interval(environment.master_timeout / 2)
+            .keep_alive_timeout(environment.master_timeout / 2)
+            .keep_alive_while_idle(true)
             .connect()
             .await
             .map_err(|error| refused("no answer", &error))?;
@@ -257,6 +274,7 @@ fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
         batch,
         seed: options.seed,
         heartbeat: options.heartbeat_ms.map(|ms| Duration::from_millis(ms.max(1))),
+        worker_timeout: options.worker_timeout_ms.map(Duration::from_millis),
     })
 }
 
@@ -323,11 +341,11 @@ fn encode(message: ToMaster) -> v1::worker_message::Kind {
 fn encode_report(report: Report) -> v1::worker_message::Kind {
     use v1::worker_message::Kind;
     match report {
-        Report::Broken { generation, suspect, error } => Kind::Broken(v1::Broken {
+        Report::Broken { generation, suspect, error, unreachable } => Kind::Broken(v1::Broken {
             generation: generation.0,
             suspect: suspect.map(|s| s.0),
             error,
-            unreachable: false,
+            unreachable,
         }),
         Report::Committed(progress) => Kind::Committed(v1::Committed {
             generation: progress.generation.0,
@@ -343,6 +361,12 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
         Report::Primed { step } => Kind::Primed(v1::Primed { step }),
         Report::LeaseRequest { epoch, records } => Kind::LeaseRequest(v1::LeaseRequest { epoch, records }),
     }
+}
+
+fn encode_stall(stall: Stall) -> v1::Stall {
+    let Stall { generation, operation, received, sent, since } = stall;
+    let for_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
+    v1::Stall { generation, operation, received, for_ms, sent }
 }
 
 fn encode_finished(finished: Finished) -> v1::Finished {

@@ -91,7 +91,12 @@ fn train<M: Model>(
     let secret = Secret::new(environment.token.as_bytes());
     let endpoint = Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret)
         .map_err(|error| Failure::fatal(error.to_string()))?;
+    let endpoint = match welcome.worker_timeout {
+        Some(limit) => endpoint.with_dial_limit(limit),
+        None => endpoint,
+    };
     let _ = control.fence.set(endpoint.fence());
+    let _ = control.progress.set(endpoint.progress());
     let prepared = match prepare(&model, control)? {
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),

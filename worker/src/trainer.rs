@@ -485,7 +485,12 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.ring = None;
         self.gap.on_stopped(Instant::now());
         tracing::info!(%error, "links broke");
-        self.session.broken(error.member().map(WorkerId), error.to_string());
+        match error {
+            CollectiveError::Unreachable { member, .. } => {
+                self.session.unanswered(WorkerId(*member), error.to_string());
+            }
+            _ => self.session.broken(error.member().map(WorkerId), error.to_string()),
+        }
     }
 
     fn send_reports(&mut self) {

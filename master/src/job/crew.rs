@@ -10,6 +10,7 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use super::event::LaunchId;
 use super::pace::Pace;
+use super::stall::Stalled;
 use super::time::Time;
 
 /// Processes and workers.
@@ -68,6 +69,8 @@ pub(super) struct Worker {
     pub(super) pace: Pace,
     /// When it was last heard.
     pub(super) heard: Time,
+    /// By its last beat, it waits for its neighbours.
+    pub(super) stalled: Option<Stalled>,
 }
 
 /// How far a worker is on its way to be a member.
@@ -111,6 +114,7 @@ impl Crew {
             released: false,
             pace: Pace::default(),
             heard: now,
+            stalled: None,
         };
         self.workers.insert(id, worker);
         if let Some(launch) = self.launches.get_mut(&launch) {

@@ -1,6 +1,7 @@
 //! What happens to a job: the core's whole input, besides the time.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
@@ -70,8 +71,8 @@ pub enum Exit {
 /// What a worker says.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FromWorker {
-    /// Its process runs.
-    Alive,
+    /// Its process runs; where it waits for its neighbours, if it does.
+    Alive(Option<Stall>),
     /// Its links of `generation` broke.
     Broken {
         /// The generation whose links broke.
@@ -80,6 +81,8 @@ pub enum FromWorker {
         suspect: Option<WorkerId>,
         /// The link's error.
         error: String,
+        /// The suspect has answered no dial; else a link that stood has ended.
+        unreachable: bool,
     },
     /// The group has committed more (from its lowest rank).
     Committed(Committed),
@@ -140,6 +143,21 @@ pub enum FromWorker {
         /// Where the time went.
         phases: Phases,
     },
+}
+
+/// An operation of the group in which no byte moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stall {
+    /// The ring's generation.
+    pub generation: Generation,
+    /// Operations begun in this generation, this one included; 0 while the previous member's dial is awaited.
+    pub operation: u64,
+    /// Bytes of it that came from the previous member.
+    pub received: u64,
+    /// Bytes of it that were sent to the next member.
+    pub sent: u64,
+    /// How long no byte has moved.
+    pub since: Duration,
 }
 
 /// What a group has committed since its last word.

@@ -6,6 +6,7 @@ use elasticdl_proto::{Generation, Ledger, WorkerId};
 
 use super::crew::Crew;
 use super::event::Finished;
+use super::stall::{Blame, Suspect};
 use super::time::Time;
 
 /// The newest generation.
@@ -15,6 +16,9 @@ pub(super) struct Group {
     pub(super) generation: Generation,
     /// In ring order, whether they live or not.
     pub(super) members: Vec<WorkerId>,
+    /// The ring of the generation before, in which members may still be: the switch waits for a step's end, and the
+    /// newest group has not formed yet.
+    pub(super) before: Option<Vec<WorkerId>>,
     /// It has agreed on its state.
     pub(super) formed: bool,
     /// Members that hold the job's final state, in this generation.
@@ -31,15 +35,27 @@ pub(super) struct Group {
     pub(super) relink: bool,
     /// Who was suspected in how many generations in a row, without a commit between.
     pub(super) suspicion: Option<(WorkerId, u32)>,
+    /// Who was in links that kept what was sent.
+    pub(super) blame: Blame,
 }
 
 /// Reports of broken links.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Broken {
     /// When the wait for a loss ends.
     pub(super) until: Time,
     pub(super) suspects: Vec<WorkerId>,
     pub(super) reporters: Vec<WorkerId>,
+    /// Dials that were not answered.
+    pub(super) unanswered: Vec<Suspect>,
+}
+
+/// Whom a member takes its broken link to be the fault of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Suspicion {
+    pub(super) suspect: WorkerId,
+    /// It has answered no dial.
+    pub(super) unreachable: bool,
 }
 
 /// What the next generation has to keep to.

@@ -55,12 +55,13 @@ impl Job {
     fn publish(&mut self, now: Time, change: Change) {
         let Change { members, abort } = change;
         let before = std::mem::replace(&mut self.group.members, members);
+        let joined: Vec<WorkerId> =
+            self.group.members.iter().filter(|id| !before.contains(id)).copied().collect();
+        self.group.before = (!abort && !before.is_empty()).then_some(before);
         let generation = self.group.generation.next();
         let (lost, mut left) = (std::mem::take(&mut self.group.lost), std::mem::take(&mut self.group.left));
         let excluded: Vec<WorkerId> = self.excluded();
         left.extend(&excluded);
-        let joined: Vec<WorkerId> =
-            self.group.members.iter().filter(|id| !before.contains(id)).copied().collect();
         let hung = std::mem::take(&mut self.group.hung);
         let relink = std::mem::take(&mut self.group.relink);
         let cause = match () {

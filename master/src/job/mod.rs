@@ -37,6 +37,7 @@ mod restart;
 mod shards;
 mod silence;
 mod spec;
+mod stall;
 mod status;
 mod story;
 mod summary;
@@ -48,7 +49,9 @@ mod time;
 mod words;
 
 pub use action::{Action, Membership, Outcome, ToWorker};
-pub use event::{Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases};
+pub use event::{
+    Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases, Stall,
+};
 pub use job::Job;
 pub use spec::{Batch, Dataset, File, JobSpec, SpecError};
 pub use status::{ShardCounts, Status, WorkerStatus};

@@ -30,7 +30,9 @@ impl Job {
         }
         if now.0.saturating_sub(at.0) > look_every(timeout) {
             // This master itself was kept from running: what workers said meanwhile has not been read yet.
-            self.crew.workers.values_mut().for_each(|w| w.heard = now);
+            for w in self.crew.workers.values_mut() {
+                (w.heard, w.stalled) = (now, None);
+            }
         }
         // A worker that stops just before it would have been heard has already been silent for a beat.
         let is_silent = |heard: Time| now.0.saturating_sub(heard.0) > timeout + beat;
@@ -39,6 +41,7 @@ impl Job {
         for worker in silent {
             self.evict(now, worker, &format!("was silent for {} ms", timeout.as_millis()));
         }
+        self.look_for_stalls(now, timeout);
         self.watch_silence(now);
         self.settle(now);
     }

@@ -8,7 +8,7 @@ use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use super::action::{Action, Outcome, ToWorker};
 use super::crew::{Fate, Stage};
 use super::event::{Committed, Finished, FromWorker, LedgerReport, Phases};
-use super::group::Broken;
+use super::group::{Broken, Suspicion};
 use super::job::{Job, Phase, Timer, ZOMBIE_GRACE};
 use super::queue::{Records, Share};
 use super::shards::Shards;
@@ -25,8 +25,9 @@ impl Job {
         }
         self.crew.heard(worker, now);
         match message {
-            FromWorker::Alive => {}
-            FromWorker::Broken { generation, suspect, error } => {
+            FromWorker::Alive(stall) => self.on_alive(now, worker, stall),
+            FromWorker::Broken { generation, suspect, error, unreachable } => {
+                let suspect = suspect.map(|suspect| Suspicion { suspect, unreachable });
                 self.on_broken(now, worker, generation, suspect, &error);
             }
             FromWorker::Committed(report) => self.on_committed(now, worker, &report),
@@ -166,6 +167,7 @@ impl Job {
         self.count_eligible();
         self.step = step;
         self.group.formed = true;
+        self.group.before = None;
         self.story.form(now, step);
         self.fill_all();
         self.settle(now);
@@ -189,6 +191,7 @@ impl Job {
         let complete = records.ledger().epoch();
         self.step = report.step;
         self.group.suspicion = None;
+        self.group.blame.clear();
         self.story.commit(now, report.records, report.loss_sum);
         for (member, &compute_us) in self.group.members.iter().zip(&report.compute_us) {
             if let Some(w) = self.crew.workers.get_mut(member) {
@@ -263,7 +266,7 @@ impl Job {
         now: Time,
         worker: WorkerId,
         generation: Generation,
-        suspect: Option<WorkerId>,
+        suspicion: Option<Suspicion>,
         error: &str,
     ) {
         let is_member = self.crew.workers.get(&worker).is_some_and(|w| w.rank.is_some());
@@ -271,15 +274,23 @@ impl Job {
             return;
         }
         if self.group.broken.is_none() {
-            let until = now + BROKEN_WAIT;
+            let mut until = now + BROKEN_WAIT;
+            if suspicion.is_some_and(|s| s.unreachable) {
+                // All dials were begun, and so end, at about the same time: more of them tell who is at fault.
+                until = until.max(now + self.spec.heartbeat().unwrap_or_default());
+            }
             self.timer(until, Timer::Broken(generation));
-            self.group.broken = Some(Broken { until, suspects: Vec::new(), reporters: Vec::new() });
+            self.group.broken = Some(Broken { until, ..Broken::default() });
             self.say(format!("generation {generation}: a link of worker {worker} broke: {}", clip(error)));
         }
-        let suspect = suspect.filter(|s| *s != worker && self.group.members.contains(s));
+        let suspicion = suspicion.filter(|s| s.suspect != worker && self.group.members.contains(&s.suspect));
         if let Some(broken) = self.group.broken.as_mut().filter(|b| !b.reporters.contains(&worker)) {
             broken.reporters.push(worker);
-            broken.suspects.extend(suspect);
+            match suspicion {
+                Some(Suspicion { suspect, unreachable: true }) => broken.unanswered.push((worker, suspect)),
+                Some(Suspicion { suspect, .. }) => broken.suspects.push(suspect),
+                None => {}
+            }
         }
     }
 
@@ -289,6 +300,9 @@ impl Job {
         let Some(broken) = due.filter(|_| matches!(self.phase, Phase::Running | Phase::Stopping)) else {
             return;
         };
+        if !broken.unanswered.is_empty() {
+            return self.on_unanswered(now, broken);
+        }
         self.group.relink = true;
         // Who has reported is alive and speaking. Among equals the highest rank, so that two workers that blame each
         // other don't do so in turns.

@@ -5,6 +5,7 @@
 //! (generations, ledgers) is the core's to check.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId, v1};
 use tonic::Status;
@@ -12,7 +13,7 @@ use v1::{master_message, worker_message};
 
 use crate::job::{
     self, Batch, Committed, Dataset, File, Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership,
-    MembershipRecord, Phases, ToWorker,
+    MembershipRecord, Phases, Stall, ToWorker,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -78,13 +79,14 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             generation: generation("broken.generation", broken.generation)?,
             suspect: broken.suspect.map(WorkerId),
             error: clip(broken.error, ERROR_BYTES_MAX),
+            unreachable: broken.unreachable,
         },
         Kind::Failed(failed) => FromWorker::Failed {
             error: clip(failed.error, ERROR_BYTES_MAX),
             ranges: ranges("failed.ranges", failed.ranges)?,
             fatal: failed.fatal,
         },
-        Kind::Heartbeat(_) => FromWorker::Alive,
+        Kind::Heartbeat(beat) => FromWorker::Alive(beat.stall.map(stall).transpose()?),
         Kind::Holding(holding) => FromWorker::Holding {
             step: within("holding.step", holding.step, 0, STEPS_MAX)?,
             ranges: ranges("holding.ranges", holding.ranges)?,
@@ -110,7 +112,8 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
         batch: Some(batch),
         shuffle: spec.shuffle,
         seed: spec.seed,
-        heartbeat_ms: spec.heartbeat().map(|every| u64::try_from(every.as_millis()).unwrap_or(u64::MAX)),
+        heartbeat_ms: spec.heartbeat().map(to_millis),
+        worker_timeout_ms: spec.worker_timeout.map(to_millis),
     };
     to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
 }
@@ -256,6 +259,17 @@ fn phases(phases: Option<v1::Phases>) -> Result<Phases, Status> {
     })
 }
 
+fn stall(stall: v1::Stall) -> Result<Stall, Status> {
+    Ok(Stall {
+        generation: generation("stall.generation", stall.generation)?,
+        // Numbers that are compared, and nothing else.
+        operation: stall.operation,
+        received: stall.received,
+        sent: stall.sent,
+        since: Duration::from_millis(stall.for_ms),
+    })
+}
+
 fn ledger(name: &str, ledger: Option<v1::Ledger>) -> Result<LedgerReport, Status> {
     let ledger = ledger.ok_or_else(|| invalid(&format!("{name}: must be there")))?;
     Ok(LedgerReport {
@@ -317,6 +331,10 @@ fn invalid(what: &str) -> Status {
 
 fn to_message(kind: master_message::Kind) -> v1::MasterMessage {
     v1::MasterMessage { kind: Some(kind) }
+}
+
+fn to_millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn to_member((worker, address): (WorkerId, SocketAddr)) -> v1::Member {

@@ -34,7 +34,7 @@ impl Edge {
         let address = listener.local_addr().unwrap();
         let token = Token::random().unwrap();
         let (sender, inputs) = mpsc::channel(16);
-        let server = Server::start(listener, "mnist", token.clone(), sender);
+        let server = Server::start(listener, "mnist", token.clone(), None, sender);
         Self { address, token, inputs, _server: server }
     }
 

@@ -97,11 +97,26 @@ pub enum Exit {
 /// What the session tells the master.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Report {
-    Broken { generation: Generation, suspect: Option<WorkerId>, error: String },
+    /// `unreachable`: the suspect has answered no dial.
+    Broken {
+        generation: Generation,
+        suspect: Option<WorkerId>,
+        error: String,
+        unreachable: bool,
+    },
     Committed(Progress),
-    Formed { generation: Generation, step: u64, ledger: Ledger },
-    LeaseRequest { epoch: u32, records: u64 },
-    Primed { step: u64 },
+    Formed {
+        generation: Generation,
+        step: u64,
+        ledger: Ledger,
+    },
+    LeaseRequest {
+        epoch: u32,
+        records: u64,
+    },
+    Primed {
+        step: u64,
+    },
 }
 
 /// What a group has committed since its last word.
@@ -319,6 +334,15 @@ impl Session {
 
     /// The links of the current generation broke, at the link to `suspect`.
     pub fn broken(&mut self, suspect: Option<WorkerId>, error: String) {
+        self.leave_links(suspect, error, false);
+    }
+
+    /// The links of the current generation were not built: `suspect` answered no dial.
+    pub fn unanswered(&mut self, suspect: WorkerId, error: String) {
+        self.leave_links(Some(suspect), error, true);
+    }
+
+    fn leave_links(&mut self, suspect: Option<WorkerId>, error: String, unreachable: bool) {
         let generation = match &self.phase {
             Phase::Alone | Phase::Ended(_) | Phase::Fetching => return,
             Phase::Joining(membership) => membership.generation,
@@ -331,7 +355,7 @@ impl Session {
         if self.latest.as_ref().is_some_and(|latest| latest.generation > generation) {
             self.join_latest();
         } else {
-            self.reports.push_back(Report::Broken { generation, suspect, error });
+            self.reports.push_back(Report::Broken { generation, suspect, error, unreachable });
         }
     }
 

@@ -74,7 +74,7 @@ pub(super) fn finished(generation: u64, step: u64, digest: u64) -> FromWorker {
 
 pub(super) fn broken(generation: u64, suspect: u64) -> FromWorker {
     let (generation, suspect) = (Generation(generation), Some(WorkerId(suspect)));
-    FromWorker::Broken { generation, suspect, error: "reset".into() }
+    FromWorker::Broken { generation, suspect, error: "reset".into(), unreachable: false }
 }
 
 pub(super) fn ask(records: u64) -> FromWorker {

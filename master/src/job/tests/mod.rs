@@ -9,4 +9,5 @@ mod process;
 mod reports;
 mod silence;
 mod status;
+mod stall;
 mod world;

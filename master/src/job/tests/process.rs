@@ -81,7 +81,12 @@ impl Process {
             return self.end_if_excluded();
         }
         self.broke = Some(generation);
-        self.up.push_back(FromWorker::Broken { generation, suspect, error: "link".into() });
+        self.up.push_back(FromWorker::Broken {
+            generation,
+            suspect,
+            error: "link".into(),
+            unreachable: false,
+        });
     }
 
     /// A membership without it: it goes.

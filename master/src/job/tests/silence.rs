@@ -17,7 +17,7 @@ fn watched() -> Job {
 fn pass(job: &mut Job, from: u64, until: u64, beating: &[u64]) {
     for ms in (from..=until).step_by(50) {
         for &worker in beating {
-            job.handle(at(ms), Event::Message { worker: WorkerId(worker), message: FromWorker::Alive });
+            job.handle(at(ms), Event::Message { worker: WorkerId(worker), message: FromWorker::Alive(None) });
         }
         job.handle_timeout(at(ms));
     }

@@ -101,14 +101,32 @@ fn every_message_keeps_every_field() {
                 },
             },
         ),
+        (Kind::Heartbeat(v1::Heartbeat { stall: None }), FromWorker::Alive(None)),
+        (
+            Kind::Heartbeat(v1::Heartbeat {
+                stall: Some(v1::Stall { generation: 4, operation: 7, received: 32, for_ms: 900, sent: 40 }),
+            }),
+            FromWorker::Alive(Some(Stall {
+                generation,
+                operation: 7,
+                received: 32,
+                sent: 40,
+                since: Duration::from_millis(900),
+            })),
+        ),
         (
             Kind::Broken(v1::Broken {
                 generation: 4,
                 suspect: Some(3),
                 error: "reset".into(),
-                unreachable: false,
+                unreachable: true,
             }),
-            FromWorker::Broken { generation, suspect: Some(WorkerId(3)), error: "reset".into() },
+            FromWorker::Broken {
+                generation,
+                suspect: Some(WorkerId(3)),
+                error: "reset".into(),
+                unreachable: true,
+            },
         ),
         (
             Kind::Failed(v1::Failed { error: "bad".into(), ranges: vec![range(1, 2, 3)], fatal: true }),
@@ -170,6 +188,7 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: None }), "resumed.phases"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: Some(slow) }), "phases.state_us"),
         (Kind::Broken(v1::Broken::default()), "broken.generation"),
+        (Kind::Heartbeat(v1::Heartbeat { stall: Some(v1::Stall::default()) }), "stall.generation"),
         (Kind::Finished(v1::Finished { ledger: None, ..end() }), "finished.ledger"),
         (Kind::Finished(v1::Finished { step: u64::MAX, ..end() }), "finished.step"),
     ];
@@ -205,7 +224,7 @@ fn a_welcome_carries_the_jobs_options() {
         shuffle: true,
         seed: 5,
         max_worker_restarts: 1,
-        worker_timeout: Some(std::time::Duration::from_secs(1)),
+        worker_timeout: Some(Duration::from_secs(1)),
     };
     let expected = |batch| v1::Welcome {
         worker: 8,
@@ -217,6 +236,7 @@ fn a_welcome_carries_the_jobs_options() {
             shuffle: true,
             seed: 5,
             heartbeat_ms: Some(100),
+            worker_timeout_ms: Some(1000),
         }),
     };
     let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;

@@ -1,0 +1,209 @@
+//! A group in which everybody waits and nobody fails.
+//!
+//! A network that swallows what two workers send each other breaks no link and silences nobody: both reach the master,
+//! and the whole ring waits. Each member then says where it waits. As long as one computes, the others wait for that;
+//! when all wait, some link keeps what was sent into it, and what its two ends say shows which.
+//!
+//! ```text
+//!      P ── sent 40 bytes of operation 7 ──▶ M      M has received 32 of these, for longer than the timeout:
+//!                                                   the link keeps 8 bytes
+//! ```
+//!
+//! Which of a link's two ends is at fault nobody can know. The worker in most such links goes; a worker that was let off
+//! at another's cost goes at once when it is in such a link again before anything has been committed.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use elasticdl_proto::{Generation, WorkerId};
+
+use super::event::Stall;
+use super::group::Broken;
+use super::job::{Job, Timer};
+use super::time::Time;
+
+/// A worker's stall as the master sees it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stalled {
+    stall: Stall,
+    /// When it was first said.
+    since: Time,
+    /// When it was last said.
+    last: Time,
+}
+
+/// How often workers were in links that kept what was sent, since the last commit.
+#[derive(Debug, Default)]
+pub(super) struct Blame(BTreeMap<WorkerId, usize>);
+
+/// A link that keeps what is sent into it, from one member to the next.
+pub(super) type Suspect = (WorkerId, WorkerId);
+
+impl Stalled {
+    /// `before`: what the same worker said last. A long silence since then is not taken for waiting: all workers may
+    /// have been kept from running.
+    pub(super) fn after(before: Option<Self>, now: Time, stall: Stall, beat: Duration) -> Self {
+        let goes_on = |b: &Self| b.stall.place() == stall.place() && is_fresh(b.last, now, beat);
+        let since = before.filter(goes_on).map_or(now, |b| b.since);
+        Self { stall, since, last: now }
+    }
+}
+
+impl Blame {
+    /// All is forgiven.
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Whoever has to go so that none of `suspects` is left: those in most links first, those of earlier generations
+    /// counted in; among equals the highest rank. `may_go` lacks those whose work is done.
+    fn cover(
+        &mut self,
+        mut suspects: Vec<Suspect>,
+        ring: &[WorkerId],
+        may_go: impl Fn(WorkerId) -> bool,
+    ) -> Vec<WorkerId> {
+        self.0.retain(|id, _| ring.contains(id));
+        let past = self.0.clone();
+        for &(from, to) in &suspects {
+            [from, to].iter().for_each(|id| *self.0.entry(*id).or_default() += 1);
+        }
+        let mut out = Vec::new();
+        loop {
+            let links = |id: WorkerId| suspects.iter().filter(|(from, to)| *from == id || *to == id).count();
+            let worst = (0_usize..)
+                .zip(ring)
+                .map(|(rank, &id)| (id, rank, links(id)))
+                .filter(|&(id, _, links)| links > 0 && may_go(id))
+                .max_by_key(|&(id, rank, links)| (links + past.get(&id).copied().unwrap_or(0), rank));
+            let Some((worst, ..)) = worst else { return out };
+            suspects.retain(|(from, to)| *from != worst && *to != worst);
+            self.0.remove(&worst);
+            out.push(worst);
+        }
+    }
+}
+
+impl Job {
+    /// Takes out workers that the network has cut off from their neighbours, where all members wait for longer than
+    /// the timeout and all have been heard just now: who is silent is not judged by the others' waiting.
+    pub(super) fn look_for_stalls(&mut self, now: Time, timeout: Duration) {
+        if self.group.is_broken() || self.group.broken.is_some() {
+            return;
+        }
+        let Some(suspects) = self.suspects(now, timeout) else { return };
+        self.say(format!(
+            "generation {}: all members have waited for each other for {} ms",
+            self.group.generation,
+            timeout.as_millis()
+        ));
+        self.cut_off(now, suspects);
+    }
+
+    /// A worker's beat says whether it waits for its neighbours, and where.
+    pub(super) fn on_alive(&mut self, now: Time, worker: WorkerId, stall: Option<Stall>) {
+        let beat = self.spec.heartbeat().unwrap_or_default();
+        if let Some(w) = self.crew.workers.get_mut(&worker) {
+            w.stalled = stall.map(|stall| Stalled::after(w.stalled, now, stall, beat));
+        }
+    }
+
+    /// Members were dialled and have not answered.
+    pub(super) fn on_unanswered(&mut self, now: Time, broken: Broken) {
+        let beat = self.spec.heartbeat().unwrap_or_default();
+        if self
+            .taking_part()
+            .any(|id| beat > Duration::ZERO && !is_fresh(self.crew.workers[&id].heard, now, beat))
+        {
+            // Whoever is silent may be the one at fault, and is judged by that.
+            let until = now + beat;
+            self.timer(until, Timer::Broken(self.group.generation));
+            self.group.broken = Some(Broken { until, ..broken });
+            return;
+        }
+        self.cut_off(now, broken.unanswered);
+        self.settle(now);
+    }
+
+    /// Takes out who has to go so that none of these links is left. Where that is nobody, new links are what there is to
+    /// give.
+    fn cut_off(&mut self, now: Time, suspects: Vec<Suspect>) {
+        let ring: Vec<WorkerId> = self.taking_part().collect();
+        let Self { group, crew, .. } = self;
+        group.relink = true;
+        let may_go = |id| crew.workers.contains_key(&id) && !group.finished.contains_key(&id);
+        for worker in group.blame.cover(suspects, &ring, may_go) {
+            self.evict(now, worker, "can't be reached by its neighbours");
+        }
+    }
+
+    /// The links that hold the group up; `None` as long as it may still go on by itself.
+    fn suspects(&self, now: Time, timeout: Duration) -> Option<Vec<Suspect>> {
+        let beat = self.spec.heartbeat()?;
+        let is_long = |s: &&Stalled| {
+            let seen = s.last.0.saturating_sub(s.since.0);
+            s.stall.since >= timeout && seen >= timeout / 2 && is_fresh(s.last, now, beat)
+        };
+        let finished = |id: &WorkerId| self.group.finished.contains_key(id);
+        let mut waiting: BTreeMap<WorkerId, Stall> = BTreeMap::new();
+        for id in self.taking_part().filter(|id| !finished(id)) {
+            let stalled = self.crew.workers[&id].stalled.as_ref().filter(is_long)?;
+            let is_here = stalled.stall.generation == self.group.generation
+                || (self.group.before.is_some() && stalled.stall.generation.next() == self.group.generation);
+            is_here.then(|| waiting.insert(id, stalled.stall))?;
+        }
+        if waiting.is_empty() {
+            return None;
+        }
+        let newest = self.group.generation;
+        let rings = [
+            Some((newest, &self.group.members)),
+            self.group.before.as_ref().map(|b| (Generation(newest.0 - 1), b)),
+        ];
+        let mut suspects = Vec::new();
+        for (generation, ring) in rings.into_iter().flatten() {
+            let links = ring.iter().zip(ring.iter().cycle().skip(1)).filter(|(from, to)| from != to);
+            for (&from, &to) in links {
+                let Some(receiver) = waiting.get(&to).filter(|s| s.generation == generation) else {
+                    continue;
+                };
+                let keeps = match waiting.get(&from) {
+                    Some(sender) => sender.has_sent_more_than(receiver),
+                    // It has all that it needed, so it has sent all that the others need.
+                    None => finished(&from),
+                };
+                if keeps {
+                    suspects.push((from, to));
+                }
+            }
+        }
+        Some(suspects)
+    }
+
+    /// Live workers that are in the newest group's ring, or still in that of the group before.
+    fn taking_part(&self) -> impl Iterator<Item = WorkerId> + '_ {
+        let before = self.group.before.iter().flatten().filter(|id| !self.group.members.contains(id));
+        let live = |id: &&WorkerId| self.crew.workers.contains_key(id);
+        self.group.members.iter().chain(before).filter(live).copied()
+    }
+}
+
+impl Stall {
+    fn place(&self) -> (Generation, u64, u64, u64) {
+        (self.generation, self.operation, self.received, self.sent)
+    }
+
+    /// Whether something is on its way from the worker that stands here to its next one, `receiver`.
+    fn has_sent_more_than(&self, receiver: &Self) -> bool {
+        let (mine, other) = ((self.generation, self.operation), (receiver.generation, receiver.operation));
+        // Who waits before the first operation has dialled.
+        mine > other || (mine == other && (self.operation == 0 || self.sent > receiver.received))
+    }
+}
+
+fn is_fresh(heard: Time, now: Time, beat: Duration) -> bool {
+    now.0.saturating_sub(heard.0) <= beat * FRESH_BEATS
+}
+
+/// A worker that has been heard within this many beats is not silent.
+const FRESH_BEATS: u32 = 2;
