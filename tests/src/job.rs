@@ -16,6 +16,8 @@ pub struct Command {
     options: Vec<OsString>,
     program: Vec<OsString>,
     job_dir: PathBuf,
+    /// What starts the commands, the job's own and those that ask it.
+    starter: Vec<OsString>,
 }
 
 impl Command {
@@ -30,6 +32,7 @@ impl Command {
             options: Vec::new(),
             program: program.into_iter().map(Into::into).collect(),
             job_dir: job_dir.into(),
+            starter: Vec::new(),
         }
     }
 
@@ -41,13 +44,21 @@ impl Command {
         self
     }
 
+    /// Has all commands started by `starter`, which gets them as its last arguments.
+    #[must_use]
+    pub fn started_by<A: Into<OsString>>(mut self, starter: impl IntoIterator<Item = A>) -> Self {
+        self.starter = starter.into_iter().map(Into::into).collect();
+        self
+    }
+
     /// Starts it.
     ///
     /// # Panics
     /// The command can't be started.
     #[must_use]
     pub fn start(self) -> Running {
-        let child = std::process::Command::new(&self.elasticdl)
+        let starter = [self.starter, vec![self.elasticdl.into()]].concat();
+        let child = command(&starter)
             .args(["train", "--local", "--job-dir"])
             .arg(&self.job_dir)
             .args(&self.options)
@@ -58,7 +69,7 @@ impl Command {
             .stderr(Stdio::piped())
             .spawn()
             .expect("the command under test starts");
-        Running { child: Some(child), elasticdl: self.elasticdl, job_dir: self.job_dir }
+        Running { child: Some(child), starter, job_dir: self.job_dir }
     }
 
     /// Starts it and waits for its end.
@@ -72,7 +83,8 @@ impl Command {
 #[derive(Debug)]
 pub struct Running {
     child: Option<Child>,
-    elasticdl: PathBuf,
+    /// `elasticdl`, and what starts it.
+    starter: Vec<OsString>,
     job_dir: PathBuf,
 }
 
@@ -109,7 +121,7 @@ impl Running {
     /// `elasticdl status --json`; null while there is no answer.
     #[must_use]
     pub fn status(&self) -> Value {
-        let output = std::process::Command::new(&self.elasticdl)
+        let output = command(&self.starter)
             .arg("status")
             .arg(&self.job_dir)
             .arg("--json")
@@ -123,7 +135,7 @@ impl Running {
     /// # Panics
     /// It fails.
     pub fn scale(&self, num_workers: u32) {
-        let status = std::process::Command::new(&self.elasticdl)
+        let status = command(&self.starter)
             .arg("scale")
             .arg(&self.job_dir)
             .args(["--num-workers", &num_workers.to_string()])
@@ -237,6 +249,13 @@ impl Ended {
         assert_eq!(self.summary["model_summary"], counts.as_str(), "{context}: {}", self.output);
         assert_eq!(self.code, Some(0), "{context}: {}", self.output);
     }
+}
+
+fn command(words: &[OsString]) -> std::process::Command {
+    let (program, args) = words.split_first().expect("there is a program at least");
+    let mut command = std::process::Command::new(program);
+    command.args(args);
+    command
 }
 
 fn socket_inodes(pid: u32) -> Vec<String> {

@@ -3,6 +3,7 @@
 //! **Invariant:** when [`Plan::new`] refuses, nothing has been written or started.
 
 use std::ffi::{OsStr, OsString};
+use std::net::IpAddr;
 use std::num::NonZeroU64;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -25,6 +26,7 @@ pub(super) struct Plan {
     pub(super) program: PathBuf,
     pub(super) args: Vec<OsString>,
     pub(super) job_dir: PathBuf,
+    pub(super) listen: IpAddr,
     pub(super) summary: Option<PathBuf>,
     pub(super) master_timeout: Duration,
     pub(super) quiet: bool,
@@ -73,6 +75,7 @@ impl Plan {
             program,
             args: program_args.to_vec(),
             job_dir,
+            listen: args.listen,
             summary: args.summary,
             master_timeout: args.master_timeout,
             quiet: args.quiet,
@@ -177,6 +180,16 @@ pub(super) fn parse_job_name(text: &str) -> Result<String, String> {
         return Ok(text.into());
     };
     Err(format!("{wanted}, for example `mnist-1`"))
+}
+
+pub(super) fn parse_listen(text: &str) -> Result<IpAddr, String> {
+    match text.parse::<IpAddr>() {
+        Ok(address) if address.is_unspecified() || address.is_multicast() => {
+            Err("it must be one address, which workers can dial, for example `192.0.2.7`".into())
+        }
+        Ok(address) => Ok(address),
+        Err(_) => Err("it must be an IP address, for example `127.0.0.1` or `192.0.2.7`".into()),
+    }
 }
 
 pub(super) fn parse_workers(text: &str) -> Result<u32, String> {
@@ -293,6 +306,15 @@ mod tests {
         assert!(!spec("--local --no-shuffle").shuffle);
         assert!(spec("--local --no-shuffle --shuffle").shuffle);
         assert_eq!(plan("--local --master-timeout 2min").unwrap().master_timeout, Duration::from_secs(120));
+    }
+
+    #[test]
+    fn the_master_listens_where_it_is_told_if_one_can_dial_that() {
+        assert_eq!(plan("--local").unwrap().listen.to_string(), "127.0.0.1");
+        assert_eq!(plan("--local --listen ::1").unwrap().listen.to_string(), "::1");
+        for bad in ["0.0.0.0", "::", "224.0.0.1", "localhost", "127.0.0.1:80", ""] {
+            assert!(parse_listen(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

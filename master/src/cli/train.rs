@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{Write as _, stdout};
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -49,6 +49,14 @@ pub struct TrainArgs {
     /// ./.elasticdl/NAME. One job can run in a directory at a time; the next one replaces what is in it.
     #[arg(long, value_name = "DIR", help_heading = WHERE)]
     pub job_dir: Option<PathBuf>,
+
+    /// This machine's address on which the master is reached, by workers and by `elasticdl status` and `scale`.
+    ///
+    /// Workers that PROGRAM starts elsewhere (a container, a network namespace) need one that they can reach. They
+    /// take part with their own address on the way to it. The port is a free one.
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1", value_parser = plan::parse_listen,
+          help_heading = WHERE)]
+    pub listen: IpAddr,
 
     /// Workers to keep running.
     #[arg(long, value_name = "N", default_value = "2", value_parser = plan::parse_workers,
@@ -193,9 +201,10 @@ async fn run(plan: &Plan, dir: &JobDir) -> Result<(Ended, Option<Stop>), Failure
         let what = what.to_owned();
         move |e: std::io::Error| Failure::failed(format!("can't {what}: {e}"))
     };
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .await
-        .map_err(failed("listen on the loopback interface"))?;
+    let listener = TcpListener::bind((plan.listen, 0)).await.map_err(|e| {
+        let wanted = "it must be an address of this machine";
+        Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", plan.listen))
+    })?;
     let address = listener.local_addr().map_err(failed("learn the listener's address"))?;
     dir.publish(address).map_err(|e| Failure::failed(e.to_string()))?;
     let mut signals = Signals::new().map_err(failed("handle signals"))?;

@@ -1,0 +1,150 @@
+//! Hosts on one machine: network namespaces around one that routes between them.
+//!
+//! ```text
+//!   host 0 (the master) ──┐          ┌── host 2
+//!                        hub: routes ┤
+//!   host 1 ───────────────┘          └── host 3 …
+//! ```
+//!
+//! What the hub is told to swallow disappears without a word to anybody, as in a network that is cut.
+
+use std::os::unix::fs::MetadataExt;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::process::{Signal, geteuid};
+
+/// Hosts that reach each other, until they are cut off. Dropping it removes them, and ends what still runs there.
+#[derive(Debug)]
+pub struct Network {
+    /// What all namespaces' names begin with.
+    name: String,
+    hosts: u8,
+}
+
+impl Network {
+    /// A network of `hosts` hosts. `None`, with a line that says so, where this machine or this user can't make one;
+    /// unless ELASTICDL_NETNS=1 demands it.
+    ///
+    /// # Panics
+    /// It is demanded, and can't be made.
+    #[must_use]
+    pub fn new(hosts: u8) -> Option<Self> {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let network = Self { name: format!("edl-{}-{number}", std::process::id()), hosts };
+        let made = if geteuid().is_root() { network.make() } else { Err("this user is not root".into()) };
+        let why = match made {
+            Ok(()) => return Some(network),
+            Err(why) => why,
+        };
+        assert!(std::env::var_os("ELASTICDL_NETNS").is_none_or(|v| v != "1"), "no network namespaces: {why}");
+        eprintln!(
+            "SKIPPED, for want of network namespaces: {why}. Run it as root with iproute2: ELASTICDL_NETNS=1 cargo \
+             test -p elasticdl-tests --test partition"
+        );
+        None
+    }
+
+    /// The words before a command that is to run on a host.
+    #[must_use]
+    pub fn on(&self, host: u8) -> Vec<String> {
+        ["ip", "netns", "exec", &self.namespace(&host.to_string())].map(Into::into).to_vec()
+    }
+
+    /// A script for `sh -c` that runs its arguments on the host whose number is the launch's. Out of reach of signals to
+    /// the launch, as on another machine.
+    #[must_use]
+    pub fn on_the_launchs_host(&self) -> String {
+        let namespace = self.namespace("$ELASTICDL_LAUNCH");
+        format!("setsid ip netns exec {namespace} \"$@\" & wait $!")
+    }
+
+    /// The host that a process runs on.
+    #[must_use]
+    pub fn host_of(&self, pid: u32) -> Option<u8> {
+        let inode = |path: String| std::fs::metadata(path).map(|file| file.ino()).ok();
+        let here = inode(format!("/proc/{pid}/ns/net"))?;
+        (0..self.hosts)
+            .find(|host| inode(format!("/run/netns/{}", self.namespace(&host.to_string()))) == Some(here))
+    }
+
+    /// The address of a host.
+    #[must_use]
+    pub fn address(&self, host: u8) -> String {
+        format!("10.77.{host}.2")
+    }
+
+    /// From now on nothing that `from` sends arrives at `to`.
+    ///
+    /// # Panics
+    /// The system refuses.
+    pub fn cut(&self, from: u8, to: u8) {
+        self.rule("add", from, to);
+    }
+
+    /// What was cut is well again.
+    ///
+    /// # Panics
+    /// It was not cut.
+    pub fn heal(&self, from: u8, to: u8) {
+        self.rule("del", from, to);
+    }
+
+    fn rule(&self, verb: &str, from: u8, to: u8) {
+        let (from, to) = (self.address(from), self.address(to));
+        let rule = format!("-n {} rule {verb} from {from} to {to} blackhole", self.namespace("hub"));
+        ip(&rule).expect("rules can be made where namespaces can");
+    }
+
+    fn make(&self) -> Result<(), String> {
+        let hub = self.namespace("hub");
+        ip(&format!("netns add {hub}"))?;
+        // Written from within: the file shows the namespace of whoever opens it.
+        run("ip", &["netns", "exec", &hub, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])?;
+        for host in 0..self.hosts {
+            let namespace = self.namespace(&host.to_string());
+            ip(&format!("netns add {namespace}"))?;
+            ip(&format!("-n {hub} link add v{host} type veth peer name eth0 netns {namespace}"))?;
+            ip(&format!("-n {hub} addr add 10.77.{host}.1/24 dev v{host}"))?;
+            ip(&format!("-n {hub} link set v{host} up"))?;
+            ip(&format!("-n {namespace} addr add {}/24 dev eth0", self.address(host)))?;
+            ip(&format!("-n {namespace} link set lo up"))?;
+            ip(&format!("-n {namespace} link set eth0 up"))?;
+            ip(&format!("-n {namespace} route add default via 10.77.{host}.1"))?;
+        }
+        Ok(())
+    }
+
+    fn namespace(&self, part: &str) -> String {
+        format!("{}-{part}", self.name)
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        let parts = (0..self.hosts).map(|host| host.to_string()).chain(["hub".into()]);
+        for namespace in parts.map(|part| self.namespace(&part)) {
+            for pid in ip(&format!("netns pids {namespace}")).unwrap_or_default().lines() {
+                if let Ok(pid) = pid.parse() {
+                    crate::send(pid, Signal::KILL);
+                }
+            }
+            // One that was never made can't be removed.
+            let _ = ip(&format!("netns del {namespace}"));
+        }
+    }
+}
+
+fn ip(words: &str) -> Result<String, String> {
+    run("ip", &words.split(' ').collect::<Vec<_>>())
+}
+
+fn run(program: &str, args: &[&str]) -> Result<String, String> {
+    let output = Command::new(program).args(args).stdin(Stdio::null()).output();
+    let output = output.map_err(|error| format!("{program}: {error}"))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    Err(format!("{program} {}: {}", args.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
+}
