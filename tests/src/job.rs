@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use tempfile::TempDir;
 
 /// An `elasticdl train --local` to be started.
 #[derive(Debug)]
@@ -44,6 +45,18 @@ impl Command {
         self
     }
 
+    /// Replaces the value of `--name`, which was added before.
+    ///
+    /// # Panics
+    /// It was not.
+    #[must_use]
+    pub fn replace(mut self, name: &str, value: impl Into<OsString>) -> Self {
+        let name = OsString::from(format!("--{name}"));
+        let at = self.options.iter().position(|option| *option == name).expect("the option was added");
+        self.options[at + 1] = value.into();
+        self
+    }
+
     /// Has all commands started by `starter`, which gets them as its last arguments.
     #[must_use]
     pub fn started_by<A: Into<OsString>>(mut self, starter: impl IntoIterator<Item = A>) -> Self {
@@ -69,7 +82,7 @@ impl Command {
             .stderr(Stdio::piped())
             .spawn()
             .expect("the command under test starts");
-        Running { child: Some(child), starter, job_dir: self.job_dir }
+        Running { child: Some(child), starter, job_dir: self.job_dir, folder: None }
     }
 
     /// Starts it and waits for its end.
@@ -86,6 +99,8 @@ pub struct Running {
     /// `elasticdl`, and what starts it.
     starter: Vec<OsString>,
     job_dir: PathBuf,
+    /// Goes with the job.
+    folder: Option<TempDir>,
 }
 
 /// A job's end.
@@ -100,6 +115,13 @@ pub struct Ended {
 }
 
 impl Running {
+    /// Keeps `folder` for as long as the job runs.
+    #[must_use]
+    pub fn keeping(mut self, folder: TempDir) -> Self {
+        self.folder = Some(folder);
+        self
+    }
+
     /// The command's process.
     ///
     /// # Panics
@@ -135,14 +157,24 @@ impl Running {
     /// # Panics
     /// It fails.
     pub fn scale(&self, num_workers: u32) {
-        let status = command(&self.starter)
+        let status = self.try_scale(num_workers);
+        assert!(status.success(), "scale to {num_workers}: {status}");
+    }
+
+    /// `elasticdl scale --num-workers`, which fails if the job has ended.
+    ///
+    /// # Panics
+    /// It does not even start.
+    #[must_use]
+    pub fn try_scale(&self, num_workers: u32) -> std::process::ExitStatus {
+        command(&self.starter)
             .arg("scale")
             .arg(&self.job_dir)
             .args(["--num-workers", &num_workers.to_string()])
             .stdout(Stdio::null())
+            .stderr(Stdio::null())
             .status()
-            .expect("the command under test starts");
-        assert!(status.success(), "scale to {num_workers}: {status}");
+            .expect("the command under test starts")
     }
 
     /// Waits until `status` is as wanted; gives it back.
@@ -169,6 +201,29 @@ impl Running {
         let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
         let entry = |w: &Value| Some((w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?));
         workers.iter().filter_map(entry).collect()
+    }
+
+    /// Its members in rank order, with their processes.
+    #[must_use]
+    pub fn members(&self) -> Vec<(u64, u32)> {
+        let status = self.status();
+        let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let entry = |w: &Value| {
+            Some((w["rank"].as_u64()?, (w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?)))
+        };
+        let by_rank: BTreeMap<u64, (u64, u32)> = workers.iter().filter_map(entry).collect();
+        by_rank.into_values().collect()
+    }
+
+    /// Waits until there are so many members.
+    ///
+    /// # Panics
+    /// As for [`Running::wait_for`].
+    pub fn wait_for_members(&mut self, count: usize) {
+        self.wait_for(&format!("{count} members"), |status| {
+            let workers = status["workers"].as_array().into_iter().flatten();
+            workers.filter(|w| w["rank"].is_u64()).count() == count
+        });
     }
 
     /// Ports on which the job's processes listen.
@@ -256,6 +311,24 @@ fn command(words: &[OsString]) -> std::process::Command {
     let mut command = std::process::Command::new(program);
     command.args(args);
     command
+}
+
+impl Ended {
+    /// The job's memberships, oldest first.
+    ///
+    /// # Panics
+    /// There is no summary.
+    #[must_use]
+    pub fn memberships(&self) -> &[Value] {
+        self.summary["memberships"].as_array().expect("a job that ran has memberships")
+    }
+
+    /// Workers that were lost, in the order of the memberships that say so.
+    #[must_use]
+    pub fn lost(&self) -> Vec<u64> {
+        let lost = self.memberships().iter().filter_map(|m| m["lost"].as_array()).flatten();
+        lost.filter_map(Value::as_u64).collect()
+    }
 }
 
 fn socket_inodes(pid: u32) -> Vec<String> {

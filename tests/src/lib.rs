@@ -4,8 +4,10 @@ mod data;
 mod figures;
 mod job;
 mod network;
+mod stage;
 
 pub use data::{counting_data, counting_reader, numbers};
 pub use figures::{print, quantile};
 pub use job::{Command, Ended, Running, is_alive, send};
 pub use network::Network;
+pub use stage::{Programs, Stage};

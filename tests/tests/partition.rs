@@ -99,17 +99,8 @@ impl Stage {
     fn end(self, context: &str) -> Ended {
         let ended = self.job.wait();
         ended.assert_exactly_once(context, RECORDS, EPOCHS);
-        for change in ended.summary["memberships"].as_array().unwrap() {
-            eprintln!("{context}: {change}");
-        }
         ended
     }
-}
-
-fn lost(ended: &Ended) -> Vec<u64> {
-    let memberships = ended.summary["memberships"].as_array().unwrap();
-    let lost = memberships.iter().flat_map(|m| m["lost"].as_array().unwrap());
-    lost.map(|id| id.as_u64().unwrap()).collect()
 }
 
 fn wait_for_end_of(pid: u32) {
@@ -130,7 +121,7 @@ fn a_worker_that_reaches_the_master_but_no_other_worker_is_taken_out() {
         wait_for_end_of(pid);
         let ended = stage.end(&format!("worker {victim} cut off from the others"));
         // Where one link alone showed it, the fault could have been either end's.
-        let lost = lost(&ended);
+        let lost = ended.lost();
         assert!(lost.contains(&victim) && lost.len() <= 2, "{lost:?}");
     }
 }
@@ -175,7 +166,7 @@ fn a_cut_that_heals_within_the_timeout_takes_nobody_out() {
         stage.job.wait_for("the next step", |status| status["step"].as_u64() > step);
     }
     let ended = stage.end("short cuts");
-    assert_eq!(lost(&ended), [0; 0]);
+    assert_eq!(ended.lost(), [0; 0]);
 }
 
 #[test]
@@ -186,7 +177,7 @@ fn a_worker_that_is_cut_off_from_the_master_alone_is_replaced_and_ends_by_itself
     stage.wait_until_it_goes_on(&[2], 3);
     wait_for_end_of(pid);
     let ended = stage.end("worker 2 cut off from the master");
-    assert_eq!(lost(&ended), [2]);
+    assert_eq!(ended.lost(), [2]);
 }
 
 #[test]
@@ -199,5 +190,5 @@ fn a_worker_that_comes_back_after_it_was_given_up_is_fenced_and_ends() {
     stage.heal(host, 0..HOSTS);
     wait_for_end_of(pid);
     let ended = stage.end("worker 1 cut off from everybody");
-    assert_eq!(lost(&ended), [1]);
+    assert_eq!(ended.lost(), [1]);
 }

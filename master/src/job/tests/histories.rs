@@ -6,6 +6,7 @@ use rand::RngExt;
 
 use super::super::testing::spec;
 use super::super::*;
+use super::cuts::PATIENCE;
 use super::world::{Fault, World};
 
 /// The reduced alphabet: what may happen to the oldest, the second and the youngest worker, and to the job.
@@ -33,7 +34,9 @@ fn letter(world: &mut World, letter: usize) {
             };
         }
         8 => Some(Fault::Scale(if world.job.wanted == 2 { 1 } else { 2 })),
-        _ => Some(Fault::Stop),
+        9 => Some(Fault::Stop),
+        10 => oldest.map(Fault::Cut),
+        _ => youngest.map(Fault::Cut),
     };
     if let Some(fault) = fault.filter(|_| world.ended.is_none()) {
         world.fault(fault);
@@ -55,8 +58,24 @@ fn every_history_of_three_events_ends_with_each_record_counted_once() {
     every_history(&Vec::from_iter(0..LETTERS), 3);
 }
 
+/// And of these, four in a row: what meets a network that is cut.
+const WITH_CUTS: [usize; 8] = [0, 2, 4, 5, 6, 8, 10, 11];
+
+#[test]
+fn every_history_of_four_events_and_cuts_ends_with_each_record_counted_once() {
+    let spec = JobSpec { worker_timeout: Some(PATIENCE), ..small() };
+    every_history_of(&spec, &WITH_CUTS, 4);
+}
+
 fn every_history(letters: &[usize], len: u32) {
-    let spec = JobSpec { num_workers: 2, min_workers: 1, max_workers: 3, epochs: 1, ..spec() };
+    every_history_of(&small(), letters, len);
+}
+
+fn small() -> JobSpec {
+    JobSpec { num_workers: 2, min_workers: 1, max_workers: 3, epochs: 1, ..spec() }
+}
+
+fn every_history_of(spec: &JobSpec, letters: &[usize], len: u32) {
     for history in 0..letters.len().pow(len) {
         let name = Named(format!("history {history} of {len} in {letters:?}"));
         let mut world = World::new(spec.clone(), 18, history as u64);
@@ -101,6 +120,7 @@ fn seeded(seed: u64) -> Outcome {
         shuffle: rng.random(),
         seed,
         max_worker_restarts: rng.random_range(0..=8),
+        worker_timeout: rng.random_ratio(1, 2).then_some(PATIENCE),
         ..spec()
     };
     let mut world = World::new(spec, records, seed);
@@ -125,7 +145,8 @@ fn random_fault(world: &mut World, max_workers: u32) {
     }
     let victim = victims[world.rng.random_range(0..victims.len())];
     let signals = [1, 2, 9, 9, 9, 9, 15, 6, 11];
-    let fault = match world.rng.random_range(0..40) {
+    let cuts = if world.spec.worker_timeout.is_some() { 4 } else { 0 };
+    let fault = match world.rng.random_range(0..40 + cuts) {
         0..12 => Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())])),
         12..15 => Fault::Exit(victim, Exit::Code(world.rng.random_range(0..2))),
         15..21 => Fault::Leave(victim),
@@ -133,7 +154,8 @@ fn random_fault(world: &mut World, max_workers: u32) {
         23..27 => Fault::Freeze(victim),
         27..33 => Fault::Glitch(victim),
         33..39 => Fault::Scale(world.rng.random_range(1..=max_workers)),
-        _ => Fault::Stop,
+        39 => Fault::Stop,
+        _ => Fault::Cut(victim),
     };
     world.fault(fault);
 }

@@ -40,7 +40,14 @@ impl World {
                 Action::Refuse { connection, .. } => {
                     self.at(LaunchId(connection.0)).die(Exit::Code(1));
                 }
-                Action::Say(line) => self.said.push(line),
+                Action::Say(line) => {
+                    if line.ends_with("have waited for each other for 1000 ms") {
+                        let newest = self.published.last().expect("a group waits").generation;
+                        assert!(self.is_somewhere_severed(), "nobody is cut off: {line}");
+                        self.broken.insert(newest);
+                    }
+                    self.said.push(line);
+                }
                 Action::Send { worker, message } => self.check_send(worker, message),
             }
         }

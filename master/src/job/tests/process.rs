@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use elasticdl_proto::{Generation, Ledger, RangeSet, RecordRange, WorkerId};
 
 use super::super::*;
+use super::cuts::Stuck;
 
 /// A worker's process, as it really is.
 #[derive(Debug, Default)]
@@ -12,6 +13,9 @@ pub(super) struct Process {
     pub(super) worker: Option<WorkerId>,
     pub(super) alive: bool,
     pub(super) frozen: bool,
+    /// Nothing passes between it and its peers.
+    pub(super) cut: bool,
+    pub(super) stuck: Option<Stuck>,
     pub(super) said_hello: bool,
     pub(super) launched: Time,
     pub(super) silent_for_long: bool,

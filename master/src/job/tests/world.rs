@@ -27,12 +27,14 @@ pub(super) enum Op {
     Reap(LaunchId),
     Step(Generation),
     Switch(Generation),
+    Unanswered(LaunchId),
     Up(LaunchId),
 }
 
 /// What somebody does to the job.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Fault {
+    Cut(LaunchId),
     Exit(LaunchId, Exit),
     Fail(LaunchId),
     Freeze(LaunchId),
@@ -109,6 +111,7 @@ impl World {
         let ops = self.ops();
         let silent = |p: &&mut Process| p.frozen && p.alive && p.worker.is_some() && !p.closed;
         if ops.is_empty()
+            && (self.spec.worker_timeout.is_none() || self.rng.random())
             && let Some(p) = self.processes.iter_mut().find(silent)
         {
             // Keepalive finds out at last, also about those that are nobody's neighbours.
@@ -125,6 +128,7 @@ impl World {
             self.apply(op);
         }
         if self.ended.is_none() && self.job.poll_timeout().is_some_and(|t| t <= self.now) {
+            self.beat();
             self.job.handle_timeout(self.now);
             self.drain_actions();
         }
@@ -136,6 +140,7 @@ impl World {
             return;
         };
         self.now = self.now.max(due);
+        self.beat();
         self.job.handle_timeout(self.now);
         self.drain_actions();
     }
@@ -157,6 +162,7 @@ impl World {
                 p.up.push_back(FromWorker::Failed { error: "user's error".into(), ranges, fatal: false });
                 p.die(Exit::Code(1));
             }
+            Fault::Cut(launch) => self.at(launch).cut = true,
             Fault::Freeze(launch) => self.at(launch).frozen = true,
             Fault::Glitch(launch) => {
                 let p = self.at(launch);
@@ -206,8 +212,11 @@ impl World {
             if acts && p.prepared && !self.wants(p).is_empty() {
                 ops.push(Op::Ask(id));
             }
-            if acts && p.half.is_some() {
+            if acts && p.half.is_some() && !p.ring.is_some_and(|ring| self.hears_nobody(p, ring)) {
                 ops.push(Op::Complete(id));
+            }
+            if acts && self.dials_in_vain(p) {
+                ops.push(Op::Unanswered(id));
             }
             if acts && self.sees_break(p) {
                 ops.push(Op::Break(id));
@@ -230,7 +239,7 @@ impl World {
         let first = members.clone().next().expect("no group is empty");
         let intact =
             members.clone().all(|p| p.alive && !p.frozen && p.ring == Some(ring) && p.half.is_none());
-        let Some(state) = first.state.as_ref().filter(|_| intact) else {
+        let Some(state) = first.state.as_ref().filter(|_| intact && !self.is_severed(ring)) else {
             return Vec::new();
         };
         if members.clone().any(|p| p.state.as_ref().map(|s| s.step) != Some(state.step)) {
@@ -259,10 +268,11 @@ impl World {
 
     fn can_form(&self, membership: &Membership) -> bool {
         let members = self.members(membership.generation);
-        members.clone().all(|p| {
-            let knows = p.newest.as_ref().is_some_and(|m| m.generation == membership.generation);
-            p.alive && !p.frozen && p.ring.is_none() && knows && p.broke != Some(membership.generation)
-        })
+        !self.is_severed(membership.generation)
+            && members.clone().all(|p| {
+                let knows = p.newest.as_ref().is_some_and(|m| m.generation == membership.generation);
+                p.alive && !p.frozen && p.ring.is_none() && knows && p.broke != Some(membership.generation)
+            })
     }
 
     /// A member finds that another one is not there: dead, silent, or out of this ring.
@@ -361,6 +371,7 @@ impl World {
                     p.end_if_excluded();
                 }
             }
+            Op::Unanswered(id) => self.give_up_dialling(id),
             Op::Up(id) => self.deliver_up(id),
         }
     }
@@ -373,7 +384,12 @@ impl World {
         match p.down.pop_front().unwrap() {
             ToWorker::Describe => p.up.push_back(FromWorker::Described(Ok(dataset(&[records])))),
             ToWorker::Drain => p.drained = true,
-            ToWorker::Fetch(_) => p.up.push_back(FromWorker::Primed { step: 0 }),
+            ToWorker::Fetch(donors) => {
+                let reached = |p: &Process| donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.cut;
+                if !self.processes[index(id)].cut && self.processes.iter().any(reached) {
+                    self.at(id).up.push_back(FromWorker::Primed { step: 0 });
+                }
+            }
             ToWorker::Lease(ranges) => {
                 for range in ranges {
                     let asked = p.asked.get_mut(&range.epoch).expect("it asked for this epoch");

@@ -1,0 +1,120 @@
+//! A model of a network that swallows what some workers and their peers send each other, while all reach the master.
+
+use std::time::Duration;
+
+use elasticdl_proto::Generation;
+
+use super::super::*;
+use super::process::Process;
+use super::world::World;
+
+/// Since when a process waits where.
+pub(super) type Stuck = (Place, Time);
+
+/// Generation, operation, received, sent.
+type Place = (Generation, u64, u64, u64);
+
+impl World {
+    /// Whether the members of a generation can't go on, and no link says so.
+    pub(super) fn is_severed(&self, generation: Generation) -> bool {
+        self.members(generation).count() > 1 && self.members(generation).any(|p| p.cut)
+    }
+
+    /// Whether the members of the newest generation, or of the one before, can't go on.
+    pub(super) fn is_somewhere_severed(&self) -> bool {
+        self.published.iter().rev().take(2).any(|m| self.is_severed(m.generation))
+    }
+
+    /// Whether what its previous member sends it is swallowed.
+    pub(super) fn hears_nobody(&self, p: &Process, generation: Generation) -> bool {
+        let (prev, _) = self.neighbours(p, generation);
+        self.is_severed(generation) && (p.cut || prev.cut)
+    }
+
+    /// It is to build its links, and the next member answers no dial.
+    pub(super) fn dials_in_vain(&self, p: &Process) -> bool {
+        let Some(generation) = p.newest.as_ref().map(|m| m.generation) else { return false };
+        let builds = p.ring.is_none() && p.broke != Some(generation) && self.is_member(p, generation);
+        builds && self.is_severed(generation) && (p.cut || self.neighbours(p, generation).1.cut)
+    }
+
+    pub(super) fn give_up_dialling(&mut self, launch: LaunchId) {
+        let p = &self.processes[super::world::index(launch)];
+        let generation = p.newest.as_ref().unwrap().generation;
+        let suspect = self.neighbours(p, generation).1.worker;
+        let p = self.at(launch);
+        p.broke = Some(generation);
+        let error = "no answer".into();
+        p.up.push_back(FromWorker::Broken { generation, suspect, error, unreachable: true });
+    }
+
+    /// All that live and are not frozen are heard.
+    pub(super) fn beat(&mut self) {
+        if self.spec.worker_timeout.is_none() {
+            return;
+        }
+        for at in 0..self.processes.len() {
+            let p = &self.processes[at];
+            let Some(worker) = p.worker.filter(|_| p.alive && !p.frozen && !p.closed) else { continue };
+            let place = self.place_of_wait(p);
+            let stuck =
+                place.map(|place| (place, p.stuck.filter(|(p, _)| *p == place).map_or(self.now, |(_, t)| t)));
+            self.processes[at].stuck = stuck;
+            let stall = stuck.map(|((generation, operation, received, sent), from)| Stall {
+                generation,
+                operation,
+                received,
+                sent,
+                since: self.now.since(from),
+            });
+            self.job.handle(self.now, Event::Message { worker, message: FromWorker::Alive(stall) });
+            self.drain_actions();
+        }
+    }
+
+    fn place_of_wait(&self, p: &Process) -> Option<Place> {
+        if let Some(ring) = p.ring {
+            let waits = self.is_severed(ring) && p.finished != Some(ring);
+            let step = p.state.as_ref().map_or(0, |s| s.step);
+            let (prev, _) = self.neighbours(p, ring);
+            let is_with_prev = prev.ring == Some(ring) && prev.state.as_ref().map_or(0, |s| s.step) == step;
+            let received = u64::from(is_with_prev && !self.hears_nobody(p, ring));
+            return waits.then_some((ring, 2 + step, received, 1));
+        }
+        // One that is still in the severed ring before keeps those from forming that have left it.
+        let newest = p.newest.as_ref()?.generation;
+        if !self.is_somewhere_severed() || !self.has_dialled(p, newest) {
+            return None;
+        }
+        let (prev, _) = self.neighbours(p, newest);
+        let is_linked = |p: &Process| {
+            self.has_dialled(self.neighbours(p, newest).0, newest) && !self.hears_nobody(p, newest)
+        };
+        match is_linked(p) {
+            true => Some((newest, 1, u64::from(is_linked(prev)), 1)),
+            false => Some((newest, 0, 0, 0)),
+        }
+    }
+
+    /// It builds its links, and has dialled the next member.
+    fn has_dialled(&self, p: &Process, generation: Generation) -> bool {
+        let knows = p.newest.as_ref().is_some_and(|m| m.generation == generation);
+        let builds = p.ring.is_none() && p.broke != Some(generation) && self.is_member(p, generation);
+        knows && builds && p.alive && !p.frozen && !self.dials_in_vain(p)
+    }
+
+    fn is_member(&self, p: &Process, generation: Generation) -> bool {
+        self.members(generation).any(|q| q.worker == p.worker)
+    }
+
+    /// The previous and the next member of one.
+    fn neighbours(&self, p: &Process, generation: Generation) -> (&Process, &Process) {
+        let ring: Vec<&Process> = self.members(generation).collect();
+        let rank = ring.iter().position(|q| q.worker == p.worker).expect("it is a member");
+        let at = |by: usize| ring[(rank + by) % ring.len()];
+        (at(ring.len() - 1), at(1))
+    }
+}
+
+/// How long workers may be silent, or wait, in histories with cuts.
+pub(super) const PATIENCE: Duration = Duration::from_secs(1);

@@ -1,0 +1,109 @@
+//! Jobs of the counting model, to be disturbed.
+
+use std::path::PathBuf;
+
+use rand::seq::IteratorRandom;
+use tempfile::TempDir;
+
+use crate::{Command, Ended, Running, counting_data};
+
+/// The programs under test, which only a test binary knows.
+#[derive(Clone, Copy, Debug)]
+pub struct Programs {
+    /// `elasticdl`.
+    pub elasticdl: &'static str,
+    /// The counting model.
+    pub counting: &'static str,
+}
+
+/// A job of the counting model, and its data.
+#[derive(Debug)]
+pub struct Stage {
+    /// Of the data and the job's directory.
+    pub folder: TempDir,
+    /// What is run.
+    pub programs: Programs,
+    /// Workers to start with.
+    pub num_workers: u32,
+    /// Time that a record's gradient takes.
+    pub micros_per_record: u64,
+    /// Parameters, of 4 bytes each, if more than records.
+    pub parameters: u64,
+    /// Generous, so that a busy machine takes nobody out whom the test did not stop.
+    pub worker_timeout: &'static str,
+    /// Whether the master's kills reach only what starts a worker, as where it is on another machine.
+    pub out_of_reach: bool,
+}
+
+impl Stage {
+    /// A job of `num_workers` workers that lasts some seconds.
+    ///
+    /// # Panics
+    /// The system gives no place for its data.
+    #[must_use]
+    pub fn new(programs: Programs, num_workers: u32) -> Self {
+        let folder = tempfile::tempdir().expect("there is a place for temporary files");
+        counting_data(&folder.path().join("data"), RECORDS, 3).expect("the data has room there");
+        Self {
+            folder,
+            programs,
+            num_workers,
+            micros_per_record: 400,
+            parameters: 0,
+            worker_timeout: "10s",
+            out_of_reach: false,
+        }
+    }
+
+    /// Its command, with the options that all have.
+    #[must_use]
+    pub fn command(&self, seed: u64) -> Command {
+        let mut program: Vec<PathBuf> = Vec::new();
+        if self.out_of_reach {
+            program.extend(["/bin/sh", "-c", "setsid \"$@\" & wait $!", "sh"].map(Into::into));
+        }
+        program.push(self.programs.counting.into());
+        for (name, value) in [
+            ("--records", RECORDS),
+            ("--parameters", self.parameters),
+            ("--micros-per-record", self.micros_per_record),
+        ] {
+            program.extend([name.into(), value.to_string().into()]);
+        }
+        Command::new(self.programs.elasticdl, self.folder.path().join("job"), program)
+            .option("training-data", self.folder.path().join("data"))
+            .option("num-epochs", EPOCHS.to_string())
+            .option("num-workers", self.num_workers.to_string())
+            .option("global-batch-size", "48")
+            .option("seed", seed.to_string())
+            .option("worker-timeout", self.worker_timeout)
+    }
+
+    /// Starts it, and waits until it trains.
+    #[must_use]
+    pub fn start(self, seed: u64) -> Running {
+        let mut job = self.command(seed).start().keeping(self.folder);
+        job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
+        job
+    }
+}
+
+impl Running {
+    /// One of its workers, by chance, and its process; `None` while there are none.
+    pub fn any_worker(&self, rng: &mut impl rand::Rng) -> Option<(u64, u32)> {
+        self.workers().into_iter().choose(rng)
+    }
+}
+
+impl Ended {
+    /// What any [`Stage`]'s job must say of itself, whatever was done to it.
+    ///
+    /// # Panics
+    /// It doesn't.
+    pub fn assert_exact(&self, context: &str) {
+        self.assert_exactly_once(context, RECORDS, EPOCHS);
+    }
+}
+
+const RECORDS: u64 = 6000;
+const EPOCHS: u64 = 2;

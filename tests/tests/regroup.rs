@@ -1,0 +1,186 @@
+//! Losses while a group is still busy with an earlier one, and of those that others need most at the moment.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::time::Duration;
+
+use elasticdl_tests::{Programs, Stage, send};
+use rand::rngs::ChaCha8Rng;
+use rand::{RngExt, SeedableRng};
+use rustix::process::Signal;
+
+const PROGRAMS: Programs = Programs {
+    elasticdl: env!("CARGO_BIN_EXE_elasticdl-under-test"),
+    counting: env!("CARGO_BIN_EXE_counting"),
+};
+
+/// 8 MiB: some milliseconds on their way, so that losses come in between.
+const LARGE: u64 = 2 << 20;
+
+#[test]
+fn a_second_loss_while_the_group_repairs_the_first_one_costs_no_record() {
+    for seed in 0..5 {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let parameters = if seed % 2 == 0 { LARGE } else { 0 };
+        let mut job = Stage { parameters, ..Stage::new(PROGRAMS, 5) }.start(seed);
+        let mut delays = Vec::new();
+        for _ in 0..2 {
+            let members = job.members();
+            let first = rng.random_range(0..members.len());
+            // The neighbour is as good as any other.
+            let second = (first + rng.random_range(1..members.len())) % members.len();
+            let delay = Duration::from_micros(rng.random_range(0..30_000));
+            delays.push(delay);
+            send(members[first].1, Signal::KILL);
+            std::thread::sleep(delay);
+            send(members[second].1, Signal::KILL);
+            let gone = [members[first].0, members[second].0];
+            job.wait_for("five members again", |status| {
+                status["workers"].as_array().is_some_and(|workers| {
+                    let ranked = workers.iter().filter(|w| w["rank"].is_u64()).count();
+                    ranked == 5 && workers.iter().all(|w| gone.iter().all(|id| w["worker"] != *id))
+                })
+            });
+        }
+        job.wait().assert_exact(&format!("seed {seed}, second kills after {delays:?}"));
+    }
+}
+
+#[test]
+fn the_rank_that_speaks_for_the_group_may_die_again_and_again() {
+    let mut job = Stage::new(PROGRAMS, 3).start(1);
+    let mut kills = 0;
+    while let Some(&(first, pid)) = job.members().first() {
+        send(pid, Signal::KILL);
+        kills += 1;
+        if kills == 4 {
+            break;
+        }
+        job.wait_for("another speaker", |status| {
+            let speaker = status["workers"].as_array().into_iter().flatten().find(|w| w["rank"] == 0);
+            speaker.is_some_and(|w| w["worker"] != first)
+        });
+    }
+    let ended = job.wait();
+    ended.assert_exact(&format!("{kills} speakers killed"));
+    assert_eq!(kills, 4);
+}
+
+#[test]
+fn a_newcomer_that_dies_on_its_way_into_the_group_holds_nobody_up() {
+    for seed in 0..2 {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut job = Stage { parameters: LARGE, ..Stage::new(PROGRAMS, 2) }.start(seed);
+        job.scale(3);
+        let mut kills = 0;
+        for _ in 0..4 {
+            // Whoever is newest: it is fetching the state, or has just joined.
+            let known = job.workers().keys().copied().max();
+            let status = job.wait_for("a newcomer", |status| {
+                let ids =
+                    status["workers"].as_array().into_iter().flatten().filter_map(|w| w["worker"].as_u64());
+                ids.max() >= known && ids_of(status).len() >= 3
+            });
+            std::thread::sleep(Duration::from_micros(rng.random_range(0..40_000)));
+            let newest = ids_of(&status).into_iter().max().unwrap();
+            if let Some(pid) = job.workers().get(&newest) {
+                send(*pid, Signal::KILL);
+                kills += 1;
+            }
+            job.wait_for("its end", |status| !ids_of(status).contains(&newest));
+        }
+        let ended = job.wait();
+        ended.assert_exact(&format!("seed {seed}, {kills} newcomers killed"));
+        assert!(kills > 0, "seed {seed}");
+    }
+}
+
+fn ids_of(status: &serde_json::Value) -> Vec<u64> {
+    status["workers"].as_array().into_iter().flatten().filter_map(|w| w["worker"].as_u64()).collect()
+}
+
+#[test]
+fn the_donor_of_a_newcomers_state_may_die() {
+    for seed in 0..3 {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut job = Stage { parameters: LARGE, ..Stage::new(PROGRAMS, 3) }.start(seed);
+        for size in [4, 5] {
+            let donors = job.members();
+            job.scale(size);
+            // About as long as a process takes to start and to fetch.
+            std::thread::sleep(Duration::from_micros(rng.random_range(0..80_000)));
+            // The first rank is asked last.
+            send(donors[rng.random_range(1..donors.len())].1, Signal::KILL);
+            job.wait_for_members(size as usize);
+        }
+        job.wait().assert_exact(&format!("seed {seed}, donors killed"));
+    }
+}
+
+#[test]
+fn survivors_of_two_kills_at_once_go_on_with_what_they_have() {
+    let mut job = Stage::new(PROGRAMS, 4).start(1);
+    let mut victims = job.members();
+    victims.truncate(2);
+    victims.iter().for_each(|(_, pid)| send(*pid, Signal::KILL));
+    job.wait_for("replacements", |status| {
+        let members = status["workers"].as_array().into_iter().flatten().filter(|w| w["rank"].is_u64());
+        members.filter(|w| w["worker"].as_u64() > Some(4)).count() == 2
+    });
+    let ended = job.wait();
+    ended.assert_exact("two kills");
+    let mut lost = ended.lost();
+    lost.sort_unstable();
+    let mut victims: Vec<u64> = victims.into_iter().map(|(id, _)| id).collect();
+    victims.sort_unstable();
+    assert_eq!(lost, victims);
+    assert_nobody_went_back(ended.memberships());
+}
+
+#[test]
+fn the_last_of_a_group_goes_on_alone_and_others_join_it() {
+    for survivor in [0, 2, 3] {
+        let mut job = Stage::new(PROGRAMS, 4).start(survivor);
+        let members = job.members();
+        let (kept, _) = members[survivor as usize];
+        for (_, pid) in members.iter().filter(|(id, _)| *id != kept) {
+            send(*pid, Signal::KILL);
+        }
+        job.wait_for("four members again", |status| {
+            let members: Vec<u64> = status["workers"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter(|w| w["rank"].is_u64())
+                .filter_map(|w| w["worker"].as_u64())
+                .collect();
+            members.len() == 4 && members.iter().all(|id| *id == kept || *id > 4)
+        });
+        let ended = job.wait();
+        ended.assert_exact(&format!("all but worker {kept} killed"));
+        assert_nobody_went_back(ended.memberships());
+    }
+}
+
+/// Each generation stands at the step of the one before, or later.
+fn assert_nobody_went_back(memberships: &[serde_json::Value]) {
+    let steps: Vec<u64> = memberships.iter().map(|m| m["at_step"].as_u64().unwrap()).collect();
+    assert!(steps.is_sorted(), "{steps:?}");
+}
+
+#[test]
+fn workers_that_join_under_fire_are_counted_in_exactly() {
+    for seed in 0..3 {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut job = Stage { parameters: LARGE, ..Stage::new(PROGRAMS, 2) }.start(seed);
+        for size in 3..=5 {
+            job.scale(size);
+            std::thread::sleep(Duration::from_millis(rng.random_range(0..60)));
+            if let Some((_, pid)) = job.any_worker(&mut rng) {
+                send(pid, Signal::KILL);
+            }
+            job.wait_for_members(size as usize);
+        }
+        job.wait().assert_exact(&format!("seed {seed}, joins under fire"));
+    }
+}

@@ -1,0 +1,84 @@
+//! Workers that stop without ending: stopped by a signal, or slow.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::time::{Duration, Instant};
+
+use elasticdl_tests::{Programs, Stage, is_alive, send};
+use rustix::process::Signal;
+
+const PROGRAMS: Programs = Programs {
+    elasticdl: env!("CARGO_BIN_EXE_elasticdl-under-test"),
+    counting: env!("CARGO_BIN_EXE_counting"),
+};
+
+#[test]
+fn a_worker_that_is_stopped_for_less_than_the_timeout_is_not_taken_out() {
+    for seed in 0..2 {
+        let mut job = Stage::new(PROGRAMS, 3).start(seed);
+        for (_, pid) in job.workers() {
+            send(pid, Signal::STOP);
+            std::thread::sleep(Duration::from_millis(400));
+            send(pid, Signal::CONT);
+            let step = job.status()["step"].as_u64();
+            job.wait_for("the next step", |status| status["step"].as_u64() > step);
+        }
+        let ended = job.wait();
+        ended.assert_exact(&format!("seed {seed}, short stops"));
+        assert_eq!(ended.memberships().len(), 1, "{:?}", ended.memberships());
+    }
+}
+
+#[test]
+fn a_stopped_worker_is_taken_out_and_another_takes_its_place() {
+    for rank in 0..3 {
+        let mut job = Stage { worker_timeout: "800ms", ..Stage::new(PROGRAMS, 3) }.start(1);
+        let (stopped, pid) = job.members()[rank];
+        send(pid, Signal::STOP);
+        job.wait_for("another in its place", |status| {
+            status["workers"].as_array().is_some_and(|workers| {
+                let members = workers.iter().filter(|w| w["rank"].is_u64());
+                members.count() == 3 && workers.iter().all(|w| w["worker"] != stopped)
+            })
+        });
+        assert!(!is_alive(pid), "it was killed, too");
+        let ended = job.wait();
+        ended.assert_exact(&format!("rank {rank}, worker {stopped} stopped"));
+        let memberships = ended.memberships();
+        let its_end = |m: &&serde_json::Value| m["cause"] == "hung" && m["lost"][0] == stopped;
+        assert_eq!(memberships.iter().filter(its_end).count(), 1, "{memberships:?}");
+    }
+}
+
+#[test]
+fn a_worker_that_wakes_after_it_was_taken_out_is_fenced_and_ends() {
+    for rank in 0..3 {
+        let stage = Stage { worker_timeout: "800ms", out_of_reach: true, ..Stage::new(PROGRAMS, 3) };
+        let mut job = stage.start(1);
+        let (stopped, pid) = job.members()[rank];
+        send(pid, Signal::STOP);
+        job.wait_for("its end, as the master sees it", |status| {
+            status["workers"].as_array().is_some_and(|w| w.iter().all(|w| w["worker"] != stopped))
+        });
+        assert!(is_alive(pid), "no kill has reached it");
+        send(pid, Signal::CONT);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while is_alive(pid) {
+            assert!(Instant::now() < deadline, "rank {rank}: the woken worker does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let ended = job.wait();
+        ended.assert_exact(&format!("rank {rank}, worker {stopped} woken"));
+        assert_eq!(ended.lost()[0], stopped);
+    }
+}
+
+#[test]
+fn workers_that_wait_for_a_slow_one_for_longer_than_the_timeout_are_not_taken_out_nor_is_that_one() {
+    // Two records for one rank, one for the other, which waits for 1.5 s at each step.
+    let stage = Stage { worker_timeout: "1s", micros_per_record: 1_500_000, ..Stage::new(PROGRAMS, 2) };
+    let command = stage.command(1).option("max-steps", "3");
+    let ended = command.replace("global-batch-size", "3").run();
+    assert_eq!((ended.code, ended.summary["steps"].as_u64()), (Some(0), Some(3)), "{}", ended.output);
+    assert_eq!(ended.memberships().len(), 1, "{}", ended.output);
+}
