@@ -55,8 +55,8 @@ impl Job {
     fn publish(&mut self, now: Time, change: Change) {
         let Change { members, abort } = change;
         let before = std::mem::replace(&mut self.group.members, members);
-        let joined: Vec<WorkerId> =
-            self.group.members.iter().filter(|id| !before.contains(id)).copied().collect();
+        let (survivors, joined): (Vec<WorkerId>, Vec<WorkerId>) =
+            self.group.members.iter().partition(|id| before.contains(id));
         self.group.before = (!abort && !before.is_empty()).then_some(before);
         let generation = self.group.generation.next();
         let (lost, mut left) = (std::mem::take(&mut self.group.lost), std::mem::take(&mut self.group.left));
@@ -98,8 +98,7 @@ impl Job {
         let keeps_state = self.crew.members().any(|(_, w)| w.holds_state);
         self.say_recovered();
         self.say(describe(&record, keeps_state));
-        let survivors = self.group.members.iter().filter(|id| before.contains(id)).copied().collect();
-        self.story.publish(record, survivors);
+        self.story.publish(record, survivors.into_iter().collect());
         self.tell(abort, &excluded);
         self.name_donors();
         for id in excluded {

@@ -9,6 +9,6 @@ mod oracles;
 mod process;
 mod reports;
 mod silence;
-mod status;
 mod stall;
+mod status;
 mod world;
