@@ -214,8 +214,12 @@ fn a_status_has_the_last_20_changes_and_the_summary_stays_bounded() {
     let mut job = started(spec(), &[20]);
     for generation in 2..=10_100 {
         // A link breaks, and the same three go on.
-        let broken =
-            FromWorker::Broken { generation: Generation(generation - 1), suspect: None, error: "".into() };
+        let broken = FromWorker::Broken {
+            generation: Generation(generation - 1),
+            suspect: None,
+            error: "".into(),
+            unreachable: false,
+        };
         say(&mut job, 1, broken);
         let due = job.poll_timeout().unwrap();
         job.handle_timeout(due.max(at(generation * 100)));
