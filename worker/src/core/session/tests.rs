@@ -13,6 +13,11 @@ use rand::{RngExt, SeedableRng};
 use super::*;
 use crate::core::header::{decode, encode};
 
+mod master;
+mod newcomers;
+
+use newcomers::Stream;
+
 const RECORDS: u64 = 60;
 
 /// What a replica has absorbed: the stand-in for parameters.
@@ -68,24 +73,6 @@ struct Node {
     /// A last step's result that has passed through in a repair.
     passed: Option<(Absorbed, Vec<StepHeader>)>,
     finished: Option<Generation>,
-}
-
-/// What a donor has sent to a newcomer.
-#[derive(Clone, Debug)]
-struct Stream {
-    donor: WorkerId,
-    /// The donor has begun; it sends what it commits.
-    served: bool,
-    parcels: VecDeque<Parcel>,
-    broken: bool,
-}
-
-#[derive(Clone, Debug)]
-enum Parcel {
-    End(Generation),
-    Result(Generation, Vec<StepHeader>, Absorbed),
-    State(Generation, StateRecord, Absorbed),
-    Tip,
 }
 
 #[derive(Clone, Debug)]
@@ -186,132 +173,6 @@ impl World {
             }
         }
         self.switch();
-    }
-
-    // ---- the master ----
-
-    /// Members whose group has come to one state.
-    fn donors(&self) -> Vec<(WorkerId, SocketAddr)> {
-        let holds_state = |id: &&WorkerId| {
-            self.nodes.iter().any(|n| n.id == **id && n.session.was_in_group) && self.members.contains(id)
-        };
-        self.members.iter().filter(holds_state).map(|id| (*id, address())).collect()
-    }
-
-    fn tell(&mut self, to: WorkerId, say: Say) {
-        if let Some(node) = self.nodes.iter_mut().find(|n| n.id == to) {
-            node.inbox.push_back(say);
-        }
-    }
-
-    /// Joins and leaves, when no other switch is in flight.
-    fn switch(&mut self) {
-        if self.formed && !(self.ready.is_empty() && self.leaving.is_empty()) {
-            self.publish(false);
-        }
-    }
-
-    fn publish(&mut self, abort: bool) {
-        let before = self.members.clone();
-        let nodes = &self.nodes;
-        self.members.retain(|m| nodes.iter().any(|n| n.id == *m));
-        // The last ones that hold the state stay until others hold it too.
-        if self.members.iter().any(|m| !self.leaving.contains(m)) {
-            let leaving = std::mem::take(&mut self.leaving);
-            self.members.retain(|m| !leaving.contains(m));
-        } else if self.ready.is_empty() && !abort {
-            return;
-        }
-        if self.members.is_empty() {
-            self.ready.append(&mut self.fetching);
-        }
-        self.members.append(&mut self.ready);
-        if self.members.is_empty() {
-            self.formed = true;
-            return;
-        }
-        self.generation = self.generation.next();
-        self.formed = false;
-        // Who leaves has nothing to train any more; the new group's word tells what of its leases was absorbed.
-        let members = &self.members;
-        self.leases.retain(|worker, _| members.contains(worker));
-        self.credit.retain(|(worker, _), _| members.contains(worker));
-        let membership = Membership {
-            generation: self.generation,
-            members: self.members.iter().map(|m| (*m, address())).collect(),
-            abort,
-        };
-        let mut told = before;
-        told.retain(|m| !self.members.contains(m));
-        told.extend(&self.members);
-        let ring = Ring { world_size: self.members.len(), ..Ring::default() };
-        self.rings.insert(self.generation.0, ring);
-        for member in told {
-            self.tell(member, Say::Membership(membership.clone()));
-        }
-        let donors = self.donors();
-        if !donors.is_empty() {
-            for newcomer in self.fetching.clone() {
-                self.tell(newcomer, Say::Fetch(donors.clone()));
-            }
-        }
-    }
-
-    fn handle_report(&mut self, from: WorkerId, report: Report) {
-        match report {
-            Report::Broken { generation, .. } if generation == self.generation => self.publish(true),
-            Report::Broken { .. } | Report::Committed(_) => {}
-            Report::Formed { generation, ledger, .. } if generation == self.generation => {
-                self.formed = true;
-                self.rebuild(&ledger);
-                self.switch();
-            }
-            Report::Formed { .. } => {}
-            Report::Primed { .. } => {
-                if let Some(at) = self.fetching.iter().position(|id| *id == from) {
-                    self.ready.push(self.fetching.remove(at));
-                    self.switch();
-                }
-            }
-            // Who is on its way out gets no more.
-            Report::LeaseRequest { .. } if !self.members.contains(&from) => {}
-            Report::LeaseRequest { epoch, records } => {
-                *self.credit.entry((from, epoch)).or_default() += records;
-            }
-        }
-        self.grant();
-    }
-
-    fn rebuild(&mut self, ledger: &Ledger) {
-        self.queue.clear();
-        for epoch in ledger.epoch()..self.epochs {
-            let all = RecordRange { epoch, start: 0, end: RECORDS };
-            let mut queue = RangeSet::default();
-            for range in ledger.missing_of(all) {
-                queue.insert(range.records());
-            }
-            for range in self.leases.values().flatten().filter(|r| r.epoch == epoch) {
-                queue.remove(range.records());
-            }
-            self.queue.insert(epoch, queue);
-        }
-    }
-
-    fn grant(&mut self) {
-        let wanted: Vec<_> = self.credit.iter().filter(|(_, n)| **n > 0).map(|(k, n)| (*k, *n)).collect();
-        for ((worker, epoch), mut records) in wanted {
-            while records > 0 {
-                let Some(queue) = self.queue.get_mut(&epoch) else { break };
-                let Some(first) = queue.iter().next() else { break };
-                let len = self.rng.random_range(1..=7).min(first.end - first.start);
-                queue.remove(first.start..first.start + len);
-                let range = RecordRange { epoch, start: first.start, end: first.start + len };
-                self.leases.entry(worker).or_default().push(range);
-                records = records.saturating_sub(len);
-                self.tell(worker, Say::Lease(range));
-            }
-            self.credit.insert((worker, epoch), records);
-        }
     }
 
     // ---- the workers ----
@@ -420,83 +281,6 @@ impl World {
             Task::Synchronize => self.enter(index, What::Synchronize, None),
             Task::Talk => self.enter(index, What::Talk, None),
             Task::Wait => {}
-        }
-    }
-
-    // ---- newcomers and donors ----
-
-    /// Sends the state to newcomers that wait for it. Now and then one is too slow, or a link breaks.
-    fn serve(&mut self, index: usize) {
-        let node = &self.nodes[index];
-        let (Some(generation), Some(state)) = (node.session.in_round(), node.session.state()) else { return };
-        for stream in self.streams.values_mut().filter(|s| s.donor == node.id && !s.broken) {
-            if !stream.served {
-                stream.served = true;
-                stream.parcels.push_back(Parcel::State(generation, state.record(), node.parameters.clone()));
-                stream.parcels.push_back(Parcel::Tip);
-            } else if self.rng.random_ratio(1, 500) {
-                stream.broken = true;
-            }
-        }
-    }
-
-    /// Who is served gets every step that its donor commits.
-    fn pass_on(&mut self, index: usize, generation: Generation, headers: &[StepHeader], sum: &Absorbed) {
-        let id = self.nodes[index].id;
-        for stream in self.streams.values_mut().filter(|s| s.donor == id && s.served && !s.broken) {
-            stream.parcels.push_back(Parcel::Result(generation, headers.to_vec(), sum.clone()));
-            stream.parcels.push_back(Parcel::Tip);
-        }
-    }
-
-    fn end_streams(&mut self, index: usize, membership: &Membership) {
-        let id = self.nodes[index].id;
-        for (newcomer, stream) in self.streams.iter_mut().filter(|(_, s)| s.donor == id && s.served) {
-            if membership.rank_of(*newcomer).is_some() && !stream.broken {
-                stream.parcels.push_back(Parcel::End(membership.generation));
-                stream.broken = true;
-            }
-        }
-        self.streams.remove(&id);
-    }
-
-    /// `id` is gone: of what it has sent some may still arrive.
-    fn break_streams(&mut self, id: WorkerId) {
-        for stream in self.streams.values_mut().filter(|s| s.donor == id) {
-            stream.broken = true;
-            let arrives = self.rng.random_range(0..=stream.parcels.len());
-            stream.parcels.truncate(arrives);
-        }
-    }
-
-    fn fetch(&mut self, index: usize, donor: WorkerId) {
-        let id = self.nodes[index].id;
-        if self.streams.get(&id).is_none_or(|stream| stream.donor != donor) {
-            let alive = self.nodes.iter().any(|n| n.id == donor);
-            let stream = Stream { donor, served: false, parcels: VecDeque::new(), broken: !alive };
-            self.streams.insert(id, stream);
-        }
-        let node = &mut self.nodes[index];
-        let stream = self.streams.get_mut(&id).expect("it was just put there");
-        match stream.parcels.pop_front() {
-            Some(Parcel::State(generation, record, parameters)) => {
-                node.parameters = parameters;
-                assert!(node.session.install(record, None), "seed {}", self.seed);
-                node.session.fetched(generation);
-            }
-            Some(Parcel::Result(generation, headers, sum)) => {
-                node.parameters.extend(&sum);
-                node.kept = sum;
-                node.session.commit(headers, Duration::ZERO);
-                node.session.fetched(generation);
-            }
-            Some(Parcel::End(generation)) => node.session.fetch_ended(generation),
-            None if stream.broken => {
-                self.streams.remove(&id);
-                node.session.fetch_broke();
-            }
-            Some(Parcel::Tip) => node.session.caught_up(),
-            None => {}
         }
     }
 
