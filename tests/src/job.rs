@@ -45,18 +45,6 @@ impl Command {
         self
     }
 
-    /// Replaces the value of `--name`, which was added before.
-    ///
-    /// # Panics
-    /// It was not.
-    #[must_use]
-    pub fn replace(mut self, name: &str, value: impl Into<OsString>) -> Self {
-        let name = OsString::from(format!("--{name}"));
-        let at = self.options.iter().position(|option| *option == name).expect("the option was added");
-        self.options[at + 1] = value.into();
-        self
-    }
-
     /// Has all commands started by `starter`, which gets them as its last arguments.
     #[must_use]
     pub fn started_by<A: Into<OsString>>(mut self, starter: impl IntoIterator<Item = A>) -> Self {

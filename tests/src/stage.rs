@@ -29,6 +29,8 @@ pub struct Stage {
     pub micros_per_record: u64,
     /// Parameters, of 4 bytes each, if more than records.
     pub parameters: u64,
+    /// Records of a step.
+    pub global_batch_size: u64,
     /// Generous, so that a busy machine takes nobody out whom the test did not stop.
     pub worker_timeout: &'static str,
     /// Whether the master's kills reach only what starts a worker, as where it is on another machine.
@@ -50,9 +52,16 @@ impl Stage {
             num_workers,
             micros_per_record: 400,
             parameters: 0,
+            global_batch_size: 48,
             worker_timeout: "10s",
             out_of_reach: false,
         }
+    }
+
+    /// With a model of 4 MiB, which is on its way for some milliseconds, and fewer steps.
+    #[must_use]
+    pub fn large(self) -> Self {
+        Self { parameters: 1 << 20, global_batch_size: 300, ..self }
     }
 
     /// Its command, with the options that all have.
@@ -74,7 +83,7 @@ impl Stage {
             .option("training-data", self.folder.path().join("data"))
             .option("num-epochs", EPOCHS.to_string())
             .option("num-workers", self.num_workers.to_string())
-            .option("global-batch-size", "48")
+            .option("global-batch-size", self.global_batch_size.to_string())
             .option("seed", seed.to_string())
             .option("worker-timeout", self.worker_timeout)
     }

@@ -14,15 +14,12 @@ const PROGRAMS: Programs = Programs {
     counting: env!("CARGO_BIN_EXE_counting"),
 };
 
-/// 8 MiB: some milliseconds on their way, so that losses come in between.
-const LARGE: u64 = 2 << 20;
-
 #[test]
 fn a_second_loss_while_the_group_repairs_the_first_one_costs_no_record() {
     for seed in 0..5 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let parameters = if seed % 2 == 0 { LARGE } else { 0 };
-        let mut job = Stage { parameters, ..Stage::new(PROGRAMS, 5) }.start(seed);
+        let stage = Stage::new(PROGRAMS, 5);
+        let mut job = if seed % 2 == 0 { stage.large() } else { stage }.start(seed);
         let mut delays = Vec::new();
         for _ in 0..2 {
             let members = job.members();
@@ -70,7 +67,7 @@ fn the_rank_that_speaks_for_the_group_may_die_again_and_again() {
 fn a_newcomer_that_dies_on_its_way_into_the_group_holds_nobody_up() {
     for seed in 0..2 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut job = Stage { parameters: LARGE, ..Stage::new(PROGRAMS, 2) }.start(seed);
+        let mut job = Stage::new(PROGRAMS, 2).large().start(seed);
         job.scale(3);
         let mut kills = 0;
         for _ in 0..4 {
@@ -103,7 +100,7 @@ fn ids_of(status: &serde_json::Value) -> Vec<u64> {
 fn the_donor_of_a_newcomers_state_may_die() {
     for seed in 0..3 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut job = Stage { parameters: LARGE, ..Stage::new(PROGRAMS, 3) }.start(seed);
+        let mut job = Stage::new(PROGRAMS, 3).large().start(seed);
         for size in [4, 5] {
             let donors = job.members();
             job.scale(size);
@@ -172,7 +169,7 @@ fn assert_nobody_went_back(memberships: &[serde_json::Value]) {
 fn workers_that_join_under_fire_are_counted_in_exactly() {
     for seed in 0..3 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut job = Stage { parameters: LARGE, ..Stage::new(PROGRAMS, 2) }.start(seed);
+        let mut job = Stage::new(PROGRAMS, 2).large().start(seed);
         for size in 3..=5 {
             job.scale(size);
             std::thread::sleep(Duration::from_millis(rng.random_range(0..60)));

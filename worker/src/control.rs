@@ -51,7 +51,7 @@ pub(crate) struct Welcome {
     pub(crate) batch: Batch,
     pub(crate) seed: u64,
     /// How often the master is to hear from this worker: a tenth of the silence that is tolerated.
-    pub(crate) heartbeat: Option<Duration>,
+    heartbeat: Option<Duration>,
     /// A peer that answers no dial for as long can't be reached.
     pub(crate) worker_timeout: Option<Duration>,
 }

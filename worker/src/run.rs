@@ -127,7 +127,7 @@ fn train<M: Model>(
         Session::new(welcome.worker, plan),
         Tensors::new(parameters, slots),
         prefetch,
-        (endpoint, welcome.heartbeat.map_or(PATIENCE, |heartbeat| heartbeat * 10)),
+        (endpoint, welcome.worker_timeout.unwrap_or(PATIENCE)),
         (&control.inbox, control.outbox.clone()),
     );
     trainer.run()

@@ -26,7 +26,7 @@ use super::time::Time;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stalled {
     stall: Stall,
-    /// When it was first said.
+    /// Since when all its beats have said that it waits.
     since: Time,
     /// When it was last said.
     last: Time,
@@ -43,8 +43,7 @@ impl Stalled {
     /// `before`: what the same worker said last. A long silence since then is not taken for waiting: all workers may
     /// have been kept from running.
     pub(super) fn after(before: Option<Self>, now: Time, stall: Stall, beat: Duration) -> Self {
-        let goes_on = |b: &Self| b.stall.place() == stall.place() && is_fresh(b.last, now, beat);
-        let since = before.filter(goes_on).map_or(now, |b| b.since);
+        let since = before.filter(|b| is_fresh(b.last, now, beat)).map_or(now, |b| b.since);
         Self { stall, since, last: now }
     }
 }
@@ -189,10 +188,6 @@ impl Job {
 }
 
 impl Stall {
-    fn place(&self) -> (Generation, u64, u64, u64) {
-        (self.generation, self.operation, self.received, self.sent)
-    }
-
     /// Whether something is on its way from the worker that stands here to its next one, `receiver`.
     fn has_sent_more_than(&self, receiver: &Self) -> bool {
         let (mine, other) = ((self.generation, self.operation), (receiver.generation, receiver.operation));
