@@ -232,8 +232,8 @@ impl Master {
             }
             Input::Connected { connection, hello, line } => {
                 self.peers.insert(connection, Peer { line, worker: None });
-                let service::Hello { launch, address, pid } = hello;
-                self.job.handle(now, Event::Connected { connection, launch, address, pid });
+                let service::Hello { launch, address, pid, resume } = hello;
+                self.job.handle(now, Event::Connected { connection, launch, address, pid, resume });
             }
             Input::Said { connection, message } => {
                 if let Some(worker) = self.peers.get(&connection).and_then(|peer| peer.worker) {

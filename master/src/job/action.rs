@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use serde::{Deserialize, Serialize};
 
 use super::event::{ConnectionId, LaunchId};
 use super::spec::Dataset;
@@ -72,7 +73,7 @@ pub enum ToWorker {
 }
 
 /// A group.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Membership {
     /// Its generation.
     pub generation: Generation,
@@ -83,7 +84,7 @@ pub struct Membership {
 }
 
 /// How a job ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
     /// It came to the end of its data or of its steps.
     Completed,

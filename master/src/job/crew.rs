@@ -18,8 +18,8 @@ use super::time::Time;
 pub(super) struct Crew {
     pub(super) launches: BTreeMap<LaunchId, Launch>,
     pub(super) workers: BTreeMap<WorkerId, Worker>,
-    launches_made: u64,
-    workers_made: u64,
+    pub(super) launches_made: u64,
+    pub(super) workers_made: u64,
 }
 
 /// A process that was started and is not known to have ended.
@@ -33,6 +33,19 @@ pub(super) struct Launch {
     /// It goes because fewer workers are wanted; nothing takes its place.
     pub(super) retired: bool,
     pub(super) killed: bool,
+    /// Its worker was known to the master before this one, and is expected to come back.
+    pub(super) away: Option<Away>,
+}
+
+/// What is known of a worker that is expected to come back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Away {
+    /// As [`Worker::rank`].
+    pub(super) rank: Option<u32>,
+    /// As [`Worker::joined`].
+    pub(super) joined: Option<Generation>,
+    /// As [`Worker::holds_state`].
+    pub(super) holds_state: bool,
 }
 
 /// What the end of a process will mean.
@@ -123,6 +136,42 @@ impl Crew {
         id
     }
 
+    /// A worker that was away is back: its stream is open again.
+    pub(super) fn readmit(
+        &mut self,
+        now: Time,
+        launch: LaunchId,
+        address: SocketAddr,
+        pid: u32,
+    ) -> Option<WorkerId> {
+        let l = self.launches.get_mut(&launch)?;
+        let (id, Away { rank, joined, holds_state }) = l.worker.zip(l.away.take())?;
+        let worker = Worker {
+            launch,
+            address,
+            pid,
+            stage: Stage::Ready,
+            credits: BTreeMap::new(),
+            rank,
+            joined,
+            holds_state,
+            // Who was told to end from outside says so again.
+            leaving: l.retired,
+            released: rank.is_none(),
+            pace: Pace::default(),
+            stalled: None,
+            heard: now,
+        };
+        self.workers.insert(id, worker);
+        Some(id)
+    }
+
+    /// Members of the newest generation that are expected to come back.
+    pub(super) fn members_away(&self) -> impl Iterator<Item = (LaunchId, WorkerId)> + '_ {
+        let member = |l: &Launch| l.away.is_some_and(|a| a.rank.is_some());
+        self.launches.iter().filter(move |(_, l)| member(l)).filter_map(|(&id, l)| Some((id, l.worker?)))
+    }
+
     /// `worker` gave a sign of life.
     pub(super) fn heard(&mut self, worker: WorkerId, now: Time) {
         if let Some(worker) = self.workers.get_mut(&worker) {
@@ -159,7 +208,8 @@ impl Crew {
             .filter(|(_, l)| !l.leaving && !l.retired)
             .map(|(&id, l)| {
                 let worker = l.worker.and_then(|id| self.workers.get(&id));
-                let rank = worker.map(|w| (w.rank, w.is_joiner()));
+                let away = l.away.map(|away| (away.rank, false));
+                let rank = worker.map(|w| (w.rank, w.is_joiner())).or(away);
                 let worth = match rank {
                     None => (0, 0),
                     Some((None, false)) => (1, 0),

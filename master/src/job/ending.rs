@@ -21,10 +21,12 @@ impl Job {
             return;
         }
         self.phase = Phase::Stopping;
+        self.touch();
         self.say("the job is told to stop: the group finishes its step".into());
         self.timer(now + STOP_WAIT, Timer::Stop);
-        let launches: Vec<(LaunchId, Option<WorkerId>)> =
-            self.crew.launches.iter().map(|(&id, l)| (id, l.worker)).collect();
+        // Who is away is told when it is back.
+        let here = self.crew.launches.iter().filter(|(_, l)| l.away.is_none());
+        let launches: Vec<(LaunchId, Option<WorkerId>)> = here.map(|(&id, l)| (id, l.worker)).collect();
         for (launch, worker) in launches {
             let w = worker.and_then(|id| Some((id, self.crew.workers.get(&id)?)));
             match w.map(|(id, w)| (id, w.rank.is_some(), w.released)) {
@@ -95,6 +97,7 @@ impl Job {
         self.say(line);
         self.story.error = error;
         self.phase = Phase::Ending(outcome);
+        self.touch();
         self.clear_timers();
         for worker in self.crew.workers.keys().copied().collect::<Vec<_>>() {
             self.send(worker, ToWorker::Shutdown(format!("the job is {state}")));
@@ -116,6 +119,7 @@ impl Job {
     pub(super) fn end_stopped(&mut self) {
         self.phase = Phase::Ending(Outcome::Stopped);
         self.say_recovered();
+        self.touch();
         self.say(format!("the job is {} at step {}", name(Outcome::Stopped), self.step));
         self.end_now();
     }
@@ -144,6 +148,6 @@ pub(super) fn name(outcome: Outcome) -> &'static str {
 }
 
 /// How long a group may take to finish its step.
-const STOP_WAIT: Duration = Duration::from_secs(10);
+pub(super) const STOP_WAIT: Duration = Duration::from_secs(10);
 /// How long processes may take to end when the job is over.
 const END_WAIT: Duration = Duration::from_secs(2);

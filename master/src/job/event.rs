@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use serde::{Deserialize, Serialize};
 
 use super::spec::Dataset;
 
@@ -12,7 +13,7 @@ use super::spec::Dataset;
 pub struct ConnectionId(pub u64);
 
 /// One process (later: pod) that the master started. Given out by the core.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaunchId(pub u64);
 
 /// Something that happened.
@@ -28,6 +29,8 @@ pub enum Event {
         address: SocketAddr,
         /// Its process.
         pid: u32,
+        /// Who it was, if its stream was open before.
+        resume: Option<Resume>,
     },
     /// A worker's stream ended.
     Disconnected {
@@ -57,6 +60,17 @@ pub enum Event {
     Stop,
 }
 
+/// Who a worker was when its stream broke.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resume {
+    /// The name that it was given.
+    pub worker: WorkerId,
+    /// The newest generation that it has heard of; 0 for none.
+    pub generation: Generation,
+    /// Number of f32 parameters of its model; `None` while it is being built.
+    pub parameters: Option<u64>,
+}
+
 /// How a process ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
@@ -66,6 +80,8 @@ pub enum Exit {
     NotStarted(String),
     /// By this signal.
     Signal(i32),
+    /// No master of its own was there to see.
+    Unknown,
 }
 
 /// What a worker says.
@@ -112,7 +128,7 @@ pub enum FromWorker {
     Holding {
         /// Steps that its state contains.
         step: u64,
-        /// Its leases, and the records of its last steps, which may be committed or not.
+        /// Its leases, as far as no step that it has committed contains them.
         ranges: Vec<RecordRange>,
     },
     /// It wants more records of an epoch; open until filled or the epoch is complete.
@@ -178,7 +194,7 @@ pub struct Committed {
 }
 
 /// A group's final state.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finished {
     /// The group's generation.
     pub generation: Generation,
@@ -195,7 +211,7 @@ pub struct Finished {
 }
 
 /// A ledger as it was received, not yet checked against the data set.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LedgerReport {
     /// Epochs before this one are complete.
     pub epochs_complete: u32,

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use elasticdl_proto::{Generation, Ledger, WorkerId};
 
+use super::action::Membership;
 use super::crew::Crew;
 use super::event::Finished;
 use super::stall::{Blame, Suspect};
@@ -19,6 +20,8 @@ pub(super) struct Group {
     /// The ring of the generation before, in which members may still be: the switch waits for a step's end, and the
     /// newest group has not formed yet.
     pub(super) before: Option<Vec<WorkerId>>,
+    /// As it was told to the members; `None` before the first.
+    pub(super) published: Option<Membership>,
     /// It has agreed on its state.
     pub(super) formed: bool,
     /// Members that hold the job's final state, in this generation.

@@ -7,8 +7,9 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::action::{Action, Outcome, ToWorker};
+use super::adoption::Adoption;
 use super::crew::{Crew, Fate, Stage};
-use super::event::{ConnectionId, Event, Exit, Finished, LaunchId};
+use super::event::{ConnectionId, Event, Exit, Finished, LaunchId, Resume};
 use super::group::Group;
 use super::queue::Records;
 use super::restart::{Restarts, TooMany, describe, is_own_fault};
@@ -24,9 +25,11 @@ pub struct Job {
     /// Workers to keep, as last asked for.
     pub(super) wanted: u32,
     /// Places that were never filled; a launch into any other is a restart.
-    fresh: u32,
+    pub(super) fresh: u32,
     pub(super) crew: Crew,
     pub(super) group: Group,
+    /// A group of a master before this one is being taken over.
+    pub(super) adoption: Option<Adoption>,
     /// Workers that records may be leased to; counted when one comes or goes, not at every lease.
     pub(super) eligible: u64,
     /// When a group that starts from nothing stops waiting for workers on their way.
@@ -43,6 +46,8 @@ pub struct Job {
     pub(super) last_word: Option<Finished>,
     pub(super) restarts: Restarts,
     pub(super) story: Story,
+    /// See [`Job::revision`].
+    pub(super) revision: u64,
     timers: BTreeSet<(Time, Timer)>,
     actions: VecDeque<Action>,
 }
@@ -67,6 +72,7 @@ pub(super) enum Timer {
     Kill(LaunchId),
     Leave(WorkerId),
     Relaunch,
+    Return,
     Silence,
     Stop,
     Window,
@@ -78,12 +84,20 @@ impl Job {
     /// `spec` has passed [`JobSpec::check`].
     #[must_use]
     pub fn new(spec: JobSpec) -> Self {
-        let mut job = Self {
+        let mut job = Self::new_silent(spec);
+        job.launch_missing(Time::default());
+        job
+    }
+
+    /// A job that has done nothing yet.
+    pub(super) fn new_silent(spec: JobSpec) -> Self {
+        Self {
             phase: Phase::Running,
             wanted: spec.num_workers,
             fresh: spec.num_workers,
             crew: Crew::default(),
             group: Group::default(),
+            adoption: None,
             eligible: 0,
             window_until: None,
             describer: None,
@@ -92,14 +106,13 @@ impl Job {
             parameters: None,
             step: 0,
             last_word: None,
-            restarts: Restarts::new(spec.max_worker_restarts),
+            restarts: Restarts::new(spec.max_worker_restarts, 0),
             story: Story::default(),
+            revision: 1,
             timers: BTreeSet::new(),
             actions: VecDeque::new(),
             spec,
-        };
-        job.launch_missing(Time::default());
-        job
+        }
     }
 
     /// Takes in something that happened at `now`.
@@ -111,8 +124,8 @@ impl Job {
             return;
         }
         match event {
-            Event::Connected { connection, launch, address, pid } => {
-                self.on_connected(now, connection, launch, address, pid);
+            Event::Connected { connection, launch, address, pid, resume } => {
+                self.on_connected(now, connection, launch, address, pid, resume);
             }
             Event::Disconnected { worker } => self.on_disconnected(now, worker),
             Event::Message { worker, message } => self.on_message(now, worker, message),
@@ -151,6 +164,7 @@ impl Job {
             Timer::Kill(launch) => self.kill(launch),
             Timer::Leave(worker) => self.on_leave_due(now, worker),
             Timer::Relaunch => self.launch_missing(now),
+            Timer::Return => self.on_return_due(now),
             Timer::Silence => self.on_silence_due(now, at),
             Timer::Stop => self.on_stop_due(),
             Timer::Window => self.settle(now),
@@ -166,18 +180,25 @@ impl Job {
         launch: LaunchId,
         address: SocketAddr,
         pid: u32,
+        resume: Option<Resume>,
     ) {
         let refusal = match self.crew.launches.get(&launch) {
             _ if matches!(self.phase, Phase::Ending(_)) => Some("the job is over"),
             None => Some("this master knows no such launch, or it has ended"),
+            Some(l) if l.killed => Some("this launch is not wanted any more"),
+            Some(_) if resume.is_some() => None,
             Some(l) if l.worker.is_some() => Some("this launch has said hello before"),
-            Some(l) if l.killed || l.retired => Some("this launch is not wanted any more"),
+            Some(l) if l.retired => Some("this launch is not wanted any more"),
             Some(_) => None,
         };
         if let Some(reason) = refusal {
             self.push(Action::Refuse { connection, reason: reason.into() });
             return;
         }
+        if let Some(resume) = resume {
+            return self.on_returned(now, connection, launch, address, pid, resume);
+        }
+        self.touch();
         self.timers.retain(|&(_, timer)| timer != Timer::Hello(launch));
         let worker = self.crew.admit(now, launch, address, pid);
         self.watch_silence(now);
@@ -220,6 +241,11 @@ impl Job {
         let Some(gone) = self.crew.workers.remove(&worker) else {
             return;
         };
+        self.touch();
+        if let Some(adoption) = &mut self.adoption {
+            adoption.mute.remove(&worker);
+            adoption.steps.remove(&worker);
+        }
         if let Some(records) = &mut self.records {
             records.forget(worker);
         }
@@ -264,7 +290,9 @@ impl Job {
         if let Some(worker) = worker {
             self.give_up(now, worker, ZOMBIE_GRACE);
         }
+        self.miss(launch);
         let ended = self.crew.launches.remove(&launch).expect("launch was just found");
+        self.touch();
         self.timers.retain(|&(_, t)| t != Timer::Kill(launch) && t != Timer::Hello(launch));
         let end = describe(exit);
         match self.phase {
@@ -305,6 +333,7 @@ impl Job {
             Phase::Stopping => return self.say(what.to_owned()),
             Phase::Ended(_) | Phase::Ending(_) => return,
         }
+        self.touch();
         match self.restarts.count(now) {
             Ok(start) => {
                 let (counted, max) = (self.restarts.counted(), self.spec.max_worker_restarts);
@@ -331,6 +360,7 @@ impl Job {
             let launch = self.crew.launch();
             self.timer(now + HELLO_WAIT, Timer::Hello(launch));
             self.push(Action::Launch { launch });
+            self.touch();
             match self.fresh.checked_sub(1) {
                 Some(fresh) => self.fresh = fresh,
                 None => self.story.restarts += 1,
@@ -345,6 +375,7 @@ impl Job {
         }
         self.say(format!("{num_workers} workers are wanted in place of {}", self.wanted));
         let before = std::mem::replace(&mut self.wanted, num_workers);
+        self.touch();
         self.fresh = (self.fresh + num_workers.saturating_sub(before))
             .saturating_sub(before.saturating_sub(num_workers));
         for launch in self.crew.surplus(num_workers as usize) {
@@ -360,11 +391,14 @@ impl Job {
             return;
         };
         l.retired = true;
+        let is_away = l.away.is_some();
         let worker = l.worker.filter(|id| self.crew.workers.contains_key(id));
         match worker.and_then(|id| Some((id, self.crew.workers.get_mut(&id)?))) {
             // A member goes at the end of a step, with the next membership.
             Some((_, w)) if w.rank.is_some() => w.leaving = true,
             Some((id, _)) => self.release(now, id, "fewer workers are wanted"),
+            // It goes when it is back.
+            None if is_away => {}
             None => self.kill(launch),
         }
     }
@@ -389,6 +423,7 @@ impl Job {
     pub(super) fn excuse(&mut self, now: Time, launch: LaunchId) {
         if let Some(l) = self.crew.launches.get_mut(&launch) {
             l.leaving = true;
+            self.revision += 1;
             if l.fate == Fate::Open {
                 l.fate = Fate::Excused;
             }
@@ -399,6 +434,7 @@ impl Job {
     pub(super) fn kill(&mut self, launch: LaunchId) {
         if let Some(l) = self.crew.launches.get_mut(&launch).filter(|l| !l.killed) {
             l.killed = true;
+            self.revision += 1;
             self.push(Action::Kill { launch });
         }
     }
@@ -437,5 +473,5 @@ impl Job {
 /// How long a process may outlive its stream.
 pub(super) const ZOMBIE_GRACE: Duration = Duration::from_millis(250);
 /// How long a worker that was let go may take to end.
-const RELEASE_WAIT: Duration = Duration::from_secs(10);
+pub(super) const RELEASE_WAIT: Duration = Duration::from_secs(10);
 const HELLO_WAIT: Duration = Duration::from_secs(60);

@@ -16,7 +16,7 @@ impl Job {
     /// Publishes the next generation if one is due, or ends the job if its group has finished. Called after whatever
     /// may have changed either.
     pub(super) fn settle(&mut self, now: Time) {
-        if !matches!(self.phase, Phase::Running | Phase::Stopping) {
+        if !matches!(self.phase, Phase::Running | Phase::Stopping) || self.awaits_members() {
             return;
         }
         let all_finished = self.group.members.iter().all(|m| self.group.finished.contains_key(m));
@@ -73,6 +73,9 @@ impl Job {
         };
         self.group.generation = generation;
         self.group.formed = false;
+        if let Some(adoption) = &mut self.adoption {
+            adoption.was_formed = false;
+        }
         self.group.finished.clear();
         self.group.broken = None;
         self.window_until = None;
@@ -168,6 +171,8 @@ impl Job {
         let address = |id: &WorkerId| (*id, self.crew.workers[id].address);
         let members = self.group.members.iter().map(address).collect();
         let membership = Membership { generation: self.group.generation, members, abort };
+        self.group.published = Some(membership.clone());
+        self.touch();
         for id in self.group.members.clone() {
             self.send(id, ToWorker::Membership(membership.clone()));
         }

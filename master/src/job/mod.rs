@@ -20,10 +20,13 @@
 //! * A lost worker's leases come back into the queue only with the next group's own report of its ledger
 //!   ([`FromWorker::Formed`]), less what that report holds.
 //! * Generations grow by one. While one is published and not formed, only a loss publishes another.
+//! * A master that comes after another one leases nothing before it knows what the group has absorbed and what each of
+//!   its members holds.
 //! * Nothing that a worker says can make this code panic: it is checked, and changes nothing or fails that worker.
 //! * Whatever grows with a worker's words has a limit.
 
 mod action;
+mod adoption;
 mod crew;
 mod ending;
 mod event;
@@ -33,6 +36,7 @@ mod job;
 mod membership;
 mod pace;
 mod queue;
+mod record;
 mod restart;
 mod shards;
 mod silence;
@@ -50,9 +54,10 @@ mod words;
 
 pub use action::{Action, Membership, Outcome, ToWorker};
 pub use event::{
-    Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases, Stall,
+    Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases, Resume, Stall,
 };
 pub use job::Job;
+pub use record::JobRecord;
 pub use spec::{Batch, Dataset, File, JobSpec, SpecError};
 pub use status::{ShardCounts, Status, WorkerStatus};
 pub use summary::{

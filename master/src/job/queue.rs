@@ -217,8 +217,7 @@ impl Records {
             *self.leased.entry((worker, range.epoch)).or_default() += range.len();
             self.leases.insert((range.epoch, range.start), Lease { end: range.end, worker });
         }
-        // Made when they are asked for.
-        self.queues.clear();
+        self.requeue();
     }
 
     /// Ends the leases of a worker that is gone. Their records are in limbo until the next rebuild.
@@ -238,6 +237,54 @@ impl Records {
         self.leases.retain(|_, lease| lease.worker != worker);
     }
 
+    /// Takes in what a worker says that it holds, of which this master has no memory: leases, as far as the ledger lacks
+    /// them. What the ledger has may have been committed in a step that is not stable.
+    ///
+    /// # Errors
+    /// The first range that lies outside the data set or is held already.
+    pub(super) fn hold(&mut self, worker: WorkerId, ranges: &[RecordRange]) -> Result<(), RecordRange> {
+        for &range in ranges {
+            if !self.is_valid(&range) || self.overlapping(range).next().is_some() {
+                return Err(range);
+            }
+            // A lease lies in one shard, however its holder names it.
+            let mut start = range.start;
+            while start < range.end {
+                let end = range.end.min(self.shards.range(self.shards.of(start)).end);
+                self.hold_part(worker, RecordRange { start, end, ..range });
+                start = end;
+            }
+        }
+        Ok(())
+    }
+
+    fn hold_part(&mut self, worker: WorkerId, part: RecordRange) {
+        let mut absorbed = part;
+        for missing in self.ledger.missing_of(part) {
+            absorbed.end = missing.start;
+            self.settling.extend(Some((absorbed, worker)).filter(|_| !absorbed.is_empty()));
+            absorbed = RecordRange { start: missing.end, ..part };
+            *self.leased.entry((worker, part.epoch)).or_default() += missing.len();
+            self.leases.insert((part.epoch, missing.start), Lease { end: missing.end, worker });
+        }
+        self.settling.extend(Some((absorbed, worker)).filter(|_| !absorbed.is_empty()));
+    }
+
+    /// All that is neither absorbed nor leased is to be leased next: nothing is in limbo any more.
+    pub(super) fn requeue(&mut self) {
+        // Made when they are asked for.
+        self.queues.clear();
+    }
+
+    /// The cached ledger as a group would report it.
+    pub(super) fn report(&self) -> LedgerReport {
+        LedgerReport {
+            epochs_complete: self.ledger.epoch(),
+            ranges: self.ledger.ranges().collect(),
+            repeated: self.ledger.repeated(),
+        }
+    }
+
     /// Whether `range` holds records of the job.
     pub(super) fn is_valid(&self, range: &RecordRange) -> bool {
         !range.is_empty() && range.end <= self.shards.records() && range.epoch < self.epochs
@@ -253,14 +300,7 @@ impl Records {
 
     fn release(&mut self, range: RecordRange) {
         let epoch = range.epoch;
-        // The lease that starts before the range may reach into it.
-        let before = self.leases.range(..(epoch, range.start)).next_back();
-        let first = match before {
-            Some((&(e, start), lease)) if e == epoch && lease.end > range.start => start,
-            _ => range.start,
-        };
-        let overlapping: Vec<u64> =
-            self.leases.range((epoch, first)..(epoch, range.end)).map(|(&(_, start), _)| start).collect();
+        let overlapping: Vec<u64> = self.overlapping(range).collect();
         for start in overlapping {
             let Lease { end, worker } = self.leases.remove(&(epoch, start)).expect("key was just read");
             let ended = RecordRange { epoch, start: start.max(range.start), end: end.min(range.end) };
@@ -290,6 +330,18 @@ impl Records {
         };
         let edges = u32::from(is_completed(first)) + u32::from(first != last && is_completed(last));
         self.shards.count_in(&absorbed.records()) + edges
+    }
+
+    /// Where leases start that hold records of `range`.
+    fn overlapping(&self, range: RecordRange) -> impl Iterator<Item = u64> + '_ {
+        let epoch = range.epoch;
+        // The lease that starts before the range may reach into it.
+        let before = self.leases.range(..(epoch, range.start)).next_back();
+        let first = match before {
+            Some((&(e, start), lease)) if e == epoch && lease.end > range.start => start,
+            _ => range.start,
+        };
+        self.leases.range((epoch, first)..(epoch, range.end)).map(|(&(_, start), _)| start)
     }
 
     fn close_complete(&mut self) {

@@ -25,8 +25,9 @@ pub(super) struct TooMany {
 }
 
 impl Restarts {
-    pub(super) fn new(max: u32) -> Self {
-        Self { max, counted: 0, waiting: Vec::new() }
+    /// `counted`: failures before now.
+    pub(super) fn new(max: u32, counted: u32) -> Self {
+        Self { max, counted, waiting: Vec::new() }
     }
 
     /// Counts a failure; returns when the replacement may start.
@@ -62,6 +63,7 @@ pub(super) fn is_own_fault(exit: &Exit) -> bool {
     match exit {
         Exit::Code(_) | Exit::NotStarted(_) => true,
         Exit::Signal(signal) => !matches!(signal, &SIGHUP | &SIGINT | &SIGKILL | &SIGTERM),
+        Exit::Unknown => false,
     }
 }
 
@@ -74,6 +76,7 @@ pub(super) fn describe(exit: &Exit) -> String {
             Some((_, name)) => format!("killed by {name}"),
             None => format!("killed by signal {signal}"),
         },
+        Exit::Unknown => "ended, nobody knows how".into(),
     }
 }
 
@@ -126,6 +129,7 @@ mod tests {
             (Exit::Signal(11), true),
             (Exit::Signal(15), false),
             (Exit::Signal(31), true),
+            (Exit::Unknown, false),
         ];
         for (exit, own) in table {
             assert_eq!(is_own_fault(&exit), own, "{exit:?}");
@@ -134,7 +138,7 @@ mod tests {
 
     #[test]
     fn replacements_wait_twice_as_long_each_time_and_never_over_5_s() {
-        let mut restarts = Restarts::new(40);
+        let mut restarts = Restarts::new(40, 0);
         let now = Time(Duration::from_secs(100));
         let mut delays = Vec::new();
         for _ in 0..40 {

@@ -3,8 +3,10 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// A job as submitted. [`JobSpec::check`] has been passed before a [`Job`](super::Job) is made of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobSpec {
     /// The job's name.
     pub name: String,
@@ -36,7 +38,7 @@ pub struct JobSpec {
 }
 
 /// How many records make a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Batch {
     /// This many over all ranks, whatever their number.
     Global(NonZeroU64),
@@ -45,14 +47,14 @@ pub enum Batch {
 }
 
 /// The files of a data set, in order, with their record counts.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dataset {
     /// The files; records are numbered through them in this order.
     pub files: Vec<File>,
 }
 
 /// One file of a data set.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct File {
     /// Path or URI.
     pub path: String,

@@ -15,7 +15,7 @@ use super::time::Time;
 pub struct Status {
     /// The job's name.
     pub job: String,
-    /// `starting`, `waiting` (too few workers for a group), `running`, `stopping`, `ending`, or, once it has ended,
+    /// `starting`, `resuming` (after a master's death), `waiting` (too few workers for a group), `running`, `stopping`, `ending`, or, once it has ended,
     /// `completed`, `failed`, `refused`, `stopped`.
     pub state: &'static str,
     /// The newest generation; 0 before the first.
@@ -117,6 +117,7 @@ impl Job {
         match self.phase {
             Phase::Ended(outcome) => ending::name(outcome),
             Phase::Ending(_) => "ending",
+            Phase::Running if self.adoption.is_some() => "resuming",
             Phase::Running if self.group.generation == Generation::default() => "starting",
             Phase::Running if self.group.is_broken() => "waiting",
             Phase::Running => "running",

@@ -6,6 +6,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use elasticdl_proto::{Generation, WorkerId};
+use serde::{Deserialize, Serialize};
 
 use super::event::Phases;
 use super::summary::{FailedShard, LossSummary, MembershipRecord, ThroughputSummary};
@@ -47,7 +48,55 @@ struct Change {
     resumed: Option<(Time, u64)>,
 }
 
+/// What of it outlives a master.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct StoryRecord {
+    /// The newest.
+    pub(super) memberships: Vec<MembershipRecord>,
+    pub(super) failed_shards: Vec<FailedShard>,
+    pub(super) peak: u32,
+    pub(super) restarts: u64,
+    pub(super) formed_first: Option<Time>,
+    /// As of when the record was made.
+    pub(super) reported_last: Time,
+    pub(super) loss: LossSummary,
+}
+
 impl Story {
+    pub(super) fn restore(record: StoryRecord) -> Self {
+        let StoryRecord { memberships, failed_shards, peak, restarts, formed_first, reported_last, loss } =
+            record;
+        Self {
+            named: memberships.iter().map(MembershipRecord::named).sum(),
+            memberships: memberships.into(),
+            failed_shards,
+            peak,
+            restarts,
+            formed_first,
+            reported_last,
+            loss,
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn record(&self) -> StoryRecord {
+        let mut named = 0;
+        let recorded = self.memberships.iter().rev().take(MEMBERSHIPS_RECORDED_MAX).take_while(|record| {
+            named += record.named();
+            named <= NAMED_RECORDED_MAX
+        });
+        let skipped = self.memberships.len() - recorded.count();
+        StoryRecord {
+            memberships: self.memberships.iter().skip(skipped).cloned().collect(),
+            failed_shards: self.failed_shards.clone(),
+            peak: self.peak,
+            restarts: self.restarts,
+            formed_first: self.formed_first,
+            reported_last: self.reported_last,
+            loss: self.loss,
+        }
+    }
+
     pub(super) fn say(&mut self, line: &str) {
         self.events_said += 1;
         if self.events.len() == EVENTS_MAX {
@@ -256,6 +305,9 @@ const NAMED_TOTAL_MAX: usize = 100_000;
 const MEMBERSHIPS_SHOWN: usize = 20;
 /// After a change, how long a member's word of its first step is waited for once another has come.
 const RESUME_WAIT: Duration = Duration::from_secs(1);
+/// A record is written at each change of membership, before the members hear of it.
+const MEMBERSHIPS_RECORDED_MAX: usize = 256;
+const NAMED_RECORDED_MAX: usize = 10_000;
 const FAILED_SHARDS_MAX: usize = 100;
 const TEXT_BYTES_MAX: usize = 4096;
 const NAMED_MAX: usize = 8;

@@ -1,7 +1,7 @@
 //! How a job went: what is written for the user and for programs at its end.
 
 use elasticdl_proto::{Generation, WorkerId};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::action::Outcome;
 use super::job::{Job, Phase};
@@ -66,7 +66,7 @@ pub struct WorkersSummary {
 }
 
 /// One generation: why it came, and what the change cost.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MembershipRecord {
     /// The generation.
     pub generation: Generation,
@@ -142,7 +142,7 @@ impl Cause {
 }
 
 /// Why a generation was published; of several reasons the last in this list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cause {
     /// The first one.
@@ -158,7 +158,7 @@ pub enum Cause {
 }
 
 /// Mean loss per record.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LossSummary {
     /// Of the first report.
     pub first: Option<f64>,
@@ -176,7 +176,7 @@ pub struct ThroughputSummary {
 }
 
 /// Records that a worker was working on when the user's code failed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailedShard {
     /// The worker.
     pub worker: WorkerId,

@@ -4,8 +4,10 @@ use std::fmt;
 use std::ops::Add;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// Time since the job's start, on a clock that never goes back.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Time(pub Duration);
 
 impl Time {

@@ -39,8 +39,7 @@ impl Job {
             FromWorker::Formed { generation, step, ledger } => {
                 self.on_formed(now, worker, generation, step, &ledger);
             }
-            // Only a worker that resumes has something to say here, and none can resume yet.
-            FromWorker::Holding { .. } => {}
+            FromWorker::Holding { step, ranges } => self.on_holding(now, worker, step, &ranges),
             FromWorker::LeaseRequest { epoch, records } => self.on_lease_request(now, worker, epoch, records),
             FromWorker::Leaving => self.on_leaving(now, worker),
             FromWorker::Primed { .. } => self.on_primed(now, worker),
@@ -75,6 +74,7 @@ impl Job {
         self.records = Some(Records::new(shards, self.spec.epochs));
         self.dataset = Some(dataset);
         self.describer = None;
+        self.touch();
         let waiting: Vec<WorkerId> =
             self.crew.workers.iter().filter(|(_, w)| !w.released).map(|(&id, _)| id).collect();
         for worker in waiting {
@@ -86,6 +86,9 @@ impl Job {
     fn on_ready(&mut self, now: Time, worker: WorkerId, parameters: u64) {
         if self.crew.workers.get(&worker).is_none_or(|w| w.stage != Stage::Preparing) {
             return;
+        }
+        if self.parameters.is_none() {
+            self.touch();
         }
         let expected = *self.parameters.get_or_insert(parameters);
         if parameters != expected {
@@ -149,7 +152,10 @@ impl Job {
         };
         // A member that was lost since may have trained on its leases since: whether its records were absorbed only a
         // generation that was published after its loss can tell.
-        let outdated = !self.group.members.iter().all(|m| self.crew.workers.contains_key(m));
+        let awaited: Vec<WorkerId> = self.crew.members_away().map(|(_, id)| id).collect();
+        let may_live = |m| self.crew.workers.contains_key(m) || awaited.contains(m);
+        let outdated = !self.group.members.iter().all(may_live);
+        self.touch();
         let Self { records: Some(records), crew, .. } = self else {
             return;
         };
@@ -168,7 +174,10 @@ impl Job {
         self.step = step;
         self.group.formed = true;
         self.group.before = None;
-        self.story.form(now, step);
+        if !self.adoption.as_ref().is_some_and(|a| a.was_formed) {
+            self.story.form(now, step);
+        }
+        self.conclude_adoption(now);
         self.fill_all();
         self.settle(now);
     }
@@ -205,6 +214,7 @@ impl Job {
         if complete > before {
             self.say(format!("epoch {complete} of {} is complete at step {}", self.spec.epochs, self.step));
         }
+        self.conclude_adoption(now);
         self.fill_all();
         if self.story.is_late(now) {
             self.say_recovered();
@@ -216,6 +226,7 @@ impl Job {
         if joined.is_none_or(|joined| generation < joined) {
             return;
         }
+        self.touch();
         if self.story.resume(now, worker, generation, step, phases) {
             self.say_recovered();
         }
@@ -335,6 +346,7 @@ impl Job {
 
     fn on_failed(&mut self, now: Time, worker: WorkerId, error: &str, ranges: &[RecordRange], fatal: bool) {
         let error = clip(error);
+        self.touch();
         self.keep_failed(worker, error, ranges);
         if fatal {
             let error = format!("worker {worker}: {error}");
@@ -374,6 +386,7 @@ impl Job {
         if let Some(l) = self.crew.launches.get_mut(&launch) {
             l.leaving = true;
         }
+        self.touch();
         self.say(format!("worker {worker} was told to end and leaves"));
         if is_member {
             self.timer(now + LEAVE_WAIT, Timer::Leave(worker));
@@ -393,7 +406,7 @@ impl Job {
     }
 
     /// Ends a worker that said what can't be true.
-    fn fail_worker(&mut self, now: Time, worker: WorkerId, reason: &str) {
+    pub(super) fn fail_worker(&mut self, now: Time, worker: WorkerId, reason: &str) {
         let Some(w) = self.crew.workers.get(&worker) else {
             return;
         };
@@ -420,7 +433,7 @@ impl Job {
     }
 
     /// Leases to everybody what they asked for and what there is.
-    fn fill_all(&mut self) {
+    pub(super) fn fill_all(&mut self) {
         let share = self.share();
         let asking = |(_, w): &(&WorkerId, &super::crew::Worker)| w.is_eligible() && !w.credits.is_empty();
         let workers: Vec<WorkerId> = self.crew.workers.iter().filter(asking).map(|(&id, _)| id).collect();
@@ -430,6 +443,9 @@ impl Job {
     }
 
     fn fill(&mut self, worker: WorkerId, share: Share) {
+        if self.adoption.is_some() {
+            return;
+        }
         let Self { records: Some(records), crew, .. } = self else {
             return;
         };

@@ -13,7 +13,7 @@ use v1::{master_message, worker_message};
 
 use crate::job::{
     self, Batch, Committed, Dataset, File, Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership,
-    MembershipRecord, Phases, Stall, ToWorker,
+    MembershipRecord, Phases, Resume, Stall, ToWorker,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -26,6 +26,7 @@ pub(crate) struct Hello {
     pub(crate) launch: LaunchId,
     pub(crate) address: SocketAddr,
     pub(crate) pid: u32,
+    pub(crate) resume: Option<Resume>,
 }
 
 /// Checks a stream's first message, which must be a hello of a worker of `job`.
@@ -47,7 +48,16 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
     if hello.pid == 0 {
         return Err(invalid("hello.pid: must not be 0"));
     }
-    Ok(Hello { launch: LaunchId(hello.launch), address, pid: hello.pid })
+    let resume = match hello.resume {
+        Some(v1::Resume { worker, generation, parameters }) => {
+            let parameters =
+                parameters.map(|n| within("hello.resume.parameters", n, 1, PARAMETERS_MAX)).transpose()?;
+            let generation = Generation(within("hello.resume.generation", generation, 0, STEPS_MAX)?);
+            Some(Resume { worker: WorkerId(worker), generation, parameters })
+        }
+        None => None,
+    };
+    Ok(Hello { launch: LaunchId(hello.launch), address, pid: hello.pid, resume })
 }
 
 /// Checks any later message of a worker.

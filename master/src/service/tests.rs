@@ -306,7 +306,8 @@ async fn a_hello_is_handed_over_field_by_field() {
     let _stream = edge.join(vec![hello()]).await;
     match edge.inputs.recv().await {
         Some(Input::Connected { hello, .. }) => {
-            let expected = Hello { launch: LaunchId(7), address: "127.0.0.1:9".parse().unwrap(), pid: 42 };
+            let expected =
+                Hello { launch: LaunchId(7), address: "127.0.0.1:9".parse().unwrap(), pid: 42, resume: None };
             assert_eq!(hello, expected);
         }
         other => panic!("{other:?}"),

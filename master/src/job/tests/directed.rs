@@ -28,7 +28,7 @@ pub(super) fn at(ms: u64) -> Time {
 pub(super) fn connect(job: &mut Job, i: u64) {
     let address = address(i);
     let (connection, launch) = (ConnectionId(i), LaunchId(i));
-    job.handle(at(0), Event::Connected { connection, launch, address, pid: 100 + i as u32 });
+    job.handle(at(0), Event::Connected { connection, launch, address, pid: 100 + i as u32, resume: None });
 }
 
 pub(super) fn address(i: u64) -> SocketAddr {

@@ -4,7 +4,7 @@ use elasticdl_proto::{Generation, Ledger, RangeSet, RecordRange};
 use rand::RngExt;
 
 use super::super::*;
-use super::process::{Process, State};
+use super::process::{Process, State, last_word, report};
 use super::world::{World, index};
 
 impl World {
@@ -90,12 +90,9 @@ impl World {
     pub(super) fn finish(&mut self, ring: Generation) {
         for id in self.launches_of(ring).to_vec() {
             let p = self.at(id);
-            let state = p.state.as_ref().unwrap();
-            let (step, ledger, records_trained) = (state.step, report(&state.ledger), state.ledger.counted());
-            let digest = step;
             p.finished = Some(ring);
-            let word = Finished { generation: ring, step, digest, ledger, records_trained, summary: None };
-            p.up.push_back(FromWorker::Finished(word));
+            let word = last_word(ring, p.state.as_ref().unwrap());
+            p.up.push_back(word);
         }
     }
 
@@ -106,13 +103,5 @@ impl World {
         let suspect = self.members(generation).find(absent).and_then(|q| q.worker);
         let p = self.at(id);
         p.leave_ring(generation, suspect);
-    }
-}
-
-fn report(ledger: &Ledger) -> LedgerReport {
-    LedgerReport {
-        epochs_complete: ledger.epoch(),
-        ranges: ledger.ranges().collect(),
-        repeated: ledger.repeated(),
     }
 }

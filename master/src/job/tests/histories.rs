@@ -36,14 +36,16 @@ fn letter(world: &mut World, letter: usize) {
         8 => Some(Fault::Scale(if world.job.wanted == 2 { 1 } else { 2 })),
         9 => Some(Fault::Stop),
         10 => oldest.map(Fault::Cut),
-        _ => youngest.map(Fault::Cut),
+        11 => youngest.map(Fault::Cut),
+        12 => Some(Fault::MasterDies(None)),
+        _ => Some(Fault::MasterDies(Some(1))),
     };
     if let Some(fault) = fault.filter(|_| world.ended.is_none()) {
         world.fault(fault);
     }
 }
 
-const LETTERS: usize = 10;
+const LETTERS: usize = 14;
 
 /// Of these, five in a row: deaths, failures, leaves, broken links, steps, time and scaling.
 const FREQUENT: [usize; 7] = [0, 2, 3, 4, 6, 7, 8];
@@ -51,6 +53,14 @@ const FREQUENT: [usize; 7] = [0, 2, 3, 4, 6, 7, 8];
 #[test]
 fn every_history_of_five_frequent_events_ends_with_each_record_counted_once() {
     every_history(&FREQUENT, 5);
+}
+
+/// And these four in a row: what meets the death of the master.
+const WITH_MASTERS: [usize; 8] = [0, 2, 4, 5, 6, 7, 12, 13];
+
+#[test]
+fn every_history_of_four_events_and_dying_masters_ends_with_each_record_counted_once() {
+    every_history(&WITH_MASTERS, 4);
 }
 
 #[test]
@@ -85,6 +95,7 @@ fn every_history_of(spec: &JobSpec, letters: &[usize], len: u32) {
             letter(&mut world, letters[rest % letters.len()]);
             rest /= letters.len();
         }
+        world.dies_after = None;
         world.run(|_| false);
         name.passed();
     }
@@ -134,6 +145,7 @@ fn seeded(seed: u64) -> Outcome {
             world.turn();
         }
     }
+    world.dies_after = None;
     world.run(|_| false);
     world.ended.expect("run returns when the job has ended")
 }
@@ -146,7 +158,7 @@ fn random_fault(world: &mut World, max_workers: u32) {
     let victim = victims[world.rng.random_range(0..victims.len())];
     let signals = [1, 2, 9, 9, 9, 9, 15, 6, 11];
     let cuts = if world.spec.worker_timeout.is_some() { 4 } else { 0 };
-    let fault = match world.rng.random_range(0..40 + cuts) {
+    let fault = match world.rng.random_range(0..46 + cuts) {
         0..12 => Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())])),
         12..15 => Fault::Exit(victim, Exit::Code(world.rng.random_range(0..2))),
         15..21 => Fault::Leave(victim),
@@ -155,6 +167,8 @@ fn random_fault(world: &mut World, max_workers: u32) {
         27..33 => Fault::Glitch(victim),
         33..39 => Fault::Scale(world.rng.random_range(1..=max_workers)),
         39 => Fault::Stop,
+        40..43 => Fault::MasterDies(None),
+        43..46 => Fault::MasterDies(Some(world.rng.random_range(0..6))),
         _ => Fault::Cut(victim),
     };
     world.fault(fault);

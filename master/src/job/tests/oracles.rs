@@ -12,11 +12,28 @@ use super::world::{World, index};
 
 impl World {
     pub(super) fn drain_actions(&mut self) {
+        self.write_record();
         while let Some(action) = self.job.poll_action() {
             assert_eq!(self.ended, None, "after its end the job wants {action:?}");
+            if self.dies_after == Some(0) {
+                self.discard(action);
+                while let Some(action) = self.job.poll_action() {
+                    self.discard(action);
+                }
+                return self.replace_master();
+            }
+            self.dies_after = self.dies_after.map(|n| n - 1);
             match action {
                 Action::Admit { connection, worker } => {
-                    self.at(LaunchId(connection.0)).worker = Some(worker);
+                    let p = self.at(LaunchId(connection.0));
+                    assert!(
+                        p.worker.is_none_or(|known| known == worker && p.astray),
+                        "a new name for {known:?}",
+                        known = p.worker
+                    );
+                    p.reconnected = p.astray;
+                    p.astray = false;
+                    p.worker = Some(worker);
                 }
                 Action::Disconnect { worker } => {
                     self.gone.insert(worker);
@@ -24,9 +41,14 @@ impl World {
                 Action::End(outcome) => self.ended = Some(outcome),
                 Action::Kill { launch } => {
                     let p = &mut self.processes[index(launch)];
-                    let silent = !p.said_hello && self.now.since(p.launched) >= Duration::from_secs(60);
+                    let silent =
+                        !p.said_hello && !p.orphan && self.now.since(p.launched) >= Duration::from_secs(60);
                     p.silent_for_long = silent && !self.stopped;
                     self.counted += u32::from(p.silent_for_long);
+                    if self.at(launch).astray {
+                        // It has not come back.
+                        self.gone.extend(self.processes[index(launch)].worker);
+                    }
                     if self.at(launch).alive {
                         self.die(launch, Exit::Signal(9));
                     }
@@ -38,7 +60,7 @@ impl World {
                     self.processes.push(Process { alive: true, launched: self.now, ..Process::default() });
                 }
                 Action::Refuse { connection, .. } => {
-                    self.at(LaunchId(connection.0)).die(Exit::Code(1));
+                    self.at(LaunchId(connection.0)).die(Exit::Code(70));
                 }
                 Action::Say(line) => {
                     if line.ends_with("have waited for each other for 1000 ms") {
@@ -55,6 +77,42 @@ impl World {
         assert_eq!(self.job.restarts.counted(), self.counted, "failures counted: {:#?}", self.said);
         if let Some(outcome) = self.ended {
             self.check_end(outcome);
+        }
+    }
+
+    /// As the shell does it, before anything is done. What changes unnoticed would be forgotten.
+    fn write_record(&mut self) {
+        let record = self.job.record();
+        if self.job.revision() == self.written.0 {
+            assert_eq!(lasting(&record), lasting(&self.written.1), "changed, but not written");
+        }
+        self.written = (self.job.revision(), record);
+    }
+
+    /// The master dies before it does this.
+    fn discard(&mut self, action: Action) {
+        match action {
+            Action::Admit { connection, .. } => {
+                let p = self.at(LaunchId(connection.0));
+                if !p.astray {
+                    p.die(Exit::Code(70));
+                }
+            }
+            Action::Disconnect { worker } => {
+                self.gone.insert(worker);
+            }
+            Action::Launch { launch } => {
+                self.running += 1;
+                assert_eq!(index(launch), self.processes.len());
+                let never = Process { exit: Some(Exit::Unknown), end_seen: true, ..Process::default() };
+                self.processes.push(never);
+            }
+            Action::Refuse { connection, .. } => self.at(LaunchId(connection.0)).die(Exit::Code(70)),
+            // Nobody has heard of it, but the next master knows it.
+            Action::Send { message: ToWorker::Membership(membership), .. } => {
+                self.check_membership(&membership)
+            }
+            Action::End(_) | Action::Kill { .. } | Action::Say(_) | Action::Send { .. } => {}
         }
     }
 
@@ -184,4 +242,11 @@ impl World {
             Outcome::Stopped => assert!(self.stopped),
         }
     }
+}
+
+/// A record without what only the time changes.
+fn lasting(record: &JobRecord) -> JobRecord {
+    let mut lasting = record.clone();
+    (lasting.step, lasting.story.loss, lasting.story.reported_last) = Default::default();
+    lasting
 }

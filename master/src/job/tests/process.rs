@@ -19,6 +19,14 @@ pub(super) struct Process {
     pub(super) said_hello: bool,
     pub(super) launched: Time,
     pub(super) silent_for_long: bool,
+    /// The master that started it has died: nobody will know how it ends.
+    pub(super) orphan: bool,
+    /// Its stream broke: it looks for a master.
+    pub(super) astray: bool,
+    /// It found one, and its trainer does not know yet.
+    pub(super) reconnected: bool,
+    /// Of `down`, those that came from the master before.
+    pub(super) old: usize,
     /// Its end, until the master is told.
     pub(super) exit: Option<Exit>,
     /// On their way to the master; the stream ends behind them if `closed`.
@@ -51,11 +59,81 @@ pub(super) struct State {
 }
 
 impl Process {
+    /// The master dies. Of what was on its way to this worker a part may have come; nothing that was on its way to the
+    /// master will.
+    pub(super) fn lose_master(&mut self, arrived: usize) {
+        self.orphan = true;
+        self.up.clear();
+        self.down.truncate(arrived);
+        self.old = self.down.len();
+        self.end_seen |= !self.alive;
+        if self.worker.is_some() && self.alive {
+            self.astray = true;
+            self.reconnected = false;
+        }
+    }
+
+    /// Its trainer learns that there is another master, and says again what that one has to know.
+    pub(super) fn reconnect(&mut self, speaks: bool) {
+        self.reconnected = false;
+        self.asked.clear();
+        // Whatever it said since its stream broke is dropped.
+        self.up.clear();
+        let ranges = self.held.iter().flat_map(|(&epoch, set)| {
+            set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
+        });
+        let step = self.state.as_ref().map_or(0, |s| s.step);
+        self.up.push_back(FromWorker::Holding { step, ranges: ranges.collect() });
+        match (self.ring, &self.state, &self.newest) {
+            (Some(ring), Some(state), _) if self.finished == Some(ring) => {
+                self.up.push_back(last_word(ring, state));
+            }
+            (Some(generation), Some(state), _) if speaks => {
+                let ledger = report(&state.ledger);
+                self.up.push_back(FromWorker::Formed { generation, step, ledger });
+            }
+            (None, _, Some(newest)) if self.broke == Some(newest.generation) => {
+                let generation = newest.generation;
+                let error = "before".into();
+                self.up.push_back(FromWorker::Broken {
+                    generation,
+                    suspect: None,
+                    error,
+                    unreachable: false,
+                });
+            }
+            _ => {}
+        }
+        if self.leaving {
+            self.up.push_back(FromWorker::Leaving);
+        }
+    }
+
+    /// The newest generation that its stream brought.
+    pub(super) fn heard(&self) -> Generation {
+        let came = self.down.iter().filter_map(|m| match m {
+            ToWorker::Membership(m) => Some(m.generation),
+            _ => None,
+        });
+        came.chain(self.newest.as_ref().map(|m| m.generation)).max().unwrap_or_default()
+    }
+
+    /// Its stream ends, behind what it has said on it.
+    pub(super) fn close(&mut self) {
+        if self.astray || self.reconnected {
+            self.up.clear();
+        }
+        self.closed = true;
+        self.end_seen |= self.astray;
+        self.astray = false;
+        self.reconnected = false;
+    }
+
     pub(super) fn die(&mut self, exit: Exit) {
         if self.alive {
             self.alive = false;
             self.exit = Some(exit);
-            self.closed = true;
+            self.close();
             self.half = None;
             self.down.clear();
         }
@@ -101,5 +179,20 @@ impl Process {
         if !newest.members.iter().any(|(w, _)| Some(*w) == self.worker) {
             self.die(Exit::Code(0));
         }
+    }
+}
+
+/// What a member says when the group holds the job's final state.
+pub(super) fn last_word(generation: Generation, state: &State) -> FromWorker {
+    let (step, ledger) = (state.step, report(&state.ledger));
+    let records_trained = state.ledger.counted();
+    FromWorker::Finished(Finished { generation, step, digest: step, ledger, records_trained, summary: None })
+}
+
+pub(super) fn report(ledger: &Ledger) -> LedgerReport {
+    LedgerReport {
+        epochs_complete: ledger.epoch(),
+        ranges: ledger.ranges().collect(),
+        repeated: ledger.repeated(),
     }
 }

@@ -80,7 +80,7 @@ fn a_worker_that_falls_silent_before_it_is_a_member_changes_no_group() {
     job.handle(at(100), Event::Scale { num_workers: 4 });
     let address = super::directed::address(4);
     let (connection, launch) = (ConnectionId(4), LaunchId(4));
-    job.handle(at(100), Event::Connected { connection, launch, address, pid: 104 });
+    job.handle(at(100), Event::Connected { connection, launch, address, pid: 104, resume: None });
     actions(&mut job);
     pass(&mut job, 150, 1300, &[1, 2, 3]);
     let done = actions(&mut job);

@@ -214,7 +214,8 @@ fn a_switch_that_some_have_made_and_one_can_not_is_no_way_to_wait_for_ever() {
     let mut job = watched();
     let connection = ConnectionId(5);
     job.handle(at(0), Event::Scale { num_workers: 5 });
-    job.handle(at(0), Event::Connected { connection, launch: LaunchId(5), address: address(5), pid: 105 });
+    let (launch, address) = (LaunchId(5), address(5));
+    job.handle(at(0), Event::Connected { connection, launch, address, pid: 105, resume: None });
     say(&mut job, 5, FromWorker::Ready { parameters: 10 });
     say(&mut job, 5, FromWorker::Primed { step: 0 });
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4, 5], false))));

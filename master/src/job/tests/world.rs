@@ -25,6 +25,7 @@ pub(super) enum Op {
     Form(Generation),
     Hello(LaunchId),
     Reap(LaunchId),
+    Return(LaunchId),
     Step(Generation),
     Switch(Generation),
     Unanswered(LaunchId),
@@ -40,6 +41,8 @@ pub(super) enum Fault {
     Freeze(LaunchId),
     Glitch(LaunchId),
     Leave(LaunchId),
+    /// At once, or in the middle of what follows from the next event, after so many actions.
+    MasterDies(Option<usize>),
     Scale(u32),
     Stop,
 }
@@ -67,12 +70,20 @@ pub(super) struct World {
     pub(super) counted: u32,
     pub(super) stopped: bool,
     pub(super) running: usize,
+    /// What the next master will know, and the revision that it is of.
+    pub(super) written: (u64, JobRecord),
+    pub(super) dies_after: Option<usize>,
+    pub(super) masters: u32,
 }
 
 impl World {
     pub(super) fn new(spec: JobSpec, records: u64, seed: u64) -> Self {
+        let job = Job::new(spec.clone());
         let mut world = Self {
-            job: Job::new(spec.clone()),
+            written: (0, job.record()),
+            dies_after: None,
+            masters: 1,
+            job,
             spec,
             records,
             now: Time::default(),
@@ -109,13 +120,13 @@ impl World {
     /// One thing happens; if nothing can, time passes.
     pub(super) fn turn(&mut self) {
         let ops = self.ops();
-        let silent = |p: &&mut Process| p.frozen && p.alive && p.worker.is_some() && !p.closed;
+        let silent = |p: &&mut Process| p.frozen && p.alive && p.worker.is_some() && !p.closed && !p.astray;
         if ops.is_empty()
             && (self.spec.worker_timeout.is_none() || self.rng.random())
             && let Some(p) = self.processes.iter_mut().find(silent)
         {
             // Keepalive finds out at last, also about those that are nobody's neighbours.
-            p.closed = true;
+            p.close();
         } else if ops.is_empty() {
             let due = self.job.poll_timeout();
             assert!(due.is_some(), "nothing can happen any more: {:#?}\n{:#?}", self.said, self.processes);
@@ -177,6 +188,8 @@ impl World {
                     p.up.push_back(FromWorker::Leaving);
                 }
             }
+            Fault::MasterDies(None) => self.replace_master(),
+            Fault::MasterDies(after) => self.dies_after = after,
             Fault::Scale(num_workers) => self.event(Event::Scale { num_workers }),
             Fault::Stop => {
                 self.stopped = true;
@@ -200,13 +213,17 @@ impl World {
             if acts && !p.said_hello {
                 ops.push(Op::Hello(id));
             }
-            if p.worker.is_some() && !p.end_seen && (!p.up.is_empty() || p.closed) {
+            if acts && p.astray {
+                ops.push(Op::Return(id));
+            }
+            let open = p.worker.is_some() && !p.astray && !p.reconnected;
+            if open && !p.end_seen && (!p.up.is_empty() || p.closed) {
                 ops.push(Op::Up(id));
             }
             if !p.alive && p.exit.is_some() {
                 ops.push(Op::Reap(id));
             }
-            if acts && !p.down.is_empty() {
+            if acts && (!p.down.is_empty() || p.reconnected) {
                 ops.push(Op::Down(id));
             }
             if acts && p.prepared && !self.wants(p).is_empty() {
@@ -360,9 +377,18 @@ impl World {
                 p.said_hello = true;
                 let address = SocketAddr::from(([127, 0, 0, 1], 1000 + id.0 as u16));
                 let pid = id.0 as u32;
-                self.event(Event::Connected { connection: ConnectionId(id.0), launch: id, address, pid });
+                let connection = ConnectionId(id.0);
+                self.event(Event::Connected { connection, launch: id, address, pid, resume: None });
             }
             Op::Reap(id) => self.reap(id),
+            Op::Return(id) => {
+                let p = self.at(id);
+                let (worker, generation) = (p.worker.unwrap(), p.heard());
+                let resume = Some(Resume { worker, generation, parameters: p.prepared.then_some(10) });
+                let address = SocketAddr::from(([127, 0, 0, 1], 1000 + id.0 as u16));
+                let (connection, pid) = (ConnectionId(id.0), id.0 as u32);
+                self.event(Event::Connected { connection, launch: id, address, pid, resume });
+            }
             Op::Step(ring) => self.step(ring),
             Op::Switch(ring) => {
                 for id in self.launches_of(ring).to_vec() {
@@ -381,6 +407,12 @@ impl World {
     fn deliver_down(&mut self, id: LaunchId) {
         let records = self.records;
         let p = self.at(id);
+        if p.reconnected && p.old == 0 {
+            let ring = p.ring;
+            let speaks = ring.is_some_and(|ring| self.launches_of(ring)[0] == id);
+            return self.at(id).reconnect(speaks);
+        }
+        p.old = p.old.saturating_sub(1);
         match p.down.pop_front().unwrap() {
             ToWorker::Describe => p.up.push_back(FromWorker::Described(Ok(dataset(&[records])))),
             ToWorker::Drain => p.drained = true,
@@ -454,7 +486,7 @@ impl World {
 
     fn reap(&mut self, id: LaunchId) {
         let p = &mut self.processes[index(id)];
-        let exit = p.exit.take().unwrap();
+        let exit = p.exit.take().map(|exit| if p.orphan { Exit::Unknown } else { exit }).unwrap();
         let newest = self.published.last().map(|m| m.generation);
         let done = p.worker.zip(newest).is_some_and(|key| self.finished.contains(&key));
         let excused = done || p.silent_for_long || p.worker.is_some_and(|w| self.excused.contains(&w));
@@ -463,12 +495,30 @@ impl World {
         let own = match exit {
             Exit::Code(_) | Exit::NotStarted(_) => true,
             Exit::Signal(signal) => ![1, 2, 9, 15].contains(&signal),
+            Exit::Unknown => false,
         };
         let alive = self.job.phase == job::Phase::Running;
         self.counted += u32::from(own && !excused && !retired && alive);
         self.running -= 1;
         self.gone.extend(p.worker);
         self.event(Event::ProcessEnded { launch: id, exit });
+    }
+
+    /// The master dies, and another one goes on with what was written.
+    pub(super) fn replace_master(&mut self) {
+        self.dies_after = None;
+        self.masters += 1;
+        self.said.push(format!("---- master {} ----", self.masters));
+        for p in &mut self.processes {
+            let arrived = self.rng.random_range(0..=p.down.len());
+            p.lose_master(arrived);
+        }
+        // What it was told of final states the next one has to be told again.
+        self.finished.clear();
+        let written = serde_json::to_string(&self.written.1).unwrap();
+        self.job = Job::restore(serde_json::from_str(&written).unwrap(), self.now).unwrap();
+        self.written = (0, self.job.record());
+        self.drain_actions();
     }
 
     pub(super) fn die(&mut self, id: LaunchId, exit: Exit) {
