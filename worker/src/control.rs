@@ -3,6 +3,7 @@
 //! **Invariant:** generated types stop here.
 //! **Invariant:** a master that is gone for longer than the timeout ends this process: no worker outlives its job. One
 //! that is there but can't be heard is gone, too: the connection is tried now and then, so that its end is noticed.
+//! **Invariant:** what the trainer said to one master is never told to the next.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
@@ -20,7 +21,7 @@ use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Request, Streaming};
+use tonic::{Code, Request, Streaming};
 
 use crate::core::plan::Batch;
 use crate::core::session::{Membership, Report};
@@ -68,10 +69,12 @@ impl Control {
         let fence = Arc::new(OnceLock::new());
         let progress = Arc::new(OnceLock::new());
         let stream = Stream {
-            environment: environment.clone(),
+            door: Door { environment: environment.clone(), address, me: None },
             to_trainer,
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
+            leaving: false,
+            over: false,
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -79,7 +82,7 @@ impl Control {
             .map_err(|error| format!("no runtime for the control stream: {error}"))?;
         let thread = std::thread::Builder::new()
             .name("control".into())
-            .spawn(move || runtime.block_on(stream.run(address, from_trainer, tell_welcome)))
+            .spawn(move || runtime.block_on(stream.run(from_trainer, tell_welcome)))
             .map_err(|error| format!("no thread for the control stream: {error}"))?;
         let welcome =
             welcome.blocking_recv().unwrap_or_else(|_| Err("the control stream's thread ended".into()))?;
@@ -94,81 +97,70 @@ impl Control {
 }
 
 struct Stream {
-    environment: Environment,
+    door: Door,
     to_trainer: Sender<FromMaster>,
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
+    /// It was told to end, and every master is to know.
+    leaving: bool,
+    /// It was shut down: no other master is of interest.
+    over: bool,
 }
 
-impl Stream {
-    async fn run(
-        self,
-        address: SocketAddr,
-        mut from_trainer: mpsc::UnboundedReceiver<ToMaster>,
-        tell_welcome: oneshot::Sender<Result<Welcome, String>>,
-    ) {
-        let (requests, outgoing) = mpsc::unbounded_channel();
-        let opened = async {
-            let sigterm = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
-            let (incoming, welcome) = self.open(address, &requests, outgoing).await?;
-            Ok((sigterm, incoming, welcome))
-        };
-        let heartbeat;
-        let (mut sigterm, mut incoming) = match opened.await {
-            Ok((sigterm, incoming, welcome)) => {
-                heartbeat = welcome.heartbeat.unwrap_or(HEARTBEAT_NEVER);
-                let _ = tell_welcome.send(Ok(welcome));
-                (sigterm, incoming)
-            }
-            Err(error) => {
-                let _ = tell_welcome.send(Err(error));
-                return;
-            }
-        };
-        let mut beats = tokio::time::interval(heartbeat);
-        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let say = |kind| requests.send(v1::WorkerMessage { kind: Some(kind) });
-        loop {
-            tokio::select! {
-                message = incoming.next() => match message {
-                    Some(Ok(message)) => self.handle(message),
-                    Some(Err(status)) => return self.outlive(status.message(), &mut sigterm).await,
-                    None => return self.outlive("the stream ended", &mut sigterm).await,
-                },
-                message = from_trainer.recv() => match message {
-                    Some(message) => {
-                        let _ = say(encode(message));
-                    }
-                    None => break,
-                },
-                _ = beats.tick() => {
-                    let stall = self.progress.get().and_then(Progress::stall);
-                    let stall = stall.filter(|s| s.since >= heartbeat).map(encode_stall);
-                    let _ = say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat { stall }));
-                }
-                _ = sigterm.recv() => {
-                    tracing::info!("told to end: leaving at the next boundary");
-                    let _ = say(v1::worker_message::Kind::Leaving(v1::Leaving {}));
-                    leave_in_time(self.environment.leave_timeout());
-                }
-            }
-        }
-        // The trainer is done. Ending the request stream flushes it; the master then ends its side.
-        drop(requests);
-        let drained = async { while let Some(Ok(_)) = incoming.next().await {} };
-        let _ = tokio::time::timeout(Duration::from_secs(1), drained).await;
-    }
+/// How this worker comes to a master.
+#[derive(Clone)]
+struct Door {
+    environment: Environment,
+    /// Where peers reach this worker.
+    address: SocketAddr,
+    /// Who this worker is, for a master that comes after this one; `None` before the first welcome.
+    me: Option<v1::Resume>,
+}
 
-    async fn open(
-        &self,
-        address: SocketAddr,
-        requests: &mpsc::UnboundedSender<v1::WorkerMessage>,
-        outgoing: mpsc::UnboundedReceiver<v1::WorkerMessage>,
-    ) -> Result<(Streaming<v1::MasterMessage>, Welcome), String> {
+/// The stream to one master.
+struct Link {
+    requests: mpsc::UnboundedSender<v1::WorkerMessage>,
+    incoming: Streaming<v1::MasterMessage>,
+    /// What the trainer says is meant for this master, and not for the one before.
+    current: bool,
+}
+
+impl Link {
+    fn say(&self, kind: v1::worker_message::Kind) {
+        // A stream that has ended says so to its reader.
+        let _ = self.requests.send(v1::WorkerMessage { kind: Some(kind) });
+    }
+}
+
+/// Why there is no stream.
+enum NotOpened {
+    /// Nobody answered, or not to the end: another attempt may succeed.
+    NoAnswer(String),
+    /// The master does not want this worker.
+    Refused(String),
+}
+
+impl NotOpened {
+    fn text(self) -> String {
+        match self {
+            Self::NoAnswer(text) | Self::Refused(text) => text,
+        }
+    }
+}
+
+impl Door {
+    async fn open(&self) -> Result<(Link, Welcome), NotOpened> {
         let environment = &self.environment;
         let master = &environment.master;
-        let refused =
-            |what: &str, error: &dyn std::fmt::Display| format!("master at {master}: {what}: {error}");
+        let text = |what: &str, error: &dyn std::fmt::Display| format!("master at {master}: {what}: {error}");
+        let no_answer = |what: &str, error: &dyn std::fmt::Display| NotOpened::NoAnswer(text(what, error));
+        let refused = |what: &str, error: &dyn std::fmt::Display| NotOpened::Refused(text(what, error));
+        let status = |status: tonic::Status| match status.code() {
+            Code::FailedPrecondition | Code::InvalidArgument | Code::Unauthenticated => {
+                refused("refused this worker", &status.message())
+            }
+            _ => no_answer("no welcome", &status.message()),
+        };
         let channel = Endpoint::from_shared(format!("http://{master}"))
             .map_err(|error| refused("not an address", &error))?
             .tcp_nodelay(true)
@@ -178,41 +170,189 @@ impl Stream {
             .keep_alive_while_idle(true)
             .connect()
             .await
-            .map_err(|error| refused("no answer", &error))?;
+            .map_err(|error| no_answer("no answer", &error))?;
         let mut client: MasterClient<Channel> =
             MasterClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let hello = v1::Hello {
             job: environment.job.clone(),
             launch: environment.launch,
-            address: address.to_string(),
+            address: self.address.to_string(),
             pid: std::process::id(),
-            resume: None,
+            resume: self.me,
         };
+        let (requests, outgoing) = mpsc::unbounded_channel();
         let hello = v1::WorkerMessage { kind: Some(v1::worker_message::Kind::Hello(hello)) };
-        requests.send(hello).map_err(|error| refused("stream", &error))?;
+        requests.send(hello).map_err(|error| no_answer("stream", &error))?;
         let mut request = Request::new(UnboundedReceiverStream::new(outgoing));
         let bearer = format!("Bearer {}", environment.token)
             .parse()
             .map_err(|_| refused("token", &"not printable"))?;
         request.metadata_mut().insert("authorization", bearer);
-        let mut incoming = client
-            .join(request)
-            .await
-            .map_err(|status| refused("refused this worker", &status.message()))?
-            .into_inner();
+        let mut incoming = client.join(request).await.map_err(status)?.into_inner();
         match incoming.next().await {
             Some(Ok(v1::MasterMessage { kind: Some(v1::master_message::Kind::Welcome(welcome)) })) => {
                 let welcome =
                     decode_welcome(welcome).ok_or_else(|| refused("welcome", &"options are missing"))?;
-                Ok((incoming, welcome))
+                if self.me.is_some_and(|me| me.worker != welcome.worker.0) {
+                    return Err(refused("welcome", &"it is for another worker"));
+                }
+                Ok((Link { requests, incoming, current: false }, welcome))
             }
             Some(Ok(other)) => Err(refused("expected a welcome", &format!("{other:?}"))),
-            Some(Err(status)) => Err(refused("refused this worker", &status.message())),
-            None => Err(refused("ended the stream", &"no reason given")),
+            Some(Err(error)) => Err(status(error)),
+            None => Err(no_answer("ended the stream", &"no reason given")),
         }
     }
 
-    fn handle(&self, message: v1::MasterMessage) {
+    /// Opens a stream as soon as there is a master; the text says why one that is there does not want this worker.
+    async fn search(self) -> Result<Link, String> {
+        let mut pause = RETRY_FIRST;
+        loop {
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(RETRY_MAX);
+            match self.open().await {
+                Ok((link, _)) => return Ok(link),
+                Err(NotOpened::NoAnswer(reason)) => tracing::debug!(reason, "still no master"),
+                Err(NotOpened::Refused(reason)) => return Err(reason),
+            }
+        }
+    }
+
+    /// Keeps what a later master will have to know of this worker.
+    fn note(&mut self, message: &ToMaster) {
+        if let (ToMaster::Ready { parameters }, Some(me)) = (message, &mut self.me) {
+            me.parameters = Some(*parameters);
+        }
+    }
+}
+
+impl Stream {
+    async fn run(
+        mut self,
+        mut from_trainer: mpsc::UnboundedReceiver<ToMaster>,
+        tell_welcome: oneshot::Sender<Result<Welcome, String>>,
+    ) {
+        let opened = async {
+            let sigterm = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
+            let (link, welcome) = self.door.open().await.map_err(NotOpened::text)?;
+            Ok((sigterm, link, welcome))
+        };
+        let heartbeat;
+        let (mut sigterm, mut link) = match opened.await {
+            Ok((sigterm, link, welcome)) => {
+                heartbeat = welcome.heartbeat.unwrap_or(HEARTBEAT_NEVER);
+                self.door.me = Some(v1::Resume { worker: welcome.worker.0, generation: 0, parameters: None });
+                let _ = tell_welcome.send(Ok(welcome));
+                (sigterm, link)
+            }
+            Err(error) => {
+                let _ = tell_welcome.send(Err(error));
+                return;
+            }
+        };
+        link.current = true;
+        let mut beats = tokio::time::interval(heartbeat);
+        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                message = link.incoming.next() => {
+                    let why = match message {
+                        Some(Ok(message)) => {
+                            self.handle(message);
+                            continue;
+                        }
+                        Some(Err(status)) => status.message().to_owned(),
+                        None => "the stream ended".into(),
+                    };
+                    match self.reopen(&why, &mut from_trainer, &mut sigterm).await {
+                        Some(other) => link = other,
+                        None => return,
+                    }
+                }
+                message = from_trainer.recv() => match message {
+                    Some(message) => self.pass_on(&mut link, message),
+                    None => break,
+                },
+                _ = beats.tick() => {
+                    let stall = self.progress.get().and_then(Progress::stall);
+                    let stall = stall.filter(|s| s.since >= heartbeat).map(encode_stall);
+                    link.say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat { stall }));
+                }
+                _ = sigterm.recv() => {
+                    self.leave();
+                    if link.current {
+                        link.say(v1::worker_message::Kind::Leaving(v1::Leaving {}));
+                    }
+                }
+            }
+        }
+        // The trainer is done. Ending the request stream flushes it; the master then ends its side.
+        let Link { requests, mut incoming, .. } = link;
+        drop(requests);
+        let drained = async { while let Some(Ok(_)) = incoming.next().await {} };
+        let _ = tokio::time::timeout(Duration::from_secs(1), drained).await;
+    }
+
+    /// The stream is gone: the group goes on without a master, and this worker looks for one until the timeout. `None`
+    /// when the trainer has ended meanwhile. Ends the process where there is no master, or none that wants it.
+    async fn reopen(
+        &mut self,
+        why: &str,
+        from_trainer: &mut mpsc::UnboundedReceiver<ToMaster>,
+        sigterm: &mut Signal,
+    ) -> Option<Link> {
+        tracing::warn!(why, "lost the master");
+        let (door, over) = (self.door.clone(), self.over);
+        let search = async {
+            match over {
+                true => std::future::pending().await,
+                false => door.search().await,
+            }
+        };
+        let search = tokio::time::timeout(self.door.environment.master_timeout, search);
+        tokio::pin!(search);
+        let reason = loop {
+            tokio::select! {
+                found = &mut search => match found {
+                    Ok(Ok(link)) => {
+                        tracing::info!("a master is there again");
+                        let _ = self.to_trainer.send(FromMaster::Reconnected);
+                        return Some(link);
+                    }
+                    Ok(Err(reason)) => break reason,
+                    Err(_) => break "no master within the timeout".into(),
+                },
+                // What the trainer says meanwhile nobody hears.
+                message = from_trainer.recv() => self.door.note(&message?),
+                _ = sigterm.recv() => self.leave(),
+            }
+        };
+        tracing::error!(reason, "this worker ends");
+        std::process::exit(EXIT_MASTER_LOST);
+    }
+
+    /// Tells the master what the trainer says. What the trainer said before it knew of this master is dropped: it says
+    /// again what still matters, and first what it holds.
+    fn pass_on(&mut self, link: &mut Link, message: ToMaster) {
+        self.door.note(&message);
+        let first = matches!(message, ToMaster::Report(Report::Holding { .. })) && !link.current;
+        link.current |= first;
+        if link.current {
+            link.say(encode(message));
+        }
+        if first && self.leaving {
+            link.say(v1::worker_message::Kind::Leaving(v1::Leaving {}));
+        }
+    }
+
+    fn leave(&mut self) {
+        tracing::info!("told to end: leaving at the next boundary");
+        if !std::mem::replace(&mut self.leaving, true) {
+            leave_in_time(self.door.environment.leave_timeout());
+        }
+    }
+
+    fn handle(&mut self, message: v1::MasterMessage) {
         let Some(message) = decode(message) else {
             tracing::warn!("the master sent a message that can't be read; it is ignored");
             return;
@@ -223,31 +363,15 @@ impl Stream {
             FromMaster::Shutdown(_) => Some(u64::MAX),
             _ => None,
         };
+        match (&message, &mut self.door.me) {
+            (FromMaster::Membership(m, _), Some(me)) => me.generation = me.generation.max(m.generation.0),
+            (FromMaster::Shutdown(_), _) => self.over = true,
+            _ => {}
+        }
         let _ = self.to_trainer.send(message);
         if let (Some(generation), Some(fence)) = (abort_before, self.fence.get()) {
             fence.abort_before(generation);
         }
-    }
-
-    /// The stream is gone. The group goes on without a master, but not for longer than the timeout; and a master that is
-    /// there has ended the stream for a reason.
-    async fn outlive(&self, why: &str, sigterm: &mut Signal) {
-        tracing::warn!(why, "lost the master");
-        let deadline = tokio::time::Instant::now() + self.environment.master_timeout;
-        let gone = async {
-            loop {
-                tokio::time::sleep(MASTER_PROBE).await;
-                if tokio::net::TcpStream::connect(&self.environment.master).await.is_ok() {
-                    return "the master has ended this worker's stream";
-                }
-            }
-        };
-        let reason = tokio::select! {
-            reason = tokio::time::timeout_at(deadline, gone) => reason.unwrap_or("no master within the timeout"),
-            _ = sigterm.recv() => "told to end",
-        };
-        tracing::error!(reason, "this worker ends");
-        std::process::exit(EXIT_MASTER_LOST);
     }
 }
 
@@ -358,6 +482,9 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
         Report::Formed { generation, step, ledger } => {
             Kind::Formed(v1::Formed { generation: generation.0, step, ledger: Some(encode_ledger(&ledger)) })
         }
+        Report::Holding { step, ranges } => {
+            Kind::Holding(v1::Holding { step, ranges: ranges.iter().map(encode_range).collect() })
+        }
         Report::Primed { step } => Kind::Primed(v1::Primed { step }),
         Report::LeaseRequest { epoch, records } => Kind::LeaseRequest(v1::LeaseRequest { epoch, records }),
     }
@@ -402,5 +529,6 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 /// For a master that does not want to hear anything: a day.
 const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// How often a worker without a stream looks whether a master is there.
-const MASTER_PROBE: Duration = Duration::from_millis(200);
+/// How long a worker without a stream waits before it looks for a master again: twice as long each time.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY_MAX: Duration = Duration::from_secs(1);

@@ -20,6 +20,8 @@ pub(crate) enum FromMaster {
     /// The group changes; and when that arrived here.
     Membership(Membership, Instant),
     Prepare(Dataset),
+    /// From the control stream itself: it was broken, and there is another master.
+    Reconnected,
     Shutdown(String),
 }
 

@@ -144,8 +144,13 @@ fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exi
             }
             Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
             Ok(FromMaster::Shutdown(reason)) => return Ok(Err(Exit::Shutdown(reason))),
+            // A master that comes back gives up workers that were no members yet.
             Ok(
-                FromMaster::Drain | FromMaster::Fetch(_) | FromMaster::Lease(_) | FromMaster::Membership(..),
+                FromMaster::Drain
+                | FromMaster::Fetch(_)
+                | FromMaster::Lease(_)
+                | FromMaster::Membership(..)
+                | FromMaster::Reconnected,
             ) => {}
             Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),
         }

@@ -135,6 +135,10 @@ impl<'a, M: Model> Trainer<'a, M> {
                 }
                 self.session.handle_membership(membership);
             }
+            FromMaster::Reconnected => {
+                self.session.reconnected();
+                self.send_reports();
+            }
             FromMaster::Shutdown(reason) => self.session.handle_shutdown(reason),
             // Asked and answered before the training began.
             FromMaster::Describe | FromMaster::Prepare(_) => {}

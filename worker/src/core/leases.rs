@@ -76,6 +76,16 @@ impl Leases {
         Some(short)
     }
 
+    /// Everything held, in order.
+    pub fn all(&self) -> impl Iterator<Item = RecordRange> + '_ {
+        self.held.values().flatten().copied()
+    }
+
+    /// Forgets what was asked for: whoever was asked is gone.
+    pub fn forget_asked(&mut self) {
+        self.asked.clear();
+    }
+
     /// Forgets what belongs to epochs before `epoch`: they are complete.
     pub fn forget_before(&mut self, epoch: u32) {
         self.held = self.held.split_off(&epoch);
@@ -116,5 +126,7 @@ mod tests {
         assert_eq!(leases.ask(0, 8), Some(9));
         leases.forget_before(1);
         assert_eq!((leases.held(0), leases.ask(0, 8)), (0, Some(16)));
+        leases.forget_asked();
+        assert_eq!(leases.ask(0, 8), Some(16));
     }
 }

@@ -110,6 +110,10 @@ pub enum Report {
         step: u64,
         ledger: Ledger,
     },
+    Holding {
+        step: u64,
+        ranges: Vec<RecordRange>,
+    },
     LeaseRequest {
         epoch: u32,
         records: u64,
@@ -652,6 +656,7 @@ const STEPS_AHEAD: u64 = 4;
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 mod fetch;
+mod reconnect;
 
 #[cfg(test)]
 mod tests;

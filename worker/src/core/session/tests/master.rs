@@ -73,7 +73,7 @@ impl World {
     pub(super) fn handle_report(&mut self, from: WorkerId, report: Report) {
         match report {
             Report::Broken { generation, .. } if generation == self.generation => self.publish(true),
-            Report::Broken { .. } | Report::Committed(_) => {}
+            Report::Broken { .. } | Report::Committed(_) | Report::Holding { .. } => {}
             Report::Formed { generation, ledger, .. } if generation == self.generation => {
                 self.formed = true;
                 self.rebuild(&ledger);

@@ -1,0 +1,139 @@
+//! What a worker says to a master that comes after the one that it knew.
+
+use super::{Phase, Progress, Report, Session, State};
+
+impl Session {
+    /// Another master is there, which knows nothing of what was said to the one before. It is told first which records
+    /// are this worker's, then what the one before may not have heard, and asked anew for what that one did not give.
+    pub fn reconnected(&mut self) {
+        self.reports.clear();
+        self.leases.forget_asked();
+        let ranges = self.pending.ranges.iter().copied().chain(self.leases.all()).collect();
+        self.reports.push_back(Report::Holding { step: self.step(), ranges });
+        match &mut self.phase {
+            Phase::Alone => self.report_broken_again(),
+            Phase::Over { told, .. } => *told = false,
+            Phase::Round { group, .. } => {
+                let (generation, rank, world_size) = (group.generation, group.rank, group.members.len());
+                if let (0, Some(State { step, ledger, .. })) = (rank, &self.state) {
+                    let (step, ledger) = (*step, ledger.clone());
+                    self.reports.push_back(Report::Formed { generation, step, ledger });
+                    self.progress = Progress::default();
+                }
+                self.ask(world_size);
+            }
+            // What comes of these is said when it is done.
+            Phase::Ended(_)
+            | Phase::Fetching
+            | Phase::Joining(_)
+            | Phase::Repairing(..)
+            | Phase::Syncing(_) => {}
+        }
+    }
+
+    /// A member without links waits for a new generation, and the master may not know.
+    fn report_broken_again(&mut self) {
+        let latest =
+            self.latest.as_ref().filter(|latest| self.was_member && latest.rank_of(self.me).is_some());
+        if let Some(generation) = latest.map(|latest| latest.generation) {
+            let error = "links broke before this master came".into();
+            self.reports.push_back(Report::Broken { generation, suspect: None, error, unreachable: false });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
+
+    use super::super::{JobPlan, Membership, Task};
+    use super::*;
+    use crate::core::header::SyncHeader;
+    use crate::core::plan::Batch;
+
+    fn records(start: u64, end: u64) -> RecordRange {
+        RecordRange { epoch: 0, start, end }
+    }
+
+    fn reports(session: &mut Session) -> Vec<Report> {
+        std::iter::from_fn(|| session.poll_report()).collect()
+    }
+
+    /// Alone in generation 1, at step 0, with a lease on records 0 to 6.
+    fn alone() -> Session {
+        let me = WorkerId(1);
+        let plan = JobPlan { records: 10, epochs: 1, max_steps: None, batch: Batch::Global(2) };
+        let mut session = Session::new(me, plan);
+        let members = vec![(me, "127.0.0.1:1".parse().unwrap())];
+        session.handle_membership(Membership { generation: Generation(1), members, abort: false });
+        session.connected();
+        session.synced(&[SyncHeader { state: None }]).unwrap();
+        session.begin();
+        session.repaired();
+        session.handle_lease(vec![records(0, 6)]);
+        reports(&mut session);
+        session
+    }
+
+    fn formed(step: u64, absorbed: RecordRange) -> Report {
+        let mut ledger = Ledger::new(10);
+        ledger.absorb(absorbed);
+        Report::Formed { generation: Generation(1), step, ledger }
+    }
+
+    #[test]
+    fn another_master_hears_of_leases_of_the_ledger_and_of_what_is_wanted() {
+        let mut session = alone();
+        session.talked(&[session.header(0)]).unwrap();
+        assert_eq!(session.poll(), Task::Compute(vec![records(0, 2)]));
+        session.computed(0.0, 0);
+        session.commit(vec![session.header(0)], std::time::Duration::ZERO);
+        assert_eq!(session.poll(), Task::Compute(vec![records(2, 4)]));
+        session.reconnected();
+        // What is being computed is held; what is committed is in the ledger, and not said a second time.
+        let holding = Report::Holding { step: 1, ranges: vec![records(2, 4), records(4, 6)] };
+        let wanted = Report::LeaseRequest { epoch: 0, records: 14 };
+        assert_eq!(reports(&mut session), [holding.clone(), formed(1, records(0, 2)), wanted.clone()]);
+        session.reconnected();
+        assert_eq!(reports(&mut session), [holding, formed(1, records(0, 2)), wanted]);
+        session.computed(0.0, 0);
+        session.commit(vec![session.header(0)], std::time::Duration::from_secs(9));
+        let Some(Report::Committed(progress)) = session.poll_report() else { panic!("no progress") };
+        assert_eq!((progress.step, progress.ranges), (2, vec![records(2, 4)]));
+    }
+
+    #[test]
+    fn a_member_without_links_says_again_that_they_broke() {
+        let mut session = alone();
+        session.broken(None, "reset".into());
+        reports(&mut session);
+        session.reconnected();
+        let said = reports(&mut session);
+        let broken =
+            |r: &Report| matches!(r, Report::Broken { generation: Generation(1), suspect: None, .. });
+        assert_eq!(said[0], Report::Holding { step: 0, ranges: vec![records(0, 6)] });
+        assert!(broken(&said[1]) && said.len() == 2, "{said:?}");
+    }
+
+    #[test]
+    fn a_final_state_is_told_to_another_master_too() {
+        let mut session = alone();
+        session.handle_drain();
+        session.talked(&[session.header(0)]).unwrap();
+        assert_eq!(session.poll(), Task::Finish);
+        session.told();
+        assert_eq!(session.poll(), Task::Wait);
+        session.reconnected();
+        assert_eq!(session.poll(), Task::Finish);
+    }
+
+    #[test]
+    fn a_worker_that_was_no_member_has_nothing_to_say() {
+        let mut session = Session::new(
+            WorkerId(1),
+            JobPlan { records: 10, epochs: 1, max_steps: None, batch: Batch::Global(2) },
+        );
+        session.reconnected();
+        assert_eq!(reports(&mut session), [Report::Holding { step: 0, ranges: Vec::new() }]);
+    }
+}
