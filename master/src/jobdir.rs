@@ -6,10 +6,13 @@
 //!       master.json             where the running master listens; gone when it has ended
 //!       logs/master.log         what the master did
 //!       logs/worker-<launch>.log   what one worker printed
+//!       job.json, record.json, processes   what another master needs to go on: see `kept`
 //!       summary.json            how the job ended
 //! ```
 //!
 //! **Invariant:** whoever holds the lock is the only one that writes here. Files appear whole or not at all.
+
+mod kept;
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -22,6 +25,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::job::LaunchId;
 use crate::token::Token;
+
+pub(crate) use kept::note_process;
+pub use kept::{Abandoned, RecordFile, ResumeError, Start, is_abandoned};
 
 /// The directory of a job that this process runs; holds its lock.
 #[derive(Debug)]
@@ -222,10 +228,19 @@ pub fn default_root() -> PathBuf {
 /// # Errors
 /// The system's; the old file is still there.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_and_rename(path, bytes, File::sync_all)
+}
+
+/// As [`write_atomically`], but a crash of the whole machine may lose the new file, or what is in it.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_and_rename(path, bytes, |_| Ok(()))
+}
+
+fn write_and_rename(path: &Path, bytes: &[u8], sync: impl Fn(&File) -> io::Result<()>) -> io::Result<()> {
     let temporary = temporary_beside(path)?;
     let written = create_new(&temporary).and_then(|mut file| {
         file.write_all(bytes)?;
-        file.sync_all()
+        sync(&file)
     });
     written.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| {
         // It may not have been created at all.
@@ -277,8 +292,11 @@ fn take_lock(root: &Path) -> Result<File, JobDirError> {
 
 /// What an earlier run left that would be taken for this one's.
 fn stale_files(root: &Path, logs: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut stale: Vec<PathBuf> =
-        [SUMMARY, MASTER].map(|name| root.join(name)).into_iter().filter(|path| path.is_file()).collect();
+    let mut stale: Vec<PathBuf> = [SUMMARY, MASTER, JOB, RECORD, PROCESSES]
+        .map(|name| root.join(name))
+        .into_iter()
+        .filter(|path| path.is_file())
+        .collect();
     for entry in fs::read_dir(logs)? {
         let path = entry?.path();
         if path.extension().is_some_and(|extension| extension == "log") {
@@ -294,9 +312,12 @@ pub fn worker_log(logs: &Path, launch: LaunchId) -> PathBuf {
     logs.join(format!("worker-{}.log", launch.0))
 }
 
+const JOB: &str = "job.json";
 const LOCK: &str = "lock";
 const LOGS: &str = "logs";
 const MASTER: &str = "master.json";
+const PROCESSES: &str = "processes";
+const RECORD: &str = "record.json";
 const SUMMARY: &str = "summary.json";
 const TOKEN: &str = "token";
 

@@ -4,19 +4,22 @@
 //! and so that whatever a worker started goes with it.
 //!
 //! **Invariant:** no process outlives `Processes`, however it ends: each one is owned by a task that kills
-//! its group when it is dropped. (A master that is killed itself can't see to that; workers notice by
-//! themselves.)
+//! its group when it is dropped. (A master that is killed itself can't see to that: its workers look for another master
+//! for a while, and one that comes takes over their processes, which are not its children.)
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 use tokio::process::{Child, Command};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
@@ -36,6 +39,29 @@ pub struct Launcher {
     pub env: Vec<(OsString, OsString)>,
     /// Folder of their logs.
     pub logs: PathBuf,
+    /// The file in which each process is noted.
+    pub processes: PathBuf,
+}
+
+/// A process that was started. Its id alone may be another one's by now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Started {
+    /// Its id.
+    pub pid: u32,
+    /// When, in the system's ticks since it came up.
+    pub at: u64,
+}
+
+impl Started {
+    /// The process `pid`; `None` if it has ended.
+    fn look_up(pid: u32) -> Option<Self> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // After the name, which is in brackets and may hold anything: the third field, the state, and what follows.
+        let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+        let runs = !matches!(fields.next()?, "Z" | "X");
+        let at = fields.nth(STAT_STARTTIME - STAT_STATE - 1)?.parse().ok()?;
+        runs.then_some(Self { pid, at })
+    }
 }
 
 impl Launcher {
@@ -47,7 +73,7 @@ impl Launcher {
             ("ELASTICDL_TOKEN_FILE".into(), dir.token_path().into()),
             ("ELASTICDL_MASTER_TIMEOUT_MS".into(), master_timeout.as_millis().to_string().into()),
         ];
-        Self { program, args, env, logs: dir.logs() }
+        Self { program, args, env, logs: dir.logs(), processes: dir.processes_path() }
     }
 
     fn spawn(&self, launch: LaunchId) -> io::Result<Child> {
@@ -95,6 +121,18 @@ impl Processes {
         });
     }
 
+    /// Takes over one that another master has started, if it still runs; its end is reported like that of any other.
+    pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<Started>) {
+        let (kill, killed) = oneshot::channel();
+        self.running.insert(launch, kill);
+        self.tasks.spawn(async move {
+            if let Some(started) = started {
+                watch(launch, started, killed).await;
+            }
+            (launch, Exit::Unknown)
+        });
+    }
+
     /// Kills one, with everything that it started; its end is reported by [`Processes::next_ended`].
     pub(crate) fn kill(&mut self, launch: LaunchId) {
         self.running.remove(&launch);
@@ -128,6 +166,11 @@ async fn supervise(launcher: &Launcher, launch: LaunchId, killed: oneshot::Recei
     };
     let group = process.pid();
     info!(launch = launch.0, pid = process.0.id(), "worker process started");
+    if let Some(started) = process.0.id().and_then(Started::look_up)
+        && let Err(error) = jobdir::note_process(&launcher.processes, launch, started)
+    {
+        warn!(launch = launch.0, %error, "can't note the process: another master would not find it");
+    }
     let ended = tokio::select! {
         ended = process.0.wait() => ended,
         _ = killed => {
@@ -146,6 +189,67 @@ async fn supervise(launcher: &Launcher, launch: LaunchId, killed: oneshot::Recei
     };
     info!(launch = launch.0, ?exit, "worker process ended");
     exit
+}
+
+/// Waits for the end of a process that is no child, which `killed` hastens.
+async fn watch(launch: LaunchId, started: Started, killed: oneshot::Receiver<()>) {
+    let Some(pid) = i32::try_from(started.pid).ok().and_then(Pid::from_raw) else {
+        return;
+    };
+    // In this order: what the descriptor stands for keeps its id, so it is the one that is looked at.
+    let descriptor = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from);
+    if Started::look_up(started.pid) != Some(started) {
+        return;
+    }
+    let group = Stranger(pid);
+    let mut end = match descriptor.and_then(end_of) {
+        Ok(end) => end,
+        Err(error) => {
+            warn!(launch = launch.0, pid = started.pid, %error, "can't watch a process that is no child; killing it");
+            return;
+        }
+    };
+    info!(launch = launch.0, pid = started.pid, "worker process taken over");
+    // The thread tells, or fails to wait; either way there is nothing more to wait for.
+    tokio::select! {
+        _ = &mut end => {}
+        _ = killed => {
+            group.kill();
+            let _ = end.await;
+        }
+    }
+    // As for a child, what it started goes with it.
+    drop(group);
+    info!(launch = launch.0, pid = started.pid, "worker process ended");
+}
+
+/// The end of the process that `descriptor` stands for. A thread waits for it, which ends with the process: a descriptor
+/// of a process can be polled and nothing else.
+fn end_of(descriptor: OwnedFd) -> io::Result<oneshot::Receiver<()>> {
+    let (ended, end) = oneshot::channel();
+    std::thread::Builder::new().name("process".into()).spawn(move || {
+        let mut polled = [PollFd::new(&descriptor, PollFlags::IN)];
+        while rustix::event::poll(&mut polled, None) == Err(Errno::INTR) {}
+        // Nobody may be waiting any more.
+        let _ = ended.send(());
+    })?;
+    Ok(end)
+}
+
+/// A process that is no child, and that leads its own process group; takes it along when dropped.
+struct Stranger(Pid);
+
+impl Stranger {
+    fn kill(&self) {
+        // Fails only if the group has ended by itself.
+        let _ = rustix::process::kill_process_group(self.0, Signal::KILL);
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        self.kill();
+    }
 }
 
 /// A child that leads its own process group, and takes it along when dropped.
@@ -185,10 +289,12 @@ fn exit_of(status: ExitStatus) -> Exit {
 
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 const RAYON_THREADS: &str = "RAYON_NUM_THREADS";
+/// Numbers of fields in a process's `stat`, as its manual counts them.
+const STAT_STATE: usize = 3;
+const STAT_STARTTIME: usize = 22;
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::io::Read as _;
     use std::path::Path;
 
@@ -227,6 +333,7 @@ mod tests {
                 args: args.iter().map(Into::into).collect(),
                 env: vec![("PIPE".into(), self.pipe().into())],
                 logs: self.folder.path().into(),
+                processes: self.folder.path().join("processes"),
             });
             processes.start(LAUNCH);
             processes
@@ -293,6 +400,77 @@ mod tests {
         let pipe = shell.opened().await;
         assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Code(5)));
         all_gone(pipe).await;
+    }
+
+    /// A process that is no child of this one's runtime, in a group of its own, with a child that keeps the pipe open.
+    fn stranger(shell: &Shell) -> std::process::Child {
+        let mut command = std::process::Command::new("/bin/sh");
+        command.args(["-c", &format!("{LEAVE_A_CHILD} wait")]).env("PIPE", shell.pipe());
+        std::os::unix::process::CommandExt::process_group(&mut command, 0).spawn().unwrap()
+    }
+
+    fn none(shell: &Shell) -> Processes {
+        let mut processes = shell.start("exit 0");
+        processes.running.clear();
+        processes.tasks.abort_all();
+        processes.tasks = JoinSet::new();
+        processes
+    }
+
+    #[tokio::test]
+    async fn a_stranger_that_is_taken_over_is_watched_and_killed_like_a_child() {
+        let shell = Shell::new();
+        let mut child = stranger(&shell);
+        let pipe = shell.opened().await;
+        let mut processes = none(&shell);
+        processes.adopt(LAUNCH, Started::look_up(child.id()));
+        processes.kill(LAUNCH);
+        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Unknown));
+        all_gone(pipe).await;
+        child.wait().unwrap();
+
+        let mut child = stranger(&shell);
+        let pipe = shell.opened().await;
+        processes.adopt(LAUNCH, Started::look_up(child.id()));
+        child.kill().unwrap();
+        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Unknown));
+        all_gone(pipe).await;
+        child.wait().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_process_that_is_not_the_one_that_was_started_is_left_alone() {
+        let shell = Shell::new();
+        let mut child = stranger(&shell);
+        let started = Started::look_up(child.id()).unwrap();
+        let mut processes = none(&shell);
+        processes.adopt(LAUNCH, Some(Started { at: started.at - 1, ..started }));
+        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Unknown));
+        processes.adopt(LAUNCH, None);
+        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Unknown));
+        drop(processes);
+        assert_eq!(Started::look_up(child.id()), Some(started));
+        let pipe = shell.opened().await;
+        drop(Stranger(Pid::from_child(&child)));
+        all_gone(pipe).await;
+        child.wait().unwrap();
+        assert_eq!(Started::look_up(child.id()), None);
+    }
+
+    #[tokio::test]
+    async fn a_started_process_is_noted() {
+        let shell = Shell::new();
+        let mut processes = shell.start("read line < $PIPE; exit 0");
+        let pipe = shell.pipe();
+        let opened = tokio::task::spawn_blocking(move || File::options().write(true).open(pipe).unwrap());
+        let pipe = opened.await.unwrap();
+        let note = fs::read_to_string(shell.folder.path().join("processes")).unwrap();
+        let fields: Vec<u64> = note.split_whitespace().map(|f| f.parse().unwrap()).collect();
+        let [launch, pid, at] = fields[..] else { panic!("{note}") };
+        let started = Started { pid: u32::try_from(pid).unwrap(), at };
+        assert_eq!((launch, Started::look_up(started.pid)), (LAUNCH.0, Some(started)));
+        drop(pipe);
+        assert_eq!(processes.next_ended().await.1, Exit::Code(0));
     }
 
     #[tokio::test]

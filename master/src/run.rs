@@ -7,7 +7,8 @@
 //! ```
 //!
 //! **Invariants:** the job is touched by this task alone. The task never waits for a worker, a terminal or a
-//! disk between an event and the actions that follow from it. When [`Master::run`] returns, or is dropped, no
+//! disk between an event and the actions that follow from it; the job's record, which comes before the actions, is
+//! handed to the system and not waited for. When [`Master::run`] returns, or is dropped, no
 //! process that it started is left.
 
 use std::collections::BTreeMap;
@@ -23,7 +24,10 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tonic::Status;
 use tracing::{info, warn};
 
-use crate::job::{Action, ConnectionId, Event, Job, JobSpec, Membership, Outcome, Summary, Time, ToWorker};
+use crate::job::{
+    Action, ConnectionId, Event, Job, JobSpec, LaunchId, Membership, Outcome, Summary, Time, ToWorker,
+};
+use crate::jobdir::{Abandoned, RecordFile};
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
 use crate::service::{self, Input, Line, Server};
@@ -35,6 +39,11 @@ pub struct Master {
     spec: JobSpec,
     job: Job,
     start: Instant,
+    /// How old the job was then.
+    age: Duration,
+    record: Option<RecordFile>,
+    /// What the record's file holds, and when it was written.
+    written: Written,
     processes: Processes,
     progress: Progress,
     server: Server,
@@ -64,6 +73,13 @@ pub struct Ended {
     pub summary: Summary,
 }
 
+#[derive(Debug)]
+struct Written {
+    revision: u64,
+    step: u64,
+    at: Instant,
+}
+
 struct Peer {
     line: Line,
     /// `None` until it is admitted.
@@ -88,6 +104,51 @@ impl Master {
         spec: JobSpec,
         listener: TcpListener,
         token: Token,
+        launcher: Launcher,
+        progress: Progress,
+    ) -> io::Result<Self> {
+        let job = Job::new(spec.clone());
+        Self::with(job, spec, Duration::ZERO, listener, token, launcher, progress)
+    }
+
+    /// A master that goes on with a job whose master died, `age` after the job began. `listener` is where its workers
+    /// look for it; the rest as for [`Master::new`].
+    ///
+    /// # Errors
+    /// The listener has no address, or no job can be made of the record.
+    pub fn resume(
+        abandoned: Abandoned,
+        age: Duration,
+        listener: TcpListener,
+        token: Token,
+        launcher: Launcher,
+        progress: Progress,
+    ) -> io::Result<Self> {
+        let Abandoned { record, mut processes, .. } = abandoned;
+        let launches: Vec<LaunchId> = record.launches().collect();
+        let spec = record.spec().clone();
+        let job = Job::restore(record, Time(age)).map_err(|reason| {
+            io::Error::new(io::ErrorKind::InvalidData, format!("the job's record can't be true: {reason}"))
+        })?;
+        let mut master = Self::with(job, spec, age, listener, token, launcher, progress)?;
+        for launch in launches {
+            master.processes.adopt(launch, processes.remove(&launch));
+        }
+        Ok(master)
+    }
+
+    /// Keeps what another master would need in `record`.
+    #[must_use]
+    pub fn keeping(self, record: RecordFile) -> Self {
+        Self { record: Some(record), ..self }
+    }
+
+    fn with(
+        job: Job,
+        spec: JobSpec,
+        age: Duration,
+        listener: TcpListener,
+        token: Token,
         mut launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
@@ -98,9 +159,12 @@ impl Master {
         let server = Server::start(listener, &spec.name, token, spec.worker_timeout, sender);
         info!(job = spec.name, %address, "master listens");
         Ok(Self {
-            job: Job::new(spec.clone()),
+            job,
             spec,
             start: Instant::now(),
+            age,
+            record: None,
+            written: Written { revision: 0, step: 0, at: Instant::now() },
             processes: Processes::new(launcher),
             progress,
             server,
@@ -120,7 +184,8 @@ impl Master {
                 break outcome;
             }
             let timeout = self.job.poll_timeout();
-            let due = tokio::time::sleep_until(self.start + timeout.unwrap_or_default().0);
+            let due = timeout.unwrap_or_default().since(Time(self.age));
+            let due = tokio::time::sleep_until(self.start + due);
             tokio::select! {
                 Some(input) = self.inputs.recv() => self.on_input(input),
                 (launch, exit) = self.processes.next_ended() => {
@@ -137,7 +202,7 @@ impl Master {
                     }
                 },
                 () = due, if timeout.is_some() => self.job.handle_timeout(self.now()),
-                _ = ticks.tick() => self.progress.show(self.now(), self.job.status(self.now())),
+                _ = ticks.tick() => self.show(),
             }
         };
         let now = self.now();
@@ -152,12 +217,34 @@ impl Master {
     }
 
     fn now(&self) -> Time {
-        Time(self.start.elapsed())
+        Time(self.age + self.start.elapsed())
+    }
+
+    fn show(&mut self) {
+        let status = self.job.status(self.now());
+        // How far the job is need not be exact in its record, but not far behind either.
+        if status.step != self.written.step && self.written.at.elapsed() >= RECORD_AGE_MAX {
+            self.written.revision = 0;
+        }
+        self.progress.show(self.now(), status);
+    }
+
+    /// Keeps what another master would have to know of what is done next.
+    fn write_record(&mut self) {
+        let Some(file) = &mut self.record else { return };
+        let revision = self.job.revision();
+        if revision != self.written.revision {
+            let record = self.job.record();
+            file.write(&record);
+            self.written = Written { revision, step: record.step(), at: Instant::now() };
+        }
     }
 
     /// Does what the job wants done; its outcome, if that is the end.
     fn act(&mut self) -> Option<Outcome> {
-        while let Some(action) = self.job.poll_action() {
+        loop {
+            self.write_record();
+            let action = self.job.poll_action()?;
             match action {
                 Action::Admit { connection, worker } => self.admit(connection, worker),
                 Action::Disconnect { worker } => {
@@ -182,7 +269,6 @@ impl Master {
                 }
             }
         }
-        None
     }
 
     fn admit(&mut self, connection: ConnectionId, worker: WorkerId) {
@@ -266,5 +352,7 @@ impl Master {
 
 /// Events that may wait for the job; when there are more, streams wait.
 const INPUTS_MAX: usize = 1024;
+/// How old the record of a job that makes progress may be.
+const RECORD_AGE_MAX: Duration = Duration::from_secs(1);
 /// How often progress is looked at.
 const TICK: Duration = Duration::from_millis(100);

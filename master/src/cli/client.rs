@@ -82,6 +82,12 @@ impl OpenError {
         match self {
             Self::Lookup(error @ LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
             Self::Lookup(error) => Failure::usage(error.to_string()),
+            Self::NoAnswer(endpoint) if jobdir::is_abandoned(root) => Failure::failed(format!(
+                "the master of the job in {} (process {}) is gone; its workers go on for a while and wait for \
+                 another one, which is started by: elasticdl train --resume {0}",
+                root.display(),
+                endpoint.pid
+            )),
             Self::NoAnswer(endpoint) => Failure::failed(format!(
                 "the job in {} is not running: its master (process {}) does not answer at {}",
                 root.display(),

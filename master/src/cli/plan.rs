@@ -41,7 +41,8 @@ impl Plan {
             ));
         }
         let max_workers = check_workers(&args)?;
-        let (program, program_args) = args.program.split_first().expect("clap asks for at least one value");
+        let (program, program_args) =
+            args.program.split_first().expect("clap asks for one where nothing is resumed");
         let program = find_program(program)?;
         if let Some(path) = &args.summary {
             jobdir::check_writable(path).map_err(|e| {
@@ -56,7 +57,7 @@ impl Plan {
         let job_dir = args.job_dir.unwrap_or_else(|| jobdir::default_root().join(&name));
         let spec = JobSpec {
             name,
-            training_data: args.training_data,
+            training_data: args.training_data.expect("clap asks for it where nothing is resumed"),
             num_workers: args.num_workers,
             min_workers: args.min_workers,
             max_workers,

@@ -3,10 +3,10 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{Write as _, stdout};
-use std::net::IpAddr;
-use std::path::PathBuf;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use tokio::net::TcpListener;
@@ -14,10 +14,11 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tracing::warn;
 
+use super::client::directory_of;
 use super::plan::{self, Plan};
 use super::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, print_error};
 use crate::job::Outcome;
-use crate::jobdir::{self, JobDir};
+use crate::jobdir::{self, Abandoned, JobDir, Start};
 use crate::local::Launcher;
 use crate::progress::Progress;
 use crate::report::{self, Paths};
@@ -26,7 +27,8 @@ use crate::run::{Ended, Interrupt, Master};
 /// What `elasticdl train` is told.
 #[derive(Args, Debug)]
 #[command(
-    override_usage = "elasticdl train --local --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...",
+    override_usage = "elasticdl train --local --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
+                      elasticdl train --resume <JOB>",
     after_long_help = AFTER_HELP
 )]
 pub struct TrainArgs {
@@ -58,6 +60,13 @@ pub struct TrainArgs {
           help_heading = WHERE)]
     pub listen: IpAddr,
 
+    /// Go on with a job whose master died: its name, or the path of its directory (with a `/`).
+    ///
+    /// Its workers have gone on meanwhile, for up to --master-timeout; they keep what they have trained, and nobody is
+    /// restarted. The job goes on as it was started, so that no other option is taken but --quiet.
+    #[arg(long, value_name = "JOB", conflicts_with_all = JOB_OPTIONS, help_heading = WHERE)]
+    pub resume: Option<PathBuf>,
+
     /// Workers to keep running.
     #[arg(long, value_name = "N", default_value = "2", value_parser = plan::parse_workers,
           help_heading = WORKERS)]
@@ -85,14 +94,16 @@ pub struct TrainArgs {
           help_heading = WORKERS)]
     pub worker_timeout: Duration,
 
-    /// Workers end by themselves when their master has been silent for this long, e.g. `30s` or `2min`.
+    /// Workers end by themselves when their master has been gone for this long, e.g. `30s` or `2min`.
+    ///
+    /// Until then they train the records that they have, and wait for another one (see --resume).
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = plan::parse_timeout,
           help_heading = WORKERS)]
     pub master_timeout: Duration,
 
     /// Where the training data is, as PROGRAM's reader understands it: mostly a file or a folder.
-    #[arg(long, value_name = "URI", help_heading = DATA)]
-    pub training_data: String,
+    #[arg(long, value_name = "URI", required_unless_present = "resume", help_heading = DATA)]
+    pub training_data: Option<String>,
 
     /// Passes over the data.
     #[arg(long, value_name = "N", default_value = "1", value_parser = plan::parse_epochs,
@@ -138,7 +149,7 @@ pub struct TrainArgs {
     pub quiet: bool,
 
     /// The training program (looked up in $PATH if it has no `/`) and its arguments.
-    #[arg(last = true, required = true, value_names = ["PROGRAM", "ARGS"])]
+    #[arg(last = true, required_unless_present = "resume", value_names = ["PROGRAM", "ARGS"])]
     pub program: Vec<OsString>,
 }
 
@@ -153,6 +164,9 @@ Examples:
       elasticdl status mnist
       elasticdl scale mnist --num-workers 6
 
+  Go on with it after its master was killed, within the --master-timeout:
+      elasticdl train --resume mnist
+
 Ending:
   Ctrl-C (or SIGTERM) finishes the step and stops; a second one ends at once.
 
@@ -165,20 +179,22 @@ Exit codes:
 
 /// Runs a job from its command line to its end; the exit code.
 pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
-    let plan = Plan::new(args)?;
-    let dir = JobDir::create(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+    let (work, dir) = match &args.resume {
+        Some(job) => Work::resume(job, args.quiet)?,
+        None => Work::begin(args)?,
+    };
     log_to_file(&dir)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))?;
-    let (ended, stop) = runtime.block_on(run(&plan, &dir))?;
+    let (ended, stop) = runtime.block_on(run(work.task, &dir, work.quiet))?;
     // Whatever a task still holds goes now, before the report.
     drop(runtime);
-    let written = write_summaries(&plan, &dir, &ended);
-    if !plan.quiet {
+    let written = write_summaries(work.summary.as_deref(), &dir, &ended);
+    if !work.quiet {
         let (logs, summary) = (dir.logs(), dir.summary_path());
-        let paths = Paths { logs: &logs, summary: plan.summary.as_deref().unwrap_or(&summary) };
+        let paths = Paths { logs: &logs, summary: work.summary.as_deref().unwrap_or(&summary) };
         let mut table = Vec::new();
         report::write_table(&mut table, &ended.summary, paths).expect("a vector takes any bytes");
         // Nobody may be reading any more.
@@ -196,22 +212,82 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     })
 }
 
-async fn run(plan: &Plan, dir: &JobDir) -> Result<(Ended, Option<Stop>), Failure> {
+/// What this process is to do.
+struct Work {
+    task: Task,
+    /// Where the user wants the summary, besides the job's directory.
+    summary: Option<PathBuf>,
+    quiet: bool,
+}
+
+enum Task {
+    Begin(Box<Plan>),
+    Resume(Box<Abandoned>),
+}
+
+impl Work {
+    fn begin(args: TrainArgs) -> Result<(Self, JobDir), Failure> {
+        let plan = Plan::new(args)?;
+        let dir = JobDir::create(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+        let (summary, quiet) = (plan.summary.clone(), plan.quiet);
+        Ok((Self { task: Task::Begin(Box::new(plan)), summary, quiet }, dir))
+    }
+
+    fn resume(job: &Path, quiet: bool) -> Result<(Self, JobDir), Failure> {
+        let (dir, abandoned) =
+            JobDir::resume(&directory_of(job)).map_err(|e| Failure::usage(e.to_string()))?;
+        // Relative paths in the job's options and in its program's arguments mean what they meant.
+        let folder = &abandoned.start.folder;
+        std::env::set_current_dir(folder).map_err(|e| {
+            Failure::usage(format!(
+                "can't go to {}, where the job was started: {e}",
+                Path::new(folder).display()
+            ))
+        })?;
+        let summary = abandoned.start.summary.clone().map(PathBuf::from);
+        Ok((Self { task: Task::Resume(Box::new(abandoned)), summary, quiet }, dir))
+    }
+}
+
+async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Stop>), Failure> {
     let failed = |what: &str| {
         let what = what.to_owned();
         move |e: std::io::Error| Failure::failed(format!("can't {what}: {e}"))
     };
-    let listener = TcpListener::bind((plan.listen, 0)).await.map_err(|e| {
-        let wanted = "it must be an address of this machine";
-        Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", plan.listen))
-    })?;
+    let listener = match &task {
+        Task::Begin(plan) => TcpListener::bind((plan.listen, 0)).await.map_err(|e| {
+            let wanted = "it must be an address of this machine";
+            Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", plan.listen))
+        })?,
+        Task::Resume(abandoned) => {
+            let address = abandoned.start.address;
+            bind_again(address).await.map_err(failed(&format!("listen at {address}, where workers look")))?
+        }
+    };
     let address = listener.local_addr().map_err(failed("learn the listener's address"))?;
     dir.publish(address).map_err(|e| Failure::failed(e.to_string()))?;
     let mut signals = Signals::new().map_err(failed("handle signals"))?;
-    let progress = if plan.quiet { Progress::quiet() } else { Progress::on_stderr() };
-    let launcher = Launcher::new(plan.program.clone(), plan.args.clone(), dir, plan.master_timeout);
-    let master = Master::new(plan.spec.clone(), listener, dir.token().clone(), launcher, progress)
-        .map_err(failed("start the master"))?;
+    let progress = if quiet { Progress::quiet() } else { Progress::on_stderr() };
+    let launcher = |program: &OsString, args: &[OsString], timeout| {
+        Launcher::new(program.into(), args.to_vec(), dir, timeout)
+    };
+    let token = dir.token().clone();
+    let master = match task {
+        Task::Begin(plan) => {
+            let start = start_of(&plan, address).map_err(failed("learn the current directory"))?;
+            dir.keep(&start).map_err(|e| Failure::failed(e.to_string()))?;
+            let launcher = launcher(&start.program, &start.args, start.master_timeout);
+            Master::new(plan.spec, listener, token, launcher, progress)
+        }
+        Task::Resume(abandoned) => {
+            let Start { program, args, master_timeout, began, .. } = &abandoned.start;
+            let launcher = launcher(program, args, *master_timeout);
+            // A clock that was set back makes the job younger, and nothing else.
+            let age = SystemTime::now().duration_since(*began).unwrap_or_default();
+            Master::resume(*abandoned, age, listener, token, launcher, progress)
+        }
+    };
+    let master = master.map_err(failed("start the master"))?.keeping(dir.record_file());
     let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
     let run = master.run(interrupted);
     tokio::pin!(run);
@@ -223,6 +299,35 @@ async fn run(plan: &Plan, dir: &JobDir) -> Result<(Ended, Option<Stop>), Failure
                 // Full only if the master has not yet taken those before, which ask for the end already.
                 let _ = interrupts.try_send(patience.interrupt(stop));
             }
+        }
+    }
+}
+
+/// How another master will have to start.
+fn start_of(plan: &Plan, address: SocketAddr) -> std::io::Result<Start> {
+    let folder = std::env::current_dir()?;
+    Ok(Start {
+        program: plan.program.clone().into(),
+        args: plan.args.clone(),
+        summary: plan.summary.as_ref().map(|path| folder.join(path).into()),
+        folder: folder.into(),
+        address,
+        master_timeout: plan.master_timeout,
+        began: SystemTime::now(),
+    })
+}
+
+/// Listens where the master before listened. A worker that looks for its master may have been given just this port for
+/// its own end of the connection, and then gives it back when it has failed.
+async fn bind_again(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let mut attempts = BIND_ATTEMPTS;
+    loop {
+        attempts -= 1;
+        match TcpListener::bind(address).await {
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && attempts > 0 => {
+                tokio::time::sleep(BIND_PAUSE).await;
+            }
+            bound => return bound,
         }
     }
 }
@@ -281,8 +386,12 @@ impl Signals {
 /// What the master does goes to its log, one line per change of state.
 fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
     let path = dir.logs().join("master.log");
-    let file =
-        File::create(&path).map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
+    // What the masters before this one did stays: a new job has cleared it.
+    let file = File::options()
+        .append(true)
+        .create(true)
+        .open(&path)
+        .map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
     let logging = tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(file)).try_init();
     // A test in this process may have set another subscriber: its logs are its own affair.
     if let Err(error) = logging {
@@ -291,17 +400,42 @@ fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
     Ok(())
 }
 
-fn write_summaries(plan: &Plan, dir: &JobDir, ended: &Ended) -> Result<(), Failure> {
+fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &Ended) -> Result<(), Failure> {
     let json = report::to_json(&ended.summary);
-    for path in std::iter::once(&dir.summary_path()).chain(&plan.summary) {
+    for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
         jobdir::write_atomically(path, &json)
             .map_err(|e| Failure::failed(format!("can't write the summary {}: {e}", path.display())))?;
     }
     Ok(())
 }
 
+const BIND_ATTEMPTS: u32 = 20;
+const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
 const INTERRUPTS_MAX: usize = 4;
+/// What a job keeps from its start.
+const JOB_OPTIONS: [&str; 20] = [
+    "job_name",
+    "job_dir",
+    "listen",
+    "num_workers",
+    "min_workers",
+    "max_workers",
+    "max_worker_restarts",
+    "worker_timeout",
+    "master_timeout",
+    "training_data",
+    "num_epochs",
+    "max_steps",
+    "global_batch_size",
+    "minibatch_size",
+    "records_per_shard",
+    "shuffle",
+    "no_shuffle",
+    "seed",
+    "summary",
+    "program",
+];
 const OUTPUT: &str = "Output";
 const WHERE: &str = "Job";
 const WORKERS: &str = "Workers";

@@ -46,7 +46,7 @@ mod status;
 mod story;
 mod summary;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 mod time;

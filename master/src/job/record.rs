@@ -74,6 +74,12 @@ impl JobRecord {
         &self.spec
     }
 
+    /// Steps committed, as known when the record was made.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
     /// Processes that may still run.
     pub fn launches(&self) -> impl Iterator<Item = LaunchId> + '_ {
         self.launches.iter().map(|l| l.launch)

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use super::spec::{Batch, Dataset, File, JobSpec};
 
 /// Three workers, two epochs, four records a step, shuffled with seed 7.
-pub(super) fn spec() -> JobSpec {
+pub(crate) fn spec() -> JobSpec {
     JobSpec {
         name: "job".into(),
         training_data: "data".into(),

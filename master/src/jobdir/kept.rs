@@ -1,0 +1,352 @@
+//! What a job's directory keeps so that another master can go on with the job.
+//!
+//! ```text
+//!  job.json      how the job was started: written once
+//!  record.json   what the core must not forget: replaced at each change, before anybody is told of it
+//!  processes     one line for each process that was started: launch, process id, the moment of its start
+//! ```
+//!
+//! **Invariant:** the record is never older than what a worker has been told: one that can't be replaced is removed.
+//!
+//! Nothing here waits for the disk. A record that is lost with the whole machine is no loss, for then the workers are
+//! lost too; a master that dies alone leaves what it has written to the system.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::io::{self, Write as _};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+use tracing::error;
+
+use super::{JOB, JobDir, JobDirError, LOCK, PROCESSES, RECORD, SUMMARY, replace, take_lock};
+use crate::job::{JobRecord, LaunchId};
+use crate::local::Started;
+use crate::token::Token;
+
+/// How a job was started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// The training program, with its path.
+    pub program: OsString,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// The folder in which the command was given, and workers run.
+    pub folder: OsString,
+    /// Where workers look for their master.
+    pub address: SocketAddr,
+    /// How long workers look for it.
+    pub master_timeout: Duration,
+    /// Where the user wants the summary, besides the directory.
+    pub summary: Option<OsString>,
+    /// When the job began.
+    pub began: SystemTime,
+}
+
+/// A job whose master died.
+#[derive(Debug)]
+pub struct Abandoned {
+    /// How it was started.
+    pub start: Start,
+    /// How far it was.
+    pub record: JobRecord,
+    /// Processes that were started, as far as the system was told.
+    pub processes: BTreeMap<LaunchId, Started>,
+}
+
+/// Where the core's record is kept.
+#[derive(Debug)]
+pub struct RecordFile {
+    path: PathBuf,
+    failed: bool,
+}
+
+impl RecordFile {
+    /// Replaces the record. A failure is logged: the job goes on, but no other master will be able to.
+    pub(crate) fn write(&mut self, record: &JobRecord) {
+        let json = serde_json::to_vec(&Versioned { version: VERSION, content: record })
+            .expect("a record's keys are strings");
+        let Err(failure) = replace(&self.path, &json) else {
+            self.failed = false;
+            return;
+        };
+        // An old one would name generations again that are used up.
+        let removed = fs::remove_file(&self.path);
+        if !std::mem::replace(&mut self.failed, true) {
+            let path = self.path.display();
+            error!(%path, error = %failure, removed = removed.is_ok(), "can't keep the job's record; it can't be resumed");
+        }
+    }
+}
+
+impl JobDir {
+    /// Keeps how the job was started.
+    ///
+    /// # Errors
+    /// [`JobDirError::Write`].
+    pub fn keep(&self, start: &Start) -> Result<(), JobDirError> {
+        let path = self.root.join(JOB);
+        let json = serde_json::to_vec_pretty(&Versioned { version: VERSION, content: start })
+            .expect("a start's keys are strings");
+        replace(&path, &json).map_err(|source| JobDirError::Write { path, source })
+    }
+
+    /// Where the job's record is to be kept.
+    #[must_use]
+    pub fn record_file(&self) -> RecordFile {
+        RecordFile { path: self.root.join(RECORD), failed: false }
+    }
+
+    /// Where started processes are to be noted.
+    #[must_use]
+    pub fn processes_path(&self) -> PathBuf {
+        self.root.join(PROCESSES)
+    }
+
+    /// Takes over the directory of a job whose master died. Nothing in it is changed.
+    ///
+    /// # Errors
+    /// [`ResumeError`].
+    pub fn resume(root: &Path) -> Result<(Self, Abandoned), ResumeError> {
+        if !root.join(LOCK).is_file() {
+            return Err(ResumeError::NoSuchJob { path: root.into() });
+        }
+        let root = root
+            .canonicalize()
+            .map_err(|source| ResumeError::Unreadable { path: root.into(), reason: source.to_string() })?;
+        let lock = take_lock(&root).map_err(|error| match error {
+            JobDirError::Running { path, pid } => ResumeError::Running { path, pid },
+            other => ResumeError::Unreadable { path: root.clone(), reason: other.to_string() },
+        })?;
+        let summary = root.join(SUMMARY);
+        if summary.is_file() {
+            return Err(ResumeError::Ended { path: root, summary });
+        }
+        let start = read(&root, JOB)?;
+        let record = read(&root, RECORD)?;
+        let unreadable = |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
+        let notes = match fs::read_to_string(root.join(PROCESSES)) {
+            Ok(notes) => notes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(unreadable(PROCESSES, error.to_string())),
+        };
+        let processes = notes.lines().filter_map(parse_note).collect();
+        let token = fs::read_to_string(root.join(super::TOKEN))
+            .map_err(|e| unreadable(super::TOKEN, e.to_string()))?;
+        let token = Token::from_hex(&token).ok_or_else(|| unreadable(super::TOKEN, "not a token".into()))?;
+        Ok((Self { root, token, _lock: lock }, Abandoned { start, record, processes }))
+    }
+}
+
+/// Whether the job in `root` has not ended, and has no master: another one can go on with it.
+#[must_use]
+pub fn is_abandoned(root: &Path) -> bool {
+    let kept = root.join(JOB).is_file() && root.join(RECORD).is_file() && !root.join(SUMMARY).is_file();
+    // The lock is free again at once.
+    kept && take_lock(root).is_ok()
+}
+
+/// Notes in the file at `path` that `launch` runs.
+pub(crate) fn note_process(path: &Path, launch: LaunchId, started: Started) -> io::Result<()> {
+    let line = format!("{} {} {}\n", launch.0, started.pid, started.at);
+    // One write of a short line: it is there as a whole or not at all.
+    fs::File::options().append(true).create(true).open(path)?.write_all(line.as_bytes())
+}
+
+fn parse_note(line: &str) -> Option<(LaunchId, Started)> {
+    let mut fields = line.split(' ');
+    let mut next = || fields.next()?.parse::<u64>().ok();
+    let (launch, pid, at) = (next()?, next()?, next()?);
+    Some((LaunchId(launch), Started { pid: u32::try_from(pid).ok()?, at }))
+}
+
+fn read<T: serde::de::DeserializeOwned>(root: &Path, name: &str) -> Result<T, ResumeError> {
+    let path = root.join(name);
+    let text = match fs::read(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err(ResumeError::NotKept { path: root.into() });
+        }
+        Err(error) => return Err(ResumeError::Unreadable { path, reason: error.to_string() }),
+    };
+    #[derive(Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    let unreadable =
+        |error: serde_json::Error| ResumeError::Unreadable { path: path.clone(), reason: error.to_string() };
+    // The rest of another version may be anything.
+    let Version { version } = serde_json::from_slice(&text).map_err(unreadable)?;
+    if version != VERSION {
+        return Err(ResumeError::OtherVersion { path, version });
+    }
+    let Versioned { content, .. } = serde_json::from_slice(&text).map_err(unreadable)?;
+    Ok(content)
+}
+
+#[derive(Serialize, Deserialize)]
+struct Versioned<T> {
+    version: u32,
+    content: T,
+}
+
+/// Why a job can't be gone on with.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResumeError {
+    /// It has ended: there is nothing to do. Start another one.
+    #[error("the job in {} has ended; how is in {}", path.display(), summary.display())]
+    Ended {
+        /// Its directory.
+        path: PathBuf,
+        /// How it ended.
+        summary: PathBuf,
+    },
+    /// No job ever ran there. Check the path.
+    #[error("no such job: {} is not a job's directory", path.display())]
+    NoSuchJob {
+        /// Where it was looked for.
+        path: PathBuf,
+    },
+    /// Its master died before it had started anything, or could not write. Start the job again.
+    #[error("the job in {} left nothing to go on with; start it again", path.display())]
+    NotKept {
+        /// Its directory.
+        path: PathBuf,
+    },
+    /// Another version of this program keeps jobs in another way. Resume with the one that started the job.
+    #[error(
+        "{} is of version {version}, and this program knows version {VERSION}; resume with the program that started \
+         the job", path.display()
+    )]
+    OtherVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        version: u32,
+    },
+    /// Its master lives. Leave it alone.
+    #[error(
+        "the job in {} is still running{}; there is nothing to resume",
+        path.display(), pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default()
+    )]
+    Running {
+        /// Its directory.
+        path: PathBuf,
+        /// The master's process, if it has said so already.
+        pid: Option<u32>,
+    },
+    /// A file of it can't be read, or has been changed. Start the job again.
+    #[error("can't resume from {}: {reason}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// Of the files; another one when an older program could not read them, or would read them wrong.
+const VERSION: u32 = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::Job;
+    use crate::job::testing::spec;
+
+    fn start() -> Start {
+        Start {
+            program: "/bin/model".into(),
+            args: vec!["--deep".into()],
+            folder: "/data".into(),
+            address: "127.0.0.1:4711".parse().unwrap(),
+            master_timeout: Duration::from_secs(30),
+            summary: None,
+            began: SystemTime::UNIX_EPOCH + Duration::from_secs(7),
+        }
+    }
+
+    fn kept(root: &Path) -> JobDir {
+        let dir = JobDir::create(root).unwrap();
+        dir.keep(&start()).unwrap();
+        dir.record_file().write(&Job::new(spec()).record());
+        dir
+    }
+
+    #[test]
+    fn what_a_dead_master_kept_is_there_for_the_next_one() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = kept(scratch.path());
+        let (token, log) = (dir.token().to_hex(), super::super::worker_log(&dir.logs(), LaunchId(1)));
+        fs::write(&log, "said").unwrap();
+        note_process(&dir.processes_path(), LaunchId(1), Started { pid: 70, at: 9 }).unwrap();
+        note_process(&dir.processes_path(), LaunchId(2), Started { pid: 71, at: 10 }).unwrap();
+        // A note that was torn is none.
+        fs::File::options().append(true).open(dir.processes_path()).unwrap().write_all(b"3 72").unwrap();
+        drop(dir);
+        let (dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
+        assert_eq!(dir.token().to_hex(), token);
+        assert_eq!((abandoned.start, abandoned.record), (start(), Job::new(spec()).record()));
+        let processes =
+            [(LaunchId(1), Started { pid: 70, at: 9 }), (LaunchId(2), Started { pid: 71, at: 10 })];
+        assert_eq!(abandoned.processes, BTreeMap::from(processes));
+        assert_eq!(fs::read_to_string(log).unwrap(), "said");
+    }
+
+    #[test]
+    fn only_a_job_without_end_and_without_master_is_resumed() {
+        let scratch = tempfile::tempdir().unwrap();
+        let root = scratch.path().join("job");
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::NoSuchJob { .. })));
+        drop(JobDir::create(&root).unwrap());
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::NotKept { .. })));
+        let dir = kept(&root);
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::Running { .. })));
+        assert!(!is_abandoned(&root));
+        drop(dir);
+        assert!(is_abandoned(&root));
+        fs::write(root.join(SUMMARY), "{}").unwrap();
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::Ended { .. })));
+        assert!(!is_abandoned(&root));
+        fs::remove_file(root.join(SUMMARY)).unwrap();
+        for (name, text) in [(RECORD, "{"), (JOB, "{\"version\": 1}"), (JOB, "[]")] {
+            let before = fs::read(root.join(name)).unwrap();
+            fs::write(root.join(name), text).unwrap();
+            let error = JobDir::resume(&root).unwrap_err();
+            assert!(matches!(error, ResumeError::Unreadable { .. }), "{error}");
+            fs::write(root.join(name), before).unwrap();
+        }
+        fs::write(root.join(RECORD), "{\"version\": 2, \"unheard\": []}").unwrap();
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::OtherVersion { version: 2, .. })));
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_replaced_is_removed_rather_than_left_old() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = kept(scratch.path());
+        let mut file = dir.record_file();
+        // Nothing can be put in place of a folder that is not empty, whoever the user is.
+        fs::remove_file(&file.path).unwrap();
+        fs::create_dir_all(file.path.join("in the way")).unwrap();
+        file.write(&Job::new(spec()).record());
+        assert!(file.failed);
+        fs::remove_dir_all(&file.path).unwrap();
+        file.write(&Job::new(spec()).record());
+        assert!(!file.failed && file.path.is_file());
+    }
+
+    #[test]
+    fn a_new_run_clears_what_was_kept() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = kept(scratch.path());
+        note_process(&dir.processes_path(), LaunchId(1), Started { pid: 70, at: 9 }).unwrap();
+        drop(dir);
+        drop(JobDir::create(scratch.path()).unwrap());
+        assert!(matches!(JobDir::resume(scratch.path()), Err(ResumeError::NotKept { .. })));
+        assert!(!scratch.path().join(PROCESSES).exists());
+    }
+}
