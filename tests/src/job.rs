@@ -231,6 +231,46 @@ impl Running {
         ports.collect()
     }
 
+    /// Kills the command with SIGKILL, and only it.
+    ///
+    /// # Panics
+    /// Its end can't be awaited.
+    pub fn kill_master(&mut self) {
+        let child = self.child.as_mut().expect("not waited for");
+        child.kill().expect("a child can be killed");
+        child.wait().expect("a child can be waited for");
+    }
+
+    /// Starts another master after [`Running::kill_master`]: `elasticdl train --resume`.
+    ///
+    /// # Panics
+    /// The command can't be started.
+    pub fn resume(&mut self) {
+        let child = std::process::Command::new(&self.elasticdl)
+            .args(["train", "--resume"])
+            .arg(&self.job_dir)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the command under test starts");
+        self.child = Some(child);
+    }
+
+    /// What `elasticdl status` says where it fails.
+    ///
+    /// # Panics
+    /// The command can't be started.
+    #[must_use]
+    pub fn status_error(&self) -> String {
+        let output = std::process::Command::new(&self.elasticdl)
+            .arg("status")
+            .arg(&self.job_dir)
+            .output()
+            .expect("the command under test starts");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    }
+
     /// Sends a signal to the command itself.
     pub fn signal(&self, signal: Signal) {
         send(self.pid(), signal);
