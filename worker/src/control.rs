@@ -532,3 +532,6 @@ const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 /// How long a worker without a stream waits before it looks for a master again: twice as long each time.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests;
