@@ -110,6 +110,36 @@ fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
 }
 
 #[test]
+fn only_a_job_without_master_and_without_end_is_resumed_and_as_it_was_started() {
+    let home = Home::new();
+    for (option, value) in
+        [("--num-workers", "3"), ("--training-data", "d"), ("--summary", "s"), ("--seed", "1")]
+    {
+        let said = home.run(&["train", "--resume", "./job", option, value]);
+        said.assert_refused(&["--resume", option, "cannot be used with"]);
+    }
+    home.train(&["--resume", "./job"]).assert_refused(&["--resume", "PROGRAM", "cannot be used with"]);
+    home.run(&["train", "--resume", "./job"]).assert_refused(&["no such job", "./job"]);
+    assert_eq!(home.entries(), [""; 0]);
+    let dir = JobDir::create(&home.path("job")).unwrap();
+    let running = home.run(&["train", "--resume", "./job", "--local"]);
+    running.assert_refused(&["/job", "still running", "nothing to resume"]);
+    fs::write(dir.summary_path(), "{}").unwrap();
+    drop(dir);
+    home.run(&["train", "--resume", "./job", "--quiet"]).assert_refused(&[
+        "/job",
+        "has ended",
+        "summary.json",
+    ]);
+    fs::remove_file(home.path("job/summary.json")).unwrap();
+    home.run(&["train", "--resume", "./job"]).assert_refused(&["/job", "start it again"]);
+    fs::write(home.path("job/job.json"), "{\"version\": 9}").unwrap();
+    home.run(&["train", "--resume", "./job"]).assert_refused(&["job.json", "version 9", "version 1"]);
+    fs::write(home.path("job/job.json"), "null").unwrap();
+    home.run(&["train", "--resume", "./job"]).assert_refused(&["job.json", "can't resume"]);
+}
+
+#[test]
 fn what_is_needed_is_asked_for() {
     let home = Home::new();
     home.train(&["--training-data", "d"]).assert_refused(&["--local", "cluster"]);

@@ -1,5 +1,6 @@
 //! The job under test, from outside.
 
+mod adoption;
 mod cuts;
 mod directed;
 mod group;
