@@ -2,7 +2,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 
-use elasticdl_proto::{RecordRange, v1};
+use elasticdl_proto::{Generation, RecordRange, WorkerId, v1};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::Code;
@@ -11,7 +11,7 @@ use v1::master_client::MasterClient;
 use v1::worker_message::Kind;
 
 use super::*;
-use crate::job::{LaunchId, ToWorker};
+use crate::job::{LaunchId, Resume, ToWorker};
 
 const MUCH_LATER: Duration = Duration::from_secs(3600);
 
@@ -198,6 +198,12 @@ async fn what_is_not_a_hello_ends_the_stream_before_the_queue_hears_of_it() {
         hello_with(|hello| hello.address = "0.0.0.0:80".into()),
         hello_with(|hello| hello.address = "127.0.0.1:0".into()),
         hello_with(|hello| hello.pid = 0),
+        hello_with(|hello| {
+            hello.resume = Some(v1::Resume { worker: 1, generation: u64::MAX, parameters: None });
+        }),
+        hello_with(|hello| {
+            hello.resume = Some(v1::Resume { worker: 1, generation: 1, parameters: Some(0) });
+        }),
     ];
     for message in first_messages {
         let stream = edge.join(vec![message.clone()]).await;
@@ -303,13 +309,17 @@ async fn a_scale_is_answered_by_the_job() {
 #[tokio::test]
 async fn a_hello_is_handed_over_field_by_field() {
     let mut edge = Edge::start().await;
-    let _stream = edge.join(vec![hello()]).await;
-    match edge.inputs.recv().await {
-        Some(Input::Connected { hello, .. }) => {
-            let expected =
-                Hello { launch: LaunchId(7), address: "127.0.0.1:9".parse().unwrap(), pid: 42, resume: None };
-            assert_eq!(hello, expected);
+    let Some(Kind::Hello(mut again)) = hello().kind else { unreachable!() };
+    again.resume = Some(v1::Resume { worker: 3, generation: 5, parameters: Some(9) });
+    let resume = Resume { worker: WorkerId(3), generation: Generation(5), parameters: Some(9) };
+    for (message, resume) in [(hello(), None), (said(Kind::Hello(again)), Some(resume))] {
+        let _stream = edge.join(vec![message]).await;
+        match edge.inputs.recv().await {
+            Some(Input::Connected { hello, .. }) => {
+                let address = "127.0.0.1:9".parse().unwrap();
+                assert_eq!(hello, Hello { launch: LaunchId(7), address, pid: 42, resume });
+            }
+            other => panic!("{other:?}"),
         }
-        other => panic!("{other:?}"),
     }
 }

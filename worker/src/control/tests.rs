@@ -149,7 +149,7 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
 fn a_master_that_does_not_want_this_worker_ends_its_search_and_one_that_is_silent_does_not() {
     let stage = Stage::new(0);
     let me = Some(v1::Resume { worker: 7, generation: 4, parameters: Some(5) });
-    let door = Door { environment: stage.environment.clone(), address: Stage::address(), me };
+    let door = Door { environment: stage.environment, address: Stage::address(), me };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let refused = runtime.block_on(door.clone().search()).err().unwrap();
     assert!(refused.contains("not wanted any more"), "{refused}");
