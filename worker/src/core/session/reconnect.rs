@@ -1,6 +1,6 @@
 //! What a worker says to a master that comes after the one that it knew.
 
-use super::{Phase, Progress, Report, Session, State};
+use super::{Phase, Report, Session, State};
 
 impl Session {
     /// Another master is there, which knows nothing of what was said to the one before. It is told first which records
@@ -17,8 +17,8 @@ impl Session {
                 let (generation, rank, world_size) = (group.generation, group.rank, group.members.len());
                 if let (0, Some(State { step, ledger, .. })) = (rank, &self.state) {
                     let (step, ledger) = (*step, ledger.clone());
+                    // What is gathered for the next report is in this ledger, too; the master takes it in once.
                     self.reports.push_back(Report::Formed { generation, step, ledger });
-                    self.progress = Progress::default();
                 }
                 self.ask(world_size);
             }
