@@ -197,8 +197,11 @@ impl Records {
 
     /// Puts the group's ledger, as of `step`, in place of the cached one. Every queue is made anew: all shards in order, less the
     /// ledger, less the leases of workers for which `keeps` holds; the leases of others end.
+    ///
+    /// The reporter may be the only one that has this step: leases that it ends, and the end of its epoch, can come back.
     pub(super) fn rebuild(&mut self, step: u64, ledger: Ledger, keeps: impl Fn(WorkerId) -> bool) {
-        (self.step, self.epoch_stable, self.ledger) = (step, ledger.epoch(), ledger);
+        self.epoch_stable = self.epoch_stable.min(ledger.epoch());
+        (self.step, self.ledger) = (step, ledger);
         self.shards_done.clear();
         for range in self.ledger.ranges() {
             // The ledger's ranges do not touch: a shard that is absorbed lies in one of them.
@@ -209,7 +212,15 @@ impl Records {
         let mut kept = Vec::new();
         for (range, worker) in leases.chain(std::mem::take(&mut self.settling)) {
             if keeps(worker) {
-                kept.extend(self.ledger.missing_of(range).into_iter().map(|r| (r, worker)));
+                let missing = self.ledger.missing_of(range);
+                let ends = missing.iter().map(|r| r.end);
+                let starts = missing.iter().map(|r| r.start).chain([range.end]);
+                for (start, end) in [range.start].into_iter().chain(ends).zip(starts) {
+                    if start < end {
+                        self.settling.push((RecordRange { start, end, ..range }, worker));
+                    }
+                }
+                kept.extend(missing.into_iter().map(|r| (r, worker)));
             }
         }
         self.leased.clear();

@@ -164,11 +164,11 @@ impl Job {
             return self.count_eligible();
         }
         let keeps = |id| crew.workers.get(&id).is_some_and(|w| w.rank.is_some());
-        let complete = ledger.epoch();
         records.rebuild(step, ledger, keeps);
+        let stable = records.epoch_stable();
         for w in crew.workers.values_mut().filter(|w| w.rank.is_some()) {
             w.holds_state = true;
-            w.credits.retain(|&epoch, _| epoch >= complete);
+            w.credits.retain(|&epoch, _| epoch >= stable);
         }
         self.count_eligible();
         self.step = step;

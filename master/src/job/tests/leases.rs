@@ -52,6 +52,33 @@ fn what_a_worker_holds_of_the_next_epoch_does_not_keep_it_from_this_one() {
 }
 
 #[test]
+fn leases_that_a_formed_group_has_used_up_come_back_if_the_next_one_is_a_step_behind() {
+    let mut records = records(&[10], 5);
+    assert_eq!(records.lease(A, 0, 5, SHARE), [range(0, 4)]);
+    let mut ledger = Ledger::new(10);
+    ledger.absorb(range(1, 3));
+    records.rebuild(2, ledger, |_| true);
+    let held: Vec<_> = records.leases().collect();
+    assert_eq!(held, [(A, range(0, 1)), (A, range(3, 4))]);
+    // Only one member had that step, and it has left since; A has its part in it still pending.
+    records.rebuild(1, Ledger::new(10), |w| w == A);
+    let held: Vec<_> = records.leases().map(|(_, range)| range).collect();
+    assert_eq!(held.iter().map(RecordRange::len).sum::<u64>(), 4);
+    assert_eq!(records.lease(B, 0, 5, SHARE), [range(4, 5), range(5, 8)]);
+}
+
+#[test]
+fn an_epoch_whose_last_step_may_be_undone_stays_open_to_what_was_asked() {
+    let mut records = records(&[4], 4);
+    let mut ledger = Ledger::new(4);
+    ledger.absorb(range(0, 4));
+    records.rebuild(1, ledger, |_| true);
+    assert_eq!((records.ledger().epoch(), records.epoch_stable()), (1, 0));
+    records.commit(2, &[RecordRange { epoch: 1, start: 0, end: 1 }]).unwrap();
+    assert_eq!(records.epoch_stable(), 1);
+}
+
+#[test]
 fn a_rebuilt_queue_is_all_records_less_the_ledger_less_live_leases() {
     let mut records = records(&[20], 5);
     records.lease(A, 0, 4, SHARE);
