@@ -53,7 +53,9 @@ mod parking;
 mod payload;
 mod porter;
 mod progress;
-mod schedule;
+/// Not for users: public so that the workspace's simulation can run whole systems on it.
+#[doc(hidden)]
+pub mod schedule;
 mod secret;
 mod state;
 mod tcp;

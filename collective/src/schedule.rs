@@ -31,7 +31,7 @@ use crate::chunk;
 
 /// One rank's part in one operation: what is to be sent and received next.
 #[derive(Clone, Debug)]
-pub(crate) struct Schedule {
+pub struct Schedule {
     sends: Lane,
     receives: Lane,
     free: usize,
@@ -41,21 +41,21 @@ pub(crate) struct Schedule {
 
 /// One segment in one ring step.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Piece {
-    pub(crate) step: usize,
-    pub(crate) segment: usize,
+pub struct Piece {
+    pub step: usize,
+    pub segment: usize,
     /// The rank whose chunk, and note, this is.
-    pub(crate) origin: usize,
+    pub origin: usize,
     /// Elements of the operation's buffer.
-    pub(crate) range: Range<usize>,
+    pub range: Range<usize>,
     /// Whether the note of `origin` rides along.
-    pub(crate) note: bool,
-    pub(crate) content: Content,
+    pub note: bool,
+    pub content: Content,
 }
 
 /// What the elements of a piece are.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Content {
+pub enum Content {
     /// The sender's own contribution.
     Own,
     /// The sum of some ranks; the receiver adds its own contribution.
@@ -66,35 +66,35 @@ pub(crate) enum Content {
 
 /// A rank and the size of its group.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Seat {
-    pub(crate) rank: usize,
-    pub(crate) world: usize,
+pub struct Seat {
+    pub rank: usize,
+    pub world: usize,
 }
 
 /// The length of a buffer and of the segments that it travels in, in elements.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Extent {
-    pub(crate) len: usize,
-    pub(crate) segment_len: usize,
+pub struct Extent {
+    pub len: usize,
+    pub segment_len: usize,
 }
 
 impl Schedule {
     /// Every rank's note to every rank: `world − 1` steps without elements.
-    pub(crate) fn all_gather(seat: Seat) -> Self {
+    pub fn all_gather(seat: Seat) -> Self {
         let steps = seat.world - 1;
         Self::ring(seat, Extent { len: 0, segment_len: 1 }, Phases { steps, summing: 0, noting: steps })
     }
 
     /// Reduce-scatter in the first `world − 1` steps, which also carry the notes, and all-gather in the next
     /// ones.
-    pub(crate) fn all_reduce(seat: Seat, extent: Extent) -> Self {
+    pub fn all_reduce(seat: Seat, extent: Extent) -> Self {
         let half = seat.world - 1;
         Self::ring(seat, extent, Phases { steps: 2 * half, summing: half, noting: half })
     }
 
     /// The buffer of `root` down the chain `root → root+1 → … → root−1`, as one stream of segments; with
     /// `note` the root's note rides on the first.
-    pub(crate) fn broadcast(seat: Seat, root: usize, extent: Extent, note: bool) -> Self {
+    pub fn broadcast(seat: Seat, root: usize, extent: Extent, note: bool) -> Self {
         let Seat { rank, world } = seat;
         let hops = (rank + world - root) % world;
         let lane = |steps| Lane {
@@ -114,7 +114,7 @@ impl Schedule {
     }
 
     /// The piece to be sent now; none if all are sent, or the next one waits for a receive.
-    pub(crate) fn next_send(&self) -> Option<Piece> {
+    pub fn next_send(&self) -> Option<Piece> {
         if self.sent >= self.free.saturating_add(self.received) {
             return None;
         }
@@ -122,13 +122,13 @@ impl Schedule {
     }
 
     /// The piece that arrives next; none if all have arrived.
-    pub(crate) fn next_receive(&self) -> Option<Piece> {
+    pub fn next_receive(&self) -> Option<Piece> {
         self.receives.piece()
     }
 
     /// Whether the piece that arrives next would overwrite what this rank still has to send. Peers that keep
     /// to the schedule can't send it yet.
-    pub(crate) fn next_receive_is_early(&self) -> bool {
+    pub fn next_receive_is_early(&self) -> bool {
         let Lane { step, segment, phases, .. } = self.receives;
         step >= phases.summing
             && phases.summing > 0
@@ -136,22 +136,22 @@ impl Schedule {
     }
 
     /// The piece that `next_send` named has left.
-    pub(crate) fn on_sent(&mut self) {
+    pub fn on_sent(&mut self) {
         self.sends.advance();
         self.sent += 1;
     }
 
     /// The piece that `next_receive` named has arrived, and is reduced.
-    pub(crate) fn on_received(&mut self) {
+    pub fn on_received(&mut self) {
         self.receives.advance();
         self.received += 1;
     }
 
-    pub(crate) fn has_sends_left(&self) -> bool {
+    pub fn has_sends_left(&self) -> bool {
         self.sends.piece().is_some()
     }
 
-    pub(crate) fn is_done(&self) -> bool {
+    pub fn is_done(&self) -> bool {
         !self.has_sends_left() && self.next_receive().is_none()
     }
 

@@ -1,9 +1,11 @@
-//! What the cross-crate tests and benchmarks share: jobs as real processes, their data, networks that can be cut, figures.
+//! What the cross-crate tests and benchmarks share: jobs as real processes, their data, networks that can be cut, figures;
+//! and whole jobs in one thread.
 
 mod data;
 mod figures;
 mod job;
 mod network;
+pub mod simulation;
 mod stage;
 
 pub use data::{counting_data, counting_reader, numbers};

@@ -1,0 +1,66 @@
+//! Runs simulated jobs: many seeds for a while, or one with its story.
+//!
+//! `cargo run --release -p elasticdl-tests --bin simulate -- --minutes 30`, or `--seeds 0..100000`, or `--seed 7 --story`.
+
+use std::num::NonZero;
+use std::ops::Range;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use elasticdl_tests::simulation::{Many, run_many, tell};
+
+/// Runs whole jobs in simulated worlds, each drawn from a seed, and says which came out wrong.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Run these seeds
+    #[arg(long, value_name = "A..B", value_parser = parse_seeds, default_value = "0..18446744073709551615")]
+    seeds: Range<u64>,
+    /// Run this seed
+    #[arg(long, value_name = "N", conflicts_with = "seeds")]
+    seed: Option<u64>,
+    /// Tell what happens, line by line; one seed only
+    #[arg(long, requires = "seed")]
+    story: bool,
+    /// Stop after so long [default: when the seeds are through, or after one minute where none are given]
+    #[arg(long, value_name = "M")]
+    minutes: Option<u64>,
+    /// Go on until so many seeds have failed
+    #[arg(long, value_name = "N", default_value = "1")]
+    failures: usize,
+    /// Threads [default: one for each core]
+    #[arg(long, value_name = "N")]
+    threads: Option<NonZero<usize>>,
+}
+
+#[expect(clippy::print_stdout, reason = "the findings, for whoever runs this")]
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    if let (true, Some(seed)) = (arguments.story, arguments.seed) {
+        let (outcome, story) = tell(seed);
+        story.iter().for_each(|line| println!("{line}"));
+        println!("{outcome:?}");
+        return if outcome.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    let seeds = arguments.seed.map_or(arguments.seeds, |seed| seed..seed.saturating_add(1));
+    let minutes = arguments.minutes.or_else(|| (seeds.end == u64::MAX).then_some(1));
+    let time = minutes.map(|minutes| Duration::from_secs(minutes.saturating_mul(60)));
+    let one = NonZero::<usize>::MIN;
+    let threads = arguments.threads.unwrap_or_else(|| std::thread::available_parallelism().unwrap_or(one));
+    // A core's panic is told with its seed; its trace would only hide that.
+    std::panic::set_hook(Box::new(|_| {}));
+    let started = Instant::now();
+    let Many { tally, failures } = run_many(seeds, threads, arguments.failures, time);
+    failures.iter().for_each(|failure| println!("{failure}\n"));
+    println!("{tally:#?}");
+    let (runs, seconds) = (tally.runs + failures.len() as u64, started.elapsed().as_secs_f64());
+    println!("{runs} seeds, {} failed, {seconds:.1} s, {:.0} seeds/s", failures.len(), runs as f64 / seconds);
+    if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn parse_seeds(text: &str) -> Result<Range<u64>, String> {
+    let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
+    range
+        .filter(|range: &Range<u64>| range.start < range.end)
+        .ok_or_else(|| "expected A..B, A less than B".into())
+}

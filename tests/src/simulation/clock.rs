@@ -1,0 +1,117 @@
+//! Simulated time: what is due when, and the dice.
+
+use std::cmp::{Ordering, Reverse};
+use std::collections::BinaryHeap;
+
+/// Microseconds, of a moment since the run's start or of a span.
+pub(super) type Micros = u64;
+
+/// The time, and everything that is still to happen.
+///
+/// **Invariant:** two events of one moment happen in the order in which they were made, so a run depends on its seed alone.
+#[derive(Debug)]
+pub(super) struct Clock<E> {
+    now: Micros,
+    made: u64,
+    due: BinaryHeap<Reverse<Due<E>>>,
+}
+
+impl<E> Clock<E> {
+    pub(super) fn new() -> Self {
+        Self { now: 0, made: 0, due: BinaryHeap::new() }
+    }
+
+    pub(super) fn now(&self) -> Micros {
+        self.now
+    }
+
+    /// `event` happens after `span`.
+    pub(super) fn after(&mut self, span: Micros, event: E) {
+        self.at(self.now + span, event);
+    }
+
+    /// `event` happens at `moment`, or now if that is over.
+    pub(super) fn at(&mut self, moment: Micros, event: E) {
+        self.made += 1;
+        self.due.push(Reverse(Due { at: moment.max(self.now), order: self.made, event }));
+    }
+
+    /// Goes on to the next event.
+    pub(super) fn next(&mut self) -> Option<E> {
+        let Reverse(due) = self.due.pop()?;
+        self.now = due.at;
+        Some(due.event)
+    }
+
+    /// Events that are still to happen.
+    pub(super) fn len(&self) -> usize {
+        self.due.len()
+    }
+}
+
+#[derive(Debug)]
+struct Due<E> {
+    at: Micros,
+    order: u64,
+    event: E,
+}
+
+impl<E> PartialEq for Due<E> {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl<E> Eq for Due<E> {}
+
+impl<E> PartialOrd for Due<E> {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl<E> Ord for Due<E> {
+    fn cmp(&self, other: &Self) -> Ordering {
+        (self.at, self.order).cmp(&(other.at, other.order))
+    }
+}
+
+/// Where all chance of a run comes from: SplitMix64 (Steele et al., OOPSLA 2014), for it costs nothing.
+#[derive(Debug)]
+pub(super) struct Dice(u64);
+
+impl Dice {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ 0x9e37_79b9_7f4a_7c15)
+    }
+
+    pub(super) fn roll(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// From 0 to `sides - 1`; `sides` is not 0.
+    pub(super) fn below(&mut self, sides: u64) -> u64 {
+        self.roll() % sides
+    }
+
+    /// From `low` to `high`, both included.
+    pub(super) fn between(&mut self, low: u64, high: u64) -> u64 {
+        low + self.below(high - low + 1)
+    }
+
+    /// True `n` times of `of`.
+    pub(super) fn chance(&mut self, n: u64, of: u64) -> bool {
+        self.below(of) < n
+    }
+
+    /// Any one of these.
+    pub(super) fn pick<T: Copy>(&mut self, from: &[T]) -> Option<T> {
+        match from.len() as u64 {
+            0 => None,
+            len => Some(from[self.below(len) as usize]),
+        }
+    }
+}

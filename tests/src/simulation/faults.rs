@@ -1,0 +1,368 @@
+//! What goes wrong, and when.
+//!
+//! A storm is a handful of gusts. Each waits for a number of events, then, perhaps, for a moment that is worth hitting (a
+//! group that is being built, a state on its way, ranks of which some have committed a step), and then does its worst.
+//! What it breaks for a while heals by itself. When the last gust is over and all has healed, the job must come to its end.
+
+use std::collections::VecDeque;
+
+use elasticdl_master::job::{Event as JobEvent, Exit, JobSpec};
+
+use super::clock::{Dice, Micros};
+use super::network::{Host, MASTER};
+use super::ring::What;
+use super::story::tell;
+use super::trainer::Doing;
+use super::world::{Event, World};
+
+/// All faults of a run.
+#[derive(Debug)]
+pub(super) struct Storm {
+    gusts: VecDeque<Gust>,
+    /// What is broken and will heal.
+    unhealed: u32,
+    /// Since when everything is as it should be, and stays so.
+    pub(super) calm_since: Option<Micros>,
+    /// The user has stopped the job.
+    pub(super) stopped: bool,
+    /// Something has broken or ended that was not told to: links may break from now on.
+    pub(super) has_harmed: bool,
+}
+
+#[derive(Debug)]
+struct Gust {
+    /// Events to let pass.
+    after: u64,
+    moment: Option<Moment>,
+    /// Events to wait for the moment.
+    patience: u64,
+    fault: Fault,
+    who: Who,
+}
+
+/// Moments that are worth hitting.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    /// Somebody builds its links.
+    Connecting,
+    /// A newcomer fetches the state.
+    Fetching,
+    /// Somebody holds the final state.
+    Finishing,
+    /// Some members have committed a step that others have not.
+    HalfCommitted,
+    /// A result or a state is on its way.
+    Repairing,
+    /// Somebody waits for the others' words in a new group.
+    Syncing,
+    /// A group waits for records.
+    Talking,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    Crash,
+    CrashAll,
+    CrashAllButOne,
+    CrashTwo,
+    CutFromAll,
+    CutFromMaster,
+    CutFromPeer,
+    Fail,
+    LoseLink,
+    LoseStream,
+    Pause,
+    PauseMaster,
+    Scale,
+    Slow,
+    Stop,
+    Terminate,
+}
+
+/// Whom it hits.
+#[derive(Clone, Copy, Debug)]
+enum Who {
+    Anybody,
+    /// A member with the highest step.
+    Ahead,
+    /// The lowest rank of the newest generation.
+    First,
+    /// The member that gives it the state.
+    Giver,
+    /// Who makes the moment.
+    Matching,
+    /// The process that was started last.
+    Youngest,
+}
+
+/// What ends a fault.
+#[derive(Clone, Debug)]
+pub(super) enum Undo {
+    Continue(usize),
+    ContinueMaster,
+    Mend(Vec<(Host, Host)>),
+    SpeedUp(Host),
+}
+
+impl Storm {
+    pub(super) fn draw(dice: &mut Dice, spec: &JobSpec) -> Self {
+        let most = [0, 1, 2, 3, 4, 6, 8, 12][dice.below(8) as usize];
+        let gusts = (0..most).map(|_| Gust::draw(dice, spec)).collect();
+        Self { gusts, unhealed: 0, calm_since: None, stopped: false, has_harmed: false }
+    }
+}
+
+impl Gust {
+    fn draw(dice: &mut Dice, spec: &JobSpec) -> Self {
+        use Fault::{
+            Crash, CrashAll, CrashAllButOne, CrashTwo, CutFromAll, CutFromMaster, CutFromPeer, Fail,
+            LoseLink, LoseStream, Pause, PauseMaster, Scale, Slow, Stop, Terminate,
+        };
+        let fault = match dice.below(100) {
+            0..28 => Crash,
+            28..33 => CrashTwo,
+            33..36 => CrashAllButOne,
+            36..38 => CrashAll,
+            38..42 => Fail,
+            42..52 => Terminate,
+            52..62 => Pause,
+            62..65 => PauseMaster,
+            65..71 => LoseLink,
+            71..74 => LoseStream,
+            74..80 => CutFromMaster,
+            80..85 => CutFromPeer,
+            85..88 => CutFromAll,
+            88..93 => Slow,
+            93..99 => Scale,
+            _ => Stop,
+        };
+        let moments = [
+            Moment::Connecting,
+            Moment::Fetching,
+            Moment::Fetching,
+            Moment::Finishing,
+            Moment::HalfCommitted,
+            Moment::HalfCommitted,
+            Moment::Repairing,
+            Moment::Syncing,
+            Moment::Talking,
+        ];
+        let whose = [
+            Who::Anybody,
+            Who::Anybody,
+            Who::Ahead,
+            Who::First,
+            Who::Giver,
+            Who::Matching,
+            Who::Matching,
+            Who::Youngest,
+        ];
+        // Short spans are as likely as long ones; larger groups make more events of a step.
+        let scale = 1 << dice.below(8);
+        Self {
+            after: 1 + dice.below(scale * u64::from(spec.num_workers)),
+            moment: if dice.chance(3, 5) { dice.pick(&moments) } else { None },
+            patience: 400,
+            fault,
+            who: dice.pick(&whose).unwrap_or(Who::Anybody),
+        }
+    }
+}
+
+impl World {
+    /// Looks whether it is time for the next gust.
+    pub(super) fn blow(&mut self) {
+        let Some(gust) = self.storm.gusts.front_mut() else {
+            if self.storm.unhealed == 0 && self.storm.calm_since.is_none() {
+                tell!(self, "the storm is over");
+                self.storm.calm_since = Some(self.clock.now());
+            }
+            return;
+        };
+        if gust.after > 0 {
+            gust.after -= 1;
+            return;
+        }
+        gust.patience = gust.patience.saturating_sub(1);
+        let (moment, is_patient) = (gust.moment, gust.patience > 0);
+        let matching = moment.and_then(|moment| self.matching(moment));
+        if moment.is_some() && matching.is_none() && is_patient {
+            return;
+        }
+        let Some(Gust { fault, who, .. }) = self.storm.gusts.pop_front() else { return };
+        let Some(p) = self.victim(who, matching) else { return };
+        self.books.tally.faults += 1;
+        self.hit(fault, p);
+    }
+
+    fn matching(&self, moment: Moment) -> Option<usize> {
+        let is = |p: usize| {
+            let trainer = &self.processes[p].trainer;
+            let operates = |wanted: &dyn Fn(&What) -> bool| match &trainer.doing {
+                Doing::Operating(operation) => wanted(operation.what()),
+                _ => false,
+            };
+            match moment {
+                Moment::Connecting => matches!(trainer.doing, Doing::Connecting),
+                Moment::Fetching => self.is_newcomer(p),
+                Moment::Finishing => self.books.has_finished(p),
+                Moment::HalfCommitted => self.is_ahead(p),
+                Moment::Repairing => {
+                    operates(&|what| !matches!(what, What::Step | What::Synchronize | What::Talk))
+                }
+                Moment::Syncing => operates(&|what| *what == What::Synchronize),
+                Moment::Talking => operates(&|what| *what == What::Talk),
+            }
+        };
+        (0..self.processes.len()).find(|&p| self.processes[p].is_alive() && is(p))
+    }
+
+    /// Whether `p` has committed a step that another member of its ring has not.
+    fn is_ahead(&self, p: usize) -> bool {
+        let place = |q: usize| {
+            let trainer = &self.processes[q].trainer;
+            let generation = trainer.ring.as_ref().map(super::ring::Ring::generation)?;
+            Some((generation, trainer.state()?.step))
+        };
+        let Some((generation, step)) = place(p) else { return false };
+        (0..self.processes.len()).any(|q| {
+            self.processes[q].is_alive() && place(q).is_some_and(|(g, s)| g == generation && s < step)
+        })
+    }
+
+    fn victim(&mut self, who: Who, matching: Option<usize>) -> Option<usize> {
+        let living: Vec<usize> =
+            (0..self.processes.len()).filter(|&p| self.processes[p].is_alive()).collect();
+        let chosen = match who {
+            Who::Anybody => None,
+            Who::Ahead => {
+                let step = |p: &usize| self.processes[*p].trainer.state().map(|s| s.step);
+                living.iter().copied().filter(|p| step(p).is_some()).max_by_key(step)
+            }
+            Who::First => self.books.first_member().filter(|p| living.contains(p)),
+            Who::Giver => living.iter().copied().find(|&p| self.processes[p].trainer.donor.is_giving()),
+            Who::Matching => matching,
+            Who::Youngest => living.last().copied(),
+        };
+        chosen.or_else(|| self.dice.pick(&living))
+    }
+
+    fn hit(&mut self, fault: Fault, p: usize) {
+        tell!(self, "FAULT: {fault:?}, {}", self.name(p));
+        let is_order = matches!(fault, Fault::Scale | Fault::Slow | Fault::Stop | Fault::Terminate);
+        self.storm.has_harmed |= !is_order && !matches!(fault, Fault::Pause | Fault::PauseMaster);
+        match fault {
+            Fault::Crash => self.crash(p),
+            Fault::CrashAll => (0..self.processes.len()).for_each(|q| self.crash(q)),
+            Fault::CrashAllButOne => {
+                (0..self.processes.len()).filter(|&q| q != p).for_each(|q| self.crash(q));
+            }
+            Fault::CrashTwo => {
+                self.crash(p);
+                if let Some(q) = self.victim(Who::Anybody, None) {
+                    self.crash(q);
+                }
+            }
+            Fault::CutFromAll => {
+                let others = (0..=self.processes.len()).filter(|&host| host != p + 1);
+                let cuts = others.map(|host| (host, p + 1)).collect();
+                self.cut(cuts);
+            }
+            Fault::CutFromMaster => self.cut(vec![(MASTER, p + 1)]),
+            Fault::CutFromPeer => {
+                let peers: Vec<usize> =
+                    (0..self.processes.len()).filter(|&q| q != p && self.processes[q].is_alive()).collect();
+                if let Some(q) = self.dice.pick(&peers) {
+                    self.cut(vec![(q + 1, p + 1)]);
+                }
+            }
+            Fault::Fail => {
+                let exit = if self.dice.chance(1, 2) { Exit::Code(1) } else { Exit::Signal(11) };
+                self.die(p, exit, false);
+            }
+            Fault::LoseLink => self.lose_one_of(p, false),
+            Fault::LoseStream => self.lose_one_of(p, true),
+            Fault::Pause => {
+                self.processes[p].paused = true;
+                self.processes[p].is_blemished = true;
+                self.heal_later(Undo::Continue(p));
+            }
+            Fault::PauseMaster => {
+                self.master.paused = true;
+                self.heal_later(Undo::ContinueMaster);
+            }
+            Fault::Scale => {
+                let (min, max) = (self.setting.spec.min_workers, self.setting.spec.max_workers);
+                let num_workers = self.dice.between(min.into(), max.into()) as u32;
+                tell!(self, "the user wants {num_workers} workers");
+                self.order(JobEvent::Scale { num_workers });
+            }
+            Fault::Slow => {
+                let factor = self.dice.between(5, 60);
+                self.net.slow_down(p + 1, factor);
+                self.processes[p].is_blemished = true;
+                self.heal_later(Undo::SpeedUp(p + 1));
+            }
+            Fault::Stop => {
+                self.storm.stopped = true;
+                self.order(JobEvent::Stop);
+            }
+            Fault::Terminate => self.dispatch(Event::Terminate { p }),
+        }
+    }
+
+    fn crash(&mut self, p: usize) {
+        let lossy = self.dice.chance(1, 3);
+        self.die(p, Exit::Signal(9), lossy);
+    }
+
+    fn cut(&mut self, cuts: Vec<(Host, Host)>) {
+        for &(a, b) in &cuts {
+            self.net.cut(a, b);
+            for p in [a, b].into_iter().filter_map(|host| host.checked_sub(1)) {
+                if let Some(process) = self.processes.get_mut(p) {
+                    process.is_blemished = true;
+                }
+            }
+        }
+        self.heal_later(Undo::Mend(cuts));
+    }
+
+    fn lose_one_of(&mut self, p: usize, is_control: bool) {
+        let mut links = self.net.links_of(p + 1);
+        // A dial that is lost on its way is no fault that the collective finds out about before its deadline.
+        links.retain(|&link| {
+            let link = self.net.link(link);
+            link.is_control == is_control && link.is_settled
+        });
+        let Some(link) = self.dice.pick(&links) else { return };
+        for host in self.net.link(link).ends {
+            if let Some(q) = host.checked_sub(1) {
+                self.processes[q].is_blemished = true;
+            }
+        }
+        self.lose(link);
+    }
+
+    /// Around the time after which a worker is taken out, on both sides of it.
+    fn heal_later(&mut self, undo: Undo) {
+        let timeout = self.setting.spec.worker_timeout.map_or(400_000, |t| t.as_micros() as Micros);
+        let most =
+            [timeout / 20, timeout / 2, timeout, timeout * 2, timeout * 4][self.dice.below(5) as usize];
+        let span = self.dice.between(1, most);
+        tell!(self, "this heals in {span} us");
+        self.storm.unhealed += 1;
+        self.clock.after(span, Event::Heal(undo));
+    }
+
+    pub(super) fn undo(&mut self, undo: Undo) {
+        self.storm.unhealed -= 1;
+        tell!(self, "HEALED: {undo:?}");
+        match undo {
+            Undo::Continue(p) => self.resume(p),
+            Undo::ContinueMaster => self.on_master_continued(),
+            Undo::Mend(cuts) => cuts.into_iter().for_each(|(a, b)| self.heal(a, b)),
+            Undo::SpeedUp(host) => self.net.speed_up(host),
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The master's shell: streams, processes and the clock around the real [`Job`].
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use elasticdl_master::job::{
+    Action, ConnectionId, Event as JobEvent, Exit, Job, JobSpec, LaunchId, Outcome, Time,
+};
+use elasticdl_proto::WorkerId;
+
+use super::clock::Micros;
+use super::network::{LinkId, MASTER, Packet};
+use super::process::{Process, address_of};
+use super::story::tell;
+use super::world::{Event, World};
+
+/// The master's process.
+#[derive(Debug)]
+pub(super) struct Master {
+    pub(super) job: Job,
+    /// Streams that are open on this side, with the worker that they are, once it is admitted.
+    peers: BTreeMap<LinkId, Option<WorkerId>>,
+    workers: BTreeMap<WorkerId, LinkId>,
+    /// Links with something to take, as it came.
+    inputs: VecDeque<LinkId>,
+    ended: VecDeque<(LaunchId, Exit)>,
+    /// What else was done to it.
+    orders: VecDeque<JobEvent>,
+    woken: bool,
+    due: Option<Micros>,
+    pub(super) paused: bool,
+    /// It was to look at its inputs while it was stopped.
+    pub(super) deferred: bool,
+    pub(super) outcome: Option<Outcome>,
+}
+
+impl Master {
+    pub(super) fn new(spec: JobSpec) -> Self {
+        Self {
+            job: Job::new(spec),
+            peers: BTreeMap::new(),
+            workers: BTreeMap::new(),
+            inputs: VecDeque::new(),
+            ended: VecDeque::new(),
+            orders: VecDeque::new(),
+            woken: false,
+            due: None,
+            paused: false,
+            deferred: false,
+            outcome: None,
+        }
+    }
+}
+
+impl World {
+    pub(super) fn time(&self) -> Time {
+        Time(Duration::from_micros(self.clock.now()))
+    }
+
+    pub(super) fn on_master_input(&mut self, link: LinkId) {
+        self.master.inputs.push_back(link);
+        self.wake_master();
+    }
+
+    pub(super) fn order(&mut self, event: JobEvent) {
+        self.master.orders.push_back(event);
+        self.wake_master();
+    }
+
+    fn wake_master(&mut self) {
+        if !std::mem::replace(&mut self.master.woken, true) {
+            let delay = self.thread_delay();
+            self.clock.after(delay, Event::Master);
+        }
+    }
+
+    pub(super) fn on_reaped(&mut self, p: usize) {
+        let process = &self.processes[p];
+        let Some(exit) = process.exit.clone() else { return };
+        self.master.ended.push_back((process.launch, exit));
+        self.wake_master();
+    }
+
+    pub(super) fn on_master_continued(&mut self) {
+        self.master.paused = false;
+        if std::mem::take(&mut self.master.deferred) {
+            self.clock.after(1, Event::Master);
+        }
+    }
+
+    /// The master's task, until there is nothing left to do. What is ready is taken in any order, as a `select!` does.
+    pub(super) fn on_master(&mut self) {
+        self.master.woken = false;
+        while self.master.outcome.is_none() {
+            let is_due = self.master.job.poll_timeout().is_some_and(|at| at <= self.time());
+            let ready = [
+                !self.master.inputs.is_empty(),
+                !self.master.ended.is_empty(),
+                !self.master.orders.is_empty(),
+                is_due,
+            ];
+            let ready: Vec<usize> = (0..ready.len()).filter(|&i| ready[i]).collect();
+            let Some(one) = self.dice.pick(&ready) else { break };
+            let now = self.time();
+            match one {
+                0 => self.take_input(),
+                1 => {
+                    if let Some((launch, exit)) = self.master.ended.pop_front() {
+                        self.on_process_gone(launch);
+                        self.master.job.handle(now, JobEvent::ProcessEnded { launch, exit });
+                    }
+                }
+                2 => {
+                    if let Some(order) = self.master.orders.pop_front() {
+                        self.master.job.handle(now, order);
+                    }
+                }
+                _ => self.master.job.handle_timeout(now),
+            }
+            self.master_acts();
+            self.try_the_fence();
+        }
+        let due = self.master.job.poll_timeout().map(|at| at.0.as_nanos().div_ceil(1000) as Micros);
+        if self.master.due != due {
+            self.master.due = due;
+            if let Some(at) = due {
+                self.clock.at(at, Event::Master);
+            }
+        }
+    }
+
+    fn take_input(&mut self) {
+        let Some(link) = self.master.inputs.pop_front() else { return };
+        let Some(packet) = self.net.take(link, MASTER) else { return };
+        let now = self.time();
+        match packet {
+            Packet::Hello(launch) => {
+                self.master.peers.insert(link, None);
+                let Some(p) = self.process_of(launch) else { return };
+                let (connection, pid) = (ConnectionId(link as u64), 1000 + p as u32);
+                let event = JobEvent::Connected { connection, launch, address: address_of(p), pid };
+                self.master.job.handle(now, event);
+            }
+            Packet::Up(message) => {
+                if let Some(&Some(worker)) = self.master.peers.get(&link) {
+                    self.books.on_said(worker, &message);
+                    self.master.job.handle(now, JobEvent::Message { worker, message });
+                }
+            }
+            Packet::End => {
+                if let Some(worker) = self.master.peers.remove(&link) {
+                    self.shut(link, MASTER);
+                    if let Some(worker) = worker {
+                        self.master.workers.remove(&worker);
+                        self.books.on_gone(worker);
+                        self.master.job.handle(now, JobEvent::Disconnected { worker });
+                    }
+                }
+            }
+            other => self.violate(format!("the master got {other:?}")),
+        }
+    }
+
+    /// Does what the job wants done.
+    pub(super) fn master_acts(&mut self) {
+        self.forget_told_off();
+        while let Some(action) = self.master.job.poll_action() {
+            match action {
+                Action::Admit { connection, worker } => self.admit(connection.0 as LinkId, worker),
+                Action::Disconnect { worker } => self.disconnect(worker),
+                Action::End(outcome) => {
+                    tell!(self, "master: the job has ended: {outcome:?}");
+                    self.master.outcome = Some(outcome);
+                }
+                Action::Kill { launch } => self.kill(launch),
+                Action::Launch { launch } => self.launch(launch),
+                Action::Refuse { connection, reason } => {
+                    tell!(self, "master: refuses connection {}: {reason}", connection.0);
+                    self.master.peers.remove(&(connection.0 as LinkId));
+                    self.shut(connection.0 as LinkId, MASTER);
+                }
+                Action::Say(line) => tell!(self, "master: {line}"),
+                Action::Send { worker, message } => {
+                    self.check_word(worker, &message);
+                    if let Some(&link) = self.master.workers.get(&worker) {
+                        self.send(link, MASTER, Packet::Down(message));
+                    }
+                }
+            }
+        }
+    }
+
+    fn admit(&mut self, link: LinkId, worker: WorkerId) {
+        if let Some(p) = self.net.link(link).peer(MASTER).checked_sub(1) {
+            self.books.on_admitted(worker, p);
+        }
+        // The stream may have ended while the job decided; its end is on the way then.
+        if let Some(peer) = self.master.peers.get_mut(&link) {
+            *peer = Some(worker);
+            self.master.workers.insert(worker, link);
+            self.send(link, MASTER, Packet::Welcome(worker));
+        }
+    }
+
+    fn disconnect(&mut self, worker: WorkerId) {
+        self.check_eviction(worker);
+        self.books.on_gone(worker);
+        if let Some(link) = self.master.workers.remove(&worker) {
+            self.master.peers.remove(&link);
+            self.shut(link, MASTER);
+        }
+    }
+
+    fn launch(&mut self, launch: LaunchId) {
+        let p = self.processes.len();
+        tell!(self, "master: starts launch {}", launch.0);
+        self.processes.push(Process::new(launch, &self.setting));
+        let delay = self.dice.between(500, 20_000);
+        self.clock.after(delay, Event::Start { p });
+    }
+
+    fn kill(&mut self, launch: LaunchId) {
+        let Some(p) = self.process_of(launch) else { return };
+        self.processes[p].is_doomed = true;
+        let delay = match self.dice.chance(1, 4) {
+            true => self.dice.below(self.setting.kill_us) + 50,
+            false => self.dice.between(50, 2000),
+        };
+        tell!(self, "master: kills {} in {delay} us", self.name(p));
+        self.clock.after(delay, Event::Die { p, signal: 9 });
+    }
+}

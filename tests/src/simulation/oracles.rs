@@ -1,0 +1,547 @@
+//! What must hold, judged from outside: the books know what was said and done, and nothing of how the cores reckon.
+//!
+//! **Records.** The final parameters count each record of each epoch exactly once (with `max_steps` or after a stop: at most
+//! once, and as many as the ledger says); all members of the last group end with the same.
+//!
+//! **Steps.** Say that a rank *commits* step `s` in generation `g` when its state goes from `s - 1` to `s`. Then:
+//!
+//! * Within a generation all ranks that commit a step commit the same.
+//! * Once a step has been built upon (somebody has committed the next one on top of it) it is *stable*: nothing else is
+//!   ever committed in its place, and no later group begins below it, as long as anybody that may be a member has a state.
+//! * A step that is not stable may be undone, but only together with all that hold it: who is in the next group brings
+//!   what it has, and the highest step wins. So each step has one committed result that survives.
+//! * A group that begins from nothing, for all that had a state are gone, begins a new *era*; the rules hold within each. So
+//!   does one that goes on from an older state, which a newcomer had fetched, for all that had the newer one are gone.
+//! * A rank that the master has taken out, and that does not know yet, may complete the step under way in its old group,
+//!   for its peers have sent their parts before they left. It is no member of the newer group: a member of a newer group
+//!   commits in no older one.
+//!
+//! **Leases.** A record is leased to a member of the newest generation, and to nobody while a member of it holds that record
+//! or has absorbed it.
+//!
+//! **The fence.** What the dead say, what is said of older generations, and what is said for the group by another than its
+//! lowest rank changes nothing in the master.
+//!
+//! **Authority.** Generations grow by one. Joins and orderly leaves break no links. Nobody that no fault has touched is taken out. Nobody outlives the job.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use elasticdl_master::job::{Event as JobEvent, FromWorker, LaunchId, Membership, Outcome, ToWorker};
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_worker::core::header::StepHeader;
+use elasticdl_worker::core::session::{Exit, Session};
+
+use super::story::tell;
+use super::trainer::count;
+use super::world::World;
+
+/// What was said and done.
+#[derive(Debug)]
+pub(super) struct Books {
+    seed: u64,
+    published: Vec<Membership>,
+    /// Generations that agreed on a state, at least on one rank.
+    lines: BTreeMap<u64, Line>,
+    eras: u64,
+    /// Digests of stable steps, by era and step.
+    stable: BTreeMap<(u64, u64), u64>,
+    leased: BTreeMap<WorkerId, Vec<RecordRange>>,
+    processes: BTreeMap<WorkerId, usize>,
+    /// Whose end the master knows of.
+    gone: BTreeSet<WorkerId>,
+    finals: BTreeMap<(usize, Generation), Final>,
+    /// What workers said lately.
+    heard: VecDeque<(WorkerId, FromWorker)>,
+    /// Processes that were told to end.
+    told_to_end: BTreeSet<usize>,
+    /// Who was told to end by the action before.
+    told_off: Option<(WorkerId, String)>,
+    pub(super) tally: Tally,
+}
+
+/// What one generation did.
+#[derive(Debug)]
+struct Line {
+    era: u64,
+    /// The era before, where this generation begins one with an older state.
+    came_from: u64,
+    members: Vec<WorkerId>,
+    /// Step and digest that it began with.
+    base: (u64, u64),
+    /// Digests by step.
+    commits: BTreeMap<u64, u64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Final {
+    parameters: Vec<u8>,
+    step: u64,
+    counted: u64,
+    repeated: u64,
+}
+
+/// How often what happened, over one run or many: so that a test can tell that the storm reaches every corner.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Tally {
+    /// Jobs run.
+    pub runs: u64,
+    /// Events handled.
+    pub events: u64,
+    /// Faults that hit somebody.
+    pub faults: u64,
+    /// Generations published.
+    pub generations: u64,
+    /// Commits of a step on a rank.
+    pub commits: u64,
+    /// Commits of a step that another generation had committed otherwise: it was undone with all that held it.
+    pub redone: u64,
+    /// Commits by ranks that were not in the newest group any more.
+    pub zombie_commits: u64,
+    /// Ranks that were a step behind a new group and got that step's result.
+    pub repaired_by_result: u64,
+    /// Ranks that got the state.
+    pub repaired_by_state: u64,
+    /// States that newcomers got beside the ring.
+    pub fetched: u64,
+    /// Steps' results that they got after that.
+    pub followed: u64,
+    /// Beginnings from nothing, beyond the first of a job.
+    pub begun_again: u64,
+    /// Groups that went on from an older state, for all that had the newer one were gone.
+    pub gone_back: u64,
+    /// Workers that the master has taken out.
+    pub evicted: u64,
+    /// Words said again to the master that the fence had to hold back.
+    pub fenced: u64,
+    /// Jobs that the user stopped before their end.
+    pub stopped: u64,
+}
+
+impl Tally {
+    /// Adds another run's.
+    pub fn add(&mut self, other: &Self) {
+        let Self { runs, events, faults, generations, commits, redone, zombie_commits, .. } = other;
+        self.runs += runs;
+        self.events += events;
+        self.faults += faults;
+        self.generations += generations;
+        self.commits += commits;
+        self.redone += redone;
+        self.zombie_commits += zombie_commits;
+        self.repaired_by_result += other.repaired_by_result;
+        self.repaired_by_state += other.repaired_by_state;
+        self.fetched += other.fetched;
+        self.followed += other.followed;
+        self.begun_again += other.begun_again;
+        self.gone_back += other.gone_back;
+        self.evicted += other.evicted;
+        self.fenced += other.fenced;
+        self.stopped += other.stopped;
+    }
+}
+
+impl Books {
+    pub(super) fn new(seed: u64) -> Self {
+        Self {
+            seed,
+            published: Vec::new(),
+            lines: BTreeMap::new(),
+            eras: 0,
+            stable: BTreeMap::new(),
+            leased: BTreeMap::new(),
+            processes: BTreeMap::new(),
+            gone: BTreeSet::new(),
+            finals: BTreeMap::new(),
+            heard: VecDeque::new(),
+            told_to_end: BTreeSet::new(),
+            told_off: None,
+            tally: Tally { runs: 1, ..Tally::default() },
+        }
+    }
+
+    pub(super) fn on_admitted(&mut self, worker: WorkerId, p: usize) {
+        self.processes.insert(worker, p);
+    }
+
+    pub(super) fn on_gone(&mut self, worker: WorkerId) {
+        self.gone.insert(worker);
+    }
+
+    pub(super) fn on_said(&mut self, worker: WorkerId, message: &FromWorker) {
+        if !matches!(message, FromWorker::Alive) {
+            self.heard.push_back((worker, message.clone()));
+            if self.heard.len() > HEARD_MAX {
+                self.heard.pop_front();
+            }
+        }
+    }
+
+    pub(super) fn begin_era(&mut self) -> u64 {
+        self.eras += 1;
+        self.tally.begun_again += u64::from(self.eras > 1);
+        self.eras
+    }
+
+    pub(super) fn has_finished(&self, p: usize) -> bool {
+        let newest = self.published.last().map(|m| m.generation);
+        newest.is_some_and(|generation| self.finals.contains_key(&(p, generation)))
+    }
+
+    /// The process of the lowest rank of the newest generation.
+    pub(super) fn first_member(&self) -> Option<usize> {
+        let (first, _) = self.published.last()?.members.first()?;
+        self.processes.get(first).copied()
+    }
+}
+
+impl World {
+    pub(super) fn on_process_gone(&mut self, launch: LaunchId) {
+        let worker = self.process_of(launch).and_then(|p| self.processes[p].worker);
+        self.books.gone.extend(worker);
+    }
+
+    // ---- what the master says ----
+
+    pub(super) fn forget_told_off(&mut self) {
+        self.books.told_off = None;
+    }
+
+    pub(super) fn check_word(&mut self, worker: WorkerId, word: &ToWorker) {
+        self.books.told_off = None;
+        match word {
+            ToWorker::Lease(ranges) => self.check_lease(worker, ranges),
+            ToWorker::Membership(membership) => self.check_membership(membership),
+            ToWorker::Shutdown(reason) => {
+                self.books.told_off = Some((worker, reason.clone()));
+                self.books.told_to_end.extend(self.books.processes.get(&worker));
+            }
+            ToWorker::Describe | ToWorker::Drain | ToWorker::Fetch(_) | ToWorker::Prepare(_) => {}
+        }
+        if self.books.gone.contains(&worker) {
+            self.violate(format!("the master speaks to worker {worker}, which is gone: {word:?}"));
+        }
+    }
+
+    fn check_membership(&mut self, membership: &Membership) {
+        let last = self.books.published.last();
+        if last == Some(membership) {
+            return;
+        }
+        let next = last.map_or(Generation(1), |m| m.generation.next());
+        let gone = |m: &Membership| m.members.iter().any(|(id, _)| self.books.gone.contains(id));
+        let wrong = if membership.generation != next {
+            Some(format!("generation {} is published, and {next} is due", membership.generation))
+        } else if gone(membership) || membership.members.is_empty() {
+            Some(format!("generation {next} has members that are gone, or none: {membership:?}"))
+        } else if !membership.abort && last.is_some_and(gone) {
+            Some(format!("generation {next} does not abort, and a member is gone: {membership:?}"))
+        } else {
+            None
+        };
+        self.books.published.push(membership.clone());
+        self.books.tally.generations += 1;
+        wrong.into_iter().for_each(|wrong| self.violate(wrong));
+    }
+
+    fn check_lease(&mut self, worker: WorkerId, ranges: &[RecordRange]) {
+        let members = match self.books.published.last() {
+            Some(newest) => newest.members.iter().map(|(id, _)| *id).collect(),
+            None => Vec::new(),
+        };
+        if !members.contains(&worker) {
+            return self.violate(format!("{ranges:?} are leased to worker {worker}, which is no member"));
+        }
+        for &range in ranges {
+            for member in &members {
+                let state = self.books.processes.get(member).and_then(|&p| self.processes[p].trainer.state());
+                let missing = state.map_or_else(|| vec![range], |state| state.ledger.missing_of(range));
+                if missing != [range] {
+                    let what =
+                        format!("{range} is leased to worker {worker}; worker {member} has absorbed it");
+                    return self.violate(what);
+                }
+                let leased = self.books.leased.get(member).map_or(&[][..], Vec::as_slice);
+                let overlaps = |other: &&RecordRange| {
+                    other.epoch == range.epoch && other.start < range.end && range.start < other.end
+                };
+                if let Some(held) = leased.iter().find(overlaps) {
+                    let what = format!("{range} is leased to worker {worker}; worker {member} holds {held}");
+                    return self.violate(what);
+                }
+            }
+        }
+        self.books.leased.entry(worker).or_default().extend(ranges);
+    }
+
+    /// The master ends a worker's stream.
+    pub(super) fn check_eviction(&mut self, worker: WorkerId) {
+        self.books.tally.evicted += 1;
+        if let Some((other, reason)) = self.books.told_off.take()
+            && other == worker
+        {
+            return self.violate(format!("the master does not believe worker {worker}: {reason}"));
+        }
+        let p = self.books.processes.get(&worker).copied();
+        if p.is_some_and(|p| !self.processes[p].is_blemished) {
+            self.violate(format!("worker {worker} is taken out, and nothing is wrong with it"));
+        }
+    }
+
+    /// Says something to the master again that it must not listen to.
+    pub(super) fn try_the_fence(&mut self) {
+        let Some(generation) = self.books.published.last().map(|m| m.generation) else { return };
+        if self.master.outcome.is_some() || !self.dice.chance(1, 24) || self.books.heard.is_empty() {
+            return;
+        }
+        let index = self.dice.below(self.books.heard.len() as u64) as usize;
+        let (mut worker, message) = self.books.heard[index].clone();
+        let said_of = match &message {
+            FromWorker::Broken { generation, .. } | FromWorker::Formed { generation, .. } => {
+                Some(*generation)
+            }
+            FromWorker::Committed(report) => Some(report.generation),
+            FromWorker::Finished(report) => Some(report.generation),
+            _ => None,
+        };
+        let speaks = matches!(message, FromWorker::Committed(_) | FromWorker::Formed { .. });
+        if !self.books.gone.contains(&worker) && said_of.is_none_or(|g| g >= generation) {
+            // Said for the group, by another than its lowest rank.
+            let others = self.books.published.last().map(|m| m.members.iter().skip(1));
+            let others: Vec<WorkerId> = others.into_iter().flatten().map(|(id, _)| *id).collect();
+            match self.dice.pick(&others) {
+                Some(other) if speaks => worker = other,
+                _ => return,
+            }
+        }
+        let p = self.books.processes.get(&worker).copied();
+        // It would be heard, though not listened to.
+        if !self.books.gone.contains(&worker) && p.is_none_or(|p| self.processes[p].is_blemished) {
+            return;
+        }
+        self.books.tally.fenced += 1;
+        let now = self.time();
+        let before = (self.master.job.status(now), self.master.job.poll_timeout());
+        self.master.job.handle(now, JobEvent::Message { worker, message: message.clone() });
+        let after = (self.master.job.status(now), self.master.job.poll_timeout());
+        let action = self.master.job.poll_action();
+        if before != after || action.is_some() {
+            self.violate(format!("the fence lets through {message:?} of worker {worker}: {action:?}"));
+        }
+    }
+
+    // ---- what workers do ----
+
+    /// What the gradients hold is what the headers tell.
+    pub(super) fn check_sum(&mut self, p: usize, headers: &[StepHeader]) {
+        let model = &self.processes[p].trainer.model;
+        let mut told = vec![0; model.reduced.len()];
+        for header in headers {
+            count(&mut told, &header.ranges, self.setting.records());
+        }
+        if told != model.reduced {
+            self.violate(format!(
+                "{}: the sum is {:?}, the headers tell {told:?}",
+                self.name(p),
+                model.reduced
+            ));
+        }
+    }
+
+    /// `p` has committed a step on top of a state with digest `before`.
+    pub(super) fn check_commit(&mut self, p: usize, generation: Generation, before: u64) {
+        let process = &self.processes[p];
+        let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else { return };
+        let (step, after, era) = (state.step, process.trainer.model.digest(), process.trainer.model.era);
+        let held = self.books.leased.get_mut(&worker);
+        held.into_iter().for_each(|held| held.retain(|r| state.ledger.absorbed_of(*r) < r.len()));
+        tell!(self, "{}: commits step {step} in generation {generation}, {after:016x}", self.name(p));
+        let books = &mut self.books;
+        books.tally.commits += 1;
+        let newer = books.lines.range(generation.0 + 1..).find(|(_, line)| line.era == era);
+        let zombie = newer.map(|(g, line)| (*g, line.members.contains(&worker)));
+        let stable = |step: u64| books.stable.get(&(era, step)).copied();
+        let known = |line: &Line| line.era == era && line.commits.get(&step) == Some(&after);
+        let own = books.lines.get(&generation.0);
+        let wrong = if let Some((newer, true)) = zombie {
+            Some(format!("commits in generation {generation}, and is a member of {newer}"))
+        } else if stable(step - 1).is_some_and(|digest| digest != before) {
+            Some(format!("builds step {step} upon another step {} than others", step - 1))
+        } else if zombie.is_none() && stable(step).is_some_and(|digest| digest != after) {
+            Some(format!("commits another step {step} than the one that was built upon"))
+        } else if own.is_none() && !books.lines.values().any(known) {
+            Some(format!("repairs itself with a step {step} that nobody has committed"))
+        } else if own.is_some_and(|line| line.commits.get(&step).is_some_and(|digest| *digest != after)) {
+            Some(format!("commits another step {step} than other ranks of generation {generation}"))
+        } else {
+            None
+        };
+        if let Some(wrong) = wrong {
+            return self.violate(format!("worker {worker}: {wrong}"));
+        }
+        if zombie.is_some() {
+            books.tally.zombie_commits += 1;
+        } else {
+            books.stable.insert((era, step - 1), before);
+        }
+        let others = books.lines.values().filter(|line| line.era == era);
+        let redone = others.filter_map(|line| line.commits.get(&step)).any(|digest| *digest != after);
+        if let Some(line) = books.lines.get_mut(&generation.0)
+            && line.commits.insert(step, after).is_none()
+        {
+            books.tally.redone += u64::from(redone);
+        }
+    }
+
+    /// `p` has come to the state of the group of `generation`.
+    pub(super) fn check_repaired(&mut self, p: usize, generation: Generation) {
+        let process = &self.processes[p];
+        let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else {
+            return self.violate(format!("{} is repaired, and has no state", self.name(p)));
+        };
+        let model = &process.trainer.model;
+        let (base, era) = ((state.step, model.digest()), model.era);
+        tell!(self, "{}: is at step {} in generation {generation}, {:016x}", self.name(p), base.0, base.1);
+        let newer = self.books.lines.range(generation.0 + 1..).find(|(_, line)| line.era == era);
+        let newer = newer.map(|(newer, line)| (*newer, line.members.contains(&worker)));
+        let stable = self.books.stable.range((era, 0)..(era + 1, 0)).next_back();
+        let stable = stable.map(|(key, digest)| (key.1, *digest));
+        let same = self.books.stable.get(&(era, base.0)).is_none_or(|digest| *digest == base.1);
+        let is_older = stable.is_some_and(|(step, _)| base.0 < step) || !same;
+        let carrier = stable.and_then(|(step, _)| self.carrier(era, step));
+        let books = &mut self.books;
+        let line = books.lines.get(&generation.0);
+        let goes_back = newer.is_none() && line.is_none() && is_older;
+        let wrong = if let Some((newer, true)) = newer {
+            Some(format!("worker {worker} begins generation {generation}, and is a member of {newer}"))
+        } else if goes_back && carrier.is_some() {
+            Some(format!(
+                "generation {generation} begins with {base:?}; {stable:?} is stable, {carrier:?} has it"
+            ))
+        } else if line.is_some_and(|line| line.base != base || (line.era != era && line.came_from != era)) {
+            Some(format!("generation {generation} begins with two states"))
+        } else {
+            None
+        };
+        if goes_back {
+            books.eras += 1;
+            books.tally.gone_back += 1;
+        }
+        let of = if goes_back { books.eras } else { era };
+        let membership = books.published.iter().find(|m| m.generation == generation);
+        let members = membership.map(|m| m.members.iter().map(|(id, _)| *id).collect()).unwrap_or_default();
+        let line = Line { era: of, came_from: era, members, base, commits: BTreeMap::new() };
+        let line = books.lines.entry(generation.0).or_insert(line);
+        self.processes[p].trainer.model.era = line.era;
+        wrong.into_iter().for_each(|wrong| self.violate(wrong));
+    }
+
+    /// A worker that the master does not know to be gone, and whose state contains `step`.
+    fn carrier(&self, era: u64, step: u64) -> Option<WorkerId> {
+        let carries = |p: usize| {
+            let trainer = &self.processes[p].trainer;
+            self.processes[p].is_alive()
+                && trainer.model.era == era
+                && trainer.state().is_some_and(|state| state.step >= step)
+        };
+        let known = self.books.processes.iter().filter(|(id, _)| !self.books.gone.contains(id));
+        known.into_iter().find(|&(_, &p)| carries(p)).map(|(id, _)| *id)
+    }
+
+    /// `p` begins from nothing for its group.
+    pub(super) fn check_beginning(&mut self, p: usize) {
+        let place = self.processes[p].trainer.session.as_ref().and_then(Session::place);
+        // A group that is not the newest any more may still begin, on its own.
+        let newest = self.books.published.last();
+        let membership = newest.filter(|m| Some(m.generation) == place.map(|(g, _)| g));
+        let members = membership.into_iter().flat_map(|m| &m.members).map(|(id, _)| self.books.processes[id]);
+        let holder = members.filter(|&q| q != p && self.processes[q].is_alive());
+        let holder = holder.into_iter().find(|&q| self.processes[q].trainer.state().is_some());
+        if let Some(q) = holder {
+            self.violate(format!("{} begins from nothing, and {} holds a state", self.name(p), self.name(q)));
+        }
+    }
+
+    /// Who comes and goes in order breaks nobody's links.
+    pub(super) fn check_break(&mut self, p: usize, why: &str) {
+        let is_over = self.books.told_to_end.contains(&p);
+        if !self.storm.has_harmed && !is_over {
+            self.violate(format!("the links of {} broke, {why}, and nothing has happened", self.name(p)));
+        }
+    }
+
+    pub(super) fn check_exit(&mut self, p: usize, exit: &Exit) {
+        if *exit == Exit::Outdated {
+            self.violate(format!("{} is too old to be repaired", self.name(p)));
+        }
+    }
+
+    /// `p` holds the final state.
+    pub(super) fn books_finish(&mut self, p: usize, generation: Generation) {
+        let trainer = &self.processes[p].trainer;
+        let Some(state) = trainer.state() else { return };
+        let parameters = trainer.model.parameters.clone();
+        let (counted, repeated) = (state.ledger.counted(), state.ledger.repeated());
+        self.books.finals.insert((p, generation), Final { parameters, step: state.step, counted, repeated });
+    }
+
+    // ---- the end ----
+
+    /// The job has ended: was it right to, and who is left?
+    pub(super) fn check_end(&mut self) -> Result<(), String> {
+        self.books.tally.events = self.events;
+        let orphans =
+            (0..self.processes.len()).find(|&p| self.processes[p].is_alive() && !self.processes[p].is_doomed);
+        if let Some(p) = orphans {
+            return Err(format!("the job has ended, and {} lives", self.name(p)));
+        }
+        match self.master.outcome {
+            Some(Outcome::Completed) => self.check_final(),
+            Some(Outcome::Stopped) if self.storm.stopped => {
+                self.books.tally.stopped += 1;
+                Ok(())
+            }
+            other => Err(format!("the job ends {other:?}: {:?}", self.master.job.summary(self.time()).error)),
+        }?;
+        if self.books.seed.is_multiple_of(32) {
+            let bytes = format!("{:?}", self.master.job).len();
+            if bytes > JOB_BYTES_MAX {
+                return Err(format!("the job has grown to {bytes} bytes of text"));
+            }
+        }
+        match self.master.job.poll_timeout() {
+            Some(_) => Err("the job has ended, and wants to be called again".into()),
+            None => Ok(()),
+        }
+    }
+
+    fn check_final(&self) -> Result<(), String> {
+        let newest = self.books.published.last().ok_or("the job has ended without a group")?;
+        let mut first: Option<&Final> = None;
+        for (worker, _) in &newest.members {
+            let key = (self.books.processes[worker], newest.generation);
+            let last =
+                self.books.finals.get(&key).ok_or_else(|| format!("worker {worker} has not finished"))?;
+            if first.is_some_and(|first| first != last) {
+                return Err(format!("worker {worker} ends with another state: {last:?}, not {first:?}"));
+            }
+            first = Some(last);
+        }
+        let last = first.ok_or("the last group has no members")?;
+        let counted = last.parameters.iter().filter(|&&n| n == 1).count() as u64;
+        let all = self.setting.parameters() as u64;
+        let is_full = counted == all || self.setting.spec.max_steps == Some(last.step);
+        let is_once = last.parameters.iter().all(|&n| n <= 1);
+        if !is_once || !is_full || last.counted != counted || last.repeated != 0 {
+            return Err(format!("not each record was absorbed once: {last:?}"));
+        }
+        let summary = self.master.job.summary(self.time()).records;
+        match (summary.counted, summary.missing, summary.repeated) == (counted, 0, 0) {
+            true => Ok(()),
+            false => Err(format!("the summary tells {summary:?}, and {counted} were counted")),
+        }
+    }
+}
+
+const HEARD_MAX: usize = 48;
+const JOB_BYTES_MAX: usize = 64 << 10;
