@@ -330,10 +330,11 @@ impl World {
 
     fn lose_one_of(&mut self, p: usize, is_control: bool) {
         let mut links = self.net.links_of(p + 1);
-        // A dial that is lost on its way is no fault that the collective finds out about before its deadline.
+        // Whoever waits for a dial that was lost on its way is found by the silence that is tolerated, if it is limited.
+        let is_limited = self.setting.spec.worker_timeout.is_some();
         links.retain(|&link| {
             let link = self.net.link(link);
-            link.is_control == is_control && link.is_settled
+            link.is_control == is_control && (link.is_settled || is_limited)
         });
         let Some(link) = self.dice.pick(&links) else { return };
         for host in self.net.link(link).ends {

@@ -169,7 +169,7 @@ impl Books {
     }
 
     pub(super) fn on_said(&mut self, worker: WorkerId, message: &FromWorker) {
-        if !matches!(message, FromWorker::Alive) {
+        if !matches!(message, FromWorker::Alive(_)) {
             self.heard.push_back((worker, message.clone()));
             if self.heard.len() > HEARD_MAX {
                 self.heard.pop_front();
@@ -277,6 +277,7 @@ impl World {
     /// The master ends a worker's stream.
     pub(super) fn check_eviction(&mut self, worker: WorkerId) {
         self.books.tally.evicted += 1;
+        self.storm.has_harmed = true;
         if let Some((other, reason)) = self.books.told_off.take()
             && other == worker
         {

@@ -259,7 +259,8 @@ impl World {
     pub(super) fn on_beat(&mut self, p: usize) {
         let Some(beat) = self.setting.spec.heartbeat() else { return };
         if self.processes[p].control == Control::Open {
-            self.say(p, FromWorker::Alive);
+            let stall = self.stall(p, beat);
+            self.say(p, FromWorker::Alive(stall));
             self.clock.after(beat.as_micros() as Micros, Event::Beat { p });
         }
     }

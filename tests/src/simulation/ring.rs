@@ -11,17 +11,20 @@
 //! * The fence ends the links of older generations at once; the news runs around the ring.
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use elasticdl_collective::schedule::{Content, Extent, Piece, Schedule, Seat};
-use elasticdl_proto::WorkerId;
+use elasticdl_master::job::Stall;
+use elasticdl_proto::{Generation, WorkerId};
 use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl_worker::core::session::Membership;
 
+use super::clock::Micros;
 use super::network::{LinkId, Packet};
 use super::process::process_at;
 use super::story::tell;
 use super::trainer::Doing;
-use super::world::World;
+use super::world::{Event, World};
 
 /// The listener and the fence of one process.
 #[derive(Debug, Default)]
@@ -46,6 +49,8 @@ pub(super) struct Ring {
     pub(super) next: Option<LinkId>,
     pub(super) prev: Option<LinkId>,
     introduced: bool,
+    /// When the next member was dialled.
+    dialled: Micros,
     sequence: u64,
     failed: bool,
     aborted: bool,
@@ -95,9 +100,21 @@ pub(super) struct Operation {
     sequence: u64,
     schedule: Schedule,
     notes: Vec<Option<Rc<Note>>>,
+    received: u64,
+    sent: u64,
     /// What a broadcast fills. A step sums into the model's own buffer.
     body: Vec<u8>,
     is_root: bool,
+}
+
+/// Where a rank waits for its neighbours.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Waiting {
+    generation: u64,
+    operation: u64,
+    received: u64,
+    sent: u64,
+    since: Micros,
 }
 
 /// An operation that is complete on one rank.
@@ -242,6 +259,7 @@ impl World {
             next: None,
             prev: None,
             introduced: false,
+            dialled: self.clock.now(),
             sequence: 0,
             failed: false,
             aborted: false,
@@ -261,7 +279,7 @@ impl World {
         self.drop_parked_before(p, generation);
         match seat.world {
             1 => self.connected(p),
-            _ => self.processes[p].trainer.doing = Doing::Connecting,
+            _ => self.wait_for_answer(p),
         }
     }
 
@@ -283,10 +301,7 @@ impl World {
                     let suspect = ring.neighbour(&Fault::Next);
                     return self.broke(p, suspect, "the next member refused the dial");
                 }
-                None => {
-                    process.trainer.doing = Doing::Connecting;
-                    return;
-                }
+                None => return self.wait_for_answer(p),
             }
         }
         let process = &mut self.processes[p];
@@ -302,7 +317,48 @@ impl World {
             let suspect = ring.neighbour(&Fault::Next);
             return self.broke(p, suspect, "the next member ended the link");
         }
+        let generation = ring.generation;
         process.trainer.doing = Doing::Connecting;
+        self.wait_at(p, [generation, 0, 0, 0]);
+    }
+
+    /// A kernel answers at once, whatever its process does.
+    fn wait_for_answer(&mut self, p: usize) {
+        let trainer = &mut self.processes[p].trainer;
+        let (Some(limit), Some(ring)) = (self.setting.spec.worker_timeout, &trainer.ring) else {
+            trainer.doing = Doing::Connecting;
+            return;
+        };
+        let due = ring.dialled + limit.as_micros() as Micros;
+        match ring.neighbour(&Fault::Next) {
+            Some(suspect) if self.clock.now() >= due => self.unanswered(p, suspect),
+            _ => {
+                trainer.doing = Doing::Connecting;
+                let ticket = trainer.ticket();
+                self.clock.at(due, Event::Trainer { p, ticket });
+            }
+        }
+    }
+
+    fn wait_at(&mut self, p: usize, place: [u64; 4]) {
+        let [generation, operation, received, sent] = place;
+        let waiting = &mut self.processes[p].trainer.waiting;
+        let is_same = |w: &Waiting| [w.generation, w.operation, w.received, w.sent] == place;
+        if !waiting.as_ref().is_some_and(is_same) {
+            let since = self.clock.now();
+            *waiting = Some(Waiting { generation, operation, received, sent, since });
+        }
+    }
+
+    /// How long no byte has moved for `p` in its group, if it is for longer than a beat.
+    pub(super) fn stall(&self, p: usize, beat: Duration) -> Option<Stall> {
+        let trainer = &self.processes[p].trainer;
+        let waits = matches!(trainer.doing, Doing::Connecting | Doing::Operating(_));
+        let waiting = trainer.waiting.filter(|_| waits)?;
+        let since = Duration::from_micros(self.clock.now() - waiting.since);
+        let Waiting { generation, operation, received, sent, .. } = waiting;
+        let generation = Generation(generation);
+        (since >= beat).then_some(Stall { generation, operation, received, sent, since })
     }
 
     fn connected(&mut self, p: usize) {
@@ -319,6 +375,7 @@ impl World {
     pub(super) fn leave_ring(&mut self, p: usize) {
         self.shut_ring(p);
         self.processes[p].trainer.ring = None;
+        self.processes[p].trainer.waiting = None;
     }
 
     fn shut_ring(&mut self, p: usize) {
@@ -372,7 +429,10 @@ impl World {
         if let Some(ring) = &mut trainer.ring {
             ring.sequence += 1;
         }
-        self.advance(p, Box::new(Operation { what, sequence, schedule, notes, body, is_root }));
+        self.advance(
+            p,
+            Box::new(Operation { what, sequence, schedule, notes, received: 0, sent: 0, body, is_root }),
+        );
     }
 
     /// Sends and receives what can be.
@@ -382,7 +442,12 @@ impl World {
                 let Operation { what, notes, body, is_root, .. } = *operation;
                 self.operated(p, Done { what, notes, body, is_root });
             }
-            Ok(false) => self.processes[p].trainer.doing = Doing::Operating(operation),
+            Ok(false) => {
+                let generation = self.processes[p].trainer.ring.as_ref().map_or(0, Ring::generation);
+                let Operation { sequence, received, sent, .. } = *operation;
+                self.wait_at(p, [generation, sequence + 1, received, sent]);
+                self.processes[p].trainer.doing = Doing::Operating(operation);
+            }
             Err(fault) => {
                 let Some(ring) = &mut self.processes[p].trainer.ring else { return };
                 ring.failed = true;
@@ -409,6 +474,7 @@ impl World {
                 let frame = self.frame(p, operation, &piece);
                 self.send(next, p + 1, Packet::Frame(Rc::new(frame)));
                 operation.schedule.on_sent();
+                operation.sent += 1;
             }
             if self.receive(p, operation, prev)? {
                 continue;
@@ -460,6 +526,7 @@ impl World {
             operation.body[piece.range].copy_from_slice(&frame.body);
         }
         operation.schedule.on_received();
+        operation.received += 1;
         Ok(true)
     }
 

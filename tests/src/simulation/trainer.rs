@@ -15,7 +15,7 @@ use elasticdl_worker::core::session::{Exit, JobPlan, Membership, Report, Session
 
 use super::clock::Micros;
 use super::fetch::{Donor, Source};
-use super::ring::{Done, Note, Operation, Ring, What};
+use super::ring::{Done, Note, Operation, Ring, Waiting, What};
 use super::story::tell;
 use super::world::{Event, Setting, World};
 
@@ -30,6 +30,8 @@ pub(super) struct Trainer {
     pub(super) session: Option<Session>,
     pub(super) model: Model,
     pub(super) ring: Option<Ring>,
+    /// Where it waits for its neighbours, for the control thread to see.
+    pub(super) waiting: Option<Waiting>,
     pub(super) donor: Donor,
     pub(super) source: Option<Source>,
     /// What is left to do of a repair.
@@ -104,6 +106,7 @@ impl Trainer {
                 era: 0,
             },
             ring: None,
+            waiting: None,
             donor: Donor::default(),
             source: None,
             repair: VecDeque::new(),
@@ -509,16 +512,30 @@ impl World {
 
     /// The ring, or the attempt to build one, has failed.
     pub(super) fn broke(&mut self, p: usize, suspect: Option<WorkerId>, why: &str) {
+        self.drop_links(p, suspect, why);
+        if let Some(session) = &mut self.processes[p].trainer.session {
+            session.broken(suspect, why.into());
+        }
+        self.turn_later(p);
+    }
+
+    /// The next member's kernel has answered no dial.
+    pub(super) fn unanswered(&mut self, p: usize, suspect: WorkerId) {
+        let why = "the next member answers no dial";
+        self.drop_links(p, Some(suspect), why);
+        if let Some(session) = &mut self.processes[p].trainer.session {
+            session.unanswered(suspect, why.into());
+        }
+        self.turn_later(p);
+    }
+
+    fn drop_links(&mut self, p: usize, suspect: Option<WorkerId>, why: &str) {
         tell!(self, "{}: links broke, {why}, suspects {suspect:?}", self.name(p));
         self.check_break(p, why);
         self.leave_ring(p);
         let trainer = &mut self.processes[p].trainer;
         trainer.repair.clear();
         trainer.passed = None;
-        if let Some(session) = &mut trainer.session {
-            session.broken(suspect, why.into());
-        }
-        self.turn_later(p);
     }
 }
 
@@ -548,7 +565,9 @@ fn ledger_report(ledger: &Ledger) -> LedgerReport {
 /// As it arrives at the master.
 fn from_report(report: Report) -> FromWorker {
     match report {
-        Report::Broken { generation, suspect, error } => FromWorker::Broken { generation, suspect, error },
+        Report::Broken { generation, suspect, error, unreachable } => {
+            FromWorker::Broken { generation, suspect, error, unreachable }
+        }
         Report::Committed(progress) => FromWorker::Committed(job::Committed {
             generation: progress.generation,
             step: progress.step,
