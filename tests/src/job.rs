@@ -246,7 +246,7 @@ impl Running {
     /// # Panics
     /// The command can't be started.
     pub fn resume(&mut self) {
-        let child = std::process::Command::new(&self.elasticdl)
+        let child = command(&self.starter)
             .args(["train", "--resume"])
             .arg(&self.job_dir)
             .stdin(Stdio::null())
@@ -263,7 +263,7 @@ impl Running {
     /// The command can't be started.
     #[must_use]
     pub fn status_error(&self) -> String {
-        let output = std::process::Command::new(&self.elasticdl)
+        let output = command(&self.starter)
             .arg("status")
             .arg(&self.job_dir)
             .output()

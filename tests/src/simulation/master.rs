@@ -138,7 +138,8 @@ impl World {
                 self.master.peers.insert(link, None);
                 let Some(p) = self.process_of(launch) else { return };
                 let (connection, pid) = (ConnectionId(link as u64), 1000 + p as u32);
-                let event = JobEvent::Connected { connection, launch, address: address_of(p), pid };
+                let event =
+                    JobEvent::Connected { connection, launch, address: address_of(p), pid, resume: None };
                 self.master.job.handle(now, event);
             }
             Packet::Up(message) => {

@@ -579,6 +579,7 @@ fn from_report(report: Report) -> FromWorker {
         Report::Formed { generation, step, ledger } => {
             FromWorker::Formed { generation, step, ledger: ledger_report(&ledger) }
         }
+        Report::Holding { step, ranges } => FromWorker::Holding { step, ranges },
         Report::LeaseRequest { epoch, records } => FromWorker::LeaseRequest { epoch, records },
         Report::Primed { step } => FromWorker::Primed { step },
     }

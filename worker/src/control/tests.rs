@@ -130,7 +130,7 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
     control.outbox.send(ToMaster::Ready { parameters: 5 });
     assert_eq!(stage.next(), (0, Said::Ready(v1::Ready { parameters: 5 })));
     stage.tell(0, Told::Membership(v1::Membership { generation: 4, members: Vec::new(), abort: false }));
-    assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(_)));
+    assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
     stage.end(0);
     assert_eq!(control.inbox.recv().unwrap(), FromMaster::Reconnected);
     let resume = v1::Resume { worker: 7, generation: 4, parameters: Some(5) };

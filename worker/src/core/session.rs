@@ -18,145 +18,16 @@
 //! **Invariant:** a computed gradient is given up only when the ledger has absorbed it.
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use self::fetch::Fetch;
+pub use self::words::{Exit, JobPlan, Membership, Progress, Report, State, Task};
 use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
 use crate::core::leases::Leases;
-use crate::core::plan::{self, Batch, Holding};
+use crate::core::plan::{self, Holding};
 use crate::core::repair::{Mismatch, Repair};
-
-/// What a job asks of its workers.
-#[derive(Clone, Debug)]
-pub struct JobPlan {
-    /// Records of one epoch.
-    pub records: u64,
-    pub epochs: u32,
-    pub max_steps: Option<u64>,
-    pub batch: Batch,
-}
-
-/// A group, as the master publishes it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Membership {
-    pub generation: Generation,
-    /// In ring order.
-    pub members: Vec<(WorkerId, SocketAddr)>,
-    /// A member of an earlier generation is lost: leave the step at once.
-    pub abort: bool,
-}
-
-impl Membership {
-    fn rank_of(&self, worker: WorkerId) -> Option<usize> {
-        self.members.iter().position(|(id, _)| *id == worker)
-    }
-}
-
-/// What the session wants done next. The doer answers with the call that stands beside each.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Task {
-    /// Compute the gradient of these records and add it to what is pending: [`Session::computed`].
-    Compute(Vec<RecordRange>),
-    /// Build the links of this membership: [`Session::connected`] or [`Session::broken`].
-    Connect(Membership),
-    /// End this process.
-    Exit(Exit),
-    /// Take what comes from this member, over the link to it (a new one, if there is none to it): [`Session::install`]
-    /// and [`Session::fetched`] for a state, [`Session::commit`] and [`Session::fetched`] for a step's result,
-    /// [`Session::caught_up`], [`Session::fetch_ended`]; or [`Session::fetch_broke`].
-    Fetch(WorkerId, SocketAddr),
-    /// The job is over: say so, with the final state: [`Session::told`].
-    Finish,
-    /// Bring all ranks to one state: [`Session::begin`], [`Session::commit`], [`Session::install`] as the plan says,
-    /// then [`Session::repaired`].
-    Repair(Repair),
-    /// Reduce the pending gradient with [`Session::header`] beside it: [`Session::commit`].
-    Step,
-    /// Exchange [`Session::sync_header`]: [`Session::synced`].
-    Synchronize,
-    /// Exchange [`Session::header`] alone: [`Session::talked`].
-    Talk,
-    /// Nothing, until the master says something.
-    Wait,
-}
-
-/// Why a worker ends.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Exit {
-    /// The group goes on without it, as it or the user wished.
-    Left,
-    /// Its state is older than any repair reaches.
-    Outdated,
-    /// The master said so.
-    Shutdown(String),
-}
-
-/// What the session tells the master.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Report {
-    /// `unreachable`: the suspect has answered no dial.
-    Broken {
-        generation: Generation,
-        suspect: Option<WorkerId>,
-        error: String,
-        unreachable: bool,
-    },
-    Committed(Progress),
-    Formed {
-        generation: Generation,
-        step: u64,
-        ledger: Ledger,
-    },
-    Holding {
-        step: u64,
-        ranges: Vec<RecordRange>,
-    },
-    LeaseRequest {
-        epoch: u32,
-        records: u64,
-    },
-    Primed {
-        step: u64,
-    },
-}
-
-/// What a group has committed since its last word.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Progress {
-    pub generation: Generation,
-    pub step: u64,
-    pub ranges: Vec<RecordRange>,
-    pub loss_sum: f64,
-    pub records: u64,
-    pub compute_us: Vec<u64>,
-}
-
-/// The part of the training state that is not tensors.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct State {
-    /// Steps committed.
-    pub step: u64,
-    /// What the parameters have absorbed.
-    pub ledger: Ledger,
-    /// Records that went into the steps, by the steps' own counts.
-    pub records_trained: u64,
-}
-
-impl State {
-    /// As it travels.
-    pub fn record(&self) -> StateRecord {
-        StateRecord {
-            step: self.step,
-            records_trained: self.records_trained,
-            epochs_complete: self.ledger.epoch(),
-            ranges: self.ledger.ranges().collect(),
-            repeated: self.ledger.repeated(),
-        }
-    }
-}
 
 /// A gradient of this worker that no step is known to have absorbed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -657,6 +528,7 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 mod fetch;
 mod reconnect;
+mod words;
 
 #[cfg(test)]
 mod tests;

@@ -100,7 +100,7 @@ fn dataset(shards: u64) -> Dataset {
 fn connect(job: &mut Job, i: u64) {
     let address = SocketAddr::from(([127, 0, 0, 1], 9));
     let (connection, launch) = (ConnectionId(i), LaunchId(i));
-    job.handle(NOW, Event::Connected { connection, launch, address, pid: 1 });
+    job.handle(NOW, Event::Connected { connection, launch, address, pid: 1, resume: None });
 }
 
 fn say(job: &mut Job, worker: u64, message: FromWorker) {
