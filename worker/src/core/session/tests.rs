@@ -4,6 +4,7 @@
 //! they must hold every record of every epoch exactly once, on every rank.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::net::SocketAddr;
 use std::rc::Rc;
 
 use elasticdl_proto::RangeSet;
@@ -12,6 +13,7 @@ use rand::{RngExt, SeedableRng};
 
 use super::*;
 use crate::core::header::{decode, encode};
+use crate::core::plan::Batch;
 
 mod master;
 mod newcomers;
