@@ -252,7 +252,7 @@ fn a_link_that_is_registered_after_its_end_is_shut_down() {
 
 #[test]
 fn an_operation_shows_where_it_waits_until_it_ends() {
-    let Stage { mut ring, mut to_ring, from_ring: _from_ring, .. } = stage();
+    let Stage { mut ring, mut to_ring, from_ring: _from_ring, fence } = stage();
     let progress = ring.progress.clone();
     let place = || progress.stall().map(|s| (s.generation, s.operation, s.received, s.sent));
     let waits_at = |expected| {
@@ -264,9 +264,8 @@ fn an_operation_shows_where_it_waits_until_it_ends() {
     };
     let (done, results) = mpsc::channel();
     thread::spawn(move || {
-        for _ in 0..2 {
-            ring.all_reduce(b"me", &[1.0, 2.0], &mut [0.0; 2]).unwrap();
-            done.send(()).unwrap();
+        for _ in 0..3 {
+            done.send(ring.all_reduce(b"me", &[1.0, 2.0], &mut [0.0; 2]).is_ok()).unwrap();
         }
     });
     let frame = FRAME_BYTES as u64;
@@ -280,10 +279,13 @@ fn an_operation_shows_where_it_waits_until_it_ends() {
     to_ring.write_all(&first[7..]).unwrap();
     waits_at((GENERATION, 1, first.len() as u64, sum + total));
     to_ring.write_all(&second).unwrap();
-    results.recv_timeout(WATCHDOG).unwrap();
+    assert!(results.recv_timeout(WATCHDOG).unwrap());
     waits_at((GENERATION, 2, 0, sum));
     to_ring.write_all(&reduce_frames(1).concat()).unwrap();
-    results.recv_timeout(WATCHDOG).unwrap();
+    assert!(results.recv_timeout(WATCHDOG).unwrap());
+    waits_at((GENERATION, 3, 0, sum));
+    fence.abort_before(GENERATION + 1);
+    assert!(!results.recv_timeout(WATCHDOG).unwrap());
     assert_eq!(place(), None, "no operation runs");
 }
 
