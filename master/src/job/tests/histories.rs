@@ -35,17 +35,18 @@ fn letter(world: &mut World, letter: usize) {
         }
         8 => Some(Fault::Scale(if world.job.wanted == 2 { 1 } else { 2 })),
         9 => Some(Fault::Stop),
-        10 => oldest.map(Fault::Cut),
-        11 => youngest.map(Fault::Cut),
-        12 => Some(Fault::MasterDies(None)),
-        _ => Some(Fault::MasterDies(Some(1))),
+        10 => Some(Fault::MasterDies(None)),
+        11 => Some(Fault::MasterDies(Some(1))),
+        12 => oldest.map(Fault::Cut),
+        _ => youngest.map(Fault::Cut),
     };
     if let Some(fault) = fault.filter(|_| world.ended.is_none()) {
         world.fault(fault);
     }
 }
 
-const LETTERS: usize = 14;
+/// All but cuts, which need a spec of their own.
+const LETTERS: usize = 12;
 
 /// Of these, five in a row: deaths, failures, leaves, broken links, steps, time and scaling.
 const FREQUENT: [usize; 7] = [0, 2, 3, 4, 6, 7, 8];
@@ -56,7 +57,7 @@ fn every_history_of_five_frequent_events_ends_with_each_record_counted_once() {
 }
 
 /// And these four in a row: what meets the death of the master.
-const WITH_MASTERS: [usize; 8] = [0, 2, 4, 5, 6, 7, 12, 13];
+const WITH_MASTERS: [usize; 8] = [0, 2, 4, 5, 6, 7, 10, 11];
 
 #[test]
 fn every_history_of_four_events_and_dying_masters_ends_with_each_record_counted_once() {
@@ -69,7 +70,7 @@ fn every_history_of_three_events_ends_with_each_record_counted_once() {
 }
 
 /// And of these, four in a row: what meets a network that is cut.
-const WITH_CUTS: [usize; 8] = [0, 2, 4, 5, 6, 8, 10, 11];
+const WITH_CUTS: [usize; 8] = [0, 2, 4, 5, 6, 8, 12, 13];
 
 #[test]
 fn every_history_of_four_events_and_cuts_ends_with_each_record_counted_once() {
