@@ -73,10 +73,12 @@ pub(crate) fn set_up(link: &TcpStream) -> io::Result<()> {
     link.set_nonblocking(true)?;
     link.set_nodelay(true)?;
     if link.local_addr()?.ip() == link.peer_addr()?.ip() {
-        // Within a host there is no delay to bridge, and a short queue stays in the cache. A system that
-        // refuses is only slower.
+        // Within a host there is no delay to bridge, and a short queue stays in the cache. There is nothing to
+        // pace either. The receiving side is left to the system: a window that a few of loopback's large
+        // segments fill closes again and again, and opens, at the worst, only to a probe a fifth of a second
+        // later. A system that refuses is only slower.
         let _ = sockopt::set_socket_send_buffer_size(link, SAME_HOST_BUFFER_BYTES);
-        let _ = sockopt::set_socket_recv_buffer_size(link, SAME_HOST_BUFFER_BYTES);
+        let _ = sockopt::set_tcp_congestion(link, "reno");
     }
     Ok(())
 }
