@@ -64,6 +64,7 @@ enum Fault {
     Crash,
     CrashAll,
     CrashAllButOne,
+    CrashMaster,
     CrashTwo,
     CutFromAll,
     CutFromMaster,
@@ -101,6 +102,7 @@ pub(super) enum Undo {
     Continue(usize),
     ContinueMaster,
     Mend(Vec<(Host, Host)>),
+    RestartMaster,
     SpeedUp(Host),
 }
 
@@ -115,11 +117,12 @@ impl Storm {
 impl Gust {
     fn draw(dice: &mut Dice, spec: &JobSpec) -> Self {
         use Fault::{
-            Crash, CrashAll, CrashAllButOne, CrashTwo, CutFromAll, CutFromMaster, CutFromPeer, Fail,
-            LoseLink, LoseStream, Pause, PauseMaster, Scale, Slow, Stop, Terminate,
+            Crash, CrashAll, CrashAllButOne, CrashMaster, CrashTwo, CutFromAll, CutFromMaster, CutFromPeer,
+            Fail, LoseLink, LoseStream, Pause, PauseMaster, Scale, Slow, Stop, Terminate,
         };
         let fault = match dice.below(100) {
-            0..28 => Crash,
+            0..20 => Crash,
+            20..28 => CrashMaster,
             28..33 => CrashTwo,
             33..36 => CrashAllButOne,
             36..38 => CrashAll,
@@ -257,6 +260,11 @@ impl World {
             Fault::CrashAllButOne => {
                 (0..self.processes.len()).filter(|&q| q != p).for_each(|q| self.crash(q));
             }
+            // Between two events, or amid what follows from one.
+            Fault::CrashMaster => match self.dice.chance(1, 2) {
+                true => self.crash_master(),
+                false => self.master.dies_after = Some(self.dice.below(12)),
+            },
             Fault::CrashTwo => {
                 self.crash(p);
                 if let Some(q) = self.victim(Who::Anybody, None) {
@@ -287,6 +295,7 @@ impl World {
                 self.processes[p].is_blemished = true;
                 self.heal_later(Undo::Continue(p));
             }
+            Fault::PauseMaster if !self.master.is_alive => {}
             Fault::PauseMaster => {
                 self.master.paused = true;
                 self.heal_later(Undo::ContinueMaster);
@@ -356,6 +365,10 @@ impl World {
         self.clock.after(span, Event::Heal(undo));
     }
 
+    pub(super) fn restart_later(&mut self) {
+        self.heal_later(Undo::RestartMaster);
+    }
+
     pub(super) fn undo(&mut self, undo: Undo) {
         self.storm.unhealed -= 1;
         tell!(self, "HEALED: {undo:?}");
@@ -363,6 +376,7 @@ impl World {
             Undo::Continue(p) => self.resume(p),
             Undo::ContinueMaster => self.on_master_continued(),
             Undo::Mend(cuts) => cuts.into_iter().for_each(|(a, b)| self.heal(a, b)),
+            Undo::RestartMaster => self.restart_master(),
             Undo::SpeedUp(host) => self.net.speed_up(host),
         }
     }

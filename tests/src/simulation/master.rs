@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use elasticdl_master::job::{
-    Action, ConnectionId, Event as JobEvent, Exit, Job, JobSpec, LaunchId, Outcome, Time,
+    Action, ConnectionId, Event as JobEvent, Exit, Job, JobRecord, JobSpec, LaunchId, Outcome, Time,
 };
 use elasticdl_proto::WorkerId;
 
@@ -32,12 +32,21 @@ pub(super) struct Master {
     /// It was to look at its inputs while it was stopped.
     pub(super) deferred: bool,
     pub(super) outcome: Option<Outcome>,
+    pub(super) is_alive: bool,
+    /// It dies before it does so many actions more.
+    pub(super) dies_after: Option<u64>,
+    /// What a master that comes after this one finds, as of that revision.
+    record: (u64, JobRecord),
 }
 
 impl Master {
     pub(super) fn new(spec: JobSpec) -> Self {
+        let job = Job::new(spec);
         Self {
-            job: Job::new(spec),
+            record: (job.revision(), job.record()),
+            job,
+            is_alive: true,
+            dies_after: None,
             peers: BTreeMap::new(),
             workers: BTreeMap::new(),
             inputs: VecDeque::new(),
@@ -58,11 +67,17 @@ impl World {
     }
 
     pub(super) fn on_master_input(&mut self, link: LinkId) {
+        if !self.master.is_alive {
+            return self.shut(link, MASTER);
+        }
         self.master.inputs.push_back(link);
         self.wake_master();
     }
 
     pub(super) fn order(&mut self, event: JobEvent) {
+        if !self.master.is_alive {
+            return;
+        }
         self.master.orders.push_back(event);
         self.wake_master();
     }
@@ -77,6 +92,11 @@ impl World {
     pub(super) fn on_reaped(&mut self, p: usize) {
         let process = &self.processes[p];
         let Some(exit) = process.exit.clone() else { return };
+        if !self.master.is_alive {
+            return;
+        }
+        // A process that another master started is nobody's child.
+        let exit = if process.is_adopted { Exit::Unknown } else { exit };
         self.master.ended.push_back((process.launch, exit));
         self.wake_master();
     }
@@ -91,7 +111,7 @@ impl World {
     /// The master's task, until there is nothing left to do. What is ready is taken in any order, as a `select!` does.
     pub(super) fn on_master(&mut self) {
         self.master.woken = false;
-        while self.master.outcome.is_none() {
+        while self.master.is_alive && self.master.outcome.is_none() {
             let is_due = self.master.job.poll_timeout().is_some_and(|at| at <= self.time());
             let ready = [
                 !self.master.inputs.is_empty(),
@@ -120,6 +140,9 @@ impl World {
             self.master_acts();
             self.try_the_fence();
         }
+        if !self.master.is_alive {
+            return;
+        }
         let due = self.master.job.poll_timeout().map(|at| at.0.as_nanos().div_ceil(1000) as Micros);
         if self.master.due != due {
             self.master.due = due;
@@ -129,17 +152,67 @@ impl World {
         }
     }
 
+    /// The master is killed; what it has said is on its way.
+    pub(super) fn crash_master(&mut self) {
+        let master = &mut self.master;
+        if !std::mem::replace(&mut master.is_alive, false) {
+            return;
+        }
+        tell!(self, "master: is killed");
+        let master = &mut self.master;
+        (master.paused, master.deferred, master.dies_after) = (false, false, None);
+        master.peers.clear();
+        master.workers.clear();
+        master.inputs.clear();
+        master.ended.clear();
+        master.orders.clear();
+        for link in self.net.links_of(MASTER) {
+            if self.dice.chance(1, 4) {
+                self.lose_in_flight(link, MASTER);
+            }
+            self.shut(link, MASTER);
+        }
+        self.books.on_master_crash();
+        self.storm.has_harmed = true;
+        self.processes.iter_mut().for_each(|process| process.is_blemished = true);
+        self.restart_later();
+    }
+
+    /// Another master goes on with the record.
+    pub(super) fn restart_master(&mut self) {
+        let record = self.master.record.1.clone();
+        let launches: Vec<LaunchId> = record.launches().collect();
+        tell!(self, "master: another one goes on with the job");
+        match Job::restore(record, self.time()) {
+            Ok(job) => self.master.job = job,
+            Err(wrong) => return self.violate(format!("the master's record can't be true: {wrong}")),
+        }
+        let master = &mut self.master;
+        master.record = (master.job.revision(), master.job.record());
+        (master.is_alive, master.woken, master.due) = (true, false, None);
+        for launch in launches {
+            let p = self.process_of(launch);
+            if let Some(p) = p {
+                self.processes[p].is_adopted = true;
+            }
+            if p.is_none_or(|p| !self.processes[p].is_alive()) {
+                self.master.ended.push_back((launch, Exit::Unknown));
+            }
+        }
+        self.master_acts();
+        self.wake_master();
+    }
+
     fn take_input(&mut self) {
         let Some(link) = self.master.inputs.pop_front() else { return };
         let Some(packet) = self.net.take(link, MASTER) else { return };
         let now = self.time();
         match packet {
-            Packet::Hello(launch) => {
+            Packet::Hello(launch, resume) => {
                 self.master.peers.insert(link, None);
                 let Some(p) = self.process_of(launch) else { return };
                 let (connection, pid) = (ConnectionId(link as u64), 1000 + p as u32);
-                let event =
-                    JobEvent::Connected { connection, launch, address: address_of(p), pid, resume: None };
+                let event = JobEvent::Connected { connection, launch, address: address_of(p), pid, resume };
                 self.master.job.handle(now, event);
             }
             Packet::Up(message) => {
@@ -165,7 +238,18 @@ impl World {
     /// Does what the job wants done.
     pub(super) fn master_acts(&mut self) {
         self.forget_told_off();
-        while let Some(action) = self.master.job.poll_action() {
+        while self.master.is_alive {
+            // What another master would have to know of what is done next.
+            let revision = self.master.job.revision();
+            if self.master.record.0 != revision {
+                self.master.record = (revision, self.master.job.record());
+            }
+            match &mut self.master.dies_after {
+                Some(0) => return self.crash_master(),
+                Some(actions) => *actions -= 1,
+                None => {}
+            }
+            let Some(action) = self.master.job.poll_action() else { return };
             match action {
                 Action::Admit { connection, worker } => self.admit(connection.0 as LinkId, worker),
                 Action::Disconnect { worker } => self.disconnect(worker),
@@ -178,6 +262,7 @@ impl World {
                 Action::Refuse { connection, reason } => {
                     tell!(self, "master: refuses connection {}: {reason}", connection.0);
                     self.master.peers.remove(&(connection.0 as LinkId));
+                    self.send(connection.0 as LinkId, MASTER, Packet::Refused);
                     self.shut(connection.0 as LinkId, MASTER);
                 }
                 Action::Say(line) => tell!(self, "master: {line}"),

@@ -14,7 +14,7 @@
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use elasticdl_master::job::{FromWorker, LaunchId, ToWorker};
+use elasticdl_master::job::{FromWorker, LaunchId, Resume, ToWorker};
 use elasticdl_proto::WorkerId;
 
 use super::clock::Micros;
@@ -32,7 +32,8 @@ pub(super) const MASTER: Host = 0;
 /// What travels. `Hello` to `Welcome` on control streams, `Dial` to `Frame` on links of rings, `End` on both.
 #[derive(Debug)]
 pub(super) enum Packet {
-    Hello(LaunchId),
+    Hello(LaunchId, Option<Resume>),
+    Refused,
     Up(FromWorker),
     Down(ToWorker),
     Welcome(WorkerId),

@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 
-use elasticdl_master::job::{Exit, FromWorker, LaunchId, ToWorker};
-use elasticdl_proto::WorkerId;
+use elasticdl_master::job::{Exit, FromWorker, LaunchId, Resume, ToWorker};
+use elasticdl_proto::{Generation, WorkerId};
 
 use super::clock::Micros;
 use super::network::{LinkId, MASTER, Packet};
@@ -25,17 +25,35 @@ pub(super) struct Process {
     pub(super) deferred: Vec<Event>,
     /// A fault has touched it, so the master may think ill of it.
     pub(super) is_blemished: bool,
+    /// Another master than the one of now has started it.
+    pub(super) is_adopted: bool,
     /// The master has told the system to kill it.
     pub(super) is_doomed: bool,
     control: Control,
     woken: bool,
     pub(super) stream: Option<LinkId>,
     /// What the master said and the trainer has not looked at.
-    pub(super) inbox: VecDeque<ToWorker>,
+    pub(super) inbox: VecDeque<Word>,
+    /// Who it is, for a master that comes after this one.
+    me: Option<Resume>,
+    /// What the trainer says is meant for this master, and not for the one before.
+    is_current: bool,
+    /// It was told to end, and every master is to know.
+    leaves: bool,
+    /// It was shut down: no other master is of interest.
+    is_over: bool,
     /// What the trainer wants said.
     pub(super) outbox: VecDeque<FromWorker>,
     pub(super) endpoint: Endpoint,
     pub(super) trainer: Trainer,
+}
+
+/// What the control thread passes on to the trainer.
+#[derive(Debug)]
+pub(super) enum Word {
+    /// Another master is there; it knows nothing of what was said to the one before.
+    Reconnected,
+    Said(ToWorker),
 }
 
 /// Where the control thread is.
@@ -47,8 +65,10 @@ enum Control {
     Greeting,
     /// The stream is open.
     Open,
-    /// The stream is gone, since then.
-    Outliving(Micros),
+    /// It has said hello to another master.
+    Returning { since: Micros, pause: Micros },
+    /// The stream is gone, since then; it looks for another master after the pause.
+    Searching { since: Micros, pause: Micros },
     /// It has not said hello.
     Starting,
 }
@@ -62,11 +82,16 @@ impl Process {
             paused: false,
             deferred: Vec::new(),
             is_blemished: false,
+            is_adopted: false,
             is_doomed: false,
             control: Control::Starting,
             woken: false,
             stream: None,
             inbox: VecDeque::new(),
+            me: None,
+            is_current: true,
+            leaves: false,
+            is_over: false,
             outbox: VecDeque::new(),
             endpoint: Endpoint::default(),
             trainer: Trainer::new(setting),
@@ -98,7 +123,7 @@ impl World {
         process.stream = Some(link);
         process.control = Control::Greeting;
         process.endpoint.open = true;
-        self.send(link, p + 1, Packet::Hello(launch));
+        self.send(link, p + 1, Packet::Hello(launch, None));
     }
 
     /// The process ends. Its kernel ends its links behind what was sent; `lossy`: and what was on its way is gone.
@@ -139,15 +164,17 @@ impl World {
     pub(super) fn on_terminate(&mut self, p: usize) {
         tell!(self, "{}: gets SIGTERM", self.name(p));
         match self.processes[p].control {
-            Control::Open => {
-                self.say(p, FromWorker::Leaving);
-                self.clock.after(LEAVE_TIMEOUT_US, Event::LeaveDue { p });
-            }
             // The signal has its default effect until the stream is asked for.
-            Control::Starting => self.die(p, Exit::Signal(15), false),
-            Control::Greeting => self.processes[p].deferred.push(Event::Terminate { p }),
-            Control::Outliving(_) => self.die(p, Exit::Code(EXIT_MASTER_LOST), false),
-            Control::Closing(_) => {}
+            Control::Starting => return self.die(p, Exit::Signal(15), false),
+            Control::Greeting => return self.processes[p].deferred.push(Event::Terminate { p }),
+            Control::Closing(_) => return,
+            Control::Open | Control::Returning { .. } | Control::Searching { .. } => {}
+        }
+        if !std::mem::replace(&mut self.processes[p].leaves, true) {
+            self.clock.after(LEAVE_TIMEOUT_US, Event::LeaveDue { p });
+        }
+        if self.processes[p].control == Control::Open && self.processes[p].is_current {
+            self.say(p, FromWorker::Leaving);
         }
     }
 
@@ -175,20 +202,47 @@ impl World {
             match packet {
                 Packet::Welcome(worker) => self.on_welcome(p, worker),
                 Packet::Down(message) => self.on_word(p, message),
-                Packet::End => self.on_stream_end(p),
+                Packet::End => self.on_stream_end(p, false),
+                Packet::Refused => self.on_stream_end(p, true),
                 other => self.violate(format!("{} got {other:?} on its stream", self.name(p))),
             }
         }
-        while matches!(self.processes[p].control, Control::Open | Control::Closing(_))
+        while !matches!(self.processes[p].control, Control::Starting | Control::Greeting)
             && let Some(message) = self.processes[p].outbox.pop_front()
         {
-            self.say(p, message);
+            self.pass_on(p, message);
         }
         let process = &mut self.processes[p];
-        if let (Control::Open, Some(code)) = (process.control, process.trainer.ended) {
-            process.control = Control::Closing(code);
-            self.shut(stream, p + 1);
-            self.clock.after(CLOSE_TIMEOUT_US, Event::CloseDue { p });
+        let Some(code) = process.trainer.ended else { return };
+        match process.control {
+            Control::Open => {
+                process.control = Control::Closing(code);
+                self.shut(stream, p + 1);
+                self.clock.after(CLOSE_TIMEOUT_US, Event::CloseDue { p });
+            }
+            Control::Returning { .. } | Control::Searching { .. } => self.die(p, Exit::Code(code), false),
+            Control::Closing(_) | Control::Greeting | Control::Starting => {}
+        }
+    }
+
+    /// Tells the master what the trainer says. What the trainer said before it knew of this master is dropped: it says
+    /// again what still matters, and first what it holds.
+    fn pass_on(&mut self, p: usize, message: FromWorker) {
+        let process = &mut self.processes[p];
+        if let (FromWorker::Ready { parameters }, Some(me)) = (&message, &mut process.me) {
+            me.parameters = Some(*parameters);
+        }
+        if process.control != Control::Open {
+            return;
+        }
+        let is_first = matches!(message, FromWorker::Holding { .. }) && !process.is_current;
+        process.is_current |= is_first;
+        let (is_current, leaves) = (process.is_current, process.leaves);
+        if is_current {
+            self.say(p, message);
+        }
+        if is_first && leaves {
+            self.say(p, FromWorker::Leaving);
         }
     }
 
@@ -200,7 +254,15 @@ impl World {
 
     fn on_welcome(&mut self, p: usize, worker: WorkerId) {
         let process = &mut self.processes[p];
+        if let Control::Returning { .. } = process.control {
+            process.control = Control::Open;
+            process.is_current = false;
+            process.inbox.push_back(Word::Reconnected);
+            tell!(self, "{}: has found another master", self.name(p));
+            return self.wake_trainer(p);
+        }
         process.worker = Some(worker);
+        process.me = Some(Resume { worker, generation: Generation(0), parameters: None });
         process.control = Control::Open;
         for event in std::mem::take(&mut process.deferred) {
             self.clock.after(1, event);
@@ -217,7 +279,12 @@ impl World {
             _ => None,
         };
         let process = &mut self.processes[p];
-        process.inbox.push_back(message);
+        match (&message, &mut process.me) {
+            (ToWorker::Membership(m), Some(me)) => me.generation = me.generation.max(m.generation),
+            (ToWorker::Shutdown(_), _) => process.is_over = true,
+            _ => {}
+        }
+        process.inbox.push_back(Word::Said(message));
         let waiting = process.inbox.len();
         self.wake_trainer(p);
         if let Some(generation) = abort_before {
@@ -228,26 +295,40 @@ impl World {
         }
     }
 
-    fn on_stream_end(&mut self, p: usize) {
+    fn on_stream_end(&mut self, p: usize, is_refused: bool) {
         match self.processes[p].control {
             Control::Starting | Control::Greeting => self.die(p, Exit::Code(EXIT_MASTER_LOST), false),
             Control::Closing(code) => self.die(p, Exit::Code(code), false),
-            Control::Outliving(_) => {}
+            Control::Searching { .. } => {}
+            Control::Returning { .. } if is_refused => self.die(p, Exit::Code(EXIT_MASTER_LOST), false),
+            Control::Returning { since, pause } => self.search(p, since, pause),
             Control::Open => {
                 tell!(self, "{}: has lost the master", self.name(p));
-                self.processes[p].control = Control::Outliving(self.clock.now());
-                self.clock.after(MASTER_PROBE_US, Event::Probe { p });
+                self.search(p, self.clock.now(), RETRY_FIRST_US);
             }
         }
     }
 
+    fn search(&mut self, p: usize, since: Micros, pause: Micros) {
+        self.processes[p].control = Control::Searching { since, pause: (pause * 2).min(RETRY_MAX_US) };
+        self.clock.after(pause, Event::Probe { p });
+        self.wake_control(p);
+    }
+
     pub(super) fn on_probe(&mut self, p: usize) {
-        let Control::Outliving(since) = self.processes[p].control else { return };
-        let is_over = self.clock.now() >= since + MASTER_TIMEOUT_US;
-        if is_over || self.reaches_master(p) {
+        let Control::Searching { since, pause } = self.processes[p].control else { return };
+        if self.clock.now() >= since + MASTER_TIMEOUT_US {
             return self.die(p, Exit::Code(EXIT_MASTER_LOST), false);
         }
-        self.clock.after(MASTER_PROBE_US, Event::Probe { p });
+        if self.processes[p].is_over || !self.reaches_master(p) {
+            return self.search(p, since, pause);
+        }
+        let link = self.net.open(p + 1, MASTER, true);
+        let process = &mut self.processes[p];
+        process.stream = Some(link);
+        process.control = Control::Returning { since, pause };
+        let (launch, me) = (process.launch, process.me);
+        self.send(link, p + 1, Packet::Hello(launch, me));
     }
 
     pub(super) fn on_close_due(&mut self, p: usize) {
@@ -258,9 +339,12 @@ impl World {
 
     pub(super) fn on_beat(&mut self, p: usize) {
         let Some(beat) = self.setting.spec.heartbeat() else { return };
+        let is_gone = matches!(self.processes[p].control, Control::Closing(_));
         if self.processes[p].control == Control::Open {
             let stall = self.stall(p, beat);
             self.say(p, FromWorker::Alive(stall));
+        }
+        if !is_gone {
             self.clock.after(beat.as_micros() as Micros, Event::Beat { p });
         }
     }
@@ -268,7 +352,8 @@ impl World {
 
 const EXIT_MASTER_LOST: i32 = 70;
 const EXIT_TERMINATED: i32 = 143;
-const MASTER_PROBE_US: Micros = 200_000;
+const RETRY_FIRST_US: Micros = 50_000;
+const RETRY_MAX_US: Micros = 1_000_000;
 const MASTER_TIMEOUT_US: Micros = 30_000_000;
 const CLOSE_TIMEOUT_US: Micros = 1_000_000;
 const LEAVE_TIMEOUT_US: Micros = 5_000_000;

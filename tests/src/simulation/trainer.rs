@@ -15,6 +15,7 @@ use elasticdl_worker::core::session::{Exit, JobPlan, Membership, Report, Session
 
 use super::clock::Micros;
 use super::fetch::{Donor, Source};
+use super::process::Word;
 use super::ring::{Done, Note, Operation, Ring, Waiting, What};
 use super::story::tell;
 use super::world::{Event, Setting, World};
@@ -245,16 +246,19 @@ impl World {
     fn prepare(&mut self, p: usize) {
         while let Some(word) = self.processes[p].inbox.pop_front() {
             match word {
-                ToWorker::Describe => {
+                Word::Said(ToWorker::Describe) => {
                     let delay = self.dice.between(100, self.setting.build_us);
                     return self.busy(p, delay, Busy::Describing);
                 }
-                ToWorker::Prepare(dataset) => {
+                Word::Said(ToWorker::Prepare(dataset)) => {
                     let delay = self.dice.between(100, self.setting.build_us);
                     return self.busy(p, delay, Busy::Building(dataset));
                 }
-                ToWorker::Shutdown(_) => return self.end_trainer(p, &Exit::Shutdown(String::new())),
-                ToWorker::Drain | ToWorker::Fetch(_) | ToWorker::Lease(_) | ToWorker::Membership(_) => {}
+                Word::Said(ToWorker::Shutdown(_)) => {
+                    return self.end_trainer(p, &Exit::Shutdown(String::new()));
+                }
+                // A master that comes back gives up workers that were no members yet.
+                Word::Said(_) | Word::Reconnected => {}
             }
         }
         self.processes[p].trainer.doing = Doing::Receiving;
@@ -322,11 +326,15 @@ impl World {
 
     /// The task is done: its reports go out, and the next one comes.
     pub(super) fn turn_later(&mut self, p: usize) {
+        self.report(p);
+        let delay = self.thread_delay();
+        self.busy(p, delay, Busy::Turning);
+    }
+
+    fn report(&mut self, p: usize) {
         while let Some(report) = self.processes[p].trainer.session.as_mut().and_then(Session::poll_report) {
             self.tell_master(p, from_report(report));
         }
-        let delay = self.thread_delay();
-        self.busy(p, delay, Busy::Turning);
     }
 
     fn tell_master(&mut self, p: usize, message: FromWorker) {
@@ -334,8 +342,12 @@ impl World {
         self.wake_control(p);
     }
 
-    fn hand_over(&mut self, p: usize, word: ToWorker) {
+    fn hand_over(&mut self, p: usize, word: Word) {
         let Some(session) = &mut self.processes[p].trainer.session else { return };
+        let Word::Said(word) = word else {
+            session.reconnected();
+            return self.report(p);
+        };
         match word {
             ToWorker::Describe | ToWorker::Prepare(_) => {}
             ToWorker::Drain => session.handle_drain(),
@@ -347,9 +359,7 @@ impl World {
             ToWorker::Shutdown(reason) => session.handle_shutdown(reason),
         }
         // A word may be answered at once.
-        while let Some(report) = self.processes[p].trainer.session.as_mut().and_then(Session::poll_report) {
-            self.tell_master(p, from_report(report));
-        }
+        self.report(p);
     }
 
     fn compute(&mut self, p: usize, ranges: &[RecordRange]) {

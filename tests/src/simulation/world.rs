@@ -231,9 +231,9 @@ impl World {
         Ok(())
     }
 
-    /// Whether `p` lives and is not cut off from the master's host.
+    /// Whether there is a master, and `p` is not cut off from its host.
     pub(super) fn reaches_master(&self, p: usize) -> bool {
-        self.processes[p].is_alive() && !self.net.is_cut(MASTER, p + 1)
+        self.master.is_alive && !self.net.is_cut(MASTER, p + 1)
     }
 }
 
