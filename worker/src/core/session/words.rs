@@ -37,26 +37,26 @@ impl Membership {
 /// What the session wants done next. The doer answers with the call that stands beside each.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Task {
-    /// Compute the gradient of these records and add it to what is pending: [`Session::computed`].
+    /// Compute the gradient of these records and add it to what is pending: `Session::computed`.
     Compute(Vec<RecordRange>),
-    /// Build the links of this membership: [`Session::connected`] or [`Session::broken`].
+    /// Build the links of this membership: `Session::connected` or `Session::broken`.
     Connect(Membership),
     /// End this process.
     Exit(Exit),
-    /// Take what comes from this member, over the link to it (a new one, if there is none to it): [`Session::install`]
-    /// and [`Session::fetched`] for a state, [`Session::commit`] and [`Session::fetched`] for a step's result,
-    /// [`Session::caught_up`], [`Session::fetch_ended`]; or [`Session::fetch_broke`].
+    /// Take what comes from this member, over the link to it (a new one, if there is none to it): `Session::install`
+    /// and `Session::fetched` for a state, `Session::commit` and `Session::fetched` for a step's result,
+    /// `Session::caught_up`, `Session::fetch_ended`; or `Session::fetch_broke`.
     Fetch(WorkerId, SocketAddr),
-    /// The job is over: say so, with the final state: [`Session::told`].
+    /// The job is over: say so, with the final state: `Session::told`.
     Finish,
-    /// Bring all ranks to one state: [`Session::begin`], [`Session::commit`], [`Session::install`] as the plan says,
-    /// then [`Session::repaired`].
+    /// Bring all ranks to one state: `Session::begin`, `Session::commit`, `Session::install` as the plan says,
+    /// then `Session::repaired`.
     Repair(Repair),
-    /// Reduce the pending gradient with [`Session::header`] beside it: [`Session::commit`].
+    /// Reduce the pending gradient with `Session::header` beside it: `Session::commit`.
     Step,
-    /// Exchange [`Session::sync_header`]: [`Session::synced`].
+    /// Exchange `Session::sync_header`: `Session::synced`.
     Synchronize,
-    /// Exchange [`Session::header`] alone: [`Session::talked`].
+    /// Exchange `Session::header` alone: `Session::talked`.
     Talk,
     /// Nothing, until the master says something.
     Wait,
