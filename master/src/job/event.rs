@@ -12,7 +12,7 @@ use super::spec::Dataset;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(pub u64);
 
-/// One process (later: pod) that the master started. Given out by the core.
+/// One process or pod that the master started. Given out by the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaunchId(pub u64);
 
@@ -43,6 +43,18 @@ pub enum Event {
         worker: WorkerId,
         /// What it said.
         message: FromWorker,
+    },
+    /// A launch has a place to run at, and will be heard of soon or never.
+    LaunchRuns {
+        /// The launch.
+        launch: LaunchId,
+    },
+    /// A launch waits for a place to run at, for as long as that takes.
+    LaunchWaits {
+        /// The launch.
+        launch: LaunchId,
+        /// For what, if there is something to say.
+        reason: Option<String>,
     },
     /// A launched process ended, or could not be started.
     ProcessEnded {
@@ -78,8 +90,12 @@ pub enum Exit {
     Code(i32),
     /// It could not be started.
     NotStarted(String),
+    /// It used more than it may.
+    OverLimit(String),
     /// By this signal.
     Signal(i32),
+    /// It was taken away from outside.
+    Taken(String),
     /// No master of its own was there to see.
     Unknown,
 }

@@ -128,6 +128,8 @@ impl Job {
                 self.on_connected(now, connection, launch, address, pid, resume);
             }
             Event::Disconnected { worker } => self.on_disconnected(now, worker),
+            Event::LaunchRuns { launch } => self.on_launch_runs(now, launch),
+            Event::LaunchWaits { launch, reason } => self.on_launch_waits(launch, reason),
             Event::Message { worker, message } => self.on_message(now, worker, message),
             Event::ProcessEnded { launch, exit } => self.on_process_ended(now, launch, &exit),
             Event::Scale { num_workers } => self.on_scale(now, num_workers),
@@ -311,6 +313,23 @@ impl Job {
                 self.launch_missing(now);
                 self.settle(now);
             }
+        }
+    }
+
+    fn on_launch_waits(&mut self, launch: LaunchId, reason: Option<String>) {
+        if self.crew.launches.get(&launch).is_none_or(|l| l.worker.is_some()) {
+            return;
+        }
+        self.timers.retain(|&(_, t)| t != Timer::Hello(launch));
+        if let Some(reason) = reason {
+            self.say(format!("launch {} waits: {}", launch.0, super::story::clip(&reason)));
+        }
+    }
+
+    fn on_launch_runs(&mut self, now: Time, launch: LaunchId) {
+        let awaited = self.crew.launches.get(&launch).is_some_and(|l| l.worker.is_none() && !l.killed);
+        if awaited && !self.has_timer(Timer::Hello(launch)) && !matches!(self.phase, Phase::Ending(_)) {
+            self.timer(now + HELLO_WAIT, Timer::Hello(launch));
         }
     }
 

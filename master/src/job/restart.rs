@@ -61,9 +61,9 @@ impl Restarts {
 /// Whether a process that was not told to end did so by its own doing.
 pub(super) fn is_own_fault(exit: &Exit) -> bool {
     match exit {
-        Exit::Code(_) | Exit::NotStarted(_) => true,
+        Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
         Exit::Signal(signal) => !matches!(signal, &SIGHUP | &SIGINT | &SIGKILL | &SIGTERM),
-        Exit::Unknown => false,
+        Exit::Taken(_) | Exit::Unknown => false,
     }
 }
 
@@ -72,6 +72,8 @@ pub(super) fn describe(exit: &Exit) -> String {
     match exit {
         Exit::Code(code) => format!("exited with code {code}"),
         Exit::NotStarted(error) => format!("could not be started: {}", super::story::clip(error)),
+        Exit::OverLimit(what) => format!("went over a limit: {}", super::story::clip(what)),
+        Exit::Taken(what) => format!("was taken away: {}", super::story::clip(what)),
         Exit::Signal(signal) => match NAMES.iter().find(|(number, _)| number == signal) {
             Some((_, name)) => format!("killed by {name}"),
             None => format!("killed by signal {signal}"),
@@ -119,6 +121,8 @@ mod tests {
             (Exit::Code(1), true),
             (Exit::Code(101), true),
             (Exit::NotStarted("no such file".into()), true),
+            (Exit::OverLimit("memory".into()), true),
+            (Exit::Taken("preempted".into()), false),
             (Exit::Signal(1), false),
             (Exit::Signal(2), false),
             (Exit::Signal(4), true),

@@ -453,3 +453,34 @@ fn a_model_of_another_size_is_refused() {
     );
     assert_eq!((&told[1], job.restarts.counted()), (&Action::Disconnect { worker: WorkerId(4) }, 1));
 }
+
+#[test]
+fn a_launch_that_waits_for_a_place_is_not_silent() {
+    let mut job = Job::new(spec());
+    assert_eq!(actions(&mut job), [Action::Launch { launch: LaunchId(1) }]);
+    let waits =
+        |reason: Option<&str>| Event::LaunchWaits { launch: LaunchId(1), reason: reason.map(Into::into) };
+    job.handle(at(0), waits(Some("no room")));
+    assert_eq!(job.status(at(0)).events, ["launch 1 waits: no room"]);
+    job.handle_timeout(at(3_600_000));
+    assert_eq!(actions(&mut job), []);
+    // From when it runs on, it has the usual time.
+    job.handle(at(3_600_000), Event::LaunchRuns { launch: LaunchId(1) });
+    job.handle(at(3_630_000), Event::LaunchRuns { launch: LaunchId(1) });
+    job.handle_timeout(at(3_659_999));
+    assert_eq!(actions(&mut job), []);
+    job.handle_timeout(at(3_660_000));
+    assert!(actions(&mut job).contains(&Action::Kill { launch: LaunchId(1) }));
+}
+
+#[test]
+fn what_is_taken_away_is_replaced_and_not_counted() {
+    let mut job = started(spec(), &[20]);
+    for round in 0..10 {
+        let launch = LaunchId(if round == 0 { 1 } else { 3 + round });
+        job.handle(at(100), Event::ProcessEnded { launch, exit: Exit::Taken("preempted".into()) });
+        let next = Action::Launch { launch: LaunchId(4 + round) };
+        assert!(actions(&mut job).contains(&next), "round {round}");
+    }
+    assert_eq!(job.status(at(100)).state, "running");
+}

@@ -493,9 +493,9 @@ impl World {
         // A member that is to go because fewer are wanted is excused before it is told; nobody outside can know.
         let retired = self.job.crew.launches[&id].retired;
         let own = match exit {
-            Exit::Code(_) | Exit::NotStarted(_) => true,
+            Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
             Exit::Signal(signal) => ![1, 2, 9, 15].contains(&signal),
-            Exit::Unknown => false,
+            Exit::Taken(_) | Exit::Unknown => false,
         };
         let alive = self.job.phase == job::Phase::Running;
         self.counted += u32::from(own && !excused && !retired && alive);
