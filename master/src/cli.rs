@@ -1,7 +1,11 @@
 //! The `elasticdl` command line.
 
 mod client;
+mod cluster;
+mod follow;
+mod master;
 mod plan;
+mod remote;
 mod status;
 mod train;
 mod view;
@@ -13,6 +17,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 pub use client::ScaleArgs;
+pub use cluster::{ClusterArgs, Format, Labels, PlaceArgs, Tolerations, Volumes};
+pub use master::MasterArgs;
+pub use remote::{DeleteArgs, ListArgs, LogsArgs, StopArgs};
 pub use status::StatusArgs;
 pub use train::TrainArgs;
 
@@ -36,6 +43,15 @@ pub struct Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Remove a job and all that it has left: its pods and objects, or its directory.
+    Delete(DeleteArgs),
+    /// Show the jobs of this machine and of the cluster.
+    List(ListArgs),
+    /// Show what a job's master or one of its workers has printed.
+    Logs(LogsArgs),
+    /// Run a job's master in its pod; `elasticdl train --image` sees to that.
+    #[command(hide = true)]
+    Master(MasterArgs),
     /// Change the number of workers of a running job.
     ///
     /// The master starts workers, or lets the youngest ones finish their step and end, until there are as
@@ -43,6 +59,8 @@ pub enum Command {
     Scale(ScaleArgs),
     /// Show what a running job is doing.
     Status(StatusArgs),
+    /// Let a running job finish its step and stop.
+    Stop(StopArgs),
     /// Train a model: start a job, show its progress, wait for its end.
     ///
     /// PROGRAM is your training program, built with the elasticdl worker library. It is started once per
@@ -56,8 +74,13 @@ pub enum Command {
 #[must_use]
 pub fn main() -> ExitCode {
     let code = match Cli::parse().command {
+        Command::Delete(args) => remote::delete(&args),
+        Command::List(args) => remote::list(&args),
+        Command::Logs(args) => remote::logs(&args),
+        Command::Master(args) => master::master(&args),
         Command::Scale(args) => client::scale(&args),
         Command::Status(args) => status::status(&args),
+        Command::Stop(args) => remote::stop(&args),
         Command::Train(args) => train::train(*args),
     };
     ExitCode::from(code.unwrap_or_else(|error| {
@@ -84,6 +107,13 @@ impl Failure {
     fn failed(text: impl Into<String>) -> Self {
         Self { code: EXIT_FAILED, text: text.into() }
     }
+}
+
+fn new_runtime() -> Result<tokio::runtime::Runtime, Failure> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))
 }
 
 fn print_error(text: &str) {

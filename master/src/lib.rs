@@ -4,6 +4,7 @@
 //!  cli ──► run::Master ──owns──► job::Job          the pure core: events and the time in, actions out
 //!              ├── service                         gRPC: workers' streams, the commands' questions
 //!              ├── local                           workers as processes of this machine
+//!              ├── kube                            jobs in a cluster: workers as pods
 //!              └── progress                        what the user sees meanwhile
 //!  jobdir, token                                   what lies on disk, who may speak
 //!  report                                          how it ended
@@ -16,6 +17,8 @@
 pub mod cli;
 pub mod job;
 pub mod jobdir;
+pub mod kube;
+mod launches;
 pub mod limits;
 pub mod local;
 pub mod progress;

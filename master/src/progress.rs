@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tokio::sync::watch;
 
 use crate::job::{Status, Time};
 
@@ -19,13 +20,14 @@ use crate::job::{Status, Time};
 #[derive(Debug)]
 pub struct Progress {
     printer: Option<(SyncSender<Line>, JoinHandle<()>)>,
+    published: Option<watch::Sender<Option<Status>>>,
 }
 
 impl Progress {
     /// Shows nothing.
     #[must_use]
     pub fn quiet() -> Self {
-        Self { printer: None }
+        Self { printer: None, published: None }
     }
 
     /// Shows a bar if standard error is a terminal, plain lines if not; the bar is there at once.
@@ -34,11 +36,20 @@ impl Progress {
         let (lines, received) = sync_channel(LINES_MAX);
         let view = if stderr().is_terminal() { View::Bar(new_bar()) } else { View::Plain { last: None } };
         let thread = std::thread::spawn(move || print(&received, view));
-        Self { printer: Some((lines, thread)) }
+        Self { printer: Some((lines, thread)), published: None }
+    }
+
+    /// Lets `published` see where the job stands, too.
+    #[must_use]
+    pub fn published(self, published: watch::Sender<Option<Status>>) -> Self {
+        Self { published: Some(published), ..self }
     }
 
     /// Shows where the job stands at `now`.
     pub fn show(&self, now: Time, status: Status) {
+        if let Some(published) = &self.published {
+            published.send_replace(Some(status.clone()));
+        }
         self.line(Line::Status(now, Box::new(status)));
     }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  streams ─► Server ─┐                            ┌─► Line (a worker's outbox)
-//!  processes ─────────┼─► Master::run ─► Job ──────┼─► Processes
+//!  launches ──────────┼─► Master::run ─► Job ──────┼─► Launches: processes, or pods
 //!  interrupts, time ──┘    (one task)    actions   └─► Progress
 //! ```
 //!
@@ -19,7 +19,7 @@ use std::time::Duration;
 use elasticdl_proto::v1::MasterMessage;
 use elasticdl_proto::{Generation, WorkerId};
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::Status;
 use tracing::{info, warn};
@@ -28,6 +28,8 @@ use crate::job::{
     Action, ConnectionId, Event, Job, JobSpec, LaunchId, Membership, Outcome, Summary, Time, ToWorker,
 };
 use crate::jobdir::{Abandoned, RecordFile};
+use crate::kube::pods::Pods;
+use crate::launches::{Happening, Launches};
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
 use crate::service::{self, Input, Line, Server};
@@ -44,7 +46,7 @@ pub struct Master {
     record: Option<RecordFile>,
     /// What the record's file holds, and when it was written.
     written: Written,
-    processes: Processes,
+    launches: Launches,
     progress: Progress,
     server: Server,
     inputs: mpsc::Receiver<Input>,
@@ -60,6 +62,8 @@ pub struct Master {
 pub enum Interrupt {
     /// End at once: kill the workers.
     Kill,
+    /// Keep this many workers.
+    Scale(u32),
     /// Finish the step, then stop.
     Stop,
 }
@@ -132,7 +136,7 @@ impl Master {
         })?;
         let mut master = Self::with(job, spec, age, listener, token, launcher, progress)?;
         for launch in launches {
-            master.processes.adopt(launch, processes.remove(&launch));
+            master.launches.adopt(launch, processes.remove(&launch));
         }
         Ok(master)
     }
@@ -155,24 +159,48 @@ impl Master {
         let address = listener.local_addr()?;
         launcher.env.push(("ELASTICDL_MASTER".into(), address.to_string().into()));
         launcher.env.push(("ELASTICDL_JOB".into(), spec.name.clone().into()));
+        info!(job = spec.name, %address, "master listens");
+        let launches = Launches::Processes(Processes::new(launcher));
+        Ok(Self::assemble(job, spec, age, (listener, token), launches, progress))
+    }
+
+    /// A master whose workers are pods.
+    pub(crate) fn with_pods(
+        spec: JobSpec,
+        listener: TcpListener,
+        token: Token,
+        pods: Pods,
+        progress: Progress,
+    ) -> Self {
+        let job = Job::new(spec.clone());
+        Self::assemble(job, spec, Duration::ZERO, (listener, token), Launches::Pods(pods), progress)
+    }
+
+    fn assemble(
+        job: Job,
+        spec: JobSpec,
+        age: Duration,
+        (listener, token): (TcpListener, Token),
+        launches: Launches,
+        progress: Progress,
+    ) -> Self {
         let (sender, inputs) = mpsc::channel(INPUTS_MAX);
         let server = Server::start(listener, &spec.name, token, spec.worker_timeout, sender);
-        info!(job = spec.name, %address, "master listens");
-        Ok(Self {
+        Self {
             job,
             spec,
             start: Instant::now(),
             age,
             record: None,
             written: Written { revision: 0, step: 0, at: Instant::now() },
-            processes: Processes::new(launcher),
+            launches,
             progress,
             server,
             inputs,
             peers: BTreeMap::new(),
             workers: BTreeMap::new(),
             membership: None,
-        })
+        }
     }
 
     /// Runs the job to its end. `interrupts` may be closed.
@@ -188,13 +216,22 @@ impl Master {
             let due = tokio::time::sleep_until(self.start + due);
             tokio::select! {
                 Some(input) = self.inputs.recv() => self.on_input(input),
-                (launch, exit) = self.processes.next_ended() => {
-                    self.job.handle(self.now(), Event::ProcessEnded { launch, exit });
+                (launch, happening) = self.launches.next() => {
+                    self.job.handle(self.now(), match happening {
+                        Happening::Ended(exit) => Event::ProcessEnded { launch, exit },
+                        Happening::Runs => Event::LaunchRuns { launch },
+                        Happening::Waits(reason) => Event::LaunchWaits { launch, reason },
+                    });
                 }
                 Some(interrupt) = interrupts.recv() => match interrupt {
                     Interrupt::Kill => {
                         info!("killed by the user");
                         break Outcome::Stopped;
+                    }
+                    Interrupt::Scale(num_workers) => {
+                        if let Err(reason) = self.scale(num_workers) {
+                            self.progress.say(self.now(), reason);
+                        }
                     }
                     Interrupt::Stop => {
                         self.progress.say(self.now(), "stopping; press Ctrl-C again to end at once".into());
@@ -210,7 +247,7 @@ impl Master {
         let summary = self.job.summary(now);
         info!(?outcome, steps = summary.steps, "job ended");
         self.peers.clear();
-        self.processes.end().await;
+        self.launches.end().await;
         self.server.end().await;
         self.progress.end();
         Ended { outcome, summary }
@@ -251,8 +288,8 @@ impl Master {
                     self.disconnect(worker);
                 }
                 Action::End(outcome) => return Some(outcome),
-                Action::Kill { launch } => self.processes.kill(launch),
-                Action::Launch { launch } => self.processes.start(launch),
+                Action::Kill { launch } => self.launches.kill(launch),
+                Action::Launch { launch } => self.launches.start(launch),
                 Action::Refuse { connection, reason } => {
                     warn!(connection = connection.0, reason, "worker refused");
                     if let Some(peer) = self.peers.remove(&connection) {
@@ -326,7 +363,10 @@ impl Master {
                     self.job.handle(now, Event::Message { worker, message });
                 }
             }
-            Input::Scale { num_workers, reply } => self.scale(num_workers, reply),
+            Input::Scale { num_workers, reply } => {
+                // The command may have gone.
+                let _ = reply.send(self.scale(num_workers).map_err(Status::invalid_argument));
+            }
             Input::Status { reply } => {
                 // The command may have gone.
                 let _ = reply.send(self.job.status(now));
@@ -334,19 +374,18 @@ impl Master {
         }
     }
 
-    fn scale(&mut self, num_workers: u32, reply: oneshot::Sender<Result<u32, Status>>) {
+    /// Keeps this many workers from now on; how many it were before.
+    fn scale(&mut self, num_workers: u32) -> Result<u32, String> {
         let (min, max) = (self.spec.min_workers, self.spec.max_workers);
-        let answer = if (min..=max).contains(&num_workers) {
-            let now = self.now();
-            let was = self.job.status(now).workers_wanted;
-            self.job.handle(now, Event::Scale { num_workers });
-            Ok(was)
-        } else {
-            Err(Status::invalid_argument(format!(
+        if !(min..=max).contains(&num_workers) {
+            return Err(format!(
                 "this job takes {min} to {max} workers (--min-workers, --max-workers), not {num_workers}"
-            )))
-        };
-        let _ = reply.send(answer);
+            ));
+        }
+        let now = self.now();
+        let was = self.job.status(now).workers_wanted;
+        self.job.handle(now, Event::Scale { num_workers });
+        Ok(was)
     }
 }
 

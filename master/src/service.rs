@@ -29,7 +29,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tracing::{debug, warn};
 use v1::master_server::{Master, MasterServer};
 
-pub(crate) use convert::{Hello, to_worker, welcome};
+pub(crate) use convert::{Hello, status_reply, to_worker, welcome};
 
 use crate::job::{self, ConnectionId, FromWorker};
 use crate::limits::MESSAGE_BYTES_MAX;
@@ -193,7 +193,7 @@ impl Master for Service {
         let (reply, answer) = oneshot::channel();
         self.inputs.send(Input::Status { reply }).await.map_err(|_| ending())?;
         let status = answer.await.map_err(|_| ending())?;
-        Ok(Response::new(convert::status_reply(status)))
+        Ok(Response::new(status_reply(status)))
     }
 
     async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleReply>, Status> {

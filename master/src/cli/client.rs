@@ -10,7 +10,9 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 use v1::master_client::MasterClient;
 
-use super::{EXIT_OK, Failure, plan};
+use super::cluster::PlaceArgs;
+use super::remote::{self, Found};
+use super::{EXIT_OK, Failure, new_runtime, plan};
 use crate::jobdir::{self, LookupError};
 use crate::token::Token;
 
@@ -24,12 +26,19 @@ pub struct ScaleArgs {
     /// Workers to keep, between the job's --min-workers and --max-workers.
     #[arg(long, value_name = "N", value_parser = plan::parse_workers)]
     pub num_workers: u32,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub place: PlaceArgs,
 }
 
 /// Asks a job for another number of workers; the exit code.
 pub(super) fn scale(args: &ScaleArgs) -> Result<u8, Failure> {
+    let root = match remote::find(&args.job, &args.place)? {
+        Found::InCluster(job) => return job.scale(args.num_workers),
+        Found::Here(root) => root,
+    };
     let runtime = new_runtime()?;
-    let root = directory_of(&args.job);
     let mut connection =
         runtime.block_on(Connection::open(&root)).map_err(|error| error.to_failure(&root))?;
     let request = v1::ScaleRequest { num_workers: args.num_workers };
@@ -104,13 +113,6 @@ pub(super) fn to_failure(root: &Path, status: &Status) -> Failure {
         Code::InvalidArgument => Failure::usage(status.message()),
         _ => Failure::failed(format!("the master of {} answered: {}", root.display(), status.message())),
     }
-}
-
-pub(super) fn new_runtime() -> Result<tokio::runtime::Runtime, Failure> {
-    tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))
 }
 
 /// A name stands for a directory where jobs are by default.

@@ -37,10 +37,12 @@ impl Plan {
     pub(super) fn new(args: TrainArgs) -> Result<Self, Failure> {
         if !args.local {
             return Err(Failure::usage(
-                "training in a cluster is not there yet; add --local to train with processes of this machine",
+                "where to train? add --image IMG to train in a cluster, with pods of that image, \
+                 or --local to train with processes of this machine",
             ));
         }
-        let max_workers = check_workers(&args)?;
+        // First: what is wrong with the numbers is wrong for any program.
+        check_workers(&args)?;
         let (program, program_args) =
             args.program.split_first().expect("clap asks for one where nothing is resumed");
         let program = find_program(program)?;
@@ -50,31 +52,17 @@ impl Plan {
                 Failure::usage(format!("can't write the summary to {}: {e}; {wanted}", path.display()))
             })?;
         }
-        let name = match args.job_name {
-            Some(name) => name,
+        let name = match &args.job_name {
+            Some(name) => name.clone(),
             None => default_name(&program)?,
         };
-        let job_dir = args.job_dir.unwrap_or_else(|| jobdir::default_root().join(&name));
-        let spec = JobSpec {
-            name,
-            training_data: args.training_data.expect("clap asks for it where nothing is resumed"),
-            num_workers: args.num_workers,
-            min_workers: args.min_workers,
-            max_workers,
-            epochs: args.num_epochs,
-            max_steps: args.max_steps,
-            batch: batch(args.global_batch_size, args.minibatch_size),
-            records_per_shard: args.records_per_shard.and_then(NonZeroU64::new),
-            shuffle: !args.no_shuffle,
-            seed: args.seed,
-            max_worker_restarts: args.max_worker_restarts,
-            worker_timeout: Some(args.worker_timeout),
-        };
-        spec.check().map_err(|e| Failure::usage(e.to_string()))?;
+        let spec = job_spec(&args, name)?;
+        let program_args = program_args.to_vec();
+        let job_dir = args.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
         Ok(Self {
             spec,
             program,
-            args: program_args.to_vec(),
+            args: program_args,
             job_dir,
             listen: args.listen,
             summary: args.summary,
@@ -82,6 +70,27 @@ impl Plan {
             quiet: args.quiet,
         })
     }
+}
+
+/// The job that `args` ask for, under this name.
+pub(super) fn job_spec(args: &TrainArgs, name: String) -> Result<JobSpec, Failure> {
+    let spec = JobSpec {
+        name,
+        training_data: args.training_data.clone().expect("clap asks for it where nothing is resumed"),
+        num_workers: args.num_workers,
+        min_workers: args.min_workers,
+        max_workers: check_workers(args)?,
+        epochs: args.num_epochs,
+        max_steps: args.max_steps,
+        batch: batch(args.global_batch_size, args.minibatch_size),
+        records_per_shard: args.records_per_shard.and_then(NonZeroU64::new),
+        shuffle: !args.no_shuffle,
+        seed: args.seed,
+        max_worker_restarts: args.max_worker_restarts,
+        worker_timeout: Some(args.worker_timeout),
+    };
+    spec.check().map_err(|e| Failure::usage(e.to_string()))?;
+    Ok(spec)
 }
 
 /// Checks the three numbers of workers against one another; the largest.
@@ -150,7 +159,7 @@ fn executable(path: &Path) -> Result<(), String> {
 }
 
 /// The program's name, made fit, and something to tell jobs apart.
-fn default_name(program: &Path) -> Result<String, Failure> {
+pub(super) fn default_name(program: &Path) -> Result<String, Failure> {
     let stem = program.file_stem().unwrap_or_default().to_string_lossy().to_lowercase();
     let fit: String = stem.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
     let fit = fit.trim_matches('-');

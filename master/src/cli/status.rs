@@ -6,9 +6,11 @@ use std::time::Duration;
 use clap::Args;
 use elasticdl_proto::v1;
 
-use super::client::{Connection, directory_of, new_runtime, print, to_failure};
+use super::client::{Connection, print, to_failure};
+use super::cluster::PlaceArgs;
+use super::remote::{self, Found};
 use super::view::{StatusJson, to_table};
-use super::{Failure, plan, watch};
+use super::{Failure, new_runtime, plan, watch};
 
 /// What `elasticdl status` is told.
 #[derive(Args, Debug)]
@@ -38,6 +40,10 @@ pub struct StatusArgs {
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = plan::parse_timeout,
           requires = "watch")]
     pub master_timeout: Duration,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub place: PlaceArgs,
 }
 
 const AFTER_HELP: &str = "\
@@ -69,8 +75,18 @@ Exit codes:
 
 /// Shows a job's status; the exit code.
 pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
+    let root = match remote::find(&args.job, &args.place)? {
+        Found::InCluster(job) if args.watch && !args.json => return job.follow(),
+        Found::InCluster(_) if args.watch => {
+            return Err(Failure::usage("in a cluster, --watch goes without --json"));
+        }
+        Found::InCluster(job) => {
+            let status = job.status()?;
+            return print(&if args.json { status.to_pretty_json() } else { to_table(&status) });
+        }
+        Found::Here(root) => root,
+    };
     let runtime = new_runtime()?;
-    let root = directory_of(&args.job);
     if args.watch {
         let timing = watch::Timing { interval: args.interval, master_timeout: args.master_timeout };
         return runtime.block_on(watch::watch(&root, timing, args.json));

@@ -15,6 +15,7 @@ use tokio::sync::mpsc;
 use tracing::warn;
 
 use super::client::directory_of;
+use super::cluster::{self, ClusterArgs};
 use super::plan::{self, Plan};
 use super::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, print_error};
 use crate::job::Outcome;
@@ -28,15 +29,18 @@ use crate::run::{Ended, Interrupt, Master};
 #[derive(Args, Debug)]
 #[command(
     override_usage = "elasticdl train --local --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
+                      elasticdl train --image <IMG> --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
                       elasticdl train --resume <JOB>",
     after_long_help = AFTER_HELP
 )]
 pub struct TrainArgs {
-    /// Run master and workers as processes of this machine.
-    ///
-    /// Training in a cluster is not there yet, so this is needed. All other options will mean the same there.
+    /// Run master and workers as processes of this machine; without a cluster.
     #[arg(long, help_heading = WHERE)]
     pub local: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub cluster: ClusterArgs,
 
     /// The job's name: lower-case letters, digits and `-`, at most 40. [default: PROGRAM's name and 6 random
     /// digits]
@@ -148,7 +152,7 @@ pub struct TrainArgs {
     #[arg(long, short, help_heading = OUTPUT)]
     pub quiet: bool,
 
-    /// The training program (looked up in $PATH if it has no `/`) and its arguments.
+    /// The training program (looked up in $PATH if it has no `/`; in a cluster: in the image) and its arguments.
     #[arg(last = true, required_unless_present = "resume", value_names = ["PROGRAM", "ARGS"])]
     pub program: Vec<OsString>,
 }
@@ -167,18 +171,28 @@ Examples:
   Go on with it after its master was killed, within the --master-timeout:
       elasticdl train --resume mnist
 
+  Train in a cluster, and see first what would be made there:
+      elasticdl train --image registry.example/mnist:1 --volume claim_name=data,mount_path=/data \\
+          --training-data /data/mnist --num-workers 4 --dry-run -- mnist
+      elasticdl train --image registry.example/mnist:1 --volume claim_name=data,mount_path=/data \\
+          --training-data /data/mnist --num-workers 4 -- mnist
+
 Ending:
-  Ctrl-C (or SIGTERM) finishes the step and stops; a second one ends at once.
+  With --local, Ctrl-C (or SIGTERM) finishes the step and stops; a second one ends at once.
+  In a cluster it ends the command alone; `elasticdl stop` stops the job.
 
 Exit codes:
   0    the job came to the end of its data or steps
   1    the job failed
   2    the command line or the data can't be used; nothing was trained
-  130  stopped by Ctrl-C
+  130  stopped by Ctrl-C; in a cluster: the job goes on
   143  stopped by SIGTERM";
 
 /// Runs a job from its command line to its end; the exit code.
 pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
+    if let Some(image) = args.cluster.image.clone() {
+        return cluster::train(&args, &image);
+    }
     let (work, dir) = match &args.resume {
         Some(job) => Work::resume(job, args.quiet)?,
         None => Work::begin(args)?,
@@ -414,7 +428,8 @@ const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
 const INTERRUPTS_MAX: usize = 4;
 /// What a job keeps from its start.
-const JOB_OPTIONS: [&str; 20] = [
+const JOB_OPTIONS: [&str; 21] = [
+    "image",
     "job_name",
     "job_dir",
     "listen",

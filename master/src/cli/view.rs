@@ -3,14 +3,14 @@
 use std::fmt::Write as _;
 
 use elasticdl_proto::{Generation, WorkerId, v1};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::job::{Cause, MembershipRecord};
 use crate::progress::{one_line, short};
 use crate::report;
 
 /// A status. The names of its fields are a public format.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct StatusJson {
     pub(super) job: String,
     pub(super) state: String,
@@ -33,14 +33,14 @@ pub(super) struct StatusJson {
     pub(super) events_said: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ShardsJson {
     pub(super) todo: u32,
     pub(super) leased: u32,
     pub(super) done: u32,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct WorkerJson {
     pub(super) worker: u64,
     pub(super) pid: u32,

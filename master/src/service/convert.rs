@@ -147,7 +147,7 @@ pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
 }
 
 /// What a command is told about the job.
-pub(super) fn status_reply(status: job::Status) -> v1::StatusReply {
+pub(crate) fn status_reply(status: job::Status) -> v1::StatusReply {
     let to_worker_status = |worker: job::WorkerStatus| v1::WorkerStatus {
         worker: worker.worker.0,
         pid: worker.pid,

@@ -1,0 +1,285 @@
+//! `elasticdl train --image`: a job in a cluster.
+
+use std::collections::BTreeMap;
+use std::io::{Write as _, stdout};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::PossibleValuesParser;
+use clap::{Args, ValueEnum};
+use k8s_openapi::api::core::v1::Toleration;
+
+use super::train::TrainArgs;
+use super::{EXIT_OK, Failure, follow, plan};
+use crate::kube::client::{Choice, Cluster, ClusterError};
+use crate::kube::objects::{Objects, Request, Task};
+use crate::kube::options::{self, Mounted, Pair, PodOptions, Resources};
+use crate::kube::submit;
+use crate::token::Token;
+
+/// What `elasticdl train` is told about a cluster.
+#[derive(Args, Debug)]
+#[command(next_help_heading = HEADING)]
+pub struct ClusterArgs {
+    /// Run master and workers as pods of this image.
+    ///
+    /// It has PROGRAM and, unless there is a --master-image, the `elasticdl` command (in its $PATH).
+    #[arg(long, value_name = "IMG", value_parser = options::parse_image, conflicts_with_all = ["local", "job_dir", "listen"])]
+    pub image: Option<String>,
+
+    /// The image with the `elasticdl` command. [default: --image]
+    #[arg(long, value_name = "IMG", value_parser = options::parse_image, requires = "image")]
+    pub master_image: Option<String>,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub place: PlaceArgs,
+
+    /// The service account that the master acts as; see manifests/rbac.yaml.
+    #[arg(long, value_name = "NAME", default_value = "elasticdl", value_parser = options::parse_object_name,
+          requires = "image")]
+    pub service_account: String,
+
+    /// What the master asks of its node, as name=amount,name=amount.
+    #[arg(long, value_name = "LIST", default_value = "cpu=100m,memory=128Mi",
+          value_parser = options::parse_resources, requires = "image")]
+    pub master_resources: Resources,
+
+    /// What each worker asks of its node, for example cpu=2,memory=4Gi,nvidia.com/gpu=1.
+    ///
+    /// Memory and devices are limits too; processor time is not limited.
+    #[arg(long, value_name = "LIST", default_value = "cpu=1,memory=1Gi",
+          value_parser = options::parse_resources, requires = "image")]
+    pub worker_resources: Resources,
+
+    /// Set a variable for the workers; may be given several times.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = options::parse_env, requires = "image")]
+    pub env: Vec<Pair>,
+
+    /// When nodes fetch the image. [default: Always for the tag `latest`, else IfNotPresent]
+    #[arg(long, value_name = "POLICY", requires = "image",
+          value_parser = PossibleValuesParser::new(["Always", "IfNotPresent", "Never"]))]
+    pub image_pull_policy: Option<String>,
+
+    /// A secret to fetch the image with; may be given several times.
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    pub image_pull_secret: Vec<String>,
+
+    /// Labels that nodes must have, as key=value,key=value.
+    #[arg(long, value_name = "LABELS", value_parser = options::parse_node_selector, requires = "image")]
+    pub node_selector: Option<Labels>,
+
+    /// Taints of nodes to put up with, as key=value:effect,key:effect,key.
+    #[arg(long, value_name = "TAINTS", value_parser = parse_tolerations, requires = "image")]
+    pub tolerations: Option<Tolerations>,
+
+    /// Priority class of the master, and of the workers if they have none of their own.
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    pub priority_class: Option<String>,
+
+    /// Priority class of the workers. [default: --priority-class]
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    pub worker_priority_class: Option<String>,
+
+    /// A scheduler other than the cluster's own.
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    pub scheduler_name: Option<String>,
+
+    /// Labels for all objects of the job, as key=value,key=value.
+    #[arg(long, value_name = "LABELS", value_parser = options::parse_labels, requires = "image")]
+    pub labels: Option<Labels>,
+
+    /// Annotations for all objects of the job, as key=value,key=value.
+    #[arg(long, value_name = "LIST", value_parser = options::parse_annotations, requires = "image")]
+    pub annotations: Option<Labels>,
+
+    /// Remove the job by itself this long after its end (servers from 1.21 on). [default: keep it]
+    #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds, requires = "image")]
+    pub ttl: Option<Duration>,
+
+    /// End the job when it has run for this long. [default: no limit]
+    #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds, requires = "image")]
+    pub active_deadline: Option<Duration>,
+
+    /// Volumes of the workers, as claim_name=C,mount_path=/P;host_path=/H,mount_path=/Q.
+    ///
+    /// Each has either claim_name or host_path (perhaps with type); sub_path and read_only=true are possible.
+    #[arg(long, value_name = "VOLUMES", value_parser = parse_volumes, requires = "image")]
+    pub volume: Vec<Volumes>,
+
+    /// A YAML file with a partial pod spec that is merged into the workers'; their container is `worker`.
+    #[arg(long, value_name = "FILE", requires = "image")]
+    pub worker_pod_template: Option<PathBuf>,
+
+    /// Submit and return; `elasticdl status NAME` shows the job.
+    #[arg(long, requires = "image")]
+    pub detach: bool,
+
+    /// Print the objects that would be made, and make none.
+    #[arg(long, requires = "image")]
+    pub dry_run: bool,
+
+    /// The format of --dry-run.
+    #[arg(long, short, value_name = "FORMAT", default_value = "yaml", requires = "dry_run")]
+    pub output: Format,
+}
+
+/// Where in which cluster.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = HEADING)]
+pub struct PlaceArgs {
+    /// The namespace. [default: the context's]
+    #[arg(long, short, value_name = "NAME", value_parser = options::parse_namespace)]
+    pub namespace: Option<String>,
+
+    /// A context of the kubeconfig. [default: its current one]
+    ///
+    /// The kubeconfig is $KUBECONFIG or ~/.kube/config; in a pod it is the pod's service account.
+    #[arg(long, value_name = "NAME")]
+    pub context: Option<String>,
+}
+
+impl PlaceArgs {
+    /// Whether a cluster is meant, and no job of this machine.
+    pub(super) fn is_given(&self) -> bool {
+        self.namespace.is_some() || self.context.is_some()
+    }
+
+    pub(super) fn choice(&self) -> Choice {
+        Choice { context: self.context.clone(), namespace: self.namespace.clone() }
+    }
+}
+
+/// How --dry-run prints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// One document per object.
+    Yaml,
+}
+
+/// Keys and values.
+pub type Labels = BTreeMap<String, String>;
+
+/// Several at once: an option's value, not the option several times.
+#[derive(Clone, Debug)]
+pub struct Tolerations(Vec<Toleration>);
+
+/// As for [`Tolerations`].
+#[derive(Clone, Debug)]
+pub struct Volumes(Vec<Mounted>);
+
+fn parse_tolerations(text: &str) -> Result<Tolerations, String> {
+    options::parse_tolerations(text).map(Tolerations)
+}
+
+fn parse_volumes(text: &str) -> Result<Volumes, String> {
+    options::parse_volumes(text).map(Volumes)
+}
+
+/// Submits a job and follows it; the exit code.
+pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
+    let runtime = super::new_runtime()?;
+    let pods = pod_options(&args.cluster, image)?;
+    let place = args.cluster.place.clone();
+    if args.cluster.dry_run {
+        let namespace = match place.namespace {
+            Some(namespace) => namespace,
+            // What would be used if there is a cluster; no server is asked.
+            None => runtime
+                .block_on(Cluster::connect(&place.choice()))
+                .map_or_else(|_| "default".into(), |cluster| cluster.namespace),
+        };
+        let objects = Objects::new(&request(args, pods, namespace)?, "").map_err(to_usage)?;
+        return print(&objects.to_yaml());
+    }
+    runtime.block_on(async {
+        let cluster = Cluster::connect(&place.choice()).await.map_err(to_failure)?;
+        let request = request(args, pods, cluster.namespace.clone())?;
+        let token =
+            Token::random().map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
+        let objects = Objects::new(&request, &token.to_hex()).map_err(to_usage)?;
+        submit::submit(&cluster, &request, objects).await.map_err(to_failure)?;
+        let name = &request.task.job.name;
+        let namespace = &cluster.namespace;
+        if args.cluster.detach {
+            return print(&format!(
+                "job {name} is submitted; `elasticdl status {name} --namespace {namespace}` shows it\n"
+            ));
+        }
+        if !args.quiet {
+            // Nobody may be reading any more.
+            let _ = writeln!(std::io::stderr(), "job {name} is submitted to the namespace {namespace}");
+        }
+        follow::follow(&cluster, name, follow::Manner { quiet: args.quiet, summary: args.summary.clone() })
+            .await
+    })
+}
+
+fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Request, Failure> {
+    let program: Result<Vec<String>, _> =
+        args.program.iter().map(|word| word.clone().into_string()).collect();
+    let program = program.map_err(|word| {
+        Failure::usage(format!("{}: in a cluster, PROGRAM and ARGS must be UTF-8", word.display()))
+    })?;
+    let name = match &args.job_name {
+        Some(name) => name.clone(),
+        None => plan::default_name(std::path::Path::new(program.first().map_or("", String::as_str)))?,
+    };
+    if program.first().is_none_or(String::is_empty) {
+        return Err(Failure::usage("the program's name is empty; give its path in the image after `--`"));
+    }
+    let task = Task { job: plan::job_spec(args, name)?, master_timeout: args.master_timeout };
+    Ok(Request { namespace, task, program, pods })
+}
+
+fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
+    let template = args.worker_pod_template.as_ref().map(|path| {
+        let text = std::fs::read_to_string(path).map_err(|e| e.to_string());
+        text.and_then(|text| options::parse_pod_template(&text))
+            .map_err(|e| Failure::usage(format!("--worker-pod-template {}: {e}", path.display())))
+    });
+    Ok(PodOptions {
+        image: image.into(),
+        master_image: args.master_image.clone().unwrap_or_else(|| image.into()),
+        image_pull_policy: args.image_pull_policy.clone(),
+        image_pull_secrets: args.image_pull_secret.clone(),
+        service_account: args.service_account.clone(),
+        master_resources: args.master_resources.clone(),
+        worker_resources: args.worker_resources.clone(),
+        priority_class: args.priority_class.clone(),
+        worker_priority_class: args.worker_priority_class.clone().or_else(|| args.priority_class.clone()),
+        scheduler_name: args.scheduler_name.clone(),
+        env: args.env.clone(),
+        node_selector: args.node_selector.clone().unwrap_or_default(),
+        tolerations: args.tolerations.clone().map(|t| t.0).unwrap_or_default(),
+        labels: args.labels.clone().unwrap_or_default(),
+        annotations: args.annotations.clone().unwrap_or_default(),
+        volumes: args.volume.iter().flat_map(|v| v.0.clone()).collect(),
+        ttl_s: args.ttl.map(|ttl| i32::try_from(ttl.as_secs()).expect("it is a year at most")),
+        active_deadline_s: args.active_deadline.map(|d| i64::try_from(d.as_secs()).expect("a year at most")),
+        worker_pod_template: template.transpose()?,
+    })
+}
+
+/// A cluster's refusal, with the exit code that it means.
+pub(super) fn to_failure(error: ClusterError) -> Failure {
+    match error {
+        ClusterError::Exists(_) | ClusterError::NoSuchJob { .. } | ClusterError::NoConfig(_) => {
+            Failure::usage(error.to_string())
+        }
+        error => Failure::failed(error.to_string()),
+    }
+}
+
+fn to_usage(error: impl std::fmt::Display) -> Failure {
+    Failure::usage(error.to_string())
+}
+
+fn print(text: &str) -> Result<u8, Failure> {
+    stdout()
+        .write_all(text.as_bytes())
+        .map_err(|e| Failure::failed(format!("can't write the answer: {e}")))?;
+    Ok(EXIT_OK)
+}
+
+const HEADING: &str = "Cluster";

@@ -1,0 +1,264 @@
+//! What the user sees of a job in a cluster, by way of the API server: the master's own port is not reached from outside.
+
+use std::io::{Write as _, stderr, stdout};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::Instant;
+
+use super::cluster::to_failure;
+use super::master::code_of_state;
+use super::view::StatusJson;
+use super::{EXIT_INTERRUPTED, Failure};
+use crate::jobdir;
+use crate::kube::anchor::{Anchor, Data, STATUS, SUMMARY, Sight};
+use crate::kube::client::Cluster;
+use crate::kube::masters::{MasterPods, MasterSight};
+use crate::progress::{one_line, short};
+
+/// How a job is followed.
+#[derive(Clone, Debug)]
+pub(super) struct Manner {
+    /// Print nothing but errors.
+    pub(super) quiet: bool,
+    /// Write the summary here, too.
+    pub(super) summary: Option<PathBuf>,
+}
+
+/// Shows a job until it ends, or until the user has seen enough; the exit code.
+pub(super) async fn follow(cluster: &Cluster, job: &str, manner: Manner) -> Result<u8, Failure> {
+    let no_signals = |e| Failure::failed(format!("can't handle signals: {e}"));
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(no_signals)?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(no_signals)?;
+    let namespace = &cluster.namespace;
+    let mut printer = Printer::new(manner.quiet);
+    let mut anchor = Anchor::new(cluster, job).follow();
+    let mut masters = MasterPods::watch(cluster, job);
+    let mut stuck = Stuck::default();
+    let mut is_there = false;
+    loop {
+        tokio::select! {
+            sight = anchor.next() => match sight {
+                Sight::Forbidden(message) => return Err(Failure::failed(format!("can't follow the job: {message}"))),
+                Sight::Gone if is_there => return Err(Failure::failed(format!("the job {job} has been deleted"))),
+                Sight::Gone => {
+                    let absent = Anchor::new(cluster, job).read().await;
+                    absent.map_err(to_failure)?;
+                }
+                Sight::Holds(data) => {
+                    is_there = true;
+                    printer.show(&data);
+                    if let Some(summary) = data.get(SUMMARY) {
+                        return end(&printer, &manner, summary);
+                    }
+                }
+            },
+            sight = masters.next() => match sight {
+                MasterSight::CannotStart(why) => {
+                    stuck.since.get_or_insert_with(Instant::now);
+                    printer.say(&format!("the master can't start: {why}"));
+                    stuck.why = why;
+                }
+                MasterSight::Ended(why) => printer.say(&format!("a master has ended: {why}")),
+                MasterSight::GaveUp(why) => {
+                    // The last word may be on its way.
+                    let data = Anchor::new(cluster, job).read().await.map_err(to_failure)?.data.unwrap_or_default();
+                    if let Some(summary) = data.get(SUMMARY) {
+                        printer.show(&data);
+                        return end(&printer, &manner, summary);
+                    }
+                    return Err(Failure::failed(format!("no master could finish the job {job}: {why}")));
+                }
+                MasterSight::Runs => {
+                    stuck = Stuck::default();
+                    printer.say("the master runs");
+                }
+                MasterSight::Waits(why) => printer.say(&format!("the master waits: {why}")),
+            },
+            () = stuck.due() => {
+                let hint = format!("`elasticdl delete {job} --namespace {namespace}` removes the job");
+                return Err(Failure::failed(format!("the master can't start: {}; {hint}", stuck.why)));
+            }
+            _ = interrupt.recv() => return Ok(detach(job, namespace)),
+            _ = terminate.recv() => return Ok(detach(job, namespace)),
+        }
+    }
+}
+
+fn detach(job: &str, namespace: &str) -> u8 {
+    let text = format!(
+        "\nThe job goes on. Come back with `elasticdl status {job} --namespace {namespace} --watch`, stop it with \
+         `elasticdl stop {job} --namespace {namespace}`, remove it with `elasticdl delete {job} --namespace {namespace}`."
+    );
+    // Nobody may be reading any more.
+    let _ = writeln!(stderr(), "{text}");
+    EXIT_INTERRUPTED
+}
+
+fn end(printer: &Printer, manner: &Manner, text: &str) -> Result<u8, Failure> {
+    let summary: Value = serde_json::from_str(text)
+        .map_err(|e| Failure::failed(format!("the summary in the job's anchor can't be read: {e}")))?;
+    if !printer.quiet {
+        let _ = stdout().write_all(to_table(&summary).as_bytes());
+    }
+    if let Some(path) = &manner.summary {
+        jobdir::write_atomically(path, text.as_bytes())
+            .map_err(|e| Failure::failed(format!("can't write the summary {}: {e}", path.display())))?;
+    }
+    if let Some(error) = summary["error"].as_str() {
+        super::print_error(error);
+    }
+    Ok(code_of_state(summary["state"].as_str().unwrap_or_default()))
+}
+
+/// A summary, for people.
+fn to_table(summary: &Value) -> String {
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), one_line);
+    let records = &summary["records"];
+    let workers = &summary["workers"];
+    let mut lines = vec![
+        format!("job {}: {} after {} s", text(&summary["job"]), text(&summary["state"]), summary["wall_s"]),
+        format!("  steps         {} ({} epochs complete)", summary["steps"], summary["epochs"]),
+        format!(
+            "  records       {} expected, {} counted, {} missing, {} repeated",
+            records["expected"], records["counted"], records["missing"], records["repeated"]
+        ),
+        format!(
+            "  workers       {} at most, {} at the end, {} restarts",
+            workers["peak"], workers["final"], workers["restarts"]
+        ),
+    ];
+    if let Some(words) = summary["model_summary"].as_str() {
+        lines.push("  model".into());
+        lines.extend(words.lines().map(|line| format!("    {}", one_line(line))));
+    }
+    lines.join("\n") + "\n"
+}
+
+/// A master that can't start.
+#[derive(Default)]
+struct Stuck {
+    since: Option<Instant>,
+    why: String,
+}
+
+impl Stuck {
+    /// Waits until it has lasted too long.
+    async fn due(&self) {
+        match self.since {
+            Some(since) => tokio::time::sleep_until(since + STUCK_MAX).await,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// Prints what is new.
+struct Printer {
+    quiet: bool,
+    start: Instant,
+    events: Vec<String>,
+    last: String,
+    progress: Option<Instant>,
+}
+
+impl Printer {
+    fn new(quiet: bool) -> Self {
+        Self { quiet, start: Instant::now(), events: Vec::new(), last: String::new(), progress: None }
+    }
+
+    fn show(&mut self, data: &Data) {
+        let Some(status) = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok())
+        else {
+            return;
+        };
+        for event in unseen(&self.events, &status.events).to_vec() {
+            self.say(&event);
+        }
+        let line = describe(&status);
+        self.events = status.events;
+        if status.step > 0 && self.progress.is_none_or(|at| at.elapsed() >= PROGRESS_INTERVAL) {
+            self.progress = Some(Instant::now());
+            self.say(&line);
+        }
+    }
+
+    /// Prints a line, unless it is the one before.
+    fn say(&mut self, text: &str) {
+        if self.quiet || self.last == text {
+            return;
+        }
+        self.last = text.into();
+        let line = format!("{:>9.3} s  {}", self.start.elapsed().as_secs_f64(), one_line(text));
+        // Nobody may be reading any more.
+        let _ = writeln!(stderr(), "{line}");
+    }
+}
+
+fn describe(status: &StatusJson) -> String {
+    let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
+    let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
+    format!(
+        "{:.1} %  {} · step {}{loss} · {} records/s · workers {members} of {} · generation {}",
+        status.progress * 100.0,
+        status.state,
+        status.step,
+        short(status.records_per_s),
+        status.workers_wanted,
+        status.generation
+    )
+}
+
+/// What `now` has that `before` had not: both are the last lines of one story.
+fn unseen<'a>(before: &[String], now: &'a [String]) -> &'a [String] {
+    let overlap = (0..=before.len().min(now.len())).rev().find(|&len| before.ends_with(&now[..len]));
+    &now[overlap.unwrap_or(0)..]
+}
+
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
+/// How long a master may be unable to start before the command gives up.
+const STUCK_MAX: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &str) -> Vec<String> {
+        text.split_whitespace().map(Into::into).collect()
+    }
+
+    #[test]
+    fn each_line_of_a_story_is_told_once() {
+        for (before, now, new) in [
+            ("", "a b", "a b"),
+            ("a b", "a b", ""),
+            ("a b", "a b c", "c"),
+            ("a b c", "c d", "d"),
+            ("a b", "c d", "c d"),
+            ("a a", "a a a", "a"),
+            ("a b", "", ""),
+        ] {
+            assert_eq!(unseen(&lines(before), &lines(now)), lines(new), "{before} / {now}");
+        }
+    }
+
+    #[test]
+    fn a_summary_is_shown_in_short() {
+        let summary = serde_json::json!({
+            "job": "j", "state": "completed", "wall_s": 1.5, "steps": 10, "epochs": 2,
+            "records": {"expected": 20, "counted": 20, "missing": 0, "repeated": 0},
+            "workers": {"peak": 3, "final": 3, "restarts": 1}, "model_summary": "w\u{1b}[2J\nx"
+        });
+        let expected = "\
+job j: completed after 1.5 s
+  steps         10 (2 epochs complete)
+  records       20 expected, 20 counted, 0 missing, 0 repeated
+  workers       3 at most, 3 at the end, 1 restarts
+  model
+    w [2J
+    x
+";
+        assert_eq!(to_table(&summary), expected);
+    }
+}

@@ -1,0 +1,267 @@
+//! `elasticdl master`: the master of a job in a cluster, in its pod.
+
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash as _, Hasher as _};
+use std::net::Ipv6Addr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::cluster::to_failure;
+use super::view::StatusJson;
+use super::{EXIT_FAILED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
+use crate::job::{Outcome, Status};
+use crate::kube::anchor::{Anchor, Data, INCARNATION, Pace, STATUS, SUMMARY, Sight, Wishes};
+use crate::kube::client::{Choice, Cluster};
+use crate::kube::objects::{PORT, TASK, TOKEN_FILE, Task, WORKER_POD};
+use crate::kube::pods::{self, Mould, Pods};
+use crate::kube::submit;
+use crate::progress::Progress;
+use crate::report;
+use crate::run::{Ended, Interrupt, Master};
+use crate::service;
+use crate::token::Token;
+
+/// What `elasticdl master` is told.
+#[derive(Args, Debug)]
+pub struct MasterArgs {
+    /// The job's name; its anchor says the rest.
+    #[arg(long, value_name = "NAME", value_parser = plan::parse_job_name)]
+    pub job_name: String,
+
+    /// Where the job's secret is.
+    #[arg(long, value_name = "FILE", default_value = TOKEN_FILE)]
+    pub token_file: PathBuf,
+}
+
+/// Runs the master of a job to the job's end; the exit code.
+pub(super) fn master(args: &MasterArgs) -> Result<u8, Failure> {
+    let logging = tracing_subscriber::fmt().with_ansi(false).with_writer(std::io::stderr).try_init();
+    // A test in this process may have set another subscriber.
+    drop(logging);
+    super::new_runtime()?.block_on(run(args))
+}
+
+async fn run(args: &MasterArgs) -> Result<u8, Failure> {
+    let cluster = Cluster::connect(&Choice::default()).await.map_err(to_failure)?;
+    let anchor = Anchor::new(&cluster, &args.job_name);
+    let submitted = Submitted::read(anchor.read().await.map_err(to_failure)?)?;
+    if let Some(code) = submitted.ended {
+        info!("the job has ended before; this master has nothing to do");
+        return Ok(code);
+    }
+    let token = std::fs::read_to_string(&args.token_file)
+        .map_err(|e| Failure::failed(format!("can't read the token {}: {e}", args.token_file.display())))?;
+    let token = Token::from_hex(&token)
+        .ok_or_else(|| Failure::failed(format!("{} holds no token", args.token_file.display())))?;
+    let incarnation = Data::from([(INCARNATION.into(), submitted.incarnation.to_string())]);
+    anchor.write(&incarnation).await.map_err(to_failure)?;
+    let address = submit::service_address(&cluster, &args.job_name).await.map_err(to_failure)?;
+    // Workers of a master before this one wait for it in vain: this one knows nothing of what they hold.
+    pods::sweep(&cluster, &submitted.mould_anchor()).await.map_err(to_failure)?;
+    let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
+        .await
+        .map_err(|e| Failure::failed(format!("can't listen on port {PORT}: {e}")))?;
+    let mould = Mould {
+        template: submitted.template,
+        anchor: submitted.meta,
+        incarnation: submitted.incarnation,
+        master: address,
+    };
+    let pods = Pods::new(&cluster, mould);
+    let (publish, published) = watch::channel(None);
+    let progress = Progress::on_stderr().published(publish);
+    let master = Master::with_pods(submitted.task.job, listener, token, pods, progress);
+    info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
+    conduct(master, &anchor, published).await
+}
+
+/// Runs `master`, telling the anchor what it does, and it what the anchor asks for.
+async fn conduct(
+    master: Master,
+    anchor: &Anchor,
+    mut published: watch::Receiver<Option<Status>>,
+) -> Result<u8, Failure> {
+    let mut terminate =
+        signal(SignalKind::terminate()).map_err(|e| Failure::failed(format!("can't handle signals: {e}")))?;
+    let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
+    let mut wishes = Wishes::default();
+    let mut followed = anchor.follow();
+    let publishing = publish(anchor, published.clone());
+    tokio::pin!(publishing);
+    let run = master.run(interrupted);
+    tokio::pin!(run);
+    let ended = loop {
+        tokio::select! {
+            ended = &mut run => break ended,
+            () = &mut publishing => {}
+            sight = followed.next() => match sight {
+                Sight::Forbidden(message) => warn!(message, "the anchor can't be watched: scale and stop have no effect"),
+                Sight::Gone => {
+                    info!("the job has been deleted");
+                    return Ok(EXIT_TERMINATED);
+                }
+                Sight::Holds(data) => {
+                    let now = Wishes::read(&data);
+                    for interrupt in changes(wishes, now) {
+                        // The master takes them faster than anybody asks.
+                        let _ = interrupts.send(interrupt).await;
+                    }
+                    wishes = now;
+                }
+            },
+            // The pod goes. The job's next master starts it anew.
+            _ = terminate.recv() => return Ok(EXIT_TERMINATED),
+        }
+    };
+    drop(followed);
+    let status = published.borrow_and_update().clone();
+    write_end(anchor, &ended, status).await?;
+    Ok(code_of(ended.outcome))
+}
+
+/// What the master is to be told when the wishes change.
+fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
+    let scale = now.num_workers.filter(|_| now.num_workers != before.num_workers).map(Interrupt::Scale);
+    let stop = (now.stop && !before.stop).then_some(Interrupt::Stop);
+    scale.into_iter().chain(stop).collect()
+}
+
+/// Writes the status to the anchor whenever it is time; ends with the job.
+async fn publish(anchor: &Anchor, mut published: watch::Receiver<Option<Status>>) {
+    let mut pace = Pace::default();
+    loop {
+        let Some(status) = published.borrow_and_update().clone() else {
+            if published.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+            continue;
+        };
+        let news = news_of(&status);
+        let due = pace.due(Instant::now(), news);
+        if due > Instant::now() {
+            tokio::select! {
+                () = tokio::time::sleep_until(due) => {}
+                changed = published.changed() => if changed.is_err() {
+                    return std::future::pending().await;
+                },
+            }
+            continue;
+        }
+        let text = status_json(status);
+        if let Err(error) = anchor.write(&Data::from([(STATUS.into(), text)])).await {
+            // Training does not wait for it.
+            warn!(%error, "the status was not written to the anchor");
+        }
+        pace.wrote(Instant::now(), news);
+    }
+}
+
+fn status_json(status: Status) -> String {
+    StatusJson::from(service::status_reply(status)).to_pretty_json()
+}
+
+/// A digest of what is worth a write of its own.
+fn news_of(status: &Status) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (status.state, status.generation.0, status.workers_wanted, &status.events).hash(&mut hasher);
+    for worker in &status.workers {
+        (worker.worker.0, worker.rank, worker.state).hash(&mut hasher);
+    }
+    hasher.finish()
+}
+
+async fn write_end(anchor: &Anchor, ended: &Ended, status: Option<Status>) -> Result<(), Failure> {
+    let mut summary = ended.summary.clone();
+    // An anchor holds a megabyte. The last changes tell most.
+    let surplus = summary.memberships.len().saturating_sub(MEMBERSHIPS_MAX);
+    summary.memberships.drain(..surplus);
+    let text = String::from_utf8(report::to_json(&summary)).expect("JSON is UTF-8");
+    let mut data = Data::from([(SUMMARY.into(), text)]);
+    data.extend(status.map(|status| (STATUS.into(), status_json(status))));
+    anchor.write_within(&data, END_TIMEOUT).await.map_err(to_failure)
+}
+
+/// What the anchor says.
+struct Submitted {
+    task: Task,
+    template: Pod,
+    meta: k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta,
+    /// This master's.
+    incarnation: u64,
+    /// The exit code of the master that has ended the job.
+    ended: Option<u8>,
+}
+
+impl Submitted {
+    fn read(anchor: ConfigMap) -> Result<Self, Failure> {
+        let data = anchor.data.unwrap_or_default();
+        let malformed = |key: &str, error: &dyn std::fmt::Display| {
+            Failure::usage(format!("the anchor's {key} can't be read: {error}; submit the job again"))
+        };
+        let need = |key: &str| data.get(key).ok_or_else(|| malformed(key, &"it is missing"));
+        let task: Task = serde_json::from_str(need(TASK)?).map_err(|e| malformed(TASK, &e))?;
+        task.job.check().map_err(|e| malformed(TASK, &e))?;
+        let template = serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
+        let before: u64 = match data.get(INCARNATION) {
+            Some(text) => text.parse().map_err(|e| malformed(INCARNATION, &e))?,
+            None => 0,
+        };
+        let ended = data.get(SUMMARY).map(|text| {
+            let summary: Option<serde_json::Value> = serde_json::from_str(text).ok();
+            summary.as_ref().and_then(|s| s["state"].as_str()).map_or(EXIT_FAILED, code_of_state)
+        });
+        Ok(Self { task, template, meta: anchor.metadata, incarnation: before.saturating_add(1), ended })
+    }
+
+    fn mould_anchor(&self) -> String {
+        self.meta.uid.clone().unwrap_or_default()
+    }
+}
+
+/// The exit code that an ended job's state means.
+pub(super) fn code_of_state(state: &str) -> u8 {
+    match state {
+        "completed" => EXIT_OK,
+        "refused" => EXIT_USAGE,
+        // The user stopped it: for the cluster this job is complete.
+        "stopped" => EXIT_OK,
+        _ => EXIT_FAILED,
+    }
+}
+
+fn code_of(outcome: Outcome) -> u8 {
+    match outcome {
+        Outcome::Completed | Outcome::Stopped => EXIT_OK,
+        Outcome::Failed => EXIT_FAILED,
+        Outcome::Refused => EXIT_USAGE,
+    }
+}
+
+const END_TIMEOUT: Duration = Duration::from_secs(60);
+const INTERRUPTS_MAX: usize = 4;
+const MEMBERSHIPS_MAX: usize = 200;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wish_is_told_once() {
+        let none = Wishes::default();
+        let four = Wishes { num_workers: Some(4), stop: false };
+        let stop = Wishes { num_workers: Some(4), stop: true };
+        assert_eq!(changes(none, four), [Interrupt::Scale(4)]);
+        assert_eq!(changes(four, four), []);
+        assert_eq!(changes(four, stop), [Interrupt::Stop]);
+        assert_eq!(changes(none, stop), [Interrupt::Scale(4), Interrupt::Stop]);
+        assert_eq!(changes(stop, none), []);
+    }
+}

@@ -1,0 +1,374 @@
+//! `elasticdl list`, `logs`, `stop` and `delete`, and how a job is found.
+//!
+//! A job with a `/` is a directory. With --namespace or --context it is one of that cluster. Any other name is looked for
+//! among the jobs of this machine first, and then in the configured cluster.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{Read as _, Write as _, stdout};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use k8s_openapi::api::core::v1::ConfigMap;
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use tokio::runtime::Runtime;
+
+use super::client::{directory_of, print};
+use super::cluster::{PlaceArgs, to_failure};
+use super::view::StatusJson;
+use super::{EXIT_OK, Failure, follow, new_runtime};
+use crate::job::LaunchId;
+use crate::jobdir::{self, LookupError};
+use crate::kube::anchor::{self, Anchor, Data, NUM_WORKERS, STATUS, STOP, SUMMARY};
+use crate::kube::client::{Cluster, ClusterError};
+use crate::kube::logs::Source;
+use crate::kube::objects::{TASK, Task};
+use crate::kube::{logs, submit};
+
+/// What `elasticdl delete` is told.
+#[derive(Args, Debug)]
+pub struct DeleteArgs {
+    /// The job's name, or the path of its directory (with a `/`).
+    #[arg(value_name = "JOB")]
+    pub job: PathBuf,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub place: PlaceArgs,
+}
+
+/// What `elasticdl list` is told.
+#[derive(Args, Debug)]
+pub struct ListArgs {
+    /// Only the jobs of this machine.
+    #[arg(long, conflicts_with_all = ["namespace", "context"])]
+    pub local: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub place: PlaceArgs,
+}
+
+/// What `elasticdl logs` is told.
+#[derive(Args, Debug)]
+pub struct LogsArgs {
+    /// The job's name, or the path of its directory (with a `/`).
+    #[arg(value_name = "JOB")]
+    pub job: PathBuf,
+
+    /// The worker that was started as this launch. [default: the master]
+    #[arg(long, value_name = "LAUNCH")]
+    pub launch: Option<u64>,
+
+    /// Go on with what is printed from now on.
+    #[arg(long, short)]
+    pub follow: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub place: PlaceArgs,
+}
+
+/// What `elasticdl stop` is told.
+#[derive(Args, Debug)]
+pub struct StopArgs {
+    /// The job's name, or the path of its directory (with a `/`).
+    #[arg(value_name = "JOB")]
+    pub job: PathBuf,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub place: PlaceArgs,
+}
+
+/// Where a job is.
+pub(super) enum Found {
+    /// In this directory, which may not be there.
+    Here(PathBuf),
+    /// In a cluster, where it may not be either.
+    InCluster(Box<ClusterJob>),
+}
+
+/// Finds a job by what the user calls it.
+pub(super) fn find(job: &Path, place: &PlaceArgs) -> Result<Found, Failure> {
+    let directory = directory_of(job);
+    let is_path = directory == job;
+    if is_path && place.is_given() {
+        return Err(Failure::usage(
+            "a job in a cluster has a name; a path goes without --namespace and --context",
+        ));
+    }
+    if is_path
+        || (!place.is_given() && directory.is_dir())
+        || (!place.is_given() && !Cluster::is_configured())
+    {
+        return Ok(Found::Here(directory));
+    }
+    let name = job.to_str().ok_or_else(|| Failure::usage("the job's name is not UTF-8"))?;
+    let runtime = new_runtime()?;
+    let cluster = runtime.block_on(Cluster::connect(&place.choice())).map_err(to_failure)?;
+    let anchor = Anchor::new(&cluster, name);
+    Ok(Found::InCluster(Box::new(ClusterJob { runtime, anchor, cluster, name: name.into() })))
+}
+
+/// A job in a cluster.
+pub(super) struct ClusterJob {
+    runtime: Runtime,
+    cluster: Cluster,
+    anchor: Anchor,
+    name: String,
+}
+
+impl ClusterJob {
+    /// As its master has written it last.
+    pub(super) fn status(&self) -> Result<StatusJson, Failure> {
+        let data = self.data()?;
+        let text = data.get(STATUS).ok_or_else(|| {
+            Failure::failed(format!("the master of {} has not said anything yet; is it running?", self.name))
+        })?;
+        serde_json::from_str(text)
+            .map_err(|e| Failure::failed(format!("the status in the job's anchor can't be read: {e}")))
+    }
+
+    /// Shows it until it ends; the exit code.
+    pub(super) fn follow(&self) -> Result<u8, Failure> {
+        let manner = follow::Manner { quiet: false, summary: None };
+        self.runtime.block_on(follow::follow(&self.cluster, &self.name, manner))
+    }
+
+    /// Asks for another number of workers.
+    pub(super) fn scale(&self, num_workers: u32) -> Result<u8, Failure> {
+        let data = self.data()?;
+        self.check_running(&data)?;
+        let task = data.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
+        let spec = task.ok_or_else(|| Failure::failed("the task in the job's anchor can't be read"))?.job;
+        if !(spec.min_workers..=spec.max_workers).contains(&num_workers) {
+            return Err(Failure::usage(format!(
+                "this job takes {} to {} workers (--min-workers, --max-workers), not {num_workers}",
+                spec.min_workers, spec.max_workers
+            )));
+        }
+        let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
+        let was = status.map_or(spec.num_workers, |status| status.workers_wanted);
+        self.wish(NUM_WORKERS, num_workers.to_string())?;
+        print(&format!("workers: {was} -> {num_workers}\n"))
+    }
+
+    fn stop(&self) -> Result<u8, Failure> {
+        self.check_running(&self.data()?)?;
+        self.wish(STOP, "true".into())?;
+        print(&format!("{} finishes its step and stops\n", self.name))
+    }
+
+    fn wish(&self, key: &str, value: String) -> Result<(), Failure> {
+        self.runtime.block_on(self.anchor.write(&Data::from([(key.into(), value)]))).map_err(to_failure)
+    }
+
+    fn data(&self) -> Result<Data, Failure> {
+        let anchor = self.runtime.block_on(self.anchor.read()).map_err(to_failure)?;
+        Ok(anchor.data.unwrap_or_default())
+    }
+
+    fn check_running(&self, data: &Data) -> Result<(), Failure> {
+        match data.get(SUMMARY) {
+            Some(_) => Err(Failure::failed(format!("the job {} has ended", self.name))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Removes a job; the exit code.
+pub(super) fn delete(args: &DeleteArgs) -> Result<u8, Failure> {
+    match find(&args.job, &args.place)? {
+        Found::InCluster(job) => {
+            job.runtime.block_on(submit::delete(&job.cluster, &job.name)).map_err(to_failure)?;
+            print(&format!("{} and all that it made is deleted\n", job.name))
+        }
+        Found::Here(root) => {
+            match jobdir::look_up(&root) {
+                Err(LookupError::NotRunning { .. } | LookupError::Unreadable { .. }) => {}
+                Err(error) => return Err(Failure::usage(error.to_string())),
+                Ok((endpoint, _)) if is_alive(endpoint.pid) => {
+                    return Err(Failure::failed(format!(
+                        "the job in {} is running (master process {}); stop it first",
+                        root.display(),
+                        endpoint.pid
+                    )));
+                }
+                Ok(_) => {}
+            }
+            fs::remove_dir_all(&root)
+                .map_err(|e| Failure::failed(format!("can't remove {}: {e}", root.display())))?;
+            print(&format!("{} is deleted\n", root.display()))
+        }
+    }
+}
+
+/// Shows all jobs; the exit code.
+pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
+    let mut rows = Vec::new();
+    if !args.place.is_given() {
+        rows.extend(local_rows(&jobdir::default_root()));
+    }
+    if args.place.is_given() || (!args.local && Cluster::is_configured()) {
+        let listed = new_runtime()?.block_on(async {
+            let cluster = Cluster::connect(&args.place.choice()).await?;
+            Ok::<_, ClusterError>((cluster.namespace.clone(), anchor::all(&cluster).await?))
+        });
+        let (namespace, anchors) = listed.map_err(to_failure)?;
+        rows.extend(anchors.into_iter().filter_map(|anchor| cluster_row(&namespace, anchor)));
+    }
+    print(&to_table(&rows))
+}
+
+/// Stops a job; the exit code.
+pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
+    match find(&args.job, &args.place)? {
+        Found::InCluster(job) => job.stop(),
+        Found::Here(root) => {
+            let (endpoint, _) = jobdir::look_up(&root).map_err(|error| match error {
+                LookupError::NotRunning { .. } => Failure::failed(error.to_string()),
+                _ => Failure::usage(error.to_string()),
+            })?;
+            let pid = Pid::from_raw(endpoint.pid.cast_signed()).filter(|_| is_alive(endpoint.pid));
+            let pid = pid.ok_or_else(|| {
+                Failure::failed(format!("the job in {} is not running: its master is gone", root.display()))
+            })?;
+            rustix::process::kill_process(pid, Signal::TERM).map_err(|e| {
+                Failure::failed(format!("can't signal the master (process {}): {e}", endpoint.pid))
+            })?;
+            print(&format!("the job in {} finishes its step and stops\n", root.display()))
+        }
+    }
+}
+
+/// Shows logs; the exit code.
+pub(super) fn logs(args: &LogsArgs) -> Result<u8, Failure> {
+    match find(&args.job, &args.place)? {
+        Found::InCluster(job) => {
+            let source = args.launch.map_or(Source::Master, |launch| Source::Worker(LaunchId(launch)));
+            let copied = job.runtime.block_on(logs::copy(
+                &job.cluster,
+                &job.anchor,
+                &job.name,
+                source,
+                args.follow,
+                |bytes| stdout().write_all(bytes).is_ok(),
+            ));
+            copied.map_err(to_failure).map(|()| EXIT_OK)
+        }
+        Found::Here(root) => {
+            if let Err(error @ LookupError::NoSuchJob { .. }) = jobdir::look_up(&root) {
+                return Err(Failure::usage(error.to_string()));
+            }
+            let folder = root.join("logs");
+            let path = match args.launch {
+                Some(launch) => jobdir::worker_log(&folder, LaunchId(launch)),
+                None => folder.join("master.log"),
+            };
+            copy_file(&path, args.follow.then_some(&root))
+        }
+    }
+}
+
+/// Copies a log; as long as the job of `follow` runs, what is added to it, too.
+fn copy_file(path: &Path, follow: Option<&PathBuf>) -> Result<u8, Failure> {
+    let failed = |e: std::io::Error| Failure::usage(format!("can't read {}: {e}", path.display()));
+    let mut file = fs::File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    loop {
+        let runs = follow.is_some_and(|root| jobdir::look_up(root).is_ok());
+        bytes.clear();
+        file.read_to_end(&mut bytes).map_err(failed)?;
+        if stdout().write_all(&bytes).is_err() || !runs {
+            return Ok(EXIT_OK);
+        }
+        std::thread::sleep(FOLLOW_INTERVAL);
+    }
+}
+
+/// One job in a list: where, name, state, progress, workers.
+type Row = [String; 5];
+
+fn local_rows(root: &Path) -> Vec<Row> {
+    let mut names: Vec<_> = fs::read_dir(root).into_iter().flatten().flatten().map(|e| e.path()).collect();
+    names.sort();
+    let row = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        let state = match jobdir::look_up(&path) {
+            Ok((endpoint, _)) if is_alive(endpoint.pid) => "running".into(),
+            Err(LookupError::NoSuchJob { .. }) => return None,
+            Err(LookupError::NotRunning { summary: Some(summary), .. }) => {
+                let summary: Option<Value> = serde_json::from_slice(&fs::read(summary).ok()?).ok();
+                summary?["state"].as_str()?.to_owned()
+            }
+            _ => "lost".into(),
+        };
+        Some(["(this machine)".into(), name, state, "-".into(), "-".into()])
+    };
+    names.into_iter().filter_map(row).collect()
+}
+
+fn cluster_row(namespace: &str, anchor: ConfigMap) -> Option<Row> {
+    let name = anchor.metadata.name?;
+    let data = anchor.data.unwrap_or_default();
+    let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
+    let (state, progress, workers) = match status {
+        Some(status) => {
+            let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
+            let progress = format!("{:.1} %", status.progress * 100.0);
+            (status.state, progress, format!("{members}/{}", status.workers_wanted))
+        }
+        None => ("submitted".into(), "-".into(), "-".into()),
+    };
+    Some([namespace.into(), name, state, progress, workers])
+}
+
+fn to_table(rows: &[Row]) -> String {
+    let head = ["NAMESPACE", "JOB", "STATE", "PROGRESS", "WORKERS"].map(String::from);
+    let all: Vec<&Row> = std::iter::once(&head).chain(rows).collect();
+    let width = |column: usize| all.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    let mut text = String::new();
+    for row in all {
+        let cells: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}")).collect();
+        writeln!(text, "{}", cells.join("  ").trim_end()).expect("a string takes any text");
+    }
+    text
+}
+
+/// Whether a process is there; one that may not be signalled is.
+fn is_alive(pid: u32) -> bool {
+    let pid = Pid::from_raw(pid.cast_signed());
+    pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
+}
+
+const FOLLOW_INTERVAL: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_has_straight_columns() {
+        let row = |state: &str| ["ns", "job", state, "-", "3/4"].map(String::from);
+        let expected = "\
+NAMESPACE  JOB  STATE      PROGRESS  WORKERS
+ns         job  running    -         3/4
+ns         job  completed  -         3/4
+";
+        assert_eq!(to_table(&[row("running"), row("completed")]), expected);
+    }
+
+    #[test]
+    fn a_path_is_no_job_of_a_cluster() {
+        let place = PlaceArgs { namespace: Some("ml".into()), context: None };
+        assert!(find(Path::new("./job"), &place).is_err());
+        assert!(
+            matches!(find(Path::new("./job"), &PlaceArgs::default()), Ok(Found::Here(path)) if path == Path::new("./job"))
+        );
+    }
+}

@@ -1,0 +1,355 @@
+//! The objects of a job. Pure: what was asked for in, objects out.
+//!
+//! ```text
+//!  batch/v1 Job <job>-master ──owns──► ConfigMap <job> (the anchor) ──owns──► Secret, Service, worker pods
+//! ```
+//!
+//! The Job is made with a parallelism of 0 and raised to 1 when all is there: until then nothing runs.
+//!
+//! **Invariants:** each object has one owner. The token is in the Secret alone. No rank and no world size is in any
+//! environment: both change while a pod lives.
+
+mod parts;
+mod template;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::batch::v1::{Job, JobSpec as BatchJobSpec};
+use k8s_openapi::api::core::v1::{
+    ConfigMap, Container, ContainerPort, Pod, PodSpec, PodTemplateSpec, Secret, Service, ServicePort,
+    ServiceSpec,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use serde::{Deserialize, Serialize};
+
+pub use template::TemplateError;
+
+use super::options::PodOptions;
+use crate::job::{JobSpec, LaunchId};
+
+/// A job that is to run in a cluster.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Where its objects are made.
+    pub namespace: String,
+    /// What to train.
+    pub task: Task,
+    /// The training program and its arguments.
+    pub program: Vec<String>,
+    /// What its pods are made of.
+    pub pods: PodOptions,
+}
+
+/// What the master is told, by way of the anchor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Task {
+    /// The job.
+    pub job: JobSpec,
+    /// Workers end by themselves when their master has been silent for this long.
+    pub master_timeout: Duration,
+}
+
+/// The objects that make a job, all but its workers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Objects {
+    /// Runs the master.
+    pub job: Job,
+    /// Holds the task, the workers' pod, and later the status.
+    pub anchor: ConfigMap,
+    /// Holds the token.
+    pub secret: Secret,
+    /// Leads to the master.
+    pub service: Service,
+}
+
+impl Objects {
+    /// The objects of a job whose secret is `token`. Owners are missing: they are named by ids that the server gives.
+    ///
+    /// # Errors
+    /// The workers' pod template does not fit.
+    pub fn new(request: &Request, token: &str) -> Result<Self, TemplateError> {
+        let name = &request.task.job.name;
+        let worker =
+            serde_json::to_string_pretty(&worker_template(request)?).expect("a pod's keys are strings");
+        let task = serde_json::to_string_pretty(&request.task).expect("a task's keys are strings");
+        let mut anchor = ConfigMap { metadata: metadata(request, name, "anchor"), ..ConfigMap::default() };
+        anchor.data = Some(BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), worker)]));
+        let secret = Secret {
+            metadata: metadata(request, name, "token"),
+            data: Some(BTreeMap::from([(TOKEN.into(), ByteString(token.into()))])),
+            type_: Some("Opaque".into()),
+            ..Secret::default()
+        };
+        let mut selector = own_labels(name, "master");
+        selector.retain(|key, _| [JOB_LABEL, ROLE_LABEL].contains(&key.as_str()));
+        let port = ServicePort {
+            name: Some("grpc".into()),
+            port: PORT,
+            target_port: Some(IntOrString::Int(PORT)),
+            ..ServicePort::default()
+        };
+        let service = Service {
+            metadata: metadata(request, &master_name(name), "master"),
+            spec: Some(ServiceSpec {
+                ports: Some(vec![port]),
+                selector: Some(selector),
+                // Workers wait for the master's answer, not for the endpoint's readiness.
+                publish_not_ready_addresses: Some(true),
+                ..ServiceSpec::default()
+            }),
+            ..Service::default()
+        };
+        Ok(Self { job: master_job(request), anchor, secret, service })
+    }
+
+    /// The job as it has been made owns the anchor.
+    pub fn own_anchor(&mut self, job: &ObjectMeta) {
+        self.anchor.metadata.owner_references = Some(vec![owner("batch/v1", "Job", job)]);
+    }
+
+    /// The anchor as it has been made owns the rest.
+    pub fn own_rest(&mut self, anchor: &ObjectMeta) {
+        let owners = Some(vec![anchor_owner(anchor)]);
+        self.secret.metadata.owner_references.clone_from(&owners);
+        self.service.metadata.owner_references = owners;
+    }
+
+    /// All of it as YAML, with words in the place of what is not known before: the token and the ids of owners.
+    #[must_use]
+    pub fn to_yaml(mut self) -> String {
+        let unknown = |mut meta: ObjectMeta| {
+            meta.uid = Some("(given by the server)".into());
+            meta
+        };
+        self.own_anchor(&unknown(self.job.metadata.clone()));
+        self.own_rest(&unknown(self.anchor.metadata.clone()));
+        self.secret.data = None;
+        self.secret.string_data = Some(BTreeMap::from([(TOKEN.into(), "(drawn at submission)".into())]));
+        let documents = [
+            serde_saphyr::to_string(&self.job),
+            serde_saphyr::to_string(&self.anchor),
+            serde_saphyr::to_string(&self.secret),
+            serde_saphyr::to_string(&self.service),
+        ];
+        documents.map(|text| text.expect("objects have YAML forms")).join("---\n")
+    }
+}
+
+/// A worker's pod: `template` with its own name, for `launch` of the master's `incarnation`, which listens at `master`.
+#[must_use]
+pub fn worker_pod(
+    template: &Pod,
+    launch: LaunchId,
+    incarnation: u64,
+    anchor: &ObjectMeta,
+    master: &str,
+) -> Pod {
+    let mut pod = template.clone();
+    let job = anchor.name.as_deref().unwrap_or_default();
+    pod.metadata.name = Some(worker_name(job, launch, incarnation));
+    pod.metadata.owner_references = Some(vec![anchor_owner(anchor)]);
+    let labels = pod.metadata.labels.get_or_insert_default();
+    labels.insert(LAUNCH_LABEL.into(), launch.0.to_string());
+    labels.insert(INCARNATION_LABEL.into(), incarnation.to_string());
+    labels.insert(ANCHOR_LABEL.into(), anchor.uid.clone().unwrap_or_default());
+    let spec = pod.spec.get_or_insert_default();
+    if let Some(worker) = spec.containers.iter_mut().find(|c| c.name == WORKER) {
+        let env = worker.env.get_or_insert_default();
+        env.push(parts::variable("ELASTICDL_LAUNCH", &launch.0.to_string()));
+        env.push(parts::variable("ELASTICDL_MASTER", master));
+    }
+    pod
+}
+
+/// The name of a worker's pod, used once: an incarnation of the master counts its launches from 1.
+fn worker_name(job: &str, launch: LaunchId, incarnation: u64) -> String {
+    match incarnation {
+        0 | 1 => format!("{job}-w-{}", launch.0),
+        later => format!("{job}-w-{later}-{}", launch.0),
+    }
+}
+
+/// The name of a job's batch/v1 Job and of its Service.
+#[must_use]
+pub fn master_name(job: &str) -> String {
+    format!("{job}-master")
+}
+
+/// Selects the pods of the master of a job.
+#[must_use]
+pub fn master_selector(job: &str) -> String {
+    format!("{JOB_LABEL}={job},{ROLE_LABEL}=master")
+}
+
+/// Selects the workers of the job whose anchor has this uid.
+#[must_use]
+pub fn worker_selector(anchor_uid: &str) -> String {
+    format!("{ANCHOR_LABEL}={anchor_uid}")
+}
+
+/// Selects the anchors of all jobs.
+#[must_use]
+pub fn anchors_selector() -> String {
+    format!("app.kubernetes.io/managed-by={ELASTICDL},{ROLE_LABEL}=anchor")
+}
+
+fn master_job(request: &Request) -> Job {
+    let name = &request.task.job.name;
+    let pods = &request.pods;
+    let container = Container {
+        name: "master".into(),
+        image: Some(pods.master_image.clone()),
+        image_pull_policy: pods.image_pull_policy.clone(),
+        command: Some(vec![ELASTICDL.into()]),
+        args: Some(["master", "--job-name", name].map(Into::into).into()),
+        ports: Some(vec![ContainerPort {
+            container_port: PORT,
+            name: Some("grpc".into()),
+            ..ContainerPort::default()
+        }]),
+        resources: Some(parts::requirements(&pods.master_resources)),
+        security_context: Some(parts::locked_down()),
+        // Its last words are then seen by who follows the job.
+        termination_message_policy: Some("FallbackToLogsOnError".into()),
+        volume_mounts: Some(parts::mounts()),
+        ..Container::default()
+    };
+    let spec = PodSpec {
+        containers: vec![container],
+        priority_class_name: pods.priority_class.clone(),
+        service_account_name: Some(pods.service_account.clone()),
+        automount_service_account_token: Some(true),
+        volumes: Some(parts::volumes(name)),
+        ..parts::pod_spec(pods)
+    };
+    let mut template = metadata(request, "", "master");
+    template.name = None;
+    template.namespace = None;
+    Job {
+        metadata: metadata(request, &master_name(name), "master"),
+        spec: Some(BatchJobSpec {
+            active_deadline_seconds: pods.active_deadline_s,
+            backoff_limit: Some(BACKOFF_LIMIT),
+            completions: Some(1),
+            parallelism: Some(0),
+            ttl_seconds_after_finished: pods.ttl_s,
+            template: PodTemplateSpec { metadata: Some(template), spec: Some(spec) },
+            ..BatchJobSpec::default()
+        }),
+        ..Job::default()
+    }
+}
+
+/// What all workers' pods have in common.
+fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
+    let name = &request.task.job.name;
+    let pods = &request.pods;
+    let (program, args) = request.program.split_first().expect("a request has a program");
+    let mut env = parts::worker_environment(&request.task);
+    if !pods.env.iter().any(|(name, _)| name == parts::RAYON_THREADS) {
+        env.push(parts::threads());
+    }
+    env.extend(pods.env.iter().map(|(name, value)| parts::variable(name, value)));
+    let mut mounts = parts::mounts();
+    let mut volumes = parts::volumes(name);
+    for (index, mounted) in pods.volumes.iter().enumerate() {
+        let (mut volume, mut mount) = (mounted.volume.clone(), mounted.mount.clone());
+        volume.name = format!("volume-{index}");
+        mount.name.clone_from(&volume.name);
+        volumes.push(volume);
+        mounts.push(mount);
+    }
+    let container = Container {
+        name: WORKER.into(),
+        image: Some(pods.image.clone()),
+        image_pull_policy: pods.image_pull_policy.clone(),
+        command: Some(vec![program.clone()]),
+        args: Some(args.to_vec()).filter(|args| !args.is_empty()),
+        env: Some(env),
+        resources: Some(parts::requirements(&pods.worker_resources)),
+        security_context: Some(parts::locked_down()),
+        volume_mounts: Some(mounts),
+        ..Container::default()
+    };
+    let spec = PodSpec {
+        containers: vec![container],
+        priority_class_name: pods.worker_priority_class.clone(),
+        automount_service_account_token: Some(false),
+        volumes: Some(volumes),
+        ..parts::pod_spec(pods)
+    };
+    let spec = match &pods.worker_pod_template {
+        Some(template) => template::merge(&spec, template)?,
+        None => spec,
+    };
+    let mut metadata = metadata(request, "", "worker");
+    metadata.name = None;
+    Ok(Pod { metadata, spec: Some(spec), status: None })
+}
+
+fn metadata(request: &Request, name: &str, role: &str) -> ObjectMeta {
+    let mut labels = request.pods.labels.clone();
+    labels.extend(own_labels(&request.task.job.name, role));
+    ObjectMeta {
+        name: Some(name.into()),
+        namespace: Some(request.namespace.clone()),
+        labels: Some(labels),
+        annotations: Some(request.pods.annotations.clone()).filter(|a| !a.is_empty()),
+        ..ObjectMeta::default()
+    }
+}
+
+fn own_labels(job: &str, role: &str) -> BTreeMap<String, String> {
+    let labels = [
+        ("app.kubernetes.io/component", role),
+        ("app.kubernetes.io/instance", job),
+        ("app.kubernetes.io/managed-by", ELASTICDL),
+        ("app.kubernetes.io/name", ELASTICDL),
+        (JOB_LABEL, job),
+        (ROLE_LABEL, role),
+    ];
+    labels.map(|(key, value)| (key.into(), value.into())).into()
+}
+
+fn anchor_owner(anchor: &ObjectMeta) -> OwnerReference {
+    owner("v1", "ConfigMap", anchor)
+}
+
+/// `blockOwnerDeletion` stays unset: where it is checked, it needs a right that nobody has.
+fn owner(api_version: &str, kind: &str, meta: &ObjectMeta) -> OwnerReference {
+    OwnerReference {
+        api_version: api_version.into(),
+        kind: kind.into(),
+        name: meta.name.clone().unwrap_or_default(),
+        uid: meta.uid.clone().unwrap_or_default(),
+        controller: Some(true),
+        block_owner_deletion: None,
+    }
+}
+
+/// The port on which the master listens in its pod.
+pub const PORT: i32 = 7070;
+/// Where pods see the token.
+pub const TOKEN_FILE: &str = "/etc/elasticdl/token";
+/// The anchor's key for the [`Task`], JSON.
+pub const TASK: &str = "task";
+/// The anchor's key for the workers' pod, JSON.
+pub const WORKER_POD: &str = "worker-pod";
+/// Says of a worker's pod which launch it is.
+pub const LAUNCH_LABEL: &str = "elasticdl/launch";
+
+const ANCHOR_LABEL: &str = "elasticdl/anchor";
+/// Masters that may fail before the Job gives up.
+const BACKOFF_LIMIT: i32 = 3;
+const ELASTICDL: &str = "elasticdl";
+const INCARNATION_LABEL: &str = "elasticdl/incarnation";
+const JOB_LABEL: &str = "elasticdl/job";
+const ROLE_LABEL: &str = "elasticdl/role";
+const TOKEN: &str = "token";
+const WORKER: &str = "worker";
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,135 @@
+//! What the master's and the workers' pods have in common.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{
+    Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, LocalObjectReference, ObjectFieldSelector,
+    PodSecurityContext, PodSpec, ResourceFieldSelector, ResourceRequirements, SeccompProfile,
+    SecretVolumeSource, SecurityContext, Volume, VolumeMount,
+};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+
+use super::{TOKEN_FILE, Task};
+use crate::kube::options::{PodOptions, Resources};
+
+/// A pod's spec without containers.
+pub(super) fn pod_spec(pods: &PodOptions) -> PodSpec {
+    let secrets = pods.image_pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
+    PodSpec {
+        enable_service_links: Some(false),
+        image_pull_secrets: Some(secrets.collect()).filter(|s: &Vec<_>| !s.is_empty()),
+        node_selector: Some(pods.node_selector.clone()).filter(|n| !n.is_empty()),
+        restart_policy: Some("Never".into()),
+        scheduler_name: pods.scheduler_name.clone(),
+        security_context: Some(PodSecurityContext {
+            fs_group: Some(USER),
+            fs_group_change_policy: Some("OnRootMismatch".into()),
+            run_as_group: Some(USER),
+            run_as_non_root: Some(true),
+            run_as_user: Some(USER),
+            seccomp_profile: Some(SeccompProfile { type_: "RuntimeDefault".into(), localhost_profile: None }),
+            ..PodSecurityContext::default()
+        }),
+        // Short: who has to give way is waited for.
+        termination_grace_period_seconds: Some(10),
+        tolerations: Some(pods.tolerations.clone()).filter(|t| !t.is_empty()),
+        ..PodSpec::default()
+    }
+}
+
+pub(super) fn locked_down() -> SecurityContext {
+    SecurityContext {
+        allow_privilege_escalation: Some(false),
+        capabilities: Some(Capabilities { drop: Some(vec!["ALL".into()]), add: None }),
+        privileged: Some(false),
+        read_only_root_filesystem: Some(true),
+        ..SecurityContext::default()
+    }
+}
+
+/// The secret, and a place to write: the root file system is read-only.
+pub(super) fn volumes(job: &str) -> Vec<Volume> {
+    let secret = SecretVolumeSource {
+        secret_name: Some(job.into()),
+        default_mode: Some(OWNER_AND_GROUP_READ),
+        ..SecretVolumeSource::default()
+    };
+    vec![
+        Volume { name: "token".into(), secret: Some(secret), ..Volume::default() },
+        Volume { name: "tmp".into(), empty_dir: Some(EmptyDirVolumeSource::default()), ..Volume::default() },
+    ]
+}
+
+pub(super) fn mounts() -> Vec<VolumeMount> {
+    let folder = TOKEN_FILE.rsplit_once('/').map_or("/", |(folder, _)| folder);
+    vec![
+        VolumeMount {
+            name: "token".into(),
+            mount_path: folder.into(),
+            read_only: Some(true),
+            ..VolumeMount::default()
+        },
+        VolumeMount { name: "tmp".into(), mount_path: "/tmp".into(), ..VolumeMount::default() },
+    ]
+}
+
+/// Memory and devices are limited to what is asked for; processors are not, for a rank that is slowed down slows down
+/// all others.
+pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
+    let requests: BTreeMap<String, Quantity> =
+        resources.iter().map(|(name, amount)| (name.clone(), Quantity(amount.clone()))).collect();
+    let mut limits = requests.clone();
+    limits.remove("cpu");
+    ResourceRequirements {
+        limits: Some(limits).filter(|l| !l.is_empty()),
+        requests: Some(requests).filter(|r| !r.is_empty()),
+        claims: None,
+    }
+}
+
+/// What a worker needs to know that is the same for all.
+pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
+    let field = |name: &str, path: &str| EnvVar {
+        name: name.into(),
+        value: None,
+        value_from: Some(EnvVarSource {
+            field_ref: Some(ObjectFieldSelector { api_version: None, field_path: path.into() }),
+            ..EnvVarSource::default()
+        }),
+    };
+    vec![
+        variable("ELASTICDL_JOB", &task.job.name),
+        variable("ELASTICDL_MASTER_TIMEOUT_MS", &task.master_timeout.as_millis().to_string()),
+        variable("ELASTICDL_TOKEN_FILE", TOKEN_FILE),
+        field("ELASTICDL_NAMESPACE", "metadata.namespace"),
+        field("ELASTICDL_NODE_NAME", "spec.nodeName"),
+        field("ELASTICDL_POD_IP", "status.podIP"),
+        field("ELASTICDL_POD_NAME", "metadata.name"),
+        field("ELASTICDL_POD_UID", "metadata.uid"),
+    ]
+}
+
+/// As many threads as processors were asked for, not as the node has.
+pub(super) fn threads() -> EnvVar {
+    EnvVar {
+        name: RAYON_THREADS.into(),
+        value: None,
+        value_from: Some(EnvVarSource {
+            resource_field_ref: Some(ResourceFieldSelector {
+                resource: "requests.cpu".into(),
+                ..ResourceFieldSelector::default()
+            }),
+            ..EnvVarSource::default()
+        }),
+    }
+}
+
+pub(super) fn variable(name: &str, value: &str) -> EnvVar {
+    EnvVar { name: name.into(), value: Some(value.into()), value_from: None }
+}
+
+pub(super) const RAYON_THREADS: &str = "RAYON_NUM_THREADS";
+
+const OWNER_AND_GROUP_READ: i32 = 0o440;
+/// Nobody in particular.
+const USER: i64 = 65532;

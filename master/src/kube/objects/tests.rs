@@ -1,0 +1,241 @@
+use serde_json::{Value, json};
+
+use super::*;
+use crate::job::Batch;
+use crate::kube::options::{parse_resources, parse_volumes};
+
+fn request() -> Request {
+    let job = JobSpec {
+        name: "mnist".into(),
+        training_data: "/data".into(),
+        num_workers: 3,
+        min_workers: 1,
+        max_workers: 8,
+        epochs: 1,
+        max_steps: None,
+        batch: Batch::Global(64.try_into().unwrap()),
+        records_per_shard: None,
+        shuffle: true,
+        seed: 0,
+        max_worker_restarts: 3,
+        worker_timeout: Some(Duration::from_millis(800)),
+    };
+    let pods = PodOptions {
+        image: "train:1".into(),
+        master_image: "elasticdl:1".into(),
+        service_account: "elasticdl".into(),
+        worker_resources: parse_resources("cpu=2,memory=1Gi,nvidia.com/gpu=1").unwrap(),
+        env: vec![("A".into(), "b".into())],
+        volumes: parse_volumes("claim_name=c,mount_path=/data").unwrap(),
+        labels: BTreeMap::from([("team".into(), "x".into())]),
+        ..PodOptions::default()
+    };
+    Request {
+        namespace: "ml".into(),
+        task: Task { job, master_timeout: Duration::from_secs(30) },
+        program: vec!["/bin/train".into(), "--hidden".into()],
+        pods,
+    }
+}
+
+fn objects(request: &Request) -> Objects {
+    Objects::new(request, "5ec4e7").unwrap()
+}
+
+fn template(objects: &Objects) -> Pod {
+    serde_json::from_str(&objects.anchor.data.as_ref().unwrap()[WORKER_POD]).unwrap()
+}
+
+fn anchor_meta() -> ObjectMeta {
+    ObjectMeta { name: Some("mnist".into()), uid: Some("anchor-uid".into()), ..ObjectMeta::default() }
+}
+
+fn worker(request: &Request, launch: u64, incarnation: u64) -> Value {
+    let template = template(&objects(request));
+    let pod = worker_pod(&template, LaunchId(launch), incarnation, &anchor_meta(), "10.0.0.1:7070");
+    serde_json::to_value(pod).unwrap()
+}
+
+#[test]
+fn each_object_has_one_owner_and_the_job_is_at_the_top() {
+    let mut objects = objects(&request());
+    let meta = |name: &str| ObjectMeta {
+        name: Some(name.into()),
+        uid: Some(format!("{name}-uid")),
+        ..ObjectMeta::default()
+    };
+    objects.own_anchor(&meta("mnist-master"));
+    objects.own_rest(&meta("mnist"));
+    let owners = |meta: &ObjectMeta| serde_json::to_value(&meta.owner_references).unwrap();
+    let by = |api_version: &str, kind: &str, name: &str| json!([{"apiVersion": api_version, "kind": kind, "name": name, "uid": format!("{name}-uid"), "controller": true}]);
+    assert_eq!(owners(&objects.job.metadata), Value::Null);
+    assert_eq!(owners(&objects.anchor.metadata), by("batch/v1", "Job", "mnist-master"));
+    for meta in [&objects.secret.metadata, &objects.service.metadata] {
+        assert_eq!(owners(meta), by("v1", "ConfigMap", "mnist"));
+    }
+    let pod = worker(&request(), 1, 1);
+    let owner = json!([{"apiVersion": "v1", "kind": "ConfigMap", "name": "mnist", "uid": "anchor-uid", "controller": true}]);
+    assert_eq!(pod["metadata"]["ownerReferences"], owner);
+}
+
+#[test]
+fn the_token_is_in_the_secret_alone() {
+    let request = request();
+    let objects = objects(&request);
+    let secret = objects.secret.data.clone().unwrap();
+    assert_eq!(secret["token"].0, b"5ec4e7");
+    let others = [
+        serde_json::to_string(&objects.job).unwrap(),
+        serde_json::to_string(&objects.anchor).unwrap(),
+        serde_json::to_string(&objects.service).unwrap(),
+        worker(&request, 1, 1).to_string(),
+        objects.to_yaml(),
+    ];
+    for text in others {
+        // Nor as base64.
+        assert!(!text.contains("5ec4e7") && !text.contains("NWVjNGU3"), "{text}");
+    }
+    let volume = worker(&request, 1, 1)["spec"]["volumes"][0].clone();
+    assert_eq!(volume["secret"], json!({"secretName": "mnist", "defaultMode": 0o440}));
+}
+
+#[test]
+fn pods_may_do_as_little_as_possible() {
+    let objects = objects(&request());
+    let master = serde_json::to_value(&objects.job.spec.unwrap().template.spec).unwrap();
+    let worker = worker(&request(), 1, 1)["spec"].clone();
+    for (spec, reaches_the_api) in [(master, true), (worker, false)] {
+        assert_eq!(spec["automountServiceAccountToken"], reaches_the_api);
+        assert_eq!(spec["securityContext"]["runAsNonRoot"], true);
+        assert_ne!(spec["securityContext"]["runAsUser"], 0);
+        assert_eq!(spec["securityContext"]["seccompProfile"], json!({"type": "RuntimeDefault"}));
+        let container = &spec["containers"][0]["securityContext"];
+        let expected = json!({
+            "allowPrivilegeEscalation": false,
+            "capabilities": {"drop": ["ALL"]},
+            "privileged": false,
+            "readOnlyRootFilesystem": true
+        });
+        assert_eq!(container, &expected);
+        assert_eq!(spec["terminationGracePeriodSeconds"], 10);
+        assert_eq!(spec["restartPolicy"], "Never");
+    }
+}
+
+#[test]
+fn a_workers_pod_says_who_it_is_and_where_its_master_is_and_nothing_that_changes() {
+    let pod = worker(&request(), 7, 1);
+    assert_eq!(pod["metadata"]["name"], "mnist-w-7");
+    assert_eq!(pod["metadata"]["namespace"], "ml");
+    let labels = &pod["metadata"]["labels"];
+    assert_eq!(
+        (&labels["elasticdl/launch"], &labels["elasticdl/anchor"], &labels["team"]),
+        (&json!("7"), &json!("anchor-uid"), &json!("x"))
+    );
+    let container = &pod["spec"]["containers"][0];
+    assert_eq!((&container["command"], &container["args"]), (&json!(["/bin/train"]), &json!(["--hidden"])));
+    let env = container["env"].as_array().unwrap();
+    let value = |name: &str| env.iter().find(|v| v["name"] == name).map(|v| v["value"].clone());
+    assert_eq!(value("ELASTICDL_JOB"), Some(json!("mnist")));
+    assert_eq!(value("ELASTICDL_LAUNCH"), Some(json!("7")));
+    assert_eq!(value("ELASTICDL_MASTER"), Some(json!("10.0.0.1:7070")));
+    assert_eq!(value("ELASTICDL_MASTER_TIMEOUT_MS"), Some(json!("30000")));
+    assert_eq!(value("ELASTICDL_TOKEN_FILE"), Some(json!("/etc/elasticdl/token")));
+    assert_eq!(value("A"), Some(json!("b")));
+    assert!(!env.iter().any(|v| v["name"].as_str().unwrap().contains("RANK") || v["name"] == "WORLD_SIZE"));
+    let resources = json!({
+        "requests": {"cpu": "2", "memory": "1Gi", "nvidia.com/gpu": "1"},
+        "limits": {"memory": "1Gi", "nvidia.com/gpu": "1"}
+    });
+    assert_eq!(container["resources"], resources);
+    let data = container["volumeMounts"].as_array().unwrap().iter().find(|m| m["mountPath"] == "/data");
+    assert_eq!(data.unwrap()["name"], "volume-0");
+}
+
+#[test]
+fn no_name_is_used_by_two_masters_of_a_job() {
+    let mut names: Vec<Value> = [(1, 1), (2, 1), (1, 2), (2, 2), (12, 1)]
+        .map(|(launch, incarnation)| worker(&request(), launch, incarnation)["metadata"]["name"].clone())
+        .into();
+    names.sort_by_key(Value::to_string);
+    names.dedup();
+    assert_eq!(names.len(), 5, "{names:?}");
+}
+
+#[test]
+fn nothing_runs_until_all_is_there() {
+    let objects = objects(&request());
+    assert_eq!(objects.job.spec.unwrap().parallelism, Some(0));
+}
+
+#[test]
+fn the_service_finds_the_master_and_no_worker() {
+    let objects = objects(&request());
+    let selector = objects.service.spec.unwrap().selector.unwrap();
+    let matches = |labels: &Value| selector.iter().all(|(key, value)| labels[key] == value.as_str());
+    let master = serde_json::to_value(objects.job.spec.unwrap().template.metadata).unwrap();
+    assert!(matches(&master["labels"]));
+    assert!(!matches(&worker(&request(), 1, 1)["metadata"]["labels"]));
+    let text: Vec<String> = selector.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    assert_eq!(master_selector("mnist"), text.join(","));
+}
+
+#[test]
+fn a_task_survives_its_anchor() {
+    let request = request();
+    let anchor = objects(&request).anchor;
+    let task: Task = serde_json::from_str(&anchor.data.unwrap()[TASK]).unwrap();
+    assert_eq!(task, request.task);
+}
+
+#[test]
+fn a_template_is_merged_by_name() {
+    let mut request = request();
+    request.pods.worker_pod_template = Some(json!({
+        "runtimeClassName": "nvidia",
+        "securityContext": {"runAsUser": 1000, "fsGroup": null},
+        "containers": [
+            {"name": "worker", "env": [{"name": "A", "value": "c"}, {"name": "B", "value": "d"}], "workingDir": "/w"},
+            {"name": "side", "image": "side:1"}
+        ],
+        "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}]
+    }));
+    let spec = worker(&request, 1, 1)["spec"].clone();
+    assert_eq!(spec["runtimeClassName"], "nvidia");
+    assert_eq!(spec["securityContext"]["runAsUser"], 1000);
+    assert_eq!(spec["securityContext"]["fsGroup"], Value::Null);
+    assert_eq!(spec["securityContext"]["runAsNonRoot"], true);
+    let names: Vec<&str> =
+        spec["containers"].as_array().unwrap().iter().map(|c| c["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["worker", "side"]);
+    let worker = &spec["containers"][0];
+    assert_eq!((&worker["image"], &worker["workingDir"]), (&json!("train:1"), &json!("/w")));
+    let env = worker["env"].as_array().unwrap();
+    let values =
+        |name: &str| env.iter().filter(|v| v["name"] == name).map(|v| v["value"].clone()).collect::<Vec<_>>();
+    assert_eq!((values("A"), values("B")), (vec![json!("c")], vec![json!("d")]));
+    assert_eq!(values("ELASTICDL_JOB"), [json!("mnist")]);
+    let tmp = spec["volumes"].as_array().unwrap().iter().find(|v| v["name"] == "tmp").unwrap();
+    assert_eq!(tmp["emptyDir"], json!({"medium": "Memory"}));
+}
+
+#[test]
+fn a_template_that_does_not_fit_is_refused_with_the_place() {
+    let table = [
+        (json!({"nodeNmae": "n"}), "spec.nodeNmae is no field"),
+        (json!({"containers": [{"name": "worker", "imagee": "x"}]}), "spec.containers[0].imagee is no field"),
+        (json!({"restartPolicy": "Always"}), "restartPolicy must be Never"),
+        (json!({"containers": null}), "can't be used"),
+        (
+            json!({"containers": [{"name": "worker", "env": [{"name": "ELASTICDL_JOB", "value": "x"}]}]}),
+            "ELASTICDL_JOB is set by elasticdl",
+        ),
+        (json!({"terminationGracePeriodSeconds": "ten"}), "can't be used"),
+    ];
+    for (template, expected) in table {
+        let mut request = request();
+        request.pods.worker_pod_template = Some(template.clone());
+        let error = Objects::new(&request, "t").unwrap_err().to_string();
+        assert!(error.contains(expected), "{template}: {error}");
+    }
+}

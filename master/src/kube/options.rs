@@ -1,0 +1,474 @@
+//! How a job is to run in a cluster: what its pods are made of, each value checked where it enters.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{
+    HostPathVolumeSource, PersistentVolumeClaimVolumeSource, Toleration, Volume, VolumeMount,
+};
+use serde_json::Value;
+
+/// What the pods of a job are made of.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PodOptions {
+    /// Image with the training program.
+    pub image: String,
+    /// Image with the `elasticdl` command.
+    pub master_image: String,
+    /// `Always`, `IfNotPresent` or `Never`; the server's default for `None`.
+    pub image_pull_policy: Option<String>,
+    /// Secrets to pull the images with.
+    pub image_pull_secrets: Vec<String>,
+    /// The service account that the master acts as.
+    pub service_account: String,
+    /// What the master asks of its node.
+    pub master_resources: Resources,
+    /// What each worker asks of its node.
+    pub worker_resources: Resources,
+    /// The master's priority class.
+    pub priority_class: Option<String>,
+    /// The workers' priority class.
+    pub worker_priority_class: Option<String>,
+    /// A scheduler other than the cluster's own.
+    pub scheduler_name: Option<String>,
+    /// Added to the workers' environment.
+    pub env: Vec<Pair>,
+    /// Labels that a node must have.
+    pub node_selector: BTreeMap<String, String>,
+    /// Taints that pods put up with.
+    pub tolerations: Vec<Toleration>,
+    /// Added to all objects.
+    pub labels: BTreeMap<String, String>,
+    /// Added to all objects.
+    pub annotations: BTreeMap<String, String>,
+    /// The workers' volumes.
+    pub volumes: Vec<Mounted>,
+    /// Seconds after its end until the job is removed.
+    pub ttl_s: Option<i32>,
+    /// Seconds after which the job is ended.
+    pub active_deadline_s: Option<i64>,
+    /// A partial pod spec that is merged into the workers'.
+    pub worker_pod_template: Option<Value>,
+}
+
+/// A name and its value.
+pub type Pair = (String, String);
+
+/// Amounts by resource: `cpu`, `memory`, `nvidia.com/gpu` and whatever else nodes have.
+pub type Resources = BTreeMap<String, String>;
+
+/// A volume and where workers see it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mounted {
+    /// The volume; its name is given later.
+    pub volume: Volume,
+    /// Where it is mounted.
+    pub mount: VolumeMount,
+}
+
+/// Reads `cpu=1,memory=2Gi,nvidia.com/gpu=1`.
+///
+/// # Errors
+/// What is wrong, with what would be right.
+pub fn parse_resources(text: &str) -> Result<Resources, String> {
+    let example = "for example `cpu=1,memory=2Gi` or `cpu=500m,memory=1Gi,nvidia.com/gpu=1`";
+    let mut resources = Resources::new();
+    for (name, amount) in parse_pairs(text).map_err(|e| format!("{e}; {example}"))? {
+        check_label_key(&name).map_err(|e| format!("resource `{name}`: {e}; {example}"))?;
+        if !is_quantity(&amount) {
+            let wanted = "a number, perhaps with a unit (m, k, M, G, Ki, Mi, Gi, …)";
+            return Err(format!("{name}: `{amount}` is not {wanted}; {example}"));
+        }
+        if resources.insert(name.clone(), amount).is_some() {
+            return Err(format!("{name} is given twice"));
+        }
+    }
+    Ok(resources)
+}
+
+/// Reads `NAME=VALUE`.
+///
+/// # Errors
+/// What is wrong, with what would be right.
+pub fn parse_env(text: &str) -> Result<Pair, String> {
+    let (name, value) = text.split_once('=').ok_or("it must be NAME=VALUE")?;
+    let fit = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    if name.is_empty() || !name.chars().all(fit) || name.starts_with(|c: char| c.is_ascii_digit()) {
+        return Err(format!("`{name}` can't be a variable's name: letters, digits and `_`, no digit first"));
+    }
+    if name.starts_with(RESERVED) {
+        return Err(format!("{name}: names that start with {RESERVED} are set by elasticdl itself"));
+    }
+    Ok((name.into(), value.into()))
+}
+
+/// Reads `key=value,key=value` as labels.
+///
+/// # Errors
+/// What is wrong, with what would be right.
+pub fn parse_labels(text: &str) -> Result<BTreeMap<String, String>, String> {
+    let labels = parse_node_selector(text)?;
+    match labels.keys().find(|key| OWN_LABELS.iter().any(|own| key.starts_with(own))) {
+        Some(own) => Err(format!("label {own} is set by elasticdl itself")),
+        None => Ok(labels),
+    }
+}
+
+/// Reads `key=value,key=value` as labels of nodes.
+///
+/// # Errors
+/// What is wrong, with what would be right.
+pub fn parse_node_selector(text: &str) -> Result<BTreeMap<String, String>, String> {
+    let mut labels = BTreeMap::new();
+    for (key, value) in parse_pairs(text)? {
+        check_label_key(&key).map_err(|e| format!("label `{key}`: {e}"))?;
+        check_label_value(&value).map_err(|e| format!("label {key}: {e}"))?;
+        labels.insert(key, value);
+    }
+    Ok(labels)
+}
+
+/// Reads `key=value,key=value` as annotations.
+///
+/// # Errors
+/// What is wrong, with what would be right.
+pub fn parse_annotations(text: &str) -> Result<BTreeMap<String, String>, String> {
+    let mut annotations = BTreeMap::new();
+    for (key, value) in parse_pairs(text)? {
+        check_label_key(&key).map_err(|e| format!("annotation `{key}`: {e}"))?;
+        annotations.insert(key, value);
+    }
+    Ok(annotations)
+}
+
+/// Reads `key[=value][:effect]`, several separated by commas.
+///
+/// # Errors
+/// What is wrong, with what would be right.
+pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
+    let one = |part: &str| {
+        let (taint, effect) = match part.split_once(':') {
+            Some((taint, effect)) => (taint, Some(effect)),
+            None => (part, None),
+        };
+        if let Some(effect) = effect
+            && !EFFECTS.contains(&effect)
+        {
+            return Err(format!("`{effect}` is no taint's effect; it must be one of {}", EFFECTS.join(", ")));
+        }
+        let (key, value) = match taint.split_once('=') {
+            Some((key, value)) => (key, Some(value)),
+            None => (taint, None),
+        };
+        check_label_key(key)
+            .map_err(|e| format!("taint `{key}`: {e}; for example `nvidia.com/gpu=present:NoSchedule`"))?;
+        Ok(Toleration {
+            key: Some(key.into()),
+            operator: Some(if value.is_some() { "Equal" } else { "Exists" }.into()),
+            value: value.map(Into::into),
+            effect: effect.map(Into::into),
+            toleration_seconds: None,
+        })
+    };
+    text.split(',').map(|part| one(part.trim())).collect()
+}
+
+/// Reads volumes in ElasticDL's grammar: `claim_name=c,mount_path=/data;host_path=/d,mount_path=/scratch`.
+///
+/// # Errors
+/// What is wrong, with what would be right.
+pub fn parse_volumes(text: &str) -> Result<Vec<Mounted>, String> {
+    text.split(';').map(str::trim).filter(|part| !part.is_empty()).map(parse_volume).collect()
+}
+
+fn parse_volume(text: &str) -> Result<Mounted, String> {
+    let example = "for example `claim_name=data,mount_path=/data,read_only=true`";
+    let pairs = parse_pairs(text).map_err(|e| format!("{e}; {example}"))?;
+    let mut fields = BTreeMap::new();
+    for (key, value) in pairs {
+        if !VOLUME_KEYS.contains(&key.as_str()) {
+            return Err(format!("`{key}` is none of {}; {example}", VOLUME_KEYS.join(", ")));
+        }
+        if value.is_empty() || fields.insert(key.clone(), value).is_some() {
+            return Err(format!("{key} is empty or given twice; {example}"));
+        }
+    }
+    let read_only = match fields.remove("read_only").as_deref() {
+        None | Some("false") => None,
+        Some("true") => Some(true),
+        Some(other) => return Err(format!("read_only is `{other}`; it must be true or false")),
+    };
+    let mount_path =
+        fields.remove("mount_path").ok_or_else(|| format!("mount_path is missing; {example}"))?;
+    if !mount_path.starts_with('/') {
+        return Err(format!("mount_path `{mount_path}` must be absolute"));
+    }
+    let sub_path = fields.remove("sub_path");
+    let host_type = fields.remove("type");
+    let mut volume = Volume::default();
+    match (fields.remove("claim_name"), fields.remove("host_path")) {
+        (Some(claim_name), None) if host_type.is_none() => {
+            volume.persistent_volume_claim =
+                Some(PersistentVolumeClaimVolumeSource { claim_name, read_only });
+        }
+        (None, Some(path)) if path.starts_with('/') => {
+            volume.host_path = Some(HostPathVolumeSource { path, type_: host_type });
+        }
+        (None, Some(path)) => return Err(format!("host_path `{path}` must be absolute")),
+        (Some(_), None) => return Err(format!("type goes with host_path only; {example}")),
+        _ => return Err(format!("it needs either claim_name or host_path; {example}")),
+    }
+    let mount = VolumeMount { mount_path, sub_path, read_only, ..VolumeMount::default() };
+    Ok(Mounted { volume, mount })
+}
+
+/// Reads a partial pod spec, as YAML: a file's content.
+///
+/// # Errors
+/// What is wrong, and where.
+pub fn parse_pod_template(text: &str) -> Result<Value, String> {
+    let mut value: Value = serde_saphyr::from_str(text).map_err(|e| format!("it is not YAML: {e}"))?;
+    // A whole pod, or a template of one, is as good as its spec.
+    if let Some(spec) = value.get_mut("spec") {
+        value = spec.take();
+    }
+    if value.is_object() { Ok(value) } else { Err("it must be a pod's spec: a mapping".into()) }
+}
+
+/// Checks a name that other objects refer to.
+///
+/// # Errors
+/// What would be right.
+pub fn parse_object_name(text: &str) -> Result<String, String> {
+    let fit = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '-' | '.');
+    let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    if text.is_empty() || text.len() > 253 || !text.chars().all(fit) {
+        return Err("it must be 1 to 253 lower-case letters, digits, `-` and `.`".into());
+    }
+    if !text.starts_with(inner) || !text.ends_with(inner) {
+        return Err("it must start and end with a letter or digit".into());
+    }
+    Ok(text.into())
+}
+
+/// Checks a namespace's name.
+///
+/// # Errors
+/// What would be right.
+pub fn parse_namespace(text: &str) -> Result<String, String> {
+    match parse_object_name(text) {
+        Ok(name) if name.len() <= 63 && !name.contains('.') => Ok(name),
+        Ok(_) => Err("it must be at most 63 letters, digits and `-`".into()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Checks an image's name as far as it can be known wrong.
+///
+/// # Errors
+/// What would be right.
+pub fn parse_image(text: &str) -> Result<String, String> {
+    let fit = |c: char| c.is_ascii_graphic() && !matches!(c, '"' | '\'' | '\\' | '$' | '`');
+    if text.is_empty() || !text.chars().all(fit) || text.starts_with('-') || text.ends_with(['/', ':', '@']) {
+        return Err("it must be an image's name, for example `registry.example/team/model:1`".into());
+    }
+    Ok(text.into())
+}
+
+/// Seconds, for a field of this many bits.
+///
+/// # Errors
+/// What would be right.
+pub fn parse_seconds(text: &str) -> Result<Duration, String> {
+    let wanted =
+        "it must be a duration in whole seconds, for example `90s`, `10min` or `2days`, at most 1 year";
+    let duration = humantime::parse_duration(text).map_err(|e| format!("{e}; {wanted}"))?;
+    let whole = duration.subsec_nanos() == 0 && duration <= Duration::from_secs(366 * 24 * 3600);
+    if whole { Ok(duration) } else { Err(wanted.into()) }
+}
+
+fn parse_pairs(text: &str) -> Result<Vec<Pair>, String> {
+    text.split(',')
+        .map(|part| match part.trim().split_once('=') {
+            Some((key, value)) if !key.trim().is_empty() => Ok((key.trim().into(), value.trim().into())),
+            _ => Err(format!("`{}` is not KEY=VALUE", part.trim())),
+        })
+        .collect()
+}
+
+/// A key of a label, an annotation, a taint or a resource: a name, perhaps with a domain and `/` before it.
+fn check_label_key(key: &str) -> Result<(), String> {
+    let (domain, name) = match key.split_once('/') {
+        Some((domain, name)) => (Some(domain), name),
+        None => (None, key),
+    };
+    if let Some(domain) = domain {
+        parse_object_name(domain).map_err(|e| format!("the part before `/`: {e}"))?;
+    }
+    if name.is_empty() {
+        return Err("it must not be empty".into());
+    }
+    check_label_value(name)
+}
+
+fn check_label_value(value: &str) -> Result<(), String> {
+    let inner = |c: char| c.is_ascii_alphanumeric();
+    let fit = |c: char| inner(c) || matches!(c, '-' | '_' | '.');
+    let ends = value.is_empty() || (value.starts_with(inner) && value.ends_with(inner));
+    if value.len() <= 63 && value.chars().all(fit) && ends {
+        return Ok(());
+    }
+    Err(format!(
+        "`{value}` must be at most 63 letters, digits, `-`, `_` and `.`, a letter or digit first and last"
+    ))
+}
+
+/// As the API server reads amounts: a decimal number and a unit.
+fn is_quantity(text: &str) -> bool {
+    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = &text[number.len()..];
+    let digits = number.chars().filter(char::is_ascii_digit).count();
+    let points = number.chars().filter(|&c| c == '.').count();
+    let fits = digits > 0 && points <= 1 && digits + points == number.len();
+    fits && ["", "n", "u", "m", "k", "M", "G", "T", "P", "E", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]
+        .contains(&unit)
+}
+
+const EFFECTS: [&str; 3] = ["NoExecute", "NoSchedule", "PreferNoSchedule"];
+/// Labels that the job's own objects are found by.
+const OWN_LABELS: [&str; 2] = ["app.kubernetes.io/", "elasticdl/"];
+const RESERVED: &str = "ELASTICDL_";
+const VOLUME_KEYS: [&str; 6] = ["claim_name", "host_path", "mount_path", "read_only", "sub_path", "type"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resources_are_names_and_amounts() {
+        let parsed = parse_resources("cpu=500m, memory=1.5Gi,nvidia.com/gpu=2").unwrap();
+        let expected = [("cpu", "500m"), ("memory", "1.5Gi"), ("nvidia.com/gpu", "2")];
+        assert!(parsed.iter().map(|(k, v)| (k.as_str(), v.as_str())).eq(expected));
+        for bad in [
+            "",
+            "cpu",
+            "cpu=",
+            "cpu=many",
+            "cpu=1,cpu=2",
+            "=1",
+            "cpu=1Kb",
+            "cpu=-1",
+            "cpu=1..2",
+            "c pu=1",
+            "cpu=m",
+        ] {
+            assert!(parse_resources(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn variables_that_elasticdl_sets_are_refused() {
+        assert_eq!(parse_env("A=b=c"), Ok(("A".into(), "b=c".into())));
+        assert_eq!(parse_env("A="), Ok(("A".into(), String::new())));
+        for bad in ["A", "=b", "1A=b", "A B=c", "ELASTICDL_TOKEN_FILE=/x", "ä=b"] {
+            assert!(parse_env(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn labels_are_checked_as_the_server_does() {
+        assert_eq!(parse_labels("a=b,example.com/c=").unwrap().len(), 2);
+        let long = format!("a={}", "x".repeat(64));
+        for bad in [
+            "a",
+            "a=-b",
+            "-a=b",
+            "a=b c",
+            "/a=b",
+            "a/=b",
+            "A b/c=d",
+            "elasticdl/job=x",
+            "app.kubernetes.io/name=x",
+            &long,
+        ] {
+            assert!(parse_labels(bad).is_err(), "{bad}");
+        }
+        assert!(parse_annotations("note=anything goes / here").is_ok());
+        assert!(parse_annotations("no te=x").is_err());
+    }
+
+    #[test]
+    fn tolerations_read_like_taints() {
+        let toleration = |key: &str, operator: &str, value: Option<&str>, effect: Option<&str>| Toleration {
+            key: Some(key.into()),
+            operator: Some(operator.into()),
+            value: value.map(Into::into),
+            effect: effect.map(Into::into),
+            toleration_seconds: None,
+        };
+        let expected = [
+            toleration("spot", "Exists", None, None),
+            toleration("nvidia.com/gpu", "Equal", Some("present"), Some("NoSchedule")),
+        ];
+        assert_eq!(parse_tolerations("spot, nvidia.com/gpu=present:NoSchedule").unwrap(), expected);
+        for bad in ["", "a:Sometimes", "a b", ",", "a=b:"] {
+            assert!(parse_tolerations(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn volumes_follow_the_grammar() {
+        let parsed = parse_volumes(
+            "claim_name=c,mount_path=/a,sub_path=s,read_only=true; host_path=/h,type=Directory,mount_path=/b",
+        )
+        .unwrap();
+        let claim = parsed[0].volume.persistent_volume_claim.as_ref().unwrap();
+        assert_eq!((claim.claim_name.as_str(), claim.read_only), ("c", Some(true)));
+        let mount = &parsed[0].mount;
+        assert_eq!(
+            (mount.mount_path.as_str(), mount.sub_path.as_deref(), mount.read_only),
+            ("/a", Some("s"), Some(true))
+        );
+        let host = parsed[1].volume.host_path.as_ref().unwrap();
+        assert_eq!((host.path.as_str(), host.type_.as_deref()), ("/h", Some("Directory")));
+        assert_eq!(parsed[1].mount.read_only, None);
+        for bad in [
+            "claim_name=c",
+            "mount_path=/a",
+            "claim_name=c,host_path=/h,mount_path=/a",
+            "claim_name=c,mount_path=a",
+            "host_path=h,mount_path=/a",
+            "claim_name=c,mount_path=/a,colour=red",
+            "claim_name=c,mount_path=/a,read_only=maybe",
+            "claim_name=c,claim_name=d,mount_path=/a",
+            "claim_name=c,type=Directory,mount_path=/a",
+        ] {
+            assert!(parse_volumes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn names_and_images_that_no_server_takes_are_refused() {
+        for bad in ["", "A", "a_b", "-a", "a-", &"a".repeat(254)] {
+            assert!(parse_object_name(bad).is_err(), "{bad}");
+        }
+        assert!(parse_object_name("a.b-1").is_ok() && parse_namespace("a.b").is_err());
+        assert!(parse_namespace(&"a".repeat(64)).is_err() && parse_namespace(&"a".repeat(63)).is_ok());
+        for bad in ["", "a b", "a:", "a/", "-a", "a@", "$(x)"] {
+            assert!(parse_image(bad).is_err(), "{bad}");
+        }
+        assert!(parse_image("localhost:5000/a/b:1@sha256:00").is_ok());
+        assert_eq!(parse_seconds("2min"), Ok(Duration::from_secs(120)));
+        assert!(parse_seconds("1500ms").is_err() && parse_seconds("2years").is_err());
+    }
+
+    #[test]
+    fn a_pod_template_is_a_spec_or_has_one() {
+        let spec = serde_json::json!({"nodeName": "node-1"});
+        assert_eq!(parse_pod_template("nodeName: node-1").unwrap(), spec);
+        assert_eq!(parse_pod_template("kind: Pod\nspec: {nodeName: node-1}").unwrap(), spec);
+        for bad in ["- a", "a: [", "", "text"] {
+            assert!(parse_pod_template(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,214 @@
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::super::testing::Fake;
+use super::*;
+
+const ONE: LaunchId = LaunchId(1);
+
+/// Pods of a job `j` at a server of which the test is the master.
+fn pods() -> (Arc<Fake>, Pods) {
+    let (fake, cluster) = Fake::start();
+    let mould = Mould {
+        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
+        anchor: serde_json::from_value(json!({"name": "j", "uid": "anchor"})).unwrap(),
+        incarnation: 1,
+        master: "10.0.0.1:7070".into(),
+    };
+    let pods = Pods::new(&cluster, mould);
+    (fake, pods)
+}
+
+fn container(phase: &str, state: Value) -> Value {
+    let container = json!({"name": "worker", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state});
+    json!({"phase": phase, "containerStatuses": [container]})
+}
+
+fn running() -> Value {
+    container("Running", json!({"running": {}}))
+}
+
+fn exited(code: i32) -> Value {
+    container("Failed", json!({"terminated": {"exitCode": code, "reason": "Error"}}))
+}
+
+const WAITS: (LaunchId, Happening) = (ONE, Happening::Waits(None));
+
+fn ended(exit: Exit) -> (LaunchId, Happening) {
+    (ONE, Happening::Ended(exit))
+}
+
+/// The next thing that happens, within an hour of the tests' own time.
+async fn next(pods: &mut Pods) -> (LaunchId, Happening) {
+    timeout(Duration::from_secs(3600), pods.next()).await.expect("something happens")
+}
+
+/// A pod that runs.
+async fn started() -> (Arc<Fake>, Pods) {
+    let (fake, mut pods) = pods();
+    pods.start(ONE);
+    assert_eq!(next(&mut pods).await, WAITS);
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    fake.set_status("j-w-1", running());
+    assert_eq!(next(&mut pods).await, (ONE, Happening::Runs));
+    (fake, pods)
+}
+
+/// Lets the tasks work until it is so. Time stands still meanwhile, but for what they wait for.
+async fn until(is_so: impl Fn() -> bool) {
+    for _ in 0..100_000 {
+        if is_so() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    panic!("it never was so");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_is_made_runs_and_ends_once() {
+    let (fake, mut pods) = started().await;
+    fake.set_status("j-w-1", exited(3));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+    // What comes after the end says nothing.
+    fake.set_status("j-w-1", exited(3));
+    fake.remove("j-w-1");
+    pods.start(LaunchId(2));
+    assert_eq!(next(&mut pods).await, (LaunchId(2), Happening::Waits(None)));
+    until(|| fake.state().names() == ["j-w-2"]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_creation_whose_answer_was_lost_makes_no_second_pod() {
+    let (fake, mut pods) = pods();
+    fake.state().lost = 1;
+    pods.start(ONE);
+    assert_eq!(next(&mut pods).await, WAITS);
+    let (_, lost) = next(&mut pods).await;
+    assert!(matches!(lost, Happening::Waits(Some(_))), "{lost:?}");
+    until(|| fake.state().looked_at == 1).await;
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    fake.set_status("j-w-1", running());
+    let runs = (ONE, Happening::Runs);
+    assert_eq!(next(&mut pods).await, runs);
+    fake.set_status("j-w-1", exited(0));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(0)));
+    assert_eq!(fake.state().created, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quota_that_is_used_up_is_waited_out() {
+    let (fake, mut pods) = pods();
+    let message = "pods \"j-w-1\" is forbidden: exceeded quota: q";
+    fake.state().refusals.extend([(403, message), (403, message)]);
+    pods.start(ONE);
+    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Some(message.into()))));
+    until(|| fake.state().names() == ["j-w-1"]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_no_waiting_mends_ends_the_launch_with_the_servers_words() {
+    let (fake, mut pods) = pods();
+    fake.state().refusals.extend([(403, "pods is forbidden: User x cannot create resource pods")]);
+    pods.start(ONE);
+    assert_eq!(next(&mut pods).await, WAITS);
+    let why = "pods is forbidden: User x cannot create resource pods";
+    assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
+    assert_eq!(fake.state().created, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_watch_has_missed_is_found_by_the_next_list() {
+    let (fake, mut pods) = started().await;
+    // Gone while nobody was told.
+    fake.state().deaf = true;
+    fake.remove("j-w-1");
+    fake.forget();
+    fake.state().deaf = false;
+    assert_eq!(next(&mut pods).await, ended(Exit::Taken("its pod is gone".into())));
+    assert!(fake.state().lists >= 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_came_and_went_between_two_lists_has_ended_too() {
+    let (fake, mut pods) = pods();
+    until(|| fake.state().lists == 1).await;
+    fake.state().deaf = true;
+    fake.forget();
+    pods.start(ONE);
+    assert_eq!(next(&mut pods).await, WAITS);
+    until(|| fake.state().created == 1).await;
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    fake.remove("j-w-1");
+    fake.forget();
+    fake.state().deaf = false;
+    assert_eq!(next(&mut pods).await, ended(Exit::Taken("its pod is gone".into())));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_killed_launch_has_ended_at_once_and_its_pod_goes() {
+    let (fake, mut pods) = started().await;
+    pods.kill(ONE);
+    assert_eq!(next(&mut pods).await, ended(Exit::Taken("it is not wanted any more".into())));
+    until(|| fake.state().deleted == ["j-w-1"]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_launch_that_is_killed_before_its_pod_is_there_leaves_none() {
+    let (fake, mut pods) = pods();
+    fake.state().refusals.extend([(500, "not now"), (500, "not now")]);
+    pods.start(ONE);
+    assert_eq!(next(&mut pods).await, WAITS);
+    pods.kill(ONE);
+    loop {
+        if let (_, Happening::Ended(_)) = next(&mut pods).await {
+            break;
+        }
+    }
+    tokio::time::sleep(Duration::from_secs(120)).await;
+    assert_eq!(fake.state().names(), [""; 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
+    let (fake, mut pods) = pods();
+    pods.start(ONE);
+    assert_eq!(next(&mut pods).await, WAITS);
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    let stuck = json!({"waiting": {"reason": "ErrImagePull", "message": "no such image"}});
+    fake.set_status("j-w-1", container("Pending", stuck));
+    let why = "ErrImagePull: no such image";
+    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Some(why.into()))));
+    let before = Instant::now();
+    assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
+    let waited = before.elapsed();
+    assert!(waited >= STUCK_MAX - TICK && waited <= STUCK_MAX + TICK, "{waited:?}");
+    until(|| fake.state().deleted == ["j-w-1"]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_the_pods_that_have_ended_the_last_16_are_kept() {
+    let (fake, mut pods) = pods();
+    for launch in 1..=20 {
+        pods.start(LaunchId(launch));
+        let name = format!("j-w-{launch}");
+        until(|| fake.state().names().contains(&name.as_str())).await;
+        fake.set_status(&name, exited(1));
+        while next(&mut pods).await != (LaunchId(launch), Happening::Ended(Exit::Code(1))) {}
+    }
+    until(|| fake.state().deleted.len() == 4).await;
+    assert_eq!(fake.state().deleted, ["j-w-1", "j-w-2", "j-w-3", "j-w-4"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_end_deletes_what_runs_and_nothing_else() {
+    let (fake, mut pods) = started().await;
+    pods.start(LaunchId(2));
+    until(|| fake.state().names().len() == 2).await;
+    fake.set_status("j-w-2", exited(0));
+    while next(&mut pods).await != (LaunchId(2), Happening::Ended(Exit::Code(0))) {}
+    pods.end().await;
+    assert_eq!(fake.state().names(), ["j-w-2"]);
+}

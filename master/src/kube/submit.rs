@@ -1,0 +1,242 @@
+//! Making and removing a job's objects.
+
+use std::time::Duration;
+
+use k8s_openapi::api::authorization::v1::{
+    LocalSubjectAccessReview, ResourceAttributes, SubjectAccessReviewSpec,
+};
+use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Service, ServiceAccount};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::Api;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
+use serde_json::json;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tracing::{debug, warn};
+
+use super::client::{Cluster, ClusterError, is_code};
+use super::objects::{self, Objects, Request};
+
+/// Rights that the master needs in its namespace: group, resource, verbs. As in manifests/rbac.yaml.
+pub const MASTER_RULES: [(&str, &str, &[&str]); 3] = [
+    ("", "configmaps", &["get", "list", "watch", "patch"]),
+    ("", "pods", &["get", "list", "watch", "create", "delete"]),
+    ("", "services", &["get"]),
+];
+
+/// Makes the objects of a job: all of them, or none.
+///
+/// # Errors
+/// A job of this name is there, a right is missing, or the server refuses something; what was made is removed then.
+pub async fn submit(cluster: &Cluster, request: &Request, mut objects: Objects) -> Result<(), ClusterError> {
+    let name = &request.task.job.name;
+    check_service_account(cluster, &request.pods.service_account).await?;
+    let jobs: Api<Job> = cluster.api();
+    let job = match jobs.create(&PostParams::default(), &objects.job).await {
+        Ok(job) => job,
+        Err(error) if is_code(&error, 409) => return Err(already(name, &cluster.namespace)),
+        Err(error) => return Err(cluster.explain("create the master's job", error)),
+    };
+    let made = make_rest(cluster, name, &mut objects, &job.metadata).await;
+    if made.is_err() {
+        // The garbage collector takes along what it owns already.
+        let params = DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
+        if let Err(error) = jobs.delete(&objects::master_name(name), &params).await {
+            warn!(%error, "what had been made of the job can't be removed");
+        }
+    }
+    made
+}
+
+async fn make_rest(
+    cluster: &Cluster,
+    name: &str,
+    objects: &mut Objects,
+    job: &ObjectMeta,
+) -> Result<(), ClusterError> {
+    objects.own_anchor(job);
+    let anchor = create(cluster, &objects.anchor, "ConfigMap").await?;
+    objects.own_rest(&anchor.metadata);
+    create(cluster, &objects.secret, "Secret").await?;
+    create(cluster, &objects.service, "Service").await?;
+    let jobs: Api<Job> = cluster.api();
+    let go = Patch::Merge(json!({"spec": {"parallelism": 1}}));
+    let patched = jobs.patch(&objects::master_name(name), &PatchParams::default(), &go).await;
+    patched.map(drop).map_err(|error| cluster.explain("start the master's job", error))
+}
+
+async fn create<K>(cluster: &Cluster, object: &K, kind: &str) -> Result<K, ClusterError>
+where
+    K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope>
+        + Clone
+        + std::fmt::Debug
+        + serde::Serialize
+        + serde::de::DeserializeOwned,
+    K::DynamicType: Default,
+{
+    let api: Api<K> = cluster.api();
+    let name = object.meta().name.clone().unwrap_or_default();
+    match api.create(&PostParams::default(), object).await {
+        Ok(made) => Ok(made),
+        Err(error) if is_code(&error, 409) => Err(ClusterError::Exists(format!(
+            "the namespace {} has a {kind} {name} already, which is not this job's; \
+             choose another --job-name, or remove it",
+            cluster.namespace
+        ))),
+        Err(error) => Err(cluster.explain(&format!("create the {kind} {name}"), error)),
+    }
+}
+
+/// Removes a job and all that it has made, and waits until it is gone.
+///
+/// # Errors
+/// There is no such job, or [`ClusterError`].
+pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
+    let jobs: Api<Job> = cluster.api();
+    let doing = "delete the job";
+    let absent = || ClusterError::NoSuchJob { job: name.into(), namespace: cluster.namespace.clone() };
+    let master = objects::master_name(name);
+    let job = jobs.get_opt(&master).await.map_err(|e| cluster.explain(doing, e))?.ok_or_else(absent)?;
+    let ours = job.metadata.labels.iter().flatten().any(|(k, v)| k == "elasticdl/job" && v == name);
+    if !ours {
+        return Err(absent());
+    }
+    let anchors: Api<ConfigMap> = cluster.api();
+    let anchor = anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e))?;
+    let params = DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
+    match jobs.delete(&master, &params).await {
+        Ok(_) => {}
+        // Somebody else was faster.
+        Err(error) if is_code(&error, 404) || is_code(&error, 409) => {}
+        Err(error) => return Err(cluster.explain(doing, error)),
+    }
+    let uid = anchor.and_then(|anchor| anchor.metadata.uid).unwrap_or_default();
+    wait_until_gone(cluster, name, &uid).await
+}
+
+async fn wait_until_gone(cluster: &Cluster, name: &str, anchor_uid: &str) -> Result<(), ClusterError> {
+    let pods: Api<Pod> = cluster.api();
+    let anchors: Api<ConfigMap> = cluster.api();
+    let deadline = Instant::now() + GONE_TIMEOUT;
+    loop {
+        let doing = "see what is left of the job";
+        let anchor = anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e))?;
+        let mut left: Vec<String> = anchor.map(|_| format!("ConfigMap {name}")).into_iter().collect();
+        for selector in [objects::master_selector(name), objects::worker_selector(anchor_uid)] {
+            let list = pods.list(&ListParams::default().labels(&selector)).await;
+            let list = list.map_err(|e| cluster.explain(doing, e))?;
+            left.extend(list.items.into_iter().filter_map(|pod| Some(format!("pod {}", pod.metadata.name?))));
+        }
+        if left.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            let message = format!("it has been deleted, and these are still there: {}", left.join(", "));
+            return Err(ClusterError::Refused { doing: "wait any longer for the job's end".into(), message });
+        }
+        tokio::time::sleep(GONE_INTERVAL).await;
+    }
+}
+
+/// Checks, as far as the user may ask, that the master will be able to do its work.
+async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
+    let namespace = &cluster.namespace;
+    let accounts: Api<ServiceAccount> = cluster.api();
+    match accounts.get_opt(name).await {
+        Ok(Some(_)) => {}
+        Ok(None) => {
+            return Err(ClusterError::Forbidden {
+                doing: format!("run the master as the service account {name}"),
+                message: format!("there is none in the namespace {namespace} (see --service-account)"),
+                namespace: namespace.clone(),
+            });
+        }
+        // Who may create jobs need not be allowed to look at accounts.
+        Err(error) => debug!(%error, "the service account can't be looked at"),
+    }
+    let mut reviews = JoinSet::new();
+    for (group, resource, verbs) in MASTER_RULES {
+        for verb in verbs {
+            let review = review(namespace, name, group, resource, verb);
+            let api: Api<LocalSubjectAccessReview> = cluster.api();
+            reviews.spawn(async move {
+                let answer = api.create(&PostParams::default(), &review).await.ok()?.status?;
+                // No answer is no refusal: the user may not be allowed to ask.
+                (!answer.allowed && answer.evaluation_error.is_none()).then(|| format!("{verb} {resource}"))
+            });
+        }
+    }
+    let mut missing: Vec<String> = reviews.join_all().await.into_iter().flatten().collect();
+    missing.sort();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(ClusterError::Forbidden {
+        doing: format!("run the master as the service account {name}"),
+        message: format!("in the namespace {namespace} it may not: {}", missing.join(", ")),
+        namespace: namespace.clone(),
+    })
+}
+
+fn review(
+    namespace: &str,
+    account: &str,
+    group: &str,
+    resource: &str,
+    verb: &str,
+) -> LocalSubjectAccessReview {
+    LocalSubjectAccessReview {
+        metadata: ObjectMeta { namespace: Some(namespace.into()), ..ObjectMeta::default() },
+        spec: SubjectAccessReviewSpec {
+            user: Some(format!("system:serviceaccount:{namespace}:{account}")),
+            groups: Some(vec![
+                "system:serviceaccounts".into(),
+                format!("system:serviceaccounts:{namespace}"),
+                "system:authenticated".into(),
+            ]),
+            resource_attributes: Some(ResourceAttributes {
+                group: Some(group.into()),
+                namespace: Some(namespace.into()),
+                resource: Some(resource.into()),
+                verb: Some(verb.into()),
+                ..ResourceAttributes::default()
+            }),
+            ..SubjectAccessReviewSpec::default()
+        },
+        status: None,
+    }
+}
+
+/// The service's address that workers dial.
+///
+/// # Errors
+/// It is not there, or has none.
+pub async fn service_address(cluster: &Cluster, job: &str) -> Result<String, ClusterError> {
+    let services: Api<Service> = cluster.api();
+    let doing = "find the job's service";
+    let service =
+        services.get(&objects::master_name(job)).await.map_err(|error| cluster.explain(doing, error))?;
+    let ip = service.spec.and_then(|spec| spec.cluster_ip).filter(|ip| !ip.is_empty() && ip != "None");
+    let ip =
+        ip.ok_or_else(|| ClusterError::Refused { doing: doing.into(), message: "it has no address".into() })?;
+    // An address of the newer kind stands in brackets before a port.
+    let host = if ip.contains(':') { format!("[{ip}]") } else { ip };
+    Ok(format!("{host}:{}", objects::PORT))
+}
+
+fn already(name: &str, namespace: &str) -> ClusterError {
+    ClusterError::Exists(format!(
+        "a job {name} is there already in the namespace {namespace}; look at it with \
+         `elasticdl status {name} --namespace {namespace}`, remove it with \
+         `elasticdl delete {name} --namespace {namespace}`, or choose another --job-name"
+    ))
+}
+
+fn this_very(meta: &ObjectMeta) -> Option<Preconditions> {
+    Some(Preconditions { uid: meta.uid.clone(), resource_version: None })
+}
+
+const GONE_INTERVAL: Duration = Duration::from_millis(200);
+/// Kubelets take up to a minute and a half until they say that a pod which has ended by itself is gone.
+const GONE_TIMEOUT: Duration = Duration::from_secs(180);

@@ -1,0 +1,206 @@
+//! What a pod's object says about its worker. Pure: a pod in, a verdict out.
+//!
+//! The cluster tells a pod's end in many ways, and the same exit code means different things in each: a drained worker can
+//! end with code 0, an evicted one with 137. So the evidence is weighed in a fixed order: what the cluster says it did,
+//! then how the container ended, then what keeps it from starting. What the worker itself has said (done, leaving, failed)
+//! is stronger than all of it; that is the job's affair, which has heard it.
+//!
+//! | what the pod shows | verdict | counts as the worker's failure |
+//! |---|---|---|
+//! | condition `DisruptionTarget`, `TerminationTarget` | taken by the cluster | no |
+//! | `status.reason` `Evicted`, over its own ephemeral-storage limit | over a limit | yes |
+//! | `status.reason` `Evicted`, `Preempting`, `Shutdown`, `NodeShutdown`, `Terminated`, `NodeLost` | taken by the cluster | no |
+//! | `status.reason` `OutOf…`, `NodeAffinity`, `UnexpectedAdmissionError`, … | refused by its node | no |
+//! | being deleted | deleted | no |
+//! | container `OOMKilled` | over a limit | yes |
+//! | container ended by signal 1, 2, 9 or 15 (exit code 128 + n) | killed | no |
+//! | container ended by another signal, or with a code | failed | yes |
+//! | failed without a container's word | lost | no |
+//! | waiting: `ErrImagePull`, `CreateContainerConfigError`, … | cannot start | after a while, fatal |
+//! | `PodScheduled` false, `Unschedulable` or gated | waits for room | no |
+//! | pending, with a node | starts | no |
+
+use k8s_openapi::api::core::v1::{ContainerState, ContainerStateTerminated, Pod, PodCondition, PodStatus};
+
+/// What one look at a pod says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It can't start as things are, on this node or any: what stands in the way, for the user.
+    CannotStart(String),
+    /// It ended, or is as good as gone.
+    Ended(End),
+    /// Its program runs.
+    Runs,
+    /// It has a node, which fetches its image or prepares its volumes.
+    Starts,
+    /// No node has room for it, or somebody holds it back: why.
+    WaitsForRoom(String),
+}
+
+/// How a pod ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct End {
+    /// In a word.
+    pub cause: Cause,
+    /// For the user: the cluster's or the container's words.
+    pub detail: String,
+}
+
+/// Why a pod ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// Somebody deleted it, or its object is gone.
+    Deleted,
+    /// Its program ended with this code.
+    Exited(i32),
+    /// Its node is gone, or has said nothing about how it ended.
+    Lost,
+    /// It used more than it may.
+    OverLimit,
+    /// Its node did not let it start.
+    Refused,
+    /// Its program was ended by this signal.
+    Signalled(i32),
+    /// The cluster took its place for something else: preemption, eviction, a drain, a node's shutdown.
+    Taken,
+}
+
+impl Cause {
+    /// Whether it is the worker's own failure, which counts against the job's limit.
+    #[must_use]
+    pub fn is_own_fault(self) -> bool {
+        match self {
+            Self::Deleted | Self::Lost | Self::Refused | Self::Taken => false,
+            Self::Exited(_) | Self::OverLimit => true,
+            // Somebody else's doing: what a program does to itself ends in other signals.
+            Self::Signalled(signal) => !matches!(signal, 1 | 2 | 9 | 15),
+        }
+    }
+}
+
+/// Judges a pod by its object.
+#[must_use]
+pub fn judge(pod: &Pod) -> Verdict {
+    let nothing = PodStatus::default();
+    let status = pod.status.as_ref().unwrap_or(&nothing);
+    if let Some(end) = taken(status).or_else(|| refused(status)).or_else(|| deleted(pod)) {
+        return Verdict::Ended(end);
+    }
+    let ended = container(status).and_then(|state| state.terminated.as_ref());
+    match status.phase.as_deref() {
+        Some("Failed" | "Succeeded") => Verdict::Ended(ended.map_or_else(|| lost(status), how_it_ended)),
+        // The kubelet reports a container's end before the pod's.
+        _ => match ended {
+            Some(ended) => Verdict::Ended(how_it_ended(ended)),
+            None => waiting(status).unwrap_or(match status.phase.as_deref() {
+                Some("Running") => Verdict::Runs,
+                _ => Verdict::Starts,
+            }),
+        },
+    }
+}
+
+/// What is known of a pod whose object is gone without a word.
+#[must_use]
+pub fn vanished() -> End {
+    End { cause: Cause::Deleted, detail: "its pod is gone".into() }
+}
+
+/// The cluster says that it took the pod's place.
+fn taken(status: &PodStatus) -> Option<End> {
+    let condition = ["DisruptionTarget", "TerminationTarget"].iter().find_map(|name| holds(status, name));
+    if let Some(condition) = condition {
+        let reason = condition.reason.as_deref().unwrap_or("no reason given");
+        return Some(End { cause: Cause::Taken, detail: words(reason, condition.message.as_deref()) });
+    }
+    let reason = status.reason.as_deref()?;
+    let message = status.message.as_deref();
+    let cause = match reason {
+        "Evicted" if message.is_some_and(|m| m.contains("exceeds the total limit")) => Cause::OverLimit,
+        "Evicted" | "Preempting" | "Shutdown" | "NodeShutdown" | "Terminated" => Cause::Taken,
+        "NodeLost" => Cause::Lost,
+        _ => return None,
+    };
+    Some(End { cause, detail: words(reason, message) })
+}
+
+/// The node's kubelet did not admit the pod.
+fn refused(status: &PodStatus) -> Option<End> {
+    let reason = status.reason.as_deref()?;
+    let known = ["NodeAffinity", "UnexpectedAdmissionError", "PodOSNotSupported", "TopologyAffinityError"];
+    (reason.starts_with("OutOf") || known.contains(&reason))
+        .then(|| End { cause: Cause::Refused, detail: words(reason, status.message.as_deref()) })
+}
+
+fn deleted(pod: &Pod) -> Option<End> {
+    pod.metadata.deletion_timestamp.as_ref()?;
+    Some(End { cause: Cause::Deleted, detail: "its pod is being deleted".into() })
+}
+
+fn how_it_ended(ended: &ContainerStateTerminated) -> End {
+    let reason = ended.reason.as_deref().unwrap_or_default();
+    let (code, message) = (ended.exit_code, ended.message.as_deref());
+    let signal = ended
+        .signal
+        .filter(|&signal| signal > 0)
+        .or_else(|| Some(code - 128).filter(|n| (1..=64).contains(n)));
+    let (cause, what) = match (reason, signal) {
+        ("OOMKilled", _) => (Cause::OverLimit, "it used more memory than its limit".to_owned()),
+        // The kubelet has lost sight of it; the code is made up.
+        ("ContainerStatusUnknown", _) => (Cause::Lost, "its node does not know how it ended".to_owned()),
+        (_, Some(signal)) => (Cause::Signalled(signal), format!("ended by signal {signal}")),
+        (_, None) => (Cause::Exited(code), format!("exited with code {code}")),
+    };
+    End { cause, detail: words(&what, message) }
+}
+
+fn lost(status: &PodStatus) -> End {
+    let reason = status.reason.as_deref().unwrap_or("it ended, and its node does not say how");
+    End { cause: Cause::Lost, detail: words(reason, status.message.as_deref()) }
+}
+
+/// What keeps a pod from running, if anything does.
+fn waiting(status: &PodStatus) -> Option<Verdict> {
+    if let Some(scheduled) = status.conditions.iter().flatten().find(|c| c.type_ == "PodScheduled")
+        && scheduled.status == "False"
+    {
+        let reason = scheduled.reason.as_deref().unwrap_or("not scheduled");
+        return Some(Verdict::WaitsForRoom(words(reason, scheduled.message.as_deref())));
+    }
+    let waiting = container(status)?.waiting.as_ref()?;
+    let reason = waiting.reason.as_deref()?;
+    CANNOT_START.contains(&reason).then(|| Verdict::CannotStart(words(reason, waiting.message.as_deref())))
+}
+
+/// The state of the pod's own container, which others may stand beside.
+fn container(status: &PodStatus) -> Option<&ContainerState> {
+    let mut all = status.container_statuses.iter().flatten();
+    let own = all.clone().find(|c| ["master", "worker"].contains(&c.name.as_str()));
+    own.or_else(|| all.next())?.state.as_ref()
+}
+
+fn holds<'a>(status: &'a PodStatus, name: &str) -> Option<&'a PodCondition> {
+    status.conditions.iter().flatten().find(|c| c.type_ == name && c.status == "True")
+}
+
+fn words(what: &str, message: Option<&str>) -> String {
+    match message.map(str::trim).filter(|message| !message.is_empty()) {
+        Some(message) => format!("{what}: {message}"),
+        None => what.to_owned(),
+    }
+}
+
+/// Reasons for which a container waits that waiting alone does not mend.
+const CANNOT_START: [&str; 8] = [
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "ErrImageNeverPull",
+    "ErrImagePull",
+    "ImageInspectError",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "RunContainerError",
+];
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,249 @@
+//! One row per way in which a cluster tells a pod's end; the JSON is what servers send.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+fn pod(status: Value) -> Pod {
+    serde_json::from_value(json!({"metadata": {"name": "j-w-1", "uid": "u"}, "status": status})).unwrap()
+}
+
+fn deleted_pod(status: Value) -> Pod {
+    let metadata = json!({
+        "name": "j-w-1", "uid": "u",
+        "deletionTimestamp": "2024-05-01T10:00:00Z", "deletionGracePeriodSeconds": 10
+    });
+    serde_json::from_value(json!({"metadata": metadata, "status": status})).unwrap()
+}
+
+fn terminated(phase: &str, terminated: Value) -> Value {
+    json!({"phase": phase, "containerStatuses": [container(json!({"terminated": terminated}))]})
+}
+
+fn waiting(reason: &str, message: &str) -> Value {
+    let state = json!({"waiting": {"reason": reason, "message": message}});
+    let scheduled = json!({"type": "PodScheduled", "status": "True"});
+    json!({"phase": "Pending", "conditions": [scheduled], "containerStatuses": [container(state)]})
+}
+
+fn container(state: Value) -> Value {
+    json!({
+        "name": "worker", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state
+    })
+}
+
+fn unscheduled(reason: &str, message: &str) -> Value {
+    let condition = json!({"type": "PodScheduled", "status": "False", "reason": reason, "message": message});
+    json!({"phase": "Pending", "conditions": [condition]})
+}
+
+fn failed(reason: &str, message: &str) -> Value {
+    json!({"phase": "Failed", "reason": reason, "message": message})
+}
+
+fn condition(name: &str, reason: &str, message: &str) -> Value {
+    json!({"phase": "Running", "conditions": [
+        {"type": "Ready", "status": "True"},
+        {"type": name, "status": "True", "reason": reason, "message": message}
+    ]})
+}
+
+fn ended(cause: Cause, detail: &str) -> Verdict {
+    Verdict::Ended(End { cause, detail: detail.into() })
+}
+
+#[test]
+fn what_the_cluster_took_is_nobodys_fault() {
+    let table = [
+        (
+            condition(
+                "DisruptionTarget",
+                "PreemptionByScheduler",
+                "preempting to accommodate a higher priority pod",
+            ),
+            "PreemptionByScheduler: preempting to accommodate a higher priority pod",
+        ),
+        (
+            condition("DisruptionTarget", "EvictionByEvictionAPI", "Eviction API: evicting"),
+            "EvictionByEvictionAPI: Eviction API: evicting",
+        ),
+        (condition("DisruptionTarget", "DeletionByTaintManager", ""), "DeletionByTaintManager"),
+        (condition("DisruptionTarget", "TerminationByKubelet", " "), "TerminationByKubelet"),
+        (
+            condition("TerminationTarget", "WorkloadEvictedDueToPreempted", "queue"),
+            "WorkloadEvictedDueToPreempted: queue",
+        ),
+        (
+            failed("Evicted", "The node was low on resource: memory. "),
+            "Evicted: The node was low on resource: memory.",
+        ),
+        (
+            failed("Preempting", "Preempted in order to admit critical pod"),
+            "Preempting: Preempted in order to admit critical pod",
+        ),
+        (failed("Shutdown", "Node is shutting, evicting pods"), "Shutdown: Node is shutting, evicting pods"),
+        (
+            failed("NodeShutdown", "Pod was rejected as the node is shutting down."),
+            "NodeShutdown: Pod was rejected as the node is shutting down.",
+        ),
+        (
+            failed("Terminated", "Pod was terminated in response to imminent node shutdown."),
+            "Terminated: Pod was terminated in response to imminent node shutdown.",
+        ),
+    ];
+    for (status, detail) in table {
+        assert_eq!(judge(&pod(status.clone())), ended(Cause::Taken, detail), "{status}");
+    }
+    assert!(!Cause::Taken.is_own_fault());
+}
+
+#[test]
+fn the_clusters_word_is_stronger_than_how_the_container_ended() {
+    // A drained worker ends in order, with 0, or by the signal that the kubelet sent.
+    for code in [0, 137, 143] {
+        let mut status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
+        status["conditions"] =
+            json!([{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]);
+        let taken = ended(Cause::Taken, "EvictionByEvictionAPI");
+        assert_eq!(judge(&pod(status.clone())), taken, "{code}");
+        // And by its deletion, where servers don't say why.
+        status["conditions"] = json!([]);
+        assert_eq!(judge(&deleted_pod(status)), ended(Cause::Deleted, "its pod is being deleted"), "{code}");
+    }
+    // A condition that is not there any more says nothing.
+    let mut status = terminated("Succeeded", json!({"exitCode": 0, "reason": "Completed"}));
+    status["conditions"] = json!([{"type": "DisruptionTarget", "status": "False", "reason": "X"}]);
+    assert_eq!(judge(&pod(status)), ended(Cause::Exited(0), "exited with code 0"));
+}
+
+#[test]
+fn terminating_counts_as_gone() {
+    let gone = ended(Cause::Deleted, "its pod is being deleted");
+    assert_eq!(judge(&deleted_pod(json!({"phase": "Running"}))), gone);
+    assert_eq!(judge(&deleted_pod(unscheduled("Unschedulable", "0/1 nodes"))), gone);
+    assert_eq!(judge(&deleted_pod(waiting("ImagePullBackOff", "Back-off"))), gone);
+    // A node that was lost leaves its pods terminating for ever.
+    assert_eq!(
+        judge(&deleted_pod(
+            json!({"phase": "Running", "reason": "NodeLost", "message": "Node n which was running pod p is unresponsive"})
+        )),
+        ended(Cause::Lost, "NodeLost: Node n which was running pod p is unresponsive")
+    );
+    assert!(!Cause::Deleted.is_own_fault() && !Cause::Lost.is_own_fault());
+    assert_eq!(vanished().cause, Cause::Deleted);
+}
+
+#[test]
+fn a_node_that_does_not_let_a_pod_start_is_not_its_fault() {
+    let table = [
+        ("OutOfcpu", "Node didn't have enough resource: cpu, requested: 1000, used: 1900, capacity: 2000"),
+        ("OutOfmemory", "Node didn't have enough resource: memory"),
+        ("OutOfpods", "Node didn't have enough capacity: pods, requested: 1, used: 110, capacity: 110"),
+        ("NodeAffinity", "Predicate NodeAffinity failed"),
+        (
+            "UnexpectedAdmissionError",
+            "Allocate failed due to requested number of devices unavailable for nvidia.com/gpu",
+        ),
+    ];
+    for (reason, message) in table {
+        let verdict = judge(&pod(failed(reason, message)));
+        assert_eq!(verdict, ended(Cause::Refused, &format!("{reason}: {message}")));
+    }
+    assert!(!Cause::Refused.is_own_fault());
+}
+
+#[test]
+fn limits_that_a_pod_broke_are_its_fault() {
+    let oom = terminated("Failed", json!({"exitCode": 137, "reason": "OOMKilled"}));
+    assert_eq!(judge(&pod(oom)), ended(Cause::OverLimit, "it used more memory than its limit"));
+    let message = "Pod ephemeral local storage usage exceeds the total limit of containers 10Mi. ";
+    let detail = format!("Evicted: {}", message.trim());
+    assert_eq!(judge(&pod(failed("Evicted", message))), ended(Cause::OverLimit, &detail));
+    assert!(Cause::OverLimit.is_own_fault());
+}
+
+#[test]
+fn exit_codes_tell_crashes_from_kills() {
+    let table = [
+        (0, Cause::Exited(0), true),
+        (1, Cause::Exited(1), true),
+        (42, Cause::Exited(42), true),
+        (127, Cause::Exited(127), true),
+        (128, Cause::Exited(128), true),
+        (134, Cause::Signalled(6), true),
+        (136, Cause::Signalled(8), true),
+        (137, Cause::Signalled(9), false),
+        (139, Cause::Signalled(11), true),
+        (143, Cause::Signalled(15), false),
+        (255, Cause::Exited(255), true),
+    ];
+    for (code, cause, own) in table {
+        let status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
+        let Verdict::Ended(end) = judge(&pod(status)) else { panic!("{code}") };
+        assert_eq!((end.cause, end.cause.is_own_fault()), (cause, own), "{code}");
+    }
+    let named = terminated(
+        "Failed",
+        json!({"exitCode": 137, "signal": 9, "reason": "Error", "message": "last words"}),
+    );
+    assert_eq!(judge(&pod(named)), ended(Cause::Signalled(9), "ended by signal 9: last words"));
+}
+
+#[test]
+fn a_container_that_has_ended_is_the_end_before_the_pods_phase_says_so() {
+    let status = terminated("Running", json!({"exitCode": 1, "reason": "Error"}));
+    assert_eq!(judge(&pod(status)), ended(Cause::Exited(1), "exited with code 1"));
+}
+
+#[test]
+fn an_end_without_a_word_is_a_loss() {
+    let unknown = terminated(
+        "Failed",
+        json!({"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "The container could not be located when the pod was terminated"}),
+    );
+    let detail =
+        "its node does not know how it ended: The container could not be located when the pod was terminated";
+    assert_eq!(judge(&pod(unknown)), ended(Cause::Lost, detail));
+    let silent = ended(Cause::Lost, "it ended, and its node does not say how");
+    assert_eq!(judge(&pod(json!({"phase": "Failed"}))), silent);
+    assert_eq!(
+        judge(&pod(failed(
+            "DeadlineExceeded",
+            "Pod was active on the node longer than the specified deadline"
+        ))),
+        ended(Cause::Lost, "DeadlineExceeded: Pod was active on the node longer than the specified deadline")
+    );
+}
+
+#[test]
+fn what_waiting_does_not_mend_is_told_from_what_it_does() {
+    for reason in [
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+    ] {
+        let expected = Verdict::CannotStart(format!("{reason}: Back-off pulling image \"x\""));
+        assert_eq!(judge(&pod(waiting(reason, "Back-off pulling image \"x\""))), expected);
+    }
+    for reason in ["ContainerCreating", "PodInitializing"] {
+        assert_eq!(judge(&pod(waiting(reason, ""))), Verdict::Starts, "{reason}");
+    }
+    assert_eq!(judge(&pod(json!({"phase": "Pending"}))), Verdict::Starts);
+    assert_eq!(judge(&Pod::default()), Verdict::Starts);
+    let running = json!({"phase": "Running", "containerStatuses": [container(json!({"running": {"startedAt": "2024-05-01T10:00:00Z"}}))]});
+    assert_eq!(judge(&pod(running)), Verdict::Runs);
+}
+
+#[test]
+fn no_room_is_no_end() {
+    let table = [
+        ("Unschedulable", "0/1 nodes are available: 1 Insufficient cpu."),
+        ("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates"),
+    ];
+    for (reason, message) in table {
+        let expected = Verdict::WaitsForRoom(format!("{reason}: {message}"));
+        assert_eq!(judge(&pod(unscheduled(reason, message))), expected);
+    }
+}

@@ -1,0 +1,362 @@
+//! What is in the cluster, as a stream of changes.
+//!
+//! Lists, then watches from the list's version on, with bookmarks; when the server has forgotten that version (410), lists
+//! anew and tells the differences, by uid. Any other trouble is met with more and more patience. A watch that says
+//! nothing for long is taken for dead, and a list now and then catches what was missed all the same.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
+use std::time::Duration;
+
+use kube::Api;
+use kube::api::{ListParams, ObjectList, WatchEvent, WatchParams};
+use serde::de::DeserializeOwned;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout};
+use tokio_stream::StreamExt as _;
+use tracing::{debug, warn};
+
+use super::client::is_code;
+
+/// Something about the selected objects.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Change<K> {
+    /// The server refuses to tell; asked again later all the same.
+    Forbidden(String),
+    /// It is gone; its last known form.
+    Gone(K),
+    /// These are all that there are: a list that was asked for at this time.
+    Listed(Instant, BTreeSet<String>),
+    /// It is new, or has changed.
+    Seen(K),
+}
+
+/// Which objects, by labels and by fields.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Selection {
+    pub(super) fields: Option<String>,
+    pub(super) labels: Option<String>,
+}
+
+/// A running watch; it ends when it is dropped.
+#[derive(Debug)]
+pub(super) struct Watch<K> {
+    changes: mpsc::Receiver<Change<K>>,
+    task: JoinHandle<()>,
+}
+
+impl<K> Watch<K>
+where
+    K: kube::Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+{
+    pub(super) fn start(api: Api<K>, selection: Selection) -> Self {
+        let (sender, changes) = mpsc::channel(CHANGES_MAX);
+        let mut watcher = Watcher { api, selection, known: Known::default(), sender, failures: 0 };
+        // Ends when nobody listens any more.
+        let task = tokio::spawn(async move { while watcher.round().await.is_ok() {} });
+        Self { changes, task }
+    }
+
+    /// The next change. Safe to drop at any time.
+    pub(super) async fn next(&mut self) -> Change<K> {
+        match self.changes.recv().await {
+            Some(change) => change,
+            // Only a panic ends the task while this is here; nothing is known then.
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl<K> Drop for Watch<K> {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+struct Watcher<K> {
+    api: Api<K>,
+    selection: Selection,
+    known: Known<K>,
+    sender: mpsc::Sender<Change<K>>,
+    /// In a row.
+    failures: u32,
+}
+
+/// Nobody listens.
+struct Unheard;
+
+impl<K> Watcher<K>
+where
+    K: kube::Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+{
+    /// From one list to the next.
+    async fn round(&mut self) -> Result<(), Unheard> {
+        let asked = Instant::now();
+        let params = ListParams {
+            field_selector: self.selection.fields.clone(),
+            label_selector: self.selection.labels.clone(),
+            ..ListParams::default()
+        };
+        let listed = timeout(LIST_TIMEOUT, self.api.list(&params)).await;
+        let list = match listed {
+            Ok(Ok(list)) => list,
+            Ok(Err(error)) => return self.failed(&error).await,
+            Err(_) => return self.wait("the list took too long").await,
+        };
+        self.failures = 0;
+        for change in self.known.list(list) {
+            self.tell(change).await?;
+        }
+        self.tell(Change::Listed(asked, self.known.uids())).await?;
+        while asked.elapsed() < RELIST && self.watch().await? {}
+        Ok(())
+    }
+
+    /// One watch to its end; whether another can go on from there.
+    async fn watch(&mut self) -> Result<bool, Unheard> {
+        let params = WatchParams {
+            field_selector: self.selection.fields.clone(),
+            label_selector: self.selection.labels.clone(),
+            timeout: Some(WATCH_S),
+            bookmarks: true,
+            ..WatchParams::default()
+        };
+        let opened = timeout(LIST_TIMEOUT, self.api.watch(&params, &self.known.version)).await;
+        let mut stream = match opened {
+            Ok(Ok(stream)) => Box::pin(stream),
+            Ok(Err(error)) if is_code(&error, 410) => return Ok(false),
+            Ok(Err(error)) => return self.failed(&error).await.map(|()| true),
+            Err(_) => return self.wait("the watch took too long to open").await.map(|()| true),
+        };
+        loop {
+            match timeout(IDLE, stream.next()).await {
+                Ok(Some(Ok(event))) => match self.known.take(event) {
+                    Taken::Change(change) => {
+                        self.failures = 0;
+                        self.tell(change).await?;
+                    }
+                    Taken::Nothing => self.failures = 0,
+                    Taken::Expired => return Ok(false),
+                    Taken::Error(error) => {
+                        self.wait(&error).await?;
+                        return Ok(false);
+                    }
+                },
+                // The server ends watches now and then.
+                Ok(None) => return Ok(true),
+                Ok(Some(Err(error))) => {
+                    debug!(%error, "a watch broke");
+                    return self.wait("a watch broke").await.map(|()| true);
+                }
+                Err(_) => return Ok(false),
+            }
+        }
+    }
+
+    async fn failed(&mut self, error: &kube::Error) -> Result<(), Unheard> {
+        if let kube::Error::Api(status) = error
+            && status.code == 403
+        {
+            self.tell(Change::Forbidden(status.message.clone())).await?;
+        }
+        self.wait(&error.to_string()).await
+    }
+
+    async fn wait(&mut self, why: &str) -> Result<(), Unheard> {
+        let pause = pause(self.failures);
+        self.failures += 1;
+        warn!(why, pause_ms = pause.as_millis() as u64, "the API server can't be watched");
+        tokio::select! {
+            () = tokio::time::sleep(pause) => Ok(()),
+            () = self.sender.closed() => Err(Unheard),
+        }
+    }
+
+    async fn tell(&self, change: Change<K>) -> Result<(), Unheard> {
+        self.sender.send(change).await.map_err(|_| Unheard)
+    }
+}
+
+/// What is known to be there.
+struct Known<K> {
+    objects: BTreeMap<String, K>,
+    version: String,
+}
+
+impl<K> Default for Known<K> {
+    fn default() -> Self {
+        Self { objects: BTreeMap::new(), version: String::new() }
+    }
+}
+
+/// What an event of a watch comes down to.
+#[derive(Debug, PartialEq)]
+enum Taken<K> {
+    Change(Change<K>),
+    /// The watch is over for another reason.
+    Error(String),
+    /// The server has forgotten the version that was watched from.
+    Expired,
+    Nothing,
+}
+
+impl<K: kube::Resource + Clone> Known<K> {
+    /// Takes in a list; what is different.
+    fn list(&mut self, list: ObjectList<K>) -> Vec<Change<K>> {
+        self.version = list.metadata.resource_version.unwrap_or_default();
+        let before = std::mem::take(&mut self.objects);
+        let mut changes = Vec::new();
+        for object in list.items {
+            let Some(uid) = object.meta().uid.clone() else { continue };
+            let version = &object.meta().resource_version;
+            if before.get(&uid).is_none_or(|known| &known.meta().resource_version != version) {
+                changes.push(Change::Seen(object.clone()));
+            }
+            self.objects.insert(uid, object);
+        }
+        let gone = before.into_iter().filter(|(uid, _)| !self.objects.contains_key(uid));
+        let mut all: Vec<_> = gone.map(|(_, object)| Change::Gone(object)).collect();
+        all.append(&mut changes);
+        all
+    }
+
+    fn take(&mut self, event: WatchEvent<K>) -> Taken<K> {
+        let object = match event {
+            WatchEvent::Bookmark(bookmark) => {
+                self.version = bookmark.metadata.resource_version;
+                return Taken::Nothing;
+            }
+            WatchEvent::Error(status) if status.code == 410 => return Taken::Expired,
+            WatchEvent::Error(status) => return Taken::Error(status.message),
+            WatchEvent::Deleted(object) => {
+                self.advance(&object);
+                let known = object.meta().uid.as_ref().and_then(|uid| self.objects.remove(uid));
+                return known.map_or(Taken::Nothing, |_| Taken::Change(Change::Gone(object)));
+            }
+            WatchEvent::Added(object) | WatchEvent::Modified(object) => object,
+        };
+        self.advance(&object);
+        let Some(uid) = object.meta().uid.clone() else { return Taken::Nothing };
+        let before = self.objects.insert(uid, object.clone());
+        let version = &object.meta().resource_version;
+        if before.is_some_and(|before| &before.meta().resource_version == version) {
+            return Taken::Nothing;
+        }
+        Taken::Change(Change::Seen(object))
+    }
+
+    fn advance(&mut self, object: &K) {
+        if let Some(version) = &object.meta().resource_version {
+            self.version.clone_from(version);
+        }
+    }
+
+    fn uids(&self) -> BTreeSet<String> {
+        self.objects.keys().cloned().collect()
+    }
+}
+
+/// How long to wait after so many failures in a row. Clients that failed together don't come back together.
+pub(super) fn pause(failures: u32) -> Duration {
+    let most = PAUSE_FIRST.saturating_mul(1 << failures.min(16)).min(PAUSE_MAX);
+    let mut random = [0; 2];
+    // Without randomness: the longest pause.
+    let share =
+        getrandom::fill(&mut random).map_or(1.0, |()| f64::from(u16::from_le_bytes(random)) / 65536.0);
+    most.mul_f64(0.5 + share / 2.0)
+}
+
+const CHANGES_MAX: usize = 256;
+/// Servers send a bookmark about every minute.
+const IDLE: Duration = Duration::from_secs(300);
+const LIST_TIMEOUT: Duration = Duration::from_secs(30);
+const PAUSE_FIRST: Duration = Duration::from_millis(250);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+const RELIST: Duration = Duration::from_secs(300);
+/// How long the server is asked to keep a watch.
+const WATCH_S: u32 = 240;
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::Pod;
+    use serde_json::json;
+
+    use super::*;
+
+    fn pod(uid: &str, version: &str) -> Pod {
+        let metadata = json!({"name": uid, "uid": uid, "resourceVersion": version});
+        serde_json::from_value(json!({"metadata": metadata})).unwrap()
+    }
+
+    fn list(version: &str, items: Vec<Pod>) -> ObjectList<Pod> {
+        let items = serde_json::to_value(items).unwrap();
+        let list = json!({"apiVersion": "v1", "kind": "PodList", "metadata": {"resourceVersion": version}, "items": items});
+        serde_json::from_value(list).unwrap()
+    }
+
+    fn event(kind: &str, object: serde_json::Value) -> WatchEvent<Pod> {
+        serde_json::from_value(json!({"type": kind, "object": object})).unwrap()
+    }
+
+    fn known() -> Known<Pod> {
+        let mut known = Known::default();
+        let changes = known.list(list("10", vec![pod("a", "1"), pod("b", "2")]));
+        assert_eq!(changes, [Change::Seen(pod("a", "1")), Change::Seen(pod("b", "2"))]);
+        known
+    }
+
+    #[test]
+    fn a_second_list_tells_the_differences_by_uid() {
+        let mut known = known();
+        let changes = known.list(list("20", vec![pod("b", "3"), pod("c", "4")]));
+        let expected =
+            [Change::Gone(pod("a", "1")), Change::Seen(pod("b", "3")), Change::Seen(pod("c", "4"))];
+        assert_eq!(changes, expected);
+        assert_eq!(known.list(list("30", vec![pod("b", "3"), pod("c", "4")])), []);
+        assert_eq!((known.version.as_str(), known.uids().len()), ("30", 2));
+    }
+
+    #[test]
+    fn events_that_were_seen_before_say_nothing() {
+        let mut known = known();
+        let same = serde_json::to_value(pod("a", "1")).unwrap();
+        assert_eq!(known.take(event("ADDED", same)), Taken::Nothing);
+        let changed = serde_json::to_value(pod("a", "11")).unwrap();
+        assert_eq!(known.take(event("MODIFIED", changed)), Taken::Change(Change::Seen(pod("a", "11"))));
+        let gone = serde_json::to_value(pod("a", "12")).unwrap();
+        assert_eq!(known.take(event("DELETED", gone.clone())), Taken::Change(Change::Gone(pod("a", "12"))));
+        assert_eq!(known.take(event("DELETED", gone)), Taken::Nothing);
+        assert_eq!(known.version, "12");
+    }
+
+    #[test]
+    fn a_bookmark_moves_the_place_to_go_on_from() {
+        let mut known = known();
+        let bookmark = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"resourceVersion": "99", "creationTimestamp": null}});
+        assert_eq!(known.take(event("BOOKMARK", bookmark)), Taken::Nothing);
+        assert_eq!(known.version, "99");
+    }
+
+    #[test]
+    fn a_forgotten_version_is_told_from_other_errors() {
+        let error = |code: u16| {
+            let status = json!({
+                "apiVersion": "v1", "kind": "Status", "status": "Failure",
+                "message": "too old resource version: 1 (5)", "reason": "Expired", "code": code
+            });
+            known().take(event("ERROR", status))
+        };
+        assert_eq!(error(410), Taken::Expired);
+        assert_eq!(error(500), Taken::Error("too old resource version: 1 (5)".into()));
+    }
+
+    #[test]
+    fn patience_grows_and_has_an_end() {
+        for (failures, most) in [(0, 250), (1, 500), (4, 4000), (7, 30_000), (60, 30_000)] {
+            let pause = pause(failures);
+            let most = Duration::from_millis(most);
+            assert!(pause >= most / 2 && pause <= most, "{failures}: {pause:?}");
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Where workers run: as processes of this machine, or as pods of a cluster.
+
+use crate::job::{Exit, LaunchId};
+use crate::kube::pods::Pods;
+use crate::local::{Processes, Started};
+
+/// The launches of a job: started, ended, and watched.
+#[derive(Debug)]
+pub(crate) enum Launches {
+    Pods(Pods),
+    Processes(Processes),
+}
+
+/// What became of a launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Happening {
+    Ended(Exit),
+    Runs,
+    /// It waits for a place to run at; for what, if there is something to say.
+    Waits(Option<String>),
+}
+
+impl Launches {
+    /// Starts one. Never fails here: what can't be started ends at once, as [`Exit::NotStarted`].
+    pub(crate) fn start(&mut self, launch: LaunchId) {
+        match self {
+            Self::Pods(pods) => pods.start(launch),
+            Self::Processes(processes) => processes.start(launch),
+        }
+    }
+
+    /// Takes over a process that another master has started.
+    pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<Started>) {
+        match self {
+            // A master in a cluster starts its job anew.
+            Self::Pods(_) => {}
+            Self::Processes(processes) => processes.adopt(launch, started),
+        }
+    }
+
+    /// Ends one at once; its end is told by [`Launches::next`].
+    pub(crate) fn kill(&mut self, launch: LaunchId) {
+        match self {
+            Self::Pods(pods) => pods.kill(launch),
+            Self::Processes(processes) => processes.kill(launch),
+        }
+    }
+
+    /// Waits for the next thing to happen; for ever, if none runs. Safe to drop at any time.
+    pub(crate) async fn next(&mut self) -> (LaunchId, Happening) {
+        match self {
+            Self::Pods(pods) => pods.next().await,
+            Self::Processes(processes) => {
+                let (launch, exit) = processes.next_ended().await;
+                (launch, Happening::Ended(exit))
+            }
+        }
+    }
+
+    /// Ends all, and waits for that as long as it usually takes.
+    pub(crate) async fn end(self) {
+        match self {
+            Self::Pods(pods) => pods.end().await,
+            Self::Processes(processes) => processes.end().await,
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! The manifests say what the code does.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use elasticdl_master::kube::submit::MASTER_RULES;
+use serde_json::Value;
+
+fn manifest(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("manifests").join(name)
+}
+
+fn dry_run(options: &[&str]) -> (bool, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_elasticdl"))
+        .args(["train", "--image", "registry.example/elasticdl/quickstart:1", "--job-name", "example"])
+        .args(["--namespace", "elasticdl", "--training-data", "/data", "--dry-run", "-o", "yaml"])
+        .args(options)
+        .args(["--", "quickstart", "--hidden", "64"])
+        .output()
+        .unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.success(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn the_example_is_what_would_be_made() {
+    let options = [
+        ["--num-workers", "4"],
+        ["--volume", "claim_name=data,mount_path=/data,read_only=true"],
+        ["--worker-resources", "cpu=2,memory=4Gi"],
+        ["--env", "LOG=debug"],
+        ["--labels", "team=vision"],
+    ];
+    let (success, made, error) = dry_run(&options.concat());
+    assert!(success, "{error}");
+    let path = manifest("example/job.yaml");
+    if std::env::var_os("ELASTICDL_BLESS").is_some() {
+        std::fs::write(&path, &made).unwrap();
+    }
+    let golden = std::fs::read_to_string(&path).unwrap();
+    assert!(
+        golden == made,
+        "{}: run this test with ELASTICDL_BLESS=1 and look at the difference",
+        path.display()
+    );
+}
+
+#[test]
+fn all_options_reach_the_objects() {
+    let folder = tempfile::tempdir().unwrap();
+    let template = folder.path().join("pod.yaml");
+    std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
+    let table: [(&[&str], &str); 16] = [
+        (&["--service-account", "trainer"], "serviceAccountName: trainer"),
+        (&["--master-image", "elasticdl:7"], "image: elasticdl:7"),
+        (&["--master-resources", "cpu=3"], "cpu: \"3\""),
+        (&["--worker-resources", "example.com/fpga=1"], "example.com/fpga"),
+        (&["--env", "A=b"], "\"name\": \"A\""),
+        (&["--image-pull-policy", "Never"], "imagePullPolicy: Never"),
+        (&["--image-pull-secret", "regcred"], "name: regcred"),
+        (&["--node-selector", "disk=ssd"], "disk: ssd"),
+        (&["--tolerations", "spot:NoSchedule"], "key: spot"),
+        (&["--priority-class", "high"], "priorityClassName: high"),
+        (&["--worker-priority-class", "low"], "\"priorityClassName\": \"low\""),
+        (&["--scheduler-name", "volcano"], "schedulerName: volcano"),
+        (&["--annotations", "note=x"], "note: x"),
+        (&["--ttl", "1h"], "ttlSecondsAfterFinished: 3600"),
+        (&["--active-deadline", "2h"], "activeDeadlineSeconds: 7200"),
+        (&["--worker-pod-template", template.to_str().unwrap()], "\"runtimeClassName\": \"nvidia\""),
+    ];
+    let (_, without, _) = dry_run(&[]);
+    for (options, expected) in table {
+        let (success, made, error) = dry_run(options);
+        assert!(success, "{options:?}: {error}");
+        assert!(made.contains(expected) && !without.contains(expected), "{options:?}: {expected}\n{made}");
+    }
+}
+
+#[test]
+fn options_that_no_server_takes_are_refused_by_name() {
+    let table: [(&[&str], &str); 9] = [
+        (&["--worker-resources", "cpu=fast"], "--worker-resources"),
+        (&["--env", "ELASTICDL_JOB=x"], "set by elasticdl itself"),
+        (&["--volume", "claim_name=c"], "mount_path is missing"),
+        (&["--image-pull-policy", "Sometimes"], "IfNotPresent"),
+        (&["--tolerations", "a:b"], "NoSchedule"),
+        (&["--labels", "a b=c"], "--labels"),
+        (&["--ttl", "soon"], "--ttl"),
+        (&["--local"], "--local"),
+        (&["--worker-pod-template", "/absent.yaml"], "/absent.yaml"),
+    ];
+    for (options, expected) in table {
+        let (success, _, error) = dry_run(options);
+        assert!(!success && error.contains(expected), "{options:?}: {error}");
+    }
+}
+
+#[test]
+fn the_role_has_the_rights_that_the_master_needs_and_no_more() {
+    let text = std::fs::read_to_string(manifest("rbac.yaml")).unwrap();
+    let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
+    let role = documents.iter().find(|d| d["kind"] == "Role").unwrap();
+    let expected: Vec<Value> = MASTER_RULES
+        .iter()
+        .map(|(group, resource, verbs)| {
+            serde_json::json!({"apiGroups": [group], "resources": [resource], "verbs": verbs})
+        })
+        .collect();
+    assert_eq!(role["rules"], Value::from(expected));
+    assert!(documents.iter().all(|d| d["metadata"]["namespace"] == "elasticdl"), "no right reaches further");
+}
