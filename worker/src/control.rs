@@ -140,14 +140,6 @@ enum NotOpened {
     Refused(String),
 }
 
-impl NotOpened {
-    fn text(self) -> String {
-        match self {
-            Self::NoAnswer(text) | Self::Refused(text) => text,
-        }
-    }
-}
-
 impl Door {
     async fn open(&self) -> Result<(Link, Welcome), NotOpened> {
         let environment = &self.environment;
@@ -205,17 +197,29 @@ impl Door {
     }
 
     /// Opens a stream as soon as there is a master; the text says why one that is there does not want this worker.
-    async fn search(self) -> Result<Link, String> {
+    async fn search(&self) -> Result<(Link, Welcome), String> {
         let mut pause = RETRY_FIRST;
         loop {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(RETRY_MAX);
             match self.open().await {
-                Ok((link, _)) => return Ok(link),
+                Ok(opened) => return Ok(opened),
                 Err(NotOpened::NoAnswer(reason)) => tracing::debug!(reason, "still no master"),
                 Err(NotOpened::Refused(reason)) => return Err(reason),
             }
         }
+    }
+
+    /// Opens the first stream. A cluster may take a moment to know the way to a master that has just started.
+    async fn open_first(&self) -> Result<(Link, Welcome), String> {
+        let why = match self.open().await {
+            Ok(opened) => return Ok(opened),
+            Err(NotOpened::Refused(reason)) => return Err(reason),
+            Err(NotOpened::NoAnswer(reason)) => reason,
+        };
+        tracing::info!(why, "no master yet");
+        let search = tokio::time::timeout(self.environment.master_timeout, self.search());
+        search.await.unwrap_or(Err(why))
     }
 
     /// Keeps what a later master will have to know of this worker.
@@ -234,7 +238,7 @@ impl Stream {
     ) {
         let opened = async {
             let sigterm = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
-            let (link, welcome) = self.door.open().await.map_err(NotOpened::text)?;
+            let (link, welcome) = self.door.open_first().await?;
             Ok((sigterm, link, welcome))
         };
         let heartbeat;
@@ -314,7 +318,7 @@ impl Stream {
         let reason = loop {
             tokio::select! {
                 found = &mut search => match found {
-                    Ok(Ok(link)) => {
+                    Ok(Ok((link, _))) => {
                         tracing::info!("a master is there again");
                         let _ = self.to_trainer.send(FromMaster::Reconnected);
                         return Some(link);

@@ -151,7 +151,7 @@ fn a_master_that_does_not_want_this_worker_ends_its_search_and_one_that_is_silen
     let me = Some(v1::Resume { worker: 7, generation: 4, parameters: Some(5) });
     let door = Door { environment: stage.environment, address: Stage::address(), me };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let refused = runtime.block_on(door.clone().search()).err().unwrap();
+    let refused = runtime.block_on(door.search()).err().unwrap();
     assert!(refused.contains("not wanted any more"), "{refused}");
     // A port on which nobody listens any more.
     let gone = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
