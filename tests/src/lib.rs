@@ -1,6 +1,7 @@
 //! What the cross-crate tests and benchmarks share: jobs as real processes, their data, networks that can be cut, figures;
 //! and whole jobs in one thread.
 
+pub mod cluster;
 mod data;
 mod figures;
 mod job;
