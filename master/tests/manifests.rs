@@ -14,7 +14,7 @@ fn manifest(name: &str) -> PathBuf {
 
 fn dry_run(options: &[&str]) -> (bool, String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_elasticdl"))
-        .args(["train", "--image", "registry.example/elasticdl/quickstart:1", "--job-name", "example"])
+        .args(["train", "--image", "elasticdl/quickstart:1", "--job-name", "example"])
         .args(["--namespace", "elasticdl", "--training-data", "/data", "--dry-run", "-o", "yaml"])
         .args(options)
         .args(["--", "quickstart", "--hidden", "64"])

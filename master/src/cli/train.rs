@@ -172,9 +172,9 @@ Examples:
       elasticdl train --resume mnist
 
   Train in a cluster, and see first what would be made there:
-      elasticdl train --image registry.example/mnist:1 --volume claim_name=data,mount_path=/data \\
+      elasticdl train --image mnist:1 --volume claim_name=data,mount_path=/data \\
           --training-data /data/mnist --num-workers 4 --dry-run -- mnist
-      elasticdl train --image registry.example/mnist:1 --volume claim_name=data,mount_path=/data \\
+      elasticdl train --image mnist:1 --volume claim_name=data,mount_path=/data \\
           --training-data /data/mnist --num-workers 4 -- mnist
 
 Ending:

@@ -270,7 +270,7 @@ pub fn parse_namespace(text: &str) -> Result<String, String> {
 pub fn parse_image(text: &str) -> Result<String, String> {
     let fit = |c: char| c.is_ascii_graphic() && !matches!(c, '"' | '\'' | '\\' | '$' | '`');
     if text.is_empty() || !text.chars().all(fit) || text.starts_with('-') || text.ends_with(['/', ':', '@']) {
-        return Err("it must be an image's name, for example `registry.example/team/model:1`".into());
+        return Err("it must be an image's name, for example `team/model:1`".into());
     }
     Ok(text.into())
 }
