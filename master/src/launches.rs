@@ -1,6 +1,6 @@
 //! Where workers run: as processes of this machine, or as pods of a cluster.
 
-use crate::job::{Exit, LaunchId};
+use crate::job::{Exit, LaunchId, Wait};
 use crate::kube::pods::Pods;
 use crate::local::{Processes, Started};
 
@@ -15,16 +15,19 @@ pub(crate) enum Launches {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Happening {
     Ended(Exit),
+    /// It is being taken away, but its program still runs.
+    Leaves(String),
+    /// It has been asked for, with this priority class.
+    Made(Option<String>),
     Runs,
-    /// It waits for a place to run at; for what, if there is something to say.
-    Waits(Option<String>),
+    Waits(Wait),
 }
 
 impl Launches {
-    /// Starts one. Never fails here: what can't be started ends at once, as [`Exit::NotStarted`].
-    pub(crate) fn start(&mut self, launch: LaunchId) {
+    /// Starts one, at the place `index` of the job's. Never fails here: what can't be started ends at once, as [`Exit::NotStarted`].
+    pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         match self {
-            Self::Pods(pods) => pods.start(launch),
+            Self::Pods(pods) => pods.start(launch, index),
             Self::Processes(processes) => processes.start(launch),
         }
     }

@@ -219,8 +219,10 @@ impl Master {
                 (launch, happening) = self.launches.next() => {
                     self.job.handle(self.now(), match happening {
                         Happening::Ended(exit) => Event::ProcessEnded { launch, exit },
+                        Happening::Leaves(reason) => Event::LaunchLeaves { launch, reason },
+                        Happening::Made(class) => Event::LaunchMade { launch, class },
                         Happening::Runs => Event::LaunchRuns { launch },
-                        Happening::Waits(reason) => Event::LaunchWaits { launch, reason },
+                        Happening::Waits(wait) => Event::LaunchWaits { launch, wait },
                     });
                 }
                 Some(interrupt) = interrupts.recv() => match interrupt {
@@ -289,7 +291,7 @@ impl Master {
                 }
                 Action::End(outcome) => return Some(outcome),
                 Action::Kill { launch } => self.launches.kill(launch),
-                Action::Launch { launch } => self.launches.start(launch),
+                Action::Launch { launch, index } => self.launches.start(launch, index),
                 Action::Refuse { connection, reason } => {
                     warn!(connection = connection.0, reason, "worker refused");
                     if let Some(peer) = self.peers.remove(&connection) {

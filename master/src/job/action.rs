@@ -34,6 +34,9 @@ pub enum Action {
     Launch {
         /// Its name for this job's life.
         launch: LaunchId,
+        /// The lowest place that nobody who stays has. The lower, the less the job can do without it: those below the
+        /// least number of workers are its core.
+        index: u32,
     },
     /// End a stream that is no worker's.
     Refuse {

@@ -88,6 +88,8 @@ impl Job {
                 retired: l.retired,
                 killed: false,
                 away: returns.then_some(away),
+                index: l.index,
+                ..Launch::default()
             };
             job.crew.launches.insert(l.launch, launch);
             match rank {

@@ -35,6 +35,25 @@ pub(super) struct Launch {
     pub(super) killed: bool,
     /// Its worker was known to the master before this one, and is expected to come back.
     pub(super) away: Option<Away>,
+    /// The lowest place that was free: see [`Action::Launch`](super::Action::Launch).
+    pub(super) index: u32,
+    pub(super) room: Room,
+    /// What it waits for, if something is known.
+    pub(super) waits_for: Option<String>,
+    /// Its priority class, where there are such.
+    pub(super) class: Option<String>,
+}
+
+/// Whether a launch has a place to run at.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Room {
+    /// Nothing is known.
+    #[default]
+    Asked,
+    /// It has, or is about to.
+    Has,
+    /// Nowhere is enough left for it.
+    Waits,
 }
 
 /// What is known of a worker that is expected to come back.
@@ -102,12 +121,30 @@ pub(super) enum Stage {
 }
 
 impl Crew {
-    /// Names a new launch.
-    pub(super) fn launch(&mut self) -> LaunchId {
+    /// Names a new launch at a place that nobody has.
+    pub(super) fn launch(&mut self, index: u32) -> LaunchId {
         self.launches_made += 1;
         let id = LaunchId(self.launches_made);
-        self.launches.insert(id, Launch::default());
+        self.launches.insert(id, Launch { index, ..Launch::default() });
         id
+    }
+
+    /// The lowest place that nobody who stays has.
+    pub(super) fn free_index(&self) -> u32 {
+        let mut taken: Vec<u32> = self.launches.values().filter(|l| l.stays()).map(|l| l.index).collect();
+        taken.sort_unstable();
+        taken.dedup();
+        let free = (0..).zip(&taken).find(|&(place, &index)| place != index);
+        free.map_or(taken.len() as u32, |(place, _)| place)
+    }
+
+    /// Launches from place `from` on that have no room yet, lowest place first.
+    pub(super) fn roomless(&self, from: u32) -> Vec<LaunchId> {
+        let lacks = |l: &Launch| l.stays() && l.index >= from && l.worker.is_none() && l.room != Room::Has;
+        let mut roomless: Vec<_> =
+            self.launches.iter().filter(|(_, l)| lacks(l)).map(|(&id, l)| (l.index, id)).collect();
+        roomless.sort_unstable();
+        roomless.into_iter().map(|(_, id)| id).collect()
     }
 
     /// Names a new worker of `launch`.
@@ -196,32 +233,29 @@ impl Crew {
 
     /// How many launches may be made so that `wanted` workers stay and no more than `max` processes run.
     pub(super) fn vacancies(&self, wanted: usize, max: usize) -> usize {
-        let staying = self.launches.values().filter(|l| !l.leaving && !l.retired).count();
+        let staying = self.launches.values().filter(|l| l.stays()).count();
         wanted.saturating_sub(staying).min(max.saturating_sub(self.launches.len()))
     }
 
-    /// The launches that are to go so that `wanted` stay: those that would be missed least first.
+    /// The launches that are to go so that `wanted` stay: those that have become no worker yet, then the others, each
+    /// from the highest place down.
     pub(super) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
         let mut staying: Vec<_> = self
             .launches
             .iter()
-            .filter(|(_, l)| !l.leaving && !l.retired)
-            .map(|(&id, l)| {
-                let worker = l.worker.and_then(|id| self.workers.get(&id));
-                let away = l.away.map(|away| (away.rank, false));
-                let rank = worker.map(|w| (w.rank, w.is_joiner())).or(away);
-                let worth = match rank {
-                    None => (0, 0),
-                    Some((None, false)) => (1, 0),
-                    Some((None, true)) => (2, 0),
-                    Some((Some(rank), _)) => (3, u32::MAX - rank),
-                };
-                (worth, std::cmp::Reverse(id), id)
-            })
+            .filter(|(_, l)| l.stays())
+            .map(|(&id, l)| (l.worker.is_some(), std::cmp::Reverse((l.index, id)), id))
             .collect();
         staying.sort_unstable();
         let surplus = staying.len().saturating_sub(wanted);
         staying.into_iter().take(surplus).map(|(_, _, id)| id).collect()
+    }
+}
+
+impl Launch {
+    /// Whether it keeps its place: nothing is to be started there.
+    pub(super) fn stays(&self) -> bool {
+        !self.leaving && !self.retired
     }
 }
 

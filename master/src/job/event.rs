@@ -44,6 +44,20 @@ pub enum Event {
         /// What it said.
         message: FromWorker,
     },
+    /// A launch is being taken away, but its program still runs: its worker can leave in order. Its end follows.
+    LaunchLeaves {
+        /// The launch.
+        launch: LaunchId,
+        /// By whom or why.
+        reason: String,
+    },
+    /// A launch has been asked for.
+    LaunchMade {
+        /// The launch.
+        launch: LaunchId,
+        /// Its priority class, where there are such.
+        class: Option<String>,
+    },
     /// A launch has a place to run at, and will be heard of soon or never.
     LaunchRuns {
         /// The launch.
@@ -53,8 +67,8 @@ pub enum Event {
     LaunchWaits {
         /// The launch.
         launch: LaunchId,
-        /// For what, if there is something to say.
-        reason: Option<String>,
+        /// For what.
+        wait: Wait,
     },
     /// A launched process ended, or could not be started.
     ProcessEnded {
@@ -70,6 +84,17 @@ pub enum Event {
     },
     /// The user wants the job to stop at the end of a step.
     Stop,
+}
+
+/// What a launch waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// To be given a place; what stands in the way, if there is something to say.
+    Answer(Option<String>),
+    /// Nowhere is enough left for it; what is missing.
+    Room(String),
+    /// It has a place, which is made ready; what stands in the way, if there is something to say.
+    Start(Option<String>),
 }
 
 /// Who a worker was when its stream broke.

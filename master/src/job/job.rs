@@ -48,6 +48,8 @@ pub struct Job {
     pub(super) story: Story,
     /// See [`Job::revision`].
     pub(super) revision: u64,
+    /// Until then launches are taken to find no room.
+    pub(super) tight_until: Option<Time>,
     timers: BTreeSet<(Time, Timer)>,
     actions: VecDeque<Action>,
 }
@@ -109,6 +111,7 @@ impl Job {
             restarts: Restarts::new(spec.max_worker_restarts, 0),
             story: Story::default(),
             revision: 1,
+            tight_until: None,
             timers: BTreeSet::new(),
             actions: VecDeque::new(),
             spec,
@@ -128,8 +131,10 @@ impl Job {
                 self.on_connected(now, connection, launch, address, pid, resume);
             }
             Event::Disconnected { worker } => self.on_disconnected(now, worker),
+            Event::LaunchLeaves { launch, reason } => self.on_launch_leaves(now, launch, &reason),
+            Event::LaunchMade { launch, class } => self.on_launch_made(launch, class),
             Event::LaunchRuns { launch } => self.on_launch_runs(now, launch),
-            Event::LaunchWaits { launch, reason } => self.on_launch_waits(launch, reason),
+            Event::LaunchWaits { launch, wait } => self.on_launch_waits(now, launch, wait),
             Event::Message { worker, message } => self.on_message(now, worker, message),
             Event::ProcessEnded { launch, exit } => self.on_process_ended(now, launch, &exit),
             Event::Scale { num_workers } => self.on_scale(now, num_workers),
@@ -190,7 +195,7 @@ impl Job {
             Some(l) if l.killed => Some("this launch is not wanted any more"),
             Some(_) if resume.is_some() => None,
             Some(l) if l.worker.is_some() => Some("this launch has said hello before"),
-            Some(l) if l.retired => Some("this launch is not wanted any more"),
+            Some(l) if !l.stays() => Some("this launch is not wanted any more"),
             Some(_) => None,
         };
         if let Some(reason) = refusal {
@@ -201,7 +206,7 @@ impl Job {
             return self.on_returned(now, connection, launch, address, pid, resume);
         }
         self.touch();
-        self.timers.retain(|&(_, timer)| timer != Timer::Hello(launch));
+        self.cancel_timer(Timer::Hello(launch));
         let worker = self.crew.admit(now, launch, address, pid);
         self.watch_silence(now);
         self.push(Action::Admit { connection, worker });
@@ -316,23 +321,6 @@ impl Job {
         }
     }
 
-    fn on_launch_waits(&mut self, launch: LaunchId, reason: Option<String>) {
-        if self.crew.launches.get(&launch).is_none_or(|l| l.worker.is_some()) {
-            return;
-        }
-        self.timers.retain(|&(_, t)| t != Timer::Hello(launch));
-        if let Some(reason) = reason {
-            self.say(format!("launch {} waits: {}", launch.0, super::story::clip(&reason)));
-        }
-    }
-
-    fn on_launch_runs(&mut self, now: Time, launch: LaunchId) {
-        let awaited = self.crew.launches.get(&launch).is_some_and(|l| l.worker.is_none() && !l.killed);
-        if awaited && !self.has_timer(Timer::Hello(launch)) && !matches!(self.phase, Phase::Ending(_)) {
-            self.timer(now + HELLO_WAIT, Timer::Hello(launch));
-        }
-    }
-
     fn on_hello_due(&mut self, now: Time, launch: LaunchId) {
         let Some(silent) = self.crew.launches.get_mut(&launch).filter(|l| l.worker.is_none() && !l.killed)
         else {
@@ -363,26 +351,6 @@ impl Job {
                 let error =
                     format!("{what}; this is failure {counted} of workers, and at most {max} are allowed");
                 self.end(now, Outcome::Failed, Some(error));
-            }
-        }
-    }
-
-    /// Starts as many workers as are missing and may be started now.
-    pub(super) fn launch_missing(&mut self, now: Time) {
-        if self.phase != Phase::Running {
-            return;
-        }
-        // Until the data is known to be usable, one worker is enough to look at it.
-        let wanted = if self.dataset.is_some() { self.wanted } else { 1 };
-        let vacancies = self.crew.vacancies(wanted as usize, self.spec.max_workers as usize);
-        for _ in self.restarts.waiting(now)..vacancies {
-            let launch = self.crew.launch();
-            self.timer(now + HELLO_WAIT, Timer::Hello(launch));
-            self.push(Action::Launch { launch });
-            self.touch();
-            match self.fresh.checked_sub(1) {
-                Some(fresh) => self.fresh = fresh,
-                None => self.story.restarts += 1,
             }
         }
     }
@@ -484,6 +452,10 @@ impl Job {
         self.timers.insert((at, timer));
     }
 
+    pub(super) fn cancel_timer(&mut self, timer: Timer) {
+        self.timers.retain(|&(_, t)| t != timer);
+    }
+
     pub(super) fn clear_timers(&mut self) {
         self.timers.clear();
     }
@@ -493,4 +465,4 @@ impl Job {
 pub(super) const ZOMBIE_GRACE: Duration = Duration::from_millis(250);
 /// How long a worker that was let go may take to end.
 pub(super) const RELEASE_WAIT: Duration = Duration::from_secs(10);
-const HELLO_WAIT: Duration = Duration::from_secs(60);
+pub(super) const HELLO_WAIT: Duration = Duration::from_secs(60);

@@ -35,6 +35,7 @@ mod group;
 mod job;
 mod membership;
 mod pace;
+mod places;
 mod queue;
 mod record;
 mod restart;
@@ -54,7 +55,8 @@ mod words;
 
 pub use action::{Action, Membership, Outcome, ToWorker};
 pub use event::{
-    Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases, Resume, Stall,
+    Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases, Resume,
+    Stall, Wait,
 };
 pub use job::Job;
 pub use record::JobRecord;

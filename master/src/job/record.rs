@@ -49,6 +49,7 @@ pub struct JobRecord {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct LaunchRecord {
     pub(super) launch: LaunchId,
+    pub(super) index: u32,
     pub(super) worker: Option<WorkerId>,
     pub(super) joined: Option<Generation>,
     pub(super) holds_state: bool,
@@ -107,6 +108,7 @@ impl Job {
             let given_up = l.worker.is_some() && worker.is_none() && l.away.is_none();
             LaunchRecord {
                 launch,
+                index: l.index,
                 worker: l.worker,
                 joined,
                 holds_state,

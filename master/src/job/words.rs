@@ -377,7 +377,7 @@ impl Job {
         }
     }
 
-    fn on_leaving(&mut self, now: Time, worker: WorkerId) {
+    pub(super) fn on_leaving(&mut self, now: Time, worker: WorkerId) {
         let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| !w.leaving && !w.released) else {
             return;
         };

@@ -64,11 +64,11 @@ impl MasterPods {
 
 fn of_pod(pod: &Pod) -> Option<MasterSight> {
     match judge(pod) {
+        Verdict::Asked | Verdict::Starts => None,
         Verdict::CannotStart(why) => Some(MasterSight::CannotStart(why)),
         Verdict::Ended(end) if end.cause == Cause::Exited(0) => None,
         Verdict::Ended(end) => Some(MasterSight::Ended(end.detail)),
         Verdict::Runs => Some(MasterSight::Runs),
-        Verdict::Starts => None,
         Verdict::WaitsForRoom(why) => Some(MasterSight::Waits(why)),
     }
 }

@@ -29,7 +29,7 @@ use super::client::{Cluster, ClusterError, is_code, is_quota};
 use super::objects::{self, LAUNCH_LABEL};
 use super::verdict::{Cause, End, Verdict, judge, vanished};
 use super::watch::{Change, Selection, Watch, pause};
-use crate::job::{Exit, LaunchId};
+use crate::job::{Exit, LaunchId, Wait};
 use crate::launches::Happening;
 
 /// What workers' pods are made from.
@@ -57,7 +57,7 @@ pub(crate) struct Pods {
 enum Order {
     End,
     Kill(LaunchId),
-    Start(LaunchId),
+    Start(LaunchId, u32),
 }
 
 impl Pods {
@@ -80,9 +80,9 @@ impl Pods {
         Self { orders, happenings, task: tokio::spawn(foreman.run(ordered, watch)) }
     }
 
-    pub(crate) fn start(&self, launch: LaunchId) {
+    pub(crate) fn start(&self, launch: LaunchId, index: u32) {
         // The task ends only with this.
-        let _ = self.orders.send(Order::Start(launch));
+        let _ = self.orders.send(Order::Start(launch, index));
     }
 
     pub(crate) fn kill(&self, launch: LaunchId) {
@@ -165,7 +165,7 @@ impl Foreman {
         loop {
             tokio::select! {
                 order = orders.recv() => match order {
-                    Some(Order::Start(launch)) => self.create(launch),
+                    Some(Order::Start(launch, _index)) => self.create(launch),
                     Some(Order::Kill(launch)) => self.kill(launch, "it is not wanted any more"),
                     Some(Order::End) => break,
                     None => return,
@@ -197,7 +197,7 @@ impl Foreman {
         let unwanted = Arc::clone(&launched.unwanted);
         let owner = anchor.uid.clone().unwrap_or_default();
         self.launches.insert(launch, launched);
-        self.say(launch, Happening::Waits(None));
+        self.say(launch, Happening::Waits(Wait::Answer(None)));
         let (api, happen) = (self.api.clone(), self.happen.clone());
         self.calls.spawn(async move {
             let mut failures = 0;
@@ -217,7 +217,11 @@ impl Foreman {
                     Finality::Final(why) => break Err(why),
                     Finality::Later(why) => {
                         if failures == 0 || why.is_quota {
-                            let _ = happen.send((launch, Happening::Waits(Some(why.text))));
+                            let wait = match why.is_quota {
+                                true => Wait::Room(why.text),
+                                false => Wait::Answer(Some(why.text)),
+                            };
+                            let _ = happen.send((launch, Happening::Waits(wait)));
                         }
                         let pause =
                             pause(failures).max(if why.is_quota { QUOTA_PAUSE } else { Duration::ZERO });
@@ -284,10 +288,10 @@ impl Foreman {
             _ => launched.stuck = None,
         }
         match verdict {
-            Verdict::CannotStart(why) | Verdict::WaitsForRoom(why) => {
-                self.say(launch, Happening::Waits(Some(why)))
-            }
-            Verdict::Starts => self.say(launch, Happening::Waits(None)),
+            Verdict::Asked => self.say(launch, Happening::Waits(Wait::Answer(None))),
+            Verdict::CannotStart(why) => self.say(launch, Happening::Waits(Wait::Start(Some(why)))),
+            Verdict::WaitsForRoom(why) => self.say(launch, Happening::Waits(Wait::Room(why))),
+            Verdict::Starts => self.say(launch, Happening::Waits(Wait::Start(None))),
             Verdict::Runs => self.say(launch, Happening::Runs),
             Verdict::Ended(end) => {
                 let is_deleted = pod.metadata.deletion_timestamp.is_some();

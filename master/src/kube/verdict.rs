@@ -19,12 +19,15 @@
 //! | waiting: `ErrImagePull`, `CreateContainerConfigError`, … | cannot start | after a while, fatal |
 //! | `PodScheduled` false, `Unschedulable` or gated | waits for room | no |
 //! | pending, with a node | starts | no |
+//! | pending, without a word | asked for | no |
 
 use k8s_openapi::api::core::v1::{ContainerState, ContainerStateTerminated, Pod, PodCondition, PodStatus};
 
 /// What one look at a pod says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
+    /// It has been asked for; nobody has looked for a node yet.
+    Asked,
     /// It can't start as things are, on this node or any: what stands in the way, for the user.
     CannotStart(String),
     /// It ended, or is as good as gone.
@@ -94,7 +97,8 @@ pub fn judge(pod: &Pod) -> Verdict {
             Some(ended) => Verdict::Ended(how_it_ended(ended)),
             None => waiting(status).unwrap_or(match status.phase.as_deref() {
                 Some("Running") => Verdict::Runs,
-                _ => Verdict::Starts,
+                _ if has_node(pod, status) => Verdict::Starts,
+                _ => Verdict::Asked,
             }),
         },
     }
@@ -177,6 +181,10 @@ fn container(status: &PodStatus) -> Option<&ContainerState> {
     let mut all = status.container_statuses.iter().flatten();
     let own = all.clone().find(|c| ["master", "worker"].contains(&c.name.as_str()));
     own.or_else(|| all.next())?.state.as_ref()
+}
+
+fn has_node(pod: &Pod, status: &PodStatus) -> bool {
+    pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some()) || container(status).is_some()
 }
 
 fn holds<'a>(status: &'a PodStatus, name: &str) -> Option<&'a PodCondition> {

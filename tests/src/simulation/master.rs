@@ -258,7 +258,7 @@ impl World {
                     self.master.outcome = Some(outcome);
                 }
                 Action::Kill { launch } => self.kill(launch),
-                Action::Launch { launch } => self.launch(launch),
+                Action::Launch { launch, .. } => self.launch(launch),
                 Action::Refuse { connection, reason } => {
                     tell!(self, "master: refuses connection {}: {reason}", connection.0);
                     self.master.peers.remove(&(connection.0 as LinkId));

@@ -5,8 +5,8 @@ use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use super::super::testing::spec;
 use super::super::*;
 use super::directed::{
-    actions, address, ask, at, broken, committed, connect, finished, formed, launch, membership, memberships,
-    say, send, started,
+    actions, address, ask, at, broken, committed, connect, finished, formed, launch_at, membership,
+    memberships, say, send, started,
 };
 
 /// The job of another master that knows of this one what it wrote.
@@ -103,7 +103,7 @@ fn who_does_not_come_back_in_time_is_lost() {
 fn whose_process_has_ended_is_lost_at_once_and_not_counted() {
     let mut job = next_master(&started(in_order(3), &[20]), 1000);
     job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
-    assert_eq!(actions(&mut job), [launch(4)]);
+    assert_eq!(actions(&mut job), [launch_at(4, 1)]);
     come_back(&mut job, 1010, 1, 1);
     come_back(&mut job, 1020, 3, 1);
     let next = membership(2, &[1, 3], true);
@@ -121,7 +121,7 @@ fn newcomers_are_refused_and_replaced_and_names_are_not_used_again() {
     come_back(&mut job, 1010, 3, 0);
     assert!(refused(&actions(&mut job)));
     job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Unknown });
-    assert_eq!(actions(&mut job), [launch(4)]);
+    assert_eq!(actions(&mut job), [launch_at(4, 2)]);
     connect(&mut job, 4);
     assert_eq!(actions(&mut job)[0], Action::Admit { connection: ConnectionId(4), worker: WorkerId(4) });
     assert_eq!(job.restarts.counted(), 0);

@@ -104,8 +104,13 @@ pub(super) fn send(worker: u64, message: ToWorker) -> Action {
     Action::Send { worker: WorkerId(worker), message }
 }
 
+/// One more launch, at its own place.
 pub(super) fn launch(i: u64) -> Action {
-    Action::Launch { launch: LaunchId(i) }
+    launch_at(i, i as u32 - 1)
+}
+
+pub(super) fn launch_at(i: u64, index: u32) -> Action {
+    Action::Launch { launch: LaunchId(i), index }
 }
 
 #[test]
@@ -218,7 +223,7 @@ fn a_dying_process_is_not_killed_before_its_exit_is_known() {
     job.handle_timeout(at(255));
     assert_eq!(actions(&mut job), [Action::Kill { launch: LaunchId(2) }]);
     job.handle(at(260), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
-    assert_eq!(actions(&mut job), [launch(4)]);
+    assert_eq!(actions(&mut job), [launch_at(4, 1)]);
     assert_eq!(job.summary(at(260)).workers.restarts, 1);
 }
 
@@ -301,7 +306,7 @@ fn a_leaver_goes_at_a_boundary_and_stays_if_it_alone_holds_the_state() {
     assert_eq!(memberships(&mut job), [(2, next.clone()), (3, next.clone()), (1, next)]);
     let mut alone = started(JobSpec { num_workers: 1, max_workers: 2, ..spec() }, &[20]);
     say(&mut alone, 1, FromWorker::Leaving);
-    assert_eq!(actions(&mut alone), [launch(2)]);
+    assert_eq!(actions(&mut alone), [launch_at(2, 0)]);
     connect(&mut alone, 2);
     say(&mut alone, 2, FromWorker::Ready { parameters: 10 });
     say(&mut alone, 2, FromWorker::Primed { step: 0 });
@@ -426,18 +431,18 @@ fn a_launch_that_says_nothing_for_a_minute_is_killed_and_counted() {
     job.handle_timeout(at(60_000));
     assert_eq!(actions(&mut job), [launch(1), Action::Kill { launch: LaunchId(1) }]);
     job.handle(at(60_001), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
-    assert_eq!((actions(&mut job), job.restarts.counted()), (vec![launch(2)], 1));
+    assert_eq!((actions(&mut job), job.restarts.counted()), (vec![launch_at(2, 0)], 1));
 }
 
 #[test]
 fn the_second_failures_replacement_waits_250_ms() {
     let mut job = started(spec(), &[20]);
     job.handle(at(10), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
-    assert!(actions(&mut job).contains(&launch(4)));
+    assert!(actions(&mut job).contains(&launch_at(4, 1)));
     job.handle(at(20), Event::ProcessEnded { launch: LaunchId(4), exit: Exit::Signal(11) });
     assert_eq!(actions(&mut job), []);
     job.handle_timeout(at(270));
-    assert_eq!(actions(&mut job), [launch(5)]);
+    assert_eq!(actions(&mut job), [launch_at(5, 1)]);
 }
 
 #[test]
@@ -457,10 +462,8 @@ fn a_model_of_another_size_is_refused() {
 #[test]
 fn a_launch_that_waits_for_a_place_is_not_silent() {
     let mut job = Job::new(spec());
-    assert_eq!(actions(&mut job), [Action::Launch { launch: LaunchId(1) }]);
-    let waits =
-        |reason: Option<&str>| Event::LaunchWaits { launch: LaunchId(1), reason: reason.map(Into::into) };
-    job.handle(at(0), waits(Some("no room")));
+    assert_eq!(actions(&mut job), [launch(1)]);
+    job.handle(at(0), Event::LaunchWaits { launch: LaunchId(1), wait: Wait::Room("no room".into()) });
     assert_eq!(job.status(at(0)).events, ["launch 1 waits: no room"]);
     job.handle_timeout(at(3_600_000));
     assert_eq!(actions(&mut job), []);
@@ -479,7 +482,7 @@ fn what_is_taken_away_is_replaced_and_not_counted() {
     for round in 0..10 {
         let launch = LaunchId(if round == 0 { 1 } else { 3 + round });
         job.handle(at(100), Event::ProcessEnded { launch, exit: Exit::Taken("preempted".into()) });
-        let next = Action::Launch { launch: LaunchId(4 + round) };
+        let next = launch_at(4 + round, 0);
         assert!(actions(&mut job).contains(&next), "round {round}");
     }
     assert_eq!(job.status(at(100)).state, "running");

@@ -7,6 +7,7 @@ mod group;
 mod histories;
 mod leases;
 mod oracles;
+mod places;
 mod process;
 mod reports;
 mod silence;

@@ -53,7 +53,7 @@ impl World {
                         self.die(launch, Exit::Signal(9));
                     }
                 }
-                Action::Launch { launch } => {
+                Action::Launch { launch, .. } => {
                     self.running += 1;
                     assert!(self.running <= self.spec.max_workers as usize, "too many processes");
                     assert_eq!(index(launch), self.processes.len());
@@ -101,7 +101,7 @@ impl World {
             Action::Disconnect { worker } => {
                 self.gone.insert(worker);
             }
-            Action::Launch { launch } => {
+            Action::Launch { launch, .. } => {
                 self.running += 1;
                 assert_eq!(index(launch), self.processes.len());
                 let never = Process { exit: Some(Exit::Unknown), end_seen: true, ..Process::default() };

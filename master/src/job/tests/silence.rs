@@ -49,7 +49,7 @@ fn a_silent_worker_is_taken_out_killed_and_replaced() {
     let record = job.summary(at(1150)).memberships.pop().unwrap();
     assert_eq!((record.cause, record.lost), (Cause::Hung, vec![WorkerId(2)]));
     job.handle(at(1200), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
-    assert!(actions(&mut job).contains(&Action::Launch { launch: LaunchId(4) }));
+    assert!(actions(&mut job).contains(&Action::Launch { launch: LaunchId(4), index: 1 }));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::testing::spec;
 use super::super::*;
-use super::directed::{actions, address, at, committed, finished, formed, launch, say};
+use super::directed::{actions, address, at, committed, finished, formed, launch_at, say};
 
 /// A started job of four workers, launch n is worker n, ring 1, 2, 3, 4; they may be silent for a second.
 fn watched() -> Job {
@@ -85,7 +85,7 @@ fn who_is_cut_off_from_both_neighbours_is_taken_out_when_all_have_waited_for_the
     let record = job.summary(at(1100)).memberships.pop().unwrap();
     assert_eq!((record.cause, record.lost), (Cause::Hung, vec![WorkerId(3)]));
     job.handle(at(1200), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Signal(9) });
-    assert!(actions(&mut job).contains(&launch(5)), "another takes its place");
+    assert!(actions(&mut job).contains(&launch_at(5, 2)), "another takes its place");
 }
 
 #[test]

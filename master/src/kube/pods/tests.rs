@@ -33,7 +33,7 @@ fn exited(code: i32) -> Value {
     container("Failed", json!({"terminated": {"exitCode": code, "reason": "Error"}}))
 }
 
-const WAITS: (LaunchId, Happening) = (ONE, Happening::Waits(None));
+const WAITS: (LaunchId, Happening) = (ONE, Happening::Waits(Wait::Answer(None)));
 
 fn ended(exit: Exit) -> (LaunchId, Happening) {
     (ONE, Happening::Ended(exit))
@@ -47,7 +47,7 @@ async fn next(pods: &mut Pods) -> (LaunchId, Happening) {
 /// A pod that runs.
 async fn started() -> (Arc<Fake>, Pods) {
     let (fake, mut pods) = pods();
-    pods.start(ONE);
+    pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     until(|| fake.state().names() == ["j-w-1"]).await;
     fake.set_status("j-w-1", running());
@@ -74,8 +74,8 @@ async fn a_pod_is_made_runs_and_ends_once() {
     // What comes after the end says nothing.
     fake.set_status("j-w-1", exited(3));
     fake.remove("j-w-1");
-    pods.start(LaunchId(2));
-    assert_eq!(next(&mut pods).await, (LaunchId(2), Happening::Waits(None)));
+    pods.start(LaunchId(2), 0);
+    assert_eq!(next(&mut pods).await, (LaunchId(2), Happening::Waits(Wait::Answer(None))));
     until(|| fake.state().names() == ["j-w-2"]).await;
 }
 
@@ -83,10 +83,10 @@ async fn a_pod_is_made_runs_and_ends_once() {
 async fn a_creation_whose_answer_was_lost_makes_no_second_pod() {
     let (fake, mut pods) = pods();
     fake.state().lost = 1;
-    pods.start(ONE);
+    pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     let (_, lost) = next(&mut pods).await;
-    assert!(matches!(lost, Happening::Waits(Some(_))), "{lost:?}");
+    assert!(matches!(lost, Happening::Waits(Wait::Answer(Some(_)))), "{lost:?}");
     until(|| fake.state().looked_at == 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     fake.set_status("j-w-1", running());
@@ -102,9 +102,9 @@ async fn a_quota_that_is_used_up_is_waited_out() {
     let (fake, mut pods) = pods();
     let message = "pods \"j-w-1\" is forbidden: exceeded quota: q";
     fake.state().refusals.extend([(403, message), (403, message)]);
-    pods.start(ONE);
+    pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
-    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Some(message.into()))));
+    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Wait::Room(message.into()))));
     until(|| fake.state().names() == ["j-w-1"]).await;
 }
 
@@ -112,7 +112,7 @@ async fn a_quota_that_is_used_up_is_waited_out() {
 async fn what_no_waiting_mends_ends_the_launch_with_the_servers_words() {
     let (fake, mut pods) = pods();
     fake.state().refusals.extend([(403, "pods is forbidden: User x cannot create resource pods")]);
-    pods.start(ONE);
+    pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     let why = "pods is forbidden: User x cannot create resource pods";
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
@@ -137,7 +137,7 @@ async fn a_pod_that_came_and_went_between_two_lists_has_ended_too() {
     until(|| fake.state().lists == 1).await;
     fake.state().deaf = true;
     fake.forget();
-    pods.start(ONE);
+    pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     until(|| fake.state().created == 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
@@ -159,7 +159,7 @@ async fn a_killed_launch_has_ended_at_once_and_its_pod_goes() {
 async fn a_launch_that_is_killed_before_its_pod_is_there_leaves_none() {
     let (fake, mut pods) = pods();
     fake.state().refusals.extend([(500, "not now"), (500, "not now")]);
-    pods.start(ONE);
+    pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     pods.kill(ONE);
     loop {
@@ -174,13 +174,13 @@ async fn a_launch_that_is_killed_before_its_pod_is_there_leaves_none() {
 #[tokio::test(start_paused = true)]
 async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
     let (fake, mut pods) = pods();
-    pods.start(ONE);
+    pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     until(|| fake.state().names() == ["j-w-1"]).await;
     let stuck = json!({"waiting": {"reason": "ErrImagePull", "message": "no such image"}});
     fake.set_status("j-w-1", container("Pending", stuck));
     let why = "ErrImagePull: no such image";
-    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Some(why.into()))));
+    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Wait::Start(Some(why.into())))));
     let before = Instant::now();
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     let waited = before.elapsed();
@@ -192,7 +192,7 @@ async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
 async fn of_the_pods_that_have_ended_the_last_16_are_kept() {
     let (fake, mut pods) = pods();
     for launch in 1..=20 {
-        pods.start(LaunchId(launch));
+        pods.start(LaunchId(launch), 0);
         let name = format!("j-w-{launch}");
         until(|| fake.state().names().contains(&name.as_str())).await;
         fake.set_status(&name, exited(1));
@@ -205,7 +205,7 @@ async fn of_the_pods_that_have_ended_the_last_16_are_kept() {
 #[tokio::test(start_paused = true)]
 async fn the_end_deletes_what_runs_and_nothing_else() {
     let (fake, mut pods) = started().await;
-    pods.start(LaunchId(2));
+    pods.start(LaunchId(2), 0);
     until(|| fake.state().names().len() == 2).await;
     fake.set_status("j-w-2", exited(0));
     while next(&mut pods).await != (LaunchId(2), Happening::Ended(Exit::Code(0))) {}

@@ -230,8 +230,10 @@ fn what_waiting_does_not_mend_is_told_from_what_it_does() {
     for reason in ["ContainerCreating", "PodInitializing"] {
         assert_eq!(judge(&pod(waiting(reason, ""))), Verdict::Starts, "{reason}");
     }
-    assert_eq!(judge(&pod(json!({"phase": "Pending"}))), Verdict::Starts);
-    assert_eq!(judge(&Pod::default()), Verdict::Starts);
+    assert_eq!(judge(&pod(json!({"phase": "Pending"}))), Verdict::Asked);
+    let bound = json!({"spec": {"nodeName": "n", "containers": []}, "status": {"phase": "Pending"}});
+    assert_eq!(judge(&serde_json::from_value(bound).unwrap()), Verdict::Starts);
+    assert_eq!(judge(&Pod::default()), Verdict::Asked);
     let running = json!({"phase": "Running", "containerStatuses": [container(json!({"running": {"startedAt": "2024-05-01T10:00:00Z"}}))]});
     assert_eq!(judge(&pod(running)), Verdict::Runs);
 }

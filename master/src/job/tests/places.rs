@@ -1,0 +1,145 @@
+//! Launches that wait for room, and those that are taken away.
+
+use elasticdl_proto::WorkerId;
+
+use super::super::testing::{dataset, spec};
+use super::super::*;
+use super::directed::{actions, at, connect, launch, launch_at, membership, memberships, say, send, started};
+
+/// Launches 2 to `wanted` have just been asked for; the first has a worker.
+fn asked(wanted: u32, min: u32) -> Job {
+    let spec = JobSpec { num_workers: wanted, min_workers: min, max_workers: wanted, ..spec() };
+    let mut job = Job::new(spec);
+    connect(&mut job, 1);
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[1000]))));
+    let asked = actions(&mut job).iter().filter(|a| matches!(a, Action::Launch { .. })).count();
+    assert_eq!(asked as u32, wanted);
+    job
+}
+
+fn no_room(job: &mut Job, ms: u64, launch: u64) {
+    let wait = Wait::Room("0/3 nodes are available".into());
+    job.handle(at(ms), Event::LaunchWaits { launch: LaunchId(launch), wait });
+}
+
+fn has_room(job: &mut Job, ms: u64, launch: u64) {
+    job.handle(at(ms), Event::LaunchWaits { launch: LaunchId(launch), wait: Wait::Start(None) });
+}
+
+fn ended(job: &mut Job, ms: u64, launch: u64) {
+    let exit = Exit::Taken("it is not wanted any more".into());
+    job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(launch), exit });
+}
+
+fn done(job: &mut Job) -> Vec<Action> {
+    let mut actions = actions(job);
+    actions.retain(|a| matches!(a, Action::Launch { .. } | Action::Kill { .. }));
+    actions
+}
+
+fn kill(launch: u64) -> Action {
+    Action::Kill { launch: LaunchId(launch) }
+}
+
+#[test]
+fn a_full_cluster_is_probed_by_two_and_the_rest_is_withdrawn_from_the_highest_place_down() {
+    let mut job = asked(6, 1);
+    has_room(&mut job, 5, 2);
+    (4..=6).rev().for_each(|launch| no_room(&mut job, 10, launch));
+    assert_eq!(done(&mut job), [kill(6)]);
+    no_room(&mut job, 10, 3);
+    assert_eq!(done(&mut job), [kill(5)]);
+    [5, 6].iter().for_each(|&launch| ended(&mut job, 20, launch));
+    assert_eq!((done(&mut job), job.restarts.counted()), (vec![], 0));
+    // Not even when some time has passed: two still wait.
+    job.handle_timeout(at(120_000));
+    assert_eq!(done(&mut job), []);
+}
+
+#[test]
+fn a_job_grows_by_one_with_each_place_that_a_probe_gets() {
+    let mut job = asked(6, 1);
+    has_room(&mut job, 5, 2);
+    (3..=6).for_each(|launch| no_room(&mut job, 10, launch));
+    [5, 6].iter().for_each(|&launch| ended(&mut job, 20, launch));
+    assert_eq!(done(&mut job), [kill(5), kill(6)]);
+    has_room(&mut job, 30, 3);
+    assert_eq!(done(&mut job), [launch_at(7, 4)]);
+    has_room(&mut job, 30, 7);
+    assert_eq!(done(&mut job), [launch_at(8, 5)]);
+    has_room(&mut job, 40, 4);
+    has_room(&mut job, 40, 8);
+    assert_eq!(done(&mut job), []);
+}
+
+#[test]
+fn the_core_is_asked_for_whether_there_is_room_or_not() {
+    let mut job = asked(6, 4);
+    (2..=6).for_each(|launch| no_room(&mut job, 10, launch));
+    assert_eq!(done(&mut job), []);
+    ended(&mut job, 20, 2);
+    assert_eq!(done(&mut job), [launch_at(7, 1)]);
+    ended(&mut job, 20, 6);
+    assert_eq!(done(&mut job), [launch_at(8, 5)]);
+}
+
+#[test]
+fn all_that_is_missing_is_asked_for_at_once_where_nobody_waits() {
+    let mut job = asked(40, 1);
+    (2..=40).for_each(|launch| has_room(&mut job, 10, launch));
+    (1..=30).for_each(|launch| ended(&mut job, 20, launch));
+    assert_eq!(done(&mut job).len(), 30);
+    // A wait that is long over is forgotten.
+    no_room(&mut job, 30, 41);
+    has_room(&mut job, 40, 41);
+    (31..=40).for_each(|launch| ended(&mut job, 50, launch));
+    assert!(done(&mut job).len() < 10);
+    (41..=80).for_each(|launch| has_room(&mut job, 60, launch));
+    job.handle_timeout(at(60_030));
+    let asked = job.crew.launches.values().filter(|l| l.stays()).count();
+    assert_eq!(asked, 40);
+}
+
+#[test]
+fn fewer_workers_cost_those_that_wait_first_and_then_the_highest_places() {
+    let mut job = started(JobSpec { num_workers: 4, max_workers: 5, ..spec() }, &[20]);
+    job.handle(at(1), Event::Scale { num_workers: 5 });
+    no_room(&mut job, 2, 5);
+    actions(&mut job);
+    job.handle(at(3), Event::Scale { num_workers: 4 });
+    assert_eq!(done(&mut job), [kill(5)]);
+    // Worker 2 is replaced at its own place by worker 6: it is not the one to go.
+    job.handle(at(4), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
+    assert_eq!(done(&mut job), [launch_at(6, 1)]);
+    connect(&mut job, 6);
+    job.handle(at(5), Event::Scale { num_workers: 3 });
+    let leaves = job.status(at(5)).workers.iter().find(|w| w.state == "leaving").map(|w| w.worker);
+    assert_eq!(leaves, Some(WorkerId(4)));
+}
+
+#[test]
+fn a_worker_that_is_taken_away_leaves_at_a_boundary_and_its_place_is_filled_at_once() {
+    let mut job = started(JobSpec { max_workers: 4, ..spec() }, &[20]);
+    job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(2), reason: "preempted".into() });
+    let next = membership(2, &[1, 3], false);
+    let done = actions(&mut job);
+    assert!(done.contains(&launch_at(4, 1)), "{done:?}");
+    assert!(done.contains(&send(2, ToWorker::Membership(next.clone()))), "{done:?}");
+    // What it says itself is no news.
+    say(&mut job, 2, FromWorker::Leaving);
+    assert_eq!((actions(&mut job), memberships(&mut job)), (vec![], vec![]));
+    job.handle(at(2), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
+    assert_eq!((actions(&mut job), job.restarts.counted()), (vec![], 0));
+}
+
+#[test]
+fn a_launch_that_is_taken_away_before_its_hello_is_replaced_and_refused() {
+    let mut job = Job::new(spec());
+    assert_eq!(actions(&mut job), [launch(1)]);
+    job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(1), reason: "drained".into() });
+    assert_eq!(actions(&mut job), [launch_at(2, 0)]);
+    connect(&mut job, 1);
+    assert!(matches!(actions(&mut job)[..], [Action::Refuse { .. }]));
+    ended(&mut job, 2, 1);
+    assert_eq!((actions(&mut job), job.restarts.counted()), (vec![], 0));
+}
