@@ -170,7 +170,7 @@ impl Door {
             launch: environment.launch,
             address: self.address.to_string(),
             pid: std::process::id(),
-            resume: self.me,
+            resume: self.me.clone(),
         };
         let (requests, outgoing) = mpsc::unbounded_channel();
         let hello = v1::WorkerMessage { kind: Some(v1::worker_message::Kind::Hello(hello)) };
@@ -185,7 +185,7 @@ impl Door {
             Some(Ok(v1::MasterMessage { kind: Some(v1::master_message::Kind::Welcome(welcome)) })) => {
                 let welcome =
                     decode_welcome(welcome).ok_or_else(|| refused("welcome", &"options are missing"))?;
-                if self.me.is_some_and(|me| me.worker != welcome.worker.0) {
+                if self.me.as_ref().is_some_and(|me| me.worker != welcome.worker.0) {
                     return Err(refused("welcome", &"it is for another worker"));
                 }
                 Ok((Link { requests, incoming, current: false }, welcome))
@@ -245,7 +245,8 @@ impl Stream {
         let (mut sigterm, mut link) = match opened.await {
             Ok((sigterm, link, welcome)) => {
                 heartbeat = welcome.heartbeat.unwrap_or(HEARTBEAT_NEVER);
-                self.door.me = Some(v1::Resume { worker: welcome.worker.0, generation: 0, parameters: None });
+                self.door.me =
+                    Some(v1::Resume { worker: welcome.worker.0, membership: None, parameters: None });
                 let _ = tell_welcome.send(Ok(welcome));
                 (sigterm, link)
             }
@@ -357,21 +358,26 @@ impl Stream {
     }
 
     fn handle(&mut self, message: v1::MasterMessage) {
+        let membership = match &message.kind {
+            Some(v1::master_message::Kind::Membership(membership)) => Some(membership.clone()),
+            _ => None,
+        };
         let Some(message) = decode(message) else {
             tracing::warn!("the master sent a message that can't be read; it is ignored");
             return;
         };
+        if let (Some(membership), Some(me)) = (membership, &mut self.door.me)
+            && me.membership.as_ref().is_none_or(|m| m.generation < membership.generation)
+        {
+            me.membership = Some(membership);
+        }
         // What can't wait for the trainer's next look into its inbox: a lost member, the end.
         let abort_before = match &message {
             FromMaster::Membership(m, _) if m.abort => Some(m.generation.0),
             FromMaster::Shutdown(_) => Some(u64::MAX),
             _ => None,
         };
-        match (&message, &mut self.door.me) {
-            (FromMaster::Membership(m, _), Some(me)) => me.generation = me.generation.max(m.generation.0),
-            (FromMaster::Shutdown(_), _) => self.over = true,
-            _ => {}
-        }
+        self.over |= matches!(message, FromMaster::Shutdown(_));
         let _ = self.to_trainer.send(message);
         if let (Some(generation), Some(fence)) = (abort_before, self.fence.get()) {
             fence.abort_before(generation);

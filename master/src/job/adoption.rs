@@ -5,10 +5,14 @@
 //! in time is lost, and there is a new generation as after any loss.
 //!
 //! ```text
-//!  record ──restore──► members away ──Connected{resume}──► back ──Holding──► told what it holds ─┐
-//!                          └─ time is up, process ended ──► lost                                 ├─► leases again
-//!                              lowest rank: Formed (its ledger), Committed up to their steps ────┘
+//!  record ──restore──► launches away ──Connected{resume}──► back ──Holding──► told what it holds ─┐
+//!                          └─ time is up, process ended ──► lost                                  ├─► leases again
+//!                              lowest rank: Formed (its ledger), Committed up to their steps ─────┘
 //! ```
+//!
+//! **The record may be older than the group**, where keeping it takes time. Then the group knows better: each worker says
+//! which membership it has heard of, and the newest of these counts, as long as this master has not published one of its
+//! own. Whoever belongs to it is told, and whoever does not is let go.
 //!
 //! **What may be leased** is what is neither in the ledger nor held by a member. The ledger is the lowest rank's word, at
 //! step `f`; what each member holds is its own word, at its step `s`; they come at different times. Once `f ≥ s` for
@@ -25,13 +29,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::{RecordRange, WorkerId};
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
-use super::action::{Action, ToWorker};
-use super::crew::{Away, Crew, Fate, Launch};
+use super::action::{Action, Membership, ToWorker};
+use super::crew::{Away, Crew, Launch};
 use super::event::{ConnectionId, LaunchId, Resume};
 use super::group::Group;
-use super::job::{Job, Phase, RELEASE_WAIT, Timer};
+use super::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT, Timer};
 use super::queue::Records;
 use super::record::{EndingRecord, JobRecord};
 use super::restart::Restarts;
@@ -48,6 +52,8 @@ pub(super) struct Adoption {
     pub(super) mute: BTreeSet<WorkerId>,
     /// The others' steps.
     pub(super) steps: BTreeMap<WorkerId, u64>,
+    /// This master has published a generation: no older one is of interest.
+    pub(super) has_published: bool,
 }
 
 impl Job {
@@ -61,15 +67,13 @@ impl Job {
         let mut job = Self::new_silent(record.spec);
         job.wanted = record.wanted;
         job.fresh = record.fresh;
+        job.launches_reserved = record.launches_reserved;
+        job.generations_reserved = record.generations_reserved;
         job.parameters = record.parameters;
         job.step = record.step;
         job.restarts = Restarts::new(job.spec.max_worker_restarts, record.failures);
         job.story = Story::restore(record.story);
-        job.crew = Crew {
-            launches_made: record.launches_made,
-            workers_made: record.workers_made,
-            ..Crew::default()
-        };
+        job.crew = Crew { launches_made: record.launches_made, ..Crew::default() };
         if let Some(dataset) = record.dataset {
             job.records = Some(Records::new(Shards::cut(&dataset, &job.spec)?, job.spec.epochs));
             job.dataset = Some(dataset);
@@ -77,34 +81,33 @@ impl Job {
         let members = record.membership.as_ref().map_or(&[][..], |m| &m.members);
         let members: Vec<WorkerId> = members.iter().map(|(id, _)| *id).collect();
         for l in record.launches {
-            let rank = (0..).zip(&members).find(|(_, id)| Some(**id) == l.worker).map(|(rank, _)| rank);
-            // One that was on its way to be a member has not cost much: another takes its place.
-            let returns = !l.gone && (rank.is_some() || (l.leaving && l.joined.is_some()));
+            let rank = (0..).zip(&members).find(|(_, id)| id.0 == l.launch.0).map(|(rank, _)| rank);
+            let may_return = !l.gone && (l.worker.is_some() || l.found);
             let away = Away { rank, joined: l.joined, holds_state: l.holds_state };
             let launch = Launch {
                 worker: l.worker,
-                fate: Fate::Open,
-                leaving: l.leaving || !(returns || l.retired),
+                leaving: l.leaving || l.gone,
                 retired: l.retired,
-                killed: false,
-                away: returns.then_some(away),
+                away: may_return.then_some(away),
                 index: l.index,
                 ..Launch::default()
             };
             job.crew.launches.insert(l.launch, launch);
-            match rank {
-                _ if !returns => job.kill(l.launch),
-                None => job.timer(now + RELEASE_WAIT, Timer::Kill(l.launch)),
+            match l.worker {
+                _ if l.gone => job.kill(l.launch),
+                None => job.timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
+                Some(_) if l.leaving => job.timer(now + RELEASE_WAIT, Timer::Kill(l.launch)),
                 Some(_) => {}
             }
         }
         job.group = Group {
-            generation: record.generation,
+            generation: record.membership.as_ref().map_or(Generation::default(), |m| m.generation),
+            passed: record.generation,
             published: record.membership,
             before: record.before,
             ..Group::default()
         };
-        let is_away = |id: &WorkerId| job.crew.members_away().any(|(_, away)| away == *id);
+        let is_away = |id: &WorkerId| job.crew.members_away().any(|away| away == *id);
         job.group.lost = members.iter().filter(|id| !is_away(id)).copied().collect();
         job.group.members = members;
         job.touch();
@@ -137,11 +140,13 @@ impl Job {
     fn await_members(&mut self, now: Time, was_formed: bool) {
         let (away, generation) = (self.crew.members_away().count(), self.group.generation);
         if self.group.members.is_empty() {
-            self.say("another master goes on with the job; there was no group yet".into());
+            self.say("another master goes on with the job; it knows of no group".into());
         } else {
             self.say(format!(
                 "another master goes on with the job; generation {generation} has {away} members left"
             ));
+        }
+        if !self.group.members.is_empty() || self.crew.away().next().is_some() {
             self.adoption = Some(Adoption { was_formed, ..Adoption::default() });
             self.timer(now + self.return_wait(), Timer::Return);
         }
@@ -158,7 +163,7 @@ impl Job {
 
     /// Whether the group can't be judged yet, because members may be on their way.
     pub(super) fn awaits_members(&self) -> bool {
-        self.adoption.is_some() && self.crew.members_away().next().is_some()
+        self.adoption.is_some() && self.crew.away().next().is_some()
     }
 
     /// A worker is back whose stream was open to the master before this one.
@@ -171,45 +176,128 @@ impl Job {
         pid: u32,
         resume: Resume,
     ) {
-        if resume.generation > self.group.generation {
-            // The record is older than the group. It will form anew; its generation must be newer than all that there were.
-            self.group.generation = resume.generation;
-            self.touch();
-            let reason = "this master's record of the job is older than this worker's group";
-            return self.push(Action::Refuse { connection, reason: reason.into() });
-        }
-        let unlike = self.parameters.is_some() && resume.parameters != self.parameters;
-        let known = self.crew.launches.get(&launch).is_some_and(|l| l.worker == Some(resume.worker));
-        let worker = match known && !unlike {
-            true => self.crew.readmit(now, launch, address, pid),
-            false => None,
-        };
-        let Some(worker) = worker else {
+        let known = self.crew.launches.get(&launch).is_some_and(|l| l.away.is_some());
+        let generation = resume.generation();
+        if !known || resume.worker.0 != launch.0 {
+            self.pass_over(generation);
             let reason = "this master has given this worker up, or never knew it";
             return self.push(Action::Refuse { connection, reason: reason.into() });
-        };
+        }
+        if let Some(newer) = resume.membership.as_ref().filter(|m| m.generation > self.group.generation)
+            && !self.learn(now, newer)
+        {
+            self.pass_over(generation);
+            return self.dismiss(now, connection, launch, "this master has gone on with another group");
+        }
+        if self.parameters.is_some() && resume.parameters != self.parameters {
+            return self.dismiss(now, connection, launch, "its model is not that of the others");
+        }
+        if resume.membership.is_none() && self.crew.launches[&launch].away.is_none_or(|a| a.rank.is_none()) {
+            // It has not cost much yet.
+            return self.dismiss(now, connection, launch, "it was no member yet; another takes its place");
+        }
+        let Some(worker) = self.crew.readmit(now, launch, address, pid) else { return };
+        self.parameters = self.parameters.or(resume.parameters);
         self.touch();
         self.count_eligible();
         self.watch_silence(now);
         self.push(Action::Admit { connection, worker });
-        let published = self.group.published.clone().filter(|m| m.generation > resume.generation);
+        let published = self.group.published.clone().filter(|m| m.generation > generation);
         if let Some(membership) = published {
             self.send(worker, ToWorker::Membership(membership));
         }
-        if self.crew.workers[&worker].rank.is_none() {
+        let w = self.crew.workers.get_mut(&worker).expect("it was just admitted");
+        if w.rank.is_some() {
+            w.joined.get_or_insert(self.group.generation);
+            if self.phase == Phase::Stopping {
+                self.send(worker, ToWorker::Drain);
+            }
+            if let Some(adoption) = &mut self.adoption {
+                adoption.mute.insert(worker);
+            }
+        } else {
             // It was let go: it ends at the switch.
-            return;
+            self.excuse(now, launch);
         }
-        if self.phase == Phase::Stopping {
-            self.send(worker, ToWorker::Drain);
+        self.stop_awaiting(now);
+    }
+
+    /// No generation is used twice.
+    fn pass_over(&mut self, generation: Generation) {
+        if generation > self.group.passed {
+            self.group.passed = generation;
+            self.touch();
         }
-        if let Some(adoption) = &mut self.adoption {
-            adoption.mute.insert(worker);
+    }
+
+    /// Takes `theirs`, which a worker has heard of from the master before this one, for the newest membership; whether
+    /// it may.
+    fn learn(&mut self, now: Time, theirs: &Membership) -> bool {
+        let Some(adoption) = self.adoption.as_mut().filter(|a| !a.has_published) else {
+            return false;
+        };
+        if self.dataset.is_none() {
+            return false;
         }
-        if !self.awaits_members() {
+        // The record has nothing to be completed by what it costs.
+        adoption.was_formed = true;
+        let members: Vec<WorkerId> = theirs.members.iter().map(|(id, _)| *id).collect();
+        let before = std::mem::take(&mut self.group.members);
+        let rank_of = |id: u64| (0..).zip(&members).find(|(_, m)| m.0 == id).map(|(rank, _)| rank);
+        for (&launch, l) in &mut self.crew.launches {
+            if let Some(away) = &mut l.away {
+                away.rank = rank_of(launch.0);
+            }
+        }
+        let mut excluded = Vec::new();
+        for (&id, w) in &mut self.crew.workers {
+            let rank = rank_of(id.0);
+            if w.rank.is_some() && rank.is_none() {
+                excluded.push(id);
+            }
+            w.rank = rank;
+        }
+        let may_live =
+            |id: &WorkerId| self.crew.workers.contains_key(id) || self.crew.members_away().any(|m| m == *id);
+        let lost = members.iter().filter(|id| !may_live(id)).copied().collect();
+        self.crew.launches_made =
+            self.crew.launches_made.max(members.iter().map(|id| id.0).max().unwrap_or_default());
+        self.group = Group {
+            generation: theirs.generation,
+            passed: self.group.passed,
+            before: (!theirs.abort && !before.is_empty()).then_some(before),
+            members,
+            published: Some(theirs.clone()),
+            lost,
+            ..Group::default()
+        };
+        self.touch();
+        self.count_eligible();
+        self.say(format!("generation {} has been published by the master before", theirs.generation));
+        for id in self.crew.workers.keys().copied().collect::<Vec<_>>() {
+            self.send(id, ToWorker::Membership(theirs.clone()));
+        }
+        for id in excluded {
+            self.let_go(now, id);
+        }
+        true
+    }
+
+    /// Refuses a worker that came back, for good: another takes its place.
+    fn dismiss(&mut self, now: Time, connection: ConnectionId, launch: LaunchId, reason: &str) {
+        self.push(Action::Refuse { connection, reason: reason.into() });
+        self.miss(launch);
+        self.excuse(now, launch);
+        self.launch_missing(now);
+        self.stop_awaiting(now);
+    }
+
+    /// One less is awaited.
+    pub(super) fn stop_awaiting(&mut self, now: Time) {
+        if self.adoption.is_some() && !self.awaits_members() && !self.group.members.is_empty() {
             self.say(format!("generation {}: all members that are left are back", self.group.generation));
-            self.settle(now);
         }
+        self.settle(now);
     }
 
     /// A worker that is back says what it holds.
@@ -235,7 +323,8 @@ impl Job {
         };
         let member = l.away.take().is_some_and(|away| away.rank.is_some());
         let in_order = l.leaving || l.retired;
-        if let Some(worker) = l.worker.filter(|_| member) {
+        if member {
+            let worker = WorkerId(launch.0);
             if in_order { &mut self.group.left } else { &mut self.group.lost }.push(worker);
             self.touch();
         }
@@ -243,11 +332,17 @@ impl Job {
 
     /// Whoever is not back by now is lost.
     pub(super) fn on_return_due(&mut self, now: Time) {
-        let away: Vec<(LaunchId, WorkerId)> = self.crew.members_away().collect();
-        for (launch, worker) in away {
-            self.say(format!("worker {worker} has not come back and is taken out"));
+        for launch in self.crew.away().collect::<Vec<_>>() {
+            let l = &self.crew.launches[&launch];
+            let is_member = l.away.is_some_and(|away| away.rank.is_some());
+            if l.worker.is_none() && !is_member {
+                // It may never have said hello.
+                self.miss(launch);
+                continue;
+            }
+            self.say(format!("worker {} has not come back and is taken out", launch.0));
             self.miss(launch);
-            self.group.hung = true;
+            self.group.hung |= is_member;
             self.kill(launch);
         }
         self.settle(now);
@@ -275,7 +370,7 @@ impl Job {
 /// What [`Job::restore`] relies on.
 fn check(record: &JobRecord) -> Result<(), String> {
     record.spec.check().map_err(|error| error.to_string())?;
-    let JobRecord { spec, launches, launches_made, workers_made, .. } = record;
+    let JobRecord { spec, launches, launches_made, .. } = record;
     if !(spec.min_workers..=spec.max_workers).contains(&record.wanted) {
         return Err(format!("{} workers are wanted", record.wanted));
     }
@@ -295,7 +390,7 @@ fn check(record: &JobRecord) -> Result<(), String> {
     if names.len() != launches.len() || names.last().is_some_and(|l| l.0 > *launches_made) {
         return Err("its launches are not those that were made".into());
     }
-    if workers.max().is_some_and(|w| w.0 > *workers_made) {
+    if workers.max().is_some_and(|w| w.0 > *launches_made) {
         return Err("its workers are not those that were made".into());
     }
     Ok(())

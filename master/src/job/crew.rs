@@ -19,7 +19,6 @@ pub(super) struct Crew {
     pub(super) launches: BTreeMap<LaunchId, Launch>,
     pub(super) workers: BTreeMap<WorkerId, Worker>,
     pub(super) launches_made: u64,
-    pub(super) workers_made: u64,
 }
 
 /// A process that was started and is not known to have ended.
@@ -33,7 +32,7 @@ pub(super) struct Launch {
     /// It goes because fewer workers are wanted; nothing takes its place.
     pub(super) retired: bool,
     pub(super) killed: bool,
-    /// Its worker was known to the master before this one, and is expected to come back.
+    /// It may have become a worker of the master before this one, which may come back.
     pub(super) away: Option<Away>,
     /// The lowest place that was free: see [`Action::Launch`](super::Action::Launch).
     pub(super) index: u32,
@@ -56,8 +55,8 @@ pub(super) enum Room {
     Waits,
 }
 
-/// What is known of a worker that is expected to come back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What is known of a worker that may come back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Away {
     /// As [`Worker::rank`].
     pub(super) rank: Option<u32>,
@@ -147,10 +146,10 @@ impl Crew {
         roomless.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// Names a new worker of `launch`.
+    /// `launch` has become a worker. A launch becomes one at most, so its number is the worker's: no name is used twice,
+    /// by whichever master.
     pub(super) fn admit(&mut self, now: Time, launch: LaunchId, address: SocketAddr, pid: u32) -> WorkerId {
-        self.workers_made += 1;
-        let id = WorkerId(self.workers_made);
+        let id = WorkerId(launch.0);
         let worker = Worker {
             launch,
             address,
@@ -169,6 +168,7 @@ impl Crew {
         self.workers.insert(id, worker);
         if let Some(launch) = self.launches.get_mut(&launch) {
             launch.worker = Some(id);
+            launch.away = None;
         }
         id
     }
@@ -182,7 +182,9 @@ impl Crew {
         pid: u32,
     ) -> Option<WorkerId> {
         let l = self.launches.get_mut(&launch)?;
-        let (id, Away { rank, joined, holds_state }) = l.worker.zip(l.away.take())?;
+        let Away { rank, joined, holds_state } = l.away.take()?;
+        let id = WorkerId(launch.0);
+        l.worker = Some(id);
         let worker = Worker {
             launch,
             address,
@@ -204,9 +206,14 @@ impl Crew {
     }
 
     /// Members of the newest generation that are expected to come back.
-    pub(super) fn members_away(&self) -> impl Iterator<Item = (LaunchId, WorkerId)> + '_ {
+    pub(super) fn members_away(&self) -> impl Iterator<Item = WorkerId> + '_ {
         let member = |l: &Launch| l.away.is_some_and(|a| a.rank.is_some());
-        self.launches.iter().filter(move |(_, l)| member(l)).filter_map(|(&id, l)| Some((id, l.worker?)))
+        self.launches.iter().filter(move |(_, l)| member(l)).map(|(&id, _)| WorkerId(id.0))
+    }
+
+    /// Launches whose workers may come back.
+    pub(super) fn away(&self) -> impl Iterator<Item = LaunchId> + '_ {
+        self.launches.iter().filter(|(_, l)| l.away.is_some()).map(|(&id, _)| id)
     }
 
     /// `worker` gave a sign of life.

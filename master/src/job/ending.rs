@@ -21,7 +21,7 @@ impl Job {
             return;
         }
         self.phase = Phase::Stopping;
-        self.touch();
+        self.touch_first();
         self.say("the job is told to stop: the group finishes its step".into());
         self.timer(now + STOP_WAIT, Timer::Stop);
         // Who is away is told when it is back.
@@ -97,7 +97,7 @@ impl Job {
         self.say(line);
         self.story.error = error;
         self.phase = Phase::Ending(outcome);
-        self.touch();
+        self.touch_first();
         self.clear_timers();
         for worker in self.crew.workers.keys().copied().collect::<Vec<_>>() {
             self.send(worker, ToWorker::Shutdown(format!("the job is {state}")));
@@ -119,7 +119,7 @@ impl Job {
     pub(super) fn end_stopped(&mut self) {
         self.phase = Phase::Ending(Outcome::Stopped);
         self.say_recovered();
-        self.touch();
+        self.touch_first();
         self.say(format!("the job is {} at step {}", name(Outcome::Stopped), self.step));
         self.end_now();
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use serde::{Deserialize, Serialize};
 
+use super::action::Membership;
 use super::spec::Dataset;
 
 /// One opened stream, before and after it is a worker's. Given out by the shell.
@@ -98,12 +99,12 @@ pub enum Wait {
 }
 
 /// Who a worker was when its stream broke.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resume {
     /// The name that it was given.
     pub worker: WorkerId,
-    /// The newest generation that it has heard of; 0 for none.
-    pub generation: Generation,
+    /// The newest that it has heard of, from whichever master; `None` before its first.
+    pub membership: Option<Membership>,
     /// Number of f32 parameters of its model; `None` while it is being built.
     pub parameters: Option<u64>,
 }
@@ -200,6 +201,14 @@ pub enum FromWorker {
         /// Where the time went.
         phases: Phases,
     },
+}
+
+impl Resume {
+    /// The newest generation that the worker has heard of; 0 for none.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.membership.as_ref().map_or(Generation::default(), |m| m.generation)
+    }
 }
 
 /// An operation of the group in which no byte moves.

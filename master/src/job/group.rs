@@ -15,6 +15,8 @@ use super::time::Time;
 pub(super) struct Group {
     /// 0 before the first.
     pub(super) generation: Generation,
+    /// Generations up to this one are not to be published, though this job's master may not have done it.
+    pub(super) passed: Generation,
     /// In ring order, whether they live or not.
     pub(super) members: Vec<WorkerId>,
     /// The ring of the generation before, in which members may still be: the switch waits for a step's end, and the

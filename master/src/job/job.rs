@@ -48,6 +48,11 @@ pub struct Job {
     pub(super) story: Story,
     /// See [`Job::revision`].
     pub(super) revision: u64,
+    /// See [`Job::reserve`].
+    pub(super) launches_reserved: u64,
+    pub(super) generations_reserved: Generation,
+    /// See [`Job::barrier`].
+    pub(super) barrier: u64,
     /// Until then launches are taken to find no room.
     pub(super) tight_until: Option<Time>,
     timers: BTreeSet<(Time, Timer)>,
@@ -111,6 +116,9 @@ impl Job {
             restarts: Restarts::new(spec.max_worker_restarts, 0),
             story: Story::default(),
             revision: 1,
+            launches_reserved: 0,
+            generations_reserved: Generation::default(),
+            barrier: 1,
             tight_until: None,
             timers: BTreeSet::new(),
             actions: VecDeque::new(),
@@ -207,6 +215,7 @@ impl Job {
         }
         self.touch();
         self.cancel_timer(Timer::Hello(launch));
+        let was_awaited = self.crew.launches.get(&launch).is_some_and(|l| l.away.is_some());
         let worker = self.crew.admit(now, launch, address, pid);
         self.watch_silence(now);
         self.push(Action::Admit { connection, worker });
@@ -216,6 +225,9 @@ impl Job {
             return;
         }
         self.welcome(worker);
+        if was_awaited {
+            self.stop_awaiting(now);
+        }
     }
 
     /// Asks a new worker for what it is needed for first.

@@ -58,7 +58,7 @@ impl Job {
         let (survivors, joined): (Vec<WorkerId>, Vec<WorkerId>) =
             self.group.members.iter().partition(|id| before.contains(id));
         self.group.before = (!abort && !before.is_empty()).then_some(before);
-        let generation = self.group.generation.next();
+        let generation = self.group.generation.max(self.group.passed).next();
         let (lost, mut left) = (std::mem::take(&mut self.group.lost), std::mem::take(&mut self.group.left));
         let excluded: Vec<WorkerId> = self.excluded();
         left.extend(&excluded);
@@ -75,6 +75,7 @@ impl Job {
         self.group.formed = false;
         if let Some(adoption) = &mut self.adoption {
             adoption.was_formed = false;
+            adoption.has_published = true;
         }
         self.group.finished.clear();
         self.group.broken = None;
@@ -128,7 +129,7 @@ impl Job {
     }
 
     /// A membership without this worker is published: it ends by itself at the switch.
-    fn let_go(&mut self, now: Time, worker: WorkerId) {
+    pub(super) fn let_go(&mut self, now: Time, worker: WorkerId) {
         if let Some(w) = self.crew.workers.get_mut(&worker) {
             w.released = true;
             let launch = w.launch;
@@ -173,6 +174,7 @@ impl Job {
         let membership = Membership { generation: self.group.generation, members, abort };
         self.group.published = Some(membership.clone());
         self.touch();
+        self.reserve();
         for id in self.group.members.clone() {
             self.send(id, ToWorker::Membership(membership.clone()));
         }

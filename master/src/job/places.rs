@@ -31,6 +31,7 @@ impl Job {
             self.timer(now + HELLO_WAIT, Timer::Hello(launch));
             self.push(Action::Launch { launch, index });
             self.touch();
+            self.reserve();
             match self.fresh.checked_sub(1) {
                 Some(fresh) => self.fresh = fresh,
                 None => self.story.restarts += 1,
@@ -62,6 +63,8 @@ impl Job {
         let Some(l) = self.crew.launches.get_mut(&launch).filter(|l| l.worker.is_none()) else {
             return;
         };
+        // It can't have become a worker.
+        let was_awaited = l.away.take().is_some();
         let (room, reason) = match wait {
             Wait::Answer(reason) => (Room::Asked, reason),
             Wait::Room(reason) => (Room::Waits, Some(reason)),
@@ -82,6 +85,9 @@ impl Job {
                 self.timer(until, Timer::Relaunch);
                 self.withdraw_probes();
             }
+        }
+        if was_awaited {
+            self.stop_awaiting(now);
         }
     }
 

@@ -5,7 +5,14 @@
 //!
 //! **Invariant:** whatever an action tells somebody is in the record that [`Job::record`] gave before that action was
 //! done. So a master that knows the record knows of every generation, worker and launch that anybody has heard of.
+//!
+//! Where keeping a record takes longer than the group should wait, an older one will do: launches are seen by who looks for
+//! them ([`JobRecord::find`]), and memberships are known to their members. Only what nobody else knows, what
+//! [`Job::barrier`] is for, has to be kept before anything more is done.
+//!
 //! **Invariant:** a record's length depends on the number of workers, not on the length of the job.
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
@@ -27,10 +34,13 @@ pub struct JobRecord {
     pub(super) fresh: u32,
     pub(super) failures: u32,
     pub(super) launches_made: u64,
-    pub(super) workers_made: u64,
+    /// No launch after this one has been made, even where the record is old.
+    pub(super) launches_reserved: u64,
     pub(super) launches: Vec<LaunchRecord>,
     /// No generation after this one has been published.
     pub(super) generation: Generation,
+    /// Nor after this one, even where the record is old.
+    pub(super) generations_reserved: Generation,
     /// The newest membership; `None` before the first.
     pub(super) membership: Option<Membership>,
     /// The ring of the generation before, in which members may still be.
@@ -57,6 +67,9 @@ pub(super) struct LaunchRecord {
     pub(super) retired: bool,
     /// It was given up: whatever it says, it is not wanted any more.
     pub(super) gone: bool,
+    /// It is there, and may have become a worker since the record was made.
+    #[serde(skip)]
+    pub(super) found: bool,
 }
 
 /// How a job is about to end.
@@ -81,6 +94,32 @@ impl JobRecord {
         self.step
     }
 
+    /// Takes in which launches are there, with their places, where the record may be older than the last of them. Those
+    /// that are given back belong to it no more: they are to be ended.
+    #[must_use]
+    pub fn find(&mut self, there: &BTreeMap<LaunchId, u32>) -> Vec<LaunchId> {
+        for l in self.launches.iter_mut().filter(|l| there.contains_key(&l.launch)) {
+            l.found = true;
+        }
+        let known: BTreeSet<LaunchId> = self.launches.iter().map(|l| l.launch).collect();
+        let unknown = there.iter().filter(|(launch, _)| !known.contains(launch));
+        let (newer, strays): (Vec<_>, Vec<_>) =
+            unknown.partition(|(launch, _)| launch.0 > self.launches_made);
+        for (&launch, &index) in newer {
+            let (joined, found) = (None, true);
+            let (holds_state, leaving, retired, gone) = (false, false, false, false);
+            let worker = None;
+            let made =
+                LaunchRecord { launch, index, worker, joined, holds_state, leaving, retired, gone, found };
+            self.launches.push(made);
+        }
+        let strays = strays.into_iter().map(|(&launch, _)| launch).collect();
+        // Names that the master before may have used since.
+        self.launches_made = self.launches_made.max(self.launches_reserved);
+        self.generation = self.generation.max(self.generations_reserved);
+        strays
+    }
+
     /// Processes that may still run.
     pub fn launches(&self) -> impl Iterator<Item = LaunchId> + '_ {
         self.launches.iter().map(|l| l.launch)
@@ -93,6 +132,13 @@ impl Job {
     #[must_use]
     pub fn revision(&self) -> u64 {
         self.revision
+    }
+
+    /// The [revision](Self::revision) that must be kept before any further action is done: what there is to train, and
+    /// that it is done, nobody else could tell.
+    #[must_use]
+    pub fn barrier(&self) -> u64 {
+        self.barrier
     }
 
     /// What another master needs in order to go on where this one is.
@@ -115,6 +161,7 @@ impl Job {
                 leaving: l.leaving,
                 retired: l.retired,
                 gone: l.killed || given_up,
+                found: false,
             }
         });
         let ending = match self.phase {
@@ -134,9 +181,10 @@ impl Job {
             fresh: self.fresh,
             failures: self.restarts.counted(),
             launches_made: self.crew.launches_made,
-            workers_made: self.crew.workers_made,
+            launches_reserved: self.launches_reserved,
             launches: launches.collect(),
-            generation: self.group.generation,
+            generation: self.group.generation.max(self.group.passed),
+            generations_reserved: self.generations_reserved,
             membership: self.group.published.clone(),
             before: self.group.before.clone(),
             formed: self.group.formed || self.adoption.as_ref().is_some_and(|a| a.was_formed),
@@ -147,8 +195,30 @@ impl Job {
         }
     }
 
+    /// Sees to it that whoever knows this record, or an older one, uses no name again: they are kept a stretch ahead.
+    pub(super) fn reserve(&mut self) {
+        let (launch, generation) = (self.crew.launches_made, self.group.generation);
+        if launch > self.launches_reserved {
+            self.launches_reserved = launch + STRETCH;
+            self.touch_first();
+        }
+        if generation > self.generations_reserved {
+            self.generations_reserved = Generation(generation.0 + STRETCH);
+            self.touch_first();
+        }
+    }
+
+    /// Something has changed that must outlive this master, and that it alone knows.
+    pub(super) fn touch_first(&mut self) {
+        self.touch();
+        self.barrier = self.revision;
+    }
+
     /// Something has changed that must outlive this master.
     pub(super) fn touch(&mut self) {
         self.revision += 1;
     }
 }
+
+/// Names that may be used before a record has to be kept.
+const STRETCH: u64 = 16;

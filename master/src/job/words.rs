@@ -74,7 +74,7 @@ impl Job {
         self.records = Some(Records::new(shards, self.spec.epochs));
         self.dataset = Some(dataset);
         self.describer = None;
-        self.touch();
+        self.touch_first();
         let waiting: Vec<WorkerId> =
             self.crew.workers.iter().filter(|(_, w)| !w.released).map(|(&id, _)| id).collect();
         for worker in waiting {
@@ -152,22 +152,23 @@ impl Job {
         };
         // A member that was lost since may have trained on its leases since: whether its records were absorbed only a
         // generation that was published after its loss can tell.
-        let awaited: Vec<WorkerId> = self.crew.members_away().map(|(_, id)| id).collect();
+        let awaited: Vec<WorkerId> = self.crew.members_away().collect();
         let may_live = |m| self.crew.workers.contains_key(m) || awaited.contains(m);
         let outdated = !self.group.members.iter().all(may_live);
         self.touch();
         let Self { records: Some(records), crew, .. } = self else {
             return;
         };
+        crew.workers.values_mut().filter(|w| w.rank.is_some()).for_each(|w| w.holds_state = true);
+        let away = crew.launches.values_mut().filter_map(|l| l.away.as_mut());
+        away.filter(|away| away.rank.is_some()).for_each(|away| away.holds_state = true);
         if outdated {
-            crew.workers.values_mut().filter(|w| w.rank.is_some()).for_each(|w| w.holds_state = true);
             return self.count_eligible();
         }
         let keeps = |id| crew.workers.get(&id).is_some_and(|w| w.rank.is_some());
         records.rebuild(step, ledger, keeps);
         let stable = records.epoch_stable();
         for w in crew.workers.values_mut().filter(|w| w.rank.is_some()) {
-            w.holds_state = true;
             w.credits.retain(|&epoch, _| epoch >= stable);
         }
         self.count_eligible();

@@ -4,6 +4,7 @@
 //! core is spared anything that would be wrong in any state. What needs the job's state to judge
 //! (generations, ledgers) is the core's to check.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ use crate::limits::{
 };
 
 /// What a stream says first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) launch: LaunchId,
     pub(crate) address: SocketAddr,
@@ -38,26 +39,43 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
         let theirs = clip(hello.job, JOB_NAME_SHOWN_MAX);
         return Err(invalid(&format!("hello.job: this is the master of `{job}`, not of `{theirs}`")));
     }
-    let address: SocketAddr = match hello.address.parse() {
-        Ok(address) => address,
-        Err(_) => return Err(invalid("hello.address: must be `ip:port`")),
-    };
-    if address.port() == 0 || address.ip().is_unspecified() {
-        return Err(invalid("hello.address: must be one that peers can dial, not a wildcard"));
-    }
+    let address = peer_address("hello.address", &hello.address)?;
     if hello.pid == 0 {
         return Err(invalid("hello.pid: must not be 0"));
     }
     let resume = match hello.resume {
-        Some(v1::Resume { worker, generation, parameters }) => {
+        Some(v1::Resume { worker, membership, parameters }) => {
             let parameters =
                 parameters.map(|n| within("hello.resume.parameters", n, 1, PARAMETERS_MAX)).transpose()?;
-            let generation = Generation(within("hello.resume.generation", generation, 0, STEPS_MAX)?);
-            Some(Resume { worker: WorkerId(worker), generation, parameters })
+            let membership = membership.map(|m| heard_membership(&m)).transpose()?;
+            Some(Resume { worker: WorkerId(worker), membership, parameters })
         }
         None => None,
     };
     Ok(Hello { launch: LaunchId(hello.launch), address, pid: hello.pid, resume })
+}
+
+/// The newest membership that a worker has heard of.
+fn heard_membership(membership: &v1::Membership) -> Result<Membership, Status> {
+    let generation =
+        Generation(within("hello.resume.membership.generation", membership.generation, 1, STEPS_MAX)?);
+    let name = "hello.resume.membership.members";
+    within(name, membership.members.len() as u64, 1, u64::from(WORKERS_MAX))?;
+    let member = |m: &v1::Member| Ok((WorkerId(m.worker), peer_address(name, &m.address)?));
+    let members = membership.members.iter().map(member).collect::<Result<Vec<_>, Status>>()?;
+    let distinct: BTreeSet<WorkerId> = members.iter().map(|(id, _)| *id).collect();
+    if distinct.len() < members.len() {
+        return Err(invalid(&format!("{name}: must name each worker once")));
+    }
+    Ok(Membership { generation, members, abort: membership.abort })
+}
+
+fn peer_address(name: &str, text: &str) -> Result<SocketAddr, Status> {
+    let address: SocketAddr = text.parse().map_err(|_| invalid(&format!("{name}: must be `ip:port`")))?;
+    if address.port() == 0 || address.ip().is_unspecified() {
+        return Err(invalid(&format!("{name}: must be one that peers can dial, not a wildcard")));
+    }
+    Ok(address)
 }
 
 /// Checks any later message of a worker.

@@ -11,7 +11,7 @@ use v1::master_client::MasterClient;
 use v1::worker_message::Kind;
 
 use super::*;
-use crate::job::{LaunchId, Resume, ToWorker};
+use crate::job::{LaunchId, Membership, Resume, ToWorker};
 
 const MUCH_LATER: Duration = Duration::from_secs(3600);
 
@@ -198,12 +198,16 @@ async fn what_is_not_a_hello_ends_the_stream_before_the_queue_hears_of_it() {
         hello_with(|hello| hello.address = "0.0.0.0:80".into()),
         hello_with(|hello| hello.address = "127.0.0.1:0".into()),
         hello_with(|hello| hello.pid = 0),
+        hello_with(|hello| hello.resume = Some(resume(heard(u64::MAX, &["127.0.0.1:9"]), None))),
+        hello_with(|hello| hello.resume = Some(resume(heard(0, &["127.0.0.1:9"]), None))),
+        hello_with(|hello| hello.resume = Some(resume(heard(1, &[]), None))),
+        hello_with(|hello| hello.resume = Some(resume(heard(1, &["127.0.0.1:0"]), None))),
         hello_with(|hello| {
-            hello.resume = Some(v1::Resume { worker: 1, generation: u64::MAX, parameters: None });
+            let mut twice = heard(1, &["127.0.0.1:9", "127.0.0.1:8"]);
+            twice.members[1].worker = 1;
+            hello.resume = Some(resume(twice, None));
         }),
-        hello_with(|hello| {
-            hello.resume = Some(v1::Resume { worker: 1, generation: 1, parameters: Some(0) });
-        }),
+        hello_with(|hello| hello.resume = Some(resume(heard(1, &["127.0.0.1:9"]), Some(0)))),
     ];
     for message in first_messages {
         let stream = edge.join(vec![message.clone()]).await;
@@ -306,12 +310,24 @@ async fn a_scale_is_answered_by_the_job() {
     assert_eq!(asked.await.unwrap().unwrap().into_inner().was, 3);
 }
 
+fn resume(membership: v1::Membership, parameters: Option<u64>) -> v1::Resume {
+    v1::Resume { worker: 3, membership: Some(membership), parameters }
+}
+
+/// Members 1, 2 and so on.
+fn heard(generation: u64, addresses: &[&str]) -> v1::Membership {
+    let member = |(worker, address): (u64, &&str)| v1::Member { worker, address: (*address).into() };
+    v1::Membership { generation, members: (1..).zip(addresses).map(member).collect(), abort: true }
+}
+
 #[tokio::test]
 async fn a_hello_is_handed_over_field_by_field() {
     let mut edge = Edge::start().await;
     let Some(Kind::Hello(mut again)) = hello().kind else { unreachable!() };
-    again.resume = Some(v1::Resume { worker: 3, generation: 5, parameters: Some(9) });
-    let resume = Resume { worker: WorkerId(3), generation: Generation(5), parameters: Some(9) };
+    again.resume = Some(resume(heard(5, &["127.0.0.1:8", "127.0.0.1:9"]), Some(9)));
+    let members = [(1, 8), (2, 9)].map(|(id, port)| (WorkerId(id), ([127, 0, 0, 1], port).into())).to_vec();
+    let membership = Some(Membership { generation: Generation(5), members, abort: true });
+    let resume = Resume { worker: WorkerId(3), membership, parameters: Some(9) };
     for (message, resume) in [(hello(), None), (said(Kind::Hello(again)), Some(resume))] {
         let _stream = edge.join(vec![message]).await;
         match edge.inputs.recv().await {

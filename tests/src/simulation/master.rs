@@ -35,15 +35,16 @@ pub(super) struct Master {
     pub(super) is_alive: bool,
     /// It dies before it does so many actions more.
     pub(super) dies_after: Option<u64>,
-    /// What a master that comes after this one finds, as of that revision.
-    record: (u64, JobRecord),
+    /// What a master that comes after this one may find, each as of its revision, the newest last: whatever was made
+    /// since what had to be kept.
+    records: VecDeque<(u64, JobRecord)>,
 }
 
 impl Master {
     pub(super) fn new(spec: JobSpec) -> Self {
         let job = Job::new(spec);
         Self {
-            record: (job.revision(), job.record()),
+            records: [(job.revision(), job.record())].into(),
             job,
             is_alive: true,
             dies_after: None,
@@ -96,7 +97,8 @@ impl World {
             return;
         }
         // A process that another master started is nobody's child.
-        let exit = if process.is_adopted { Exit::Unknown } else { exit };
+        let is_nobodys = process.is_adopted && !self.setting.keeps_late;
+        let exit = if is_nobodys { Exit::Unknown } else { exit };
         self.master.ended.push_back((process.launch, exit));
         self.wake_master();
     }
@@ -180,7 +182,12 @@ impl World {
 
     /// Another master goes on with the record.
     pub(super) fn restart_master(&mut self) {
-        let record = self.master.record.1.clone();
+        let (_, mut record) = self.found_record();
+        let mut strays = Vec::new();
+        if self.setting.keeps_late {
+            let there = self.processes.iter().filter(|process| process.is_alive());
+            strays = record.find(&there.map(|process| (process.launch, process.index)).collect());
+        }
         let launches: Vec<LaunchId> = record.launches().collect();
         tell!(self, "master: another one goes on with the job");
         match Job::restore(record, self.time()) {
@@ -188,7 +195,7 @@ impl World {
             Err(wrong) => return self.violate(format!("the master's record can't be true: {wrong}")),
         }
         let master = &mut self.master;
-        master.record = (master.job.revision(), master.job.record());
+        master.records = [(master.job.revision(), master.job.record())].into();
         (master.is_alive, master.woken, master.due) = (true, false, None);
         for launch in launches {
             let p = self.process_of(launch);
@@ -199,8 +206,36 @@ impl World {
                 self.master.ended.push_back((launch, Exit::Unknown));
             }
         }
+        for launch in strays {
+            self.kill(launch);
+        }
         self.master_acts();
         self.wake_master();
+    }
+
+    /// The record that another master goes on with.
+    fn found_record(&mut self) -> (u64, JobRecord) {
+        let records = &self.master.records;
+        let newest = records.len() - 1;
+        let found = match self.setting.keeps_late && self.dice.chance(2, 3) {
+            true => self.dice.below(records.len() as u64) as usize,
+            false => newest,
+        };
+        tell!(self, "master: its record is {} changes old", newest - found);
+        self.master.records[found].clone()
+    }
+
+    /// Keeps what another master would have to know of what is done next.
+    fn keep_record(&mut self) {
+        let Master { job, records, .. } = &mut self.master;
+        if records.back().is_none_or(|(revision, _)| *revision != job.revision()) {
+            records.push_back((job.revision(), job.record()));
+        }
+        while records.front().is_some_and(|(revision, _)| *revision < job.barrier())
+            || records.len() > RECORDS_MAX
+        {
+            records.pop_front();
+        }
     }
 
     fn take_input(&mut self) {
@@ -240,10 +275,7 @@ impl World {
         self.forget_told_off();
         while self.master.is_alive {
             // What another master would have to know of what is done next.
-            let revision = self.master.job.revision();
-            if self.master.record.0 != revision {
-                self.master.record = (revision, self.master.job.record());
-            }
+            self.keep_record();
             match &mut self.master.dies_after {
                 Some(0) => return self.crash_master(),
                 Some(actions) => *actions -= 1,
@@ -258,7 +290,7 @@ impl World {
                     self.master.outcome = Some(outcome);
                 }
                 Action::Kill { launch } => self.kill(launch),
-                Action::Launch { launch, .. } => self.launch(launch),
+                Action::Launch { launch, index } => self.launch(launch, index),
                 Action::Refuse { connection, reason } => {
                     tell!(self, "master: refuses connection {}: {reason}", connection.0);
                     self.master.peers.remove(&(connection.0 as LinkId));
@@ -278,7 +310,10 @@ impl World {
 
     fn admit(&mut self, link: LinkId, worker: WorkerId) {
         if let Some(p) = self.net.link(link).peer(MASTER).checked_sub(1) {
-            self.books.on_admitted(worker, p);
+            // A master that did not know takes it back; it has harmed nobody.
+            if self.books.on_admitted(worker, p) && !self.setting.keeps_late {
+                self.violate(format!("worker {worker} is gone, and admitted"));
+            }
         }
         // The stream may have ended while the job decided; its end is on the way then.
         if let Some(peer) = self.master.peers.get_mut(&link) {
@@ -297,10 +332,10 @@ impl World {
         }
     }
 
-    fn launch(&mut self, launch: LaunchId) {
+    fn launch(&mut self, launch: LaunchId, index: u32) {
         let p = self.processes.len();
         tell!(self, "master: starts launch {}", launch.0);
-        self.processes.push(Process::new(launch, &self.setting));
+        self.processes.push(Process::new(launch, index, &self.setting));
         let delay = self.dice.between(500, 20_000);
         self.clock.after(delay, Event::Start { p });
     }
@@ -316,3 +351,6 @@ impl World {
         self.clock.after(delay, Event::Die { p, signal: 9 });
     }
 }
+
+/// How many changes a record may be behind.
+const RECORDS_MAX: usize = 24;

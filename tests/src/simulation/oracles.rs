@@ -40,6 +40,10 @@ use super::world::World;
 pub(super) struct Books {
     seed: u64,
     published: Vec<Membership>,
+    /// The last one that some master has gone on with.
+    newest: Option<Membership>,
+    /// Of the last one that was published.
+    generation: Generation,
     /// Generations that agreed on a state, at least on one rank.
     lines: BTreeMap<u64, Line>,
     eras: u64,
@@ -149,6 +153,8 @@ impl Books {
         Self {
             seed,
             published: Vec::new(),
+            newest: None,
+            generation: Generation::default(),
             lines: BTreeMap::new(),
             eras: 0,
             stable: BTreeMap::new(),
@@ -163,8 +169,10 @@ impl Books {
         }
     }
 
-    pub(super) fn on_admitted(&mut self, worker: WorkerId, p: usize) {
+    /// Whether it was known to be gone.
+    pub(super) fn on_admitted(&mut self, worker: WorkerId, p: usize) -> bool {
         self.processes.insert(worker, p);
+        self.gone.remove(&worker)
     }
 
     pub(super) fn on_gone(&mut self, worker: WorkerId) {
@@ -196,13 +204,13 @@ impl Books {
     }
 
     pub(super) fn has_finished(&self, p: usize) -> bool {
-        let newest = self.published.last().map(|m| m.generation);
+        let newest = self.newest.as_ref().map(|m| m.generation);
         newest.is_some_and(|generation| self.finals.contains_key(&(p, generation)))
     }
 
     /// The process of the lowest rank of the newest generation.
     pub(super) fn first_member(&self) -> Option<usize> {
-        let (first, _) = self.published.last()?.members.first()?;
+        let (first, _) = self.newest.as_ref()?.members.first()?;
         self.processes.get(first).copied()
     }
 }
@@ -236,11 +244,19 @@ impl World {
     }
 
     fn check_membership(&mut self, membership: &Membership) {
-        let last = self.books.published.last();
+        let last = self.books.newest.as_ref();
         if last == Some(membership) {
             return;
         }
-        let next = last.map_or(Generation(1), |m| m.generation.next());
+        if self.books.published.contains(membership) {
+            // Those after it nobody has heard of who is left.
+            self.books.newest = Some(membership.clone());
+            if !self.setting.keeps_late {
+                self.violate(format!("generation {} is published a second time", membership.generation));
+            }
+            return;
+        }
+        let next = self.books.generation.next();
         let gone = |m: &Membership| m.members.iter().any(|(id, _)| self.books.gone.contains(id));
         // One that a master has written down and told to nobody is told by the next one, or is used up; whoever is lost
         // meanwhile is in it.
@@ -255,13 +271,15 @@ impl World {
         } else {
             None
         };
+        self.books.generation = membership.generation;
+        self.books.newest = Some(membership.clone());
         self.books.published.push(membership.clone());
         self.books.tally.generations += 1;
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
     }
 
     fn check_lease(&mut self, worker: WorkerId, ranges: &[RecordRange]) {
-        let members = match self.books.published.last() {
+        let members = match self.books.newest.as_ref() {
             Some(newest) => newest.members.iter().map(|(id, _)| *id).collect(),
             None => Vec::new(),
         };
@@ -307,7 +325,7 @@ impl World {
 
     /// Says something to the master again that it must not listen to.
     pub(super) fn try_the_fence(&mut self) {
-        let Some(generation) = self.books.published.last().map(|m| m.generation) else { return };
+        let Some(generation) = self.books.newest.as_ref().map(|m| m.generation) else { return };
         let is_deaf = self.master.outcome.is_some() || !self.master.is_alive;
         if is_deaf || !self.dice.chance(1, 24) || self.books.heard.is_empty() {
             return;
@@ -325,7 +343,7 @@ impl World {
         let speaks = matches!(message, FromWorker::Committed(_) | FromWorker::Formed { .. });
         if !self.books.gone.contains(&worker) && said_of.is_none_or(|g| g >= generation) {
             // Said for the group, by another than its lowest rank.
-            let others = self.books.published.last().map(|m| m.members.iter().skip(1));
+            let others = self.books.newest.as_ref().map(|m| m.members.iter().skip(1));
             let others: Vec<WorkerId> = others.into_iter().flatten().map(|(id, _)| *id).collect();
             match self.dice.pick(&others) {
                 Some(other) if speaks => worker = other,
@@ -470,7 +488,7 @@ impl World {
     pub(super) fn check_beginning(&mut self, p: usize) {
         let place = self.processes[p].trainer.session.as_ref().and_then(Session::place);
         // A group that is not the newest any more may still begin, on its own.
-        let newest = self.books.published.last();
+        let newest = self.books.newest.as_ref();
         let membership = newest.filter(|m| Some(m.generation) == place.map(|(g, _)| g));
         let members = membership.into_iter().flat_map(|m| &m.members).map(|(id, _)| self.books.processes[id]);
         let holder = members.filter(|&q| q != p && self.processes[q].is_alive());
@@ -534,7 +552,7 @@ impl World {
     }
 
     fn check_final(&self) -> Result<(), String> {
-        let newest = self.books.published.last().ok_or("the job has ended without a group")?;
+        let newest = self.books.newest.as_ref().ok_or("the job has ended without a group")?;
         let mut first: Option<&Final> = None;
         for (worker, _) in &newest.members {
             let key = (self.books.processes[worker], newest.generation);

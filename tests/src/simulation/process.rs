@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 
 use elasticdl_master::job::{Exit, FromWorker, LaunchId, Resume, ToWorker};
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::WorkerId;
 
 use super::clock::Micros;
 use super::network::{LinkId, MASTER, Packet};
@@ -17,6 +17,8 @@ use super::world::{Event, Setting, World};
 #[derive(Debug)]
 pub(super) struct Process {
     pub(super) launch: LaunchId,
+    /// The place that it was started at.
+    pub(super) index: u32,
     pub(super) worker: Option<WorkerId>,
     /// How it ended.
     pub(super) exit: Option<Exit>,
@@ -74,9 +76,10 @@ enum Control {
 }
 
 impl Process {
-    pub(super) fn new(launch: LaunchId, setting: &Setting) -> Self {
+    pub(super) fn new(launch: LaunchId, index: u32, setting: &Setting) -> Self {
         Self {
             launch,
+            index,
             worker: None,
             exit: None,
             paused: false,
@@ -262,7 +265,7 @@ impl World {
             return self.wake_trainer(p);
         }
         process.worker = Some(worker);
-        process.me = Some(Resume { worker, generation: Generation(0), parameters: None });
+        process.me = Some(Resume { worker, membership: None, parameters: None });
         process.control = Control::Open;
         for event in std::mem::take(&mut process.deferred) {
             self.clock.after(1, event);
@@ -280,7 +283,9 @@ impl World {
         };
         let process = &mut self.processes[p];
         match (&message, &mut process.me) {
-            (ToWorker::Membership(m), Some(me)) => me.generation = me.generation.max(m.generation),
+            (ToWorker::Membership(m), Some(me)) if m.generation > me.generation() => {
+                me.membership = Some(m.clone());
+            }
             (ToWorker::Shutdown(_), _) => process.is_over = true,
             _ => {}
         }
@@ -327,7 +332,7 @@ impl World {
         let process = &mut self.processes[p];
         process.stream = Some(link);
         process.control = Control::Returning { since, pause };
-        let (launch, me) = (process.launch, process.me);
+        let (launch, me) = (process.launch, process.me.clone());
         self.send(link, p + 1, Packet::Hello(launch, me));
     }
 

@@ -81,6 +81,8 @@ pub(super) struct Setting {
     pub(super) record_us: Micros,
     /// The longest time from the master's wish to a process's end.
     pub(super) kill_us: Micros,
+    /// What the next master finds may be older than what the last one has done.
+    pub(super) keeps_late: bool,
 }
 
 /// One run.
@@ -272,6 +274,7 @@ impl Setting {
             build_us: if dice.chance(1, 4) { 50_000 } else { 5_000 },
             record_us: dice.between(10, 800),
             kill_us: if dice.chance(1, 3) { 1_000_000 } else { 5_000 },
+            keeps_late: dice.chance(1, 2),
         }
     }
 

@@ -118,6 +118,11 @@ impl Stage {
     }
 }
 
+fn heard(generation: u64) -> v1::Membership {
+    let member = v1::Member { worker: 7, address: "127.0.0.1:9".into() };
+    v1::Membership { generation, members: vec![member], abort: false }
+}
+
 fn asks(epoch: u32) -> ToMaster {
     ToMaster::Report(Report::LeaseRequest { epoch, records: 2 })
 }
@@ -129,11 +134,16 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
     assert_eq!(stage.next(), (0, stage.hello(None)));
     control.outbox.send(ToMaster::Ready { parameters: 5 });
     assert_eq!(stage.next(), (0, Said::Ready(v1::Ready { parameters: 5 })));
-    stage.tell(0, Told::Membership(v1::Membership { generation: 4, members: Vec::new(), abort: false }));
+    stage.tell(0, Told::Membership(heard(3)));
+    stage.tell(0, Told::Membership(heard(4)));
+    // A late one of an older generation is no news.
+    stage.tell(0, Told::Membership(heard(2)));
+    assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
+    assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
     assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
     stage.end(0);
     assert_eq!(control.inbox.recv().unwrap(), FromMaster::Reconnected);
-    let resume = v1::Resume { worker: 7, generation: 4, parameters: Some(5) };
+    let resume = v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5) };
     assert_eq!(stage.next(), (1, stage.hello(Some(resume))));
     // The trainer has not looked into its inbox yet.
     control.outbox.send(asks(0));
@@ -148,7 +158,7 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
 #[test]
 fn a_master_that_does_not_want_this_worker_ends_its_search_and_one_that_is_silent_does_not() {
     let stage = Stage::new(0);
-    let me = Some(v1::Resume { worker: 7, generation: 4, parameters: Some(5) });
+    let me = Some(v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5) });
     let door = Door { environment: stage.environment, address: Stage::address(), me };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let refused = runtime.block_on(door.search()).err().unwrap();

@@ -2,7 +2,7 @@
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
-use super::super::testing::spec;
+use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
     actions, address, ask, at, broken, committed, connect, finished, formed, launch_at, membership,
@@ -14,8 +14,15 @@ fn next_master(job: &Job, ms: u64) -> Job {
     Job::restore(job.record(), at(ms)).unwrap()
 }
 
+/// It has heard of this generation, whose members the job that it knew published last, if it has heard of any.
 fn come_back(job: &mut Job, ms: u64, i: u64, generation: u64) {
-    let resume = Resume { worker: WorkerId(i), generation: Generation(generation), parameters: Some(10) };
+    let members = job.group.published.clone().map_or(vec![], |m| m.members.iter().map(|m| m.0.0).collect());
+    let heard = (generation > 0).then(|| membership(generation, &members, true));
+    come_back_from(job, ms, i, heard);
+}
+
+fn come_back_from(job: &mut Job, ms: u64, i: u64, membership: Option<Membership>) {
+    let resume = Resume { worker: WorkerId(i), membership, parameters: Some(10) };
     let (connection, launch, address) = (ConnectionId(i), LaunchId(i), address(i));
     let pid = 100 + i as u32;
     job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume: Some(resume) });
@@ -60,6 +67,23 @@ fn a_group_is_taken_over_in_its_generation_and_nothing_that_it_holds_is_leased_a
     assert_eq!(actions(&mut job), [send(1, lease(&[(6, 7)]))]);
     assert_eq!((job.status(at(1020)).state, job.status(at(1020)).generation), ("running", Generation(1)));
     assert_eq!(job.summary(at(1020)).memberships.len(), 1);
+}
+
+#[test]
+fn who_comes_back_after_the_group_has_spoken_holds_its_state_too() {
+    // The master died before the group had formed.
+    let mut record = started(in_order(2), &[20]).record();
+    record.formed = false;
+    record.launches.iter_mut().for_each(|l| l.holds_state = false);
+    let mut job = Job::restore(record, at(1000)).unwrap();
+    come_back(&mut job, 1010, 1, 1);
+    say(&mut job, 1, holding(0, &[]));
+    say(&mut job, 1, formed(1, 0, &[]));
+    come_back(&mut job, 1020, 2, 1);
+    say(&mut job, 2, holding(0, &[]));
+    actions(&mut job);
+    say(&mut job, 2, ask(1));
+    assert_eq!(actions(&mut job), [send(2, lease(&[(0, 1)]))]);
 }
 
 /// The lowest rank alone has committed step 1, and is lost with it.
@@ -113,17 +137,17 @@ fn whose_process_has_ended_is_lost_at_once_and_not_counted() {
 
 #[test]
 fn newcomers_are_refused_and_replaced_and_names_are_not_used_again() {
-    let mut job = started(in_order(2), &[20]);
+    let mut job = started(JobSpec { max_workers: 4, ..in_order(2) }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 3 });
     connect(&mut job, 3);
     let mut job = next_master(&job, 1000);
-    assert_eq!(actions(&mut job), [Action::Kill { launch: LaunchId(3) }]);
+    assert_eq!(actions(&mut job), []);
     come_back(&mut job, 1010, 3, 0);
-    assert!(refused(&actions(&mut job)));
-    job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Unknown });
-    assert_eq!(actions(&mut job), [launch_at(4, 2)]);
+    let done = actions(&mut job);
+    assert!(refused(&done[..1]) && done[1..] == [launch_at(4, 2)], "{done:?}");
+    job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(70) });
     connect(&mut job, 4);
-    assert_eq!(actions(&mut job)[0], Action::Admit { connection: ConnectionId(4), worker: WorkerId(4) });
+    assert_eq!(actions(&mut job)[0], admit(4));
     assert_eq!(job.restarts.counted(), 0);
 }
 
@@ -153,16 +177,103 @@ fn a_membership_that_not_all_have_heard_of_is_told_again() {
     assert_eq!(actions(&mut job), [admit(1), admit(3), send(3, ToWorker::Membership(second))]);
 }
 
+/// What another master goes on with that knows nothing of what was done since `old`, but sees what runs.
+fn late_master(old: &Job, there: &[u64], ms: u64) -> Job {
+    let mut record = old.record();
+    let there = there.iter().map(|&i| (LaunchId(i), i as u32 - 1)).collect();
+    assert_eq!(record.find(&there), []);
+    Job::restore(record, at(ms)).unwrap()
+}
+
 #[test]
-fn a_record_that_is_older_than_the_group_takes_nobody_over_and_no_generation_is_used_twice() {
-    let old = started(in_order(1), &[20]);
-    let mut job = next_master(&old, 1000);
-    come_back(&mut job, 1010, 1, 7);
+fn where_the_record_is_older_than_the_group_the_newest_membership_that_a_worker_knows_counts() {
+    // Worker 2 was lost and worker 4 came, and the record knows neither.
+    let mut job = late_master(&started(in_order(3), &[20]), &[1, 3, 4], 1000);
+    job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
+    actions(&mut job);
+    come_back(&mut job, 1010, 1, 1);
+    assert_eq!(actions(&mut job), [admit(1)]);
+    let third = membership(3, &[1, 3, 4], false);
+    come_back_from(&mut job, 1010, 4, Some(third.clone()));
+    assert_eq!(actions(&mut job), [send(1, ToWorker::Membership(third.clone())), admit(4)]);
+    come_back_from(&mut job, 1020, 3, Some(membership(2, &[1, 3], true)));
+    assert_eq!(actions(&mut job), [admit(3), send(3, ToWorker::Membership(third))]);
+    [1, 3, 4].iter().for_each(|&i| say(&mut job, i, holding(2, &[])));
+    say(&mut job, 1, formed(3, 2, &[(0, 2)]));
+    let status = job.status(at(1020));
+    assert_eq!((status.state, status.generation, status.step), ("running", Generation(3), 2));
+    say(&mut job, 4, ask(1));
+    assert_eq!(actions(&mut job), [send(4, lease(&[(2, 3)]))]);
+}
+
+#[test]
+fn who_is_not_in_the_newest_membership_is_let_go_and_who_is_and_is_gone_is_lost() {
+    let mut job = late_master(&started(in_order(3), &[20]), &[1, 2, 3], 1000);
+    come_back(&mut job, 1010, 2, 1);
+    come_back_from(&mut job, 1010, 1, Some(membership(2, &[1, 3, 5], false)));
+    come_back(&mut job, 1010, 3, 1);
+    let told = memberships(&mut job);
+    let second = membership(2, &[1, 3, 5], false);
+    // Worker 5 is not there, so there is another generation at once; those from 3 on may have been used, too.
+    let next = membership(18, &[1, 3], true);
+    let expected = [(2, second.clone()), (3, second), (1, next.clone()), (3, next)];
+    assert_eq!(told, expected);
+    assert_eq!(job.status(at(1010)).workers.iter().find(|w| w.worker.0 == 2).unwrap().state, "ending");
+    // No name of the master before is used again.
+    job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(0) });
+    assert!(actions(&mut job).contains(&launch_at(18, 1)));
+}
+
+#[test]
+fn a_membership_that_is_heard_of_after_this_masters_own_is_refused_and_its_generation_is_not_used_again() {
+    let mut job = late_master(&started(in_order(2), &[20]), &[1, 2, 3], 1000);
+    actions(&mut job);
+    come_back(&mut job, 1010, 1, 1);
+    job.handle(at(1010), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
+    job.handle_timeout(at(4000));
+    assert_eq!(memberships(&mut job), [(1, membership(18, &[1], true))]);
+    come_back_from(&mut job, 4010, 3, Some(membership(20, &[1, 2, 3], false)));
     assert!(refused(&actions(&mut job)));
-    job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Unknown });
-    connect(&mut job, 2);
-    say(&mut job, 2, FromWorker::Ready { parameters: 10 });
-    assert_eq!(memberships(&mut job), [(2, membership(8, &[2], true))]);
+    say(&mut job, 1, formed(18, 0, &[]));
+    say(&mut job, 1, broken(18, 3));
+    job.handle_timeout(at(9000));
+    assert_eq!(job.status(at(9000)).generation, Generation(21));
+}
+
+#[test]
+fn a_launch_of_which_the_record_knows_nothing_may_be_on_its_way_or_a_stray() {
+    let old = started(in_order(2), &[20]);
+    let mut record = old.record();
+    let there = [(LaunchId(1), 0), (LaunchId(2), 1), (LaunchId(4), 2)].into();
+    assert_eq!(record.find(&there), []);
+    let mut job = Job::restore(record.clone(), at(1000)).unwrap();
+    // It waits for room, so it is no member and not waited for.
+    job.handle(at(1000), Event::LaunchWaits { launch: LaunchId(4), wait: Wait::Room("full".into()) });
+    come_back(&mut job, 1010, 1, 1);
+    come_back(&mut job, 1010, 2, 1);
+    [1, 2].iter().for_each(|&i| say(&mut job, i, holding(0, &[])));
+    say(&mut job, 1, formed(1, 0, &[]));
+    assert_eq!(job.status(at(1010)).state, "running");
+    connect(&mut job, 4);
+    assert!(actions(&mut job).contains(&admit(4)));
+    record.launches.retain(|l| l.launch.0 != 2);
+    assert_eq!(record.find(&there), [LaunchId(2)]);
+}
+
+#[test]
+fn what_nobody_else_could_tell_has_to_be_kept_before_anything_more_is_done() {
+    let mut job = Job::new(in_order(1));
+    let first = job.barrier();
+    connect(&mut job, 1);
+    assert!(job.revision() > first && job.barrier() == first);
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    let described = job.barrier();
+    assert!(described > first);
+    let mut job = started(in_order(1), &[20]);
+    let started = job.barrier();
+    assert!(job.revision() > started);
+    say(&mut job, 1, finished(1, 10, 5));
+    assert_eq!((job.status(at(0)).state, job.barrier()), ("ending", job.revision()));
 }
 
 #[test]
@@ -222,13 +333,12 @@ fn a_group_that_has_finished_says_so_again() {
 fn a_record_that_cannot_be_true_makes_no_job() {
     let good = started(in_order(2), &[20]).record();
     type Wrong = fn(&mut JobRecord);
-    let wrongs: [Wrong; 8] = [
+    let wrongs: [Wrong; 7] = [
         |r| r.spec.num_workers = 0,
         |r| r.wanted = 9,
         |r| r.dataset = None,
         |r| r.generation = Generation(0),
         |r| r.launches_made = 1,
-        |r| r.workers_made = 1,
         |r| r.launches[1].launch = LaunchId(1),
         |r| r.membership.as_mut().unwrap().members[1].0 = WorkerId(1),
     ];

@@ -41,8 +41,7 @@ impl World {
                 Action::End(outcome) => self.ended = Some(outcome),
                 Action::Kill { launch } => {
                     let p = &mut self.processes[index(launch)];
-                    let silent =
-                        !p.said_hello && !p.orphan && self.now.since(p.launched) >= Duration::from_secs(60);
+                    let silent = !p.said_hello && self.now.since(p.launched) >= Duration::from_secs(60);
                     p.silent_for_long = silent && !self.stopped;
                     self.counted += u32::from(p.silent_for_long);
                     if self.at(launch).astray {

@@ -110,12 +110,12 @@ impl Process {
     }
 
     /// The newest generation that its stream brought.
-    pub(super) fn heard(&self) -> Generation {
+    pub(super) fn heard(&self) -> Option<Membership> {
         let came = self.down.iter().filter_map(|m| match m {
-            ToWorker::Membership(m) => Some(m.generation),
+            ToWorker::Membership(m) => Some(m),
             _ => None,
         });
-        came.chain(self.newest.as_ref().map(|m| m.generation)).max().unwrap_or_default()
+        came.chain(&self.newest).max_by_key(|m| m.generation).cloned()
     }
 
     /// Its stream ends, behind what it has said on it.

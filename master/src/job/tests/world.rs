@@ -383,8 +383,8 @@ impl World {
             Op::Reap(id) => self.reap(id),
             Op::Return(id) => {
                 let p = self.at(id);
-                let (worker, generation) = (p.worker.unwrap(), p.heard());
-                let resume = Some(Resume { worker, generation, parameters: p.prepared.then_some(10) });
+                let (worker, membership) = (p.worker.unwrap(), p.heard());
+                let resume = Some(Resume { worker, membership, parameters: p.prepared.then_some(10) });
                 let address = SocketAddr::from(([127, 0, 0, 1], 1000 + id.0 as u16));
                 let (connection, pid) = (ConnectionId(id.0), id.0 as u32);
                 self.event(Event::Connected { connection, launch: id, address, pid, resume });
