@@ -6,7 +6,7 @@
 //!              ├── local                           workers as processes of this machine
 //!              ├── kube                            jobs in a cluster: workers as pods
 //!              └── progress                        what the user sees meanwhile
-//!  jobdir, token                                   what lies on disk, who may speak
+//!  jobdir, token, entrance                         what lies on disk, who may speak and where
 //!  report                                          how it ended
 //! ```
 //!
@@ -15,6 +15,7 @@
 //! `service` and at the commands' client.
 
 pub mod cli;
+pub mod entrance;
 pub mod job;
 pub mod jobdir;
 pub mod kube;

@@ -3,6 +3,8 @@
 //! Far above what makes sense, and small enough that no sum or product of them overflows: records of all
 //! epochs stay below 2^60.
 
+use std::time::Duration;
+
 /// Passes over the data.
 pub const EPOCHS_MAX: u32 = 1 << 20;
 /// Workers of a job.
@@ -29,3 +31,5 @@ pub(crate) const SUMMARY_BYTES_MAX: usize = 64 << 10;
 pub(crate) const PHASE_US_MAX: u64 = 1 << 50;
 /// Bytes of one gRPC message.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 20;
+/// How long a connection may be open without having proved the token.
+pub(crate) const PROOF_TIMEOUT: Duration = Duration::from_secs(5);

@@ -18,12 +18,12 @@ use std::time::Duration;
 
 use elasticdl_proto::v1::MasterMessage;
 use elasticdl_proto::{Generation, WorkerId};
-use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::Status;
 use tracing::{info, warn};
 
+use crate::entrance::Entrance;
 use crate::job::{
     Action, ConnectionId, Event, Job, JobSpec, LaunchId, Membership, Outcome, Summary, Time, ToWorker,
 };
@@ -33,7 +33,6 @@ use crate::launches::{Happening, Launches};
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
 use crate::service::{self, Input, Line, Server};
-use crate::token::Token;
 
 /// A master that is about to run one job.
 #[derive(Debug)]
@@ -97,8 +96,8 @@ impl std::fmt::Debug for Peer {
 }
 
 impl Master {
-    /// A master that listens on `listener`, whose workers are started by `launcher` and prove `token`. Must
-    /// be called within a tokio runtime; nothing is started before [`Master::run`].
+    /// A master at `entrance`, whose workers are started by `launcher`. Must be called within a tokio runtime; nothing is
+    /// started before [`Master::run`].
     ///
     /// `spec` has passed [`JobSpec::check`].
     ///
@@ -106,16 +105,15 @@ impl Master {
     /// The listener has no address.
     pub fn new(
         spec: JobSpec,
-        listener: TcpListener,
-        token: Token,
+        entrance: Entrance,
         launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
         let job = Job::new(spec.clone());
-        Self::with(job, spec, Duration::ZERO, listener, token, launcher, progress)
+        Self::with(job, spec, Duration::ZERO, entrance, launcher, progress)
     }
 
-    /// A master that goes on with a job whose master died, `age` after the job began. `listener` is where its workers
+    /// A master that goes on with a job whose master died, `age` after the job began. `entrance` is where its workers
     /// look for it; the rest as for [`Master::new`].
     ///
     /// # Errors
@@ -123,8 +121,7 @@ impl Master {
     pub fn resume(
         abandoned: Abandoned,
         age: Duration,
-        listener: TcpListener,
-        token: Token,
+        entrance: Entrance,
         launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
@@ -134,7 +131,7 @@ impl Master {
         let job = Job::restore(record, Time(age)).map_err(|reason| {
             io::Error::new(io::ErrorKind::InvalidData, format!("the job's record can't be true: {reason}"))
         })?;
-        let mut master = Self::with(job, spec, age, listener, token, launcher, progress)?;
+        let mut master = Self::with(job, spec, age, entrance, launcher, progress)?;
         for launch in launches {
             master.launches.adopt(launch, processes.remove(&launch));
         }
@@ -151,41 +148,34 @@ impl Master {
         job: Job,
         spec: JobSpec,
         age: Duration,
-        listener: TcpListener,
-        token: Token,
+        entrance: Entrance,
         mut launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
-        let address = listener.local_addr()?;
+        let address = entrance.listener.local_addr()?;
         launcher.env.push(("ELASTICDL_MASTER".into(), address.to_string().into()));
         launcher.env.push(("ELASTICDL_JOB".into(), spec.name.clone().into()));
         info!(job = spec.name, %address, "master listens");
         let launches = Launches::Processes(Processes::new(launcher));
-        Ok(Self::assemble(job, spec, age, (listener, token), launches, progress))
+        Ok(Self::assemble(job, spec, age, entrance, launches, progress))
     }
 
     /// A master whose workers are pods.
-    pub(crate) fn with_pods(
-        spec: JobSpec,
-        listener: TcpListener,
-        token: Token,
-        pods: Pods,
-        progress: Progress,
-    ) -> Self {
+    pub(crate) fn with_pods(spec: JobSpec, entrance: Entrance, pods: Pods, progress: Progress) -> Self {
         let job = Job::new(spec.clone());
-        Self::assemble(job, spec, Duration::ZERO, (listener, token), Launches::Pods(pods), progress)
+        Self::assemble(job, spec, Duration::ZERO, entrance, Launches::Pods(pods), progress)
     }
 
     fn assemble(
         job: Job,
         spec: JobSpec,
         age: Duration,
-        (listener, token): (TcpListener, Token),
+        entrance: Entrance,
         launches: Launches,
         progress: Progress,
     ) -> Self {
         let (sender, inputs) = mpsc::channel(INPUTS_MAX);
-        let server = Server::start(listener, &spec.name, token, spec.worker_timeout, sender);
+        let server = Server::start(entrance, &spec.name, spec.worker_timeout, sender);
         Self {
             job,
             spec,

@@ -18,7 +18,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use elasticdl_proto::v1;
-use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
@@ -31,6 +30,7 @@ use v1::master_server::{Master, MasterServer};
 
 pub(crate) use convert::{Hello, status_reply, to_worker, welcome};
 
+use crate::entrance::{Entrance, Identity};
 use crate::job::{self, ConnectionId, FromWorker};
 use crate::limits::MESSAGE_BYTES_MAX;
 use crate::token::Token;
@@ -83,16 +83,16 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Serves `listener` for `job` from now on. `inputs` is the job's queue: when it is full, streams wait.
+    /// Serves `job` at `entrance` from now on. `inputs` is the job's queue: when it is full, streams wait.
     /// Connections whose other end is silent for much longer than `worker_timeout` are ended.
     pub(crate) fn start(
-        listener: TcpListener,
+        entrance: Entrance,
         job: &str,
-        token: Token,
         worker_timeout: Option<Duration>,
         inputs: mpsc::Sender<Input>,
     ) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
+        let Entrance { listener, token, identity } = entrance;
         let service = Service {
             job: job.into(),
             inputs,
@@ -102,7 +102,8 @@ impl Server {
         let service = MasterServer::new(service)
             .max_decoding_message_size(MESSAGE_BYTES_MAX)
             .max_encoding_message_size(MESSAGE_BYTES_MAX);
-        let router = tonic::transport::Server::builder()
+        let router = identity
+            .map_or_else(tonic::transport::Server::builder, Identity::into_server)
             .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
             // The job judges by its own clock who is silent; this is for connections that are nobody's any more, which
             // the network has swallowed. It comes later, for a worker that is only stopped has an open connection.

@@ -8,6 +8,7 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use elasticdl_master::entrance::Entrance;
 use elasticdl_master::job::{Batch, JobSpec, Outcome};
 use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::local::Launcher;
@@ -52,8 +53,8 @@ impl Fixture {
         let launcher = Launcher::new("/bin/sh".into(), args, &dir, Duration::from_secs(30));
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let token = dir.token().clone();
-        let master = Master::new(spec(), listener, token, launcher, Progress::quiet()).unwrap();
+        let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
+        let master = Master::new(spec(), entrance, launcher, Progress::quiet()).unwrap();
         let (interrupts, interrupted) = mpsc::channel(4);
         let ended = tokio::spawn(master.run(interrupted));
         Self { _folder: folder, dir, pipe, address, interrupts, ended }

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
 use crate::core::plan::Batch;
@@ -151,18 +151,10 @@ impl Door {
             Code::FailedPrecondition | Code::InvalidArgument | Code::Unauthenticated => {
                 refused("refused this worker", &status.message())
             }
-            _ => no_answer("no welcome", &status.message()),
+            _ => no_answer("no welcome", &causes_of(&status)),
         };
-        let channel = Endpoint::from_shared(format!("http://{master}"))
-            .map_err(|error| refused("not an address", &error))?
-            .tcp_nodelay(true)
-            .connect_timeout(environment.master_timeout)
-            .http2_keep_alive_interval(environment.master_timeout / 2)
-            .keep_alive_timeout(environment.master_timeout / 2)
-            .keep_alive_while_idle(true)
-            .connect()
-            .await
-            .map_err(|error| no_answer("no answer", &error))?;
+        let endpoint = endpoint(environment).map_err(|error| refused("can't be dialed", &causes(&error)))?;
+        let channel = endpoint.connect().await.map_err(|error| no_answer("no answer", &causes(&error)))?;
         let mut client: MasterClient<Channel> =
             MasterClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let hello = v1::Hello {
@@ -383,6 +375,41 @@ impl Stream {
             fence.abort_before(generation);
         }
     }
+}
+
+/// Where the master is, and how it is spoken to.
+fn endpoint(environment: &Environment) -> Result<Endpoint, tonic::transport::Error> {
+    let Environment { master, master_timeout, .. } = environment;
+    let scheme = if environment.tls.is_some() { "https" } else { "http" };
+    let endpoint = Endpoint::from_shared(format!("{scheme}://{master}"))?
+        .tcp_nodelay(true)
+        .connect_timeout(*master_timeout)
+        .http2_keep_alive_interval(*master_timeout / 2)
+        .keep_alive_timeout(*master_timeout / 2)
+        .keep_alive_while_idle(true);
+    let Some(tls) = &environment.tls else { return Ok(endpoint) };
+    let config = ClientTlsConfig::new()
+        .ca_certificate(Certificate::from_pem(&tls.ca))
+        .domain_name(&tls.name)
+        .timeout(*master_timeout);
+    endpoint.tls_config(config)
+}
+
+/// An error and what caused it: alone it says little.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(deeper) = cause {
+        text = format!("{text}: {deeper}");
+        cause = deeper.source();
+    }
+    text
+}
+
+/// A status's message, and what caused it.
+fn causes_of(status: &tonic::Status) -> String {
+    let message = status.message();
+    std::error::Error::source(status).map_or_else(|| message.into(), |s| format!("{message}: {}", causes(s)))
 }
 
 /// Ends the process if the group hasn't let it go by then.

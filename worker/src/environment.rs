@@ -1,7 +1,11 @@
 //! What a launcher tells a worker process through its environment.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Duration;
+
+use rustls::RootCertStore;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
 
 /// A worker's place in a job, as its launcher set it.
 #[derive(Clone)]
@@ -12,14 +16,49 @@ pub(crate) struct Environment {
     pub(crate) launch: u64,
     /// The job's secret, in hex.
     pub(crate) token: String,
+    /// How the master is known; `None` where it is spoken to in the open, as between processes of one machine.
+    pub(crate) tls: Option<Tls>,
     /// A master that is gone for longer ends this process.
     pub(crate) master_timeout: Duration,
+}
+
+/// What a master must show over TLS.
+#[derive(Clone, Debug)]
+pub(crate) struct Tls {
+    /// Certificate of the CA that vouches for it, PEM.
+    pub(crate) ca: String,
+    /// The DNS name that its certificate must bear, whatever address is dialed.
+    pub(crate) name: String,
+}
+
+impl Tls {
+    /// Reads what `ELASTICDL_CA_FILE` and `ELASTICDL_MASTER_NAME` say.
+    fn read(ca_file: Option<String>, name: Option<String>) -> Result<Option<Self>, String> {
+        let (ca_file, name) = match (ca_file, name) {
+            (Some(ca_file), Some(name)) => (ca_file, name),
+            (None, None) => return Ok(None),
+            (Some(_), None) => {
+                return Err(one_without_the_other("ELASTICDL_CA_FILE", "ELASTICDL_MASTER_NAME"));
+            }
+            (None, Some(_)) => {
+                return Err(one_without_the_other("ELASTICDL_MASTER_NAME", "ELASTICDL_CA_FILE"));
+            }
+        };
+        let ca = read(&ca_file)?;
+        check_ca(&ca).map_err(|why| {
+            format!("ELASTICDL_CA_FILE: {ca_file} must hold the certificate of the job's CA, in PEM: {why}")
+        })?;
+        ServerName::try_from(name.as_str()).map_err(|_| {
+            format!("ELASTICDL_MASTER_NAME: `{name}` is no DNS name; it must be one that the master's certificate bears")
+        })?;
+        Ok(Some(Self { ca, name }))
+    }
 }
 
 impl std::fmt::Debug for Environment {
     /// Without the token.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { master, job, launch, token: _, master_timeout } = self;
+        let Self { master, job, launch, token: _, tls: _, master_timeout } = self;
         write!(f, "Environment {{ {job} launch {launch}, master {master}, timeout {master_timeout:?} }}")
     }
 }
@@ -34,13 +73,13 @@ impl Environment {
         let number = |name: &str| -> Result<u64, String> {
             need(name)?.parse().map_err(|_| format!("{name} is not a number"))
         };
-        let path = PathBuf::from(need("ELASTICDL_TOKEN_FILE")?);
-        let token = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let token = read(&need("ELASTICDL_TOKEN_FILE")?)?;
         Ok(Self {
             master: need("ELASTICDL_MASTER")?,
             job: need("ELASTICDL_JOB")?,
             launch: number("ELASTICDL_LAUNCH")?,
             token: token.trim().to_string(),
+            tls: Tls::read(variable("ELASTICDL_CA_FILE"), variable("ELASTICDL_MASTER_NAME"))?,
             master_timeout: Duration::from_millis(number("ELASTICDL_MASTER_TIMEOUT_MS")?),
         })
     }
@@ -48,6 +87,27 @@ impl Environment {
     /// How long a worker that was told to end waits for the group to let it go.
     pub(crate) fn leave_timeout(&self) -> Duration {
         self.master_timeout.min(Duration::from_secs(5))
+    }
+}
+
+fn read(path: &str) -> Result<String, String> {
+    std::fs::read_to_string(Path::new(path)).map_err(|error| format!("{path}: {error}"))
+}
+
+fn one_without_the_other(set: &str, unset: &str) -> String {
+    format!("{set} is set and {unset} is not: TLS needs both, and without TLS there is neither")
+}
+
+/// What a connection would find out later, and tell less well.
+fn check_ca(pem: &str) -> Result<(), String> {
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
+        let certificate = certificate.map_err(|error| error.to_string())?;
+        roots.add(certificate).map_err(|error| error.to_string())?;
+    }
+    match roots.is_empty() {
+        true => Err("there is no `BEGIN CERTIFICATE` in it".into()),
+        false => Ok(()),
     }
 }
 
@@ -66,9 +126,78 @@ pub(crate) const EXIT_TERMINATED: i32 = 143;
 mod tests {
     use super::*;
 
+    /// With these variables, and all that must be set besides.
+    fn read_with(set: &[(&str, &str)]) -> Result<Environment, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let token = folder.path().join("token");
+        std::fs::write(&token, "abc\n").unwrap();
+        Environment::read(|name| {
+            let value = set.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).into());
+            value.or_else(|| match name {
+                "ELASTICDL_TOKEN_FILE" => Some(token.to_str().unwrap().into()),
+                "ELASTICDL_MASTER" => Some("127.0.0.1:9".into()),
+                "ELASTICDL_JOB" => Some("mnist".into()),
+                "ELASTICDL_LAUNCH" | "ELASTICDL_MASTER_TIMEOUT_MS" => Some("1".into()),
+                _ => None,
+            })
+        })
+    }
+
+    fn ca() -> String {
+        let key = rcgen::KeyPair::generate().unwrap();
+        rcgen::CertificateParams::default().self_signed(&key).unwrap().pem()
+    }
+
     #[test]
     fn what_is_missing_is_named() {
         let missing = Environment::read(|_| None).unwrap_err();
         assert_eq!(missing, "ELASTICDL_TOKEN_FILE is not set");
+    }
+
+    #[test]
+    fn a_master_is_spoken_to_in_the_open_or_known_by_ca_and_name() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let ca = ca();
+        std::fs::write(&file, &ca).unwrap();
+        let path = file.path().to_str().unwrap();
+        assert!(read_with(&[]).unwrap().tls.is_none());
+        let set = [("ELASTICDL_CA_FILE", path), ("ELASTICDL_MASTER_NAME", "mnist-master")];
+        let environment = read_with(&set).unwrap();
+        assert_eq!(environment.token, "abc");
+        let tls = environment.tls.unwrap();
+        assert_eq!((tls.ca, tls.name), (ca, "mnist-master".into()));
+        for (alone, other) in [(set[0], "ELASTICDL_MASTER_NAME"), (set[1], "ELASTICDL_CA_FILE")] {
+            let error = read_with(&[alone]).unwrap_err();
+            assert!(error.contains(&format!("{} is set and {other} is not", alone.0)), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_ca_that_is_none_is_refused_with_its_file_and_what_it_must_be() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().to_str().unwrap();
+        let read_as = |name| read_with(&[("ELASTICDL_CA_FILE", path), ("ELASTICDL_MASTER_NAME", name)]);
+        let ca = ca();
+        let head = "-----BEGIN CERTIFICATE-----\n";
+        let key = rcgen::KeyPair::generate().unwrap().serialize_pem();
+        let no_certificate = format!("{head}AAAA\n-----END CERTIFICATE-----\n");
+        let table = [
+            ("", "no `BEGIN CERTIFICATE`"),
+            ("hello", "no `BEGIN CERTIFICATE`"),
+            (&key, "no `BEGIN CERTIFICATE`"),
+            (&ca[..ca.len() / 2], "in PEM: "),
+            (&no_certificate, "in PEM: "),
+        ];
+        for (content, expected) in table {
+            std::fs::write(&file, content).unwrap();
+            let error = read_as("mnist-master").unwrap_err();
+            assert!(error.contains(path) && error.contains("in PEM") && error.contains(expected), "{error}");
+        }
+        std::fs::write(&file, &ca).unwrap();
+        let error = read_as("a master").unwrap_err();
+        assert!(error.contains("`a master` is no DNS name"), "{error}");
+        drop(std::fs::remove_file(&file));
+        let error = read_as("mnist-master").unwrap_err();
+        assert!(error.contains(path) && error.contains("No such file"), "{error}");
     }
 }

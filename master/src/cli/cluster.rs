@@ -12,7 +12,8 @@ use k8s_openapi::api::core::v1::Toleration;
 use super::train::TrainArgs;
 use super::{EXIT_OK, Failure, follow, plan};
 use crate::kube::client::{Choice, Cluster, ClusterError};
-use crate::kube::objects::{Objects, Request, Task};
+use crate::kube::credentials::Credentials;
+use crate::kube::objects::{self, Drawn, Objects, Request, Task};
 use crate::kube::options::{self, Mounted, Pair, PodOptions, Resources};
 use crate::kube::submit;
 use crate::token::Token;
@@ -189,15 +190,14 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
                 .block_on(Cluster::connect(&place.choice()))
                 .map_or_else(|_| "default".into(), |cluster| cluster.namespace),
         };
-        let objects = Objects::new(&request(args, pods, namespace)?, "").map_err(to_usage)?;
+        let request = request(args, pods, namespace)?;
+        let objects = Objects::new(&request, draw(&request)?).map_err(to_usage)?;
         return print(&objects.to_yaml());
     }
     runtime.block_on(async {
         let cluster = Cluster::connect(&place.choice()).await.map_err(to_failure)?;
         let request = request(args, pods, cluster.namespace.clone())?;
-        let token =
-            Token::random().map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
-        let objects = Objects::new(&request, &token.to_hex()).map_err(to_usage)?;
+        let objects = Objects::new(&request, draw(&request)?).map_err(to_usage)?;
         submit::submit(&cluster, &request, objects).await.map_err(to_failure)?;
         let name = &request.task.job.name;
         let namespace = &cluster.namespace;
@@ -213,6 +213,15 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
         follow::follow(&cluster, name, follow::Manner { quiet: args.quiet, summary: args.summary.clone() })
             .await
     })
+}
+
+fn draw(request: &Request) -> Result<Drawn, Failure> {
+    let token =
+        Token::random().map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
+    let job = &request.task.job.name;
+    let credentials = Credentials::draw(job, &objects::master_dns_names(job, &request.namespace))
+        .map_err(|e| Failure::failed(e.to_string()))?;
+    Ok(Drawn { token, credentials })
 }
 
 fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Request, Failure> {

@@ -17,10 +17,11 @@ use tracing::{info, warn};
 use super::cluster::to_failure;
 use super::view::StatusJson;
 use super::{EXIT_FAILED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
+use crate::entrance::{Entrance, Identity};
 use crate::job::{Outcome, Status};
 use crate::kube::anchor::{Anchor, Data, INCARNATION, Pace, STATUS, SUMMARY, Sight, Wishes};
 use crate::kube::client::{Choice, Cluster};
-use crate::kube::objects::{PORT, TASK, TOKEN_FILE, Task, WORKER_POD};
+use crate::kube::objects::{CERTIFICATE_FILE, KEY_FILE, PORT, TASK, TOKEN_FILE, Task, WORKER_POD};
 use crate::kube::pods::{self, Mould, Pods};
 use crate::kube::submit;
 use crate::progress::Progress;
@@ -39,6 +40,14 @@ pub struct MasterArgs {
     /// Where the job's secret is.
     #[arg(long, value_name = "FILE", default_value = TOKEN_FILE)]
     pub token_file: PathBuf,
+
+    /// The certificate that workers are shown, PEM.
+    #[arg(long, value_name = "FILE", default_value = CERTIFICATE_FILE)]
+    pub tls_cert: PathBuf,
+
+    /// The certificate's key, PEM.
+    #[arg(long, value_name = "FILE", default_value = KEY_FILE)]
+    pub tls_key: PathBuf,
 }
 
 /// Runs the master of a job to the job's end; the exit code.
@@ -61,6 +70,8 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
         .map_err(|e| Failure::failed(format!("can't read the token {}: {e}", args.token_file.display())))?;
     let token = Token::from_hex(&token)
         .ok_or_else(|| Failure::failed(format!("{} holds no token", args.token_file.display())))?;
+    let identity =
+        Identity::read(&args.tls_cert, &args.tls_key).map_err(|e| Failure::failed(e.to_string()))?;
     let incarnation = Data::from([(INCARNATION.into(), submitted.incarnation.to_string())]);
     anchor.write(&incarnation).await.map_err(to_failure)?;
     let address = submit::service_address(&cluster, &args.job_name).await.map_err(to_failure)?;
@@ -76,9 +87,10 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
         master: address,
     };
     let pods = Pods::new(&cluster, mould);
+    let entrance = Entrance { listener, token, identity: Some(identity) };
     let (publish, published) = watch::channel(None);
     let progress = Progress::on_stderr().published(publish);
-    let master = Master::with_pods(submitted.task.job, listener, token, pods, progress);
+    let master = Master::with_pods(submitted.task.job, entrance, pods, progress);
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
     conduct(master, &anchor, published).await
 }

@@ -18,6 +18,7 @@ use super::client::directory_of;
 use super::cluster::{self, ClusterArgs};
 use super::plan::{self, Plan};
 use super::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, print_error};
+use crate::entrance::Entrance;
 use crate::job::Outcome;
 use crate::jobdir::{self, Abandoned, JobDir, Start};
 use crate::local::Launcher;
@@ -285,20 +286,20 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     let launcher = |program: &OsString, args: &[OsString], timeout| {
         Launcher::new(program.into(), args.to_vec(), dir, timeout)
     };
-    let token = dir.token().clone();
+    let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
     let master = match task {
         Task::Begin(plan) => {
             let start = start_of(&plan, address).map_err(failed("learn the current directory"))?;
             dir.keep(&start).map_err(|e| Failure::failed(e.to_string()))?;
             let launcher = launcher(&start.program, &start.args, start.master_timeout);
-            Master::new(plan.spec, listener, token, launcher, progress)
+            Master::new(plan.spec, entrance, launcher, progress)
         }
         Task::Resume(abandoned) => {
             let Start { program, args, master_timeout, began, .. } = &abandoned.start;
             let launcher = launcher(program, args, *master_timeout);
             // A clock that was set back makes the job younger, and nothing else.
             let age = SystemTime::now().duration_since(*began).unwrap_or_default();
-            Master::resume(*abandoned, age, listener, token, launcher, progress)
+            Master::resume(*abandoned, age, entrance, launcher, progress)
         }
     };
     let master = master.map_err(failed("start the master"))?.keeping(dir.record_file());

@@ -15,6 +15,7 @@
 
 pub mod anchor;
 pub mod client;
+pub mod credentials;
 pub mod logs;
 pub mod masters;
 pub mod objects;

@@ -6,7 +6,8 @@
 //!
 //! The Job is made with a parallelism of 0 and raised to 1 when all is there: until then nothing runs.
 //!
-//! **Invariants:** each object has one owner. The token is in the Secret alone. No rank and no world size is in any
+//! **Invariants:** each object has one owner. What is secret is in the Secret alone, and of it each pod sees what it needs:
+//! the master's key is the master's. No rank and no world size is in any
 //! environment: both change while a pod lives.
 
 mod parts;
@@ -27,8 +28,10 @@ use serde::{Deserialize, Serialize};
 
 pub use template::TemplateError;
 
+use super::credentials::Credentials;
 use super::options::PodOptions;
 use crate::job::{JobSpec, LaunchId};
+use crate::token::Token;
 
 /// A job that is to run in a cluster.
 #[derive(Clone, Debug)]
@@ -52,6 +55,15 @@ pub struct Task {
     pub master_timeout: Duration,
 }
 
+/// What is drawn for a job at its submission.
+#[derive(Clone, Debug)]
+pub struct Drawn {
+    /// Who knows it may speak to the master.
+    pub token: Token,
+    /// What the master is known by.
+    pub credentials: Credentials,
+}
+
 /// The objects that make a job, all but its workers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Objects {
@@ -59,30 +71,24 @@ pub struct Objects {
     pub job: Job,
     /// Holds the task, the workers' pod, and later the status.
     pub anchor: ConfigMap,
-    /// Holds the token.
+    /// Holds the token and the certificates.
     pub secret: Secret,
     /// Leads to the master.
     pub service: Service,
 }
 
 impl Objects {
-    /// The objects of a job whose secret is `token`. Owners are missing: they are named by ids that the server gives.
+    /// The objects of a job for which `drawn` was drawn. Owners are missing: they are named by ids that the server gives.
     ///
     /// # Errors
     /// The workers' pod template does not fit.
-    pub fn new(request: &Request, token: &str) -> Result<Self, TemplateError> {
+    pub fn new(request: &Request, drawn: Drawn) -> Result<Self, TemplateError> {
         let name = &request.task.job.name;
         let worker =
             serde_json::to_string_pretty(&worker_template(request)?).expect("a pod's keys are strings");
         let task = serde_json::to_string_pretty(&request.task).expect("a task's keys are strings");
         let mut anchor = ConfigMap { metadata: metadata(request, name, "anchor"), ..ConfigMap::default() };
         anchor.data = Some(BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), worker)]));
-        let secret = Secret {
-            metadata: metadata(request, name, "token"),
-            data: Some(BTreeMap::from([(TOKEN.into(), ByteString(token.into()))])),
-            type_: Some("Opaque".into()),
-            ..Secret::default()
-        };
         let mut selector = own_labels(name, "master");
         selector.retain(|key, _| [JOB_LABEL, ROLE_LABEL].contains(&key.as_str()));
         let port = ServicePort {
@@ -102,7 +108,7 @@ impl Objects {
             }),
             ..Service::default()
         };
-        Ok(Self { job: master_job(request), anchor, secret, service })
+        Ok(Self { job: master_job(request), anchor, secret: secret(request, drawn), service })
     }
 
     /// The job as it has been made owns the anchor.
@@ -117,7 +123,7 @@ impl Objects {
         self.service.metadata.owner_references = owners;
     }
 
-    /// All of it as YAML, with words in the place of what is not known before: the token and the ids of owners.
+    /// All of it as YAML, with words in the place of what is not known before: what is secret, and the ids of owners.
     #[must_use]
     pub fn to_yaml(mut self) -> String {
         let unknown = |mut meta: ObjectMeta| {
@@ -126,8 +132,9 @@ impl Objects {
         };
         self.own_anchor(&unknown(self.job.metadata.clone()));
         self.own_rest(&unknown(self.anchor.metadata.clone()));
-        self.secret.data = None;
-        self.secret.string_data = Some(BTreeMap::from([(TOKEN.into(), "(drawn at submission)".into())]));
+        let secrets = self.secret.data.take().unwrap_or_default();
+        let words = secrets.into_keys().map(|key| (key, "(drawn at submission)".into()));
+        self.secret.string_data = Some(words.collect());
         let documents = [
             serde_saphyr::to_string(&self.job),
             serde_saphyr::to_string(&self.anchor),
@@ -136,6 +143,14 @@ impl Objects {
         ];
         documents.map(|text| text.expect("objects have YAML forms")).join("---\n")
     }
+}
+
+/// The DNS names by which pods may call the master of a job: workers use the first.
+#[must_use]
+pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
+    let name = master_name(job);
+    let longer = format!("{name}.{namespace}.svc");
+    [name, longer]
 }
 
 /// A worker's pod: `template` with its own name, for `launch` of the master's `incarnation`, which listens at `master`.
@@ -196,6 +211,17 @@ pub fn anchors_selector() -> String {
     format!("app.kubernetes.io/managed-by={ELASTICDL},{ROLE_LABEL}=anchor")
 }
 
+fn secret(request: &Request, drawn: Drawn) -> Secret {
+    let Drawn { token, credentials: Credentials { ca, certificate, key } } = drawn;
+    let values = [(TOKEN, token.to_hex()), (CA, ca), (CERTIFICATE, certificate), (KEY, key)];
+    Secret {
+        metadata: metadata(request, &request.task.job.name, "token"),
+        data: Some(values.map(|(key, value)| (key.into(), ByteString(value.into()))).into()),
+        type_: Some("Opaque".into()),
+        ..Secret::default()
+    }
+}
+
 fn master_job(request: &Request) -> Job {
     let name = &request.task.job.name;
     let pods = &request.pods;
@@ -222,7 +248,7 @@ fn master_job(request: &Request) -> Job {
         priority_class_name: pods.priority_class.clone(),
         service_account_name: Some(pods.service_account.clone()),
         automount_service_account_token: Some(true),
-        volumes: Some(parts::volumes(name)),
+        volumes: Some(parts::volumes(name, &[TOKEN, CERTIFICATE, KEY])),
         ..parts::pod_spec(pods)
     };
     let mut template = metadata(request, "", "master");
@@ -254,7 +280,7 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     }
     env.extend(pods.env.iter().map(|(name, value)| parts::variable(name, value)));
     let mut mounts = parts::mounts();
-    let mut volumes = parts::volumes(name);
+    let mut volumes = parts::volumes(name, &[TOKEN, CA]);
     for (index, mounted) in pods.volumes.iter().enumerate() {
         let (mut volume, mut mount) = (mounted.volume.clone(), mounted.mount.clone());
         volume.name = format!("volume-{index}");
@@ -334,6 +360,12 @@ fn owner(api_version: &str, kind: &str, meta: &ObjectMeta) -> OwnerReference {
 pub const PORT: i32 = 7070;
 /// Where pods see the token.
 pub const TOKEN_FILE: &str = "/etc/elasticdl/token";
+/// Where workers see the certificate of the job's CA.
+pub const CA_FILE: &str = "/etc/elasticdl/ca.crt";
+/// Where the master sees its certificate.
+pub const CERTIFICATE_FILE: &str = "/etc/elasticdl/tls.crt";
+/// Where the master sees its key.
+pub const KEY_FILE: &str = "/etc/elasticdl/tls.key";
 /// The anchor's key for the [`Task`], JSON.
 pub const TASK: &str = "task";
 /// The anchor's key for the workers' pod, JSON.
@@ -349,6 +381,9 @@ const INCARNATION_LABEL: &str = "elasticdl/incarnation";
 const JOB_LABEL: &str = "elasticdl/job";
 const ROLE_LABEL: &str = "elasticdl/role";
 const TOKEN: &str = "token";
+const CA: &str = "ca.crt";
+const CERTIFICATE: &str = "tls.crt";
+const KEY: &str = "tls.key";
 const WORKER: &str = "worker";
 
 #[cfg(test)]

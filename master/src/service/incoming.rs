@@ -2,7 +2,7 @@
 //!
 //! **Invariant:** at most [`UNPROVEN_MAX`] connections are open without proof, each for [`PROOF_TIMEOUT`] at
 //! most; more wait in the listener's queue. So whoever can reach the port but has no token can't use up the
-//! master's files.
+//! master's files. A handshake takes its time and its place from these.
 
 use std::io;
 use std::pin::Pin;
@@ -17,6 +17,8 @@ use tokio::time::Sleep;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 use tracing::warn;
+
+use crate::limits::PROOF_TIMEOUT;
 
 /// Accepts connections of `listener` until the stream is dropped.
 pub(super) fn accept(listener: TcpListener) -> ReceiverStream<io::Result<Connection>> {
@@ -127,5 +129,4 @@ impl AsyncWrite for Connection {
 }
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-const PROOF_TIMEOUT: Duration = Duration::from_secs(5);
-const UNPROVEN_MAX: usize = 64;
+pub(super) const UNPROVEN_MAX: usize = 64;

@@ -1,12 +1,14 @@
 //! The server at its edge: what gets in, what does not, and what the job's queue hears of it.
 
+mod tls;
+
 use std::net::{Ipv4Addr, SocketAddr};
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId, v1};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tonic::Code;
-use tonic::transport::Channel;
+use tonic::transport::{Channel, Endpoint};
 use v1::master_client::MasterClient;
 use v1::worker_message::Kind;
 
@@ -17,6 +19,8 @@ const MUCH_LATER: Duration = Duration::from_secs(3600);
 
 struct Edge {
     address: SocketAddr,
+    /// The same, as clients see it.
+    endpoint: Endpoint,
     token: Token,
     inputs: mpsc::Receiver<Input>,
     _server: Server,
@@ -30,16 +34,21 @@ struct Stream {
 
 impl Edge {
     async fn start() -> Self {
+        Self::start_with(None, |address| Endpoint::from_shared(format!("http://{address}")).unwrap()).await
+    }
+
+    async fn start_with(identity: Option<Identity>, endpoint: impl Fn(SocketAddr) -> Endpoint) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
         let token = Token::random().unwrap();
         let (sender, inputs) = mpsc::channel(16);
-        let server = Server::start(listener, "mnist", token.clone(), None, sender);
-        Self { address, token, inputs, _server: server }
+        let entrance = Entrance { listener, token: token.clone(), identity };
+        let server = Server::start(entrance, "mnist", None, sender);
+        Self { address, endpoint: endpoint(address), token, inputs, _server: server }
     }
 
     async fn client(&self) -> MasterClient<Channel> {
-        MasterClient::connect(format!("http://{}", self.address)).await.unwrap()
+        MasterClient::new(self.endpoint.connect().await.unwrap())
     }
 
     /// Opens a stream with the right token and says `messages`.

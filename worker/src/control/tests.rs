@@ -11,6 +11,7 @@ use v1::master_message::Kind as Told;
 use v1::worker_message::Kind as Said;
 
 use super::*;
+use crate::environment::Tls;
 
 type Outgoing = mpsc::UnboundedSender<Result<v1::MasterMessage, Status>>;
 
@@ -72,6 +73,20 @@ struct Stage {
 
 impl Stage {
     fn new(refuse_from: usize) -> Self {
+        Self::with(refuse_from, tonic::transport::Server::builder())
+    }
+
+    /// One that is known by the returned certificate, under the name `master`.
+    fn over_tls() -> (Self, String) {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let shown =
+            rcgen::CertificateParams::new(["master".into()]).unwrap().self_signed(&key).unwrap().pem();
+        let identity = tonic::transport::Identity::from_pem(&shown, key.serialize_pem());
+        let config = tonic::transport::ServerTlsConfig::new().identity(identity);
+        (Self::with(usize::MAX, tonic::transport::Server::builder().tls_config(config).unwrap()), shown)
+    }
+
+    fn with(refuse_from: usize, mut server: tonic::transport::Server) -> Self {
         let (tell, said) = channel();
         let streams = Arc::default();
         let count = std::sync::atomic::AtomicUsize::default();
@@ -83,14 +98,14 @@ impl Stage {
             job: "job".into(),
             launch: 3,
             token: "token".into(),
+            tls: None,
             master_timeout: Duration::from_secs(60),
         };
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 let incoming = TcpListenerStream::new(tokio::net::TcpListener::from_std(listener).unwrap());
-                let server = tonic::transport::Server::builder().add_service(MasterServer::new(desk));
-                server.serve_with_incoming(incoming).await.unwrap();
+                server.add_service(MasterServer::new(desk)).serve_with_incoming(incoming).await.unwrap();
             });
         });
         Self { environment, said, streams }
@@ -179,4 +194,36 @@ fn a_trainer_that_ends_without_a_master_ends_the_search() {
     // Were it to look for another master now, it would find one that ends this process.
     stage.end(0);
     control.close();
+}
+
+#[test]
+fn over_tls_a_master_is_known_by_ca_and_name_and_by_nothing_else() {
+    let (stage, ca) = Stage::over_tls();
+    let (_, other) = Stage::over_tls();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let open = |tls: Option<(&str, &str)>| {
+        let tls = tls.map(|(ca, name)| Tls { ca: ca.into(), name: name.into() });
+        let environment = Environment { tls, ..stage.environment.clone() };
+        let door = Door { environment, address: Stage::address(), me: None };
+        match runtime.block_on(door.open()) {
+            Ok(_) => Ok(()),
+            // It may be another one's turn to answer at this address: the search goes on.
+            Err(NotOpened::NoAnswer(why)) => Err(why),
+            Err(NotOpened::Refused(why)) => panic!("{why}"),
+        }
+    };
+    assert_eq!(open(Some((&ca, "master"))), Ok(()));
+    assert_eq!(stage.next(), (0, stage.hello(None)));
+    let why = open(Some((&other, "master"))).unwrap_err();
+    assert!(why.contains("invalid peer certificate") && why.contains(&stage.environment.master), "{why}");
+    let why = open(Some((&ca, "cifar-master"))).unwrap_err();
+    assert!(why.contains("not valid for name \"cifar-master\""), "{why}");
+    assert!(open(None).is_err());
+    let in_the_open = Stage::new(usize::MAX);
+    let tls = Some(Tls { ca, name: "master".into() });
+    let environment = Environment { tls, ..in_the_open.environment };
+    let door = Door { environment, address: Stage::address(), me: None };
+    assert!(matches!(runtime.block_on(door.open()), Err(NotOpened::NoAnswer(_))));
+    // Nobody else has heard a word.
+    assert!(stage.said.try_recv().is_err() && in_the_open.said.try_recv().is_err());
 }

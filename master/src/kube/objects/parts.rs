@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{
-    Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, LocalObjectReference, ObjectFieldSelector,
-    PodSecurityContext, PodSpec, ResourceFieldSelector, ResourceRequirements, SeccompProfile,
-    SecretVolumeSource, SecurityContext, Volume, VolumeMount,
+    Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, KeyToPath, LocalObjectReference,
+    ObjectFieldSelector, PodSecurityContext, PodSpec, ResourceFieldSelector, ResourceRequirements,
+    SeccompProfile, SecretVolumeSource, SecurityContext, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-use super::{TOKEN_FILE, Task};
+use super::{CA_FILE, TOKEN_FILE, Task, master_name};
 use crate::kube::options::{PodOptions, Resources};
 
 /// A pod's spec without containers.
@@ -47,11 +47,13 @@ pub(super) fn locked_down() -> SecurityContext {
     }
 }
 
-/// The secret, and a place to write: the root file system is read-only.
-pub(super) fn volumes(job: &str) -> Vec<Volume> {
+/// These keys of the secret, and a place to write: the root file system is read-only.
+pub(super) fn volumes(job: &str, keys: &[&str]) -> Vec<Volume> {
+    let item = |key: &&str| KeyToPath { key: (*key).into(), path: (*key).into(), mode: None };
     let secret = SecretVolumeSource {
         secret_name: Some(job.into()),
         default_mode: Some(OWNER_AND_GROUP_READ),
+        items: Some(keys.iter().map(item).collect()),
         ..SecretVolumeSource::default()
     };
     vec![
@@ -98,7 +100,9 @@ pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
         }),
     };
     vec![
+        variable("ELASTICDL_CA_FILE", CA_FILE),
         variable("ELASTICDL_JOB", &task.job.name),
+        variable("ELASTICDL_MASTER_NAME", &master_name(&task.job.name)),
         variable("ELASTICDL_MASTER_TIMEOUT_MS", &task.master_timeout.as_millis().to_string()),
         variable("ELASTICDL_TOKEN_FILE", TOKEN_FILE),
         field("ELASTICDL_NAMESPACE", "metadata.namespace"),

@@ -38,8 +38,14 @@ fn request() -> Request {
     }
 }
 
+fn drawn() -> Drawn {
+    let credentials =
+        Credentials { ca: "vouching".into(), certificate: "shown".into(), key: "5ec4e7".into() };
+    Drawn { token: Token::from_hex(&"5ec4e7cd".repeat(8)).unwrap(), credentials }
+}
+
 fn objects(request: &Request) -> Objects {
-    Objects::new(request, "5ec4e7").unwrap()
+    Objects::new(request, drawn()).unwrap()
 }
 
 fn template(objects: &Objects) -> Pod {
@@ -79,11 +85,16 @@ fn each_object_has_one_owner_and_the_job_is_at_the_top() {
 }
 
 #[test]
-fn the_token_is_in_the_secret_alone() {
+fn what_is_secret_is_in_the_secret_alone() {
     let request = request();
     let objects = objects(&request);
     let secret = objects.secret.data.clone().unwrap();
-    assert_eq!(secret["token"].0, b"5ec4e7");
+    let values: Vec<_> =
+        secret.iter().map(|(key, value)| (key.as_str(), str::from_utf8(&value.0).unwrap())).collect();
+    let token = "5ec4e7cd".repeat(8);
+    let expected =
+        [("ca.crt", "vouching"), ("tls.crt", "shown"), ("tls.key", "5ec4e7"), ("token", token.as_str())];
+    assert_eq!(values, expected);
     let others = [
         serde_json::to_string(&objects.job).unwrap(),
         serde_json::to_string(&objects.anchor).unwrap(),
@@ -95,8 +106,22 @@ fn the_token_is_in_the_secret_alone() {
         // Nor as base64.
         assert!(!text.contains("5ec4e7") && !text.contains("NWVjNGU3"), "{text}");
     }
-    let volume = worker(&request, 1, 1)["spec"]["volumes"][0].clone();
-    assert_eq!(volume["secret"], json!({"secretName": "mnist", "defaultMode": 0o440}));
+    assert!(!format!("{:?}", drawn()).contains("5ec4e7"));
+}
+
+#[test]
+fn each_pod_sees_of_the_secret_what_it_needs() {
+    let master = objects(&request()).job.spec.unwrap().template.spec.unwrap();
+    let master = serde_json::to_value(master).unwrap();
+    let worker = worker(&request(), 1, 1)["spec"].clone();
+    let sees: [(_, &[&str]); 2] =
+        [(master, &["token", "tls.crt", "tls.key"]), (worker, &["token", "ca.crt"])];
+    for (spec, keys) in sees {
+        let volumes = spec["volumes"].as_array().unwrap();
+        let secrets: Vec<&Value> = volumes.iter().map(|v| &v["secret"]).filter(|s| !s.is_null()).collect();
+        let items: Vec<Value> = keys.iter().map(|key| json!({"key": key, "path": key})).collect();
+        assert_eq!(secrets, [&json!({"secretName": "mnist", "defaultMode": 0o440, "items": items})]);
+    }
 }
 
 #[test]
@@ -141,6 +166,9 @@ fn a_workers_pod_says_who_it_is_and_where_its_master_is_and_nothing_that_changes
     assert_eq!(value("ELASTICDL_MASTER"), Some(json!("10.0.0.1:7070")));
     assert_eq!(value("ELASTICDL_MASTER_TIMEOUT_MS"), Some(json!("30000")));
     assert_eq!(value("ELASTICDL_TOKEN_FILE"), Some(json!("/etc/elasticdl/token")));
+    assert_eq!(value("ELASTICDL_CA_FILE"), Some(json!("/etc/elasticdl/ca.crt")));
+    let [name, _] = master_dns_names("mnist", "ml");
+    assert_eq!(value("ELASTICDL_MASTER_NAME"), Some(json!(name)));
     assert_eq!(value("A"), Some(json!("b")));
     assert!(!env.iter().any(|v| v["name"].as_str().unwrap().contains("RANK") || v["name"] == "WORLD_SIZE"));
     let resources = json!({
@@ -235,7 +263,7 @@ fn a_template_that_does_not_fit_is_refused_with_the_place() {
     for (template, expected) in table {
         let mut request = request();
         request.pods.worker_pod_template = Some(template.clone());
-        let error = Objects::new(&request, "t").unwrap_err().to_string();
+        let error = Objects::new(&request, drawn()).unwrap_err().to_string();
         assert!(error.contains(expected), "{template}: {error}");
     }
 }

@@ -1,0 +1,71 @@
+//! A job's own certificates, made at its submission.
+//!
+//! **Invariant:** the CA signs one certificate: its key is never stored, and gone when [`Credentials::draw`] returns.
+
+use std::fmt;
+use std::time::{Duration, SystemTime};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose,
+    IsCa, KeyPair, KeyUsagePurpose,
+};
+
+/// What a job's workers know their master by, and what the master shows to them. All of it PEM.
+#[derive(Clone, Default)]
+pub struct Credentials {
+    /// Certificate of the job's own CA.
+    pub ca: String,
+    /// The master's, signed by that CA.
+    pub certificate: String,
+    /// The key of the master's certificate.
+    pub key: String,
+}
+
+/// No certificate could be made.
+#[derive(Debug, thiserror::Error)]
+#[error("can't make the job's certificates: {0}")]
+pub struct CredentialsError(#[from] rcgen::Error);
+
+impl Credentials {
+    /// Makes those of `job`, whose master is called by each of `names` (DNS names). They are valid from a day ago, for
+    /// clocks differ, and for ten years.
+    ///
+    /// # Errors
+    /// The system gives no random bytes, or a name is none.
+    pub fn draw(job: &str, names: &[String]) -> Result<Self, CredentialsError> {
+        let mut params = params(&format!("CA of the elasticdl job {job}"), &[])?;
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let ca = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+        let mut params = self::params(&format!("master of the elasticdl job {job}"), names)?;
+        params.use_authority_key_identifier_extension = true;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let key = KeyPair::generate()?;
+        let certificate = params.signed_by(&key, &ca)?.pem();
+        Ok(Self { ca: ca.pem(), certificate, key: key.serialize_pem() })
+    }
+}
+
+impl fmt::Debug for Credentials {
+    /// Without the key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Credentials(..)")
+    }
+}
+
+fn params(common_name: &str, names: &[String]) -> Result<CertificateParams, rcgen::Error> {
+    let mut params = CertificateParams::new(names)?;
+    let now = SystemTime::now();
+    params.not_before = (now - DAY).into();
+    params.not_after = (now + YEARS_10).into();
+    params.distinguished_name = DistinguishedName::new();
+    // Longer ones are against the standard.
+    let common_name: String = common_name.chars().take(COMMON_NAME_LEN_MAX).collect();
+    params.distinguished_name.push(DnType::CommonName, common_name);
+    Ok(params)
+}
+
+const COMMON_NAME_LEN_MAX: usize = 64;
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+const YEARS_10: Duration = Duration::from_secs(3652 * 24 * 60 * 60);

@@ -1,0 +1,98 @@
+//! Jobs whose master is spoken to over TLS, as in a cluster: the master in this process, real workers.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::net::Ipv4Addr;
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::time::Duration;
+
+use elasticdl_master::entrance::{Entrance, Identity};
+use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome};
+use elasticdl_master::jobdir::{JobDir, worker_log};
+use elasticdl_master::kube::credentials::Credentials;
+use elasticdl_master::local::Launcher;
+use elasticdl_master::progress::Progress;
+use elasticdl_master::run::{Ended, Master};
+use elasticdl_tests::counting_data;
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+
+const RECORDS: u64 = 600;
+const NAME: &str = "count-master";
+
+fn credentials() -> Credentials {
+    Credentials::draw("count", &[NAME.into()]).unwrap()
+}
+
+fn spec(data: &Path) -> JobSpec {
+    JobSpec {
+        name: "count".into(),
+        training_data: data.to_str().unwrap().into(),
+        num_workers: 2,
+        min_workers: 1,
+        max_workers: 2,
+        epochs: 2,
+        max_steps: None,
+        batch: Batch::Global(NonZeroU64::new(20).unwrap()),
+        records_per_shard: None,
+        shuffle: true,
+        seed: 0,
+        max_worker_restarts: 0,
+        worker_timeout: None,
+    }
+}
+
+/// A job whose master shows `shown`, and whose workers look for `ca` and `name`, if for anything. Gives back the first
+/// worker's log as well.
+async fn run(shown: &Credentials, wanted: Option<(&str, &str)>, master_timeout: Duration) -> (Ended, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("data");
+    counting_data(&data, RECORDS, 3).unwrap();
+    let dir = JobDir::create(&folder.path().join("job")).unwrap();
+    let args = vec!["--records".into(), RECORDS.to_string().into()];
+    let mut launcher = Launcher::new(env!("CARGO_BIN_EXE_counting").into(), args, &dir, master_timeout);
+    if let Some((ca, name)) = wanted {
+        let file = folder.path().join("ca.crt");
+        std::fs::write(&file, ca).unwrap();
+        launcher.env.push(("ELASTICDL_CA_FILE".into(), file.into()));
+        launcher.env.push(("ELASTICDL_MASTER_NAME".into(), name.into()));
+    }
+    let entrance = Entrance {
+        listener: TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap(),
+        token: dir.token().clone(),
+        identity: Some(Identity::from_pem(&shown.certificate, &shown.key).unwrap()),
+    };
+    let master = Master::new(spec(&data), entrance, launcher, Progress::quiet()).unwrap();
+    let (_interrupts, interrupted) = mpsc::channel(1);
+    let ended = master.run(interrupted).await;
+    let log = std::fs::read_to_string(worker_log(&dir.logs(), LaunchId(1))).unwrap();
+    (ended, log)
+}
+
+#[tokio::test]
+async fn workers_that_know_their_master_train_each_record_once() {
+    let credentials = credentials();
+    let (ended, log) = run(&credentials, Some((&credentials.ca, NAME)), Duration::from_secs(30)).await;
+    assert_eq!(ended.outcome, Outcome::Completed, "{log}");
+    let records = ended.summary.records;
+    assert_eq!((records.counted, records.missing, records.repeated), (2 * RECORDS, 0, 0));
+    // The model's own count: each record twice.
+    assert_eq!(ended.summary.model_summary, Some(format!("2 2 {}", 2 * RECORDS)));
+}
+
+#[tokio::test]
+async fn workers_that_are_shown_anything_else_say_so_and_end() {
+    let (ours, other) = (credentials(), credentials());
+    let table = [
+        (Some((other.ca.as_str(), NAME)), "invalid peer certificate"),
+        (Some((&ours.ca, "cifar-master")), "not valid for name"),
+        (None, "no welcome: "),
+        (Some(("nonsense", NAME)), "must hold the certificate of the job's CA"),
+    ];
+    for (wanted, expected) in table {
+        let (ended, log) = run(&ours, wanted, Duration::from_millis(300)).await;
+        assert_eq!((ended.outcome, ended.summary.records.counted), (Outcome::Failed, 0), "{log}");
+        assert!(log.contains(expected), "{expected}: {log}");
+    }
+}
