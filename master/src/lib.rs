@@ -18,6 +18,7 @@ pub mod cli;
 pub mod entrance;
 pub mod job;
 pub mod jobdir;
+mod keeping;
 pub mod kube;
 mod launches;
 pub mod limits;

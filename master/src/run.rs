@@ -8,7 +8,7 @@
 //!
 //! **Invariants:** the job is touched by this task alone. The task never waits for a worker, a terminal or a
 //! disk between an event and the actions that follow from it; the job's record, which comes before the actions, is
-//! handed to the system and not waited for. When [`Master::run`] returns, or is dropped, no
+//! handed on and not waited for, but for what nobody else could tell. When [`Master::run`] returns, or is dropped, no
 //! process that it started is left.
 
 use std::collections::BTreeMap;
@@ -28,6 +28,7 @@ use crate::job::{
     Action, ConnectionId, Event, Job, JobSpec, LaunchId, Membership, Outcome, Summary, Time, ToWorker,
 };
 use crate::jobdir::{Abandoned, RecordFile};
+use crate::keeping::Keeping;
 use crate::kube::pods::Pods;
 use crate::launches::{Happening, Launches};
 use crate::local::{Launcher, Processes};
@@ -42,7 +43,7 @@ pub struct Master {
     start: Instant,
     /// How old the job was then.
     age: Duration,
-    record: Option<RecordFile>,
+    keeping: Keeping,
     /// What the record's file holds, and when it was written.
     written: Written,
     launches: Launches,
@@ -141,7 +142,7 @@ impl Master {
     /// Keeps what another master would need in `record`.
     #[must_use]
     pub fn keeping(self, record: RecordFile) -> Self {
-        Self { record: Some(record), ..self }
+        Self { keeping: Keeping::File(record), ..self }
     }
 
     fn with(
@@ -181,7 +182,7 @@ impl Master {
             spec,
             start: Instant::now(),
             age,
-            record: None,
+            keeping: Keeping::Nothing,
             written: Written { revision: 0, step: 0, at: Instant::now() },
             launches,
             progress,
@@ -230,6 +231,7 @@ impl Master {
                         self.job.handle(self.now(), Event::Stop);
                     }
                 },
+                () = self.keeping.changed() => {}
                 () = due, if timeout.is_some() => self.job.handle_timeout(self.now()),
                 _ = ticks.tick() => self.show(),
             }
@@ -260,12 +262,11 @@ impl Master {
 
     /// Keeps what another master would have to know of what is done next.
     fn write_record(&mut self) {
-        let Some(file) = &mut self.record else { return };
         let revision = self.job.revision();
         if revision != self.written.revision {
-            let record = self.job.record();
-            file.write(&record);
-            self.written = Written { revision, step: record.step(), at: Instant::now() };
+            self.keeping.keep(&self.job);
+            let step = self.job.step();
+            self.written = Written { revision, step, at: Instant::now() };
         }
     }
 
@@ -273,6 +274,9 @@ impl Master {
     fn act(&mut self) -> Option<Outcome> {
         loop {
             self.write_record();
+            if !self.keeping.lets_act(&self.job) {
+                return None;
+            }
             let action = self.job.poll_action()?;
             match action {
                 Action::Admit { connection, worker } => self.admit(connection, worker),

@@ -134,6 +134,12 @@ impl Job {
         self.revision
     }
 
+    /// Steps committed, as last reported.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
     /// The [revision](Self::revision) that must be kept before any further action is done: what there is to train, and
     /// that it is done, nobody else could tell.
     #[must_use]

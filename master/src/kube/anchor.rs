@@ -6,6 +6,7 @@
 //! | `num-workers`, `stop` | the user, later | what is to change |
 //! | `incarnation` | each master, when it starts | how many masters there have been |
 //! | `status` | the master | where the job stands, as `elasticdl status --json` |
+//! | `record` | the master | what the next master needs, as [`JobRecord`](crate::job::JobRecord) |
 //! | `summary` | the master, at the end | how the job ended |
 //!
 //! **Invariant:** who writes one key leaves the others alone, so nobody's word is lost.
@@ -199,6 +200,8 @@ fn is_anchor(config_map: &ConfigMap) -> bool {
 pub const INCARNATION: &str = "incarnation";
 /// Workers that the user wants.
 pub const NUM_WORKERS: &str = "num-workers";
+/// What the next master needs.
+pub const RECORD: &str = "record";
 /// Where the job stands.
 pub const STATUS: &str = "status";
 /// The job is to stop.

@@ -16,6 +16,7 @@
 pub mod anchor;
 pub mod client;
 pub mod credentials;
+pub(crate) mod kept;
 pub mod logs;
 pub mod masters;
 pub mod objects;

@@ -1,0 +1,42 @@
+//! Where what another master would need is kept: in a file, or in a cluster.
+
+use crate::job::Job;
+use crate::jobdir::RecordFile;
+use crate::kube::kept::Keeper;
+
+/// Where records go.
+#[derive(Debug)]
+pub(crate) enum Keeping {
+    /// Written later, and maybe never.
+    Anchor(Keeper),
+    /// Written at once.
+    File(RecordFile),
+    Nothing,
+}
+
+impl Keeping {
+    /// Keeps what another master would have to know of what is done next.
+    pub(crate) fn keep(&mut self, job: &Job) {
+        match self {
+            Self::Anchor(keeper) => keeper.offer(job.revision(), job.barrier(), job.record()),
+            Self::File(file) => file.write(&job.record()),
+            Self::Nothing => {}
+        }
+    }
+
+    /// Whether anything more may be done.
+    pub(crate) fn lets_act(&self, job: &Job) -> bool {
+        match self {
+            Self::Anchor(keeper) => keeper.kept() >= job.barrier(),
+            Self::File(_) | Self::Nothing => true,
+        }
+    }
+
+    /// Waits until more may be allowed. Safe to drop at any time.
+    pub(crate) async fn changed(&mut self) {
+        match self {
+            Self::Anchor(keeper) => keeper.changed().await,
+            Self::File(_) | Self::Nothing => std::future::pending().await,
+        }
+    }
+}
