@@ -10,6 +10,7 @@ mod status;
 mod train;
 mod view;
 mod watch;
+mod zoo;
 
 use std::io::{Write as _, stderr};
 use std::process::ExitCode;
@@ -22,6 +23,7 @@ pub use master::MasterArgs;
 pub use remote::{DeleteArgs, ListArgs, LogsArgs, StopArgs};
 pub use status::StatusArgs;
 pub use train::TrainArgs;
+pub use zoo::{BuildArgs, InitArgs, PushArgs, Source, Tool, ZooArgs, ZooCommand};
 
 /// Elastic synchronous training: workers may come and go, every record counts exactly once.
 ///
@@ -68,6 +70,8 @@ pub enum Command {
     /// every step together. A worker that crashes or is killed is replaced, and the others go on meanwhile;
     /// every record of an epoch is counted exactly once all the same.
     Train(Box<TrainArgs>),
+    /// Make a model of your own: a crate, and its image.
+    Zoo(ZooArgs),
 }
 
 /// Runs the command that this process's arguments ask for; its exit code.
@@ -82,6 +86,7 @@ pub fn main() -> ExitCode {
         Command::Status(args) => status::status(&args),
         Command::Stop(args) => remote::stop(&args),
         Command::Train(args) => train::train(*args),
+        Command::Zoo(args) => zoo::zoo(&args),
     };
     ExitCode::from(code.unwrap_or_else(|error| {
         print_error(&error.text);

@@ -1,0 +1,106 @@
+//! A model for elasticdl. Run `cargo test`, then see README.md for how to train it.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use elasticdl_worker::readers::{CsvRows, Row};
+use elasticdl_worker::{Model, Optimizer, UserError};
+
+fn main() -> ExitCode {
+    elasticdl_worker::run(Line::parse())
+}
+
+/// Fits `y ≈ weight · x + bias` to the rows of a CSV file.
+#[derive(Debug, Parser)]
+struct Line {
+    /// How far a step goes along the gradient
+    #[arg(long, default_value_t = 0.1)]
+    learning_rate: f64,
+}
+
+impl Model for Line {
+    /// Where records come from: also TextWindows, FixedRecords, IdxImages, or a `Reader` of your own.
+    type Reader = CsvRows;
+    /// What the gradient is best computed from.
+    type Batch = Vec<Row>;
+
+    fn reader(&self) -> CsvRows {
+        CsvRows::new().f32("x").f32("y")
+    }
+
+    /// One flat slice, in an order that you choose: here the weight, then the bias.
+    fn parameters(&self) -> usize {
+        2
+    }
+
+    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
+        parameters.fill(0.0);
+        Ok(())
+    }
+
+    fn feed(&mut self, rows: Vec<Row>) -> Result<Vec<Row>, UserError> {
+        Ok(rows)
+    }
+
+    /// Gradient and loss are summed over the rows: the update makes the mean of what all workers had.
+    fn gradients(&mut self, parameters: &[f32], rows: Vec<Row>, sum: &mut [f32]) -> Result<f64, UserError> {
+        let mut loss = 0.0;
+        for row in rows {
+            let (x, y) = (row.f32(0), row.f32(1));
+            let error = parameters[0] * x + parameters[1] - y;
+            loss += f64::from(error * error);
+            sum[0] += 2.0 * error * x;
+            sum[1] += 2.0 * error;
+        }
+        Ok(loss)
+    }
+
+    fn optimizer(&self) -> Optimizer {
+        Optimizer::sgd(self.learning_rate).momentum(0.9)
+    }
+
+    fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
+        Ok(Some(format!("y = {:.2}·x + {:.2}", parameters[0], parameters[1])))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_worker::Reader as _;
+
+    use super::*;
+
+    fn sample_rows(model: &Line) -> Vec<Row> {
+        let mut reader = model.reader();
+        let data = reader.describe("data").expect("the sample data fits the reader");
+        let file = &data.files[0];
+        reader.read(file, 0..file.records).expect("the sample data can be read")
+    }
+
+    fn loss(model: &mut Line, parameters: &[f32]) -> f64 {
+        let rows = sample_rows(model);
+        model.gradients(parameters, rows, &mut [0.0; 2]).expect("rows are numbers")
+    }
+
+    #[test]
+    fn the_gradient_is_the_slope_of_the_loss() {
+        let mut model = Line { learning_rate: 0.1 };
+        let (at, step) = ([0.5, -0.25], 1.0 / 64.0);
+        let rows = sample_rows(&model);
+        let mut sum = [0.0; 2];
+        model.gradients(&at, rows, &mut sum).expect("rows are numbers");
+        for i in 0..2 {
+            let (mut before, mut after) = (at, at);
+            before[i] -= step;
+            after[i] += step;
+            let slope = (loss(&mut model, &after) - loss(&mut model, &before)) / f64::from(2.0 * step);
+            assert!((slope - f64::from(sum[i])).abs() < 0.01 * slope.abs(), "{i}: {slope}, {}", sum[i]);
+        }
+    }
+
+    #[test]
+    fn the_line_behind_the_sample_data_fits_it() {
+        let mut model = Line { learning_rate: 0.1 };
+        assert!(loss(&mut model, &[2.0, -0.5]) < 0.01 * loss(&mut model, &[0.0, 0.0]));
+    }
+}

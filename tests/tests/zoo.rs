@@ -1,0 +1,150 @@
+//! `elasticdl zoo`: what it scaffolds builds and trains, and container tools are called as they should be.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use elasticdl_tests::Command as Job;
+use elasticdl_tests::cluster::text;
+use tempfile::TempDir;
+
+const ELASTICDL: &str = env!("CARGO_BIN_EXE_elasticdl-under-test");
+
+fn root() -> PathBuf {
+    fs::canonicalize(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).unwrap()
+}
+
+/// A scaffolded crate that takes elasticdl from this checkout.
+fn scaffold(folder: &TempDir) -> PathBuf {
+    let path = folder.path().join("my-line");
+    let made = init(&path, &["--elasticdl", root().to_str().unwrap()]);
+    assert!(made.status.success(), "{}", text(&made));
+    path
+}
+
+fn init(path: &Path, options: &[&str]) -> Output {
+    Command::new(ELASTICDL).args(["zoo", "init"]).arg(path).args(options).output().unwrap()
+}
+
+/// The crate's cargo, with what this workspace has fetched and built: its versions, its target folder, its profile.
+fn cargo(crate_path: &Path, command: &str) -> Command {
+    fs::copy(root().join("Cargo.lock"), crate_path.join("Cargo.lock")).unwrap();
+    let target = Path::new(ELASTICDL).ancestors().nth(2).unwrap();
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args([command, "--offline"]).current_dir(crate_path);
+    cargo.env("CARGO_TARGET_DIR", target).env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
+    cargo
+}
+
+#[test]
+fn a_new_crate_passes_its_tests_and_trains() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = scaffold(&folder);
+    let tested = cargo(&path, "test").output().unwrap();
+    assert!(tested.status.success() && text(&tested).contains("2 passed"), "{}", text(&tested));
+    let built = cargo(&path, "build").output().unwrap();
+    assert!(built.status.success(), "{}", text(&built));
+    // As its README says, but for the profile.
+    let program = Path::new(ELASTICDL).with_file_name("my-line");
+    let job = Job::new(ELASTICDL, folder.path().join("job"), [&program])
+        .option("num-workers", "2")
+        .option("training-data", path.join("data"))
+        .option("num-epochs", "20");
+    let ended = job.run();
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    assert_eq!(ended.summary["model_summary"], "y = 2.00·x + -0.50", "{}", ended.output);
+    fs::remove_file(program).unwrap();
+}
+
+#[test]
+fn nothing_is_overwritten() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("my-line");
+    fs::create_dir(&path).unwrap();
+    fs::write(path.join("README.md"), "mine").unwrap();
+    let refused = init(&path, &[]);
+    assert_eq!(refused.status.code(), Some(2), "{}", text(&refused));
+    assert!(text(&refused).contains("has README.md already"), "{}", text(&refused));
+    let left: Vec<_> = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["README.md"]);
+    assert_eq!(fs::read_to_string(path.join("README.md")).unwrap(), "mine");
+    let unnamed = init(&folder.path().join("My Line"), &[]);
+    assert_eq!(unnamed.status.code(), Some(2), "{}", text(&unnamed));
+    assert!(text(&unnamed).contains("--name NAME"), "{}", text(&unnamed));
+}
+
+/// A folder with container tools that write down what they are told, and end with this code.
+fn tools(names: &[&str], code: u8) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in names {
+        let log = folder.path().join("log");
+        let script = format!("#!/bin/sh\necho {name} \"$@\" >> {}\nexit {code}\n", log.display());
+        let file = folder.path().join(name);
+        fs::write(&file, script).unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    folder
+}
+
+/// Runs `elasticdl zoo ARGS` where only `tools` are in the path; gives back the exit code, what was printed, and what the
+/// tools were told.
+fn zoo(tools: &TempDir, args: &[&str]) -> (i32, String, String) {
+    let output = Command::new(ELASTICDL).arg("zoo").args(args).env("PATH", tools.path()).output().unwrap();
+    let told = fs::read_to_string(tools.path().join("log")).unwrap_or_default();
+    let _ = fs::remove_file(tools.path().join("log"));
+    (output.status.code().unwrap(), text(&output), told)
+}
+
+#[test]
+fn a_container_tool_is_told_what_to_build_and_push() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = scaffold(&folder);
+    let path = path.to_str().unwrap();
+    let root = root();
+    let root = root.to_str().unwrap();
+    let words = format!(
+        "build --tag team/line:1 --build-arg BASE=mine --build-context elasticdl={root} --file {path}/Dockerfile {path}\n"
+    );
+    let build = ["build", path, "--image", "team/line:1", "--build-arg", "BASE=mine"];
+    // Each is taken in its turn when those before it are not there.
+    let order = ["docker", "podman", "nerdctl", "buildah"];
+    for first in 0..order.len() {
+        let tools = tools(&order[first..], 0);
+        let (code, printed, told) = zoo(&tools, &build);
+        assert_eq!((code, told), (0, format!("{} {words}", order[first])), "{printed}");
+        assert!(printed.contains(&format!("+ {} {words}", order[first])), "{printed}");
+    }
+    let tools = tools(&order, 0);
+    let (code, printed, told) = zoo(&tools, &["push", "team/line:1", "--tool", "nerdctl"]);
+    assert_eq!((code, told.as_str()), (0, "nerdctl push team/line:1\n"), "{printed}");
+    // A crate that takes elasticdl from elsewhere needs no checkout.
+    let other = folder.path().join("other");
+    assert!(init(&other, &["--elasticdl", "0.1"]).status.success());
+    let (_, printed, told) = zoo(&tools, &["build", other.to_str().unwrap(), "--image", "team/line:1"]);
+    assert!(told.starts_with("docker build") && !told.contains("context"), "{told}{printed}");
+}
+
+#[test]
+fn what_a_container_tool_says_is_passed_on_and_its_absence_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = scaffold(&folder);
+    let build = ["build", path.to_str().unwrap(), "--image", "line"];
+    let (code, printed, _) = zoo(&tools(&["docker", "buildah"], 7), &build);
+    assert_eq!(code, 7);
+    assert!(printed.contains("--tool") && printed.contains("buildah"), "{printed}");
+    let (code, printed, _) = zoo(&tools(&[], 0), &build);
+    assert_eq!(code, 2);
+    assert!(printed.contains("none of docker, podman, nerdctl and buildah"), "{printed}");
+    assert!(printed.contains("apt-get install buildah"), "{printed}");
+    let (code, printed, told) = zoo(&tools(&["podman"], 0), &["push", "line", "--tool", "docker"]);
+    assert_eq!((code, told.as_str()), (2, ""));
+    assert!(printed.contains("docker is not in $PATH") && printed.contains("podman"), "{printed}");
+    let empty = tempfile::tempdir().unwrap();
+    let (code, printed, _) =
+        zoo(&tools(&["podman"], 0), &["build", empty.path().to_str().unwrap(), "--image", "line"]);
+    assert_eq!(code, 2);
+    assert!(printed.contains("Dockerfile") && printed.contains("elasticdl zoo init"), "{printed}");
+}
