@@ -1,11 +1,16 @@
-//! A namespace of a real cluster, and jobs in it.
+//! A namespace of a real cluster.
 
 use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::kubectl::{apply, kubectl, must};
 
 /// A namespace of the cluster that `$KUBECONFIG` names, made for one test and removed with all that is in it.
 #[derive(Debug)]
@@ -13,6 +18,8 @@ pub struct Namespace {
     name: String,
     elasticdl: PathBuf,
     image: String,
+    /// What its pods see of this machine, which is the node: files that tell them to hurry.
+    signs: TempDir,
 }
 
 impl Namespace {
@@ -28,11 +35,22 @@ impl Namespace {
             return None;
         }
         let name = format!("e2e-{test}-{}", std::process::id());
+        must(kubectl().args(["create", "namespace", &name]));
+        Some(Self::existing(name, elasticdl))
+    }
+
+    /// One that is there already; from now on it is the test's, which removes it.
+    ///
+    /// # Panics
+    /// This machine has no room for a file.
+    #[must_use]
+    pub fn existing(name: impl Into<String>, elasticdl: impl Into<PathBuf>) -> Self {
         let image = std::env::var("ELASTICDL_TEST_IMAGE");
         let image = image.unwrap_or_else(|_| "localhost/elasticdl-tests:dev".into());
-        let namespace = Self { name, elasticdl: elasticdl.into(), image };
-        must(kubectl().args(["create", "namespace", &namespace.name]));
-        Some(namespace)
+        let signs = tempfile::tempdir().expect("there is room for a directory");
+        // Pods run as nobody.
+        fs::set_permissions(signs.path(), fs::Permissions::from_mode(0o755)).expect("it is this user's");
+        Self { name: name.into(), elasticdl: elasticdl.into(), image, signs }
     }
 
     /// Gives the master's service account its rights, by the manifest that users apply.
@@ -41,28 +59,16 @@ impl Namespace {
     /// It can't be applied.
     pub fn apply_rbac(&self) {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate lies in its workspace");
-        let text = std::fs::read_to_string(root.join("manifests/rbac.yaml")).expect("the manifest is there");
+        let text = fs::read_to_string(root.join("manifests/rbac.yaml")).expect("the manifest is there");
         self.apply(&text.replace("namespace: elasticdl", &format!("namespace: {}", self.name)));
     }
 
-    /// `kubectl apply`.
+    /// `kubectl apply`, in the namespace.
     ///
     /// # Panics
     /// It fails.
     pub fn apply(&self, manifest: &str) {
-        use std::io::Write as _;
-        let mut child = kubectl()
-            .args(["--namespace", &self.name, "apply", "-f", "-"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("kubectl starts");
-        let mut stdin = child.stdin.take().expect("it was piped");
-        stdin.write_all(manifest.as_bytes()).expect("kubectl reads");
-        drop(stdin);
-        let output = child.wait_with_output().expect("kubectl ends");
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        apply(manifest, &["--namespace", &self.name]);
     }
 
     /// The namespace's name.
@@ -79,20 +85,43 @@ impl Namespace {
         elasticdl
     }
 
+    /// The image with the command and the model under test.
+    #[must_use]
+    pub fn image(&self) -> &str {
+        &self.image
+    }
+
     /// `elasticdl train` of the counting model on the data of the test image.
     #[must_use]
     pub fn train(&self, job: &str, options: &[&str], program: &[&str]) -> Command {
-        let mut command = self.elasticdl("train", ["--image", &self.image, "--job-name", job]);
-        command.args(["--training-data", "/data", "--image-pull-policy", "Never", "--worker-timeout", "10s"]);
-        // Small, so that many fit on one small node.
-        command.args([
-            "--master-resources",
-            "cpu=10m,memory=64Mi",
-            "--worker-resources",
-            "cpu=10m,memory=64Mi",
-        ]);
-        command.args(options).args(["--", "counting"]).args(program);
+        let signs = format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display());
+        let mut command = self.elasticdl("train", ["--job-name", job]);
+        command.args(["--training-data", "/data", "--image-pull-policy", "Never", "--volume", &signs]);
+        // Small, so that many fit on one small node, which may have other things to do for seconds.
+        let defaults = [
+            ("--image", self.image.as_str()),
+            ("--worker-timeout", "10s"),
+            ("--master-resources", "cpu=10m,memory=64Mi"),
+            ("--worker-resources", "cpu=10m,memory=64Mi"),
+        ];
+        for (option, value) in defaults {
+            if !options.contains(&option) {
+                command.args([option, value]);
+            }
+        }
         command
+            .args(options)
+            .args(["--", "counting", "--hurry-when", &format!("/signs/{job}")])
+            .args(program);
+        command
+    }
+
+    /// The job's workers take no time for a record any more.
+    ///
+    /// # Panics
+    /// This machine has no room for a file.
+    pub fn hurry(&self, job: &str) {
+        fs::write(self.signs.path().join(job), "").expect("there is room for a file");
     }
 
     /// Objects of a kind, as `kubectl get -o json` shows them.
@@ -115,10 +144,16 @@ impl Namespace {
         list["items"].as_array().cloned().unwrap_or_default()
     }
 
-    /// The names of the job's worker pods that run and are not being deleted.
+    /// All of the job's worker pods that are there.
+    #[must_use]
+    pub fn workers(&self, job: &str) -> Vec<Value> {
+        self.get("pods", &format!("elasticdl/job={job},elasticdl/role=worker"))
+    }
+
+    /// The job's worker pods that run and are not being deleted.
     #[must_use]
     pub fn running_workers(&self, job: &str) -> Vec<Value> {
-        let mut pods = self.get("pods", &format!("elasticdl/job={job},elasticdl/role=worker"));
+        let mut pods = self.workers(job);
         pods.retain(|p| p["status"]["phase"] == "Running" && p["metadata"]["deletionTimestamp"].is_null());
         pods
     }
@@ -154,16 +189,24 @@ impl Namespace {
     /// # Panics
     /// It is not found on this machine, which is the node.
     pub fn kill_inside(&self, pod: &Value) {
-        let uid = pod["metadata"]["uid"].as_str().expect("a pod has a uid");
-        let is_inside = |pid: &u32| {
-            let read =
-                |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
-            read("cgroup").contains(uid) && read("comm").trim() == "counting"
-        };
-        let processes = std::fs::read_dir("/proc").expect("the system shows its processes").flatten();
-        let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-        let pid = pids.find(is_inside).expect("the worker's program runs on this machine");
+        let pid = Self::process_inside(pod, "counting").expect("the worker's program runs on this machine");
         crate::send(pid, rustix::process::Signal::KILL);
+    }
+
+    /// The process with this name in a pod's containers, as this machine, which is the node, knows it.
+    ///
+    /// # Panics
+    /// This machine does not show its processes.
+    #[must_use]
+    pub fn process_inside(pod: &Value, command: &str) -> Option<u32> {
+        let uid = super::uid(pod);
+        let is_inside = |pid: &u32| {
+            let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+            read("cgroup").contains(uid) && read("comm").trim() == command
+        };
+        let processes = fs::read_dir("/proc").expect("the system shows its processes").flatten();
+        let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        pids.find(is_inside)
     }
 
     /// Waits for something.
@@ -180,7 +223,7 @@ impl Namespace {
                 let pods = self.get("pods", "").iter().map(|p| p["status"].to_string()).collect::<Vec<_>>();
                 panic!("not within two minutes: {what}\n{}\n{}", pods.join("\n"), self.master_log(job));
             }
-            std::thread::sleep(Duration::from_millis(100));
+            std::thread::sleep(Duration::from_millis(300));
         }
     }
 
@@ -188,7 +231,7 @@ impl Namespace {
     #[must_use]
     pub fn leftovers(&self) -> Vec<String> {
         let selector = "app.kubernetes.io/managed-by=elasticdl";
-        let kinds = ["jobs", "pods", "configmaps", "secrets", "services"];
+        let kinds = ["jobs", "pods", "configmaps", "secrets", "services", "leases"];
         let objects =
             kinds.iter().flat_map(|kind| self.get(kind, selector).into_iter().map(move |o| (kind, o)));
         objects.map(|(kind, o)| format!("{kind} {}", o["metadata"]["name"])).collect()
@@ -199,82 +242,4 @@ impl Drop for Namespace {
     fn drop(&mut self) {
         let _ = kubectl().args(["delete", "namespace", &self.name, "--wait=false"]).output();
     }
-}
-
-/// A command that follows a job; ended when it is dropped.
-#[derive(Debug)]
-pub struct Following(Option<Child>);
-
-impl Following {
-    /// Starts it.
-    ///
-    /// # Panics
-    /// It can't be started.
-    #[must_use]
-    pub fn start(mut command: Command) -> Self {
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        Self(Some(command.spawn().expect("the command under test starts")))
-    }
-
-    /// Its process.
-    ///
-    /// # Panics
-    /// Never, before `wait`.
-    #[must_use]
-    pub fn pid(&self) -> u32 {
-        self.0.as_ref().expect("not waited for").id()
-    }
-
-    /// Waits for its end: its exit code and what it printed.
-    ///
-    /// # Panics
-    /// It doesn't end within four minutes.
-    #[must_use]
-    pub fn wait(mut self) -> (Option<i32>, String) {
-        let deadline = Instant::now() + Duration::from_secs(240);
-        let child = self.0.as_mut().expect("not waited for");
-        while child.try_wait().expect("a child can be asked for").is_none() {
-            assert!(Instant::now() < deadline, "the command does not end");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let output = self.0.take().expect("not waited for").wait_with_output().expect("it has ended");
-        (output.status.code(), text(&output))
-    }
-}
-
-impl Drop for Following {
-    fn drop(&mut self) {
-        if let Some(child) = &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-/// What a command printed, both ways.
-#[must_use]
-pub fn text(output: &Output) -> String {
-    [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
-}
-
-/// What a summary must say of a job that counted each of `records` once per epoch.
-///
-/// # Panics
-/// It says something else.
-pub fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
-    let total = records * epochs;
-    let expected = json!({"expected": total, "counted": total, "missing": 0, "repeated": 0});
-    assert_eq!(summary["records"], expected, "{summary}");
-    assert_eq!(summary["state"], "completed", "{summary}");
-    assert_eq!(summary["model_summary"], format!("{epochs} {epochs} {total}").as_str(), "{summary}");
-}
-
-fn kubectl() -> Command {
-    Command::new("kubectl")
-}
-
-fn must(command: &mut Command) -> Output {
-    let output = command.output().expect("the command starts");
-    assert!(output.status.success(), "{command:?}: {}", text(&output));
-    output
 }

@@ -1,0 +1,120 @@
+//! The API server of a cluster whose control plane runs as processes of this machine.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use super::kubectl::kubectl;
+
+/// The API server, as a process that can be stopped and started again.
+#[derive(Debug)]
+pub struct ApiServer {
+    /// Where the cluster's files are: `pids/kube-apiserver`, `log/kube-apiserver.log`.
+    dir: PathBuf,
+}
+
+impl ApiServer {
+    /// That of the cluster which `$KUBECONFIG` names.
+    ///
+    /// # Panics
+    /// It is none of this machine's processes.
+    #[must_use]
+    pub fn new() -> Self {
+        let kubeconfig = std::env::var_os("KUBECONFIG").expect("a namespace was made, so there is a cluster");
+        let dir = Path::new(&kubeconfig).parent().expect("a file lies in a directory").to_path_buf();
+        let server = Self { dir };
+        let named = fs::read_to_string(format!("/proc/{}/cmdline", server.pid())).unwrap_or_default();
+        assert!(named.contains("kube-apiserver"), "the API server does not run on this machine: {named}");
+        server
+    }
+
+    fn pid(&self) -> u32 {
+        let file = self.dir.join("pids/kube-apiserver");
+        let text = fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+        text.trim().parse().expect("the file holds a process's id")
+    }
+
+    /// Stops it: it keeps its connections and answers nothing, until the guard is dropped, or for `at_most`, even if
+    /// this process dies.
+    ///
+    /// # Panics
+    /// It can't be stopped.
+    #[must_use]
+    pub fn stop(&self, at_most: Duration) -> Stopped {
+        let pid = self.pid();
+        let watchdog = format!("sleep {}; kill -CONT {pid}", at_most.as_secs());
+        let watchdog =
+            Command::new("sh").args(["-c", &watchdog]).process_group(0).spawn().expect("sh starts");
+        crate::send(pid, Signal::STOP);
+        Stopped { pid, watchdog }
+    }
+
+    /// Kills it and starts it anew as it was started, and waits until it serves: its connections break.
+    ///
+    /// # Panics
+    /// It does not come back within a minute.
+    #[expect(clippy::zombie_processes, reason = "the server outlives this process")]
+    pub fn restart(&self) {
+        let pid = self.pid();
+        let proc = PathBuf::from(format!("/proc/{pid}"));
+        let line = fs::read(proc.join("cmdline")).expect("a process has a command line");
+        let words: Vec<&str> = line
+            .split(|&b| b == 0)
+            .filter_map(|w| std::str::from_utf8(w).ok())
+            .filter(|w| !w.is_empty())
+            .collect();
+        let cwd = fs::read_link(proc.join("cwd")).expect("a process has a directory");
+        let log = OpenOptions::new().append(true).open(self.dir.join("log/kube-apiserver.log"));
+        let log = log.expect("the server has a log");
+        crate::send(pid, Signal::KILL);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while crate::is_alive(pid) {
+            assert!(Instant::now() < deadline, "the API server outlives SIGKILL");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let child = Command::new(words[0])
+            .args(&words[1..])
+            .current_dir(cwd)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a file can be shared"))
+            .stderr(log)
+            .process_group(0)
+            .spawn()
+            .expect("the API server starts");
+        fs::write(self.dir.join("pids/kube-apiserver"), child.id().to_string()).expect("its id can be kept");
+        while !is_ready() {
+            assert!(Instant::now() < deadline, "the API server does not come back");
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+}
+
+impl Default for ApiServer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// An API server that is stopped for as long as this lives.
+#[derive(Debug)]
+pub struct Stopped {
+    pid: u32,
+    watchdog: Child,
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        crate::send(self.pid, Signal::CONT);
+        let _ = self.watchdog.kill();
+        let _ = self.watchdog.wait();
+    }
+}
+
+fn is_ready() -> bool {
+    let output = kubectl().args(["get", "--raw", "/readyz", "--request-timeout", "2s"]).output();
+    output.is_ok_and(|output| output.stdout == b"ok")
+}

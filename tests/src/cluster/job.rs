@@ -1,0 +1,187 @@
+//! A job of the counting model in a namespace.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::following::Following;
+use super::kubectl::text;
+use super::namespace::Namespace;
+
+/// A job whose model's parameters count records, so that its last line proves what the ledger says.
+#[derive(Debug)]
+pub struct Job<'a> {
+    namespace: &'a Namespace,
+    name: String,
+    following: Option<Following>,
+}
+
+impl<'a> Job<'a> {
+    /// Submits it and follows it. A worker sleeps `micros_per_record` for each record, until [`Job::hurry`].
+    #[must_use]
+    pub fn start(namespace: &'a Namespace, name: &str, options: &[&str], micros_per_record: u32) -> Self {
+        Self::start_program(
+            namespace,
+            name,
+            options,
+            &["--micros-per-record", &micros_per_record.to_string()],
+        )
+    }
+
+    /// As [`Job::start`], with these options of the model.
+    #[must_use]
+    pub fn start_program(namespace: &'a Namespace, name: &str, options: &[&str], program: &[&str]) -> Self {
+        let records = RECORDS.to_string();
+        let program: Vec<&str> = ["--records", &records].iter().chain(program).copied().collect();
+        let following = Following::start(namespace.train(name, options, &program));
+        Self { namespace, name: name.into(), following: Some(following) }
+    }
+
+    /// The command that follows it.
+    ///
+    /// # Panics
+    /// It has been waited for.
+    #[must_use]
+    pub fn following(&self) -> &Following {
+        self.following.as_ref().expect("not waited for")
+    }
+
+    /// What the anchor shows.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        self.namespace.anchor(&self.name, "status")
+    }
+
+    /// The step that the anchor shows.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        self.status()["step"].as_u64().unwrap_or(0)
+    }
+
+    /// Waits until the group has this many members and a step more than now, and as many pods run; gives back these.
+    #[must_use]
+    pub fn wait_for_group(&self, members: usize) -> Vec<Value> {
+        let before = self.step();
+        self.wait_for(&format!("a group of {members} that trains"), || {
+            let status = self.status();
+            let ranked = status["workers"].as_array()?.iter().filter(|w| !w["rank"].is_null()).count();
+            if ranked != members || status["step"].as_u64()? <= before {
+                return None;
+            }
+            let pods = self.namespace.running_workers(&self.name);
+            (pods.len() == members).then_some(pods)
+        })
+    }
+
+    /// Waits until this many train, none of which is one of `gone`.
+    #[must_use]
+    pub fn wait_for_others(&self, members: usize, gone: &[Value]) -> Vec<Value> {
+        self.wait_for("the pods are gone", || {
+            let pods = self.namespace.running_workers(&self.name);
+            pods.iter().all(|pod| gone.iter().all(|gone| uid(pod) != uid(gone))).then_some(())
+        });
+        self.wait_for_group(members)
+    }
+
+    /// Waits for the status to say something among its events.
+    pub fn wait_for_event(&self, words: &[&str]) {
+        self.wait_for(&format!("an event that says {words:?}"), || {
+            let status = self.status();
+            let events = status["events"].as_array()?;
+            let says =
+                |event: &Value| event.as_str().is_some_and(|e| words.iter().all(|word| e.contains(word)));
+            events.iter().any(says).then_some(())
+        });
+    }
+
+    /// Waits for something.
+    pub fn wait_for<T>(&self, what: &str, look: impl FnMut() -> Option<T>) -> T {
+        self.namespace.wait_for(&self.name, what, look)
+    }
+
+    /// Workers take no time for a record any more.
+    pub fn hurry(&self) {
+        self.namespace.hurry(&self.name);
+    }
+
+    /// Launches whose pods the master made, in their order.
+    #[must_use]
+    pub fn launches(&self) -> Vec<u64> {
+        let log = self.namespace.master_log(&self.name);
+        let created = log.lines().filter(|line| line.contains("worker pod created"));
+        let launch = |line: &str| line.split("launch=").nth(1)?.split_whitespace().next()?.parse().ok();
+        let mut launches: Vec<u64> = created.filter_map(launch).collect();
+        launches.sort_unstable();
+        launches
+    }
+
+    /// Waits for the end of the command that follows it: its exit code and what it printed.
+    ///
+    /// # Panics
+    /// It does not end.
+    #[must_use]
+    pub fn wait(&mut self) -> (Option<i32>, String) {
+        self.following.take().expect("not waited for").wait()
+    }
+
+    /// Hurries to its end: each record of each epoch was counted once, and once it is deleted nothing is left. Gives back
+    /// what the command that followed it printed.
+    ///
+    /// # Panics
+    /// It was otherwise.
+    pub fn assert_completes(mut self, epochs: u64) -> String {
+        self.hurry();
+        let (code, output) = self.wait();
+        assert_eq!(code, Some(0), "{output}\n{}", self.namespace.master_log(&self.name));
+        assert_exactly_once(&self.namespace.anchor(&self.name, "summary"), RECORDS, epochs);
+        self.assert_deletes();
+        output
+    }
+
+    /// Once it is deleted nothing is left of it.
+    ///
+    /// # Panics
+    /// It was otherwise.
+    pub fn assert_deletes(self) {
+        let deleted = self.namespace.elasticdl("delete", [&self.name]).output().expect("the command starts");
+        assert!(deleted.status.success(), "{}", text(&deleted));
+        let mine = format!("\"{}", self.name);
+        let left =
+            || self.namespace.leftovers().into_iter().filter(|left| left.contains(&mine)).collect::<Vec<_>>();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !left().is_empty() {
+            assert!(Instant::now() < deadline, "these are left: {:?}", left());
+            std::thread::sleep(Duration::from_millis(300));
+        }
+    }
+}
+
+/// A pod's name.
+///
+/// # Panics
+/// It has none.
+#[must_use]
+pub fn name(pod: &Value) -> &str {
+    pod["metadata"]["name"].as_str().expect("an object has a name")
+}
+
+/// A pod's uid.
+///
+/// # Panics
+/// It has none.
+#[must_use]
+pub fn uid(pod: &Value) -> &str {
+    pod["metadata"]["uid"].as_str().expect("an object has a uid")
+}
+
+/// What a summary must say of a job that counted each of `records` once per epoch.
+fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
+    let total = records * epochs;
+    let expected = json!({"expected": total, "counted": total, "missing": 0, "repeated": 0});
+    assert_eq!(summary["records"], expected, "{summary}");
+    assert_eq!(summary["state"], "completed", "{summary}");
+    assert_eq!(summary["model_summary"], format!("{epochs} {epochs} {total}").as_str(), "{summary}");
+}
+
+/// Records in the test image's `/data`.
+pub const RECORDS: u64 = 6000;

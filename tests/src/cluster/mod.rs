@@ -1,0 +1,15 @@
+//! A namespace of a real cluster, jobs in it, and what a test may do to its node and its API server.
+
+mod api_server;
+mod following;
+mod job;
+mod kubectl;
+mod namespace;
+mod node;
+
+pub use api_server::{ApiServer, Stopped};
+pub use following::Following;
+pub use job::{Job, RECORDS, name, uid};
+pub use kubectl::{kubectl, must, text};
+pub use namespace::Namespace;
+pub use node::{Cordoned, Node};

@@ -1,0 +1,93 @@
+//! The node of a cluster that has but one.
+
+use serde_json::Value;
+
+use super::kubectl::{kubectl, must};
+
+/// The cluster's node.
+#[derive(Debug)]
+pub struct Node {
+    name: String,
+}
+
+impl Node {
+    /// The only one.
+    ///
+    /// # Panics
+    /// There are others.
+    #[must_use]
+    pub fn only() -> Self {
+        let nodes = items(&["get", "nodes"]);
+        assert_eq!(nodes.len(), 1, "these tests need a cluster with one node");
+        Self { name: super::name(&nodes[0]).to_owned() }
+    }
+
+    /// Cordons it: it takes no new pods for as long as the guard lives.
+    ///
+    /// # Panics
+    /// kubectl fails.
+    #[must_use]
+    pub fn cordon(&self) -> Cordoned<'_> {
+        must(kubectl().args(["cordon", &self.name]));
+        Cordoned { node: self }
+    }
+
+    /// `kubectl drain` of the pods with these labels: cordons the node and evicts them.
+    ///
+    /// # Panics
+    /// kubectl fails, or they are not gone within a minute.
+    #[must_use]
+    pub fn drain(&self, selector: &str) -> Cordoned<'_> {
+        let cordoned = self.cordon();
+        must(kubectl().args(["drain", &self.name, "--pod-selector", selector]).args([
+            "--ignore-daemonsets",
+            "--delete-emptydir-data",
+            "--timeout=60s",
+        ]));
+        cordoned
+    }
+
+    /// The CPU that no pod on it has asked for, in thousandths.
+    ///
+    /// # Panics
+    /// kubectl fails.
+    #[must_use]
+    pub fn free_cpu_millis(&self) -> u64 {
+        let node = items(&["get", "nodes"]);
+        let allocatable = millis(&node[0]["status"]["allocatable"]["cpu"]);
+        let live = "status.phase!=Succeeded,status.phase!=Failed";
+        let pods = items(&["get", "pods", "--all-namespaces", "--field-selector", live]);
+        let asked = |pod: &Value| {
+            let containers = pod["spec"]["containers"].as_array().cloned().unwrap_or_default();
+            containers.iter().map(|c| millis(&c["resources"]["requests"]["cpu"])).sum::<u64>()
+        };
+        allocatable.saturating_sub(pods.iter().map(asked).sum())
+    }
+}
+
+/// A node that takes no new pods for as long as this lives.
+#[derive(Debug)]
+pub struct Cordoned<'a> {
+    node: &'a Node,
+}
+
+impl Drop for Cordoned<'_> {
+    fn drop(&mut self) {
+        let _ = kubectl().args(["uncordon", &self.node.name]).output();
+    }
+}
+
+fn items(args: &[&str]) -> Vec<Value> {
+    let output = must(kubectl().args(args).args(["-o", "json"]));
+    let list: Value = serde_json::from_slice(&output.stdout).expect("kubectl prints JSON");
+    list["items"].as_array().cloned().unwrap_or_default()
+}
+
+/// `2` or `250m`; nothing is nothing.
+fn millis(amount: &Value) -> u64 {
+    let text = amount.as_str().unwrap_or("0");
+    match text.strip_suffix('m') {
+        Some(millis) => millis.parse().expect("an amount of CPU"),
+        None => text.parse::<u64>().expect("an amount of CPU") * 1000,
+    }
+}
