@@ -446,7 +446,9 @@ fn exit_of(end: End) -> Exit {
     match end.cause {
         Cause::Exited(code) => Exit::Code(code),
         Cause::Signalled(signal) => Exit::Signal(signal),
-        Cause::OverLimit => Exit::OverLimit(end.detail),
+        Cause::OverLimit => {
+            Exit::OverLimit(format!("{}; --worker-resources sets what a worker may use", end.detail))
+        }
         Cause::Deleted | Cause::Lost | Cause::Refused | Cause::Taken => Exit::Taken(end.detail),
     }
 }

@@ -8,7 +8,7 @@
 //! | what the pod shows | verdict | counts as the worker's failure |
 //! |---|---|---|
 //! | condition `DisruptionTarget`, `TerminationTarget` | taken by the cluster | no |
-//! | `status.reason` `Evicted`, over its own ephemeral-storage limit | over a limit | yes |
+//! | `status.reason` `Evicted`, over its own limit of disk | over a limit | yes |
 //! | `status.reason` `Evicted`, `Preempting`, `Shutdown`, `NodeShutdown`, `Terminated`, `NodeLost` | taken by the cluster | no |
 //! | `status.reason` `OutOf…`, `NodeAffinity`, `UnexpectedAdmissionError`, … | refused by its node | no |
 //! | being deleted | deleted | no |
@@ -120,7 +120,9 @@ fn taken(status: &PodStatus) -> Option<End> {
     let reason = status.reason.as_deref()?;
     let message = status.message.as_deref();
     let cause = match reason {
-        "Evicted" if message.is_some_and(|m| m.contains("exceeds the total limit")) => Cause::OverLimit,
+        "Evicted" if message.is_some_and(|m| OWN_LIMITS.iter().any(|own| m.contains(own))) => {
+            Cause::OverLimit
+        }
         "Evicted" | "Preempting" | "Shutdown" | "NodeShutdown" | "Terminated" => Cause::Taken,
         "NodeLost" => Cause::Lost,
         _ => return None,
@@ -197,6 +199,10 @@ fn words(what: &str, message: Option<&str>) -> String {
         None => what.to_owned(),
     }
 }
+
+/// In the kubelet's words, that a pod has used more disk than it may itself: its volumes, its containers, all together.
+const OWN_LIMITS: [&str; 3] =
+    ["exceeds the limit", "exceeded its local ephemeral storage limit", "exceeds the total limit"];
 
 /// Reasons for which a container waits that waiting alone does not mend.
 const CANNOT_START: [&str; 8] = [

@@ -156,9 +156,15 @@ fn a_node_that_does_not_let_a_pod_start_is_not_its_fault() {
 fn limits_that_a_pod_broke_are_its_fault() {
     let oom = terminated("Failed", json!({"exitCode": 137, "reason": "OOMKilled"}));
     assert_eq!(judge(&pod(oom)), ended(Cause::OverLimit, "it used more memory than its limit"));
-    let message = "Pod ephemeral local storage usage exceeds the total limit of containers 10Mi. ";
-    let detail = format!("Evicted: {}", message.trim());
-    assert_eq!(judge(&pod(failed("Evicted", message))), ended(Cause::OverLimit, &detail));
+    let messages = [
+        "Pod ephemeral local storage usage exceeds the total limit of containers 10Mi. ",
+        "Usage of EmptyDir volume \"tmp\" exceeds the limit \"1Mi\". ",
+        "Container worker exceeded its local ephemeral storage limit \"1Mi\". ",
+    ];
+    for message in messages {
+        let detail = format!("Evicted: {}", message.trim());
+        assert_eq!(judge(&pod(failed("Evicted", message))), ended(Cause::OverLimit, &detail));
+    }
     assert!(Cause::OverLimit.is_own_fault());
 }
 

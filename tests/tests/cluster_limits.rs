@@ -1,0 +1,139 @@
+//! Jobs in a real cluster that meet its limits: memory, disk, quotas, configuration, room; and each other.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::fs;
+use std::path::Path;
+
+use elasticdl_tests::cluster::{Job, Namespace, uid};
+use serde_json::Value;
+
+fn namespace(test: &str) -> Option<Namespace> {
+    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+    namespace.apply_rbac();
+    Some(namespace)
+}
+
+/// `elasticdl status --json`, which is what the user sees.
+fn events(namespace: &Namespace, job: &str) -> String {
+    let output = namespace.elasticdl("status", [job, "--json"]).output().unwrap();
+    let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    status["events"].to_string()
+}
+
+/// A worker pod template in a file.
+fn template(text: &str) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fs::write(file.path(), text).unwrap();
+    file
+}
+
+#[test]
+fn two_jobs_train_side_by_side() {
+    let Some(namespace) = namespace("two") else { return };
+    let options = ["--num-workers", "2", "--num-epochs", "40"];
+    let jobs = ["left", "right"].map(|name| Job::start(&namespace, name, &options, 3000));
+    let [left, right] = jobs;
+    let pods = left.wait_for_group(2);
+    let _ = right.wait_for_group(2);
+    // What happens to one is nothing to the other.
+    let generation = |job: &Job<'_>| job.status()["generation"].as_u64();
+    let before = generation(&right);
+    namespace.kill_inside(&pods[0]);
+    let _ = left.wait_for_others(2, &pods[..1]);
+    left.assert_completes(40);
+    assert_eq!(generation(&right), before);
+    right.assert_completes(40);
+    assert_eq!(namespace.leftovers(), Vec::<String>::new());
+}
+
+#[test]
+fn a_quota_holds_a_job_at_the_size_that_fits_until_it_is_raised() {
+    let Some(namespace) = namespace("quota") else { return };
+    let quota = |pods: u32| {
+        let kind = "apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: small}\n";
+        namespace.apply(&format!("{kind}spec: {{hard: {{pods: {pods}}}}}\n"));
+    };
+    // The master and two workers.
+    quota(3);
+    let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "60"], 4000);
+    let few = job.wait_for_group(2);
+    job.wait_for("the status tells of the quota", || {
+        events(&namespace, "count").contains("exceeded quota").then_some(())
+    });
+    quota(5);
+    let many = job.wait_for_group(4);
+    assert!(few.iter().all(|pod| many.iter().any(|other| uid(other) == uid(pod))), "a worker was restarted");
+    job.assert_completes(60);
+}
+
+#[test]
+fn workers_over_their_memory_limit_end_the_job_with_the_option_that_helps() {
+    let Some(namespace) = namespace("memory") else { return };
+    let options = ["--num-workers", "1", "--max-worker-restarts", "1"];
+    // 200 MB of parameters in 64 MiB.
+    let mut job = Job::start_program(&namespace, "count", &options, &["--parameters", "50000000"]);
+    let (code, output) = job.wait();
+    assert_eq!(code, Some(1), "{output}");
+    for words in ["more memory than its limit", "--worker-resources"] {
+        assert!(output.contains(words), "{words}: {output}");
+        assert!(events(&namespace, "count").contains(words), "{words}: {}", events(&namespace, "count"));
+    }
+    job.assert_deletes();
+}
+
+#[test]
+fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
+    let Some(namespace) = namespace("evicted") else { return };
+    let small = template("volumes: [{name: tmp, emptyDir: {sizeLimit: 1Mi}}]");
+    let file = small.path().display().to_string();
+    let options = [
+        "--num-workers",
+        "2",
+        "--num-epochs",
+        "40",
+        "--max-worker-restarts",
+        "1",
+        "--worker-pod-template",
+        &file,
+    ];
+    let job = Job::start(&namespace, "count", &options, 3000);
+    let pods = job.wait_for_group(2);
+    // The node's directories are this machine's.
+    let kubeconfig = std::env::var("KUBECONFIG").unwrap();
+    let volumes = Path::new(&kubeconfig).with_file_name("kubelet").join("pods").join(uid(&pods[0]));
+    fs::write(volumes.join("volumes/kubernetes.io~empty-dir/tmp/big"), vec![1; 4 << 20]).unwrap();
+    let _ = job.wait_for_others(2, &pods[..1]);
+    let events = events(&namespace, "count");
+    assert!(events.contains("Evicted") && events.contains("failure 1 of at most 1"), "{events}");
+    job.assert_completes(40);
+}
+
+#[test]
+fn a_secret_that_is_missing_is_named_and_ends_the_job() {
+    let Some(namespace) = namespace("config") else { return };
+    let environment = "env: [{name: KEY, valueFrom: {secretKeyRef: {name: absent, key: k}}}]";
+    let file = template(&format!("containers: [{{name: worker, {environment}}}]"));
+    let path = file.path().display().to_string();
+    let options = ["--num-workers", "1", "--max-worker-restarts", "0", "--worker-pod-template", &path];
+    let mut job = Job::start(&namespace, "count", &options, 0);
+    job.wait_for_event(&["CreateContainerConfigError", "secret \"absent\" not found"]);
+    let (code, output) = job.wait();
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("secret \"absent\" not found"), "{output}");
+    job.assert_deletes();
+}
+
+#[test]
+fn workers_that_fit_nowhere_wait_and_the_status_says_why() {
+    let Some(namespace) = namespace("nowhere") else { return };
+    let options = ["--num-workers", "2", "--worker-resources", "cpu=1000,memory=64Mi"];
+    let mut job = Job::start(&namespace, "count", &options, 0);
+    job.wait_for_event(&["Unschedulable", "Insufficient cpu"]);
+    assert!(events(&namespace, "count").contains("Insufficient cpu"), "{}", events(&namespace, "count"));
+    let stopped = namespace.elasticdl("stop", ["count"]).output().unwrap();
+    assert!(stopped.status.success());
+    let (code, output) = job.wait();
+    assert_eq!(code, Some(0), "{output}");
+    job.assert_deletes();
+}
