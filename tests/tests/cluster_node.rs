@@ -4,10 +4,17 @@
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use elasticdl_tests::cluster::{ApiServer, Job, Namespace, Node, kubectl, must, name, uid};
+use elasticdl_tests::cluster::{
+    ApiServer, Following, Job, Namespace, Node, PriorityClass, RECORDS, assert_exactly_once, calls, kubectl,
+    must, name, uid,
+};
+use elasticdl_tests::counting_data;
 use serde_json::Value;
 
 static NODE: Mutex<()> = Mutex::new(());
@@ -82,6 +89,175 @@ fn drained_workers_come_back_with_the_node() {
     assert!(pods.iter().any(|pod| uid(pod) == uid(&rest[0])), "the worker that stayed was restarted");
     assert!(job.step() > step, "training began anew");
     job.assert_completes(100);
+}
+
+#[test]
+fn preempted_workers_come_back_when_the_service_has_gone() {
+    let Some((namespace, _guard)) = namespace("preempted") else { return };
+    // Below everything else, so that nobody but these workers has to give way.
+    let [low, high] = [("low", -20), ("high", -10)]
+        .map(|(name, value)| PriorityClass::new(format!("{}-{name}", namespace.name()), value));
+    // Four workers and the master fill the node.
+    let cpu = (Node::only().free_cpu_millis() - 30) / 4;
+    let resources = format!("cpu={cpu}m,memory=64Mi");
+    let options = ["--num-workers", "4", "--num-epochs", "100", "--max-worker-restarts", "0"];
+    let placed = ["--worker-resources", &resources, "--worker-priority-class", low.name()];
+    let job = Job::start(&namespace, "count", &[&options[..], &placed].concat(), 4000);
+    let pods = job.wait_for_group(4);
+    namespace.apply(&service(high.name(), 2, cpu));
+    let rest = job.wait_for_group(2);
+    assert!(
+        uids(&rest).iter().all(|uid| uids(&pods).contains(uid)),
+        "a worker that was not in the way was restarted"
+    );
+    let step = job.step();
+    must(kubectl().args(["--namespace", namespace.name(), "delete", "deployment", "service"]));
+    let pods = job.wait_for_group(4);
+    assert!(
+        uids(&rest).iter().all(|uid| uids(&pods).contains(uid)),
+        "a worker that was not in the way was restarted"
+    );
+    assert!(job.step() > step, "training began anew");
+    job.assert_completes(100);
+}
+
+/// A Deployment that does nothing, with what its pods ask of the node.
+fn service(priority_class: &str, replicas: u32, cpu_millis: u64) -> String {
+    format!(
+        "apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: service}}
+spec:
+  replicas: {replicas}
+  selector: {{matchLabels: {{app: service}}}}
+  template:
+    metadata: {{labels: {{app: service}}}}
+    spec:
+      priorityClassName: {priority_class}
+      terminationGracePeriodSeconds: 1
+      containers:
+      - name: service
+        image: localhost/pause:dev
+        imagePullPolicy: Never
+        resources: {{requests: {{cpu: {cpu_millis}m}}}}
+"
+    )
+}
+
+#[test]
+fn thirty_workers_that_are_lost_at_once_are_replaced_in_parallel() {
+    let Some((namespace, _guard)) = namespace("thirty") else { return };
+    let options = ["--num-workers", "30", "--num-epochs", "100", "--max-worker-restarts", "0"];
+    // Few steps, which thirty on two cores take their time for.
+    let small = ["--worker-resources", "cpu=1m,memory=64Mi", "--global-batch-size", "600"];
+    let job = Job::start(&namespace, "count", &[&options[..], &small].concat(), 10_000);
+    let pods = job.wait_for_group(30);
+    // One is left, and with it what they have trained.
+    let (kept, lost): (_, Vec<&str>) = (uid(&pods[0]).to_owned(), pods[1..].iter().map(name).collect());
+    let delete =
+        ["--namespace", namespace.name(), "delete", "pod", "--grace-period=0", "--force", "--wait=false"];
+    must(kubectl().args(delete).args(&lost));
+    let pods = job.wait_for_others(30, &pods[1..]);
+    // All at once, not one after another.
+    let made = |pod: &Value| {
+        let time = pod["metadata"]["creationTimestamp"].as_str().unwrap().to_owned();
+        let output = must(Command::new("date").args(["+%s", "--date", &time]));
+        String::from_utf8(output.stdout).unwrap().trim().parse::<u64>().unwrap()
+    };
+    let made: Vec<u64> = pods.iter().filter(|pod| uid(pod) != kept).map(made).collect();
+    let spread = made.iter().max().unwrap() - made.iter().min().unwrap();
+    println!("{} workers were replaced within {spread} s", made.len());
+    assert!(made.len() == 29 && spread <= 10, "{made:?}");
+    job.assert_completes(100);
+}
+
+#[test]
+fn a_job_at_rest_is_a_light_guest() {
+    let Some((namespace, _guard)) = namespace("rest") else { return };
+    let log = ApiServer::new().audit();
+    // An epoch takes longer than this looks: its end would be news.
+    let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "4"], 60_000);
+    let _ = job.wait_for_group(4);
+    let count = || calls(&log).into_iter().filter(|call| call.home == namespace.name()).collect::<Vec<_>>();
+    let before = count().len();
+    std::thread::sleep(Duration::from_secs(60));
+    let asked = count().split_off(before);
+    assert!(!asked.is_empty() && asked.len() <= 10, "{} calls in a minute: {asked:#?}", asked.len());
+    let master = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master").remove(0);
+    let pid = Namespace::process_inside(&master, "elasticdl").unwrap();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
+    println!("{} calls in a minute; at most {kib} KiB of memory", asked.len());
+    assert!(kib <= 50 << 10, "{kib} KiB");
+    job.assert_completes(4);
+}
+
+#[test]
+fn the_readmes_lines_are_enough_for_a_fresh_cluster() {
+    let Some((_namespace, _guard)) = namespace("readme") else { return };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
+    let block = readme.split("## Train in a cluster").nth(1).unwrap().split("```").nth(1).unwrap();
+    let lines = block.strip_prefix("sh\n").unwrap().replace("\\\n", " ");
+    let [apply, train] = lines.lines().collect::<Vec<_>>()[..] else { panic!("two commands: {lines}") };
+    assert_eq!(apply, "kubectl apply -f manifests/");
+    must(kubectl().args(["apply", "-f", "manifests/"]).current_dir(root));
+    let namespace = Namespace::existing("elasticdl", env!("CARGO_BIN_EXE_elasticdl-under-test"));
+    // Its data: a claim with the name that the line has.
+    let data = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(data.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    counting_data(&data.path().join("mnist"), RECORDS, 3).unwrap();
+    let _volume = Volume::new(&namespace, "data", data.path());
+    // Its image: the test's, which has another program.
+    let words = train.replace("team/model:1", namespace.image());
+    let (options, program) = words.strip_prefix("elasticdl train ").unwrap().split_once(" -- ").unwrap();
+    assert_eq!(program.trim(), "mnist");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"));
+    command.arg("train").args(options.split_whitespace()).args(["--image-pull-policy", "Never"]);
+    command.args(["--", "counting", "--records", &RECORDS.to_string()]);
+    let (code, output) = Following::start(command).wait();
+    assert_eq!(code, Some(0), "{output}");
+    assert_exactly_once(&namespace.anchor("mnist", "summary"), RECORDS, 1);
+    let deleted = namespace.elasticdl("delete", ["mnist"]).output().unwrap();
+    assert!(deleted.status.success(), "{deleted:?}");
+    assert_eq!(namespace.leftovers(), Vec::<String>::new());
+}
+
+/// A folder of this machine as a claim.
+struct Volume(String);
+
+impl Volume {
+    fn new(namespace: &Namespace, claim: &str, folder: &Path) -> Self {
+        let volume = format!("e2e-{}", std::process::id());
+        namespace.apply(&format!(
+            "apiVersion: v1
+kind: PersistentVolume
+metadata: {{name: {volume}}}
+spec:
+  capacity: {{storage: 1Mi}}
+  accessModes: [ReadOnlyMany]
+  hostPath: {{path: {}}}
+---
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {{name: {claim}}}
+spec:
+  storageClassName: ''
+  volumeName: {volume}
+  accessModes: [ReadOnlyMany]
+  resources: {{requests: {{storage: 1Mi}}}}
+",
+            folder.display()
+        ));
+        Self(volume)
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        let _ = kubectl().args(["delete", "persistentvolume", &self.0, "--wait=false"]).output();
+    }
 }
 
 /// How long the API server does not answer.

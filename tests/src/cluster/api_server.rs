@@ -57,17 +57,38 @@ impl ApiServer {
     ///
     /// # Panics
     /// It does not come back within a minute.
-    #[expect(clippy::zombie_processes, reason = "the server outlives this process")]
     pub fn restart(&self) {
-        let pid = self.pid();
-        let proc = PathBuf::from(format!("/proc/{pid}"));
-        let line = fs::read(proc.join("cmdline")).expect("a process has a command line");
-        let words: Vec<&str> = line
-            .split(|&b| b == 0)
-            .filter_map(|w| std::str::from_utf8(w).ok())
-            .filter(|w| !w.is_empty())
-            .collect();
-        let cwd = fs::read_link(proc.join("cwd")).expect("a process has a directory");
+        self.restart_with(&[]);
+    }
+
+    /// From now on it writes down who asks it for what, if it does not do so already: calls of service accounts, one
+    /// JSON object a line. Gives back the file.
+    ///
+    /// # Panics
+    /// It can't be started anew.
+    #[must_use]
+    pub fn audit(&self) -> PathBuf {
+        let log = self.dir.join("log/audit.log");
+        if !self.words().iter().any(|word| word.starts_with("--audit-log-path")) {
+            let policy = self.dir.join("audit-policy.yaml");
+            fs::write(&policy, AUDIT_POLICY).expect("the cluster's directory takes files");
+            let option = |name: &str, path: &Path| format!("--audit-{name}={}", path.display());
+            self.restart_with(&[option("log-path", &log), option("policy-file", &policy)]);
+        }
+        log
+    }
+
+    /// Its command line.
+    fn words(&self) -> Vec<String> {
+        let line = fs::read(format!("/proc/{}/cmdline", self.pid())).expect("a process has a command line");
+        let words = line.split(|&b| b == 0).filter(|word| !word.is_empty());
+        words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()
+    }
+
+    #[expect(clippy::zombie_processes, reason = "the server outlives this process")]
+    fn restart_with(&self, more: &[String]) {
+        let (pid, words) = (self.pid(), self.words());
+        let cwd = fs::read_link(format!("/proc/{pid}/cwd")).expect("a process has a directory");
         let log = OpenOptions::new().append(true).open(self.dir.join("log/kube-apiserver.log"));
         let log = log.expect("the server has a log");
         crate::send(pid, Signal::KILL);
@@ -76,8 +97,9 @@ impl ApiServer {
             assert!(Instant::now() < deadline, "the API server outlives SIGKILL");
             std::thread::sleep(Duration::from_millis(10));
         }
-        let child = Command::new(words[0])
+        let child = Command::new(&words[0])
             .args(&words[1..])
+            .args(more)
             .current_dir(cwd)
             .stdin(Stdio::null())
             .stdout(log.try_clone().expect("a file can be shared"))
@@ -118,3 +140,12 @@ fn is_ready() -> bool {
     let output = kubectl().args(["get", "--raw", "/readyz", "--request-timeout", "2s"]).output();
     output.is_ok_and(|output| output.stdout == b"ok")
 }
+
+const AUDIT_POLICY: &str = "\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - {level: Metadata, userGroups: ['system:serviceaccounts']}
+  - {level: None}
+";

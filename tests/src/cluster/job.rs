@@ -175,7 +175,10 @@ pub fn uid(pod: &Value) -> &str {
 }
 
 /// What a summary must say of a job that counted each of `records` once per epoch.
-fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
+///
+/// # Panics
+/// It says something else.
+pub fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
     let total = records * epochs;
     let expected = json!({"expected": total, "counted": total, "missing": 0, "repeated": 0});
     assert_eq!(summary["records"], expected, "{summary}");

@@ -1,6 +1,7 @@
 //! A namespace of a real cluster, jobs in it, and what a test may do to its node and its API server.
 
 mod api_server;
+mod audit;
 mod following;
 mod job;
 mod kubectl;
@@ -8,8 +9,9 @@ mod namespace;
 mod node;
 
 pub use api_server::{ApiServer, Stopped};
+pub use audit::{Call, calls};
 pub use following::Following;
-pub use job::{Job, RECORDS, name, uid};
+pub use job::{Job, RECORDS, assert_exactly_once, name, uid};
 pub use kubectl::{kubectl, must, text};
 pub use namespace::Namespace;
-pub use node::{Cordoned, Node};
+pub use node::{Cordoned, Node, PriorityClass};

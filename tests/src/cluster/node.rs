@@ -77,6 +77,37 @@ impl Drop for Cordoned<'_> {
     }
 }
 
+/// A PriorityClass, removed with this. The scheduler preempts pods of lower ones for those of higher ones.
+#[derive(Debug)]
+pub struct PriorityClass {
+    name: String,
+}
+
+impl PriorityClass {
+    /// Makes one.
+    ///
+    /// # Panics
+    /// kubectl fails.
+    #[must_use]
+    pub fn new(name: String, value: i32) -> Self {
+        let value = format!("--value={value}");
+        must(kubectl().args(["create", "priorityclass", &name, &value]));
+        Self { name }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl Drop for PriorityClass {
+    fn drop(&mut self) {
+        let _ = kubectl().args(["delete", "priorityclass", &self.name, "--wait=false"]).output();
+    }
+}
+
 fn items(args: &[&str]) -> Vec<Value> {
     let output = must(kubectl().args(args).args(["-o", "json"]));
     let list: Value = serde_json::from_slice(&output.stdout).expect("kubectl prints JSON");

@@ -1,0 +1,92 @@
+//! Whether the Role of manifests/rbac.yaml is what masters need, and nothing more: `begin` lets the API server of a test
+//! cluster write down what it is asked; after the tests, `check` compares.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::Parser;
+use elasticdl_tests::cluster::{ApiServer, calls, kubectl, must};
+use serde_json::Value;
+
+#[derive(Parser)]
+enum Command {
+    /// From now on the API server writes down what it is asked.
+    Begin,
+    /// Compares what the masters in namespaces e2e-… asked with what the Role allows.
+    Check,
+}
+
+type Right = (String, String);
+
+#[expect(clippy::print_stdout, reason = "it is what the command is for")]
+fn main() -> ExitCode {
+    let log = ApiServer::new().audit();
+    if matches!(Command::parse(), Command::Begin) {
+        println!("the API server writes to {}", log.display());
+        return ExitCode::SUCCESS;
+    }
+    let role = role();
+    let mut used: BTreeMap<Right, usize> = BTreeMap::new();
+    let mut faults = BTreeSet::new();
+    for call in calls(&log).into_iter().filter(|call| call.home.starts_with("e2e-")) {
+        let right = (call.resource.clone(), call.verb.clone());
+        if !call.allowed {
+            faults.insert(format!("refused: {} {}", call.verb, call.resource));
+        } else if call.resource.starts_with('/') {
+            // Discovery, which every account may do.
+        } else if call.namespace != call.home {
+            faults.insert(format!("outside its namespace: {} {}", call.verb, call.resource));
+        } else if !role.contains(&right) {
+            faults.insert(format!("allowed by another role: {} {}", call.verb, call.resource));
+        }
+        *used.entry(right).or_default() += 1;
+    }
+    for ((resource, verb), count) in &used {
+        println!("{count:>6}  {verb:<8} {resource}");
+    }
+    let rare = |(resource, verb): &&Right| RARE.iter().any(|(r, v, _)| resource == r && verb == v);
+    for (resource, verb) in role.iter().filter(|right| !used.contains_key(right) && !rare(right)) {
+        faults.insert(format!("allowed and never asked for: {verb} {resource}"));
+    }
+    for (resource, verb, why) in RARE {
+        println!("     -  {verb:<8} {resource}: only after {why}");
+    }
+    faults.iter().for_each(|fault| println!("{fault}"));
+    if faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Resources, with their group, and verbs that the Role of manifests/rbac.yaml allows.
+fn role() -> BTreeSet<Right> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate lies in its workspace");
+    let file = root.join("manifests/rbac.yaml").display().to_string();
+    let output = must(kubectl().args(["create", "--dry-run=client", "-o", "json", "-f", &file]));
+    let stream = serde_json::Deserializer::from_slice(&output.stdout).into_iter::<Value>();
+    let objects = stream.map(|object| object.expect("kubectl prints JSON"));
+    let rules = objects.filter(|object| object["kind"] == "Role").flat_map(|role| list(&role["rules"]));
+    let mut rights = BTreeSet::new();
+    for rule in rules {
+        for (group, resource) in pairs(&rule["apiGroups"], &rule["resources"]) {
+            let resource = if group.is_empty() { resource } else { format!("{group}/{resource}") };
+            rights.extend(list(&rule["verbs"]).iter().map(|verb| (resource.clone(), text(verb))));
+        }
+    }
+    assert!(!rights.is_empty(), "{file} has no Role");
+    rights
+}
+
+fn pairs(left: &Value, right: &Value) -> Vec<(String, String)> {
+    let right = list(right);
+    list(left).iter().flat_map(|l| right.iter().map(|r| (text(l), text(r))).collect::<Vec<_>>()).collect()
+}
+
+fn list(value: &Value) -> Vec<Value> {
+    value.as_array().cloned().unwrap_or_default()
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().into()
+}
+
+/// What a real API server can't be made to need: resource, verb, after what it is asked.
+const RARE: [(&str, &str, &str); 1] = [("pods", "get", "a create whose answer was lost")];

@@ -1,0 +1,69 @@
+//! What the API server has written down of who asked it for what.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+/// A call of a job's master.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Call {
+    /// The namespace that the master is in.
+    pub home: String,
+    /// `get`, `watch`, …
+    pub verb: String,
+    /// The kind of object, perhaps with a group before it (`batch/jobs`) and what of it after it (`pods/log`); or a path.
+    pub resource: String,
+    /// The namespace that it is about.
+    pub namespace: String,
+    /// Whether the server's authorization let it pass.
+    pub allowed: bool,
+    /// When it came, as `2026-01-01T00:00:00.000000Z`.
+    pub at: String,
+}
+
+/// The calls of service accounts named `elasticdl` in an audit log, oldest first.
+///
+/// # Panics
+/// It can't be read.
+#[must_use]
+pub fn calls(log: &Path) -> Vec<Call> {
+    let text = fs::read_to_string(log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
+    let mut calls = BTreeMap::new();
+    // The last line may be half written.
+    for event in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+        if let Some(call) = call(&event) {
+            // A watch has two lines: its start and its end.
+            calls.entry(event["auditID"].to_string()).or_insert(call);
+        }
+    }
+    let mut calls: Vec<Call> = calls.into_values().collect();
+    calls.sort_by(|a, b| a.at.cmp(&b.at));
+    calls
+}
+
+fn call(event: &Value) -> Option<Call> {
+    let account = event["user"]["username"].as_str()?.strip_prefix("system:serviceaccount:")?;
+    let (home, "elasticdl") = account.split_once(':')? else { return None };
+    let object = &event["objectRef"];
+    let word = |key: &str| object[key].as_str().unwrap_or_default();
+    let resource = match word("resource") {
+        "" => event["requestURI"].as_str()?.split('?').next()?.to_owned(),
+        resource => {
+            let around = |text: &str, before: &str, after: &str| match text {
+                "" => String::new(),
+                text => format!("{before}{text}{after}"),
+            };
+            around(word("apiGroup"), "", "/") + resource + &around(word("subresource"), "/", "")
+        }
+    };
+    Some(Call {
+        home: home.into(),
+        verb: event["verb"].as_str()?.into(),
+        resource,
+        namespace: word("namespace").into(),
+        allowed: event["annotations"]["authorization.k8s.io/decision"] == "allow",
+        at: event["requestReceivedTimestamp"].as_str()?.into(),
+    })
+}
