@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::{counting_reader, numbers};
 use elasticdl_worker::readers::FixedRecords;
 use elasticdl_worker::{Model, Update, UserError};
@@ -43,6 +44,20 @@ struct Counting {
     /// Ends the process at this record, without a word.
     #[arg(long)]
     exit_at: Option<u64>,
+    #[arg(skip)]
+    has_computed: bool,
+    #[arg(skip)]
+    has_updated: bool,
+}
+
+impl Counting {
+    /// For who looks at the clock, in the log of a pod.
+    #[expect(clippy::print_stderr, reason = "it is a program")]
+    fn say_once(&mut self, said: fn(&mut Self) -> &mut bool, what: &str) {
+        if self.hurry_when.is_some() && !std::mem::replace(said(self), true) {
+            eprintln!("{what}");
+        }
+    }
 }
 
 impl Model for Counting {
@@ -72,6 +87,7 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut [f32],
     ) -> Result<f64, UserError> {
+        self.say_once(|model| &mut model.has_computed, FIRST_GRADIENT);
         assert!(self.micro_batch.is_none_or(|most| batch.len() <= most), "{} records at once", batch.len());
         let until = Instant::now() + Duration::from_micros(self.micros_per_record * batch.len() as u64);
         for record in &batch {
@@ -97,6 +113,7 @@ impl Model for Counting {
     }
 
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        self.say_once(|model| &mut model.has_updated, FIRST_UPDATE);
         for (parameter, sum) in update.parameters.iter_mut().zip(update.sum) {
             *parameter += sum;
         }

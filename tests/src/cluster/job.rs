@@ -188,3 +188,7 @@ pub fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
 
 /// Records in the test image's `/data`.
 pub const RECORDS: u64 = 6000;
+/// What a worker's log says before it computes for the first time.
+pub const FIRST_GRADIENT: &str = "the first gradient";
+/// What a worker's log says when its first step is committed.
+pub const FIRST_UPDATE: &str = "the first update";

@@ -1,0 +1,95 @@
+//! What a job in a real cluster takes: the time line of its start, what a killed worker costs, the master's memory.
+//!
+//! For the cluster that `$KUBECONFIG` names, whose node is this machine, with the test image (`.ci/test-image release`).
+
+use std::time::{Duration, SystemTime};
+
+use clap::Parser;
+use elasticdl_tests::cluster::{
+    FIRST_GRADIENT, FIRST_UPDATE, Job, Namespace, Sightings, must, name, since_midnight, time_of_line, uid,
+};
+use serde_json::Value;
+
+#[derive(Parser)]
+struct Options {
+    /// Workers.
+    #[arg(long, default_value_t = 4)]
+    workers: usize,
+    /// Workers to kill, one after another.
+    #[arg(long, default_value_t = 5)]
+    kills: usize,
+}
+
+#[expect(clippy::print_stdout, reason = "it is what the command is for")]
+fn main() {
+    let options = Options::parse();
+    let elasticdl =
+        std::env::current_exe().expect("a program has a path").with_file_name("elasticdl-under-test");
+    must(std::process::Command::new(&elasticdl).arg("--version"));
+    let Some(namespace) = Namespace::new("figures", elasticdl) else { return };
+    namespace.apply_rbac();
+    let sightings = Sightings::watch(&namespace);
+    let workers = options.workers.to_string();
+    let begin = since_midnight(SystemTime::now());
+    // Steps of 16 ms for four workers.
+    let job = Job::start(&namespace, "count", &["--num-workers", &workers, "--num-epochs", "200"], 1000);
+    let pods = job.wait_for_group(options.workers);
+    let master = master(&namespace);
+    println!("seconds from submission, {workers} workers:");
+    let show = |what: &str, times: &[Duration]| {
+        let seconds = |t: &Duration| format!("{:.2}", t.saturating_sub(begin).as_secs_f64());
+        let [first, .., last] = times else {
+            return println!("  {what:<16} {}", times.first().map_or_else(|| "not seen".into(), seconds));
+        };
+        println!("  {what:<16} {} to {}", seconds(first), seconds(last));
+    };
+    show("master running", &sightings.times("count-master", "Running"));
+    show("workers created", &sightings.times("count-w-", "Pending"));
+    show("workers running", &sightings.times("count-w-", "Running"));
+    let said = |pods: &[Value], words: &str| {
+        let mut times: Vec<_> =
+            pods.iter().filter_map(|pod| time_of_line(&namespace, name(pod), words)).collect();
+        times.sort_unstable();
+        times
+    };
+    show("workers joined", &said(&pods, "welcomed"));
+    show("first step", &said(&pods, FIRST_UPDATE)[..1]);
+    let mut pods = pods;
+    println!(
+        "killed workers: survivors' gap (ms), until the replacement's pod is created, runs, contributes (s):"
+    );
+    for _ in 0..options.kills {
+        let (killed, at) = (pods[0].clone(), since_midnight(SystemTime::now()));
+        namespace.kill_inside(&killed);
+        let others = job.wait_for_others(options.workers, &pods[..1]);
+        let new = others.iter().find(|pod| pods.iter().all(|before| uid(before) != uid(pod)));
+        let new = new.expect("another took its place");
+        let contributes =
+            job.wait_for("it contributes", || time_of_line(&namespace, name(new), FIRST_GRADIENT));
+        let times = [
+            sightings.times(name(new), "Pending").first().copied(),
+            sightings.times(name(new), "Running").first().copied(),
+            Some(contributes),
+        ];
+        let seconds = times.map(|t| t.map_or(f64::NAN, |t| t.saturating_sub(at).as_secs_f64()));
+        let memberships = job.status()["memberships"].as_array().cloned().unwrap_or_default();
+        let lost = memberships.iter().rfind(|m| m["cause"] == "lost");
+        let gap = lost.and_then(|m| m["gap_ms"].as_f64()).unwrap_or(f64::NAN);
+        println!("  {gap:>7.1}   {:.2}  {:.2}  {:.2}", seconds[0], seconds[1], seconds[2]);
+        pods = others;
+    }
+    println!("the master's memory at most: {} MiB", peak_kib(master) / 1024);
+    job.assert_completes(200);
+}
+
+fn master(namespace: &Namespace) -> u32 {
+    let pods = namespace.get("pods", "elasticdl/role=master");
+    let pid = pods.first().and_then(|pod| Namespace::process_inside(pod, "elasticdl"));
+    pid.expect("the master runs on this machine")
+}
+
+fn peak_kib(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("0 kB");
+    peak.trim().trim_end_matches(" kB").parse().expect("the system gives a number")
+}

@@ -1,0 +1,92 @@
+//! When what happened to a namespace's pods was seen.
+
+use std::collections::BTreeMap;
+use std::process::{Child, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use serde_json::Value;
+
+use super::kubectl::{kubectl, must};
+use super::namespace::Namespace;
+
+/// The first sight of each phase of each pod, as time since midnight, UTC.
+#[derive(Debug)]
+pub struct Sightings {
+    kubectl: Child,
+    seen: Arc<Mutex<BTreeMap<(String, String), Duration>>>,
+}
+
+impl Sightings {
+    /// Watches from now on, for as long as this lives.
+    ///
+    /// # Panics
+    /// kubectl can't be started.
+    #[must_use]
+    pub fn watch(namespace: &Namespace) -> Self {
+        let mut kubectl = kubectl()
+            .args(["--namespace", namespace.name(), "get", "pods", "--watch", "-o", "json"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("kubectl starts");
+        let stdout = kubectl.stdout.take().expect("it was piped");
+        let seen = Arc::new(Mutex::new(BTreeMap::new()));
+        let noted = Arc::clone(&seen);
+        std::thread::spawn(move || {
+            let pods =
+                serde_json::Deserializer::from_reader(std::io::BufReader::new(stdout)).into_iter::<Value>();
+            for pod in pods.map_while(Result::ok) {
+                let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+                let key = (word(&pod["metadata"]["name"]), word(&pod["status"]["phase"]));
+                let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
+                noted.entry(key).or_insert_with(|| since_midnight(SystemTime::now()));
+            }
+        });
+        Self { kubectl, seen }
+    }
+
+    /// When pods whose names begin so were first seen in a phase, earliest first.
+    #[must_use]
+    pub fn times(&self, prefix: &str, phase: &str) -> Vec<Duration> {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let these = seen.iter().filter(|((name, p), _)| name.starts_with(prefix) && p == phase);
+        let mut times: Vec<Duration> = these.map(|(_, &time)| time).collect();
+        times.sort_unstable();
+        times
+    }
+}
+
+impl Drop for Sightings {
+    fn drop(&mut self) {
+        let _ = self.kubectl.kill();
+        let _ = self.kubectl.wait();
+    }
+}
+
+/// A time of the day, UTC.
+///
+/// # Panics
+/// The clock is before 1970.
+#[must_use]
+pub fn since_midnight(time: SystemTime) -> Duration {
+    let time = time.duration_since(SystemTime::UNIX_EPOCH).expect("it is after 1970");
+    Duration::from_nanos((time.as_nanos() % 86_400_000_000_000) as u64)
+}
+
+/// When a pod's log first said this, by the clock of its container's runtime, as time since midnight, UTC.
+///
+/// # Panics
+/// kubectl fails.
+#[must_use]
+pub fn time_of_line(namespace: &Namespace, pod: &str, words: &str) -> Option<Duration> {
+    let output = must(kubectl().args(["--namespace", namespace.name(), "logs", "--timestamps", pod]));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let line = text.lines().find(|line| line.contains(words))?;
+    let time = line.split('T').nth(1)?.split('Z').next()?;
+    let mut seconds = 0.0;
+    for part in time.split(':') {
+        seconds = seconds * 60.0 + part.parse::<f64>().ok()?;
+    }
+    Some(Duration::from_secs_f64(seconds))
+}
