@@ -129,22 +129,24 @@ where
             Ok(Err(error)) => return self.failed(&error).await.map(|()| true),
             Err(_) => return self.wait("the watch took too long to open").await.map(|()| true),
         };
+        let mut heard = Instant::now();
         loop {
             match timeout(IDLE, stream.next()).await {
                 Ok(Some(Ok(event))) => match self.known.take(event) {
                     Taken::Change(change) => {
-                        self.failures = 0;
+                        (self.failures, heard) = (0, Instant::now());
                         self.tell(change).await?;
                     }
-                    Taken::Nothing => self.failures = 0,
+                    Taken::Nothing => (self.failures, heard) = (0, Instant::now()),
                     Taken::Expired => return Ok(false),
                     Taken::Error(error) => {
                         self.wait(&error).await?;
                         return Ok(false);
                     }
                 },
-                // The server ends watches now and then.
-                Ok(None) => return Ok(true),
+                // The server ends watches now and then. One that had not even a bookmark for long was from a version that the
+                // server does not have: its data is older than what was seen of it.
+                Ok(None) => return Ok(heard.elapsed() < SILENCE),
                 Ok(Some(Err(error))) => {
                     debug!(%error, "a watch broke");
                     return self.wait("a watch broke").await.map(|()| true);
@@ -236,13 +238,12 @@ impl<K: kube::Resource + Clone> Known<K> {
             }
             WatchEvent::Added(object) | WatchEvent::Modified(object) => object,
         };
-        self.advance(&object);
         let Some(uid) = object.meta().uid.clone() else { return Taken::Nothing };
-        let before = self.objects.insert(uid, object.clone());
-        let version = &object.meta().resource_version;
-        if before.is_some_and(|before| &before.meta().resource_version == version) {
+        if self.objects.get(&uid).is_some_and(|known| !is_newer(&object, known)) {
             return Taken::Nothing;
         }
+        self.advance(&object);
+        self.objects.insert(uid, object.clone());
         Taken::Change(Change::Seen(object))
     }
 
@@ -254,6 +255,16 @@ impl<K: kube::Resource + Clone> Known<K> {
 
     fn uids(&self) -> BTreeSet<String> {
         self.objects.keys().cloned().collect()
+    }
+}
+
+/// Versions are numbers that grow, at servers from 1.35 on by their word and at older ones in fact. Others are told apart.
+fn is_newer<K: kube::Resource>(object: &K, known: &K) -> bool {
+    let text = |object: &K| object.meta().resource_version.clone().unwrap_or_default();
+    let (new, old) = (text(object), text(known));
+    match (new.parse::<u64>(), old.parse::<u64>()) {
+        (Ok(new), Ok(old)) => new > old,
+        _ => new != old,
     }
 }
 
@@ -274,6 +285,8 @@ const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 const PAUSE_FIRST: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 const RELIST: Duration = Duration::from_secs(300);
+/// In so long a watch has a bookmark.
+const SILENCE: Duration = Duration::from_secs(120);
 /// How long the server is asked to keep a watch.
 const WATCH_S: u32 = 240;
 
