@@ -127,6 +127,8 @@ fn print_error(text: &str) {
 }
 
 const EXIT_FAILED: u8 = 1;
+/// Another master has the job.
+const EXIT_FENCED: u8 = 3;
 const EXIT_INTERRUPTED: u8 = 130;
 const EXIT_OK: u8 = 0;
 const EXIT_TERMINATED: u8 = 143;

@@ -13,6 +13,7 @@ use super::train::TrainArgs;
 use super::{EXIT_OK, Failure, follow, plan};
 use crate::kube::client::{Choice, Cluster, ClusterError};
 use crate::kube::credentials::Credentials;
+use crate::kube::ladder::{self, Ladder};
 use crate::kube::objects::{self, Drawn, Objects, Request, Task};
 use crate::kube::options::{self, Mounted, Pair, PodOptions, Resources};
 use crate::kube::submit;
@@ -81,6 +82,15 @@ pub struct ClusterArgs {
     /// Priority class of the workers. [default: --priority-class]
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
     pub worker_priority_class: Option<String>,
+
+    /// Priority classes of the workers by place: auto, off, or CORE,RUNG,RUNG,… from high to low.
+    ///
+    /// The first --min-workers workers have CORE, the others the lower a rung the more workers there are, so that jobs
+    /// share a cluster fairly. auto: those of manifests/priorityclasses.yaml, as far as the cluster has them.
+    /// [default: off with --priority-class or --worker-priority-class, else auto]
+    #[arg(long, value_name = "CLASSES", value_parser = ladder::parse, requires = "image",
+          conflicts_with = "worker_priority_class")]
+    pub priority_ladder: Option<ladder::Choice>,
 
     /// A scheduler other than the cluster's own.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
@@ -237,7 +247,12 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
     if program.first().is_none_or(String::is_empty) {
         return Err(Failure::usage("the program's name is empty; give its path in the image after `--`"));
     }
-    let task = Task { job: plan::job_spec(args, name)?, master_timeout: args.master_timeout };
+    let ladder = match &pods.ladder {
+        ladder::Choice::Auto => Some(Ladder::shipped()),
+        ladder::Choice::Off => None,
+        ladder::Choice::These(ladder) => Some(ladder.clone()),
+    };
+    let task = Task { job: plan::job_spec(args, name)?, master_timeout: args.master_timeout, ladder };
     Ok(Request { namespace, task, program, pods })
 }
 
@@ -247,6 +262,11 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
         text.and_then(|text| options::parse_pod_template(&text))
             .map_err(|e| Failure::usage(format!("--worker-pod-template {}: {e}", path.display())))
     });
+    let template = template.transpose()?;
+    let classes = [&args.priority_class, &args.worker_priority_class];
+    let has_class = classes.iter().any(|class| class.is_some())
+        || template.as_ref().is_some_and(|spec| spec.get("priorityClassName").is_some());
+    let usual = if has_class { ladder::Choice::Off } else { ladder::Choice::Auto };
     Ok(PodOptions {
         image: image.into(),
         master_image: args.master_image.clone().unwrap_or_else(|| image.into()),
@@ -257,6 +277,7 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
         worker_resources: args.worker_resources.clone(),
         priority_class: args.priority_class.clone(),
         worker_priority_class: args.worker_priority_class.clone().or_else(|| args.priority_class.clone()),
+        ladder: args.priority_ladder.clone().unwrap_or(usual),
         scheduler_name: args.scheduler_name.clone(),
         env: args.env.clone(),
         node_selector: args.node_selector.clone().unwrap_or_default(),
@@ -266,7 +287,7 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
         volumes: args.volume.iter().flat_map(|v| v.0.clone()).collect(),
         ttl_s: args.ttl.map(|ttl| i32::try_from(ttl.as_secs()).expect("it is a year at most")),
         active_deadline_s: args.active_deadline.map(|d| i64::try_from(d.as_secs()).expect("a year at most")),
-        worker_pod_template: template.transpose()?,
+        worker_pod_template: template,
     })
 }
 

@@ -16,11 +16,13 @@ use tracing::{info, warn};
 
 use super::cluster::to_failure;
 use super::view::StatusJson;
-use super::{EXIT_FAILED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
+use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
 use crate::entrance::{Entrance, Identity};
 use crate::job::{Outcome, Status};
 use crate::kube::anchor::{Anchor, Data, INCARNATION, Pace, STATUS, SUMMARY, Sight, Wishes};
 use crate::kube::client::{Choice, Cluster};
+use crate::kube::events::Recorder;
+use crate::kube::lease::{Holder, Lease, Warrant};
 use crate::kube::objects::{CERTIFICATE_FILE, KEY_FILE, PORT, TASK, TOKEN_FILE, Task, WORKER_POD};
 use crate::kube::pods::{self, Mould, Pods};
 use crate::kube::submit;
@@ -36,6 +38,10 @@ pub struct MasterArgs {
     /// The job's name; its anchor says the rest.
     #[arg(long, value_name = "NAME", value_parser = plan::parse_job_name)]
     pub job_name: String,
+
+    /// This master's pod.
+    #[arg(long, value_name = "NAME/UID")]
+    pub pod: Holder,
 
     /// Where the job's secret is.
     #[arg(long, value_name = "FILE", default_value = TOKEN_FILE)]
@@ -59,8 +65,38 @@ pub(super) fn master(args: &MasterArgs) -> Result<u8, Failure> {
 }
 
 async fn run(args: &MasterArgs) -> Result<u8, Failure> {
+    // The first process of a container dies of no signal that it does not handle.
+    let mut terminate =
+        signal(SignalKind::terminate()).map_err(|e| Failure::failed(format!("can't handle signals: {e}")))?;
     let cluster = Cluster::connect(&Choice::default()).await.map_err(to_failure)?;
     let anchor = Anchor::new(&cluster, &args.job_name);
+    let meta = anchor.read().await.map_err(to_failure)?.metadata;
+    let mut lease = tokio::select! {
+        lease = Lease::acquire(&cluster, &meta, &args.pod) => lease.map_err(to_failure)?,
+        _ = terminate.recv() => return Ok(EXIT_TERMINATED),
+    };
+    let code = tokio::select! {
+        code = lead(args, &cluster, &anchor, lease.warrant()) => code,
+        holder = lease.lost() => {
+            // Its workers are another's now: none is deleted.
+            warn!(holder, "another master holds the job's lease; this one ends");
+            return Ok(EXIT_FENCED);
+        }
+        // The pod goes. The job's next master goes on.
+        _ = terminate.recv() => Ok(EXIT_TERMINATED),
+    };
+    lease.release().await;
+    code
+}
+
+/// Does a master's work, while the lease is held.
+async fn lead(
+    args: &MasterArgs,
+    cluster: &Cluster,
+    anchor: &Anchor,
+    warrant: Warrant,
+) -> Result<u8, Failure> {
+    // What the master before this one has written last is there by now.
     let submitted = Submitted::read(anchor.read().await.map_err(to_failure)?)?;
     if let Some(code) = submitted.ended {
         info!("the job has ended before; this master has nothing to do");
@@ -74,25 +110,28 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
         Identity::read(&args.tls_cert, &args.tls_key).map_err(|e| Failure::failed(e.to_string()))?;
     let incarnation = Data::from([(INCARNATION.into(), submitted.incarnation.to_string())]);
     anchor.write(&incarnation).await.map_err(to_failure)?;
-    let address = submit::service_address(&cluster, &args.job_name).await.map_err(to_failure)?;
+    let address = submit::service_address(cluster, &args.job_name).await.map_err(to_failure)?;
     // Workers of a master before this one wait for it in vain: this one knows nothing of what they hold.
-    pods::sweep(&cluster, &submitted.mould_anchor()).await.map_err(to_failure)?;
+    pods::sweep(cluster, &submitted.mould_anchor()).await.map_err(to_failure)?;
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
         .await
         .map_err(|e| Failure::failed(format!("can't listen on port {PORT}: {e}")))?;
+    let recorder = Recorder::start(cluster, &submitted.meta);
     let mould = Mould {
         template: submitted.template,
         anchor: submitted.meta,
         incarnation: submitted.incarnation,
         master: address,
+        min_workers: submitted.task.job.min_workers,
+        ladder: submitted.task.ladder,
     };
-    let pods = Pods::new(&cluster, mould);
+    let pods = Pods::new(cluster, mould, warrant, recorder);
     let entrance = Entrance { listener, token, identity: Some(identity) };
     let (publish, published) = watch::channel(None);
     let progress = Progress::on_stderr().published(publish);
     let master = Master::with_pods(submitted.task.job, entrance, pods, progress);
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
-    conduct(master, &anchor, published).await
+    conduct(master, anchor, published).await
 }
 
 /// Runs `master`, telling the anchor what it does, and it what the anchor asks for.
@@ -101,8 +140,6 @@ async fn conduct(
     anchor: &Anchor,
     mut published: watch::Receiver<Option<Status>>,
 ) -> Result<u8, Failure> {
-    let mut terminate =
-        signal(SignalKind::terminate()).map_err(|e| Failure::failed(format!("can't handle signals: {e}")))?;
     let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
     let mut wishes = Wishes::default();
     let mut followed = anchor.follow();
@@ -129,8 +166,6 @@ async fn conduct(
                     wishes = now;
                 }
             },
-            // The pod goes. The job's next master starts it anew.
-            _ = terminate.recv() => return Ok(EXIT_TERMINATED),
         }
     };
     drop(followed);
@@ -261,6 +296,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(60);
 const INTERRUPTS_MAX: usize = 4;
 const MEMBERSHIPS_MAX: usize = 200;
 
+#[cfg(test)]
+mod rest;
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -68,6 +68,7 @@ fn of_pod(pod: &Pod) -> Option<MasterSight> {
         Verdict::CannotStart(why) => Some(MasterSight::CannotStart(why)),
         Verdict::Ended(end) if end.cause == Cause::Exited(0) => None,
         Verdict::Ended(end) => Some(MasterSight::Ended(end.detail)),
+        Verdict::Leaves(leave) => Some(MasterSight::Ended(leave.end.detail)),
         Verdict::Runs => Some(MasterSight::Runs),
         Verdict::WaitsForRoom(why) => Some(MasterSight::Waits(why)),
     }

@@ -16,7 +16,10 @@
 pub mod anchor;
 pub mod client;
 pub mod credentials;
+pub(crate) mod events;
 pub(crate) mod kept;
+pub mod ladder;
+pub mod lease;
 pub mod logs;
 pub mod masters;
 pub mod objects;
@@ -24,6 +27,6 @@ pub mod options;
 pub(crate) mod pods;
 pub mod submit;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 pub mod verdict;
 mod watch;

@@ -29,6 +29,7 @@ use serde::{Deserialize, Serialize};
 pub use template::TemplateError;
 
 use super::credentials::Credentials;
+use super::ladder::Ladder;
 use super::options::PodOptions;
 use crate::job::{JobSpec, LaunchId};
 use crate::token::Token;
@@ -53,6 +54,9 @@ pub struct Task {
     pub job: JobSpec,
     /// Workers end by themselves when their master has been silent for this long.
     pub master_timeout: Duration,
+    /// The workers' priority classes by place.
+    #[serde(default)]
+    pub ladder: Option<Ladder>,
 }
 
 /// What is drawn for a job at its submission.
@@ -230,7 +234,8 @@ fn master_job(request: &Request) -> Job {
         image: Some(pods.master_image.clone()),
         image_pull_policy: pods.image_pull_policy.clone(),
         command: Some(vec![ELASTICDL.into()]),
-        args: Some(["master", "--job-name", name].map(Into::into).into()),
+        args: Some(["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"].map(Into::into).into()),
+        env: Some(vec![parts::field("POD_NAME", "metadata.name"), parts::field("POD_UID", "metadata.uid")]),
         ports: Some(vec![ContainerPort {
             container_port: PORT,
             name: Some("grpc".into()),
@@ -324,6 +329,20 @@ fn metadata(request: &Request, name: &str, role: &str) -> ObjectMeta {
         namespace: Some(request.namespace.clone()),
         labels: Some(labels),
         annotations: Some(request.pods.annotations.clone()).filter(|a| !a.is_empty()),
+        ..ObjectMeta::default()
+    }
+}
+
+/// The metadata of an object that an anchor owns.
+#[must_use]
+pub fn owned(anchor: &ObjectMeta, name: &str, role: &str) -> ObjectMeta {
+    let mut labels = anchor.labels.clone().unwrap_or_default();
+    labels.extend(own_labels(anchor.name.as_deref().unwrap_or_default(), role));
+    ObjectMeta {
+        name: Some(name.into()),
+        namespace: anchor.namespace.clone(),
+        labels: Some(labels),
+        owner_references: Some(vec![anchor_owner(anchor)]),
         ..ObjectMeta::default()
     }
 }

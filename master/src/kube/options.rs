@@ -8,6 +8,8 @@ use k8s_openapi::api::core::v1::{
 };
 use serde_json::Value;
 
+use super::ladder;
+
 /// What the pods of a job are made of.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PodOptions {
@@ -29,6 +31,8 @@ pub struct PodOptions {
     pub priority_class: Option<String>,
     /// The workers' priority class.
     pub worker_priority_class: Option<String>,
+    /// The workers' priority classes by place.
+    pub ladder: ladder::Choice,
     /// A scheduler other than the cluster's own.
     pub scheduler_name: Option<String>,
     /// Added to the workers' environment.

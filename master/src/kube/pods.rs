@@ -9,26 +9,32 @@
 //! workers that are lost at once are replaced in parallel, and a server that is away for a while costs nothing but time.
 //!
 //! **Invariants:** a launch ends once, by the verdict on its own pod, known by uid; what another pod of that name does is
-//! not looked at. A pod that is being deleted is gone.
+//! not looked at. A pod that is being deleted has ended when its program has, or when its node has had the time for that.
+
+mod calls;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Event, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Api;
-use kube::api::{DeleteParams, ListParams, PostParams, Preconditions};
+use kube::api::{DeleteParams, ListParams};
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
-use super::client::{Cluster, ClusterError, is_code, is_quota};
+use self::calls::{Counter, Made};
+use super::client::{Cluster, ClusterError, is_code};
+use super::events::{self, Recorder};
+use super::ladder::Ladder;
+use super::lease::Warrant;
 use super::objects::{self, LAUNCH_LABEL};
-use super::verdict::{Cause, End, Verdict, judge, vanished};
-use super::watch::{Change, Selection, Watch, pause};
+use super::verdict::{Cause, End, Leave, Verdict, is_outlived, judge, vanished};
+use super::watch::{Change, Selection, Watch};
 use crate::job::{Exit, LaunchId, Wait};
 use crate::launches::Happening;
 
@@ -43,6 +49,10 @@ pub(crate) struct Mould {
     pub(crate) incarnation: u64,
     /// Where they find it, `host:port`.
     pub(crate) master: String,
+    /// The least number of workers: the job's core.
+    pub(crate) min_workers: u32,
+    /// Their priority classes by place, unless all have the template's.
+    pub(crate) ladder: Option<Ladder>,
 }
 
 /// The workers' pods of a job.
@@ -61,8 +71,8 @@ enum Order {
 }
 
 impl Pods {
-    /// Watches the job's pods from now on. Must be called within a runtime.
-    pub(crate) fn new(cluster: &Cluster, mould: Mould) -> Self {
+    /// Watches the job's pods from now on; makes and deletes them while the warrant holds. Must be called within a runtime.
+    pub(crate) fn new(cluster: &Cluster, mould: Mould, warrant: Warrant, recorder: Recorder) -> Self {
         let (orders, ordered) = mpsc::unbounded_channel();
         let (happen, happenings) = mpsc::unbounded_channel();
         let api: Api<Pod> = cluster.api();
@@ -70,10 +80,13 @@ impl Pods {
         let labels = Some(objects::worker_selector(&uid));
         let watch = Watch::start(api.clone(), Selection { labels, fields: None });
         let foreman = Foreman {
-            api,
+            counter: Counter::new(api, warrant),
+            events: cluster.api(),
+            recorder,
             mould,
             launches: BTreeMap::new(),
             remains: VecDeque::new(),
+            unexplained: Vec::new(),
             calls: JoinSet::new(),
             happen,
         };
@@ -129,12 +142,16 @@ impl Drop for Pods {
 
 /// The task.
 struct Foreman {
-    api: Api<Pod>,
+    counter: Counter,
+    events: Api<Event>,
+    recorder: Recorder,
     mould: Mould,
     /// Those that have not ended.
     launches: BTreeMap<LaunchId, Launched>,
     /// Pods that have ended, oldest first: kept for their logs, but not all of them.
     remains: VecDeque<(String, String)>,
+    /// Pods that were deleted, and nobody has said why yet.
+    unexplained: Vec<Unexplained>,
     calls: JoinSet<Answer>,
     happen: mpsc::UnboundedSender<(LaunchId, Happening)>,
 }
@@ -142,21 +159,40 @@ struct Foreman {
 /// A launch that has not ended.
 #[derive(Debug, Default)]
 struct Launched {
+    /// Its place among the job's workers.
+    index: u32,
+    /// The class that the ladder gave it.
+    class: Option<String>,
     /// Its pod, once it is made: uid, and when that was known.
     pod: Option<(String, Option<Instant>)>,
     /// Since when it can't start, and why.
     stuck: Option<(Instant, String)>,
+    /// Since when it is being deleted while its program runs.
+    leaving: Option<(Instant, Leave)>,
+    /// By whom it was preempted, if the scheduler has said so.
+    preempted: Option<String>,
     /// What was said of it last.
     said: Option<Happening>,
     /// Its creation is not to be tried again.
     unwanted: Arc<AtomicBool>,
 }
 
+/// A deletion whose reason may yet be told.
+#[derive(Debug)]
+struct Unexplained {
+    launch: LaunchId,
+    name: String,
+    uid: String,
+    seen: Instant,
+}
+
 /// What a call came to.
 #[derive(Debug)]
 enum Answer {
-    Created(LaunchId, Result<Box<Pod>, String>),
+    Created(LaunchId, Made),
     Deleted,
+    /// What the scheduler has said about preempted pods, by uid.
+    Explained(Vec<Unexplained>, BTreeMap<String, String>),
 }
 
 impl Foreman {
@@ -165,18 +201,28 @@ impl Foreman {
         loop {
             tokio::select! {
                 order = orders.recv() => match order {
-                    Some(Order::Start(launch, _index)) => self.create(launch),
+                    Some(Order::Start(launch, index)) => {
+                        self.launches.insert(launch, Launched { index, ..Launched::default() });
+                        self.say(launch, Happening::Waits(Wait::Answer(None)));
+                        self.create(launch);
+                    }
                     Some(Order::Kill(launch)) => self.kill(launch, "it is not wanted any more"),
                     Some(Order::End) => break,
                     None => return,
                 },
                 change = watch.next() => self.on_change(change),
                 Some(answer) = self.calls.join_next() => {
-                    if let Answer::Created(launch, made) = answer.expect("a call neither panics nor is aborted") {
-                        self.on_created(launch, made);
+                    match answer.expect("a call neither panics nor is aborted") {
+                        Answer::Created(launch, made) => self.on_created(launch, made),
+                        Answer::Deleted => {}
+                        Answer::Explained(asked, preemptors) => self.on_explained(asked, &preemptors),
                     }
                 }
-                _ = ticks.tick() => self.give_up_stuck(),
+                _ = ticks.tick() => {
+                    self.give_up_stuck();
+                    self.give_up_leaving();
+                    self.ask_why();
+                }
             }
         }
         let left: Vec<_> = self.launches.keys().copied().collect();
@@ -184,69 +230,74 @@ impl Foreman {
             self.kill(launch, "the job is over");
         }
         while let Some(answer) = self.calls.join_next().await {
-            if let Ok(Answer::Created(_, Ok(pod))) = answer {
+            if let Ok(Answer::Created(_, Made::Pod(pod))) = answer {
                 self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default());
             }
         }
     }
 
     fn create(&mut self, launch: LaunchId) {
-        let Mould { template, anchor, incarnation, master } = &self.mould;
-        let pod = objects::worker_pod(template, launch, *incarnation, anchor, master);
-        let launched = Launched::default();
+        let Some(launched) = self.launches.get_mut(&launch) else { return };
+        let Mould { template, anchor, incarnation, master, min_workers, ladder } = &self.mould;
+        let mut pod = objects::worker_pod(template, launch, *incarnation, anchor, master);
+        launched.class = ladder.as_ref().map(|ladder| ladder.class(launched.index, *min_workers).into());
+        if launched.class.is_some() {
+            pod.spec.get_or_insert_default().priority_class_name.clone_from(&launched.class);
+        }
         let unwanted = Arc::clone(&launched.unwanted);
         let owner = anchor.uid.clone().unwrap_or_default();
-        self.launches.insert(launch, launched);
-        self.say(launch, Happening::Waits(Wait::Answer(None)));
-        let (api, happen) = (self.api.clone(), self.happen.clone());
+        let (counter, happen, recorder) = (self.counter.clone(), self.happen.clone(), self.recorder.clone());
         self.calls.spawn(async move {
-            let mut failures = 0;
-            let made = loop {
-                if unwanted.load(Ordering::Relaxed) {
-                    break Err("it is not wanted any more".into());
+            let tell = |wait: Wait| {
+                if let Wait::Room(why) = &wait {
+                    recorder.record("QuotaExceeded", why.clone());
                 }
-                let error = match api.create(&PostParams::default(), &pod).await {
-                    Ok(made) => break Ok(Box::new(made)),
-                    Err(error) if is_code(&error, 409) => match made_before(&api, &pod, &owner).await {
-                        Some(outcome) => break outcome,
-                        None => error,
-                    },
-                    Err(error) => error,
-                };
-                match is_final(&error) {
-                    Finality::Final(why) => break Err(why),
-                    Finality::Later(why) => {
-                        if failures == 0 || why.is_quota {
-                            let wait = match why.is_quota {
-                                true => Wait::Room(why.text),
-                                false => Wait::Answer(Some(why.text)),
-                            };
-                            let _ = happen.send((launch, Happening::Waits(wait)));
-                        }
-                        let pause =
-                            pause(failures).max(if why.is_quota { QUOTA_PAUSE } else { Duration::ZERO });
-                        failures += 1;
-                        tokio::time::sleep(pause).await;
-                    }
-                }
+                let _ = happen.send((launch, Happening::Waits(wait)));
             };
-            Answer::Created(launch, made)
+            Answer::Created(launch, counter.create(&pod, &owner, &unwanted, tell).await)
         });
     }
 
-    fn on_created(&mut self, launch: LaunchId, made: Result<Box<Pod>, String>) {
+    fn on_created(&mut self, launch: LaunchId, made: Made) {
         match (made, self.launches.get_mut(&launch)) {
-            (Ok(pod), Some(launched)) => {
+            (Made::Pod(pod), Some(launched)) => {
                 info!(launch = launch.0, pod = name_of(&pod), "worker pod created");
                 // The watch may have shown it already.
                 let uid = pod.metadata.uid.unwrap_or_default();
                 launched.pod.get_or_insert((uid, None)).1 = Some(Instant::now());
+                let class = pod.spec.and_then(|spec| spec.priority_class_name);
+                let _ = self.happen.send((launch, Happening::Made(class)));
             }
-            (Err(why), Some(_)) => self.ended(launch, Exit::NotStarted(why)),
+            (Made::Classless(class), Some(_)) => self.without_class(launch, &class),
+            (Made::Refused(why), Some(_)) => self.ended(launch, Exit::NotStarted(why)),
             // It was killed meanwhile.
-            (Ok(pod), None) => self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default()),
-            (Err(_), None) => {}
+            (Made::Pod(pod), None) => self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default()),
+            (Made::Classless(_) | Made::Nothing | Made::Refused(_), _) => {}
         }
+    }
+
+    /// The cluster has no such class. The ladder is shortened, once for all launches, and this one asked for again.
+    fn without_class(&mut self, launch: LaunchId, class: &str) {
+        let no_class = format!("there is no priority class {class}");
+        let asked = self.launches.get(&launch).and_then(|launched| launched.class.as_deref());
+        if asked != Some(class) {
+            // The user's own word, or somebody else's who changes pods on their way.
+            return self.ended(launch, Exit::NotStarted(no_class));
+        }
+        // Another launch may have shortened it meanwhile.
+        let has = |ladder: &&Ladder| ladder.core == class || ladder.rungs.iter().any(|rung| rung == class);
+        if let Some(ladder) = self.mould.ladder.as_ref().filter(has) {
+            let shorter = ladder.without(class);
+            let instead = match &shorter {
+                Some(Ladder { core, rungs }) => format!("workers have {core} or {}", rungs.join(", ")),
+                None => "workers have no class by place".into(),
+            };
+            let words = format!("{no_class} in this cluster (see manifests/priorityclasses.yaml): {instead}");
+            warn!("{words}");
+            let _ = self.happen.send((launch, Happening::Waits(Wait::Answer(Some(words)))));
+            self.mould.ladder = shorter;
+        }
+        self.create(launch);
     }
 
     fn on_change(&mut self, change: Change<Pod>) {
@@ -256,10 +307,10 @@ impl Foreman {
                 if let Some(launch) = self.launch_of(&pod) {
                     // Its last form may say more than that it is gone.
                     let end = match judge(&pod) {
-                        Verdict::Ended(end) => end,
+                        Verdict::Ended(end) | Verdict::Leaves(Leave { end, .. }) => end,
                         _ => vanished(),
                     };
-                    self.ended(launch, exit_of(end));
+                    self.on_end(launch, &pod, end);
                 }
             }
             Change::Listed(asked, uids) => {
@@ -270,6 +321,8 @@ impl Foreman {
                 let gone: Vec<_> =
                     self.launches.iter().filter(|(_, l)| is_gone(l)).map(|(&launch, _)| launch).collect();
                 for launch in gone {
+                    let name = self.name_of_launch(launch).unwrap_or_default();
+                    self.report(Cause::Deleted, &name, &vanished().detail);
                     self.ended(launch, exit_of(vanished()));
                 }
             }
@@ -290,15 +343,102 @@ impl Foreman {
         match verdict {
             Verdict::Asked => self.say(launch, Happening::Waits(Wait::Answer(None))),
             Verdict::CannotStart(why) => self.say(launch, Happening::Waits(Wait::Start(Some(why)))),
-            Verdict::WaitsForRoom(why) => self.say(launch, Happening::Waits(Wait::Room(why))),
+            Verdict::WaitsForRoom(why) => self.on_no_room(launch, pod, why),
             Verdict::Starts => self.say(launch, Happening::Waits(Wait::Start(None))),
+            Verdict::Leaves(leave) => self.on_leaves(launch, pod, leave),
             Verdict::Runs => self.say(launch, Happening::Runs),
             Verdict::Ended(end) => {
-                let is_deleted = pod.metadata.deletion_timestamp.is_some();
-                self.ended(launch, exit_of(end));
-                if !is_deleted {
+                self.on_end(launch, pod, end);
+                if is_outlived(pod) {
+                    // Companions of the worker that don't end by themselves.
+                    self.delete(name_of(pod), pod.metadata.uid.clone().unwrap_or_default());
+                } else if pod.metadata.deletion_timestamp.is_none() {
                     self.keep(pod);
                 }
+            }
+        }
+    }
+
+    fn on_no_room(&mut self, launch: LaunchId, pod: &Pod, why: String) {
+        let waits = Happening::Waits(Wait::Room(why.clone()));
+        let is_known = self.launches.get(&launch).is_none_or(|l| l.said.as_ref() == Some(&waits));
+        if !is_known {
+            self.recorder.record("Unschedulable", format!("worker pod {}: {why}", name_of(pod)));
+        }
+        self.say(launch, waits);
+    }
+
+    fn on_leaves(&mut self, launch: LaunchId, pod: &Pod, leave: Leave) {
+        let words = leave.end.detail.clone();
+        let is_unexplained = leave.end.cause == Cause::Deleted;
+        let Some(launched) = self.launches.get_mut(&launch) else { return };
+        let since = launched.leaving.as_ref().map(|(since, _)| *since);
+        launched.leaving = Some((since.unwrap_or_else(Instant::now), leave));
+        if since.is_none() && is_unexplained {
+            self.wonder(launch, pod);
+        }
+        self.say(launch, Happening::Leaves(words));
+    }
+
+    /// A launch has ended as its pod says.
+    fn on_end(&mut self, launch: LaunchId, pod: &Pod, mut end: End) {
+        let launched = self.launches.get_mut(&launch);
+        let (was_leaving, preempted) =
+            launched.map_or((false, None), |l| (l.leaving.is_some(), l.preempted.take()));
+        match preempted {
+            // It has been told of already.
+            Some(words) => end = End { cause: Cause::Preempted, detail: words },
+            None if end.cause == Cause::Deleted => {
+                if !was_leaving {
+                    self.wonder(launch, pod);
+                }
+            }
+            None => self.report(end.cause, &name_of(pod), &end.detail),
+        }
+        self.ended(launch, exit_of(end));
+    }
+
+    fn report(&self, cause: Cause, name: &str, detail: &str) {
+        if let Some(reason) = events::reason_of(cause) {
+            self.recorder.record(reason, format!("worker pod {name}: {detail}"));
+        }
+    }
+
+    /// Why was it deleted? The scheduler of a server before 1.26 says so in an Event, after the deletion.
+    fn wonder(&mut self, launch: LaunchId, pod: &Pod) {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        self.unexplained.push(Unexplained { launch, name: name_of(pod), uid, seen: Instant::now() });
+    }
+
+    /// Asks once, for all whose time has come.
+    fn ask_why(&mut self) {
+        let (asked, later) = std::mem::take(&mut self.unexplained)
+            .into_iter()
+            .partition::<Vec<_>, _>(|pod| pod.seen.elapsed() >= EVENT_DELAY);
+        self.unexplained = later;
+        if !asked.is_empty() {
+            let events = self.events.clone();
+            self.calls.spawn(async move {
+                let preemptors = events::preemptors(&events).await;
+                Answer::Explained(asked, preemptors)
+            });
+        }
+    }
+
+    fn on_explained(&mut self, asked: Vec<Unexplained>, preemptors: &BTreeMap<String, String>) {
+        for Unexplained { launch, name, uid, .. } in asked {
+            match preemptors.get(&uid) {
+                Some(words) => {
+                    let words = words
+                        .strip_prefix("Preempted ")
+                        .map_or_else(|| words.clone(), |w| format!("preempted {w}"));
+                    info!(launch = launch.0, pod = name, words, "a deleted worker pod was preempted");
+                    self.report(Cause::Preempted, &name, &words);
+                    if let Some(launched) = self.launches.get_mut(&launch) {
+                        launched.preempted = Some(words);
+                    }
+                }
+                None => self.report(Cause::Deleted, &name, "it was deleted"),
             }
         }
     }
@@ -321,7 +461,7 @@ impl Foreman {
     }
 
     fn name_of_launch(&self, launch: LaunchId) -> Option<String> {
-        let Mould { template, anchor, incarnation, master } = &self.mould;
+        let Mould { template, anchor, incarnation, master, .. } = &self.mould;
         objects::worker_pod(template, launch, *incarnation, anchor, master).metadata.name
     }
 
@@ -358,9 +498,28 @@ impl Foreman {
         for (launch, why) in stuck {
             let pod = self.launches.get(&launch).and_then(|launched| launched.pod.clone());
             if let (Some((uid, _)), Some(name)) = (pod, self.name_of_launch(launch)) {
+                self.recorder.record(events::reason_of_stuck(&why), format!("worker pod {name}: {why}"));
                 self.delete(name, uid);
             }
             self.ended(launch, Exit::NotStarted(why));
+        }
+    }
+
+    /// Whoever is still there long after it was to be killed is on a node that does not answer.
+    fn give_up_leaving(&mut self) {
+        let is_lost = |l: &Launched| {
+            l.leaving.as_ref().filter(|(since, leave)| since.elapsed() >= leave.grace + GRACE_SLACK).cloned()
+        };
+        let lost: Vec<_> = self.launches.iter().filter_map(|(&id, l)| Some((id, is_lost(l)?.1))).collect();
+        for (launch, leave) in lost {
+            let state = if leave.ready { "says that it runs" } else { "does not answer" };
+            let words = format!(
+                "it was to end in {} s, and its node {state}: {}",
+                leave.grace.as_secs(),
+                leave.end.detail
+            );
+            self.report(Cause::Lost, &self.name_of_launch(launch).unwrap_or_default(), &words);
+            self.ended(launch, Exit::Taken(words));
         }
     }
 
@@ -374,71 +533,12 @@ impl Foreman {
         }
     }
 
-    /// Deletes this very pod, however long the server takes to hear of it.
     fn delete(&mut self, name: String, uid: String) {
-        let api = self.api.clone();
+        let counter = self.counter.clone();
         self.calls.spawn(async move {
-            let params = DeleteParams {
-                grace_period_seconds: Some(KILL_GRACE_S),
-                preconditions: Some(Preconditions { uid: Some(uid), resource_version: None }),
-                ..DeleteParams::default()
-            };
-            let mut failures = 0;
-            while let Err(error) = api.delete(&name, &params).await {
-                // Gone, or another's by now; or refused for good.
-                if matches!(&error, kube::Error::Api(status) if (400..500).contains(&status.code) && status.code != 429) {
-                    if !is_code(&error, 404) && !is_code(&error, 409) {
-                        warn!(name, %error, "a worker's pod can't be deleted");
-                    }
-                    break;
-                }
-                tokio::time::sleep(pause(failures)).await;
-                failures += 1;
-            }
+            counter.delete(&name, uid, KILL_GRACE_S).await;
             Answer::Deleted
         });
-    }
-}
-
-/// The name is taken: by this very launch, if an answer of the server's was lost. `None`: look again.
-async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<Result<Box<Pod>, String>> {
-    let name = name_of(wanted);
-    let there = api.get_opt(&name).await.ok()??;
-    let owners = there.metadata.owner_references.iter().flatten();
-    let launch = |pod: &Pod| pod.metadata.labels.as_ref().and_then(|l| l.get(LAUNCH_LABEL)).cloned();
-    let is_ours = owners.map(|o| o.uid.as_str()).any(|uid| uid == owner) && launch(&there) == launch(wanted);
-    Some(if is_ours {
-        Ok(Box::new(there))
-    } else {
-        Err(format!("a pod {name} is there already, and not this job's"))
-    })
-}
-
-/// Whether to try again.
-enum Finality {
-    Final(String),
-    Later(Why),
-}
-
-struct Why {
-    text: String,
-    is_quota: bool,
-}
-
-fn is_final(error: &kube::Error) -> Finality {
-    match error {
-        kube::Error::Api(status) if status.code == 403 && is_quota(&status.message) => {
-            Finality::Later(Why { text: status.message.clone(), is_quota: true })
-        }
-        kube::Error::Api(status)
-            if (400..500).contains(&status.code) && ![408, 409, 429].contains(&status.code) =>
-        {
-            Finality::Final(status.message.clone())
-        }
-        error => Finality::Later(Why {
-            text: format!("the API server can't be reached: {error}"),
-            is_quota: false,
-        }),
     }
 }
 
@@ -446,10 +546,10 @@ fn exit_of(end: End) -> Exit {
     match end.cause {
         Cause::Exited(code) => Exit::Code(code),
         Cause::Signalled(signal) => Exit::Signal(signal),
-        Cause::OverLimit => {
+        Cause::OutOfMemory | Cause::OverLimit => {
             Exit::OverLimit(format!("{}; --worker-resources sets what a worker may use", end.detail))
         }
-        Cause::Deleted | Cause::Lost | Cause::Refused | Cause::Taken => Exit::Taken(end.detail),
+        _ => Exit::Taken(end.detail),
     }
 }
 
@@ -458,15 +558,19 @@ fn name_of(pod: &Pod) -> String {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long after a deletion the scheduler may take to say that it was its own.
+const EVENT_DELAY: Duration = Duration::from_secs(2);
+/// What a node is given beyond a pod's grace period.
+const GRACE_SLACK: Duration = Duration::from_secs(15);
 /// The shortest that a kubelet obeys.
 const KILL_GRACE_S: u32 = 1;
-/// How often a pod that no quota leaves room for is tried again.
-const QUOTA_PAUSE: Duration = Duration::from_secs(5);
 /// Pods that have ended and are kept.
 const REMAINS_MAX: usize = 16;
 /// How long a pod may be unable to start.
 const STUCK_MAX: Duration = Duration::from_secs(20);
 const TICK: Duration = Duration::from_secs(1);
 
+#[cfg(test)]
+mod scenarios;
 #[cfg(test)]
 mod tests;

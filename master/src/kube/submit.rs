@@ -16,13 +16,16 @@ use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use super::client::{Cluster, ClusterError, is_code};
+use super::ladder::{Choice, MASTER_CLASS};
 use super::objects::{self, Objects, Request};
 
 /// Rights that the master needs in its namespace: group, resource, verbs. As in manifests/rbac.yaml.
-pub const MASTER_RULES: [(&str, &str, &[&str]); 3] = [
+pub const MASTER_RULES: [(&str, &str, &[&str]); 5] = [
     ("", "configmaps", &["get", "list", "watch", "patch"]),
+    ("", "events", &["create", "list", "patch"]),
     ("", "pods", &["get", "list", "watch", "create", "delete"]),
     ("", "services", &["get"]),
+    ("coordination.k8s.io", "leases", &["get", "create", "update"]),
 ];
 
 /// Makes the objects of a job: all of them, or none.
@@ -32,6 +35,7 @@ pub const MASTER_RULES: [(&str, &str, &[&str]); 3] = [
 pub async fn submit(cluster: &Cluster, request: &Request, mut objects: Objects) -> Result<(), ClusterError> {
     let name = &request.task.job.name;
     check_service_account(cluster, &request.pods.service_account).await?;
+    prefer_master_class(cluster, request, &mut objects.job).await;
     let jobs: Api<Job> = cluster.api();
     let job = match jobs.create(&PostParams::default(), &objects.job).await {
         Ok(job) => job,
@@ -85,6 +89,27 @@ where
             cluster.namespace
         ))),
         Err(error) => Err(cluster.explain(&format!("create the {kind} {name}"), error)),
+    }
+}
+
+/// Gives the master the class of masters, if the cluster has it: a dry run tells, for a Job with a class that is not there
+/// would never start.
+async fn prefer_master_class(cluster: &Cluster, request: &Request, job: &mut Job) {
+    let Some(spec) = job.spec.as_mut().and_then(|job| job.template.spec.as_mut()) else { return };
+    if request.pods.ladder != Choice::Auto || spec.priority_class_name.is_some() {
+        return;
+    }
+    let mut with_class = spec.clone();
+    with_class.priority_class_name = Some(MASTER_CLASS.into());
+    let metadata = ObjectMeta {
+        generate_name: Some(format!("{}-", objects::master_name(&request.task.job.name))),
+        ..ObjectMeta::default()
+    };
+    let pod = Pod { metadata, spec: Some(with_class.clone()), status: None };
+    let pods: Api<Pod> = cluster.api();
+    match pods.create(&PostParams { dry_run: true, ..PostParams::default() }, &pod).await {
+        Ok(_) => *spec = with_class,
+        Err(error) => debug!(%error, "the master gets no priority class"),
     }
 }
 

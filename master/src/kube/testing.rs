@@ -1,76 +1,115 @@
-//! An API server that keeps pods, and can be made to do what a real one does only now and then.
+//! An API server that keeps objects, and can be made to do what a real one does only now and then.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll};
+use std::time::Duration;
 
+use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
+use http_body::Frame;
 use kube::client::Body;
+use kube::client::retry::RetryPolicy;
 use serde_json::{Value, json};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc};
+use tokio::time::Instant;
+use tower::ServiceBuilder;
+use tower::retry::RetryLayer;
 
 use super::client::Cluster;
 
 /// The server.
 #[derive(Default)]
-pub(super) struct Fake {
+pub(crate) struct Fake {
     state: Mutex<State>,
     changed: Notify,
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(crate) struct State {
     version: u64,
-    pods: BTreeMap<String, Value>,
-    /// What watches are told, by version.
-    events: Vec<(u64, Value)>,
+    /// By resource and name.
+    objects: BTreeMap<(String, String), Value>,
+    /// What watches are told, by version and resource.
+    events: Vec<(u64, String, Value)>,
     /// Versions before this one are forgotten.
-    pub(super) floor: u64,
-    /// Answers to the next creations: code and message.
-    pub(super) refusals: VecDeque<(u16, &'static str)>,
+    floor: u64,
+    /// Answers to the next creations of pods: code and message.
+    pub(crate) refusals: VecDeque<(u16, &'static str)>,
+    /// Answers to the next calls of a kind (`POST pods`, `PUT leases`, …): code and `Retry-After`.
+    pub(crate) throttles: VecDeque<(&'static str, u16, u64)>,
     /// How many of the next creations succeed without the client being told.
-    pub(super) lost: u32,
+    pub(crate) lost: u32,
     /// Watches are refused.
-    pub(super) deaf: bool,
-    pub(super) created: u32,
-    pub(super) deleted: Vec<String>,
-    pub(super) lists: u32,
-    /// How often a single pod was asked for.
-    pub(super) looked_at: u32,
+    pub(crate) deaf: bool,
+    /// Watches are opened, and say nothing any more; nor do they end.
+    pub(crate) black_hole: bool,
+    /// Nothing is answered.
+    pub(crate) away: bool,
+    /// How long calls of a kind take.
+    pub(crate) slow: BTreeMap<&'static str, Duration>,
+    pub(crate) created: u32,
+    pub(crate) deleted: Vec<String>,
+    /// Every call: when it came, and its kind.
+    pub(crate) calls: Vec<(Instant, String)>,
+    /// Calls under way, and the most that ever were, by kind.
+    flying: BTreeMap<String, usize>,
+    pub(crate) most: BTreeMap<String, usize>,
 }
 
 impl Fake {
-    pub(super) fn start() -> (Arc<Self>, Cluster) {
+    /// The client tries again what is throttled, as the real one does.
+    pub(crate) fn start() -> (Arc<Self>, Cluster) {
         let fake = Arc::new(Self::default());
         let server = Arc::clone(&fake);
         let service = tower::service_fn(move |request| {
             let server = Arc::clone(&server);
-            async move { Ok::<_, std::convert::Infallible>(server.answer(request).await) }
+            async move { Ok::<_, tower::BoxError>(server.answer(request).await) }
         });
+        let retry = RetryLayer::new(RetryPolicy::server_retry());
+        let service = ServiceBuilder::new().layer(retry).service(service);
         let cluster = Cluster::with_client(kube::Client::new(service, "ns"), "ns");
         (fake, cluster)
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap()
     }
 
-    /// Gives a pod this status; watches hear of it.
-    pub(super) fn set_status(&self, name: &str, status: Value) {
+    /// Puts an object there, as somebody else would; watches hear of it.
+    pub(crate) fn put(&self, resource: &str, name: &str, object: Value) {
         let mut state = self.state();
-        let mut pod = state.pods[name].clone();
-        pod["status"] = status;
-        state.put(name, pod, "MODIFIED");
+        let key = (resource.to_owned(), name.to_owned());
+        let kind = if state.objects.contains_key(&key) { "MODIFIED" } else { "ADDED" };
+        state.put(key, object, kind);
         self.changed.notify_waiters();
     }
 
+    /// Gives a pod this status; watches hear of it.
+    pub(crate) fn set_status(&self, name: &str, status: Value) {
+        let mut pod = self.state().pod(name);
+        pod["status"] = status;
+        self.put("pods", name, pod);
+    }
+
+    /// Marks a pod as being deleted; watches hear of it.
+    pub(crate) fn terminate(&self, name: &str) {
+        let mut pod = self.state().pod(name);
+        pod["metadata"]["deletionTimestamp"] = "2024-05-01T10:00:00Z".into();
+        pod["metadata"]["deletionGracePeriodSeconds"] = 10.into();
+        self.put("pods", name, pod);
+    }
+
     /// Removes a pod; watches hear of it.
-    pub(super) fn remove(&self, name: &str) {
-        self.state().remove(name);
+    pub(crate) fn remove(&self, name: &str) {
+        self.state().remove("pods", name);
         self.changed.notify_waiters();
     }
 
     /// Ends all watches, and forgets what they could have gone on from.
-    pub(super) fn forget(&self) {
+    pub(crate) fn forget(&self) {
         let mut state = self.state();
         state.version += 1;
         state.floor = state.version;
@@ -78,129 +117,308 @@ impl Fake {
         self.changed.notify_waiters();
     }
 
-    async fn answer(&self, request: Request<Body>) -> Response<Body> {
+    /// Tells the last `count` events again, the last one first, as if they were new.
+    pub(crate) fn repeat(&self, count: usize) {
+        let mut state = self.state();
+        let again: Vec<_> = state.events.iter().rev().take(count).cloned().collect();
+        for (_, resource, event) in again {
+            state.version += 1;
+            let version = state.version;
+            state.events.push((version, resource, event));
+        }
+        self.changed.notify_waiters();
+    }
+
+    async fn answer(self: Arc<Self>, request: Request<Body>) -> Response<Lines> {
         let (parts, body) = request.into_parts();
-        let name =
-            parts.uri.path().strip_prefix("/api/v1/namespaces/ns/pods").unwrap().trim_start_matches('/');
+        let path =
+            parts.uri.path().split_once("/namespaces/ns/").expect("a path in a namespace").1.to_owned();
+        let (resource, name) = path.split_once('/').unwrap_or((&path, ""));
         let query = parts.uri.query().unwrap_or_default();
+        let verb = match parts.method {
+            Method::GET if query.contains("watch=true") => "WATCH",
+            Method::GET if name.is_empty() => "LIST",
+            ref method => method.as_str(),
+        };
+        let kind = format!("{verb} {resource}");
+        let (away, slow) = {
+            let mut state = self.state();
+            state.calls.push((Instant::now(), kind.clone()));
+            let flying = state.flying.entry(kind.clone()).or_default();
+            *flying += 1;
+            let flying = *flying;
+            let most = state.most.entry(kind.clone()).or_default();
+            *most = flying.max(*most);
+            (state.away, state.slow.get(kind.as_str()).copied())
+        };
+        let _landing = Landing(Arc::clone(&self), kind.clone());
+        if away {
+            std::future::pending::<()>().await;
+        }
+        if let Some(slow) = slow {
+            tokio::time::sleep(slow).await;
+        }
+        let throttled = {
+            let mut state = self.state();
+            let is_next = state.throttles.front().is_some_and(|(of, ..)| *of == kind);
+            is_next.then(|| state.throttles.pop_front().unwrap())
+        };
+        if let Some((_, code, after)) = throttled {
+            let mut response = failure(code, "too many requests");
+            response.headers_mut().insert("Retry-After", after.into());
+            return response;
+        }
         let body: Value = serde_json::from_slice(&body.collect_bytes().await.unwrap()).unwrap_or_default();
-        match parts.method {
-            Method::GET if query.contains("watch=true") => self.watch(query).await,
-            Method::GET if name.is_empty() => {
-                let mut state = self.state();
-                state.lists += 1;
-                let metadata = json!({"resourceVersion": state.version.to_string()});
-                let items: Vec<_> = state.pods.values().cloned().collect();
-                ok(&json!({"apiVersion": "v1", "kind": "PodList", "metadata": metadata, "items": items}))
+        match verb {
+            "WATCH" => self.watch(resource, query),
+            "LIST" => self.list(resource, query),
+            "GET" => {
+                self.state().object(resource, name).map_or_else(|| failure(404, "not found"), |o| ok(&o))
             }
-            Method::GET => {
-                let mut state = self.state();
-                state.looked_at += 1;
-                state.pods.get(name).map_or_else(|| failure(404, "not found"), ok)
-            }
-            Method::POST => self.create(body),
-            Method::DELETE => {
-                let mut state = self.state();
-                let uid = state.pods.get(name).map(|pod| pod["metadata"]["uid"].clone());
-                match uid {
-                    None => failure(404, "not found"),
-                    Some(uid) if uid != body["preconditions"]["uid"] => failure(409, "another uid"),
-                    Some(_) => {
-                        state.deleted.push(name.into());
-                        state.remove(name);
-                        self.changed.notify_waiters();
-                        ok(&json!({"apiVersion": "v1", "kind": "Status", "status": "Success"}))
-                    }
-                }
-            }
+            "POST" => self.create(resource, body),
+            "PUT" => self.replace(resource, name, body),
+            "PATCH" => self.patch(resource, name, &body),
+            "DELETE" => self.delete(resource, name, &body),
             other => panic!("{other}"),
         }
     }
 
-    fn create(&self, mut pod: Value) -> Response<Body> {
+    fn list(&self, resource: &str, query: &str) -> Response<Lines> {
+        let state = self.state();
+        // Of field selectors only the one that events are found by.
+        let about =
+            query.split("involvedObject.uid%3D").nth(1).map(|rest| rest.split(['&', '%']).next().unwrap());
+        let fits = |object: &Value| about.is_none_or(|uid| object["involvedObject"]["uid"] == uid);
+        let items: Vec<_> =
+            state.objects.iter().filter(|((of, _), o)| of == resource && fits(o)).map(|(_, o)| o).collect();
+        let metadata = json!({"resourceVersion": state.version.to_string()});
+        ok(&json!({"apiVersion": "v1", "kind": "List", "metadata": metadata, "items": items}))
+    }
+
+    fn create(&self, resource: &str, mut object: Value) -> Response<Lines> {
         let mut state = self.state();
-        if let Some((code, message)) = state.refusals.pop_front() {
+        if resource == "pods"
+            && let Some((code, message)) = state.refusals.pop_front()
+        {
             return failure(code, message);
         }
-        let name = pod["metadata"]["name"].as_str().unwrap().to_owned();
-        if state.pods.contains_key(&name) {
+        if let Some(start) = object["metadata"]["generateName"].as_str() {
+            object["metadata"]["name"] = format!("{start}{}", state.version).into();
+        }
+        let name = object["metadata"]["name"].as_str().unwrap().to_owned();
+        if state.object(resource, &name).is_some() {
             return failure(409, "already exists");
         }
-        state.created += 1;
-        pod["metadata"]["uid"] = format!("uid-{}", state.created).into();
-        pod["status"] = json!({"phase": "Pending"});
-        state.put(&name, pod, "ADDED");
+        if resource == "pods" {
+            state.created += 1;
+            object["metadata"]["uid"] = format!("uid-{}", state.created).into();
+            object["status"] = json!({"phase": "Pending"});
+        }
+        state.put((resource.into(), name.clone()), object, "ADDED");
         self.changed.notify_waiters();
         if state.lost > 0 {
             state.lost -= 1;
             return failure(500, "the answer was lost");
         }
-        ok(&state.pods[&name])
+        ok(&state.object(resource, &name).unwrap())
     }
 
-    /// Answers when there is something to tell; the client comes back for more.
-    async fn watch(&self, query: &str) -> Response<Body> {
-        let from = query.split('&').find_map(|pair| pair.strip_prefix("resourceVersion=")).unwrap();
-        let from: u64 = from.parse().unwrap();
-        loop {
-            let changed = self.changed.notified();
-            {
-                let state = self.state();
-                if state.deaf {
-                    return failure(500, "no watches now");
+    fn replace(&self, resource: &str, name: &str, object: Value) -> Response<Lines> {
+        let mut state = self.state();
+        let Some(known) = state.object(resource, name) else { return failure(404, "not found") };
+        if known["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
+            return failure(409, "the object has been modified");
+        }
+        state.put((resource.into(), name.into()), object, "MODIFIED");
+        self.changed.notify_waiters();
+        if state.lost > 0 {
+            state.lost -= 1;
+            return failure(500, "the answer was lost");
+        }
+        ok(&state.object(resource, name).unwrap())
+    }
+
+    fn patch(&self, resource: &str, name: &str, patch: &Value) -> Response<Lines> {
+        let mut state = self.state();
+        let Some(mut object) = state.object(resource, name) else { return failure(404, "not found") };
+        merge(&mut object, patch);
+        state.put((resource.into(), name.into()), object, "MODIFIED");
+        self.changed.notify_waiters();
+        ok(&state.object(resource, name).unwrap())
+    }
+
+    fn delete(&self, resource: &str, name: &str, options: &Value) -> Response<Lines> {
+        let mut state = self.state();
+        match state.object(resource, name) {
+            None => failure(404, "not found"),
+            Some(object) if object["metadata"]["uid"] != options["preconditions"]["uid"] => {
+                failure(409, "another uid")
+            }
+            Some(_) => {
+                state.deleted.push(name.into());
+                state.remove(resource, name);
+                self.changed.notify_waiters();
+                ok(&json!({"apiVersion": "v1", "kind": "Status", "status": "Success"}))
+            }
+        }
+    }
+
+    /// Tells what happens until the client's time is up, with a bookmark a minute.
+    fn watch(self: Arc<Self>, resource: &str, query: &str) -> Response<Lines> {
+        let value = |key: &str| query.split('&').find_map(|pair| pair.strip_prefix(key)?.strip_prefix('='));
+        let mut from: u64 = value("resourceVersion").unwrap().parse().unwrap();
+        let limit = Duration::from_secs(value("timeoutSeconds").unwrap().parse().unwrap());
+        if self.state().deaf {
+            return failure(500, "no watches now");
+        }
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let resource = resource.to_owned();
+        tokio::spawn(async move {
+            let end = tokio::time::sleep(limit);
+            tokio::pin!(end);
+            let mut bookmarks = tokio::time::interval_at(Instant::now() + BOOKMARKS, BOOKMARKS);
+            let tell = |event: &Value| sender.send(format!("{event}\n").into_bytes().into()).is_ok();
+            loop {
+                let changed = self.changed.notified();
+                let mut heard = true;
+                if self.state().black_hole {
+                    return sender.closed().await;
                 }
-                if from < state.floor {
-                    // As servers do: well, and then not.
-                    let status = status(410, "too old resource version");
-                    return lines([&json!({"type": "ERROR", "object": status})]);
+                {
+                    let state = self.state();
+                    if from < state.floor {
+                        // As servers do: well, and then not.
+                        tell(&json!({"type": "ERROR", "object": status(410, "too old resource version")}));
+                        return;
+                    }
+                    for (at, of, event) in &state.events {
+                        if *at > from && *of == resource {
+                            heard &= tell(event);
+                        }
+                    }
+                    from = from.max(state.version);
                 }
-                let news: Vec<_> = state.events.iter().filter(|(at, _)| *at > from).map(|(_, e)| e).collect();
-                if !news.is_empty() {
-                    return lines(news);
+                tokio::select! {
+                    () = changed, if heard => {}
+                    () = &mut end => return,
+                    () = sender.closed() => return,
+                    _ = bookmarks.tick() => {
+                        if from > self.state().version {
+                            // Of a version that is yet to come nothing is said.
+                            continue;
+                        }
+                        let metadata = json!({"resourceVersion": from.to_string(), "creationTimestamp": null});
+                        let object = json!({"apiVersion": "v1", "kind": "X", "metadata": metadata});
+                        tell(&json!({"type": "BOOKMARK", "object": object}));
+                    }
                 }
             }
-            changed.await;
-        }
+        });
+        Response::new(Lines(receiver))
     }
 }
 
 impl State {
-    fn put(&mut self, name: &str, mut pod: Value, kind: &str) {
+    fn put(&mut self, key: (String, String), mut object: Value, kind: &str) {
         self.version += 1;
-        pod["metadata"]["resourceVersion"] = self.version.to_string().into();
-        self.events.push((self.version, json!({"type": kind, "object": pod})));
-        self.pods.insert(name.into(), pod);
+        object["metadata"]["resourceVersion"] = self.version.to_string().into();
+        self.events.push((self.version, key.0.clone(), json!({"type": kind, "object": object})));
+        self.objects.insert(key, object);
     }
 
-    fn remove(&mut self, name: &str) {
-        let mut pod = self.pods.remove(name).unwrap();
+    fn remove(&mut self, resource: &str, name: &str) {
+        let mut object = self.objects.remove(&(resource.into(), name.into())).unwrap();
         self.version += 1;
-        pod["metadata"]["resourceVersion"] = self.version.to_string().into();
-        self.events.push((self.version, json!({"type": "DELETED", "object": pod})));
+        object["metadata"]["resourceVersion"] = self.version.to_string().into();
+        self.events.push((self.version, resource.into(), json!({"type": "DELETED", "object": object})));
     }
 
-    pub(super) fn names(&self) -> Vec<&str> {
-        self.pods.keys().map(String::as_str).collect()
+    pub(crate) fn object(&self, resource: &str, name: &str) -> Option<Value> {
+        self.objects.get(&(resource.into(), name.into())).cloned()
+    }
+
+    pub(crate) fn all(&self, resource: &str) -> Vec<Value> {
+        self.objects.iter().filter(|((of, _), _)| of == resource).map(|(_, object)| object.clone()).collect()
+    }
+
+    pub(crate) fn pod(&self, name: &str) -> Value {
+        self.object("pods", name).unwrap()
+    }
+
+    /// The names of the pods.
+    pub(crate) fn names(&self) -> Vec<&str> {
+        self.objects.keys().filter(|(of, _)| of == "pods").map(|(_, name)| name.as_str()).collect()
+    }
+
+    pub(crate) fn drop_all(&mut self, resource: &str) {
+        self.objects.retain(|(of, _), _| of != resource);
+    }
+
+    /// How many calls of a kind there were.
+    pub(crate) fn count(&self, kind: &str) -> usize {
+        self.calls.iter().filter(|(_, call)| call == kind).count()
+    }
+
+    /// The server has lost what came after this version, as after a restored backup.
+    pub(crate) fn travel_back(&mut self, versions: u64) {
+        self.version -= versions;
+        let version = self.version;
+        self.events.retain(|(at, ..)| *at <= version);
     }
 }
 
-fn ok(value: &Value) -> Response<Body> {
-    Response::new(Body::from(serde_json::to_vec(value).unwrap()))
+/// A call under way.
+struct Landing(Arc<Fake>, String);
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        *self.0.state().flying.get_mut(&self.1).unwrap() -= 1;
+    }
 }
 
-fn lines<'a>(values: impl IntoIterator<Item = &'a Value>) -> Response<Body> {
-    let text: String = values.into_iter().map(|value| format!("{value}\n")).collect();
-    Response::new(Body::from(text.into_bytes()))
+/// A body that goes on until its sender is gone.
+struct Lines(mpsc::UnboundedReceiver<Bytes>);
+
+impl http_body::Body for Lines {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        self.0.poll_recv(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+    }
 }
 
-fn failure(code: u16, message: &str) -> Response<Body> {
+fn merge(object: &mut Value, patch: &Value) {
+    match (object, patch) {
+        (Value::Object(object), Value::Object(patch)) => {
+            for (key, value) in patch {
+                merge(object.entry(key.as_str()).or_insert(Value::Null), value);
+            }
+        }
+        (object, patch) => *object = patch.clone(),
+    }
+}
+
+fn ok(value: &Value) -> Response<Lines> {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    sender.send(serde_json::to_vec(value).unwrap().into()).unwrap();
+    Response::new(Lines(receiver))
+}
+
+fn failure(code: u16, message: &str) -> Response<Lines> {
     let mut response = ok(&status(code, message));
     *response.status_mut() = StatusCode::from_u16(code).unwrap();
     response
 }
 
 fn status(code: u16, message: &str) -> Value {
+    let reason = if code == 404 { "NotFound" } else { "Another" };
     json!({
-        "apiVersion": "v1", "kind": "Status", "status": "Failure", "code": code, "message": message, "reason": "R"
+        "apiVersion": "v1", "kind": "Status", "status": "Failure", "code": code, "message": message, "reason": reason
     })
 }
+
+const BOOKMARKS: Duration = Duration::from_secs(60);

@@ -7,11 +7,12 @@
 //!
 //! | what the pod shows | verdict | counts as the worker's failure |
 //! |---|---|---|
-//! | condition `DisruptionTarget`, `TerminationTarget` | taken by the cluster | no |
+//! | being deleted, and its container runs | leaves | |
+//! | condition `DisruptionTarget`, `TerminationTarget` | taken by the cluster: preempted, drained, evicted, … | no |
 //! | `status.reason` `Evicted`, over its own limit of disk | over a limit | yes |
 //! | `status.reason` `Evicted`, `Preempting`, `Shutdown`, `NodeShutdown`, `Terminated`, `NodeLost` | taken by the cluster | no |
 //! | `status.reason` `OutOf…`, `NodeAffinity`, `UnexpectedAdmissionError`, … | refused by its node | no |
-//! | being deleted | deleted | no |
+//! | being deleted, and its container has ended or never ran | deleted | no |
 //! | container `OOMKilled` | over a limit | yes |
 //! | container ended by signal 1, 2, 9 or 15 (exit code 128 + n) | killed | no |
 //! | container ended by another signal, or with a code | failed | yes |
@@ -20,6 +21,10 @@
 //! | `PodScheduled` false, `Unschedulable` or gated | waits for room | no |
 //! | pending, with a node | starts | no |
 //! | pending, without a word | asked for | no |
+//!
+//! A condition alone ends nothing: a preemption that the scheduler announced and did not carry out leaves one behind.
+
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ContainerState, ContainerStateTerminated, Pod, PodCondition, PodStatus};
 
@@ -30,14 +35,27 @@ pub enum Verdict {
     Asked,
     /// It can't start as things are, on this node or any: what stands in the way, for the user.
     CannotStart(String),
-    /// It ended, or is as good as gone.
+    /// It ended, or will never run.
     Ended(End),
+    /// Its program runs, and was told to end.
+    Leaves(Leave),
     /// Its program runs.
     Runs,
     /// It has a node, which fetches its image or prepares its volumes.
     Starts,
     /// No node has room for it, or somebody holds it back: why.
     WaitsForRoom(String),
+}
+
+/// A pod that is being deleted while its program runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leave {
+    /// What its end will be by the cluster's word.
+    pub end: End,
+    /// How long after its deletion its program is killed.
+    pub grace: Duration,
+    /// The cluster still hears of it.
+    pub ready: bool,
 }
 
 /// How a pod ended.
@@ -54,17 +72,25 @@ pub struct End {
 pub enum Cause {
     /// Somebody deleted it, or its object is gone.
     Deleted,
+    /// Its node was emptied: an eviction by the API, a taint, a shutdown.
+    Drained,
+    /// Its node ran short of something.
+    Evicted,
     /// Its program ended with this code.
     Exited(i32),
     /// Its node is gone, or has said nothing about how it ended.
     Lost,
-    /// It used more than it may.
+    /// It used more memory than it may.
+    OutOfMemory,
+    /// It used more of something else than it may.
     OverLimit,
+    /// Its place was needed for a pod of higher priority.
+    Preempted,
     /// Its node did not let it start.
     Refused,
     /// Its program was ended by this signal.
     Signalled(i32),
-    /// The cluster took its place for something else: preemption, eviction, a drain, a node's shutdown.
+    /// The cluster took its place for another reason.
     Taken,
 }
 
@@ -73,10 +99,10 @@ impl Cause {
     #[must_use]
     pub fn is_own_fault(self) -> bool {
         match self {
-            Self::Deleted | Self::Lost | Self::Refused | Self::Taken => false,
-            Self::Exited(_) | Self::OverLimit => true,
+            Self::Exited(_) | Self::OutOfMemory | Self::OverLimit => true,
             // Somebody else's doing: what a program does to itself ends in other signals.
             Self::Signalled(signal) => !matches!(signal, 1 | 2 | 9 | 15),
+            _ => false,
         }
     }
 }
@@ -86,22 +112,50 @@ impl Cause {
 pub fn judge(pod: &Pod) -> Verdict {
     let nothing = PodStatus::default();
     let status = pod.status.as_ref().unwrap_or(&nothing);
-    if let Some(end) = taken(status).or_else(|| refused(status)).or_else(|| deleted(pod)) {
-        return Verdict::Ended(end);
+    let container = container(status);
+    let ended = container.and_then(|state| state.terminated.as_ref());
+    let by_cluster = || taken(status).or_else(|| refused(status)).or_else(|| deleted(pod));
+    let is_over = matches!(status.phase.as_deref(), Some("Failed" | "Succeeded"));
+    // The kubelet reports a container's end before the pod's.
+    if is_over || ended.is_some() {
+        let by_itself = || ended.map_or_else(|| lost(status), how_it_ended);
+        return Verdict::Ended(by_cluster().unwrap_or_else(by_itself));
     }
+    if let Some(end) = deleted(pod) {
+        let end = taken(status).unwrap_or(end);
+        let runs = container.is_some_and(|state| state.running.is_some());
+        // What the cluster has lost does not leave: nobody is there to tell its program.
+        if !runs || end.cause == Cause::Lost {
+            return Verdict::Ended(end);
+        }
+        let grace = pod.metadata.deletion_grace_period_seconds.unwrap_or_default();
+        let grace = Duration::from_secs(u64::try_from(grace).unwrap_or_default());
+        return Verdict::Leaves(Leave { end, grace, ready: holds(status, "Ready").is_some() });
+    }
+    waiting(status).unwrap_or(match status.phase.as_deref() {
+        Some("Running") => Verdict::Runs,
+        _ if has_node(pod, status) => Verdict::Starts,
+        _ => Verdict::Asked,
+    })
+}
+
+/// Whether another container of the pod runs although its own has ended: such a pod does not end by itself.
+#[must_use]
+pub fn is_outlived(pod: &Pod) -> bool {
+    let Some(status) = &pod.status else { return false };
+    let own_has_ended = container(status).is_some_and(|state| state.terminated.is_some());
+    let mut all = status.container_statuses.iter().flatten().filter_map(|c| c.state.as_ref());
+    own_has_ended && all.any(|state| state.running.is_some())
+}
+
+/// Whether a pod's processes are over for certain: its container's end was seen. A phase alone can be what somebody says
+/// of a node that is out of reach.
+#[must_use]
+pub fn is_over(pod: &Pod) -> bool {
+    let Some(status) = &pod.status else { return false };
     let ended = container(status).and_then(|state| state.terminated.as_ref());
-    match status.phase.as_deref() {
-        Some("Failed" | "Succeeded") => Verdict::Ended(ended.map_or_else(|| lost(status), how_it_ended)),
-        // The kubelet reports a container's end before the pod's.
-        _ => match ended {
-            Some(ended) => Verdict::Ended(how_it_ended(ended)),
-            None => waiting(status).unwrap_or(match status.phase.as_deref() {
-                Some("Running") => Verdict::Runs,
-                _ if has_node(pod, status) => Verdict::Starts,
-                _ => Verdict::Asked,
-            }),
-        },
-    }
+    let is_seen = ended.is_some_and(|e| e.reason.as_deref() != Some("ContainerStatusUnknown"));
+    is_seen && matches!(status.phase.as_deref(), Some("Failed" | "Succeeded"))
 }
 
 /// What is known of a pod whose object is gone without a word.
@@ -115,7 +169,15 @@ fn taken(status: &PodStatus) -> Option<End> {
     let condition = ["DisruptionTarget", "TerminationTarget"].iter().find_map(|name| holds(status, name));
     if let Some(condition) = condition {
         let reason = condition.reason.as_deref().unwrap_or("no reason given");
-        return Some(End { cause: Cause::Taken, detail: words(reason, condition.message.as_deref()) });
+        let cause = match reason {
+            "PreemptionByScheduler" | "PreemptionByKubeScheduler" => Cause::Preempted,
+            "EvictionByEvictionAPI" | "DeletionByTaintManager" => Cause::Drained,
+            "TerminationByKubelet" => Cause::Evicted,
+            // The collector does so when a pod's node is no more.
+            "DeletionByPodGC" => Cause::Lost,
+            _ => Cause::Taken,
+        };
+        return Some(End { cause, detail: words(reason, condition.message.as_deref()) });
     }
     let reason = status.reason.as_deref()?;
     let message = status.message.as_deref();
@@ -123,7 +185,9 @@ fn taken(status: &PodStatus) -> Option<End> {
         "Evicted" if message.is_some_and(|m| OWN_LIMITS.iter().any(|own| m.contains(own))) => {
             Cause::OverLimit
         }
-        "Evicted" | "Preempting" | "Shutdown" | "NodeShutdown" | "Terminated" => Cause::Taken,
+        "Evicted" => Cause::Evicted,
+        "Preempting" => Cause::Preempted,
+        "Shutdown" | "NodeShutdown" | "Terminated" => Cause::Drained,
         "NodeLost" => Cause::Lost,
         _ => return None,
     };
@@ -151,7 +215,7 @@ fn how_it_ended(ended: &ContainerStateTerminated) -> End {
         .filter(|&signal| signal > 0)
         .or_else(|| Some(code - 128).filter(|n| (1..=64).contains(n)));
     let (cause, what) = match (reason, signal) {
-        ("OOMKilled", _) => (Cause::OverLimit, "it used more memory than its limit".to_owned()),
+        ("OOMKilled", _) => (Cause::OutOfMemory, "it used more memory than its limit".to_owned()),
         // The kubelet has lost sight of it; the code is made up.
         ("ContainerStatusUnknown", _) => (Cause::Lost, "its node does not know how it ended".to_owned()),
         (_, Some(signal)) => (Cause::Signalled(signal), format!("ended by signal {signal}")),

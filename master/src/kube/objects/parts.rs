@@ -91,14 +91,6 @@ pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
 
 /// What a worker needs to know that is the same for all.
 pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
-    let field = |name: &str, path: &str| EnvVar {
-        name: name.into(),
-        value: None,
-        value_from: Some(EnvVarSource {
-            field_ref: Some(ObjectFieldSelector { api_version: None, field_path: path.into() }),
-            ..EnvVarSource::default()
-        }),
-    };
     vec![
         variable("ELASTICDL_CA_FILE", CA_FILE),
         variable("ELASTICDL_JOB", &task.job.name),
@@ -123,6 +115,18 @@ pub(super) fn threads() -> EnvVar {
                 resource: "requests.cpu".into(),
                 ..ResourceFieldSelector::default()
             }),
+            ..EnvVarSource::default()
+        }),
+    }
+}
+
+/// A variable that holds a field of its own pod.
+pub(super) fn field(name: &str, path: &str) -> EnvVar {
+    EnvVar {
+        name: name.into(),
+        value: None,
+        value_from: Some(EnvVarSource {
+            field_ref: Some(ObjectFieldSelector { api_version: None, field_path: path.into() }),
             ..EnvVarSource::default()
         }),
     }

@@ -32,7 +32,7 @@ fn request() -> Request {
     };
     Request {
         namespace: "ml".into(),
-        task: Task { job, master_timeout: Duration::from_secs(30) },
+        task: Task { job, master_timeout: Duration::from_secs(30), ladder: None },
         program: vec!["/bin/train".into(), "--hidden".into()],
         pods,
     }

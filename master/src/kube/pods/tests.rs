@@ -5,47 +5,63 @@ use serde_json::{Value, json};
 use super::super::testing::Fake;
 use super::*;
 
-const ONE: LaunchId = LaunchId(1);
+pub(super) const ONE: LaunchId = LaunchId(1);
 
 /// Pods of a job `j` at a server of which the test is the master.
-fn pods() -> (Arc<Fake>, Pods) {
+pub(super) fn pods() -> (Arc<Fake>, Pods) {
     let (fake, cluster) = Fake::start();
-    let mould = Mould {
-        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
-        anchor: serde_json::from_value(json!({"name": "j", "uid": "anchor"})).unwrap(),
-        incarnation: 1,
-        master: "10.0.0.1:7070".into(),
-    };
-    let pods = Pods::new(&cluster, mould);
+    let pods = pods_of(&cluster, Warrant::unlimited(), None);
     (fake, pods)
 }
 
-fn container(phase: &str, state: Value) -> Value {
+pub(super) fn pods_of(cluster: &Cluster, warrant: Warrant, ladder: Option<Ladder>) -> Pods {
+    let anchor = json!({"name": "j", "uid": "anchor", "ownerReferences": [
+        {"apiVersion": "batch/v1", "kind": "Job", "name": "j-master", "uid": "job"}
+    ]});
+    let anchor: ObjectMeta = serde_json::from_value(anchor).unwrap();
+    let recorder = Recorder::start(cluster, &anchor);
+    let mould = Mould {
+        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
+        anchor,
+        incarnation: 1,
+        master: "10.0.0.1:7070".into(),
+        min_workers: 2,
+        ladder,
+    };
+    Pods::new(cluster, mould, warrant, recorder)
+}
+
+pub(super) fn container(phase: &str, state: Value) -> Value {
     let container = json!({"name": "worker", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state});
     json!({"phase": phase, "containerStatuses": [container]})
 }
 
-fn running() -> Value {
+pub(super) fn running() -> Value {
     container("Running", json!({"running": {}}))
 }
 
-fn exited(code: i32) -> Value {
+pub(super) fn exited(code: i32) -> Value {
     container("Failed", json!({"terminated": {"exitCode": code, "reason": "Error"}}))
 }
 
-const WAITS: (LaunchId, Happening) = (ONE, Happening::Waits(Wait::Answer(None)));
+pub(super) const WAITS: (LaunchId, Happening) = (ONE, Happening::Waits(Wait::Answer(None)));
 
-fn ended(exit: Exit) -> (LaunchId, Happening) {
+pub(super) fn ended(exit: Exit) -> (LaunchId, Happening) {
     (ONE, Happening::Ended(exit))
 }
 
-/// The next thing that happens, within an hour of the tests' own time.
-async fn next(pods: &mut Pods) -> (LaunchId, Happening) {
-    timeout(Duration::from_secs(3600), pods.next()).await.expect("something happens")
+/// The next thing that happens, within an hour of the tests' own time; not that a pod was made.
+pub(super) async fn next(pods: &mut Pods) -> (LaunchId, Happening) {
+    loop {
+        let happening = timeout(Duration::from_secs(3600), pods.next()).await.expect("something happens");
+        if !matches!(happening.1, Happening::Made(_)) {
+            return happening;
+        }
+    }
 }
 
 /// A pod that runs.
-async fn started() -> (Arc<Fake>, Pods) {
+pub(super) async fn started() -> (Arc<Fake>, Pods) {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
@@ -56,7 +72,7 @@ async fn started() -> (Arc<Fake>, Pods) {
 }
 
 /// Lets the tasks work until it is so. Time stands still meanwhile, but for what they wait for.
-async fn until(is_so: impl Fn() -> bool) {
+pub(super) async fn until(is_so: impl Fn() -> bool) {
     for _ in 0..100_000 {
         if is_so() {
             return;
@@ -87,7 +103,7 @@ async fn a_creation_whose_answer_was_lost_makes_no_second_pod() {
     assert_eq!(next(&mut pods).await, WAITS);
     let (_, lost) = next(&mut pods).await;
     assert!(matches!(lost, Happening::Waits(Wait::Answer(Some(_)))), "{lost:?}");
-    until(|| fake.state().looked_at == 1).await;
+    until(|| fake.state().count("GET pods") == 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     fake.set_status("j-w-1", running());
     let runs = (ONE, Happening::Runs);
@@ -128,13 +144,13 @@ async fn what_a_watch_has_missed_is_found_by_the_next_list() {
     fake.forget();
     fake.state().deaf = false;
     assert_eq!(next(&mut pods).await, ended(Exit::Taken("its pod is gone".into())));
-    assert!(fake.state().lists >= 2);
+    assert!(fake.state().count("LIST pods") >= 2);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_pod_that_came_and_went_between_two_lists_has_ended_too() {
     let (fake, mut pods) = pods();
-    until(|| fake.state().lists == 1).await;
+    until(|| fake.state().count("LIST pods") == 1).await;
     fake.state().deaf = true;
     fake.forget();
     pods.start(ONE, 0);

@@ -41,73 +41,82 @@ fn failed(reason: &str, message: &str) -> Value {
     json!({"phase": "Failed", "reason": reason, "message": message})
 }
 
+fn ended(cause: Cause, detail: &str) -> Verdict {
+    Verdict::Ended(End { cause, detail: detail.into() })
+}
+
+fn running() -> Value {
+    container(json!({"running": {"startedAt": "2024-05-01T10:00:00Z"}}))
+}
+
+/// A pod whose program runs, with a condition of the cluster's.
 fn condition(name: &str, reason: &str, message: &str) -> Value {
-    json!({"phase": "Running", "conditions": [
+    json!({"phase": "Running", "containerStatuses": [running()], "conditions": [
         {"type": "Ready", "status": "True"},
         {"type": name, "status": "True", "reason": reason, "message": message}
     ]})
 }
 
-fn ended(cause: Cause, detail: &str) -> Verdict {
-    Verdict::Ended(End { cause, detail: detail.into() })
+fn leaves(cause: Cause, detail: &str) -> Verdict {
+    let end = End { cause, detail: detail.into() };
+    Verdict::Leaves(Leave { end, grace: Duration::from_secs(10), ready: true })
 }
 
 #[test]
-fn what_the_cluster_took_is_nobodys_fault() {
+fn what_the_cluster_takes_leaves_and_then_has_ended_in_the_clusters_words() {
+    let preempting = "preempting to accommodate a higher priority pod";
     let table = [
+        ("DisruptionTarget", "PreemptionByScheduler", preempting, Cause::Preempted),
+        ("DisruptionTarget", "PreemptionByKubeScheduler", preempting, Cause::Preempted),
+        ("DisruptionTarget", "EvictionByEvictionAPI", "Eviction API: evicting", Cause::Drained),
         (
-            condition(
-                "DisruptionTarget",
-                "PreemptionByScheduler",
-                "preempting to accommodate a higher priority pod",
-            ),
-            "PreemptionByScheduler: preempting to accommodate a higher priority pod",
+            "DisruptionTarget",
+            "DeletionByTaintManager",
+            "Taint manager: deleting due to NoExecute taint",
+            Cause::Drained,
         ),
-        (
-            condition("DisruptionTarget", "EvictionByEvictionAPI", "Eviction API: evicting"),
-            "EvictionByEvictionAPI: Eviction API: evicting",
-        ),
-        (condition("DisruptionTarget", "DeletionByTaintManager", ""), "DeletionByTaintManager"),
-        (condition("DisruptionTarget", "TerminationByKubelet", " "), "TerminationByKubelet"),
-        (
-            condition("TerminationTarget", "WorkloadEvictedDueToPreempted", "queue"),
-            "WorkloadEvictedDueToPreempted: queue",
-        ),
-        (
-            failed("Evicted", "The node was low on resource: memory. "),
-            "Evicted: The node was low on resource: memory.",
-        ),
-        (
-            failed("Preempting", "Preempted in order to admit critical pod"),
-            "Preempting: Preempted in order to admit critical pod",
-        ),
-        (failed("Shutdown", "Node is shutting, evicting pods"), "Shutdown: Node is shutting, evicting pods"),
-        (
-            failed("NodeShutdown", "Pod was rejected as the node is shutting down."),
-            "NodeShutdown: Pod was rejected as the node is shutting down.",
-        ),
-        (
-            failed("Terminated", "Pod was terminated in response to imminent node shutdown."),
-            "Terminated: Pod was terminated in response to imminent node shutdown.",
-        ),
+        ("DisruptionTarget", "TerminationByKubelet", "The node was low on resource: memory", Cause::Evicted),
+        ("TerminationTarget", "WorkloadEvictedDueToPreempted", "queue", Cause::Taken),
     ];
-    for (status, detail) in table {
-        assert_eq!(judge(&pod(status.clone())), ended(Cause::Taken, detail), "{status}");
+    for (name, reason, message, cause) in table {
+        let mut status = condition(name, reason, message);
+        // Announced, and perhaps never done.
+        assert_eq!(judge(&pod(status.clone())), Verdict::Runs, "{status}");
+        let detail = format!("{reason}: {message}");
+        assert_eq!(judge(&deleted_pod(status.clone())), leaves(cause, &detail), "{status}");
+        // A drained worker ends in order, with 0, or by the signal that the kubelet sent.
+        for code in [0, 137, 143] {
+            let state = json!({"terminated": {"exitCode": code, "reason": "Error"}});
+            status["containerStatuses"] = json!([container(state)]);
+            assert_eq!(judge(&deleted_pod(status.clone())), ended(cause, &detail), "{code}: {status}");
+        }
+        assert!(!cause.is_own_fault());
     }
-    assert!(!Cause::Taken.is_own_fault());
+    // A pod whose node is no more has nobody who would tell its program.
+    let gone = condition("DisruptionTarget", "DeletionByPodGC", "PodGC: node no longer exists");
+    let lost = ended(Cause::Lost, "DeletionByPodGC: PodGC: node no longer exists");
+    assert_eq!(judge(&deleted_pod(gone)), lost);
 }
 
 #[test]
-fn the_clusters_word_is_stronger_than_how_the_container_ended() {
-    // A drained worker ends in order, with 0, or by the signal that the kubelet sent.
-    for code in [0, 137, 143] {
-        let mut status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
-        status["conditions"] =
-            json!([{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]);
-        let taken = ended(Cause::Taken, "EvictionByEvictionAPI");
-        assert_eq!(judge(&pod(status.clone())), taken, "{code}");
-        // And by its deletion, where servers don't say why.
-        status["conditions"] = json!([]);
+fn what_its_node_took_has_ended_when_the_phase_says_so() {
+    let table = [
+        ("Evicted", "The node was low on resource: memory. ", Cause::Evicted),
+        ("Preempting", "Preempted in order to admit critical pod", Cause::Preempted),
+        ("Shutdown", "Node is shutting, evicting pods", Cause::Drained),
+        ("NodeShutdown", "Pod was rejected as the node is shutting down.", Cause::Drained),
+        ("Terminated", "Pod was terminated in response to imminent node shutdown.", Cause::Drained),
+    ];
+    for (reason, message, cause) in table {
+        let expected = ended(cause, &format!("{reason}: {}", message.trim()));
+        assert_eq!(judge(&pod(failed(reason, message))), expected, "{reason}");
+    }
+}
+
+#[test]
+fn deletion_is_stronger_than_how_the_container_ended() {
+    for code in [0, 1, 137, 143] {
+        let status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
         assert_eq!(judge(&deleted_pod(status)), ended(Cause::Deleted, "its pod is being deleted"), "{code}");
     }
     // A condition that is not there any more says nothing.
@@ -117,20 +126,60 @@ fn the_clusters_word_is_stronger_than_how_the_container_ended() {
 }
 
 #[test]
-fn terminating_counts_as_gone() {
+fn a_program_that_runs_leaves_and_one_that_does_not_is_gone() {
+    let runs = condition("ContainersReady", "", "");
+    assert_eq!(judge(&deleted_pod(runs)), leaves(Cause::Deleted, "its pod is being deleted"));
     let gone = ended(Cause::Deleted, "its pod is being deleted");
-    assert_eq!(judge(&deleted_pod(json!({"phase": "Running"}))), gone);
     assert_eq!(judge(&deleted_pod(unscheduled("Unschedulable", "0/1 nodes"))), gone);
     assert_eq!(judge(&deleted_pod(waiting("ImagePullBackOff", "Back-off"))), gone);
-    // A node that was lost leaves its pods terminating for ever.
-    assert_eq!(
-        judge(&deleted_pod(
-            json!({"phase": "Running", "reason": "NodeLost", "message": "Node n which was running pod p is unresponsive"})
-        )),
-        ended(Cause::Lost, "NodeLost: Node n which was running pod p is unresponsive")
-    );
-    assert!(!Cause::Deleted.is_own_fault() && !Cause::Lost.is_own_fault());
+    assert_eq!(judge(&deleted_pod(waiting("ContainerCreating", ""))), gone);
     assert_eq!(vanished().cause, Cause::Deleted);
+}
+
+#[test]
+fn of_a_node_that_does_not_answer_the_pods_leave_unready_or_are_lost() {
+    // The taint manager deletes them; nobody is there to obey, so they terminate for ever.
+    let status = json!({"phase": "Running", "containerStatuses": [running()], "conditions": [
+        {"type": "Ready", "status": "False", "reason": "NodeNotReady"}
+    ]});
+    let Verdict::Leaves(leave) = judge(&deleted_pod(status.clone())) else { panic!("{status}") };
+    assert!(!leave.ready && leave.grace == Duration::from_secs(10), "{leave:?}");
+    // And some servers say so themselves.
+    let mut status = status;
+    status["reason"] = "NodeLost".into();
+    status["message"] = "Node n which was running pod p is unresponsive".into();
+    let detail = "NodeLost: Node n which was running pod p is unresponsive";
+    assert_eq!(judge(&deleted_pod(status)), ended(Cause::Lost, detail));
+}
+
+#[test]
+fn a_companion_that_runs_on_is_seen_once_the_worker_has_ended() {
+    let beside = |own: Value| {
+        let mut sidecar = running();
+        sidecar["name"] = "proxy".into();
+        pod(json!({"phase": "Running", "containerStatuses": [sidecar, own]}))
+    };
+    let over = beside(container(json!({"terminated": {"exitCode": 0, "reason": "Completed"}})));
+    assert_eq!(judge(&over), ended(Cause::Exited(0), "exited with code 0"));
+    assert!(is_outlived(&over));
+    let alive = beside(running());
+    assert_eq!((judge(&alive), is_outlived(&alive)), (Verdict::Runs, false));
+    assert!(!is_outlived(&pod(terminated("Failed", json!({"exitCode": 1})))));
+    assert!(!is_outlived(&Pod::default()));
+}
+
+#[test]
+fn processes_are_over_only_if_their_end_was_seen() {
+    let exited = json!({"exitCode": 1, "reason": "Error"});
+    assert!(is_over(&pod(terminated("Failed", exited.clone()))));
+    assert!(is_over(&pod(terminated("Succeeded", json!({"exitCode": 0})))));
+    // Others may run on, or start again.
+    assert!(!is_over(&pod(terminated("Running", exited))));
+    let unknown = terminated("Failed", json!({"exitCode": 137, "reason": "ContainerStatusUnknown"}));
+    let by_collector = json!({"phase": "Failed", "containerStatuses": [running()]});
+    for status in [unknown, by_collector, failed("Evicted", ""), json!({"phase": "Unknown"})] {
+        assert!(!is_over(&pod(status.clone())), "{status}");
+    }
 }
 
 #[test]
@@ -149,13 +198,13 @@ fn a_node_that_does_not_let_a_pod_start_is_not_its_fault() {
         let verdict = judge(&pod(failed(reason, message)));
         assert_eq!(verdict, ended(Cause::Refused, &format!("{reason}: {message}")));
     }
-    assert!(!Cause::Refused.is_own_fault());
+    assert!(!Cause::Refused.is_own_fault() && !Cause::Lost.is_own_fault());
 }
 
 #[test]
 fn limits_that_a_pod_broke_are_its_fault() {
     let oom = terminated("Failed", json!({"exitCode": 137, "reason": "OOMKilled"}));
-    assert_eq!(judge(&pod(oom)), ended(Cause::OverLimit, "it used more memory than its limit"));
+    assert_eq!(judge(&pod(oom)), ended(Cause::OutOfMemory, "it used more memory than its limit"));
     let messages = [
         "Pod ephemeral local storage usage exceeds the total limit of containers 10Mi. ",
         "Usage of EmptyDir volume \"tmp\" exceeds the limit \"1Mi\". ",
@@ -165,7 +214,7 @@ fn limits_that_a_pod_broke_are_its_fault() {
         let detail = format!("Evicted: {}", message.trim());
         assert_eq!(judge(&pod(failed("Evicted", message))), ended(Cause::OverLimit, &detail));
     }
-    assert!(Cause::OverLimit.is_own_fault());
+    assert!(Cause::OverLimit.is_own_fault() && Cause::OutOfMemory.is_own_fault());
 }
 
 #[test]

@@ -1,0 +1,70 @@
+//! What a master at rest costs an API server.
+
+use std::collections::BTreeMap;
+
+use serde_json::json;
+
+use super::*;
+use crate::job::{Job, LaunchId, Time};
+use crate::kube::testing::Fake;
+
+/// A master whose job trains, with three workers and nothing that happens: how often it calls, by kind, in ten minutes.
+async fn calls_at_rest() -> BTreeMap<String, usize> {
+    let (fake, cluster) = Fake::start();
+    let meta = json!({"name": "j", "namespace": "ns", "uid": "anchor", "ownerReferences": [
+        {"apiVersion": "batch/v1", "kind": "Job", "name": "j-master", "uid": "job"}
+    ]});
+    fake.put("configmaps", "j", json!({"metadata": meta, "data": {"task": "{}"}}));
+    let meta: k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta =
+        serde_json::from_value(meta).unwrap();
+    let identity = Holder { pod: "one".into(), uid: "u".into() };
+    let lease = Lease::acquire(&cluster, &meta, &identity).await.unwrap();
+    let mould = Mould {
+        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
+        anchor: meta.clone(),
+        incarnation: 1,
+        master: "10.0.0.1:7070".into(),
+        min_workers: 1,
+        ladder: None,
+    };
+    let mut pods = Pods::new(&cluster, mould, lease.warrant(), Recorder::start(&cluster, &meta));
+    let anchor = Anchor::new(&cluster, "j");
+    let mut followed = anchor.follow();
+    let (publish, published) = watch::channel(None);
+    let writing = super::publish(&anchor, published);
+    tokio::pin!(writing);
+    for launch in 1..=3 {
+        pods.start(LaunchId(launch), launch as u32 - 1);
+    }
+    let mut status = Job::new(crate::job::testing::spec()).status(Time::default());
+    let mut steps = tokio::time::interval(Duration::from_millis(100));
+    let settled = Instant::now() + Duration::from_secs(60);
+    let end = settled + Duration::from_secs(600);
+    while Instant::now() < end {
+        tokio::select! {
+            () = &mut writing => {}
+            _ = followed.next() => {}
+            _ = pods.next() => {}
+            _ = steps.tick() => {
+                status.step += 1;
+                publish.send_replace(Some(status.clone()));
+            }
+        }
+    }
+    let mut calls = BTreeMap::new();
+    for (_, kind) in fake.state().calls.iter().filter(|(at, _)| *at >= settled) {
+        *calls.entry(kind.clone()).or_default() += 1;
+    }
+    calls
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_master_at_rest_calls_the_server_at_most_ten_times_a_minute() {
+    let calls = calls_at_rest().await;
+    let all: usize = calls.values().sum();
+    assert!(all <= 100, "{all} in ten minutes: {calls:?}");
+    // And it does what it should meanwhile.
+    for kind in ["PUT leases", "PATCH configmaps", "WATCH pods", "LIST pods", "WATCH configmaps"] {
+        assert!(calls.contains_key(kind), "{kind}: {calls:?}");
+    }
+}

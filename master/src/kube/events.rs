@@ -1,0 +1,317 @@
+//! What becomes of workers, told as Events about the master's Job: `kubectl describe job` shows them.
+//!
+//! One object per reason, in which repetitions are counted: its message is about the last one. Writing costs training
+//! nothing: it has a budget, and what the server does not take is lost.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{ListParams, Patch, PatchParams, PostParams};
+use serde_json::json;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout};
+use tracing::debug;
+
+use super::client::{Cluster, is_code};
+use super::verdict::Cause;
+
+/// Writes Events, one after the other.
+#[derive(Clone, Debug)]
+pub(crate) struct Recorder {
+    sender: Option<mpsc::Sender<Report>>,
+}
+
+/// Something to tell.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Report {
+    /// A word in camel case.
+    pub(crate) reason: &'static str,
+    pub(crate) message: String,
+}
+
+impl Recorder {
+    /// Tells of the Job that owns the anchor. Must be called within a runtime.
+    pub(crate) fn start(cluster: &Cluster, anchor: &ObjectMeta) -> Self {
+        let owner = anchor.owner_references.iter().flatten().find(|owner| owner.kind == "Job");
+        // Without an owner there is nothing that anybody would describe.
+        let Some(owner) = owner else { return Self { sender: None } };
+        let about = ObjectReference {
+            api_version: Some(owner.api_version.clone()),
+            kind: Some(owner.kind.clone()),
+            name: Some(owner.name.clone()),
+            namespace: Some(cluster.namespace.clone()),
+            uid: Some(owner.uid.clone()),
+            ..ObjectReference::default()
+        };
+        let (sender, reports) = mpsc::channel(REPORTS_MAX);
+        // Ends with the last sender.
+        tokio::spawn(write(cluster.api(), about, reports));
+        Self { sender: Some(sender) }
+    }
+
+    /// Tells it soon, if there is room for it.
+    pub(crate) fn record(&self, reason: &'static str, message: String) {
+        if let Some(sender) = &self.sender
+            && sender.try_send(Report { reason, message }).is_err()
+        {
+            debug!(reason, "an Event is lost: too many at once");
+        }
+    }
+}
+
+/// The word for a worker's end; `None` if it was in order.
+pub(crate) fn reason_of(cause: Cause) -> Option<&'static str> {
+    match cause {
+        Cause::Exited(0) => None,
+        Cause::Deleted => Some("WorkerDeleted"),
+        Cause::Drained => Some("WorkerDrained"),
+        Cause::Evicted => Some("WorkerEvicted"),
+        Cause::Exited(_) | Cause::Signalled(_) => Some("WorkerFailed"),
+        Cause::Lost => Some("NodeLost"),
+        Cause::OutOfMemory => Some("WorkerOOMKilled"),
+        Cause::OverLimit => Some("WorkerOverLimit"),
+        Cause::Preempted => Some(PREEMPTED_WORKER),
+        Cause::Refused => Some("WorkerRefused"),
+        Cause::Taken => Some("WorkerTaken"),
+    }
+}
+
+/// The word for what keeps a worker from starting, by the kubelet's own words.
+pub(crate) fn reason_of_stuck(why: &str) -> &'static str {
+    let image = ["ErrImage", "Image", "InvalidImageName"].iter().any(|start| why.starts_with(start));
+    if image { "ImagePullFailed" } else { "ConfigError" }
+}
+
+/// By whom pods were preempted, by uid, in the scheduler's words: servers before 1.26 say it nowhere else.
+pub(crate) async fn preemptors(api: &Api<Event>) -> BTreeMap<String, String> {
+    let params = ListParams::default().fields("reason=Preempted,involvedObject.kind=Pod").limit(LIST_MAX);
+    let Ok(Ok(list)) = timeout(CALL_TIMEOUT, api.list(&params)).await else { return BTreeMap::new() };
+    let uid_and_words = |event: Event| Some((event.involved_object.uid?, event.message?));
+    list.items.into_iter().filter_map(uid_and_words).collect()
+}
+
+async fn write(api: Api<Event>, about: ObjectReference, mut reports: mpsc::Receiver<Report>) {
+    let mut tally = Tally::default();
+    let mut bucket = Bucket::new(Instant::now());
+    loop {
+        let due = tally.is_due().then(|| bucket.due());
+        tokio::select! {
+            biased;
+            report = reports.recv() => match report {
+                Some(report) => tally.add(report),
+                None => return,
+            },
+            () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                bucket.spend(Instant::now());
+                let Some((reason, entry)) = tally.next() else { continue };
+                match timeout(CALL_TIMEOUT, put(&api, &about, reason, entry)).await {
+                    Ok(Ok(name)) => entry.name = Some(name),
+                    Ok(Err(error)) => debug!(%error, reason, "an Event is lost"),
+                    Err(_) => debug!(reason, "an Event is lost: no answer"),
+                }
+            }
+        }
+    }
+}
+
+/// Counts up the Event that there is, or makes one; its name.
+async fn put(
+    api: &Api<Event>,
+    about: &ObjectReference,
+    reason: &str,
+    entry: &Entry,
+) -> Result<String, kube::Error> {
+    let now = Time(Timestamp::now());
+    if let Some(name) = &entry.name {
+        let patch = json!({"count": entry.count, "lastTimestamp": now, "message": entry.message});
+        match api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await {
+            Ok(_) => return Ok(name.clone()),
+            // Servers keep them for an hour.
+            Err(error) if is_code(&error, 404) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let event = Event {
+        metadata: ObjectMeta {
+            generate_name: Some(format!("{}.", about.name.as_deref().unwrap_or_default())),
+            namespace: about.namespace.clone(),
+            ..ObjectMeta::default()
+        },
+        involved_object: about.clone(),
+        reason: Some(reason.into()),
+        message: Some(entry.message.clone()),
+        type_: Some(if USUAL.contains(&reason) { "Normal" } else { "Warning" }.into()),
+        count: Some(entry.count),
+        first_timestamp: Some(now.clone()),
+        last_timestamp: Some(now),
+        source: Some(EventSource { component: Some("elasticdl".into()), host: None }),
+        ..Event::default()
+    };
+    let made = api.create(&PostParams::default(), &event).await?;
+    Ok(made.metadata.name.unwrap_or_default())
+}
+
+/// What is to be told, by reason.
+#[derive(Debug, Default)]
+struct Tally {
+    entries: BTreeMap<&'static str, Entry>,
+    /// Reasons with news, the oldest first.
+    due: Vec<&'static str>,
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Entry {
+    /// Its object.
+    name: Option<String>,
+    count: i32,
+    message: String,
+}
+
+impl Tally {
+    fn add(&mut self, report: Report) {
+        let Report { reason, message } = report;
+        let entry = self.entries.entry(reason).or_default();
+        entry.count = entry.count.saturating_add(1);
+        entry.message = message.chars().take(MESSAGE_MAX).collect();
+        if !self.due.contains(&reason) {
+            self.due.push(reason);
+        }
+    }
+
+    fn is_due(&self) -> bool {
+        !self.due.is_empty()
+    }
+
+    fn next(&mut self) -> Option<(&'static str, &mut Entry)> {
+        let reason = (!self.due.is_empty()).then(|| self.due.remove(0))?;
+        Some((reason, self.entries.get_mut(reason)?))
+    }
+}
+
+/// Lets through so many at once, and then one now and then.
+#[derive(Debug)]
+struct Bucket {
+    /// When it would be full.
+    full: Instant,
+}
+
+impl Bucket {
+    fn new(now: Instant) -> Self {
+        Self { full: now }
+    }
+
+    /// When the next may go.
+    fn due(&self) -> Instant {
+        self.full.checked_sub(REFILL * (BURST - 1)).unwrap_or(self.full)
+    }
+
+    fn spend(&mut self, now: Instant) {
+        self.full = self.full.max(now) + REFILL;
+    }
+}
+
+/// A worker's place was needed for a pod of higher priority.
+pub(crate) const PREEMPTED_WORKER: &str = "WorkerPreempted";
+
+const BURST: u32 = 10;
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+const LIST_MAX: u32 = 500;
+/// What servers take, in characters.
+const MESSAGE_MAX: usize = 1000;
+const REFILL: Duration = Duration::from_secs(15);
+const REPORTS_MAX: usize = 256;
+/// Nothing to worry about: a job takes what room there is.
+const USUAL: [&str; 2] = ["QuotaExceeded", "Unschedulable"];
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::testing::Fake;
+    use super::*;
+
+    fn start() -> (Arc<Fake>, Recorder) {
+        let (fake, cluster) = Fake::start();
+        let anchor = json!({"name": "j", "uid": "a", "ownerReferences": [
+            {"apiVersion": "batch/v1", "kind": "Job", "name": "j-master", "uid": "job"}
+        ]});
+        let recorder = Recorder::start(&cluster, &serde_json::from_value(anchor).unwrap());
+        (fake, recorder)
+    }
+
+    async fn settle() {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn repetitions_are_counted_in_one_object_about_the_job() {
+        let (fake, recorder) = start();
+        for pod in 1..=3 {
+            recorder.record("WorkerFailed", format!("j-w-{pod} failed"));
+            settle().await;
+        }
+        recorder.record("Unschedulable", "no room".into());
+        settle().await;
+        let events = fake.state().all("events");
+        assert_eq!(events.len(), 2, "{events:?}");
+        let failed = &events[0];
+        assert_eq!(failed["involvedObject"]["uid"], "job");
+        assert_eq!(failed["involvedObject"]["kind"], "Job");
+        let told = ["reason", "message", "type", "count"].map(|key| failed[key].clone());
+        assert_eq!(told, [json!("WorkerFailed"), json!("j-w-3 failed"), json!("Warning"), json!(3)]);
+        assert_eq!(events[1]["type"], "Normal");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_at_once_cost_a_few_calls() {
+        let (fake, recorder) = start();
+        for pod in 0..1000 {
+            recorder.record("WorkerPreempted", format!("j-w-{pod}"));
+            tokio::task::yield_now().await;
+        }
+        for _ in 0..1000 {
+            recorder.record("WorkerFailed", "again".into());
+            tokio::time::sleep(Duration::from_millis(60)).await;
+        }
+        let calls = fake.state().calls.len();
+        assert!((5..=15).contains(&calls), "{calls} calls in a minute");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_object_that_the_server_has_dropped_is_made_anew() {
+        let (fake, recorder) = start();
+        recorder.record("WorkerFailed", "one".into());
+        settle().await;
+        fake.state().drop_all("events");
+        recorder.record("WorkerFailed", "two".into());
+        settle().await;
+        let events = fake.state().all("events");
+        assert_eq!((events.len(), &events[0]["count"]), (1, &json!(2)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_is_away_loses_events_and_blocks_nobody() {
+        let (fake, recorder) = start();
+        fake.state().away = true;
+        for _ in 0..1000 {
+            recorder.record("WorkerFailed", "unheard".into());
+        }
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        fake.state().away = false;
+        recorder.record("WorkerFailed", "heard".into());
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert_eq!(fake.state().all("events")[0]["message"], "heard");
+    }
+
+    #[test]
+    fn what_keeps_a_worker_from_starting_is_its_image_or_its_configuration() {
+        for why in ["ErrImagePull: x", "ImagePullBackOff: x", "InvalidImageName: x", "ImageInspectError"] {
+            assert_eq!(reason_of_stuck(why), "ImagePullFailed", "{why}");
+        }
+        assert_eq!(reason_of_stuck("CreateContainerConfigError: secret \"x\" not found"), "ConfigError");
+    }
+}

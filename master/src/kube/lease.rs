@@ -1,0 +1,387 @@
+//! The lease that tells which of two masters of a job acts.
+//!
+//! ```text
+//!  master ──acquire──► Lease <job> ◄──looks every 5 s── the next master
+//!     │  ▲               ▲   │
+//!     │  └──lost─────────┼───┘ 409: somebody else wrote
+//!     └──warrant──► what acts on the cluster, while it holds
+//! ```
+//!
+//! Two masters can be there at once: the Job's controller makes a new one when the old one's node does not answer, and the
+//! old one may come back. So a master acts on the cluster only while it holds the lease. While the API server is away it
+//! can't be renewed: then workers train on, and pods are neither made nor deleted until the server has answered.
+//!
+//! **Invariant:** nothing is sent under a warrant that has run out.
+
+mod claim;
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease as Object, LeaseSpec};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::PostParams;
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout};
+use tracing::{info, warn};
+
+use self::claim::{Claim, HOLD, Move, Outlook, Record, Tenure};
+use super::client::{Cluster, ClusterError, is_code};
+use super::objects;
+use super::verdict::is_over;
+use super::watch::pause;
+
+/// Which master this is: its pod, by name and uid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// The pod's name.
+    pub pod: String,
+    /// The pod's uid.
+    pub uid: String,
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.pod, self.uid)
+    }
+}
+
+impl std::str::FromStr for Holder {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('/') {
+            Some((pod, uid)) if !pod.is_empty() && !uid.is_empty() && !uid.contains('/') => {
+                Ok(Self { pod: pod.into(), uid: uid.into() })
+            }
+            _ => Err("it must be POD/UID".into()),
+        }
+    }
+}
+
+/// A job's lease, held and renewed until it is released.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    standing: watch::Receiver<Standing>,
+    release: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+/// Says whether this master may act on the cluster now.
+#[derive(Clone, Debug)]
+pub(crate) struct Warrant {
+    standing: watch::Receiver<Standing>,
+}
+
+#[derive(Clone, Debug)]
+enum Standing {
+    /// By this holder.
+    Fenced(String),
+    /// Until then, unless it is renewed.
+    Holds(Instant),
+}
+
+impl Lease {
+    /// Waits until this master may hold the lease of the job whose anchor this is. Must be called within a runtime.
+    ///
+    /// # Errors
+    /// The server refuses.
+    pub(crate) async fn acquire(
+        cluster: &Cluster,
+        anchor: &ObjectMeta,
+        identity: &Holder,
+    ) -> Result<Self, ClusterError> {
+        let desk = Desk {
+            leases: cluster.api(),
+            pods: cluster.api(),
+            meta: objects::owned(anchor, anchor.name.as_deref().unwrap_or_default(), "lease"),
+            start: Instant::now(),
+        };
+        let tenure = desk.acquire(cluster, identity).await?;
+        let (stand, standing) = watch::channel(Standing::Holds(desk.start + tenure.until()));
+        let (release, released) = oneshot::channel();
+        let task = tokio::spawn(desk.keep(tenure, stand, released));
+        Ok(Self { standing, release, task })
+    }
+
+    /// What shows whether the lease holds.
+    pub(crate) fn warrant(&self) -> Warrant {
+        Warrant { standing: self.standing.clone() }
+    }
+
+    /// Waits until another master holds the lease; which one. Safe to drop at any time.
+    pub(crate) async fn lost(&mut self) -> String {
+        let standing = self.standing.wait_for(|standing| matches!(standing, Standing::Fenced(_))).await;
+        match standing.as_deref() {
+            Ok(Standing::Fenced(holder)) => holder.clone(),
+            // Only a panic ends the task while this is here.
+            _ => std::future::pending().await,
+        }
+    }
+
+    /// Lets the next master take it at once. What is done under its warrant stops first.
+    pub(crate) async fn release(mut self) {
+        // The task ends only with this, or was fenced.
+        let (unused, _) = oneshot::channel();
+        let _ = std::mem::replace(&mut self.release, unused).send(());
+        if timeout(CALL_TIMEOUT, &mut self.task).await.is_err() {
+            warn!("the lease could not be released; the next master waits until it has run out");
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Warrant {
+    /// One that holds for ever.
+    #[cfg(test)]
+    pub(crate) fn unlimited() -> Self {
+        let years = Duration::from_secs(100 * 365 * 24 * 3600);
+        Self { standing: watch::channel(Standing::Holds(Instant::now() + years)).1 }
+    }
+
+    /// Does `call` once this master may act; `None`: the warrant has run out before it was answered.
+    pub(crate) async fn during<T>(&mut self, call: impl Future<Output = T>) -> Option<T> {
+        while !self.holds() {
+            self.changed().await;
+        }
+        tokio::select! {
+            biased;
+            done = call => Some(done),
+            () = self.has_run_out() => None,
+        }
+    }
+
+    fn holds(&self) -> bool {
+        matches!(&*self.standing.borrow(), Standing::Holds(until) if *until > Instant::now())
+    }
+
+    async fn has_run_out(&mut self) {
+        loop {
+            let until = match &*self.standing.borrow_and_update() {
+                Standing::Holds(until) if *until > Instant::now() => *until,
+                _ => return,
+            };
+            tokio::select! {
+                () = tokio::time::sleep_until(until) => {}
+                () = self.changed() => {}
+            }
+        }
+    }
+
+    async fn changed(&mut self) {
+        if self.standing.changed().await.is_err() {
+            std::future::pending().await
+        }
+    }
+}
+
+/// What the lease is read and written with.
+struct Desk {
+    leases: Api<Object>,
+    pods: Api<Pod>,
+    meta: ObjectMeta,
+    start: Instant,
+}
+
+/// How a write went.
+enum Written {
+    Changed,
+    Failed(kube::Error),
+    Taken(Record),
+    Unanswered,
+}
+
+impl Desk {
+    async fn acquire(&self, cluster: &Cluster, identity: &Holder) -> Result<Tenure, ClusterError> {
+        let mut claim = Claim::new(identity.to_string());
+        let mut failures = 0;
+        let mut told = None;
+        loop {
+            let found = match timeout(CALL_TIMEOUT, self.leases.get_opt(self.name())).await {
+                Ok(Ok(found)) => found,
+                Ok(Err(error)) => {
+                    refused(cluster, error)?;
+                    self.wait(&mut failures).await;
+                    continue;
+                }
+                Err(_) => continue,
+            };
+            let record = found.map(read);
+            let holder = record.as_ref().and_then(|record| record.holder.clone());
+            let is_over = match &holder {
+                Some(holder) => self.is_over(holder).await,
+                None => false,
+            };
+            let sent = self.start.elapsed();
+            let written = match claim.decide(sent, record.as_ref(), is_over) {
+                Move::Create => self.write(&identity.to_string(), 0, None).await,
+                Move::Take => {
+                    let Record { transitions, version, .. } = record.expect("it was just decided on");
+                    self.write(&identity.to_string(), transitions.saturating_add(1), Some(version)).await
+                }
+                Move::Wait(pause) => {
+                    if told != holder {
+                        info!(holder, "another master holds the job's lease; this one waits");
+                        told = holder;
+                    }
+                    tokio::time::sleep(pause).await;
+                    continue;
+                }
+            };
+            match written {
+                Written::Taken(record) => {
+                    info!(transitions = record.transitions, "the job's lease is held");
+                    return Ok(Tenure::new(identity.to_string(), record, sent));
+                }
+                Written::Changed => {}
+                Written::Failed(error) => {
+                    refused(cluster, error)?;
+                    self.wait(&mut failures).await;
+                }
+                Written::Unanswered => {}
+            }
+        }
+    }
+
+    /// Renews it until it is to be released, or is lost.
+    async fn keep(
+        self,
+        mut tenure: Tenure,
+        stand: watch::Sender<Standing>,
+        mut released: oneshot::Receiver<()>,
+    ) {
+        loop {
+            tokio::select! {
+                biased;
+                _ = &mut released => break,
+                () = tokio::time::sleep_until(self.start + tenure.due()) => {}
+            }
+            // A release does not cut a renewal short: what the server has taken is to be known.
+            if let Err(holder) = self.renew(&mut tenure).await {
+                stand.send_replace(Standing::Fenced(holder));
+                return;
+            }
+            stand.send_replace(Standing::Holds(self.start + tenure.until()));
+        }
+        stand.send_replace(Standing::Holds(Instant::now()));
+        self.write("", tenure.transitions, Some(tenure.version)).await;
+    }
+
+    /// The one who holds it, if that is another.
+    async fn renew(&self, tenure: &mut Tenure) -> Result<(), String> {
+        let mut version = Some(tenure.version.clone());
+        // Once more if only the version was wrong.
+        for _ in 0..2 {
+            let sent = self.start.elapsed();
+            match self.write(&tenure.identity, tenure.transitions, version).await {
+                Written::Taken(record) => {
+                    tenure.on_renewed(sent, record.version);
+                    return Ok(());
+                }
+                Written::Changed => {}
+                Written::Failed(error) => {
+                    warn!(%error, "the job's lease can't be renewed");
+                    break;
+                }
+                Written::Unanswered => {
+                    warn!("the job's lease can't be renewed: no answer");
+                    break;
+                }
+            }
+            let Ok(Ok(found)) = timeout(CALL_TIMEOUT, self.leases.get_opt(self.name())).await else { break };
+            version = match tenure.on_changed(found.map(read)) {
+                Outlook::Create => None,
+                Outlook::Fenced(holder) => return Err(holder),
+                Outlook::Renew => Some(tenure.version.clone()),
+            };
+        }
+        tenure.on_failed(self.start.elapsed());
+        Ok(())
+    }
+
+    /// Puts it under this name; `version`: only if it has not changed since, `None`: only if it is not there.
+    async fn write(&self, holder: &str, transitions: i32, version: Option<String>) -> Written {
+        let now = Some(MicroTime(Timestamp::now()));
+        let object = Object {
+            metadata: ObjectMeta { resource_version: version.clone(), ..self.meta.clone() },
+            spec: Some(LeaseSpec {
+                holder_identity: Some(holder.into()),
+                lease_duration_seconds: Some(HOLD.as_secs() as i32),
+                lease_transitions: Some(transitions),
+                renew_time: now,
+                ..LeaseSpec::default()
+            }),
+        };
+        let params = PostParams::default();
+        let call = async {
+            match version {
+                Some(_) => self.leases.replace(self.name(), &params, &object).await,
+                None => self.leases.create(&params, &object).await,
+            }
+        };
+        match timeout(CALL_TIMEOUT, call).await {
+            Ok(Ok(taken)) => Written::Taken(read(taken)),
+            Ok(Err(error)) if is_code(&error, 409) || is_code(&error, 404) => Written::Changed,
+            Ok(Err(error)) => Written::Failed(error),
+            Err(_) => Written::Unanswered,
+        }
+    }
+
+    /// Whether the holder's processes are known to have ended. A pod that is not there may still run on a node that does
+    /// not answer.
+    async fn is_over(&self, holder: &str) -> bool {
+        let Ok(Holder { pod, uid }) = holder.parse() else { return false };
+        let Ok(Ok(Some(pod))) = timeout(CALL_TIMEOUT, self.pods.get_opt(&pod)).await else { return false };
+        pod.metadata.uid == Some(uid) && is_over(&pod)
+    }
+
+    async fn wait(&self, failures: &mut u32) {
+        tokio::time::sleep(pause(*failures)).await;
+        *failures += 1;
+    }
+
+    fn name(&self) -> &str {
+        self.meta.name.as_deref().unwrap_or_default()
+    }
+}
+
+/// The error of an answer that no waiting mends.
+fn refused(cluster: &Cluster, error: kube::Error) -> Result<(), ClusterError> {
+    match &error {
+        kube::Error::Api(status)
+            if (400..500).contains(&status.code) && ![408, 429].contains(&status.code) =>
+        {
+            Err(cluster.explain("hold the job's lease", error))
+        }
+        _ => {
+            warn!(%error, "the job's lease can't be had yet");
+            Ok(())
+        }
+    }
+}
+
+fn read(object: Object) -> Record {
+    let spec = object.spec.unwrap_or_default();
+    let seconds = spec.lease_duration_seconds.and_then(|s| u64::try_from(s).ok());
+    let duration = seconds.map_or(HOLD, Duration::from_secs).clamp(HOLD, HOLD * 4);
+    Record {
+        holder: spec.holder_identity.filter(|holder| !holder.is_empty()),
+        duration,
+        transitions: spec.lease_transitions.unwrap_or_default(),
+        version: object.metadata.resource_version.unwrap_or_default(),
+    }
+}
+
+/// Short, for a lease is soon over.
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,176 @@
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::super::testing::Fake;
+use super::*;
+
+fn identity(pod: &str) -> Holder {
+    Holder { pod: pod.into(), uid: format!("uid-of-{pod}") }
+}
+
+fn anchor() -> ObjectMeta {
+    serde_json::from_value(json!({"name": "j", "namespace": "ns", "uid": "anchor"})).unwrap()
+}
+
+async fn acquire(cluster: &Cluster, pod: &str) -> Lease {
+    Lease::acquire(cluster, &anchor(), &identity(pod)).await.unwrap()
+}
+
+/// A server at which the master `one` holds the lease.
+async fn held() -> (Arc<Fake>, Cluster, Lease) {
+    let (fake, cluster) = Fake::start();
+    let lease = acquire(&cluster, "one").await;
+    (fake, cluster, lease)
+}
+
+fn spec(fake: &Fake) -> Value {
+    fake.state().object("leases", "j").unwrap()["spec"].clone()
+}
+
+/// Another has taken it, and this server's clients don't know yet.
+fn take(fake: &Fake, holder: &str) {
+    let mut lease = fake.state().object("leases", "j").unwrap();
+    lease["spec"]["holderIdentity"] = holder.into();
+    lease["spec"]["leaseTransitions"] = (lease["spec"]["leaseTransitions"].as_i64().unwrap() + 1).into();
+    fake.put("leases", "j", lease);
+}
+
+async fn is_pending(future: impl Future) -> bool {
+    timeout(Duration::from_millis(1), future).await.is_err()
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_first_master_makes_the_lease_and_renews_it_four_times_a_minute() {
+    let (fake, _, mut lease) = held().await;
+    let object = fake.state().object("leases", "j").unwrap();
+    let owner = &object["metadata"]["ownerReferences"][0];
+    assert_eq!((&owner["kind"], &owner["uid"]), (&json!("ConfigMap"), &json!("anchor")));
+    assert_eq!(object["spec"]["holderIdentity"], "one/uid-of-one");
+    assert_eq!(object["spec"]["leaseDurationSeconds"], 45);
+    tokio::time::sleep(Duration::from_secs(601)).await;
+    let counts = ["PUT leases", "GET leases"].map(|kind| fake.state().count(kind));
+    assert_eq!(counts, [40, 1]);
+    assert!(is_pending(lease.lost()).await);
+    assert_eq!(lease.warrant().during(async { 7 }).await, Some(7));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_released_lease_is_taken_by_the_one_who_waits() {
+    let (fake, cluster, lease) = held().await;
+    let next = tokio::spawn(async move { acquire(&cluster, "two").await });
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert!(!next.is_finished());
+    let released = Instant::now();
+    lease.release().await;
+    let _next = next.await.unwrap();
+    assert!(released.elapsed() <= Duration::from_secs(5));
+    assert_eq!(
+        (&spec(&fake)["holderIdentity"], &spec(&fake)["leaseTransitions"]),
+        (&json!("two/uid-of-two"), &json!(1))
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_releases_the_lease_may_not_act_any_more() {
+    let (fake, _, lease) = held().await;
+    let mut warrant = lease.warrant();
+    lease.release().await;
+    assert_eq!(spec(&fake)["holderIdentity"], "");
+    assert!(is_pending(warrant.during(async {})).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_lease_of_a_master_that_has_ended_is_taken_at_once() {
+    let pod = |uid: &str, state: Value| {
+        let container = json!({"name": "master", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state});
+        json!({"metadata": {"name": "one", "uid": uid}, "status": {"phase": "Failed", "containerStatuses": [container]}})
+    };
+    let ended = || json!({"terminated": {"exitCode": 137}});
+    // Each row: the holder's pod, and how long its lease is waited for.
+    let table = [
+        (Some(pod("uid-of-one", ended())), 0),
+        (Some(pod("uid-of-another", ended())), 45),
+        // A collector's word about a node that does not answer.
+        (Some(pod("uid-of-one", json!({"running": {}}))), 45),
+        (None, 45),
+    ];
+    for (there, seconds) in table {
+        let (fake, cluster, lease) = held().await;
+        // It dies without a word.
+        drop(lease);
+        if let Some(pod) = &there {
+            fake.put("pods", "one", pod.clone());
+        }
+        let before = Instant::now();
+        let _lease = acquire(&cluster, "two").await;
+        assert_eq!(before.elapsed().as_secs(), seconds, "{there:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_master_whose_lease_another_has_is_fenced_and_writes_nothing_more() {
+    let (fake, _, mut lease) = held().await;
+    take(&fake, "two/x");
+    assert_eq!(lease.lost().await, "two/x");
+    let puts = fake.state().count("PUT leases");
+    let mut warrant = lease.warrant();
+    assert!(is_pending(warrant.during(async {})).await);
+    lease.release().await;
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert_eq!(fake.state().count("PUT leases"), puts);
+    assert_eq!(spec(&fake)["holderIdentity"], "two/x");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_master_that_slept_while_another_came_and_went_is_fenced() {
+    let (fake, _, mut lease) = held().await;
+    take(&fake, "");
+    assert_eq!(lease.lost().await, "another, which has ended");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_server_took_without_saying_so_fences_nobody() {
+    let (fake, _, mut lease) = held().await;
+    fake.state().lost = 1;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert_eq!(fake.state().lost, 0);
+    assert!(is_pending(lease.lost()).await);
+    assert_eq!(spec(&fake)["leaseTransitions"], 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_the_server_is_away_the_warrant_runs_out_and_comes_back_with_it() {
+    let (fake, _, mut lease) = held().await;
+    let start = Instant::now();
+    // The renewal at 15 s is the last that is answered.
+    tokio::time::sleep(Duration::from_secs(16)).await;
+    fake.state().away = true;
+    let mut warrant = lease.warrant();
+    let unanswered = warrant.during(std::future::pending::<()>()).await;
+    assert_eq!((unanswered, start.elapsed().as_secs()), (None, 55));
+    assert!(is_pending(warrant.during(async {})).await);
+    tokio::time::sleep(Duration::from_secs(3600)).await;
+    fake.state().away = false;
+    let back = Instant::now();
+    assert_eq!(warrant.during(async { 7 }).await, Some(7));
+    assert!(back.elapsed() <= Duration::from_secs(15), "{:?}", back.elapsed());
+    assert!(is_pending(lease.lost()).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_is_an_error_with_the_right_that_is_missing() {
+    let (fake, cluster) = Fake::start();
+    fake.state().throttles.push_back(("GET leases", 403, 0));
+    let error = Lease::acquire(&cluster, &anchor(), &identity("one")).await.unwrap_err();
+    assert!(matches!(error, ClusterError::Forbidden { .. }), "{error}");
+}
+
+#[test]
+fn an_identity_is_read_as_it_is_written() {
+    let one = identity("one");
+    assert_eq!(one.to_string().parse(), Ok(one));
+    for bad in ["", "one", "/x", "one/", "a/b/c"] {
+        assert!(bad.parse::<Holder>().is_err(), "{bad}");
+    }
+}

@@ -1,0 +1,213 @@
+//! The calls that make and delete pods, each until it is answered for good.
+//!
+//! **Invariants:** nothing is sent without the job's lease. When the server is slow, deletions go first: they make room.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::Api;
+use kube::api::{DeleteParams, PostParams, Preconditions};
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
+use tokio::time::timeout;
+use tracing::warn;
+
+use super::name_of;
+use crate::job::Wait;
+use crate::kube::client::{is_code, is_quota};
+use crate::kube::ladder;
+use crate::kube::lease::Warrant;
+use crate::kube::objects::LAUNCH_LABEL;
+use crate::kube::watch::pause;
+
+/// What calls need.
+#[derive(Clone, Debug)]
+pub(super) struct Counter {
+    pub(super) api: Api<Pod>,
+    gate: Arc<Gate>,
+    warrant: Warrant,
+}
+
+/// What became of a creation.
+#[derive(Debug)]
+pub(super) enum Made {
+    /// There is no such priority class.
+    Classless(String),
+    /// It was taken back before it was done.
+    Nothing,
+    Pod(Box<Pod>),
+    /// No waiting mends it.
+    Refused(String),
+}
+
+impl Counter {
+    pub(super) fn new(api: Api<Pod>, warrant: Warrant) -> Self {
+        Self { api, gate: Arc::new(Gate::new()), warrant }
+    }
+
+    /// Makes a pod whose owner has this uid; `tell` hears what it waits for.
+    pub(super) async fn create(
+        mut self,
+        pod: &Pod,
+        owner: &str,
+        unwanted: &AtomicBool,
+        tell: impl Fn(Wait),
+    ) -> Made {
+        let mut failures = 0;
+        loop {
+            let gate = Arc::clone(&self.gate);
+            let _slot = gate.for_creation().await;
+            if unwanted.load(Ordering::Relaxed) {
+                return Made::Nothing;
+            }
+            let Some(outcome) = self.warrant.during(try_create(&self.api, pod, owner)).await else {
+                continue;
+            };
+            let why = match outcome {
+                Ok(made) => return made,
+                Err(why) => why,
+            };
+            drop(_slot);
+            if failures == 0 || why.is_quota {
+                tell(if why.is_quota { Wait::Room(why.text) } else { Wait::Answer(Some(why.text)) });
+            }
+            let least = if why.is_quota { QUOTA_PAUSE } else { Duration::ZERO };
+            tokio::time::sleep(pause(failures).max(least)).await;
+            failures += 1;
+        }
+    }
+
+    /// Deletes this very pod, however long the server takes to hear of it.
+    pub(super) async fn delete(mut self, name: &str, uid: String, grace_s: u32) {
+        let params = DeleteParams {
+            grace_period_seconds: Some(grace_s),
+            preconditions: Some(Preconditions { uid: Some(uid), resource_version: None }),
+            ..DeleteParams::default()
+        };
+        let mut failures = 0;
+        loop {
+            let gate = Arc::clone(&self.gate);
+            let slot = gate.for_deletion().await;
+            let call = timeout(CALL_TIMEOUT, self.api.delete(name, &params));
+            match self.warrant.during(call).await {
+                None => continue,
+                Some(Ok(Ok(_))) => return,
+                // Gone, or another's by now; or refused for good.
+                Some(Ok(Err(error))) if is_final(&error) || is_code(&error, 409) => {
+                    if !is_code(&error, 404) && !is_code(&error, 409) {
+                        warn!(name, %error, "a worker's pod can't be deleted");
+                    }
+                    return;
+                }
+                Some(_) => {}
+            }
+            drop(slot);
+            tokio::time::sleep(pause(failures)).await;
+            failures += 1;
+        }
+    }
+}
+
+/// Why to try again later.
+struct Why {
+    text: String,
+    is_quota: bool,
+}
+
+async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<Made, Why> {
+    let later = |text: String| Err(Why { text, is_quota: false });
+    let error = match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), pod)).await {
+        Ok(Ok(made)) => return Ok(Made::Pod(Box::new(made))),
+        Ok(Err(error)) => error,
+        Err(_) => return later("the API server does not answer".into()),
+    };
+    if is_code(&error, 409)
+        && let Ok(Some(made)) = timeout(CALL_TIMEOUT, made_before(api, pod, owner)).await
+    {
+        return Ok(made);
+    }
+    match &error {
+        kube::Error::Api(status) if status.code == 403 && is_quota(&status.message) => {
+            Err(Why { text: status.message.clone(), is_quota: true })
+        }
+        kube::Error::Api(status) if is_final(&error) => Ok(match ladder::missing_class(&status.message) {
+            Some(class) => Made::Classless(class.into()),
+            None => Made::Refused(status.message.clone()),
+        }),
+        error => later(format!("the API server can't be reached: {error}")),
+    }
+}
+
+/// The name is taken: by this very launch, if an answer of the server's was lost. `None`: look again.
+async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<Made> {
+    let name = name_of(wanted);
+    let there = api.get_opt(&name).await.ok()??;
+    let owners = there.metadata.owner_references.iter().flatten();
+    let launch = |pod: &Pod| pod.metadata.labels.as_ref().and_then(|l| l.get(LAUNCH_LABEL)).cloned();
+    let is_ours = owners.map(|o| o.uid.as_str()).any(|uid| uid == owner) && launch(&there) == launch(wanted);
+    Some(if is_ours {
+        Made::Pod(Box::new(there))
+    } else {
+        Made::Refused(format!("a pod {name} is there already, and not this job's"))
+    })
+}
+
+/// Whether trying again is of no use.
+fn is_final(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status)
+        if (400..500).contains(&status.code) && ![408, 409, 429].contains(&status.code))
+}
+
+/// Lets so many calls through at once, deletions first.
+#[derive(Debug)]
+struct Gate {
+    slots: Semaphore,
+    /// Deletions that wait for a slot.
+    deletions: watch::Sender<usize>,
+}
+
+impl Gate {
+    fn new() -> Self {
+        Self { slots: Semaphore::new(CALLS_MAX), deletions: watch::Sender::new(0) }
+    }
+
+    async fn for_deletion(&self) -> SemaphorePermit<'_> {
+        let _waits = Waits::new(&self.deletions);
+        self.slots.acquire().await.expect("the gate is never closed")
+    }
+
+    async fn for_creation(&self) -> SemaphorePermit<'_> {
+        let mut deletions = self.deletions.subscribe();
+        loop {
+            // The sender is here.
+            let _ = deletions.wait_for(|&waiting| waiting == 0).await;
+            let slot = self.slots.acquire().await.expect("the gate is never closed");
+            if *self.deletions.borrow() == 0 {
+                return slot;
+            }
+        }
+    }
+}
+
+/// Counts one who waits, for as long as it does.
+struct Waits<'a>(&'a watch::Sender<usize>);
+
+impl<'a> Waits<'a> {
+    fn new(count: &'a watch::Sender<usize>) -> Self {
+        count.send_modify(|waiting| *waiting += 1);
+        Self(count)
+    }
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|waiting| *waiting -= 1);
+    }
+}
+
+/// As many as workers are usually lost at once.
+const CALLS_MAX: usize = 32;
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// How often a pod that no quota leaves room for is tried again.
+const QUOTA_PAUSE: Duration = Duration::from_secs(5);

@@ -1,0 +1,309 @@
+//! What servers, nodes and networks do to a master, one story per test.
+
+use std::collections::BTreeSet;
+
+use serde_json::json;
+
+use super::tests::{ONE, WAITS, container, ended, exited, next, pods, pods_of, running, started, until};
+use super::*;
+use crate::kube::lease::{Holder, Lease};
+use crate::kube::testing::Fake;
+
+const DELETED: &str = "its pod is being deleted";
+
+fn leaves() -> (LaunchId, Happening) {
+    (ONE, Happening::Leaves(DELETED.into()))
+}
+
+fn taken(words: &str) -> (LaunchId, Happening) {
+    ended(Exit::Taken(words.into()))
+}
+
+async fn is_quiet(pods: &mut Pods, time: Duration) -> bool {
+    timeout(time, pods.next()).await.is_err()
+}
+
+/// Takes the word that each of these launches was given a class; the classes, by launch.
+async fn classes(pods: &mut Pods, count: usize) -> BTreeMap<u64, Option<String>> {
+    let mut classes = BTreeMap::new();
+    while classes.len() < count {
+        if let (launch, Happening::Made(class)) = pods.next().await {
+            classes.insert(launch.0, class);
+        }
+    }
+    classes
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_running_pod_that_is_deleted_leaves_and_ends_once_it_is_gone() {
+    let (fake, mut pods) = started().await;
+    fake.terminate("j-w-1");
+    assert_eq!(next(&mut pods).await, leaves());
+    assert!(is_quiet(&mut pods, Duration::from_secs(9)).await);
+    fake.remove("j-w-1");
+    assert_eq!(next(&mut pods).await, taken(DELETED));
+    assert!(is_quiet(&mut pods, Duration::from_secs(60)).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_is_deleted_has_ended_when_its_container_has() {
+    let (fake, mut pods) = started().await;
+    fake.terminate("j-w-1");
+    assert_eq!(next(&mut pods).await, leaves());
+    // With a finalizer of somebody's it may stay for long.
+    fake.set_status("j-w-1", exited(0));
+    assert_eq!(next(&mut pods).await, taken(DELETED));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_does_not_answer_is_given_a_little_more_than_the_grace_period() {
+    let (fake, mut pods) = started().await;
+    fake.terminate("j-w-1");
+    assert_eq!(next(&mut pods).await, leaves());
+    let told = Instant::now();
+    // What the cluster says meanwhile does not begin it anew.
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    fake.set_status("j-w-1", running());
+    let words = format!("it was to end in 10 s, and its node does not answer: {DELETED}");
+    assert_eq!(next(&mut pods).await, taken(&words));
+    let waited = told.elapsed();
+    assert!(waited >= Duration::from_secs(25) && waited <= Duration::from_secs(27), "{waited:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_older_servers_scheduler_is_asked_once_why_a_pod_was_deleted() {
+    let (fake, mut pods) = started().await;
+    let words = "Preempted by ns/high on node n";
+    let event = json!({"metadata": {"name": "e"}, "involvedObject": {"uid": "uid-1"}, "message": words});
+    fake.terminate("j-w-1");
+    // Nobody waits for the reason.
+    assert_eq!(next(&mut pods).await, leaves());
+    fake.put("events", "e", event);
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    fake.remove("j-w-1");
+    assert_eq!(next(&mut pods).await, taken("preempted by ns/high on node n"));
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert_eq!(fake.state().count("LIST events"), 1);
+    let told = fake.state().all("events");
+    let told: Vec<_> = told.iter().filter(|e| e["reason"] == "WorkerPreempted").collect();
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert_eq!(told[0]["message"], "worker pod j-w-1: preempted by ns/high on node n");
+}
+
+#[tokio::test(start_paused = true)]
+async fn ends_that_nobody_asked_for_are_told_as_events_and_others_not() {
+    let (fake, mut pods) = started().await;
+    for launch in 2..=4 {
+        pods.start(LaunchId(launch), 0);
+    }
+    until(|| fake.state().names().len() == 4).await;
+    fake.set_status("j-w-1", exited(3));
+    fake.set_status("j-w-2", exited(0));
+    fake.set_status(
+        "j-w-3",
+        container("Failed", json!({"terminated": {"exitCode": 137, "reason": "OOMKilled"}})),
+    );
+    pods.kill(LaunchId(4));
+    while next(&mut pods).await.0 != LaunchId(4) {}
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    let events = fake.state().all("events");
+    let reasons: BTreeSet<_> = events.iter().filter_map(|event| event["reason"].as_str()).collect();
+    assert_eq!(reasons, BTreeSet::from(["WorkerFailed", "WorkerOOMKilled"]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_has_ended_takes_its_companions_along() {
+    let (fake, mut pods) = started().await;
+    let mut status = container("Running", json!({"terminated": {"exitCode": 0}}));
+    let mut sidecar = running()["containerStatuses"][0].clone();
+    sidecar["name"] = "proxy".into();
+    status["containerStatuses"].as_array_mut().unwrap().push(sidecar);
+    fake.set_status("j-w-1", status);
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(0)));
+    until(|| fake.state().deleted == ["j-w-1"]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_is_told_gone_in_its_midst_misses_nothing() {
+    let (fake, mut pods) = started().await;
+    fake.set_status("j-w-1", exited(3));
+    fake.forget();
+    let before = Instant::now();
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+    assert!(before.elapsed() < Duration::from_secs(1), "{:?}", before.elapsed());
+    assert_eq!(fake.state().count("LIST pods"), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_asks_for_patience_gets_it() {
+    let (fake, mut pods) = pods();
+    fake.state().throttles.extend([("POST pods", 429, 7), ("POST pods", 429, 8)]);
+    pods.start(ONE, 0);
+    assert_eq!(next(&mut pods).await, WAITS);
+    let before = Instant::now();
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    assert_eq!((before.elapsed().as_secs(), fake.state().count("POST pods")), (15, 3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_whose_line_is_dead_is_given_up() {
+    let (fake, mut pods) = started().await;
+    fake.state().black_hole = true;
+    let before = Instant::now();
+    fake.set_status("j-w-1", exited(3));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+    assert!(before.elapsed() <= Duration::from_secs(301), "{:?}", before.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_from_a_version_that_is_no_more_is_given_up() {
+    let (fake, mut pods) = started().await;
+    for _ in 0..10 {
+        fake.put("pods", "another", json!({"metadata": {"name": "another", "uid": "x"}}));
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    // A backup was restored: versions are counted from there again, and the watch waits for one that is far off.
+    fake.state().travel_back(10);
+    let before = Instant::now();
+    fake.set_status("j-w-1", exited(3));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+    assert!(before.elapsed() <= Duration::from_secs(241), "{:?}", before.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_told_again_and_out_of_order_changes_nothing() {
+    let (fake, mut pods) = started().await;
+    fake.repeat(2);
+    assert!(timeout(Duration::from_secs(60), next(&mut pods)).await.is_err());
+    fake.set_status("j-w-1", exited(3));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+    fake.repeat(3);
+    assert!(is_quiet(&mut pods, Duration::from_secs(60)).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn thirty_pods_that_are_lost_at_once_are_replaced_at_once() {
+    let (fake, mut pods) = pods();
+    for launch in 1..=30 {
+        pods.start(LaunchId(launch), launch as u32 - 1);
+    }
+    classes(&mut pods, 30).await;
+    fake.state().slow.insert("POST pods", Duration::from_secs(2));
+    let lost: Vec<String> = fake.state().names().into_iter().map(Into::into).collect();
+    for name in lost {
+        fake.remove(&name);
+    }
+    let before = Instant::now();
+    let mut ends = 0;
+    while ends < 30 {
+        if let (launch, Happening::Ended(_)) = next(&mut pods).await {
+            ends += 1;
+            pods.start(LaunchId(launch.0 + 30), launch.0 as u32 - 1);
+        }
+    }
+    classes(&mut pods, 30).await;
+    assert_eq!((fake.state().most["POST pods"], before.elapsed().as_secs()), (30, 2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn at_a_slow_server_deletions_go_before_creations() {
+    let (fake, pods) = started().await;
+    fake.state().slow.insert("POST pods", Duration::from_secs(10));
+    fake.state().calls.clear();
+    for launch in 2..=101 {
+        pods.start(LaunchId(launch), launch as u32);
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    pods.kill(ONE);
+    until(|| fake.state().deleted == ["j-w-1"]).await;
+    let state = fake.state();
+    let before = state.calls.iter().take_while(|(_, kind)| kind != "DELETE pods");
+    assert_eq!(before.filter(|(_, kind)| kind == "POST pods").count(), 32);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_not_answered_is_made_again() {
+    let (fake, mut pods) = pods();
+    until(|| fake.state().count("LIST pods") == 1).await;
+    fake.state().away = true;
+    pods.start(ONE, 0);
+    assert_eq!(next(&mut pods).await, WAITS);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    fake.state().away = false;
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    assert_eq!(fake.state().count("POST pods"), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_master_without_its_lease_neither_makes_nor_deletes_pods() {
+    let (fake, cluster) = Fake::start();
+    let anchor = serde_json::from_value(json!({"name": "j", "namespace": "ns", "uid": "anchor"})).unwrap();
+    let identity = Holder { pod: "one".into(), uid: "u".into() };
+    let mut lease = Lease::acquire(&cluster, &anchor, &identity).await.unwrap();
+    let mut pods = pods_of(&cluster, lease.warrant(), None);
+    pods.start(ONE, 0);
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    let mut object = fake.state().object("leases", "j").unwrap();
+    object["spec"]["holderIdentity"] = "two/x".into();
+    object["spec"]["leaseTransitions"] = 1.into();
+    fake.put("leases", "j", object);
+    lease.lost().await;
+    pods.start(LaunchId(2), 1);
+    pods.kill(ONE);
+    while next(&mut pods).await.0 != LaunchId(2) {}
+    pods.end().await;
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert_eq!(fake.state().names(), ["j-w-1"]);
+    assert_eq!(fake.state().deleted, [""; 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_has_the_class_of_its_place() {
+    let (fake, cluster) = Fake::start();
+    let mut pods = pods_of(&cluster, Warrant::unlimited(), Some(Ladder::shipped()));
+    for (launch, index) in [(1, 0), (2, 1), (3, 2), (4, 70)] {
+        pods.start(LaunchId(launch), index);
+    }
+    let core = Some("elasticdl-core".to_owned());
+    let expected = [core.clone(), core, Some("elasticdl-rung-1".into()), Some("elasticdl-rung-10".into())];
+    assert!(classes(&mut pods, 4).await.into_values().eq(expected));
+    assert_eq!(fake.state().pod("j-w-4")["spec"]["priorityClassName"], "elasticdl-rung-10");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() {
+    let (fake, cluster) = Fake::start();
+    let mut pods = pods_of(&cluster, Warrant::unlimited(), Some(Ladder::shipped()));
+    let no_rung = "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-rung-1 was found";
+    fake.state().refusals.extend([(403, no_rung), (403, no_rung)]);
+    pods.start(LaunchId(1), 2);
+    pods.start(LaunchId(2), 3);
+    let (mut classes, mut words) = (Vec::new(), Vec::new());
+    while classes.len() < 2 {
+        match pods.next().await.1 {
+            Happening::Made(class) => classes.push(class.unwrap()),
+            Happening::Waits(Wait::Answer(Some(said))) => words.push(said),
+            _ => {}
+        }
+    }
+    assert_eq!(classes, ["elasticdl-rung-10", "elasticdl-rung-10"]);
+    assert_eq!(words.len(), 1, "{words:?}");
+    // The last one goes too: no class for anybody.
+    let no_core = "pods \"j-w-3\" is forbidden: no PriorityClass with name elasticdl-core was found";
+    fake.state().refusals.push_back((403, no_core));
+    pods.start(LaunchId(3), 0);
+    assert_eq!(self::classes(&mut pods, 1).await, BTreeMap::from([(3, None)]));
+    pods.start(LaunchId(4), 2);
+    assert_eq!(self::classes(&mut pods, 1).await, BTreeMap::from([(4, None)]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_class_of_the_users_own_that_is_missing_ends_the_launch() {
+    let (fake, mut pods) = pods();
+    let message = "pods \"j-w-1\" is forbidden: no PriorityClass with name mine was found";
+    fake.state().refusals.push_back((403, message));
+    pods.start(ONE, 0);
+    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, ended(Exit::NotStarted("there is no priority class mine".into())));
+    assert_eq!(fake.state().count("POST pods"), 1);
+}
