@@ -35,8 +35,8 @@ impl Launches {
     /// Takes over a process that another master has started.
     pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<Started>) {
         match self {
-            // A master in a cluster starts its job anew.
-            Self::Pods(_) => {}
+            // Pods are taken over as they are found: `Pods::adopt`.
+            Self::Pods(pods) => pods.adopt(launch, None),
             Self::Processes(processes) => processes.adopt(launch, started),
         }
     }

@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use elasticdl_proto::v1::MasterMessage;
 use elasticdl_proto::{Generation, WorkerId};
+use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::Status;
@@ -25,11 +26,15 @@ use tracing::{info, warn};
 
 use crate::entrance::Entrance;
 use crate::job::{
-    Action, ConnectionId, Event, Job, JobSpec, LaunchId, Membership, Outcome, Summary, Time, ToWorker,
+    Action, ConnectionId, Event, Job, JobRecord, JobSpec, LaunchId, Membership, Outcome, Summary, Time,
+    ToWorker,
 };
 use crate::jobdir::{Abandoned, RecordFile};
 use crate::keeping::Keeping;
+use crate::kube::kept::Keeper;
+use crate::kube::objects;
 use crate::kube::pods::Pods;
+use crate::kube::verdict::{Verdict, judge};
 use crate::launches::{Happening, Launches};
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
@@ -161,10 +166,46 @@ impl Master {
         Ok(Self::assemble(job, spec, age, entrance, launches, progress))
     }
 
-    /// A master whose workers are pods.
-    pub(crate) fn with_pods(spec: JobSpec, entrance: Entrance, pods: Pods, progress: Progress) -> Self {
+    /// A master whose workers are `pods`, and which keeps what another one would need with `keeper`.
+    pub(crate) fn with_pods(
+        spec: JobSpec,
+        entrance: Entrance,
+        pods: Pods,
+        keeper: Keeper,
+        progress: Progress,
+    ) -> Self {
         let job = Job::new(spec.clone());
-        Self::assemble(job, spec, Duration::ZERO, entrance, Launches::Pods(pods), progress)
+        let master = Self::assemble(job, spec, Duration::ZERO, entrance, Launches::Pods(pods), progress);
+        Self { keeping: Keeping::Anchor(keeper), ..master }
+    }
+
+    /// As [`Master::with_pods`], going on with a job whose master died, `age` after the job began: `record` is what that
+    /// one has kept, `left` are the pods that it has made.
+    ///
+    /// # Errors
+    /// What in the record can't be; no job can be made of it.
+    pub(crate) fn resume_with_pods(
+        (mut record, left): (JobRecord, Vec<Pod>),
+        age: Duration,
+        entrance: Entrance,
+        pods: Pods,
+        keeper: Keeper,
+        progress: Progress,
+    ) -> Result<Self, String> {
+        let mut left: BTreeMap<LaunchId, Pod> =
+            left.into_iter().filter_map(|pod| Some((objects::launch_and_index(&pod)?.0, pod))).collect();
+        let lives = |pod: &&Pod| !matches!(judge(pod), Verdict::Ended(_));
+        let there = left.values().filter(lives).filter_map(objects::launch_and_index).collect();
+        let strays = record.find(&there);
+        let launches: Vec<LaunchId> = record.launches().collect();
+        let spec = record.spec().clone();
+        let job = Job::restore(record, Time(age))?;
+        for launch in launches {
+            pods.adopt(launch, left.remove(&launch));
+        }
+        strays.iter().filter_map(|launch| left.remove(launch)).for_each(|pod| pods.remove(pod));
+        let master = Self::assemble(job, spec, age, entrance, Launches::Pods(pods), progress);
+        Ok(Self { keeping: Keeping::Anchor(keeper), ..master })
     }
 
     fn assemble(

@@ -4,13 +4,13 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash as _, Hasher as _};
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
@@ -18,10 +18,11 @@ use super::cluster::to_failure;
 use super::view::StatusJson;
 use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
 use crate::entrance::{Entrance, Identity};
-use crate::job::{Outcome, Status};
-use crate::kube::anchor::{Anchor, Data, INCARNATION, Pace, STATUS, SUMMARY, Sight, Wishes};
+use crate::job::{JobRecord, Outcome, Status};
+use crate::kube::anchor::{Anchor, Data, INCARNATION, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes};
 use crate::kube::client::{Choice, Cluster};
 use crate::kube::events::Recorder;
+use crate::kube::kept::{self, Keeper, Kept};
 use crate::kube::lease::{Holder, Lease, Warrant};
 use crate::kube::objects::{CERTIFICATE_FILE, KEY_FILE, PORT, TASK, TOKEN_FILE, Task, WORKER_POD};
 use crate::kube::pods::{self, Mould, Pods};
@@ -75,15 +76,24 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
         lease = Lease::acquire(&cluster, &meta, &args.pod) => lease.map_err(to_failure)?,
         _ = terminate.recv() => return Ok(EXIT_TERMINATED),
     };
+    let (tell_keeper, keeper) = oneshot::channel();
+    let leading = lead(args, &cluster, &anchor, lease.warrant(), tell_keeper);
+    tokio::pin!(leading);
     let code = tokio::select! {
-        code = lead(args, &cluster, &anchor, lease.warrant()) => code,
+        code = &mut leading => code,
         holder = lease.lost() => {
             // Its workers are another's now: none is deleted.
             warn!(holder, "another master holds the job's lease; this one ends");
             return Ok(EXIT_FENCED);
         }
-        // The pod goes. The job's next master goes on.
-        _ = terminate.recv() => Ok(EXIT_TERMINATED),
+        _ = terminate.recv() => {
+            // The pod goes. Workers go on, and look for the job's next master.
+            info!("told to end: the job is left to its next master");
+            tokio::select! {
+                code = &mut leading => code,
+                () = hand_over(keeper) => Ok(EXIT_TERMINATED),
+            }
+        }
     };
     lease.release().await;
     code
@@ -95,6 +105,7 @@ async fn lead(
     cluster: &Cluster,
     anchor: &Anchor,
     warrant: Warrant,
+    tell_keeper: oneshot::Sender<Kept>,
 ) -> Result<u8, Failure> {
     // What the master before this one has written last is there by now.
     let submitted = Submitted::read(anchor.read().await.map_err(to_failure)?)?;
@@ -111,8 +122,6 @@ async fn lead(
     let incarnation = Data::from([(INCARNATION.into(), submitted.incarnation.to_string())]);
     anchor.write(&incarnation).await.map_err(to_failure)?;
     let address = submit::service_address(cluster, &args.job_name).await.map_err(to_failure)?;
-    // Workers of a master before this one wait for it in vain: this one knows nothing of what they hold.
-    pods::sweep(cluster, &submitted.mould_anchor()).await.map_err(to_failure)?;
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
         .await
         .map_err(|e| Failure::failed(format!("can't listen on port {PORT}: {e}")))?;
@@ -120,18 +129,40 @@ async fn lead(
     let mould = Mould {
         template: submitted.template,
         anchor: submitted.meta,
-        incarnation: submitted.incarnation,
         master: address,
         min_workers: submitted.task.job.min_workers,
         ladder: submitted.task.ladder,
     };
-    let pods = Pods::new(cluster, mould, warrant, recorder);
+    // Nothing is made before there is a record of it.
+    let left = match &submitted.record {
+        Some(_) => {
+            pods::list(cluster, mould.anchor.uid.as_deref().unwrap_or_default()).await.map_err(to_failure)?
+        }
+        None => Vec::new(),
+    };
+    let pods = Pods::new(cluster, mould, warrant.clone(), recorder);
+    let keeper = Keeper::new(anchor.clone(), warrant);
+    // Who waits for it may have gone.
+    let _ = tell_keeper.send(keeper.watch());
     let entrance = Entrance { listener, token, identity: Some(identity) };
     let (publish, published) = watch::channel(None);
     let progress = Progress::on_stderr().published(publish);
-    let master = Master::with_pods(submitted.task.job, entrance, pods, progress);
+    let master = match submitted.record {
+        None => Master::with_pods(submitted.task.job, entrance, pods, keeper, progress),
+        Some(record) => {
+            Master::resume_with_pods((record, left), submitted.age, entrance, pods, keeper, progress)
+                .map_err(|reason| Failure::failed(format!("the job's record can't be true: {reason}")))?
+        }
+    };
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
     conduct(master, anchor, published).await
+}
+
+/// Waits until what the next master needs is kept, for as long as that usually takes.
+async fn hand_over(keeper: oneshot::Receiver<Kept>) {
+    if let Ok(mut kept) = keeper.await {
+        kept.flush(HAND_OVER_TIMEOUT).await;
+    }
 }
 
 /// Runs `master`, telling the anchor what it does, and it what the anchor asks for.
@@ -243,6 +274,10 @@ struct Submitted {
     meta: k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta,
     /// This master's.
     incarnation: u64,
+    /// How far the master before this one was.
+    record: Option<JobRecord>,
+    /// Of the job.
+    age: Duration,
     /// The exit code of the master that has ended the job.
     ended: Option<u8>,
 }
@@ -265,11 +300,14 @@ impl Submitted {
             let summary: Option<serde_json::Value> = serde_json::from_str(text).ok();
             summary.as_ref().and_then(|s| s["state"].as_str()).map_or(EXIT_FAILED, code_of_state)
         });
-        Ok(Self { task, template, meta: anchor.metadata, incarnation: before.saturating_add(1), ended })
-    }
-
-    fn mould_anchor(&self) -> String {
-        self.meta.uid.clone().unwrap_or_default()
+        let record =
+            data.get(RECORD).map(|text| kept::read(text).map_err(|e| malformed(RECORD, &e))).transpose()?;
+        let incarnation = before.saturating_add(1);
+        let meta = anchor.metadata;
+        let born = meta.creation_timestamp.as_ref().map(|t| SystemTime::from(t.0));
+        // The servers' clocks may be ahead of this one's.
+        let age = born.and_then(|born| born.elapsed().ok()).unwrap_or_default();
+        Ok(Self { task, template, meta, incarnation, record, age, ended })
     }
 }
 
@@ -293,6 +331,7 @@ fn code_of(outcome: Outcome) -> u8 {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(60);
+const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(3);
 const INTERRUPTS_MAX: usize = 4;
 const MEMBERSHIPS_MAX: usize = 200;
 

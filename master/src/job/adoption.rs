@@ -101,7 +101,7 @@ impl Job {
             }
         }
         job.group = Group {
-            generation: record.membership.as_ref().map_or(Generation::default(), |m| m.generation),
+            generation: record.membership.as_ref().map_or_else(Generation::default, |m| m.generation),
             passed: record.generation,
             published: record.membership,
             before: record.before,

@@ -207,7 +207,7 @@ impl Resume {
     /// The newest generation that the worker has heard of; 0 for none.
     #[must_use]
     pub fn generation(&self) -> Generation {
-        self.membership.as_ref().map_or(Generation::default(), |m| m.generation)
+        self.membership.as_ref().map_or_else(Generation::default, |m| m.generation)
     }
 }
 

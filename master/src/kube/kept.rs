@@ -13,6 +13,7 @@ use tokio::time::{Instant, timeout};
 use tracing::warn;
 
 use super::anchor::{Anchor, Data, RECORD};
+use super::lease::Warrant;
 use super::watch::pause;
 use crate::job::JobRecord;
 
@@ -47,11 +48,11 @@ struct Versioned<T> {
 }
 
 impl Keeper {
-    /// Keeps in `anchor`. Must be called within a runtime.
-    pub(crate) fn new(anchor: Anchor) -> Self {
+    /// Keeps in `anchor` while the warrant holds. Must be called within a runtime.
+    pub(crate) fn new(anchor: Anchor, warrant: Warrant) -> Self {
         let (offered, offers) = watch::channel(Offer::default());
         let (tell_kept, kept) = watch::channel(0);
-        Self { offered, kept, task: tokio::spawn(keep(anchor, offers, tell_kept)) }
+        Self { offered, kept, task: tokio::spawn(keep(anchor, warrant, offers, tell_kept)) }
     }
 
     /// Has `record` written in time, and at once where its `revision` must be kept before anything more is done.
@@ -110,7 +111,12 @@ pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
     Ok(record.content)
 }
 
-async fn keep(anchor: Anchor, mut offers: watch::Receiver<Offer>, kept: watch::Sender<u64>) {
+async fn keep(
+    anchor: Anchor,
+    mut warrant: Warrant,
+    mut offers: watch::Receiver<Offer>,
+    kept: watch::Sender<u64>,
+) {
     let mut written: Option<Instant> = None;
     let mut failures = 0;
     while offers.changed().await.is_ok() {
@@ -127,7 +133,8 @@ async fn keep(anchor: Anchor, mut offers: watch::Receiver<Offer>, kept: watch::S
             let text = serde_json::to_string(&Versioned { version: VERSION, content: record })
                 .expect("a record's keys are strings");
             let data = Data::from([(RECORD.into(), text)]);
-            let write = timeout(WRITE_TIMEOUT, anchor.write(&data)).await;
+            let write = timeout(WRITE_TIMEOUT, anchor.write(&data));
+            let Some(write) = warrant.during(write).await else { continue };
             match write.map_err(|_| "no answer".to_owned()).and_then(|w| w.map_err(|e| e.to_string())) {
                 Ok(()) => {
                     (written, failures) = (Some(Instant::now()), 0);

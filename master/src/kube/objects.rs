@@ -157,22 +157,16 @@ pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
     [name, longer]
 }
 
-/// A worker's pod: `template` with its own name, for `launch` of the master's `incarnation`, which listens at `master`.
+/// A worker's pod: `template` with its own name, for `launch` at the job's place `index`, whose master listens at `master`.
 #[must_use]
-pub fn worker_pod(
-    template: &Pod,
-    launch: LaunchId,
-    incarnation: u64,
-    anchor: &ObjectMeta,
-    master: &str,
-) -> Pod {
+pub fn worker_pod(template: &Pod, launch: LaunchId, index: u32, anchor: &ObjectMeta, master: &str) -> Pod {
     let mut pod = template.clone();
     let job = anchor.name.as_deref().unwrap_or_default();
-    pod.metadata.name = Some(worker_name(job, launch, incarnation));
+    pod.metadata.name = Some(worker_name(job, launch));
     pod.metadata.owner_references = Some(vec![anchor_owner(anchor)]);
     let labels = pod.metadata.labels.get_or_insert_default();
     labels.insert(LAUNCH_LABEL.into(), launch.0.to_string());
-    labels.insert(INCARNATION_LABEL.into(), incarnation.to_string());
+    labels.insert(INDEX_LABEL.into(), index.to_string());
     labels.insert(ANCHOR_LABEL.into(), anchor.uid.clone().unwrap_or_default());
     let spec = pod.spec.get_or_insert_default();
     if let Some(worker) = spec.containers.iter_mut().find(|c| c.name == WORKER) {
@@ -183,12 +177,17 @@ pub fn worker_pod(
     pod
 }
 
-/// The name of a worker's pod, used once: an incarnation of the master counts its launches from 1.
-fn worker_name(job: &str, launch: LaunchId, incarnation: u64) -> String {
-    match incarnation {
-        0 | 1 => format!("{job}-w-{}", launch.0),
-        later => format!("{job}-w-{later}-{}", launch.0),
-    }
+/// The launch that a pod was made for, and its place.
+#[must_use]
+pub fn launch_and_index(pod: &Pod) -> Option<(LaunchId, u32)> {
+    let labels = pod.metadata.labels.as_ref()?;
+    Some((LaunchId(labels.get(LAUNCH_LABEL)?.parse().ok()?), labels.get(INDEX_LABEL)?.parse().ok()?))
+}
+
+/// The name of a worker's pod. Launches are numbered through all masters of a job, so it is used once.
+#[must_use]
+pub fn worker_name(job: &str, launch: LaunchId) -> String {
+    format!("{job}-w-{}", launch.0)
 }
 
 /// The name of a job's batch/v1 Job and of its Service.
@@ -389,6 +388,8 @@ pub const KEY_FILE: &str = "/etc/elasticdl/tls.key";
 pub const TASK: &str = "task";
 /// The anchor's key for the workers' pod, JSON.
 pub const WORKER_POD: &str = "worker-pod";
+/// Says of a worker's pod which place among the job's workers it has.
+pub const INDEX_LABEL: &str = "elasticdl/index";
 /// Says of a worker's pod which launch it is.
 pub const LAUNCH_LABEL: &str = "elasticdl/launch";
 
@@ -396,7 +397,6 @@ const ANCHOR_LABEL: &str = "elasticdl/anchor";
 /// Masters that may fail before the Job gives up.
 const BACKOFF_LIMIT: i32 = 3;
 const ELASTICDL: &str = "elasticdl";
-const INCARNATION_LABEL: &str = "elasticdl/incarnation";
 const JOB_LABEL: &str = "elasticdl/job";
 const ROLE_LABEL: &str = "elasticdl/role";
 const TOKEN: &str = "token";

@@ -21,14 +21,14 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Event, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Api;
-use kube::api::{DeleteParams, ListParams};
+use kube::api::ListParams;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
 use self::calls::{Counter, Made};
-use super::client::{Cluster, ClusterError, is_code};
+use super::client::{Cluster, ClusterError};
 use super::events::{self, Recorder};
 use super::ladder::Ladder;
 use super::lease::Warrant;
@@ -45,8 +45,6 @@ pub(crate) struct Mould {
     pub(crate) template: Pod,
     /// Their owner.
     pub(crate) anchor: ObjectMeta,
-    /// Which master of the job this is, from 1.
-    pub(crate) incarnation: u64,
     /// Where they find it, `host:port`.
     pub(crate) master: String,
     /// The least number of workers: the job's core.
@@ -63,10 +61,13 @@ pub(crate) struct Pods {
     task: JoinHandle<()>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Order {
+    /// A launch of a master before this one, and its pod, if that is there.
+    Adopt(LaunchId, Option<Box<Pod>>),
     End,
     Kill(LaunchId),
+    Remove(Box<Pod>),
     Start(LaunchId, u32),
 }
 
@@ -98,6 +99,16 @@ impl Pods {
         let _ = self.orders.send(Order::Start(launch, index));
     }
 
+    /// Takes over one that another master has started; what is known of its end is told as of any other's.
+    pub(crate) fn adopt(&self, launch: LaunchId, pod: Option<Pod>) {
+        let _ = self.orders.send(Order::Adopt(launch, pod.map(Box::new)));
+    }
+
+    /// Deletes a pod that is no launch's any more.
+    pub(crate) fn remove(&self, pod: Pod) {
+        let _ = self.orders.send(Order::Remove(Box::new(pod)));
+    }
+
     pub(crate) fn kill(&self, launch: LaunchId) {
         let _ = self.orders.send(Order::Kill(launch));
     }
@@ -118,20 +129,12 @@ impl Pods {
     }
 }
 
-/// Deletes all workers' pods of a job: those that a master before this one has left.
-pub(crate) async fn sweep(cluster: &Cluster, anchor_uid: &str) -> Result<(), ClusterError> {
+/// The workers' pods of a job that a master before this one has made.
+pub(crate) async fn list(cluster: &Cluster, anchor_uid: &str) -> Result<Vec<Pod>, ClusterError> {
     let api: Api<Pod> = cluster.api();
-    let doing = "remove the workers of the job's last master";
     let params = ListParams::default().labels(&objects::worker_selector(anchor_uid));
-    let left = api.list(&params).await.map_err(|error| cluster.explain(doing, error))?;
-    for pod in left.items.iter().filter(|pod| !matches!(judge(pod), Verdict::Ended(_))) {
-        info!(pod = name_of(pod), "a worker of the job's last master is deleted");
-        match api.delete(&name_of(pod), &DeleteParams::default().grace_period(KILL_GRACE_S)).await {
-            Err(error) if !is_code(&error, 404) => return Err(cluster.explain(doing, error)),
-            _ => {}
-        }
-    }
-    Ok(())
+    let listed = api.list(&params).await;
+    Ok(listed.map_err(|error| cluster.explain("list the job's workers", error))?.items)
 }
 
 impl Drop for Pods {
@@ -191,6 +194,8 @@ struct Unexplained {
 enum Answer {
     Created(LaunchId, Made),
     Deleted,
+    /// It has had the time to end by itself.
+    Doomed(LaunchId),
     /// What the scheduler has said about preempted pods, by uid.
     Explained(Vec<Unexplained>, BTreeMap<String, String>),
 }
@@ -206,7 +211,12 @@ impl Foreman {
                         self.say(launch, Happening::Waits(Wait::Answer(None)));
                         self.create(launch);
                     }
-                    Some(Order::Kill(launch)) => self.kill(launch, "it is not wanted any more"),
+                    Some(Order::Adopt(launch, pod)) => self.adopt(launch, pod.as_deref()),
+                    Some(Order::Kill(launch)) => self.kill_soon(launch),
+                    Some(Order::Remove(pod)) => {
+                        info!(pod = name_of(&pod), "a pod of no launch is deleted");
+                        self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default());
+                    }
                     Some(Order::End) => break,
                     None => return,
                 },
@@ -215,6 +225,7 @@ impl Foreman {
                     match answer.expect("a call neither panics nor is aborted") {
                         Answer::Created(launch, made) => self.on_created(launch, made),
                         Answer::Deleted => {}
+                        Answer::Doomed(launch) => self.kill(launch, "it is not wanted any more"),
                         Answer::Explained(asked, preemptors) => self.on_explained(asked, &preemptors),
                     }
                 }
@@ -236,10 +247,24 @@ impl Foreman {
         }
     }
 
+    fn adopt(&mut self, launch: LaunchId, pod: Option<&Pod>) {
+        self.launches.insert(launch, Launched::default());
+        let Some(pod) = pod else { return self.ended(launch, exit_of(vanished())) };
+        let class = pod.spec.as_ref().and_then(|spec| spec.priority_class_name.clone());
+        if let (Some(launched), Some(uid)) = (self.launches.get_mut(&launch), &pod.metadata.uid) {
+            launched.index = objects::launch_and_index(pod).map_or(0, |(_, index)| index);
+            launched.class.clone_from(&class);
+            launched.pod = Some((uid.clone(), Some(Instant::now())));
+        }
+        info!(launch = launch.0, pod = name_of(pod), "worker pod taken over");
+        let _ = self.happen.send((launch, Happening::Made(class)));
+        self.on_seen(pod);
+    }
+
     fn create(&mut self, launch: LaunchId) {
         let Some(launched) = self.launches.get_mut(&launch) else { return };
-        let Mould { template, anchor, incarnation, master, min_workers, ladder } = &self.mould;
-        let mut pod = objects::worker_pod(template, launch, *incarnation, anchor, master);
+        let Mould { template, anchor, master, min_workers, ladder } = &self.mould;
+        let mut pod = objects::worker_pod(template, launch, launched.index, anchor, master);
         launched.class = ladder.as_ref().map(|ladder| ladder.class(launched.index, *min_workers).into());
         if launched.class.is_some() {
             pod.spec.get_or_insert_default().priority_class_name.clone_from(&launched.class);
@@ -321,7 +346,7 @@ impl Foreman {
                 let gone: Vec<_> =
                     self.launches.iter().filter(|(_, l)| is_gone(l)).map(|(&launch, _)| launch).collect();
                 for launch in gone {
-                    let name = self.name_of_launch(launch).unwrap_or_default();
+                    let name = self.name_of_launch(launch);
                     self.report(Cause::Deleted, &name, &vanished().detail);
                     self.ended(launch, exit_of(vanished()));
                 }
@@ -447,7 +472,7 @@ impl Foreman {
     fn launch_of(&mut self, pod: &Pod) -> Option<LaunchId> {
         let label = pod.metadata.labels.as_ref()?.get(LAUNCH_LABEL)?;
         let launch = LaunchId(label.parse().ok()?);
-        let is_named_so = pod.metadata.name == self.name_of_launch(launch);
+        let is_named_so = name_of(pod) == self.name_of_launch(launch);
         let launched = self.launches.get_mut(&launch)?;
         let uid = pod.metadata.uid.clone()?;
         match &launched.pod {
@@ -460,9 +485,8 @@ impl Foreman {
         }
     }
 
-    fn name_of_launch(&self, launch: LaunchId) -> Option<String> {
-        let Mould { template, anchor, incarnation, master, .. } = &self.mould;
-        objects::worker_pod(template, launch, *incarnation, anchor, master).metadata.name
+    fn name_of_launch(&self, launch: LaunchId) -> String {
+        objects::worker_name(self.mould.anchor.name.as_deref().unwrap_or_default(), launch)
     }
 
     /// Says it, unless that is what was said last.
@@ -482,9 +506,24 @@ impl Foreman {
         }
     }
 
+    /// Ends one that need not end by itself. Where it has a node, a moment is waited: most are killed because they have ended,
+    /// which the cluster tells a little later, as it tells late that they run, and how they did is worth to be known.
+    fn kill_soon(&mut self, launch: LaunchId) {
+        let waits = |l: &Launched| matches!(l.said, Some(Happening::Waits(Wait::Answer(_) | Wait::Room(_))));
+        let has_node = |l: &Launched| l.pod.is_some() && !waits(l);
+        if !self.launches.get(&launch).is_some_and(has_node) {
+            return self.kill(launch, "it is not wanted any more");
+        }
+        self.calls.spawn(async move {
+            tokio::time::sleep(END_WAIT).await;
+            Answer::Doomed(launch)
+        });
+    }
+
     fn kill(&mut self, launch: LaunchId, why: &str) {
         let pod = self.launches.get(&launch).and_then(|launched| launched.pod.clone());
-        if let (Some((uid, _)), Some(name)) = (pod, self.name_of_launch(launch)) {
+        if let Some((uid, _)) = pod {
+            let name = self.name_of_launch(launch);
             self.delete(name, uid);
         }
         self.ended(launch, Exit::Taken(why.into()));
@@ -497,7 +536,8 @@ impl Foreman {
         let stuck: Vec<_> = self.launches.iter().filter_map(|(&id, l)| Some((id, is_stuck(l)?.1))).collect();
         for (launch, why) in stuck {
             let pod = self.launches.get(&launch).and_then(|launched| launched.pod.clone());
-            if let (Some((uid, _)), Some(name)) = (pod, self.name_of_launch(launch)) {
+            if let Some((uid, _)) = pod {
+                let name = self.name_of_launch(launch);
                 self.recorder.record(events::reason_of_stuck(&why), format!("worker pod {name}: {why}"));
                 self.delete(name, uid);
             }
@@ -518,7 +558,7 @@ impl Foreman {
                 leave.grace.as_secs(),
                 leave.end.detail
             );
-            self.report(Cause::Lost, &self.name_of_launch(launch).unwrap_or_default(), &words);
+            self.report(Cause::Lost, &self.name_of_launch(launch), &words);
             self.ended(launch, Exit::Taken(words));
         }
     }
@@ -558,6 +598,8 @@ fn name_of(pod: &Pod) -> String {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(5);
+/// Kubelets look once a second at what has ended.
+const END_WAIT: Duration = Duration::from_secs(2);
 /// How long after a deletion the scheduler may take to say that it was its own.
 const EVENT_DELAY: Duration = Duration::from_secs(2);
 /// What a node is given beyond a pod's grace period.

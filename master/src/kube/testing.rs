@@ -63,15 +63,20 @@ impl Fake {
     /// The client tries again what is throttled, as the real one does.
     pub(crate) fn start() -> (Arc<Self>, Cluster) {
         let fake = Arc::new(Self::default());
-        let server = Arc::clone(&fake);
+        let cluster = fake.cluster();
+        (fake, cluster)
+    }
+
+    /// One more way to it.
+    pub(crate) fn cluster(self: &Arc<Self>) -> Cluster {
+        let server = Arc::clone(self);
         let service = tower::service_fn(move |request| {
             let server = Arc::clone(&server);
             async move { Ok::<_, tower::BoxError>(server.answer(request).await) }
         });
         let retry = RetryLayer::new(RetryPolicy::server_retry());
         let service = ServiceBuilder::new().layer(retry).service(service);
-        let cluster = Cluster::with_client(kube::Client::new(service, "ns"), "ns");
-        (fake, cluster)
+        Cluster::with_client(kube::Client::new(service, "ns"), "ns")
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {

@@ -132,7 +132,7 @@ pub fn judge(pod: &Pod) -> Verdict {
         let grace = Duration::from_secs(u64::try_from(grace).unwrap_or_default());
         return Verdict::Leaves(Leave { end, grace, ready: holds(status, "Ready").is_some() });
     }
-    waiting(status).unwrap_or(match status.phase.as_deref() {
+    waiting(status).unwrap_or_else(|| match status.phase.as_deref() {
         Some("Running") => Verdict::Runs,
         _ if has_node(pod, status) => Verdict::Starts,
         _ => Verdict::Asked,

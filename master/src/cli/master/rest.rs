@@ -22,7 +22,6 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
     let mould = Mould {
         template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
         anchor: meta.clone(),
-        incarnation: 1,
         master: "10.0.0.1:7070".into(),
         min_workers: 1,
         ladder: None,

@@ -124,7 +124,7 @@ fn a_worker_that_is_taken_away_leaves_at_a_boundary_and_its_place_is_filled_at_o
     let next = membership(2, &[1, 3], false);
     let done = actions(&mut job);
     assert!(done.contains(&launch_at(4, 1)), "{done:?}");
-    assert!(done.contains(&send(2, ToWorker::Membership(next.clone()))), "{done:?}");
+    assert!(done.contains(&send(2, ToWorker::Membership(next))), "{done:?}");
     // What it says itself is no news.
     say(&mut job, 2, FromWorker::Leaving);
     assert_eq!((actions(&mut job), memberships(&mut job)), (vec![], vec![]));

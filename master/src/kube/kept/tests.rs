@@ -23,7 +23,7 @@ impl Server {
             async move { Ok::<_, std::convert::Infallible>(server.answer(request).await) }
         });
         let cluster = Cluster::with_client(kube::Client::new(service, "ns"), "ns");
-        (server, Keeper::new(Anchor::new(&cluster, "job")))
+        (server, Keeper::new(Anchor::new(&cluster, "job"), Warrant::unlimited()))
     }
 
     async fn answer(&self, request: Request<Body>) -> Response<Body> {
@@ -95,7 +95,7 @@ async fn the_newest_is_written_once_a_second_and_what_somebody_waits_for_at_once
 
 #[tokio::test(start_paused = true)]
 async fn a_server_that_is_away_gets_the_newest_when_it_is_back() {
-    let (server, mut keeper) = Server::start();
+    let (server, keeper) = Server::start();
     *server.failing.lock().unwrap() = 3;
     keeper.offer(1, 1, record(1));
     tokio::time::sleep(Duration::from_millis(10)).await;

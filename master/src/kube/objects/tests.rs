@@ -56,9 +56,9 @@ fn anchor_meta() -> ObjectMeta {
     ObjectMeta { name: Some("mnist".into()), uid: Some("anchor-uid".into()), ..ObjectMeta::default() }
 }
 
-fn worker(request: &Request, launch: u64, incarnation: u64) -> Value {
+fn worker(request: &Request, launch: u64, index: u32) -> Value {
     let template = template(&objects(request));
-    let pod = worker_pod(&template, LaunchId(launch), incarnation, &anchor_meta(), "10.0.0.1:7070");
+    let pod = worker_pod(&template, LaunchId(launch), index, &anchor_meta(), "10.0.0.1:7070");
     serde_json::to_value(pod).unwrap()
 }
 
@@ -181,13 +181,13 @@ fn a_workers_pod_says_who_it_is_and_where_its_master_is_and_nothing_that_changes
 }
 
 #[test]
-fn no_name_is_used_by_two_masters_of_a_job() {
-    let mut names: Vec<Value> = [(1, 1), (2, 1), (1, 2), (2, 2), (12, 1)]
-        .map(|(launch, incarnation)| worker(&request(), launch, incarnation)["metadata"]["name"].clone())
-        .into();
-    names.sort_by_key(Value::to_string);
-    names.dedup();
-    assert_eq!(names.len(), 5, "{names:?}");
+fn a_pod_says_which_launch_and_which_place_it_is() {
+    let pod = worker(&request(), 12, 3);
+    assert_eq!(pod["metadata"]["name"], format!("{}-w-12", request().task.job.name));
+    let labels = &pod["metadata"]["labels"];
+    assert_eq!((&labels["elasticdl/launch"], &labels["elasticdl/index"]), (&json!("12"), &json!("3")));
+    let pod = serde_json::from_value(pod).unwrap();
+    assert_eq!(launch_and_index(&pod), Some((LaunchId(12), 3)));
 }
 
 #[test]

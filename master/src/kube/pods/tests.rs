@@ -23,7 +23,6 @@ pub(super) fn pods_of(cluster: &Cluster, warrant: Warrant, ladder: Option<Ladder
     let mould = Mould {
         template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
         anchor,
-        incarnation: 1,
         master: "10.0.0.1:7070".into(),
         min_workers: 2,
         ladder,
@@ -164,11 +163,75 @@ async fn a_pod_that_came_and_went_between_two_lists_has_ended_too() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_killed_launch_has_ended_at_once_and_its_pod_goes() {
+async fn a_killed_launch_that_runs_on_is_deleted_after_a_moment() {
     let (fake, mut pods) = started().await;
+    let before = Instant::now();
     pods.kill(ONE);
     assert_eq!(next(&mut pods).await, ended(Exit::Taken("it is not wanted any more".into())));
+    assert_eq!(before.elapsed(), END_WAIT);
     until(|| fake.state().deleted == ["j-w-1"]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn how_a_killed_launch_has_ended_by_itself_is_told_and_its_pod_is_kept() {
+    let (fake, mut pods) = started().await;
+    pods.kill(ONE);
+    tokio::time::sleep(END_WAIT / 2).await;
+    fake.set_status("j-w-1", exited(3));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+    tokio::time::sleep(END_WAIT * 2).await;
+    assert_eq!(fake.state().deleted, [""; 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_killed_launch_may_have_run_before_its_node_says_so() {
+    let (fake, mut pods) = pods();
+    pods.start(ONE, 0);
+    assert_eq!(next(&mut pods).await, WAITS);
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    fake.set_status("j-w-1", container("Pending", json!({"waiting": {"reason": "ContainerCreating"}})));
+    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Wait::Start(None))));
+    pods.kill(ONE);
+    tokio::time::sleep(END_WAIT / 2).await;
+    fake.set_status("j-w-1", exited(3));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_killed_launch_that_has_no_node_goes_at_once() {
+    let (fake, mut pods) = pods();
+    pods.start(ONE, 0);
+    assert_eq!(next(&mut pods).await, WAITS);
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    let before = Instant::now();
+    pods.kill(ONE);
+    assert_eq!(next(&mut pods).await, ended(Exit::Taken("it is not wanted any more".into())));
+    assert!(before.elapsed() < END_WAIT / 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn pods_of_a_master_before_are_taken_over_as_they_are() {
+    let (fake, before) = started().await;
+    before.start(LaunchId(2), 5);
+    until(|| fake.state().names().len() == 2).await;
+    let cluster = fake.cluster();
+    drop(before);
+    let left = list(&cluster, "anchor").await.unwrap();
+    let there: Vec<_> = left.iter().filter_map(objects::launch_and_index).collect();
+    assert_eq!(there, [(ONE, 0), (LaunchId(2), 5)]);
+    let mut pods = pods_of(&cluster, Warrant::unlimited(), None);
+    for pod in left {
+        pods.adopt(objects::launch_and_index(&pod).unwrap().0, Some(pod));
+    }
+    pods.adopt(LaunchId(3), None);
+    assert_eq!(next(&mut pods).await, (ONE, Happening::Runs));
+    assert_eq!(next(&mut pods).await, (LaunchId(2), Happening::Waits(Wait::Answer(None))));
+    let gone = Exit::Taken("its pod is gone".into());
+    assert_eq!(next(&mut pods).await, (LaunchId(3), Happening::Ended(gone)));
+    fake.set_status("j-w-1", exited(3));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+    let state = fake.state();
+    assert_eq!((state.created, state.deleted.len()), (2, 0));
 }
 
 #[tokio::test(start_paused = true)]
