@@ -52,6 +52,8 @@ fn the_core_has_no_io_no_clock_and_no_chance() {
         "collective/src/chunk.rs",
         "collective/src/frame.rs",
         "collective/src/schedule.rs",
+        "master/src/kube/ladder.rs",
+        "master/src/kube/lease/claim.rs",
         "master/src/kube/verdict.rs",
         "proto/src/ledger.rs",
         "proto/src/ranges.rs",

@@ -148,9 +148,9 @@ mod tests {
     #[test]
     fn a_lease_is_taken_at_once_or_when_it_has_not_changed_for_its_duration() {
         let other = record("other", "1");
-        // Each row: when, what is read, whether its holder has ended, and what follows.
-        type Look = (u64, Option<Record>, bool, Move);
-        let table: [(&str, Vec<Look>); 7] = [
+        // When, what is read, whether its holder has ended, and what follows.
+        type Row = (u64, Option<Record>, bool, Move);
+        let table: [(&str, Vec<Row>); 7] = [
             ("absent", vec![(7, None, false, Move::Create)]),
             ("released", vec![(7, Some(record("", "1")), false, Move::Take)]),
             ("mine, though the answer was lost", vec![(7, Some(record("me", "1")), false, Move::Take)]),

@@ -3,13 +3,13 @@
 //! **Invariants:** nothing is sent without the job's lease. When the server is slow, deletions go first: they make room.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::api::{DeleteParams, PostParams, Preconditions};
-use tokio::sync::{Semaphore, SemaphorePermit, watch};
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 use tracing::warn;
 
@@ -57,7 +57,7 @@ impl Counter {
         let mut failures = 0;
         loop {
             let gate = Arc::clone(&self.gate);
-            let _slot = gate.for_creation().await;
+            let slot = gate.for_creation().await;
             if unwanted.load(Ordering::Relaxed) {
                 return Made::Nothing;
             }
@@ -68,7 +68,7 @@ impl Counter {
                 Ok(made) => return made,
                 Err(why) => why,
             };
-            drop(_slot);
+            drop(slot);
             if failures == 0 || why.is_quota {
                 tell(if why.is_quota { Wait::Room(why.text) } else { Wait::Answer(Some(why.text)) });
             }
@@ -164,12 +164,12 @@ fn is_final(error: &kube::Error) -> bool {
 struct Gate {
     slots: Semaphore,
     /// Deletions that wait for a slot.
-    deletions: watch::Sender<usize>,
+    deletions: AtomicUsize,
 }
 
 impl Gate {
     fn new() -> Self {
-        Self { slots: Semaphore::new(CALLS_MAX), deletions: watch::Sender::new(0) }
+        Self { slots: Semaphore::new(CALLS_MAX), deletions: AtomicUsize::new(0) }
     }
 
     async fn for_deletion(&self) -> SemaphorePermit<'_> {
@@ -178,31 +178,29 @@ impl Gate {
     }
 
     async fn for_creation(&self) -> SemaphorePermit<'_> {
-        let mut deletions = self.deletions.subscribe();
         loop {
-            // The sender is here.
-            let _ = deletions.wait_for(|&waiting| waiting == 0).await;
             let slot = self.slots.acquire().await.expect("the gate is never closed");
-            if *self.deletions.borrow() == 0 {
+            if self.deletions.load(Ordering::Relaxed) == 0 {
                 return slot;
             }
+            // Back to the end of the queue: it goes to a deletion, or to another creation that does the same.
         }
     }
 }
 
 /// Counts one who waits, for as long as it does.
-struct Waits<'a>(&'a watch::Sender<usize>);
+struct Waits<'a>(&'a AtomicUsize);
 
 impl<'a> Waits<'a> {
-    fn new(count: &'a watch::Sender<usize>) -> Self {
-        count.send_modify(|waiting| *waiting += 1);
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
         Self(count)
     }
 }
 
 impl Drop for Waits<'_> {
     fn drop(&mut self) {
-        self.0.send_modify(|waiting| *waiting -= 1);
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
