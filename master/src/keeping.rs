@@ -24,6 +24,11 @@ impl Keeping {
         }
     }
 
+    /// Whether records are kept for the sake of the step alone: not where each is a call to a server that others need.
+    pub(crate) fn keeps_steps(&self) -> bool {
+        matches!(self, Self::File(_))
+    }
+
     /// Whether anything more may be done.
     pub(crate) fn lets_act(&self, job: &Job) -> bool {
         match self {

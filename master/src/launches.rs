@@ -15,6 +15,8 @@ pub(crate) enum Launches {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Happening {
     Ended(Exit),
+    /// It was taken away: by whom, or what for. May come after its end.
+    Explained(String),
     /// It is being taken away, but its program still runs.
     Leaves(String),
     /// It has been asked for, with this priority class.

@@ -198,6 +198,8 @@ mod tests {
             loss: Some(0.53),
             records_per_s: 12_345.0,
             workers_wanted: 2,
+            waiting: Vec::new(),
+            rungs: Vec::new(),
             workers: vec![worker(1, Some(0)), worker(2, Some(1)), worker(3, None)],
             shards: None,
             memberships: Vec::new(),

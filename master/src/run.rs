@@ -251,6 +251,7 @@ impl Master {
                 (launch, happening) = self.launches.next() => {
                     self.job.handle(self.now(), match happening {
                         Happening::Ended(exit) => Event::ProcessEnded { launch, exit },
+                        Happening::Explained(words) => Event::LaunchExplained { launch, words },
                         Happening::Leaves(reason) => Event::LaunchLeaves { launch, reason },
                         Happening::Made(class) => Event::LaunchMade { launch, class },
                         Happening::Runs => Event::LaunchRuns { launch },
@@ -295,7 +296,8 @@ impl Master {
     fn show(&mut self) {
         let status = self.job.status(self.now());
         // How far the job is need not be exact in its record, but not far behind either.
-        if status.step != self.written.step && self.written.at.elapsed() >= RECORD_AGE_MAX {
+        let is_behind = status.step != self.written.step && self.written.at.elapsed() >= RECORD_AGE_MAX;
+        if is_behind && self.keeping.keeps_steps() {
             self.written.revision = 0;
         }
         self.progress.show(self.now(), status);

@@ -26,6 +26,10 @@ pub(super) struct StatusJson {
     pub(super) shards: Option<ShardsJson>,
     pub(super) workers_wanted: u32,
     pub(super) workers: Vec<WorkerJson>,
+    #[serde(default)]
+    pub(super) waiting: Vec<LaunchJson>,
+    #[serde(default)]
+    pub(super) rungs: Vec<RungJson>,
     pub(super) memberships: Vec<MembershipRecord>,
     pub(super) events: Vec<String>,
     /// For who looks again and again.
@@ -50,6 +54,23 @@ pub(super) struct WorkerJson {
     pub(super) compute_us: u64,
     pub(super) straggler: bool,
     pub(super) leased_records: u64,
+}
+
+/// A launch that has become no worker yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LaunchJson {
+    pub(super) launch: u64,
+    pub(super) index: u32,
+    pub(super) state: String,
+    pub(super) waits_for: Option<String>,
+}
+
+/// How many launches have a priority class, and how many of them are workers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RungJson {
+    pub(super) class: String,
+    pub(super) launches: u32,
+    pub(super) workers: u32,
 }
 
 impl StatusJson {
@@ -82,6 +103,8 @@ impl From<v1::StatusReply> for StatusJson {
             shards: status.shards.map(|s| ShardsJson { todo: s.todo, leased: s.leased, done: s.done }),
             workers_wanted: status.workers_wanted,
             workers: status.workers.into_iter().map(WorkerJson::from).collect(),
+            waiting: status.waiting.into_iter().map(LaunchJson::from).collect(),
+            rungs: status.rungs.into_iter().map(RungJson::from).collect(),
             memberships: status.memberships.into_iter().filter_map(to_record).collect(),
             events: status.events,
             events_said: status.events_said,
@@ -101,6 +124,20 @@ impl From<v1::WorkerStatus> for WorkerJson {
             straggler: worker.straggler,
             leased_records: worker.leased_records,
         }
+    }
+}
+
+impl From<v1::LaunchStatus> for LaunchJson {
+    fn from(launch: v1::LaunchStatus) -> Self {
+        let v1::LaunchStatus { launch, index, state, waits_for } = launch;
+        Self { launch, index, state, waits_for }
+    }
+}
+
+impl From<v1::RungStatus> for RungJson {
+    fn from(rung: v1::RungStatus) -> Self {
+        let v1::RungStatus { class, launches, workers } = rung;
+        Self { class, launches, workers }
     }
 }
 
@@ -157,6 +194,15 @@ pub(super) fn to_table(status: &StatusJson) -> String {
     }
     for worker in &status.workers {
         row("", &worker_row(worker));
+    }
+    for (index, launch) in status.waiting.iter().enumerate() {
+        let waits_for = launch.waits_for.as_deref().map(|why| format!(": {}", one_line(why)));
+        let what = format!("worker {} {}{}", launch.launch, launch.state, waits_for.unwrap_or_default());
+        row(if index == 0 { "waiting" } else { "" }, &what);
+    }
+    if !status.rungs.is_empty() {
+        let rungs = status.rungs.iter().map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
+        row("rungs", &rungs.collect::<Vec<_>>().join(", "));
     }
     let hidden = status.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
     if !status.memberships.is_empty() {
@@ -240,6 +286,16 @@ pub(super) mod tests {
             shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
             memberships: vec![membership(1, None), membership(2, Some(phases))],
             events_said: 7,
+            waiting: vec![v1::LaunchStatus {
+                launch: 3,
+                index: 2,
+                state: "no room".into(),
+                waits_for: Some("0/1 nodes are available".into()),
+            }],
+            rungs: vec![
+                v1::RungStatus { class: "elasticdl-core".into(), launches: 2, workers: 2 },
+                v1::RungStatus { class: "elasticdl-rung-1".into(), launches: 1, workers: 0 },
+            ],
         }
     }
 
@@ -259,6 +315,8 @@ workers      2 wanted
              worker       pid  rank  state           step   ms/step  records leased
                   1        71     0  training          10       1.5              64  straggler
                   2        72     -  training           -       1.5              64
+waiting      worker 3 no room: 0/1 nodes are available
+rungs        elasticdl-core 2/2, elasticdl-rung-1 0/1
 memberships  generation  cause  workers     at step     gap ms
                       1  lost         2           9          -
                       2  lost         2           9        3.0  (detect 0.1, abort 0.2, agree 0.3, connect 0.4, \
@@ -310,6 +368,13 @@ events       generation 2: 1 worker
                  "straggler": true, "leased_records": 64},
                 {"worker": 2, "pid": 72, "rank": null, "state": "training", "step": null, "compute_us": 1500,
                  "straggler": false, "leased_records": 64},
+            ],
+            "waiting": [
+                {"launch": 3, "index": 2, "state": "no room", "waits_for": "0/1 nodes are available"},
+            ],
+            "rungs": [
+                {"class": "elasticdl-core", "launches": 2, "workers": 2},
+                {"class": "elasticdl-rung-1", "launches": 1, "workers": 0},
             ],
             "memberships": [membership(1), recovered],
             "events": ["generation 2: 1 worker"],

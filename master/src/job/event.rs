@@ -45,6 +45,13 @@ pub enum Event {
         /// What it said.
         message: FromWorker,
     },
+    /// Why a launch was taken away, when that has become known: it may have ended before.
+    LaunchExplained {
+        /// The launch.
+        launch: LaunchId,
+        /// What was done to it, and by whom.
+        words: String,
+    },
     /// A launch is being taken away, but its program still runs: its worker can leave in order. Its end follows.
     LaunchLeaves {
         /// The launch.

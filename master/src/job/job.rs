@@ -139,6 +139,9 @@ impl Job {
                 self.on_connected(now, connection, launch, address, pid, resume);
             }
             Event::Disconnected { worker } => self.on_disconnected(now, worker),
+            Event::LaunchExplained { launch, words } => {
+                self.say(format!("worker {} was {}", launch.0, super::story::clip(&words)));
+            }
             Event::LaunchLeaves { launch, reason } => self.on_launch_leaves(now, launch, &reason),
             Event::LaunchMade { launch, class } => self.on_launch_made(launch, class),
             Event::LaunchRuns { launch } => self.on_launch_runs(now, launch),

@@ -61,7 +61,7 @@ pub use event::{
 pub use job::Job;
 pub use record::JobRecord;
 pub use spec::{Batch, Dataset, File, JobSpec, SpecError};
-pub use status::{ShardCounts, Status, WorkerStatus};
+pub use status::{LaunchStatus, RungStatus, ShardCounts, Status, WorkerStatus};
 pub use summary::{
     Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,
     WorkersSummary,

@@ -2,8 +2,9 @@
 
 use elasticdl_proto::{Generation, Ledger, WorkerId};
 
-use super::crew::{Stage, Worker};
+use super::crew::{Launch, Room, Stage, Worker};
 use super::ending;
+use super::event::LaunchId;
 use super::job::{Job, Phase};
 use super::pace;
 use super::queue::Records;
@@ -42,6 +43,10 @@ pub struct Status {
     pub memberships: Vec<MembershipRecord>,
     /// The workers whose streams are open, by id.
     pub workers: Vec<WorkerStatus>,
+    /// Launches that have become no worker yet, by id.
+    pub waiting: Vec<LaunchStatus>,
+    /// How the launches that stay are spread over priority classes, from the lowest place up; empty where there are none.
+    pub rungs: Vec<RungStatus>,
     /// What was said last, oldest first; at most 20 lines.
     pub events: Vec<String>,
     /// How many lines have been said; `events` has the last of them.
@@ -84,6 +89,30 @@ pub struct WorkerStatus {
     pub leased_records: u64,
 }
 
+/// One launch of which no worker has been heard.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LaunchStatus {
+    /// The launch, whose worker will have its number.
+    pub launch: LaunchId,
+    /// Its place among the job's workers.
+    pub index: u32,
+    /// `asked`, `no room` or `starting`.
+    pub state: &'static str,
+    /// What it waits for, if something is known.
+    pub waits_for: Option<String>,
+}
+
+/// The launches of one priority class.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RungStatus {
+    /// The class.
+    pub class: String,
+    /// Launches of it.
+    pub launches: u32,
+    /// Of these, those that have become workers.
+    pub workers: u32,
+}
+
 impl Job {
     /// What the job is doing.
     #[must_use]
@@ -107,6 +136,8 @@ impl Job {
             shards: self.records.as_ref().map(Records::shard_counts),
             memberships: self.story.memberships_last(),
             workers,
+            waiting: self.waiting(),
+            rungs: self.rungs(),
             events: self.story.events(),
             events_said: self.story.events_said(),
             progress: self.progress(),
@@ -147,6 +178,38 @@ impl Job {
             straggler: worker.rank.is_some() && worker.pace.usual_us().is_some_and(|us| us > limit_us),
             leased_records: self.records.as_ref().map_or(0, |r| r.leased_to(id)),
         }
+    }
+
+    fn waiting(&self) -> Vec<LaunchStatus> {
+        let wordless = self.crew.launches.iter().filter(|(_, l)| l.worker.is_none() && l.away.is_none());
+        let status = |(&launch, l): (&LaunchId, &Launch)| LaunchStatus {
+            launch,
+            index: l.index,
+            state: match l.room {
+                Room::Asked => "asked",
+                Room::Has => "starting",
+                Room::Waits => "no room",
+            },
+            waits_for: l.waits_for.clone(),
+        };
+        wordless.map(status).collect()
+    }
+
+    fn rungs(&self) -> Vec<RungStatus> {
+        let mut staying: Vec<&Launch> = self.crew.launches.values().filter(|l| l.stays()).collect();
+        staying.sort_by_key(|l| l.index);
+        let mut rungs: Vec<RungStatus> = Vec::new();
+        for l in staying {
+            let Some(class) = &l.class else { continue };
+            let has_worker = l.worker.is_some_and(|id| self.crew.workers.contains_key(&id));
+            let at = rungs.iter().position(|rung| rung.class == *class).unwrap_or_else(|| {
+                rungs.push(RungStatus { class: class.clone(), launches: 0, workers: 0 });
+                rungs.len() - 1
+            });
+            rungs[at].launches += 1;
+            rungs[at].workers += u32::from(has_worker);
+        }
+        rungs
     }
 
     fn progress(&self) -> f64 {

@@ -459,6 +459,7 @@ impl Foreman {
                         .map_or_else(|| words.clone(), |w| format!("preempted {w}"));
                     info!(launch = launch.0, pod = name, words, "a deleted worker pod was preempted");
                     self.report(Cause::Preempted, &name, &words);
+                    let _ = self.happen.send((launch, Happening::Explained(words.clone())));
                     if let Some(launched) = self.launches.get_mut(&launch) {
                         launched.preempted = Some(words);
                     }

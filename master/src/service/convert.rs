@@ -194,12 +194,24 @@ pub(crate) fn status_reply(status: job::Status) -> v1::StatusReply {
         records_per_s: status.records_per_s,
         workers_wanted: status.workers_wanted,
         workers: status.workers.into_iter().map(to_worker_status).collect(),
+        waiting: status.waiting.into_iter().map(to_launch_status).collect(),
+        rungs: status.rungs.into_iter().map(to_rung_status).collect(),
         events: status.events,
         progress: status.progress,
         shards: status.shards.map(to_counts),
         memberships: status.memberships.into_iter().map(to_membership_record).collect(),
         events_said: status.events_said,
     }
+}
+
+fn to_launch_status(launch: job::LaunchStatus) -> v1::LaunchStatus {
+    let job::LaunchStatus { launch, index, state, waits_for } = launch;
+    v1::LaunchStatus { launch: launch.0, index, state: state.into(), waits_for }
+}
+
+fn to_rung_status(rung: job::RungStatus) -> v1::RungStatus {
+    let job::RungStatus { class, launches, workers } = rung;
+    v1::RungStatus { class, launches, workers }
 }
 
 fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {

@@ -79,7 +79,8 @@ async fn an_older_servers_scheduler_is_asked_once_why_a_pod_was_deleted() {
     // Nobody waits for the reason.
     assert_eq!(next(&mut pods).await, leaves());
     fake.put("events", "e", event);
-    tokio::time::sleep(Duration::from_secs(4)).await;
+    let explained = Happening::Explained("preempted by ns/high on node n".into());
+    assert_eq!(next(&mut pods).await, (ONE, explained));
     fake.remove("j-w-1");
     assert_eq!(next(&mut pods).await, taken("preempted by ns/high on node n"));
     tokio::time::sleep(Duration::from_secs(60)).await;
