@@ -383,9 +383,9 @@ fn endpoint(environment: &Environment) -> Result<Endpoint, tonic::transport::Err
     let scheme = if environment.tls.is_some() { "https" } else { "http" };
     let endpoint = Endpoint::from_shared(format!("{scheme}://{master}"))?
         .tcp_nodelay(true)
-        .connect_timeout(*master_timeout)
-        .http2_keep_alive_interval(*master_timeout / 2)
-        .keep_alive_timeout(*master_timeout / 2)
+        .connect_timeout((*master_timeout).min(CONNECT_TIMEOUT))
+        .http2_keep_alive_interval((*master_timeout / 2).min(KEEP_ALIVE_MAX))
+        .keep_alive_timeout((*master_timeout / 2).min(KEEP_ALIVE_MAX))
         .keep_alive_while_idle(true);
     let Some(tls) = &environment.tls else { return Ok(endpoint) };
     let config = ClientTlsConfig::new()
@@ -565,6 +565,11 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
 /// For a master that does not want to hear anything: a day.
 const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// A dial that nobody answers may go to a master that is gone, where another is there by now.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A master that is cut off is not waited for, even where another may take long to come.
+const KEEP_ALIVE_MAX: Duration = Duration::from_secs(15);
 
 /// How long a worker without a stream waits before it looks for a master again: twice as long each time.
 const RETRY_FIRST: Duration = Duration::from_millis(50);

@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
 use clap::Args;
+use clap::builder::ArgPredicate;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
@@ -102,7 +103,10 @@ pub struct TrainArgs {
     /// Workers end by themselves when their master has been gone for this long, e.g. `30s` or `2min`.
     ///
     /// Until then they train the records that they have, and wait for another one (see --resume).
-    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = plan::parse_timeout,
+    /// In a cluster, another one is there as soon as it has a place and its predecessor is known to be gone.
+    /// [default: 30s; with --image 5min]
+    #[arg(long, value_name = "DURATION", default_value = "30s", hide_default_value = true,
+          default_value_if("image", ArgPredicate::IsPresent, "5min"), value_parser = plan::parse_timeout,
           help_heading = WORKERS)]
     pub master_timeout: Duration,
 
