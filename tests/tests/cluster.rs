@@ -4,9 +4,12 @@
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
-use elasticdl_tests::cluster::{Job, Namespace, name, text};
+use std::collections::BTreeSet;
+
+use elasticdl_tests::cluster::{Job, Namespace, name, text, uid};
 use elasticdl_tests::send;
 use rustix::process::Signal;
+use serde_json::Value;
 
 fn namespace(test: &str) -> Option<Namespace> {
     let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
@@ -26,7 +29,7 @@ fn three_pods_train_each_record_once_and_leave_nothing() {
 #[test]
 fn pods_that_are_deleted_and_killed_cost_no_record() {
     let Some(namespace) = namespace("fire") else { return };
-    let options = ["--num-workers", "3", "--num-epochs", "60", "--max-worker-restarts", "0"];
+    let options = ["--num-workers", "3", "--num-epochs", "25", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let pods = job.wait_for_group(3);
     namespace.delete_pod(name(&pods[0]), &["--wait=false"]);
@@ -37,8 +40,44 @@ fn pods_that_are_deleted_and_killed_cost_no_record() {
     let _ = job.wait_for_others(3, &pods[2..]);
     // Names are used once: three pods, and three in their places.
     assert_eq!(job.launches(), [1, 2, 3, 4, 5, 6]);
+    job.wait_for_report("WorkerDeleted", "count-w-");
     // No end of these was the workers' own fault, so none counts.
-    job.assert_completes(60);
+    job.assert_completes(25);
+}
+
+#[test]
+fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
+    let Some(namespace) = namespace("masters") else { return };
+    let options = ["--num-workers", "3", "--num-epochs", "30", "--max-worker-restarts", "0"];
+    let job = Job::start(&namespace, "count", &options, 4000);
+    let uids = |pods: &[Value]| pods.iter().map(|pod| uid(pod).to_owned()).collect::<BTreeSet<_>>();
+    let workers = uids(&job.wait_for_group(3));
+    let master = || {
+        let pods = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
+        let there = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null();
+        pods.into_iter().find(|pod| there(pod) && pod["status"]["phase"] == "Running")
+    };
+    let end = |how: &str, pod: &Value| match how {
+        "deleted" => namespace.delete_pod(name(pod), &["--wait=false"]),
+        "force-deleted" => namespace.delete_pod(name(pod), &["--grace-period=0", "--force", "--wait=false"]),
+        _ => send(Namespace::process_inside(pod, "elasticdl").unwrap(), Signal::KILL),
+    };
+    for how in ["deleted", "killed", "force-deleted"] {
+        let number = |value: &Value| value.as_u64().unwrap_or(0);
+        let incarnation = || number(&namespace.anchor("count", "incarnation"));
+        let (last, generation, step) = (incarnation(), number(&job.status()["generation"]), job.step());
+        let old = job.wait_for("a master", master);
+        end(how, &old);
+        job.wait_for(&format!("a master after one that was {how}"), || {
+            let is_another = master().is_some_and(|new| uid(&new) != uid(&old));
+            (is_another && incarnation() > last).then_some(())
+        });
+        assert_eq!(uids(&job.wait_for_group(3)), workers, "{how}: workers were restarted");
+        let status = job.status();
+        assert!(number(&status["step"]) > step, "{how}: training began anew: {status}");
+        assert!(number(&status["generation"]) <= generation + 1, "{how}: {}", status["memberships"]);
+    }
+    job.assert_completes(30);
 }
 
 #[test]
@@ -121,5 +160,6 @@ fn an_image_that_is_not_there_ends_the_command_with_its_name() {
     let (code, output) = job.wait();
     assert_eq!(code, Some(1), "{output}");
     assert!(output.contains("localhost/absent:1"), "{output}");
+    job.wait_for_report("ImagePullFailed", "localhost/absent:1");
     job.assert_deletes();
 }

@@ -31,7 +31,7 @@ fn template(text: &str) -> tempfile::NamedTempFile {
 #[test]
 fn two_jobs_train_side_by_side() {
     let Some(namespace) = namespace("two") else { return };
-    let options = ["--num-workers", "2", "--num-epochs", "40"];
+    let options = ["--num-workers", "2", "--num-epochs", "15"];
     let jobs = ["left", "right"].map(|name| Job::start(&namespace, name, &options, 3000));
     let [left, right] = jobs;
     let pods = left.wait_for_group(2);
@@ -41,9 +41,9 @@ fn two_jobs_train_side_by_side() {
     let before = generation(&right);
     namespace.kill_inside(&pods[0]);
     let _ = left.wait_for_others(2, &pods[..1]);
-    left.assert_completes(40);
+    left.assert_completes(15);
     assert_eq!(generation(&right), before);
-    right.assert_completes(40);
+    right.assert_completes(15);
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }
 
@@ -56,15 +56,16 @@ fn a_quota_holds_a_job_at_the_size_that_fits_until_it_is_raised() {
     };
     // The master and two workers.
     quota(3);
-    let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "60"], 4000);
+    let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "20"], 4000);
     let few = job.wait_for_group(2);
     job.wait_for("the status tells of the quota", || {
         events(&namespace, "count").contains("exceeded quota").then_some(())
     });
+    job.wait_for_report("QuotaExceeded", "exceeded quota");
     quota(5);
     let many = job.wait_for_group(4);
     assert!(few.iter().all(|pod| many.iter().any(|other| uid(other) == uid(pod))), "a worker was restarted");
-    job.assert_completes(60);
+    job.assert_completes(20);
 }
 
 #[test]
@@ -79,6 +80,7 @@ fn workers_over_their_memory_limit_end_the_job_with_the_option_that_helps() {
         assert!(output.contains(words), "{words}: {output}");
         assert!(events(&namespace, "count").contains(words), "{words}: {}", events(&namespace, "count"));
     }
+    job.wait_for_report("WorkerOOMKilled", "memory");
     job.assert_deletes();
 }
 
@@ -91,7 +93,7 @@ fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
         "--num-workers",
         "2",
         "--num-epochs",
-        "40",
+        "15",
         "--max-worker-restarts",
         "1",
         "--worker-pod-template",
@@ -106,7 +108,8 @@ fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
     let _ = job.wait_for_others(2, &pods[..1]);
     let events = events(&namespace, "count");
     assert!(events.contains("Evicted") && events.contains("failure 1 of at most 1"), "{events}");
-    job.assert_completes(40);
+    job.wait_for_report("WorkerOverLimit", "Evicted");
+    job.assert_completes(15);
 }
 
 #[test]
@@ -121,6 +124,7 @@ fn a_secret_that_is_missing_is_named_and_ends_the_job() {
     let (code, output) = job.wait();
     assert_eq!(code, Some(1), "{output}");
     assert!(output.contains("secret \"absent\" not found"), "{output}");
+    job.wait_for_report("ConfigError", "secret \"absent\" not found");
     job.assert_deletes();
 }
 
@@ -131,6 +135,7 @@ fn workers_that_fit_nowhere_wait_and_the_status_says_why() {
     let mut job = Job::start(&namespace, "count", &options, 0);
     job.wait_for_event(&["Unschedulable", "Insufficient cpu"]);
     assert!(events(&namespace, "count").contains("Insufficient cpu"), "{}", events(&namespace, "count"));
+    job.wait_for_report("Unschedulable", "Insufficient cpu");
     let stopped = namespace.elasticdl("stop", ["count"]).output().unwrap();
     assert!(stopped.status.success());
     let (code, output) = job.wait();

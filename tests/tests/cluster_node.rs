@@ -41,7 +41,7 @@ fn generation(job: &Job<'_>) -> u64 {
 fn training_goes_on_while_the_api_server_is_away() {
     let Some((namespace, _guard)) = namespace("away") else { return };
     let server = ApiServer::new();
-    let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "200"], 4000);
+    let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "25"], 4000);
     let pods = job.wait_for_group(3);
     let (generation, step, since) = (generation(&job), job.step(), Instant::now());
     let stopped = server.stop(AWAY + Duration::from_secs(10));
@@ -59,14 +59,14 @@ fn training_goes_on_while_the_api_server_is_away() {
     assert_eq!(job.status()["generation"].as_u64(), Some(generation), "{}", job.status()["memberships"]);
     assert_eq!(namespace.workers("count").len(), 3, "a worker was created twice");
     assert_eq!(job.launches(), [1, 2, 3]);
-    job.assert_completes(200);
+    job.assert_completes(25);
 }
 
 #[test]
 fn drained_workers_come_back_with_the_node() {
     let Some((namespace, _guard)) = namespace("drained") else { return };
     let node = Node::only();
-    let options = ["--num-workers", "3", "--num-epochs", "100", "--max-worker-restarts", "0"];
+    let options = ["--num-workers", "3", "--num-epochs", "25", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let pods = job.wait_for_group(3);
     let step = job.step();
@@ -88,7 +88,7 @@ fn drained_workers_come_back_with_the_node() {
     let pods = job.wait_for_group(3);
     assert!(pods.iter().any(|pod| uid(pod) == uid(&rest[0])), "the worker that stayed was restarted");
     assert!(job.step() > step, "training began anew");
-    job.assert_completes(100);
+    job.assert_completes(25);
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn preempted_workers_come_back_when_the_service_has_gone() {
     // Four workers and the master fill the node.
     let cpu = (Node::only().free_cpu_millis() - 30) / 4;
     let resources = format!("cpu={cpu}m,memory=64Mi");
-    let options = ["--num-workers", "4", "--num-epochs", "100", "--max-worker-restarts", "0"];
+    let options = ["--num-workers", "4", "--num-epochs", "25", "--max-worker-restarts", "0"];
     let placed = ["--worker-resources", &resources, "--worker-priority-class", low.name()];
     let job = Job::start(&namespace, "count", &[&options[..], &placed].concat(), 4000);
     let pods = job.wait_for_group(4);
@@ -110,6 +110,7 @@ fn preempted_workers_come_back_when_the_service_has_gone() {
         uids(&rest).iter().all(|uid| uids(&pods).contains(uid)),
         "a worker that was not in the way was restarted"
     );
+    job.wait_for_report("WorkerPreempted", "reempted by");
     let step = job.step();
     must(kubectl().args(["--namespace", namespace.name(), "delete", "deployment", "service"]));
     let pods = job.wait_for_group(4);
@@ -118,7 +119,45 @@ fn preempted_workers_come_back_when_the_service_has_gone() {
         "a worker that was not in the way was restarted"
     );
     assert!(job.step() > step, "training began anew");
-    job.assert_completes(100);
+    job.assert_completes(25);
+}
+
+#[test]
+fn two_jobs_share_the_node_evenly_and_a_service_takes_the_top_rungs_alone() {
+    let Some((namespace, _guard)) = namespace("fair") else { return };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    must(kubectl().args(["apply", "-f", "manifests/priorityclasses.yaml"]).current_dir(root));
+    // Eight workers and two masters fill the node.
+    let cpu = (Node::only().free_cpu_millis() - 40) / 8;
+    let resources = format!("cpu={cpu}m,memory=64Mi");
+    let options = ["--num-workers", "8", "--num-epochs", "30", "--max-worker-restarts", "0"];
+    let options = [&options[..], &["--worker-resources", &resources]].concat();
+    let first = Job::start(&namespace, "first", &options, 4000);
+    let alone = first.wait_for_group(8);
+    let second = Job::start(&namespace, "second", &options, 4000);
+    // Core, and the rung up to the fourth worker: four each.
+    let [ours, theirs] = [&first, &second].map(|job| job.wait_for_group(4));
+    assert!(
+        uids(&ours).iter().all(|uid| uids(&alone).contains(uid)),
+        "a worker that was not in the way was restarted"
+    );
+    let core = |pods: &[Value]| {
+        let class = |pod: &&Value| pod["spec"]["priorityClassName"] == "elasticdl-core";
+        pods.iter().filter(class).map(|pod| uid(pod).to_owned()).collect::<Vec<_>>()
+    };
+    let cores = [core(&ours), core(&theirs)];
+    assert_eq!(cores.each_ref().map(Vec::len), [1, 1]);
+    // A service, which has no class, needs all but the core.
+    namespace.apply(&service("", 6, cpu));
+    for (job, core) in [&first, &second].into_iter().zip(&cores) {
+        assert_eq!(uids(&job.wait_for_group(1)), *core, "a service took a core worker's place");
+    }
+    let steps = [&first, &second].map(Job::step);
+    must(kubectl().args(["--namespace", namespace.name(), "delete", "deployment", "service"]));
+    let _ = [&first, &second].map(|job| job.wait_for_group(4));
+    assert!(first.step() > steps[0] && second.step() > steps[1], "training began anew");
+    first.assert_completes(30);
+    second.assert_completes(30);
 }
 
 /// A Deployment that does nothing, with what its pods ask of the node.
@@ -133,7 +172,7 @@ spec:
   template:
     metadata: {{labels: {{app: service}}}}
     spec:
-      priorityClassName: {priority_class}
+      priorityClassName: '{priority_class}'
       terminationGracePeriodSeconds: 1
       containers:
       - name: service

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::following::Following;
-use super::kubectl::text;
+use super::kubectl::{kubectl, must, text};
 use super::namespace::Namespace;
 
 /// A job whose model's parameters count records, so that its last line proves what the ledger says.
@@ -91,6 +91,21 @@ impl<'a> Job<'a> {
             let says =
                 |event: &Value| event.as_str().is_some_and(|e| words.iter().all(|word| e.contains(word)));
             events.iter().any(says).then_some(())
+        });
+    }
+
+    /// Waits for an Event about the master's Job with this reason, that says this: what `kubectl describe job` shows.
+    pub fn wait_for_report(&self, reason: &str, words: &str) {
+        let about =
+            format!("involvedObject.kind=Job,involvedObject.name={}-master,reason={reason}", self.name);
+        self.wait_for(&format!("an Event {reason}: {words}"), || {
+            let get =
+                ["--namespace", self.namespace.name(), "get", "events", "-o", "json", "--field-selector"];
+            let output = must(kubectl().args(get).arg(&about));
+            let list: Value = serde_json::from_slice(&output.stdout).expect("kubectl prints JSON");
+            let says =
+                |event: &Value| event["message"].as_str().is_some_and(|message| message.contains(words));
+            list["items"].as_array()?.iter().any(says).then_some(())
         });
     }
 
