@@ -3,7 +3,7 @@
 //! **Invariant:** a worker is in [`Crew::workers`] exactly while its stream is open and it is not given up: whatever is
 //! sent goes to one of these. Its launch stays until the process has ended.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
 use elasticdl_proto::{Generation, WorkerId};
@@ -130,11 +130,13 @@ impl Crew {
 
     /// The lowest place that nobody who stays has.
     pub(super) fn free_index(&self) -> u32 {
-        let mut taken: Vec<u32> = self.launches.values().filter(|l| l.stays()).map(|l| l.index).collect();
-        taken.sort_unstable();
-        taken.dedup();
-        let free = (0..).zip(&taken).find(|&(place, &index)| place != index);
-        free.map_or(taken.len() as u32, |(place, _)| place)
+        self.free_places().next().unwrap_or_default()
+    }
+
+    /// The places that no launch has, lowest first, without end.
+    pub(super) fn free_places(&self) -> impl Iterator<Item = u32> + use<> {
+        let taken: BTreeSet<u32> = self.launches.values().filter(|l| l.stays()).map(|l| l.index).collect();
+        (0..).filter(move |place| !taken.contains(place))
     }
 
     /// Launches from place `from` on that have no room yet, lowest place first.

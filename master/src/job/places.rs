@@ -19,6 +19,7 @@ impl Job {
         if self.phase != Phase::Running {
             return;
         }
+        self.lower_probes();
         // Until the data is known to be usable, one worker is enough to look at it.
         let wanted = if self.dataset.is_some() { self.wanted } else { 1 };
         let vacancies = self.crew.vacancies(wanted as usize, self.spec.max_workers as usize);
@@ -84,6 +85,7 @@ impl Job {
                 self.tight_until = Some(until);
                 self.timer(until, Timer::Relaunch);
                 self.withdraw_probes();
+                self.launch_missing(now);
             }
         }
         if was_awaited {
@@ -93,17 +95,34 @@ impl Job {
 
     /// Takes back what was asked for in vain, from the highest place down, but for the probes.
     fn withdraw_probes(&mut self) {
-        let probes = self.crew.roomless(self.spec.min_workers);
-        let waits = |id: &LaunchId| self.crew.launches[id].room == Room::Waits;
-        let surplus: Vec<LaunchId> = probes.into_iter().filter(waits).skip(self.probes()).collect();
-        for launch in surplus {
-            if let Some(l) = self.crew.launches.get_mut(&launch) {
-                l.leaving = true;
-                l.fate = Fate::Excused;
-                self.fresh += 1;
-            }
-            self.kill(launch);
+        let probes = self.waiting_probes();
+        probes.into_iter().skip(self.probes()).for_each(|launch| self.withdraw(launch));
+    }
+
+    /// Probes wait at the lowest places that are free: one at a higher place may be of a lesser class, and wait while
+    /// others of its place's class, or a job beside it, get the room.
+    fn lower_probes(&mut self) {
+        let free = self.crew.free_places().skip_while(|&place| place < self.spec.min_workers);
+        let higher = |&(launch, place): &(LaunchId, u32)| self.crew.launches[&launch].index > place;
+        let high: Vec<_> = self.waiting_probes().into_iter().rev().zip(free).take_while(higher).collect();
+        high.into_iter().for_each(|(launch, _)| self.withdraw(launch));
+    }
+
+    /// The launches beyond the core that are known to wait for room, lowest place first.
+    fn waiting_probes(&self) -> Vec<LaunchId> {
+        let mut probes = self.crew.roomless(self.spec.min_workers);
+        probes.retain(|id| self.crew.launches[id].room == Room::Waits);
+        probes
+    }
+
+    /// Takes back a launch that has no worker, which nobody is to blame for.
+    fn withdraw(&mut self, launch: LaunchId) {
+        if let Some(l) = self.crew.launches.get_mut(&launch) {
+            l.leaving = true;
+            l.fate = Fate::Excused;
+            self.fresh += 1;
         }
+        self.kill(launch);
     }
 
     pub(super) fn on_launch_runs(&mut self, now: Time, launch: LaunchId) {

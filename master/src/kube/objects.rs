@@ -394,8 +394,10 @@ pub const INDEX_LABEL: &str = "elasticdl/index";
 pub const LAUNCH_LABEL: &str = "elasticdl/launch";
 
 const ANCHOR_LABEL: &str = "elasticdl/anchor";
-/// Masters that may fail before the Job gives up.
-const BACKOFF_LIMIT: i32 = 3;
+/// Masters that may fail before the Job gives up: those of evictions and lost nodes count, too. A pod failure policy would
+/// tell them apart, but with one a lost node's master is not replaced until the node is deleted. A job that has failed
+/// is retried as often, for about ten minutes: each of these masters sees its end and exits at once.
+const BACKOFF_LIMIT: i32 = 6;
 const ELASTICDL: &str = "elasticdl";
 const JOB_LABEL: &str = "elasticdl/job";
 const ROLE_LABEL: &str = "elasticdl/role";

@@ -72,6 +72,33 @@ fn a_job_grows_by_one_with_each_place_that_a_probe_gets() {
     assert_eq!(done(&mut job), []);
 }
 
+/// A higher place may be of a lower priority: who waits there would see others take the room of the places below.
+#[test]
+fn probes_move_down_to_the_places_that_become_free() {
+    let mut job = asked(6, 1);
+    (2..=4).for_each(|launch| has_room(&mut job, 5, launch));
+    (5..=6).for_each(|launch| no_room(&mut job, 10, launch));
+    ended(&mut job, 20, 3);
+    assert_eq!(done(&mut job), [kill(6), launch_at(7, 2)]);
+    ended(&mut job, 21, 6);
+    // A word about room is still out for launch 7, and then it waits at the better of both places.
+    ended(&mut job, 22, 2);
+    assert_eq!(done(&mut job), [kill(5), launch_at(8, 1)]);
+    ended(&mut job, 23, 5);
+    (7..=8).for_each(|launch| no_room(&mut job, 24, launch));
+    ended(&mut job, 25, 4);
+    assert_eq!((done(&mut job), job.restarts.counted()), (vec![], 0));
+}
+
+#[test]
+fn probes_leave_free_places_of_the_core_to_it() {
+    let mut job = asked(4, 2);
+    has_room(&mut job, 5, 2);
+    (3..=4).for_each(|launch| no_room(&mut job, 10, launch));
+    ended(&mut job, 20, 2);
+    assert_eq!(done(&mut job), [launch_at(5, 1)]);
+}
+
 #[test]
 fn the_core_is_asked_for_whether_there_is_room_or_not() {
     let mut job = asked(6, 4);
