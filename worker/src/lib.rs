@@ -71,6 +71,7 @@ mod reader;
 pub mod readers;
 mod run;
 mod schedule;
+pub mod storage;
 mod tensors;
 mod trainer;
 

@@ -1,0 +1,350 @@
+//! Where files are: a folder of this machine, or an object store, behind one address.
+//!
+//! | address | what it is | settings, from the environment |
+//! |---|---|---|
+//! | a plain path, `file:///path` | a folder or file that this process sees | |
+//! | `s3://bucket/path` | S3, or what speaks its protocol | `AWS_ACCESS_KEY_ID`, `AWS_REGION`, `AWS_ENDPOINT`, … |
+//! | `gs://bucket/path` | Google Cloud Storage | `GOOGLE_SERVICE_ACCOUNT`, … |
+//! | `az://container/path` | Azure Blob Storage | `AZURE_STORAGE_ACCOUNT_NAME`, … |
+//!
+//! Calls block, so they belong to threads that may wait; requests run on a small runtime of their own. What fails for a
+//! moment is tried again, within [`RETRY_TIME`].
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::TryStreamExt;
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use object_store::{
+    BackoffConfig, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme, PutPayload, RetryConfig,
+    WriteMultipart,
+};
+use tokio::runtime::Runtime;
+use url::Url;
+
+/// A place for files: paths given to its methods are relative to it, with `/` between their parts; the empty path is
+/// the place itself.
+#[derive(Clone, Debug)]
+pub struct Storage {
+    store: Arc<dyn ObjectStore>,
+    root: Path,
+    address: String,
+}
+
+/// A file that was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Relative to where it was looked for.
+    pub path: String,
+    /// Its length.
+    pub bytes: u64,
+}
+
+/// Why a place can't be used, or what it refused. The text names the address, and the file.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StorageError {
+    /// No place can have this address; the reason says what would be right.
+    #[error("{address}: {reason}")]
+    Address {
+        /// As it was given.
+        address: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The place has no such file.
+    #[error("{path}: no such file")]
+    NotFound {
+        /// The whole address.
+        path: String,
+    },
+    /// It refused, or did not answer in time, and was asked again where that could help.
+    #[error("{path}: {source}")]
+    Store {
+        /// The whole address.
+        path: String,
+        /// Its word.
+        source: Box<object_store::Error>,
+    },
+}
+
+impl Storage {
+    /// The place at `address`: a plain path, `file://`, `s3://`, `gs://` or `az://`. Nothing is asked of it yet; a folder
+    /// that is not there is made when something is written to it.
+    ///
+    /// # Errors
+    /// The address can't be one, or settings that it needs are missing or wrong.
+    pub fn open(address: &str) -> Result<Self, StorageError> {
+        let wrong = |reason: String| StorageError::Address { address: address.to_owned(), reason };
+        if address.is_empty() {
+            return Err(wrong("an empty address; it must be a path or s3://, gs:// or az://".into()));
+        }
+        if !address.contains("://") {
+            let path = std::path::absolute(address).map_err(|error| wrong(error.to_string()))?;
+            let root = Path::from_absolute_path(path).map_err(|error| wrong(error.to_string()))?;
+            return Ok(Self { store: local(), root, address: address.to_owned() });
+        }
+        let url = Url::parse(address).map_err(|error| wrong(error.to_string()))?;
+        let unknown = || wrong("not a place for files; it must be a path or s3://, gs:// or az://".into());
+        let (scheme, path) = ObjectStoreScheme::parse(&url).map_err(|_| unknown())?;
+        let failed = |error: object_store::Error| wrong(error.to_string());
+        // The clients look for the process's way to do TLS; one that is set already is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let store: Arc<dyn ObjectStore> = match scheme {
+            ObjectStoreScheme::Local => local(),
+            ObjectStoreScheme::AmazonS3 => {
+                let builder = AmazonS3Builder::from_env().with_url(address).with_retry(retries());
+                Arc::new(builder.build().map_err(failed)?)
+            }
+            ObjectStoreScheme::GoogleCloudStorage => {
+                let builder = GoogleCloudStorageBuilder::from_env().with_url(address).with_retry(retries());
+                Arc::new(builder.build().map_err(failed)?)
+            }
+            ObjectStoreScheme::MicrosoftAzure => {
+                let builder = MicrosoftAzureBuilder::from_env().with_url(address).with_retry(retries());
+                Arc::new(builder.build().map_err(failed)?)
+            }
+            _ => return Err(unknown()),
+        };
+        let root = Path::parse(path.as_ref()).map_err(|error| wrong(error.to_string()))?;
+        Ok(Self { store, root, address: address.trim_end_matches('/').to_owned() })
+    }
+
+    /// Files in `store` below `root`. `address`: how errors name it.
+    pub fn within(store: Arc<dyn ObjectStore>, root: Path, address: impl Into<String>) -> Self {
+        Self { store, root, address: address.into() }
+    }
+
+    /// Whether `address` is one of an object store, and not of a path that this machine must have.
+    #[must_use]
+    pub fn is_remote(address: &str) -> bool {
+        address.contains("://") && !address.starts_with("file:")
+    }
+
+    /// How it was given.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The place at `path` below this one.
+    #[must_use]
+    pub fn join(&self, path: &str) -> Self {
+        Self { store: Arc::clone(&self.store), root: self.at(path), address: self.name(path) }
+    }
+
+    /// All of a file.
+    ///
+    /// # Errors
+    /// [`StorageError::NotFound`], or the store's.
+    pub fn read(&self, path: &str) -> Result<Bytes, StorageError> {
+        let at = self.at(path);
+        self.wait(path, async { self.store.get(&at).await?.bytes().await })
+    }
+
+    /// Bytes `range` of a file; fewer where it ends before.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read); a range that begins at or behind the file's end.
+    pub fn read_range(&self, path: &str, range: Range<u64>) -> Result<Bytes, StorageError> {
+        let at = self.at(path);
+        self.wait(path, self.store.get_range(&at, range))
+    }
+
+    /// Length of a file, in bytes.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read).
+    pub fn bytes(&self, path: &str) -> Result<u64, StorageError> {
+        let at = self.at(path);
+        self.wait(path, async { Ok(self.store.head(&at).await?.size) })
+    }
+
+    /// All files below `path`, at any depth, in the order of their paths; none where there is no such folder.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn list(&self, path: &str) -> Result<Vec<Found>, StorageError> {
+        let below = self.at(path);
+        let list = self.store.list(Some(&below)).try_collect::<Vec<_>>();
+        let mut found = match self.wait(path, list) {
+            Ok(list) => Vec::from_iter(list.into_iter().filter_map(|meta| {
+                let parts = meta.location.prefix_match(&below)?;
+                let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
+                Some(Found { path: parts.join("/"), bytes: meta.size })
+            })),
+            Err(StorageError::NotFound { .. }) => Vec::new(),
+            Err(error) => return Err(error),
+        };
+        found.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(found)
+    }
+
+    /// Writes a whole file: it is there with all of `parts`, one behind the other, or as it was before.
+    ///
+    /// Parts are not copied where the store takes them as they are.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn write(&self, path: &str, parts: Vec<Bytes>) -> Result<(), StorageError> {
+        let at = self.at(path);
+        let bytes: usize = parts.iter().map(Bytes::len).sum();
+        self.wait(path, async {
+            if bytes <= PART_BYTES {
+                return self.store.put(&at, PutPayload::from_iter(parts)).await.map(|_| ());
+            }
+            let upload = self.store.put_multipart(&at).await?;
+            let mut upload = WriteMultipart::new_with_chunk_size(upload, PART_BYTES);
+            for part in parts {
+                upload.wait_for_capacity(PARTS_AT_ONCE).await?;
+                upload.put(part);
+            }
+            upload.finish().await.map(|_| ())
+        })
+    }
+
+    /// Removes a file; one that is not there is no error.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn remove(&self, path: &str) -> Result<(), StorageError> {
+        let at = self.at(path);
+        match self.wait(path, self.store.delete(&at)) {
+            Err(StorageError::NotFound { .. }) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn at(&self, path: &str) -> Path {
+        let parts = path.split('/').filter(|part| !part.is_empty());
+        parts.fold(self.root.clone(), |at, part| at.join(part))
+    }
+
+    fn name(&self, path: &str) -> String {
+        match path {
+            "" => self.address.clone(),
+            path => format!("{}/{path}", self.address.trim_end_matches('/')),
+        }
+    }
+
+    fn wait<T>(
+        &self,
+        path: &str,
+        request: impl Future<Output = object_store::Result<T>>,
+    ) -> Result<T, StorageError> {
+        runtime().block_on(request).map_err(|error| match error {
+            object_store::Error::NotFound { .. } => StorageError::NotFound { path: self.name(path) },
+            source => StorageError::Store { path: self.name(path), source: Box::new(source) },
+        })
+    }
+}
+
+impl fmt::Display for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.address)
+    }
+}
+
+fn local() -> Arc<dyn ObjectStore> {
+    // Folders that are emptied stay: another process may be about to write into them.
+    Arc::new(LocalFileSystem::new().with_fsync(true))
+}
+
+fn retries() -> RetryConfig {
+    let backoff =
+        BackoffConfig { init_backoff: Duration::from_millis(100), max_backoff: RETRY_PAUSE, base: 2.0 };
+    RetryConfig { backoff, max_retries: RETRIES, retry_timeout: RETRY_TIME }
+}
+
+/// Where requests run. Callers may be threads of any other runtime, or of none.
+fn runtime() -> &'static Runtime {
+    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+    RUNTIME.get_or_init(|| {
+        tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("storage")
+            .enable_all()
+            .build()
+            .expect("the system gives a process that trains two threads more")
+    })
+}
+
+/// Larger files are written in parts of this many bytes; S3 takes no smaller ones, and 10,000 of them.
+const PART_BYTES: usize = 16 << 20;
+
+const PARTS_AT_ONCE: usize = 4;
+
+/// What fails for a moment is tried again for this long, unless it fails [`RETRIES`] times.
+const RETRY_TIME: Duration = Duration::from_secs(60);
+
+const RETRIES: usize = 10;
+
+const RETRY_PAUSE: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder() -> (tempfile::TempDir, Storage) {
+        let folder = tempfile::tempdir().unwrap();
+        let storage = Storage::open(folder.path().join("a b/c%d").to_str().unwrap()).unwrap();
+        (folder, storage)
+    }
+
+    #[test]
+    fn what_is_written_is_read_found_and_removed() {
+        let (folder, storage) = folder();
+        assert_eq!(storage.list("").unwrap(), []);
+        storage.write("x/1", vec![Bytes::from_static(b"abc"), Bytes::from_static(b"de")]).unwrap();
+        storage.join("x").write("0", vec![Bytes::from_static(b"f")]).unwrap();
+        let at = folder.path().join("a b/c%d/x/1");
+        assert_eq!(std::fs::read(at).unwrap(), b"abcde", "a path is the path that the system knows");
+        assert_eq!(storage.read("x/1").unwrap(), "abcde");
+        assert_eq!(
+            (storage.read_range("x/1", 1..3).unwrap(), storage.bytes("x/1").unwrap()),
+            ("bc".into(), 5)
+        );
+        let found = |path: &str, bytes| Found { path: path.into(), bytes };
+        assert_eq!(storage.list("").unwrap(), [found("x/0", 1), found("x/1", 5)]);
+        assert_eq!(storage.list("x").unwrap(), [found("0", 1), found("1", 5)]);
+        storage.remove("x/1").unwrap();
+        storage.remove("x/1").unwrap();
+        let error = storage.read("x/1").unwrap_err();
+        assert!(matches!(&error, StorageError::NotFound { path } if path.ends_with("c%d/x/1")), "{error}");
+    }
+
+    #[test]
+    fn a_large_file_is_written_in_parts_and_is_whole() {
+        let (_folder, storage) = folder();
+        let bytes: Vec<u8> = (0..PART_BYTES * 2 + 7).map(|i| (i % 251) as u8).collect();
+        let parts = vec![Bytes::copy_from_slice(&bytes[..100]), Bytes::copy_from_slice(&bytes[100..])];
+        storage.write("large", parts).unwrap();
+        assert!(storage.read("large").unwrap() == bytes);
+    }
+
+    #[test]
+    fn a_file_url_is_a_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().to_str().unwrap();
+        Storage::open(path).unwrap().write("a", vec![Bytes::from_static(b"1")]).unwrap();
+        assert_eq!(Storage::open(&format!("file://{path}/")).unwrap().read("a").unwrap(), "1");
+    }
+
+    #[test]
+    fn an_address_that_is_none_is_refused_with_what_would_be_right() {
+        for address in ["", "ftp://host/x", "memory:///", "s3://", "http://host/x"] {
+            let error = Storage::open(address).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{address}: ")), "{error}");
+        }
+        for address in ["s3://bucket/a/b", "gs://bucket/a"] {
+            assert_eq!(Storage::open(address).unwrap().address(), address);
+        }
+    }
+}
