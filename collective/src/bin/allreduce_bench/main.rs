@@ -1,0 +1,208 @@
+//! Times an all-reduce of f32 sums, checks what comes out, and prints one line of JSON.
+//!
+//! ```sh
+//! cargo run --release -p elasticdl-collective --bin allreduce_bench -- \
+//!     --world 4 --bytes 67108864 --iters 9 --transport tcp
+//! ```
+//!
+//! runs four ranks as processes of this machine. With `--rank R --peers a:p,b:p,…` this process is one rank of a
+//! group whose other ranks are started the same way elsewhere. With `--recover` each iteration is a group of its
+//! own that loses its last rank in the middle of an operation; the line then says how long the survivors took
+//! until they were in a new group, and until the operation that they retried was complete.
+
+mod rank;
+
+use std::error::Error;
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
+
+use clap::{Parser, ValueEnum};
+
+use crate::rank::Event;
+
+/// Times an all-reduce of f32 sums
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Ranks
+    #[arg(long, default_value_t = 2)]
+    world: usize,
+    /// Length of the buffer, rounded down to whole elements
+    #[arg(long, default_value_t = 64 << 20)]
+    bytes: usize,
+    /// Operations that are timed, after three that are not
+    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
+    iters: u32,
+    /// What ranks of one host speak over
+    #[arg(long, default_value = "auto")]
+    transport: Transport,
+    /// Time the recovery of a group of which one rank is killed in the middle of an operation
+    #[arg(long)]
+    recover: bool,
+    /// Run this rank alone; its peers run elsewhere
+    #[arg(long, requires = "peers")]
+    rank: Option<usize>,
+    /// Every rank's address, in rank order; `-` says its own on standard output and reads the list from standard input
+    #[arg(long, value_name = "ADDRESS,…", requires = "rank")]
+    peers: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum Transport {
+    Auto,
+    Tcp,
+}
+
+type Fallible<T> = Result<T, Box<dyn Error>>;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let done = match (&arguments.rank, &arguments.peers) {
+        (Some(rank), Some(peers)) => rank::run(&arguments, *rank, peers),
+        _ if arguments.recover => recover(&arguments),
+        _ => reduce(&arguments),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say(std::io::stderr(), &format!("allreduce_bench: {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Forks the ranks; the first one says the times.
+fn reduce(arguments: &Arguments) -> Fallible<()> {
+    let mut ranks = Ranks::start(arguments)?;
+    let line = ranks.line(0)?;
+    ranks.wait()?;
+    say(std::io::stdout(), &line);
+    Ok(())
+}
+
+fn recover(arguments: &Arguments) -> Fallible<()> {
+    if arguments.world < 2 {
+        return Err("a recovery takes at least two ranks".into());
+    }
+    let victim = arguments.world - 1;
+    let mut gaps = [const { Vec::new() }; 3];
+    for _ in 0..arguments.iters {
+        let mut ranks = Ranks::start(arguments)?;
+        let killed = Event::decode(&ranks.line(victim)?)?.at;
+        let mut latest = [0.0_f64; 3];
+        for rank in 0..victim {
+            for latest in &mut latest {
+                let gap = Event::decode(&ranks.line(rank)?)?.at.saturating_sub(killed).as_secs_f64();
+                *latest = latest.max(gap);
+            }
+        }
+        // The victim's end is no success, and the others have said all.
+        let _ = ranks.wait();
+        gaps.iter_mut().zip(latest).for_each(|(gaps, gap)| gaps.push(gap));
+    }
+    let [detected, regrouped, retried] = gaps.map(|gaps| quantiles(gaps).map(|s| s * 1e3));
+    let Arguments { world, bytes, iters, .. } = arguments;
+    let transport = arguments.transport.name();
+    say(
+        std::io::stdout(),
+        &format!(
+            "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{transport}\",\"iters\":{iters},\
+             \"detected_median_ms\":{:.3},\"detected_p99_ms\":{:.3},\"regrouped_median_ms\":{:.3},\
+             \"regrouped_p99_ms\":{:.3},\"retried_median_ms\":{:.3},\"retried_p99_ms\":{:.3}}}",
+            detected[0], detected[1], regrouped[0], regrouped[1], retried[0], retried[1]
+        ),
+    );
+    Ok(())
+}
+
+/// The processes of a group. Those that still run when this is dropped are killed.
+struct Ranks {
+    children: Vec<(Child, BufReader<ChildStdout>)>,
+}
+
+impl Ranks {
+    /// Starts the processes and tells all of them where the others are.
+    fn start(arguments: &Arguments) -> Fallible<Self> {
+        let mut ranks = Self { children: Vec::new() };
+        for rank in 0..arguments.world {
+            let mut command = Command::new(std::env::current_exe()?);
+            command.args(["--rank", &rank.to_string(), "--peers", rank::ASK]).args(arguments.for_a_rank());
+            let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+            let lines = BufReader::new(child.stdout.take().expect("it is piped"));
+            ranks.children.push((child, lines));
+        }
+        let addresses: Result<Vec<SocketAddr>, Box<dyn Error>> =
+            (0..arguments.world).map(|rank| Ok(ranks.line(rank)?.parse()?)).collect();
+        let list = addresses?.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",");
+        for (child, _) in &mut ranks.children {
+            let mut input = child.stdin.take().expect("it is piped");
+            writeln!(input, "{list}")?;
+        }
+        Ok(ranks)
+    }
+
+    /// The next line that a rank says.
+    fn line(&mut self, rank: usize) -> Fallible<String> {
+        let mut line = String::new();
+        self.children[rank].1.read_line(&mut line)?;
+        match line.trim_end() {
+            "" => Err(format!("rank {rank} ended early").into()),
+            line => Ok(line.to_owned()),
+        }
+    }
+
+    fn wait(mut self) -> Fallible<()> {
+        for (rank, (child, _)) in self.children.iter_mut().enumerate() {
+            let status = child.wait()?;
+            if !status.success() {
+                return Err(format!("rank {rank}: {status}").into());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for (child, _) in &mut self.children {
+            // One that has ended already is only reaped.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Arguments {
+    fn for_a_rank(&self) -> Vec<String> {
+        let Self { world, bytes, iters, transport, recover, rank: _, peers: _ } = self;
+        let mut all = vec![
+            format!("--world={world}"),
+            format!("--bytes={bytes}"),
+            format!("--iters={iters}"),
+            format!("--transport={}", transport.name()),
+        ];
+        all.extend(recover.then(|| "--recover".to_owned()));
+        all
+    }
+}
+
+impl Transport {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+/// The median and the 99th percentile.
+fn quantiles(mut samples: Vec<f64>) -> [f64; 2] {
+    samples.sort_by(f64::total_cmp);
+    [samples[samples.len() / 2], samples[(samples.len() * 99).div_ceil(100) - 1]]
+}
+
+/// Prints a line. Who listens no more misses nothing.
+fn say(mut to: impl Write, line: &str) {
+    let _ = writeln!(to, "{line}");
+    let _ = to.flush();
+}

@@ -1,0 +1,165 @@
+//! One rank's process.
+
+use std::io::{stdin, stdout};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::time::{Duration, Instant};
+use std::{iter, thread};
+
+use elasticdl_collective::{Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing};
+use rustix::process::{Signal, getpid, kill_process};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::{Arguments, Fallible, quantiles, say};
+
+/// The peers' addresses are asked for.
+pub(crate) const ASK: &str = "-";
+
+/// Something happened in a rank, by a clock that all processes of a machine share.
+pub(crate) struct Event {
+    pub(crate) at: Duration,
+}
+
+impl Event {
+    fn now() -> Self {
+        let now = clock_gettime(ClockId::Monotonic);
+        let (seconds, nanos) = (now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs());
+        Self { at: Duration::from_secs(seconds) + Duration::from_nanos(nanos) }
+    }
+
+    fn tell(&self) {
+        say(stdout(), &self.at.as_nanos().to_string());
+    }
+
+    pub(crate) fn decode(line: &str) -> Fallible<Self> {
+        Ok(Self { at: Duration::from_nanos(line.parse()?) })
+    }
+}
+
+pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<()> {
+    let (listener, addresses) = listen(rank, peers)?;
+    let world = addresses.len();
+    let members: Vec<Member> = (0..).zip(addresses).map(|(id, address)| Member { id, address }).collect();
+    let endpoint =
+        Endpoint::from_listener(listener, "allreduce_bench", rank as u64, Secret::new("allreduce_bench"))?;
+    let ring = endpoint.connect(&GroupSpec { generation: 1, members: members.clone() }, CONNECT_TIME_MAX)?;
+    let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
+    bench.warm_up()?;
+    if !arguments.recover {
+        let times = iter::repeat_with(|| bench.timed())
+            .take(arguments.iters as usize)
+            .collect::<Result<Vec<_>, _>>()?;
+        bench.check()?;
+        if rank == 0 {
+            say(stdout(), &line(arguments, world, times));
+        }
+        return Ok(());
+    }
+
+    let [median, _] = quantiles(iter::repeat_with(|| bench.timed()).take(5).collect::<Result<Vec<_>, _>>()?);
+    bench.ring.all_gather(&[])?;
+    if rank + 1 == world {
+        thread::spawn(move || {
+            thread::sleep(Duration::from_secs_f64(median / 2.0));
+            Event::now().tell();
+            let _ = kill_process(getpid(), Signal::KILL);
+        });
+        bench.reduce()?;
+        // The kill may come a little late.
+        thread::sleep(CONNECT_TIME_MAX);
+        return Err("still alive".into());
+    }
+    // Who was done before the kill fails in the next operation.
+    while bench.reduce().is_ok() {}
+    let failed = Event::now();
+    endpoint.fence().abort_before(2);
+    let survivors = GroupSpec { generation: 2, members: members[..world - 1].to_vec() };
+    bench.ring = endpoint.connect(&survivors, CONNECT_TIME_MAX)?;
+    // All are in the new group when all have spoken in it.
+    bench.ring.all_gather(&[])?;
+    let regrouped = Event::now();
+    bench.reduce()?;
+    let retried = Event::now();
+    bench.check()?;
+    [failed, regrouped, retried].iter().for_each(Event::tell);
+    Ok(())
+}
+
+/// The listener and every rank's address.
+fn listen(rank: usize, peers: &str) -> Fallible<(TcpListener, Vec<SocketAddr>)> {
+    let parse = |list: &str| list.trim().split(',').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>();
+    if peers != ASK {
+        let addresses = parse(peers)?;
+        let own = addresses.get(rank).ok_or("--rank is not the index of one of --peers")?;
+        return Ok((TcpListener::bind(own)?, addresses));
+    }
+    let listener = TcpListener::bind((IpAddr::V4(Ipv4Addr::LOCALHOST), 0))?;
+    say(stdout(), &listener.local_addr()?.to_string());
+    let mut list = String::new();
+    stdin().read_line(&mut list)?;
+    Ok((listener, parse(&list)?))
+}
+
+struct Bench {
+    ring: TcpRing,
+    src: Vec<f32>,
+    dst: Vec<f32>,
+}
+
+impl Bench {
+    fn new(ring: TcpRing, len: usize) -> Self {
+        let rank = ring.rank();
+        Self { ring, src: (0..len).map(|index| part(rank, index)).collect(), dst: vec![f32::NAN; len] }
+    }
+
+    fn warm_up(&mut self) -> Fallible<()> {
+        for _ in 0..3 {
+            self.dst.fill(f32::NAN);
+            self.reduce()?;
+            self.check()?;
+        }
+        Ok(())
+    }
+
+    fn reduce(&mut self) -> Fallible<()> {
+        self.ring.all_reduce(&[], &self.src, &mut self.dst)?;
+        Ok(())
+    }
+
+    /// The seconds that one operation takes once all ranks are there.
+    fn timed(&mut self) -> Fallible<f64> {
+        self.ring.all_gather(&[])?;
+        let started = Instant::now();
+        self.reduce()?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
+    fn check(&self) -> Fallible<()> {
+        let world = self.ring.world_size();
+        for (index, sum) in self.dst.iter().enumerate() {
+            let exact: f32 = (0..world).map(|rank| part(rank, index)).sum();
+            if *sum != exact {
+                return Err(format!("element {index} is {sum}; expected {exact}").into());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a rank contributes: small whole numbers, so that the sum is exact in whatever order.
+fn part(rank: usize, index: usize) -> f32 {
+    ((index * 7 + rank) % 16) as f32
+}
+
+fn line(arguments: &Arguments, world: usize, times: Vec<f64>) -> String {
+    let Arguments { bytes, iters, .. } = arguments;
+    let [median, p99] = quantiles(times);
+    let traffic = 2.0 * (world - 1) as f64 / world as f64 * *bytes as f64;
+    format!(
+        "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\"wire\":\"f32\",\"iters\":{iters},\
+         \"median_s\":{median:.9},\"p99_s\":{p99:.9},\"busbw_gbs\":{:.3}}}",
+        arguments.transport.name(),
+        traffic / median / 1e9
+    )
+}
+
+const CONNECT_TIME_MAX: Duration = Duration::from_secs(20);
