@@ -6,6 +6,7 @@
 //!              ├── local                           workers as processes of this machine
 //!              ├── kube                            jobs in a cluster: workers as pods
 //!              └── progress                        what the user sees meanwhile
+//!                    └── metrics, tensorboard      what other programs see of it
 //!  jobdir, token, entrance                         what lies on disk, who may speak and where
 //!  report                                          how it ended
 //! ```
@@ -23,8 +24,10 @@ pub mod kube;
 mod launches;
 pub mod limits;
 pub mod local;
+pub mod metrics;
 pub mod progress;
 pub mod report;
 pub mod run;
 mod service;
+pub mod tensorboard;
 pub mod token;

@@ -14,13 +14,13 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::sync::watch;
 
-use crate::job::{Status, Time};
+use crate::job::{Snapshot, Status, Time};
 
 /// Shows a job's progress until [`Progress::end`], or until it is dropped.
 #[derive(Debug)]
 pub struct Progress {
     printer: Option<(SyncSender<Line>, JoinHandle<()>)>,
-    published: Option<watch::Sender<Option<Status>>>,
+    published: Option<watch::Sender<Option<Snapshot>>>,
 }
 
 impl Progress {
@@ -41,16 +41,18 @@ impl Progress {
 
     /// Lets `published` see where the job stands, too.
     #[must_use]
-    pub fn published(self, published: watch::Sender<Option<Status>>) -> Self {
+    pub fn published(self, published: watch::Sender<Option<Snapshot>>) -> Self {
         Self { published: Some(published), ..self }
     }
 
     /// Shows where the job stands at `now`.
-    pub fn show(&self, now: Time, status: Status) {
-        if let Some(published) = &self.published {
-            published.send_replace(Some(status.clone()));
+    pub fn show(&self, now: Time, snapshot: Snapshot) {
+        if self.printer.is_some() {
+            self.line(Line::Status(now, Box::new(snapshot.status.clone())));
         }
-        self.line(Line::Status(now, Box::new(status)));
+        if let Some(published) = &self.published {
+            published.send_replace(Some(snapshot));
+        }
     }
 
     /// Shows a notice.

@@ -279,7 +279,7 @@ impl Master {
             }
         };
         let now = self.now();
-        self.progress.show(now, self.job.status(now));
+        self.progress.show(now, self.job.snapshot(now));
         let summary = self.job.summary(now);
         info!(?outcome, steps = summary.steps, "job ended");
         self.peers.clear();
@@ -294,13 +294,14 @@ impl Master {
     }
 
     fn show(&mut self) {
-        let status = self.job.status(self.now());
+        let snapshot = self.job.snapshot(self.now());
+        let status = &snapshot.status;
         // How far the job is need not be exact in its record, but not far behind either.
         let is_behind = status.step != self.written.step && self.written.at.elapsed() >= RECORD_AGE_MAX;
         if is_behind && self.keeping.keeps_steps() {
             self.written.revision = 0;
         }
-        self.progress.show(self.now(), status);
+        self.progress.show(self.now(), snapshot);
     }
 
     /// Keeps what another master would have to know of what is done next.

@@ -309,7 +309,7 @@ fn the_help_is_a_manual() {
         "Exit codes:",
         "Workers:",
         "Data and steps:",
-        "[default: 30s]",
+        "[default: 30s; with --image 5min]",
         "[default: 2]",
         "-- <PROGRAM> [ARGS]...",
         "PROGRAM is your training program",

@@ -52,7 +52,7 @@ fn all_options_reach_the_objects() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("pod.yaml");
     std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
-    let table: [(&[&str], &str); 16] = [
+    let table: [(&[&str], &str); 18] = [
         (&["--service-account", "trainer"], "serviceAccountName: trainer"),
         (&["--master-image", "elasticdl:7"], "image: elasticdl:7"),
         (&["--master-resources", "cpu=3"], "cpu: \"3\""),
@@ -68,6 +68,12 @@ fn all_options_reach_the_objects() {
         (&["--annotations", "note=x"], "note: x"),
         (&["--ttl", "1h"], "ttlSecondsAfterFinished: 3600"),
         (&["--active-deadline", "2h"], "activeDeadlineSeconds: 7200"),
+        (&["--metrics-port", "9100"], "prometheus.io/port: \"9100\""),
+        (
+            &["--tensorboard-dir", "/runs/a", "--volume", "claim_name=runs,mount_path=/runs"],
+            "    volumeMounts:\n        - mountPath: /etc/elasticdl\n          name: token\n          readOnly: true\n        - \
+             mountPath: /tmp\n          name: tmp\n        - mountPath: /runs",
+        ),
         (&["--worker-pod-template", template.to_str().unwrap()], "\"runtimeClassName\": \"nvidia\""),
     ];
     let (_, without, _) = dry_run(&[]);
@@ -80,7 +86,7 @@ fn all_options_reach_the_objects() {
 
 #[test]
 fn options_that_no_server_takes_are_refused_by_name() {
-    let table: [(&[&str], &str); 9] = [
+    let table: [(&[&str], &str); 13] = [
         (&["--worker-resources", "cpu=fast"], "--worker-resources"),
         (&["--env", "ELASTICDL_JOB=x"], "set by elasticdl itself"),
         (&["--volume", "claim_name=c"], "mount_path is missing"),
@@ -90,6 +96,10 @@ fn options_that_no_server_takes_are_refused_by_name() {
         (&["--ttl", "soon"], "--ttl"),
         (&["--local"], "--local"),
         (&["--worker-pod-template", "/absent.yaml"], "/absent.yaml"),
+        (&["--metrics-port", "0"], "1 to 65535"),
+        (&["--metrics-port", "7070"], "workers reach the master"),
+        (&["--tensorboard-dir", "/runs"], "--volume"),
+        (&["--tensorboard-dir", "/r", "--volume", "claim_name=c,mount_path=/r,read_only=true"], "--volume"),
     ];
     for (options, expected) in table {
         let (success, _, error) = dry_run(options);

@@ -179,6 +179,7 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
         loss_sum: 8.0,
         records: 4,
         compute_us: vec![10],
+        times: None,
     };
     worker.say(Said::Committed(committed)).await;
     let all = v1::Ledger { epochs_complete: 1, ranges: Vec::new(), repeated_records: 0 };

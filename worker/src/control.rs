@@ -24,7 +24,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
 use crate::core::plan::Batch;
-use crate::core::session::{Membership, Report};
+use crate::core::session::{Membership, Report, StepTimes};
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
 use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
 use crate::reader::{Dataset, File};
@@ -515,6 +515,7 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
             loss_sum: progress.loss_sum,
             records: progress.records,
             compute_us: progress.compute_us,
+            times: Some(encode_times(progress.times)),
         }),
         Report::Formed { generation, step, ledger } => {
             Kind::Formed(v1::Formed { generation: generation.0, step, ledger: Some(encode_ledger(&ledger)) })
@@ -525,6 +526,11 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
         Report::Primed { step } => Kind::Primed(v1::Primed { step }),
         Report::LeaseRequest { epoch, records } => Kind::LeaseRequest(v1::LeaseRequest { epoch, records }),
     }
+}
+
+fn encode_times(times: StepTimes) -> v1::StepTimes {
+    let StepTimes { steps, step_us, reduce_us } = times;
+    v1::StepTimes { steps, step_us, reduce_us }
 }
 
 fn encode_stall(stall: Stall) -> v1::Stall {

@@ -398,6 +398,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             self.tensors.gradient.fill(0.0);
         }
         let ring = ring(&mut self.ring)?;
+        let started = Instant::now();
         let headers = if ring.world_size() == 1 {
             // Nobody else needs this rank's gradient again, so it can be the sum without a copy.
             std::mem::swap(&mut self.tensors.gradient, &mut self.tensors.reduced);
@@ -406,6 +407,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             let tensors = &mut self.tensors;
             ring.all_reduce(&mine, &tensors.gradient, &mut tensors.reduced).map_err(Stopped::Broken)?
         };
+        self.session.reduced(started.elapsed());
         let headers: Vec<StepHeader> = decode_all(headers)?;
         self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
         // The commit may end this group.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{Write as _, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
@@ -242,7 +242,7 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
     })?;
     let name = match &args.job_name {
         Some(name) => name.clone(),
-        None => plan::default_name(std::path::Path::new(program.first().map_or("", String::as_str)))?,
+        None => plan::default_name(Path::new(program.first().map_or("", String::as_str)))?,
     };
     if program.first().is_none_or(String::is_empty) {
         return Err(Failure::usage("the program's name is empty; give its path in the image after `--`"));
@@ -252,8 +252,37 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
         ladder::Choice::Off => None,
         ladder::Choice::These(ladder) => Some(ladder.clone()),
     };
-    let task = Task { job: plan::job_spec(args, name)?, master_timeout: args.master_timeout, ladder };
+    let task = Task {
+        job: plan::job_spec(args, name)?,
+        master_timeout: args.master_timeout,
+        ladder,
+        metrics_port: metrics_port(args.metrics_port)?,
+        tensorboard_dir: tensorboard_dir(args.tensorboard_dir.as_deref(), &pods)?,
+    };
     Ok(Request { namespace, task, program, pods })
+}
+
+fn metrics_port(wanted: Option<u16>) -> Result<u16, Failure> {
+    match wanted {
+        Some(0) => Err(Failure::usage("--metrics-port 0: in a cluster it must be a port from 1 to 65535")),
+        Some(port) if i32::from(port) == objects::PORT => Err(Failure::usage(format!(
+            "--metrics-port {port} is the port on which workers reach the master; choose another"
+        ))),
+        wanted => Ok(wanted.unwrap_or(objects::METRICS_PORT)),
+    }
+}
+
+/// The master's own file system ends with its pod.
+fn tensorboard_dir(wanted: Option<&Path>, pods: &PodOptions) -> Result<Option<PathBuf>, Failure> {
+    let Some(folder) = wanted else { return Ok(None) };
+    let inside = |m: &&Mounted| m.mount.read_only != Some(true) && folder.starts_with(&m.mount.mount_path);
+    match pods.volumes.iter().find(inside) {
+        Some(_) => Ok(Some(folder.into())),
+        None => Err(Failure::usage(format!(
+            "--tensorboard-dir {}: in a cluster it must lie in a --volume that can be written to",
+            folder.display()
+        ))),
+    }
 }
 
 fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {

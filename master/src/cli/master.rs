@@ -18,7 +18,7 @@ use super::cluster::to_failure;
 use super::view::StatusJson;
 use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
 use crate::entrance::{Entrance, Identity};
-use crate::job::{JobRecord, Outcome, Status};
+use crate::job::{JobRecord, Outcome, Snapshot, Status};
 use crate::kube::anchor::{Anchor, Data, INCARNATION, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes};
 use crate::kube::client::{Choice, Cluster};
 use crate::kube::events::Recorder;
@@ -27,10 +27,12 @@ use crate::kube::lease::{Holder, Lease, Warrant};
 use crate::kube::objects::{CERTIFICATE_FILE, KEY_FILE, PORT, TASK, TOKEN_FILE, Task, WORKER_POD};
 use crate::kube::pods::{self, Mould, Pods};
 use crate::kube::submit;
+use crate::metrics;
 use crate::progress::Progress;
 use crate::report;
 use crate::run::{Ended, Interrupt, Master};
 use crate::service;
+use crate::tensorboard::{self, EventFile};
 use crate::token::Token;
 
 /// What `elasticdl master` is told.
@@ -125,6 +127,10 @@ async fn lead(
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
         .await
         .map_err(|e| Failure::failed(format!("can't listen on port {PORT}: {e}")))?;
+    let metrics_port = submitted.task.metrics_port;
+    let scraped = TcpListener::bind((Ipv6Addr::UNSPECIFIED, metrics_port))
+        .await
+        .map_err(|e| Failure::failed(format!("can't listen on port {metrics_port} for metrics: {e}")))?;
     let recorder = Recorder::start(cluster, &submitted.meta);
     let mould = Mould {
         template: submitted.template,
@@ -147,6 +153,16 @@ async fn lead(
     let entrance = Entrance { listener, token, identity: Some(identity) };
     let (publish, published) = watch::channel(None);
     let progress = Progress::on_stderr().published(publish);
+    tokio::spawn(metrics::serve(scraped, published.clone()));
+    let events = match &submitted.task.tensorboard_dir {
+        Some(folder) => {
+            let events = EventFile::create(folder, &args.job_name).map_err(|e| {
+                Failure::failed(format!("can't write events for TensorBoard to {}: {e}", folder.display()))
+            })?;
+            Some(tokio::spawn(tensorboard::follow(events, published.clone())))
+        }
+        None => None,
+    };
     let master = match submitted.record {
         None => Master::with_pods(submitted.task.job, entrance, pods, keeper, progress),
         Some(record) => {
@@ -155,7 +171,12 @@ async fn lead(
         }
     };
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
-    conduct(master, anchor, published).await
+    let code = conduct(master, anchor, published).await;
+    if let Some(events) = events {
+        // The last point.
+        let _ = events.await;
+    }
+    code
 }
 
 /// Waits until what the next master needs is kept, for as long as that usually takes.
@@ -169,7 +190,7 @@ async fn hand_over(keeper: oneshot::Receiver<Kept>) {
 async fn conduct(
     master: Master,
     anchor: &Anchor,
-    mut published: watch::Receiver<Option<Status>>,
+    mut published: watch::Receiver<Option<Snapshot>>,
 ) -> Result<u8, Failure> {
     let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
     let mut wishes = Wishes::default();
@@ -200,7 +221,7 @@ async fn conduct(
         }
     };
     drop(followed);
-    let status = published.borrow_and_update().clone();
+    let status = published.borrow_and_update().as_ref().map(|snapshot| snapshot.status.clone());
     write_end(anchor, &ended, status).await?;
     Ok(code_of(ended.outcome))
 }
@@ -213,10 +234,11 @@ fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
 }
 
 /// Writes the status to the anchor whenever it is time; ends with the job.
-async fn publish(anchor: &Anchor, mut published: watch::Receiver<Option<Status>>) {
+async fn publish(anchor: &Anchor, mut published: watch::Receiver<Option<Snapshot>>) {
     let mut pace = Pace::default();
     loop {
-        let Some(status) = published.borrow_and_update().clone() else {
+        let snapshot = published.borrow_and_update().clone();
+        let Some(Snapshot { status, .. }) = snapshot else {
             if published.changed().await.is_err() {
                 return std::future::pending().await;
             }

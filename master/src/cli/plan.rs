@@ -3,7 +3,7 @@
 //! **Invariant:** when [`Plan::new`] refuses, nothing has been written or started.
 
 use std::ffi::{OsStr, OsString};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -28,6 +28,8 @@ pub(super) struct Plan {
     pub(super) job_dir: PathBuf,
     pub(super) listen: IpAddr,
     pub(super) summary: Option<PathBuf>,
+    pub(super) metrics: Option<SocketAddr>,
+    pub(super) tensorboard_dir: Option<PathBuf>,
     pub(super) master_timeout: Duration,
     pub(super) quiet: bool,
 }
@@ -66,6 +68,8 @@ impl Plan {
             job_dir,
             listen: args.listen,
             summary: args.summary,
+            metrics: args.metrics_port.map(|port| SocketAddr::new(args.listen, port)),
+            tensorboard_dir: args.tensorboard_dir,
             master_timeout: args.master_timeout,
             quiet: args.quiet,
         })

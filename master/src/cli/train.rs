@@ -12,20 +12,22 @@ use clap::Args;
 use clap::builder::ArgPredicate;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::mpsc;
-use tracing::warn;
+use tokio::sync::{mpsc, watch};
+use tracing::{info, warn};
 
 use super::client::directory_of;
 use super::cluster::{self, ClusterArgs};
 use super::plan::{self, Plan};
 use super::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, print_error};
 use crate::entrance::Entrance;
-use crate::job::Outcome;
+use crate::job::{Outcome, Time};
 use crate::jobdir::{self, Abandoned, JobDir, Start};
 use crate::local::Launcher;
+use crate::metrics;
 use crate::progress::Progress;
 use crate::report::{self, Paths};
 use crate::run::{Ended, Interrupt, Master};
+use crate::tensorboard::{self, EventFile};
 
 /// What `elasticdl train` is told.
 #[derive(Args, Debug)]
@@ -152,6 +154,20 @@ pub struct TrainArgs {
     /// Also write the summary (JSON) to this file. [default: only DIR/summary.json]
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub summary: Option<PathBuf>,
+
+    /// Serve metrics for Prometheus on this port, at /metrics; 0 takes a free one. [default: with --image 7071, else
+    /// none]
+    ///
+    /// With --local the address is that of --listen. In a cluster the master's pod and Service name the port `metrics`,
+    /// and the pod has the usual annotations.
+    #[arg(long, value_name = "PORT", help_heading = OUTPUT)]
+    pub metrics_port: Option<u16>,
+
+    /// Write loss, speed and number of workers for TensorBoard into this folder, a point each second at most.
+    ///
+    /// In a cluster the folder must lie in a --volume.
+    #[arg(long, value_name = "DIR", help_heading = OUTPUT)]
+    pub tensorboard_dir: Option<PathBuf>,
 
     /// Print nothing but errors.
     #[arg(long, short, help_heading = OUTPUT)]
@@ -284,16 +300,53 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
         }
     };
     let address = listener.local_addr().map_err(failed("learn the listener's address"))?;
+    let scraped = match &task {
+        Task::Begin(plan) => plan.metrics,
+        Task::Resume(abandoned) => abandoned.start.metrics,
+    };
+    let scraped = match scraped {
+        Some(address) => match (TcpListener::bind(address).await, &task) {
+            (Ok(listener), _) => Some(listener),
+            (Err(e), Task::Begin(_)) => {
+                let wanted = "choose another --metrics-port";
+                return Err(Failure::usage(format!("can't serve metrics at {address}: {e}; {wanted}")));
+            }
+            (Err(error), Task::Resume(_)) => {
+                warn!(%error, %address, "metrics are not served");
+                None
+            }
+        },
+        None => None,
+    };
+    let metrics = scraped.as_ref().and_then(|listener| listener.local_addr().ok());
     dir.publish(address).map_err(|e| Failure::failed(e.to_string()))?;
     let mut signals = Signals::new().map_err(failed("handle signals"))?;
-    let progress = if quiet { Progress::quiet() } else { Progress::on_stderr() };
+    let (publish, published) = watch::channel(None);
+    let progress = if quiet { Progress::quiet() } else { Progress::on_stderr() }.published(publish);
+    if let Some(address) = metrics {
+        let text = format!("metrics at http://{address}/metrics");
+        info!("{text}");
+        progress.say(Time::default(), text);
+    }
+    let events = match &task {
+        Task::Begin(plan) => event_file(plan.tensorboard_dir.as_deref(), &plan.spec.name)?,
+        Task::Resume(abandoned) => {
+            let folder = abandoned.start.tensorboard_dir.as_deref().map(Path::new);
+            event_file(folder, &abandoned.record.spec().name)?
+        }
+    };
+    if let Some(listener) = scraped {
+        // It ends with the runtime.
+        tokio::spawn(metrics::serve(listener, published.clone()));
+    }
+    let events = events.map(|events| tokio::spawn(tensorboard::follow(events, published)));
     let launcher = |program: &OsString, args: &[OsString], timeout| {
         Launcher::new(program.into(), args.to_vec(), dir, timeout)
     };
     let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
     let master = match task {
         Task::Begin(plan) => {
-            let start = start_of(&plan, address).map_err(failed("learn the current directory"))?;
+            let start = start_of(&plan, address, metrics).map_err(failed("learn the current directory"))?;
             dir.keep(&start).map_err(|e| Failure::failed(e.to_string()))?;
             let launcher = launcher(&start.program, &start.args, start.master_timeout);
             Master::new(plan.spec, entrance, launcher, progress)
@@ -311,26 +364,43 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     let run = master.run(interrupted);
     tokio::pin!(run);
     let mut patience = Patience::default();
-    loop {
+    let ended = loop {
         tokio::select! {
-            ended = &mut run => return Ok((ended, patience.first)),
+            ended = &mut run => break ended,
             stop = signals.next() => {
                 // Full only if the master has not yet taken those before, which ask for the end already.
                 let _ = interrupts.try_send(patience.interrupt(stop));
             }
         }
+    };
+    if let Some(events) = events {
+        // The last point.
+        let _ = events.await;
     }
+    Ok((ended, patience.first))
+}
+
+fn event_file(folder: Option<&Path>, job: &str) -> Result<Option<EventFile>, Failure> {
+    let create = |folder: &Path| {
+        EventFile::create(folder, job).map_err(|e| {
+            let wanted = "give --tensorboard-dir a folder that is there, or can be made, and is writable";
+            Failure::usage(format!("can't write events to {}: {e}; {wanted}", folder.display()))
+        })
+    };
+    folder.map(create).transpose()
 }
 
 /// How another master will have to start.
-fn start_of(plan: &Plan, address: SocketAddr) -> std::io::Result<Start> {
+fn start_of(plan: &Plan, address: SocketAddr, metrics: Option<SocketAddr>) -> std::io::Result<Start> {
     let folder = std::env::current_dir()?;
     Ok(Start {
         program: plan.program.clone().into(),
         args: plan.args.clone(),
         summary: plan.summary.as_ref().map(|path| folder.join(path).into()),
+        tensorboard_dir: plan.tensorboard_dir.as_ref().map(|path| folder.join(path).into()),
         folder: folder.into(),
         address,
+        metrics,
         master_timeout: plan.master_timeout,
         began: SystemTime::now(),
     })
@@ -433,7 +503,7 @@ const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
 const INTERRUPTS_MAX: usize = 4;
 /// What a job keeps from its start.
-const JOB_OPTIONS: [&str; 21] = [
+const JOB_OPTIONS: [&str; 23] = [
     "image",
     "job_name",
     "job_dir",
@@ -454,6 +524,8 @@ const JOB_OPTIONS: [&str; 21] = [
     "no_shuffle",
     "seed",
     "summary",
+    "metrics_port",
+    "tensorboard_dir",
     "program",
 ];
 const OUTPUT: &str = "Output";

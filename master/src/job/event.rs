@@ -248,6 +248,19 @@ pub struct Committed {
     pub records: u64,
     /// Per rank: microseconds in the model's code in the last of these steps.
     pub compute_us: Vec<u64>,
+    /// What these steps took.
+    pub times: StepTimes,
+}
+
+/// What steps took on the lowest rank. A group's first step is not among them: it is part of what the change cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTimes {
+    /// Steps that were timed.
+    pub steps: u64,
+    /// Microseconds from commit to commit, over all of them.
+    pub step_us: u64,
+    /// Of these, in the all-reduce: the wait for slower ranks, and the transfer.
+    pub reduce_us: u64,
 }
 
 /// A group's final state.

@@ -15,6 +15,7 @@ use super::queue::Records;
 use super::restart::{Restarts, TooMany, describe, is_own_fault};
 use super::spec::{Dataset, JobSpec};
 use super::story::Story;
+use super::tally::End;
 use super::time::Time;
 
 /// A job: events and the time in, actions out.
@@ -323,6 +324,11 @@ impl Job {
             Phase::Ending(_) => {}
             Phase::Running | Phase::Stopping => {
                 let excused = ended.fate == Fate::Excused || ended.leaving || ended.retired;
+                self.story.tally.end(match ended.fate {
+                    _ if excused => End::Told,
+                    Fate::Counted => End::Failed,
+                    _ => End::of(exit, is_own_fault(exit)),
+                });
                 if excused || ended.fate == Fate::Counted {
                     self.say(format!("{name} has ended ({end})"));
                 } else if is_own_fault(exit) {

@@ -46,6 +46,7 @@ mod stall;
 mod status;
 mod story;
 mod summary;
+mod tally;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
@@ -56,14 +57,15 @@ mod words;
 pub use action::{Action, Membership, Outcome, ToWorker};
 pub use event::{
     Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases, Resume,
-    Stall, Wait,
+    Stall, StepTimes, Wait,
 };
 pub use job::Job;
 pub use record::JobRecord;
 pub use spec::{Batch, Dataset, File, JobSpec, SpecError};
-pub use status::{LaunchStatus, RungStatus, ShardCounts, Status, WorkerStatus};
+pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{
     Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,
     WorkersSummary,
 };
+pub use tally::{End, Histogram, Recoveries, Tally};
 pub use time::Time;

@@ -35,7 +35,10 @@ impl Job {
             self.reserve();
             match self.fresh.checked_sub(1) {
                 Some(fresh) => self.fresh = fresh,
-                None => self.story.restarts += 1,
+                None => {
+                    self.story.restarts += 1;
+                    self.story.tally.restarts += 1;
+                }
             }
         }
     }

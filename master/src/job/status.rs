@@ -9,6 +9,7 @@ use super::job::{Job, Phase};
 use super::pace;
 use super::queue::Records;
 use super::summary::MembershipRecord;
+use super::tally::Tally;
 use super::time::Time;
 
 /// A job at one moment.
@@ -113,7 +114,22 @@ pub struct RungStatus {
     pub workers: u32,
 }
 
+/// What there is to be shown of a job at one moment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Snapshot {
+    /// Where it stands.
+    pub status: Status,
+    /// What has been counted since this master began.
+    pub tally: Tally,
+}
+
 impl Job {
+    /// What there is to be shown.
+    #[must_use]
+    pub fn snapshot(&self, now: Time) -> Snapshot {
+        Snapshot { status: self.status(now), tally: self.story.tally.clone() }
+    }
+
     /// What the job is doing.
     #[must_use]
     pub fn status(&self, now: Time) -> Status {

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::event::Phases;
 use super::summary::{FailedShard, LossSummary, MembershipRecord, ThroughputSummary};
+use super::tally::Tally;
 use super::time::Time;
 
 /// A job's course.
@@ -36,6 +37,8 @@ pub(super) struct Story {
     pub(super) restarts: u64,
     /// Why the job failed or was refused.
     pub(super) error: Option<String>,
+    /// What this master has counted.
+    pub(super) tally: Tally,
 }
 
 /// A change of membership that is not over: members have still to commit their first step.
@@ -116,6 +119,7 @@ impl Story {
 
     /// A generation in which `survivors` go on.
     pub(super) fn publish(&mut self, record: MembershipRecord, survivors: BTreeSet<WorkerId>) {
+        self.count_change();
         self.change = Some(Change { generation: record.generation, waiting: survivors, resumed: None });
         self.named += record.named();
         self.memberships.push_back(record);
@@ -154,10 +158,15 @@ impl Story {
             return false;
         }
         let gap = ms(phases.gap_us());
+        let is_first = record.gap_ms.is_none();
         if record.gap_ms.is_none_or(|known| known < gap) {
             record_phases(record, gap, phases);
         }
         let Some(change) = self.change.as_mut().filter(|c| c.generation == generation) else {
+            // The next change has come before the first word of this one.
+            if is_first {
+                self.tally.recover(record);
+            }
             return false;
         };
         change.resumed.get_or_insert((now, step));
@@ -174,7 +183,9 @@ impl Story {
 
     /// What the newest change cost, in one line; once, and only if a member has told.
     pub(super) fn recovered(&mut self) -> Option<String> {
-        let Change { generation, resumed, .. } = self.change.take_if(|c| c.resumed.is_some())?;
+        self.change.as_ref()?.resumed?;
+        self.count_change();
+        let Change { generation, resumed, .. } = self.change.take()?;
         let (_, step) = resumed?;
         let record = self.memberships.back().filter(|r| r.generation == generation)?;
         let phases: Vec<String> = record
@@ -188,6 +199,16 @@ impl Story {
             record.gap_ms?,
             phases.join(", ")
         ))
+    }
+
+    /// What the newest change cost is not going to get any clearer.
+    fn count_change(&mut self) {
+        let resumed = self.change.as_ref().filter(|change| change.resumed.is_some());
+        let record =
+            self.memberships.back().filter(|r| resumed.is_some_and(|c| c.generation == r.generation));
+        if let Some(record) = record {
+            self.tally.recover(record);
+        }
     }
 
     /// The group committed `records` more, with this sum of losses.

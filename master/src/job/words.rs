@@ -199,10 +199,11 @@ impl Job {
             return self.fail_worker(now, worker, &format!("it reports {wrong}, outside the data set"));
         }
         let complete = records.ledger().epoch();
-        self.step = report.step;
+        let steps = report.step - std::mem::replace(&mut self.step, report.step);
         self.group.suspicion = None;
         self.group.blame.clear();
         self.story.commit(now, report.records, report.loss_sum);
+        self.story.tally.commit(steps, report);
         for (member, &compute_us) in self.group.members.iter().zip(&report.compute_us) {
             if let Some(w) = self.crew.workers.get_mut(member) {
                 w.pace.note(compute_us);

@@ -42,6 +42,12 @@ pub struct Start {
     pub master_timeout: Duration,
     /// Where the user wants the summary, besides the directory.
     pub summary: Option<OsString>,
+    /// Where metrics are served, if they are.
+    #[serde(default)]
+    pub metrics: Option<SocketAddr>,
+    /// Where events for TensorBoard go, if they do.
+    #[serde(default)]
+    pub tensorboard_dir: Option<OsString>,
     /// When the job began.
     pub began: SystemTime,
 }
@@ -266,6 +272,8 @@ mod tests {
             address: "127.0.0.1:4711".parse().unwrap(),
             master_timeout: Duration::from_secs(30),
             summary: None,
+            metrics: Some("127.0.0.1:4712".parse().unwrap()),
+            tensorboard_dir: None,
             began: SystemTime::UNIX_EPOCH + Duration::from_secs(7),
         }
     }

@@ -14,13 +14,14 @@ mod parts;
 mod template;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::batch::v1::{Job, JobSpec as BatchJobSpec};
 use k8s_openapi::api::core::v1::{
     ConfigMap, Container, ContainerPort, Pod, PodSpec, PodTemplateSpec, Secret, Service, ServicePort,
-    ServiceSpec,
+    ServiceSpec, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -57,6 +58,12 @@ pub struct Task {
     /// The workers' priority classes by place.
     #[serde(default)]
     pub ladder: Option<Ladder>,
+    /// Where the master serves metrics.
+    #[serde(default = "metrics_port_default")]
+    pub metrics_port: u16,
+    /// Where the master writes events for TensorBoard: a folder in a volume of the workers, which is then the master's, too.
+    #[serde(default)]
+    pub tensorboard_dir: Option<PathBuf>,
 }
 
 /// What is drawn for a job at its submission.
@@ -95,16 +102,17 @@ impl Objects {
         anchor.data = Some(BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), worker)]));
         let mut selector = own_labels(name, "master");
         selector.retain(|key, _| [JOB_LABEL, ROLE_LABEL].contains(&key.as_str()));
-        let port = ServicePort {
-            name: Some("grpc".into()),
-            port: PORT,
-            target_port: Some(IntOrString::Int(PORT)),
+        let port = |name: &str, port| ServicePort {
+            name: Some(name.into()),
+            port,
+            target_port: Some(IntOrString::Int(port)),
             ..ServicePort::default()
         };
+        let ports = vec![port("grpc", PORT), port(METRICS, request.task.metrics_port.into())];
         let service = Service {
             metadata: metadata(request, &master_name(name), "master"),
             spec: Some(ServiceSpec {
-                ports: Some(vec![port]),
+                ports: Some(ports),
                 selector: Some(selector),
                 // Workers wait for the master's answer, not for the endpoint's readiness.
                 publish_not_ready_addresses: Some(true),
@@ -228,6 +236,15 @@ fn secret(request: &Request, drawn: Drawn) -> Secret {
 fn master_job(request: &Request) -> Job {
     let name = &request.task.job.name;
     let pods = &request.pods;
+    let port = |name: &str, container_port| ContainerPort {
+        container_port,
+        name: Some(name.into()),
+        ..ContainerPort::default()
+    };
+    let (mut mounts, mut volumes) = (parts::mounts(), parts::volumes(name, &[TOKEN, CERTIFICATE, KEY]));
+    if request.task.tensorboard_dir.is_some() {
+        add_volumes(pods, &mut volumes, &mut mounts);
+    }
     let container = Container {
         name: "master".into(),
         image: Some(pods.master_image.clone()),
@@ -235,16 +252,12 @@ fn master_job(request: &Request) -> Job {
         command: Some(vec![ELASTICDL.into()]),
         args: Some(["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"].map(Into::into).into()),
         env: Some(vec![parts::field("POD_NAME", "metadata.name"), parts::field("POD_UID", "metadata.uid")]),
-        ports: Some(vec![ContainerPort {
-            container_port: PORT,
-            name: Some("grpc".into()),
-            ..ContainerPort::default()
-        }]),
+        ports: Some(vec![port("grpc", PORT), port(METRICS, request.task.metrics_port.into())]),
         resources: Some(parts::requirements(&pods.master_resources)),
         security_context: Some(parts::locked_down()),
         // Its last words are then seen by who follows the job.
         termination_message_policy: Some("FallbackToLogsOnError".into()),
-        volume_mounts: Some(parts::mounts()),
+        volume_mounts: Some(mounts),
         ..Container::default()
     };
     let spec = PodSpec {
@@ -252,12 +265,22 @@ fn master_job(request: &Request) -> Job {
         priority_class_name: pods.priority_class.clone(),
         service_account_name: Some(pods.service_account.clone()),
         automount_service_account_token: Some(true),
-        volumes: Some(parts::volumes(name, &[TOKEN, CERTIFICATE, KEY])),
+        volumes: Some(volumes),
         ..parts::pod_spec(pods)
     };
     let mut template = metadata(request, "", "master");
     template.name = None;
     template.namespace = None;
+    // Who scrapes without the operator's monitors looks for these.
+    let scrape = [
+        ("prometheus.io/path", "/metrics".into()),
+        ("prometheus.io/port", request.task.metrics_port.to_string()),
+        ("prometheus.io/scrape", "true".into()),
+    ];
+    let annotations = template.annotations.get_or_insert_default();
+    for (key, value) in scrape {
+        annotations.entry(key.into()).or_insert(value);
+    }
     Job {
         metadata: metadata(request, &master_name(name), "master"),
         spec: Some(BatchJobSpec {
@@ -285,13 +308,7 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     env.extend(pods.env.iter().map(|(name, value)| parts::variable(name, value)));
     let mut mounts = parts::mounts();
     let mut volumes = parts::volumes(name, &[TOKEN, CA]);
-    for (index, mounted) in pods.volumes.iter().enumerate() {
-        let (mut volume, mut mount) = (mounted.volume.clone(), mounted.mount.clone());
-        volume.name = format!("volume-{index}");
-        mount.name.clone_from(&volume.name);
-        volumes.push(volume);
-        mounts.push(mount);
-    }
+    add_volumes(pods, &mut volumes, &mut mounts);
     let container = Container {
         name: WORKER.into(),
         image: Some(pods.image.clone()),
@@ -318,6 +335,17 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     let mut metadata = metadata(request, "", "worker");
     metadata.name = None;
     Ok(Pod { metadata, spec: Some(spec), status: None })
+}
+
+/// Adds the user's volumes.
+fn add_volumes(pods: &PodOptions, volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMount>) {
+    for (index, mounted) in pods.volumes.iter().enumerate() {
+        let (mut volume, mut mount) = (mounted.volume.clone(), mounted.mount.clone());
+        volume.name = format!("volume-{index}");
+        mount.name.clone_from(&volume.name);
+        volumes.push(volume);
+        mounts.push(mount);
+    }
 }
 
 fn metadata(request: &Request, name: &str, role: &str) -> ObjectMeta {
@@ -374,8 +402,15 @@ fn owner(api_version: &str, kind: &str, meta: &ObjectMeta) -> OwnerReference {
     }
 }
 
+/// Of a task that was submitted before there was a choice.
+fn metrics_port_default() -> u16 {
+    METRICS_PORT
+}
+
 /// The port on which the master listens in its pod.
 pub const PORT: i32 = 7070;
+/// The port on which it serves metrics, unless it is told another.
+pub const METRICS_PORT: u16 = 7071;
 /// Where pods see the token.
 pub const TOKEN_FILE: &str = "/etc/elasticdl/token";
 /// Where workers see the certificate of the job's CA.
@@ -399,6 +434,7 @@ const ANCHOR_LABEL: &str = "elasticdl/anchor";
 /// is retried as often, for about ten minutes: each of these masters sees its end and exits at once.
 const BACKOFF_LIMIT: i32 = 6;
 const ELASTICDL: &str = "elasticdl";
+const METRICS: &str = "metrics";
 const JOB_LABEL: &str = "elasticdl/job";
 const ROLE_LABEL: &str = "elasticdl/role";
 const TOKEN: &str = "token";

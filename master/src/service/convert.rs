@@ -14,7 +14,7 @@ use v1::{master_message, worker_message};
 
 use crate::job::{
     self, Batch, Committed, Dataset, File, Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership,
-    MembershipRecord, Phases, Resume, Stall, ToWorker,
+    MembershipRecord, Phases, Resume, Stall, StepTimes, ToWorker,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -272,6 +272,15 @@ fn committed(message: v1::Committed) -> Result<Committed, Status> {
         loss_sum: message.loss_sum,
         records: within("committed.records", message.records, 0, DATASET_RECORDS_MAX)?,
         compute_us: message.compute_us,
+        times: step_times(message.times.unwrap_or_default())?,
+    })
+}
+
+fn step_times(times: v1::StepTimes) -> Result<StepTimes, Status> {
+    Ok(StepTimes {
+        steps: within("times.steps", times.steps, 0, STEPS_MAX)?,
+        step_us: within("times.step_us", times.step_us, 0, PHASE_US_MAX)?,
+        reduce_us: within("times.reduce_us", times.reduce_us, 0, PHASE_US_MAX)?,
     })
 }
 

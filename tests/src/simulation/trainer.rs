@@ -585,6 +585,7 @@ fn from_report(report: Report) -> FromWorker {
             loss_sum: progress.loss_sum,
             records: progress.records,
             compute_us: progress.compute_us,
+            times: job::StepTimes::default(),
         }),
         Report::Formed { generation, step, ledger } => {
             FromWorker::Formed { generation, step, ledger: ledger_report(&ledger) }

@@ -23,7 +23,7 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use self::fetch::Fetch;
-pub use self::words::{Exit, JobPlan, Membership, Progress, Report, State, Task};
+pub use self::words::{Exit, JobPlan, Membership, Progress, Report, State, StepTimes, Task};
 use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
 use crate::core::leases::Leases;
 use crate::core::plan::{self, Holding};
@@ -84,6 +84,8 @@ pub struct Session {
     stop: bool,
     progress: Progress,
     reported_at: Duration,
+    /// When this group committed last.
+    committed_at: Option<Duration>,
     reports: VecDeque<Report>,
 }
 
@@ -104,6 +106,7 @@ impl Session {
             stop: false,
             progress: Progress::default(),
             reported_at: Duration::ZERO,
+            committed_at: None,
             reports: VecDeque::new(),
         }
     }
@@ -284,6 +287,7 @@ impl Session {
             });
         }
         self.progress = Progress::default();
+        self.committed_at = None;
         self.ask(group.members.len());
         // What each rank holds is known only after the repair, so the first round is a talk.
         match self.at_end() {
@@ -322,6 +326,13 @@ impl Session {
         match ranks.is_empty() {
             true => Ok(()),
             false => Err(Mismatch { step: self.step(), ranks, from: 0 }),
+        }
+    }
+
+    /// The all-reduce of the step that is committed next took this long.
+    pub fn reduced(&mut self, took: Duration) {
+        if self.committed_at.is_some() {
+            self.progress.times.reduce_us += micros(took);
         }
     }
 
@@ -504,6 +515,10 @@ impl Session {
         self.progress.loss_sum += headers.iter().map(|h| h.loss_sum).sum::<f64>();
         self.progress.records += headers.iter().map(StepHeader::records).sum::<u64>();
         self.progress.compute_us = headers.iter().map(|h| h.compute_us).collect();
+        if let Some(before) = self.committed_at.replace(now) {
+            self.progress.times.steps += 1;
+            self.progress.times.step_us += micros(now.saturating_sub(before));
+        }
         // Towards an epoch's end the master leases by what it knows to be committed, so it hears of each step.
         let due = now.saturating_sub(self.reported_at) >= REPORT_INTERVAL;
         if due || self.epoch_ends_soon(headers.len()) {
@@ -518,6 +533,10 @@ impl Session {
             self.reports.push_back(Report::Committed(progress));
         }
     }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// A rank keeps this many steps' shares leased ahead, at least, so that a lease's way to the master and back costs no step.

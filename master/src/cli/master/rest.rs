@@ -35,7 +35,7 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
     for launch in 1..=3 {
         pods.start(LaunchId(launch), launch as u32 - 1);
     }
-    let mut status = Job::new(crate::job::testing::spec()).status(Time::default());
+    let mut snapshot = Job::new(crate::job::testing::spec()).snapshot(Time::default());
     let mut steps = tokio::time::interval(Duration::from_millis(100));
     let settled = Instant::now() + Duration::from_secs(60);
     let end = settled + Duration::from_secs(600);
@@ -45,8 +45,8 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
             _ = followed.next() => {}
             _ = pods.next() => {}
             _ = steps.tick() => {
-                status.step += 1;
-                publish.send_replace(Some(status.clone()));
+                snapshot.status.step += 1;
+                publish.send_replace(Some(snapshot.clone()));
             }
         }
     }

@@ -13,4 +13,5 @@ mod reports;
 mod silence;
 mod stall;
 mod status;
+mod tally;
 mod world;

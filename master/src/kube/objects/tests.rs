@@ -32,7 +32,13 @@ fn request() -> Request {
     };
     Request {
         namespace: "ml".into(),
-        task: Task { job, master_timeout: Duration::from_secs(30), ladder: None },
+        task: Task {
+            job,
+            master_timeout: Duration::from_secs(30),
+            ladder: None,
+            metrics_port: METRICS_PORT,
+            tensorboard_dir: None,
+        },
         program: vec!["/bin/train".into(), "--hidden".into()],
         pods,
     }

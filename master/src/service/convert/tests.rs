@@ -32,6 +32,7 @@ fn commit() -> v1::Committed {
         loss_sum: 2.5,
         records: 8,
         compute_us: vec![10, 20],
+        times: Some(v1::StepTimes { steps: 2, step_us: 900, reduce_us: 300 }),
     }
 }
 
@@ -84,6 +85,7 @@ fn every_message_keeps_every_field() {
                 loss_sum: 2.5,
                 records: 8,
                 compute_us: vec![10, 20],
+                times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
             }),
         ),
         (
@@ -156,6 +158,7 @@ fn every_message_keeps_every_field() {
 
 #[test]
 fn a_field_out_of_bounds_is_refused_by_name() {
+    let endless = v1::StepTimes { reduce_us: u64::MAX, ..v1::StepTimes::default() };
     let long = "x".repeat(PATH_BYTES_MAX + 1);
     let huge = DATASET_RECORDS_MAX;
     let formed = |ledger| Kind::Formed(v1::Formed { generation: 1, step: 1, ledger });
@@ -184,6 +187,7 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         (Kind::Committed(v1::Committed { generation: u64::MAX, ..commit() }), "committed.generation"),
         (Kind::Committed(v1::Committed { records: u64::MAX, ..commit() }), "committed.records"),
         (Kind::Committed(v1::Committed { compute_us: vec![0; 2000], ..commit() }), "committed.compute_us"),
+        (Kind::Committed(v1::Committed { times: Some(endless), ..commit() }), "times.reduce_us"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 0, phases: None }), "resumed.step"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: None }), "resumed.phases"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: Some(slow) }), "phases.state_us"),

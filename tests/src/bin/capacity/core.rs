@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
     Action, Batch, Committed, ConnectionId, Dataset, Event, File, FromWorker, Job, JobSpec, LaunchId,
-    LedgerReport, Time, ToWorker,
+    LedgerReport, StepTimes, Time, ToWorker,
 };
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
@@ -34,7 +34,8 @@ pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
         let records = ranges.iter().map(RecordRange::len).sum();
         let compute_us = vec![1000; workers as usize];
         let generation = Generation(1);
-        let report = Committed { generation, step, ranges, loss_sum: 1.0, records, compute_us };
+        let times = StepTimes::default();
+        let report = Committed { generation, step, ranges, loss_sum: 1.0, records, compute_us, times };
         say(&mut job, 1, FromWorker::Committed(report));
         // What a commit makes room for near the epoch's end is the next step's.
         let late = drain(&mut job);

@@ -200,6 +200,7 @@ impl Group {
             loss_sum: 1.0,
             records,
             compute_us: vec![1000; self.members.len()],
+            times: None,
         }))
     }
 }

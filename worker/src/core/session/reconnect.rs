@@ -44,9 +44,11 @@ impl Session {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
-    use super::super::{JobPlan, Membership, Task};
+    use super::super::{JobPlan, Membership, Progress, Task};
     use super::*;
     use crate::core::header::SyncHeader;
     use crate::core::plan::Batch;
@@ -87,7 +89,7 @@ mod tests {
         session.talked(&[session.header(0)]).unwrap();
         assert_eq!(session.poll(), Task::Compute(vec![records(0, 2)]));
         session.computed(0.0, 0);
-        session.commit(vec![session.header(0)], std::time::Duration::ZERO);
+        session.commit(vec![session.header(0)], Duration::ZERO);
         assert_eq!(session.poll(), Task::Compute(vec![records(2, 4)]));
         session.reconnected();
         // What is being computed is held; what is committed is in the ledger, and not said a second time.
@@ -97,9 +99,27 @@ mod tests {
         session.reconnected();
         assert_eq!(reports(&mut session), [holding, formed(1, records(0, 2)), wanted]);
         session.computed(0.0, 0);
-        session.commit(vec![session.header(0)], std::time::Duration::from_secs(9));
+        session.commit(vec![session.header(0)], Duration::from_secs(9));
         let Some(Report::Committed(progress)) = session.poll_report() else { panic!("no progress") };
         assert_eq!((progress.step, progress.ranges), (2, vec![records(2, 4)]));
+    }
+
+    #[test]
+    fn steps_are_timed_from_a_groups_second_one_on() {
+        let mut session = alone();
+        session.talked(&[session.header(0)]).unwrap();
+        for at in [10, 17, 30] {
+            session.poll();
+            session.computed(0.0, 0);
+            session.reduced(Duration::from_millis(2));
+            session.commit(vec![session.header(0)], Duration::from_millis(at));
+        }
+        let times = |report| match report {
+            Report::Committed(Progress { times, .. }) => Some((times.steps, times.step_us, times.reduce_us)),
+            _ => None,
+        };
+        let told: Vec<_> = reports(&mut session).into_iter().filter_map(times).collect();
+        assert_eq!(told, [(0, 0, 0), (1, 7_000, 2_000), (1, 13_000, 2_000)]);
     }
 
     #[test]

@@ -111,6 +111,17 @@ pub struct Progress {
     pub loss_sum: f64,
     pub records: u64,
     pub compute_us: Vec<u64>,
+    pub times: StepTimes,
+}
+
+/// What steps took on this rank. A group's first step is not among them: it is part of what the change cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTimes {
+    pub steps: u64,
+    /// From commit to commit, over all of them.
+    pub step_us: u64,
+    /// Of these, in the all-reduce.
+    pub reduce_us: u64,
 }
 
 /// The part of the training state that is not tensors.

@@ -1,0 +1,156 @@
+//! What is counted in a master's life, for its metrics: numbers that only grow.
+//!
+//! A master that goes on with another one's job begins from 0 again, as scrapers expect of a process that was restarted.
+//!
+//! **Invariant:** nothing here decides anything, and a change of membership is counted once.
+
+use std::collections::BTreeMap;
+
+use super::event::{Committed, Exit, StepTimes};
+use super::summary::{Cause, MembershipRecord};
+
+/// Counts since the master began.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tally {
+    /// Steps committed.
+    pub steps: u64,
+    /// Records of these steps.
+    pub records: u64,
+    /// What steps took, on the lowest rank.
+    pub times: StepTimes,
+    /// Changes of membership by cause: how long the member that lost the most was without a commit, and each part of it.
+    pub recoveries: BTreeMap<Cause, Recoveries>,
+    /// Worker processes that have ended.
+    pub ends: BTreeMap<End, u64>,
+    /// Workers started in the place of one that had ended.
+    pub restarts: u64,
+}
+
+/// What changes of membership of one cause cost.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Recoveries {
+    /// From the last commit before to the first one after.
+    pub gap: Histogram,
+    /// Its parts, in the order of [`MembershipRecord::phases`].
+    pub phases: [Histogram; 6],
+}
+
+/// How many observations there are up to each bound.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Histogram {
+    /// Observations of at most each of [`Histogram::BOUNDS_MS`] and above the one before; the last are above all.
+    pub buckets: [u64; Self::BOUNDS_MS.len() + 1],
+    /// Sum of all observations, milliseconds.
+    pub sum_ms: f64,
+}
+
+/// Why a worker's process has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum End {
+    /// It crashed: a signal by its own doing.
+    Crashed,
+    /// It exited by itself, which nobody had asked for.
+    Exited,
+    /// The user's code failed, or it never said hello.
+    Failed,
+    /// Somebody ended it from outside.
+    Killed,
+    /// It could not be started.
+    NotStarted,
+    /// It used more than it may.
+    OverLimit,
+    /// The cluster took it away: preempted, evicted, its node drained or lost.
+    Taken,
+    /// It was asked to end, by the job or by whoever sent it SIGTERM.
+    Told,
+    /// Nobody knows.
+    Unknown,
+}
+
+impl Tally {
+    /// The group has committed `steps` that this master did not know of.
+    pub(super) fn commit(&mut self, steps: u64, report: &Committed) {
+        let Committed { records, times, .. } = *report;
+        self.steps += steps;
+        self.records = self.records.saturating_add(records);
+        self.times.steps += times.steps;
+        self.times.step_us = self.times.step_us.saturating_add(times.step_us);
+        self.times.reduce_us = self.times.reduce_us.saturating_add(times.reduce_us);
+    }
+
+    /// The group has told what a change of membership cost.
+    pub(super) fn recover(&mut self, record: &MembershipRecord) {
+        let Some(gap_ms) = record.gap_ms else { return };
+        let recoveries = self.recoveries.entry(record.cause).or_default();
+        recoveries.gap.observe(gap_ms);
+        for (histogram, (_, ms)) in recoveries.phases.iter_mut().zip(record.phases()) {
+            histogram.observe(ms.unwrap_or_default());
+        }
+    }
+
+    pub(super) fn end(&mut self, end: End) {
+        *self.ends.entry(end).or_default() += 1;
+    }
+}
+
+impl Histogram {
+    /// Upper bounds of the buckets.
+    pub const BOUNDS_MS: [f64; 14] =
+        [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 60_000.0];
+
+    fn observe(&mut self, ms: f64) {
+        let bucket = Self::BOUNDS_MS.iter().position(|&bound| ms <= bound);
+        self.buckets[bucket.unwrap_or(Self::BOUNDS_MS.len())] += 1;
+        self.sum_ms += ms;
+    }
+
+    /// Observations.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+}
+
+impl End {
+    /// All of them.
+    pub const ALL: [Self; 9] = [
+        Self::Crashed,
+        Self::Exited,
+        Self::Failed,
+        Self::Killed,
+        Self::NotStarted,
+        Self::OverLimit,
+        Self::Taken,
+        Self::Told,
+        Self::Unknown,
+    ];
+
+    /// As it is shown.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Crashed => "crashed",
+            Self::Exited => "exited",
+            Self::Failed => "failed",
+            Self::Killed => "killed",
+            Self::NotStarted => "not_started",
+            Self::OverLimit => "over_limit",
+            Self::Taken => "taken",
+            Self::Told => "told",
+            Self::Unknown => "unknown",
+        }
+    }
+
+    /// What an end that nobody had asked for, and nobody has explained, says of itself.
+    pub(super) fn of(exit: &Exit, is_own_fault: bool) -> Self {
+        match exit {
+            Exit::Code(_) => Self::Exited,
+            Exit::NotStarted(_) => Self::NotStarted,
+            Exit::OverLimit(_) => Self::OverLimit,
+            Exit::Signal(_) if is_own_fault => Self::Crashed,
+            Exit::Signal(_) => Self::Killed,
+            Exit::Taken(_) => Self::Taken,
+            Exit::Unknown => Self::Unknown,
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! What is counted for metrics.
+
+use std::collections::BTreeMap;
+
+use elasticdl_proto::{Generation, WorkerId};
+
+use super::super::testing::spec;
+use super::super::*;
+use super::directed::*;
+
+fn resumed(generation: u64, detect_us: u64) -> FromWorker {
+    let phases = Phases { detect_us, ..Phases::default() };
+    FromWorker::Resumed { generation: Generation(generation), step: 1, phases }
+}
+
+fn tally(job: &Job) -> Tally {
+    job.snapshot(at(0)).tally
+}
+
+#[test]
+fn steps_records_and_times_are_those_of_the_reports() {
+    let mut job = started(spec(), &[20]);
+    say(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    say(&mut job, 1, committed(1, 3, &[(4, 12)]));
+    // Of another generation, and so of nobody's group.
+    say(&mut job, 1, committed(2, 9, &[(12, 16)]));
+    let times = StepTimes { steps: 2, step_us: 6000, reduce_us: 2000 };
+    assert_eq!(tally(&job), Tally { steps: 3, records: 12, times, ..Tally::default() });
+}
+
+#[test]
+fn a_change_is_counted_once_with_the_largest_gap_and_the_start_is_none() {
+    let mut job = started(spec(), &[20]);
+    say(&mut job, 1, resumed(1, 10));
+    job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
+    say(&mut job, 1, resumed(2, 1500));
+    assert_eq!(tally(&job).recoveries, BTreeMap::new(), "not all have told");
+    say(&mut job, 2, resumed(2, 7000));
+    say(&mut job, 2, resumed(2, 9000));
+    let recoveries = tally(&job).recoveries;
+    assert_eq!(recoveries.keys().collect::<Vec<_>>(), [&Cause::Lost]);
+    let gap = &recoveries[&Cause::Lost].gap;
+    assert_eq!((gap.count(), gap.sum_ms, gap.buckets[3]), (1, 7.0, 1), "{gap:?}");
+    let [detect, others @ ..] = &recoveries[&Cause::Lost].phases;
+    assert_eq!((detect.count(), detect.sum_ms), (1, 7.0));
+    assert!(others.iter().all(|phase| (phase.count(), phase.sum_ms) == (1, 0.0)));
+}
+
+#[test]
+fn a_change_that_is_overtaken_by_the_next_one_counts_if_anybody_has_told() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
+    say(&mut job, 1, formed(2, 0, &[]));
+    say(&mut job, 1, resumed(2, 1500));
+    job.handle(at(2), Event::Disconnected { worker: WorkerId(2) });
+    assert_eq!(tally(&job).recoveries[&Cause::Lost].gap.count(), 1);
+    say(&mut job, 1, formed(3, 0, &[]));
+    job.handle(at(3), Event::Disconnected { worker: WorkerId(1) });
+    assert_eq!(tally(&job).recoveries[&Cause::Lost].gap.count(), 1, "nobody has told of the third");
+}
+
+#[test]
+fn a_change_of_which_the_first_word_comes_late_counts_then_and_once() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
+    say(&mut job, 1, formed(2, 0, &[]));
+    job.handle(at(2), Event::Disconnected { worker: WorkerId(2) });
+    assert_eq!(tally(&job).recoveries, BTreeMap::new());
+    say(&mut job, 1, resumed(2, 1500));
+    say(&mut job, 1, resumed(2, 2500));
+    let gap = &tally(&job).recoveries[&Cause::Lost].gap;
+    assert_eq!((gap.count(), gap.sum_ms), (1, 1.5));
+}
+
+#[test]
+fn ends_are_told_apart() {
+    let mut job = started(spec(), &[20]);
+    let end = |job: &mut Job, launch: u64, exit| {
+        job.handle(at(5), Event::ProcessEnded { launch: LaunchId(launch), exit });
+    };
+    end(&mut job, 1, Exit::Signal(9));
+    end(&mut job, 2, Exit::Signal(11));
+    say(&mut job, 3, FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false });
+    end(&mut job, 3, Exit::Code(1));
+    let expected = [(End::Crashed, 1), (End::Failed, 1), (End::Killed, 1)];
+    assert_eq!(tally(&job).ends, BTreeMap::from(expected));
+    assert_eq!(tally(&job).restarts, job.summary(at(5)).workers.restarts);
+    end(&mut job, 4, Exit::Taken("preempted".into()));
+    assert_eq!(tally(&job).ends[&End::Taken], 1);
+    // Those that are told that the job is over are not asked why they end.
+    job.handle(at(6), Event::Stop);
+    end(&mut job, 5, Exit::Code(0));
+    let told = tally(&job).ends.get(&End::Told).copied();
+    assert_eq!(told, None, "{:?}", tally(&job).ends);
+}

@@ -1,0 +1,175 @@
+//! A job's metrics, for Prometheus: what its master knows anyway, as text over HTTP.
+//!
+//! The text is a projection of one [`Snapshot`], made when somebody asks: nothing is counted twice, and a job that nobody
+//! asks pays nothing. `prometheus-client` (of the Prometheus project) writes it, so that names, escapes and histograms
+//! are what scrapers expect.
+//!
+//! **Invariant:** read-only, and open to all who reach the port, as is usual for metrics: there is nothing secret in them.
+
+mod server;
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder, NoLabelSet, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
+
+pub(crate) use server::serve;
+
+use crate::job::{End, Histogram, Recoveries, Snapshot};
+
+/// A snapshot in the OpenMetrics text format.
+#[must_use]
+pub fn to_text(snapshot: &Snapshot) -> String {
+    let labels = [("training_job".into(), snapshot.status.job.clone().into())];
+    let mut registry = Registry::with_prefix_and_labels("elasticdl", labels.into_iter());
+    registry.register_collector(Box::new(Projection(snapshot.clone())));
+    let mut page = String::new();
+    text::encode(&mut page, &registry).expect("a string takes any text");
+    page
+}
+
+#[derive(Debug)]
+struct Projection(Snapshot);
+
+impl Collector for Projection {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut page = Page(encoder);
+        self.encode_state(&mut page)?;
+        self.encode_counts(&mut page)?;
+        self.encode_recoveries(&mut page)
+    }
+}
+
+impl Projection {
+    /// Where the job stands. Some of it falls when all workers are lost at once and training starts again.
+    fn encode_state(&self, page: &mut Page<'_>) -> fmt::Result {
+        let status = &self.0.status;
+        let members = status.workers.iter().filter(|worker| worker.rank.is_some());
+        let leased: u64 = status.workers.iter().map(|worker| worker.leased_records).sum();
+        let stragglers = status.workers.iter().filter(|worker| worker.straggler).count();
+        page.gauges("state", "1 for the state that the job is in", |labels| {
+            labels.one("state", status.state, 1.0)
+        })?;
+        page.gauge("generation", "Newest generation of the group", status.generation.0 as f64)?;
+        page.gauge("world_size", "Members of the group", members.count() as f64)?;
+        page.gauge("workers_wanted", "Workers to keep", f64::from(status.workers_wanted))?;
+        page.gauge("stragglers", "Members markedly slower than their peers", stragglers as f64)?;
+        page.gauge("step", "Steps that the model has absorbed", status.step as f64)?;
+        page.gauge("epoch", "First epoch that is not complete", f64::from(status.epoch))?;
+        page.gauge("records_counted", "Records that the model has absorbed", status.records_counted as f64)?;
+        page.gauge("records_expected", "Records of all epochs", status.records_expected as f64)?;
+        page.gauge("records_per_second", "Records committed per second, lately", status.records_per_s)?;
+        page.gauge("progress", "How near the end is, 0 to 1", status.progress)?;
+        page.gauge("leased_records", "Records leased to workers and not committed", leased as f64)?;
+        if let Some(loss) = status.loss {
+            page.gauge("loss", "Mean loss per record, smoothed over the last reports", loss)?;
+        }
+        let Some(shards) = status.shards else { return Ok(()) };
+        page.gauges("shards", "Shards of the epoch", |labels| {
+            labels.one("state", "todo", shards.todo.into())?;
+            labels.one("state", "leased", shards.leased.into())?;
+            labels.one("state", "done", shards.done.into())
+        })
+    }
+
+    fn encode_counts(&self, page: &mut Page<'_>) -> fmt::Result {
+        let tally = &self.0.tally;
+        let seconds = |us: u64| us as f64 / 1e6;
+        page.counter("steps", "Steps committed since the master began", tally.steps as f64)?;
+        page.counter("records", "Records of these steps", tally.records as f64)?;
+        page.counter(
+            "timed_steps",
+            "Steps that were timed: all but each group's first",
+            tally.times.steps as f64,
+        )?;
+        let help = "Time of timed steps, commit to commit, on the lowest rank";
+        page.counter("step_seconds", help, seconds(tally.times.step_us))?;
+        let help = "Of these, in the all-reduce: the wait for slower ranks, and the transfer";
+        page.counter("all_reduce_seconds", help, seconds(tally.times.reduce_us))?;
+        page.counter("worker_restarts", "Workers started in the place of one", tally.restarts as f64)?;
+        let mut ends = page.family("worker_ends", "Worker processes that have ended", MetricType::Counter)?;
+        for end in End::ALL {
+            let count = tally.ends.get(&end).copied().unwrap_or_default();
+            let labels = [("verdict", end.name())];
+            ends.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&count, None)?;
+        }
+        Ok(())
+    }
+
+    fn encode_recoveries(&self, page: &mut Page<'_>) -> fmt::Result {
+        let recoveries = &self.0.tally.recoveries;
+        let help = "From the last commit before a change of membership to the first after it";
+        let mut gaps = page.family("recovery_seconds", help, MetricType::Histogram)?;
+        for (cause, Recoveries { gap, .. }) in recoveries {
+            encode_histogram(&mut gaps, &[("cause", cause.name())], gap)?;
+        }
+        let help = "Parts of recovery_seconds";
+        let mut parts = page.family("recovery_phase_seconds", help, MetricType::Histogram)?;
+        for (cause, Recoveries { phases, .. }) in recoveries {
+            for (phase, histogram) in PHASES.into_iter().zip(phases) {
+                encode_histogram(&mut parts, &[("cause", cause.name()), ("phase", phase)], histogram)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is written, one metric after the other.
+struct Page<'a>(DescriptorEncoder<'a>);
+
+impl Page<'_> {
+    fn family<'a>(
+        &'a mut self,
+        name: &'a str,
+        help: &str,
+        kind: MetricType,
+    ) -> Result<MetricEncoder<'a>, fmt::Error> {
+        self.0.encode_descriptor(name, help, None, kind)
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, value: f64) -> fmt::Result {
+        self.family(name, help, MetricType::Gauge)?.encode_gauge(&value)
+    }
+
+    fn gauges(
+        &mut self,
+        name: &str,
+        help: &str,
+        each: impl FnOnce(&mut Labelled<'_>) -> fmt::Result,
+    ) -> fmt::Result {
+        each(&mut Labelled(self.family(name, help, MetricType::Gauge)?))
+    }
+
+    fn counter(&mut self, name: &str, help: &str, value: f64) -> fmt::Result {
+        let mut family = self.family(name, help, MetricType::Counter)?;
+        family.encode_counter::<NoLabelSet, _, f64>(&value, None)
+    }
+}
+
+/// Gauges that differ in a label.
+struct Labelled<'a>(MetricEncoder<'a>);
+
+impl Labelled<'_> {
+    fn one(&mut self, label: &str, of: &str, value: f64) -> fmt::Result {
+        self.0.encode_family(&[(label, of)])?.encode_gauge(&value)
+    }
+}
+
+fn encode_histogram(
+    family: &mut MetricEncoder<'_>,
+    labels: &impl EncodeLabelSet,
+    histogram: &Histogram,
+) -> fmt::Result {
+    let bounds = Histogram::BOUNDS_MS.iter().map(|ms| ms / 1000.0).chain([f64::INFINITY]);
+    let buckets: Vec<(f64, u64)> = bounds.zip(histogram.buckets).collect();
+    let (sum, count) = (histogram.sum_ms / 1000.0, histogram.count());
+    family.encode_family(labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
+}
+
+/// As [`MembershipRecord::phases`](crate::job::MembershipRecord::phases) has them.
+const PHASES: [&str; 6] = ["detect", "abort", "agree", "connect", "state", "first_step"];
+
+#[cfg(test)]
+mod tests;

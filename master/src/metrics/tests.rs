@@ -1,0 +1,106 @@
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+
+use super::*;
+use crate::job::testing::spec;
+use crate::job::{Cause, Job, ShardCounts, StepTimes, Time};
+
+fn snapshot() -> Snapshot {
+    let mut snapshot = Job::new(spec()).snapshot(Time::default());
+    snapshot.status.state = "running";
+    snapshot.status.step = 7;
+    snapshot.status.loss = Some(0.25);
+    snapshot.status.shards = Some(ShardCounts { todo: 5, leased: 2, done: 1 });
+    snapshot.tally.steps = 6;
+    snapshot.tally.times = StepTimes { steps: 5, step_us: 2_500_000, reduce_us: 500_000 };
+    snapshot.tally.ends.insert(End::Killed, 3);
+    let gap = Histogram { buckets: [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], sum_ms: 90_004.0 };
+    snapshot.tally.recoveries.insert(Cause::Lost, Recoveries { gap, ..Recoveries::default() });
+    snapshot
+}
+
+#[test]
+fn a_snapshot_is_a_page_that_scrapers_read() {
+    let name = spec().name;
+    let page = to_text(&snapshot());
+    let expected = [
+        ("# TYPE elasticdl_step gauge", ""),
+        ("elasticdl_state{training_job=\"NAME\",state=\"running\"}", " 1.0"),
+        ("elasticdl_step{training_job=\"NAME\"}", " 7.0"),
+        ("elasticdl_loss{training_job=\"NAME\"}", " 0.25"),
+        ("elasticdl_shards{training_job=\"NAME\",state=\"leased\"}", " 2.0"),
+        ("# TYPE elasticdl_steps counter", ""),
+        ("elasticdl_steps_total{training_job=\"NAME\"}", " 6.0"),
+        ("elasticdl_step_seconds_total{training_job=\"NAME\"}", " 2.5"),
+        ("elasticdl_all_reduce_seconds_total{training_job=\"NAME\"}", " 0.5"),
+        ("elasticdl_worker_ends_total{training_job=\"NAME\",verdict=\"killed\"}", " 3"),
+        ("elasticdl_worker_ends_total{training_job=\"NAME\",verdict=\"taken\"}", " 0"),
+        ("# TYPE elasticdl_recovery_seconds histogram", ""),
+        ("elasticdl_recovery_seconds_sum{training_job=\"NAME\",cause=\"lost\"}", " 90.004"),
+        ("elasticdl_recovery_seconds_count{training_job=\"NAME\",cause=\"lost\"}", " 3"),
+        ("elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"0.002\",cause=\"lost\"}", " 0"),
+        ("elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"0.005\",cause=\"lost\"}", " 1"),
+        ("elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"60.0\",cause=\"lost\"}", " 2"),
+        ("elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"+Inf\",cause=\"lost\"}", " 3"),
+    ];
+    for (start, end) in expected {
+        let line = start.replace("NAME", &name) + end;
+        assert!(page.lines().any(|l| l == line), "{line}\n{page}");
+    }
+    let phase = "elasticdl_recovery_phase_seconds_count";
+    assert_eq!(page.lines().filter(|line| line.starts_with(phase)).count(), PHASES.len());
+    assert!(page.ends_with("# EOF\n"));
+}
+
+async fn ask(request: &str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (_publish, known) = watch::channel(Some(snapshot()));
+    let serving = tokio::spawn(serve(listener, known));
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    // What was too long for it is not read to its end: the connection may be reset.
+    let _ = stream.read_to_end(&mut answer).await;
+    serving.abort();
+    String::from_utf8(answer).unwrap()
+}
+
+#[tokio::test]
+async fn one_page_can_be_read_and_nothing_else() {
+    let long = format!("GET /metrics HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "x".repeat(1 << 16));
+    let table = [
+        ("GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n", "HTTP/1.1 200"),
+        ("HEAD /metrics HTTP/1.0\r\n\r\n", "HTTP/1.0 200"),
+        ("GET / HTTP/1.1\r\nhost: x\r\n\r\n", "HTTP/1.1 404"),
+        ("POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc", "HTTP/1.1 405"),
+        ("nonsense\r\n\r\n", "HTTP/1.1 400"),
+        (&long, "HTTP/1.1 431"),
+    ];
+    for (request, expected) in table {
+        let answer = ask(request).await;
+        assert!(answer.starts_with(expected), "{:.40}: {answer:.200}", request);
+        assert_eq!(
+            answer.contains("elasticdl_step{"),
+            request.starts_with("GET /metrics") && expected.ends_with("200")
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_says_nothing_is_sent_away_and_the_next_one_is_served() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (_publish, known) = watch::channel(None);
+    tokio::spawn(serve(listener, known));
+    let mut silent = Vec::new();
+    for _ in 0..20 {
+        silent.push(TcpStream::connect(address).await.unwrap());
+    }
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.0 503"), "{answer}");
+}

@@ -1,0 +1,72 @@
+//! What other programs see of a real job: a page for Prometheus, event files for TensorBoard.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::PathBuf;
+
+use elasticdl_tests::{Command, counting_data, send};
+use rustix::process::Signal;
+
+const RECORDS: u64 = 3000;
+
+/// The numbers of the page at `address`, by name and labels.
+fn scrape(address: &str) -> BTreeMap<String, f64> {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: master\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("# EOF\n"), "{answer}");
+    let numbers = answer.lines().filter(|line| line.starts_with("elasticdl_"));
+    let number = |line: &str| {
+        let (name, value) = line.rsplit_once(' ').unwrap();
+        (name.replace("training_job=\"counted\"", ""), value.parse().unwrap())
+    };
+    numbers.map(number).collect()
+}
+
+#[test]
+fn a_job_is_seen_by_prometheus_and_tensorboard() {
+    let folder = tempfile::tempdir().unwrap();
+    counting_data(&folder.path().join("data"), RECORDS, 2).unwrap();
+    let program = ["--records", &RECORDS.to_string(), "--micros-per-record", "100"].map(PathBuf::from);
+    let program = std::iter::once(PathBuf::from(env!("CARGO_BIN_EXE_counting"))).chain(program);
+    let runs = folder.path().join("runs");
+    let mut job =
+        Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), folder.path().join("job"), program)
+            .option("training-data", folder.path().join("data"))
+            .option("job-name", "counted")
+            .option("global-batch-size", "30")
+            .option("num-epochs", "100000")
+            .option("num-workers", "3")
+            .option("worker-timeout", "10s")
+            .option("metrics-port", "0")
+            .option("tensorboard-dir", &runs)
+            .start();
+    job.wait_for("three members at work", |status| {
+        let members = status["workers"].as_array().map(|w| w.iter().filter(|w| w["rank"].is_u64()).count());
+        status["step"].as_u64() > Some(3) && members == Some(3)
+    });
+    let log = std::fs::read_to_string(folder.path().join("job/logs/master.log")).unwrap();
+    let address = log.split("metrics at http://").nth(1).unwrap().split("/metrics").next().unwrap();
+    send(*job.workers().values().next_back().unwrap(), Signal::KILL);
+    job.wait_for("what the loss cost is known", |_| {
+        scrape(address).get("elasticdl_recovery_seconds_count{,cause=\"lost\"}") == Some(&1.0)
+    });
+    let page = scrape(address);
+    assert_eq!(page["elasticdl_worker_ends_total{,verdict=\"killed\"}"], 1.0);
+    assert!(page["elasticdl_steps_total{}"] > 3.0 && page["elasticdl_records_total{}"] > 90.0, "{page:?}");
+    let times =
+        ["elasticdl_step_seconds_total{}", "elasticdl_all_reduce_seconds_total{}"].map(|name| page[name]);
+    assert!(times[0] > times[1] && times[1] > 0.0, "{times:?}");
+    send(job.pid(), Signal::INT);
+    assert_eq!(job.wait().code, Some(130));
+    let files: Vec<_> = std::fs::read_dir(&runs).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let [file] = &files[..] else { panic!("one file: {files:?}") };
+    let bytes = std::fs::read(file).unwrap();
+    for word in ["brain.Event:2", "loss", "records_per_s", "workers", "step_ms", "all_reduce_ms"] {
+        assert!(bytes.windows(word.len()).any(|part| part == word.as_bytes()), "{word}");
+    }
+}
