@@ -48,11 +48,15 @@ impl Progress {
     /// Shows where the job stands at `now`.
     pub fn show(&self, now: Time, snapshot: Snapshot) {
         if self.printer.is_some() {
-            self.line(Line::Status(now, Box::new(snapshot.status.clone())));
+            self.glance(now, Glance::of(&snapshot.status));
         }
         if let Some(published) = &self.published {
             published.send_replace(Some(snapshot));
         }
+    }
+
+    pub(crate) fn glance(&self, now: Time, glance: Glance) {
+        self.line(Line::Glance(now, glance));
     }
 
     /// Shows a notice.
@@ -75,9 +79,24 @@ impl Progress {
     }
 }
 
+/// Where a job stands, in a line.
+#[derive(Debug)]
+pub(crate) struct Glance {
+    /// 0 to 1.
+    pub(crate) progress: f64,
+    pub(crate) step: u64,
+    pub(crate) text: String,
+}
+
+impl Glance {
+    fn of(status: &Status) -> Self {
+        Self { progress: status.progress, step: status.step, text: describe(status) }
+    }
+}
+
 enum Line {
     Notice(Time, String),
-    Status(Time, Box<Status>),
+    Glance(Time, Glance),
 }
 
 enum View {
@@ -90,19 +109,19 @@ fn print(lines: &Receiver<Line>, mut view: View) {
         match (line, &mut view) {
             (Line::Notice(now, text), View::Bar(bar)) => bar.println(notice(now, &text)),
             (Line::Notice(now, text), View::Plain { .. }) => write_line(&notice(now, &text)),
-            (Line::Status(_, status), View::Bar(bar)) => {
-                bar.set_position((status.progress.clamp(0.0, 1.0) * BAR_PARTS as f64) as u64);
-                bar.set_message(describe(&status));
+            (Line::Glance(_, glance), View::Bar(bar)) => {
+                bar.set_position((glance.progress.clamp(0.0, 1.0) * BAR_PARTS as f64) as u64);
+                bar.set_message(glance.text);
             }
-            (Line::Status(now, status), View::Plain { last }) => {
+            (Line::Glance(now, glance), View::Plain { last }) => {
                 // Before the first step a line would only say that nothing has happened yet.
                 let due = match last {
                     Some(last) => now.since(*last) >= PLAIN_INTERVAL,
-                    None => status.step > 0 || now.0 >= PLAIN_INTERVAL,
+                    None => glance.step > 0 || now.0 >= PLAIN_INTERVAL,
                 };
                 if due {
-                    let percent = status.progress * 100.0;
-                    write_line(&notice(now, &format!("{percent:.1} %  {}", describe(&status))));
+                    let percent = glance.progress * 100.0;
+                    write_line(&notice(now, &format!("{percent:.1} %  {}", glance.text)));
                     *last = Some(now);
                 }
             }

@@ -12,11 +12,12 @@ use super::cluster::to_failure;
 use super::master::code_of_state;
 use super::view::StatusJson;
 use super::{EXIT_INTERRUPTED, Failure};
+use crate::job::Time;
 use crate::jobdir;
 use crate::kube::anchor::{Anchor, Data, STATUS, SUMMARY, Sight};
 use crate::kube::client::Cluster;
 use crate::kube::masters::{MasterPods, MasterSight};
-use crate::progress::{one_line, short};
+use crate::progress::{Glance, Progress, one_line, short};
 
 /// How a job is followed.
 #[derive(Clone, Debug)]
@@ -27,13 +28,30 @@ pub(super) struct Manner {
     pub(super) summary: Option<PathBuf>,
 }
 
+/// Why a job is not followed any more.
+enum Seen {
+    /// It has ended, with this summary.
+    Summary(String),
+    /// The user has seen enough.
+    Enough,
+}
+
 /// Shows a job until it ends, or until the user has seen enough; the exit code.
 pub(super) async fn follow(cluster: &Cluster, job: &str, manner: Manner) -> Result<u8, Failure> {
+    let mut printer = Printer::new(manner.quiet);
+    let seen = observe(cluster, job, &mut printer).await;
+    printer.progress.end();
+    match seen? {
+        Seen::Summary(summary) => end(&manner, &summary),
+        Seen::Enough => Ok(detach(job, &cluster.namespace)),
+    }
+}
+
+async fn observe(cluster: &Cluster, job: &str, printer: &mut Printer) -> Result<Seen, Failure> {
     let no_signals = |e| Failure::failed(format!("can't handle signals: {e}"));
     let mut interrupt = signal(SignalKind::interrupt()).map_err(no_signals)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(no_signals)?;
     let namespace = &cluster.namespace;
-    let mut printer = Printer::new(manner.quiet);
     let mut anchor = Anchor::new(cluster, job).follow();
     let mut masters = MasterPods::watch(cluster, job);
     let mut stuck = Stuck::default();
@@ -51,7 +69,7 @@ pub(super) async fn follow(cluster: &Cluster, job: &str, manner: Manner) -> Resu
                     is_there = true;
                     printer.show(&data);
                     if let Some(summary) = data.get(SUMMARY) {
-                        return end(&printer, &manner, summary);
+                        return Ok(Seen::Summary(summary.clone()));
                     }
                 }
             },
@@ -67,7 +85,7 @@ pub(super) async fn follow(cluster: &Cluster, job: &str, manner: Manner) -> Resu
                     let data = Anchor::new(cluster, job).read().await.map_err(to_failure)?.data.unwrap_or_default();
                     if let Some(summary) = data.get(SUMMARY) {
                         printer.show(&data);
-                        return end(&printer, &manner, summary);
+                        return Ok(Seen::Summary(summary.clone()));
                     }
                     return Err(Failure::failed(format!("no master could finish the job {job}: {why}")));
                 }
@@ -81,8 +99,8 @@ pub(super) async fn follow(cluster: &Cluster, job: &str, manner: Manner) -> Resu
                 let hint = format!("`elasticdl delete {job} --namespace {namespace}` removes the job");
                 return Err(Failure::failed(format!("the master can't start: {}; {hint}", stuck.why)));
             }
-            _ = interrupt.recv() => return Ok(detach(job, namespace)),
-            _ = terminate.recv() => return Ok(detach(job, namespace)),
+            _ = interrupt.recv() => return Ok(Seen::Enough),
+            _ = terminate.recv() => return Ok(Seen::Enough),
         }
     }
 }
@@ -97,10 +115,10 @@ fn detach(job: &str, namespace: &str) -> u8 {
     EXIT_INTERRUPTED
 }
 
-fn end(printer: &Printer, manner: &Manner, text: &str) -> Result<u8, Failure> {
+fn end(manner: &Manner, text: &str) -> Result<u8, Failure> {
     let summary: Value = serde_json::from_str(text)
         .map_err(|e| Failure::failed(format!("the summary in the job's anchor can't be read: {e}")))?;
-    if !printer.quiet {
+    if !manner.quiet {
         let _ = stdout().write_all(to_table(&summary).as_bytes());
     }
     if let Some(path) = &manner.summary {
@@ -154,18 +172,22 @@ impl Stuck {
     }
 }
 
-/// Prints what is new.
+/// Shows what is new.
 struct Printer {
-    quiet: bool,
+    progress: Progress,
     start: Instant,
     events: Vec<String>,
     last: String,
-    progress: Option<Instant>,
 }
 
 impl Printer {
     fn new(quiet: bool) -> Self {
-        Self { quiet, start: Instant::now(), events: Vec::new(), last: String::new(), progress: None }
+        let progress = if quiet { Progress::quiet() } else { Progress::on_stderr() };
+        Self { progress, start: Instant::now(), events: Vec::new(), last: String::new() }
+    }
+
+    fn now(&self) -> Time {
+        Time(self.start.elapsed())
     }
 
     fn show(&mut self, data: &Data) {
@@ -176,38 +198,31 @@ impl Printer {
         for event in unseen(&self.events, &status.events).to_vec() {
             self.say(&event);
         }
-        let line = describe(&status);
+        self.progress.glance(self.now(), glance(&status));
         self.events = status.events;
-        if status.step > 0 && self.progress.is_none_or(|at| at.elapsed() >= PROGRESS_INTERVAL) {
-            self.progress = Some(Instant::now());
-            self.say(&line);
-        }
     }
 
-    /// Prints a line, unless it is the one before.
+    /// Shows a line, unless it is the one before.
     fn say(&mut self, text: &str) {
-        if self.quiet || self.last == text {
-            return;
+        if self.last != text {
+            self.last = text.into();
+            self.progress.say(self.now(), text.into());
         }
-        self.last = text.into();
-        let line = format!("{:>9.3} s  {}", self.start.elapsed().as_secs_f64(), one_line(text));
-        // Nobody may be reading any more.
-        let _ = writeln!(stderr(), "{line}");
     }
 }
 
-fn describe(status: &StatusJson) -> String {
+fn glance(status: &StatusJson) -> Glance {
     let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
     let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
-    format!(
-        "{:.1} %  {} · step {}{loss} · {} records/s · workers {members} of {} · generation {}",
-        status.progress * 100.0,
+    let text = format!(
+        "{} · step {}{loss} · {} records/s · workers {members} of {} · generation {}",
         status.state,
         status.step,
         short(status.records_per_s),
         status.workers_wanted,
         status.generation
-    )
+    );
+    Glance { progress: status.progress, step: status.step, text }
 }
 
 /// What `now` has that `before` had not: both are the last lines of one story.
@@ -216,7 +231,6 @@ fn unseen<'a>(before: &[String], now: &'a [String]) -> &'a [String] {
     &now[overlap.unwrap_or(0)..]
 }
 
-const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a master may be unable to start before the command gives up.
 const STUCK_MAX: Duration = Duration::from_secs(60);
 
