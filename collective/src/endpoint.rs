@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use crate::bell::Bell;
 use crate::fence::Pass;
 use crate::hello::{Hello, JobDigest, Purpose};
-use crate::link::{DialError, dial, poll_until};
+use crate::link::{DialError, dial, poll_until, set_up_listener};
 use crate::lobby::Lobby;
 use crate::porter::{Identity, Porter};
 use crate::progress::{Place, Progress};
@@ -61,7 +61,7 @@ impl Endpoint {
             return Err(CollectiveError::Invalid("the secret is empty".to_owned()));
         }
         let bind_error = |source| CollectiveError::Bind { source };
-        listener.set_nonblocking(true).map_err(bind_error)?;
+        set_up_listener(&listener).map_err(bind_error)?;
         let address = listener.local_addr().map_err(bind_error)?;
         let bell = Bell::new().map_err(|errno| CollectiveError::Io {
             action: "create an event descriptor",

@@ -36,7 +36,7 @@
 //! Pure: `chunk` (bounds), `schedule` (who sends what, when), `payload` (what that is made of), `frame`,
 //! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
 //! `link`, `transfer` (the loop that moves an operation), `tcp`, `state` (parcels for newcomers), `lobby`. Between
-//! threads: `fence`, `bell`, `progress`.
+//! threads: `fence`, `bell`, `progress`; `patience` is how long one looks before it sleeps.
 
 mod bell;
 mod chunk;
@@ -50,6 +50,7 @@ mod hello;
 mod link;
 mod lobby;
 mod parking;
+mod patience;
 mod payload;
 mod porter;
 mod progress;

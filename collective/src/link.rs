@@ -1,7 +1,8 @@
 //! Sockets: how links are made and what they are set to.
 
 use std::io::{self, ErrorKind};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -36,6 +37,9 @@ pub(crate) fn dial(
     let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None).map_err(|errno| {
         DialError::Ended(CollectiveError::Io { action: "create a socket", source: errno.into() })
     })?;
+    if is_same_host(address) {
+        calm(&socket);
+    }
     match rustix::net::connect(&socket, &address) {
         Ok(()) => {}
         Err(Errno::INPROGRESS | Errno::INTR) => loop {
@@ -73,14 +77,41 @@ pub(crate) fn set_up(link: &TcpStream) -> io::Result<()> {
     link.set_nonblocking(true)?;
     link.set_nodelay(true)?;
     if link.local_addr()?.ip() == link.peer_addr()?.ip() {
-        // Within a host there is no delay to bridge, and a short queue stays in the cache. There is nothing to
-        // pace either. The receiving side is left to the system: a window that a few of loopback's large
-        // segments fill closes again and again, and opens, at the worst, only to a probe a fifth of a second
-        // later. A system that refuses is only slower.
+        // Within a host there is no delay to bridge, and a short queue stays in the cache. The receiving side is
+        // left to the system: a window that a few of loopback's large segments fill closes again and again, and
+        // opens, at the worst, only to a probe a fifth of a second later. A system that refuses is only slower.
         let _ = sockopt::set_socket_send_buffer_size(link, SAME_HOST_BUFFER_BYTES);
-        let _ = sockopt::set_tcp_congestion(link, "reno");
+        calm(link);
     }
     Ok(())
+}
+
+/// Sets a fresh listener so that what it accepts within this host is not paced.
+pub(crate) fn set_up_listener(listener: &TcpListener) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    if listener.local_addr()?.ip().is_loopback() {
+        calm(listener);
+    }
+    Ok(())
+}
+
+/// Chooses a congestion control that does not pace: within a host there is nothing to pace for. It has to be chosen
+/// before the socket is connected: one that was bbr for a moment is paced by timers for all its life, which took a
+/// fifth of the time of large sums. A system that refuses is only slower.
+fn calm(socket: impl AsFd) {
+    let _ = sockopt::set_tcp_congestion(socket, "reno");
+}
+
+/// Whether `address` is one of this host's: then packets to it leave from that address.
+fn is_same_host(address: SocketAddr) -> bool {
+    let any: IpAddr =
+        if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    // A datagram socket looks up the way without a packet.
+    let way = UdpSocket::bind((any, 0)).and_then(|socket| {
+        socket.connect(address)?;
+        socket.local_addr()
+    });
+    way.is_ok_and(|way| way.ip() == address.ip())
 }
 
 /// Polls until something happens (true) or `deadline` has passed (false).

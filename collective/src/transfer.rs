@@ -23,6 +23,7 @@ use crate::communicator::BLOCK_BYTES_MAX;
 use crate::fence::Pass;
 use crate::frame::{FRAME_BYTES, Frame, Kind};
 use crate::link::poll_until;
+use crate::patience::Patience;
 use crate::payload::Payload;
 use crate::progress::{Place, Progress};
 use crate::schedule::{Piece, Schedule};
@@ -79,6 +80,7 @@ impl<'a> Transfer<'a> {
 
     /// Returns when all pieces are sent and received, with the notes in rank order.
     pub(crate) fn run(mut self) -> Result<Vec<Vec<u8>>, Fault> {
+        let mut patience = Patience::default();
         loop {
             let sent = match self.send() {
                 Ok(flow) => flow,
@@ -89,8 +91,13 @@ impl<'a> Transfer<'a> {
                 return Ok(self.payload.into_notes());
             }
             if received == Flow::Moved {
+                patience.restore();
                 continue;
             }
+            if patience.lasts() {
+                continue;
+            }
+            patience.restore();
             self.course.wait(&self.stamp);
             if let Err(fault) = self.wait(sent == Flow::Blocked) {
                 return Err(self.root_of(fault));
