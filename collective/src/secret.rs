@@ -1,5 +1,8 @@
 use std::fmt;
 
+use hmac::{Hmac, KeyInit as _, Mac as _};
+use sha2::Sha256;
+
 /// The job's secret; proves membership in every hello. It never travels, and `Debug` shows nothing of it.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
@@ -10,6 +13,15 @@ impl Secret {
         Self(bytes.into())
     }
 
+    /// A number that tells this secret from others, for this purpose, and tells nothing of it.
+    #[must_use]
+    pub fn fingerprint(&self, purpose: &str) -> u32 {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("a key may have any length");
+        mac.update(purpose.as_bytes());
+        let [a, b, c, d, ..] = <[u8; 32]>::from(mac.finalize().into_bytes());
+        u32::from_be_bytes([a, b, c, d])
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -18,5 +30,17 @@ impl Secret {
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(..)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fingerprint_depends_on_secret_and_purpose_alone() {
+        let of = |secret: &str, purpose| Secret::new(secret).fingerprint(purpose);
+        assert_eq!(of("a", "x"), of("a", "x"));
+        assert!(of("a", "x") != of("b", "x") && of("a", "x") != of("a", "y"));
     }
 }

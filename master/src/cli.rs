@@ -1,5 +1,6 @@
 //! The `elasticdl` command line.
 
+mod checkpoint;
 mod client;
 mod cluster;
 mod follow;
@@ -17,6 +18,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+pub use checkpoint::{CheckpointArgs, CheckpointOptions};
 pub use client::ScaleArgs;
 pub use cluster::{ClusterArgs, Format, Labels, PlaceArgs, Tolerations, Volumes};
 pub use master::MasterArgs;
@@ -45,6 +47,8 @@ pub struct Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Have a running job write a checkpoint now, and wait for it; prints where it is.
+    Checkpoint(CheckpointArgs),
     /// Remove a job and all that it has left: its pods and objects, or its directory.
     Delete(DeleteArgs),
     /// Show the jobs of this machine and of the cluster.
@@ -78,6 +82,7 @@ pub enum Command {
 #[must_use]
 pub fn main() -> ExitCode {
     let code = match Cli::parse().command {
+        Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::Delete(args) => remote::delete(&args),
         Command::List(args) => remote::list(&args),
         Command::Logs(args) => remote::logs(&args),

@@ -221,6 +221,7 @@ mod tests {
             workers_wanted: 2,
             waiting: Vec::new(),
             rungs: Vec::new(),
+            checkpoints: None,
             workers: vec![worker(1, Some(0)), worker(2, Some(1)), worker(3, None)],
             shards: None,
             memberships: Vec::new(),

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::job::{MembershipRecord, Summary};
+use crate::job::{CheckpointsSummary, MembershipRecord, Summary};
 use crate::progress::{one_line, short};
 
 /// Where the user finds more.
@@ -58,6 +58,9 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     if let Some(digest) = &summary.digest {
         row(out, "digest", digest)?;
     }
+    if let Some(known) = &summary.checkpoints {
+        row(out, "checkpoints", &checkpoints(known))?;
+    }
     write_memberships(out, &summary.memberships)?;
     for failed in &summary.failed_shards {
         let what =
@@ -76,6 +79,18 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     }
     row(out, "logs", &paths.logs.display().to_string())?;
     row(out, "summary", &paths.summary.display().to_string())
+}
+
+fn checkpoints(known: &CheckpointsSummary) -> String {
+    let newest = known.newest.as_ref().map(|newest| format!("newest of step {}", newest.step));
+    let mut parts = vec![format!("{} written", known.saved)];
+    parts.extend(newest);
+    parts.extend((known.failed > 0).then(|| format!("{} failed", known.failed)));
+    parts.extend((known.damaged > 0).then(|| format!("{} damaged", known.damaged)));
+    for restored in &known.restored {
+        parts.push(format!("began at step {} ({} steps again)", restored.step, restored.lost_steps));
+    }
+    parts.join(", ")
 }
 
 fn row(out: &mut impl Write, name: &str, value: &str) -> io::Result<()> {
@@ -120,7 +135,10 @@ mod tests {
     use elasticdl_proto::{Generation, WorkerId};
 
     use super::*;
-    use crate::job::{Cause, FailedShard, LossSummary, RecordsSummary, ThroughputSummary, WorkersSummary};
+    use crate::job::{
+        Cause, FailedShard, LossSummary, RecordsSummary, RestoredCheckpoint, SavedCheckpoint,
+        ThroughputSummary, WorkersSummary,
+    };
 
     fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipRecord {
         MembershipRecord {
@@ -153,6 +171,13 @@ mod tests {
             memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
             loss: LossSummary { first: Some(2.0), last: Some(0.5) },
             throughput: ThroughputSummary { records_per_s: 250.0, steps_per_s: 66.6 },
+            checkpoints: Some(CheckpointsSummary {
+                newest: Some(SavedCheckpoint { step: 100, name: "step-100".into(), bytes: 4 }),
+                saved: 3,
+                failed: 1,
+                restored: vec![RestoredCheckpoint { step: 40, name: "step-40".into(), lost_steps: 2 }],
+                ..CheckpointsSummary::default()
+            }),
             failed_shards: vec![FailedShard {
                 worker: WorkerId(3),
                 epoch: 0,
@@ -180,6 +205,7 @@ job mnist: completed after 1.50 s
   throughput    250 records/s, 66.6 steps/s
   workers       2 at most, 2 at the end, 1 restarts
   digest        00ff00ff00ff00ff
+  checkpoints   3 written, newest of step 100, 1 failed, began at step 40 (2 steps again)
   memberships   generation  cause  workers     at step     gap ms
                          1  start        2          40          -
                          2  lost         2          40        8.2  (detect 0.5, abort 0.2, agree 1.0)

@@ -65,6 +65,8 @@ pub struct Master {
 /// What the user can do to a running job from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interrupt {
+    /// Write a checkpoint.
+    Checkpoint,
     /// End at once: kill the workers.
     Kill,
     /// Keep this many workers.
@@ -259,6 +261,7 @@ impl Master {
                     });
                 }
                 Some(interrupt) = interrupts.recv() => match interrupt {
+                    Interrupt::Checkpoint => self.job.handle(self.now(), Event::Checkpoint),
                     Interrupt::Kill => {
                         info!("killed by the user");
                         break Outcome::Stopped;
@@ -387,6 +390,10 @@ impl Master {
     fn on_input(&mut self, input: Input) {
         let now = self.now();
         match input {
+            Input::Checkpoint { reply } => {
+                // The command may have gone.
+                let _ = reply.send(self.checkpoint().map_err(Status::invalid_argument));
+            }
             Input::Closed { connection } => {
                 if let Some(worker) = self.peers.remove(&connection).and_then(|peer| peer.worker) {
                     self.workers.remove(&worker);
@@ -412,6 +419,15 @@ impl Master {
                 let _ = reply.send(self.job.status(now));
             }
         }
+    }
+
+    /// Asks the group for a checkpoint; the step that it has reached.
+    fn checkpoint(&mut self) -> Result<u64, String> {
+        if self.spec.checkpoints.is_none() {
+            return Err("this job keeps no checkpoints: it was started without --checkpoint-dir".into());
+        }
+        self.job.handle(self.now(), Event::Checkpoint);
+        Ok(self.job.step())
     }
 
     /// Keeps this many workers from now on; how many it were before.

@@ -38,6 +38,8 @@ use crate::token::Token;
 /// What the server hands to the task that owns the job.
 #[derive(Debug)]
 pub(crate) enum Input {
+    /// A command wants a checkpoint; answered with the step that is committed.
+    Checkpoint { reply: oneshot::Sender<Result<u64, Status>> },
     /// A stream ended.
     Closed { connection: ConnectionId },
     /// A stream proved the token and said hello.
@@ -195,6 +197,16 @@ impl Master for Service {
         self.inputs.send(Input::Status { reply }).await.map_err(|_| ending())?;
         let status = answer.await.map_err(|_| ending())?;
         Ok(Response::new(status_reply(status)))
+    }
+
+    async fn checkpoint(
+        &self,
+        _: Request<v1::CheckpointRequest>,
+    ) -> Result<Response<v1::CheckpointReply>, Status> {
+        let (reply, answer) = oneshot::channel();
+        self.inputs.send(Input::Checkpoint { reply }).await.map_err(|_| ending())?;
+        let step = answer.await.map_err(|_| ending())??;
+        Ok(Response::new(v1::CheckpointReply { step }))
     }
 
     async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleReply>, Status> {

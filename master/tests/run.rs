@@ -134,6 +134,8 @@ fn spec() -> JobSpec {
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
+        checkpoints: None,
+        resume_from: None,
     }
 }
 

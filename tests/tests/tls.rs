@@ -40,6 +40,8 @@ fn spec(data: &Path) -> JobSpec {
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
+        checkpoints: None,
+        resume_from: None,
     }
 }
 

@@ -9,12 +9,12 @@ use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use elasticdl_collective::{Fence, Progress, Stall};
+use elasticdl_collective::{Fence, Progress};
+use elasticdl_proto::WorkerId;
 use elasticdl_proto::v1;
 use elasticdl_proto::v1::master_client::MasterClient;
-use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
@@ -23,11 +23,12 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
+use self::convert::{decode, decode_welcome, encode, encode_stall};
+use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
-use crate::core::session::{Membership, Report, StepTimes};
+use crate::core::session::Report;
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
-use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
-use crate::reader::{Dataset, File};
+use crate::messages::{FromMaster, Outbox, ToMaster};
 
 /// The open stream, seen from the trainer's side.
 #[derive(Debug)]
@@ -55,6 +56,18 @@ pub(crate) struct Welcome {
     heartbeat: Option<Duration>,
     /// A peer that answers no dial for as long can't be reached.
     pub(crate) worker_timeout: Option<Duration>,
+    pub(crate) checkpoints: Option<CheckpointOptions>,
+    /// A checkpoint, or the folder of some, that the job begins with.
+    pub(crate) resume_from: Option<String>,
+}
+
+/// Where and when checkpoints are kept.
+#[derive(Clone, Debug)]
+pub(crate) struct CheckpointOptions {
+    pub(crate) dir: String,
+    pub(crate) every: Every,
+    /// How many complete ones stay.
+    pub(crate) keep: usize,
 }
 
 impl Control {
@@ -421,151 +434,6 @@ fn leave_in_time(timeout: Duration) {
     });
 }
 
-fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
-    let options = welcome.options?;
-    let batch = match options.batch? {
-        v1::options::Batch::GlobalBatchSize(records) => Batch::Global(records.max(1)),
-        v1::options::Batch::MinibatchSize(records) => Batch::PerWorker(records.max(1)),
-    };
-    Some(Welcome {
-        worker: WorkerId(welcome.worker),
-        training_data: options.training_data,
-        epochs: options.epochs,
-        max_steps: options.max_steps,
-        batch,
-        seed: options.seed,
-        heartbeat: options.heartbeat_ms.map(|ms| Duration::from_millis(ms.max(1))),
-        worker_timeout: options.worker_timeout_ms.map(Duration::from_millis),
-    })
-}
-
-fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
-    use v1::master_message::Kind;
-    let member = |m: &v1::Member| Some((WorkerId(m.worker), m.address.parse().ok()?));
-    Some(match message.kind? {
-        Kind::Describe(_) => FromMaster::Describe,
-        Kind::Drain(_) => FromMaster::Drain,
-        Kind::Fetch(fetch) => FromMaster::Fetch(fetch.donors.iter().map(member).collect::<Option<_>>()?),
-        Kind::Lease(lease) => FromMaster::Lease(lease.ranges.iter().map(decode_range).collect()),
-        Kind::Membership(membership) => {
-            let arrived = Instant::now();
-            let generation = Generation(membership.generation);
-            let members = membership.members.iter().map(member).collect::<Option<_>>()?;
-            FromMaster::Membership(Membership { generation, members, abort: membership.abort }, arrived)
-        }
-        Kind::Prepare(prepare) => {
-            let file = |f: v1::File| File { path: f.path, records: f.records };
-            FromMaster::Prepare(Dataset { files: prepare.dataset?.files.into_iter().map(file).collect() })
-        }
-        Kind::Shutdown(shutdown) => FromMaster::Shutdown(shutdown.reason),
-        Kind::Welcome(_) => return None,
-    })
-}
-
-fn encode(message: ToMaster) -> v1::worker_message::Kind {
-    use v1::worker_message::Kind;
-    match message {
-        ToMaster::Described(outcome) => {
-            use v1::described::Outcome;
-            let file = |f: File| v1::File { path: f.path, records: f.records };
-            let outcome = match outcome {
-                Ok(dataset) => {
-                    Outcome::Dataset(v1::Dataset { files: dataset.files.into_iter().map(file).collect() })
-                }
-                Err(error) => Outcome::Error(error),
-            };
-            Kind::Described(v1::Described { outcome: Some(outcome) })
-        }
-        ToMaster::Failed(failure) => Kind::Failed(v1::Failed {
-            error: failure.error,
-            ranges: failure.ranges.iter().map(encode_range).collect(),
-            fatal: failure.fatal,
-        }),
-        ToMaster::Finished(finished) => Kind::Finished(encode_finished(finished)),
-        ToMaster::Ready { parameters } => Kind::Ready(v1::Ready { parameters }),
-        ToMaster::Report(report) => encode_report(report),
-        ToMaster::Resumed { generation, step, phases } => Kind::Resumed(v1::Resumed {
-            generation: generation.0,
-            step,
-            phases: Some(v1::Phases {
-                detect_us: phases.detect_us,
-                abort_us: phases.abort_us,
-                agree_us: phases.agree_us,
-                connect_us: phases.connect_us,
-                state_us: phases.state_us,
-                first_step_us: phases.first_step_us,
-            }),
-        }),
-    }
-}
-
-fn encode_report(report: Report) -> v1::worker_message::Kind {
-    use v1::worker_message::Kind;
-    match report {
-        Report::Broken { generation, suspect, error, unreachable } => Kind::Broken(v1::Broken {
-            generation: generation.0,
-            suspect: suspect.map(|s| s.0),
-            error,
-            unreachable,
-        }),
-        Report::Committed(progress) => Kind::Committed(v1::Committed {
-            generation: progress.generation.0,
-            step: progress.step,
-            ranges: progress.ranges.iter().map(encode_range).collect(),
-            loss_sum: progress.loss_sum,
-            records: progress.records,
-            compute_us: progress.compute_us,
-            times: Some(encode_times(progress.times)),
-        }),
-        Report::Formed { generation, step, ledger } => {
-            Kind::Formed(v1::Formed { generation: generation.0, step, ledger: Some(encode_ledger(&ledger)) })
-        }
-        Report::Holding { step, ranges } => {
-            Kind::Holding(v1::Holding { step, ranges: ranges.iter().map(encode_range).collect() })
-        }
-        Report::Primed { step } => Kind::Primed(v1::Primed { step }),
-        Report::LeaseRequest { epoch, records } => Kind::LeaseRequest(v1::LeaseRequest { epoch, records }),
-    }
-}
-
-fn encode_times(times: StepTimes) -> v1::StepTimes {
-    let StepTimes { steps, step_us, reduce_us } = times;
-    v1::StepTimes { steps, step_us, reduce_us }
-}
-
-fn encode_stall(stall: Stall) -> v1::Stall {
-    let Stall { generation, operation, received, sent, since } = stall;
-    let for_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-    v1::Stall { generation, operation, received, for_ms, sent }
-}
-
-fn encode_finished(finished: Finished) -> v1::Finished {
-    v1::Finished {
-        generation: finished.generation.0,
-        step: finished.step,
-        digest: finished.digest,
-        ledger: Some(encode_ledger(&finished.ledger)),
-        records_trained: finished.records_trained,
-        summary: finished.summary,
-    }
-}
-
-fn encode_ledger(ledger: &Ledger) -> v1::Ledger {
-    v1::Ledger {
-        epochs_complete: ledger.epoch(),
-        ranges: ledger.ranges().map(|r| encode_range(&r)).collect(),
-        repeated_records: ledger.repeated(),
-    }
-}
-
-fn encode_range(range: &RecordRange) -> v1::Range {
-    v1::Range { epoch: range.epoch, start: range.start, end: range.end }
-}
-
-fn decode_range(range: &v1::Range) -> RecordRange {
-    RecordRange { epoch: range.epoch, start: range.start, end: range.end }
-}
-
 /// A ledger of an epoch in progress can be long; anything beyond this is no message of a master's.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
@@ -580,6 +448,8 @@ const KEEP_ALIVE_MAX: Duration = Duration::from_secs(15);
 /// How long a worker without a stream waits before it looks for a master again: twice as long each time.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(1);
+
+mod convert;
 
 #[cfg(test)]
 mod tests;

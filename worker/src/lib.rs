@@ -56,6 +56,7 @@
 
 #[cfg(feature = "candle")]
 pub mod candle;
+mod checkpoint;
 mod control;
 #[doc(hidden)]
 pub mod core;

@@ -16,6 +16,7 @@ pub(crate) enum FromMaster {
     Describe,
     Drain,
     Fetch(Vec<(WorkerId, SocketAddr)>),
+    KeepCheckpoint,
     Lease(Vec<RecordRange>),
     /// The group changes; and when that arrived here.
     Membership(Membership, Instant),
@@ -28,12 +29,26 @@ pub(crate) enum FromMaster {
 /// What this worker says after its hello.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ToMaster {
+    Checkpoint(CheckpointNews),
     Described(Result<Dataset, String>),
     Failed(Failure),
     Finished(Finished),
     Ready { parameters: u64 },
     Report(Report),
     Resumed { generation: Generation, step: u64, phases: Phases },
+}
+
+/// What became of a checkpoint.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum CheckpointNews {
+    /// It is not as it was written; the one before it is tried.
+    Damaged { name: String, reason: String },
+    /// It could not be written.
+    Failed { step: u64, error: String },
+    /// The group begins from it.
+    Restored { step: u64, name: String },
+    /// It is complete.
+    Saved { step: u64, name: String, bytes: u64 },
 }
 
 /// The job's final state.

@@ -14,7 +14,7 @@ use crate::model::Model;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
 use crate::tensors::Tensors;
-use crate::trainer::Trainer;
+use crate::trainer::{Checkpointing, Trainer};
 
 /// Runs this process as a worker of the job that launched it, training `model`: the whole `main` of a user's program.
 ///
@@ -89,7 +89,7 @@ fn train<M: Model>(
 ) -> Result<Exit, Failure> {
     let welcome = &control.welcome;
     let secret = Secret::new(environment.token.as_bytes());
-    let endpoint = Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret)
+    let endpoint = Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret.clone())
         .map_err(|error| Failure::fatal(error.to_string()))?;
     let endpoint = match welcome.worker_timeout {
         Some(limit) => endpoint.with_dial_limit(limit),
@@ -115,19 +115,22 @@ fn train<M: Model>(
         epochs: welcome.epochs,
         max_steps: welcome.max_steps,
         batch: welcome.batch,
+        checkpoints: welcome.checkpoints.as_ref().map(|kept| kept.every),
     };
+    let (job, size) = (environment.job.as_str(), (parameters, parameters * slots));
+    let checkpoints = Checkpointing::new(welcome, (job, &secret), prepared.clone(), size)?;
     let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
     let ahead = welcome.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
     let prefetch = Prefetch::new(reader, prepared, ahead)
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
     control.outbox.send(ToMaster::Ready { parameters: parameters as u64 });
     let trainer = Trainer::new(
-        model,
-        welcome.seed,
+        (model, welcome.seed),
         Session::new(welcome.worker, plan),
         Tensors::new(parameters, slots),
         prefetch,
         (endpoint, welcome.worker_timeout.unwrap_or(PATIENCE)),
+        checkpoints,
         (&control.inbox, control.outbox.clone()),
     );
     trainer.run()
@@ -148,6 +151,7 @@ fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exi
             Ok(
                 FromMaster::Drain
                 | FromMaster::Fetch(_)
+                | FromMaster::KeepCheckpoint
                 | FromMaster::Lease(_)
                 | FromMaster::Membership(..)
                 | FromMaster::Reconnected,

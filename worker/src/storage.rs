@@ -36,6 +36,8 @@ pub struct Storage {
     store: Arc<dyn ObjectStore>,
     root: Path,
     address: String,
+    /// It is a folder of this machine.
+    is_local: bool,
 }
 
 /// A file that was found.
@@ -89,7 +91,7 @@ impl Storage {
         if !address.contains("://") {
             let path = std::path::absolute(address).map_err(|error| wrong(error.to_string()))?;
             let root = Path::from_absolute_path(path).map_err(|error| wrong(error.to_string()))?;
-            return Ok(Self { store: local(), root, address: address.to_owned() });
+            return Ok(Self { store: local(), root, address: address.to_owned(), is_local: true });
         }
         let url = Url::parse(address).map_err(|error| wrong(error.to_string()))?;
         let unknown = || wrong("not a place for files; it must be a path or s3://, gs:// or az://".into());
@@ -114,12 +116,13 @@ impl Storage {
             _ => return Err(unknown()),
         };
         let root = Path::parse(path.as_ref()).map_err(|error| wrong(error.to_string()))?;
-        Ok(Self { store, root, address: address.trim_end_matches('/').to_owned() })
+        let is_local = scheme == ObjectStoreScheme::Local;
+        Ok(Self { store, root, address: address.trim_end_matches('/').to_owned(), is_local })
     }
 
     /// Files in `store` below `root`. `address`: how errors name it.
     pub fn within(store: Arc<dyn ObjectStore>, root: Path, address: impl Into<String>) -> Self {
-        Self { store, root, address: address.into() }
+        Self { store, root, address: address.into(), is_local: false }
     }
 
     /// Whether `address` is one of an object store, and not of a path that this machine must have.
@@ -137,7 +140,8 @@ impl Storage {
     /// The place at `path` below this one.
     #[must_use]
     pub fn join(&self, path: &str) -> Self {
-        Self { store: Arc::clone(&self.store), root: self.at(path), address: self.name(path) }
+        let (store, is_local) = (Arc::clone(&self.store), self.is_local);
+        Self { store, root: self.at(path), address: self.name(path), is_local }
     }
 
     /// All of a file.
@@ -220,6 +224,24 @@ impl Storage {
             Err(StorageError::NotFound { .. }) => Ok(()),
             other => other,
         }
+    }
+
+    /// Removes all that is below `path`, and `first` before the rest.
+    ///
+    /// # Errors
+    /// The store's; some of it may be gone then.
+    pub fn remove_folder(&self, path: &str, first: &str) -> Result<(), StorageError> {
+        self.remove(&format!("{path}/{first}"))?;
+        for file in self.list(path)? {
+            self.remove(&format!("{path}/{}", file.path))?;
+        }
+        if self.is_local {
+            // The folder itself, and pieces of files that were never finished, which no list shows.
+            if let Ok(folder) = LocalFileSystem::new().path_to_filesystem(&self.at(path)) {
+                drop(std::fs::remove_dir_all(folder));
+            }
+        }
+        Ok(())
     }
 
     fn at(&self, path: &str) -> Path {

@@ -73,7 +73,7 @@ impl Tensors {
 }
 
 /// `len` zeros in memory that is there.
-fn zeros(len: usize) -> Vec<f32> {
+pub(crate) fn zeros(len: usize) -> Vec<f32> {
     let mut zeros = vec![0.0; len];
     // Zeroed memory is handed out lazily; a write that the compiler can't see through makes it be there.
     zeros.iter_mut().step_by(PAGE_FLOATS).for_each(|first| *first = std::hint::black_box(0.0));

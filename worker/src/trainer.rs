@@ -37,6 +37,7 @@ pub(crate) struct Trainer<'a, M: Model> {
     ring: Option<TcpRing>,
     /// Newcomers that get the state from here.
     donor: Donor,
+    checkpoints: Checkpointing,
     /// Where this worker gets it from, as a newcomer.
     source: Option<StateReceiver>,
     /// How long a peer may be silent on a link beside the ring.
@@ -68,12 +69,12 @@ enum FetchError {
 
 impl<'a, M: Model> Trainer<'a, M> {
     pub(crate) fn new(
-        model: M,
-        seed: u64,
+        (model, seed): (M, u64),
         session: Session,
         tensors: Tensors,
         prefetch: Prefetch<<M::Reader as Reader>::Record>,
         (endpoint, patience): (Endpoint, Duration),
+        checkpoints: Checkpointing,
         (inbox, outbox): (&'a Receiver<FromMaster>, Outbox),
     ) -> Self {
         Self {
@@ -86,6 +87,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             endpoint,
             ring: None,
             donor: Donor::new(patience),
+            checkpoints,
             source: None,
             patience,
             inbox,
@@ -115,6 +117,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 Err(Stopped::Broken(error)) => self.on_broken(&error),
                 Err(Stopped::Failed(failure)) => return Err(failure),
             }
+            self.tend_checkpoints();
             self.send_reports();
         }
     }
@@ -123,6 +126,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         match message {
             FromMaster::Drain => self.session.handle_drain(),
             FromMaster::Fetch(donors) => self.session.handle_fetch(donors),
+            FromMaster::KeepCheckpoint => self.session.handle_checkpoint(),
             FromMaster::Lease(ranges) => {
                 for range in &ranges {
                     self.prefetch.want(*range);
@@ -280,12 +284,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn repair(&mut self, plan: &Repair) -> Result<(), Stopped> {
         let rank = self.rank();
         if plan.step.is_none() && rank == 0 {
-            let (model, tensors) = (&mut self.model, &mut self.tensors);
-            writable(&mut tensors.slots).fill(0.0);
-            let parameters = writable(&mut tensors.parameters);
-            call_user("initialize()", || model.initialize(self.seed, parameters))
-                .map_err(|error| Stopped::Failed(Failure::fatal(error)))?;
-            self.session.begin();
+            self.begin()?;
         }
         let mut result = None;
         if let Some((donor, behind)) = &plan.result {
@@ -295,6 +294,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             self.repair_by_state(*donor, takers.contains(&rank), result)?;
         }
         self.session.repaired();
+        self.checkpoints.prepare(ring(&mut self.ring)?.world_size());
         self.gradient_is_pending &= !self.session.pending_ranges().is_empty();
         self.gap.on_repaired(Instant::now());
         tracing::info!(step = self.session.step(), "all ranks at one state");
@@ -531,6 +531,10 @@ fn mismatch(mismatch: &Mismatch) -> Failure {
          methods must depend on their arguments alone"
     ))
 }
+
+mod checkpoints;
+
+pub(crate) use self::checkpoints::Checkpointing;
 
 /// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays nobody; a peer that
 /// finishes its step first does. The master ends the wait for peers that never come.

@@ -9,6 +9,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use k8s_openapi::api::core::v1::Toleration;
 
+use super::checkpoint::from_volumes;
 use super::train::TrainArgs;
 use super::{EXIT_OK, Failure, follow, plan};
 use crate::kube::client::{Choice, Cluster, ClusterError};
@@ -252,8 +253,9 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
         ladder::Choice::Off => None,
         ladder::Choice::These(ladder) => Some(ladder.clone()),
     };
+    let mounts: Vec<&str> = pods.volumes.iter().map(|v| v.mount.mount_path.as_str()).collect();
     let task = Task {
-        job: plan::job_spec(args, name)?,
+        job: plan::job_spec(args, name, |option, path| from_volumes(args, &mounts, option, path))?,
         master_timeout: args.master_timeout,
         ladder,
         metrics_port: metrics_port(args.metrics_port)?,

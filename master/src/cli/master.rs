@@ -230,7 +230,9 @@ async fn conduct(
 fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
     let scale = now.num_workers.filter(|_| now.num_workers != before.num_workers).map(Interrupt::Scale);
     let stop = (now.stop && !before.stop).then_some(Interrupt::Stop);
-    scale.into_iter().chain(stop).collect()
+    let asked = now.checkpoint.is_some() && now.checkpoint != before.checkpoint;
+    let checkpoint = asked.then_some(Interrupt::Checkpoint);
+    scale.into_iter().chain(checkpoint).chain(stop).collect()
 }
 
 /// Writes the status to the anchor whenever it is time; ends with the job.
@@ -272,6 +274,8 @@ fn status_json(status: Status) -> String {
 fn news_of(status: &Status) -> u64 {
     let mut hasher = DefaultHasher::new();
     (status.state, status.generation.0, status.workers_wanted, &status.events).hash(&mut hasher);
+    // One that is asked for is waited for.
+    status.checkpoints.as_ref().map(|known| (&known.error, known.newest.is_some())).hash(&mut hasher);
     for worker in &status.workers {
         (worker.worker.0, worker.rank, worker.state).hash(&mut hasher);
     }
@@ -366,12 +370,15 @@ mod tests {
     #[test]
     fn a_wish_is_told_once() {
         let none = Wishes::default();
-        let four = Wishes { num_workers: Some(4), stop: false };
-        let stop = Wishes { num_workers: Some(4), stop: true };
+        let four = Wishes { num_workers: Some(4), ..none };
+        let stop = Wishes { stop: true, ..four };
         assert_eq!(changes(none, four), [Interrupt::Scale(4)]);
         assert_eq!(changes(four, four), []);
         assert_eq!(changes(four, stop), [Interrupt::Stop]);
         assert_eq!(changes(none, stop), [Interrupt::Scale(4), Interrupt::Stop]);
         assert_eq!(changes(stop, none), []);
+        let asked = Wishes { checkpoint: Some(7), ..four };
+        assert_eq!(changes(four, asked), [Interrupt::Checkpoint]);
+        assert_eq!(changes(asked, asked), []);
     }
 }

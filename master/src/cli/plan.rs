@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use rustix::fs::Access;
 
-use super::Failure;
 use super::train::TrainArgs;
+use super::{Failure, checkpoint};
 use crate::job::{Batch, JobSpec};
 use crate::jobdir;
 use crate::limits::{BATCH_RECORDS_MAX, EPOCHS_MAX, SHARD_RECORDS_MAX, STEPS_MAX, WORKERS_MAX};
@@ -58,7 +58,7 @@ impl Plan {
             Some(name) => name.clone(),
             None => default_name(&program)?,
         };
-        let spec = job_spec(&args, name)?;
+        let spec = job_spec(&args, name, checkpoint::from_here)?;
         let program_args = program_args.to_vec();
         let job_dir = args.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
         Ok(Self {
@@ -76,8 +76,13 @@ impl Plan {
     }
 }
 
-/// The job that `args` ask for, under this name.
-pub(super) fn job_spec(args: &TrainArgs, name: String) -> Result<JobSpec, Failure> {
+/// The job that `args` ask for, under this name. `absolute`: makes a path of checkpoints, which an option names, whole.
+pub(super) fn job_spec(
+    args: &TrainArgs,
+    name: String,
+    absolute: impl Fn(&str, &str) -> Result<String, Failure>,
+) -> Result<JobSpec, Failure> {
+    let (checkpoints, resume_from) = args.checkpoints.plan(absolute)?;
     let spec = JobSpec {
         name,
         training_data: args.training_data.clone().expect("clap asks for it where nothing is resumed"),
@@ -92,6 +97,8 @@ pub(super) fn job_spec(args: &TrainArgs, name: String) -> Result<JobSpec, Failur
         seed: args.seed,
         max_worker_restarts: args.max_worker_restarts,
         worker_timeout: Some(args.worker_timeout),
+        checkpoints,
+        resume_from,
     };
     spec.check().map_err(|e| Failure::usage(e.to_string()))?;
     Ok(spec)
@@ -271,6 +278,7 @@ mod tests {
 
     use super::*;
     use crate::cli::{Cli, Command};
+    use crate::job::CheckpointEvery;
 
     fn plan(options: &str) -> Result<Plan, String> {
         let line = format!("elasticdl train --training-data d {options} -- true a --b");
@@ -301,6 +309,8 @@ mod tests {
             seed: 0,
             max_worker_restarts: 3,
             worker_timeout: Some(Duration::from_millis(800)),
+            checkpoints: None,
+            resume_from: None,
         };
         assert_eq!(plan.spec, expected);
         assert_eq!(plan.master_timeout, Duration::from_secs(30));
@@ -320,6 +330,22 @@ mod tests {
         assert!(!spec("--local --no-shuffle").shuffle);
         assert!(spec("--local --no-shuffle --shuffle").shuffle);
         assert_eq!(plan("--local --master-timeout 2min").unwrap().master_timeout, Duration::from_secs(120));
+    }
+
+    #[test]
+    fn checkpoints_are_where_and_as_often_as_one_says() {
+        let here = std::env::current_dir().unwrap();
+        let whole = spec(
+            "--local --checkpoint-dir c --checkpoint-every 200 --checkpoint-keep 2 --resume-from s3://b/c",
+        );
+        let kept = whole.checkpoints.unwrap();
+        assert_eq!(kept.dir, here.join("c").to_str().unwrap());
+        assert_eq!((kept.every, kept.keep), (CheckpointEvery::Steps(NonZeroU64::new(200).unwrap()), 2));
+        assert_eq!(whole.resume_from.as_deref(), Some("s3://b/c"));
+        let kept = spec("--local --checkpoint-dir /c").checkpoints.unwrap();
+        assert_eq!((kept.every, kept.keep), (CheckpointEvery::Time(Duration::from_secs(300)), 3));
+        let error = plan("--local --checkpoint-every 200").unwrap_err();
+        assert!(error.contains("--checkpoint-dir"), "{error}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::io::{Read as _, Write as _, stdout};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -15,13 +15,14 @@ use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
+use super::checkpoint::Wait;
 use super::client::{directory_of, print};
 use super::cluster::{PlaceArgs, to_failure};
 use super::view::StatusJson;
 use super::{EXIT_OK, Failure, follow, new_runtime};
 use crate::job::LaunchId;
 use crate::jobdir::{self, LookupError};
-use crate::kube::anchor::{self, Anchor, Data, NUM_WORKERS, STATUS, STOP, SUMMARY};
+use crate::kube::anchor::{self, Anchor, CHECKPOINT, Data, NUM_WORKERS, STATUS, STOP, SUMMARY};
 use crate::kube::client::{Cluster, ClusterError};
 use crate::kube::logs::Source;
 use crate::kube::objects::{TASK, Task};
@@ -154,6 +155,32 @@ impl ClusterJob {
         let was = status.map_or(spec.num_workers, |status| status.workers_wanted);
         self.wish(NUM_WORKERS, num_workers.to_string())?;
         print(&format!("workers: {was} -> {num_workers}\n"))
+    }
+
+    /// Asks for a checkpoint, and waits for it.
+    pub(super) fn checkpoint(&self, timeout: Duration) -> Result<u8, Failure> {
+        let data = self.data()?;
+        self.check_running(&data)?;
+        let known = |data: &Data| {
+            let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
+            status.map(|status| (status.step, status.checkpoints)).unwrap_or_default()
+        };
+        let (asked_at, checkpoints) = known(&data);
+        if checkpoints.is_none() {
+            let why = "this job keeps no checkpoints (it was started without --checkpoint-dir), or has not started yet";
+            return Err(Failure::usage(why));
+        }
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        self.wish(CHECKPOINT, now.as_millis().to_string())?;
+        let mut wait = Wait::new(timeout);
+        loop {
+            let data = self.data()?;
+            if let Some(code) = wait.look(asked_at, known(&data).1)? {
+                return Ok(code);
+            }
+            self.check_running(&data)?;
+            std::thread::sleep(POLL);
+        }
     }
 
     fn stop(&self) -> Result<u8, Failure> {
@@ -346,6 +373,8 @@ fn is_alive(pid: u32) -> bool {
     pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
 }
 
+/// How often an anchor is read that a checkpoint is waited for in.
+const POLL: Duration = Duration::from_secs(1);
 const FOLLOW_INTERVAL: Duration = Duration::from_millis(200);
 
 #[cfg(test)]

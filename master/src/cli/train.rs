@@ -15,6 +15,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 
+use super::checkpoint::CheckpointOptions;
 use super::client::directory_of;
 use super::cluster::{self, ClusterArgs};
 use super::plan::{self, Plan};
@@ -151,6 +152,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", default_value = "0", help_heading = DATA)]
     pub seed: u64,
 
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub checkpoints: CheckpointOptions,
+
     /// Also write the summary (JSON) to this file. [default: only DIR/summary.json]
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub summary: Option<PathBuf>,
@@ -191,6 +196,11 @@ Examples:
 
   Go on with it after its master was killed, within the --master-timeout:
       elasticdl train --resume mnist
+
+  Keep a checkpoint every 200 steps, and later train two epochs more from the newest one:
+      elasticdl train --local --training-data data --checkpoint-dir ckpt --checkpoint-every 200 -- ./mnist
+      elasticdl train --local --training-data data --resume-from ckpt --checkpoint-dir ckpt \\
+          --num-epochs 3 -- ./mnist
 
   Train in a cluster, and see first what would be made there:
       elasticdl train --image mnist:1 --volume claim_name=data,mount_path=/data \\
@@ -503,7 +513,11 @@ const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
 const INTERRUPTS_MAX: usize = 4;
 /// What a job keeps from its start.
-const JOB_OPTIONS: [&str; 23] = [
+const JOB_OPTIONS: [&str; 27] = [
+    "checkpoint_dir",
+    "checkpoint_every",
+    "checkpoint_keep",
+    "resume_from",
     "image",
     "job_name",
     "job_dir",

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use elasticdl_proto::{Generation, WorkerId, v1};
 use serde::{Deserialize, Serialize};
 
-use crate::job::{Cause, MembershipRecord};
+use crate::job::{Cause, MembershipRecord, SavedCheckpoint};
 use crate::progress::{one_line, short};
 use crate::report;
 
@@ -30,11 +30,22 @@ pub(super) struct StatusJson {
     pub(super) waiting: Vec<LaunchJson>,
     #[serde(default)]
     pub(super) rungs: Vec<RungJson>,
+    #[serde(default)]
+    pub(super) checkpoints: Option<CheckpointsJson>,
     pub(super) memberships: Vec<MembershipRecord>,
     pub(super) events: Vec<String>,
     /// For who looks again and again.
     #[serde(skip)]
     pub(super) events_said: u64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CheckpointsJson {
+    pub(super) dir: Option<String>,
+    pub(super) newest: Option<SavedCheckpoint>,
+    pub(super) saved: u64,
+    pub(super) failed: u64,
+    pub(super) error: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -105,10 +116,20 @@ impl From<v1::StatusReply> for StatusJson {
             workers: status.workers.into_iter().map(WorkerJson::from).collect(),
             waiting: status.waiting.into_iter().map(LaunchJson::from).collect(),
             rungs: status.rungs.into_iter().map(RungJson::from).collect(),
+            checkpoints: status.checkpoints.map(CheckpointsJson::from),
             memberships: status.memberships.into_iter().filter_map(to_record).collect(),
             events: status.events,
             events_said: status.events_said,
         }
+    }
+}
+
+impl From<v1::CheckpointStatus> for CheckpointsJson {
+    fn from(known: v1::CheckpointStatus) -> Self {
+        let v1::CheckpointStatus { dir, newest, saved, failed, error } = known;
+        let newest =
+            newest.map(|v1::CheckpointSaved { step, name, bytes }| SavedCheckpoint { step, name, bytes });
+        Self { dir: Some(dir), newest, saved, failed, error }
     }
 }
 
@@ -204,6 +225,9 @@ pub(super) fn to_table(status: &StatusJson) -> String {
         let rungs = status.rungs.iter().map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
         row("rungs", &rungs.collect::<Vec<_>>().join(", "));
     }
+    if let Some(known) = &status.checkpoints {
+        row("checkpoints", &checkpoints_row(known));
+    }
     let hidden = status.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
     if !status.memberships.is_empty() {
         row("memberships", report::MEMBERSHIP_COLUMNS);
@@ -215,6 +239,13 @@ pub(super) fn to_table(status: &StatusJson) -> String {
         row(if index == 0 { "events" } else { "" }, &one_line(event));
     }
     text
+}
+
+fn checkpoints_row(known: &CheckpointsJson) -> String {
+    let newest =
+        known.newest.as_ref().map_or_else(|| "none yet".into(), |newest| format!("step {}", newest.step));
+    let error = known.error.as_deref().map(|error| format!("; the last one failed: {}", one_line(error)));
+    format!("{newest} in {}{}", known.dir.as_deref().unwrap_or_default(), error.unwrap_or_default())
 }
 
 fn worker_row(worker: &WorkerJson) -> String {
@@ -296,6 +327,13 @@ pub(super) mod tests {
                 v1::RungStatus { class: "elasticdl-core".into(), launches: 2, workers: 2 },
                 v1::RungStatus { class: "elasticdl-rung-1".into(), launches: 1, workers: 0 },
             ],
+            checkpoints: Some(v1::CheckpointStatus {
+                dir: "s3://b/c".into(),
+                newest: Some(v1::CheckpointSaved { step: 9, name: "step-9".into(), bytes: 400 }),
+                saved: 2,
+                failed: 1,
+                error: Some("disk full".into()),
+            }),
         }
     }
 
@@ -317,6 +355,7 @@ workers      2 wanted
                   2        72     -  training           -       1.5              64
 waiting      worker 3 no room: 0/1 nodes are available
 rungs        elasticdl-core 2/2, elasticdl-rung-1 0/1
+checkpoints  step 9 in s3://b/c; the last one failed: disk full
 memberships  generation  cause  workers     at step     gap ms
                       1  lost         2           9          -
                       2  lost         2           9        3.0  (detect 0.1, abort 0.2, agree 0.3, connect 0.4, \
@@ -376,6 +415,10 @@ events       generation 2: 1 worker
                 {"class": "elasticdl-core", "launches": 2, "workers": 2},
                 {"class": "elasticdl-rung-1", "launches": 1, "workers": 0},
             ],
+            "checkpoints": {
+                "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400}, "saved": 2, "failed": 1,
+                "error": "disk full",
+            },
             "memberships": [membership(1), recovered],
             "events": ["generation 2: 1 worker"],
         });

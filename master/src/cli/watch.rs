@@ -172,7 +172,7 @@ impl Ending {
 /// Where it is shown.
 enum View {
     /// One document a line.
-    Json { last: Option<StatusJson> },
+    Json { last: Option<Box<StatusJson>> },
     /// One change a line.
     Lines { told: Option<Told> },
     /// A table in its place.
@@ -206,7 +206,7 @@ impl View {
         match self {
             Self::Json { last } => {
                 print(&status.to_json_line())?;
-                *last = Some(status);
+                *last = Some(Box::new(status));
             }
             Self::Lines { told } => {
                 let now = Told::of(&status);
@@ -238,7 +238,7 @@ impl View {
 
     fn end(self, ending: &Ending) -> Result<(), Failure> {
         let text = match self {
-            Self::Json { last } => ending.to_status(last).to_json_line(),
+            Self::Json { last } => ending.to_status(last.map(|last| *last)).to_json_line(),
             Self::Lines { .. } => ending.describe() + "\n",
             Self::Table { bar, .. } => {
                 bar.abandon();

@@ -65,6 +65,8 @@ pub enum ToWorker {
     Drain,
     /// Fetch the group's state from one of these members while they train.
     Fetch(Vec<(WorkerId, SocketAddr)>),
+    /// Keep a checkpoint at the end of the step.
+    KeepCheckpoint,
     /// Records to train.
     Lease(Vec<RecordRange>),
     /// The group changes.

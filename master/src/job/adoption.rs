@@ -117,7 +117,7 @@ impl Job {
         }
         if record.stopping {
             job.phase = Phase::Stopping;
-            job.timer(now + super::ending::STOP_WAIT, Timer::Stop);
+            job.timer(now + job.stop_wait(), Timer::Stop);
         }
         job.await_members(now, record.formed);
         Ok(job)

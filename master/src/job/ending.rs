@@ -1,7 +1,7 @@
 //! How a job ends.
 //!
 //! ```text
-//!  Running ──Stop──► Stopping ──10 s, or no members──────────────────► Ended
+//!  Running ──Stop──► Stopping ──10 s (60 s with checkpoints), or no members──► Ended
 //!     └────────┬────────┘                                                ▲
 //!    finished, failed, refused ──► Ending ──all processes ended, or 2 s──┘
 //! ```
@@ -23,7 +23,7 @@ impl Job {
         self.phase = Phase::Stopping;
         self.touch_first();
         self.say("the job is told to stop: the group finishes its step".into());
-        self.timer(now + STOP_WAIT, Timer::Stop);
+        self.timer(now + self.stop_wait(), Timer::Stop);
         // Who is away is told when it is back.
         let here = self.crew.launches.iter().filter(|(_, l)| l.away.is_none());
         let launches: Vec<(LaunchId, Option<WorkerId>)> = here.map(|(&id, l)| (id, l.worker)).collect();
@@ -40,9 +40,14 @@ impl Job {
         self.settle(now);
     }
 
+    /// How long a group may take to finish its step, and to write its last checkpoint.
+    pub(super) fn stop_wait(&self) -> Duration {
+        if self.spec.checkpoints.is_some() { STOP_WITH_CHECKPOINT_WAIT } else { STOP_WAIT }
+    }
+
     pub(super) fn on_stop_due(&mut self) {
         if self.phase == Phase::Stopping {
-            self.say(format!("the group has not finished within {} s", STOP_WAIT.as_secs()));
+            self.say(format!("the group has not finished within {} s", self.stop_wait().as_secs()));
             self.end_stopped();
         }
     }
@@ -148,6 +153,7 @@ pub(super) fn name(outcome: Outcome) -> &'static str {
 }
 
 /// How long a group may take to finish its step.
-pub(super) const STOP_WAIT: Duration = Duration::from_secs(10);
+const STOP_WAIT: Duration = Duration::from_secs(10);
+const STOP_WITH_CHECKPOINT_WAIT: Duration = Duration::from_secs(60);
 /// How long processes may take to end when the job is over.
 const END_WAIT: Duration = Duration::from_secs(2);

@@ -20,6 +20,8 @@ pub struct LaunchId(pub u64);
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
+    /// The user wants a checkpoint now.
+    Checkpoint,
     /// A stream opened, proved the job's token and said hello.
     Connected {
         /// The stream.
@@ -149,6 +151,8 @@ pub enum FromWorker {
         /// The suspect has answered no dial; else a link that stood has ended.
         unreachable: bool,
     },
+    /// What became of a checkpoint.
+    Checkpoint(CheckpointNews),
     /// The group has committed more (from its lowest rank).
     Committed(Committed),
     /// The data set as its reader sees it, or why it can't be used.
@@ -207,6 +211,41 @@ pub enum FromWorker {
         step: u64,
         /// Where the time went.
         phases: Phases,
+    },
+}
+
+/// What became of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CheckpointNews {
+    /// It is not as it was written; the one before it is tried.
+    Damaged {
+        /// Its folder.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// It could not be written.
+    Failed {
+        /// Steps that it would contain.
+        step: u64,
+        /// The store's word.
+        error: String,
+    },
+    /// The group begins from it.
+    Restored {
+        /// Steps that it contains.
+        step: u64,
+        /// Its folder.
+        name: String,
+    },
+    /// It is complete.
+    Saved {
+        /// Steps that it contains.
+        step: u64,
+        /// Its folder.
+        name: String,
+        /// How large it is.
+        bytes: u64,
     },
 }
 

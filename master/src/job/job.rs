@@ -136,6 +136,7 @@ impl Job {
             return;
         }
         match event {
+            Event::Checkpoint => self.on_checkpoint_wish(),
             Event::Connected { connection, launch, address, pid, resume } => {
                 self.on_connected(now, connection, launch, address, pid, resume);
             }

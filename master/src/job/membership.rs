@@ -99,9 +99,10 @@ impl Job {
             left,
             joined,
         };
+        let from = if self.spec.checkpoints.is_some() { "from the newest checkpoint" } else { "again" };
         let keeps_state = self.crew.members().any(|(_, w)| w.holds_state);
         self.say_recovered();
-        self.say(describe(&record, keeps_state));
+        self.say(describe(&record, keeps_state, from));
         self.story.publish(record, survivors.into_iter().collect());
         self.tell(abort, &excluded);
         self.name_donors();
@@ -185,7 +186,7 @@ impl Job {
 }
 
 /// One line for the user.
-fn describe(record: &MembershipRecord, keeps_state: bool) -> String {
+fn describe(record: &MembershipRecord, keeps_state: bool, from: &str) -> String {
     let MembershipRecord { generation, world_size, at_step, lost, left, joined, cause, .. } = record;
     let workers = if *world_size == 1 { "1 worker" } else { &format!("{world_size} workers") };
     if *cause == Cause::Start {
@@ -205,7 +206,7 @@ fn describe(record: &MembershipRecord, keeps_state: bool) -> String {
         (true, 1) => format!("generation {generation}: {parts}; {workers} goes on at step {at_step}"),
         (true, _) => format!("generation {generation}: {parts}; {workers} go on at step {at_step}"),
         (false, _) => {
-            format!("generation {generation}: {parts}; nobody holds the state, {workers} to start again")
+            format!("generation {generation}: {parts}; nobody holds the state, {workers} to start {from}")
         }
     }
 }

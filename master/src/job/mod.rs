@@ -27,6 +27,7 @@
 
 mod action;
 mod adoption;
+mod checkpoints;
 mod crew;
 mod ending;
 mod event;
@@ -55,13 +56,14 @@ mod time;
 mod words;
 
 pub use action::{Action, Membership, Outcome, ToWorker};
+pub use checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
 pub use event::{
-    Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport, Phases, Resume,
-    Stall, StepTimes, Wait,
+    CheckpointNews, Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport,
+    Phases, Resume, Stall, StepTimes, Wait,
 };
 pub use job::Job;
 pub use record::JobRecord;
-pub use spec::{Batch, Dataset, File, JobSpec, SpecError};
+pub use spec::{Batch, CheckpointEvery, CheckpointSpec, Dataset, File, JobSpec, SpecError};
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{
     Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,

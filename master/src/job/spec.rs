@@ -35,6 +35,32 @@ pub struct JobSpec {
     /// A worker that is stopped for less than this is never taken out, one that is stopped for a sixth longer always;
     /// `None`: nobody is.
     pub worker_timeout: Option<Duration>,
+    /// Where and when checkpoints are kept; `None`: nowhere.
+    #[serde(default)]
+    pub checkpoints: Option<CheckpointSpec>,
+    /// A checkpoint, or the folder of some, that the job begins with.
+    #[serde(default)]
+    pub resume_from: Option<String>,
+}
+
+/// Where and when checkpoints are kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointSpec {
+    /// A path or an address of an object store, as the workers see it.
+    pub dir: String,
+    /// How often.
+    pub every: CheckpointEvery,
+    /// How many complete ones stay; at least 1.
+    pub keep: u32,
+}
+
+/// How often a checkpoint is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CheckpointEvery {
+    /// After so many steps.
+    Steps(NonZeroU64),
+    /// After so much time.
+    Time(Duration),
 }
 
 /// How many records make a step.

@@ -2,6 +2,7 @@
 
 use elasticdl_proto::{Generation, Ledger, WorkerId};
 
+use super::checkpoints::CheckpointsSummary;
 use super::crew::{Launch, Room, Stage, Worker};
 use super::ending;
 use super::event::LaunchId;
@@ -48,6 +49,8 @@ pub struct Status {
     pub waiting: Vec<LaunchStatus>,
     /// How the launches that stay are spread over priority classes, from the lowest place up; empty where there are none.
     pub rungs: Vec<RungStatus>,
+    /// Where the job has to do with checkpoints.
+    pub checkpoints: Option<CheckpointsSummary>,
     /// What was said last, oldest first; at most 20 lines.
     pub events: Vec<String>,
     /// How many lines have been said; `events` has the last of them.
@@ -154,6 +157,7 @@ impl Job {
             workers,
             waiting: self.waiting(),
             rungs: self.rungs(),
+            checkpoints: self.checkpoints(),
             events: self.story.events(),
             events_said: self.story.events_said(),
             progress: self.progress(),

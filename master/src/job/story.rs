@@ -8,6 +8,7 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
+use super::checkpoints::CheckpointsSummary;
 use super::event::Phases;
 use super::summary::{FailedShard, LossSummary, MembershipRecord, ThroughputSummary};
 use super::tally::Tally;
@@ -39,6 +40,7 @@ pub(super) struct Story {
     pub(super) error: Option<String>,
     /// What this master has counted.
     pub(super) tally: Tally,
+    pub(super) checkpoints: CheckpointsSummary,
 }
 
 /// A change of membership that is not over: members have still to commit their first step.
@@ -63,12 +65,22 @@ pub(super) struct StoryRecord {
     /// As of when the record was made.
     pub(super) reported_last: Time,
     pub(super) loss: LossSummary,
+    #[serde(default)]
+    pub(super) checkpoints: CheckpointsSummary,
 }
 
 impl Story {
     pub(super) fn restore(record: StoryRecord) -> Self {
-        let StoryRecord { memberships, failed_shards, peak, restarts, formed_first, reported_last, loss } =
-            record;
+        let StoryRecord {
+            memberships,
+            failed_shards,
+            peak,
+            restarts,
+            formed_first,
+            reported_last,
+            loss,
+            checkpoints,
+        } = record;
         Self {
             named: memberships.iter().map(MembershipRecord::named).sum(),
             memberships: memberships.into(),
@@ -78,6 +90,7 @@ impl Story {
             formed_first,
             reported_last,
             loss,
+            checkpoints,
             ..Self::default()
         }
     }
@@ -97,6 +110,7 @@ impl Story {
             formed_first: self.formed_first,
             reported_last: self.reported_last,
             loss: self.loss,
+            checkpoints: self.checkpoints.clone(),
         }
     }
 

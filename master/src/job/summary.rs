@@ -4,6 +4,7 @@ use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::action::Outcome;
+use super::checkpoints::CheckpointsSummary;
 use super::job::{Job, Phase};
 use super::time::Time;
 
@@ -30,6 +31,8 @@ pub struct Summary {
     pub loss: LossSummary,
     /// From the first group's start to the last report.
     pub throughput: ThroughputSummary,
+    /// Where the job has to do with checkpoints.
+    pub checkpoints: Option<CheckpointsSummary>,
     /// What the user's code failed on; the first 100.
     pub failed_shards: Vec<FailedShard>,
     /// Why the job failed or was refused.
@@ -209,6 +212,7 @@ impl Job {
             memberships: self.story.memberships(),
             loss: self.story.loss(),
             throughput: self.story.throughput(records.counted, self.step),
+            checkpoints: self.checkpoints(),
             failed_shards: self.story.failed_shards(),
             error: self.story.error.clone(),
             model_summary: self.model_summary(),

@@ -20,6 +20,8 @@ pub(crate) fn spec() -> JobSpec {
         seed: 7,
         max_worker_restarts: 3,
         worker_timeout: None,
+        checkpoints: None,
+        resume_from: None,
     }
 }
 

@@ -30,6 +30,7 @@ impl Job {
                 let suspect = suspect.map(|suspect| Suspicion { suspect, unreachable });
                 self.on_broken(now, worker, generation, suspect, &error);
             }
+            FromWorker::Checkpoint(news) => self.on_checkpoint_news(worker, news),
             FromWorker::Committed(report) => self.on_committed(now, worker, &report),
             FromWorker::Described(outcome) => self.on_described(now, worker, outcome),
             FromWorker::Failed { error, ranges, fatal } => {

@@ -3,7 +3,7 @@
 //! | key | written by | holds |
 //! |---|---|---|
 //! | `task`, `worker-pod` | the user, at submission | what to train, and what workers' pods are made from |
-//! | `num-workers`, `stop` | the user, later | what is to change |
+//! | `num-workers`, `stop`, `checkpoint` | the user, later | what is to change |
 //! | `incarnation` | each master, when it starts | how many masters there have been |
 //! | `status` | the master | where the job stands, as `elasticdl status --json` |
 //! | `record` | the master | what the next master needs, as [`JobRecord`](crate::job::JobRecord) |
@@ -152,6 +152,8 @@ pub struct Wishes {
     pub num_workers: Option<u32>,
     /// The job is to stop.
     pub stop: bool,
+    /// Another number than before asks for a checkpoint.
+    pub checkpoint: Option<u64>,
 }
 
 impl Wishes {
@@ -165,7 +167,9 @@ impl Wishes {
             }
             number
         });
-        Self { num_workers, stop: data.get(STOP).is_some_and(|text| text.trim() == "true") }
+        let stop = data.get(STOP).is_some_and(|text| text.trim() == "true");
+        let checkpoint = data.get(CHECKPOINT).and_then(|text| text.trim().parse().ok());
+        Self { num_workers, stop, checkpoint }
     }
 }
 
@@ -196,6 +200,8 @@ fn is_anchor(config_map: &ConfigMap) -> bool {
     config_map.data.as_ref().is_some_and(|data| data.contains_key(objects::TASK))
 }
 
+/// The user wants a checkpoint.
+pub const CHECKPOINT: &str = "checkpoint";
 /// How many masters there have been.
 pub const INCARNATION: &str = "incarnation";
 /// Workers that the user wants.
@@ -222,11 +228,13 @@ mod tests {
     fn wishes_are_read_and_nonsense_wishes_nothing() {
         let data =
             |pairs: &[(&str, &str)]| pairs.iter().map(|&(k, v)| (k.into(), v.into())).collect::<Data>();
-        let all = Wishes::read(&data(&[("num-workers", " 4 "), ("stop", "true")]));
-        assert_eq!(all, Wishes { num_workers: Some(4), stop: true });
-        for nonsense in
-            [data(&[]), data(&[("num-workers", "many"), ("stop", "perhaps")]), data(&[("num-workers", "-1")])]
-        {
+        let all = Wishes::read(&data(&[("num-workers", " 4 "), ("stop", "true"), ("checkpoint", "7")]));
+        assert_eq!(all, Wishes { num_workers: Some(4), stop: true, checkpoint: Some(7) });
+        for nonsense in [
+            data(&[]),
+            data(&[("num-workers", "many"), ("stop", "perhaps")]),
+            data(&[("num-workers", "-1"), ("checkpoint", "now")]),
+        ] {
             assert_eq!(Wishes::read(&nonsense), Wishes::default(), "{nonsense:?}");
         }
     }

@@ -13,8 +13,9 @@ use tonic::Status;
 use v1::{master_message, worker_message};
 
 use crate::job::{
-    self, Batch, Committed, Dataset, File, Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership,
-    MembershipRecord, Phases, Resume, Stall, StepTimes, ToWorker,
+    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, File, Finished,
+    FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, Phases, Resume, Stall,
+    StepTimes, ToWorker,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -97,6 +98,7 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             step: within("formed.step", formed.step, 0, STEPS_MAX)?,
             ledger: ledger("formed.ledger", formed.ledger)?,
         },
+        Kind::Checkpoint(news) => FromWorker::Checkpoint(checkpoint_news(news)?),
         Kind::Committed(message) => FromWorker::Committed(committed(message)?),
         Kind::Resumed(resumed) => FromWorker::Resumed {
             generation: generation("resumed.generation", resumed.generation)?,
@@ -142,6 +144,8 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
         seed: spec.seed,
         heartbeat_ms: spec.heartbeat().map(to_millis),
         worker_timeout_ms: spec.worker_timeout.map(to_millis),
+        checkpoints: spec.checkpoints.as_ref().map(to_checkpoint_options),
+        resume_from: spec.resume_from.clone(),
     };
     to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
 }
@@ -155,6 +159,7 @@ pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
         ToWorker::Fetch(donors) => {
             Kind::Fetch(v1::Fetch { donors: donors.into_iter().map(to_member).collect() })
         }
+        ToWorker::KeepCheckpoint => Kind::KeepCheckpoint(v1::KeepCheckpoint {}),
         ToWorker::Lease(ranges) => {
             Kind::Lease(v1::Lease { ranges: ranges.into_iter().map(to_range).collect() })
         }
@@ -201,7 +206,23 @@ pub(crate) fn status_reply(status: job::Status) -> v1::StatusReply {
         shards: status.shards.map(to_counts),
         memberships: status.memberships.into_iter().map(to_membership_record).collect(),
         events_said: status.events_said,
+        checkpoints: status.checkpoints.filter(|known| known.dir.is_some()).map(to_checkpoint_status),
     }
+}
+
+fn to_checkpoint_options(spec: &CheckpointSpec) -> v1::CheckpointOptions {
+    let every = match spec.every {
+        CheckpointEvery::Steps(steps) => v1::checkpoint_options::Every::Steps(steps.get()),
+        CheckpointEvery::Time(time) => v1::checkpoint_options::Every::Ms(to_millis(time)),
+    };
+    v1::CheckpointOptions { dir: spec.dir.clone(), every: Some(every), keep: spec.keep }
+}
+
+fn to_checkpoint_status(known: job::CheckpointsSummary) -> v1::CheckpointStatus {
+    let job::CheckpointsSummary { dir, newest, saved, failed, error, .. } = known;
+    let newest =
+        newest.map(|job::SavedCheckpoint { step, name, bytes }| v1::CheckpointSaved { step, name, bytes });
+    v1::CheckpointStatus { dir: dir.unwrap_or_default(), newest, saved, failed, error }
 }
 
 fn to_launch_status(launch: job::LaunchStatus) -> v1::LaunchStatus {
@@ -236,6 +257,25 @@ fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {
         left: ids(record.left),
         joined: ids(record.joined),
     }
+}
+
+fn checkpoint_news(news: v1::CheckpointNews) -> Result<CheckpointNews, Status> {
+    use v1::checkpoint_news::Kind;
+    let step = |step| within("checkpoint.step", step, 0, STEPS_MAX);
+    let name = |name| clip(name, CHECKPOINT_NAME_BYTES_MAX);
+    let kind = news.kind.ok_or_else(|| invalid("checkpoint.kind: must be one that this master knows"))?;
+    Ok(match kind {
+        Kind::Damaged(news) => {
+            CheckpointNews::Damaged { name: name(news.name), reason: clip(news.reason, ERROR_BYTES_MAX) }
+        }
+        Kind::Failed(news) => {
+            CheckpointNews::Failed { step: step(news.step)?, error: clip(news.error, ERROR_BYTES_MAX) }
+        }
+        Kind::Restored(news) => CheckpointNews::Restored { step: step(news.step)?, name: name(news.name) },
+        Kind::Saved(news) => {
+            CheckpointNews::Saved { step: step(news.step)?, name: name(news.name), bytes: news.bytes }
+        }
+    })
 }
 
 fn description(described: v1::Described) -> Result<Result<Dataset, String>, Status> {
@@ -407,6 +447,7 @@ fn to_range(range: RecordRange) -> v1::Range {
     v1::Range { epoch: range.epoch, start: range.start, end: range.end }
 }
 
+const CHECKPOINT_NAME_BYTES_MAX: usize = 256;
 const JOB_NAME_SHOWN_MAX: usize = 64;
 
 #[cfg(test)]

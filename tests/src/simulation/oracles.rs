@@ -236,7 +236,11 @@ impl World {
                 self.books.told_off = Some((worker, reason.clone()));
                 self.books.told_to_end.extend(self.books.processes.get(&worker));
             }
-            ToWorker::Describe | ToWorker::Drain | ToWorker::Fetch(_) | ToWorker::Prepare(_) => {}
+            ToWorker::Describe
+            | ToWorker::Drain
+            | ToWorker::Fetch(_)
+            | ToWorker::KeepCheckpoint
+            | ToWorker::Prepare(_) => {}
         }
         if self.books.gone.contains(&worker) {
             self.violate(format!("the master speaks to worker {worker}, which is gone: {word:?}"));

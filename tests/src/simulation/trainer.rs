@@ -274,6 +274,7 @@ impl World {
                 job::Batch::Global(records) => plan::Batch::Global(records.get()),
                 job::Batch::PerWorker(records) => plan::Batch::PerWorker(records.get()),
             },
+            checkpoints: None,
         };
         let process = &mut self.processes[p];
         let Some(worker) = process.worker else { return };
@@ -352,6 +353,7 @@ impl World {
             ToWorker::Describe | ToWorker::Prepare(_) => {}
             ToWorker::Drain => session.handle_drain(),
             ToWorker::Fetch(donors) => session.handle_fetch(donors),
+            ToWorker::KeepCheckpoint => session.handle_checkpoint(),
             ToWorker::Lease(ranges) => session.handle_lease(ranges),
             ToWorker::Membership(job::Membership { generation, members, abort }) => {
                 session.handle_membership(Membership { generation, members, abort });

@@ -266,6 +266,8 @@ impl Setting {
             // Whoever ends by its own doing, for the master has cut it off, is counted as a failure.
             max_worker_restarts: 1000,
             worker_timeout: timeout_ms.map(Duration::from_millis),
+            checkpoints: None,
+            resume_from: None,
         };
         Self {
             spec,

@@ -60,6 +60,13 @@ impl Master for Desk {
         Err(Status::unimplemented("nobody asks"))
     }
 
+    async fn checkpoint(
+        &self,
+        _: Request<v1::CheckpointRequest>,
+    ) -> Result<Response<v1::CheckpointReply>, Status> {
+        Err(Status::unimplemented("nobody asks"))
+    }
+
     async fn scale(&self, _: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleReply>, Status> {
         Err(Status::unimplemented("nobody asks"))
     }

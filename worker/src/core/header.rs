@@ -3,6 +3,8 @@
 use elasticdl_proto::RecordRange;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::core::checkpoint;
+
 /// One rank's word in one round. All ranks get all headers, so all decide alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepHeader {
@@ -22,6 +24,7 @@ pub struct StepHeader {
     pub stop: bool,
     /// Digest of a part of the state after `step` steps, another part at each step.
     pub digest: u64,
+    pub checkpoint: checkpoint::Word,
 }
 
 impl StepHeader {

@@ -24,6 +24,7 @@ use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use self::fetch::Fetch;
 pub use self::words::{Exit, JobPlan, Membership, Progress, Report, State, StepTimes, Task};
+use crate::core::checkpoint::{self, Checkpoints, Last, Written};
 use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
 use crate::core::leases::Leases;
 use crate::core::plan::{self, Holding};
@@ -81,6 +82,7 @@ pub struct Session {
     /// This worker has been in a group that came to one state, so it may have used up leases.
     was_in_group: bool,
     fetch: Fetch,
+    checkpoints: Checkpoints,
     stop: bool,
     progress: Progress,
     reported_at: Duration,
@@ -93,6 +95,7 @@ impl Session {
     pub fn new(me: WorkerId, job: JobPlan) -> Self {
         Self {
             me,
+            checkpoints: Checkpoints::new(me, job.checkpoints),
             job,
             state: None,
             kept: None,
@@ -135,6 +138,11 @@ impl Session {
         }
     }
 
+    /// The user wants a checkpoint now.
+    pub fn handle_checkpoint(&mut self) {
+        self.checkpoints.ask();
+    }
+
     pub fn handle_drain(&mut self) {
         self.stop = true;
     }
@@ -172,6 +180,11 @@ impl Session {
         }
     }
 
+    /// What there is to do for a checkpoint, before anything else: the state is as it is to be kept.
+    pub fn poll_checkpoint(&mut self) -> Option<checkpoint::Task> {
+        self.checkpoints.poll()
+    }
+
     pub fn poll_report(&mut self) -> Option<Report> {
         self.reports.pop_front()
     }
@@ -188,6 +201,7 @@ impl Session {
             seen: self.latest.as_ref().map_or(0, |m| m.generation.0),
             stop: self.stop,
             digest,
+            checkpoint: self.checkpoints.word(self.step() + 1),
         }
     }
 
@@ -261,6 +275,13 @@ impl Session {
         self.state = Some(State { step: 0, ledger: Ledger::new(self.job.records), records_trained: 0 });
     }
 
+    /// This rank took over the state of a checkpoint; `false` where the record makes no sense. `ours`: of this job, and not
+    /// of another one.
+    pub fn restore(&mut self, record: StateRecord, ours: bool) -> bool {
+        self.checkpoints.restored(record.step, ours);
+        self.install(record, None)
+    }
+
     /// This rank took over another one's state; `kept` are the headers of its last step, if this rank has that step's
     /// reduced gradient. `false` where the record makes no sense.
     pub fn install(&mut self, record: StateRecord, kept: Option<Vec<StepHeader>>) -> bool {
@@ -288,9 +309,11 @@ impl Session {
         }
         self.progress = Progress::default();
         self.committed_at = None;
+        self.checkpoints.regrouped(&group.members);
         self.ask(group.members.len());
-        // What each rank holds is known only after the repair, so the first round is a talk.
-        match self.at_end() {
+        // What each rank holds is known only after the repair, so the first round is a talk. So is whether the final state
+        // is kept.
+        match self.at_end() && !self.checkpoints.are_kept() {
             true => self.end(group),
             false => self.phase = Phase::Round { group, quotas: None, computed: false },
         }
@@ -310,7 +333,8 @@ impl Session {
         self.check(headers)?;
         // The group waits for records, and the master may wait for word of those that it has leased.
         self.flush_progress();
-        self.end_round(headers);
+        self.hear_of_checkpoints(headers);
+        self.end_round(headers, None);
         Ok(())
     }
 
@@ -356,9 +380,21 @@ impl Session {
                 self.note_progress(group.generation, &headers, now);
             }
             self.ask(world_size);
-            self.end_round(&headers);
+            self.checkpoints.tick(now);
+            self.hear_of_checkpoints(&headers);
+            self.end_round(&headers, Some(now));
         }
         self.kept = Some(headers);
+    }
+
+    /// This rank's part of the checkpoint of `step` is written, or can't be.
+    pub fn wrote_part(&mut self, step: u64, part: Result<Written, ()>) {
+        self.checkpoints.wrote(step, part);
+    }
+
+    /// The manifest of the checkpoint of `step` is written, or can't be.
+    pub fn committed_checkpoint(&mut self, step: u64, is_written: bool) {
+        self.checkpoints.committed(step, is_written);
     }
 
     /// The master was told that the job is over.
@@ -458,18 +494,35 @@ impl Session {
         })
     }
 
-    fn end_round(&mut self, headers: &[StepHeader]) {
+    fn hear_of_checkpoints(&mut self, headers: &[StepHeader]) {
+        if let Phase::Round { group, .. } = &self.phase {
+            self.checkpoints.heard(&group.members, &words_of(headers));
+        }
+    }
+
+    /// `committed`: when a step was, if this round made one.
+    fn end_round(&mut self, headers: &[StepHeader], committed: Option<Duration>) {
         let Phase::Round { group, .. } = &self.phase else { return };
         let group = group.clone();
         let seen = headers.iter().map(|h| h.seen).min().unwrap_or(0);
-        if self.at_end() || headers.iter().any(|h| h.stop) {
+        let ends = self.at_end() || headers.iter().any(|h| h.stop);
+        let words = words_of(headers);
+        let last = match ends && self.checkpoints.are_kept() {
+            true => checkpoint::last(&words, self.step()),
+            false => Last::Nothing,
+        };
+        if last == Last::Begin || (committed.is_some() && checkpoint::begins(&words)) {
+            let (step, generation) = (self.step(), group.generation);
+            self.checkpoints.begin(step, generation, &group.members, committed.unwrap_or_default());
+        }
+        if ends && last == Last::Nothing {
             self.flush_progress();
             self.end(group);
         } else if seen > group.generation.0 {
             self.flush_progress();
             self.join_latest();
         } else {
-            let quotas = self.quotas(headers);
+            let quotas = if ends { None } else { self.quotas(headers) };
             self.phase = Phase::Round { group, quotas, computed: false };
         }
     }
@@ -537,6 +590,10 @@ impl Session {
 
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn words_of(headers: &[StepHeader]) -> Vec<&checkpoint::Word> {
+    headers.iter().map(|header| &header.checkpoint).collect()
 }
 
 /// A rank keeps this many steps' shares leased ahead, at least, so that a lease's way to the master and back costs no step.

@@ -131,6 +131,7 @@ fn the_summarys_keys_are_stable() {
         "failed_shards",
         "error",
         "model_summary",
+        "checkpoints",
         "digest",
     ];
     assert_eq!(keys(&json), set(&top));

@@ -65,6 +65,8 @@ fn record(seed: u64) -> JobRecord {
         seed,
         max_worker_restarts,
         worker_timeout,
+        checkpoints: None,
+        resume_from: None,
     };
     Job::new(spec).record()
 }

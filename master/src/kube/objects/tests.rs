@@ -19,6 +19,8 @@ fn request() -> Request {
         seed: 0,
         max_worker_restarts: 3,
         worker_timeout: Some(Duration::from_millis(800)),
+        checkpoints: None,
+        resume_from: None,
     };
     let pods = PodOptions {
         image: "train:1".into(),

@@ -229,6 +229,12 @@ fn a_welcome_carries_the_jobs_options() {
         seed: 5,
         max_worker_restarts: 1,
         worker_timeout: Some(Duration::from_secs(1)),
+        checkpoints: Some(CheckpointSpec {
+            dir: "/c".into(),
+            every: CheckpointEvery::Time(Duration::from_secs(30)),
+            keep: 4,
+        }),
+        resume_from: Some("s3://b".into()),
     };
     let expected = |batch| v1::Welcome {
         worker: 8,
@@ -241,6 +247,12 @@ fn a_welcome_carries_the_jobs_options() {
             seed: 5,
             heartbeat_ms: Some(100),
             worker_timeout_ms: Some(1000),
+            checkpoints: Some(v1::CheckpointOptions {
+                dir: "/c".into(),
+                every: Some(v1::checkpoint_options::Every::Ms(30_000)),
+                keep: 4,
+            }),
+            resume_from: Some("s3://b".into()),
         }),
     };
     let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;
@@ -315,6 +327,14 @@ fn a_status_keeps_every_field() {
             waits_for: Some("full".into()),
         }],
         rungs: vec![job::RungStatus { class: "core".into(), launches: 3, workers: 2 }],
+        checkpoints: Some(job::CheckpointsSummary {
+            dir: Some("/c".into()),
+            newest: Some(job::SavedCheckpoint { step: 40, name: "n".into(), bytes: 9 }),
+            saved: 2,
+            failed: 1,
+            error: Some("full".into()),
+            ..job::CheckpointsSummary::default()
+        }),
         shards: Some(job::ShardCounts { todo: 5, leased: 3, done: 2 }),
         memberships: vec![record, unfinished],
         workers: vec![worker],
@@ -375,6 +395,28 @@ fn a_status_keeps_every_field() {
         shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
         memberships: vec![record.clone(), v1::MembershipRecord { generation: 4, phases: None, ..record }],
         events_said: 30,
+        checkpoints: Some(v1::CheckpointStatus {
+            dir: "/c".into(),
+            newest: Some(v1::CheckpointSaved { step: 40, name: "n".into(), bytes: 9 }),
+            saved: 2,
+            failed: 1,
+            error: Some("full".into()),
+        }),
     };
     assert_eq!(status_reply(status), expected);
+}
+
+#[test]
+fn news_of_checkpoints_are_checked_and_cut() {
+    use v1::checkpoint_news::Kind as News;
+    let said = |kind| convert(Kind::Checkpoint(v1::CheckpointNews { kind }));
+    let name = "x".repeat(300);
+    let saved = said(Some(News::Saved(v1::CheckpointSaved { step: 3, name, bytes: 9 })));
+    let Ok(FromWorker::Checkpoint(CheckpointNews::Saved { step: 3, name, bytes: 9 })) = saved else {
+        panic!("{saved:?}")
+    };
+    assert_eq!(name, format!("{}…", "x".repeat(256)));
+    assert!(said(None).is_err());
+    let restored = |step| said(Some(News::Restored(v1::CheckpointRestored { step, name: "n".into() })));
+    assert!(restored(STEPS_MAX).is_ok() && restored(STEPS_MAX + 1).is_err());
 }

@@ -91,6 +91,8 @@ fn spec(workers: u32) -> JobSpec {
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
+        checkpoints: None,
+        resume_from: None,
     }
 }
 

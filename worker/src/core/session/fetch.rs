@@ -165,7 +165,8 @@ mod tests {
 
     /// A newcomer that has a state of step 3 and a result of step 4 from worker 1, of generation 1.
     fn newcomer() -> Session {
-        let plan = JobPlan { records: 100, epochs: 1, max_steps: None, batch: Batch::Global(4) };
+        let plan =
+            JobPlan { records: 100, epochs: 1, max_steps: None, batch: Batch::Global(4), checkpoints: None };
         let mut session = Session::new(ME, plan);
         session.handle_fetch(vec![at(1), at(2)]);
         assert_eq!(session.poll(), Task::Fetch(WorkerId(1), at(1).1));
@@ -188,6 +189,7 @@ mod tests {
             seen: 1,
             stop: false,
             digest: 0,
+            checkpoint: Default::default(),
         };
         session.commit(vec![header], std::time::Duration::ZERO);
         session.fetched(Generation(1));

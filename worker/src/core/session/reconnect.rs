@@ -64,7 +64,8 @@ mod tests {
     /// Alone in generation 1, at step 0, with a lease on records 0 to 6.
     fn alone() -> Session {
         let me = WorkerId(1);
-        let plan = JobPlan { records: 10, epochs: 1, max_steps: None, batch: Batch::Global(2) };
+        let plan =
+            JobPlan { records: 10, epochs: 1, max_steps: None, batch: Batch::Global(2), checkpoints: None };
         let mut session = Session::new(me, plan);
         let members = vec![(me, "127.0.0.1:1".parse().unwrap())];
         session.handle_membership(Membership { generation: Generation(1), members, abort: false });
@@ -151,7 +152,7 @@ mod tests {
     fn a_worker_that_was_no_member_has_nothing_to_say() {
         let mut session = Session::new(
             WorkerId(1),
-            JobPlan { records: 10, epochs: 1, max_steps: None, batch: Batch::Global(2) },
+            JobPlan { records: 10, epochs: 1, max_steps: None, batch: Batch::Global(2), checkpoints: None },
         );
         session.reconnected();
         assert_eq!(reports(&mut session), [Report::Holding { step: 0, ranges: Vec::new() }]);

@@ -152,7 +152,13 @@ impl World {
     fn join(&mut self) {
         self.next += 1;
         let id = WorkerId(self.next);
-        let plan = JobPlan { records: RECORDS, epochs: self.epochs, max_steps: None, batch: self.batch };
+        let plan = JobPlan {
+            records: RECORDS,
+            epochs: self.epochs,
+            max_steps: None,
+            batch: self.batch,
+            checkpoints: None,
+        };
         self.nodes.push(Node {
             id,
             session: Session::new(id, plan),

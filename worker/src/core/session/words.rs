@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
+use crate::core::checkpoint::Every;
 use crate::core::header::StateRecord;
 use crate::core::plan::Batch;
 use crate::core::repair::Repair;
@@ -16,6 +17,8 @@ pub struct JobPlan {
     pub epochs: u32,
     pub max_steps: Option<u64>,
     pub batch: Batch,
+    /// How often a checkpoint is written; `None` where there is no place for them.
+    pub checkpoints: Option<Every>,
 }
 
 /// A group, as the master publishes it.

@@ -1,0 +1,113 @@
+//! What is known of a job's checkpoints. The group decides when, and writes them; nothing here decides anything.
+//!
+//! **Invariant:** a checkpoint holds ledger and parameters of one step, so whichever a group begins from, records are
+//! counted exactly once in it. The master takes the group's word for where it begins, as ever.
+
+use elasticdl_proto::WorkerId;
+use serde::{Deserialize, Serialize};
+
+use super::action::ToWorker;
+use super::event::CheckpointNews;
+use super::job::{Job, Phase};
+use super::story::clip;
+
+/// A job's checkpoints. The names of its fields are a public format.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointsSummary {
+    /// Where they are; `None` where none are kept, and the job has begun from another one's.
+    pub dir: Option<String>,
+    /// The newest complete one.
+    pub newest: Option<SavedCheckpoint>,
+    /// How many were completed.
+    pub saved: u64,
+    /// How many could not be written.
+    pub failed: u64,
+    /// How many were not as they were written, when a group wanted to begin from them.
+    pub damaged: u64,
+    /// Why the last one could not be written; `None` as soon as one is again.
+    pub error: Option<String>,
+    /// From which ones the group began; the newest 100.
+    pub restored: Vec<RestoredCheckpoint>,
+}
+
+/// A complete checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedCheckpoint {
+    /// Steps that it contains.
+    pub step: u64,
+    /// Its folder.
+    pub name: String,
+    /// How large it is.
+    pub bytes: u64,
+}
+
+/// A checkpoint from which the group began.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestoredCheckpoint {
+    /// Steps that it contains.
+    pub step: u64,
+    /// Its folder.
+    pub name: String,
+    /// Steps that had been committed after it, as far as the master knew: this work is done again.
+    pub lost_steps: u64,
+}
+
+impl Job {
+    /// Checkpoints, where the job has to do with any.
+    pub(super) fn checkpoints(&self) -> Option<CheckpointsSummary> {
+        let dir = self.spec.checkpoints.as_ref().map(|spec| spec.dir.clone());
+        let known = dir.is_some() || self.spec.resume_from.is_some();
+        known.then(|| CheckpointsSummary { dir, ..self.story.checkpoints.clone() })
+    }
+
+    /// The user wants one now.
+    pub(super) fn on_checkpoint_wish(&mut self) {
+        if self.phase != Phase::Running || self.spec.checkpoints.is_none() {
+            return;
+        }
+        self.say("a checkpoint is asked for".into());
+        for member in self.group.members.clone() {
+            self.send(member, ToWorker::KeepCheckpoint);
+        }
+    }
+
+    pub(super) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
+        let step = self.step;
+        let known = &mut self.story.checkpoints;
+        let line = match news {
+            CheckpointNews::Damaged { name, reason } => {
+                known.damaged += 1;
+                Some(format!("checkpoint {name} is damaged and passed over: {}", clip(&reason)))
+            }
+            CheckpointNews::Failed { step, error } => {
+                known.failed += 1;
+                let error = clip(&error).to_owned();
+                known.error = Some(error.clone());
+                Some(format!("worker {worker} can't write the checkpoint of step {step}: {error}"))
+            }
+            CheckpointNews::Restored { step: from, name } => {
+                let lost_steps = step.saturating_sub(from);
+                let again = match lost_steps {
+                    0 => String::new(),
+                    steps => format!("; {steps} steps are made again"),
+                };
+                let line = format!("the group begins at step {from}, from checkpoint {name}{again}");
+                known.restored.push(RestoredCheckpoint { step: from, name, lost_steps });
+                let surplus = known.restored.len().saturating_sub(RESTORED_MAX);
+                known.restored.drain(..surplus);
+                Some(line)
+            }
+            // Said by the status: there may be very many.
+            CheckpointNews::Saved { step, name, bytes } => {
+                known.saved += 1;
+                known.error = None;
+                known.newest = Some(SavedCheckpoint { step, name, bytes });
+                None
+            }
+        };
+        self.touch();
+        line.into_iter().for_each(|line| self.say(line));
+    }
+}
+
+const RESTORED_MAX: usize = 100;

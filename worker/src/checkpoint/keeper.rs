@@ -1,0 +1,232 @@
+//! Writes a rank's part of a checkpoint, and the manifest, in a thread of its own.
+//!
+//! ```text
+//!   trainer ── copy of its part ──► thread ── shard, manifest ──► storage
+//!           ◄── the buffer again, and what became of it ──┘
+//! ```
+//!
+//! **Invariant:** the trainer waits for the copy alone, into memory that is there.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Instant, SystemTime};
+
+use bytes::Bytes;
+use elasticdl_proto::Generation;
+use xxhash_rust::xxh3::Xxh3Default;
+
+use super::manifest::{Facts, Manifest, part_of};
+use super::name::{self, MANIFEST, Name};
+use crate::core::checkpoint::Written;
+use crate::core::header::StateRecord;
+use crate::storage::Storage;
+use crate::tensors::zeros;
+
+/// The trainer's end.
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    facts: Arc<Facts>,
+    orders: Sender<Order>,
+    answers: Receiver<Answer>,
+    news: VecDeque<Done>,
+    /// A buffer that is not in use.
+    spare: Option<Vec<f32>>,
+    /// The checkpoint that this rank takes part in.
+    current: Option<(Name, StateRecord)>,
+}
+
+/// What has become of an order.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Done {
+    /// The manifest of a step; with what was kept, in bytes.
+    Committed { step: u64, name: String, result: Result<u64, String> },
+    /// This rank's part of a step.
+    Wrote { step: u64, result: Result<Written, String> },
+}
+
+#[derive(Debug)]
+enum Order {
+    Commit { name: Name, manifest: Box<Manifest> },
+    Prepare { floats: usize },
+    Write { name: Name, file: String, header: Vec<u8>, floats: Vec<f32> },
+}
+
+#[derive(Debug)]
+enum Answer {
+    Buffer(Vec<f32>),
+    Done(Done),
+}
+
+impl Keeper {
+    /// `keep`: how many complete checkpoints of this run stay.
+    ///
+    /// # Errors
+    /// The system gives no thread.
+    pub(crate) fn new(storage: Storage, facts: Arc<Facts>, keep: usize) -> std::io::Result<Self> {
+        let (orders, queue) = channel();
+        let (tell, answers) = channel();
+        std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
+            let clerk = Clerk { storage, keep };
+            while let Ok(order) = queue.recv() {
+                // A trainer that has ended needs no answer.
+                clerk.handle(order, &tell);
+            }
+        })?;
+        Ok(Self { facts, orders, answers, news: VecDeque::new(), spare: None, current: None })
+    }
+
+    /// Has memory ready for a part of a group of `world_size`, so that the next copy need not wait for it.
+    pub(crate) fn prepare(&mut self, world_size: usize) {
+        let floats = (self.facts.parameters + self.facts.slots).div_ceil(world_size);
+        self.take_answers();
+        if self.spare.as_ref().is_none_or(|spare| spare.capacity() < floats) {
+            self.order(Order::Prepare { floats });
+        }
+    }
+
+    /// Copies this rank's part of the state, and has it written.
+    pub(crate) fn write(
+        &mut self,
+        (step, generation): (u64, Generation),
+        (rank, world_size): (usize, usize),
+        record: StateRecord,
+        (parameters, slots): (&[f32], &[f32]),
+    ) {
+        self.take_answers();
+        let name = Name { step, generation: generation.0, run: self.facts.run.clone() };
+        let (start, end) = part_of(parameters.len() + slots.len(), rank, world_size);
+        let of = |tensor: &[f32], before: usize| {
+            let at = |float: usize| float.saturating_sub(before).min(tensor.len());
+            at(start)..at(end)
+        };
+        let (of_parameters, of_slots) = (of(parameters, 0), of(slots, parameters.len()));
+        let header = header(&[("parameters", of_parameters.len()), ("slots", of_slots.len())], start);
+        let mut floats = self.spare.take().unwrap_or_default();
+        floats.clear();
+        floats.extend_from_slice(&parameters[of_parameters]);
+        floats.extend_from_slice(&slots[of_slots]);
+        let file = name::shard(rank, world_size);
+        self.current = Some((name.clone(), record));
+        self.order(Order::Write { name, file, header, floats });
+    }
+
+    /// Has the manifest of the checkpoint written that this rank takes part in, all of whose parts are there.
+    pub(crate) fn commit(&mut self, step: u64, parts: &[Written]) {
+        let Some((name, record)) = self.current.take_if(|(name, _)| name.step == step) else { return };
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let manifest = Box::new(Manifest::new(&self.facts, record, parts, now));
+        self.order(Order::Commit { name, manifest });
+    }
+
+    /// What has been done since the last call.
+    pub(crate) fn poll(&mut self) -> Option<Done> {
+        self.take_answers();
+        self.news.pop_front()
+    }
+
+    fn take_answers(&mut self) {
+        while let Ok(answer) = self.answers.try_recv() {
+            match answer {
+                Answer::Buffer(buffer) => self.keep_buffer(buffer),
+                Answer::Done(done) => self.news.push_back(done),
+            }
+        }
+    }
+
+    fn keep_buffer(&mut self, buffer: Vec<f32>) {
+        if self.spare.as_ref().is_none_or(|spare| spare.capacity() < buffer.capacity()) {
+            self.spare = Some(buffer);
+        }
+    }
+
+    fn order(&self, order: Order) {
+        self.orders.send(order).expect("the thread ends after the trainer");
+    }
+}
+
+/// The thread's end.
+struct Clerk {
+    storage: Storage,
+    keep: usize,
+}
+
+impl Clerk {
+    fn handle(&self, order: Order, tell: &Sender<Answer>) {
+        let answer = |answer| drop(tell.send(answer));
+        match order {
+            Order::Commit { name, manifest } => {
+                let bytes = manifest.shards.iter().map(|shard| shard.bytes).sum();
+                let path = format!("{name}/{MANIFEST}");
+                let result = self.storage.write(&path, vec![manifest.encode().into()]);
+                if result.is_ok() {
+                    self.clear(&name);
+                }
+                let result = result.map(|()| bytes).map_err(|error| error.to_string());
+                answer(Answer::Done(Done::Committed { step: name.step, name: name.to_string(), result }));
+            }
+            Order::Prepare { floats } => answer(Answer::Buffer(zeros(floats))),
+            Order::Write { name, file, header, floats } => {
+                let began = Instant::now();
+                let floats = Arc::new(floats);
+                let result = self.write(&format!("{name}/{file}"), header, &floats);
+                let ms = began.elapsed().as_millis() as u64;
+                tracing::debug!(%name, file, ms, "part written");
+                // Where the store still holds on to it, the next one is made anew.
+                if let Ok(floats) = Arc::try_unwrap(floats) {
+                    answer(Answer::Buffer(floats));
+                }
+                answer(Answer::Done(Done::Wrote { step: name.step, result }));
+            }
+        }
+    }
+
+    fn write(&self, path: &str, header: Vec<u8>, floats: &Arc<Vec<f32>>) -> Result<Written, String> {
+        let header = Bytes::from(header);
+        let data = Bytes::from_owner(Floats(Arc::clone(floats)));
+        let mut digest = Xxh3Default::new();
+        digest.update(&header);
+        digest.update(&data);
+        let written = Written { bytes: (header.len() + data.len()) as u64, digest: digest.digest128() };
+        self.storage.write(path, vec![header, data]).map_err(|error| error.to_string())?;
+        Ok(written)
+    }
+
+    /// Removes what `newest` makes superfluous. What can't be removed now will be the next time.
+    fn clear(&self, newest: &Name) {
+        let result = self.storage.list("").and_then(|files| {
+            let names = name::to_remove(&Name::all(&files), newest, self.keep);
+            names.iter().try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
+        });
+        if let Err(error) = result {
+            tracing::warn!(%error, "old checkpoints can't be removed");
+        }
+    }
+}
+
+/// Floats as bytes, without a copy.
+struct Floats(Arc<Vec<f32>>);
+
+impl AsRef<[u8]> for Floats {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(self.0.as_slice())
+    }
+}
+
+/// The head of a safetensors file whose tensors are one behind the other; empty ones are left out. `start`: the first float's
+/// place in the state.
+fn header(tensors: &[(&str, usize)], start: usize) -> Vec<u8> {
+    let mut fields = serde_json::Map::new();
+    fields.insert("__metadata__".into(), serde_json::json!({ "start": start.to_string() }));
+    let mut at = 0;
+    for (name, floats) in tensors.iter().filter(|(_, floats)| *floats > 0) {
+        let end = at + floats * size_of::<f32>();
+        let tensor = serde_json::json!({ "dtype": "F32", "shape": [floats], "data_offsets": [at, end] });
+        fields.insert((*name).into(), tensor);
+        at = end;
+    }
+    let mut json = serde_json::Value::Object(fields).to_string().into_bytes();
+    // Tensors begin at a multiple of 8 bytes.
+    json.resize(json.len().next_multiple_of(8), b' ');
+    [&(json.len() as u64).to_le_bytes()[..], &json].concat()
+}

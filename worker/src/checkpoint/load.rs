@@ -1,0 +1,202 @@
+//! Finds the newest checkpoint that is whole, and takes the state from it.
+
+use std::path::Path;
+
+use xxhash_rust::xxh3::Xxh3Default;
+
+use super::manifest::{Facts, Manifest, Shard};
+use super::name::{MANIFEST, Name};
+use crate::core::header::StateRecord;
+use crate::storage::{Storage, StorageError};
+
+/// Where checkpoints may be.
+#[derive(Clone, Debug)]
+pub(crate) struct Places {
+    /// Of this run, and where new ones go.
+    pub(crate) own: Option<Storage>,
+    /// What a new run begins with: a checkpoint, or the folder of some.
+    pub(crate) from: Option<Storage>,
+}
+
+/// A state that came from a checkpoint.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Restored {
+    pub(crate) record: StateRecord,
+    /// The checkpoint's name.
+    pub(crate) name: String,
+    /// Of this run.
+    pub(crate) ours: bool,
+}
+
+/// Why there is no state.
+#[derive(Debug, PartialEq)]
+pub(crate) enum RestoreError {
+    /// Not from here, whoever tries: what is wrong, and what would be right.
+    Refused(String),
+    /// The place does not answer as it should; another attempt may succeed.
+    Storage(String),
+}
+
+/// Writes the newest whole checkpoint's state to `parameters` and `slots`; they hold unspecified values without one. `None`
+/// where the job begins from nothing. `damaged` is told of each one that is not as it was written, with why.
+pub(crate) fn restore(
+    places: &Places,
+    facts: &Facts,
+    (parameters, slots): (&mut [f32], &mut [f32]),
+    damaged: &mut dyn FnMut(&str, &str),
+) -> Result<Option<Restored>, RestoreError> {
+    if let Some(own) = &places.own {
+        let names = names(own)?;
+        let mut found = false;
+        for name in names.iter().rev().filter(|name| name.run == facts.run) {
+            found = true;
+            let folder = own.join(&name.to_string());
+            let loaded = load(&folder, facts, (&mut *parameters, &mut *slots), false);
+            if let Some(record) = accept(loaded, &name.to_string(), damaged)? {
+                return Ok(Some(Restored { record, name: name.to_string(), ours: true }));
+            }
+        }
+        if let Some(other) = names.last().filter(|_| !found && places.from.is_none()) {
+            return Err(RestoreError::Refused(format!(
+                "{own} holds checkpoints of another job, of which {other} is the furthest; to go on from them add \
+                 --resume-from {own}, to begin anew name another --checkpoint-dir"
+            )));
+        }
+    }
+    let Some(from) = &places.from else { return Ok(None) };
+    for (name, folder) in newest_first(from, damaged)? {
+        let loaded = load(&folder, facts, (&mut *parameters, &mut *slots), true);
+        if let Some(record) = accept(loaded, &name, damaged)? {
+            return Ok(Some(Restored { record, name, ours: false }));
+        }
+    }
+    Err(RestoreError::Refused(format!("there is no whole checkpoint in {from}")))
+}
+
+/// Complete checkpoints in `place`, those with the fewest steps first.
+fn names(place: &Storage) -> Result<Vec<Name>, RestoreError> {
+    let files = place.list("").map_err(unreachable)?;
+    Ok(Name::all(&files).into_iter().filter(|(_, is_complete)| *is_complete).map(|(name, _)| name).collect())
+}
+
+/// The checkpoint that `from` is, or those that are in it, as they were written: of more than one job, or of one that went
+/// back, the furthest need not be the newest.
+fn newest_first(
+    from: &Storage,
+    damaged: &mut dyn FnMut(&str, &str),
+) -> Result<Vec<(String, Storage)>, RestoreError> {
+    let is_one = from.list("").map_err(unreachable)?.iter().any(|file| file.path == MANIFEST);
+    if is_one {
+        let name = Path::new(from.address()).file_name().unwrap_or_default().to_string_lossy().into_owned();
+        return Ok(vec![(name, from.clone())]);
+    }
+    let mut found = Vec::new();
+    for name in names(from)? {
+        let folder = from.join(&name.to_string());
+        match manifest(&folder) {
+            Ok(manifest) => found.push((manifest.written_at, name, folder)),
+            Err(LoadError::Damaged(reason)) => damaged(&name.to_string(), &reason),
+            Err(LoadError::Refused(reason)) => return Err(RestoreError::Refused(reason)),
+            Err(LoadError::Storage(error)) => return Err(unreachable(error)),
+        }
+    }
+    found.sort_by(|a, b| (b.0, &b.1).cmp(&(a.0, &a.1)));
+    Ok(found.into_iter().map(|(_, name, folder)| (name.to_string(), folder)).collect())
+}
+
+enum LoadError {
+    Damaged(String),
+    Refused(String),
+    Storage(StorageError),
+}
+
+/// What to make of an attempt: a state, or the next one is to be tried.
+fn accept(
+    loaded: Result<StateRecord, LoadError>,
+    name: &str,
+    damaged: &mut dyn FnMut(&str, &str),
+) -> Result<Option<StateRecord>, RestoreError> {
+    match loaded {
+        Ok(record) => Ok(Some(record)),
+        Err(LoadError::Damaged(reason)) => {
+            damaged(name, &reason);
+            Ok(None)
+        }
+        Err(LoadError::Refused(reason)) => {
+            Err(RestoreError::Refused(format!("this job can't go on from {name}: {reason}")))
+        }
+        Err(LoadError::Storage(error)) => Err(unreachable(error)),
+    }
+}
+
+fn unreachable(error: StorageError) -> RestoreError {
+    RestoreError::Storage(error.to_string())
+}
+
+fn manifest(folder: &Storage) -> Result<Manifest, LoadError> {
+    let bytes = folder.read(MANIFEST).map_err(LoadError::Storage)?;
+    Manifest::decode(&bytes).map_err(|reason| LoadError::Damaged(format!("{MANIFEST}: {reason}")))
+}
+
+fn load(
+    folder: &Storage,
+    facts: &Facts,
+    (parameters, slots): (&mut [f32], &mut [f32]),
+    is_new_job: bool,
+) -> Result<StateRecord, LoadError> {
+    let manifest = manifest(folder)?;
+    manifest.check_model_and_data(facts).map_err(LoadError::Refused)?;
+    if is_new_job {
+        manifest.check_options(facts).map_err(LoadError::Refused)?;
+    }
+    for shard in &manifest.shards {
+        let (start, end) = (shard.start as usize, shard.end as usize);
+        let middle = parameters.len();
+        let (of_slots, of_parameters) =
+            (start.max(middle) - middle..end.max(middle) - middle, start.min(middle)..end.min(middle));
+        let floats = [&mut parameters[of_parameters], &mut slots[of_slots]];
+        read_shard(folder, shard, floats)?;
+    }
+    Ok(manifest.state)
+}
+
+/// Reads a shard in pieces, and checks it on the way.
+fn read_shard(folder: &Storage, shard: &Shard, floats: [&mut [f32]; 2]) -> Result<(), LoadError> {
+    let damaged = |reason: &str| LoadError::Damaged(format!("{}: {reason}", shard.file));
+    match folder.bytes(&shard.file) {
+        Ok(bytes) if bytes == shard.bytes => {}
+        Ok(bytes) => return Err(damaged(&format!("it has {bytes} bytes, not {}", shard.bytes))),
+        Err(StorageError::NotFound { .. }) => return Err(damaged("it is gone")),
+        Err(error) => return Err(LoadError::Storage(error)),
+    }
+    let mut targets = floats.map(bytemuck::cast_slice_mut::<f32, u8>);
+    let data: usize = targets.iter().map(|target| target.len()).sum();
+    let mut header = shard.bytes - data as u64;
+    let (mut digest, mut at) = (Xxh3Default::new(), 0);
+    while at < shard.bytes {
+        let end = shard.bytes.min(at + PIECE_BYTES);
+        let piece = folder.read_range(&shard.file, at..end).map_err(LoadError::Storage)?;
+        if piece.len() as u64 != end - at {
+            return Err(damaged("it became shorter while it was read"));
+        }
+        digest.update(&piece);
+        let skipped = header.min(piece.len() as u64);
+        header -= skipped;
+        let mut rest = &piece[skipped as usize..];
+        for target in &mut targets {
+            let bytes = rest.len().min(target.len());
+            let (now, later) = std::mem::take(target).split_at_mut(bytes);
+            now.copy_from_slice(&rest[..now.len()]);
+            rest = &rest[now.len()..];
+            *target = later;
+        }
+        at = end;
+    }
+    match format!("{:032x}", digest.digest128()) == shard.digest {
+        true => Ok(()),
+        false => Err(damaged("its digest is another one: it was changed")),
+    }
+}
+
+/// How much of a shard is in memory besides the state.
+const PIECE_BYTES: u64 = 32 << 20;

@@ -1,0 +1,336 @@
+//! What a checkpoint says of itself, and whether a job can go on from it.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::core::checkpoint::Written;
+use crate::core::header::StateRecord;
+use crate::core::plan::Batch;
+use crate::reader::Dataset;
+
+/// What a job is, as far as its checkpoints care.
+#[derive(Clone, Debug)]
+pub(crate) struct Facts {
+    pub(crate) job: String,
+    /// Tells this run from others of the same name: 8 hexadecimal digits.
+    pub(crate) run: String,
+    pub(crate) parameters: usize,
+    /// Floats of the optimizer's state.
+    pub(crate) slots: usize,
+    pub(crate) dataset: Dataset,
+    pub(crate) training_data: String,
+    pub(crate) epochs: u32,
+    pub(crate) max_steps: Option<u64>,
+    pub(crate) batch: Batch,
+    pub(crate) seed: u64,
+}
+
+/// A checkpoint's manifest. The names of its fields are a public format.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Manifest {
+    /// [`FORMAT`].
+    pub(super) format: String,
+    pub(super) job: String,
+    pub(super) run: String,
+    /// Seconds since 1970, by the clock of the worker that wrote it.
+    pub(super) written_at: u64,
+    pub(super) state: StateRecord,
+    /// Floats of the model.
+    pub(super) parameters: u64,
+    /// Floats of the optimizer's state.
+    pub(super) slots: u64,
+    pub(super) options: Options,
+    pub(super) files: Vec<DataFile>,
+    pub(super) shards: Vec<Shard>,
+}
+
+/// How the job was started: for people. What must fit is checked elsewhere.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Options {
+    pub(super) training_data: String,
+    pub(super) epochs: u32,
+    pub(super) max_steps: Option<u64>,
+    pub(super) global_batch_size: Option<u64>,
+    pub(super) minibatch_size: Option<u64>,
+    pub(super) seed: u64,
+}
+
+/// A file of the data set, whose records the ledger counts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct DataFile {
+    pub(super) path: String,
+    pub(super) records: u64,
+}
+
+/// A part of the state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Shard {
+    pub(super) file: String,
+    pub(super) bytes: u64,
+    /// XXH3, 128 bits, of the file: 32 hexadecimal digits.
+    pub(super) digest: String,
+    /// Which floats of the state: parameters first, then the optimizer's.
+    pub(super) start: u64,
+    pub(super) end: u64,
+}
+
+impl Manifest {
+    pub(super) fn new(facts: &Facts, state: StateRecord, parts: &[Written], written_at: u64) -> Self {
+        let (global, per_worker) = match facts.batch {
+            Batch::Global(records) => (Some(records), None),
+            Batch::PerWorker(records) => (None, Some(records)),
+        };
+        let total = facts.parameters + facts.slots;
+        let shard = |(rank, part): (usize, &Written)| {
+            let (start, end) = part_of(total, rank, parts.len());
+            Shard {
+                file: super::name::shard(rank, parts.len()),
+                bytes: part.bytes,
+                digest: format!("{:032x}", part.digest),
+                start: start as u64,
+                end: end as u64,
+            }
+        };
+        let file = |f: &crate::reader::File| DataFile { path: f.path.clone(), records: f.records };
+        Self {
+            format: FORMAT.into(),
+            job: facts.job.clone(),
+            run: facts.run.clone(),
+            written_at,
+            state,
+            parameters: facts.parameters as u64,
+            slots: facts.slots as u64,
+            options: Options {
+                training_data: facts.training_data.clone(),
+                epochs: facts.epochs,
+                max_steps: facts.max_steps,
+                global_batch_size: global,
+                minibatch_size: per_worker,
+                seed: facts.seed,
+            },
+            files: facts.dataset.files.iter().map(file).collect(),
+            shards: parts.iter().enumerate().map(shard).collect(),
+        }
+    }
+
+    /// As JSON, whose last field is the digest of all before it.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut text = serde_json::to_string(self).expect("a manifest's keys are strings");
+        let digest = xxh3_128(text.as_bytes());
+        text.pop();
+        text.push_str(&format!("{DIGEST}{digest:032x}\"}}"));
+        text.into_bytes()
+    }
+
+    /// Reads what [`encode`](Self::encode) gave.
+    ///
+    /// # Errors
+    /// It is torn or changed, or of a version that is not known.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let text = str::from_utf8(bytes).map_err(|_| "it is no text")?;
+        let (head, digest) = text.rsplit_once(DIGEST).ok_or("it has no digest: it is torn, or none")?;
+        let whole = format!("{head}}}");
+        if digest != format!("{:032x}\"}}", xxh3_128(whole.as_bytes())) {
+            return Err("its digest is another one: it was changed".into());
+        }
+        let manifest: Self = serde_json::from_str(&whole).map_err(|error| error.to_string())?;
+        if manifest.format != FORMAT {
+            return Err(format!("its format is `{}`; this program reads `{FORMAT}`", manifest.format));
+        }
+        manifest.check_shards()?;
+        Ok(manifest)
+    }
+
+    /// Its shards make up the state.
+    fn check_shards(&self) -> Result<(), String> {
+        let mut at = 0;
+        for Shard { file, bytes, start, end, .. } in &self.shards {
+            let floats = end.checked_sub(*start).filter(|_| *start == at);
+            if floats.is_none_or(|floats| floats.saturating_mul(4) > *bytes) {
+                return Err(format!("{file} holds floats {start}..{end} in {bytes} bytes, behind {at}"));
+            }
+            at = *end;
+        }
+        match self.parameters.checked_add(self.slots) == Some(at) {
+            true => Ok(()),
+            false => Err(format!("its shards end at float {at}")),
+        }
+    }
+
+    /// Whether a job can hold this state: its tensors and its data.
+    ///
+    /// # Errors
+    /// What is different, and what would be right.
+    pub(super) fn check_model_and_data(&self, facts: &Facts) -> Result<(), String> {
+        let (parameters, slots) = (facts.parameters as u64, facts.slots as u64);
+        if self.parameters != parameters {
+            let had = self.parameters;
+            return Err(format!("its model has {had} parameters, and this one has {parameters}"));
+        }
+        if self.slots != slots {
+            return Err(format!(
+                "its optimizer keeps {} floats, and this one keeps {slots}; it must be of the same kind",
+                self.slots
+            ));
+        }
+        let same = |(a, b): (&DataFile, &crate::reader::File)| {
+            // Where it lies may change, from one machine to another; its order may not.
+            Path::new(&a.path).file_name() == Path::new(&b.path).file_name() && a.records == b.records
+        };
+        let files = &facts.dataset.files;
+        if self.files.len() != files.len() {
+            let (had, has) = (self.files.len(), files.len());
+            return Err(format!("its data set has {had} files, and this one has {has}"));
+        }
+        match self.files.iter().zip(files).find(|pair| !same(*pair)) {
+            None => Ok(()),
+            Some((a, b)) => Err(format!(
+                "its data set has {} with {} records where this one has {} with {}; it must be the same data",
+                a.path, a.records, b.path, b.records
+            )),
+        }
+    }
+
+    /// Whether a new job with these options would have something to train from here.
+    ///
+    /// # Errors
+    /// What stands in the way, and what would be right.
+    pub(super) fn check_options(&self, facts: &Facts) -> Result<(), String> {
+        let StateRecord { step, epochs_complete, ranges, .. } = &self.state;
+        let reached = ranges.iter().map(|r| r.epoch + 1).max().unwrap_or(0).max(*epochs_complete);
+        if reached > facts.epochs || *epochs_complete == facts.epochs {
+            return Err(format!(
+                "it has trained {epochs_complete} epochs and reaches into epoch {reached}; --num-epochs {} leaves \
+                 nothing to train, raise it",
+                facts.epochs
+            ));
+        }
+        match facts.max_steps.filter(|max| step >= max) {
+            None => Ok(()),
+            Some(max) => {
+                Err(format!("it is at step {step}; --max-steps {max} leaves nothing to train, raise it"))
+            }
+        }
+    }
+}
+
+/// The floats of a state of `total` that `rank` keeps: start and end.
+pub(super) fn part_of(total: usize, rank: usize, world_size: usize) -> (usize, usize) {
+    let at = |rank: usize| (total as u128 * rank as u128 / world_size as u128) as usize;
+    (at(rank), at(rank + 1))
+}
+
+pub(super) const FORMAT: &str = "elasticdl checkpoint 1";
+
+const DIGEST: &str = ",\"digest\":\"";
+
+#[cfg(test)]
+pub(super) mod tests {
+    use elasticdl_proto::RecordRange;
+
+    use super::*;
+    use crate::reader::File;
+
+    pub(in super::super) fn facts() -> Facts {
+        let file = |path: &str, records| File { path: path.into(), records };
+        Facts {
+            job: "mnist".into(),
+            run: "7f3a9c21".into(),
+            parameters: 10,
+            slots: 20,
+            dataset: Dataset { files: vec![file("data/a.csv", 60), file("data/b.csv", 40)] },
+            training_data: "data".into(),
+            epochs: 3,
+            max_steps: None,
+            batch: Batch::Global(4),
+            seed: 7,
+        }
+    }
+
+    pub(in super::super) fn record(step: u64) -> StateRecord {
+        let ranges = vec![RecordRange { epoch: 1, start: 0, end: 4 * step - 100 }];
+        StateRecord { step, records_trained: 4 * step, epochs_complete: 1, ranges, repeated: 0 }
+    }
+
+    fn manifest() -> Manifest {
+        let part = |floats: u64| Written { bytes: 128 + 4 * floats, digest: u128::from(floats) << 90 };
+        Manifest::new(&facts(), record(30), &[part(10), part(10), part(10)], 1_700_000_000)
+    }
+
+    #[test]
+    fn a_manifest_is_read_back_and_is_json() {
+        let manifest = manifest();
+        let bytes = manifest.encode();
+        assert_eq!(Manifest::decode(&bytes), Ok(manifest));
+        let json: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(json["shards"][1]["start"], 10);
+        assert_eq!(json["digest"].as_str().map(str::len), Some(32));
+    }
+
+    #[test]
+    fn each_flipped_bit_and_each_cut_is_seen() {
+        let bytes = manifest().encode();
+        for at in 0..bytes.len() {
+            let mut flipped = bytes.clone();
+            flipped[at] ^= 1 << (at % 8);
+            assert!(Manifest::decode(&flipped).is_err(), "byte {at}");
+            assert!(Manifest::decode(&bytes[..at]).is_err(), "cut at {at}");
+        }
+    }
+
+    #[test]
+    fn shards_that_do_not_make_up_the_state_are_refused() {
+        let changed = |change: fn(&mut Manifest)| {
+            let mut manifest = manifest();
+            change(&mut manifest);
+            Manifest::decode(&manifest.encode()).unwrap_err()
+        };
+        assert!(changed(|m| m.shards[1].start = 9).contains("behind 10"));
+        assert!(changed(|m| m.shards[1].end = 19).contains("behind 19"));
+        assert!(changed(|m| m.shards[2].bytes = 39).contains("in 39 bytes"));
+        assert!(changed(|m| drop(m.shards.pop())).contains("end at float 20"));
+        assert!(changed(|m| m.format = "elasticdl checkpoint 2".into()).contains("checkpoint 2"));
+    }
+
+    #[test]
+    fn another_model_or_data_set_is_refused_with_the_difference() {
+        let refused = |change: fn(&mut Facts)| {
+            let mut facts = facts();
+            change(&mut facts);
+            manifest().check_model_and_data(&facts).err().unwrap_or_default()
+        };
+        assert_eq!(refused(|f| f.dataset.files[0].path = "/mnt/a.csv".into()), "");
+        assert!(refused(|f| f.parameters = 11).contains("10 parameters, and this one has 11"));
+        assert!(refused(|f| f.slots = 10).contains("keeps 20 floats, and this one keeps 10"));
+        assert!(refused(|f| drop(f.dataset.files.pop())).contains("2 files, and this one has 1"));
+        assert!(refused(|f| f.dataset.files[1].records = 41).contains("data/b.csv with 41"));
+        assert!(refused(|f| f.dataset.files.swap(0, 1)).contains("data/a.csv with 60"));
+    }
+
+    #[test]
+    fn options_that_leave_nothing_to_train_are_refused_with_what_to_change() {
+        let refused = |change: fn(&mut Facts)| {
+            let mut facts = facts();
+            change(&mut facts);
+            manifest().check_options(&facts).err().unwrap_or_default()
+        };
+        assert_eq!(refused(|f| (f.epochs, f.max_steps, f.batch) = (2, Some(31), Batch::PerWorker(9))), "");
+        assert!(refused(|f| f.epochs = 1).contains("--num-epochs 1"));
+        assert!(refused(|f| f.max_steps = Some(30)).contains("--max-steps 30"));
+    }
+
+    #[test]
+    fn parts_make_up_the_whole() {
+        for (total, world_size) in [(10, 3), (2, 5), (0, 2), (usize::MAX / 8, 7)] {
+            let mut at = 0;
+            for rank in 0..world_size {
+                let (start, end) = part_of(total, rank, world_size);
+                assert!(start == at && end >= start);
+                at = end;
+            }
+            assert_eq!(at, total);
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Names of checkpoints and of their files.
+
+use std::collections::BTreeMap;
+
+use crate::storage::Found;
+
+/// A checkpoint's folder, in the order in which a run's checkpoints come.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Name {
+    pub(super) step: u64,
+    /// The group that wrote it.
+    pub(super) generation: u64,
+    /// Which run of a job: 8 hexadecimal digits.
+    pub(super) run: String,
+}
+
+impl Name {
+    /// The one of that name; `None` where it is not a checkpoint's.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let mut parts = text.strip_prefix("step-")?.split('-');
+        let (step, run, generation) = (parts.next()?, parts.next()?, parts.next()?);
+        let name = Self {
+            step: step.parse().ok()?,
+            generation: generation.strip_prefix('g')?.parse().ok()?,
+            run: run.to_owned(),
+        };
+        (parts.next().is_none() && name.to_string() == text).then_some(name)
+    }
+
+    /// Checkpoints among `files`, with whether they have a manifest.
+    pub(super) fn all(files: &[Found]) -> BTreeMap<Self, bool> {
+        let mut names = BTreeMap::new();
+        for file in files {
+            if let Some((folder, file)) = file.path.split_once('/')
+                && let Some(name) = Self::parse(folder)
+            {
+                *names.entry(name).or_default() |= file == MANIFEST;
+            }
+        }
+        names
+    }
+}
+
+impl std::fmt::Display for Name {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { step, generation, run } = self;
+        write!(f, "step-{step:012}-{run}-g{generation}")
+    }
+}
+
+pub(super) fn shard(rank: usize, world_size: usize) -> String {
+    format!("shard-{rank:05}-of-{world_size:05}.safetensors")
+}
+
+/// Which checkpoints of `run` are to go when `newest` has become complete: all but the last `keep` complete ones, and
+/// attempts before it that came to nothing.
+pub(super) fn to_remove(names: &BTreeMap<Name, bool>, newest: &Name, keep: usize) -> Vec<Name> {
+    let ours = names.iter().rev().filter(|(name, _)| name.run == newest.run);
+    let (complete, torn): (Vec<_>, Vec<_>) = ours.partition(|(_, is_complete)| **is_complete);
+    let old = complete.into_iter().skip(keep.max(1)).map(|(name, _)| name);
+    let torn = torn.into_iter().map(|(name, _)| name).filter(|name| *name < newest);
+    old.filter(|name| *name != newest).chain(torn).cloned().collect()
+}
+
+pub(super) const MANIFEST: &str = "manifest.json";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(step: u64, generation: u64, run: &str) -> Name {
+        Name { step, generation, run: run.into() }
+    }
+
+    #[test]
+    fn a_name_is_read_back_and_others_are_none() {
+        let known = name(200, 3, "7f3a9c21");
+        assert_eq!(known.to_string(), "step-000000000200-7f3a9c21-g3");
+        assert_eq!(Name::parse(&known.to_string()), Some(known));
+        for other in
+            ["", "step-200-7f3a9c21-g3", "step-000000000200-7f3a9c21", "step-000000000200-a-g1-b", "x"]
+        {
+            assert_eq!(Name::parse(other), None, "{other}");
+        }
+        assert!(name(9, 9, "b") < name(10, 1, "a") && name(9, 8, "b") < name(9, 9, "a"));
+    }
+
+    #[test]
+    fn the_last_ones_are_kept_and_what_is_torn_goes_and_other_runs_stay() {
+        let file = |path: String| Found { path, bytes: 1 };
+        let mut files = vec![file("readme".into()), file("old/manifest.json".into())];
+        for (step, run, complete) in
+            [(1, "a", true), (2, "a", true), (3, "a", false), (4, "a", true), (5, "a", true), (6, "a", false)]
+        {
+            files.push(file(format!("{}/{}", name(step, 1, run), shard(0, 1))));
+            files.extend(complete.then(|| file(format!("{}/{MANIFEST}", name(step, 1, run)))));
+        }
+        files.push(file(format!("{}/{MANIFEST}", name(1, 1, "b"))));
+        let names = Name::all(&files);
+        let removed = |keep| to_remove(&names, &name(5, 1, "a"), keep);
+        assert_eq!(removed(2), [name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
+        assert_eq!(removed(1), [name(4, 1, "a"), name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
+        assert_eq!(removed(9), [name(3, 1, "a")]);
+    }
+}

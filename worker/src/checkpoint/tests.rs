@@ -1,0 +1,342 @@
+//! Checkpoints in a folder, and in a store that dies at any byte.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+
+use elasticdl_proto::Generation;
+use futures::stream::BoxStream;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult,
+};
+
+use super::load::Restored;
+use super::manifest::tests::{facts, record};
+use super::name::Name;
+use super::*;
+use crate::core::checkpoint::Written;
+use crate::storage::Storage;
+
+/// Parameters and slots of step `step`.
+fn state(facts: &Facts, step: u64) -> (Vec<f32>, Vec<f32>) {
+    let floats = |len: usize, of: u64| (0..len).map(|i| (i as u64 * 31 + step * 7 + of) as f32).collect();
+    (floats(facts.parameters, 1), floats(facts.slots, 2))
+}
+
+/// Ranks of a job that write together.
+struct Ranks {
+    facts: Arc<Facts>,
+    keepers: Vec<Keeper>,
+    generation: u64,
+}
+
+impl Ranks {
+    fn new(storage: &Storage, facts: Facts, world_size: usize, keep: usize) -> Self {
+        let facts = Arc::new(facts);
+        let keeper = |_| Keeper::new(storage.clone(), Arc::clone(&facts), keep).unwrap();
+        Self { keepers: (0..world_size).map(keeper).collect(), facts, generation: 1 }
+    }
+
+    /// Writes the checkpoint of `step`; its name.
+    fn write(&mut self, step: u64) -> Result<String, String> {
+        let (parameters, slots) = state(&self.facts, step);
+        let world_size = self.keepers.len();
+        for (rank, keeper) in self.keepers.iter_mut().enumerate() {
+            keeper.prepare(world_size);
+            let at = (step, Generation(self.generation));
+            keeper.write(at, (rank, world_size), record(step), (&parameters, &slots));
+        }
+        let mut parts: Vec<Written> = Vec::new();
+        for keeper in &mut self.keepers {
+            match next(keeper) {
+                Done::Wrote { result, .. } => parts.push(result?),
+                other => panic!("{other:?}"),
+            }
+        }
+        self.keepers[0].commit(step, &parts);
+        match next(&mut self.keepers[0]) {
+            Done::Committed { result, name, .. } => result.map(|_| name),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn next(keeper: &mut Keeper) -> Done {
+    loop {
+        match keeper.poll() {
+            Some(done) => return done,
+            None => std::thread::yield_now(),
+        }
+    }
+}
+
+type Outcome = (Result<Option<Restored>, RestoreError>, Vec<(String, String)>);
+
+/// What a job of `facts` begins with, checked float by float, and what was found damaged.
+fn begin(facts: &Facts, own: Option<&Storage>, from: Option<&Storage>) -> Outcome {
+    let places = Places { own: own.cloned(), from: from.cloned() };
+    let (mut parameters, mut slots) = (vec![f32::NAN; facts.parameters], vec![f32::NAN; facts.slots]);
+    let mut damaged = Vec::new();
+    let mut note = |name: &str, reason: &str| damaged.push((name.to_owned(), reason.to_owned()));
+    let restored = restore(&places, facts, (&mut parameters, &mut slots), &mut note);
+    if let Ok(Some(restored)) = &restored {
+        assert_eq!(restored.record, record(restored.record.step));
+        assert!((parameters, slots) == state(facts, restored.record.step));
+    }
+    (restored, damaged)
+}
+
+fn step_of((outcome, _): &Outcome) -> Option<u64> {
+    outcome.as_ref().unwrap().as_ref().map(|restored| restored.record.step)
+}
+
+fn folder() -> (tempfile::TempDir, Storage) {
+    let folder = tempfile::tempdir().unwrap();
+    let storage = Storage::open(folder.path().join("kept here").to_str().unwrap()).unwrap();
+    (folder, storage)
+}
+
+#[test]
+fn a_state_comes_back_whatever_the_number_of_ranks_that_wrote_it() {
+    for world_size in [1, 2, 3, 7, 40] {
+        let (_folder, storage) = folder();
+        let mut ranks = Ranks::new(&storage, facts(), world_size, 3);
+        let name = ranks.write(30).unwrap();
+        assert_eq!(name, "step-000000000030-7f3a9c21-g1");
+        let expected = Restored { record: record(30), name, ours: true };
+        assert_eq!(begin(&facts(), Some(&storage), None), (Ok(Some(expected)), Vec::new()));
+        assert_eq!(storage.list("").unwrap().len(), world_size + 1);
+    }
+}
+
+#[test]
+fn shards_are_safetensors_files() {
+    let (_folder, storage) = folder();
+    Ranks::new(&storage, facts(), 2, 3).write(30).unwrap();
+    let (parameters, slots) = state(&facts(), 30);
+    let shard = |rank: usize| {
+        let bytes = storage
+            .read(&format!("step-000000000030-7f3a9c21-g1/{}", name::shard(rank, 2)))
+            .unwrap()
+            .to_vec();
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+        assert_eq!((8 + length) % 8, 0);
+        let floats = |name: &str| -> Vec<f32> {
+            let tensor = &header[name];
+            assert_eq!(tensor["dtype"], "F32");
+            let at = |i: usize| 8 + length + tensor["data_offsets"][i].as_u64().unwrap() as usize;
+            let (floats, _) = bytes[at(0)..at(1)].as_chunks::<4>();
+            let floats: Vec<f32> = floats.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+            assert_eq!(tensor["shape"][0], floats.len());
+            floats
+        };
+        let has = |name: &str| header.get(name).is_some();
+        (has("parameters").then(|| floats("parameters")), has("slots").then(|| floats("slots")))
+    };
+    assert_eq!(shard(0), (Some(parameters), Some(slots[..5].to_vec())));
+    assert_eq!(shard(1), (None, Some(slots[5..].to_vec())));
+}
+
+#[test]
+fn the_last_ones_are_kept_and_attempts_that_came_to_nothing_go() {
+    let (folder, storage) = folder();
+    let mut ranks = Ranks::new(&storage, facts(), 2, 2);
+    storage.write("step-000000000027-7f3a9c21-g1/shard", vec!["x".into()]).unwrap();
+    storage.write("step-000000000099-7f3a9c21-g1/shard", vec!["x".into()]).unwrap();
+    storage.write("step-000000000001-00000000-g1/manifest.json", vec!["x".into()]).unwrap();
+    // As a process leaves it that is killed while it writes.
+    std::fs::write(folder.path().join("kept here/step-000000000027-7f3a9c21-g1/shard#1"), "x").unwrap();
+    for step in [26, 28, 30] {
+        ranks.write(step).unwrap();
+    }
+    let mut folders: Vec<String> = std::fs::read_dir(folder.path().join("kept here"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    folders.sort();
+    let ours = |step: u64| format!("step-{step:012}-7f3a9c21-g1");
+    assert_eq!(folders, ["step-000000000001-00000000-g1".to_owned(), ours(28), ours(30), ours(99)]);
+}
+
+#[test]
+fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
+    let (folder, storage) = folder();
+    let mut ranks = Ranks::new(&storage, facts(), 3, 9);
+    let names = [ranks.write(28).unwrap(), ranks.write(30).unwrap()];
+    let newest = folder.path().join("kept here").join(&names[1]);
+    let files: Vec<PathBuf> =
+        std::fs::read_dir(&newest).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert_eq!(files.len(), 4);
+    for file in files {
+        let whole = std::fs::read(&file).unwrap();
+        let name = file.file_name().unwrap().to_str().unwrap();
+        let try_with = |bytes: &[u8]| {
+            std::fs::write(&file, bytes).unwrap();
+            let outcome = begin(&facts(), Some(&storage), None);
+            assert_eq!(step_of(&outcome), Some(28));
+            let [(damaged, reason)] = &*outcome.1 else { panic!("{:?}", outcome.1) };
+            assert!(*damaged == names[1] && reason.starts_with(name), "{damaged} {reason}");
+        };
+        for at in (0..whole.len()).step_by(13).chain([whole.len() - 1]) {
+            let mut flipped = whole.clone();
+            flipped[at] ^= 4;
+            try_with(&flipped);
+        }
+        try_with(&[]);
+        try_with(&whole[..whole.len() / 2]);
+        try_with(&whole[..whole.len() - 1]);
+        try_with(&[&whole[..], b" "].concat());
+        if name != name::MANIFEST {
+            std::fs::remove_file(&file).unwrap();
+            let outcome = begin(&facts(), Some(&storage), None);
+            assert_eq!((step_of(&outcome), outcome.1[0].1.ends_with("it is gone")), (Some(28), true));
+        }
+        std::fs::write(&file, &whole).unwrap();
+    }
+    assert_eq!(step_of(&begin(&facts(), Some(&storage), None)), Some(30));
+}
+
+#[test]
+fn a_job_whose_checkpoints_are_all_damaged_begins_from_nothing_and_says_so() {
+    let (folder, storage) = folder();
+    let name = Ranks::new(&storage, facts(), 1, 9).write(28).unwrap();
+    std::fs::write(folder.path().join("kept here").join(name).join(name::MANIFEST), "{}").unwrap();
+    let outcome = begin(&facts(), Some(&storage), None);
+    assert_eq!((step_of(&outcome), outcome.1.len()), (None, 1));
+}
+
+#[test]
+fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
+    let (_folder, storage) = folder();
+    let names = [28, 30].map(|step| Ranks::new(&storage, facts(), 2, 9).write(step).unwrap());
+    let new = Facts { run: "00000001".into(), ..facts() };
+    // By mistake in the same place: neither is to be lost in the other.
+    let (refused, _) = begin(&new, Some(&storage), None);
+    assert!(
+        matches!(&refused, Err(RestoreError::Refused(why)) if why.contains(&names[1]) && why.contains("--resume-from")),
+        "{refused:?}"
+    );
+    assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(30));
+    let one = storage.join(&names[0]);
+    let outcome = begin(&new, Some(&storage), Some(&one));
+    let expected = Restored { record: record(28), name: names[0].clone(), ours: false };
+    assert_eq!(outcome, (Ok(Some(expected)), Vec::new()));
+    // Its own come first, though others are further.
+    Ranks::new(&storage, new.clone(), 1, 9).write(29).unwrap();
+    assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(29));
+    // What can't be: nothing there, or another model.
+    let (_empty, nowhere) = folder();
+    let (refused, _) = begin(&new, None, Some(&nowhere));
+    assert!(matches!(&refused, Err(RestoreError::Refused(why)) if why.contains("no whole checkpoint")));
+    let other = Facts { parameters: 11, ..new };
+    let (refused, _) = begin(&other, None, Some(&one));
+    assert!(matches!(&refused, Err(RestoreError::Refused(why)) if why.contains(&names[0])), "{refused:?}");
+}
+
+/// A store whose writer is killed after so many bytes: what it was writing is left half-done, and nothing comes after it.
+#[derive(Debug)]
+struct Dying {
+    store: Arc<InMemory>,
+    bytes_left: AtomicI64,
+}
+
+impl std::fmt::Display for Dying {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Dying")
+    }
+}
+
+fn dead<T>() -> object_store::Result<T> {
+    Err(object_store::Error::Generic { store: "Dying", source: "killed".into() })
+}
+
+#[async_trait::async_trait]
+impl ObjectStore for Dying {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        options: PutOptions,
+    ) -> object_store::Result<PutResult> {
+        let bytes = payload.content_length() as i64;
+        let left = self.bytes_left.fetch_sub(bytes, Ordering::Relaxed);
+        if left >= bytes {
+            return self.store.put_opts(location, payload, options).await;
+        }
+        if left > 0 {
+            // Worse than any real store: a part of an object, under its name.
+            let bytes: bytes::Bytes = payload.into();
+            self.store.put_opts(location, bytes.slice(..left as usize).into(), options).await?;
+        }
+        dead()
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        _: &Path,
+        _: PutMultipartOptions,
+    ) -> object_store::Result<Box<dyn MultipartUpload>> {
+        panic!("these checkpoints are small")
+    }
+
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> object_store::Result<GetResult> {
+        self.store.get_opts(location, options).await
+    }
+
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, object_store::Result<Path>>,
+    ) -> BoxStream<'static, object_store::Result<Path>> {
+        match self.bytes_left.load(Ordering::Relaxed) > 0 {
+            true => self.store.delete_stream(locations),
+            false => Box::pin(futures::stream::once(async { dead() })),
+        }
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, object_store::Result<ObjectMeta>> {
+        self.store.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> object_store::Result<ListResult> {
+        self.store.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> object_store::Result<()> {
+        self.store.copy_opts(from, to, options).await
+    }
+}
+
+#[test]
+fn a_writer_that_dies_at_any_byte_leaves_a_checkpoint_that_is_whole() {
+    // 1.5 MiB in three shards: killed at every 64 KiB of them, and at each of the manifest's bytes around its ends.
+    let facts = Facts { parameters: 128 << 10, slots: 256 << 10, ..facts() };
+    let whole = {
+        let store = Arc::new(InMemory::new());
+        let storage = Storage::within(store, Path::default(), "memory");
+        Ranks::new(&storage, facts.clone(), 3, 1).write(29).unwrap();
+        storage.list("").unwrap().iter().map(|file| file.bytes as i64).sum::<i64>()
+    };
+    let (mut at, mut survived) = (0, 0);
+    while at <= whole + 2 {
+        let store = Arc::new(InMemory::new());
+        let storage = Storage::within(Arc::clone(&store) as Arc<dyn ObjectStore>, Path::default(), "memory");
+        Ranks::new(&storage, facts.clone(), 3, 1).write(28).unwrap();
+        let dying = Dying { store: Arc::clone(&store), bytes_left: AtomicI64::new(at) };
+        let dies = Storage::within(Arc::new(dying), Path::default(), "dying");
+        let written = Ranks::new(&dies, facts.clone(), 3, 1).write(29);
+        let outcome = begin(&facts, Some(&storage), None);
+        assert_eq!(step_of(&outcome), Some(if written.is_ok() { 29 } else { 28 }), "killed at {at}");
+        survived += u64::from(written.is_err());
+        // Another group goes on from there, and clears away.
+        let mut next = Ranks { generation: 2, ..Ranks::new(&storage, facts.clone(), 2, 1) };
+        next.write(30).unwrap();
+        let names: Vec<Name> = Name::all(&storage.list("").unwrap()).into_keys().collect();
+        assert_eq!(names, [Name { step: 30, generation: 2, run: "7f3a9c21".into() }], "killed at {at}");
+        at += if whole - at < 8 { 1 } else { (64 << 10).min(whole - at - 4) };
+    }
+    assert!(survived >= 24, "{survived}");
+}

@@ -1,0 +1,185 @@
+//! Between the schema's messages and what the trainer speaks.
+
+use std::time::{Duration, Instant};
+
+use elasticdl_collective::Stall;
+use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId, v1};
+
+use super::{CheckpointOptions, Welcome};
+use crate::core::checkpoint::Every;
+use crate::core::plan::Batch;
+use crate::core::session::{Membership, Report, StepTimes};
+use crate::messages::{CheckpointNews, Finished, FromMaster, ToMaster};
+use crate::reader::{Dataset, File};
+
+pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
+    let options = welcome.options?;
+    let batch = match options.batch? {
+        v1::options::Batch::GlobalBatchSize(records) => Batch::Global(records.max(1)),
+        v1::options::Batch::MinibatchSize(records) => Batch::PerWorker(records.max(1)),
+    };
+    Some(Welcome {
+        worker: WorkerId(welcome.worker),
+        training_data: options.training_data,
+        epochs: options.epochs,
+        max_steps: options.max_steps,
+        batch,
+        seed: options.seed,
+        heartbeat: options.heartbeat_ms.map(|ms| Duration::from_millis(ms.max(1))),
+        worker_timeout: options.worker_timeout_ms.map(Duration::from_millis),
+        checkpoints: match options.checkpoints {
+            Some(checkpoints) => Some(decode_checkpoints(checkpoints)?),
+            None => None,
+        },
+        resume_from: options.resume_from,
+    })
+}
+
+fn decode_checkpoints(options: v1::CheckpointOptions) -> Option<CheckpointOptions> {
+    let every = match options.every? {
+        v1::checkpoint_options::Every::Steps(steps) => Every::Steps(steps.max(1)),
+        v1::checkpoint_options::Every::Ms(ms) => Every::Time(Duration::from_millis(ms)),
+    };
+    Some(CheckpointOptions { dir: options.dir, every, keep: options.keep as usize })
+}
+
+pub(super) fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
+    use v1::master_message::Kind;
+    let member = |m: &v1::Member| Some((WorkerId(m.worker), m.address.parse().ok()?));
+    Some(match message.kind? {
+        Kind::Describe(_) => FromMaster::Describe,
+        Kind::Drain(_) => FromMaster::Drain,
+        Kind::Fetch(fetch) => FromMaster::Fetch(fetch.donors.iter().map(member).collect::<Option<_>>()?),
+        Kind::KeepCheckpoint(_) => FromMaster::KeepCheckpoint,
+        Kind::Lease(lease) => FromMaster::Lease(lease.ranges.iter().map(decode_range).collect()),
+        Kind::Membership(membership) => {
+            let arrived = Instant::now();
+            let generation = Generation(membership.generation);
+            let members = membership.members.iter().map(member).collect::<Option<_>>()?;
+            FromMaster::Membership(Membership { generation, members, abort: membership.abort }, arrived)
+        }
+        Kind::Prepare(prepare) => {
+            let file = |f: v1::File| File { path: f.path, records: f.records };
+            FromMaster::Prepare(Dataset { files: prepare.dataset?.files.into_iter().map(file).collect() })
+        }
+        Kind::Shutdown(shutdown) => FromMaster::Shutdown(shutdown.reason),
+        Kind::Welcome(_) => return None,
+    })
+}
+
+pub(super) fn encode(message: ToMaster) -> v1::worker_message::Kind {
+    use v1::worker_message::Kind;
+    match message {
+        ToMaster::Checkpoint(news) => {
+            Kind::Checkpoint(v1::CheckpointNews { kind: Some(encode_checkpoint(news)) })
+        }
+        ToMaster::Described(outcome) => {
+            use v1::described::Outcome;
+            let file = |f: File| v1::File { path: f.path, records: f.records };
+            let outcome = match outcome {
+                Ok(dataset) => {
+                    Outcome::Dataset(v1::Dataset { files: dataset.files.into_iter().map(file).collect() })
+                }
+                Err(error) => Outcome::Error(error),
+            };
+            Kind::Described(v1::Described { outcome: Some(outcome) })
+        }
+        ToMaster::Failed(failure) => Kind::Failed(v1::Failed {
+            error: failure.error,
+            ranges: failure.ranges.iter().map(encode_range).collect(),
+            fatal: failure.fatal,
+        }),
+        ToMaster::Finished(finished) => Kind::Finished(encode_finished(finished)),
+        ToMaster::Ready { parameters } => Kind::Ready(v1::Ready { parameters }),
+        ToMaster::Report(report) => encode_report(report),
+        ToMaster::Resumed { generation, step, phases } => Kind::Resumed(v1::Resumed {
+            generation: generation.0,
+            step,
+            phases: Some(v1::Phases {
+                detect_us: phases.detect_us,
+                abort_us: phases.abort_us,
+                agree_us: phases.agree_us,
+                connect_us: phases.connect_us,
+                state_us: phases.state_us,
+                first_step_us: phases.first_step_us,
+            }),
+        }),
+    }
+}
+
+fn encode_report(report: Report) -> v1::worker_message::Kind {
+    use v1::worker_message::Kind;
+    match report {
+        Report::Broken { generation, suspect, error, unreachable } => Kind::Broken(v1::Broken {
+            generation: generation.0,
+            suspect: suspect.map(|s| s.0),
+            error,
+            unreachable,
+        }),
+        Report::Committed(progress) => Kind::Committed(v1::Committed {
+            generation: progress.generation.0,
+            step: progress.step,
+            ranges: progress.ranges.iter().map(encode_range).collect(),
+            loss_sum: progress.loss_sum,
+            records: progress.records,
+            compute_us: progress.compute_us,
+            times: Some(encode_times(progress.times)),
+        }),
+        Report::Formed { generation, step, ledger } => {
+            Kind::Formed(v1::Formed { generation: generation.0, step, ledger: Some(encode_ledger(&ledger)) })
+        }
+        Report::Holding { step, ranges } => {
+            Kind::Holding(v1::Holding { step, ranges: ranges.iter().map(encode_range).collect() })
+        }
+        Report::Primed { step } => Kind::Primed(v1::Primed { step }),
+        Report::LeaseRequest { epoch, records } => Kind::LeaseRequest(v1::LeaseRequest { epoch, records }),
+    }
+}
+
+fn encode_checkpoint(news: CheckpointNews) -> v1::checkpoint_news::Kind {
+    use v1::checkpoint_news::Kind;
+    match news {
+        CheckpointNews::Damaged { name, reason } => Kind::Damaged(v1::CheckpointDamaged { name, reason }),
+        CheckpointNews::Failed { step, error } => Kind::Failed(v1::CheckpointFailed { step, error }),
+        CheckpointNews::Restored { step, name } => Kind::Restored(v1::CheckpointRestored { step, name }),
+        CheckpointNews::Saved { step, name, bytes } => Kind::Saved(v1::CheckpointSaved { step, name, bytes }),
+    }
+}
+
+fn encode_times(times: StepTimes) -> v1::StepTimes {
+    let StepTimes { steps, step_us, reduce_us } = times;
+    v1::StepTimes { steps, step_us, reduce_us }
+}
+
+pub(super) fn encode_stall(stall: Stall) -> v1::Stall {
+    let Stall { generation, operation, received, sent, since } = stall;
+    let for_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
+    v1::Stall { generation, operation, received, for_ms, sent }
+}
+
+fn encode_finished(finished: Finished) -> v1::Finished {
+    v1::Finished {
+        generation: finished.generation.0,
+        step: finished.step,
+        digest: finished.digest,
+        ledger: Some(encode_ledger(&finished.ledger)),
+        records_trained: finished.records_trained,
+        summary: finished.summary,
+    }
+}
+
+fn encode_ledger(ledger: &Ledger) -> v1::Ledger {
+    v1::Ledger {
+        epochs_complete: ledger.epoch(),
+        ranges: ledger.ranges().map(|r| encode_range(&r)).collect(),
+        repeated_records: ledger.repeated(),
+    }
+}
+
+fn encode_range(range: &RecordRange) -> v1::Range {
+    v1::Range { epoch: range.epoch, start: range.start, end: range.end }
+}
+
+fn decode_range(range: &v1::Range) -> RecordRange {
+    RecordRange { epoch: range.epoch, start: range.start, end: range.end }
+}

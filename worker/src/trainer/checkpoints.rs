@@ -1,0 +1,140 @@
+//! What the trainer does for checkpoints: hands its part of the state over, and begins from one.
+
+use std::sync::Arc;
+
+use elasticdl_collective::Secret;
+
+use super::{Stopped, Trainer};
+use crate::checkpoint::{Done, Facts, Keeper, Places, RestoreError, restore};
+use crate::control::Welcome;
+use crate::core::checkpoint::Task;
+use crate::failure::{Failure, call_user};
+use crate::messages::{CheckpointNews, ToMaster};
+use crate::model::Model;
+use crate::reader::Dataset;
+use crate::storage::Storage;
+use crate::tensors::writable;
+
+/// Where checkpoints are, and who writes them.
+#[derive(Debug)]
+pub(crate) struct Checkpointing {
+    places: Places,
+    facts: Arc<Facts>,
+    /// `None` where none are kept.
+    keeper: Option<Keeper>,
+}
+
+impl Checkpointing {
+    /// As the master's `welcome` says, for the worker of a job of this name and secret, whose model has so many floats of
+    /// parameters and of optimizer state.
+    pub(crate) fn new(
+        welcome: &Welcome,
+        (job, secret): (&str, &Secret),
+        dataset: Dataset,
+        (parameters, slots): (usize, usize),
+    ) -> Result<Self, Failure> {
+        let open = |option: &str, address: &str| {
+            Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
+        };
+        let own = welcome.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
+        let from = welcome.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
+        let facts = Arc::new(Facts {
+            job: job.to_owned(),
+            run: format!("{:08x}", secret.fingerprint("checkpoints")),
+            parameters,
+            slots,
+            dataset,
+            training_data: welcome.training_data.clone(),
+            epochs: welcome.epochs,
+            max_steps: welcome.max_steps,
+            batch: welcome.batch,
+            seed: welcome.seed,
+        });
+        let keeper = match (&own, &welcome.checkpoints) {
+            (Some(own), Some(kept)) => {
+                let keeper = Keeper::new(own.clone(), Arc::clone(&facts), kept.keep);
+                Some(keeper.map_err(|error| Failure::fatal(format!("no thread for checkpoints: {error}")))?)
+            }
+            _ => None,
+        };
+        Ok(Self { places: Places { own, from }, facts, keeper })
+    }
+
+    /// A group of `world_size` has formed.
+    pub(super) fn prepare(&mut self, world_size: usize) {
+        if let Some(keeper) = &mut self.keeper {
+            keeper.prepare(world_size);
+        }
+    }
+}
+
+impl<M: Model> Trainer<'_, M> {
+    /// Does what the session wants done for checkpoints. To be called before the state changes again.
+    pub(super) fn tend_checkpoints(&mut self) {
+        let Some(keeper) = &mut self.checkpoints.keeper else { return };
+        let tell = |news| self.outbox.send(ToMaster::Checkpoint(news));
+        while let Some(done) = keeper.poll() {
+            match done {
+                Done::Committed { step, name, result } => {
+                    self.session.committed_checkpoint(step, result.is_ok());
+                    match result {
+                        Ok(bytes) => tell(CheckpointNews::Saved { step, name, bytes }),
+                        Err(error) => tell(CheckpointNews::Failed { step, error }),
+                    }
+                }
+                Done::Wrote { step, result } => {
+                    if let Err(error) = &result {
+                        tell(CheckpointNews::Failed { step, error: error.clone() });
+                    }
+                    self.session.wrote_part(step, result.map_err(drop));
+                }
+            }
+        }
+        while let Some(task) = self.session.poll_checkpoint() {
+            match task {
+                Task::Commit { step, parts } => keeper.commit(step, &parts),
+                Task::Write { step, generation, rank, world_size } => {
+                    let state = self.session.state().expect("a state was just committed");
+                    assert_eq!(state.step, step, "a checkpoint is of the state as it is now");
+                    let tensors = (self.tensors.parameters.as_slice(), self.tensors.slots.as_slice());
+                    keeper.write((step, generation), (rank, world_size), state.record(), tensors);
+                }
+            }
+        }
+    }
+
+    /// Makes the state that a group without one begins with: of the newest whole checkpoint, or the initial one.
+    pub(super) fn begin(&mut self) -> Result<(), Stopped> {
+        let Self { model, tensors, checkpoints, outbox, session, .. } = self;
+        let (parameters, slots) = (writable(&mut tensors.parameters), writable(&mut tensors.slots));
+        let mut damaged = |name: &str, reason: &str| {
+            tracing::warn!(name, reason, "a checkpoint is not as it was written");
+            let (name, reason) = (name.to_owned(), reason.to_owned());
+            outbox.send(ToMaster::Checkpoint(CheckpointNews::Damaged { name, reason }));
+        };
+        let Checkpointing { places, facts, .. } = checkpoints;
+        let restored =
+            restore(places, facts, (&mut *parameters, &mut *slots), &mut damaged).map_err(|error| {
+                Stopped::Failed(match error {
+                    RestoreError::Refused(error) => Failure::fatal(error),
+                    RestoreError::Storage(error) => Failure { error, ranges: Vec::new(), fatal: false },
+                })
+            })?;
+        if let Some(restored) = restored {
+            let step = restored.record.step;
+            if !session.restore(restored.record, restored.ours) {
+                let error = format!("{} holds a ledger that can't be true", restored.name);
+                return Err(Stopped::Failed(Failure::fatal(error)));
+            }
+            tracing::info!(step, name = restored.name, "the group begins from a checkpoint");
+            outbox.send(ToMaster::Checkpoint(CheckpointNews::Restored { step, name: restored.name }));
+            return Ok(());
+        }
+        slots.fill(0.0);
+        let seed = self.seed;
+        call_user("initialize()", || model.initialize(seed, parameters))
+            .map_err(|error| Stopped::Failed(Failure::fatal(error)))?;
+        session.begin();
+        Ok(())
+    }
+}
