@@ -140,6 +140,18 @@ impl Running {
         serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
     }
 
+    /// `elasticdl checkpoint`: where it is.
+    ///
+    /// # Panics
+    /// It fails.
+    #[must_use]
+    pub fn checkpoint(&self) -> String {
+        let output = command(&self.starter).arg("checkpoint").arg(&self.job_dir).output();
+        let output = output.expect("the command under test starts");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+    }
+
     /// `elasticdl scale --num-workers`.
     ///
     /// # Panics

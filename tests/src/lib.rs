@@ -6,6 +6,7 @@ mod data;
 mod figures;
 mod job;
 mod network;
+mod s3;
 pub mod simulation;
 mod stage;
 
@@ -13,4 +14,5 @@ pub use data::{counting_data, counting_reader, numbers};
 pub use figures::{print, quantile};
 pub use job::{Command, Ended, Running, is_alive, send};
 pub use network::Network;
+pub use s3::{S3, Weather};
 pub use stage::{Programs, Stage};

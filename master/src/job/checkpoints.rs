@@ -66,14 +66,21 @@ impl Job {
             return;
         }
         self.say("a checkpoint is asked for".into());
-        for member in self.group.members.clone() {
-            self.send(member, ToWorker::KeepCheckpoint);
+        self.checkpoint_asked = true;
+        self.ask_for_checkpoint();
+    }
+
+    /// Passes the user's wish on to the group, of which one tells the others. To be called again for each new group.
+    pub(super) fn ask_for_checkpoint(&mut self) {
+        if let Some(&first) = self.group.members.first().filter(|_| self.checkpoint_asked) {
+            self.send(first, ToWorker::KeepCheckpoint);
         }
     }
 
     pub(super) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
         let step = self.step;
         let known = &mut self.story.checkpoints;
+        let is_written = matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
         let line = match news {
             CheckpointNews::Damaged { name, reason } => {
                 known.damaged += 1;
@@ -105,6 +112,8 @@ impl Job {
                 None
             }
         };
+        // Whichever came of it: the next one comes by itself.
+        self.checkpoint_asked &= !is_written;
         self.touch();
         line.into_iter().for_each(|line| self.say(line));
     }

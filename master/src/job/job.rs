@@ -43,6 +43,8 @@ pub struct Job {
     pub(super) parameters: Option<u64>,
     /// Steps committed, as last reported.
     pub(super) step: u64,
+    /// The user has asked for a checkpoint, and none has come since.
+    pub(super) checkpoint_asked: bool,
     /// The group's last word.
     pub(super) last_word: Option<Finished>,
     pub(super) restarts: Restarts,
@@ -113,6 +115,7 @@ impl Job {
             records: None,
             parameters: None,
             step: 0,
+            checkpoint_asked: false,
             last_word: None,
             restarts: Restarts::new(spec.max_worker_restarts, 0),
             story: Story::default(),

@@ -179,6 +179,7 @@ impl Job {
         if !self.adoption.as_ref().is_some_and(|a| a.was_formed) {
             self.story.form(now, step);
         }
+        self.ask_for_checkpoint();
         self.conclude_adoption(now);
         self.fill_all();
         self.settle(now);

@@ -1,6 +1,7 @@
 //! The job under test, from outside.
 
 mod adoption;
+mod checkpoints;
 mod cuts;
 mod directed;
 mod group;

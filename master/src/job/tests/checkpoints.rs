@@ -1,0 +1,95 @@
+//! What the master makes of checkpoints.
+
+use elasticdl_proto::WorkerId;
+
+use super::super::testing::spec;
+use super::super::*;
+use super::directed::{actions, at, committed, connect, formed, say, started};
+
+fn kept() -> JobSpec {
+    let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
+    JobSpec { checkpoints: Some(CheckpointSpec { dir: "/c".into(), every, keep: 3 }), ..spec() }
+}
+
+/// Who is asked for a checkpoint by these actions.
+fn asked(job: &mut Job) -> Vec<u64> {
+    let asked = actions(job).into_iter().filter_map(|action| match action {
+        Action::Send { worker, message: ToWorker::KeepCheckpoint } => Some(worker.0),
+        _ => None,
+    });
+    asked.collect()
+}
+
+fn news(job: &mut Job, news: CheckpointNews) {
+    say(job, 1, FromWorker::Checkpoint(news));
+}
+
+fn saved(step: u64) -> CheckpointNews {
+    CheckpointNews::Saved { step, name: format!("step-{step}"), bytes: 8 }
+}
+
+fn lose(job: &mut Job, worker: u64) {
+    job.handle(at(0), Event::Disconnected { worker: WorkerId(worker) });
+}
+
+#[test]
+fn a_wish_goes_to_the_first_member_and_to_the_next_ones_until_it_is_fulfilled() {
+    let mut job = started(kept(), &[20]);
+    job.handle(at(0), Event::Checkpoint);
+    assert_eq!(asked(&mut job), [1]);
+    lose(&mut job, 1);
+    say(&mut job, 2, formed(2, 0, &[]));
+    assert_eq!(asked(&mut job), [2]);
+    say(&mut job, 2, FromWorker::Checkpoint(saved(3)));
+    lose(&mut job, 2);
+    say(&mut job, 3, formed(3, 0, &[]));
+    assert_eq!(asked(&mut job), [0; 0]);
+    let mut without = started(spec(), &[20]);
+    without.handle(at(0), Event::Checkpoint);
+    assert_eq!(asked(&mut without), [0; 0]);
+}
+
+#[test]
+fn the_course_of_checkpoints_is_kept_for_status_summary_and_the_next_master() {
+    let mut job = started(kept(), &[20]);
+    say(&mut job, 1, committed(1, 2, &[(0, 8)]));
+    news(&mut job, CheckpointNews::Failed { step: 1, error: "disk full".into() });
+    assert_eq!(job.status(at(0)).checkpoints.unwrap().error.as_deref(), Some("disk full"));
+    news(&mut job, saved(2));
+    news(&mut job, CheckpointNews::Damaged { name: "step-2".into(), reason: "torn".into() });
+    let restored = |step| CheckpointNews::Restored { step, name: "step-1".into() };
+    (0..200).for_each(|_| news(&mut job, restored(0)));
+    news(&mut job, restored(1));
+    let known = job.summary(at(0)).checkpoints.unwrap();
+    let newest = SavedCheckpoint { step: 2, name: "step-2".into(), bytes: 8 };
+    assert_eq!((known.dir.as_deref(), known.newest.as_ref()), (Some("/c"), Some(&newest)));
+    assert_eq!((known.saved, known.failed, known.damaged, known.error.as_ref()), (1, 1, 1, None));
+    let last = RestoredCheckpoint { step: 1, name: "step-1".into(), lost_steps: 1 };
+    assert_eq!((known.restored.len(), known.restored.last()), (100, Some(&last)));
+    let text = serde_json::to_string(&job.record()).unwrap();
+    let next = Job::restore(serde_json::from_str(&text).unwrap(), at(5)).unwrap();
+    assert_eq!(next.summary(at(5)).checkpoints, Some(known));
+    assert_eq!(started(spec(), &[20]).summary(at(0)).checkpoints, None);
+}
+
+#[test]
+fn a_group_that_begins_from_a_checkpoint_is_taken_at_its_word() {
+    let mut job = started(JobSpec { num_workers: 1, max_workers: 1, ..kept() }, &[20]);
+    say(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    lose(&mut job, 1);
+    job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
+    connect(&mut job, 2);
+    say(&mut job, 2, FromWorker::Ready { parameters: 10 });
+    news(&mut job, CheckpointNews::Restored { step: 1, name: "step-1".into() });
+    say(&mut job, 2, formed(2, 1, &[(0, 4)]));
+    let status = job.status(at(0));
+    assert_eq!((status.step, status.records_counted), (1, 4));
+    // What the lost group had committed since is handed out again, and what the checkpoint holds is not.
+    actions(&mut job);
+    say(&mut job, 2, FromWorker::LeaseRequest { epoch: 0, records: 100 });
+    let mut leased = actions(&mut job).into_iter().flat_map(|action| match action {
+        Action::Send { message: ToWorker::Lease(ranges), .. } => ranges,
+        _ => Vec::new(),
+    });
+    assert!(leased.clone().count() > 0 && leased.all(|range| range.start >= 4));
+}

@@ -1,0 +1,340 @@
+//! A server that speaks as much of S3 as checkpoints need, on loopback, and fails and delays as it is told.
+//!
+//! One thread per connection. Objects are in memory; who asks is not looked at.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rand::rngs::ChaCha8Rng;
+use rand::{RngExt as _, SeedableRng as _};
+
+/// A running server.
+#[derive(Clone, Debug)]
+pub struct S3 {
+    address: SocketAddr,
+    state: Arc<Mutex<State>>,
+}
+
+/// What is done to requests, drawn for each.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Weather {
+    /// Of a hundred requests, so many are answered with an error that says "again".
+    pub errors: u32,
+    /// Of a hundred, so many connections end without an answer: of a write, half of them after it was done.
+    pub cuts: u32,
+    /// Each is answered within so many milliseconds.
+    pub delay_ms: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    /// By bucket and key.
+    objects: BTreeMap<String, Arc<Vec<u8>>>,
+    /// Parts by upload.
+    uploads: BTreeMap<u64, BTreeMap<u32, Vec<u8>>>,
+    uploads_begun: u64,
+    weather: Weather,
+    rng: ChaCha8Rng,
+    /// Requests that met with bad weather.
+    disturbed: u64,
+}
+
+impl S3 {
+    /// Starts one. `seed`: of its weather.
+    ///
+    /// # Panics
+    /// The system gives no port.
+    #[must_use]
+    pub fn start(weather: Weather, seed: u64) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
+        let address = listener.local_addr().expect("a listener has an address");
+        let state = Arc::new(Mutex::new(State {
+            objects: BTreeMap::new(),
+            uploads: BTreeMap::new(),
+            uploads_begun: 0,
+            weather,
+            rng: ChaCha8Rng::seed_from_u64(seed),
+            disturbed: 0,
+        }));
+        let server = Self { address, state };
+        let serving = server.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let server = serving.clone();
+                std::thread::spawn(move || drop(server.serve(stream)));
+            }
+        });
+        server
+    }
+
+    /// What a process needs to find it, as `NAME=value`.
+    #[must_use]
+    pub fn environment(&self) -> Vec<String> {
+        vec![
+            format!("AWS_ENDPOINT=http://{}", self.address),
+            "AWS_ALLOW_HTTP=true".into(),
+            "AWS_ACCESS_KEY_ID=test".into(),
+            "AWS_SECRET_ACCESS_KEY=test".into(),
+            "AWS_REGION=us-east-1".into(),
+        ]
+    }
+
+    /// Changes the weather.
+    pub fn set_weather(&self, weather: Weather) {
+        self.state().weather = weather;
+    }
+
+    /// Requests that met with bad weather.
+    #[must_use]
+    pub fn disturbed(&self) -> u64 {
+        self.state().disturbed
+    }
+
+    /// Names of all objects, with their buckets.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        self.state().objects.keys().cloned().collect()
+    }
+
+    /// Changes one bit of an object.
+    ///
+    /// # Panics
+    /// There is no such object, or nothing in it.
+    pub fn flip(&self, name: &str, bit: usize) {
+        let mut state = self.state();
+        let object = Arc::make_mut(state.objects.get_mut(name).expect("the object is there"));
+        let at = bit / 8 % object.len();
+        object[at] ^= 1 << (bit % 8);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn serve(&self, stream: TcpStream) -> std::io::Result<()> {
+        stream.set_nodelay(true)?;
+        let mut reader = BufReader::new(stream.try_clone()?);
+        while let Some(request) = Request::read(&mut reader)? {
+            let fate = self.state().draw();
+            std::thread::sleep(fate.delay);
+            let reply = match fate.kind {
+                Kind::Cut => return Ok(()),
+                Kind::CutAfter => {
+                    self.state().answer(&request);
+                    return Ok(());
+                }
+                Kind::Error => Reply::new(503, "<Error><Code>SlowDown</Code></Error>"),
+                Kind::Fine => self.state().answer(&request),
+            };
+            reply.write(&stream, request.method == "HEAD")?;
+        }
+        Ok(())
+    }
+}
+
+struct Fate {
+    kind: Kind,
+    delay: Duration,
+}
+
+enum Kind {
+    Cut,
+    CutAfter,
+    Error,
+    Fine,
+}
+
+struct Request {
+    method: String,
+    /// Bucket and key, or the bucket alone.
+    name: String,
+    query: BTreeMap<String, String>,
+    range: Option<(usize, usize)>,
+    body: Vec<u8>,
+}
+
+impl Request {
+    /// The next one; `None` at the connection's end.
+    fn read(reader: &mut BufReader<TcpStream>) -> std::io::Result<Option<Self>> {
+        let mut line = String::new();
+        if reader.read_line(&mut line)? == 0 {
+            return Ok(None);
+        }
+        let mut words = line.split_whitespace();
+        let (method, target) = (words.next().unwrap_or(""), words.next().unwrap_or(""));
+        let (path, query) = target.split_once('?').unwrap_or((target, ""));
+        let pair = |pair: &str| {
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            (name.to_owned(), decode(&value.replace('+', " ")))
+        };
+        let mut request = Self {
+            method: method.into(),
+            name: decode(path.trim_matches('/')),
+            query: query.split('&').filter(|p| !p.is_empty()).map(pair).collect(),
+            range: None,
+            body: Vec::new(),
+        };
+        let mut length = 0;
+        loop {
+            let mut line = String::new();
+            reader.read_line(&mut line)?;
+            let Some((name, value)) = line.trim().split_once(':') else { break };
+            match name.to_ascii_lowercase().as_str() {
+                "content-length" => length = value.trim().parse().unwrap_or(0),
+                "range" => {
+                    let bounds = value.trim().strip_prefix("bytes=").and_then(|b| b.split_once('-'));
+                    request.range = bounds.and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+                }
+                _ => {}
+            }
+        }
+        request.body.resize(length, 0);
+        reader.read_exact(&mut request.body)?;
+        Ok(Some(request))
+    }
+}
+
+struct Reply {
+    status: u16,
+    headers: String,
+    body: Vec<u8>,
+}
+
+impl Reply {
+    fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
+        Self { status, headers: String::new(), body: body.into() }
+    }
+
+    fn write(&self, mut stream: &TcpStream, head_only: bool) -> std::io::Result<()> {
+        let (status, length) = (self.status, self.body.len());
+        let mut bytes = format!(
+            "HTTP/1.1 {status} x\r\ncontent-length: {length}\r\nlast-modified: Tue, 01 Jan 2030 00:00:00 GMT\r\n\
+             etag: \"x\"\r\n{}\r\n",
+            self.headers
+        )
+        .into_bytes();
+        if !head_only {
+            bytes.extend(&self.body);
+        }
+        stream.write_all(&bytes)
+    }
+}
+
+impl State {
+    fn draw(&mut self) -> Fate {
+        let Weather { errors, cuts, delay_ms } = self.weather;
+        let delay = Duration::from_millis(self.rng.random_range(0..=delay_ms));
+        let kind = match self.rng.random_range(0..100) {
+            n if n < errors => Kind::Error,
+            n if n < errors + cuts && n % 2 == 0 => Kind::Cut,
+            n if n < errors + cuts => Kind::CutAfter,
+            _ => Kind::Fine,
+        };
+        self.disturbed += u64::from(!matches!(kind, Kind::Fine));
+        Fate { kind, delay }
+    }
+
+    fn answer(&mut self, request: &Request) -> Reply {
+        let Request { method, name, query, range, body } = request;
+        let upload = query.get("uploadId").and_then(|id| id.parse::<u64>().ok());
+        match (method.as_str(), upload) {
+            ("POST", _) if query.contains_key("delete") => self.delete_all(name, body),
+            ("POST", _) if query.contains_key("uploads") => {
+                self.uploads_begun += 1;
+                let id = self.uploads_begun;
+                self.uploads.insert(id, BTreeMap::new());
+                let result = "InitiateMultipartUploadResult";
+                Reply::new(200, format!("<{result}><UploadId>{id}</UploadId></{result}>"))
+            }
+            ("POST", Some(id)) => match self.uploads.get(&id) {
+                // Asked again after a lost answer, it is as complete as before.
+                Some(parts) => {
+                    let whole = parts.values().flatten().copied().collect();
+                    self.objects.insert(name.clone(), Arc::new(whole));
+                    let result = "CompleteMultipartUploadResult";
+                    Reply::new(200, format!("<{result}><ETag>\"x\"</ETag></{result}>"))
+                }
+                None => Reply::new(404, "<Error><Code>NoSuchUpload</Code></Error>"),
+            },
+            ("PUT", Some(id)) => {
+                let number = query.get("partNumber").and_then(|n| n.parse().ok()).unwrap_or(0);
+                self.uploads.entry(id).or_default().insert(number, body.clone());
+                Reply::new(200, "")
+            }
+            ("PUT", None) => {
+                self.objects.insert(name.clone(), Arc::new(body.clone()));
+                Reply::new(200, "")
+            }
+            ("DELETE", _) => {
+                self.objects.remove(name);
+                Reply::new(204, "")
+            }
+            ("GET" | "HEAD", _) if query.contains_key("list-type") => self.list(name, query),
+            ("GET" | "HEAD", _) => match self.objects.get(name) {
+                None => Reply::new(404, "<Error><Code>NoSuchKey</Code></Error>"),
+                Some(object) => {
+                    let Some((start, last)) = range.filter(|(start, _)| *start < object.len()) else {
+                        return Reply::new(200, object.to_vec());
+                    };
+                    let end = object.len().min(last + 1);
+                    let headers = format!("content-range: bytes {start}-{}/{}\r\n", end - 1, object.len());
+                    Reply { headers, ..Reply::new(206, &object[start..end]) }
+                }
+            },
+            _ => Reply::new(405, "<Error><Code>MethodNotAllowed</Code></Error>"),
+        }
+    }
+
+    fn list(&self, bucket: &str, query: &BTreeMap<String, String>) -> Reply {
+        let prefix = format!("{bucket}/{}", query.get("prefix").map_or("", String::as_str));
+        let found = self.objects.range(prefix.clone()..).take_while(|(name, _)| name.starts_with(&prefix));
+        let entries: String = found
+            .map(|(name, object)| {
+                let key = &name[bucket.len() + 1..];
+                format!(
+                    "<Contents><Key>{key}</Key><Size>{}</Size><LastModified>2030-01-01T00:00:00.000Z</LastModified>\
+                     <ETag>\"x\"</ETag></Contents>",
+                    object.len()
+                )
+            })
+            .collect();
+        Reply::new(
+            200,
+            format!("<ListBucketResult>{entries}<IsTruncated>false</IsTruncated></ListBucketResult>"),
+        )
+    }
+
+    fn delete_all(&mut self, bucket: &str, body: &[u8]) -> Reply {
+        let text = String::from_utf8_lossy(body);
+        let keys = text.split("<Key>").skip(1).filter_map(|rest| rest.split_once("</Key>"));
+        let mut deleted = String::new();
+        for (key, _) in keys {
+            self.objects.remove(&format!("{bucket}/{key}"));
+            deleted += &format!("<Deleted><Key>{key}</Key></Deleted>");
+        }
+        Reply::new(200, format!("<DeleteResult>{deleted}</DeleteResult>"))
+    }
+}
+
+/// Takes the percent signs out.
+fn decode(text: &str) -> String {
+    let (mut bytes, mut rest) = (Vec::new(), text.as_bytes());
+    while let Some((&first, after)) = rest.split_first() {
+        let code =
+            after.get(..2).and_then(|digits| u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok());
+        match code.filter(|_| first == b'%') {
+            Some(code) => {
+                bytes.push(code);
+                rest = &after[2..];
+            }
+            None => {
+                bytes.push(first);
+                rest = after;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
