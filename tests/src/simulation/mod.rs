@@ -19,6 +19,7 @@
 //!
 //! **Invariant:** a run reads no clock and no environment; it is a function of its seed.
 
+mod checkpoints;
 mod clock;
 mod faults;
 mod fetch;

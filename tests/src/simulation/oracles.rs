@@ -112,6 +112,10 @@ pub struct Tally {
     pub followed: u64,
     /// Beginnings from nothing, beyond the first of a job.
     pub begun_again: u64,
+    /// Checkpoints that were completed, and those that a group began with.
+    pub kept: u64,
+    /// See `kept`.
+    pub restored: u64,
     /// Groups that went on from an older state, for all that had the newer one were gone.
     pub gone_back: u64,
     /// Masters that were killed.
@@ -140,6 +144,8 @@ impl Tally {
         self.fetched += other.fetched;
         self.followed += other.followed;
         self.begun_again += other.begun_again;
+        self.kept += other.kept;
+        self.restored += other.restored;
         self.gone_back += other.gone_back;
         self.masters_crashed += other.masters_crashed;
         self.evicted += other.evicted;
@@ -195,6 +201,12 @@ impl Books {
                 self.heard.pop_front();
             }
         }
+    }
+
+    /// Whether a group has committed this step so.
+    pub(super) fn has_committed(&self, generation: u64, step: u64, digest: u64) -> bool {
+        let line = self.lines.get(&generation);
+        line.is_some_and(|line| line.base == (step, digest) || line.commits.get(&step) == Some(&digest))
     }
 
     pub(super) fn begin_era(&mut self) -> u64 {

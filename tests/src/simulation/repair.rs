@@ -35,12 +35,13 @@ impl World {
     fn begin_from_nothing(&mut self, p: usize) {
         let era = self.books.begin_era();
         let trainer = &mut self.processes[p].trainer;
-        trainer.model.parameters.fill(0);
         trainer.model.era = era;
-        if let Some(session) = &mut trainer.session {
-            session.begin();
+        if !self.restore(p) {
+            let trainer = &mut self.processes[p].trainer;
+            trainer.model.parameters.fill(0);
+            trainer.session.iter_mut().for_each(Session::begin);
+            tell!(self, "{}: makes the initial state", self.name(p));
         }
-        tell!(self, "{}: makes the initial state", self.name(p));
         self.check_beginning(p);
     }
 

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use elasticdl_master::job::{self, Dataset, File, FromWorker, LedgerReport, Phases, ToWorker};
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
-use elasticdl_worker::core::header::{StepHeader, SyncHeader};
+use elasticdl_worker::core::checkpoint::Every;
+use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl_worker::core::plan;
 use elasticdl_worker::core::session::{Exit, JobPlan, Membership, Report, Session, State, Task};
 
@@ -39,6 +40,8 @@ pub(super) struct Trainer {
     pub(super) repair: VecDeque<What>,
     /// Headers of the last step, where its reduced gradient has passed through this rank.
     pub(super) passed: Option<Vec<StepHeader>>,
+    /// The checkpoint that it has written a part of, and its group.
+    pub(super) keeps: Option<(u64, StateRecord)>,
     /// The last task was a talk.
     talked: bool,
     /// The newest generation that this worker has committed a step in.
@@ -112,6 +115,7 @@ impl Trainer {
             source: None,
             repair: VecDeque::new(),
             passed: None,
+            keeps: None,
             talked: false,
             committed_in: None,
             ended: None,
@@ -274,7 +278,10 @@ impl World {
                 job::Batch::Global(records) => plan::Batch::Global(records.get()),
                 job::Batch::PerWorker(records) => plan::Batch::PerWorker(records.get()),
             },
-            checkpoints: None,
+            checkpoints: spec.checkpoints.as_ref().map(|kept| match kept.every {
+                job::CheckpointEvery::Steps(steps) => Every::Steps(steps.get()),
+                job::CheckpointEvery::Time(time) => Every::Time(time),
+            }),
         };
         let process = &mut self.processes[p];
         let Some(worker) = process.worker else { return };
@@ -327,6 +334,7 @@ impl World {
 
     /// The task is done: its reports go out, and the next one comes.
     pub(super) fn turn_later(&mut self, p: usize) {
+        self.tend_checkpoints(p);
         self.report(p);
         let delay = self.thread_delay();
         self.busy(p, delay, Busy::Turning);
@@ -562,7 +570,7 @@ pub(super) fn count(counts: &mut [u8], ranges: &[RecordRange], records: u64) {
     }
 }
 
-fn digest(counts: &[u8]) -> u64 {
+pub(super) fn digest(counts: &[u8]) -> u64 {
     counts.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &n| (hash ^ u64::from(n)).wrapping_mul(0x100_0000_01b3))
 }
 

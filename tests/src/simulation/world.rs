@@ -3,8 +3,9 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_master::job::{Batch, Exit, JobSpec, LaunchId};
+use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId};
 
+use super::checkpoints::{Vault, Work};
 use super::clock::{Clock, Dice, Micros};
 use super::faults::Storm;
 use super::master::Master;
@@ -28,6 +29,8 @@ pub(super) enum Event {
     Die { p: usize, signal: i32 },
     /// The storm may have something in store.
     Gust,
+    /// A part of a checkpoint, or its manifest, is written.
+    Kept { p: usize, work: Box<Work> },
     /// What a fault did is undone.
     Heal(super::faults::Undo),
     /// A leaver was not let go in time.
@@ -55,6 +58,7 @@ impl Event {
             Self::Beat { p }
             | Self::CloseDue { p }
             | Self::Control { p }
+            | Self::Kept { p, .. }
             | Self::LeaveDue { p }
             | Self::Porter { p, .. }
             | Self::Probe { p }
@@ -96,6 +100,7 @@ pub(super) struct World {
     /// In the order in which they were started, the dead ones too.
     pub(super) processes: Vec<Process>,
     pub(super) storm: Storm,
+    pub(super) vault: Vault,
     pub(super) books: Books,
     pub(super) story: Story,
     pub(super) events: u64,
@@ -114,6 +119,7 @@ impl World {
             master: Master::new(setting.spec.clone()),
             processes: Vec::new(),
             storm,
+            vault: Vault::default(),
             books: Books::new(seed),
             story,
             events: 0,
@@ -187,6 +193,7 @@ impl World {
             Event::Die { p, signal } => self.die(p, Exit::Signal(signal), false),
             Event::Gust => {}
             Event::Heal(undo) => self.undo(undo),
+            Event::Kept { p, work } => self.on_kept(p, *work),
             Event::LeaveDue { p } => self.on_leave_due(p),
             Event::Master => self.on_master(),
             Event::Porter { p, link } => self.on_porter(p, link),
@@ -266,7 +273,8 @@ impl Setting {
             // Whoever ends by its own doing, for the master has cut it off, is counted as a failure.
             max_worker_restarts: 1000,
             worker_timeout: timeout_ms.map(Duration::from_millis),
-            checkpoints: None,
+            // From dice of their own: other runs stay as they are.
+            checkpoints: checkpoints(&mut Dice::new(!seed)),
             resume_from: None,
         };
         Self {
@@ -289,6 +297,15 @@ impl Setting {
     pub(super) fn parameters(&self) -> usize {
         (self.records() * u64::from(self.spec.epochs)) as usize
     }
+}
+
+fn checkpoints(dice: &mut Dice) -> Option<CheckpointSpec> {
+    let steps = NonZeroU64::new(dice.between(1, 8)).expect("drawn from 1 on");
+    let every = match dice.chance(3, 4) {
+        true => CheckpointEvery::Steps(steps),
+        false => CheckpointEvery::Time(Duration::from_millis(steps.get())),
+    };
+    dice.chance(1, 2).then(|| CheckpointSpec { dir: "vault".into(), every, keep: 1 })
 }
 
 /// A job of a few steps is over long before; what takes longest are replacements that wait for one another, and a worker

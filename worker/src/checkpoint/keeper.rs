@@ -171,7 +171,9 @@ impl Clerk {
                 let floats = Arc::new(floats);
                 let result = self.write(&format!("{name}/{file}"), header, &floats);
                 let ms = began.elapsed().as_millis() as u64;
-                tracing::debug!(%name, file, ms, "part written");
+                if let Ok(Written { bytes, .. }) = result {
+                    tracing::info!(%name, file, bytes, ms, "part written");
+                }
                 // Where the store still holds on to it, the next one is made anew.
                 if let Ok(floats) = Arc::try_unwrap(floats) {
                     answer(Answer::Buffer(floats));

@@ -1,0 +1,245 @@
+//! What a checkpoint costs: how long training pauses for it, and how fast it is written.
+//!
+//! `cargo run --release -p elasticdl-tests --bin checkpointing` trains a model of 100 Mi parameters with AdamW (a state of
+//! 1.2 GiB), has checkpoints written while it trains, and lets `dd` write as much to the same folder by turns, training
+//! going on in the same way. The pause is what lies between a step's update and the next gradient, and is compared with a
+//! copy of as many bytes. Needs about 5 GB of memory. This program is at once the benchmark, the `elasticdl` command and
+//! the job's worker.
+
+use std::error::Error;
+use std::fs::File;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Parser;
+use elasticdl_tests::{Running, counting_data, counting_reader, numbers, print, quantile};
+use elasticdl_worker::readers::FixedRecords;
+use elasticdl_worker::{Model, Optimizer, Update, UserError};
+use rustix::process::Signal;
+
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Parameters of the model
+    #[arg(long, default_value_t = 100 << 20)]
+    parameters: usize,
+    /// Workers of the job
+    #[arg(long, default_value_t = 1)]
+    workers: u32,
+    /// Checkpoints, and as many copies by dd
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Where both are written [default: the folder for temporary files]
+    #[arg(long)]
+    folder: Option<PathBuf>,
+}
+
+/// A model whose steps are little but their update, and that notes the time between them.
+#[derive(Debug, Parser)]
+struct Timed {
+    #[arg(long)]
+    parameters: usize,
+    /// Where the notes go: microseconds between two steps, one a line.
+    #[arg(long)]
+    notes: PathBuf,
+    #[arg(skip)]
+    file: Option<File>,
+    #[arg(skip)]
+    updated: Option<Instant>,
+}
+
+impl Model for Timed {
+    type Reader = FixedRecords;
+    type Batch = Vec<u64>;
+
+    fn reader(&self) -> FixedRecords {
+        counting_reader()
+    }
+
+    fn parameters(&self) -> usize {
+        self.parameters
+    }
+
+    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
+        parameters.fill(0.0);
+        Ok(())
+    }
+
+    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
+        numbers(records)
+    }
+
+    fn gradients(&mut self, _: &[f32], batch: Vec<u64>, gradients: &mut [f32]) -> Result<f64, UserError> {
+        if let Some(updated) = self.updated.take() {
+            let file = match &mut self.file {
+                Some(file) => file,
+                none => none.insert(File::create(self.notes.join(std::process::id().to_string()))?),
+            };
+            writeln!(file, "{}", updated.elapsed().as_micros())?;
+        }
+        gradients[0] += 1.0;
+        Ok(batch.len() as f64)
+    }
+
+    fn optimizer(&self) -> Optimizer {
+        Optimizer::adam_w(0.001)
+    }
+
+    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        self.optimizer().apply(update);
+        self.updated = Some(Instant::now());
+        Ok(())
+    }
+}
+
+fn main() -> ExitCode {
+    let commands = ["train", "status", "checkpoint"];
+    if std::env::args().nth(1).is_some_and(|word| commands.contains(&word.as_str())) {
+        return elasticdl_master::cli::main();
+    }
+    if std::env::var_os("ELASTICDL_MASTER").is_some() {
+        return elasticdl_worker::run(Timed::parse());
+    }
+    measure(&Arguments::parse()).map_or_else(
+        |error| {
+            print(&format!("error: {error}"));
+            ExitCode::FAILURE
+        },
+        |()| ExitCode::SUCCESS,
+    )
+}
+
+fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
+    let folder = match &arguments.folder {
+        Some(folder) => tempfile::tempdir_in(folder)?,
+        None => tempfile::tempdir()?,
+    };
+    let folder = folder.path();
+    let bytes = 3 * arguments.parameters * size_of::<f32>();
+    let part = bytes / arguments.workers as usize;
+    let copy_ms = copy_ms(part, arguments.rounds);
+    let mut job = start(arguments, folder)?;
+    job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
+    let (mut ours, mut theirs, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..arguments.rounds {
+        let path = job.checkpoint();
+        let written = written(&folder.join("job/logs"), &path)?;
+        let by_dd = dd(folder, bytes)?;
+        print(&format!("round {round}: checkpoint {written:.2} GB/s, dd {by_dd:.2} GB/s"));
+        ours.push(written);
+        theirs.push(by_dd);
+        ratios.push(written / by_dd);
+    }
+    job.signal(Signal::TERM);
+    let ended = job.wait();
+    let saved = ended.summary["checkpoints"]["saved"].as_u64().unwrap_or(0) as usize;
+    // The last one is of the job's end, after which no step comes.
+    let pauses = pauses(&folder.join("notes"), saved.saturating_sub(1))?;
+    let gb = bytes as f64 / 1e9;
+    print(&format!("state of {gb:.2} GB on {} workers, {saved} checkpoints", arguments.workers));
+    print(&format!("copy of a rank's part ({:.2} GB): {copy_ms:.0} ms", part as f64 / 1e9));
+    print(&format!(
+        "between two steps: {:.1} ms without a checkpoint, {:.0} ms with one (median), {:.0} ms at most",
+        pauses.usual, pauses.median, pauses.most
+    ));
+    let (ours, theirs) = (quantile(&mut ours, 0.5), quantile(&mut theirs, 0.5));
+    let ratio = quantile(&mut ratios, 0.5);
+    print(&format!("written at {ours:.2} GB/s, by dd at {theirs:.2} GB/s; ratio {ratio:.2} (medians)"));
+    Ok(())
+}
+
+fn start(arguments: &Arguments, folder: &Path) -> Result<Running, Box<dyn Error>> {
+    const RECORDS: u64 = 1 << 20;
+    counting_data(&folder.join("data"), RECORDS, 1)?;
+    std::fs::create_dir_all(folder.join("notes"))?;
+    let this = std::env::current_exe()?;
+    let program = [
+        this.clone(),
+        "--parameters".into(),
+        arguments.parameters.to_string().into(),
+        "--notes".into(),
+        folder.join("notes"),
+    ];
+    Ok(elasticdl_tests::Command::new(&this, folder.join("job"), program)
+        .option("training-data", folder.join("data"))
+        .option("num-workers", arguments.workers.to_string())
+        .option("global-batch-size", "8")
+        .option("worker-timeout", "30s")
+        .option("checkpoint-dir", folder.join("checkpoints"))
+        .option("checkpoint-every", "1h")
+        .option("checkpoint-keep", "1")
+        .start())
+}
+
+/// How fast a checkpoint's parts were written together, in GB/s, by its workers' own word.
+fn written(logs: &Path, checkpoint: &str) -> Result<f64, Box<dyn Error>> {
+    let name = Path::new(checkpoint).file_name().and_then(|name| name.to_str()).ok_or("no name")?;
+    let (mut bytes, mut slowest) = (0.0, 0.0_f64);
+    for entry in std::fs::read_dir(logs)? {
+        let text = std::fs::read_to_string(entry?.path())?;
+        for line in text.lines().filter(|line| line.contains("part written") && line.contains(name)) {
+            let field = |field: &str| {
+                let rest = line.split_once(&format!(" {field}="))?.1;
+                rest.split(' ').next()?.parse::<f64>().ok()
+            };
+            bytes += field("bytes").ok_or("no bytes")?;
+            slowest = slowest.max(field("ms").ok_or("no time")?);
+        }
+    }
+    Ok(bytes / slowest / 1e6)
+}
+
+/// How fast dd writes as much, in GB/s.
+fn dd(folder: &Path, bytes: usize) -> Result<f64, Box<dyn Error>> {
+    let file = folder.join("dd");
+    let began = Instant::now();
+    let count = bytes.div_ceil(16 << 20);
+    let status = std::process::Command::new("dd")
+        .args(["if=/dev/zero", "bs=16M", "conv=fsync", "status=none"])
+        .arg(format!("of={}", file.display()))
+        .arg(format!("count={count}"))
+        .status()?;
+    let seconds = began.elapsed().as_secs_f64();
+    std::fs::remove_file(&file)?;
+    match status.success() {
+        true => Ok((count << 24) as f64 / seconds / 1e9),
+        false => Err("dd failed".into()),
+    }
+}
+
+/// The median time that a copy of so many bytes takes, into memory that is there.
+fn copy_ms(bytes: usize, rounds: usize) -> f64 {
+    let from = vec![1_u8; bytes];
+    let mut to = vec![2_u8; bytes];
+    let copy = |to: &mut Vec<u8>| {
+        let began = Instant::now();
+        to.copy_from_slice(std::hint::black_box(&from));
+        std::hint::black_box(to);
+        began.elapsed().as_secs_f64() * 1e3
+    };
+    let mut times: Vec<f64> = (0..rounds.max(1)).map(|_| copy(&mut to)).collect();
+    quantile(&mut times, 0.5)
+}
+
+struct Pauses {
+    usual: f64,
+    median: f64,
+    most: f64,
+}
+
+/// Milliseconds between steps; the `checkpoints` longest of each worker are those with one.
+fn pauses(notes: &Path, checkpoints: usize) -> Result<Pauses, Box<dyn Error>> {
+    let (mut with, mut without) = (Vec::new(), Vec::new());
+    for entry in std::fs::read_dir(notes)? {
+        let text = std::fs::read_to_string(entry?.path())?;
+        let mut times: Vec<f64> =
+            text.lines().map(|line| line.parse::<f64>().map(|us| us / 1e3)).collect::<Result<_, _>>()?;
+        times.sort_by(f64::total_cmp);
+        let longest = times.split_off(times.len().saturating_sub(checkpoints));
+        with.extend(longest);
+        without.extend(times);
+    }
+    let most = with.iter().copied().fold(0.0, f64::max);
+    Ok(Pauses { usual: quantile(&mut without, 0.5), median: quantile(&mut with, 0.5), most })
+}
