@@ -77,6 +77,9 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
             writeln!(out, "    {}", one_line(line))?;
         }
     }
+    if let Some(path) = &summary.export {
+        row(out, "exported to", &one_line(path))?;
+    }
     row(out, "logs", &paths.logs.display().to_string())?;
     row(out, "summary", &paths.summary.display().to_string())
 }
@@ -188,6 +191,7 @@ mod tests {
             }],
             error: None,
             model_summary: Some("accuracy 0.9\nfine".into()),
+            export: Some("/m.safetensors".into()),
             digest: Some("00ff00ff00ff00ff".into()),
         }
     }
@@ -213,6 +217,7 @@ job mnist: completed after 1.50 s
   model
     accuracy 0.9
     fine
+  exported to   /m.safetensors
   logs          /j/logs
   summary       /j/summary.json
 ";

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticdl_master::entrance::Entrance;
-use elasticdl_master::job::{Batch, JobSpec, Outcome};
+use elasticdl_master::job::{Batch, JobSpec, Outcome, Work};
 use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
@@ -136,6 +136,7 @@ fn spec() -> JobSpec {
         worker_timeout: None,
         checkpoints: None,
         resume_from: None,
+        work: Work::default(),
     }
 }
 

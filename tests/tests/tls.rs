@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use elasticdl_master::entrance::{Entrance, Identity};
-use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome};
+use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome, Work};
 use elasticdl_master::jobdir::{JobDir, worker_log};
 use elasticdl_master::kube::credentials::Credentials;
 use elasticdl_master::local::Launcher;
@@ -42,6 +42,7 @@ fn spec(data: &Path) -> JobSpec {
         worker_timeout: None,
         checkpoints: None,
         resume_from: None,
+        work: Work::default(),
     }
 }
 

@@ -15,7 +15,7 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Tensor, 
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
-use crate::model::{Model, UserError};
+use crate::model::{Model, NamedTensor, UserError};
 use crate::optimizer::Optimizer;
 use crate::reader::Reader;
 
@@ -142,6 +142,11 @@ impl<M: CandleModel> Model for Candle<M> {
 
     fn parameters(&self) -> usize {
         self.parameters.len
+    }
+
+    fn layout(&self) -> Vec<NamedTensor> {
+        let tensor = |d: &Declared| NamedTensor { name: d.name.clone(), shape: d.shape.clone() };
+        self.parameters.declared.iter().map(tensor).collect()
     }
 
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -440,6 +445,26 @@ mod tests {
         ];
         assert_eq!(found, expected);
         assert_eq!(model.parameters(), 28);
+    }
+
+    #[test]
+    fn a_saved_model_is_loaded_and_used_by_plain_candle() {
+        let (mut model, parameters) = start(5);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let flat = std::sync::Arc::new(parameters.clone());
+        crate::weights::save(path.to_str().unwrap(), &model.layout(), &flat).unwrap();
+        let tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+        let mut names: Vec<(&str, &[usize])> = tensors.iter().map(|(n, t)| (n.as_str(), t.dims())).collect();
+        names.sort_unstable();
+        assert_eq!(names, [("first", &[3, 5][..]), ("second", &[1, 5]), ("shift", &[]), ("unused", &[7])]);
+        // The network again, without a line of this crate's.
+        let (inputs, targets) = TwoLayers.feed(records()).unwrap();
+        let hidden = inputs.matmul(&tensors["first"]).unwrap().tanh().unwrap();
+        let outputs = hidden.matmul(&tensors["second"].t().unwrap()).unwrap().squeeze(1).unwrap();
+        let residual = (outputs.broadcast_add(&tensors["shift"]).unwrap() - targets).unwrap();
+        let loss = residual.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
+        assert_eq!(f64::from(loss).to_bits(), gradients(&mut model, &parameters, records()).0.to_bits());
     }
 
     #[test]

@@ -59,6 +59,7 @@ pub(crate) struct Welcome {
     pub(crate) checkpoints: Option<CheckpointOptions>,
     /// A checkpoint, or the folder of some, that the job begins with.
     pub(crate) resume_from: Option<String>,
+    pub(crate) work: Work,
 }
 
 /// Where and when checkpoints are kept.
@@ -68,6 +69,13 @@ pub(crate) struct CheckpointOptions {
     pub(crate) every: Every,
     /// How many complete ones stay.
     pub(crate) keep: usize,
+}
+
+/// What the job does with its data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// `export`: where the final model is written.
+    Train { export: Option<String> },
 }
 
 impl Control {

@@ -75,8 +75,9 @@ mod schedule;
 pub mod storage;
 mod tensors;
 mod trainer;
+mod weights;
 
-pub use model::{Model, Update, UserError};
+pub use model::{Model, NamedTensor, Update, UserError};
 pub use optimizer::Optimizer;
 pub use reader::{DataError, Dataset, File, Reader};
 pub use run::run;

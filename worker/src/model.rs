@@ -25,6 +25,12 @@ pub trait Model: 'static {
     /// Number of parameters, the same on every worker.
     fn parameters(&self) -> usize;
 
+    /// The tensors that the parameters consist of, in the order in which they lie in the flat slice: how they are called
+    /// where the model is exported, and where it is loaded again. Default: one, `parameters`, of one dimension.
+    fn layout(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor { name: "parameters".into(), shape: vec![self.parameters()] }]
+    }
+
     /// Writes the initial parameters, `[parameters()]`, drawn from `seed`.
     ///
     /// Called on one worker; the others receive its result.
@@ -87,6 +93,15 @@ pub trait Model: 'static {
     fn summary(&mut self, _parameters: &[f32]) -> Result<Option<String>, UserError> {
         Ok(None)
     }
+}
+
+/// A part of the parameters, as other programs see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedTensor {
+    /// Its name, of its own.
+    pub name: String,
+    /// Its shape; the elements lie row by row.
+    pub shape: Vec<usize>,
 }
 
 /// One step's gradient and the state it is applied to.

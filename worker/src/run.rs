@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use elasticdl_collective::{Endpoint, Secret};
 
-use crate::control::Control;
+use crate::control::{Control, Work};
 use crate::core::session::{Exit, JobPlan, Session};
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::failure::{Failure, call_user};
@@ -14,7 +14,8 @@ use crate::model::Model;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
 use crate::tensors::Tensors;
-use crate::trainer::{Checkpointing, Trainer};
+use crate::trainer::{Checkpointing, Export, Trainer};
+use crate::weights;
 
 /// Runs this process as a worker of the job that launched it, training `model`: the whole `main` of a user's program.
 ///
@@ -110,6 +111,9 @@ fn train<M: Model>(
             why.unwrap_or_else(|| "parameters() is 0; a model has at least one".into()),
         ));
     }
+    let Work::Train { export } = &welcome.work;
+    let layout = call_user("layout()", || Ok(model.layout())).map_err(Failure::fatal)?;
+    weights::check(&layout, parameters).map_err(|error| Failure::fatal(error.to_string()))?;
     let plan = JobPlan {
         records: prepared.files.iter().map(|f| f.records).sum(),
         epochs: welcome.epochs,
@@ -133,7 +137,8 @@ fn train<M: Model>(
         checkpoints,
         (&control.inbox, control.outbox.clone()),
     );
-    trainer.run()
+    let export = export.clone().map(|address| Export { address, layout });
+    trainer.exporting(export).run()
 }
 
 /// Answers the master until the data set is known.
@@ -143,6 +148,10 @@ fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exi
             Ok(FromMaster::Describe) => {
                 let source = &control.welcome.training_data;
                 let described = call_user("reading the data set", || Ok(model.reader().describe(source)?));
+                let described = described.and_then(|dataset| {
+                    check_places(&control.welcome.work)?;
+                    Ok(dataset)
+                });
                 control.outbox.send(ToMaster::Described(described));
             }
             Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
@@ -158,6 +167,16 @@ fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exi
             ) => {}
             Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),
         }
+    }
+}
+
+/// What would fail after all the work is found out before it.
+fn check_places(work: &Work) -> Result<(), String> {
+    match work {
+        Work::Train { export: Some(export) } => {
+            weights::check_writable(export).map_err(|error| format!("--export: {error}"))
+        }
+        Work::Train { export: None } => Ok(()),
     }
 }
 

@@ -19,10 +19,11 @@ use crate::donor::{self, Donor, KIND_END, KIND_RESULT, KIND_STATE, KIND_TIP, Sta
 use crate::failure::{Failure, call_user};
 use crate::gap::Gap;
 use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
-use crate::model::{Model, Update};
+use crate::model::{Model, NamedTensor, Update};
 use crate::prefetch::Prefetch;
 use crate::reader::Reader;
 use crate::tensors::{Tensors, writable};
+use crate::weights;
 
 /// One worker's training, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
@@ -33,6 +34,7 @@ pub(crate) struct Trainer<'a, M: Model> {
     /// `gradient` holds what the session has pending, and not an older step's.
     gradient_is_pending: bool,
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
+    export: Option<Export>,
     endpoint: Endpoint,
     ring: Option<TcpRing>,
     /// Newcomers that get the state from here.
@@ -48,6 +50,13 @@ pub(crate) struct Trainer<'a, M: Model> {
     gap: Gap,
     /// The last task was a talk: wait a little before the next one.
     talked: bool,
+}
+
+/// Where the final model goes.
+#[derive(Debug)]
+pub(crate) struct Export {
+    pub(crate) address: String,
+    pub(crate) layout: Vec<NamedTensor>,
 }
 
 /// Why a task was not done.
@@ -84,6 +93,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             tensors,
             gradient_is_pending: false,
             prefetch,
+            export: None,
             endpoint,
             ring: None,
             donor: Donor::new(patience),
@@ -96,6 +106,11 @@ impl<'a, M: Model> Trainer<'a, M> {
             gap: Gap::default(),
             talked: false,
         }
+    }
+
+    /// Writes the final model there.
+    pub(crate) fn exporting(self, export: Option<Export>) -> Self {
+        Self { export, ..self }
     }
 
     /// Trains until the master, the session or a failure ends it.
@@ -155,10 +170,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             Task::Connect(membership) => self.connect(&membership),
             Task::Exit(_) => Ok(()),
             Task::Fetch(donor, address) => self.fetch(donor, address),
-            Task::Finish => {
-                self.finish();
-                Ok(())
-            }
+            Task::Finish => self.finish().map_err(Stopped::Failed),
             Task::Repair(plan) => self.repair(&plan),
             Task::Step => self.step(),
             Task::Synchronize => self.synchronize(),
@@ -467,9 +479,15 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.session.talked(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))
     }
 
-    fn finish(&mut self) {
-        let Some((generation, rank)) = self.session.place() else { return };
-        let Some(state) = self.session.state() else { return };
+    fn finish(&mut self) -> Result<(), Failure> {
+        let Some((generation, rank)) = self.session.place() else { return Ok(()) };
+        let Some(state) = self.session.state() else { return Ok(()) };
+        // Before the word that ends the job: who has not said it is replaced, and the next lowest rank exports.
+        if let (0, Some(Export { address, layout })) = (rank, &self.export) {
+            weights::save(address, layout, &self.tensors.parameters)
+                .map_err(|error| Failure::fatal(format!("the model was not exported: {error}")))?;
+            tracing::info!(address, step = state.step, "the model is exported");
+        }
         let (model, parameters) = (&mut self.model, self.tensors.parameters.as_slice());
         let summary = match rank {
             0 => call_user("summary()", || model.summary(parameters)).unwrap_or_else(Some),
@@ -484,6 +502,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             summary,
         }));
         self.session.told();
+        Ok(())
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {

@@ -152,6 +152,9 @@ fn to_table(summary: &Value) -> String {
         lines.push("  model".into());
         lines.extend(words.lines().map(|line| format!("    {}", one_line(line))));
     }
+    if let Some(path) = summary["export"].as_str() {
+        lines.push(format!("  exported to   {}", one_line(path)));
+    }
     lines.join("\n") + "\n"
 }
 
@@ -262,7 +265,8 @@ mod tests {
         let summary = serde_json::json!({
             "job": "j", "state": "completed", "wall_s": 1.5, "steps": 10, "epochs": 2,
             "records": {"expected": 20, "counted": 20, "missing": 0, "repeated": 0},
-            "workers": {"peak": 3, "final": 3, "restarts": 1}, "model_summary": "w\u{1b}[2J\nx"
+            "workers": {"peak": 3, "final": 3, "restarts": 1}, "model_summary": "w\u{1b}[2J\nx",
+            "export": "s3://b/m"
         });
         let expected = "\
 job j: completed after 1.5 s
@@ -272,6 +276,7 @@ job j: completed after 1.5 s
   model
     w [2J
     x
+  exported to   s3://b/m
 ";
         assert_eq!(to_table(&summary), expected);
     }

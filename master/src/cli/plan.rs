@@ -14,9 +14,11 @@ use rustix::fs::Access;
 
 use super::train::TrainArgs;
 use super::{Failure, checkpoint};
-use crate::job::{Batch, JobSpec};
+use crate::job::{Batch, JobSpec, Work};
 use crate::jobdir;
-use crate::limits::{BATCH_RECORDS_MAX, EPOCHS_MAX, SHARD_RECORDS_MAX, STEPS_MAX, WORKERS_MAX};
+use crate::limits::{
+    BATCH_RECORDS_MAX, EPOCHS_MAX, PATH_BYTES_MAX, SHARD_RECORDS_MAX, STEPS_MAX, WORKERS_MAX,
+};
 
 /// A job that can be started.
 #[derive(Debug)]
@@ -99,6 +101,7 @@ pub(super) fn job_spec(
         worker_timeout: Some(args.worker_timeout),
         checkpoints,
         resume_from,
+        work: Work::Train { export: args.export.clone() },
     };
     spec.check().map_err(|e| Failure::usage(e.to_string()))?;
     Ok(spec)
@@ -213,6 +216,20 @@ pub(super) fn parse_listen(text: &str) -> Result<IpAddr, String> {
     }
 }
 
+/// Checks a place of files as far as it can be known wrong here: workers open it.
+pub(super) fn parse_place(text: &str) -> Result<String, String> {
+    let known = ["s3", "gs", "az", "file"];
+    match text.split_once("://") {
+        _ if text.is_empty() => Err("it must not be empty".into()),
+        _ if text.len() > PATH_BYTES_MAX => Err(format!("it must have at most {PATH_BYTES_MAX} bytes")),
+        Some((scheme, _)) if !known.contains(&scheme) => {
+            Err(format!("`{scheme}://` is no place for files; it must be a path, or s3://, gs:// or az://"))
+        }
+        Some((scheme, "")) => Err(format!("there is nothing behind `{scheme}://`")),
+        _ => Ok(text.into()),
+    }
+}
+
 pub(super) fn parse_workers(text: &str) -> Result<u32, String> {
     parse_count(text, "workers", WORKERS_MAX)
 }
@@ -311,6 +328,7 @@ mod tests {
             worker_timeout: Some(Duration::from_millis(800)),
             checkpoints: None,
             resume_from: None,
+            work: Work::Train { export: None },
         };
         assert_eq!(plan.spec, expected);
         assert_eq!(plan.master_timeout, Duration::from_secs(30));
@@ -354,6 +372,16 @@ mod tests {
         assert_eq!(plan("--local --listen ::1").unwrap().listen.to_string(), "::1");
         for bad in ["0.0.0.0", "::", "224.0.0.1", "localhost", "127.0.0.1:80", ""] {
             assert!(parse_listen(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_place_is_a_path_or_in_a_store_that_is_known() {
+        for good in ["m.safetensors", "/a/b", "s3://bucket/a", "gs://b/c", "az://c/d", "file:///a"] {
+            assert_eq!(parse_place(good).as_deref(), Ok(good));
+        }
+        for bad in ["", "http://host/a", "ftp://x", "s3://", &"a".repeat(5000)] {
+            assert!(parse_place(bad).is_err(), "{bad}");
         }
     }
 

@@ -160,6 +160,13 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub summary: Option<PathBuf>,
 
+    /// Write the final model here: a safetensors file, a path or s3://, gs://, az://.
+    ///
+    /// Workers write it, so in a cluster the path must lie in a --volume. It is there as a whole or not at all, also when
+    /// the job is stopped before its end; what cannot be written to is found out before the training.
+    #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = OUTPUT)]
+    pub export: Option<String>,
+
     /// Serve metrics for Prometheus on this port, at /metrics; 0 takes a free one. [default: with --image 7071, else
     /// none]
     ///
@@ -513,7 +520,7 @@ const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
 const INTERRUPTS_MAX: usize = 4;
 /// What a job keeps from its start.
-const JOB_OPTIONS: [&str; 27] = [
+const JOB_OPTIONS: [&str; 28] = [
     "checkpoint_dir",
     "checkpoint_every",
     "checkpoint_keep",
@@ -538,6 +545,7 @@ const JOB_OPTIONS: [&str; 27] = [
     "no_shuffle",
     "seed",
     "summary",
+    "export",
     "metrics_port",
     "tensorboard_dir",
     "program",

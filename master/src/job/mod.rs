@@ -63,7 +63,7 @@ pub use event::{
 };
 pub use job::Job;
 pub use record::JobRecord;
-pub use spec::{Batch, CheckpointEvery, CheckpointSpec, Dataset, File, JobSpec, SpecError};
+pub use spec::{Batch, CheckpointEvery, CheckpointSpec, Dataset, File, JobSpec, SpecError, Work};
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{
     Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,

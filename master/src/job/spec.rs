@@ -41,6 +41,9 @@ pub struct JobSpec {
     /// A checkpoint, or the folder of some, that the job begins with.
     #[serde(default)]
     pub resume_from: Option<String>,
+    /// What is done with the data.
+    #[serde(default)]
+    pub work: Work,
 }
 
 /// Where and when checkpoints are kept.
@@ -61,6 +64,22 @@ pub enum CheckpointEvery {
     Steps(NonZeroU64),
     /// After so much time.
     Time(Duration),
+}
+
+/// What a job does with its data. Places are paths or URIs, as the workers see them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Work {
+    /// Trains a model.
+    Train {
+        /// Where the final model is written.
+        export: Option<String>,
+    },
+}
+
+impl Default for Work {
+    fn default() -> Self {
+        Self::Train { export: None }
+    }
 }
 
 /// How many records make a step.

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::action::Outcome;
 use super::checkpoints::CheckpointsSummary;
 use super::job::{Job, Phase};
+use super::spec::Work;
 use super::time::Time;
 
 /// A job's whole course. The names of its fields are a public format.
@@ -39,6 +40,8 @@ pub struct Summary {
     pub error: Option<String>,
     /// The model's closing words.
     pub model_summary: Option<String>,
+    /// Where the final model is, if it was to be written and has been.
+    pub export: Option<String>,
     /// Digest of the final parameters, optimizer state and ledger: 16 hexadecimal digits.
     pub digest: Option<String>,
 }
@@ -216,6 +219,7 @@ impl Job {
             failed_shards: self.story.failed_shards(),
             error: self.story.error.clone(),
             model_summary: self.model_summary(),
+            export: self.exported(),
             digest: self.last_word.as_ref().map(|word| format!("{:016x}", word.digest)),
         }
     }
@@ -237,6 +241,12 @@ impl Job {
         };
         let missing = expected.saturating_sub(counted);
         RecordsSummary { expected, counted, missing, repeated: records.ledger().repeated() }
+    }
+
+    /// The lowest rank exports before it says its last word.
+    fn exported(&self) -> Option<String> {
+        let Work::Train { export } = &self.spec.work;
+        export.clone().filter(|_| self.last_word.is_some())
     }
 
     /// The lowest rank's closing words.

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use super::spec::{Batch, Dataset, File, JobSpec};
+use super::spec::{Batch, Dataset, File, JobSpec, Work};
 
 /// Three workers, two epochs, four records a step, shuffled with seed 7.
 pub(crate) fn spec() -> JobSpec {
@@ -22,6 +22,7 @@ pub(crate) fn spec() -> JobSpec {
         worker_timeout: None,
         checkpoints: None,
         resume_from: None,
+        work: Work::default(),
     }
 }
 

@@ -15,7 +15,7 @@ use v1::{master_message, worker_message};
 use crate::job::{
     self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, File, Finished,
     FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, Phases, Resume, Stall,
-    StepTimes, ToWorker,
+    StepTimes, ToWorker, Work,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -146,6 +146,9 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
         worker_timeout_ms: spec.worker_timeout.map(to_millis),
         checkpoints: spec.checkpoints.as_ref().map(to_checkpoint_options),
         resume_from: spec.resume_from.clone(),
+        work: Some(match &spec.work {
+            Work::Train { export } => v1::options::Work::Train(v1::Train { export: export.clone() }),
+        }),
     };
     to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use elasticdl_collective::Stall;
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId, v1};
 
-use super::{CheckpointOptions, Welcome};
+use super::{CheckpointOptions, Welcome, Work};
 use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
 use crate::core::session::{Membership, Report, StepTimes};
@@ -32,6 +32,9 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
             None => None,
         },
         resume_from: options.resume_from,
+        work: match options.work? {
+            v1::options::Work::Train(train) => Work::Train { export: train.export },
+        },
     })
 }
 

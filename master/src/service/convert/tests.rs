@@ -235,6 +235,7 @@ fn a_welcome_carries_the_jobs_options() {
             keep: 4,
         }),
         resume_from: Some("s3://b".into()),
+        work: Work::Train { export: Some("/m".into()) },
     };
     let expected = |batch| v1::Welcome {
         worker: 8,
@@ -253,6 +254,7 @@ fn a_welcome_carries_the_jobs_options() {
                 keep: 4,
             }),
             resume_from: Some("s3://b".into()),
+            work: Some(v1::options::Work::Train(v1::Train { export: Some("/m".into()) })),
         }),
     };
     let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
     Action, Batch, Committed, ConnectionId, Dataset, Event, File, FromWorker, Job, JobSpec, LaunchId,
-    LedgerReport, StepTimes, Time, ToWorker,
+    LedgerReport, StepTimes, Time, ToWorker, Work,
 };
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
@@ -93,6 +93,7 @@ fn spec(workers: u32) -> JobSpec {
         worker_timeout: None,
         checkpoints: None,
         resume_from: None,
+        work: Work::default(),
     }
 }
 

@@ -1,0 +1,169 @@
+//! A model's parameters as a safetensors file: what is left of a job, and what others load.
+//!
+//! The file is what candle and PyTorch read as they are: one tensor of `F32` for each of [`Model::layout`], by its name and
+//! in its shape, little-endian, row by row.
+//!
+//! [`Model::layout`]: crate::Model::layout
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+
+use crate::model::NamedTensor;
+use crate::storage::{Storage, StorageError};
+
+/// Why parameters were not written or read. The text names the file and the tensor.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WeightsError {
+    /// The model's layout is no description of its parameters: mend [`Model::layout`](crate::Model::layout).
+    #[error("layout() names {0}")]
+    Names(String),
+    #[error(transparent)]
+    Storage(#[from] StorageError),
+}
+
+/// Checks that `tensors` describe `parameters` values.
+///
+/// # Errors
+/// [`WeightsError::Names`].
+pub(crate) fn check(tensors: &[NamedTensor], parameters: usize) -> Result<(), WeightsError> {
+    header(tensors, parameters).map(drop)
+}
+
+/// Checks that something can be written where `address` is, before there is anything to lose.
+///
+/// # Errors
+/// The place's word.
+pub(crate) fn check_writable(address: &str) -> Result<(), StorageError> {
+    let probe = Storage::open(&format!("{address}.probe"))?;
+    probe.write("", vec![Bytes::from_static(b"written to see whether it can be")])?;
+    probe.remove("")
+}
+
+/// Writes `parameters` to `address`: the file is there as a whole, or as it was before. Nothing is copied.
+///
+/// # Errors
+/// [`WeightsError::Names`], or the place's word.
+pub(crate) fn save(
+    address: &str,
+    tensors: &[NamedTensor],
+    parameters: &Arc<Vec<f32>>,
+) -> Result<(), WeightsError> {
+    let header = header(tensors, parameters.len())?;
+    let values = Bytes::from_owner(Values(Arc::clone(parameters)));
+    Ok(Storage::open(address)?.write("", vec![header.into(), values])?)
+}
+
+/// What a file begins with.
+fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, WeightsError> {
+    let mut end = 0usize;
+    let mut infos = Vec::with_capacity(tensors.len());
+    let mut names = HashMap::new();
+    for NamedTensor { name, shape } in tensors {
+        if names.insert(name, ()).is_some() || name.is_empty() || name == "__metadata__" {
+            return Err(WeightsError::Names(format!(
+                "{name:?}, which is taken: each tensor needs a name of its own"
+            )));
+        }
+        let values = shape.iter().try_fold(1usize, |values, &n| values.checked_mul(n));
+        let bytes = values.and_then(|values| values.checked_mul(size_of::<f32>()));
+        let range = bytes.and_then(|bytes| Some((end, end.checked_add(bytes)?)));
+        let data_offsets = range
+            .ok_or_else(|| WeightsError::Names(format!("{name:?} with too large a shape: {shape:?}")))?;
+        end = data_offsets.1;
+        let info = TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets };
+        infos.push((name.clone(), info));
+    }
+    if end / size_of::<f32>() != parameters {
+        let named = end / size_of::<f32>();
+        return Err(WeightsError::Names(format!("{named} values in all where parameters() is {parameters}")));
+    }
+    // What PyTorch's loaders look for.
+    let format = HashMap::from([("format".into(), "pt".into())]);
+    let metadata = Metadata::new(Some(format), infos).map_err(|e| WeightsError::Names(e.to_string()))?;
+    let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
+    // So that the values are aligned in a file that is mapped into memory.
+    json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');
+    Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
+}
+
+/// Shared parameters, as bytes.
+struct Values(Arc<Vec<f32>>);
+
+impl AsRef<[u8]> for Values {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+// Values go to files as they lie in memory.
+#[cfg(target_endian = "big")]
+compile_error!("safetensors are little-endian");
+
+const ALIGNMENT: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use safetensors::SafeTensors;
+
+    use super::*;
+
+    fn tensor(name: &str, shape: &[usize]) -> NamedTensor {
+        NamedTensor { name: name.into(), shape: shape.into() }
+    }
+
+    fn decoded(bytes: &[u8]) -> Vec<f32> {
+        bytes.chunks_exact(4).map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect()
+    }
+
+    fn place() -> (tempfile::TempDir, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/model.safetensors").to_str().unwrap().to_owned();
+        (folder, path)
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_by_name_and_shape() {
+        let (_folder, path) = place();
+        let tensors =
+            [tensor("b", &[2, 3]), tensor("a", &[]), tensor("empty", &[0, 4]), tensor("ä \"", &[1])];
+        let parameters: Vec<f32> = (0..8).map(|i| i as f32 * 0.5).collect();
+        save(&path, &tensors, &Arc::new(parameters.clone())).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(file.tensor("b").unwrap().shape(), [2, 3]);
+        let a: &[f32] = &decoded(file.tensor("a").unwrap().data());
+        assert_eq!(a, [3.0]);
+        assert_eq!(bytes[bytes.len() - 32..], *bytemuck::cast_slice::<f32, u8>(&parameters));
+    }
+
+    #[test]
+    fn tensors_that_do_not_describe_the_parameters_are_refused() {
+        let table = [
+            (vec![tensor("a", &[2]), tensor("a", &[2])], "\"a\", which is taken"),
+            (vec![tensor("", &[4])], "\"\", which is taken"),
+            (vec![tensor("a", &[5])], "5 values in all where parameters() is 4"),
+            (vec![tensor("a", &[usize::MAX, 2])], "too large"),
+        ];
+        for (tensors, expected) in table {
+            let error = check(&tensors, 4).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_place_that_can_t_be_written_to_is_found_out_before() {
+        let (folder, path) = place();
+        check_writable(&path).unwrap();
+        assert!(
+            std::fs::read_dir(folder.path().join("new")).unwrap().next().is_none(),
+            "nothing is left there"
+        );
+        std::fs::write(folder.path().join("file"), "").unwrap();
+        let inside = folder.path().join("file/model").to_str().unwrap().to_owned();
+        let error = check_writable(&inside).unwrap_err().to_string();
+        assert!(error.contains("file/model.probe"), "{error}");
+    }
+}
