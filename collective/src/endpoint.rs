@@ -1,4 +1,4 @@
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -203,7 +203,13 @@ impl Attempt<'_> {
     fn run(&self) -> Result<Links, CollectiveError> {
         let next = self.dial_next()?;
         let generation = self.pass.generation();
-        self.progress.wait_at(Place { generation, operation: 0, received: 0, sent: 0 });
+        self.progress.wait_at(Place {
+            generation,
+            operation: 0,
+            received: 0,
+            sent: 0,
+            waits_for_next: false,
+        });
         let prev = self.take_prev(&next);
         self.progress.go_on();
         let prev = prev?;
@@ -270,7 +276,8 @@ impl Attempt<'_> {
         }
     }
 
-    /// Waits for the previous member's dial, and watches the link to the next member meanwhile.
+    /// Waits for the previous member's dial, and for the end of the link to the next member meanwhile. Bytes may come
+    /// from there: the next member may have all its links, and have begun.
     fn take_prev(&self, next: &Arc<TcpStream>) -> Result<Arc<TcpStream>, CollectiveError> {
         let member = self.group.members[self.prev].id;
         loop {
@@ -281,7 +288,8 @@ impl Attempt<'_> {
                 self.pass.register(&link);
                 return Ok(link);
             }
-            let mut fds = [PollFd::new(self.pass.bell(), PollFlags::IN), PollFd::new(&**next, PollFlags::IN)];
+            let mut fds =
+                [PollFd::new(self.pass.bell(), PollFlags::IN), PollFd::new(&**next, PollFlags::RDHUP)];
             let in_time = poll_until(&mut fds, self.deadline)
                 .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
             if !in_time {
@@ -289,18 +297,10 @@ impl Attempt<'_> {
             }
             if !fds[1].revents().is_empty() {
                 self.pass.check()?;
-                self.probe(next)?;
+                // What has been sent before the end does not matter any more.
+                let fault = next.take_error().ok().flatten();
+                return Err(self.lost(self.next, fault.unwrap_or_else(|| ErrorKind::UnexpectedEof.into())));
             }
-        }
-    }
-
-    /// Nothing ever comes from the next member, so that whatever can be read is the link's end.
-    fn probe(&self, mut next: &TcpStream) -> Result<(), CollectiveError> {
-        match next.read(&mut [0]) {
-            Ok(0) => Err(self.lost(self.next, ErrorKind::UnexpectedEof.into())),
-            Ok(_) => Err(self.lost(self.next, ErrorKind::InvalidData.into())),
-            Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => Ok(()),
-            Err(error) => Err(self.lost(self.next, error)),
         }
     }
 

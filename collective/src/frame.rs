@@ -12,8 +12,6 @@
 
 use std::fmt::Debug;
 
-use crate::communicator::BLOCK_BYTES_MAX;
-
 /// Says what the note and the body behind it are.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Frame {
@@ -102,11 +100,10 @@ impl Frame {
         same("step", self.step, expected.step)?;
         same("segment", self.segment, expected.segment)?;
         same("segment length in bytes", self.body_bytes, expected.body_bytes)?;
-        let limit = note_bytes_max.min(BLOCK_BYTES_MAX);
-        if self.note_bytes as usize > limit {
+        if self.note_bytes as usize > note_bytes_max {
+            let note_bytes = self.note_bytes;
             return Err(format!(
-                "expected at most {limit} bytes beside the elements, got {}",
-                self.note_bytes
+                "expected at most {note_bytes_max} bytes beside the elements, got {note_bytes}"
             ));
         }
         Ok(())
@@ -187,7 +184,7 @@ mod tests {
         }
         assert_eq!(Frame { note_bytes: 0, ..FRAME }.check(&FRAME, 13), Ok(()));
         assert!(FRAME.check(&FRAME, 12).is_err());
-        assert!(Frame { note_bytes: u32::MAX, ..FRAME }.check(&FRAME, usize::MAX).is_err());
+        assert!(Frame { note_bytes: u32::MAX, ..FRAME }.check(&FRAME, 16 << 20).is_err());
     }
 
     #[test]

@@ -33,11 +33,13 @@
 //!
 //! # Layout
 //!
-//! Pure: `chunk` (bounds), `schedule` (who sends what, when), `payload` (what that is made of), `frame`,
+//! Pure: `chunk` (bounds), `schedule` (who sends what, when), `arms` (the same for small sums), `payload` (what that is made of), `frame`,
 //! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
-//! `link`, `transfer` (the loop that moves an operation), `tcp`, `state` (parcels for newcomers), `lobby`. Between
+//! `link`, `transfer` (the loop that moves an operation around the ring), `relay` (and a small sum along its two arms),
+//! `tcp`, `state` (parcels for newcomers), `lobby`. Between
 //! threads: `fence`, `bell`, `progress`; `patience` is how long one looks before it sleeps.
 
+mod arms;
 mod bell;
 mod chunk;
 mod communicator;
@@ -54,6 +56,7 @@ mod patience;
 mod payload;
 mod porter;
 mod progress;
+mod relay;
 /// Not for users: public so that the workspace's simulation can run whole systems on it.
 #[doc(hidden)]
 pub mod schedule;

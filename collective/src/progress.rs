@@ -1,5 +1,5 @@
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 /// Shows whoever looks, from any thread, where an endpoint waits for its peers. All clones show the same.
@@ -27,6 +27,9 @@ pub struct Stall {
     pub received: u64,
     /// Bytes of this operation that the system has taken for the next member.
     pub sent: u64,
+    /// What is awaited comes from the next member. Then, and whenever the operation's bytes run both ways on the ring's
+    /// links, `sent` and `received` are counted so that the two ends of a link still differ by what is on its way.
+    pub waits_for_next: bool,
     /// How long no byte has moved.
     pub since: Duration,
 }
@@ -41,6 +44,7 @@ impl Progress {
             operation: number(),
             received: number(),
             sent: number(),
+            waits_for_next: AtomicBool::new(false),
         };
         Self { cell: Arc::new(cell) }
     }
@@ -55,6 +59,7 @@ impl Progress {
             operation: cell.operation.load(Ordering::Relaxed),
             received: cell.received.load(Ordering::Relaxed),
             sent: cell.sent.load(Ordering::Relaxed),
+            waits_for_next: cell.waits_for_next.load(Ordering::Relaxed),
             since: cell.started.elapsed().saturating_sub(Duration::from_nanos(since)),
         };
         fence(Ordering::Acquire);
@@ -72,6 +77,7 @@ impl Progress {
         cell.operation.store(place.operation, Ordering::Relaxed);
         cell.received.store(place.received, Ordering::Relaxed);
         cell.sent.store(place.sent, Ordering::Relaxed);
+        cell.waits_for_next.store(place.waits_for_next, Ordering::Relaxed);
         let now = u64::try_from(cell.started.elapsed().as_nanos()).expect("no process runs for centuries");
         cell.since.store(now, Ordering::Release);
     }
@@ -89,6 +95,7 @@ pub(crate) struct Place {
     pub(crate) operation: u64,
     pub(crate) received: u64,
     pub(crate) sent: u64,
+    pub(crate) waits_for_next: bool,
 }
 
 /// **Invariant:** the place changes only while `since` is [`MOVING`].
@@ -101,6 +108,7 @@ struct Cell {
     operation: AtomicU64,
     received: AtomicU64,
     sent: AtomicU64,
+    waits_for_next: AtomicBool,
 }
 
 /// It waits for nobody.
@@ -108,7 +116,6 @@ const MOVING: u64 = u64::MAX;
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicBool;
     use std::thread;
 
     use super::*;
@@ -120,14 +127,22 @@ mod tests {
         thread::scope(|scope| {
             scope.spawn(|| {
                 for n in 0..3_000_000 {
-                    progress.wait_at(Place { generation: n, operation: n, received: n, sent: n });
+                    progress.wait_at(Place {
+                        generation: n,
+                        operation: n,
+                        received: n,
+                        sent: n,
+                        waits_for_next: n % 2 == 1,
+                    });
                 }
                 progress.go_on();
                 over.store(true, Ordering::Relaxed);
             });
             while !over.load(Ordering::Relaxed) {
-                if let Some(Stall { generation, operation, received, sent, .. }) = progress.stall() {
+                if let Some(stall) = progress.stall() {
+                    let Stall { generation, operation, received, sent, waits_for_next, .. } = stall;
                     assert_eq!([operation, received, sent], [generation; 3]);
+                    assert_eq!(waits_for_next, generation % 2 == 1);
                 }
             }
         });

@@ -6,6 +6,7 @@ use crate::fence::Pass;
 use crate::frame::Kind;
 use crate::payload::{Body, Payload};
 use crate::progress::Progress;
+use crate::relay::{self, Relay};
 use crate::schedule::{Extent, Schedule, Seat};
 use crate::transfer::{Fault, LinkFault, Stamp, Transfer};
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator};
@@ -29,6 +30,8 @@ pub struct TcpRing {
     failed: bool,
     /// The same on every rank.
     segment_bytes: usize,
+    /// From here on a sum goes around the ring. The same on every rank.
+    ring_bytes_min: usize,
 }
 
 /// A rank's two links.
@@ -56,7 +59,21 @@ impl TcpRing {
     }
 
     fn new(pass: Pass, progress: Progress, seat: Seat, links: Option<Links>) -> Self {
-        Self { pass, progress, seat, links, sequence: 0, failed: false, segment_bytes: SEGMENT_BYTES }
+        Self {
+            pass,
+            progress,
+            seat,
+            links,
+            sequence: 0,
+            failed: false,
+            segment_bytes: SEGMENT_BYTES,
+            ring_bytes_min: RING_BYTES_MIN,
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn progress(&self) -> &Progress {
+        &self.progress
     }
 
     /// The next operation can begin.
@@ -86,7 +103,7 @@ impl TcpRing {
         Err(CollectiveError::Invalid(reason))
     }
 
-    /// Runs one operation over the links, and ends them if it fails.
+    /// Runs one operation along the ring.
     fn run(
         &mut self,
         kind: Kind,
@@ -94,12 +111,24 @@ impl TcpRing {
         payload: Payload<'_>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let Some(links) = &self.links else { return Ok(payload.into_notes()) };
-        let stamp = Stamp { kind, generation: self.pass.generation(), sequence: self.sequence };
+        let transfer = Transfer::new(links, &self.pass, &self.progress, self.stamp(kind), schedule, payload);
+        let result = transfer.run();
+        self.end(result)
+    }
+
+    /// What all frames of the next operation have in common.
+    fn stamp(&self, kind: Kind) -> Stamp {
+        Stamp { kind, generation: self.pass.generation(), sequence: self.sequence }
+    }
+
+    /// Ends an operation, and the links with it if it has failed.
+    fn end<T>(&mut self, result: Result<T, Fault>) -> Result<T, CollectiveError> {
         self.sequence += 1;
-        let fault = match Transfer::new(links, &self.pass, &self.progress, stamp, schedule, payload).run() {
-            Ok(notes) => return Ok(notes),
+        let fault = match result {
+            Ok(value) => return Ok(value),
             Err(fault) => fault,
         };
+        let links = self.links.as_ref().expect("without links nothing fails");
         self.failed = true;
         self.pass.shut_down();
         // A link that the fence has shut down looks like a lost peer.
@@ -143,9 +172,15 @@ impl Communicator for TcpRing {
             return Err(CollectiveError::Invalid(reason));
         }
         let notes = self.notes(header)?;
-        if self.links.is_none() {
+        let Some(links) = &self.links else {
             dst.copy_from_slice(src);
             return Ok(notes);
+        };
+        if size_of_val(src) < self.ring_bytes_min && self.seat.world <= relay::WORLD_MAX {
+            let stamp = self.stamp(Kind::AllReduce);
+            let relay = Relay::new(links, &self.pass, &self.progress, stamp, self.seat, notes);
+            let result = relay.all_reduce(src, dst);
+            return self.end(result);
         }
         let payload = Payload::new(Body::Sum { src, dst }, notes);
         let schedule = Schedule::all_reduce(self.seat, payload.extent(self.segment_bytes));
@@ -255,9 +290,12 @@ impl Announcement {
     }
 }
 
+/// Measured; see [`relay`].
+const RING_BYTES_MIN: usize = (32 << 10) + 1;
+
 /// Small enough to stay in a core's cache while it is received, reduced and sent on; large enough for system
 /// calls not to matter.
 const SEGMENT_BYTES: usize = 256 << 10;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -74,7 +74,7 @@ impl<'a> Transfer<'a> {
         payload: Payload<'a>,
     ) -> Self {
         let incoming = Incoming { head: [0; FRAME_BYTES], read: 0, note_bytes: 0 };
-        let course = Course { progress, received: 0, sent: 0, waits: false };
+        let course = Course::one_way(progress);
         Self { links, pass, stamp, schedule, payload, outgoing: None, incoming, course }
     }
 
@@ -98,7 +98,7 @@ impl<'a> Transfer<'a> {
                 continue;
             }
             patience.restore();
-            self.course.wait(&self.stamp);
+            self.course.wait(&self.stamp, false);
             if let Err(fault) = self.wait(sent == Flow::Blocked) {
                 return Err(self.root_of(fault));
             }
@@ -238,19 +238,7 @@ impl<'a> Transfer<'a> {
                 return Err(Fault::Wait(ErrorKind::Interrupted.into()));
             }
         }
-        if next_speaks { self.probe_next() } else { Ok(()) }
-    }
-
-    fn probe_next(&self) -> Result<(), Fault> {
-        let mut next: &TcpStream = &self.links.next.link;
-        Err(Fault::Next(match next.read(&mut [0]) {
-            Ok(0) => LinkFault::Lost(ErrorKind::UnexpectedEof.into()),
-            Ok(_) => LinkFault::Broken("expected silence on the link to it, got bytes".to_owned()),
-            Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {
-                return Ok(());
-            }
-            Err(error) => LinkFault::Lost(error),
-        }))
+        if next_speaks { probe(&self.links.next.link).map_err(Fault::Next) } else { Ok(()) }
     }
 
     /// A next member that ended the link may have done so over a disagreement that shows in what the previous
@@ -301,7 +289,7 @@ impl Outgoing {
 
 /// How far the operation has come, and what is shown of it. The clock is read once a wait, and nothing is shown
 /// between two waits.
-struct Course<'a> {
+pub(crate) struct Course<'a> {
     progress: &'a Progress,
     received: u64,
     sent: u64,
@@ -309,22 +297,44 @@ struct Course<'a> {
     waits: bool,
 }
 
-impl Course<'_> {
-    fn on_received(&mut self, bytes: usize) {
+impl<'a> Course<'a> {
+    /// Of an operation whose bytes come from the previous member and go to the next one.
+    fn one_way(progress: &'a Progress) -> Self {
+        Self { progress, received: 0, sent: 0, waits: false }
+    }
+
+    /// Of an operation that uses links both ways. What comes back is taken off what was sent, and what is sent back
+    /// off what has come, from a start that is large enough: so the two ends of a link still differ by what is
+    /// on its way, whichever way.
+    pub(crate) fn both_ways(progress: &'a Progress) -> Self {
+        Self { progress, received: BOTH_WAYS_START, sent: BOTH_WAYS_START, waits: false }
+    }
+
+    pub(crate) fn on_received(&mut self, bytes: usize) {
         self.received += bytes as u64;
         self.go_on();
     }
 
-    fn on_sent(&mut self, bytes: usize) {
+    pub(crate) fn on_received_back(&mut self, bytes: usize) {
+        self.sent -= bytes as u64;
+        self.go_on();
+    }
+
+    pub(crate) fn on_sent(&mut self, bytes: usize) {
         self.sent += bytes as u64;
         self.go_on();
     }
 
-    fn wait(&mut self, stamp: &Stamp) {
+    pub(crate) fn on_sent_back(&mut self, bytes: usize) {
+        self.received -= bytes as u64;
+        self.go_on();
+    }
+
+    pub(crate) fn wait(&mut self, stamp: &Stamp, waits_for_next: bool) {
         if !self.waits {
             let (generation, operation) = (stamp.generation, stamp.sequence + 1);
             let Self { received, sent, .. } = *self;
-            self.progress.wait_at(Place { generation, operation, received, sent });
+            self.progress.wait_at(Place { generation, operation, received, sent, waits_for_next });
             self.waits = true;
         }
     }
@@ -343,6 +353,20 @@ impl Drop for Course<'_> {
     }
 }
 
+const BOTH_WAYS_START: u64 = 1 << 62;
+
+/// Whatever can be read from a link on which nothing is awaited is the link's end.
+pub(crate) fn probe(mut link: &TcpStream) -> Result<(), LinkFault> {
+    Err(match link.read(&mut [0]) {
+        Ok(0) => LinkFault::Lost(ErrorKind::UnexpectedEof.into()),
+        Ok(_) => LinkFault::Broken("expected silence on the link to it, got bytes".to_owned()),
+        Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {
+            return Ok(());
+        }
+        Err(error) => LinkFault::Lost(error),
+    })
+}
+
 #[derive(Debug)]
 struct Incoming {
     head: [u8; FRAME_BYTES],
@@ -353,6 +377,6 @@ struct Incoming {
 }
 
 /// Steps, segments, ranks and lengths that the limits keep small.
-fn narrow(number: usize) -> u32 {
+pub(crate) fn narrow(number: usize) -> u32 {
     u32::try_from(number).expect("members, segments and blocks are limited")
 }

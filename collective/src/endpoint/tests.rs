@@ -1,5 +1,6 @@
 //! What shows only from inside: who waits, and what is parked.
 
+use std::io::Read;
 use std::net::Ipv4Addr;
 use std::sync::mpsc;
 

@@ -14,7 +14,7 @@ use crate::{Endpoint, Fence, GroupSpec, Member, Secret};
 const GENERATION: u64 = 5;
 
 /// Far beyond what anything here takes; only a hang gets there.
-const WATCHDOG: Duration = Duration::from_secs(60);
+pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
 
 #[test]
 fn an_honest_peer_is_understood() {
@@ -307,11 +307,12 @@ fn stage() -> Stage {
     pass.register(&next);
     pass.register(&prev);
     let links = Links { next: neighbour(next), prev: neighbour(prev) };
-    let ring = TcpRing::linked(pass, Progress::new(), Seat { rank: 0, world: 2 }, links);
+    let mut ring = TcpRing::linked(pass, Progress::new(), Seat { rank: 0, world: 2 }, links);
+    ring.ring_bytes_min = 0;
     Stage { ring, to_ring, from_ring, fence }
 }
 
-fn pair() -> (Arc<TcpStream>, TcpStream) {
+pub(crate) fn pair() -> (Arc<TcpStream>, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     set_up(&dialled).unwrap();
@@ -321,7 +322,7 @@ fn pair() -> (Arc<TcpStream>, TcpStream) {
 }
 
 /// Ends what hangs, so that its test fails.
-fn watch(fence: Fence) {
+pub(crate) fn watch(fence: Fence) {
     static WATCHED: LazyLock<mpsc::Sender<(Instant, Fence)>> = LazyLock::new(|| {
         let (watched, fences) = mpsc::channel::<(Instant, Fence)>();
         thread::spawn(move || {

@@ -266,8 +266,11 @@ pub struct Stall {
     pub operation: u64,
     /// Bytes of it that came from the previous member.
     pub received: u64,
-    /// Bytes of it that were sent to the next member.
+    /// Bytes of it that were sent to the next member. Where an operation's bytes run both ways, `sent` and `received` are
+    /// counted so that a link's two ends differ by what is on its way.
     pub sent: u64,
+    /// What is awaited comes from the next member.
+    pub waits_for_next: bool,
     /// How long no byte has moved.
     pub since: Duration,
 }

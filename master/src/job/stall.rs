@@ -12,6 +12,7 @@
 //! Which of a link's two ends is at fault nobody can know. The worker in most such links goes; a worker that was let off
 //! at another's cost goes at once when it is in such a link again before anything has been committed.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -167,7 +168,7 @@ impl Job {
                     continue;
                 };
                 let keeps = match waiting.get(&from) {
-                    Some(sender) => sender.has_sent_more_than(receiver),
+                    Some(sender) => sender.has_more_on_the_way_to(receiver),
                     // It has all that it needed, so it has sent all that the others need.
                     None => finished(&from),
                 };
@@ -188,11 +189,18 @@ impl Job {
 }
 
 impl Stall {
-    /// Whether something is on its way from the worker that stands here to its next one, `receiver`.
-    fn has_sent_more_than(&self, receiver: &Self) -> bool {
-        let (mine, other) = ((self.generation, self.operation), (receiver.generation, receiver.operation));
-        // Who waits before the first operation has dialled.
-        mine > other || (mine == other && (self.operation == 0 || self.sent > receiver.received))
+    /// Whether something is on its way between the worker that stands here and its next one, `receiver`.
+    fn has_more_on_the_way_to(&self, receiver: &Self) -> bool {
+        if self.generation != receiver.generation {
+            return self.generation > receiver.generation;
+        }
+        match self.operation.cmp(&receiver.operation) {
+            // Who is in a later operation has all that it needed, and has sent on what the others need.
+            Ordering::Less => self.waits_for_next,
+            Ordering::Greater => !receiver.waits_for_next,
+            // Who waits before the first operation has dialled.
+            Ordering::Equal => self.operation == 0 || self.sent > receiver.received,
+        }
     }
 }
 
@@ -202,3 +210,29 @@ fn is_fresh(heard: Time, now: Time, beat: Duration) -> bool {
 
 /// A worker that has been heard within this many beats is not silent.
 const FRESH_BEATS: u32 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_used_both_ways_keeps_bytes_either_way() {
+        let stall = |operation, sent, received, waits_for_next| Stall {
+            generation: Generation(3),
+            operation,
+            received,
+            sent,
+            waits_for_next,
+            since: Duration::ZERO,
+        };
+        // Of 100 bytes that were sent, 60 have come; or all have, and of 40 that were sent back none.
+        assert!(stall(7, 1100, 1000, true).has_more_on_the_way_to(&stall(7, 1000, 1060, false)));
+        assert!(!stall(7, 1060, 1000, true).has_more_on_the_way_to(&stall(7, 1000, 1060, false)));
+        // The next one is done, and must have sent what is awaited from it.
+        assert!(stall(7, 1000, 1000, true).has_more_on_the_way_to(&stall(8, 0, 0, false)));
+        assert!(!stall(7, 1000, 1000, false).has_more_on_the_way_to(&stall(8, 0, 0, false)));
+        // The next one awaits something from its own next one.
+        assert!(!stall(8, 0, 0, false).has_more_on_the_way_to(&stall(7, 1000, 1000, true)));
+        assert!(stall(8, 0, 0, false).has_more_on_the_way_to(&stall(7, 1000, 1000, false)));
+    }
+}

@@ -358,6 +358,7 @@ fn stall(stall: v1::Stall) -> Result<Stall, Status> {
         operation: stall.operation,
         received: stall.received,
         sent: stall.sent,
+        waits_for_next: stall.waits_for_next,
         since: Duration::from_millis(stall.for_ms),
     })
 }

@@ -358,7 +358,14 @@ impl World {
         let since = Duration::from_micros(self.clock.now() - waiting.since);
         let Waiting { generation, operation, received, sent, .. } = waiting;
         let generation = Generation(generation);
-        (since >= beat).then_some(Stall { generation, operation, received, sent, since })
+        (since >= beat).then_some(Stall {
+            generation,
+            operation,
+            received,
+            sent,
+            waits_for_next: false,
+            since,
+        })
     }
 
     fn connected(&mut self, p: usize) {

@@ -155,9 +155,9 @@ fn encode_times(times: StepTimes) -> v1::StepTimes {
 }
 
 pub(super) fn encode_stall(stall: Stall) -> v1::Stall {
-    let Stall { generation, operation, received, sent, since } = stall;
+    let Stall { generation, operation, received, sent, waits_for_next, since } = stall;
     let for_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-    v1::Stall { generation, operation, received, for_ms, sent }
+    v1::Stall { generation, operation, received, for_ms, sent, waits_for_next }
 }
 
 fn encode_finished(finished: Finished) -> v1::Finished {

@@ -65,7 +65,13 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            say(std::io::stderr(), &format!("allreduce_bench: {error}"));
+            let mut story = error.to_string();
+            let mut cause = error.source();
+            while let Some(deeper) = cause {
+                story += &format!(": {deeper}");
+                cause = deeper.source();
+            }
+            say(std::io::stderr(), &format!("allreduce_bench: {story}"));
             ExitCode::FAILURE
         }
     }

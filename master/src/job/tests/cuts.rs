@@ -65,6 +65,7 @@ impl World {
                 operation,
                 received,
                 sent,
+                waits_for_next: false,
                 since: self.now.since(from),
             });
             self.job.handle(self.now, Event::Message { worker, message: FromWorker::Alive(stall) });

@@ -40,6 +40,7 @@ fn beat(job: &mut Job, ms: u64, worker: u64, waits: Option<(Place, u64)>) {
         operation,
         received,
         sent,
+        waits_for_next: false,
         since: Duration::from_millis(since),
     });
     job.handle(at(ms), Event::Message { worker: WorkerId(worker), message: FromWorker::Alive(stall) });

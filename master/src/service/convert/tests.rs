@@ -106,13 +106,21 @@ fn every_message_keeps_every_field() {
         (Kind::Heartbeat(v1::Heartbeat { stall: None }), FromWorker::Alive(None)),
         (
             Kind::Heartbeat(v1::Heartbeat {
-                stall: Some(v1::Stall { generation: 4, operation: 7, received: 32, for_ms: 900, sent: 40 }),
+                stall: Some(v1::Stall {
+                    generation: 4,
+                    operation: 7,
+                    received: 32,
+                    for_ms: 900,
+                    sent: 40,
+                    waits_for_next: true,
+                }),
             }),
             FromWorker::Alive(Some(Stall {
                 generation,
                 operation: 7,
                 received: 32,
                 sent: 40,
+                waits_for_next: true,
                 since: Duration::from_millis(900),
             })),
         ),

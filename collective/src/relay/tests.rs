@@ -1,0 +1,231 @@
+//! One rank of three, whose peers are the test: it writes and reads the bytes of both links.
+
+use std::io::Write;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Instant;
+
+use super::*;
+use crate::frame::Kind;
+use crate::tcp::Neighbour;
+use crate::tcp::tests::{WATCHDOG, pair, watch};
+use crate::{CollectiveError, Communicator, Fence, TcpRing};
+
+const GENERATION: u64 = 5;
+
+#[test]
+fn rank_0_sums_what_comes_up_and_sends_the_total_down() {
+    let Stage { mut ring, mut next, mut prev, .. } = stage(0);
+    next.write_all(&message(UP, 1, &[b"one"], &[10.0, 20.0])).unwrap();
+    prev.write_all(&message(UP, 2, &[b""], &[100.0, 200.0])).unwrap();
+    let mut dst = [0.0; 2];
+    let notes = ring.all_reduce(b"zero", &[1.0, 2.0], &mut dst).unwrap();
+    assert_eq!(notes, [b"zero".to_vec(), b"one".to_vec(), b"".to_vec()]);
+    assert_eq!(dst, [111.0, 222.0]);
+    let total = message(DOWN, 0, &[b"zero", b"one", b""], &[111.0, 222.0]);
+    for mut child in [next, prev] {
+        let mut sent = vec![0; total.len()];
+        child.read_exact(&mut sent).unwrap();
+        assert_eq!(sent, total);
+    }
+}
+
+#[test]
+fn an_end_of_an_arm_sends_its_part_up_and_takes_the_total() {
+    let Stage { mut ring, next: _next, mut prev, .. } = stage(1);
+    prev.write_all(&message(DOWN, 0, &[b"zero", b"one", b"two"], &[3.0])).unwrap();
+    let mut dst = [0.0];
+    assert_eq!(ring.all_reduce(b"one", &[1.0], &mut dst).unwrap(), [&b"zero"[..], b"one", b"two"]);
+    assert_eq!(dst, [3.0]);
+    let part = message(UP, 1, &[b"one"], &[1.0]);
+    let mut sent = vec![0; part.len()];
+    prev.read_exact(&mut sent).unwrap();
+    assert_eq!(sent, part);
+}
+
+#[test]
+fn messages_that_are_not_the_expected_ones_break_the_protocol() {
+    let honest = message(UP, 1, &[b"one"], &[10.0]);
+    let head = |change: fn(&mut Frame)| {
+        let mut frame = Frame::decode(honest.first_chunk().unwrap()).unwrap();
+        change(&mut frame);
+        [&frame.encode(), &honest[FRAME_BYTES..]].concat()
+    };
+    let with_note = |note: &[u8]| {
+        let frame = Frame::decode(honest.first_chunk().unwrap()).unwrap();
+        let frame = Frame { note_bytes: note.len() as u32, ..frame };
+        [&frame.encode(), note, &10_f32.to_le_bytes()].concat()
+    };
+    let cases: [(&str, Vec<u8>); 12] = [
+        ("generation", head(|frame| frame.generation -= 1)),
+        ("operation", head(|frame| frame.kind = Kind::Broadcast)),
+        ("sequence", head(|frame| frame.sequence += 1)),
+        ("buffer length", head(|frame| frame.total_bytes += 4)),
+        ("origin", head(|frame| frame.origin = 2)),
+        ("expected step 0", head(|frame| frame.step = 1)),
+        ("segment", head(|frame| frame.segment = 1)),
+        ("at most", head(|frame| frame.note_bytes = u32::MAX)),
+        ("the notes of 1 ranks", head(|frame| frame.note_bytes = 3)),
+        ("the note of rank 1", with_note(&5_u32.to_le_bytes())),
+        ("the note of rank 1", with_note(&[&u32::MAX.to_le_bytes()[..], b"abcd"].concat())),
+        ("no more notes", with_note(&[&1_u32.to_le_bytes()[..], b"ab"].concat())),
+    ];
+    for (expected, bytes) in cases {
+        let Stage { mut ring, mut next, mut prev, .. } = stage(0);
+        prev.write_all(&message(UP, 2, &[b""], &[100.0])).unwrap();
+        next.write_all(&bytes).unwrap();
+        let error = ring.all_reduce(b"zero", &[1.0], &mut [0.0]).unwrap_err();
+        let CollectiveError::Protocol { rank: 1, member: 11, reason } = error else {
+            panic!("{expected}: {error:?}")
+        };
+        assert!(reason.contains(expected), "{expected}: {reason}");
+        assert_eq!(prev.read(&mut [0]).unwrap(), 0, "{expected}: the other link is down");
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_a_head_is_an_error_and_never_a_panic() {
+    let honest = message(UP, 1, &[b"one"], &[10.0]);
+    for bit in 0..(FRAME_BYTES + NOTE_HEAD_BYTES) * 8 {
+        let Stage { mut ring, mut next, mut prev, .. } = stage(0);
+        let mut bytes = honest.clone();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        prev.write_all(&message(UP, 2, &[b""], &[100.0])).unwrap();
+        next.write_all(&bytes).unwrap();
+        drop(next);
+        let error = ring.all_reduce(b"zero", &[1.0], &mut [0.0]).unwrap_err();
+        let is_expected = matches!(
+            error,
+            CollectiveError::Protocol { rank: 1, .. } | CollectiveError::PeerLost { rank: 1, .. }
+        );
+        assert!(is_expected, "bit {bit}: {error:?}");
+    }
+}
+
+#[test]
+fn a_link_that_ends_while_it_is_needed_is_a_lost_peer() {
+    // Of a child, anywhere in its part; with the other child's part there, or not.
+    let part = message(UP, 2, &[b"two"], &[100.0]);
+    for cut in 0..part.len() {
+        let Stage { mut ring, mut next, mut prev, .. } = stage(0);
+        if cut % 2 == 0 {
+            next.write_all(&message(UP, 1, &[b""], &[10.0])).unwrap();
+        }
+        prev.write_all(&part[..cut]).unwrap();
+        drop(prev);
+        let error = ring.all_reduce(b"zero", &[1.0], &mut [0.0]).unwrap_err();
+        assert!(matches!(error, CollectiveError::PeerLost { rank: 2, member: 12, .. }), "{cut}: {error:?}");
+    }
+    // Of the parent, anywhere in the total.
+    let total = message(DOWN, 0, &[b"", b"", b""], &[3.0]);
+    for cut in 0..total.len() {
+        let Stage { mut ring, next: _next, mut prev, .. } = stage(1);
+        prev.write_all(&total[..cut]).unwrap();
+        drop(prev);
+        let error = ring.all_reduce(b"one", &[1.0], &mut [0.0]).unwrap_err();
+        assert!(matches!(error, CollectiveError::PeerLost { rank: 0, member: 10, .. }), "{cut}: {error:?}");
+    }
+}
+
+#[test]
+fn a_child_that_goes_after_its_part_and_before_the_total_is_a_lost_peer() {
+    let Stage { mut ring, mut next, prev: _prev, .. } = stage(0);
+    next.write_all(&message(UP, 1, &[b""], &[10.0])).unwrap();
+    drop(next);
+    let error = ring.all_reduce(b"zero", &[1.0], &mut [0.0]).unwrap_err();
+    assert!(matches!(error, CollectiveError::PeerLost { rank: 1, .. }), "{error:?}");
+}
+
+#[test]
+fn the_fence_ends_a_relay_and_tells_the_peers() {
+    let Stage { mut ring, mut next, mut prev, fence } = stage(1);
+    let (done, result) = mpsc::channel();
+    thread::spawn(move || {
+        let error = ring.all_reduce(b"", &[1.0], &mut [0.0]).unwrap_err();
+        done.send((ring, error)).unwrap();
+    });
+    prev.read_exact(&mut vec![0; message(UP, 1, &[b""], &[1.0]).len()]).unwrap();
+    fence.abort_before(GENERATION + 1);
+    let (_ring, error) = result.recv_timeout(WATCHDOG).unwrap();
+    assert!(matches!(error, CollectiveError::Aborted { generation: GENERATION }), "{error:?}");
+    assert_eq!(prev.read(&mut [0]).unwrap(), 0);
+    assert_eq!(next.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn a_relay_shows_what_is_on_its_way_on_either_side() {
+    let Stage { mut ring, mut next, mut prev, fence } = stage(0);
+    let progress = ring.progress().clone();
+    let place = || progress.stall().map(|s| (s.operation, s.received, s.sent, s.waits_for_next));
+    let waits_at = |expected| {
+        let started = Instant::now();
+        while place() != Some(expected) {
+            assert!(started.elapsed() < WATCHDOG, "{expected:?} never shows: {:?}", place());
+            thread::yield_now();
+        }
+    };
+    let (done, result) = mpsc::channel();
+    thread::spawn(move || done.send(ring.all_reduce(b"", &[1.0], &mut [0.0]).is_ok()));
+    let start = 1 << 62;
+    waits_at((1, start, start, true));
+    let part = message(UP, 2, &[b""], &[100.0]);
+    prev.write_all(&part).unwrap();
+    waits_at((1, start + part.len() as u64, start, true));
+    next.write_all(&message(UP, 1, &[b""], &[10.0])[..7]).unwrap();
+    waits_at((1, start + part.len() as u64, start - 7, true));
+    fence.abort_before(GENERATION + 1);
+    assert!(!result.recv_timeout(WATCHDOG).unwrap());
+    assert_eq!(place(), None);
+
+    let Stage { mut ring, prev: _prev, .. } = stage(1);
+    let progress = ring.progress().clone();
+    thread::spawn(move || ring.all_reduce(b"", &[1.0], &mut [0.0]).is_ok());
+    let sent = message(UP, 1, &[b""], &[1.0]).len() as u64;
+    let started = Instant::now();
+    while progress.stall().map(|s| (s.received, s.sent, s.waits_for_next))
+        != Some((start - sent, start, false))
+    {
+        assert!(started.elapsed() < WATCHDOG, "{:?}", progress.stall());
+        thread::yield_now();
+    }
+}
+
+/// One rank of three, as workers 10, 11 and 12, and the test's ends of its links.
+struct Stage {
+    ring: TcpRing,
+    next: TcpStream,
+    prev: TcpStream,
+    fence: Fence,
+}
+
+fn stage(rank: usize) -> Stage {
+    let fence = Fence::new();
+    watch(fence.clone());
+    let pass = fence.enter(GENERATION).unwrap();
+    let neighbour = |rank, link| Neighbour { rank, member: 10 + rank as u64, link };
+    let (to_next, next) = pair();
+    let (to_prev, prev) = pair();
+    pass.register(&to_next);
+    pass.register(&to_prev);
+    let links = Links { next: neighbour((rank + 1) % 3, to_next), prev: neighbour((rank + 2) % 3, to_prev) };
+    let ring = TcpRing::linked(pass, Progress::new(), Seat { rank, world: 3 }, links);
+    Stage { ring, next, prev, fence }
+}
+
+fn message(step: u32, origin: u32, notes: &[&[u8]], elements: &[f32]) -> Vec<u8> {
+    let notes: Vec<u8> =
+        notes.iter().flat_map(|note| [&(note.len() as u32).to_le_bytes(), *note].concat()).collect();
+    let bytes = elements.len() * 4;
+    let frame = Frame {
+        kind: Kind::AllReduce,
+        generation: GENERATION,
+        sequence: 0,
+        step,
+        segment: 0,
+        origin,
+        note_bytes: notes.len() as u32,
+        total_bytes: bytes as u64,
+        body_bytes: bytes as u32,
+    };
+    [&frame.encode(), notes.as_slice(), bytemuck::cast_slice(elements)].concat()
+}
