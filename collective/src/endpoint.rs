@@ -16,7 +16,7 @@ use crate::porter::{Identity, Porter};
 use crate::progress::{Place, Progress};
 use crate::schedule::Seat;
 use crate::tcp::{Links, Neighbour};
-use crate::{CollectiveError, Fence, GroupSpec, Member, Secret, StateReceiver, TcpRing, Visitor};
+use crate::{CollectiveError, Fence, GroupSpec, Member, Secret, StateReceiver, TcpRing, Visitor, WireDtype};
 
 /// A worker's end of all links: its listener and its fence. One per worker process, and lives as long as it.
 ///
@@ -30,6 +30,7 @@ pub struct Endpoint {
     progress: Progress,
     /// How long a dial waits for an answer; `None` waits as long as the whole attempt.
     dial_limit: Option<Duration>,
+    wire: WireDtype,
     quit: Arc<Bell>,
     /// Taken only when the endpoint is dropped.
     porter: Option<JoinHandle<()>>,
@@ -82,8 +83,8 @@ impl Endpoint {
             .name("ring-accept".to_owned())
             .spawn(move || porter.run())
             .map_err(|source| CollectiveError::Io { action: "start the accept thread", source })?;
-        let (progress, dial_limit) = (Progress::new(), None);
-        Ok(Self { identity, address, fence, lobby, progress, dial_limit, quit, porter: Some(porter) })
+        let (progress, dial_limit, wire) = (Progress::new(), None, WireDtype::default());
+        Ok(Self { identity, address, fence, lobby, progress, dial_limit, wire, quit, porter: Some(porter) })
     }
 
     /// Sets how long a dial waits for an answer. The member's system answers whatever the member is busy with, so
@@ -91,6 +92,14 @@ impl Endpoint {
     #[must_use]
     pub fn with_dial_limit(mut self, limit: Duration) -> Self {
         self.dial_limit = Some(limit);
+        self
+    }
+
+    /// Sets as what the elements of sums travel, in groups to come. It must be the same on all members: an operation of two
+    /// that differ fails.
+    #[must_use]
+    pub fn with_wire_dtype(mut self, wire: WireDtype) -> Self {
+        self.wire = wire;
         self
     }
 
@@ -137,7 +146,7 @@ impl Endpoint {
             waited: deadline,
         };
         let links = attempt.run().inspect_err(|_| pass.shut_down())?;
-        Ok(TcpRing::linked(pass, self.progress(), Seat { rank, world }, links))
+        Ok(TcpRing::linked(pass, self.progress(), Seat { rank, world }, links).with_wire_dtype(self.wire))
     }
 
     /// The next newcomer that wants this worker's state, if one waits. Never blocks.

@@ -5,8 +5,8 @@
 //!   u32   u32         u64       u64   u32      u32     u32         u32          u64         u32 │
 //! ```
 //!
-//! All little endian. The body is elements of the operation's buffer as they are in memory (f32, little
-//! endian).
+//! All little endian. The body is elements of the operation's buffer as they are in memory (f32, or
+//! halves where the kind says so, little endian).
 //!
 //! **Invariant:** a receiver knows every field but the note's length beforehand, and takes nothing else.
 
@@ -33,6 +33,10 @@ pub(crate) struct Frame {
 pub(crate) enum Kind {
     AllGather = 1,
     AllReduce = 2,
+    /// An all-reduce whose elements travel as bf16.
+    AllReduceBf16 = 6,
+    /// An all-reduce whose elements travel as f16.
+    AllReduceF16 = 7,
     /// The length of a `broadcast_bytes`, and all of it if it is short.
     Announcement = 3,
     Broadcast = 4,
@@ -114,7 +118,10 @@ impl TryFrom<u32> for Kind {
     type Error = String;
 
     fn try_from(number: u32) -> Result<Self, String> {
-        [Self::AllGather, Self::AllReduce, Self::Announcement, Self::Broadcast, Self::BroadcastBytes]
+        use Kind::{
+            AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast, BroadcastBytes,
+        };
+        [AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast, BroadcastBytes]
             .into_iter()
             .find(|kind| *kind as u32 == number)
             .ok_or_else(|| format!("expected an operation, got number {number}"))

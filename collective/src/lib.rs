@@ -33,7 +33,7 @@
 //!
 //! # Layout
 //!
-//! Pure: `chunk` (bounds), `schedule` (who sends what, when), `arms` (the same for small sums), `payload` (what that is made of), `frame`,
+//! Pure: `chunk` (bounds), `schedule` (who sends what, when), `arms` (the same for small sums), `payload` (what that is made of), `wire` (as what it travels), `frame`,
 //! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
 //! `link`, `transfer` (the loop that moves an operation around the ring), `relay` (and a small sum along its two arms),
 //! `tcp`, `state` (parcels for newcomers), `lobby`. Between
@@ -64,6 +64,7 @@ mod secret;
 mod state;
 mod tcp;
 mod transfer;
+mod wire;
 
 pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator};
 pub use endpoint::Endpoint;
@@ -74,3 +75,4 @@ pub use progress::{Progress, Stall};
 pub use secret::Secret;
 pub use state::{NOTE_BYTES_MAX, ParcelHead, StateReceiver, StateSender, Visitor};
 pub use tcp::TcpRing;
+pub use wire::WireDtype;

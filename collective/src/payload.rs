@@ -1,10 +1,12 @@
 //! What the pieces of an operation are made of: the caller's buffers, and the notes that ride along. No IO.
 
 use crate::schedule::{Content, Extent, Piece};
+use crate::wire::Half;
 
 /// The buffers of one operation on one rank.
 ///
-/// **Invariant:** elements are received where they belong and summed there; there is no other copy of them.
+/// **Invariant:** elements are received where they belong and summed there; there is no other copy of them, but of a segment
+/// each way where they travel as halves.
 #[derive(Debug)]
 pub(crate) struct Payload<'a> {
     body: Body<'a>,
@@ -18,7 +20,30 @@ pub(crate) enum Body<'a> {
     Bytes(&'a mut [u8]),
     Empty,
     Floats(&'a mut [f32]),
-    Sum { src: &'a [f32], dst: &'a mut [f32] },
+    /// A sum whose elements travel as halves.
+    Rounded {
+        src: &'a [f32],
+        dst: &'a mut [f32],
+        halves: Halves,
+    },
+    Sum {
+        src: &'a [f32],
+        dst: &'a mut [f32],
+    },
+}
+
+/// A segment each way, as it travels.
+#[derive(Debug)]
+pub(crate) struct Halves {
+    half: Half,
+    leaving: Vec<u16>,
+    landing: Vec<u16>,
+}
+
+impl Halves {
+    pub(crate) fn new(half: Half) -> Self {
+        Self { half, leaving: Vec::new(), landing: Vec::new() }
+    }
 }
 
 impl<'a> Payload<'a> {
@@ -42,6 +67,23 @@ impl<'a> Payload<'a> {
         piece.range.len() * self.element_bytes()
     }
 
+    /// To be called before a piece is sent.
+    pub(crate) fn prepare(&mut self, piece: &Piece) {
+        let Body::Rounded { src, dst, halves } = &mut self.body else { return };
+        let Halves { half, leaving, .. } = halves;
+        leaving.resize(piece.range.len(), 0);
+        let range = piece.range.clone();
+        match piece.content {
+            Content::Own => half.round(&src[range], leaving),
+            Content::Sum => half.round(&dst[range], leaving),
+            Content::Total => {
+                half.round(&dst[range.clone()], leaving);
+                // What the others get is what is kept here.
+                half.widen(leaving, &mut dst[range]);
+            }
+        }
+    }
+
     /// What to send for `piece`: the note, empty if none rides along, and the elements.
     pub(crate) fn outgoing(&self, piece: &Piece) -> (&[u8], &[u8]) {
         let note = if piece.note { self.notes[piece.origin].as_slice() } else { &[] };
@@ -50,6 +92,7 @@ impl<'a> Payload<'a> {
             Body::Bytes(bytes) => &bytes[range],
             Body::Empty => &[],
             Body::Floats(floats) => bytemuck::cast_slice(&floats[range]),
+            Body::Rounded { halves, .. } => bytemuck::cast_slice(&halves.leaving),
             Body::Sum { src, .. } if piece.content == Content::Own => bytemuck::cast_slice(&src[range]),
             Body::Sum { dst, .. } => bytemuck::cast_slice(&dst[range]),
         };
@@ -69,6 +112,10 @@ impl<'a> Payload<'a> {
             Body::Bytes(bytes) => &mut bytes[range],
             Body::Empty => &mut [],
             Body::Floats(floats) => bytemuck::cast_slice_mut(&mut floats[range]),
+            Body::Rounded { halves, .. } => {
+                halves.landing.resize(range.len(), 0);
+                bytemuck::cast_slice_mut(&mut halves.landing)
+            }
             Body::Sum { dst, .. } => bytemuck::cast_slice_mut(&mut dst[range]),
         };
         (note, body)
@@ -78,13 +125,19 @@ impl<'a> Payload<'a> {
     ///
     /// The order of addition is the ring's, from the chunk's origin on, the same wherever the chunk is.
     pub(crate) fn on_landed(&mut self, piece: &Piece) {
-        let Body::Sum { src, dst } = &mut self.body else { return };
-        if piece.content != Content::Sum {
-            return;
-        }
         let range = piece.range.clone();
-        for (sum, own) in dst[range.clone()].iter_mut().zip(&src[range]) {
-            *sum += own;
+        let (src, dst) = match &mut self.body {
+            Body::Bytes(_) | Body::Empty | Body::Floats(_) => return,
+            Body::Rounded { src, dst, halves } => {
+                halves.half.widen(&halves.landing, &mut dst[range.clone()]);
+                (src, dst)
+            }
+            Body::Sum { src, dst } => (src, dst),
+        };
+        if piece.content == Content::Sum {
+            for (sum, own) in dst[range.clone()].iter_mut().zip(&src[range]) {
+                *sum += own;
+            }
         }
     }
 
@@ -97,13 +150,14 @@ impl<'a> Payload<'a> {
             Body::Bytes(bytes) => bytes.len(),
             Body::Empty => 0,
             Body::Floats(floats) => floats.len(),
-            Body::Sum { dst, .. } => dst.len(),
+            Body::Rounded { dst, .. } | Body::Sum { dst, .. } => dst.len(),
         }
     }
 
     fn element_bytes(&self) -> usize {
         match &self.body {
             Body::Bytes(_) | Body::Empty => 1,
+            Body::Rounded { .. } => size_of::<u16>(),
             Body::Floats(_) | Body::Sum { .. } => size_of::<f32>(),
         }
     }

@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use crate::fence::Pass;
 use crate::frame::Kind;
-use crate::payload::{Body, Payload};
+use crate::payload::{Body, Halves, Payload};
 use crate::progress::Progress;
 use crate::relay::{self, Relay};
 use crate::schedule::{Extent, Schedule, Seat};
 use crate::transfer::{Fault, LinkFault, Stamp, Transfer};
-use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator};
+use crate::wire::Half;
+use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
 /// The ring of one generation over TCP: a link to the next rank and one from the previous.
 ///
@@ -30,6 +31,7 @@ pub struct TcpRing {
     failed: bool,
     /// The same on every rank.
     segment_bytes: usize,
+    wire: WireDtype,
     /// From here on a sum goes around the ring. The same on every rank.
     ring_bytes_min: usize,
 }
@@ -67,8 +69,13 @@ impl TcpRing {
             sequence: 0,
             failed: false,
             segment_bytes: SEGMENT_BYTES,
+            wire: WireDtype::default(),
             ring_bytes_min: RING_BYTES_MIN,
         }
+    }
+
+    pub(crate) fn with_wire_dtype(self, wire: WireDtype) -> Self {
+        Self { wire, ..self }
     }
 
     #[cfg(test)]
@@ -172,19 +179,28 @@ impl Communicator for TcpRing {
             return Err(CollectiveError::Invalid(reason));
         }
         let notes = self.notes(header)?;
+        let kind = match self.wire {
+            WireDtype::Bf16 => Kind::AllReduceBf16,
+            WireDtype::F16 => Kind::AllReduceF16,
+            WireDtype::F32 => Kind::AllReduce,
+        };
         let Some(links) = &self.links else {
             dst.copy_from_slice(src);
             return Ok(notes);
         };
         if size_of_val(src) < self.ring_bytes_min && self.seat.world <= relay::WORLD_MAX {
-            let stamp = self.stamp(Kind::AllReduce);
+            let stamp = self.stamp(kind);
             let relay = Relay::new(links, &self.pass, &self.progress, stamp, self.seat, notes);
             let result = relay.all_reduce(src, dst);
             return self.end(result);
         }
-        let payload = Payload::new(Body::Sum { src, dst }, notes);
+        let body = match Half::of(self.wire) {
+            None => Body::Sum { src, dst },
+            Some(half) => Body::Rounded { src, dst, halves: Halves::new(half) },
+        };
+        let payload = Payload::new(body, notes);
         let schedule = Schedule::all_reduce(self.seat, payload.extent(self.segment_bytes));
-        self.run(Kind::AllReduce, schedule, payload)
+        self.run(kind, schedule, payload)
     }
 
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {

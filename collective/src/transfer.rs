@@ -110,6 +110,7 @@ impl<'a> Transfer<'a> {
         let mut flow = Flow::Idle;
         while let Some(piece) = self.schedule.next_send() {
             if self.outgoing.is_none() {
+                self.payload.prepare(&piece);
                 let head = self.frame(&piece).encode();
                 self.outgoing = Some(Outgoing { head, written: 0 });
             }

@@ -8,7 +8,9 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use elasticdl_collective::{CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing};
+use elasticdl_collective::{
+    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, WireDtype,
+};
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
@@ -38,6 +40,55 @@ fn an_all_reduce_gives_every_rank_the_same_bits_and_all_headers() {
                 assert!((f64::from(*sum) - exact).abs() <= 1e-3, "world {world}, len {len}, at {index}");
             }
         }
+    }
+}
+
+#[test]
+fn sums_that_travel_as_halves_are_the_same_everywhere_and_off_by_their_roundings_alone() {
+    // The largest relative error of one rounding.
+    for (wire, unit) in [(WireDtype::Bf16, 1.0 / 256.0), (WireDtype::F16, 1.0 / 2048.0)] {
+        for world in 1..=5 {
+            let mut rings = form(&endpoints_with(world, wire), 1);
+            for len in [0, 1, 8192, 8193, 65_537, 300_007] {
+                let results = on_all(&mut rings, move |ring| {
+                    let src = numbers(ring.rank() as u64, len);
+                    let mut dst = vec![f32::NAN; len];
+                    ring.all_reduce(&[], &src, &mut dst).unwrap();
+                    assert_eq!(src, numbers(ring.rank() as u64, len));
+                    dst
+                });
+                let parts: Vec<_> = (0..world).map(|rank| numbers(rank as u64, len)).collect();
+                for (index, sum) in results[0].iter().enumerate() {
+                    assert!(results.iter().all(|sums| sums[index].to_bits() == sum.to_bits()));
+                    let exact: f64 = parts.iter().map(|part| f64::from(part[index])).sum();
+                    let largest: f64 = parts.iter().map(|part| f64::from(part[index].abs())).sum();
+                    let off = (f64::from(*sum) - exact).abs();
+                    assert!(
+                        off <= world as f64 * unit * largest + 1e-3,
+                        "{wire:?}, {world}: {sum} for {exact}"
+                    );
+                }
+                // It does travel as halves: not all of a large sum can be exact.
+                let exact = |index: usize| parts.iter().map(|part| part[index]).sum::<f32>();
+                let is_rounded = (0..len).any(|index| (results[0][index] - exact(index)).abs() > 1e-2);
+                assert_eq!(is_rounded, world > 1 && len > 8192, "{wire:?}, world {world}, len {len}");
+            }
+        }
+    }
+}
+
+#[test]
+fn members_with_different_dtypes_on_the_wire_hear_of_it() {
+    let bind = |id, wire| {
+        let end = Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).unwrap();
+        (id, Arc::new(end.with_wire_dtype(wire)))
+    };
+    for len in [1, 100_000] {
+        let mut rings = form(&[bind(100, WireDtype::F32), bind(101, WireDtype::Bf16)], 1);
+        let errors = on_all(&mut rings, move |ring| {
+            ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).unwrap_err()
+        });
+        assert!(errors.iter().all(|e| matches!(e, CollectiveError::Protocol { .. })), "{errors:?}");
     }
 }
 
@@ -367,9 +418,13 @@ type Peer = (u64, Arc<Endpoint>);
 
 /// Workers 100, 101, …
 fn endpoints(world: usize) -> Vec<Peer> {
+    endpoints_with(world, WireDtype::F32)
+}
+
+fn endpoints_with(world: usize, wire: WireDtype) -> Vec<Peer> {
     let bind =
         |id| Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).expect("loopback has free ports");
-    (100..).take(world).map(|id| (id, Arc::new(bind(id)))).collect()
+    (100..).take(world).map(|id| (id, Arc::new(bind(id).with_wire_dtype(wire)))).collect()
 }
 
 fn spec(generation: u64, peers: &[Peer]) -> GroupSpec {

@@ -18,6 +18,7 @@ use std::net::SocketAddr;
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 
 use clap::{Parser, ValueEnum};
+use elasticdl_collective::WireDtype;
 
 use crate::rank::Event;
 
@@ -36,6 +37,9 @@ struct Arguments {
     /// What ranks of one host speak over
     #[arg(long, default_value = "auto")]
     transport: Transport,
+    /// As what the elements travel
+    #[arg(long, default_value = "f32")]
+    wire: Wire,
     /// Time the recovery of a group of which one rank is killed in the middle of an operation
     #[arg(long)]
     recover: bool,
@@ -51,6 +55,13 @@ struct Arguments {
 enum Transport {
     Auto,
     Tcp,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum Wire {
+    Bf16,
+    F16,
+    F32,
 }
 
 type Fallible<T> = Result<T, Box<dyn Error>>;
@@ -180,12 +191,13 @@ impl Drop for Ranks {
 
 impl Arguments {
     fn for_a_rank(&self) -> Vec<String> {
-        let Self { world, bytes, iters, transport, recover, rank: _, peers: _ } = self;
+        let Self { world, bytes, iters, transport, wire, recover, rank: _, peers: _ } = self;
         let mut all = vec![
             format!("--world={world}"),
             format!("--bytes={bytes}"),
             format!("--iters={iters}"),
             format!("--transport={}", transport.name()),
+            format!("--wire={}", wire.name()),
         ];
         all.extend(recover.then(|| "--recover".to_owned()));
         all
@@ -197,6 +209,24 @@ impl Transport {
         match self {
             Self::Auto => "auto",
             Self::Tcp => "tcp",
+        }
+    }
+}
+
+impl Wire {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::F32 => "f32",
+        }
+    }
+
+    fn dtype(self) -> WireDtype {
+        match self {
+            Self::Bf16 => WireDtype::Bf16,
+            Self::F16 => WireDtype::F16,
+            Self::F32 => WireDtype::F32,
         }
     }
 }

@@ -40,7 +40,8 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     let world = addresses.len();
     let members: Vec<Member> = (0..).zip(addresses).map(|(id, address)| Member { id, address }).collect();
     let endpoint =
-        Endpoint::from_listener(listener, "allreduce_bench", rank as u64, Secret::new("allreduce_bench"))?;
+        Endpoint::from_listener(listener, "allreduce_bench", rank as u64, Secret::new("allreduce_bench"))?
+            .with_wire_dtype(arguments.wire.dtype());
     let ring = endpoint.connect(&GroupSpec { generation: 1, members: members.clone() }, CONNECT_TIME_MAX)?;
     let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
     bench.warm_up()?;
@@ -155,9 +156,10 @@ fn line(arguments: &Arguments, world: usize, times: Vec<f64>) -> String {
     let [median, p99] = quantiles(times);
     let traffic = 2.0 * (world - 1) as f64 / world as f64 * *bytes as f64;
     format!(
-        "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\"wire\":\"f32\",\"iters\":{iters},\
+        "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\"wire\":\"{}\",\"iters\":{iters},\
          \"median_s\":{median:.9},\"p99_s\":{p99:.9},\"busbw_gbs\":{:.3}}}",
         arguments.transport.name(),
+        arguments.wire.name(),
         traffic / median / 1e9
     )
 }
