@@ -40,6 +40,7 @@ impl Master for Desk {
         let options = v1::Options {
             batch: Some(v1::options::Batch::GlobalBatchSize(4)),
             epochs: 1,
+            work: Some(v1::options::Work::Train(v1::Train::default())),
             ..v1::Options::default()
         };
         let welcome = v1::Welcome { worker: 7, options: Some(options) };

@@ -166,8 +166,8 @@ impl Checkpoints {
         if self.complete.max(self.failed) >= Some(current.step) {
             return self.settle();
         }
-        for (member, part) in current.members.iter().zip(&mut current.parts) {
-            let at = members.iter().position(|m| m == member).and_then(|rank| words[rank].at);
+        for (rank, (member, part)) in current.members.iter().zip(&mut current.parts).enumerate() {
+            let at = members.iter().position(|m| m == member).and_then(|place| words[place].at);
             match at.filter(|(step, _)| *step == current.step) {
                 Some((step, Part::Failed)) => {
                     self.failed = Some(step);
@@ -176,8 +176,9 @@ impl Checkpoints {
                 }
                 Some((_, Part::Writing)) => {}
                 Some((_, Part::Written(written))) => *part = Some(written),
-                // What is written stays written; else it has given this checkpoint up, or never began it.
-                None if part.is_some() => {}
+                // What is written stays written. Else it has given this checkpoint up, or never began it; and without the
+                // first one nobody writes the manifest.
+                None if part.is_some() && rank > 0 => {}
                 None => return self.current = None,
             }
         }
@@ -469,6 +470,24 @@ mod tests {
             ranks.step_to(14);
             assert_eq!(ranks.complete(), [Some(complete); 2]);
         }
+    }
+
+    #[test]
+    fn what_the_first_rank_has_given_up_is_given_up_by_all() {
+        // One rank alone has heard that all parts are written, when a member is lost.
+        let mut ranks = Ranks::new(4, Every::Steps(10));
+        ranks.step_to(9);
+        ranks.step();
+        (0..4).for_each(|rank| assert!(ranks.work(rank, true)));
+        let words: Vec<Word> = ranks.ranks.iter().map(|(_, c)| c.word(11)).collect();
+        let members = ranks.members();
+        ranks.ranks[3].1.heard(&members, &words.iter().collect::<Vec<_>>());
+        ranks.ranks.remove(1);
+        let members = ranks.members();
+        ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
+        assert!(ranks.ranks[2].1.current.is_some());
+        ranks.step_to(15);
+        assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 12][..], vec![Some(12); 3]));
     }
 
     #[test]
