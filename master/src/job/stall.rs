@@ -47,6 +47,11 @@ impl Stalled {
         let since = before.filter(|b| is_fresh(b.last, now, beat)).map_or(now, |b| b.since);
         Self { stall, since, last: now }
     }
+
+    /// What it waited for has come to pass, as far as others can see: from now on it waits for something else.
+    pub(super) fn anew(&mut self, now: Time) {
+        self.since = now;
+    }
 }
 
 impl Blame {

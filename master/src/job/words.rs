@@ -250,6 +250,8 @@ impl Job {
         }
         if let Some(ledger) = self.check_ledger(now, worker, &report.ledger) {
             self.group.finished.entry(worker).or_insert((report, ledger));
+            // The others have what they waited for, or it is on its way, though their last beats say that they wait.
+            self.crew.workers.values_mut().filter_map(|w| w.stalled.as_mut()).for_each(|s| s.anew(now));
             self.settle(now);
         }
     }

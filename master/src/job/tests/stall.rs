@@ -251,6 +251,18 @@ fn who_holds_the_jobs_end_is_not_the_one_to_go() {
 }
 
 #[test]
+fn whose_last_beat_came_before_the_others_ends_is_not_judged_by_it() {
+    let mut job = watched();
+    pass(&mut job, 100, 1300, &[(1, Some((1, 9, 20, 30))), (2, None), (3, None), (4, None)]);
+    for worker in [2, 3, 4] {
+        let message = finished(1, 9, 5);
+        job.handle(at(1310), Event::Message { worker: WorkerId(worker), message });
+    }
+    job.handle_timeout(at(1350));
+    assert_eq!(outcome(&mut job), NOBODY);
+}
+
+#[test]
 fn workers_that_were_all_kept_from_running_are_not_taken_for_waiting() {
     let mut job = watched();
     let beats = [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 40)), (3, (1, 9, 20, 30)), (4, (1, 9, 30, 40))];
