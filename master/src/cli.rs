@@ -9,6 +9,7 @@ mod plan;
 mod remote;
 mod status;
 mod train;
+mod validation;
 mod view;
 mod watch;
 mod zoo;
@@ -25,6 +26,7 @@ pub use master::MasterArgs;
 pub use remote::{DeleteArgs, ListArgs, LogsArgs, StopArgs};
 pub use status::StatusArgs;
 pub use train::TrainArgs;
+pub use validation::{Metric, ValidationOptions};
 pub use zoo::{BuildArgs, InitArgs, PushArgs, Source, Tool, ZooArgs, ZooCommand};
 
 /// Elastic synchronous training: workers may come and go, every record counts exactly once.

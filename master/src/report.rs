@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::job::{CheckpointsSummary, MembershipRecord, Summary};
+use crate::job::{CheckpointsSummary, EvaluationsSummary, MembershipRecord, Summary, in_words};
 use crate::progress::{one_line, short};
 
 /// Where the user finds more.
@@ -58,6 +58,9 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     if let Some(digest) = &summary.digest {
         row(out, "digest", digest)?;
     }
+    if let Some(known) = &summary.evaluations {
+        row(out, "evaluations", &evaluations(known))?;
+    }
     if let Some(known) = &summary.checkpoints {
         row(out, "checkpoints", &checkpoints(known))?;
     }
@@ -82,6 +85,19 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     }
     row(out, "logs", &paths.logs.display().to_string())?;
     row(out, "summary", &paths.summary.display().to_string())
+}
+
+fn evaluations(known: &EvaluationsSummary) -> String {
+    let last = known.all.last().map(|e| format!("step {}: {}", e.step, one_line(&in_words(&e.metrics))));
+    let mut parts = vec![last.unwrap_or_else(|| "none".into())];
+    parts.extend(
+        known
+            .best
+            .as_ref()
+            .map(|b| format!("best at step {}: {} {:.4}", b.step, one_line(&b.metric), b.value)),
+    );
+    parts.extend(known.stopped_early.then(|| "stopped early".into()));
+    parts.join("; ")
 }
 
 fn checkpoints(known: &CheckpointsSummary) -> String {
@@ -139,8 +155,8 @@ mod tests {
 
     use super::*;
     use crate::job::{
-        Cause, FailedShard, LossSummary, RecordsSummary, RestoredCheckpoint, SavedCheckpoint,
-        ThroughputSummary, WorkersSummary,
+        BestEvaluation, Cause, Evaluated, FailedShard, LossSummary, RecordsSummary, RestoredCheckpoint,
+        SavedCheckpoint, ThroughputSummary, WorkersSummary,
     };
 
     fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipRecord {
@@ -174,6 +190,11 @@ mod tests {
             memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
             loss: LossSummary { first: Some(2.0), last: Some(0.5) },
             throughput: ThroughputSummary { records_per_s: 250.0, steps_per_s: 66.6 },
+            evaluations: Some(EvaluationsSummary {
+                all: vec![Evaluated { step: 90, records: 5, metrics: [("loss".into(), Some(0.75))].into() }],
+                best: Some(BestEvaluation { step: 40, metric: "loss".into(), value: 0.5 }),
+                stopped_early: true,
+            }),
             checkpoints: Some(CheckpointsSummary {
                 newest: Some(SavedCheckpoint { step: 100, name: "step-100".into(), bytes: 4 }),
                 saved: 3,
@@ -209,6 +230,7 @@ job mnist: completed after 1.50 s
   throughput    250 records/s, 66.6 steps/s
   workers       2 at most, 2 at the end, 1 restarts
   digest        00ff00ff00ff00ff
+  evaluations   step 90: loss 0.7500; best at step 40: loss 0.5000; stopped early
   checkpoints   3 written, newest of step 100, 1 failed, began at step 40 (2 steps again)
   memberships   generation  cause  workers     at step     gap ms
                          1  start        2          40          -

@@ -136,6 +136,7 @@ fn spec() -> JobSpec {
         worker_timeout: None,
         checkpoints: None,
         resume_from: None,
+        validation: None,
         work: Work::default(),
     }
 }
@@ -192,6 +193,7 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
         digest: 77,
         ledger: Some(all),
         records_trained: 4,
+        stopped_early: false,
         summary: Some("accuracy 1".into()),
     };
     worker.say(Said::Finished(finished)).await;

@@ -42,6 +42,7 @@ fn spec(data: &Path) -> JobSpec {
         worker_timeout: None,
         checkpoints: None,
         resume_from: None,
+        validation: None,
         work: Work::default(),
     }
 }

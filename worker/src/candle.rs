@@ -15,7 +15,7 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Tensor, 
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
-use crate::model::{Model, NamedTensor, UserError};
+use crate::model::{Metrics, Model, NamedTensor, UserError};
 use crate::optimizer::Optimizer;
 use crate::reader::Reader;
 
@@ -99,6 +99,21 @@ pub trait CandleModel: 'static {
         None
     }
 
+    /// As [`Model::evaluate`]. Default: `loss`, by [`loss`](Self::loss).
+    ///
+    /// # Errors
+    /// As [`Model::evaluate`].
+    fn evaluate(
+        &mut self,
+        network: &Self::Network,
+        batch: Self::Batch,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        let loss = self.loss(network, batch)?;
+        metrics.add("loss", value_of(&loss)?);
+        Ok(())
+    }
+
     /// As [`Model::summary`].
     ///
     /// # Errors
@@ -171,10 +186,7 @@ impl<M: CandleModel> Model for Candle<M> {
         let network = built(&self.network)?;
         self.parameters.set(parameters)?;
         let loss = self.model.loss(network, batch)?;
-        if loss.elem_count() != 1 || loss.dtype() != DType::F32 {
-            let (shape, dtype) = (loss.dims(), loss.dtype().as_str());
-            return Err(format!("the loss has the shape {shape:?} of {dtype} where one f32 should be").into());
-        }
+        let value = value_of(&loss)?;
         let found = loss.backward()?;
         for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables) {
             // A parameter that the loss does not depend on has no gradient.
@@ -182,7 +194,18 @@ impl<M: CandleModel> Model for Candle<M> {
                 add(gradient, &mut gradients[declared.range.clone()])?;
             }
         }
-        Ok(f64::from(loss.flatten_all()?.get(0)?.to_scalar::<f32>()?))
+        Ok(value)
+    }
+
+    fn evaluate(
+        &mut self,
+        parameters: &[f32],
+        batch: M::Batch,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        let network = built(&self.network)?;
+        self.parameters.set(parameters)?;
+        self.model.evaluate(network, batch, metrics)
     }
 
     fn optimizer(&self) -> Optimizer {
@@ -295,6 +318,15 @@ impl Init {
             Self::Uniform { bound } => values.fill_with(|| (bound * (2.0 * uniform() - 1.0)) as f32),
         }
     }
+}
+
+/// A loss, which must be one number.
+fn value_of(loss: &Tensor) -> Result<f64, UserError> {
+    if loss.elem_count() != 1 || loss.dtype() != DType::F32 {
+        let (shape, dtype) = (loss.dims(), loss.dtype().as_str());
+        return Err(format!("the loss has the shape {shape:?} of {dtype} where one f32 should be").into());
+    }
+    Ok(f64::from(loss.flatten_all()?.get(0)?.to_scalar::<f32>()?))
 }
 
 fn built<N>(network: &Result<N, String>) -> Result<&N, UserError> {

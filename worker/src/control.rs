@@ -75,7 +75,20 @@ pub(crate) struct CheckpointOptions {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Work {
     /// `export`: where the final model is written.
-    Train { export: Option<String> },
+    Train { export: Option<String>, validation: Option<ValidationOptions> },
+}
+
+/// What is to be evaluated, and when.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ValidationOptions {
+    pub(crate) data: String,
+    /// Steps; `None`: at the end alone.
+    pub(crate) every: Option<u64>,
+    /// The metric that tells which model is best.
+    pub(crate) metric: String,
+    pub(crate) highest: bool,
+    /// Evaluations without a better one after which the job ends.
+    pub(crate) patience: Option<u32>,
 }
 
 impl Control {

@@ -226,7 +226,14 @@ mod tests {
 
     fn record() -> StateRecord {
         let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
-        StateRecord { step: 2, records_trained: 8, epochs_complete: 0, ranges, repeated: 0 }
+        StateRecord {
+            step: 2,
+            records_trained: 8,
+            epochs_complete: 0,
+            ranges,
+            repeated: 0,
+            evaluation: Default::default(),
+        }
     }
 
     /// A donor that serves worker 2 the state of ones and twos, and the newcomer's end.

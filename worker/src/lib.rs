@@ -77,7 +77,7 @@ mod tensors;
 mod trainer;
 mod weights;
 
-pub use model::{Model, NamedTensor, Update, UserError};
+pub use model::{Metrics, Model, NamedTensor, Update, UserError};
 pub use optimizer::Optimizer;
 pub use reader::{DataError, Dataset, File, Reader};
 pub use run::run;

@@ -59,6 +59,8 @@ pub(crate) struct Finished {
     pub(crate) digest: u64,
     pub(crate) ledger: Ledger,
     pub(crate) records_trained: u64,
+    /// Evaluations got no better.
+    pub(crate) stopped_early: bool,
     pub(crate) summary: Option<String>,
 }
 

@@ -1,5 +1,7 @@
 //! What a user fills in to train a model.
 
+use std::collections::BTreeMap;
+
 use crate::optimizer::Optimizer;
 use crate::reader::Reader;
 
@@ -86,6 +88,25 @@ pub trait Model: 'static {
         None
     }
 
+    /// Judges the model on a batch of validation data: adds metrics to `metrics`, **summed over its records**.
+    ///
+    /// Default: `loss`, by [`gradients`](Self::gradients), whose gradient is thrown away; a model that knows how to do
+    /// without, or has other metrics, fills this in.
+    ///
+    /// # Errors
+    /// As for [`gradients`](Self::gradients).
+    fn evaluate(
+        &mut self,
+        parameters: &[f32],
+        batch: Self::Batch,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        let mut thrown_away = vec![0.0; parameters.len()];
+        let loss = self.gradients(parameters, batch, &mut thrown_away)?;
+        metrics.add("loss", loss);
+        Ok(())
+    }
+
     /// The model's closing words, shown with the job's summary: a sample, a score. Called on one worker, at the end.
     ///
     /// # Errors
@@ -102,6 +123,26 @@ pub struct NamedTensor {
     pub name: String,
     /// Its shape; the elements lie row by row.
     pub shape: Vec<usize>,
+}
+
+/// What [`Model::evaluate`] finds. What the user sees is the mean over all records of the validation data.
+#[derive(Debug)]
+pub struct Metrics<'a> {
+    sums: &'a mut BTreeMap<String, f64>,
+}
+
+impl<'a> Metrics<'a> {
+    pub(crate) fn new(sums: &'a mut BTreeMap<String, f64>) -> Self {
+        Self { sums }
+    }
+
+    /// Adds `sum`, over the batch's records, to the metric of this name.
+    pub fn add(&mut self, name: &str, sum: f64) {
+        match self.sums.get_mut(name) {
+            Some(before) => *before += sum,
+            None => drop(self.sums.insert(name.to_owned(), sum)),
+        }
+    }
 }
 
 /// One step's gradient and the state it is applied to.

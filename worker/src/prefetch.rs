@@ -198,7 +198,7 @@ impl<R> State<R> {
 }
 
 /// Reads one piece, which may not cross a file.
-fn read_piece<D: Reader>(
+pub(crate) fn read_piece<D: Reader>(
     reader: &mut D,
     dataset: &Dataset,
     piece: RecordRange,

@@ -5,7 +5,8 @@ use std::process::ExitCode;
 
 use elasticdl_collective::{Endpoint, Secret};
 
-use crate::control::{Control, Work};
+use crate::control::{Control, ValidationOptions, Work};
+use crate::core::evaluation;
 use crate::core::session::{Exit, JobPlan, Session};
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::failure::{Failure, call_user};
@@ -14,7 +15,7 @@ use crate::model::Model;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
 use crate::tensors::Tensors;
-use crate::trainer::{Checkpointing, Export, Trainer};
+use crate::trainer::{Checkpointing, Export, Trainer, Validation};
 use crate::weights;
 
 /// Runs this process as a worker of the job that launched it, training `model`: the whole `main` of a user's program.
@@ -111,7 +112,9 @@ fn train<M: Model>(
             why.unwrap_or_else(|| "parameters() is 0; a model has at least one".into()),
         ));
     }
-    let Work::Train { export } = &welcome.work;
+    let Work::Train { export, validation } = &welcome.work;
+    let validation = validation.as_ref().map(|options| validate(&model, options)).transpose();
+    let validation = validation.map_err(Failure::fatal)?;
     let layout = call_user("layout()", || Ok(model.layout())).map_err(Failure::fatal)?;
     weights::check(&layout, parameters).map_err(|error| Failure::fatal(error.to_string()))?;
     let plan = JobPlan {
@@ -120,6 +123,7 @@ fn train<M: Model>(
         max_steps: welcome.max_steps,
         batch: welcome.batch,
         checkpoints: welcome.checkpoints.as_ref().map(|kept| kept.every),
+        evaluation: validation.as_ref().map(|validation| validation.plan.clone()),
     };
     let (job, size) = (environment.job.as_str(), (parameters, parameters * slots));
     let checkpoints = Checkpointing::new(welcome, (job, &secret), prepared.clone(), size)?;
@@ -134,7 +138,7 @@ fn train<M: Model>(
         Tensors::new(parameters, slots),
         prefetch,
         (endpoint, welcome.worker_timeout.unwrap_or(PATIENCE)),
-        checkpoints,
+        (checkpoints, validation),
         (&control.inbox, control.outbox.clone()),
     );
     let export = export.clone().map(|address| Export { address, layout });
@@ -170,13 +174,29 @@ fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exi
     }
 }
 
+/// The validation data, which each worker looks at for itself.
+fn validate<M: Model>(model: &M, options: &ValidationOptions) -> Result<Validation<M::Reader>, String> {
+    call_user("reading the validation data", || {
+        let mut reader = model.reader();
+        let dataset = reader.describe(&options.data)?;
+        let plan = evaluation::Plan {
+            records: dataset.files.iter().map(|file| file.records).sum(),
+            every: options.every,
+            metric: options.metric.clone(),
+            highest: options.highest,
+            patience: options.patience,
+        };
+        Ok(Validation { plan, dataset, reader })
+    })
+}
+
 /// What would fail after all the work is found out before it.
 fn check_places(work: &Work) -> Result<(), String> {
     match work {
-        Work::Train { export: Some(export) } => {
+        Work::Train { export: Some(export), .. } => {
             weights::check_writable(export).map_err(|error| format!("--export: {error}"))
         }
-        Work::Train { export: None } => Ok(()),
+        Work::Train { export: None, .. } => Ok(()),
     }
 }
 

@@ -111,7 +111,8 @@ mod tests {
 
     #[test]
     fn a_flipped_bit_is_seen_at_once_by_the_digest_and_within_all_windows_by_their_digests() {
-        let state = State { step: 3, ledger: Ledger::new(9), records_trained: 0 };
+        let state =
+            State { step: 3, ledger: Ledger::new(9), records_trained: 0, evaluation: Default::default() };
         let whole = Tensors::new(1000, 2);
         for at in [0, 1, 999, 1000, 2999] {
             let mut other = Tensors::new(1000, 2);

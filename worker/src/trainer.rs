@@ -40,6 +40,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     /// Newcomers that get the state from here.
     donor: Donor,
     checkpoints: Checkpointing,
+    /// `None` where nothing is evaluated.
+    validation: Option<Validation<M::Reader>>,
     /// Where this worker gets it from, as a newcomer.
     source: Option<StateReceiver>,
     /// How long a peer may be silent on a link beside the ring.
@@ -83,7 +85,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         tensors: Tensors,
         prefetch: Prefetch<<M::Reader as Reader>::Record>,
         (endpoint, patience): (Endpoint, Duration),
-        checkpoints: Checkpointing,
+        (checkpoints, validation): (Checkpointing, Option<Validation<M::Reader>>),
         (inbox, outbox): (&'a Receiver<FromMaster>, Outbox),
     ) -> Self {
         Self {
@@ -98,6 +100,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             ring: None,
             donor: Donor::new(patience),
             checkpoints,
+            validation,
             source: None,
             patience,
             inbox,
@@ -168,6 +171,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         match task {
             Task::Compute(ranges) => self.compute(&ranges).map_err(Stopped::Failed),
             Task::Connect(membership) => self.connect(&membership),
+            Task::Evaluate(blocks) => self.evaluate(blocks),
             Task::Exit(_) => Ok(()),
             Task::Fetch(donor, address) => self.fetch(donor, address),
             Task::Finish => self.finish().map_err(Stopped::Failed),
@@ -499,6 +503,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             digest: self.tensors.digest(state),
             ledger: state.ledger.clone(),
             records_trained: state.records_trained,
+            stopped_early: self.session.stops_early(),
             summary,
         }));
         self.session.told();
@@ -552,8 +557,10 @@ fn mismatch(mismatch: &Mismatch) -> Failure {
 }
 
 mod checkpoints;
+mod evaluation;
 
 pub(crate) use self::checkpoints::Checkpointing;
+pub(crate) use self::evaluation::Validation;
 
 /// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays nobody; a peer that
 /// finishes its step first does. The master ends the wait for peers that never come.

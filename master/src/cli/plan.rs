@@ -101,6 +101,7 @@ pub(super) fn job_spec(
         worker_timeout: Some(args.worker_timeout),
         checkpoints,
         resume_from,
+        validation: args.validation.plan()?,
         work: Work::Train { export: args.export.clone() },
     };
     spec.check().map_err(|e| Failure::usage(e.to_string()))?;
@@ -328,6 +329,7 @@ mod tests {
             worker_timeout: Some(Duration::from_millis(800)),
             checkpoints: None,
             resume_from: None,
+            validation: None,
             work: Work::Train { export: None },
         };
         assert_eq!(plan.spec, expected);

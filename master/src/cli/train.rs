@@ -19,6 +19,7 @@ use super::checkpoint::CheckpointOptions;
 use super::client::directory_of;
 use super::cluster::{self, ClusterArgs};
 use super::plan::{self, Plan};
+use super::validation::ValidationOptions;
 use super::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, print_error};
 use crate::entrance::Entrance;
 use crate::job::{Outcome, Time};
@@ -155,6 +156,10 @@ pub struct TrainArgs {
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
     pub checkpoints: CheckpointOptions,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub validation: ValidationOptions,
 
     /// Also write the summary (JSON) to this file. [default: only DIR/summary.json]
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
@@ -520,7 +525,11 @@ const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
 const INTERRUPTS_MAX: usize = 4;
 /// What a job keeps from its start.
-const JOB_OPTIONS: [&str; 28] = [
+const JOB_OPTIONS: [&str; 32] = [
+    "validation_data",
+    "evaluate_every",
+    "best_metric",
+    "early_stopping",
     "checkpoint_dir",
     "checkpoint_every",
     "checkpoint_keep",

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use elasticdl_proto::{Generation, WorkerId, v1};
 use serde::{Deserialize, Serialize};
 
-use crate::job::{Cause, MembershipRecord, SavedCheckpoint};
+use crate::job::{Cause, Evaluated, MembershipRecord, SavedCheckpoint, in_words};
 use crate::progress::{one_line, short};
 use crate::report;
 
@@ -30,6 +30,8 @@ pub(super) struct StatusJson {
     pub(super) waiting: Vec<LaunchJson>,
     #[serde(default)]
     pub(super) rungs: Vec<RungJson>,
+    #[serde(default)]
+    pub(super) evaluated: Option<Evaluated>,
     #[serde(default)]
     pub(super) checkpoints: Option<CheckpointsJson>,
     pub(super) memberships: Vec<MembershipRecord>,
@@ -116,6 +118,11 @@ impl From<v1::StatusReply> for StatusJson {
             workers: status.workers.into_iter().map(WorkerJson::from).collect(),
             waiting: status.waiting.into_iter().map(LaunchJson::from).collect(),
             rungs: status.rungs.into_iter().map(RungJson::from).collect(),
+            evaluated: status.evaluated.map(|v1::Evaluated { step, records, metrics }| Evaluated {
+                step,
+                records,
+                metrics: metrics.into_iter().map(|(name, m)| (name, m.is_finite().then_some(m))).collect(),
+            }),
             checkpoints: status.checkpoints.map(CheckpointsJson::from),
             memberships: status.memberships.into_iter().filter_map(to_record).collect(),
             events: status.events,
@@ -225,6 +232,9 @@ pub(super) fn to_table(status: &StatusJson) -> String {
         let rungs = status.rungs.iter().map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
         row("rungs", &rungs.collect::<Vec<_>>().join(", "));
     }
+    if let Some(Evaluated { step, metrics, .. }) = &status.evaluated {
+        row("evaluated", &format!("step {step}: {}", one_line(&in_words(metrics))));
+    }
     if let Some(known) = &status.checkpoints {
         row("checkpoints", &checkpoints_row(known));
     }
@@ -327,6 +337,11 @@ pub(super) mod tests {
                 v1::RungStatus { class: "elasticdl-core".into(), launches: 2, workers: 2 },
                 v1::RungStatus { class: "elasticdl-rung-1".into(), launches: 1, workers: 0 },
             ],
+            evaluated: Some(v1::Evaluated {
+                step: 9,
+                records: 50,
+                metrics: [("loss".into(), 0.5), ("accuracy".into(), 0.75)].into(),
+            }),
             checkpoints: Some(v1::CheckpointStatus {
                 dir: "s3://b/c".into(),
                 newest: Some(v1::CheckpointSaved { step: 9, name: "step-9".into(), bytes: 400 }),
@@ -355,6 +370,7 @@ workers      2 wanted
                   2        72     -  training           -       1.5              64
 waiting      worker 3 no room: 0/1 nodes are available
 rungs        elasticdl-core 2/2, elasticdl-rung-1 0/1
+evaluated    step 9: accuracy 0.7500, loss 0.5000
 checkpoints  step 9 in s3://b/c; the last one failed: disk full
 memberships  generation  cause  workers     at step     gap ms
                       1  lost         2           9          -
@@ -415,6 +431,7 @@ events       generation 2: 1 worker
                 {"class": "elasticdl-core", "launches": 2, "workers": 2},
                 {"class": "elasticdl-rung-1", "launches": 1, "workers": 0},
             ],
+            "evaluated": {"step": 9, "records": 50, "metrics": {"accuracy": 0.75, "loss": 0.5}},
             "checkpoints": {
                 "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400}, "saved": 2, "failed": 1,
                 "error": "disk full",

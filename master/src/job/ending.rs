@@ -75,7 +75,7 @@ impl Job {
         };
         let missing = records.expected() - ledger.counted();
         records.rebuild(first.step, ledger, |_| false);
-        let at_max = self.spec.max_steps.is_some_and(|max| first.step >= max);
+        let at_max = first.stopped_early || self.spec.max_steps.is_some_and(|max| first.step >= max);
         self.step = first.step;
         self.last_word = Some(first);
         if missing == 0 || at_max {

@@ -1,5 +1,6 @@
 //! What happens to a job: the core's whole input, besides the time.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -166,6 +167,8 @@ pub enum FromWorker {
         /// No other worker would do better.
         fatal: bool,
     },
+    /// The group has evaluated its model (from its lowest rank).
+    Evaluated(Evaluated),
     /// The group holds the job's final state.
     Finished(Finished),
     /// A new group agrees on its state (from its lowest rank).
@@ -318,8 +321,22 @@ pub struct Finished {
     pub ledger: LedgerReport,
     /// Records that went into committed steps, by the steps' own counts.
     pub records_trained: u64,
+    /// It ends before its data does, for evaluations got no better.
+    #[serde(default)]
+    pub stopped_early: bool,
     /// The model's closing words, from the lowest rank.
     pub summary: Option<String>,
+}
+
+/// An evaluation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Evaluated {
+    /// Steps that the model had made.
+    pub step: u64,
+    /// Records of the validation data.
+    pub records: u64,
+    /// Means over them; `None` where one is not finite.
+    pub metrics: BTreeMap<String, Option<f64>>,
 }
 
 /// A ledger as it was received, not yet checked against the data set.

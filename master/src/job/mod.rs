@@ -30,6 +30,7 @@ mod adoption;
 mod checkpoints;
 mod crew;
 mod ending;
+mod evaluations;
 mod event;
 mod group;
 #[expect(clippy::module_inception, reason = "files are named after their type")]
@@ -57,13 +58,17 @@ mod words;
 
 pub use action::{Action, Membership, Outcome, ToWorker};
 pub use checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
+pub(crate) use evaluations::in_words;
+pub use evaluations::{BestEvaluation, EvaluationsSummary};
 pub use event::{
-    CheckpointNews, Committed, ConnectionId, Event, Exit, Finished, FromWorker, LaunchId, LedgerReport,
-    Phases, Resume, Stall, StepTimes, Wait,
+    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Finished, FromWorker, LaunchId,
+    LedgerReport, Phases, Resume, Stall, StepTimes, Wait,
 };
 pub use job::Job;
 pub use record::JobRecord;
-pub use spec::{Batch, CheckpointEvery, CheckpointSpec, Dataset, File, JobSpec, SpecError, Work};
+pub use spec::{
+    Batch, CheckpointEvery, CheckpointSpec, Dataset, File, JobSpec, SpecError, ValidationSpec, Work,
+};
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{
     Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,

@@ -41,9 +41,27 @@ pub struct JobSpec {
     /// A checkpoint, or the folder of some, that the job begins with.
     #[serde(default)]
     pub resume_from: Option<String>,
+    /// What is evaluated, and when; `None`: nothing.
+    #[serde(default)]
+    pub validation: Option<ValidationSpec>,
     /// What is done with the data.
     #[serde(default)]
     pub work: Work,
+}
+
+/// What is evaluated, and when.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ValidationSpec {
+    /// Where the validation data is, as the program's reader understands it.
+    pub data: String,
+    /// After so many steps; `None`: at the end alone.
+    pub every: Option<u64>,
+    /// The metric that tells which model is best.
+    pub metric: String,
+    /// The highest is, not the lowest.
+    pub highest: bool,
+    /// After so many evaluations without a better one the job ends.
+    pub patience: Option<u32>,
 }
 
 /// Where and when checkpoints are kept.

@@ -5,7 +5,7 @@ use elasticdl_proto::{Generation, Ledger, WorkerId};
 use super::checkpoints::CheckpointsSummary;
 use super::crew::{Launch, Room, Stage, Worker};
 use super::ending;
-use super::event::LaunchId;
+use super::event::{Evaluated, LaunchId};
 use super::job::{Job, Phase};
 use super::pace;
 use super::queue::Records;
@@ -49,6 +49,8 @@ pub struct Status {
     pub waiting: Vec<LaunchStatus>,
     /// How the launches that stay are spread over priority classes, from the lowest place up; empty where there are none.
     pub rungs: Vec<RungStatus>,
+    /// The newest evaluation.
+    pub evaluated: Option<Evaluated>,
     /// Where the job has to do with checkpoints.
     pub checkpoints: Option<CheckpointsSummary>,
     /// What was said last, oldest first; at most 20 lines.
@@ -157,6 +159,7 @@ impl Job {
             workers,
             waiting: self.waiting(),
             rungs: self.rungs(),
+            evaluated: self.story.evaluations.all.last().cloned(),
             checkpoints: self.checkpoints(),
             events: self.story.events(),
             events_said: self.story.events_said(),

@@ -9,6 +9,7 @@ use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::checkpoints::CheckpointsSummary;
+use super::evaluations::EvaluationsSummary;
 use super::event::Phases;
 use super::summary::{FailedShard, LossSummary, MembershipRecord, ThroughputSummary};
 use super::tally::Tally;
@@ -41,6 +42,7 @@ pub(super) struct Story {
     /// What this master has counted.
     pub(super) tally: Tally,
     pub(super) checkpoints: CheckpointsSummary,
+    pub(super) evaluations: EvaluationsSummary,
 }
 
 /// A change of membership that is not over: members have still to commit their first step.
@@ -67,6 +69,8 @@ pub(super) struct StoryRecord {
     pub(super) loss: LossSummary,
     #[serde(default)]
     pub(super) checkpoints: CheckpointsSummary,
+    #[serde(default)]
+    pub(super) evaluations: EvaluationsSummary,
 }
 
 impl Story {
@@ -80,6 +84,7 @@ impl Story {
             reported_last,
             loss,
             checkpoints,
+            evaluations,
         } = record;
         Self {
             named: memberships.iter().map(MembershipRecord::named).sum(),
@@ -91,6 +96,7 @@ impl Story {
             reported_last,
             loss,
             checkpoints,
+            evaluations,
             ..Self::default()
         }
     }
@@ -111,6 +117,7 @@ impl Story {
             reported_last: self.reported_last,
             loss: self.loss,
             checkpoints: self.checkpoints.clone(),
+            evaluations: self.evaluations.clone(),
         }
     }
 

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::action::Outcome;
 use super::checkpoints::CheckpointsSummary;
+use super::evaluations::EvaluationsSummary;
 use super::job::{Job, Phase};
 use super::spec::Work;
 use super::time::Time;
@@ -32,6 +33,8 @@ pub struct Summary {
     pub loss: LossSummary,
     /// From the first group's start to the last report.
     pub throughput: ThroughputSummary,
+    /// Where there is validation data.
+    pub evaluations: Option<EvaluationsSummary>,
     /// Where the job has to do with checkpoints.
     pub checkpoints: Option<CheckpointsSummary>,
     /// What the user's code failed on; the first 100.
@@ -215,6 +218,7 @@ impl Job {
             memberships: self.story.memberships(),
             loss: self.story.loss(),
             throughput: self.story.throughput(records.counted, self.step),
+            evaluations: self.evaluations(),
             checkpoints: self.checkpoints(),
             failed_shards: self.story.failed_shards(),
             error: self.story.error.clone(),
@@ -233,7 +237,11 @@ impl Job {
         let stopped = matches!(self.phase, Phase::Ending(Outcome::Stopped) | Phase::Ended(Outcome::Stopped));
         let expected = match &self.last_word {
             _ if counted == whole => whole,
-            Some(word) if stopped || self.spec.max_steps.is_some_and(|max| word.step >= max) => {
+            Some(word)
+                if stopped
+                    || word.stopped_early
+                    || self.spec.max_steps.is_some_and(|max| word.step >= max) =>
+            {
                 word.records_trained
             }
             None if stopped => counted,

@@ -22,6 +22,7 @@ pub(crate) fn spec() -> JobSpec {
         worker_timeout: None,
         checkpoints: None,
         resume_from: None,
+        validation: None,
         work: Work::default(),
     }
 }

@@ -33,6 +33,7 @@ impl Job {
             FromWorker::Checkpoint(news) => self.on_checkpoint_news(worker, news),
             FromWorker::Committed(report) => self.on_committed(now, worker, &report),
             FromWorker::Described(outcome) => self.on_described(now, worker, outcome),
+            FromWorker::Evaluated(report) => self.on_evaluated(report),
             FromWorker::Failed { error, ranges, fatal } => {
                 self.on_failed(now, worker, &error, &ranges, fatal)
             }

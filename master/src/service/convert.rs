@@ -13,9 +13,9 @@ use tonic::Status;
 use v1::{master_message, worker_message};
 
 use crate::job::{
-    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, File, Finished,
-    FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, Phases, Resume, Stall,
-    StepTimes, ToWorker, Work,
+    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, Evaluated, File,
+    Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, Phases, Resume,
+    Stall, StepTimes, ToWorker, ValidationSpec, Work,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -93,6 +93,7 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             epoch: epoch("lease_request.epoch", request.epoch)?,
             records: within("lease_request.records", request.records, 1, DATASET_RECORDS_MAX)?,
         },
+        Kind::Evaluated(report) => FromWorker::Evaluated(evaluated(report)?),
         Kind::Formed(formed) => FromWorker::Formed {
             generation: generation("formed.generation", formed.generation)?,
             step: within("formed.step", formed.step, 0, STEPS_MAX)?,
@@ -147,7 +148,10 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
         checkpoints: spec.checkpoints.as_ref().map(to_checkpoint_options),
         resume_from: spec.resume_from.clone(),
         work: Some(match &spec.work {
-            Work::Train { export } => v1::options::Work::Train(v1::Train { export: export.clone() }),
+            Work::Train { export } => {
+                let validation = spec.validation.as_ref().map(to_validation);
+                v1::options::Work::Train(v1::Train { export: export.clone(), validation })
+            }
         }),
     };
     to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
@@ -209,8 +213,20 @@ pub(crate) fn status_reply(status: job::Status) -> v1::StatusReply {
         shards: status.shards.map(to_counts),
         memberships: status.memberships.into_iter().map(to_membership_record).collect(),
         events_said: status.events_said,
+        evaluated: status.evaluated.map(to_evaluated),
         checkpoints: status.checkpoints.filter(|known| known.dir.is_some()).map(to_checkpoint_status),
     }
+}
+
+fn to_validation(spec: &ValidationSpec) -> v1::Validation {
+    let ValidationSpec { data, every, metric, highest, patience } = spec.clone();
+    v1::Validation { data, every, metric, highest, patience }
+}
+
+fn to_evaluated(evaluated: Evaluated) -> v1::Evaluated {
+    let Evaluated { step, records, metrics } = evaluated;
+    let metrics = metrics.into_iter().map(|(name, mean)| (name, mean.unwrap_or(f64::NAN)));
+    v1::Evaluated { step, records, metrics: metrics.collect() }
 }
 
 fn to_checkpoint_options(spec: &CheckpointSpec) -> v1::CheckpointOptions {
@@ -260,6 +276,20 @@ fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {
         left: ids(record.left),
         joined: ids(record.joined),
     }
+}
+
+fn evaluated(report: v1::Evaluated) -> Result<Evaluated, Status> {
+    within("evaluated.metrics", report.metrics.len() as u64, 0, METRICS_MAX)?;
+    // Not finite is a model that diverges: the user's to see, not a fault of the message.
+    let metrics = report
+        .metrics
+        .into_iter()
+        .map(|(name, mean)| (clip(name, METRIC_NAME_BYTES_MAX), mean.is_finite().then_some(mean)));
+    Ok(Evaluated {
+        step: within("evaluated.step", report.step, 1, STEPS_MAX)?,
+        records: within("evaluated.records", report.records, 1, DATASET_RECORDS_MAX)?,
+        metrics: metrics.collect(),
+    })
 }
 
 fn checkpoint_news(news: v1::CheckpointNews) -> Result<CheckpointNews, Status> {
@@ -334,6 +364,7 @@ fn finished(message: v1::Finished) -> Result<Finished, Status> {
         digest: message.digest,
         ledger: ledger("finished.ledger", message.ledger)?,
         records_trained: message.records_trained,
+        stopped_early: message.stopped_early,
         summary: message.summary.map(|words| clip(words, SUMMARY_BYTES_MAX)),
     })
 }
@@ -452,6 +483,8 @@ fn to_range(range: RecordRange) -> v1::Range {
 }
 
 const CHECKPOINT_NAME_BYTES_MAX: usize = 256;
+const METRICS_MAX: u64 = 100;
+const METRIC_NAME_BYTES_MAX: usize = 100;
 const JOB_NAME_SHOWN_MAX: usize = 64;
 
 #[cfg(test)]

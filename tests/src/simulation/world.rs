@@ -276,6 +276,7 @@ impl Setting {
             // From dice of their own: other runs stay as they are.
             checkpoints: checkpoints(&mut Dice::new(!seed)),
             resume_from: None,
+            validation: None,
             work: elasticdl_master::job::Work::default(),
         };
         Self {

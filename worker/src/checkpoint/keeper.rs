@@ -160,7 +160,7 @@ impl Clerk {
                 let path = format!("{name}/{MANIFEST}");
                 let result = self.storage.write(&path, vec![manifest.encode().into()]);
                 if result.is_ok() {
-                    self.clear(&name);
+                    self.clear(&name, manifest.state.evaluation.best.map(|(step, _)| step));
                 }
                 let result = result.map(|()| bytes).map_err(|error| error.to_string());
                 answer(Answer::Done(Done::Committed { step: name.step, name: name.to_string(), result }));
@@ -195,9 +195,9 @@ impl Clerk {
     }
 
     /// Removes what `newest` makes superfluous. What can't be removed now will be the next time.
-    fn clear(&self, newest: &Name) {
+    fn clear(&self, newest: &Name, best: Option<u64>) {
         let result = self.storage.list("").and_then(|files| {
-            let names = name::to_remove(&Name::all(&files), newest, self.keep);
+            let names = name::to_remove(&Name::all(&files), newest, self.keep, best);
             names.iter().try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
         });
         if let Err(error) = result {

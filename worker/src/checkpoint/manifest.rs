@@ -251,7 +251,14 @@ pub(super) mod tests {
 
     pub(in super::super) fn record(step: u64) -> StateRecord {
         let ranges = vec![RecordRange { epoch: 1, start: 0, end: 4 * step - 100 }];
-        StateRecord { step, records_trained: 4 * step, epochs_complete: 1, ranges, repeated: 0 }
+        StateRecord {
+            step,
+            records_trained: 4 * step,
+            epochs_complete: 1,
+            ranges,
+            repeated: 0,
+            evaluation: Default::default(),
+        }
     }
 
     fn manifest() -> Manifest {

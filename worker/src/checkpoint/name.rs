@@ -53,11 +53,17 @@ pub(super) fn shard(rank: usize, world_size: usize) -> String {
 }
 
 /// Which checkpoints of `run` are to go when `newest` has become complete: all but the last `keep` complete ones, and
-/// attempts before it that came to nothing.
-pub(super) fn to_remove(names: &BTreeMap<Name, bool>, newest: &Name, keep: usize) -> Vec<Name> {
+/// attempts before it that came to nothing. What holds the best model, of step `best`, stays.
+pub(super) fn to_remove(
+    names: &BTreeMap<Name, bool>,
+    newest: &Name,
+    keep: usize,
+    best: Option<u64>,
+) -> Vec<Name> {
     let ours = names.iter().rev().filter(|(name, _)| name.run == newest.run);
     let (complete, torn): (Vec<_>, Vec<_>) = ours.partition(|(_, is_complete)| **is_complete);
     let old = complete.into_iter().skip(keep.max(1)).map(|(name, _)| name);
+    let old = old.filter(|name| Some(name.step) != best);
     let torn = torn.into_iter().map(|(name, _)| name).filter(|name| *name < newest);
     old.filter(|name| *name != newest).chain(torn).cloned().collect()
 }
@@ -97,9 +103,11 @@ mod tests {
         }
         files.push(file(format!("{}/{MANIFEST}", name(1, 1, "b"))));
         let names = Name::all(&files);
-        let removed = |keep| to_remove(&names, &name(5, 1, "a"), keep);
+        let removed = |keep| to_remove(&names, &name(5, 1, "a"), keep, None);
         assert_eq!(removed(2), [name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
         assert_eq!(removed(1), [name(4, 1, "a"), name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
         assert_eq!(removed(9), [name(3, 1, "a")]);
+        let but_the_best = to_remove(&names, &name(5, 1, "a"), 1, Some(2));
+        assert_eq!(but_the_best, [name(4, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use elasticdl_collective::Stall;
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId, v1};
 
-use super::{CheckpointOptions, Welcome, Work};
+use super::{CheckpointOptions, ValidationOptions, Welcome, Work};
 use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
 use crate::core::session::{Membership, Report, StepTimes};
@@ -33,9 +33,16 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
         },
         resume_from: options.resume_from,
         work: match options.work? {
-            v1::options::Work::Train(train) => Work::Train { export: train.export },
+            v1::options::Work::Train(v1::Train { export, validation }) => {
+                Work::Train { export, validation: validation.map(decode_validation) }
+            }
         },
     })
+}
+
+fn decode_validation(validation: v1::Validation) -> ValidationOptions {
+    let v1::Validation { data, every, metric, highest, patience } = validation;
+    ValidationOptions { data, every: every.map(|steps| steps.max(1)), metric, highest, patience }
 }
 
 fn decode_checkpoints(options: v1::CheckpointOptions) -> Option<CheckpointOptions> {
@@ -128,6 +135,9 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
             compute_us: progress.compute_us,
             times: Some(encode_times(progress.times)),
         }),
+        Report::Evaluated { step, records, means } => {
+            Kind::Evaluated(v1::Evaluated { step, records, metrics: means.into_iter().collect() })
+        }
         Report::Formed { generation, step, ledger } => {
             Kind::Formed(v1::Formed { generation: generation.0, step, ledger: Some(encode_ledger(&ledger)) })
         }
@@ -167,6 +177,7 @@ fn encode_finished(finished: Finished) -> v1::Finished {
         digest: finished.digest,
         ledger: Some(encode_ledger(&finished.ledger)),
         records_trained: finished.records_trained,
+        stopped_early: finished.stopped_early,
         summary: finished.summary,
     }
 }

@@ -4,6 +4,7 @@ use elasticdl_proto::RecordRange;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::core::checkpoint;
+use crate::core::evaluation::Evaluation;
 
 /// One rank's word in one round. All ranks get all headers, so all decide alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,6 +26,8 @@ pub struct StepHeader {
     /// Digest of a part of the state after `step` steps, another part at each step.
     pub digest: u64,
     pub checkpoint: checkpoint::Word,
+    /// What it remembers of evaluations.
+    pub evaluation: Evaluation,
 }
 
 impl StepHeader {
@@ -53,13 +56,15 @@ pub struct StateHeader {
 }
 
 /// The part of the training state that is not tensors, as it travels to ranks that have none.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StateRecord {
     pub step: u64,
     pub records_trained: u64,
     pub epochs_complete: u32,
     pub ranges: Vec<RecordRange>,
     pub repeated: u64,
+    #[serde(default)]
+    pub evaluation: Evaluation,
 }
 
 /// Bytes of a header.

@@ -3,6 +3,7 @@
 //! Not for users: public so that the workspace's simulation can put whole systems together out of it.
 
 pub mod checkpoint;
+pub mod evaluation;
 pub mod header;
 pub mod leases;
 pub mod plan;

@@ -24,7 +24,8 @@ use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use self::fetch::Fetch;
 pub use self::words::{Exit, JobPlan, Membership, Progress, Report, State, StepTimes, Task};
-use crate::core::checkpoint::{self, Checkpoints, Last, Written};
+use crate::core::checkpoint::{self, Checkpoints, Last};
+use crate::core::evaluation::Evaluation;
 use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
 use crate::core::leases::Leases;
 use crate::core::plan::{self, Holding};
@@ -49,6 +50,12 @@ struct Group {
 enum Phase {
     Alone,
     Ended(Exit),
+    /// Between a round and what its headers bring.
+    Evaluating {
+        group: Group,
+        headers: Vec<StepHeader>,
+        committed: Option<Duration>,
+    },
     /// The state comes from a member while it trains.
     Fetching,
     Joining(Membership),
@@ -138,11 +145,6 @@ impl Session {
         }
     }
 
-    /// The user wants a checkpoint now.
-    pub fn handle_checkpoint(&mut self) {
-        self.checkpoints.ask();
-    }
-
     pub fn handle_drain(&mut self) {
         self.stop = true;
     }
@@ -157,6 +159,10 @@ impl Session {
         match &mut self.phase {
             Phase::Alone | Phase::Over { told: true, .. } => Task::Wait,
             Phase::Ended(exit) => Task::Exit(exit.clone()),
+            Phase::Evaluating { group, .. } => {
+                let plan = self.job.evaluation.as_ref().expect("there is a plan where it is evaluated");
+                Task::Evaluate(plan.share(group.rank, group.members.len()))
+            }
             Phase::Fetching => {
                 let (donor, address) = self.fetch.donor();
                 Task::Fetch(donor, address)
@@ -180,11 +186,6 @@ impl Session {
         }
     }
 
-    /// What there is to do for a checkpoint, before anything else: the state is as it is to be kept.
-    pub fn poll_checkpoint(&mut self) -> Option<checkpoint::Task> {
-        self.checkpoints.poll()
-    }
-
     pub fn poll_report(&mut self) -> Option<Report> {
         self.reports.pop_front()
     }
@@ -202,6 +203,7 @@ impl Session {
             stop: self.stop,
             digest,
             checkpoint: self.checkpoints.word(self.step() + 1),
+            evaluation: self.evaluation(),
         }
     }
 
@@ -238,7 +240,8 @@ impl Session {
         let generation = match &self.phase {
             Phase::Alone | Phase::Ended(_) | Phase::Fetching => return,
             Phase::Joining(membership) => membership.generation,
-            Phase::Over { group, .. }
+            Phase::Evaluating { group, .. }
+            | Phase::Over { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group) => group.generation,
@@ -272,24 +275,22 @@ impl Session {
 
     /// This rank made the initial state.
     pub fn begin(&mut self) {
-        self.state = Some(State { step: 0, ledger: Ledger::new(self.job.records), records_trained: 0 });
-    }
-
-    /// This rank took over the state of a checkpoint; `false` where the record makes no sense. `ours`: of this job, and not
-    /// of another one.
-    pub fn restore(&mut self, record: StateRecord, ours: bool) -> bool {
-        self.checkpoints.restored(record.step, ours);
-        self.install(record, None)
+        self.state = Some(State {
+            step: 0,
+            ledger: Ledger::new(self.job.records),
+            records_trained: 0,
+            evaluation: Evaluation::default(),
+        });
     }
 
     /// This rank took over another one's state; `kept` are the headers of its last step, if this rank has that step's
     /// reduced gradient. `false` where the record makes no sense.
     pub fn install(&mut self, record: StateRecord, kept: Option<Vec<StepHeader>>) -> bool {
-        let StateRecord { step, records_trained, epochs_complete, ranges, repeated } = record;
+        let StateRecord { step, records_trained, epochs_complete, ranges, repeated, evaluation } = record;
         let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated) else {
             return false;
         };
-        self.state = Some(State { step, ledger, records_trained });
+        self.state = Some(State { step, ledger, records_trained, evaluation });
         self.kept = kept;
         true
     }
@@ -312,8 +313,8 @@ impl Session {
         self.checkpoints.regrouped(&group.members);
         self.ask(group.members.len());
         // What each rank holds is known only after the repair, so the first round is a talk. So is whether the final state
-        // is kept.
-        match self.at_end() && !self.checkpoints.are_kept() {
+        // is kept, and judged.
+        match self.at_end() && !self.checkpoints.are_kept() && self.job.evaluation.is_none() {
             true => self.end(group),
             false => self.phase = Phase::Round { group, quotas: None, computed: false },
         }
@@ -387,16 +388,6 @@ impl Session {
         self.kept = Some(headers);
     }
 
-    /// This rank's part of the checkpoint of `step` is written, or can't be.
-    pub fn wrote_part(&mut self, step: u64, part: Result<Written, ()>) {
-        self.checkpoints.wrote(step, part);
-    }
-
-    /// The manifest of the checkpoint of `step` is written, or can't be.
-    pub fn committed_checkpoint(&mut self, step: u64, is_written: bool) {
-        self.checkpoints.committed(step, is_written);
-    }
-
     /// The master was told that the job is over.
     pub fn told(&mut self) {
         if let Phase::Over { told, .. } = &mut self.phase {
@@ -429,7 +420,8 @@ impl Session {
     pub fn place(&self) -> Option<(Generation, usize)> {
         match &self.phase {
             Phase::Alone | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
-            Phase::Over { group, .. }
+            Phase::Evaluating { group, .. }
+            | Phase::Over { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group) => Some((group.generation, group.rank)),
@@ -491,19 +483,17 @@ impl Session {
     fn at_end(&self) -> bool {
         self.state.as_ref().is_some_and(|s| {
             s.ledger.epoch() >= self.job.epochs || self.job.max_steps.is_some_and(|max| s.step >= max)
-        })
-    }
-
-    fn hear_of_checkpoints(&mut self, headers: &[StepHeader]) {
-        if let Phase::Round { group, .. } = &self.phase {
-            self.checkpoints.heard(&group.members, &words_of(headers));
-        }
+        }) || self.stops_early()
     }
 
     /// `committed`: when a step was, if this round made one.
     fn end_round(&mut self, headers: &[StepHeader], committed: Option<Duration>) {
         let Phase::Round { group, .. } = &self.phase else { return };
         let group = group.clone();
+        if self.is_to_be_evaluated() {
+            self.phase = Phase::Evaluating { group, headers: headers.to_vec(), committed };
+            return;
+        }
         let seen = headers.iter().map(|h| h.seen).min().unwrap_or(0);
         let ends = self.at_end() || headers.iter().any(|h| h.stop);
         let words = words_of(headers);
@@ -511,7 +501,11 @@ impl Session {
             true => checkpoint::last(&words, self.step()),
             false => Last::Nothing,
         };
-        if last == Last::Begin || (committed.is_some() && checkpoint::begins(&words)) {
+        let best = self.is_best()
+            && self.checkpoints.are_kept()
+            && checkpoint::last(&words, self.step()) != Last::Nothing;
+        let is_free = checkpoint::last(&words, self.step()) == Last::Begin;
+        if last == Last::Begin || (best && is_free) || (committed.is_some() && checkpoint::begins(&words)) {
             let (step, generation) = (self.step(), group.generation);
             self.checkpoints.begin(step, generation, &group.members, committed.unwrap_or_default());
         }
@@ -522,7 +516,9 @@ impl Session {
             self.flush_progress();
             self.join_latest();
         } else {
-            let quotas = if ends { None } else { self.quotas(headers) };
+            // The best model is worth a wait: there is no later step to keep it at.
+            let waits = ends || (best && !is_free);
+            let quotas = if waits { None } else { self.quotas(headers) };
             self.phase = Phase::Round { group, quotas, computed: false };
         }
     }
@@ -603,6 +599,7 @@ const STEPS_AHEAD: u64 = 4;
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 mod fetch;
+mod keeping;
 mod reconnect;
 mod words;
 

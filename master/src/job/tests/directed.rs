@@ -69,6 +69,7 @@ pub(super) fn finished(generation: u64, step: u64, digest: u64) -> FromWorker {
         digest,
         ledger,
         records_trained: 40,
+        stopped_early: false,
         summary: Some("loss 0.5".into()),
     })
 }

@@ -4,6 +4,7 @@ mod adoption;
 mod checkpoints;
 mod cuts;
 mod directed;
+mod evaluations;
 mod group;
 mod histories;
 mod leases;

@@ -186,7 +186,15 @@ impl Process {
 pub(super) fn last_word(generation: Generation, state: &State) -> FromWorker {
     let (step, ledger) = (state.step, report(&state.ledger));
     let records_trained = state.ledger.counted();
-    FromWorker::Finished(Finished { generation, step, digest: step, ledger, records_trained, summary: None })
+    FromWorker::Finished(Finished {
+        generation,
+        step,
+        digest: step,
+        ledger,
+        records_trained,
+        stopped_early: false,
+        summary: None,
+    })
 }
 
 pub(super) fn report(ledger: &Ledger) -> LedgerReport {

@@ -132,6 +132,7 @@ fn the_summarys_keys_are_stable() {
         "error",
         "model_summary",
         "checkpoints",
+        "evaluations",
         "export",
         "digest",
     ];

@@ -67,6 +67,7 @@ fn record(seed: u64) -> JobRecord {
         worker_timeout,
         checkpoints: None,
         resume_from: None,
+        validation: None,
         work: crate::job::Work::default(),
     };
     Job::new(spec).record()

@@ -21,6 +21,7 @@ fn request() -> Request {
         worker_timeout: Some(Duration::from_millis(800)),
         checkpoints: None,
         resume_from: None,
+        validation: None,
         work: crate::job::Work::default(),
     };
     let pods = PodOptions {

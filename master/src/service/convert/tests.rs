@@ -43,6 +43,7 @@ fn end() -> v1::Finished {
         digest: u64::MAX,
         ledger: Some(full_ledger()),
         records_trained: 8,
+        stopped_early: false,
         summary: Some("done".into()),
     }
 }
@@ -155,6 +156,7 @@ fn every_message_keeps_every_field() {
                 digest: u64::MAX,
                 ledger: report(),
                 records_trained: 8,
+                stopped_early: false,
                 summary: Some("done".into()),
             }),
         ),
@@ -243,6 +245,13 @@ fn a_welcome_carries_the_jobs_options() {
             keep: 4,
         }),
         resume_from: Some("s3://b".into()),
+        validation: Some(ValidationSpec {
+            data: "v".into(),
+            every: Some(7),
+            metric: "accuracy".into(),
+            highest: true,
+            patience: Some(2),
+        }),
         work: Work::Train { export: Some("/m".into()) },
     };
     let expected = |batch| v1::Welcome {
@@ -262,7 +271,16 @@ fn a_welcome_carries_the_jobs_options() {
                 keep: 4,
             }),
             resume_from: Some("s3://b".into()),
-            work: Some(v1::options::Work::Train(v1::Train { export: Some("/m".into()) })),
+            work: Some(v1::options::Work::Train(v1::Train {
+                export: Some("/m".into()),
+                validation: Some(v1::Validation {
+                    data: "v".into(),
+                    every: Some(7),
+                    metric: "accuracy".into(),
+                    highest: true,
+                    patience: Some(2),
+                }),
+            })),
         }),
     };
     let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;
@@ -337,6 +355,7 @@ fn a_status_keeps_every_field() {
             waits_for: Some("full".into()),
         }],
         rungs: vec![job::RungStatus { class: "core".into(), launches: 3, workers: 2 }],
+        evaluated: Some(Evaluated { step: 40, records: 5, metrics: [("loss".into(), Some(0.5))].into() }),
         checkpoints: Some(job::CheckpointsSummary {
             dir: Some("/c".into()),
             newest: Some(job::SavedCheckpoint { step: 40, name: "n".into(), bytes: 9 }),
@@ -405,6 +424,7 @@ fn a_status_keeps_every_field() {
         shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
         memberships: vec![record.clone(), v1::MembershipRecord { generation: 4, phases: None, ..record }],
         events_said: 30,
+        evaluated: Some(v1::Evaluated { step: 40, records: 5, metrics: [("loss".into(), 0.5)].into() }),
         checkpoints: Some(v1::CheckpointStatus {
             dir: "/c".into(),
             newest: Some(v1::CheckpointSaved { step: 40, name: "n".into(), bytes: 9 }),
@@ -429,4 +449,13 @@ fn news_of_checkpoints_are_checked_and_cut() {
     assert!(said(None).is_err());
     let restored = |step| said(Some(News::Restored(v1::CheckpointRestored { step, name: "n".into() })));
     assert!(restored(STEPS_MAX).is_ok() && restored(STEPS_MAX + 1).is_err());
+}
+
+#[test]
+fn an_evaluation_is_checked() {
+    let metrics = |n: usize| (0..n).map(|i| (format!("{i}{}", "x".repeat(200)), f64::NAN)).collect();
+    let said = |n, records| convert(Kind::Evaluated(v1::Evaluated { step: 3, records, metrics: metrics(n) }));
+    let Ok(FromWorker::Evaluated(Evaluated { step: 3, metrics, .. })) = said(100, 1) else { panic!() };
+    assert!(metrics.len() == 100 && metrics.keys().all(|name| name.len() <= 100 + '…'.len_utf8()));
+    assert!(said(101, 1).is_err() && said(1, 0).is_err());
 }

@@ -93,6 +93,7 @@ fn spec(workers: u32) -> JobSpec {
         worker_timeout: None,
         checkpoints: None,
         resume_from: None,
+        validation: None,
         work: Work::default(),
     }
 }

@@ -165,8 +165,14 @@ mod tests {
 
     /// A newcomer that has a state of step 3 and a result of step 4 from worker 1, of generation 1.
     fn newcomer() -> Session {
-        let plan =
-            JobPlan { records: 100, epochs: 1, max_steps: None, batch: Batch::Global(4), checkpoints: None };
+        let plan = JobPlan {
+            records: 100,
+            epochs: 1,
+            max_steps: None,
+            batch: Batch::Global(4),
+            checkpoints: None,
+            evaluation: None,
+        };
         let mut session = Session::new(ME, plan);
         session.handle_fetch(vec![at(1), at(2)]);
         assert_eq!(session.poll(), Task::Fetch(WorkerId(1), at(1).1));
@@ -177,6 +183,7 @@ mod tests {
             epochs_complete: 0,
             ranges: vec![range(0, 12)],
             repeated: 0,
+            evaluation: Default::default(),
         };
         assert!(session.install(state, None));
         session.fetched(Generation(1));
@@ -190,6 +197,7 @@ mod tests {
             stop: false,
             digest: 0,
             checkpoint: Default::default(),
+            evaluation: Default::default(),
         };
         session.commit(vec![header], std::time::Duration::ZERO);
         session.fetched(Generation(1));

@@ -13,7 +13,7 @@ impl Session {
         match &mut self.phase {
             Phase::Alone => self.report_broken_again(),
             Phase::Over { told, .. } => *told = false,
-            Phase::Round { group, .. } => {
+            Phase::Evaluating { group, .. } | Phase::Round { group, .. } => {
                 let (generation, rank, world_size) = (group.generation, group.rank, group.members.len());
                 if let (0, Some(State { step, ledger, .. })) = (rank, &self.state) {
                     let (step, ledger) = (*step, ledger.clone());
@@ -64,8 +64,14 @@ mod tests {
     /// Alone in generation 1, at step 0, with a lease on records 0 to 6.
     fn alone() -> Session {
         let me = WorkerId(1);
-        let plan =
-            JobPlan { records: 10, epochs: 1, max_steps: None, batch: Batch::Global(2), checkpoints: None };
+        let plan = JobPlan {
+            records: 10,
+            epochs: 1,
+            max_steps: None,
+            batch: Batch::Global(2),
+            checkpoints: None,
+            evaluation: None,
+        };
         let mut session = Session::new(me, plan);
         let members = vec![(me, "127.0.0.1:1".parse().unwrap())];
         session.handle_membership(Membership { generation: Generation(1), members, abort: false });
@@ -152,7 +158,14 @@ mod tests {
     fn a_worker_that_was_no_member_has_nothing_to_say() {
         let mut session = Session::new(
             WorkerId(1),
-            JobPlan { records: 10, epochs: 1, max_steps: None, batch: Batch::Global(2), checkpoints: None },
+            JobPlan {
+                records: 10,
+                epochs: 1,
+                max_steps: None,
+                batch: Batch::Global(2),
+                checkpoints: None,
+                evaluation: None,
+            },
         );
         session.reconnected();
         assert_eq!(reports(&mut session), [Report::Holding { step: 0, ranges: Vec::new() }]);

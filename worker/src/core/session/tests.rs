@@ -12,6 +12,7 @@ use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
+use crate::core::evaluation::{self, Scores};
 use crate::core::header::{decode, encode};
 use crate::core::plan::Batch;
 
@@ -21,6 +22,8 @@ mod newcomers;
 use newcomers::Stream;
 
 const RECORDS: u64 = 60;
+/// Three blocks.
+const VALIDATION: u64 = 600;
 
 /// What a replica has absorbed: the stand-in for parameters.
 type Absorbed = Vec<RecordRange>;
@@ -52,6 +55,7 @@ enum Doing {
 
 #[derive(Clone, Debug)]
 enum What {
+    Evaluate(std::ops::Range<u64>),
     Result { apply: bool },
     State { take: bool },
     Step,
@@ -109,6 +113,8 @@ struct World {
     joins: u32,
     leaves: u32,
     highest_step: u64,
+    /// What the lowest ranks have said, by step.
+    evaluations: BTreeMap<u64, BTreeMap<String, f64>>,
 }
 
 impl World {
@@ -142,6 +148,7 @@ impl World {
             queue: BTreeMap::new(),
             crashes,
             highest_step: 0,
+            evaluations: BTreeMap::new(),
         };
         for _ in 0..world.rng.random_range(1..5) {
             world.join();
@@ -158,6 +165,13 @@ impl World {
             max_steps: None,
             batch: self.batch,
             checkpoints: None,
+            evaluation: Some(evaluation::Plan {
+                records: VALIDATION,
+                every: Some(3),
+                metric: "loss".into(),
+                highest: false,
+                patience: None,
+            }),
         };
         self.nodes.push(Node {
             id,
@@ -268,6 +282,7 @@ impl World {
                     node.session.connected();
                 }
             }
+            Task::Evaluate(blocks) => self.enter(index, What::Evaluate(blocks), None),
             Task::Exit(exit) => {
                 assert_eq!(exit, Exit::Left, "seed {}", self.seed);
                 let node = self.nodes.remove(index);
@@ -299,6 +314,7 @@ impl World {
         if plan.step.is_none() && rank == 0 {
             node.parameters.clear();
             node.session.begin();
+            self.evaluations.clear();
             let holds = |n: &&Node| self.members.contains(&n.id) && n.session.step() > 0;
             let lost = self.nodes.iter().filter(holds).count();
             assert_eq!(lost, 0, "seed {}: starting anew while a member holds a state", self.seed);
@@ -326,6 +342,13 @@ impl World {
         let node = &mut self.nodes[index];
         let digest = fingerprint(&node.parameters);
         let (bytes, gradient) = match &what {
+            What::Evaluate(blocks) => {
+                // What a block scores depends on the parameters.
+                let score = |block| BTreeMap::from([("loss".to_owned(), (digest % 1000 + block) as f64)]);
+                let blocks_scores = blocks.clone().map(score).collect();
+                let scores = Scores { records: VALIDATION, first_block: blocks.start, blocks: blocks_scores };
+                (encode(&scores), Vec::new())
+            }
             What::Result { .. } => {
                 (encode(&node.session.kept().unwrap_or_default().to_vec()), node.kept.clone())
             }
@@ -379,6 +402,11 @@ impl World {
             all.iter().map(|e| decode(&e.as_ref().expect("complete").bytes).expect("a header")).collect()
         };
         match what {
+            What::Evaluate(_) => {
+                let scores = all.iter().map(|e| decode(&e.as_ref().expect("complete").bytes));
+                let scores: Vec<Scores> = scores.map(|s| s.expect("scores")).collect();
+                node.session.evaluated(&scores).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+            }
             What::Result { apply } => {
                 let donor = donor.expect("a donor");
                 let headers: Vec<StepHeader> = decode(&donor.bytes).expect("headers");

@@ -1,10 +1,13 @@
 //! What a session is told, what it wants done, and what it says.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::ops::Range;
 
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use crate::core::checkpoint::Every;
+use crate::core::evaluation::{self, Evaluation};
 use crate::core::header::StateRecord;
 use crate::core::plan::Batch;
 use crate::core::repair::Repair;
@@ -19,6 +22,7 @@ pub struct JobPlan {
     pub batch: Batch,
     /// How often a checkpoint is written; `None` where there is no place for them.
     pub checkpoints: Option<Every>,
+    pub evaluation: Option<evaluation::Plan>,
 }
 
 /// A group, as the master publishes it.
@@ -44,6 +48,8 @@ pub enum Task {
     Compute(Vec<RecordRange>),
     /// Build the links of this membership: `Session::connected` or `Session::broken`.
     Connect(Membership),
+    /// Evaluate these blocks of the validation data, and exchange the scores: `Session::evaluated`.
+    Evaluate(Range<u64>),
     /// End this process.
     Exit(Exit),
     /// Take what comes from this member, over the link to it (a new one, if there is none to it): `Session::install`
@@ -87,6 +93,12 @@ pub enum Report {
         unreachable: bool,
     },
     Committed(Progress),
+    /// Means over the validation data, by metric. From the lowest rank.
+    Evaluated {
+        step: u64,
+        records: u64,
+        means: BTreeMap<String, f64>,
+    },
     Formed {
         generation: Generation,
         step: u64,
@@ -128,7 +140,7 @@ pub struct StepTimes {
 }
 
 /// The part of the training state that is not tensors.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct State {
     /// Steps committed.
     pub step: u64,
@@ -136,6 +148,7 @@ pub struct State {
     pub ledger: Ledger,
     /// Records that went into the steps, by the steps' own counts.
     pub records_trained: u64,
+    pub evaluation: Evaluation,
 }
 
 impl State {
@@ -147,6 +160,7 @@ impl State {
             epochs_complete: self.ledger.epoch(),
             ranges: self.ledger.ranges().collect(),
             repeated: self.ledger.repeated(),
+            evaluation: self.evaluation,
         }
     }
 }

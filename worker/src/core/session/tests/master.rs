@@ -74,6 +74,11 @@ impl World {
         match report {
             Report::Broken { generation, .. } if generation == self.generation => self.publish(true),
             Report::Broken { .. } | Report::Committed(_) | Report::Holding { .. } => {}
+            Report::Evaluated { step, records, means } => {
+                assert_eq!(records, VALIDATION, "seed {}", self.seed);
+                let known = self.evaluations.entry(step).or_insert_with(|| means.clone());
+                assert_eq!(*known, means, "seed {}: step {step} is judged in two ways", self.seed);
+            }
             Report::Formed { generation, ledger, .. } if generation == self.generation => {
                 self.formed = true;
                 self.rebuild(&ledger);

@@ -1,0 +1,76 @@
+//! What is known of evaluations. The group makes them, and decides what follows; nothing here decides anything.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::event::Evaluated;
+use super::job::Job;
+
+/// Evaluations of a job's model. The names of its fields are a public format.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct EvaluationsSummary {
+    /// Evaluations of the job's steps, in order; the newest 1000.
+    pub all: Vec<Evaluated>,
+    /// The best one by the metric that counts.
+    pub best: Option<BestEvaluation>,
+    /// The job ended before its data did, for evaluations got no better.
+    pub stopped_early: bool,
+}
+
+/// The best evaluation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BestEvaluation {
+    /// Steps that the model had made.
+    pub step: u64,
+    /// The metric that counts.
+    pub metric: String,
+    /// Its mean over the validation data.
+    pub value: f64,
+}
+
+impl Job {
+    /// Evaluations, where there is validation data.
+    pub(super) fn evaluations(&self) -> Option<EvaluationsSummary> {
+        self.spec.validation.as_ref().map(|_| EvaluationsSummary {
+            stopped_early: self.last_word.as_ref().is_some_and(|word| word.stopped_early),
+            ..self.story.evaluations.clone()
+        })
+    }
+
+    pub(super) fn on_evaluated(&mut self, report: Evaluated) {
+        let Some(spec) = &self.spec.validation else { return };
+        let known = &mut self.story.evaluations;
+        // A group that began from a checkpoint makes steps again.
+        known.all.retain(|before| before.step < report.step);
+        let Evaluated { step, records, metrics } = &report;
+        let line = format!("step {step} evaluated on {records} records: {}", in_words(metrics));
+        known.all.push(report);
+        let is_better = |value: f64, best: f64| if spec.highest { value > best } else { value < best };
+        let mut best: Option<BestEvaluation> =
+            known.best.take().filter(|b| known.all.iter().all(|e| e.step > b.step));
+        for evaluated in &known.all {
+            if let Some(&Some(value)) = evaluated.metrics.get(&spec.metric)
+                && best.as_ref().is_none_or(|best| is_better(value, best.value))
+            {
+                best = Some(BestEvaluation { step: evaluated.step, metric: spec.metric.clone(), value });
+            }
+        }
+        known.best = best;
+        let surplus = known.all.len().saturating_sub(EVALUATIONS_MAX);
+        known.all.drain(..surplus);
+        self.touch();
+        self.say(line);
+    }
+}
+
+/// Means, as a line shows them.
+pub(crate) fn in_words(metrics: &BTreeMap<String, Option<f64>>) -> String {
+    let in_words = |(name, mean): (&String, &Option<f64>)| match mean {
+        Some(mean) => format!("{name} {mean:.4}"),
+        None => format!("{name} not finite"),
+    };
+    metrics.iter().map(in_words).collect::<Vec<_>>().join(", ")
+}
+
+const EVALUATIONS_MAX: usize = 1000;

@@ -1,0 +1,57 @@
+//! What the master makes of evaluations.
+
+use super::super::testing::spec;
+use super::super::*;
+use super::directed::{actions, at, finished, say, started};
+
+fn judged() -> JobSpec {
+    let (data, metric) = ("v".into(), "loss".into());
+    JobSpec {
+        validation: Some(ValidationSpec { data, every: Some(10), metric, highest: false, patience: Some(2) }),
+        ..spec()
+    }
+}
+
+fn evaluated(job: &mut Job, step: u64, loss: Option<f64>) {
+    say(
+        job,
+        1,
+        FromWorker::Evaluated(Evaluated { step, records: 5, metrics: [("loss".into(), loss)].into() }),
+    );
+}
+
+fn known(job: &Job) -> (Vec<u64>, Option<u64>) {
+    let known = job.summary(at(0)).evaluations.unwrap();
+    (known.all.iter().map(|e| e.step).collect(), known.best.map(|best| best.step))
+}
+
+#[test]
+fn the_best_is_remembered_and_what_is_made_again_is_judged_again() {
+    let mut job = started(judged(), &[20]);
+    for (step, loss, best) in [(10, Some(3.0), 10), (20, Some(1.0), 20), (30, Some(2.0), 20), (40, None, 20)]
+    {
+        evaluated(&mut job, step, loss);
+        assert_eq!(known(&job).1, Some(best));
+    }
+    let text = serde_json::to_string(&job.record()).unwrap();
+    let next = Job::restore(serde_json::from_str(&text).unwrap(), at(5)).unwrap();
+    assert_eq!(known(&next), known(&job));
+    // The group has begun again from a checkpoint of step 15.
+    evaluated(&mut job, 20, Some(4.0));
+    assert_eq!(known(&job), (vec![10, 20], Some(10)));
+    assert_eq!(job.status(at(0)).evaluated.unwrap().step, 20);
+    assert_eq!(started(spec(), &[20]).summary(at(0)).evaluations, None);
+}
+
+#[test]
+fn a_job_that_stops_early_is_complete_and_expects_no_more_than_it_trained() {
+    let mut job = started(JobSpec { num_workers: 1, max_workers: 1, ..judged() }, &[20]);
+    let FromWorker::Finished(word) = finished(1, 3, 7) else { panic!() };
+    let ledger = LedgerReport { epochs_complete: 1, ..LedgerReport::default() };
+    let word = Finished { stopped_early: true, records_trained: 20, ledger, ..word };
+    say(&mut job, 1, FromWorker::Finished(word));
+    actions(&mut job);
+    let summary = job.summary(at(0));
+    assert_eq!((summary.error, summary.records.expected, summary.records.missing), (None, 20, 0));
+    assert!(summary.evaluations.unwrap().stopped_early);
+}

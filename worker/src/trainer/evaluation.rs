@@ -1,0 +1,71 @@
+//! What the trainer does for an evaluation: reads its blocks of the validation data, and has the model judge them.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use elasticdl_collective::Communicator as _;
+use elasticdl_proto::RecordRange;
+
+use super::{Stopped, Trainer, decode_all, ring};
+use crate::core::evaluation::{Plan, Scores};
+use crate::core::header;
+use crate::failure::{Failure, call_user};
+use crate::model::{Metrics, Model};
+use crate::prefetch::read_piece;
+use crate::reader::{Dataset, Reader};
+
+/// The validation data, and what reads it.
+#[derive(Debug)]
+pub(crate) struct Validation<R> {
+    pub(crate) plan: Plan,
+    pub(crate) dataset: Dataset,
+    pub(crate) reader: R,
+}
+
+impl<R: Reader> Validation<R> {
+    /// Records `range`, in order, of however many files.
+    fn read(&mut self, range: Range<u64>) -> Result<Vec<R::Record>, String> {
+        let (mut records, mut first) = (Vec::new(), 0);
+        for file in &self.dataset.files {
+            let end = first + file.records;
+            let part = RecordRange { epoch: 0, start: range.start.max(first), end: range.end.min(end) };
+            if !part.is_empty() {
+                records.extend(read_piece(&mut self.reader, &self.dataset, part)?);
+            }
+            first = end;
+        }
+        Ok(records)
+    }
+}
+
+impl<M: Model> Trainer<'_, M> {
+    /// Evaluates these blocks, and hears what the others make of theirs.
+    pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
+        let failed = |error| Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false });
+        let mine = header::encode(&self.scores(blocks).map_err(failed)?);
+        let scores: Vec<Scores> =
+            decode_all(ring(&mut self.ring)?.all_gather(&mine).map_err(Stopped::Broken)?)?;
+        self.session.evaluated(&scores).map_err(|error| Stopped::Failed(Failure::fatal(error)))
+    }
+
+    fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, String> {
+        let Self { model, tensors, validation, .. } = self;
+        let validation = validation.as_mut().ok_or("there is no validation data")?;
+        let most = model.micro_batch().unwrap_or(usize::MAX).max(1);
+        let records = validation.plan.records;
+        let mut scores = Scores { records, first_block: blocks.start, blocks: Vec::new() };
+        for block in blocks {
+            let mut rest = validation.read(validation.plan.block(block))?;
+            let mut sums = BTreeMap::new();
+            while !rest.is_empty() {
+                let later = rest.split_off(rest.len().min(most));
+                let now = std::mem::replace(&mut rest, later);
+                let batch = call_user("feed()", || model.feed(now))?;
+                let mut metrics = Metrics::new(&mut sums);
+                call_user("evaluate()", || model.evaluate(&tensors.parameters, batch, &mut metrics))?;
+            }
+            scores.blocks.push(sums);
+        }
+        Ok(scores)
+    }
+}
