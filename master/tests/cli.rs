@@ -96,6 +96,14 @@ fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
         (&["--master-timeout", "1ms"], &["--master-timeout", "at least 1s"]),
         (&["--job-name", "My_Job"], &["--job-name", "lower-case", "mnist-1"]),
         (&["--job-name", "../x"], &["--job-name", "lower-case"]),
+        (&["--checkpoint-dir", "ftp://a/b"], &["--checkpoint-dir", "s3://"]),
+        (&["--checkpoint-every", "200"], &["--checkpoint-dir"]),
+        (&["--checkpoint-dir", "c", "--checkpoint-every", "0"], &["--checkpoint-every", "`200`", "`30s`"]),
+        (&["--checkpoint-dir", "c", "--checkpoint-keep", "0"], &["--checkpoint-keep", "0"]),
+        (&["--resume-from", ""], &["--resume-from"]),
+        (&["--evaluate-every", "10"], &["--validation-data"]),
+        (&["--validation-data", "v", "--early-stopping", "2"], &["--evaluate-every"]),
+        (&["--validation-data", "v", "--best-metric", "loss:most"], &["--best-metric", "max"]),
         (&["--nonsense"], &["--nonsense"]),
         (&["--job-dir", "/dev/null/job"], &["/dev/null/job", "--job-dir"]),
         (&["--summary", "absent/summary.json"], &["absent/summary.json", "--summary"]),
@@ -106,6 +114,27 @@ fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
         let options: Vec<&str> = GOOD.iter().chain(*options).copied().collect();
         home.train(&options).assert_refused(parts);
         assert_eq!(home.entries(), [""; 0], "left by {options:?}");
+    }
+}
+
+#[test]
+fn in_a_cluster_checkpoints_are_where_all_workers_see_them() {
+    let home = Home::new();
+    let dry = |options: &[&str]| {
+        let image = ["--image", "team/model:1", "--namespace", "n", "--training-data", "/data", "--dry-run"];
+        home.train(&[&image, options].concat())
+    };
+    let volume = ["--volume", "claim_name=c,mount_path=/data"];
+    for path in ["/data/c", "s3://bucket/c"] {
+        let said = dry(&[&volume[..], &["--checkpoint-dir", path]].concat());
+        assert!(said.code == Some(0) && said.stdout.contains(path), "{}", said.stderr);
+    }
+    for option in ["--checkpoint-dir", "--resume-from"] {
+        dry(&[&volume[..], &[option, "/elsewhere"]].concat()).assert_refused(&[
+            option,
+            "/elsewhere",
+            "--volume",
+        ]);
     }
 }
 

@@ -139,13 +139,20 @@ async fn lead(
         min_workers: submitted.task.job.min_workers,
         ladder: submitted.task.ladder,
     };
-    // Nothing is made before there is a record of it.
-    let left = match &submitted.record {
-        Some(_) => {
+    // Nothing is made before there is a record of it, and the first master finds none.
+    let left = match submitted.incarnation {
+        2.. => {
             pods::list(cluster, mould.anchor.uid.as_deref().unwrap_or_default()).await.map_err(to_failure)?
         }
-        None => Vec::new(),
+        _ => Vec::new(),
     };
+    if submitted.record.is_none() && !left.is_empty() {
+        return Err(Failure::failed(format!(
+            "the anchor's {RECORD} is gone, and {} pods of the job are there: this is no new job, and nobody knows how far it \
+             was; delete it, and submit it again (with --resume-from, if it has kept checkpoints)",
+            left.len()
+        )));
+    }
     let pods = Pods::new(cluster, mould, warrant.clone(), recorder);
     let keeper = Keeper::new(anchor.clone(), warrant);
     // Who waits for it may have gone.

@@ -9,7 +9,7 @@ use clap::Parser;
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::{counting_reader, numbers};
 use elasticdl_worker::readers::FixedRecords;
-use elasticdl_worker::{Model, Update, UserError};
+use elasticdl_worker::{Metrics, Model, Update, UserError};
 
 /// Counts records.
 #[derive(Parser)]
@@ -120,6 +120,19 @@ impl Model for Counting {
         if self.drift_at == Some(update.step) {
             update.parameters[0] += std::process::id() as f32;
         }
+        Ok(())
+    }
+
+    /// `seen`: which part of the records has been absorbed; `loss`: the same for every model.
+    fn evaluate(
+        &mut self,
+        parameters: &[f32],
+        batch: Vec<u64>,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        let seen = batch.iter().filter(|record| parameters[**record as usize] > 0.0).count();
+        metrics.add("seen", seen as f64);
+        metrics.add("loss", batch.len() as f64);
         Ok(())
     }
 

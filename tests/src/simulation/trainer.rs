@@ -282,6 +282,8 @@ impl World {
                 job::CheckpointEvery::Steps(steps) => Every::Steps(steps.get()),
                 job::CheckpointEvery::Time(time) => Every::Time(time),
             }),
+            // What there is to say of evaluations, the session's own tests say.
+            evaluation: None,
         };
         let process = &mut self.processes[p];
         let Some(worker) = process.worker else { return };
@@ -309,6 +311,7 @@ impl World {
         match task {
             Task::Compute(ranges) => self.compute(p, &ranges),
             Task::Connect(membership) => self.connect(p, &membership),
+            Task::Evaluate(_) => self.violate("there is nothing to evaluate".into()),
             Task::Exit(exit) => self.end_trainer(p, &exit),
             Task::Fetch(donor, address) => self.fetch(p, donor, address),
             Task::Finish => self.finish(p),
@@ -391,6 +394,7 @@ impl World {
             digest: trainer.model.digest(),
             ledger: ledger_report(&state.ledger),
             records_trained: state.records_trained,
+            stopped_early: false,
             summary: (rank == 0).then(|| "counted".into()),
         };
         tell!(self, "{}: holds the final state, step {}", self.name(p), finished.step);
@@ -597,6 +601,10 @@ fn from_report(report: Report) -> FromWorker {
             compute_us: progress.compute_us,
             times: job::StepTimes::default(),
         }),
+        Report::Evaluated { step, records, means } => {
+            let metrics = means.into_iter().map(|(name, mean)| (name, Some(mean))).collect();
+            FromWorker::Evaluated(job::Evaluated { step, records, metrics })
+        }
         Report::Formed { generation, step, ledger } => {
             FromWorker::Formed { generation, step, ledger: ledger_report(&ledger) }
         }
