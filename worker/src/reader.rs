@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+use crate::storage::StorageError;
+
 /// A data set: its files in order, with their record counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dataset {
@@ -70,6 +72,9 @@ pub enum DataError {
         /// What is wrong and what would be right.
         reason: String,
     },
+    /// An object store refused, or did not answer in time.
+    #[error(transparent)]
+    Storage(#[from] StorageError),
     /// A reader of the user's own failed.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),

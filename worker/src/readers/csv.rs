@@ -1,7 +1,6 @@
 //! Tables as comma-separated values.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::ops::Range;
 use std::path::Path;
@@ -211,6 +210,10 @@ pub struct Row {
 }
 
 impl Row {
+    pub(super) fn new(values: Vec<Value>) -> Self {
+        Self { values }
+    }
+
     /// All values.
     pub fn values(&self) -> &[Value] {
         &self.values
@@ -264,8 +267,8 @@ pub enum Value {
 /// Rows between two known positions: what a read skips at most.
 const STRIDE: u64 = 1024;
 
-fn open(path: &Path) -> Result<::csv::Reader<fs::File>, DataError> {
-    let file = fs::File::open(path).map_err(|source| files::io_error(path, source))?;
+fn open(path: &Path) -> Result<::csv::Reader<Box<dyn files::Source>>, DataError> {
+    let file = files::open(path)?;
     // Flexible, so that a wrong number of columns gets a message of ours.
     Ok(ReaderBuilder::new().flexible(true).from_reader(file))
 }
@@ -278,17 +281,19 @@ fn csv_error(path: &Path, error: ::csv::Error) -> DataError {
 }
 
 fn error_at(path: &Path, byte: u64, reason: String) -> DataError {
-    match line_at(path, byte) {
-        Ok(line) => DataError::Malformed { path: path.to_owned(), line: Some(line), reason },
-        Err(source) => files::io_error(path, source),
+    let line = files::open(path).map(|file| line_at(file, byte));
+    match line {
+        Ok(Ok(line)) => DataError::Malformed { path: path.to_owned(), line: Some(line), reason },
+        Ok(Err(source)) => files::io_error(path, source),
+        Err(error) => error,
     }
 }
 
 /// The line, from 1, of the record found by a reader that stood at `byte`.
 ///
 /// The csv crate's own line counts neither the blank lines before a record nor the second half of a CR LF.
-fn line_at(path: &Path, byte: u64) -> std::io::Result<u64> {
-    let mut bytes = BufReader::new(fs::File::open(path)?);
+fn line_at(file: impl Read, byte: u64) -> std::io::Result<u64> {
+    let mut bytes = BufReader::new(file);
     let mut line = 1;
     let mut rest = byte;
     loop {
@@ -314,6 +319,8 @@ fn line_at(path: &Path, byte: u64) -> std::io::Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     struct Table {

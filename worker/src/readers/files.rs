@@ -1,15 +1,23 @@
-//! Finding files and reading parts of them.
+//! Finding files and reading parts of them, in folders and in object stores alike: a path that begins with `s3://` and the
+//! like names an object.
 
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use super::remote::{self, Object};
 use crate::reader::{DataError, Dataset};
 
 /// The files behind `source`, in the order of their paths: itself, whatever its extension, or those below it
 /// that have one of `extensions` (without the dot; none: all).
 pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, DataError> {
-    let root = PathBuf::from(source);
+    let root = PathBuf::from(source.strip_prefix("file://").unwrap_or(source));
+    if let Some(object) = remote::object(&root)? {
+        let mut found = object.list()?;
+        let is_file = found == [root.clone()];
+        found.retain(|path| is_file || has_extension(path, extensions));
+        return sorted(root, found, extensions);
+    }
     let kind = fs::metadata(&root).map_err(|source| io_error(&root, source))?;
     if !kind.is_dir() {
         return Ok(vec![root]);
@@ -32,6 +40,10 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, 
             }
         }
     }
+    sorted(root, found, extensions)
+}
+
+fn sorted(root: PathBuf, mut found: Vec<PathBuf>, extensions: &[String]) -> Result<Vec<PathBuf>, DataError> {
     if found.is_empty() {
         let reason = match extensions {
             [] => "no file in this folder".to_owned(),
@@ -57,8 +69,33 @@ pub(super) fn text(path: &Path) -> Result<String, DataError> {
     Ok(text.to_owned())
 }
 
+/// Whether `source` is a folder.
+pub(super) fn is_folder(source: &str) -> Result<bool, DataError> {
+    let path = Path::new(source);
+    match remote::object(path)? {
+        Some(object) => Ok(object.list()?.iter().any(|found| found != path)),
+        None => Ok(path.is_dir()),
+    }
+}
+
+/// A file to read from wherever one wants.
+pub(super) trait Source: Read + Seek + Send {}
+
+impl<T: Read + Seek + Send> Source for T {}
+
+/// Opens a file.
+pub(super) fn open(path: &Path) -> Result<Box<dyn Source>, DataError> {
+    match remote::object(path)? {
+        Some(object) => Ok(Box::new(object.open()?)),
+        None => Ok(Box::new(fs::File::open(path).map_err(|source| io_error(path, source))?)),
+    }
+}
+
 /// Length of a regular file, in bytes.
 pub(super) fn length(path: &Path) -> Result<u64, DataError> {
+    if let Some(object) = remote::object(path)? {
+        return Ok(object.bytes()?);
+    }
     let metadata = fs::metadata(path).map_err(|source| io_error(path, source))?;
     if !metadata.is_file() {
         return Err(malformed(path, "not a regular file"));
@@ -75,6 +112,9 @@ pub(super) fn read(path: &Path, start: u64, length: u64) -> Result<Vec<u8>, Data
             &format!("{held} bytes where data was to be read up to byte {end}: was it changed since?"),
         )
     };
+    if let Some(object) = remote::object(path)? {
+        return read_object(&object, start, length, too_short);
+    }
     let mut file = fs::File::open(path).map_err(|source| io_error(path, source))?;
     // Asked of the file first, so that a wrong length is an error and not a huge allocation.
     let held = file.metadata().map_err(|source| io_error(path, source))?.len();
@@ -89,6 +129,26 @@ pub(super) fn read(path: &Path, start: u64, length: u64) -> Result<Vec<u8>, Data
         return Err(too_short(start + bytes.len() as u64));
     }
     Ok(bytes)
+}
+
+fn read_object(
+    object: &Object,
+    start: u64,
+    length: u64,
+    too_short: impl Fn(u64) -> DataError,
+) -> Result<Vec<u8>, DataError> {
+    let end = start.checked_add(length).ok_or_else(|| too_short(0))?;
+    if length == 0 {
+        return Ok(Vec::new());
+    }
+    match object.read(start..end) {
+        Ok(bytes) if bytes.len() as u64 == length => Ok(bytes.to_vec()),
+        // An object that is as long as it should be has another reason not to be read.
+        other => match object.bytes()? {
+            held if held < end => Err(too_short(held)),
+            held => Err(other.map_or_else(DataError::from, |_| too_short(held))),
+        },
+    }
 }
 
 pub(super) fn io_error(path: &Path, source: std::io::Error) -> DataError {

@@ -93,7 +93,7 @@ fn pair(source: &str) -> Result<(PathBuf, PathBuf), DataError> {
     let right = "give a folder or two files as images,labels";
     let pair: Vec<&str> = source.split(',').collect();
     match *pair {
-        [folder] if Path::new(folder).is_dir() => {
+        [folder] if files::is_folder(folder)? => {
             Ok((Path::new(folder).join(IMAGES), Path::new(folder).join(LABELS)))
         }
         [images, labels] if !images.is_empty() && !labels.is_empty() => Ok((images.into(), labels.into())),

@@ -1,15 +1,21 @@
 //! Readers of common kinds of data. A reader of your own is two methods: [`Reader`](crate::Reader).
 //!
 //! A source is a file, or a folder that is searched with its subfolders: files in the order of their paths,
-//! names that begin with a dot left out, links to folders not followed.
+//! names that begin with a dot left out, links to folders not followed. Either may be in an object store: `s3://`, `gs://`
+//! and `az://`, with the settings of [`storage`](crate::storage). What fails there for a moment is tried again.
 
 mod binary;
 mod csv;
 mod files;
 mod idx;
+mod parquet;
+mod remote;
 mod text;
 
 pub use binary::FixedRecords;
 pub use csv::{CsvRows, Row, Value};
 pub use idx::{IdxImages, LabeledImage};
+pub use parquet::ParquetRows;
+#[cfg(test)]
+use parquet::tests::table as parquet_table;
 pub use text::TextWindows;

@@ -1,0 +1,356 @@
+//! Tables in Parquet files.
+
+use std::collections::BTreeMap;
+use std::io::{BufReader, Seek as _, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ::parquet::basic::{ConvertedType, Type as Physical};
+use ::parquet::column::reader::{ColumnReader, ColumnReaderImpl};
+use ::parquet::data_type::{ByteArray, DataType};
+use ::parquet::errors::{ParquetError, Result as ParquetResult};
+use ::parquet::file::metadata::ParquetMetaData;
+use ::parquet::file::reader::{ChunkReader, FileReader as _, Length, SerializedFileReader};
+use ::parquet::schema::types::ColumnDescriptor;
+use bytes::Bytes;
+
+use super::csv::{Row, Value};
+use super::files::{self, Source};
+use crate::reader::{DataError, Dataset, File, Reader};
+
+/// Reads rows of Parquet files.
+///
+/// Name the columns that you need, with their types, in the order in which you want them in the [`Row`]; others are not
+/// read. A column of a structure is named with its path, `a.b`. In folders, files that end in `.parquet` are read.
+///
+/// Each row group is a file of the data set, `table.parquet#0`, so that shards do not cross row groups. Schemas are checked
+/// before training starts, values when they are read.
+///
+/// ```
+/// use elasticdl_worker::readers::ParquetRows;
+///
+/// let reader = ParquetRows::new().f32("area").i64("rooms").text("city").f32("price");
+/// ```
+#[derive(Default)]
+pub struct ParquetRows {
+    columns: Vec<(String, Kind)>,
+    files: BTreeMap<PathBuf, Arc<SerializedFileReader<Chunks>>>,
+    /// Where the last read ended: the next one mostly goes on there.
+    cursor: Option<Cursor>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    F32,
+    I64,
+    Text,
+}
+
+/// A row group that is being read.
+struct Cursor {
+    /// As in the data set.
+    group: String,
+    /// Rows read.
+    at: u64,
+    /// One for each wanted column.
+    columns: Vec<Column>,
+}
+
+/// A column of it.
+struct Column {
+    reader: ColumnReader,
+    /// The definition level of what is no null.
+    defined: i16,
+}
+
+impl ParquetRows {
+    /// No columns yet: add those that you need.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a column of finite numbers: `FLOAT`, or `DOUBLE`, which is rounded.
+    pub fn f32(self, name: &str) -> Self {
+        self.column(name, Kind::F32)
+    }
+
+    /// Adds a column of whole numbers: `INT32`, `INT64` or `BOOLEAN`.
+    pub fn i64(self, name: &str) -> Self {
+        self.column(name, Kind::I64)
+    }
+
+    /// Adds a column of text: `BYTE_ARRAY` in UTF-8.
+    pub fn text(self, name: &str) -> Self {
+        self.column(name, Kind::Text)
+    }
+
+    fn column(mut self, name: &str, kind: Kind) -> Self {
+        self.columns.push((name.to_owned(), kind));
+        self
+    }
+
+    /// The file at `path`, whose footer is read once.
+    fn file(&mut self, path: &Path) -> Result<Arc<SerializedFileReader<Chunks>>, DataError> {
+        if let Some(file) = self.files.get(path) {
+            return Ok(Arc::clone(file));
+        }
+        let chunks = Chunks { path: path.into(), bytes: files::length(path)? };
+        let file = SerializedFileReader::new(chunks)
+            .map_err(|error| malformed(path, None, &format!("no Parquet file that can be read: {error}")))?;
+        let file = Arc::new(file);
+        self.files.insert(path.into(), Arc::clone(&file));
+        Ok(file)
+    }
+
+    /// For each wanted column its place in the file.
+    fn places(&self, path: &Path, metadata: &ParquetMetaData) -> Result<Vec<usize>, DataError> {
+        let columns = metadata.file_metadata().schema_descr().columns();
+        let place = |(name, kind): &(String, Kind)| {
+            let place = columns.iter().position(|column| column.path().string() == *name);
+            let place = place.ok_or_else(|| {
+                let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
+                format!("no column {name:?}: the file has {}", names.join(", "))
+            })?;
+            check(&columns[place], *kind).map_err(|reason| format!("column {name:?} {reason}"))?;
+            Ok(place)
+        };
+        let places: Result<Vec<usize>, String> = self.columns.iter().map(place).collect();
+        places.map_err(|reason| malformed(path, None, &reason))
+    }
+
+    /// Readers of the wanted columns of a row group, at its first row.
+    fn open(&mut self, path: &Path, group: usize) -> Result<Vec<Column>, DataError> {
+        let file = self.file(path)?;
+        let places = self.places(path, file.metadata())?;
+        if group >= file.num_row_groups() {
+            let reason = format!("the file has {} row groups: was it changed since?", file.num_row_groups());
+            return Err(malformed(path, Some(group), &reason));
+        }
+        let rows =
+            file.get_row_group(group).map_err(|error| malformed(path, Some(group), &error.to_string()))?;
+        let named = self.columns.iter().zip(places);
+        let column = |((name, _), place): (&(String, Kind), usize)| {
+            let reader = rows
+                .get_column_reader(place)
+                .map_err(|error| malformed(path, Some(group), &format!("column {name:?}: {error}")))?;
+            let defined = rows.metadata().schema_descr().column(place).max_def_level();
+            Ok(Column { reader, defined })
+        };
+        named.map(column).collect()
+    }
+
+    /// Takes rows from where the cursor is.
+    fn take(&mut self, path: &Path, group: usize, count: usize) -> Result<Vec<Row>, DataError> {
+        let cursor = self.cursor.as_mut().expect("a cursor was just put there");
+        let mut rows: Vec<Vec<Value>> = Vec::new();
+        rows.resize_with(count, || Vec::with_capacity(self.columns.len()));
+        for ((name, kind), column) in self.columns.iter().zip(&mut cursor.columns) {
+            let values = values(column, *kind, count).and_then(|values| match values.len() {
+                found if found == count => Ok(values),
+                found => Err(format!("{found} rows where {count} should be: was it changed since?")),
+            });
+            let values = values.map_err(|reason| {
+                let to = cursor.at + count as u64;
+                malformed(path, Some(group), &format!("column {name:?}, rows {}..{to}: {reason}", cursor.at))
+            })?;
+            for (i, (row, value)) in rows.iter_mut().zip(values).enumerate() {
+                row.push(value.map_err(|reason| {
+                    let at = cursor.at + i as u64;
+                    malformed(path, Some(group), &format!("column {name:?}, row {at}: {reason}"))
+                })?);
+            }
+        }
+        cursor.at += count as u64;
+        Ok(rows.into_iter().map(Row::new).collect())
+    }
+}
+
+impl Reader for ParquetRows {
+    type Record = Row;
+
+    /// As for all readers; a file's path has the number of its row group, behind a `#`.
+    fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
+        let mut dataset = Dataset::default();
+        for path in files::list(source, &["parquet".to_owned()])? {
+            let file = self.file(&path)?;
+            self.places(&path, file.metadata())?;
+            let text = files::text(&path)?;
+            for (group, metadata) in file.metadata().row_groups().iter().enumerate() {
+                let records = u64::try_from(metadata.num_rows())
+                    .map_err(|_| malformed(&path, Some(group), "a negative number of rows"))?;
+                if records > 0 {
+                    dataset.files.push(File { path: format!("{text}#{group}"), records });
+                }
+            }
+        }
+        files::not_empty(source, dataset, "no row in any row group")
+    }
+
+    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
+        let named = file.path.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
+        let Some((path, group)) = named else {
+            return Err(malformed(Path::new(&file.path), None, "the path names no row group, as `FILE#0`"));
+        };
+        let path = Path::new(path);
+        let count = usize::try_from(range.end.saturating_sub(range.start))
+            .map_err(|_| malformed(path, Some(group), "more rows at once than memory has addresses"))?;
+        let goes_on = self.cursor.as_ref().is_some_and(|c| c.group == file.path && c.at <= range.start);
+        if !goes_on {
+            let columns = self.open(path, group)?;
+            self.cursor = Some(Cursor { group: file.path.clone(), at: 0, columns });
+        }
+        let cursor = self.cursor.as_mut().expect("one was just put there");
+        let skipped = range.start - cursor.at;
+        for ((name, _), column) in self.columns.iter().zip(&mut cursor.columns) {
+            let done = skip(&mut column.reader, skipped as usize).map_err(|error| error.to_string());
+            let done = done.and_then(|done| match done as u64 {
+                done if done == skipped => Ok(()),
+                done => Err(format!("{} rows where more should be: was it changed since?", cursor.at + done)),
+            });
+            done.map_err(|reason| malformed(path, Some(group), &format!("column {name:?}: {reason}")))?;
+        }
+        cursor.at = range.start;
+        let rows = self.take(path, group, count);
+        if rows.is_err() {
+            self.cursor = None;
+        }
+        rows
+    }
+}
+
+/// Whether `column` can be read as `kind`, or what it is.
+fn check(column: &ColumnDescriptor, kind: Kind) -> Result<(), String> {
+    if column.max_rep_level() > 0 {
+        return Err("is repeated: a list or a map, not one value for each row".into());
+    }
+    let meant = column.converted_type();
+    if matches!(meant, ConvertedType::DECIMAL | ConvertedType::UINT_32 | ConvertedType::UINT_64) {
+        return Err(format!("is {meant}, which can't be read; write it as DOUBLE or INT64"));
+    }
+    let (fits, wanted) = match kind {
+        Kind::F32 => (&[Physical::FLOAT, Physical::DOUBLE][..], "f32: FLOAT or DOUBLE"),
+        Kind::I64 => {
+            (&[Physical::INT32, Physical::INT64, Physical::BOOLEAN][..], "i64: INT32, INT64 or BOOLEAN")
+        }
+        Kind::Text => (&[Physical::BYTE_ARRAY][..], "text: BYTE_ARRAY"),
+    };
+    let physical = column.physical_type();
+    match fits.contains(&physical) {
+        true => Ok(()),
+        false => Err(format!("is {physical} where one should be that can be read as {wanted}")),
+    }
+}
+
+/// A value, or what is wrong with it.
+type Checked = Result<Value, String>;
+
+/// The next `count` values of a column, fewer where it ends before.
+fn values(column: &mut Column, kind: Kind, count: usize) -> Result<Vec<Checked>, String> {
+    let shape = (count, column.defined);
+    let number = |number: f64, found: f32| match found.is_finite() {
+        true => Ok(Value::F32(found)),
+        false => Err(format!("{number} where a finite f32 should be")),
+    };
+    let text = |bytes: &ByteArray| match std::str::from_utf8(bytes.data()) {
+        Ok(text) => Ok(Value::Text(text.to_owned())),
+        Err(_) => Err("bytes that are not UTF-8".into()),
+    };
+    let values = match (&mut column.reader, kind) {
+        (ColumnReader::FloatColumnReader(c), Kind::F32) => each(c, shape, |&v| number(f64::from(v), v)),
+        (ColumnReader::DoubleColumnReader(c), Kind::F32) => each(c, shape, |&v| number(v, v as f32)),
+        (ColumnReader::Int32ColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v.into()))),
+        (ColumnReader::Int64ColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v))),
+        (ColumnReader::BoolColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v.into()))),
+        (ColumnReader::ByteArrayColumnReader(c), Kind::Text) => each(c, shape, text),
+        _ => return Err("its type has changed since it was checked".into()),
+    };
+    values.map_err(|error| error.to_string())
+}
+
+/// The next `count` rows of a column; a null is an error of its row.
+fn each<T: DataType>(
+    column: &mut ColumnReaderImpl<T>,
+    (count, defined): (usize, i16),
+    value: impl Fn(&T::T) -> Checked,
+) -> ParquetResult<Vec<Checked>> {
+    let (mut levels, mut found) = (Vec::new(), Vec::new());
+    let mut rows = 0;
+    // A column is read in pages, and a read ends where one does.
+    while rows < count {
+        let (more, ..) = column.read_records(count - rows, Some(&mut levels), None, &mut found)?;
+        if more == 0 {
+            break;
+        }
+        rows += more;
+    }
+    if defined == 0 {
+        return Ok(found.iter().map(value).collect());
+    }
+    let mut found = found.iter();
+    let row = |&level: &i16| {
+        let there = if level == defined { found.next() } else { None };
+        there.map_or_else(|| Err("a null where a value should be".into()), &value)
+    };
+    Ok(levels.iter().map(row).collect())
+}
+
+fn skip(column: &mut ColumnReader, rows: usize) -> ParquetResult<usize> {
+    match column {
+        ColumnReader::BoolColumnReader(c) => c.skip_records(rows),
+        ColumnReader::Int32ColumnReader(c) => c.skip_records(rows),
+        ColumnReader::Int64ColumnReader(c) => c.skip_records(rows),
+        ColumnReader::Int96ColumnReader(c) => c.skip_records(rows),
+        ColumnReader::FloatColumnReader(c) => c.skip_records(rows),
+        ColumnReader::DoubleColumnReader(c) => c.skip_records(rows),
+        ColumnReader::ByteArrayColumnReader(c) => c.skip_records(rows),
+        ColumnReader::FixedLenByteArrayColumnReader(c) => c.skip_records(rows),
+    }
+}
+
+fn malformed(path: &Path, group: Option<usize>, reason: &str) -> DataError {
+    match group {
+        Some(group) => files::malformed(path, &format!("row group {group}: {reason}")),
+        None => files::malformed(path, reason),
+    }
+}
+
+/// A file as the parquet crate reads it, wherever it lies.
+#[derive(Debug)]
+struct Chunks {
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl Length for Chunks {
+    fn len(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl ChunkReader for Chunks {
+    type T = BufReader<Box<dyn Source>>;
+
+    fn get_read(&self, start: u64) -> ParquetResult<Self::T> {
+        let mut file = files::open(&self.path).map_err(external)?;
+        file.seek(SeekFrom::Start(start))?;
+        Ok(BufReader::new(file))
+    }
+
+    fn get_bytes(&self, start: u64, length: usize) -> ParquetResult<Bytes> {
+        Ok(files::read(&self.path, start, length as u64).map_err(external)?.into())
+    }
+}
+
+fn external(error: DataError) -> ParquetError {
+    ParquetError::External(Box::new(error))
+}
+
+impl std::fmt::Debug for ParquetRows {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ParquetRows").field("columns", &self.columns).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests;

@@ -1,0 +1,320 @@
+//! Objects of a store, read in blocks.
+//!
+//! A request to a store takes as long as reading megabytes does, and readers ask for a few records at a time, mostly those
+//! behind the last. So a thread keeps the last blocks that it has read.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use bytes::{Bytes, BytesMut};
+
+use crate::storage::{Storage, StorageError};
+
+/// One object, or what lies below one.
+#[derive(Clone, Debug)]
+pub(super) struct Object {
+    storage: Storage,
+    /// Its whole address.
+    address: PathBuf,
+}
+
+/// The object behind `path`; `None` for one that this machine has itself.
+pub(super) fn object(path: &Path) -> Result<Option<Object>, StorageError> {
+    match path.to_str() {
+        Some(address) if Storage::is_remote(address) => {
+            Ok(Some(Object { storage: storage(address)?, address: path.into() }))
+        }
+        _ => Ok(None),
+    }
+}
+
+impl Object {
+    /// The addresses below this one, or this one alone, if it is an object itself.
+    pub(super) fn list(&self) -> Result<Vec<PathBuf>, StorageError> {
+        let address = self.address.to_string_lossy();
+        let has_path =
+            address.split_once("://").is_none_or(|(_, rest)| rest.trim_end_matches('/').contains('/'));
+        match self.bytes() {
+            // A store as a whole is no object, whatever it answers.
+            _ if !has_path => {}
+            Ok(_) => return Ok(vec![self.address.clone()]),
+            // A store has no folders: what is below one may be there nevertheless.
+            Err(StorageError::NotFound { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        let is_hidden = |path: &str| path.split('/').any(|part| part.starts_with('.'));
+        let found = self.storage.list("")?.into_iter().filter(|found| !is_hidden(&found.path));
+        let root = address.trim_end_matches('/');
+        Ok(found.map(|found| format!("{root}/{}", found.path).into()).collect())
+    }
+
+    pub(super) fn bytes(&self) -> Result<u64, StorageError> {
+        self.storage.bytes("")
+    }
+
+    /// Bytes `range`; fewer where the object ends before.
+    pub(super) fn read(&self, range: Range<u64>) -> Result<Bytes, StorageError> {
+        if range.end.saturating_sub(range.start) > BLOCK_BYTES {
+            return self.storage.read_range("", range);
+        }
+        let mut bytes = BytesMut::new();
+        let mut at = range.start;
+        while at < range.end {
+            let start = at / BLOCK_BYTES * BLOCK_BYTES;
+            let block = self.block(start)?;
+            let within = (at - start) as usize..((range.end - start) as usize).min(block.len());
+            if within.is_empty() {
+                break;
+            }
+            at = start + within.end as u64;
+            bytes.extend_from_slice(&block[within]);
+        }
+        Ok(bytes.freeze())
+    }
+
+    /// The block that begins at `start`, a multiple of [`BLOCK_BYTES`].
+    fn block(&self, start: u64) -> Result<Bytes, StorageError> {
+        BLOCKS.with_borrow_mut(|blocks| {
+            if let Some(found) = blocks.iter().position(|b| b.start == start && b.address == self.address) {
+                let block = blocks.remove(found);
+                blocks.push(block);
+            } else {
+                let bytes = self.storage.read_range("", start..start + BLOCK_BYTES)?;
+                if blocks.len() == BLOCKS_MAX {
+                    blocks.remove(0);
+                }
+                blocks.push(Block { address: self.address.clone(), start, bytes });
+            }
+            Ok(blocks.last().expect("one was just put there").bytes.clone())
+        })
+    }
+
+    /// To be read like a file.
+    pub(super) fn open(self) -> Result<ObjectFile, StorageError> {
+        let bytes = self.bytes()?;
+        Ok(ObjectFile { object: self, at: 0, bytes })
+    }
+}
+
+/// An object that is read like a file.
+#[derive(Debug)]
+pub(super) struct ObjectFile {
+    object: Object,
+    at: u64,
+    bytes: u64,
+}
+
+impl Read for ObjectFile {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let end = self.at.saturating_add((buf.len() as u64).min(BLOCK_BYTES)).min(self.bytes);
+        if self.at >= end {
+            return Ok(0);
+        }
+        let bytes = self.object.read(self.at..end).map_err(io::Error::other)?;
+        buf[..bytes.len()].copy_from_slice(&bytes);
+        self.at += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+}
+
+impl Seek for ObjectFile {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let (from, offset) = match to {
+            SeekFrom::Start(at) => (at, 0),
+            SeekFrom::Current(offset) => (self.at, offset),
+            SeekFrom::End(offset) => (self.bytes, offset),
+        };
+        self.at = from.checked_add_signed(offset).ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.at)
+    }
+}
+
+#[derive(Debug)]
+struct Block {
+    address: PathBuf,
+    start: u64,
+    bytes: Bytes,
+}
+
+thread_local! {
+    /// Last used last.
+    static BLOCKS: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Stores that are open, by scheme and host.
+static STORES: OnceLock<Mutex<BTreeMap<String, Storage>>> = OnceLock::new();
+
+/// Where `address` is. A store's connections and credentials are kept for the next call.
+fn storage(address: &str) -> Result<Storage, StorageError> {
+    let (scheme, rest) = address.split_once("://").expect("a remote address has a scheme");
+    let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let root = format!("{scheme}://{host}");
+    let mut stores = STORES.get_or_init(Default::default).lock().unwrap_or_else(PoisonError::into_inner);
+    let store = match stores.get(&root) {
+        Some(store) => store.clone(),
+        None => {
+            let store = Storage::open(&root)?;
+            stores.insert(root, store.clone());
+            store
+        }
+    };
+    Ok(store.join(path))
+}
+
+const BLOCK_BYTES: u64 = 1 << 20;
+/// A reader may read two files side by side; a columnar one reads more, in larger pieces.
+const BLOCKS_MAX: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use object_store::memory::InMemory;
+    use object_store::path::Path as StorePath;
+
+    use super::*;
+    use crate::reader::Reader;
+    use crate::readers::{CsvRows, FixedRecords, IdxImages, ParquetRows, TextWindows};
+
+    /// Has `s3://bucket` hold what is in `files`.
+    fn mount(bucket: &str, files: &[(&str, &[u8])]) {
+        let root = format!("s3://{bucket}");
+        let storage = Storage::within(Arc::new(InMemory::new()), StorePath::default(), &*root);
+        for (path, bytes) in files {
+            storage.write(path, vec![Bytes::copy_from_slice(bytes)]).unwrap();
+        }
+        STORES.get_or_init(Default::default).lock().unwrap().insert(root, storage);
+    }
+
+    /// All records that `reader` finds, file by file and three at a time, and the names of the files.
+    fn read_all<R: Reader>(mut reader: R, source: &str) -> (Vec<String>, Vec<R::Record>) {
+        let dataset = reader.describe(source).unwrap();
+        let mut records = Vec::new();
+        for file in &dataset.files {
+            for start in (0..file.records).step_by(3) {
+                records.extend(reader.read(file, start..(start + 3).min(file.records)).unwrap());
+            }
+        }
+        let name = |file: crate::File| file.path.replace(source.trim_end_matches('/'), "");
+        (dataset.files.into_iter().map(name).collect(), records)
+    }
+
+    #[test]
+    fn every_reader_reads_from_a_store_what_it_reads_from_a_folder() {
+        let parquet = crate::readers::parquet_table(&[0..20, 20..31]);
+        let files: [(&str, &[u8]); 7] = [
+            ("a/x.csv", b"n,y\n1,0.5\n2,1.5\n3,2\n4,8\n"),
+            ("a-b/y.csv", b"y,n\n0.25,7\n"),
+            ("a/t.parquet", &parquet),
+            ("a/w.bin", b"aabbccdd"),
+            ("a/.hidden.bin", b"zz"),
+            ("i/train-images-idx3-ubyte", &[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 2, 1, 2, 3, 4]),
+            ("i/train-labels-idx1-ubyte", &[0, 0, 8, 1, 0, 0, 0, 2, 7, 8]),
+        ];
+        mount("every", &files);
+        let folder = tempfile::tempdir().unwrap();
+        for (path, bytes) in files {
+            let path = folder.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, bytes).unwrap();
+        }
+        fn same<R: Reader<Record: PartialEq + std::fmt::Debug>>(
+            make: impl Fn() -> R,
+            local: &str,
+            files: usize,
+        ) {
+            let (expected, found) = (read_all(make(), local), read_all(make(), "s3://every"));
+            assert_eq!(found.0.len(), files);
+            assert_eq!(found, expected);
+        }
+        let local = folder.path().to_str().unwrap();
+        same(|| CsvRows::new().f32("y").i64("n"), local, 2);
+        same(|| ParquetRows::new().f32("price").text("city"), local, 2);
+        same(|| FixedRecords::new(2).extensions(&["bin"]), local, 1);
+        same(|| TextWindows::new(3).extensions(&["csv"]), local, 2);
+        let pair = |root: &str| read_all(IdxImages::new(1, 2), &format!("{root}/i"));
+        assert_eq!(pair("s3://every").1, pair(local).1);
+        let one = |root: &str| read_all(FixedRecords::new(2), &format!("{root}/a/w.bin")).1;
+        assert_eq!((one("s3://every"), one("s3://every/").len()), (one(local), 4));
+    }
+
+    #[test]
+    fn what_a_store_lacks_is_named_with_its_whole_address() {
+        mount("lacks", &[("a.csv", b"n,y\n1,x\n"), ("b.bin", b"123")]);
+        let describe = |source: &str| CsvRows::new().f32("y").describe(source).unwrap_err().to_string();
+        let expected = "s3://lacks/a.csv line 2: column \"y\" is \"x\" where a finite number should be";
+        assert_eq!(describe("s3://lacks"), expected);
+        assert_eq!(describe("s3://lacks/none"), "s3://lacks/none: no file ending in .csv in this folder");
+        let file = crate::File { path: "s3://lacks/b.bin".into(), records: 2 };
+        let error = FixedRecords::new(2).read(&file, 0..2).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "s3://lacks/b.bin: 3 bytes where data was to be read up to byte 4: was it changed since?"
+        );
+        let file = crate::File { path: "s3://lacks/gone.bin".into(), records: 2 };
+        let error = FixedRecords::new(2).read(&file, 0..2).unwrap_err().to_string();
+        assert_eq!(error, "s3://lacks/gone.bin: no such file");
+    }
+
+    fn object_in(storage: Storage) -> Object {
+        let address = storage.address().into();
+        Object { storage, address }
+    }
+
+    fn object(bytes: &[u8]) -> Object {
+        // Blocks are kept by address: each test's is its own.
+        let address = format!("mem://{:p}", &raw const *bytes);
+        let storage = Storage::within(Arc::new(InMemory::new()), StorePath::default(), address).join("a");
+        storage.write("", vec![Bytes::copy_from_slice(bytes)]).unwrap();
+        object_in(storage)
+    }
+
+    fn numbered(len: usize) -> Vec<u8> {
+        (0..len).map(|i| (i % 251) as u8).collect()
+    }
+
+    #[test]
+    fn any_range_is_read_across_blocks_and_to_the_end() {
+        let bytes = numbered(2 * BLOCK_BYTES as usize + 100);
+        let object = object(&bytes);
+        let (block, len) = (BLOCK_BYTES, bytes.len() as u64);
+        for range in [0..10, block - 1..block + 1, block..block + 5, 5..len, len - 7..len, 3..3 + block] {
+            let expected = &bytes[range.start as usize..range.end as usize];
+            assert!(object.read(range.clone()).unwrap() == expected, "{range:?}");
+        }
+        assert_eq!(object.read(len - 3..len + 9).unwrap(), bytes[bytes.len() - 3..]);
+    }
+
+    #[test]
+    fn an_object_is_read_like_a_file() {
+        let bytes = numbered(BLOCK_BYTES as usize + 1000);
+        let mut file = object(&bytes).open().unwrap();
+        let mut found = Vec::new();
+        file.read_to_end(&mut found).unwrap();
+        assert!(found == bytes);
+        assert_eq!(file.seek(SeekFrom::End(-3)).unwrap(), bytes.len() as u64 - 3);
+        found.clear();
+        file.read_to_end(&mut found).unwrap();
+        assert_eq!(found, bytes[bytes.len() - 3..]);
+        assert_eq!(file.seek(SeekFrom::Start(9)).unwrap() + file.seek(SeekFrom::Current(-2)).unwrap(), 16);
+        assert!(file.seek(SeekFrom::Current(-100)).is_err());
+        assert_eq!(file.seek(SeekFrom::End(10)).unwrap(), bytes.len() as u64 + 10);
+        assert_eq!(file.read(&mut [0; 4]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_folder_is_what_lies_below_it_and_an_object_is_itself() {
+        let object = object(b"1");
+        let root = Storage::within(Arc::new(InMemory::new()), StorePath::default(), "s3://bucket/data/");
+        for path in ["x/b.csv", "a.csv", ".hidden/c.csv", "x/.tmp"] {
+            root.write(path, vec![Bytes::from_static(b"1")]).unwrap();
+        }
+        let found = object_in(root).list().unwrap();
+        assert_eq!(found, [PathBuf::from("s3://bucket/data/a.csv"), "s3://bucket/data/x/b.csv".into()]);
+        assert_eq!(object.list().unwrap(), std::slice::from_ref(&object.address));
+    }
+}
