@@ -43,6 +43,7 @@ mod arms;
 mod bell;
 mod chunk;
 mod communicator;
+pub mod conformance;
 mod endpoint;
 mod error;
 mod fence;

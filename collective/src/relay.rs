@@ -45,6 +45,9 @@ pub(crate) struct Relay<'a> {
     stamp: Stamp,
     seat: Seat,
     course: Course<'a>,
+    /// The link to this rank that no relay uses, between the ends of the arms. A frame of this operation on it is one of a
+    /// rank that believes in another operation, and may not show anywhere else.
+    unused: Option<&'a TcpStream>,
     /// By rank; what has not arrived yet is empty.
     notes: Vec<Vec<u8>>,
 }
@@ -59,7 +62,7 @@ impl<'a> Relay<'a> {
         seat: Seat,
         notes: Vec<Vec<u8>>,
     ) -> Self {
-        Self { links, pass, stamp, seat, course: Course::both_ways(progress), notes }
+        Self { links, pass, stamp, seat, course: Course::both_ways(progress), unused: None, notes }
     }
 
     /// Returns with the sum in `dst` and the notes in rank order.
@@ -92,6 +95,9 @@ impl<'a> Relay<'a> {
         let Seat { rank, world } = self.seat;
         let place = arms::place(rank, world);
         dst.copy_from_slice(src);
+        if place.parent == Some(Side::Next) && !place.prev_is_child {
+            self.unused = Some(&self.links.prev.link);
+        }
 
         let mut children = Vec::with_capacity(2);
         for (side, is_child) in [(Side::Next, place.next_is_child), (Side::Prev, place.prev_is_child)] {
@@ -160,6 +166,10 @@ impl<'a> Relay<'a> {
         let waits_for_next = ports.iter().any(|port| port.side == Side::Next && port.awaits());
         self.course.wait(&self.stamp, waits_for_next);
         let mut fds = vec![PollFd::new(self.pass.bell(), PollFlags::IN)];
+        if let Some(unused) = self.unused {
+            fds.push(PollFd::new(unused, PollFlags::IN));
+        }
+        let watched = fds.len();
         let ports = || ports.iter().filter(|port| port.needed || port.is_busy());
         fds.extend(ports().map(|port| {
             let flags = if port.outgoing.is_some() { PollFlags::OUT } else { PollFlags::empty() };
@@ -172,10 +182,31 @@ impl<'a> Relay<'a> {
                 return Err(Fault::Wait(ErrorKind::Interrupted.into()));
             }
         }
-        for (port, fd) in ports().zip(&fds[1..]) {
+        for (port, fd) in ports().zip(&fds[watched..]) {
             if !port.awaits() && !(fd.revents() - PollFlags::OUT).is_empty() {
                 probe(port.link).map_err(|fault| port.side.fault(fault))?;
             }
+        }
+        if self.unused.is_some() && !fds[1].revents().is_empty() {
+            self.look_at_unused().map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+        }
+        Ok(())
+    }
+
+    /// What is there may be of the next operation, from a rank that is done with this one; then it is left for later.
+    fn look_at_unused(&mut self) -> Result<(), String> {
+        let Some(unused) = self.unused.take() else { return Ok(()) };
+        let mut head = [0; FRAME_BYTES];
+        // An end does not matter here, and a head is never sent in parts.
+        if !matches!(unused.peek(&mut head), Ok(FRAME_BYTES)) {
+            return Ok(());
+        }
+        let frame = Frame::decode(&head)?;
+        if (frame.generation, frame.sequence) == (self.stamp.generation, self.stamp.sequence) {
+            let Frame { kind, total_bytes, .. } = frame;
+            return Err(format!(
+                "expected nothing in this operation, got a frame of {kind:?} of {total_bytes} bytes"
+            ));
         }
         Ok(())
     }

@@ -323,6 +323,7 @@ fn the_help_is_a_manual() {
         "--max-workers",
         "--max-worker-restarts",
         "--master-timeout",
+        "--wire-dtype",
         "--training-data",
         "--num-epochs",
         "--max-steps",

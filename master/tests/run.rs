@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticdl_master::entrance::Entrance;
-use elasticdl_master::job::{Batch, JobSpec, Outcome, Work};
+use elasticdl_master::job::{Batch, JobSpec, Outcome, WireDtype, Work};
 use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
@@ -138,6 +138,7 @@ fn spec() -> JobSpec {
         resume_from: None,
         validation: None,
         work: Work::default(),
+        wire_dtype: WireDtype::F32,
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use elasticdl_master::entrance::{Entrance, Identity};
-use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome, Work};
+use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome, WireDtype, Work};
 use elasticdl_master::jobdir::{JobDir, worker_log};
 use elasticdl_master::kube::credentials::Credentials;
 use elasticdl_master::local::Launcher;
@@ -44,6 +44,7 @@ fn spec(data: &Path) -> JobSpec {
         resume_from: None,
         validation: None,
         work: Work::default(),
+        wire_dtype: WireDtype::F32,
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use elasticdl_collective::{Fence, Progress};
+use elasticdl_collective::{Fence, Progress, WireDtype};
 use elasticdl_proto::WorkerId;
 use elasticdl_proto::v1;
 use elasticdl_proto::v1::master_client::MasterClient;
@@ -60,6 +60,7 @@ pub(crate) struct Welcome {
     /// A checkpoint, or the folder of some, that the job begins with.
     pub(crate) resume_from: Option<String>,
     pub(crate) work: Work,
+    pub(crate) wire_dtype: WireDtype,
 }
 
 /// Where and when checkpoints are kept.

@@ -103,6 +103,7 @@ pub(super) fn job_spec(
         resume_from,
         validation: args.validation.plan()?,
         work: Work::Train { export: args.export.clone() },
+        wire_dtype: args.wire_dtype,
     };
     spec.check().map_err(|e| Failure::usage(e.to_string()))?;
     Ok(spec)
@@ -296,7 +297,7 @@ mod tests {
 
     use super::*;
     use crate::cli::{Cli, Command};
-    use crate::job::CheckpointEvery;
+    use crate::job::{CheckpointEvery, WireDtype};
 
     fn plan(options: &str) -> Result<Plan, String> {
         let line = format!("elasticdl train --training-data d {options} -- true a --b");
@@ -331,6 +332,7 @@ mod tests {
             resume_from: None,
             validation: None,
             work: Work::Train { export: None },
+            wire_dtype: WireDtype::F32,
         };
         assert_eq!(plan.spec, expected);
         assert_eq!(plan.master_timeout, Duration::from_secs(30));
@@ -347,6 +349,7 @@ mod tests {
         let per_worker = Batch::PerWorker(NonZeroU64::new(5).unwrap());
         assert_eq!(spec("--local --minibatch-size 5").batch, per_worker);
         assert_eq!(spec("--local --records-per-shard 9").records_per_shard, NonZeroU64::new(9));
+        assert_eq!(spec("--local --wire-dtype bf16").wire_dtype, WireDtype::Bf16);
         assert!(!spec("--local --no-shuffle").shuffle);
         assert!(spec("--local --no-shuffle --shuffle").shuffle);
         assert_eq!(plan("--local --master-timeout 2min").unwrap().master_timeout, Duration::from_secs(120));

@@ -67,7 +67,8 @@ pub use event::{
 pub use job::Job;
 pub use record::JobRecord;
 pub use spec::{
-    Batch, CheckpointEvery, CheckpointSpec, Dataset, File, JobSpec, SpecError, ValidationSpec, Work,
+    Batch, CheckpointEvery, CheckpointSpec, Dataset, File, JobSpec, SpecError, ValidationSpec, WireDtype,
+    Work,
 };
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{

@@ -3,6 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 /// A job as submitted. [`JobSpec::check`] has been passed before a [`Job`](super::Job) is made of it.
@@ -47,6 +48,9 @@ pub struct JobSpec {
     /// What is done with the data.
     #[serde(default)]
     pub work: Work,
+    /// As what gradients travel between workers.
+    #[serde(default)]
+    pub wire_dtype: WireDtype,
 }
 
 /// What is evaluated, and when.
@@ -98,6 +102,18 @@ impl Default for Work {
     fn default() -> Self {
         Self::Train { export: None }
     }
+}
+
+/// As what gradients travel between workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+pub enum WireDtype {
+    /// Rounded to 8 bits of precision.
+    Bf16,
+    /// Rounded to 11 bits of precision, up to 65504.
+    F16,
+    /// As they are.
+    #[default]
+    F32,
 }
 
 /// How many records make a step.

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use super::spec::{Batch, Dataset, File, JobSpec, Work};
+use super::spec::{Batch, Dataset, File, JobSpec, WireDtype, Work};
 
 /// Three workers, two epochs, four records a step, shuffled with seed 7.
 pub(crate) fn spec() -> JobSpec {
@@ -24,6 +24,7 @@ pub(crate) fn spec() -> JobSpec {
         resume_from: None,
         validation: None,
         work: Work::default(),
+        wire_dtype: WireDtype::F32,
     }
 }
 

@@ -15,7 +15,7 @@ use v1::{master_message, worker_message};
 use crate::job::{
     self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, Evaluated, File,
     Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, Phases, Resume,
-    Stall, StepTimes, ToWorker, ValidationSpec, Work,
+    Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -136,6 +136,11 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
         Batch::Global(records) => v1::options::Batch::GlobalBatchSize(records.get()),
         Batch::PerWorker(records) => v1::options::Batch::MinibatchSize(records.get()),
     };
+    let wire_dtype = match spec.wire_dtype {
+        WireDtype::Bf16 => v1::WireDtype::Bf16,
+        WireDtype::F16 => v1::WireDtype::F16,
+        WireDtype::F32 => v1::WireDtype::F32,
+    };
     let options = v1::Options {
         training_data: spec.training_data.clone(),
         epochs: spec.epochs,
@@ -153,6 +158,7 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
                 v1::options::Work::Train(v1::Train { export: export.clone(), validation })
             }
         }),
+        wire_dtype: wire_dtype.into(),
     };
     to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
 }

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId};
+use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId, WireDtype};
 
 use super::checkpoints::{Vault, Work};
 use super::clock::{Clock, Dice, Micros};
@@ -278,6 +278,7 @@ impl Setting {
             resume_from: None,
             validation: None,
             work: elasticdl_master::job::Work::default(),
+            wire_dtype: WireDtype::F32,
         };
         Self {
             spec,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::Stall;
+use elasticdl_collective::{Stall, WireDtype};
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId, v1};
 
 use super::{CheckpointOptions, ValidationOptions, Welcome, Work};
@@ -18,6 +18,11 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
         v1::options::Batch::GlobalBatchSize(records) => Batch::Global(records.max(1)),
         v1::options::Batch::MinibatchSize(records) => Batch::PerWorker(records.max(1)),
     };
+    let wire_dtype = match options.wire_dtype() {
+        v1::WireDtype::Bf16 => WireDtype::Bf16,
+        v1::WireDtype::F16 => WireDtype::F16,
+        v1::WireDtype::F32 => WireDtype::F32,
+    };
     Some(Welcome {
         worker: WorkerId(welcome.worker),
         training_data: options.training_data,
@@ -32,6 +37,7 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
             None => None,
         },
         resume_from: options.resume_from,
+        wire_dtype,
         work: match options.work? {
             v1::options::Work::Train(v1::Train { export, validation }) => {
                 Work::Train { export, validation: validation.map(decode_validation) }

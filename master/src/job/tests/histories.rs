@@ -133,6 +133,7 @@ fn seeded(seed: u64) -> Outcome {
         seed,
         max_worker_restarts: rng.random_range(0..=8),
         worker_timeout: rng.random_ratio(1, 2).then_some(PATIENCE),
+        wire_dtype: WireDtype::F32,
         ..spec()
     };
     let mut world = World::new(spec, records, seed);

@@ -5,7 +5,7 @@ use kube::client::Body;
 
 use super::super::client::Cluster;
 use super::*;
-use crate::job::{Batch, Job, JobSpec};
+use crate::job::{Batch, Job, JobSpec, WireDtype};
 
 /// What was written, and how many of the next writes fail.
 #[derive(Default)]
@@ -69,6 +69,7 @@ fn record(seed: u64) -> JobRecord {
         resume_from: None,
         validation: None,
         work: crate::job::Work::default(),
+        wire_dtype: WireDtype::F32,
     };
     Job::new(spec).record()
 }

@@ -1,7 +1,7 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::job::Batch;
+use crate::job::{Batch, WireDtype};
 use crate::kube::options::{parse_resources, parse_volumes};
 
 fn request() -> Request {
@@ -23,6 +23,7 @@ fn request() -> Request {
         resume_from: None,
         validation: None,
         work: crate::job::Work::default(),
+        wire_dtype: WireDtype::F32,
     };
     let pods = PodOptions {
         image: "train:1".into(),

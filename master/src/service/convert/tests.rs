@@ -253,6 +253,7 @@ fn a_welcome_carries_the_jobs_options() {
             patience: Some(2),
         }),
         work: Work::Train { export: Some("/m".into()) },
+        wire_dtype: WireDtype::F16,
     };
     let expected = |batch| v1::Welcome {
         worker: 8,
@@ -281,6 +282,7 @@ fn a_welcome_carries_the_jobs_options() {
                     patience: Some(2),
                 }),
             })),
+            wire_dtype: v1::WireDtype::F16.into(),
         }),
     };
     let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
     Action, Batch, Committed, ConnectionId, Dataset, Event, File, FromWorker, Job, JobSpec, LaunchId,
-    LedgerReport, StepTimes, Time, ToWorker, Work,
+    LedgerReport, StepTimes, Time, ToWorker, WireDtype, Work,
 };
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
@@ -95,6 +95,7 @@ fn spec(workers: u32) -> JobSpec {
         resume_from: None,
         validation: None,
         work: Work::default(),
+        wire_dtype: WireDtype::F32,
     }
 }
 

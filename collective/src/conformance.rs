@@ -1,0 +1,338 @@
+//! What every [`Communicator`] must do, as tests that any backend can run.
+//!
+//! A backend says how a [`Group`] is [formed](Form), and calls these functions from its tests; what is wrong panics. Every
+//! rank has a thread of its own. Nothing here waits for longer than a minute.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::Duration;
+
+use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator};
+
+/// One rank of a group.
+pub struct Rank {
+    /// The rank's place. Dropping it is leaving.
+    pub communicator: Box<dyn Communicator + Send>,
+    /// Ends, from any thread, what this rank does or will do in its group.
+    pub abort: Arc<dyn Fn() + Send + Sync>,
+}
+
+/// All ranks of a group, in order.
+pub type Group = Vec<Rank>;
+
+/// Forms a group of so many ranks, each time a new one.
+pub type Form<'a> = &'a dyn Fn(usize) -> Group;
+
+impl std::fmt::Debug for Rank {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Rank").field("rank", &self.communicator.rank()).finish_non_exhaustive()
+    }
+}
+
+/// Sums of all lengths, in all worlds from 1 to 9: exact, the same bits everywhere, headers in rank order, sources untouched.
+/// `exact`: whether the elements travel as they are.
+pub fn sums_are_exact_and_the_same_everywhere(form: Form<'_>, exact: bool) {
+    for world in 1..=9 {
+        let mut group = form(world);
+        let lens = [0, 1, 2, 3, 7, 97, 1021, 8191, 8192, 8193, 65_537, 262_147];
+        let huge = if world == 3 { &[2_097_169][..] } else { &[] };
+        for &len in lens.iter().chain(huge) {
+            let results = on_all(&mut group, move |ring| {
+                let src = part(ring.rank(), len);
+                let mut dst = vec![f32::NAN; len];
+                let headers = ring.all_reduce(&header(ring.rank()), &src, &mut dst).map_err(report)?;
+                if src != part(ring.rank(), len) {
+                    return Err("the source has changed".to_owned());
+                }
+                Ok((headers, dst))
+            });
+            let headers: Vec<_> = (0..world).map(header).collect();
+            let context = format!("world {world}, len {len}");
+            let results: Vec<_> =
+                results.into_iter().map(|r| r.unwrap_or_else(|e| panic!("{context}: {e}"))).collect();
+            for (got, sums) in &results {
+                assert_eq!(got, &headers, "{context}");
+                let same = sums.iter().zip(&results[0].1).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{context}: replicas differ");
+            }
+            let parts: Vec<_> = (0..world).map(|rank| part(rank, len)).collect();
+            for (index, sum) in results[0].1.iter().enumerate() {
+                let sum_of_parts: f32 = parts.iter().map(|part| part[index]).sum();
+                let off = (sum - sum_of_parts).abs();
+                let most = if exact { 0.0 } else { world as f32 / 256.0 * 16.0 * world as f32 };
+                assert!(off <= most, "{context}: {sum} at {index}, expected {sum_of_parts}");
+            }
+        }
+    }
+}
+
+/// What is no number, and infinities, are the same bits everywhere, too.
+pub fn numbers_that_are_none_are_the_same_everywhere(form: Form<'_>) {
+    for world in 2..=5 {
+        let mut group = form(world);
+        for len in [3, 50_000] {
+            let sums = on_all(&mut group, move |ring| {
+                let odd =
+                    [f32::from_bits(0x7fc0_0001 + ring.rank() as u32), f32::INFINITY, f32::NEG_INFINITY];
+                let src: Vec<f32> = (0..len).map(|index| odd[(index + ring.rank()) % 3]).collect();
+                let mut dst = vec![0.0; len];
+                ring.all_reduce(&[], &src, &mut dst).map_err(report)?;
+                Ok::<_, String>(dst.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+            });
+            let sums: Vec<_> = sums.into_iter().map(|sum| sum.unwrap_or_else(|e| panic!("{e}"))).collect();
+            assert!(sums.iter().all(|sum| *sum == sums[0]), "world {world}, len {len}: replicas differ");
+        }
+    }
+}
+
+/// Any operations, one after the other, from a seed: each does what it says.
+pub fn any_sequence_does_what_it_says(form: Form<'_>) {
+    for seed in 0..27_u64 {
+        let world = 1 + seed as usize % 9;
+        let mut group = form(world);
+        let results = on_all(&mut group, move |ring| {
+            let mut random = Random(seed);
+            (0..25).try_for_each(|step| any_operation(ring, &mut random, step))
+        });
+        for result in results {
+            result.unwrap_or_else(|error| panic!("seed {seed}, world {world}: {error}"));
+        }
+    }
+}
+
+/// Ranks that leave when they are done take nothing from the others.
+pub fn who_leaves_after_an_operation_takes_nothing_from_the_others(form: Form<'_>) {
+    for world in 2..=5 {
+        for len in [1, 10_007] {
+            for round in 0..5 {
+                let sums = on_each(form(world), move |mut rank| {
+                    let src = vec![1.0; len];
+                    let mut dst = vec![0.0; len];
+                    rank.communicator.all_reduce(b"last", &src, &mut dst).map(|_| dst).map_err(report)
+                });
+                for sum in sums {
+                    let sum = sum.unwrap_or_else(|error| panic!("world {world}, round {round}: {error}"));
+                    assert!(sum == vec![world as f32; len], "world {world}, round {round}");
+                }
+            }
+        }
+    }
+}
+
+/// One rank leaves, or is aborted, at any point of any operation: all end, with an error, and what they had before that is right.
+pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) {
+    for seed in 0..40_u64 {
+        let mut random = Random(seed);
+        let world = 2 + random.below(4);
+        let (victim, is_abort) = (random.below(world), random.below(2) == 0);
+        let len = [0, 5, 4000, 9000, 200_000, 2_000_000][random.below(6)];
+        let delay = Duration::from_micros(random.below(4000) as u64);
+        let group = form(world);
+        let abort = group[victim].abort.clone();
+        let start = Arc::new(Barrier::new(world + 1));
+        let begin = start.clone();
+        let ender = thread::spawn(move || {
+            begin.wait();
+            thread::sleep(delay);
+            if is_abort {
+                abort();
+            }
+        });
+        let results = on_each(group, move |mut rank| {
+            let ring = &mut *rank.communicator;
+            let src = vec![1.0; len];
+            let mut dst = vec![0.0; len];
+            start.wait();
+            let mut rounds = 0_usize;
+            loop {
+                if !is_abort && ring.rank() == victim && rounds == seed as usize % 4 {
+                    return Ok(());
+                }
+                dst.fill(f32::NAN);
+                match ring.all_reduce(&[7], &src, &mut dst) {
+                    Ok(headers) if headers != vec![[7]; world] => return Err("wrong headers".to_owned()),
+                    Ok(_) if dst.iter().any(|sum| *sum != world as f32) => {
+                        return Err("a wrong sum".to_owned());
+                    }
+                    Ok(_) => rounds += 1,
+                    Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. }) => break,
+                    Err(error) => return Err(report(error)),
+                }
+            }
+            match ring.all_gather(&[]) {
+                Err(CollectiveError::Aborted { .. }) => Ok(()),
+                other => Err(format!("after a failure: {other:?}")),
+            }
+        });
+        ender.join().expect("it only sleeps");
+        for result in results {
+            result.unwrap_or_else(|error| {
+                panic!("seed {seed}, world {world}, victim {victim}, len {len}: {error}")
+            });
+        }
+    }
+}
+
+/// A rank that stays away holds the others up, until they are aborted from outside.
+pub fn who_waits_can_be_aborted(form: Form<'_>) {
+    for (world, len) in [(2, 1), (2, 100_000), (3, 1), (3, 100_000), (5, 1), (5, 100_000)] {
+        for absent in 0..world {
+            let mut group = form(world);
+            let away = group.remove(absent);
+            let aborts: Vec<_> = group.iter().map(|rank| rank.abort.clone()).collect();
+            let ender = thread::spawn(move || {
+                thread::sleep(Duration::from_millis(5));
+                aborts.iter().for_each(|abort| abort());
+            });
+            let results = on_each(group, move |mut rank| {
+                rank.communicator.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).map(drop)
+            });
+            ender.join().expect("it only sleeps");
+            for result in results {
+                // Who hears of another's end first says so.
+                let is_expected =
+                    matches!(result, Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. }));
+                assert!(is_expected, "world {world}, absent {absent}: {result:?}");
+            }
+            drop(away);
+        }
+    }
+}
+
+/// Ranks that disagree, on the length or on the operation, all fail.
+pub fn who_disagrees_fails_with_all(form: Form<'_>) {
+    for world in 2..=5 {
+        for (len, other) in [(5, 7), (5, 50_000), (50_000, 50_001), (300_000, 0)] {
+            let mut group = form(world);
+            let results = on_all(&mut group, move |ring| {
+                let len = if ring.rank() == 1 { other } else { len };
+                ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).map(drop)
+            });
+            assert!(results.iter().all(Result::is_err), "world {world}, {len} or {other}: {results:?}");
+            let named = results.iter().any(|r| matches!(r, Err(CollectiveError::Protocol { .. })));
+            assert!(named, "world {world}, {len} or {other}: {results:?}");
+        }
+        let mut group = form(world);
+        let results = on_all(&mut group, |ring| match ring.rank() {
+            0 => ring.all_gather(&[]).map(drop),
+            _ => ring.all_reduce(&[], &[1.0], &mut [0.0]).map(drop),
+        });
+        assert!(results.iter().all(Result::is_err), "world {world}: {results:?}");
+    }
+}
+
+/// A call that makes no sense is refused, and leaves the group as it was.
+pub fn a_senseless_call_changes_nothing(form: Form<'_>) {
+    for world in 1..=3 {
+        let mut group = form(world);
+        let results = on_all(&mut group, move |ring| {
+            let is_invalid = |result: Result<(), _>| matches!(result, Err(CollectiveError::Invalid(_)));
+            let refused = is_invalid(ring.all_reduce(&[], &[1.0], &mut []).map(drop))
+                && is_invalid(ring.broadcast(world, &mut []))
+                && is_invalid(ring.broadcast_bytes(world + 5, &mut Vec::new()))
+                && is_invalid(ring.all_gather(&vec![0; BLOCK_BYTES_MAX + 1]).map(drop))
+                && is_invalid(ring.all_reduce(&vec![0; BLOCK_BYTES_MAX + 1], &[1.0], &mut [0.0]).map(drop));
+            (refused, ring.all_gather(b"still here").map_err(report))
+        });
+        assert_eq!(results, vec![(true, Ok(vec![b"still here".to_vec(); world])); world]);
+    }
+}
+
+fn any_operation(ring: &mut dyn Communicator, random: &mut Random, step: usize) -> Result<(), String> {
+    let (rank, world) = (ring.rank(), ring.world_size());
+    let bytes = |rank: usize, len: usize| vec![(rank * 31 + len + step) as u8; len];
+    let root = random.below(world);
+    let lens: Vec<_> = (0..world).map(|_| random.below(3000)).collect();
+    let len = [lens[0], lens[0] * 10][random.below(2)];
+    let is_right = match random.below(4) {
+        0 => {
+            let all: Vec<_> = (0..world).map(|rank| bytes(rank, lens[rank])).collect();
+            ring.all_gather(&all[rank]).map_err(report)? == all
+        }
+        1 => {
+            let mut dst = vec![f32::NAN; len];
+            let all: Vec<_> = (0..world).map(|rank| bytes(rank, lens[rank])).collect();
+            let headers = ring.all_reduce(&all[rank], &vec![rank as f32; len], &mut dst).map_err(report)?;
+            let sum = (world * (world - 1) / 2) as f32;
+            headers == all && dst == vec![sum; len]
+        }
+        2 => {
+            // The root's length is nobody else's business.
+            let mut got = bytes(rank, lens[rank] * 200);
+            ring.broadcast_bytes(root, &mut got).map_err(report)?;
+            got == bytes(root, lens[root] * 200)
+        }
+        _ => {
+            let mut buf = part(rank, len);
+            ring.broadcast(root, &mut buf).map_err(report)?;
+            buf == part(root, len)
+        }
+    };
+    if is_right { Ok(()) } else { Err(format!("rank {rank}, step {step}: wrong result")) }
+}
+
+/// Runs `act` on every rank at once.
+fn on_all<T: Send + 'static>(
+    group: &mut Group,
+    act: impl Fn(&mut dyn Communicator) -> T + Send + Sync + 'static,
+) -> Vec<T> {
+    let both = on_each(std::mem::take(group), move |mut rank| {
+        let result = act(&mut *rank.communicator);
+        (rank, result)
+    });
+    let (ranks, results) = both.into_iter().unzip();
+    *group = ranks;
+    results
+}
+
+/// Gives each rank to its own thread. A panic in one drops it, and so ends the others; a hang panics here.
+fn on_each<T: Send + 'static>(group: Group, act: impl Fn(Rank) -> T + Send + Sync + 'static) -> Vec<T> {
+    let act = Arc::new(act);
+    let (done, results) = mpsc::channel();
+    let count = group.len();
+    for (index, rank) in group.into_iter().enumerate() {
+        let (done, act) = (done.clone(), act.clone());
+        thread::spawn(move || done.send((index, act(rank))));
+    }
+    drop(done);
+    let mut all: Vec<(usize, T)> = (0..count)
+        .map(|_| match results.recv_timeout(WATCHDOG) {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Timeout) => panic!("a rank hangs"),
+            Err(RecvTimeoutError::Disconnected) => panic!("a rank has panicked"),
+        })
+        .collect();
+    all.sort_by_key(|(index, _)| *index);
+    all.into_iter().map(|(_, result)| result).collect()
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+fn report(error: CollectiveError) -> String {
+    format!("{error:?}")
+}
+
+fn header(rank: usize) -> Vec<u8> {
+    vec![rank as u8; rank * 1000]
+}
+
+/// What a rank contributes: whole numbers from -8 to 7, so that every sum is exact, in whatever order and dtype.
+fn part(rank: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|index| ((index * 7 + index / 16 + rank * 5) % 16) as f32 - 8.0).collect()
+}
+
+/// Sebastiano Vigna's splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((mixed ^ (mixed >> 31)) % bound as u64) as usize
+    }
+}
+
+/// Far beyond what anything here takes; only a hang gets there.
+const WATCHDOG: Duration = Duration::from_secs(60);

@@ -1,0 +1,131 @@
+//! Every backend under the same suite.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use elasticdl_collective::conformance::{self, Group, Rank};
+use elasticdl_collective::{
+    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, WireDtype,
+};
+
+/// One module of tests per backend.
+macro_rules! conforms {
+    ($backend:ident, $exact:expr, $form:expr) => {
+        mod $backend {
+            use super::*;
+
+            #[test]
+            fn sums_are_exact_and_the_same_everywhere() {
+                conformance::sums_are_exact_and_the_same_everywhere(&$form, $exact);
+            }
+
+            #[test]
+            fn numbers_that_are_none_are_the_same_everywhere() {
+                conformance::numbers_that_are_none_are_the_same_everywhere(&$form);
+            }
+
+            #[test]
+            fn any_sequence_does_what_it_says() {
+                conformance::any_sequence_does_what_it_says(&$form);
+            }
+
+            #[test]
+            fn who_leaves_after_an_operation_takes_nothing_from_the_others() {
+                conformance::who_leaves_after_an_operation_takes_nothing_from_the_others(&$form);
+            }
+
+            #[test]
+            fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing() {
+                conformance::a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(&$form);
+            }
+
+            #[test]
+            fn who_waits_can_be_aborted() {
+                conformance::who_waits_can_be_aborted(&$form);
+            }
+
+            #[test]
+            fn who_disagrees_fails_with_all() {
+                conformance::who_disagrees_fails_with_all(&$form);
+            }
+
+            #[test]
+            fn a_senseless_call_changes_nothing() {
+                conformance::a_senseless_call_changes_nothing(&$form);
+            }
+        }
+    };
+}
+
+conforms!(tcp, true, |world| form(world, &|end| end));
+conforms!(tcp_bf16, true, |world| form(world, &|end| end.with_wire_dtype(WireDtype::Bf16)));
+conforms!(tcp_f16, true, |world| form(world, &|end| end.with_wire_dtype(WireDtype::F16)));
+
+/// A ring, and the endpoint that it must not outlive.
+struct Held {
+    ring: TcpRing,
+    _end: Arc<Endpoint>,
+}
+
+/// Endpoints of this process, over loopback, set up by `with`.
+fn form(world: usize, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
+    let ends: Vec<_> = (0..world as u64)
+        .map(|id| {
+            let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
+            let end = Endpoint::bind(ip, "job", id, Secret::new("secret")).expect("loopback has free ports");
+            Arc::new(with(end))
+        })
+        .collect();
+    let members = (0..).zip(&ends).map(|(id, end)| Member { id, address: end.address() }).collect();
+    let spec = GroupSpec { generation: 1, members };
+    thread::scope(|scope| {
+        let connect = |end: &Arc<Endpoint>| end.connect(&spec, Duration::from_secs(60));
+        let rings: Vec<_> = ends.iter().map(|end| (end.clone(), scope.spawn(move || connect(end)))).collect();
+        rings
+            .into_iter()
+            .map(|(end, ring)| {
+                let ring = ring.join().expect("it does not panic").expect("all members connect");
+                let fence = end.fence();
+                let communicator = Box::new(Held { ring, _end: end });
+                Rank { communicator, abort: Arc::new(move || fence.abort_before(2)) }
+            })
+            .collect()
+    })
+}
+
+impl Communicator for Held {
+    fn rank(&self) -> usize {
+        self.ring.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.ring.world_size()
+    }
+
+    fn generation(&self) -> u64 {
+        self.ring.generation()
+    }
+
+    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.ring.all_gather(mine)
+    }
+
+    fn all_reduce(
+        &mut self,
+        header: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.ring.all_reduce(header, src, dst)
+    }
+
+    fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
+        self.ring.broadcast_bytes(root, bytes)
+    }
+
+    fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
+        self.ring.broadcast(root, buf)
+    }
+}
