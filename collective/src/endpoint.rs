@@ -16,7 +16,9 @@ use crate::porter::{Identity, Porter};
 use crate::progress::{Place, Progress};
 use crate::schedule::Seat;
 use crate::tcp::{Links, Neighbour};
-use crate::{CollectiveError, Fence, GroupSpec, Member, Secret, StateReceiver, TcpRing, Visitor, WireDtype};
+use crate::{
+    CollectiveError, Fence, GroupSpec, Member, Secret, StateReceiver, TcpRing, Transport, Visitor, WireDtype,
+};
 
 /// A worker's end of all links: its listener and its fence. One per worker process, and lives as long as it.
 ///
@@ -31,6 +33,7 @@ pub struct Endpoint {
     /// How long a dial waits for an answer; `None` waits as long as the whole attempt.
     dial_limit: Option<Duration>,
     wire: WireDtype,
+    transport: Transport,
     quit: Arc<Bell>,
     /// Taken only when the endpoint is dropped.
     porter: Option<JoinHandle<()>>,
@@ -84,7 +87,19 @@ impl Endpoint {
             .spawn(move || porter.run())
             .map_err(|source| CollectiveError::Io { action: "start the accept thread", source })?;
         let (progress, dial_limit, wire) = (Progress::new(), None, WireDtype::default());
-        Ok(Self { identity, address, fence, lobby, progress, dial_limit, wire, quit, porter: Some(porter) })
+        let transport = Transport::default();
+        Ok(Self {
+            identity,
+            address,
+            fence,
+            lobby,
+            progress,
+            dial_limit,
+            wire,
+            transport,
+            quit,
+            porter: Some(porter),
+        })
     }
 
     /// Sets how long a dial waits for an answer. The member's system answers whatever the member is busy with, so
@@ -100,6 +115,13 @@ impl Endpoint {
     #[must_use]
     pub fn with_wire_dtype(mut self, wire: WireDtype) -> Self {
         self.wire = wire;
+        self
+    }
+
+    /// Sets what sums go over, in groups to come. It must be the same on all members.
+    #[must_use]
+    pub fn with_transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
         self
     }
 
@@ -146,7 +168,10 @@ impl Endpoint {
             waited: deadline,
         };
         let links = attempt.run().inspect_err(|_| pass.shut_down())?;
-        Ok(TcpRing::linked(pass, self.progress(), Seat { rank, world }, links).with_wire_dtype(self.wire))
+        let ring = TcpRing::linked(pass, self.progress(), Seat { rank, world }, links);
+        let members = group.members.iter().map(|member| member.id).collect();
+        let may_share = self.transport == Transport::Auto && group.is_on_one_host();
+        Ok(ring.with_wire_dtype(self.wire).with_sharing(may_share.then_some(members)))
     }
 
     /// The next newcomer that wants this worker's state, if one waits. Never blocks.

@@ -41,6 +41,8 @@ pub(crate) enum Kind {
     Announcement = 3,
     Broadcast = 4,
     BroadcastBytes = 5,
+    /// The ranks find out what they have in common.
+    Meeting = 8,
 }
 
 impl Frame {
@@ -120,8 +122,9 @@ impl TryFrom<u32> for Kind {
     fn try_from(number: u32) -> Result<Self, String> {
         use Kind::{
             AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast, BroadcastBytes,
+            Meeting,
         };
-        [AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast, BroadcastBytes]
+        [AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast, BroadcastBytes, Meeting]
             .into_iter()
             .find(|kind| *kind as u32 == number)
             .ok_or_else(|| format!("expected an operation, got number {number}"))

@@ -36,7 +36,7 @@
 //! Pure: `chunk` (bounds), `schedule` (who sends what, when), `arms` (the same for small sums), `payload` (what that is made of), `wire` (as what it travels), `frame`,
 //! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
 //! `link`, `transfer` (the loop that moves an operation around the ring), `relay` (and a small sum along its two arms),
-//! `tcp`, `state` (parcels for newcomers), `lobby`. Between
+//! `shared` (a sum in memory that all ranks share), `tcp`, `state` (parcels for newcomers), `lobby`. Between
 //! threads: `fence`, `bell`, `progress`; `patience` is how long one looks before it sleeps.
 
 mod arms;
@@ -62,6 +62,7 @@ mod relay;
 #[doc(hidden)]
 pub mod schedule;
 mod secret;
+mod shared;
 mod state;
 mod tcp;
 mod transfer;
@@ -75,5 +76,5 @@ pub use group::{GroupSpec, MEMBERS_MAX, Member};
 pub use progress::{Progress, Stall};
 pub use secret::Secret;
 pub use state::{NOTE_BYTES_MAX, ParcelHead, StateReceiver, StateSender, Visitor};
-pub use tcp::TcpRing;
+pub use tcp::{TcpRing, Transport};
 pub use wire::WireDtype;

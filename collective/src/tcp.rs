@@ -1,3 +1,4 @@
+use std::io::ErrorKind;
 use std::mem;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use crate::payload::{Body, Halves, Payload};
 use crate::progress::Progress;
 use crate::relay::{self, Relay};
 use crate::schedule::{Extent, Schedule, Seat};
+use crate::shared::{self, Address, Memory, Notes, Shared, SharedFault, Watch};
 use crate::transfer::{Fault, LinkFault, Stamp, Transfer};
 use crate::wire::Half;
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
@@ -32,8 +34,32 @@ pub struct TcpRing {
     /// The same on every rank.
     segment_bytes: usize,
     wire: WireDtype,
+    sharing: Sharing,
     /// From here on a sum goes around the ring. The same on every rank.
     ring_bytes_min: usize,
+}
+
+/// What sums go over. All else goes around the ring.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Transport {
+    /// Memory, where all members are on one host and can open each other's; TCP elsewhere. What shares memory has one
+    /// address, sees the same processes, and may look into them: the processes of one user in one container.
+    #[default]
+    Auto,
+    /// TCP.
+    Tcp,
+}
+
+/// Whether the group shares memory.
+#[derive(Debug)]
+enum Sharing {
+    Off,
+    On {
+        shared: Shared,
+        members: Vec<u64>,
+    },
+    /// To be found out before the first sum: the members, in order.
+    Open(Vec<u64>),
 }
 
 /// A rank's two links.
@@ -70,8 +96,91 @@ impl TcpRing {
             failed: false,
             segment_bytes: SEGMENT_BYTES,
             wire: WireDtype::default(),
+            sharing: Sharing::Off,
             ring_bytes_min: RING_BYTES_MIN,
         }
+    }
+
+    /// `members`: all ids in order, if the group may share memory.
+    pub(crate) fn with_sharing(self, members: Option<Vec<u64>>) -> Self {
+        let members = members.filter(|members| (2..=shared::WORLD_MAX).contains(&members.len()));
+        Self { sharing: members.map_or(Sharing::Off, Sharing::Open), ..self }
+    }
+
+    /// Whether sums go through memory that the group shares. Known after the first one.
+    #[must_use]
+    pub fn shares_memory(&self) -> bool {
+        matches!(self.sharing, Sharing::On { .. })
+    }
+
+    /// Finds out, once and with all others, whether the group shares memory: rank 0 makes it and says where; the others try to
+    /// open it, and say how that went. All use it, or nobody.
+    fn settle(&mut self) -> Result<(), CollectiveError> {
+        let Sharing::Open(members) = &mut self.sharing else { return Ok(()) };
+        let members = mem::take(members);
+        self.sharing = Sharing::Off;
+        let bytes = Shared::bytes(self.seat.world);
+        let mut memory = None;
+        let mut offer = Vec::new();
+        if self.seat.rank == 0
+            && let Ok(mine) = Memory::create(bytes)
+            && let Ok(address) = mine.address()
+        {
+            offer = address.encode().to_vec();
+            memory = Some(mine);
+        }
+        let offers = self.gather(Kind::Meeting, &offer)?;
+        if self.seat.rank > 0 {
+            memory = Address::decode(&offers[0]).and_then(|address| Memory::open(&address, bytes).ok());
+        }
+        let all = self.gather(Kind::Meeting, &[u8::from(memory.is_some())])?;
+        if let Some(memory) = memory
+            && all.iter().all(|opened| opened == &[1])
+        {
+            let shared = Shared::new(memory, self.seat);
+            self.sharing = Sharing::On { shared, members };
+        }
+        tracing::debug!(shared = self.shares_memory(), "what sums go over");
+        Ok(())
+    }
+
+    /// A sum over the memory that the group shares.
+    fn sum_shared(
+        &mut self,
+        mine: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let sequence = self.sequence;
+        let (Sharing::On { shared, members }, Some(links)) = (&mut self.sharing, &self.links) else {
+            unreachable!("the caller has looked");
+        };
+        let watch = Watch { links, pass: &self.pass, progress: &self.progress, sequence };
+        let fault = match shared.all_reduce(watch, mine, src, dst) {
+            Ok(Notes::All(notes)) => {
+                self.sequence += 1;
+                return Ok(notes);
+            }
+            Ok(Notes::TooLong) => {
+                self.sequence += 1;
+                return self.all_gather(mine);
+            }
+            Err(fault) => fault,
+        };
+        let error = match fault {
+            SharedFault::Aborted => CollectiveError::Aborted { generation: self.pass.generation() },
+            SharedFault::Broken(rank, reason) => {
+                CollectiveError::Protocol { rank, member: members[rank], reason }
+            }
+            SharedFault::Lost(rank) => {
+                let source = ErrorKind::ConnectionAborted.into();
+                CollectiveError::PeerLost { rank, member: members[rank], source }
+            }
+        };
+        self.failed = true;
+        self.pass.shut_down();
+        self.pass.check()?;
+        Err(error)
     }
 
     pub(crate) fn with_wire_dtype(self, wire: WireDtype) -> Self {
@@ -108,6 +217,11 @@ impl TcpRing {
         }
         let reason = format!("root {root} in a group of {}", self.seat.world);
         Err(CollectiveError::Invalid(reason))
+    }
+
+    fn gather(&mut self, kind: Kind, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let payload = Payload::new(Body::Empty, self.notes(mine)?);
+        self.run(kind, Schedule::all_gather(self.seat), payload)
     }
 
     /// Runs one operation along the ring.
@@ -163,8 +277,7 @@ impl Communicator for TcpRing {
 
     fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.check()?;
-        let payload = Payload::new(Body::Empty, self.notes(mine)?);
-        self.run(Kind::AllGather, Schedule::all_gather(self.seat), payload)
+        self.gather(Kind::AllGather, mine)
     }
 
     fn all_reduce(
@@ -179,6 +292,10 @@ impl Communicator for TcpRing {
             return Err(CollectiveError::Invalid(reason));
         }
         let notes = self.notes(header)?;
+        self.settle()?;
+        if self.shares_memory() {
+            return self.sum_shared(header, src, dst);
+        }
         let kind = match self.wire {
             WireDtype::Bf16 => Kind::AllReduceBf16,
             WireDtype::F16 => Kind::AllReduceF16,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use elasticdl_collective::conformance::{self, Group, Rank};
 use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, WireDtype,
+    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, Transport, WireDtype,
 };
 
 /// One module of tests per backend.
@@ -59,9 +59,14 @@ macro_rules! conforms {
     };
 }
 
-conforms!(tcp, true, |world| form(world, &|end| end));
-conforms!(tcp_bf16, true, |world| form(world, &|end| end.with_wire_dtype(WireDtype::Bf16)));
-conforms!(tcp_f16, true, |world| form(world, &|end| end.with_wire_dtype(WireDtype::F16)));
+conforms!(shared_memory, true, |world| form(world, &|end| end));
+conforms!(tcp, true, |world| form(world, &|end| end.with_transport(Transport::Tcp)));
+conforms!(tcp_bf16, true, |world| form(world, &|end| end
+    .with_wire_dtype(WireDtype::Bf16)
+    .with_transport(Transport::Tcp)));
+conforms!(tcp_f16, true, |world| form(world, &|end| end
+    .with_wire_dtype(WireDtype::F16)
+    .with_transport(Transport::Tcp)));
 
 /// A ring, and the endpoint that it must not outlive.
 struct Held {

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, WireDtype,
+    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, Transport, WireDtype,
 };
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -81,7 +81,7 @@ fn sums_that_travel_as_halves_are_the_same_everywhere_and_off_by_their_roundings
 fn members_with_different_dtypes_on_the_wire_hear_of_it() {
     let bind = |id, wire| {
         let end = Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).unwrap();
-        (id, Arc::new(end.with_wire_dtype(wire)))
+        (id, Arc::new(end.with_wire_dtype(wire).with_transport(Transport::Tcp)))
     };
     for len in [1, 100_000] {
         let mut rings = form(&[bind(100, WireDtype::F32), bind(101, WireDtype::Bf16)], 1);
@@ -424,7 +424,10 @@ fn endpoints(world: usize) -> Vec<Peer> {
 fn endpoints_with(world: usize, wire: WireDtype) -> Vec<Peer> {
     let bind =
         |id| Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).expect("loopback has free ports");
-    (100..).take(world).map(|id| (id, Arc::new(bind(id).with_wire_dtype(wire)))).collect()
+    (100..)
+        .take(world)
+        .map(|id| (id, Arc::new(bind(id).with_wire_dtype(wire).with_transport(Transport::Tcp))))
+        .collect()
 }
 
 fn spec(generation: u64, peers: &[Peer]) -> GroupSpec {

@@ -54,6 +54,7 @@ struct Arguments {
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum Transport {
     Auto,
+    Shm,
     Tcp,
 }
 
@@ -208,7 +209,16 @@ impl Transport {
     fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
+            Self::Shm => "shm",
             Self::Tcp => "tcp",
+        }
+    }
+
+    /// Memory can be asked for, and not forced: a rank that finds that it has none says so.
+    fn choice(self) -> elasticdl_collective::Transport {
+        match self {
+            Self::Auto | Self::Shm => elasticdl_collective::Transport::Auto,
+            Self::Tcp => elasticdl_collective::Transport::Tcp,
         }
     }
 }

@@ -9,7 +9,7 @@ use elasticdl_collective::{Communicator, Endpoint, GroupSpec, Member, Secret, Tc
 use rustix::process::{Signal, getpid, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::{Arguments, Fallible, quantiles, say};
+use crate::{Arguments, Fallible, Transport, quantiles, say};
 
 /// The peers' addresses are asked for.
 pub(crate) const ASK: &str = "-";
@@ -41,10 +41,14 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     let members: Vec<Member> = (0..).zip(addresses).map(|(id, address)| Member { id, address }).collect();
     let endpoint =
         Endpoint::from_listener(listener, "allreduce_bench", rank as u64, Secret::new("allreduce_bench"))?
-            .with_wire_dtype(arguments.wire.dtype());
+            .with_wire_dtype(arguments.wire.dtype())
+            .with_transport(arguments.transport.choice());
     let ring = endpoint.connect(&GroupSpec { generation: 1, members: members.clone() }, CONNECT_TIME_MAX)?;
     let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
     bench.warm_up()?;
+    if arguments.transport == Transport::Shm && !bench.ring.shares_memory() {
+        return Err("the ranks do not share memory: are they processes of one user, on one host?".into());
+    }
     if !arguments.recover {
         let times = iter::repeat_with(|| bench.timed())
             .take(arguments.iters as usize)
@@ -128,7 +132,7 @@ impl Bench {
 
     /// The seconds that one operation takes once all ranks are there.
     fn timed(&mut self) -> Fallible<f64> {
-        self.ring.all_gather(&[])?;
+        self.ring.all_reduce(&[], &[], &mut [])?;
         let started = Instant::now();
         self.reduce()?;
         Ok(started.elapsed().as_secs_f64())

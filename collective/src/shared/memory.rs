@@ -1,0 +1,209 @@
+//! Memory that processes of one host share.
+//!
+//! An anonymous file, mapped by all. It has no name, so that nothing is left of it when the last process that maps it is
+//! gone, however it ends; and its size is sealed, so that no access can fail.
+
+#![allow(unsafe_code, reason = "memory that others write to is outside what the language knows")]
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::linux::fs::MetadataExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::{process, slice};
+
+use rustix::fs::{MemfdFlags, OFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+/// A mapping of an anonymous file, readable and writable.
+///
+/// **Invariant:** whoever maps it keeps to the [protocol](super): what one process writes here, no other reads or writes until
+/// the writer has said so by one of the atomic numbers, which are apart from all else.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    base: NonNull<u8>,
+    len: usize,
+    file: File,
+}
+
+/// Where to find the memory, for processes that see the same processes under the same ids. What is found there is only taken
+/// if it is this very file.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Address {
+    pub(crate) process: u32,
+    pub(crate) descriptor: u32,
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+}
+
+impl Address {
+    pub(crate) fn encode(&self) -> [u8; ADDRESS_BYTES] {
+        let mut bytes = [0; ADDRESS_BYTES];
+        bytes[..4].copy_from_slice(&self.process.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.descriptor.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.device.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.inode.to_le_bytes());
+        bytes
+    }
+
+    /// None, if there is none.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; ADDRESS_BYTES] = bytes.try_into().ok()?;
+        let short = |at: usize| bytes[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
+        let long = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        Some(Self { process: short(0)?, descriptor: short(4)?, device: long(8)?, inode: long(16)? })
+    }
+}
+
+// SAFETY: the mapping is of this process, not of a thread, and all that is done with it from `&self` is either atomic or, by the
+// invariant, not done by two at once.
+unsafe impl Send for Memory {}
+
+impl Memory {
+    /// Makes memory of `len` zeros.
+    pub(crate) fn create(len: usize) -> io::Result<Self> {
+        let file = memfd_create(NAME, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let file = File::from(file);
+        file.set_len(len as u64)?;
+        fcntl_add_seals(&file, SEALS)?;
+        Self::map(file, len)
+    }
+
+    /// Opens the memory that another process has created, which must be of this length.
+    pub(crate) fn open(address: &Address, len: usize) -> io::Result<Self> {
+        let path = format!("/proc/{}/fd/{}", address.process, address.descriptor);
+        // To open some other file might do something.
+        if !fs::read_link(&path)?.as_os_str().as_encoded_bytes().starts_with(LINK_START) {
+            return Err(ErrorKind::NotFound.into());
+        }
+        let flags = OFlags::NONBLOCK.bits().cast_signed();
+        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+        let found = file.metadata()?;
+        let is_it = (found.st_dev(), found.st_ino()) == (address.device, address.inode);
+        if !is_it || found.len() != len as u64 || !fcntl_get_seals(&file)?.contains(SEALS) {
+            return Err(ErrorKind::InvalidData.into());
+        }
+        Self::map(file, len)
+    }
+
+    /// Where other processes find it, as long as this one has it.
+    pub(crate) fn address(&self) -> io::Result<Address> {
+        let file = self.file.metadata()?;
+        Ok(Address {
+            process: process::id(),
+            descriptor: self.file.as_raw_fd().cast_unsigned(),
+            device: file.st_dev(),
+            inode: file.st_ino(),
+        })
+    }
+
+    fn map(file: File, len: usize) -> io::Result<Self> {
+        // SAFETY: a new mapping, at an address that the system chooses, touches nothing that is there.
+        let base = unsafe {
+            mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file.as_fd(), 0)?
+        };
+        let base = NonNull::new(base.cast()).ok_or(ErrorKind::OutOfMemory)?;
+        Ok(Self { base, len, file })
+    }
+
+    pub(crate) fn word32(&self, offset: usize) -> &AtomicU32 {
+        self.check(offset, size_of::<AtomicU32>());
+        assert!(offset.is_multiple_of(align_of::<AtomicU32>()), "offset {offset}");
+        // SAFETY: it lies within the mapping, which is aligned to pages and lives as long as `self`; all its bits are valid; and
+        // whoever else writes there does so atomically, by the invariant.
+        unsafe { self.base.add(offset).cast().as_ref() }
+    }
+
+    pub(crate) fn word64(&self, offset: usize) -> &AtomicU64 {
+        self.check(offset, size_of::<AtomicU64>());
+        assert!(offset.is_multiple_of(align_of::<AtomicU64>()), "offset {offset}");
+        // SAFETY: as in `word32`.
+        unsafe { self.base.add(offset).cast().as_ref() }
+    }
+
+    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
+        self.check(offset, bytes.len());
+        // SAFETY: the target lies within the mapping, `bytes` is not part of it, and nobody else uses the target now, by the
+        // invariant.
+        unsafe { self.base.as_ptr().add(offset).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+
+    pub(crate) fn read(&self, offset: usize, bytes: &mut [u8]) {
+        bytes.copy_from_slice(self.bytes(offset, bytes.len()));
+    }
+
+    /// What is there, until it is overwritten: to be used at once.
+    pub(crate) fn floats(&self, offset: usize, len: usize) -> &[f32] {
+        bytemuck::cast_slice(self.bytes(offset, len * size_of::<f32>()))
+    }
+
+    fn bytes(&self, offset: usize, len: usize) -> &[u8] {
+        self.check(offset, len);
+        // SAFETY: it lies within the mapping, all its bits are valid, and nobody writes there now, by the invariant.
+        unsafe { slice::from_raw_parts(self.base.as_ptr().add(offset), len) }
+    }
+
+    fn check(&self, offset: usize, len: usize) {
+        let end = offset.checked_add(len);
+        assert!(end.is_some_and(|end| end <= self.len), "{len} bytes at {offset} of {}", self.len);
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: it is this mapping, and with `self` all references into it are gone. It can't fail for a mapping that is there.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+const ADDRESS_BYTES: usize = 24;
+
+const NAME: &str = "elasticdl";
+
+const LINK_START: &[u8] = b"/memfd:elasticdl";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_writes_another_that_opens_it_reads() {
+        let mine = Memory::create(8192).unwrap();
+        let other = Memory::open(&mine.address().unwrap(), 8192).unwrap();
+        mine.write(100, bytemuck::cast_slice(&[1.5_f32, 2.5]));
+        assert_eq!(other.floats(100, 2), [1.5, 2.5]);
+        let mut bytes = [0; 4];
+        other.read(104, &mut bytes);
+        assert_eq!(bytes, 2.5_f32.to_le_bytes());
+        drop(mine);
+        assert_eq!(other.floats(100, 1), [1.5], "it lives as long as one maps it");
+    }
+
+    #[test]
+    fn only_this_very_file_is_opened() {
+        let memory = Memory::create(4096).unwrap();
+        let other = Memory::create(4096).unwrap();
+        let address = memory.address().unwrap();
+        assert_eq!(Address::decode(&address.encode()), Some(address));
+        assert_eq!(Address::decode(&[]), None);
+        let stdin = Address { descriptor: 0, ..address };
+        let gone = Address { process: u32::MAX, ..address };
+        let another = Address { inode: other.address().unwrap().inode, ..address };
+        for wrong in [stdin, gone, another] {
+            assert!(Memory::open(&wrong, 4096).is_err(), "{wrong:?}");
+        }
+        assert!(Memory::open(&address, 8192).is_err());
+        memory.file.set_len(100).unwrap_err();
+        memory.file.set_len(10_000).unwrap_err();
+    }
+
+    #[test]
+    #[should_panic(expected = "4 bytes at 4093 of 4096")]
+    fn nothing_outside_is_touched() {
+        Memory::create(4096).unwrap().write(4093, &[0; 4]);
+    }
+}
