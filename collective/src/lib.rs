@@ -48,6 +48,9 @@ mod endpoint;
 mod error;
 mod fence;
 mod frame;
+/// Not for users: public so that fuzzers can call it.
+#[doc(hidden)]
+pub mod fuzzing;
 mod group;
 mod hello;
 mod link;

@@ -1,0 +1,138 @@
+//! What fuzzers call: one rank of a ring whose neighbours send whatever they are given.
+
+use std::io::Write;
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+
+use crate::frame::{Frame, Kind};
+use crate::hello::{HELLO_BYTES, Hello};
+use crate::link::set_up;
+use crate::progress::Progress;
+use crate::schedule::Seat;
+use crate::tcp::{Links, Neighbour};
+use crate::{CollectiveError, Communicator, Fence, Secret, TcpRing, WireDtype};
+
+/// The first byte chooses the operation, the second the rank, the group's size and which links end; the rest is what comes, from the
+/// previous member or, in part, from the next. The operation must end, by itself and without a panic. Whether it has succeeded.
+pub fn ring(data: &[u8]) -> bool {
+    let Some((&[operation, shape], bytes)) = data.split_first_chunk() else { return false };
+    let bytes = &bytes[..bytes.len().min(BYTES_MAX)];
+    let world = 2 + usize::from(shape & 1);
+    let rank = usize::from(shape >> 1 & 3) % world;
+    let (from_next, from_prev) = match shape >> 3 & 3 {
+        0 => bytes.split_at(bytes.len() / 2),
+        1 => (bytes, &bytes[..0]),
+        _ => (&bytes[..0], bytes),
+    };
+    let (next, to_next) = pair();
+    let (prev, to_prev) = pair();
+    for (mut link, bytes) in [(&to_next, from_next), (&to_prev, from_prev)] {
+        link.write_all(bytes).expect("a fresh socket's buffer holds that much");
+        link.shutdown(Shutdown::Write).expect("it is open");
+    }
+    let neighbour = |rank, link| Neighbour { rank, member: rank as u64, link };
+    let links = Links {
+        next: neighbour((rank + 1) % world, Arc::new(next)),
+        prev: neighbour((rank + world - 1) % world, Arc::new(prev)),
+    };
+    let pass = Fence::new().enter(GENERATION).expect("it is the first one");
+    let wire = [WireDtype::F32, WireDtype::Bf16, WireDtype::F16][usize::from(operation >> 4) % 3];
+    let mut ring = TcpRing::linked(pass, Progress::new(), Seat { rank, world }, links).with_wire_dtype(wire);
+    let result = run(&mut ring, operation & 15);
+    if result.is_err() {
+        let again = ring.all_gather(&[]);
+        assert!(matches!(again, Err(CollectiveError::Aborted { .. })), "{again:?} after {result:?}");
+    }
+    result.is_ok()
+}
+
+/// Bytes that look like a hello.
+pub fn hello(data: &[u8]) {
+    if let Some(bytes) = data.first_chunk::<HELLO_BYTES>() {
+        let forged = Hello::decode(bytes, &Secret::new("a secret that no fuzzer knows"));
+        assert!(forged.is_err(), "{forged:?}");
+    }
+}
+
+/// Inputs of [`ring`] to start from: what honest neighbours send, as far as it is known beforehand.
+#[must_use]
+pub fn seeds() -> Vec<Vec<u8>> {
+    let head = |kind, step, origin, note_bytes, total: u64, body| Frame {
+        kind,
+        generation: GENERATION,
+        sequence: 0,
+        step,
+        segment: 0,
+        origin,
+        note_bytes,
+        total_bytes: total,
+        body_bytes: body,
+    };
+    let frame = |frame: Frame| {
+        let rest = vec![1; (frame.note_bytes + frame.body_bytes) as usize];
+        [frame.encode().to_vec(), rest].concat()
+    };
+    let relayed = |step, origin, ranks: u32| {
+        let frame = head(Kind::AllReduce, step, origin, 4 * ranks, 4, 4);
+        [&frame.encode()[..], &vec![0; 4 * ranks as usize], &1_f32.to_le_bytes()].concat()
+    };
+    let half = RING_LEN as u32 / 2 * 4;
+    let ring_bytes = RING_LEN as u64 * 4;
+    let input =
+        |operation: u8, shape: u8, frames: &[Vec<u8>]| [&[operation, shape][..], &frames.concat()].concat();
+    vec![
+        input(0, 16, &[frame(head(Kind::AllGather, 0, 1, 3, 0, 0))]),
+        input(1, 16, &[relayed(0, 1, 1)]),
+        input(1, 3 | 16, &[relayed(1, 0, 3)]),
+        input(1, 1, &[relayed(0, 1, 1), relayed(0, 2, 1)]),
+        input(
+            2,
+            16,
+            &[
+                frame(head(Kind::AllReduce, 0, 1, 5, ring_bytes, half)),
+                frame(head(Kind::AllReduce, 1, 0, 0, ring_bytes, half)),
+            ],
+        ),
+        input(
+            2 | 16,
+            16,
+            &[
+                frame(head(Kind::AllReduceBf16, 0, 1, 5, ring_bytes / 2, half / 2)),
+                frame(head(Kind::AllReduceBf16, 1, 0, 0, ring_bytes / 2, half / 2)),
+            ],
+        ),
+        input(
+            3,
+            16,
+            &[[&head(Kind::Announcement, 0, 1, 10, 0, 0).encode()[..], &2_u64.to_le_bytes(), b"ab"].concat()],
+        ),
+        input(4, 16, &[frame(head(Kind::Broadcast, 0, 1, 0, 400, 400))]),
+    ]
+}
+
+fn run(ring: &mut TcpRing, operation: u8) -> Result<(), CollectiveError> {
+    let other = (ring.rank() + 1) % ring.world_size();
+    match operation {
+        0 => ring.all_gather(b"me").map(drop),
+        1 => ring.all_reduce(b"", &[1.0], &mut [0.0]).map(drop),
+        2 => ring.all_reduce(b"me", &vec![1.0; RING_LEN], &mut vec![0.0; RING_LEN]).map(drop),
+        3 => ring.broadcast_bytes(other, &mut Vec::new()),
+        _ => ring.broadcast(other, &mut [0.0; 100]),
+    }
+}
+
+fn pair() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has free ports");
+    let address = listener.local_addr().expect("it is bound");
+    let dialled = TcpStream::connect(address).expect("it listens");
+    set_up(&dialled).expect("it is open");
+    let (accepted, _) = listener.accept().expect("it was dialled");
+    (dialled, accepted)
+}
+
+const GENERATION: u64 = 5;
+
+/// Elements of a sum that goes around the ring.
+const RING_LEN: usize = 8194;
+
+const BYTES_MAX: usize = 60 << 10;
