@@ -10,11 +10,11 @@
 //! passes over memory: 2·(n−1)/n copies and one sum, about three passes over the buffer, where sockets take four copies through
 //! the kernel. Sums of up to 16 KiB take one stage: each rank puts its part into its slot and sums all of them itself.
 //!
-//! Each rank counts, in numbers that only it writes, the blocks that it has put in, reduced and taken out, and waits for the
-//! others' numbers. There is no lock: a rank that is killed, at whatever instruction, just counts no further. That it is gone shows
+//! Each rank counts, in numbers that only it writes, the blocks that it has put in and reduced, and waits for the others'
+//! numbers. There is no lock: a rank that is killed, at whatever instruction, just counts no further. That it is gone shows
 //! at the ring's links, which are watched while one waits, and who sees it says so in the memory.
 //!
-//! **Invariant:** a slot is written again only when all have counted past what was in it.
+//! **Invariant:** a slot is written again only when all are done with what was in it; see [`SLOTS`].
 //!
 //! **Invariant:** every element is summed in the same order on all ranks: by its chunk's rank alone, or by all from rank 0 on.
 //!
@@ -124,8 +124,8 @@ impl Shared {
         self.begin(operation, watch.sequence, note, src, is_small);
         let first_in = !is_small && !src.is_empty();
         if first_in {
-            // The others may not have begun: this block needs none of them, if there is room.
-            self.put_in(watch, 0, src)?;
+            // It needs none of the others, who may not have begun.
+            self.put_in(0, src);
         }
         self.wait(watch, |shared| shared.first_behind(BEGUN, operation + 1))?;
         let notes = self.heads(watch, operation, src.len())?;
@@ -136,7 +136,7 @@ impl Shared {
         let blocks = src.len().div_ceil(block_len(src.len()));
         for index in 1..blocks + 2 {
             if index < blocks {
-                self.put_in(watch, index, src)?;
+                self.put_in(index, src);
             }
             if (1..=blocks).contains(&index) {
                 self.reduce(watch, index - 1, src, dst)?;
@@ -201,16 +201,14 @@ impl Shared {
         }
     }
 
-    fn put_in(&self, watch: Watch<'_>, index: usize, src: &[f32]) -> Result<(), SharedFault> {
+    fn put_in(&self, index: usize, src: &[f32]) {
         let block = self.blocks + index as u64;
-        self.wait(watch, |shared| shared.first_behind(REDUCED, (block + 1).saturating_sub(SLOTS)))?;
         let part = block_of(index, src.len());
         let own = chunk(part.len(), self.seat.world, self.seat.rank);
         let (slot, src) = (self.layout.input(self.seat.rank, block), &src[part]);
         self.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
         self.memory.write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
         self.publish(PUT_IN, block + 1);
-        Ok(())
     }
 
     fn reduce(
@@ -223,7 +221,6 @@ impl Shared {
         let Seat { rank, world } = self.seat;
         let block = self.blocks + index as u64;
         self.wait(watch, |shared| shared.first_behind(PUT_IN, block + 1))?;
-        self.wait(watch, |shared| shared.first_behind(TAKEN_OUT, (block + 1).saturating_sub(SLOTS)))?;
         let part = block_of(index, dst.len());
         let own = chunk(part.len(), world, rank);
         let (src, sum) = (&src[part.clone()][own.clone()], &mut dst[part][own.clone()]);
@@ -251,7 +248,6 @@ impl Shared {
             let target = bytemuck::cast_slice_mut(&mut dst[part.clone()][its]);
             self.memory.read(self.layout.output(other, block), target);
         }
-        self.publish(TAKEN_OUT, block + 1);
         Ok(())
     }
 
@@ -431,7 +427,6 @@ impl Layout {
 const BEGUN: usize = 0;
 const PUT_IN: usize = 8;
 const REDUCED: usize = 16;
-const TAKEN_OUT: usize = 24;
 
 /// At the start of the memory: what sleepers wait on, how many they are, and who has failed.
 const EVENTS: usize = 0;
@@ -456,7 +451,9 @@ const BLOCK_LEN_MIN: usize = 16 << 10;
 
 const BLOCK_LEN_MAX: usize = 64 << 10;
 
-/// Blocks under way.
+/// Blocks under way. A rank puts block `k` in before it reduces `k−1`, and that before it takes out `k−2`. So who puts `k` in has taken
+/// `k−3` out, and all had reduced it: its slots are free. And who reduces `k`, when all have put it in, knows that all have taken `k−3`
+/// out: its result slot is free.
 const SLOTS: u64 = 3;
 
 /// How soon an end that nobody tells is noticed.
