@@ -32,6 +32,8 @@ pub(super) struct Story {
     samples: VecDeque<(Time, u64)>,
     committed: u64,
     formed_first: Option<Time>,
+    /// Records and steps of the first group's state when it formed.
+    begun_with: (u64, u64),
     reported_last: Time,
     /// The largest group that formed.
     pub(super) peak: u32,
@@ -64,6 +66,8 @@ pub(super) struct StoryRecord {
     pub(super) peak: u32,
     pub(super) restarts: u64,
     pub(super) formed_first: Option<Time>,
+    #[serde(default)]
+    pub(super) begun_with: (u64, u64),
     /// As of when the record was made.
     pub(super) reported_last: Time,
     pub(super) loss: LossSummary,
@@ -81,6 +85,7 @@ impl Story {
             peak,
             restarts,
             formed_first,
+            begun_with,
             reported_last,
             loss,
             checkpoints,
@@ -93,6 +98,7 @@ impl Story {
             peak,
             restarts,
             formed_first,
+            begun_with,
             reported_last,
             loss,
             checkpoints,
@@ -114,6 +120,7 @@ impl Story {
             peak: self.peak,
             restarts: self.restarts,
             formed_first: self.formed_first,
+            begun_with: self.begun_with,
             reported_last: self.reported_last,
             loss: self.loss,
             checkpoints: self.checkpoints.clone(),
@@ -152,9 +159,11 @@ impl Story {
         }
     }
 
-    /// The newest generation formed at `step`.
-    pub(super) fn form(&mut self, now: Time, step: u64) {
-        self.formed_first.get_or_insert(now);
+    /// The newest generation formed at `step`, with `counted` records absorbed.
+    pub(super) fn form(&mut self, now: Time, step: u64, counted: u64) {
+        if self.formed_first.is_none() {
+            (self.formed_first, self.begun_with) = (Some(now), (counted, step));
+        }
         if let Some(record) = self.memberships.back_mut() {
             record.at_step = step;
             self.peak = self.peak.max(record.world_size);
@@ -279,6 +288,9 @@ impl Story {
             return ThroughputSummary::default();
         };
         let span = self.reported_last.since(formed);
+        // What came with a checkpoint of another job is not this one's work.
+        let (counted_before, steps_before) = self.begun_with;
+        let (counted, steps) = (counted.saturating_sub(counted_before), steps.saturating_sub(steps_before));
         ThroughputSummary { records_per_s: per_second(counted, span), steps_per_s: per_second(steps, span) }
     }
 

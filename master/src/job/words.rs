@@ -178,7 +178,8 @@ impl Job {
         self.group.formed = true;
         self.group.before = None;
         if !self.adoption.as_ref().is_some_and(|a| a.was_formed) {
-            self.story.form(now, step);
+            let counted = self.records.as_ref().map_or(0, |records| records.ledger().counted());
+            self.story.form(now, step, counted);
         }
         self.ask_for_checkpoint();
         self.conclude_adoption(now);

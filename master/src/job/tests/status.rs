@@ -262,7 +262,7 @@ fn records_that_name_many_workers_are_fewer() {
 #[test]
 fn the_speed_is_that_of_the_last_seconds_also_where_a_step_takes_longer() {
     let mut story = story::Story::default();
-    story.form(at(1000), 0);
+    story.form(at(1000), 0, 0);
     assert_eq!(story.records_per_s(at(2000)), 0.0);
     (1..=100).for_each(|i| story.commit(at(1000 + i * 100), 10, 1.0));
     assert!((story.records_per_s(at(11_000)) - 100.0).abs() < 3.0, "{}", story.records_per_s(at(11_000)));

@@ -39,7 +39,11 @@ impl Session {
 
     /// This rank took over the state of a checkpoint; `false` where the record makes no sense. `ours`: of this job, and not
     /// of another one.
-    pub fn restore(&mut self, record: StateRecord, ours: bool) -> bool {
+    pub fn restore(&mut self, mut record: StateRecord, ours: bool) -> bool {
+        if !ours {
+            // Another job's best was found on other data, perhaps, and by another metric.
+            record.evaluation = Evaluation { at: record.evaluation.at, ..Evaluation::default() };
+        }
         self.checkpoints.restored(record.step, ours);
         self.install(record, None)
     }
