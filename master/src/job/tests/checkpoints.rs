@@ -98,7 +98,7 @@ fn a_group_that_begins_from_a_checkpoint_is_taken_at_its_word() {
 fn what_came_with_another_jobs_checkpoint_is_not_counted_as_this_ones_speed() {
     let mut job = Job::new(JobSpec { num_workers: 1, max_workers: 1, ..kept() });
     connect(&mut job, 1);
-    say(&mut job, 1, FromWorker::Described(Ok(super::super::testing::dataset(&[20]))));
+    say(&mut job, 1, FromWorker::Described(Ok(testing::dataset(&[20]))));
     say(&mut job, 1, FromWorker::Ready { parameters: 10 });
     say(&mut job, 1, formed(1, 3, &[(0, 12)]));
     let message = committed(1, 4, &[(12, 16)]);
