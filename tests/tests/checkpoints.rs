@@ -158,7 +158,8 @@ fn a_job_that_cannot_go_on_from_a_checkpoint_says_why() {
     let refused = |stage: &Stage, options: &[(&str, &str)], why: &str| {
         let command = options.iter().fold(stage.command(7), |c, (name, value)| c.option(name, *value));
         let ended = command.run();
-        assert!(ended.code == Some(1) && ended.output.contains(why), "{:?}: {}", ended.code, ended.output);
+        assert!(ended.code == Some(2) && ended.output.contains(why), "{:?}: {}", ended.code, ended.output);
+        assert_eq!(ended.summary["state"], "refused");
     };
     let quick = Stage { micros_per_record: 20, ..Stage::new(PROGRAMS, 2) };
     refused(&quick, &[("resume-from", dir), ("max-steps", "1")], "raise it");

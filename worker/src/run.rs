@@ -100,7 +100,7 @@ fn train<M: Model>(
     };
     let _ = control.fence.set(endpoint.fence());
     let _ = control.progress.set(endpoint.progress());
-    let prepared = match prepare(&model, control)? {
+    let prepared = match prepare(&model, control, (&environment.job, &secret))? {
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),
     };
@@ -147,7 +147,11 @@ fn train<M: Model>(
 }
 
 /// Answers the master until the data set is known.
-fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exit>, Failure> {
+fn prepare<M: Model>(
+    model: &M,
+    control: &Control,
+    whose: (&str, &Secret),
+) -> Result<Result<Dataset, Exit>, Failure> {
     loop {
         match control.inbox.recv() {
             Ok(FromMaster::Describe) => {
@@ -155,6 +159,7 @@ fn prepare<M: Model>(model: &M, control: &Control) -> Result<Result<Dataset, Exi
                 let described = call_user("reading the data set", || Ok(model.reader().describe(source)?));
                 let described = described.and_then(|dataset| {
                     check_places(&control.welcome.work)?;
+                    Checkpointing::check(&control.welcome, whose, &dataset, model)?;
                     Ok(dataset)
                 });
                 control.outbox.send(ToMaster::Described(described));

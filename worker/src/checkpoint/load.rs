@@ -45,13 +45,30 @@ pub(crate) fn restore(
     (parameters, slots): (&mut [f32], &mut [f32]),
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<Restored>, RestoreError> {
+    let mut take =
+        |folder: &Storage, is_new_job| load(folder, facts, (&mut *parameters, &mut *slots), is_new_job);
+    search(places, facts, &mut take, damaged)
+}
+
+/// Whether [`restore`] would find something for a new job, or nothing is looked for. Looks at manifests alone.
+pub(crate) fn check(places: &Places, facts: &Facts) -> Result<(), RestoreError> {
+    let mut take = |folder: &Storage, is_new_job| Ok(fitting(folder, facts, is_new_job)?.state);
+    search(places, facts, &mut take, &mut |_, _| {}).map(drop)
+}
+
+fn search(
+    places: &Places,
+    facts: &Facts,
+    take: &mut dyn FnMut(&Storage, bool) -> Result<StateRecord, LoadError>,
+    damaged: &mut dyn FnMut(&str, &str),
+) -> Result<Option<Restored>, RestoreError> {
     if let Some(own) = &places.own {
         let names = names(own)?;
         let mut found = false;
         for name in names.iter().rev().filter(|name| name.run == facts.run) {
             found = true;
             let folder = own.join(&name.to_string());
-            let loaded = load(&folder, facts, (&mut *parameters, &mut *slots), false);
+            let loaded = take(&folder, false);
             if let Some(record) = accept(loaded, &name.to_string(), damaged)? {
                 return Ok(Some(Restored { record, name: name.to_string(), ours: true }));
             }
@@ -65,7 +82,7 @@ pub(crate) fn restore(
     }
     let Some(from) = &places.from else { return Ok(None) };
     for (name, folder) in newest_first(from, damaged)? {
-        let loaded = load(&folder, facts, (&mut *parameters, &mut *slots), true);
+        let loaded = take(&folder, true);
         if let Some(record) = accept(loaded, &name, damaged)? {
             return Ok(Some(Restored { record, name, ours: false }));
         }
@@ -138,17 +155,23 @@ fn manifest(folder: &Storage) -> Result<Manifest, LoadError> {
     Manifest::decode(&bytes).map_err(|reason| LoadError::Damaged(format!("{MANIFEST}: {reason}")))
 }
 
+/// A manifest that this job can go on from.
+fn fitting(folder: &Storage, facts: &Facts, is_new_job: bool) -> Result<Manifest, LoadError> {
+    let manifest = manifest(folder)?;
+    manifest.check_model_and_data(facts).map_err(LoadError::Refused)?;
+    if is_new_job {
+        manifest.check_options(facts).map_err(LoadError::Refused)?;
+    }
+    Ok(manifest)
+}
+
 fn load(
     folder: &Storage,
     facts: &Facts,
     (parameters, slots): (&mut [f32], &mut [f32]),
     is_new_job: bool,
 ) -> Result<StateRecord, LoadError> {
-    let manifest = manifest(folder)?;
-    manifest.check_model_and_data(facts).map_err(LoadError::Refused)?;
-    if is_new_job {
-        manifest.check_options(facts).map_err(LoadError::Refused)?;
-    }
+    let manifest = fitting(folder, facts, is_new_job)?;
     for shard in &manifest.shards {
         let (start, end) = (shard.start as usize, shard.end as usize);
         let middle = parameters.len();

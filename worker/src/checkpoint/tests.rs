@@ -228,11 +228,15 @@ fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
     // Its own come first, though others are further.
     Ranks::new(&storage, new.clone(), 1, 9).write(29).unwrap();
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(29));
-    // What can't be: nothing there, or another model.
+    // What can't be: nothing there, or another model. It is found out before anything is trained.
+    let check = |facts: &Facts, from: &Storage| check(&Places { own: None, from: Some(from.clone()) }, facts);
+    assert_eq!(check(&new, &storage), Ok(()));
     let (_empty, nowhere) = folder();
     let (refused, _) = begin(&new, None, Some(&nowhere));
     assert!(matches!(&refused, Err(RestoreError::Refused(why)) if why.contains("no whole checkpoint")));
+    assert_eq!(check(&new, &nowhere), begin(&new, None, Some(&nowhere)).0.map(drop));
     let other = Facts { parameters: 11, ..new };
+    assert_eq!(check(&other, &one), begin(&other, None, Some(&one)).0.map(drop));
     let (refused, _) = begin(&other, None, Some(&one));
     assert!(matches!(&refused, Err(RestoreError::Refused(why)) if why.contains(&names[0])), "{refused:?}");
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use elasticdl_collective::Secret;
 
 use super::{Stopped, Trainer};
-use crate::checkpoint::{Done, Facts, Keeper, Places, RestoreError, restore};
+use crate::checkpoint::{Done, Facts, Keeper, Places, RestoreError, check, restore};
 use crate::control::Welcome;
 use crate::core::checkpoint::Task;
 use crate::failure::{Failure, call_user};
@@ -25,6 +25,27 @@ pub(crate) struct Checkpointing {
 }
 
 impl Checkpointing {
+    /// Whether a new job could begin with what it is told to begin with.
+    ///
+    /// # Errors
+    /// What is wrong, and what would be right.
+    pub(crate) fn check<M: Model>(
+        welcome: &Welcome,
+        (job, secret): (&str, &Secret),
+        dataset: &Dataset,
+        model: &M,
+    ) -> Result<(), String> {
+        if welcome.checkpoints.is_none() && welcome.resume_from.is_none() {
+            return Ok(());
+        }
+        let parameters = call_user("parameters()", || Ok(model.parameters()))?;
+        let size = (parameters, parameters * call_user("slots()", || Ok(model.slots()))?);
+        let (places, facts) = look(welcome, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;
+        check(&places, &facts).map_err(|error| match error {
+            RestoreError::Refused(error) | RestoreError::Storage(error) => error,
+        })
+    }
+
     /// As the master's `welcome` says, for the worker of a job of this name and secret, whose model has so many floats of
     /// parameters and of optimizer state.
     pub(crate) fn new(
@@ -33,31 +54,16 @@ impl Checkpointing {
         dataset: Dataset,
         (parameters, slots): (usize, usize),
     ) -> Result<Self, Failure> {
-        let open = |option: &str, address: &str| {
-            Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
-        };
-        let own = welcome.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
-        let from = welcome.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
-        let facts = Arc::new(Facts {
-            job: job.to_owned(),
-            run: format!("{:08x}", secret.fingerprint("checkpoints")),
-            parameters,
-            slots,
-            dataset,
-            training_data: welcome.training_data.clone(),
-            epochs: welcome.epochs,
-            max_steps: welcome.max_steps,
-            batch: welcome.batch,
-            seed: welcome.seed,
-        });
-        let keeper = match (&own, &welcome.checkpoints) {
+        let (places, facts) = look(welcome, (job, secret), dataset, (parameters, slots))?;
+        let facts = Arc::new(facts);
+        let keeper = match (&places.own, &welcome.checkpoints) {
             (Some(own), Some(kept)) => {
                 let keeper = Keeper::new(own.clone(), Arc::clone(&facts), kept.keep);
                 Some(keeper.map_err(|error| Failure::fatal(format!("no thread for checkpoints: {error}")))?)
             }
             _ => None,
         };
-        Ok(Self { places: Places { own, from }, facts, keeper })
+        Ok(Self { places, facts, keeper })
     }
 
     /// A group of `world_size` has formed.
@@ -66,6 +72,33 @@ impl Checkpointing {
             keeper.prepare(world_size);
         }
     }
+}
+
+/// Where checkpoints may be, and what they must fit.
+fn look(
+    welcome: &Welcome,
+    (job, secret): (&str, &Secret),
+    dataset: Dataset,
+    (parameters, slots): (usize, usize),
+) -> Result<(Places, Facts), Failure> {
+    let open = |option: &str, address: &str| {
+        Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
+    };
+    let own = welcome.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
+    let from = welcome.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
+    let facts = Facts {
+        job: job.to_owned(),
+        run: format!("{:08x}", secret.fingerprint("checkpoints")),
+        parameters,
+        slots,
+        dataset,
+        training_data: welcome.training_data.clone(),
+        epochs: welcome.epochs,
+        max_steps: welcome.max_steps,
+        batch: welcome.batch,
+        seed: welcome.seed,
+    };
+    Ok((Places { own, from }, facts))
 }
 
 impl<M: Model> Trainer<'_, M> {
