@@ -78,8 +78,10 @@ impl<'a> Payload<'a> {
             Content::Sum => half.round(&dst[range], leaving),
             Content::Total => {
                 half.round(&dst[range.clone()], leaving);
-                // What the others get is what is kept here.
-                half.widen(leaving, &mut dst[range]);
+                // What the others get is what its owner keeps; whoever sends it on has it so.
+                if piece.step + 1 == self.notes.len() {
+                    half.widen(leaving, &mut dst[range]);
+                }
             }
         }
     }
@@ -126,18 +128,18 @@ impl<'a> Payload<'a> {
     /// The order of addition is the ring's, from the chunk's origin on, the same wherever the chunk is.
     pub(crate) fn on_landed(&mut self, piece: &Piece) {
         let range = piece.range.clone();
-        let (src, dst) = match &mut self.body {
-            Body::Bytes(_) | Body::Empty | Body::Floats(_) => return,
-            Body::Rounded { src, dst, halves } => {
-                halves.half.widen(&halves.landing, &mut dst[range.clone()]);
-                (src, dst)
+        let is_sum = piece.content == Content::Sum;
+        match &mut self.body {
+            Body::Rounded { src, dst, halves: Halves { half, landing, .. } } => match is_sum {
+                true => half.add(landing, &src[range.clone()], &mut dst[range]),
+                false => half.widen(landing, &mut dst[range]),
+            },
+            Body::Sum { src, dst } if is_sum => {
+                for (sum, own) in dst[range.clone()].iter_mut().zip(&src[range]) {
+                    *sum += own;
+                }
             }
-            Body::Sum { src, dst } => (src, dst),
-        };
-        if piece.content == Content::Sum {
-            for (sum, own) in dst[range.clone()].iter_mut().zip(&src[range]) {
-                *sum += own;
-            }
+            Body::Bytes(_) | Body::Empty | Body::Floats(_) | Body::Sum { .. } => {}
         }
     }
 

@@ -9,6 +9,8 @@
 //! every rank; what is below 6e-8 is zero.
 
 use half::f16;
+
+mod bf16;
 use half::slice::HalfFloatSliceExt;
 
 /// What the elements of a sum are on their way: f32, or rounded to 16 bits each time they leave a rank.
@@ -43,68 +45,39 @@ impl Half {
     /// Rounds `floats` to the nearest, ties to even. Both are as long.
     pub(crate) fn round(self, floats: &[f32], to: &mut [u16]) {
         match self {
-            Self::Bf16 => {
-                for (to, float) in to.iter_mut().zip(floats) {
-                    *to = round_bf16(*float);
-                }
-            }
+            Self::Bf16 => bf16::round(floats, to),
             Self::F16 => bytemuck::cast_slice_mut::<u16, f16>(to).convert_from_f32_slice(floats),
+        }
+    }
+
+    /// Puts `own` plus what was rounded into `sum`. All are as long.
+    pub(crate) fn add(self, from: &[u16], own: &[f32], sum: &mut [f32]) {
+        let mut tile = [0.0; TILE_LEN];
+        let pieces = from.chunks(TILE_LEN).zip(own.chunks(TILE_LEN)).zip(sum.chunks_mut(TILE_LEN));
+        for ((from, own), sum) in pieces {
+            let tile = &mut tile[..from.len()];
+            self.widen(from, tile);
+            for ((sum, own), part) in sum.iter_mut().zip(own).zip(tile) {
+                *sum = *part + own;
+            }
         }
     }
 
     /// Puts what was rounded into `floats`. Both are as long.
     pub(crate) fn widen(self, from: &[u16], floats: &mut [f32]) {
         match self {
-            Self::Bf16 => {
-                for (float, from) in floats.iter_mut().zip(from) {
-                    *float = widen_bf16(*from);
-                }
-            }
+            Self::Bf16 => bf16::widen(from, floats),
             Self::F16 => bytemuck::cast_slice::<u16, f16>(from).convert_to_f32_slice(floats),
         }
     }
 }
 
-/// As `bf16::from_f32`, without a branch, so that it is done for many at once.
-fn round_bf16(float: f32) -> u16 {
-    let bits = float.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
-    // A NaN stays one.
-    let bits = if float.is_nan() { bits | 0x0040_0000 } else { rounded };
-    (bits >> 16) as u16
-}
-
-fn widen_bf16(half: u16) -> f32 {
-    f32::from_bits(u32::from(half) << 16)
-}
+/// Elements that stay in the innermost cache.
+const TILE_LEN: usize = 1024;
 
 #[cfg(test)]
 mod tests {
-    use half::bf16;
-
     use super::*;
-
-    #[test]
-    fn every_bf16_survives_and_rounding_is_to_the_nearest() {
-        for bits in 0..=u16::MAX {
-            let float = widen_bf16(bits);
-            if float.is_nan() {
-                assert!(bf16::from_bits(bits).is_nan() && widen_bf16(round_bf16(float)).is_nan());
-                continue;
-            }
-            assert_eq!(float.to_bits(), bf16::from_bits(bits).to_f32_const().to_bits());
-            assert_eq!(round_bf16(float), bits);
-            for offset in [1, 0x7fff, 0x8000, 0x8001, 0xffff] {
-                let between = f32::from_bits(float.to_bits() | offset);
-                if between.is_nan() {
-                    assert!(widen_bf16(round_bf16(between)).is_nan());
-                    continue;
-                }
-                let expected = bf16::from_f32_const(between);
-                assert_eq!(round_bf16(between), expected.to_bits(), "{between:e}");
-            }
-        }
-    }
 
     #[test]
     fn what_is_widened_rounds_to_itself_and_f16_has_its_range() {

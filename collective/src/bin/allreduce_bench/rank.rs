@@ -43,7 +43,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
         Endpoint::from_listener(listener, "allreduce_bench", rank as u64, Secret::new("allreduce_bench"))?
             .with_wire_dtype(arguments.wire.dtype())
             .with_transport(arguments.transport.choice());
-    let ring = endpoint.connect(&GroupSpec { generation: 1, members: members.clone() }, CONNECT_TIME_MAX)?;
+    let ring = connect_all(&endpoint, &GroupSpec { generation: 1, members: members.clone() })?;
     let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
     bench.warm_up()?;
     if arguments.transport == Transport::Shm && !bench.ring.shares_memory() {
@@ -87,6 +87,18 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     bench.check()?;
     [failed, regrouped, retried].iter().for_each(Event::tell);
     Ok(())
+}
+
+/// Peers that are started by hand may come later.
+fn connect_all(endpoint: &Endpoint, group: &GroupSpec) -> Fallible<TcpRing> {
+    let started = Instant::now();
+    loop {
+        match endpoint.connect(group, CONNECT_TIME_MAX) {
+            Err(error) if started.elapsed() > CONNECT_TIME_MAX => return Err(error.into()),
+            Err(_) => thread::sleep(Duration::from_millis(50)),
+            Ok(ring) => return Ok(ring),
+        }
+    }
 }
 
 /// The listener and every rank's address.
