@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use elasticdl_collective::conformance::{self, Group, Rank};
 use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, Transport, WireDtype,
+    CollectiveError, Communicator, Endpoint, GroupSpec, LocalRank, Member, Secret, TcpRing, Transport,
+    WireDtype,
 };
 
 /// One module of tests per backend.
@@ -59,6 +60,7 @@ macro_rules! conforms {
     };
 }
 
+conforms!(in_process, true, local);
 conforms!(shared_memory, true, |world| form(world, &|end| end));
 conforms!(tcp, true, |world| form(world, &|end| end.with_transport(Transport::Tcp)));
 conforms!(tcp_bf16, true, |world| form(world, &|end| end
@@ -67,6 +69,14 @@ conforms!(tcp_bf16, true, |world| form(world, &|end| end
 conforms!(tcp_f16, true, |world| form(world, &|end| end
     .with_wire_dtype(WireDtype::F16)
     .with_transport(Transport::Tcp)));
+
+fn local(world: usize) -> Group {
+    let ranks = LocalRank::group(world, 1).into_iter().map(|rank| {
+        let fence = rank.fence();
+        Rank { communicator: Box::new(rank), abort: Arc::new(move || fence.abort()) }
+    });
+    ranks.collect()
+}
 
 /// A ring, and the endpoint that it must not outlive.
 struct Held {

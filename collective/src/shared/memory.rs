@@ -64,7 +64,10 @@ unsafe impl Send for Memory {}
 impl Memory {
     /// Makes memory of `len` zeros.
     pub(crate) fn create(len: usize) -> io::Result<Self> {
-        let file = memfd_create(NAME, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        // A strict system takes nothing that could be executed; an old one does not know the flag.
+        let file =
+            memfd_create(NAME, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(NAME, flags))?;
         let file = File::from(file);
         file.set_len(len as u64)?;
         fcntl_add_seals(&file, SEALS)?;

@@ -1,0 +1,245 @@
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator};
+
+/// One rank of a group within a process: threads that meet under a lock. For tests of what is built on a [`Communicator`], without
+/// sockets; slow, and simple enough to compare others with.
+///
+/// Who comes last to an operation does it for all.
+#[derive(Debug)]
+pub struct LocalRank {
+    group: Arc<Meeting>,
+    rank: usize,
+    /// Of the next operation.
+    sequence: u64,
+}
+
+/// Ends a [`LocalRank`]'s operations from outside.
+#[derive(Clone, Debug)]
+pub struct LocalFence {
+    group: Arc<Meeting>,
+    rank: usize,
+}
+
+impl LocalRank {
+    /// All ranks of a group of `world`, at least 1, in order.
+    #[must_use]
+    pub fn group(world: usize, generation: u64) -> Vec<Self> {
+        assert!(world > 0, "a group has at least one rank");
+        let state = State { operations: BTreeMap::new(), ends: vec![None; world] };
+        let group = Arc::new(Meeting { generation, state: Mutex::new(state), stirred: Condvar::new() });
+        (0..world).map(|rank| Self { group: group.clone(), rank, sequence: 0 }).collect()
+    }
+
+    /// What ends this rank's operations.
+    #[must_use]
+    pub fn fence(&self) -> LocalFence {
+        LocalFence { group: self.group.clone(), rank: self.rank }
+    }
+
+    /// Meets all others in the next operation, and returns what all have brought, in rank order.
+    fn meet(&mut self, mine: Part) -> Result<Arc<Vec<Part>>, CollectiveError> {
+        let sequence = self.sequence;
+        self.sequence += 1;
+        let mut state = self.group.lock();
+        self.check(&state)?;
+        let world = state.ends.len();
+        let operation = state.operations.entry(sequence).or_insert_with(|| Operation {
+            parts: vec![None; world],
+            all: None,
+            taken: 0,
+        });
+        operation.parts[self.rank] = Some(mine);
+        if operation.parts.iter().all(Option::is_some) {
+            operation.all = Some(Arc::new(operation.parts.drain(..).flatten().collect()));
+            self.group.stirred.notify_all();
+        }
+        loop {
+            let operation = state.operations.get_mut(&sequence).expect("it stays until all have taken it");
+            if let Some(all) = operation.all.clone() {
+                operation.taken += 1;
+                if operation.taken == world {
+                    state.operations.remove(&sequence);
+                }
+                drop(state);
+                return self.agree(all);
+            }
+            let is_missing = |rank: &usize| operation.parts[*rank].is_none();
+            let missing: Vec<usize> = (0..world).filter(is_missing).collect();
+            if let Some(Ending::Aborted) = state.ends[self.rank] {
+                return Err(CollectiveError::Aborted { generation: self.group.generation });
+            }
+            if let Some(&rank) = missing.iter().find(|rank| state.ends[**rank].is_some()) {
+                state.ends[self.rank] = Some(Ending::Failed);
+                self.group.stirred.notify_all();
+                let source = std::io::ErrorKind::ConnectionAborted.into();
+                return Err(CollectiveError::PeerLost { rank, member: rank as u64, source });
+            }
+            state = self.group.stirred.wait(state).expect("nothing under this lock panics");
+        }
+    }
+
+    /// Checks that all have brought the same kind and length.
+    fn agree(&self, all: Arc<Vec<Part>>) -> Result<Arc<Vec<Part>>, CollectiveError> {
+        let mine = &all[self.rank];
+        let Some(rank) = all.iter().position(|part| (part.kind, part.len) != (mine.kind, mine.len)) else {
+            return Ok(all);
+        };
+        self.group.lock().ends[self.rank] = Some(Ending::Failed);
+        let (got, expected) = ((all[rank].kind, all[rank].len), (mine.kind, mine.len));
+        let reason = format!("expected the operation {expected:?}, got {got:?}");
+        Err(CollectiveError::Protocol { rank, member: rank as u64, reason })
+    }
+
+    fn check(&self, state: &State) -> Result<(), CollectiveError> {
+        match state.ends[self.rank] {
+            None => Ok(()),
+            Some(_) => Err(CollectiveError::Aborted { generation: self.group.generation }),
+        }
+    }
+
+    fn check_root(&self, root: usize) -> Result<(), CollectiveError> {
+        let world = self.world_size();
+        match root < world {
+            true => Ok(()),
+            false => Err(CollectiveError::Invalid(format!("root {root} in a group of {world}"))),
+        }
+    }
+}
+
+impl LocalFence {
+    /// Makes the rank's operation in progress, and all to come, return [`CollectiveError::Aborted`].
+    pub fn abort(&self) {
+        self.group.lock().ends[self.rank] = Some(Ending::Aborted);
+        self.group.stirred.notify_all();
+    }
+}
+
+impl Communicator for LocalRank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.lock().ends.len()
+    }
+
+    fn generation(&self) -> u64 {
+        self.group.generation
+    }
+
+    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        check_block(mine)?;
+        let part = Part { kind: "all-gather", len: 0, bytes: mine.to_vec(), floats: Vec::new() };
+        Ok(self.meet(part)?.iter().map(|part| part.bytes.clone()).collect())
+    }
+
+    fn all_reduce(
+        &mut self,
+        header: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        check_block(header)?;
+        if src.len() != dst.len() {
+            let reason = format!("a source of {} elements for a sum of {}", src.len(), dst.len());
+            return Err(CollectiveError::Invalid(reason));
+        }
+        let part = Part { kind: "all-reduce", len: src.len(), bytes: header.to_vec(), floats: src.to_vec() };
+        let all = self.meet(part)?;
+        dst.copy_from_slice(&all[0].floats);
+        for part in &all[1..] {
+            dst.iter_mut().zip(&part.floats).for_each(|(sum, part)| *sum += part);
+        }
+        Ok(all.iter().map(|part| part.bytes.clone()).collect())
+    }
+
+    fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
+        self.check_root(root)?;
+        if root == self.rank && bytes.len() > BROADCAST_BYTES_MAX {
+            let reason = format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
+            return Err(CollectiveError::Invalid(reason));
+        }
+        let mine = if root == self.rank { bytes.clone() } else { Vec::new() };
+        let all =
+            self.meet(Part { kind: "broadcast of bytes", len: root, bytes: mine, floats: Vec::new() })?;
+        bytes.clone_from(&all[root].bytes);
+        Ok(())
+    }
+
+    fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
+        self.check_root(root)?;
+        let mine = if root == self.rank { buf.to_vec() } else { Vec::new() };
+        let all = self.meet(Part { kind: "broadcast", len: buf.len(), bytes: Vec::new(), floats: mine })?;
+        if all[root].floats.len() != buf.len() {
+            let reason = "another rank broadcasts".to_owned();
+            return Err(CollectiveError::Protocol { rank: root, member: root as u64, reason });
+        }
+        buf.copy_from_slice(&all[root].floats);
+        Ok(())
+    }
+}
+
+impl Drop for LocalRank {
+    fn drop(&mut self) {
+        self.group.lock().ends[self.rank].get_or_insert(Ending::Left);
+        self.group.stirred.notify_all();
+    }
+}
+
+#[derive(Debug)]
+struct Meeting {
+    generation: u64,
+    state: Mutex<State>,
+    stirred: Condvar,
+}
+
+impl Meeting {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nothing under this lock panics")
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    /// By sequence number. A rank can be in one that others have taken, or have not come to.
+    operations: BTreeMap<u64, Operation>,
+    /// By rank.
+    ends: Vec<Option<Ending>>,
+}
+
+/// Why a rank takes part no more.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Ending {
+    Aborted,
+    Failed,
+    Left,
+}
+
+#[derive(Debug)]
+struct Operation {
+    /// By rank, until all are there.
+    parts: Vec<Option<Part>>,
+    all: Option<Arc<Vec<Part>>>,
+    /// How many ranks have taken all.
+    taken: usize,
+}
+
+/// What a rank brings to an operation.
+#[derive(Clone, Debug)]
+struct Part {
+    kind: &'static str,
+    /// The same on all ranks.
+    len: usize,
+    bytes: Vec<u8>,
+    floats: Vec<f32>,
+}
+
+fn check_block(block: &[u8]) -> Result<(), CollectiveError> {
+    if block.len() <= BLOCK_BYTES_MAX {
+        return Ok(());
+    }
+    let reason = format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", block.len());
+    Err(CollectiveError::Invalid(reason))
+}
