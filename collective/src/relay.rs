@@ -137,7 +137,7 @@ impl<'a> Relay<'a> {
 
     /// Returns when all that is outgoing has left and all that is incoming is there.
     fn pump(&mut self, ports: &mut [Port<'a>]) -> Result<(), Fault> {
-        let mut patience = Patience::default();
+        let mut patience = Patience::of(0);
         loop {
             let mut moved = false;
             for index in 0..ports.len() {

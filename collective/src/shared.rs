@@ -62,6 +62,7 @@ pub(crate) struct Watch<'a> {
     pub(crate) progress: &'a Progress,
     /// Of the operation, among all of the group.
     pub(crate) sequence: u64,
+    pub(crate) patience: Patience,
 }
 
 /// Why a sum over shared memory stopped.
@@ -282,7 +283,7 @@ impl Shared {
         if watch.pass.check().is_err() {
             return Err(SharedFault::Aborted);
         }
-        let mut patience = Patience::default();
+        let mut patience = watch.patience;
         while behind(self).is_some() {
             if !patience.lasts() {
                 return self.sleep(watch, behind);
@@ -292,7 +293,7 @@ impl Shared {
     }
 
     fn sleep(&self, watch: Watch<'_>, behind: impl Fn(&Self) -> Option<usize>) -> Result<(), SharedFault> {
-        let Watch { links, pass, progress, sequence } = watch;
+        let Watch { links, pass, progress, sequence, .. } = watch;
         let generation = pass.generation();
         let (received, sent, waits_for_next) = (0, 0, false);
         progress.wait_at(Place { generation, operation: sequence + 1, received, sent, waits_for_next });

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::fence::Pass;
 use crate::frame::Kind;
+use crate::patience::Patience;
 use crate::payload::{Body, Halves, Payload};
 use crate::progress::Progress;
 use crate::relay::{self, Relay};
@@ -155,7 +156,8 @@ impl TcpRing {
         let (Sharing::On { shared, members }, Some(links)) = (&mut self.sharing, &self.links) else {
             unreachable!("the caller has looked");
         };
-        let watch = Watch { links, pass: &self.pass, progress: &self.progress, sequence };
+        let patience = Patience::of(size_of_val(src));
+        let watch = Watch { links, pass: &self.pass, progress: &self.progress, sequence, patience };
         let fault = match shared.all_reduce(watch, mine, src, dst) {
             Ok(Notes::All(notes)) => {
                 self.sequence += 1;

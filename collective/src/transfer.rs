@@ -80,7 +80,7 @@ impl<'a> Transfer<'a> {
 
     /// Returns when all pieces are sent and received, with the notes in rank order.
     pub(crate) fn run(mut self) -> Result<Vec<Vec<u8>>, Fault> {
-        let mut patience = Patience::default();
+        let mut patience = Patience::of(self.payload.total_bytes());
         loop {
             let sent = match self.send() {
                 Ok(flow) => flow,
