@@ -6,6 +6,13 @@
 //!
 //! One thread, two non-blocking sockets, one poll: with a core per rank this beats a thread per direction.
 //!
+//! What binds, on loopback and two cores: up to about 1 MiB system calls and wake-ups, of which there are `2·(n−1)` writes
+//! and reads per rank one behind the other; above that the two copies of each byte, into the kernel and out of it. Of
+//! the processor time of 4 ranks and 16 MiB, 33 ms, they take 47 %, the additions, which wait for memory, 16 %, the way through the
+//! stack and all else 37 %; on an idle machine both cores are busy with it for 16 ms, 1.6 GB/s of bus bandwidth. To save
+//! the copy into the kernel would take pages that nobody changes until the neighbour has read them, and an operation that is
+//! aborted can't wait for that. Over a network the wire binds.
+//!
 //! **Invariant:** a frame, its note and its body leave in one system call, unless the socket's buffer is
 //! full.
 //!
