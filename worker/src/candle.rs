@@ -17,6 +17,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::model::{Metrics, Model, NamedTensor, UserError};
 use crate::optimizer::Optimizer;
+use crate::predictions::Predictions;
 use crate::reader::Reader;
 
 /// A model written with candle: what is left to fill in of [`Model`].
@@ -114,6 +115,14 @@ pub trait CandleModel: 'static {
         Ok(())
     }
 
+    /// As [`Model::predict`].
+    ///
+    /// # Errors
+    /// As [`Model::predict`].
+    fn predict(&mut self, _network: &Self::Network, _batch: Self::Batch) -> Result<Predictions, UserError> {
+        Err("this model makes no predictions; fill in its method `predict`".into())
+    }
+
     /// As [`Model::summary`].
     ///
     /// # Errors
@@ -206,6 +215,12 @@ impl<M: CandleModel> Model for Candle<M> {
         let network = built(&self.network)?;
         self.parameters.set(parameters)?;
         self.model.evaluate(network, batch, metrics)
+    }
+
+    fn predict(&mut self, parameters: &[f32], batch: M::Batch) -> Result<Predictions, UserError> {
+        let network = built(&self.network)?;
+        self.parameters.set(parameters)?;
+        self.model.predict(network, batch)
     }
 
     fn optimizer(&self) -> Optimizer {

@@ -67,6 +67,7 @@ mod gap;
 mod messages;
 mod model;
 mod optimizer;
+mod predictions;
 mod prefetch;
 mod reader;
 pub mod readers;
@@ -79,6 +80,7 @@ mod weights;
 
 pub use model::{Metrics, Model, NamedTensor, Update, UserError};
 pub use optimizer::Optimizer;
+pub use predictions::{Column, Predictions};
 pub use reader::{DataError, Dataset, File, Reader};
 pub use run::run;
 pub use schedule::Schedule;

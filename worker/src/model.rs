@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::optimizer::Optimizer;
+use crate::predictions::Predictions;
 use crate::reader::Reader;
 
 /// Any error of the user's code. Its text reaches the summary, with the worker and the records it was working on.
@@ -105,6 +106,16 @@ pub trait Model: 'static {
         let loss = self.gradients(parameters, batch, &mut thrown_away)?;
         metrics.add("loss", loss);
         Ok(())
+    }
+
+    /// What the model makes of the batch's records: one row for each, in their order.
+    ///
+    /// Default: an error, for a model that predicts nothing.
+    ///
+    /// # Errors
+    /// Reported with the records' range; the records go to another worker.
+    fn predict(&mut self, _parameters: &[f32], _batch: Self::Batch) -> Result<Predictions, UserError> {
+        Err("this model makes no predictions; fill in its method `predict`".into())
     }
 
     /// The model's closing words, shown with the job's summary: a sample, a score. Called on one worker, at the end.

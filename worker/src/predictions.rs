@@ -1,0 +1,171 @@
+//! What models predict.
+
+/// What a model predicts for some records: named columns, each with one value for each record, in the records' order.
+///
+/// ```
+/// use elasticdl_worker::Predictions;
+///
+/// let predictions = Predictions::new().i64("class", vec![3, 5]).f32("probability", vec![0.9, 0.6]);
+/// assert_eq!(predictions.rows(), Ok(2));
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Predictions {
+    columns: Vec<(String, Column)>,
+}
+
+/// Values of one kind.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Column {
+    /// Numbers.
+    F32(Vec<f32>),
+    /// Whole numbers.
+    I64(Vec<i64>),
+    /// Text.
+    Text(Vec<String>),
+}
+
+impl Predictions {
+    /// No columns yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a column of numbers.
+    pub fn f32(self, name: &str, values: Vec<f32>) -> Self {
+        self.column(name, Column::F32(values))
+    }
+
+    /// Adds a column of whole numbers.
+    pub fn i64(self, name: &str, values: Vec<i64>) -> Self {
+        self.column(name, Column::I64(values))
+    }
+
+    /// Adds a column of text.
+    pub fn text(self, name: &str, values: Vec<String>) -> Self {
+        self.column(name, Column::Text(values))
+    }
+
+    fn column(mut self, name: &str, column: Column) -> Self {
+        self.columns.push((name.to_owned(), column));
+        self
+    }
+
+    /// The columns with their names, in the order in which they were added.
+    pub fn columns(&self) -> &[(String, Column)] {
+        &self.columns
+    }
+
+    /// Records that are predicted for.
+    ///
+    /// # Errors
+    /// There is no column, two have one name, or they differ in length.
+    pub fn rows(&self) -> Result<usize, String> {
+        let Some((first, column)) = self.columns.first() else {
+            return Err("predictions have at least one column".into());
+        };
+        let rows = column.len();
+        for (i, (name, column)) in self.columns.iter().enumerate() {
+            if name.is_empty() || self.columns[..i].iter().any(|(other, _)| other == name) {
+                return Err(format!("column {i} is named {name:?}: each needs a name of its own"));
+            }
+            if column.len() != rows {
+                return Err(format!(
+                    "column {name:?} has {} values where {first:?} has {rows}",
+                    column.len()
+                ));
+            }
+        }
+        Ok(rows)
+    }
+
+    /// Puts `other`'s rows behind these.
+    ///
+    /// # Errors
+    /// They are of other columns.
+    pub fn append(&mut self, other: Self) -> Result<(), String> {
+        if self.columns.is_empty() {
+            *self = other;
+            return Ok(());
+        }
+        let describe = |predictions: &Self| {
+            let column = |(name, column): &(String, Column)| format!("{name:?} ({})", column.kind());
+            predictions.columns.iter().map(column).collect::<Vec<_>>().join(", ")
+        };
+        let same = self.columns.len() == other.columns.len()
+            && self.columns.iter().zip(&other.columns).all(|(a, b)| a.0 == b.0 && a.1.kind() == b.1.kind());
+        if !same {
+            let (here, there) = (describe(self), describe(&other));
+            return Err(format!("predictions of one job have one set of columns: {there} come after {here}"));
+        }
+        for ((_, column), (_, more)) in self.columns.iter_mut().zip(other.columns) {
+            match (column, more) {
+                (Column::F32(values), Column::F32(more)) => values.extend(more),
+                (Column::I64(values), Column::I64(more)) => values.extend(more),
+                (Column::Text(values), Column::Text(more)) => values.extend(more),
+                _ => unreachable!("their kinds were just compared"),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Column {
+    /// Number of values.
+    #[expect(clippy::len_without_is_empty, reason = "an empty column is nothing special")]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::I64(values) => values.len(),
+            Self::Text(values) => values.len(),
+        }
+    }
+
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::F32(_) => "f32",
+            Self::I64(_) => "i64",
+            Self::Text(_) => "text",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn two() -> Predictions {
+        Predictions::new().i64("class", vec![1, 2]).f32("p", vec![0.5, 0.25])
+    }
+
+    #[test]
+    fn columns_have_names_of_their_own_and_one_length() {
+        assert_eq!(two().rows(), Ok(2));
+        let table = [
+            (Predictions::new(), "at least one column"),
+            (two().f32("class", vec![0.0; 2]), "column 2 is named \"class\""),
+            (two().text("", vec![String::new(); 2]), "column 2 is named \"\""),
+            (two().text("t", vec![]), "column \"t\" has 0 values where \"class\" has 2"),
+        ];
+        for (predictions, expected) in table {
+            let error = predictions.rows().unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn rows_come_behind_rows_of_the_same_columns() {
+        let mut all = Predictions::new();
+        all.append(two()).unwrap();
+        all.append(Predictions::new().i64("class", vec![7]).f32("p", vec![1.0])).unwrap();
+        assert_eq!(all, Predictions::new().i64("class", vec![1, 2, 7]).f32("p", vec![0.5, 0.25, 1.0]));
+        for other in [
+            Predictions::new().i64("class", vec![1]),
+            Predictions::new().f32("p", vec![1.0]).i64("class", vec![1]),
+            Predictions::new().i64("class", vec![1]).i64("p", vec![1]),
+        ] {
+            let error = all.append(other).unwrap_err();
+            assert!(error.ends_with("come after \"class\" (i64), \"p\" (f32)"), "{error}");
+        }
+    }
+}
