@@ -1,5 +1,6 @@
 //! The `elasticdl` command line.
 
+mod apart;
 mod checkpoint;
 mod client;
 mod cluster;
@@ -19,6 +20,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+pub use apart::{EvaluateArgs, FormatName, PredictArgs};
 pub use checkpoint::{CheckpointArgs, CheckpointOptions};
 pub use client::ScaleArgs;
 pub use cluster::{ClusterArgs, Format, Labels, PlaceArgs, Tolerations, Volumes};
@@ -53,6 +55,11 @@ pub enum Command {
     Checkpoint(CheckpointArgs),
     /// Remove a job and all that it has left: its pods and objects, or its directory.
     Delete(DeleteArgs),
+    /// Measure a model: the means of its metrics over a data set.
+    ///
+    /// PROGRAM is your training program, and the model one that it has trained and exported. Workers take shards of the
+    /// data one by one; one that is killed is replaced, and the result stays the same to the bit.
+    Evaluate(Box<EvaluateArgs>),
     /// Show the jobs of this machine and of the cluster.
     List(ListArgs),
     /// Show what a job's master or one of its workers has printed.
@@ -60,6 +67,11 @@ pub enum Command {
     /// Run a job's master in its pod; `elasticdl train --image` sees to that.
     #[command(hide = true)]
     Master(MasterArgs),
+    /// Write what a model predicts for each record of a data set.
+    ///
+    /// PROGRAM is your training program, and the model one that it has trained and exported. Workers take shards of the
+    /// data one by one and write a file for each; one that is killed is replaced, and no row is missing or there twice.
+    Predict(Box<PredictArgs>),
     /// Change the number of workers of a running job.
     ///
     /// The master starts workers, or lets the youngest ones finish their step and end, until there are as
@@ -86,9 +98,11 @@ pub fn main() -> ExitCode {
     let code = match Cli::parse().command {
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::Delete(args) => remote::delete(&args),
+        Command::Evaluate(args) => apart::evaluate(*args),
         Command::List(args) => remote::list(&args),
         Command::Logs(args) => remote::logs(&args),
         Command::Master(args) => master::master(&args),
+        Command::Predict(args) => apart::predict(*args),
         Command::Scale(args) => client::scale(&args),
         Command::Status(args) => status::status(&args),
         Command::Stop(args) => remote::stop(&args),

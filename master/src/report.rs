@@ -80,6 +80,15 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
             writeln!(out, "    {}", one_line(line))?;
         }
     }
+    if let Some(metrics) = &summary.metrics {
+        row(out, "metrics", "")?;
+        for (name, mean) in metrics {
+            writeln!(out, "    {} {mean}", one_line(name))?;
+        }
+    }
+    if let Some(path) = &summary.output {
+        row(out, "predictions", &one_line(path))?;
+    }
     if let Some(path) = &summary.export {
         row(out, "exported to", &one_line(path))?;
     }
@@ -212,6 +221,8 @@ mod tests {
             }],
             error: None,
             model_summary: Some("accuracy 0.9\nfine".into()),
+            metrics: Some([("accuracy".into(), 0.875)].into()),
+            output: Some("/out".into()),
             export: Some("/m.safetensors".into()),
             digest: Some("00ff00ff00ff00ff".into()),
         }
@@ -239,6 +250,9 @@ job mnist: completed after 1.50 s
   model
     accuracy 0.9
     fine
+  metrics
+    accuracy 0.875
+  predictions   /out
   exported to   /m.safetensors
   logs          /j/logs
   summary       /j/summary.json

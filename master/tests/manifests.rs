@@ -85,6 +85,27 @@ fn all_options_reach_the_objects() {
 }
 
 #[test]
+fn other_work_than_training_reaches_the_task() {
+    let folder = ["--model", "s3://bucket/m", "--data", "/d", "--image", "i:1", "--dry-run", "-o", "yaml"];
+    let table: [(&str, &[&str], &str); 3] = [
+        ("evaluate", &[], "\"Evaluate\": {"),
+        ("evaluate", &[], "\"model\": \"s3://bucket/m\""),
+        ("predict", &["--predictions", "/out", "--format", "csv"], "\"format\": \"Csv\""),
+    ];
+    for (verb, options, expected) in table {
+        let output = Command::new(env!("CARGO_BIN_EXE_elasticdl"))
+            .arg(verb)
+            .args(folder)
+            .args(options)
+            .args(["--", "mnist"])
+            .output()
+            .unwrap();
+        let made = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success() && made.contains(expected), "{verb}: {expected}\n{made}");
+    }
+}
+
+#[test]
 fn options_that_no_server_takes_are_refused_by_name() {
     let table: [(&[&str], &str); 13] = [
         (&["--worker-resources", "cpu=fast"], "--worker-resources"),

@@ -14,6 +14,8 @@ use tempfile::TempDir;
 #[derive(Debug)]
 pub struct Command {
     elasticdl: PathBuf,
+    /// `train`, or what else starts a job.
+    verb: &'static str,
     options: Vec<OsString>,
     program: Vec<OsString>,
     job_dir: PathBuf,
@@ -30,11 +32,18 @@ impl Command {
     ) -> Self {
         Self {
             elasticdl: elasticdl.into(),
+            verb: "train",
             options: Vec::new(),
             program: program.into_iter().map(Into::into).collect(),
             job_dir: job_dir.into(),
             starter: Vec::new(),
         }
+    }
+
+    /// A job that does something else than to train.
+    #[must_use]
+    pub fn verb(self, verb: &'static str) -> Self {
+        Self { verb, ..self }
     }
 
     /// Adds `--name value`.
@@ -60,7 +69,7 @@ impl Command {
     pub fn start(self) -> Running {
         let starter = [self.starter, vec![self.elasticdl.into()]].concat();
         let child = command(&starter)
-            .args(["train", "--local", "--job-dir"])
+            .args([self.verb, "--local", "--job-dir"])
             .arg(&self.job_dir)
             .args(&self.options)
             .arg("--")

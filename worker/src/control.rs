@@ -24,6 +24,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
 use self::convert::{decode, decode_welcome, encode, encode_stall};
+use crate::apart::Format;
 use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
 use crate::core::session::Report;
@@ -75,6 +76,10 @@ pub(crate) struct CheckpointOptions {
 /// What the job does with its data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Work {
+    /// `model`: where an exported one is.
+    Evaluate { model: String },
+    /// `output`: the folder for files of predictions.
+    Predict { model: String, output: String, format: Format },
     /// `export`: where the final model is written.
     Train { export: Option<String>, validation: Option<ValidationOptions> },
 }

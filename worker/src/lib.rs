@@ -54,6 +54,7 @@
 //! **Invariants:** knows nothing about processes, pods or how it was launched beyond its environment. Generated types stop
 //! at `control`. What decides is in `core` (the session, and what it reckons with) and has no IO and no clock.
 
+mod apart;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod checkpoint;

@@ -1,5 +1,6 @@
 //! What passes between the trainer and the control stream's thread.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -31,11 +32,22 @@ pub(crate) enum FromMaster {
 pub(crate) enum ToMaster {
     Checkpoint(CheckpointNews),
     Described(Result<Dataset, String>),
+    /// A shard that was leased to this worker alone; its metrics, if it was evaluated.
+    Done {
+        range: RecordRange,
+        metrics: BTreeMap<String, f64>,
+    },
     Failed(Failure),
     Finished(Finished),
-    Ready { parameters: u64 },
+    Ready {
+        parameters: u64,
+    },
     Report(Report),
-    Resumed { generation: Generation, step: u64, phases: Phases },
+    Resumed {
+        generation: Generation,
+        step: u64,
+        phases: Phases,
+    },
 }
 
 /// What became of a checkpoint.

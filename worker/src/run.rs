@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use elasticdl_collective::{Endpoint, Secret};
 
+use crate::apart;
 use crate::control::{Control, ValidationOptions, Work};
 use crate::core::evaluation;
 use crate::core::session::{Exit, JobPlan, Session};
@@ -113,11 +114,19 @@ fn train<M: Model>(
             why.unwrap_or_else(|| "parameters() is 0; a model has at least one".into()),
         ));
     }
-    let Work::Train { export, validation } = &welcome.work;
-    let validation = validation.as_ref().map(|options| validate(&model, options)).transpose();
-    let validation = validation.map_err(Failure::fatal)?;
     let layout = call_user("layout()", || Ok(model.layout())).map_err(Failure::fatal)?;
     weights::check(&layout, parameters).map_err(|error| Failure::fatal(error.to_string()))?;
+    let (export, validation) = match &welcome.work {
+        Work::Train { export, validation } => (export, validation),
+        Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
+            let mut values = vec![0.0; parameters];
+            weights::load(weights, &layout, &mut values)
+                .map_err(|error| Failure::fatal(format!("the model was not loaded: {error}")))?;
+            return apart::work(model, values, prepared, control);
+        }
+    };
+    let validation = validation.as_ref().map(|options| validate(&model, options)).transpose();
+    let validation = validation.map_err(Failure::fatal)?;
     let plan = JobPlan {
         records: prepared.files.iter().map(|f| f.records).sum(),
         epochs: welcome.epochs,
@@ -203,6 +212,11 @@ fn check_places(work: &Work) -> Result<(), String> {
             weights::check_writable(export).map_err(|error| format!("--export: {error}"))
         }
         Work::Train { export: None, .. } => Ok(()),
+        Work::Evaluate { model } => weights::check_there(model).map_err(|error| format!("--model: {error}")),
+        Work::Predict { model, output, .. } => {
+            weights::check_there(model).map_err(|error| format!("--model: {error}"))?;
+            apart::check_output(output).map_err(|error| format!("--predictions: {error}"))
+        }
     }
 }
 

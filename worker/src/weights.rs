@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 
 use crate::model::NamedTensor;
 use crate::storage::{Storage, StorageError};
@@ -20,6 +20,9 @@ pub(crate) enum WeightsError {
     /// The model's layout is no description of its parameters: mend [`Model::layout`](crate::Model::layout).
     #[error("layout() names {0}")]
     Names(String),
+    /// The file is of another model, or none: give another file, or the options that it was made with.
+    #[error("{path}: {reason}")]
+    Other { path: String, reason: String },
     #[error(transparent)]
     Storage(#[from] StorageError),
 }
@@ -56,6 +59,49 @@ pub(crate) fn save(
     Ok(Storage::open(address)?.write("", vec![header.into(), values])?)
 }
 
+/// Checks that there is a file, before anybody waits for it.
+///
+/// # Errors
+/// The place's word.
+pub(crate) fn check_there(address: &str) -> Result<(), StorageError> {
+    Storage::open(address)?.bytes("").map(drop)
+}
+
+/// Reads `parameters` of such a file, which may have been written by another program; what else is in it is ignored.
+///
+/// # Errors
+/// The place's word; what in the file is not as the model has it.
+pub(crate) fn load(
+    address: &str,
+    tensors: &[NamedTensor],
+    parameters: &mut [f32],
+) -> Result<(), WeightsError> {
+    check(tensors, parameters.len())?;
+    let bytes = Storage::open(address)?.read("")?;
+    let other = |reason: String| WeightsError::Other { path: address.into(), reason };
+    let file =
+        SafeTensors::deserialize(&bytes).map_err(|error| other(format!("no safetensors file: {error}")))?;
+    let mut rest = parameters;
+    for NamedTensor { name, shape } in tensors {
+        let tensor = file.tensor(name).map_err(|_| {
+            let mut names = file.names();
+            names.sort_unstable();
+            let names = clip(&names.join(", "));
+            other(format!("no tensor {name:?}, which the model has; the file has {names}"))
+        })?;
+        if tensor.dtype() != Dtype::F32 || tensor.shape() != shape {
+            let (dtype, found) = (tensor.dtype(), tensor.shape());
+            return Err(other(format!(
+                "tensor {name:?} is {dtype:?} of the shape {found:?} where the model has F32 of {shape:?}"
+            )));
+        }
+        let (part, after) = rest.split_at_mut(shape.iter().product());
+        bytemuck::cast_slice_mut(part).copy_from_slice(tensor.data());
+        rest = after;
+    }
+    Ok(())
+}
+
 /// What a file begins with.
 fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, WeightsError> {
     let mut end = 0usize;
@@ -89,6 +135,13 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
     Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
 }
 
+fn clip(text: &str) -> String {
+    match text.char_indices().nth(NAMES_LEN_MAX) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
 /// Shared parameters, as bytes.
 struct Values(Arc<Vec<f32>>);
 
@@ -103,11 +156,10 @@ impl AsRef<[u8]> for Values {
 compile_error!("safetensors are little-endian");
 
 const ALIGNMENT: usize = 8;
+const NAMES_LEN_MAX: usize = 500;
 
 #[cfg(test)]
 mod tests {
-    use safetensors::SafeTensors;
-
     use super::*;
 
     fn tensor(name: &str, shape: &[usize]) -> NamedTensor {
@@ -137,6 +189,34 @@ mod tests {
         let a: &[f32] = &decoded(file.tensor("a").unwrap().data());
         assert_eq!(a, [3.0]);
         assert_eq!(bytes[bytes.len() - 32..], *bytemuck::cast_slice::<f32, u8>(&parameters));
+        let mut other_order = [f32::NAN; 2];
+        load(&path, &[tensor("ä \"", &[1]), tensor("a", &[])], &mut other_order).unwrap();
+        assert_eq!(other_order, [3.5, 3.0]);
+        let mut all = [f32::NAN; 8];
+        load(&path, &tensors, &mut all).unwrap();
+        assert_eq!(all[..], parameters);
+    }
+
+    #[test]
+    fn another_models_file_is_refused_by_the_tensor_that_differs() {
+        let (folder, path) = place();
+        save(&path, &[tensor("a", &[2, 2])], &Arc::new(vec![0.0; 4])).unwrap();
+        let mut values = [0.0; 4];
+        let mut load =
+            |path: &str, tensors: &[NamedTensor]| load(path, tensors, &mut values).unwrap_err().to_string();
+        let expected = format!("{path}: no tensor \"w\", which the model has; the file has a");
+        assert_eq!(load(&path, &[tensor("w", &[4])]), expected);
+        let expected =
+            format!("{path}: tensor \"a\" is F32 of the shape [2, 2] where the model has F32 of [4]");
+        assert_eq!(load(&path, &[tensor("a", &[4])]), expected);
+        let whole = std::fs::read(&path).unwrap();
+        let torn = folder.path().join("torn").to_str().unwrap().to_owned();
+        for len in 0..whole.len() {
+            std::fs::write(&torn, &whole[..len]).unwrap();
+            let error = load(&torn, &[tensor("a", &[2, 2])]);
+            assert!(error.starts_with(&format!("{torn}: no safetensors file: ")), "{len}: {error}");
+        }
+        assert!(load("/nowhere/m", &[tensor("a", &[4])]).contains("/nowhere/m"));
     }
 
     #[test]

@@ -152,6 +152,12 @@ fn to_table(summary: &Value) -> String {
         lines.push("  model".into());
         lines.extend(words.lines().map(|line| format!("    {}", one_line(line))));
     }
+    for (name, mean) in summary["metrics"].as_object().into_iter().flatten() {
+        lines.push(format!("  mean {} {mean}", one_line(name)));
+    }
+    if let Some(path) = summary["output"].as_str() {
+        lines.push(format!("  predictions   {}", one_line(path)));
+    }
     if let Some(path) = summary["export"].as_str() {
         lines.push(format!("  exported to   {}", one_line(path)));
     }

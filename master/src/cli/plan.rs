@@ -85,6 +85,7 @@ pub(super) fn job_spec(
     absolute: impl Fn(&str, &str) -> Result<String, Failure>,
 ) -> Result<JobSpec, Failure> {
     let (checkpoints, resume_from) = args.checkpoints.plan(absolute)?;
+    let work = args.work.clone().unwrap_or_else(|| Work::Train { export: args.export.clone() });
     let spec = JobSpec {
         name,
         training_data: args.training_data.clone().expect("clap asks for it where nothing is resumed"),
@@ -95,14 +96,14 @@ pub(super) fn job_spec(
         max_steps: args.max_steps,
         batch: batch(args.global_batch_size, args.minibatch_size),
         records_per_shard: args.records_per_shard.and_then(NonZeroU64::new),
-        shuffle: !args.no_shuffle,
+        shuffle: work.trains() && !args.no_shuffle,
         seed: args.seed,
         max_worker_restarts: args.max_worker_restarts,
         worker_timeout: Some(args.worker_timeout),
         checkpoints,
         resume_from,
         validation: args.validation.plan()?,
-        work: Work::Train { export: args.export.clone() },
+        work,
         wire_dtype: args.wire_dtype,
     };
     spec.check().map_err(|e| Failure::usage(e.to_string()))?;

@@ -22,7 +22,7 @@ use super::plan::{self, Plan};
 use super::validation::ValidationOptions;
 use super::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, print_error};
 use crate::entrance::Entrance;
-use crate::job::{Outcome, Time, WireDtype};
+use crate::job::{self, Outcome, Time, WireDtype};
 use crate::jobdir::{self, Abandoned, JobDir, Start};
 use crate::local::Launcher;
 use crate::metrics;
@@ -197,6 +197,10 @@ pub struct TrainArgs {
     /// Print nothing but errors.
     #[arg(long, short, help_heading = OUTPUT)]
     pub quiet: bool,
+
+    /// What is done with the data, where it is not training.
+    #[arg(skip)]
+    pub(super) work: Option<job::Work>,
 
     /// The training program (looked up in $PATH if it has no `/`; in a cluster: in the image) and its arguments.
     #[arg(last = true, required_unless_present = "resume", value_names = ["PROGRAM", "ARGS"])]

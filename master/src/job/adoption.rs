@@ -78,6 +78,7 @@ impl Job {
             job.records = Some(Records::new(Shards::cut(&dataset, &job.spec)?, job.spec.epochs));
             job.dataset = Some(dataset);
         }
+        job.restore_results(record.results)?;
         let members = record.membership.as_ref().map_or(&[][..], |m| &m.members);
         let members: Vec<WorkerId> = members.iter().map(|(id, _)| *id).collect();
         for l in record.launches {
@@ -146,7 +147,10 @@ impl Job {
                 "another master goes on with the job; generation {generation} has {away} members left"
             ));
         }
-        if !self.group.members.is_empty() || self.crew.away().next().is_some() {
+        if !self.spec.work.trains() {
+            // Who works apart is no member: it is replaced, and the shards that it held are done again.
+            self.timer(now + self.return_wait(), Timer::Return);
+        } else if !self.group.members.is_empty() || self.crew.away().next().is_some() {
             self.adoption = Some(Adoption { was_formed, ..Adoption::default() });
             self.timer(now + self.return_wait(), Timer::Return);
         }

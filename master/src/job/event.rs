@@ -158,6 +158,13 @@ pub enum FromWorker {
     Committed(Committed),
     /// The data set as its reader sees it, or why it can't be used.
     Described(Result<Dataset, String>),
+    /// A shard that is worked on apart is done: its metrics summed over its records, or its predictions written.
+    Done {
+        /// The shard.
+        range: RecordRange,
+        /// By name; none of predictions.
+        metrics: BTreeMap<String, f64>,
+    },
     /// The user's code failed; the worker ends.
     Failed {
         /// The user's error.

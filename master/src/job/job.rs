@@ -8,6 +8,7 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use super::action::{Action, Outcome, ToWorker};
 use super::adoption::Adoption;
+use super::apart::Results;
 use super::crew::{Crew, Fate, Stage};
 use super::event::{ConnectionId, Event, Exit, Finished, LaunchId, Resume};
 use super::group::Group;
@@ -39,6 +40,8 @@ pub struct Job {
     pub(super) describer: Option<WorkerId>,
     pub(super) dataset: Option<Dataset>,
     pub(super) records: Option<Records>,
+    /// Of shards that are worked on apart.
+    pub(super) results: Results,
     /// Number of parameters that the first ready worker's model has.
     pub(super) parameters: Option<u64>,
     /// Steps committed, as last reported.
@@ -113,6 +116,7 @@ impl Job {
             describer: None,
             dataset: None,
             records: None,
+            results: Results::default(),
             parameters: None,
             step: 0,
             checkpoint_asked: false,
@@ -407,7 +411,7 @@ impl Job {
         let worker = l.worker.filter(|id| self.crew.workers.contains_key(id));
         match worker.and_then(|id| Some((id, self.crew.workers.get_mut(&id)?))) {
             // A member goes at the end of a step, with the next membership.
-            Some((_, w)) if w.rank.is_some() => w.leaving = true,
+            Some((_, w)) if w.rank.is_some() && self.spec.work.trains() => w.leaving = true,
             Some((id, _)) => self.release(now, id, "fewer workers are wanted"),
             // It goes when it is back.
             None if is_away => {}

@@ -19,6 +19,9 @@ impl Job {
         if !matches!(self.phase, Phase::Running | Phase::Stopping) || self.awaits_members() {
             return;
         }
+        if !self.spec.work.trains() {
+            return self.settle_apart(now);
+        }
         let all_finished = self.group.members.iter().all(|m| self.group.finished.contains_key(m));
         if !self.group.members.is_empty() && all_finished {
             return self.conclude(now);

@@ -27,6 +27,7 @@
 
 mod action;
 mod adoption;
+mod apart;
 mod checkpoints;
 mod crew;
 mod ending;
@@ -67,8 +68,8 @@ pub use event::{
 pub use job::Job;
 pub use record::JobRecord;
 pub use spec::{
-    Batch, CheckpointEvery, CheckpointSpec, Dataset, File, JobSpec, SpecError, ValidationSpec, WireDtype,
-    Work,
+    Batch, CheckpointEvery, CheckpointSpec, Dataset, File, Format, JobSpec, SpecError, ValidationSpec,
+    WireDtype, Work,
 };
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{

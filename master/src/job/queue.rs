@@ -148,6 +148,25 @@ impl Records {
         ranges
     }
 
+    /// Leases a whole shard to `worker`, the first that is neither done nor leased.
+    pub(super) fn lease_shard(&mut self, worker: WorkerId) -> Option<RecordRange> {
+        let Self { shards, ledger, leases, leased, queues, .. } = self;
+        if ledger.epoch() > 0 {
+            return None;
+        }
+        let queue = queues.entry(0).or_insert_with(|| Queue::new(shards, 0, ledger, leases));
+        let Range { start, end } = queue.take(shards, shards.records_per_shard())?;
+        leases.insert((0, start), Lease { end, worker });
+        *leased.entry((worker, 0)).or_default() += end - start;
+        Some(RecordRange { epoch: 0, start, end })
+    }
+
+    /// Whether `range` is what was leased to `worker`, no less and no more.
+    pub(super) fn is_leased(&self, worker: WorkerId, range: RecordRange) -> bool {
+        let lease = self.leases.get(&(range.epoch, range.start));
+        lease.is_some_and(|lease| lease.worker == worker && lease.end == range.end)
+    }
+
     /// Adds what the group committed up to `step` to the ledger and ends the leases on it.
     ///
     /// A step is stable when the next one commits anywhere: only then can its leases, and its epoch's end, not come

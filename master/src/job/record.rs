@@ -18,6 +18,7 @@ use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::action::{Membership, Outcome};
+use super::apart::Results;
 use super::event::{Finished, LaunchId, LedgerReport};
 use super::job::{Job, Phase};
 use super::queue::Records;
@@ -51,6 +52,9 @@ pub struct JobRecord {
     /// The job is over, but its processes may not have ended.
     pub(super) ending: Option<EndingRecord>,
     pub(super) story: StoryRecord,
+    /// Of shards that are worked on apart.
+    #[serde(default)]
+    pub(super) results: Results,
     /// Steps committed when the record was made; not kept up to date.
     pub(super) step: u64,
 }
@@ -197,6 +201,7 @@ impl Job {
             stopping: self.phase == Phase::Stopping,
             ending,
             story: self.story.record(),
+            results: self.results.kept(),
             step: self.step,
         }
     }

@@ -38,6 +38,10 @@ impl Shards {
         let records = check(dataset, spec)?;
         let records_per_shard = spec.records_per_shard.map_or_else(
             || {
+                if !spec.work.trains() {
+                    // Of the data alone: results are added shard by shard, and must not depend on who computes them.
+                    return RECORDS_PER_SHARD_APART.max(records / u64::from(SHARDS_AUTO_MAX));
+                }
                 let wanted = records / (u64::from(spec.num_workers.max(1)) * SHARDS_PER_WORKER);
                 wanted.clamp(1, RECORDS_PER_SHARD_AUTO_MAX).max(records / u64::from(SHARDS_AUTO_MAX))
             },
@@ -149,7 +153,7 @@ fn check(dataset: &Dataset, spec: &JobSpec) -> Result<u64, String> {
         Batch::Global(records) => ("global batch", records.get()),
         Batch::PerWorker(records) => ("minibatch", records.get()),
     };
-    if batch > records {
+    if batch > records && spec.work.trains() {
         return Err(format!(
             "the {name} of {batch} records is larger than the data set of {records} records; \
              choose one of at most {records}"
@@ -161,6 +165,8 @@ fn check(dataset: &Dataset, spec: &JobSpec) -> Result<u64, String> {
 /// Shards per worker, where the size is chosen here: enough that one slow worker doesn't hold up an epoch's end.
 const SHARDS_PER_WORKER: u64 = 8;
 const RECORDS_PER_SHARD_AUTO_MAX: u64 = 4096;
+/// Where shards are worked on apart: one is little to repeat, and a file of its predictions not too small.
+const RECORDS_PER_SHARD_APART: u64 = 4096;
 const SHARDS_AUTO_MAX: u32 = 1 << 22;
 /// An epoch's order takes 4 bytes for each.
 const SHARDS_MAX: u32 = 1 << 24;

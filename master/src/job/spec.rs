@@ -91,11 +91,45 @@ pub enum CheckpointEvery {
 /// What a job does with its data. Places are paths or URIs, as the workers see them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Work {
+    /// Measures a model: the means of its metrics over all records.
+    Evaluate {
+        /// An exported model.
+        model: String,
+    },
+    /// Writes what a model predicts, a row for each record, a file for each shard.
+    Predict {
+        /// An exported model.
+        model: String,
+        /// The folder for the files.
+        output: String,
+        /// Of the files.
+        format: Format,
+    },
     /// Trains a model.
     Train {
         /// Where the final model is written.
         export: Option<String>,
     },
+}
+
+/// How predictions are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Format {
+    /// Comma-separated values, the columns' names in the first line.
+    Csv,
+    /// A JSON object in each line.
+    Jsonl,
+    /// Parquet.
+    #[default]
+    Parquet,
+}
+
+impl Work {
+    /// Whether workers form a group, and take steps together.
+    #[must_use]
+    pub fn trains(&self) -> bool {
+        matches!(self, Self::Train { .. })
+    }
 }
 
 impl Default for Work {

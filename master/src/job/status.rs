@@ -9,6 +9,7 @@ use super::event::{Evaluated, LaunchId};
 use super::job::{Job, Phase};
 use super::pace;
 use super::queue::Records;
+use super::spec::Work;
 use super::summary::MembershipRecord;
 use super::tally::Tally;
 use super::time::Time;
@@ -172,6 +173,7 @@ impl Job {
             Phase::Ended(outcome) => ending::name(outcome),
             Phase::Ending(_) => "ending",
             Phase::Running if self.adoption.is_some() => "resuming",
+            Phase::Running if !self.spec.work.trains() && self.crew.members().next().is_some() => "running",
             Phase::Running if self.group.generation == Generation::default() => "starting",
             Phase::Running if self.group.is_broken() => "waiting",
             Phase::Running => "running",
@@ -184,7 +186,11 @@ impl Job {
             _ if worker.released => "ending",
             _ if worker.leaving => "leaving",
             _ if self.group.finished.contains_key(&id) => "finished",
-            _ if worker.rank.is_some() => "training",
+            _ if worker.rank.is_some() => match self.spec.work {
+                Work::Evaluate { .. } => "evaluating",
+                Work::Predict { .. } => "predicting",
+                Work::Train { .. } => "training",
+            },
             Stage::Joining => "joining",
             Stage::Describing => "describing",
             Stage::Preparing => "preparing",

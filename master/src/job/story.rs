@@ -35,6 +35,8 @@ pub(super) struct Story {
     /// Records and steps of the first group's state when it formed.
     begun_with: (u64, u64),
     reported_last: Time,
+    /// Workers that work apart.
+    pub(super) apart: u32,
     /// The largest group that formed.
     pub(super) peak: u32,
     /// Launches in the place of an ended one.
@@ -243,8 +245,12 @@ impl Story {
 
     /// The group committed `records` more, with this sum of losses.
     pub(super) fn commit(&mut self, now: Time, records: u64, loss_sum: f64) {
-        self.committed = self.committed.saturating_add(records);
-        self.reported_last = now;
+        self.note_loss(records, loss_sum);
+        self.count(now, records);
+    }
+
+    /// The sum of losses over `records`.
+    pub(super) fn note_loss(&mut self, records: u64, loss_sum: f64) {
         if records > 0 {
             let loss = loss_sum / records as f64;
             self.loss.first.get_or_insert(loss);
@@ -252,6 +258,12 @@ impl Story {
             let before = self.loss_smoothed.filter(|l| l.is_finite()).unwrap_or(loss);
             self.loss_smoothed = Some(before + (loss - before) * LOSS_SMOOTHING);
         }
+    }
+
+    /// So many records more are done.
+    pub(super) fn count(&mut self, now: Time, records: u64) {
+        self.committed = self.committed.saturating_add(records);
+        self.reported_last = now;
         match self.samples.back_mut() {
             Some((at, committed)) if now.since(*at) < SAMPLE_EVERY => *committed = self.committed,
             _ => self.samples.push_back((now, self.committed)),

@@ -1,5 +1,7 @@
 //! How a job went: what is written for the user and for programs at its end.
 
+use std::collections::BTreeMap;
+
 use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +45,10 @@ pub struct Summary {
     pub error: Option<String>,
     /// The model's closing words.
     pub model_summary: Option<String>,
+    /// Means over all records, by name, of a model that was evaluated.
+    pub metrics: Option<BTreeMap<String, f64>>,
+    /// Where predictions are.
+    pub output: Option<String>,
     /// Where the final model is, if it was to be written and has been.
     pub export: Option<String>,
     /// Digest of the final parameters, optimizer state and ledger: 16 hexadecimal digits.
@@ -206,7 +212,10 @@ impl Job {
     #[must_use]
     pub fn summary(&self, now: Time) -> Summary {
         let records = self.records_summary();
-        let last = u32::try_from(self.group.members.len()).expect("members are limited by max_workers");
+        let last = match self.spec.work.trains() {
+            true => u32::try_from(self.group.members.len()).expect("members are limited by max_workers"),
+            false => self.story.apart,
+        };
         Summary {
             job: self.spec.name.clone(),
             state: self.state(),
@@ -223,6 +232,11 @@ impl Job {
             failed_shards: self.story.failed_shards(),
             error: self.story.error.clone(),
             model_summary: self.model_summary(),
+            metrics: self.results.means(records.expected),
+            output: match &self.spec.work {
+                Work::Predict { output, .. } => Some(output.clone()),
+                Work::Evaluate { .. } | Work::Train { .. } => None,
+            },
             export: self.exported(),
             digest: self.last_word.as_ref().map(|word| format!("{:016x}", word.digest)),
         }
@@ -253,7 +267,7 @@ impl Job {
 
     /// The lowest rank exports before it says its last word.
     fn exported(&self) -> Option<String> {
-        let Work::Train { export } = &self.spec.work;
+        let Work::Train { export } = &self.spec.work else { return None };
         export.clone().filter(|_| self.last_word.is_some())
     }
 

@@ -78,6 +78,12 @@ impl Tally {
         self.times.reduce_us = self.times.reduce_us.saturating_add(times.reduce_us);
     }
 
+    /// A shard of so many records is done, by one worker alone.
+    pub(super) fn shard(&mut self, records: u64) {
+        self.steps += 1;
+        self.records = self.records.saturating_add(records);
+    }
+
     /// The group has told what a change of membership cost.
     pub(super) fn recover(&mut self, record: &MembershipRecord) {
         let Some(gap_ms) = record.gap_ms else { return };

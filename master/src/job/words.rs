@@ -34,6 +34,7 @@ impl Job {
             FromWorker::Committed(report) => self.on_committed(now, worker, &report),
             FromWorker::Described(outcome) => self.on_described(now, worker, outcome),
             FromWorker::Evaluated(report) => self.on_evaluated(report),
+            FromWorker::Done { range, metrics } => self.on_done(now, worker, range, metrics),
             FromWorker::Failed { error, ranges, fatal } => {
                 self.on_failed(now, worker, &error, &ranges, fatal)
             }
@@ -396,7 +397,7 @@ impl Job {
         }
         self.touch();
         self.say(format!("worker {worker} was told to end and leaves"));
-        if is_member {
+        if is_member && self.spec.work.trains() {
             self.timer(now + LEAVE_WAIT, Timer::Leave(worker));
         } else {
             self.release(now, worker, "it leaves");
@@ -453,6 +454,9 @@ impl Job {
     fn fill(&mut self, worker: WorkerId, share: Share) {
         if self.adoption.is_some() {
             return;
+        }
+        if !self.spec.work.trains() {
+            return self.fill_apart(worker);
         }
         let Self { records: Some(records), crew, .. } = self else {
             return;

@@ -8,14 +8,16 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use std::collections::BTreeMap;
+
 use elasticdl_proto::{Generation, RecordRange, WorkerId, v1};
 use tonic::Status;
 use v1::{master_message, worker_message};
 
 use crate::job::{
     self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, Evaluated, File,
-    Finished, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, Phases, Resume,
-    Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
+    Finished, Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, Phases,
+    Resume, Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -100,6 +102,7 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             ledger: ledger("formed.ledger", formed.ledger)?,
         },
         Kind::Checkpoint(news) => FromWorker::Checkpoint(checkpoint_news(news)?),
+        Kind::Done(message) => done(message)?,
         Kind::Committed(message) => FromWorker::Committed(committed(message)?),
         Kind::Resumed(resumed) => FromWorker::Resumed {
             generation: generation("resumed.generation", resumed.generation)?,
@@ -153,6 +156,17 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
         checkpoints: spec.checkpoints.as_ref().map(to_checkpoint_options),
         resume_from: spec.resume_from.clone(),
         work: Some(match &spec.work {
+            Work::Evaluate { model } => v1::options::Work::Evaluate(v1::Evaluate { model: model.clone() }),
+            Work::Predict { model, output, format } => v1::options::Work::Predict(v1::Predict {
+                model: model.clone(),
+                output: output.clone(),
+                format: match format {
+                    Format::Csv => v1::Format::Csv,
+                    Format::Jsonl => v1::Format::Jsonl,
+                    Format::Parquet => v1::Format::Parquet,
+                }
+                .into(),
+            }),
             Work::Train { export } => {
                 let validation = spec.validation.as_ref().map(to_validation);
                 v1::options::Work::Train(v1::Train { export: export.clone(), validation })
@@ -353,6 +367,25 @@ fn committed(message: v1::Committed) -> Result<Committed, Status> {
         compute_us: message.compute_us,
         times: step_times(message.times.unwrap_or_default())?,
     })
+}
+
+fn done(message: v1::Done) -> Result<FromWorker, Status> {
+    within("done.metrics", message.metrics.len() as u64, 0, METRICS_MAX)?;
+    let metrics = BTreeMap::from_iter(message.metrics);
+    for (name, sum) in &metrics {
+        if name.is_empty() || name.len() > METRIC_NAME_BYTES_MAX {
+            return Err(invalid(&format!(
+                "done.metrics: names must have 1 to {METRIC_NAME_BYTES_MAX} bytes"
+            )));
+        }
+        if !sum.is_finite() {
+            return Err(invalid(&format!("done.metrics: {name} is {sum} where a finite number should be")));
+        }
+    }
+    let [range] = ranges("done.range", message.range.into_iter().collect())?
+        .try_into()
+        .map_err(|_| invalid("done.range: must be there"))?;
+    Ok(FromWorker::Done { range, metrics })
 }
 
 fn step_times(times: v1::StepTimes) -> Result<StepTimes, Status> {

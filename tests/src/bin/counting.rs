@@ -9,7 +9,7 @@ use clap::Parser;
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::{counting_reader, numbers};
 use elasticdl_worker::readers::FixedRecords;
-use elasticdl_worker::{Metrics, Model, Update, UserError};
+use elasticdl_worker::{Metrics, Model, Predictions, Update, UserError};
 
 /// Counts records.
 #[derive(Parser)]
@@ -23,6 +23,9 @@ struct Counting {
     /// Time that a record's gradient takes.
     #[arg(long, default_value_t = 0)]
     micros_per_record: u64,
+    /// Time that a record takes to be evaluated, with one more metric, or predicted for.
+    #[arg(long)]
+    apart_micros: Option<u64>,
     /// Time is slept away instead of computed, and none is taken once this file is there.
     #[arg(long)]
     hurry_when: Option<PathBuf>,
@@ -57,6 +60,17 @@ impl Counting {
         if self.hurry_when.is_some() && !std::mem::replace(said(self), true) {
             eprintln!("{what}");
         }
+    }
+}
+
+impl Counting {
+    /// Takes as long as it should, and fails where it should.
+    fn look_at(&self, batch: &[u64]) -> Result<(), UserError> {
+        std::thread::sleep(Duration::from_micros(self.apart_micros.unwrap_or(0) * batch.len() as u64));
+        if let Some(record) = batch.iter().find(|record| self.fail_at == Some(**record)) {
+            return Err(format!("record {record} can't be learned").into());
+        }
+        Ok(())
     }
 }
 
@@ -112,6 +126,14 @@ impl Model for Counting {
         Ok(batch.len() as f64)
     }
 
+    fn predict(&mut self, parameters: &[f32], batch: Vec<u64>) -> Result<Predictions, UserError> {
+        self.look_at(&batch)?;
+        let records = batch.iter().map(|&record| record as i64).collect();
+        let values = batch.iter().map(|&record| parameters[record as usize]).collect();
+        let names = batch.iter().map(|record| format!("record {record}")).collect();
+        Ok(Predictions::new().i64("record", records).f32("value", values).text("name", names))
+    }
+
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
         self.say_once(|model| &mut model.has_updated, FIRST_UPDATE);
         for (parameter, sum) in update.parameters.iter_mut().zip(update.sum) {
@@ -133,6 +155,12 @@ impl Model for Counting {
         let seen = batch.iter().filter(|record| parameters[**record as usize] > 0.0).count();
         metrics.add("seen", seen as f64);
         metrics.add("loss", batch.len() as f64);
+        if self.apart_micros.is_some() {
+            self.look_at(&batch)?;
+            // Its last bits depend on the order in which it is added.
+            let of = |record: &u64| f64::from(parameters[*record as usize]) / (*record as f64 + 3.0);
+            metrics.add("harmonic", batch.iter().map(of).fold(0.0, |sum, one| sum + one));
+        }
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use elasticdl_collective::{Stall, WireDtype};
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId, v1};
 
 use super::{CheckpointOptions, ValidationOptions, Welcome, Work};
+use crate::apart::Format;
 use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
 use crate::core::session::{Membership, Report, StepTimes};
@@ -39,6 +40,16 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
         resume_from: options.resume_from,
         wire_dtype,
         work: match options.work? {
+            v1::options::Work::Evaluate(v1::Evaluate { model }) => Work::Evaluate { model },
+            v1::options::Work::Predict(predict) => {
+                let format = match predict.format() {
+                    v1::Format::Csv => Format::Csv,
+                    v1::Format::Jsonl => Format::Jsonl,
+                    v1::Format::Parquet => Format::Parquet,
+                    v1::Format::Unspecified => return None,
+                };
+                Work::Predict { model: predict.model, output: predict.output, format }
+            }
             v1::options::Work::Train(v1::Train { export, validation }) => {
                 Work::Train { export, validation: validation.map(decode_validation) }
             }
@@ -99,6 +110,10 @@ pub(super) fn encode(message: ToMaster) -> v1::worker_message::Kind {
                 Err(error) => Outcome::Error(error),
             };
             Kind::Described(v1::Described { outcome: Some(outcome) })
+        }
+        ToMaster::Done { range, metrics } => {
+            let (range, metrics) = (Some(encode_range(&range)), metrics.into_iter().collect());
+            Kind::Done(v1::Done { range, metrics })
         }
         ToMaster::Failed(failure) => Kind::Failed(v1::Failed {
             error: failure.error,

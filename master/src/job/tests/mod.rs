@@ -1,6 +1,7 @@
 //! The job under test, from outside.
 
 mod adoption;
+mod apart;
 mod checkpoints;
 mod cuts;
 mod directed;

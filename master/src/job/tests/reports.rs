@@ -133,6 +133,8 @@ fn the_summarys_keys_are_stable() {
         "model_summary",
         "checkpoints",
         "evaluations",
+        "metrics",
+        "output",
         "export",
         "digest",
     ];

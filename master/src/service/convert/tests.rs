@@ -24,6 +24,11 @@ fn described(files: Vec<(&str, u64)>) -> Kind {
     Kind::Described(v1::Described { outcome: Some(dataset) })
 }
 
+fn done(metrics: &[(&str, f64)]) -> Kind {
+    let metrics = metrics.iter().map(|&(name, sum)| (name.into(), sum)).collect();
+    Kind::Done(v1::Done { range: Some(range(0, 0, 8)), metrics })
+}
+
 fn commit() -> v1::Committed {
     v1::Committed {
         generation: 4,
@@ -149,6 +154,13 @@ fn every_message_keeps_every_field() {
         ),
         (Kind::Leaving(v1::Leaving {}), FromWorker::Leaving),
         (
+            done(&[("loss", 0.5), ("a", -1.0)]),
+            FromWorker::Done {
+                range: RecordRange { epoch: 0, start: 0, end: 8 },
+                metrics: [("loss".into(), 0.5), ("a".into(), -1.0)].into(),
+            },
+        ),
+        (
             Kind::Finished(end()),
             FromWorker::Finished(Finished {
                 generation,
@@ -168,6 +180,8 @@ fn every_message_keeps_every_field() {
 
 #[test]
 fn a_field_out_of_bounds_is_refused_by_name() {
+    let names: Vec<String> = (0..300).map(|i| i.to_string()).collect();
+    let many: Vec<(&str, f64)> = names.iter().map(|name| (name.as_str(), 1.0)).collect();
     let endless = v1::StepTimes { reduce_us: u64::MAX, ..v1::StepTimes::default() };
     let long = "x".repeat(PATH_BYTES_MAX + 1);
     let huge = DATASET_RECORDS_MAX;
@@ -198,6 +212,11 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         (Kind::Committed(v1::Committed { records: u64::MAX, ..commit() }), "committed.records"),
         (Kind::Committed(v1::Committed { compute_us: vec![0; 2000], ..commit() }), "committed.compute_us"),
         (Kind::Committed(v1::Committed { times: Some(endless), ..commit() }), "times.reduce_us"),
+        (Kind::Done(v1::Done::default()), "done.range"),
+        (done(&[("", 1.0)]), "done.metrics: names"),
+        (done(&[("a", f64::NAN)]), "done.metrics: a"),
+        (done(&[(&"a".repeat(300), 1.0)]), "done.metrics: names"),
+        (done(&many), "done.metrics"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 0, phases: None }), "resumed.step"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: None }), "resumed.phases"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: Some(slow) }), "phases.state_us"),

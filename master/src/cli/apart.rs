@@ -1,0 +1,185 @@
+//! `elasticdl evaluate` and `elasticdl predict`: jobs whose workers need no group.
+//!
+//! Where and with which workers a job runs is asked as for `elasticdl train`. What only training has is hidden here, and
+//! refused.
+
+use clap::{Arg, Args, ValueEnum};
+
+use super::train::{self, TrainArgs};
+use super::{Failure, plan};
+use crate::job::{Format, Work};
+
+/// What `elasticdl evaluate` is told.
+#[derive(Args, Debug)]
+#[command(mut_args(without_training), override_usage = EVALUATE_USAGE, after_long_help = EVALUATE_HELP)]
+pub struct EvaluateArgs {
+    /// The model: a safetensors file that `elasticdl train --export` has written, a path or s3://, gs://, az://.
+    #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
+    pub model: String,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub job: TrainArgs,
+}
+
+/// What `elasticdl predict` is told.
+#[derive(Args, Debug)]
+#[command(mut_args(without_training), override_usage = PREDICT_USAGE, after_long_help = PREDICT_HELP)]
+pub struct PredictArgs {
+    /// The model: a safetensors file that `elasticdl train --export` has written, a path or s3://, gs://, az://.
+    #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
+    pub model: String,
+
+    /// The folder for the predictions: a path or s3://, gs://, az://. It must be empty, or not there.
+    ///
+    /// Each shard has a file, `part-START-END`, named after the records that its rows are for. Workers write them, so in a
+    /// cluster a path must lie in a --volume.
+    #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
+    pub predictions: String,
+
+    /// How predictions are written.
+    #[arg(long, value_name = "FORMAT", value_enum, default_value = "parquet", help_heading = MODEL)]
+    pub format: FormatName,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub job: TrainArgs,
+}
+
+/// A format's name on the command line.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum FormatName {
+    /// Comma-separated values, the columns' names in the first line.
+    Csv,
+    /// A JSON object in each line.
+    Jsonl,
+    /// Parquet.
+    Parquet,
+}
+
+pub(super) fn evaluate(args: EvaluateArgs) -> Result<u8, Failure> {
+    let work = Work::Evaluate { model: args.model };
+    train::train(TrainArgs { work: Some(work), ..args.job })
+}
+
+pub(super) fn predict(args: PredictArgs) -> Result<u8, Failure> {
+    let format = match args.format {
+        FormatName::Csv => Format::Csv,
+        FormatName::Jsonl => Format::Jsonl,
+        FormatName::Parquet => Format::Parquet,
+    };
+    let work = Work::Predict { model: args.model, output: args.predictions, format };
+    train::train(TrainArgs { work: Some(work), ..args.job })
+}
+
+/// Hides and refuses what has no meaning without training; of the rest some reads otherwise.
+fn without_training(arg: Arg) -> Arg {
+    match arg.get_id().as_str() {
+        "training_data" => arg.long("data").help(DATA_HELP).long_help(DATA_HELP),
+        "minibatch_size" => arg.help(BATCH_HELP).long_help(BATCH_HELP),
+        "records_per_shard" => arg.help(SHARD_HELP).long_help(SHARD_HELP),
+        "num_workers" => arg.help("Workers to keep running; results do not depend on it"),
+        id if TRAINING.contains(&id) => arg.hide(true).conflicts_with("model"),
+        _ => arg,
+    }
+}
+
+/// Options of `train` without a meaning here.
+const TRAINING: [&str; 18] = [
+    "resume",
+    "min_workers",
+    "num_epochs",
+    "max_steps",
+    "global_batch_size",
+    "shuffle",
+    "no_shuffle",
+    "export",
+    "checkpoint_dir",
+    "checkpoint_every",
+    "checkpoint_keep",
+    "resume_from",
+    "seed",
+    "validation_data",
+    "evaluate_every",
+    "best_metric",
+    "early_stopping",
+    "wire_dtype",
+];
+
+const BATCH_HELP: &str = "Records that the model is given at once, unless it wants fewer. [default: 64]";
+const DATA_HELP: &str = "Where the data is, as PROGRAM's reader understands it: mostly a file or a folder.";
+const MODEL: &str = "Model";
+const SHARD_HELP: &str = "Records of a shard, the unit in which data is handed out and results come back. [default: 4096, more \
+                          where there are billions of records]";
+
+const EVALUATE_USAGE: &str = "elasticdl evaluate --local --model <URI> --data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
+                              elasticdl evaluate --image <IMG> --model <URI> --data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...";
+const EVALUATE_HELP: &str = "\
+Example:
+  Measure an exported model with four workers, and keep the result:
+      elasticdl evaluate --local --num-workers 4 --model mnist.safetensors --data data/mnist-test \\
+          --summary result.json -- ./target/release/mnist
+
+The result is the mean of each metric over all records: `metrics` in the summary. It is the same, bit for bit, for any
+number of workers, and whoever is killed meanwhile.
+
+Exit codes: as of `elasticdl train`.";
+const PREDICT_USAGE: &str = "elasticdl predict --local --model <URI> --data <URI> --predictions <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
+     elasticdl predict --image <IMG> --model <URI> --data <URI> --predictions <URI> [OPTIONS] -- <PROGRAM> [ARGS]...";
+const PREDICT_HELP: &str = "\
+Example:
+  Write predictions for all records of a folder as Parquet:
+      elasticdl predict --local --num-workers 4 --model mnist.safetensors --data data/new \\
+          --predictions out -- ./target/release/mnist
+
+There is exactly one row for each record. The files in the order of their names hold the rows in the order of the records.
+
+Exit codes: as of `elasticdl train`.";
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use clap::CommandFactory as _;
+
+    use crate::cli::Cli;
+
+    fn options(command: &str) -> BTreeSet<String> {
+        let mut cli = Cli::command();
+        let command = cli.find_subcommand_mut(command).unwrap();
+        let shown = command.get_arguments().filter(|arg| !arg.is_hide_set());
+        shown.filter_map(|arg| Some(arg.get_long()?.to_owned())).collect()
+    }
+
+    #[test]
+    fn each_option_of_train_has_a_meaning_without_training_or_is_refused() {
+        let (train, evaluate, predict) = (options("train"), options("evaluate"), options("predict"));
+        let refused: Vec<&str> = train.difference(&evaluate).map(String::as_str).collect();
+        let expected = [
+            "best-metric",
+            "checkpoint-dir",
+            "checkpoint-every",
+            "checkpoint-keep",
+            "early-stopping",
+            "evaluate-every",
+            "export",
+            "global-batch-size",
+            "max-steps",
+            "min-workers",
+            "no-shuffle",
+            "num-epochs",
+            "resume",
+            "resume-from",
+            "seed",
+            "shuffle",
+            "training-data",
+            "validation-data",
+            "wire-dtype",
+        ];
+        assert_eq!(refused, expected, "an option of train alone belongs to TRAINING");
+        let own: Vec<&str> = evaluate.difference(&train).map(String::as_str).collect();
+        assert_eq!(own, ["data", "model"]);
+        let more: Vec<&str> = predict.difference(&evaluate).map(String::as_str).collect();
+        assert_eq!(more, ["format", "predictions"]);
+    }
+}

@@ -1,0 +1,185 @@
+//! Jobs whose workers work apart: they evaluate a model, or predict with it.
+//!
+//! There is no group: each shard is one worker's, from its lease to the word that it is done. So there are no generations and
+//! no steps either; what counts as a step is a shard. All else, from the first launch to the last word, is as in training.
+//!
+//! A shard's result depends on the shard alone, not on who computes it, and results are added in the order of the shards.
+//! So the whole is the same, bit for bit, for any number of workers, whoever is killed. A shard whose worker is lost is done
+//! again from its beginning; where its result had been written, the same is written once more.
+//!
+//! **Invariant:** a shard counts once: for the worker that holds its lease, when it says so.
+//! **Invariant:** what is kept of results does not grow with the job, but for those that wait for a slower one before them.
+
+use std::collections::BTreeMap;
+
+use elasticdl_proto::{RecordRange, WorkerId};
+use serde::{Deserialize, Serialize};
+
+use super::action::{Outcome, ToWorker};
+use super::crew::Stage;
+use super::job::{Job, Phase};
+use super::time::Time;
+
+/// Sums of metrics over records, by name.
+pub(super) type Sums = BTreeMap<String, f64>;
+
+/// What has come of the shards so far.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Results {
+    /// All records before this one are in `sums`.
+    before: u64,
+    sums: Sums,
+    /// Results of later shards, by their first record: where each ends, and its sums.
+    later: BTreeMap<u64, (u64, Sums)>,
+    /// When these were last worth keeping.
+    #[serde(skip)]
+    kept: Time,
+}
+
+impl Results {
+    /// Takes in one shard's sums. A metric that a shard lacks is 0 there.
+    ///
+    /// # Errors
+    /// More metrics than can be kept.
+    fn add(&mut self, range: RecordRange, sums: Sums) -> Result<(), String> {
+        if sums.keys().filter(|name| !self.sums.contains_key(*name)).count() + self.sums.len() > METRICS_MAX {
+            return Err(format!("with {range} there are more than {METRICS_MAX} metrics"));
+        }
+        self.later.insert(range.start, (range.end, sums));
+        while let Some(first) = self.later.first_entry().filter(|first| *first.key() == self.before) {
+            let (end, sums) = first.remove();
+            for (name, sum) in sums {
+                // Not from 0: adding to it would turn -0 around.
+                self.sums.entry(name).and_modify(|all| *all += sum).or_insert(sum);
+            }
+            self.before = end;
+        }
+        Ok(())
+    }
+
+    /// The records that are done, as far as a record of the job has room for them. Others are done again by the next master.
+    pub(super) fn kept(&self) -> Self {
+        let later =
+            self.later.iter().take(LATER_KEPT_MAX).map(|(&start, done)| (start, done.clone())).collect();
+        Self { later, ..self.clone() }
+    }
+
+    pub(super) fn ranges(&self) -> impl Iterator<Item = RecordRange> + '_ {
+        let later = self.later.iter().map(|(&start, &(end, _))| RecordRange { epoch: 0, start, end });
+        let before = RecordRange { epoch: 0, start: 0, end: self.before };
+        std::iter::once(before).filter(|range| !range.is_empty()).chain(later)
+    }
+
+    /// Means over `records`, which are all there are.
+    pub(super) fn means(&self, records: u64) -> Option<Sums> {
+        let done = records > 0 && self.before == records && !self.sums.is_empty();
+        let mean = |(name, sum): (&String, &f64)| (name.clone(), sum / records as f64);
+        done.then(|| self.sums.iter().map(mean).collect())
+    }
+}
+
+impl Job {
+    /// As [`Job::settle`], without a group.
+    pub(super) fn settle_apart(&mut self, now: Time) {
+        if self.phase == Phase::Stopping {
+            return self.end_stopped();
+        }
+        let Some(records) = &mut self.records else { return };
+        let counted = records.ledger().counted();
+        if counted == records.expected() {
+            return self.end(now, Outcome::Completed, None);
+        }
+        // What lost workers had leased is free at once: nobody has put it into anything.
+        self.group.lost.clear();
+        self.group.left.clear();
+        records.requeue();
+        let ready = |w: &&mut super::crew::Worker| w.stage == Stage::Ready && w.rank.is_none() && !w.released;
+        for w in self.crew.workers.values_mut().filter(ready) {
+            // What it takes a member for a group, a worker has here from the start.
+            w.rank = self.crew.launches.get(&w.launch).map(|l| l.index);
+            w.holds_state = true;
+            self.story.form(now, self.step, counted);
+        }
+        self.story.apart = self.crew.members().count() as u32;
+        self.story.peak = self.story.peak.max(self.story.apart);
+        self.count_eligible();
+        self.fill_all();
+    }
+
+    /// Leases as many whole shards as `worker` has asked for and there are.
+    pub(super) fn fill_apart(&mut self, worker: WorkerId) {
+        let Self { records: Some(records), crew, .. } = self else { return };
+        let Some(w) = crew.workers.get_mut(&worker).filter(|w| w.is_eligible() && !w.leaving) else { return };
+        let Some(credit) = w.credits.get_mut(&0) else { return };
+        *credit = (*credit).min(SHARDS_AHEAD_MAX);
+        let mut leases = Vec::new();
+        while *credit > 0
+            && let Some(shard) = records.lease_shard(worker)
+        {
+            *credit -= 1;
+            leases.push(shard);
+        }
+        if *credit == 0 {
+            w.credits.clear();
+        }
+        if !leases.is_empty() {
+            self.send(worker, ToWorker::Lease(leases));
+        }
+    }
+
+    /// A worker has done a shard that it holds.
+    pub(super) fn on_done(&mut self, now: Time, worker: WorkerId, range: RecordRange, sums: Sums) {
+        let Some(records) = self.records.as_mut().filter(|_| !self.spec.work.trains()) else { return };
+        if !records.is_leased(worker, range) {
+            return self.fail_worker(now, worker, &format!("it has done {range}, which it does not hold"));
+        }
+        let loss = sums.get("loss").copied();
+        if let Err(reason) = self.results.add(range, sums) {
+            return self.end(now, Outcome::Failed, Some(format!("worker {worker}: {reason}")));
+        }
+        self.step += 1;
+        records.commit(self.step, &[range]).expect("what is leased lies in the data set");
+        self.story.count(now, range.len());
+        if let Some(loss) = loss {
+            self.story.note_loss(range.len(), loss);
+        }
+        self.story.tally.shard(range.len());
+        if now.since(self.results.kept) >= KEEP_EVERY {
+            self.results.kept = now;
+            self.touch();
+        }
+        let Some(records) = &self.records else { return };
+        if records.ledger().counted() == records.expected() {
+            self.touch_first();
+            return self.settle_apart(now);
+        }
+        self.fill_apart(worker);
+    }
+
+    /// Takes in what a master before this one knew to be done.
+    ///
+    /// # Errors
+    /// What can't be.
+    pub(super) fn restore_results(&mut self, results: Results) -> Result<(), String> {
+        let ranges: Vec<RecordRange> = results.ranges().collect();
+        if ranges.windows(2).any(|pair| pair[0].end > pair[1].start) {
+            return Err("results of shards overlap".into());
+        }
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        let Some(records) = &mut self.records else {
+            return Err("there are results, but no data set".into());
+        };
+        records.commit(self.step, &ranges).map_err(|wrong| format!("there are results of {wrong}"))?;
+        self.results = results;
+        Ok(())
+    }
+}
+
+/// A worker needs one to work on, and one to read.
+const SHARDS_AHEAD_MAX: u64 = 4;
+const LATER_KEPT_MAX: usize = 1024;
+const METRICS_MAX: usize = 1024;
+/// A master that dies has the work of so much time repeated, where keeping costs something.
+const KEEP_EVERY: std::time::Duration = std::time::Duration::from_secs(10);

@@ -1,0 +1,272 @@
+//! Jobs whose workers work apart.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+
+use elasticdl_proto::{RecordRange, WorkerId};
+use rand::rngs::ChaCha8Rng;
+use rand::seq::IndexedRandom;
+use rand::{RngExt, SeedableRng};
+
+use super::super::testing::{dataset, spec};
+use super::super::*;
+use super::directed::*;
+
+/// Shards of 4 records.
+fn evaluate() -> JobSpec {
+    let work = Work::Evaluate { model: "m".into() };
+    JobSpec { work, epochs: 1, shuffle: false, records_per_shard: NonZeroU64::new(4), ..spec() }
+}
+
+/// Three workers that are ready.
+fn ready(files: &[u64]) -> Job {
+    let mut job = Job::new(evaluate());
+    connect(&mut job, 1);
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(files))));
+    (2..=3).for_each(|i| connect(&mut job, i));
+    (1..=3).for_each(|i| say(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    job
+}
+
+fn ask(job: &mut Job, worker: u64, shards: u64) {
+    say(job, worker, FromWorker::LeaseRequest { epoch: 0, records: shards });
+}
+
+fn range(start: u64, end: u64) -> RecordRange {
+    RecordRange { epoch: 0, start, end }
+}
+
+fn done(job: &mut Job, worker: u64, shard: RecordRange, loss: f64) {
+    let metrics = BTreeMap::from([("loss".into(), loss)]);
+    say(job, worker, FromWorker::Done { range: shard, metrics });
+}
+
+/// What is leased by these actions.
+fn leased(job: &mut Job) -> Vec<(u64, RecordRange)> {
+    let mut leased = Vec::new();
+    for action in actions(job) {
+        if let Action::Send { worker, message: ToWorker::Lease(ranges) } = action {
+            leased.extend(ranges.into_iter().map(|range| (worker.0, range)));
+        }
+    }
+    leased
+}
+
+#[test]
+fn whole_shards_are_leased_in_order_as_many_as_are_asked_for() {
+    let mut job = ready(&[10, 4]);
+    assert!(leased(&mut job).is_empty() && job.status(at(0)).state == "running");
+    ask(&mut job, 2, 2);
+    ask(&mut job, 1, 1);
+    ask(&mut job, 3, 2);
+    // The third file's last shard is a short one, and no shard crosses a file.
+    let expected = [(2, range(0, 4)), (2, range(4, 8)), (1, range(8, 10)), (3, range(10, 14))];
+    assert_eq!(leased(&mut job), expected);
+    let no_group = |action: &Action| matches!(action, Action::Send { message: ToWorker::Membership(_), .. });
+    assert!(!actions(&mut job).iter().any(no_group));
+}
+
+#[test]
+fn a_lost_workers_shards_go_to_who_has_asked_and_count_once() {
+    let mut job = ready(&[12]);
+    ask(&mut job, 1, 2);
+    ask(&mut job, 2, 1);
+    ask(&mut job, 3, 1);
+    leased(&mut job);
+    done(&mut job, 1, range(0, 4), 1.0);
+    job.handle(at(1), Event::Disconnected { worker: WorkerId(1) });
+    assert_eq!(leased(&mut job), [(3, range(4, 8))]);
+    // Its last word comes too late.
+    done(&mut job, 1, range(4, 8), 2.0);
+    assert_eq!(job.summary(at(1)).records.counted, 4);
+    done(&mut job, 3, range(4, 8), 2.0);
+    done(&mut job, 2, range(8, 12), 3.0);
+    let summary = job.summary(at(2));
+    assert_eq!((summary.state, summary.records.counted, summary.records.repeated), ("ending", 12, 0));
+    assert_eq!(summary.metrics, Some(BTreeMap::from([("loss".into(), 0.5)])));
+    let ends = actions(&mut job)
+        .iter()
+        .filter(|a| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. }))
+        .count();
+    assert_eq!(ends, 2);
+}
+
+#[test]
+fn who_leaves_or_is_too_many_goes_at_once() {
+    let mut job = ready(&[40]);
+    ask(&mut job, 1, 1);
+    leased(&mut job);
+    say(&mut job, 1, FromWorker::Leaving);
+    let bye =
+        |worker| Action::Send { worker: WorkerId(worker), message: ToWorker::Shutdown("it leaves".into()) };
+    assert!(actions(&mut job).contains(&bye(1)));
+    job.handle(at(1), Event::Scale { num_workers: 1 });
+    let reason = ToWorker::Shutdown("fewer workers are wanted".into());
+    assert_eq!(actions(&mut job), [send(3, reason)]);
+}
+
+#[test]
+fn what_a_worker_does_not_hold_it_has_not_done() {
+    for wrong in [range(0, 3), range(0, 8), range(4, 8), range(100, 104)] {
+        let mut job = ready(&[40]);
+        ask(&mut job, 1, 1);
+        ask(&mut job, 2, 1);
+        leased(&mut job);
+        done(&mut job, 1, wrong, 1.0);
+        assert_eq!((job.restarts.counted(), job.summary(at(0)).records.counted), (1, 0), "{wrong}");
+        assert!(!job.crew.workers.contains_key(&WorkerId(1)));
+    }
+}
+
+#[test]
+fn a_metric_that_a_shard_lacks_is_0_there_and_too_many_fail_the_job() {
+    let mut job = ready(&[12]);
+    ask(&mut job, 1, 3);
+    leased(&mut job);
+    let mut say_done = |start, metrics: Vec<(String, f64)>| {
+        let metrics = BTreeMap::from_iter(metrics);
+        say(&mut job, 1, FromWorker::Done { range: range(start, start + 4), metrics });
+    };
+    say_done(0, vec![]);
+    say_done(4, vec![("rare".into(), 6.0)]);
+    say_done(8, vec![("loss".into(), 3.0)]);
+    let means = BTreeMap::from([("loss".into(), 0.25), ("rare".into(), 0.5)]);
+    assert_eq!(job.summary(at(0)).metrics, Some(means));
+    let mut job = ready(&[40]);
+    ask(&mut job, 1, 4);
+    leased(&mut job);
+    for start in 0..3 {
+        let metrics = (0..400).map(|i| (format!("{start}-{i}"), 1.0)).collect();
+        say(&mut job, 1, FromWorker::Done { range: range(4 * start, 4 * start + 4), metrics });
+    }
+    let error = job.summary(at(0)).error.unwrap();
+    assert_eq!(error, "worker 1: with epoch 0 records 8..12 there are more than 1024 metrics");
+}
+
+#[test]
+fn another_master_goes_on_after_what_this_one_has_kept() {
+    let mut job = ready(&[20]);
+    ask(&mut job, 1, 2);
+    ask(&mut job, 2, 1);
+    leased(&mut job);
+    done(&mut job, 1, range(0, 4), 1.0);
+    done(&mut job, 2, range(8, 12), 4.0);
+    let text = serde_json::to_string(&job.record()).unwrap();
+    let mut next = Job::restore(serde_json::from_str(&text).unwrap(), at(0)).unwrap();
+    assert_eq!(next.summary(at(0)).records.counted, 8);
+    // Nobody comes back: others are started.
+    next.handle_timeout(at(60_000));
+    let launched = |action: &Action| match action {
+        Action::Launch { launch, .. } => Some(launch.0),
+        _ => None,
+    };
+    for launch in 1..=3 {
+        next.handle(at(60_000), Event::ProcessEnded { launch: LaunchId(launch), exit: Exit::Unknown });
+    }
+    let new: Vec<u64> = actions(&mut next).iter().filter_map(launched).collect();
+    assert_eq!(new, [4, 5, 6]);
+    connect(&mut next, 4);
+    say(&mut next, 4, FromWorker::Ready { parameters: 10 });
+    ask(&mut next, 4, 4);
+    let expected = [(4, range(4, 8)), (4, range(12, 16)), (4, range(16, 20))];
+    assert_eq!(leased(&mut next), expected);
+    for (shard, loss) in [(range(16, 20), 16.0), (range(4, 8), 2.0), (range(12, 16), 8.0)] {
+        done(&mut next, 4, shard, loss);
+    }
+    assert_eq!(next.summary(at(0)).metrics, Some(BTreeMap::from([("loss".into(), 31.0 / 20.0)])));
+}
+
+#[test]
+fn a_record_whose_results_can_t_be_true_is_refused() {
+    let job = ready(&[20]);
+    let record = serde_json::to_value(job.record()).unwrap();
+    let with = |results: serde_json::Value| {
+        let mut record = record.clone();
+        record["results"] = results;
+        Job::restore(serde_json::from_value(record).unwrap(), at(0)).map(drop)
+    };
+    let sums = serde_json::json!({"loss": 1.0});
+    assert_eq!(with(serde_json::json!({"before": 8, "sums": sums, "later": {"12": [16, sums]}})), Ok(()));
+    for wrong in [
+        serde_json::json!({"before": 24, "sums": sums, "later": {}}),
+        serde_json::json!({"before": 8, "sums": sums, "later": {"4": [16, sums]}}),
+        serde_json::json!({"before": 0, "sums": {}, "later": {"8": [4, sums]}}),
+    ] {
+        assert!(with(wrong.clone()).is_err(), "{wrong}");
+    }
+}
+
+/// A shard's sum, whose place in the order of additions shows in the last bits of the whole.
+fn loss(start: u64) -> f64 {
+    1e15 / (start as f64 + 3.0)
+}
+
+#[test]
+fn whatever_happens_to_workers_each_shard_counts_once_and_the_mean_is_the_same_to_the_bit() {
+    let mut means = Vec::new();
+    for seed in 0..200 {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut job = Job::new(JobSpec { max_workers: 6, max_worker_restarts: 1000, ..evaluate() });
+        // By worker: what it holds. All said is answered, with time running.
+        let mut held: BTreeMap<u64, Vec<RecordRange>> = BTreeMap::new();
+        let mut now = 0;
+        while !matches!(job.state(), "ending" | "completed") {
+            now += rng.random_range(0..200);
+            job.handle_timeout(at(now));
+            for action in actions(&mut job) {
+                match action {
+                    Action::Launch { launch, .. } => {
+                        held.insert(launch.0, Vec::new());
+                        connect(&mut job, launch.0);
+                    }
+                    Action::Send { worker, message: ToWorker::Describe } => {
+                        say(&mut job, worker.0, FromWorker::Described(Ok(dataset(&[37, 5, 61]))));
+                    }
+                    Action::Send { worker, message: ToWorker::Prepare(_) } => {
+                        say(&mut job, worker.0, FromWorker::Ready { parameters: 10 });
+                        ask(&mut job, worker.0, 2);
+                    }
+                    Action::Send { worker, message: ToWorker::Lease(ranges) } => {
+                        held.entry(worker.0).or_default().extend(ranges);
+                    }
+                    Action::Send { worker, message: ToWorker::Shutdown(_) } => {
+                        held.remove(&worker.0);
+                        let exit = Exit::Code(0);
+                        job.handle(at(now), Event::ProcessEnded { launch: LaunchId(worker.0), exit });
+                    }
+                    _ => {}
+                }
+            }
+            let names: Vec<u64> = held.keys().copied().collect();
+            let Some(&worker) = names.choose(&mut rng) else { continue };
+            match rng.random_range(0..12) {
+                0 => {
+                    held.remove(&worker);
+                    job.handle(at(now), Event::Disconnected { worker: WorkerId(worker) });
+                    let exit = Exit::Signal(9);
+                    job.handle(at(now), Event::ProcessEnded { launch: LaunchId(worker), exit });
+                }
+                1 => job.handle(at(now), Event::Scale { num_workers: rng.random_range(1..=6) }),
+                2 => say(&mut job, worker, FromWorker::Leaving),
+                _ => {
+                    let shards = held.get_mut(&worker).unwrap();
+                    if !shards.is_empty() {
+                        let shard = shards.remove(0);
+                        done(&mut job, worker, shard, loss(shard.start));
+                        ask(&mut job, worker, 1);
+                    }
+                }
+            }
+            assert!(now < 1_000_000, "seed {seed}: it does not end");
+        }
+        let summary = job.summary(at(now));
+        let RecordsSummary { expected, counted, repeated, .. } = summary.records;
+        assert_eq!((expected, counted, repeated), (103, 103, 0), "seed {seed}");
+        assert_eq!(summary.steps, 28, "seed {seed}: shards");
+        means.push(summary.metrics.unwrap()["loss"].to_bits());
+    }
+    assert!(means.iter().all(|mean| *mean == means[0]));
+    let starts = (0..37).step_by(4).chain((37..42).step_by(4)).chain((42..103).step_by(4));
+    let all = starts.map(loss).reduce(|all, one| all + one).unwrap();
+    assert_eq!(means[0], (all / 103.0).to_bits());
+}

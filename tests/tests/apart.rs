@@ -1,0 +1,261 @@
+//! Jobs without a group, as real processes under fire: the same metrics to the bit, each row once and in order.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use elasticdl_tests::{Command, Ended, Running, counting_data, send};
+use elasticdl_worker::Reader;
+use elasticdl_worker::readers::{CsvRows, ParquetRows, Row};
+use rustix::process::Signal;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const ELASTICDL: &str = env!("CARGO_BIN_EXE_elasticdl-under-test");
+const RECORDS: u64 = 5000;
+const FILES: u64 = 3;
+const SHARD: u64 = 70;
+const BATCH: u64 = 16;
+
+struct Stage {
+    folder: TempDir,
+}
+
+impl Stage {
+    /// Data, and a model with a value of its own for each record.
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        counting_data(&folder.path().join("data"), RECORDS, FILES).unwrap();
+        let bytes: Vec<u8> = (0..RECORDS).flat_map(|i| value(i).to_le_bytes()).collect();
+        let tensor = TensorView::new(Dtype::F32, vec![RECORDS as usize], &bytes).unwrap();
+        let file = BTreeMap::from([("parameters", tensor)]);
+        safetensors::serialize_to_file(file, None, &folder.path().join("model")).unwrap();
+        Self { folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn command(&self, verb: &'static str, program_options: &[&str]) -> Command {
+        let records = RECORDS.to_string();
+        let program = [env!("CARGO_BIN_EXE_counting"), "--records", &records].map(PathBuf::from);
+        let program = program.into_iter().chain(program_options.iter().map(PathBuf::from));
+        Command::new(ELASTICDL, self.path("job"), program)
+            .verb(verb)
+            .option("model", self.path("model"))
+            .option("data", self.path("data"))
+            .option("records-per-shard", SHARD.to_string())
+            .option("minibatch-size", BATCH.to_string())
+            .option("worker-timeout", "5s")
+    }
+
+    fn evaluate(&self, workers: u32) -> Command {
+        self.command("evaluate", &["--apart-micros", "300"]).option("num-workers", workers.to_string())
+    }
+
+    fn predict(&self, format: &str) -> Command {
+        self.command("predict", &["--apart-micros", "300"])
+            .option("num-workers", "3")
+            .option("predictions", self.path("out"))
+            .option("format", format)
+    }
+
+    /// The files of predictions, in the order of their names.
+    fn files(&self) -> Vec<PathBuf> {
+        let mut files: Vec<_> =
+            std::fs::read_dir(self.path("out")).unwrap().map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        // Nothing of who was killed while it wrote.
+        assert!(
+            files.iter().all(|path| path.file_name().unwrap().to_str().unwrap().starts_with("part-")),
+            "{files:?}"
+        );
+        files
+    }
+}
+
+fn value(record: u64) -> f32 {
+    (record as f32).sqrt() + 0.1
+}
+
+/// The mean of `harmonic`, added as the README says: batch by batch within a shard, then shard by shard.
+fn expected_mean() -> f64 {
+    let mut all = None;
+    for file in 0..FILES {
+        let end = RECORDS * (file + 1) / FILES;
+        let mut start = RECORDS * file / FILES;
+        while start < end {
+            let shard_end = end.min(start + SHARD);
+            let mut shard = None;
+            while start < shard_end {
+                let batch = start..shard_end.min(start + BATCH);
+                start = batch.end;
+                let of = |record: u64| f64::from(value(record)) / (record as f64 + 3.0);
+                let sum = batch.map(of).fold(0.0, |sum, one| sum + one);
+                shard = Some(shard.map_or(sum, |shard| shard + sum));
+            }
+            let shard = shard.unwrap();
+            all = Some(all.map_or(shard, |all: f64| all + shard));
+        }
+    }
+    all.unwrap() / RECORDS as f64
+}
+
+/// Kills a worker after every few shards, first this one and then that, until the job has ended.
+fn under_kills(mut job: Running) -> Ended {
+    let mut killed = 0;
+    while job.is_running() {
+        let status = job.status();
+        let done = status["shards"]["done"].as_u64().unwrap_or_default();
+        let workers: Vec<u32> = job.workers().values().copied().collect();
+        if done > killed * 6 && workers.len() > 1 {
+            send(workers[killed as usize % workers.len()], Signal::KILL);
+            killed += 1;
+        }
+    }
+    assert!(killed > 3, "only {killed} were killed");
+    job.wait()
+}
+
+fn check_evaluated(ended: &Ended, what: &str) {
+    assert_eq!(ended.code, Some(0), "{what}: {}", ended.output);
+    let summary = &ended.summary;
+    let mean = summary["metrics"]["harmonic"].as_f64().unwrap();
+    assert_eq!(mean.to_bits(), expected_mean().to_bits(), "{what}: {mean} is not {}", expected_mean());
+    assert_eq!(summary["metrics"]["loss"], 1.0, "{what}");
+    check_counted(summary);
+    assert!(ended.output.contains("harmonic") && ended.output.contains("metrics"), "{}", ended.output);
+}
+
+fn check_counted(summary: &Value) {
+    let counts = ["expected", "counted", "missing", "repeated"].map(|key| summary["records"][key].as_u64());
+    assert_eq!(counts, [Some(RECORDS), Some(RECORDS), Some(0), Some(0)]);
+}
+
+fn check_rows(rows: impl Iterator<Item = (i64, f32, String)>) {
+    let expected = |i: u64| (i as i64, value(i), format!("record {i}"));
+    let mut count = 0;
+    for (i, row) in (0..).zip(rows) {
+        assert_eq!(row, expected(i));
+        count += 1;
+    }
+    assert_eq!(count, RECORDS);
+}
+
+fn rows<R: Reader<Record = Row>>(files: &[PathBuf], reader: impl Fn() -> R) -> Vec<(i64, f32, String)> {
+    let mut rows = Vec::new();
+    for path in files {
+        let mut reader = reader();
+        for file in reader.describe(path.to_str().unwrap()).unwrap().files {
+            rows.extend(reader.read(&file, 0..file.records).unwrap());
+        }
+    }
+    rows.iter().map(|row| (row.i64(0), row.f32(1), row.text(2).to_owned())).collect()
+}
+
+#[test]
+fn metrics_are_the_same_to_the_bit_for_any_number_of_workers_and_under_kills() {
+    let stage = Stage::new();
+    for workers in [1, 3, 7] {
+        check_evaluated(&stage.evaluate(workers).run(), &format!("{workers} workers"));
+    }
+    let ended = under_kills(stage.evaluate(3).start());
+    check_evaluated(&ended, "under kills");
+    assert!(ended.summary["workers"]["restarts"].as_u64() > Some(3), "{}", ended.summary);
+}
+
+#[test]
+fn each_record_has_one_row_in_order_under_kills() {
+    let stage = Stage::new();
+    let ended = under_kills(stage.predict("parquet").start());
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    check_counted(&ended.summary);
+    assert_eq!(ended.summary["output"], stage.path("out").to_str().unwrap());
+    let reader = || ParquetRows::new().i64("record").f32("value").text("name");
+    check_rows(rows(&stage.files(), reader).into_iter());
+}
+
+#[test]
+fn rows_are_written_as_comma_separated_values_and_as_lines_of_json() {
+    let stage = Stage::new();
+    assert_eq!(stage.predict("csv").run().code, Some(0));
+    let reader = || CsvRows::new().i64("record").f32("value").text("name");
+    check_rows(rows(&stage.files(), reader).into_iter());
+    std::fs::remove_dir_all(stage.path("out")).unwrap();
+    assert_eq!(stage.predict("jsonl").run().code, Some(0));
+    let texts: Vec<String> =
+        stage.files().iter().map(|path| std::fs::read_to_string(path).unwrap()).collect();
+    let row = |line: &str| {
+        let row: Value = serde_json::from_str(line).unwrap();
+        let value: f32 = row["value"].to_string().parse().unwrap();
+        (row["record"].as_i64().unwrap(), value, row["name"].as_str().unwrap().to_owned())
+    };
+    check_rows(texts.iter().flat_map(|text| text.lines()).map(row));
+}
+
+#[test]
+fn a_killed_master_is_replaced_and_no_row_is_missing_or_there_twice() {
+    let stage = Stage::new();
+    let mut job = stage.predict("csv").start();
+    job.wait_for("some shards are done", |status| status["shards"]["done"].as_u64() > Some(10));
+    send(job.pid(), Signal::KILL);
+    assert_eq!(job.wait().code, None);
+    let resumed = std::process::Command::new(ELASTICDL)
+        .args(["train", "--resume"])
+        .arg(format!("{}/", stage.path("job").display()))
+        .output()
+        .unwrap();
+    assert!(resumed.status.success(), "{}", String::from_utf8_lossy(&resumed.stderr));
+    let summary: Value =
+        serde_json::from_slice(&std::fs::read(stage.path("job/summary.json")).unwrap()).unwrap();
+    check_counted(&summary);
+    let reader = || CsvRows::new().i64("record").f32("value").text("name");
+    check_rows(rows(&stage.files(), reader).into_iter());
+}
+
+#[test]
+fn a_record_that_can_t_be_used_is_named() {
+    let stage = Stage::new();
+    let ended = stage
+        .command("evaluate", &["--apart-micros", "0", "--fail-at", "1700"])
+        .option("max-worker-restarts", "1")
+        .run();
+    assert_eq!(ended.code, Some(1), "{}", ended.output);
+    let failed = &ended.summary["failed_shards"][0];
+    let file = failed["file"].as_str().unwrap();
+    let range = failed["start"].as_u64().unwrap()..failed["end"].as_u64().unwrap();
+    assert!(file.ends_with("part-001.bin") && range.contains(&(1700 - RECORDS / FILES)), "{failed}");
+    assert!(failed["error"].as_str().unwrap().contains("record 1700"), "{failed}");
+    assert_eq!(ended.summary["metrics"], Value::Null);
+}
+
+#[test]
+fn what_can_t_be_used_is_refused_before_any_work() {
+    let stage = Stage::new();
+    let refusal = |command: Command, code: i32, expected: &str| {
+        let ended = command.run();
+        assert_eq!(ended.code, Some(code), "{}", ended.output);
+        assert!(ended.output.contains(expected), "{expected}: {}", ended.output);
+    };
+    let evaluate = || stage.command("evaluate", &[]);
+    refusal(evaluate().option("model", "/nowhere/m"), 2, "cannot be used multiple times");
+    refusal(evaluate().option("num-epochs", "2"), 2, "cannot be used with '--num-epochs <N>'");
+    refusal(evaluate().option("export", "m"), 2, "cannot be used with");
+    refusal(
+        stage.command("evaluate", &["--parameters", "9000"]),
+        1,
+        "of the shape [5000] where the model has F32 of [9000]",
+    );
+    write_out(&stage.path("out"));
+    refusal(stage.predict("csv"), 2, "--predictions: ");
+    std::fs::remove_file(stage.path("model")).unwrap();
+    refusal(evaluate(), 2, "--model: ");
+}
+
+fn write_out(folder: &Path) {
+    std::fs::create_dir_all(folder).unwrap();
+    std::fs::write(folder.join("other"), "").unwrap();
+}

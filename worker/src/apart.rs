@@ -1,0 +1,195 @@
+//! Work without a group: shards that are leased to this worker alone are evaluated, or predicted for, one after the other.
+//!
+//! **Invariant:** what comes of a shard depends on the model and the shard: its records are taken in order, in batches of one
+//! size, and their metrics added in that order.
+//! **Invariant:** a shard is said to be done after all that was to be written of it is.
+
+mod files;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::mpsc::TryRecvError;
+
+use elasticdl_proto::RecordRange;
+
+use files::Output;
+pub(crate) use files::{Format, check_output};
+
+use crate::control::{Control, Work};
+use crate::core::session::{Exit, Report};
+use crate::failure::{Failure, call_user};
+use crate::messages::{FromMaster, ToMaster};
+use crate::model::{Metrics, Model};
+use crate::predictions::Predictions;
+use crate::prefetch::Prefetch;
+use crate::reader::{Dataset, Reader};
+
+/// Does the shards of `dataset` that the master leases to this worker, until it is told to end.
+pub(crate) fn work<M: Model>(
+    model: M,
+    parameters: Vec<f32>,
+    dataset: Dataset,
+    control: &Control,
+) -> Result<Exit, Failure> {
+    let welcome = &control.welcome;
+    let purpose = match &welcome.work {
+        Work::Predict { output, format, .. } => {
+            let output = Output::open(output).map_err(Failure::fatal)?;
+            Purpose::Predict { output, format: *format }
+        }
+        Work::Evaluate { .. } | Work::Train { .. } => Purpose::Evaluate,
+    };
+    let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
+    // A worker of many and one of a few take the same batches.
+    let most = model.micro_batch().map_or(u64::MAX, |most| most as u64).max(1);
+    let batch = welcome.batch.share(1).min(most);
+    let prefetch = Prefetch::new(reader, dataset, batch.saturating_mul(BATCHES_AHEAD))
+        .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
+    control.outbox.send(ToMaster::Ready { parameters: parameters.len() as u64 });
+    let shards = VecDeque::new();
+    let mut work = Apart { model, parameters, purpose, batch, prefetch, shards, control };
+    let exit = work.run();
+    if let Purpose::Predict { output, .. } = &work.purpose {
+        output.tidy();
+    }
+    exit
+}
+
+/// What is made of records.
+enum Purpose {
+    Evaluate,
+    Predict { output: Output, format: Format },
+}
+
+struct Apart<'a, M: Model> {
+    model: M,
+    parameters: Vec<f32>,
+    purpose: Purpose,
+    /// Records at once.
+    batch: u64,
+    prefetch: Prefetch<<M::Reader as Reader>::Record>,
+    /// Leased, and not begun.
+    shards: VecDeque<RecordRange>,
+    control: &'a Control,
+}
+
+/// Sums over a shard's records, by metric.
+type Sums = BTreeMap<String, f64>;
+
+/// Whether work goes on.
+type Going = Result<(), Exit>;
+
+impl<M: Model> Apart<'_, M> {
+    fn run(&mut self) -> Result<Exit, Failure> {
+        self.ask(SHARDS_AHEAD);
+        loop {
+            if let Err(exit) = self.listen(self.shards.is_empty()) {
+                return Ok(exit);
+            }
+            let Some(shard) = self.shards.pop_front() else { continue };
+            let metrics = match self.shard(shard)? {
+                Ok(metrics) => metrics,
+                Err(exit) => return Ok(exit),
+            };
+            tracing::debug!(%shard, "done");
+            self.control.outbox.send(ToMaster::Done { range: shard, metrics });
+            self.ask(1);
+        }
+    }
+
+    fn ask(&self, shards: u64) {
+        let request = Report::LeaseRequest { epoch: 0, records: shards };
+        self.control.outbox.send(ToMaster::Report(request));
+    }
+
+    /// Takes in what the master has said; `wait`s until it says something.
+    fn listen(&mut self, wait: bool) -> Going {
+        let ended = || Exit::Shutdown("the control stream's thread ended".into());
+        let mut wait = wait;
+        loop {
+            let message = match wait {
+                true => self.control.inbox.recv().map_err(|_| ended())?,
+                false => match self.control.inbox.try_recv() {
+                    Ok(message) => message,
+                    Err(TryRecvError::Empty) => return Ok(()),
+                    Err(TryRecvError::Disconnected) => return Err(ended()),
+                },
+            };
+            wait = false;
+            match message {
+                FromMaster::Lease(ranges) => {
+                    for range in ranges {
+                        self.prefetch.want(range);
+                        self.shards.push_back(range);
+                    }
+                }
+                FromMaster::Shutdown(reason) => return Err(Exit::Shutdown(reason)),
+                // What is for members of a group, or was answered before.
+                _ => {}
+            }
+        }
+    }
+
+    /// Does one shard; its metrics, if it is evaluated.
+    fn shard(&mut self, shard: RecordRange) -> Result<Result<Sums, Exit>, Failure> {
+        let mut sums = Sums::new();
+        let mut predictions = Predictions::new();
+        let mut start = shard.start;
+        while start < shard.end {
+            // Nobody waits for a shard that this worker is not to finish.
+            if let Err(exit) = self.listen(false) {
+                return Ok(Err(exit));
+            }
+            let part = RecordRange { start, end: shard.end.min(start + self.batch), ..shard };
+            let records = self.prefetch.take(part).map_err(|(range, error)| fail(error, range))?;
+            match &self.purpose {
+                Purpose::Evaluate => {
+                    self.evaluate(records, &mut sums).map_err(|error| fail(error, part))?;
+                }
+                Purpose::Predict { .. } => {
+                    let found = self.predict(records).map_err(|error| fail(error, part))?;
+                    predictions.append(found).map_err(|error| fail(error, part))?;
+                }
+            }
+            start = part.end;
+        }
+        if let Purpose::Predict { output, format } = &self.purpose {
+            files::write(output, *format, shard, &predictions).map_err(|error| fail(error, shard))?;
+        }
+        Ok(Ok(sums))
+    }
+
+    fn evaluate(
+        &mut self,
+        records: Vec<<M::Reader as Reader>::Record>,
+        sums: &mut Sums,
+    ) -> Result<(), String> {
+        let (model, parameters) = (&mut self.model, self.parameters.as_slice());
+        let batch = call_user("feed()", || model.feed(records))?;
+        let mut metrics = Metrics::new(sums);
+        call_user("evaluate()", || model.evaluate(parameters, batch, &mut metrics))?;
+        match sums.iter().find(|(_, sum)| !sum.is_finite()) {
+            Some((name, sum)) => Err(format!("evaluate() gave {sum} for {name:?}")),
+            None => Ok(()),
+        }
+    }
+
+    fn predict(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<Predictions, String> {
+        let (model, parameters, count) = (&mut self.model, self.parameters.as_slice(), records.len());
+        let batch = call_user("feed()", || model.feed(records))?;
+        let predictions = call_user("predict()", || model.predict(parameters, batch))?;
+        match predictions.rows() {
+            Ok(rows) if rows == count => Ok(predictions),
+            Ok(rows) => Err(format!("predict() gave {rows} rows for {count} records")),
+            Err(reason) => Err(format!("predict(): {reason}")),
+        }
+    }
+}
+
+fn fail(error: String, range: RecordRange) -> Failure {
+    Failure { error, ranges: vec![range], fatal: false }
+}
+
+/// The reader keeps so many ready.
+const BATCHES_AHEAD: u64 = 4;
+/// One to work on, and one to read.
+const SHARDS_AHEAD: u64 = 2;

@@ -1,0 +1,294 @@
+//! Files of predictions, one for each shard.
+//!
+//! A file's name says which records it is for, counted through the whole data set, so that the files in the order of their
+//! names hold the rows in the order of the records. It is there as a whole or not at all; who writes it again writes the same.
+
+use std::fs;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use csv::WriterBuilder;
+use elasticdl_proto::RecordRange;
+use parquet::basic::{Compression, ConvertedType, Repetition, Type as Physical};
+use parquet::data_type::{ByteArray, ByteArrayType, FloatType, Int64Type};
+use parquet::errors::ParquetError;
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::types::Type;
+
+use crate::predictions::{Column, Predictions};
+use crate::storage::Storage;
+use crate::weights;
+
+/// Where files of predictions go.
+#[derive(Debug)]
+pub(super) enum Output {
+    /// Of this machine's own.
+    Folder(PathBuf),
+    Store(Storage),
+}
+
+/// How predictions are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    Csv,
+    Jsonl,
+    Parquet,
+}
+
+/// Checks that there is nothing yet where predictions are to be written, and that they can be.
+///
+/// # Errors
+/// What is wrong, and what would be right.
+pub(crate) fn check_output(address: &str) -> Result<(), String> {
+    let output = Storage::open(address).map_err(|error| error.to_string())?;
+    let found = output.list("").map_err(|error| error.to_string())?;
+    if let Some(first) = found.first() {
+        return Err(format!(
+            "{address}: there are files already, {} for one; empty it, or give another folder, so that no other job's rows \
+             are among these",
+            first.path
+        ));
+    }
+    weights::check_writable(&format!("{}/part", address.trim_end_matches('/')))
+        .map_err(|error| error.to_string())
+}
+
+impl Output {
+    /// The place at `address`.
+    ///
+    /// # Errors
+    /// It can't be one.
+    pub(super) fn open(address: &str) -> Result<Self, String> {
+        if Storage::is_remote(address) {
+            return Storage::open(address).map(Self::Store).map_err(|error| error.to_string());
+        }
+        Ok(Self::Folder(address.strip_prefix("file://").unwrap_or(address).into()))
+    }
+
+    /// Removes what killed workers have left, as far as it can be told. Hidden as it is, it does no harm.
+    pub(super) fn tidy(&self) {
+        if let Self::Folder(folder) = self
+            && let Err(error) = tidy(folder)
+        {
+            tracing::debug!(%error, folder = %folder.display(), "not tidied");
+        }
+    }
+
+    /// Writes a file: it is there as a whole, or as it was before.
+    fn write(&self, name: &str, bytes: Vec<u8>) -> Result<(), String> {
+        match self {
+            Self::Folder(folder) => replace(folder, name, &bytes)
+                .map_err(|error| format!("{}: {error}", folder.join(name).display())),
+            // A store shows nothing of what was not written to its end.
+            Self::Store(storage) => {
+                storage.write(name, vec![Bytes::from(bytes)]).map_err(|error| error.to_string())
+            }
+        }
+    }
+}
+
+/// Puts a file in the place of `name`, by way of one that nobody takes for a part of the output.
+fn replace(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    let own = folder.join(format!(".{name}.{}", std::process::id()));
+    let mut file = fs::File::create(&own)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(&own, folder.join(name))
+}
+
+/// Removes what killed workers have left of files that others have written since.
+fn tidy(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let of = name.to_str().and_then(|name| Some(name.strip_prefix('.')?.rsplit_once('.')?.0));
+        if of.is_some_and(|of| of.starts_with("part-") && folder.join(of).is_file()) {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes the rows of a shard.
+///
+/// # Errors
+/// What could not be written, and why.
+pub(super) fn write(
+    output: &Output,
+    format: Format,
+    shard: RecordRange,
+    predictions: &Predictions,
+) -> Result<(), String> {
+    let RecordRange { start, end, .. } = shard;
+    let (bytes, extension) = match format {
+        Format::Csv => (to_csv(predictions), "csv"),
+        Format::Jsonl => (to_jsonl(predictions), "jsonl"),
+        Format::Parquet => (to_parquet(predictions).map_err(|error| error.to_string())?, "parquet"),
+    };
+    // As many digits as the largest data set's records have.
+    let name = format!("part-{start:013}-{end:013}.{extension}");
+    output.write(&name, bytes)
+}
+
+fn to_csv(predictions: &Predictions) -> Vec<u8> {
+    let columns = predictions.columns();
+    let mut rows = WriterBuilder::new().from_writer(Vec::new());
+    let written = "a vector takes any row";
+    rows.write_record(columns.iter().map(|(name, _)| name)).expect(written);
+    for i in 0..columns.first().map_or(0, |(_, column)| column.len()) {
+        let value = |(_, column): &(String, Column)| match column {
+            Column::F32(values) => values[i].to_string(),
+            Column::I64(values) => values[i].to_string(),
+            Column::Text(values) => values[i].clone(),
+        };
+        rows.write_record(columns.iter().map(value)).expect(written);
+    }
+    rows.into_inner().expect(written)
+}
+
+/// Numbers that are not finite are `null`: JSON has no others.
+fn to_jsonl(predictions: &Predictions) -> Vec<u8> {
+    let columns = predictions.columns();
+    let names: Vec<String> = columns.iter().map(|(name, _)| serde_json::json!(name).to_string()).collect();
+    let mut lines = String::new();
+    for i in 0..columns.first().map_or(0, |(_, column)| column.len()) {
+        for (k, ((_, column), name)) in columns.iter().zip(&names).enumerate() {
+            let value = match column {
+                Column::F32(values) if values[i].is_finite() => serde_json::to_string(&values[i]),
+                Column::F32(_) => Ok("null".into()),
+                Column::I64(values) => serde_json::to_string(&values[i]),
+                Column::Text(values) => serde_json::to_string(&values[i]),
+            };
+            lines.push(if k == 0 { '{' } else { ',' });
+            lines.push_str(&format!("{name}:{}", value.expect("numbers and text are JSON")));
+        }
+        lines.push_str("}\n");
+    }
+    lines.into_bytes()
+}
+
+fn to_parquet(predictions: &Predictions) -> Result<Vec<u8>, ParquetError> {
+    let field = |(name, column): &(String, Column)| {
+        let (physical, meant) = match column {
+            Column::F32(_) => (Physical::FLOAT, ConvertedType::NONE),
+            Column::I64(_) => (Physical::INT64, ConvertedType::NONE),
+            Column::Text(_) => (Physical::BYTE_ARRAY, ConvertedType::UTF8),
+        };
+        let field = Type::primitive_type_builder(name, physical)
+            .with_repetition(Repetition::REQUIRED)
+            .with_converted_type(meant);
+        field.build().map(Arc::new)
+    };
+    let fields = predictions.columns().iter().map(field).collect::<Result<_, _>>()?;
+    let schema = Arc::new(Type::group_type_builder("predictions").with_fields(fields).build()?);
+    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+    let mut file = SerializedFileWriter::new(Vec::new(), schema, Arc::new(properties))?;
+    let mut group = file.next_row_group()?;
+    for (_, column) in predictions.columns() {
+        let Some(mut writer) = group.next_column()? else { break };
+        match column {
+            Column::F32(values) => writer.typed::<FloatType>().write_batch(values, None, None)?,
+            Column::I64(values) => writer.typed::<Int64Type>().write_batch(values, None, None)?,
+            Column::Text(values) => {
+                let values: Vec<ByteArray> = values.iter().map(|text| text.as_str().into()).collect();
+                writer.typed::<ByteArrayType>().write_batch(&values, None, None)?
+            }
+        };
+        writer.close()?;
+    }
+    group.close()?;
+    file.into_inner()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Reader;
+    use crate::readers::{CsvRows, ParquetRows, Row};
+
+    fn predictions() -> Predictions {
+        Predictions::new()
+            .i64("class, \"it\"", vec![i64::MIN, 7, 0])
+            .f32("p", vec![0.1, -2.5e-30, 1.0])
+            .text("words", vec!["a\nb,\"c\"".into(), "ü".into(), String::new()])
+    }
+
+    fn written(format: Format) -> (tempfile::TempDir, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let output = folder.path().join("out").to_str().unwrap().to_owned();
+        let shard = RecordRange { epoch: 0, start: 40, end: 43 };
+        write(&Output::open(&output).unwrap(), format, shard, &predictions()).unwrap();
+        let files: Vec<_> = fs::read_dir(&output).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert_eq!(files.len(), 1);
+        let path = files[0].to_str().unwrap().to_owned();
+        assert!(path.contains("/part-0000000000040-0000000000043."), "{path}");
+        (folder, path)
+    }
+
+    fn check(mut reader: impl Reader<Record = Row>, path: &str) {
+        let dataset = reader.describe(path).unwrap();
+        let rows = reader.read(&dataset.files[0], 0..3).unwrap();
+        let found: Vec<_> = rows.iter().map(|row| (row.i64(0), row.f32(1), row.text(2))).collect();
+        assert_eq!(found, [(i64::MIN, 0.1, "a\nb,\"c\""), (7, -2.5e-30, "ü"), (0, 1.0, "")]);
+    }
+
+    #[test]
+    fn tables_are_read_as_they_were_predicted() {
+        let (_folder, path) = written(Format::Csv);
+        check(CsvRows::new().i64("class, \"it\"").f32("p").text("words"), &path);
+        let (_folder, path) = written(Format::Parquet);
+        check(ParquetRows::new().i64("class, \"it\"").f32("p").text("words"), &path);
+    }
+
+    #[test]
+    fn a_line_of_json_is_a_row() {
+        let (_folder, path) = written(Format::Jsonl);
+        let text = fs::read_to_string(path).unwrap();
+        let lines: Vec<serde_json::Value> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(lines.len(), 3);
+        assert_eq!(
+            (&lines[0]["class, \"it\""], &lines[0]["words"]),
+            (&i64::MIN.into(), &"a\nb,\"c\"".into())
+        );
+        assert!(text.starts_with("{\"class, \\\"it\\\"\":-9223372036854775808,\"p\":0.1,"), "{text}");
+        let nan = to_jsonl(&Predictions::new().f32("p", vec![f32::NAN]));
+        assert_eq!(nan, b"{\"p\":null}\n");
+    }
+
+    #[test]
+    fn what_a_killed_worker_has_left_of_a_file_goes_once_another_has_written_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let left = ["part-1.csv", ".part-1.csv.77", ".part-2.csv.77", ".other.77", "part-3.csv"];
+        for name in left {
+            fs::write(folder.path().join(name), "torn").unwrap();
+        }
+        replace(folder.path(), "part-1.csv", b"whole").unwrap();
+        assert_eq!(fs::read(folder.path().join("part-1.csv")).unwrap(), b"whole");
+        tidy(folder.path()).unwrap();
+        let mut names: Vec<String> = fs::read_dir(&folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        assert_eq!(names, [".other.77", ".part-2.csv.77", "part-1.csv", "part-3.csv"]);
+    }
+
+    #[test]
+    fn an_output_that_holds_something_is_refused() {
+        let (folder, path) = written(Format::Csv);
+        let output = folder.path().join("out").to_str().unwrap().to_owned();
+        let error = check_output(&output).unwrap_err();
+        assert!(error.contains("there are files already, part-"), "{error}");
+        fs::remove_file(path).unwrap();
+        check_output(&output).unwrap();
+        check_output(&format!("{output}/new/")).unwrap();
+        fs::write(format!("{output}/file"), "").unwrap();
+        let error = check_output(&format!("{output}/file")).unwrap_err();
+        assert!(error.contains("/file"), "{error}");
+    }
+}
