@@ -186,12 +186,20 @@ impl Clerk {
     fn write(&self, path: &str, header: Vec<u8>, floats: &Arc<Vec<f32>>) -> Result<Written, String> {
         let header = Bytes::from(header);
         let data = Bytes::from_owner(Floats(Arc::clone(floats)));
-        let mut digest = Xxh3Default::new();
-        digest.update(&header);
-        digest.update(&data);
-        let written = Written { bytes: (header.len() + data.len()) as u64, digest: digest.digest128() };
-        self.storage.write(path, vec![header, data]).map_err(|error| error.to_string())?;
-        Ok(written)
+        let bytes = (header.len() + data.len()) as u64;
+        let parts = vec![header.clone(), data.clone()];
+        std::thread::scope(|scope| {
+            // Beside the write, which waits for the disk most of the time.
+            let digest = scope.spawn(|| {
+                let mut digest = Xxh3Default::new();
+                digest.update(&header);
+                digest.update(&data);
+                digest.digest128()
+            });
+            self.storage.write(path, parts).map_err(|error| error.to_string())?;
+            let digest = digest.join().map_err(|_| "the digest's thread panicked".to_owned())?;
+            Ok(Written { bytes, digest })
+        })
     }
 
     /// Removes what `newest` makes superfluous. What can't be removed now will be the next time.
