@@ -1,4 +1,4 @@
-//! A server that speaks as much of S3 as checkpoints need, on loopback, and fails and delays as it is told.
+//! A server that speaks as much of S3 as checkpoints, readers and predictions need, on loopback, and fails and delays as it is told.
 //!
 //! One thread per connection. Objects are in memory; who asks is not looked at.
 
@@ -97,6 +97,20 @@ impl S3 {
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         self.state().objects.keys().cloned().collect()
+    }
+
+    /// Puts an object there.
+    pub fn put(&self, name: &str, bytes: Vec<u8>) {
+        self.state().objects.insert(name.into(), Arc::new(bytes));
+    }
+
+    /// An object's bytes.
+    ///
+    /// # Panics
+    /// There is no such object.
+    #[must_use]
+    pub fn bytes(&self, name: &str) -> Vec<u8> {
+        self.state().objects[name].to_vec()
     }
 
     /// Changes one bit of an object.

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use elasticdl_tests::{Command, Ended, Running, counting_data, send};
+use elasticdl_tests::{Command, Ended, Running, S3, Weather, counting_data, send};
 use elasticdl_worker::Reader;
 use elasticdl_worker::readers::{CsvRows, ParquetRows, Row};
 use rustix::process::Signal;
@@ -194,6 +194,39 @@ fn rows_are_written_as_comma_separated_values_and_as_lines_of_json() {
         (row["record"].as_i64().unwrap(), value, row["name"].as_str().unwrap().to_owned())
     };
     check_rows(texts.iter().flat_map(|text| text.lines()).map(row));
+}
+
+#[test]
+fn data_model_and_predictions_may_be_in_a_bucket_whose_server_fails_and_delays() {
+    let stage = Stage::new();
+    let server = S3::start(Weather { errors: 8, cuts: 4, delay_ms: 10 }, 1);
+    for entry in std::fs::read_dir(stage.path("data")).unwrap().map(Result::unwrap) {
+        let name = format!("bucket/data/{}", entry.file_name().to_str().unwrap());
+        server.put(&name, std::fs::read(entry.path()).unwrap());
+    }
+    server.put("bucket/models/m", std::fs::read(stage.path("model")).unwrap());
+    let program =
+        [env!("CARGO_BIN_EXE_counting"), "--records", &RECORDS.to_string(), "--apart-micros", "300"];
+    let job = Command::new(ELASTICDL, stage.path("job"), program)
+        .verb("predict")
+        .option("model", "s3://bucket/models/m")
+        .option("data", "s3://bucket/data")
+        .option("predictions", "s3://bucket/out")
+        .option("format", "csv")
+        .option("num-workers", "3")
+        .option("records-per-shard", SHARD.to_string())
+        .option("worker-timeout", "5s")
+        .started_by([vec!["env".to_owned()], server.environment()].concat());
+    let ended = under_kills(job.start());
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    assert!(server.disturbed() > 0, "the weather was fine");
+    check_counted(&ended.summary);
+    std::fs::create_dir(stage.path("out")).unwrap();
+    for name in server.names().iter().filter(|name| name.starts_with("bucket/out/")) {
+        std::fs::write(stage.path("out").join(name.rsplit_once('/').unwrap().1), server.bytes(name)).unwrap();
+    }
+    let reader = || CsvRows::new().i64("record").f32("value").text("name");
+    check_rows(rows(&stage.files(), reader).into_iter());
 }
 
 #[test]
