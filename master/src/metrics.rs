@@ -66,6 +66,17 @@ impl Projection {
         if let Some(loss) = status.loss {
             page.gauge("loss", "Mean loss per record, smoothed over the last reports", loss)?;
         }
+        if let Some(evaluated) = &status.evaluated {
+            page.gauge(
+                "validation_step",
+                "Steps of the newest model that was evaluated",
+                evaluated.step as f64,
+            )?;
+            page.gauges("validation", "Means of its metrics over the validation data", |labels| {
+                let mut known = evaluated.metrics.iter().filter_map(|(name, mean)| Some((name, (*mean)?)));
+                known.try_for_each(|(name, mean)| labels.one("metric", name, mean))
+            })?;
+        }
         let Some(shards) = status.shards else { return Ok(()) };
         page.gauges("shards", "Shards of the epoch", |labels| {
             labels.one("state", "todo", shards.todo.into())?;

@@ -25,6 +25,8 @@ pub struct EventFile {
     /// Of the newest point.
     step: Option<u64>,
     times: StepTimes,
+    /// Of the newest evaluation.
+    evaluated: Option<u64>,
 }
 
 impl EventFile {
@@ -43,15 +45,20 @@ impl EventFile {
         let mut file = File::create_new(&path)?;
         let version = Event { wall_time: wall(now), file_version: Some(VERSION.into()), ..Event::default() };
         file.write_all(&framed(&version.encode_to_vec()))?;
-        Ok(Self { file, path, step: None, times: StepTimes::default() })
+        Ok(Self { file, path, step: None, times: StepTimes::default(), evaluated: None })
     }
 
-    /// Adds a point for the snapshot's step, unless that is the newest point's already.
+    /// Adds a point for the snapshot's step, unless that is the newest point's already, and one for its evaluation.
     ///
     /// # Errors
     /// The system's word.
     pub fn add(&mut self, now: SystemTime, snapshot: &Snapshot) -> io::Result<()> {
         let status = &snapshot.status;
+        if let Some(evaluated) = status.evaluated.as_ref().filter(|e| self.evaluated != Some(e.step)) {
+            self.evaluated = Some(evaluated.step);
+            let means = evaluated.metrics.iter().map(|(name, mean)| (format!("validation/{name}"), *mean));
+            self.write(now, evaluated.step, means)?;
+        }
         if status.step == 0 || self.step == Some(status.step) {
             return Ok(());
         }
@@ -70,11 +77,19 @@ impl EventFile {
             ("step_ms", mean_ms(times.step_us, before.step_us)),
             ("all_reduce_ms", mean_ms(times.reduce_us, before.reduce_us)),
         ];
-        let value = |(tag, value): (&str, Option<f64>)| {
-            Some(Value { tag: tag.into(), simple_value: Some(value? as f32) })
-        };
-        let summary = Scalars { value: scalars.into_iter().filter_map(value).collect() };
-        let step = i64::try_from(status.step).unwrap_or(i64::MAX);
+        self.write(now, status.step, scalars.into_iter().map(|(tag, value)| (tag.to_owned(), value)))
+    }
+
+    fn write(
+        &mut self,
+        now: SystemTime,
+        step: u64,
+        scalars: impl Iterator<Item = (String, Option<f64>)>,
+    ) -> io::Result<()> {
+        let value =
+            |(tag, value): (String, Option<f64>)| Some(Value { tag, simple_value: Some(value? as f32) });
+        let summary = Scalars { value: scalars.filter_map(value).collect() };
+        let step = i64::try_from(step).unwrap_or(i64::MAX);
         let event = Event { wall_time: wall(now), step, summary: Some(summary), ..Event::default() };
         // One write: a reader sees an event as a whole, or the beginning of one, which it reads again later.
         self.file.write_all(&framed(&event.encode_to_vec()))
@@ -182,7 +197,7 @@ const POINT_INTERVAL: Duration = Duration::from_secs(1);
 mod tests {
     use super::*;
     use crate::job::testing::spec;
-    use crate::job::{Job, Time};
+    use crate::job::{Evaluated, Job, Time};
 
     /// Takes a file apart, checking its checksums.
     fn events(path: &Path) -> Vec<Event> {
@@ -221,12 +236,15 @@ mod tests {
         file.add(at(2), &snapshot).unwrap();
         file.add(at(3), &snapshot).unwrap();
         snapshot.status.step = 7;
+        let metrics = [("accuracy".into(), Some(0.75)), ("loss".into(), None)].into();
+        snapshot.status.evaluated = Some(Evaluated { step: 5, records: 10, metrics });
         snapshot.status.loss = Some(0.5);
         snapshot.tally.times = StepTimes { steps: 4, step_us: 8000, reduce_us: 2000 };
         file.add(at(4), &snapshot).unwrap();
         let name = file.path.file_name().unwrap().to_string_lossy().into_owned();
         assert!(name.starts_with("events.out.tfevents.") && name.contains(".mnist."), "{name}");
-        let [version, third, seventh] = &events(&file.path)[..] else { panic!("three events") };
+        file.add(at(5), &snapshot).unwrap();
+        let [version, third, fifth, seventh] = &events(&file.path)[..] else { panic!("four events") };
         assert_eq!(version.file_version.as_deref(), Some("brain.Event:2"));
         let scalars = |event: &Event| -> Vec<(String, f32)> {
             let values = event.summary.clone().unwrap().value.into_iter();
@@ -237,6 +255,8 @@ mod tests {
         };
         assert_eq!((third.step, third.wall_time), (3, 2.0));
         assert_eq!(scalars(third), tagged(&[("records_per_s", 12.0), ("workers", 0.0)]));
+        assert_eq!((fifth.step, fifth.wall_time), (5, 4.0));
+        assert_eq!(scalars(fifth), tagged(&[("validation/accuracy", 0.75)]));
         assert_eq!((seventh.step, seventh.wall_time), (7, 4.0));
         let expected = [
             ("loss", 0.5),

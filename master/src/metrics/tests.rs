@@ -4,7 +4,7 @@ use tokio::sync::watch;
 
 use super::*;
 use crate::job::testing::spec;
-use crate::job::{Cause, Job, ShardCounts, StepTimes, Time};
+use crate::job::{Cause, Evaluated, Job, ShardCounts, StepTimes, Time};
 
 fn snapshot() -> Snapshot {
     let mut snapshot = Job::new(spec()).snapshot(Time::default());
@@ -12,6 +12,8 @@ fn snapshot() -> Snapshot {
     snapshot.status.step = 7;
     snapshot.status.loss = Some(0.25);
     snapshot.status.shards = Some(ShardCounts { todo: 5, leased: 2, done: 1 });
+    let metrics = [("a \"b\"".into(), Some(0.5)), ("none".into(), None)].into();
+    snapshot.status.evaluated = Some(Evaluated { step: 4, records: 10, metrics });
     snapshot.tally.steps = 6;
     snapshot.tally.times = StepTimes { steps: 5, step_us: 2_500_000, reduce_us: 500_000 };
     snapshot.tally.ends.insert(End::Killed, 3);
@@ -30,6 +32,8 @@ fn a_snapshot_is_a_page_that_scrapers_read() {
         ("elasticdl_step{training_job=\"NAME\"}", " 7.0"),
         ("elasticdl_loss{training_job=\"NAME\"}", " 0.25"),
         ("elasticdl_shards{training_job=\"NAME\",state=\"leased\"}", " 2.0"),
+        ("elasticdl_validation_step{training_job=\"NAME\"}", " 4.0"),
+        ("elasticdl_validation{training_job=\"NAME\",metric=\"a \\\"b\\\"\"}", " 0.5"),
         ("# TYPE elasticdl_steps counter", ""),
         ("elasticdl_steps_total{training_job=\"NAME\"}", " 6.0"),
         ("elasticdl_step_seconds_total{training_job=\"NAME\"}", " 2.5"),
