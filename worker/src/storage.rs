@@ -8,7 +8,7 @@
 //! | `az://container/path` | Azure Blob Storage | `AZURE_STORAGE_ACCOUNT_NAME`, … |
 //!
 //! Calls block, so they belong to threads that may wait; requests run on a small runtime of their own. What fails for a
-//! moment is tried again, for up to half a minute.
+//! moment is tried again, for up to a minute.
 
 use std::fmt;
 use std::io::Write as _;
