@@ -6,10 +6,11 @@
 //! ```
 //!
 //! What binds are the writes, with each of which the system delivers into the other's socket, and the wake-ups: 4 KiB take
-//! 3 to 6 µs at 2 ranks on 2 cores (14 around the ring), 25 at 4 (100), 95 at 8 (450). Above 32 KiB the ring's shorter
-//! messages begin to win: 64 KiB take 83 µs at 3 ranks (ring 81), 135 at 4 (131), 376 at 8 (523). With α for a message and β
-//! for a byte, a relay takes world·(α + β·bytes), a ring 2·(world−1)·(α + β·bytes/world): equal at about α/β bytes at any
-//! world, 20 KB at 20 µs and 1 GB/s.
+//! 3 to 6 µs at 2 ranks on 2 cores (14 around the ring), 25 at 4 (100), 95 at 8 (450). Then the ring's shorter
+//! messages begin to win: 64 KiB take 111 µs at 3 ranks (ring 86), 128 at 4 (97), 221 at 6 (319), 280 at 8 (419); 96 KiB take
+//! 502 µs at 6 (321), 575 at 8 (489). With α for a message and β
+//! for a byte, a relay takes world·(α + β·bytes), a ring 2·(world−1)·(α + β·bytes/world): equal at about α/β bytes:
+//! 20 KB at 20 µs and 1 GB/s, more where ranks share cores and α grows.
 //!
 //! **Invariant:** the total is computed once, at rank 0, and copied from there; of two ranks, both add the same
 //! two parts in the same order.

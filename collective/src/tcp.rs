@@ -98,7 +98,7 @@ impl TcpRing {
             segment_bytes: SEGMENT_BYTES,
             wire: WireDtype::default(),
             sharing: Sharing::Off,
-            ring_bytes_min: RING_BYTES_MIN,
+            ring_bytes_min: ring_bytes_min(seat.world),
         }
     }
 
@@ -425,8 +425,13 @@ impl Announcement {
     }
 }
 
-/// Measured; see [`relay`].
-const RING_BYTES_MIN: usize = (32 << 10) + 1;
+/// From how many bytes on the ring is faster than a [`relay`], as measured there.
+fn ring_bytes_min(world: usize) -> usize {
+    match world {
+        0..6 => (32 << 10) + 1,
+        _ => (64 << 10) + 1,
+    }
+}
 
 /// Small enough to stay in a core's cache while it is received, reduced and sent on; large enough for system
 /// calls not to matter.
