@@ -64,9 +64,16 @@ impl Counting {
 }
 
 impl Counting {
+    /// Whether nobody waits any more.
+    fn hurries(&self) -> bool {
+        self.hurry_when.as_ref().is_some_and(|file| file.exists())
+    }
+
     /// Takes as long as it should, and fails where it should.
     fn look_at(&self, batch: &[u64]) -> Result<(), UserError> {
-        std::thread::sleep(Duration::from_micros(self.apart_micros.unwrap_or(0) * batch.len() as u64));
+        if !self.hurries() {
+            std::thread::sleep(Duration::from_micros(self.apart_micros.unwrap_or(0) * batch.len() as u64));
+        }
         if let Some(record) = batch.iter().find(|record| self.fail_at == Some(**record)) {
             return Err(format!("record {record} can't be learned").into());
         }
@@ -115,7 +122,7 @@ impl Model for Counting {
             gradients[*record as usize] += 1.0;
         }
         match &self.hurry_when {
-            Some(file) if file.exists() => {}
+            Some(_) if self.hurries() => {}
             Some(_) => std::thread::sleep(until.saturating_duration_since(Instant::now())),
             None => {
                 while Instant::now() < until {

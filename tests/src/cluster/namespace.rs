@@ -94,9 +94,26 @@ impl Namespace {
     /// `elasticdl train` of the counting model on the data of the test image.
     #[must_use]
     pub fn train(&self, job: &str, options: &[&str], program: &[&str]) -> Command {
+        self.submission("train", "--training-data", job, options, program)
+    }
+
+    /// `elasticdl evaluate` or `predict`, with the same model and data.
+    #[must_use]
+    pub fn apart(&self, command: &str, job: &str, options: &[&str], program: &[&str]) -> Command {
+        self.submission(command, "--data", job, options, program)
+    }
+
+    fn submission(
+        &self,
+        command: &str,
+        data: &str,
+        job: &str,
+        options: &[&str],
+        program: &[&str],
+    ) -> Command {
         let signs = format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display());
-        let mut command = self.elasticdl("train", ["--job-name", job]);
-        command.args(["--training-data", "/data", "--image-pull-policy", "Never", "--volume", &signs]);
+        let mut command = self.elasticdl(command, ["--job-name", job]);
+        command.args([data, "/data", "--image-pull-policy", "Never", "--volume", &signs]);
         // Small, so that many fit on one small node, which may have other things to do for seconds.
         let defaults = [
             ("--image", self.image.as_str()),

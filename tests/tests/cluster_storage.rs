@@ -1,0 +1,128 @@
+//! Checkpoints, models and predictions of jobs in a real cluster, in a volume that its pods share.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+
+use elasticdl_tests::cluster::{Following, Job, Namespace, RECORDS, name, text};
+use elasticdl_tests::send;
+use elasticdl_worker::Reader as _;
+use elasticdl_worker::readers::ParquetRows;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// A namespace, and a folder of this machine, which is the node, that pods see as `/kept`.
+struct Stage {
+    namespace: Namespace,
+    folder: TempDir,
+    volume: String,
+}
+
+impl Stage {
+    fn new(test: &str) -> Option<Self> {
+        let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+        namespace.apply_rbac();
+        let folder = tempfile::tempdir().unwrap();
+        // Pods run as nobody.
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        let volume = format!("host_path={},mount_path=/kept", folder.path().display());
+        Some(Self { namespace, folder, volume })
+    }
+
+    fn options<'a>(&'a self, options: &[&'a str]) -> Vec<&'a str> {
+        [&["--volume", &self.volume], options].concat()
+    }
+
+    /// `evaluate` or `predict` with the model that `learned` has left, to its end under fire: its summary.
+    fn apart(&self, command: &str, options: &[&str]) -> Value {
+        let model =
+            ["--model", "/kept/model.safetensors", "--num-workers", "3", "--records-per-shard", "100"];
+        let options = self.options(&[&model, options].concat());
+        let program = ["--records", &RECORDS.to_string(), "--apart-micros", "20000"];
+        let job = command;
+        let following = Following::start(self.namespace.apart(command, job, &options, &program));
+        for done in [1, 10] {
+            let pods = self.namespace.wait_for(job, "some shards are done", || {
+                let status = self.namespace.anchor(job, "status");
+                let pods = self.namespace.running_workers(job);
+                (status["shards"]["done"].as_u64()? >= done && pods.len() == 3).then_some(pods)
+            });
+            self.namespace.delete_pod(name(&pods[0]), &["--grace-period=0", "--force", "--wait=false"]);
+            self.namespace.kill_inside(&pods[1]);
+        }
+        self.namespace.hurry(job);
+        let (code, output) = following.wait();
+        assert_eq!(code, Some(0), "{output}\n{}", self.namespace.master_log(job));
+        let summary = self.namespace.anchor(job, "summary");
+        let expected = json!({"expected": RECORDS, "counted": RECORDS, "missing": 0, "repeated": 0});
+        assert_eq!((&summary["state"], &summary["records"]), (&"completed".into(), &expected), "{summary}");
+        summary
+    }
+}
+
+#[test]
+fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
+    let Some(stage) = Stage::new("kept") else { return };
+    let namespace = &stage.namespace;
+    let checkpoints = ["--checkpoint-dir", "/kept/checkpoints", "--num-epochs", "25"];
+    // None is due by itself while this runs.
+    let options =
+        stage.options(&[&checkpoints[..], &["--num-workers", "3", "--checkpoint-every", "1h"]].concat());
+    let mut job = Job::start(namespace, "count", &options, 4000);
+    let _ = job.wait_for_group(3);
+    let said = namespace.elasticdl("checkpoint", ["count"]).output().unwrap();
+    assert!(said.status.success(), "{}", text(&said));
+    let pods = job.wait_for_group(3);
+    // All at once: a single one that is left has the state.
+    let inside = |pod| Namespace::process_inside(pod, "counting").unwrap();
+    pods.iter().map(inside).collect::<Vec<_>>().into_iter().for_each(|pid| send(pid, Signal::KILL));
+    let _ = job.wait_for_others(3, &pods);
+    job.wait_for_event(&["the group begins at step", "from checkpoint"]);
+    let stopped = namespace.elasticdl("stop", ["count"]).output().unwrap();
+    assert!(stopped.status.success(), "{}", text(&stopped));
+    let (_, output) = job.wait();
+    let summary = namespace.anchor("count", "summary");
+    assert_eq!(summary["state"], "stopped", "{output}");
+    assert_eq!(summary["checkpoints"]["newest"]["step"], summary["steps"], "the final state is kept");
+    job.assert_deletes();
+
+    // Another job, of one worker, goes on where it was stopped; the model counts both jobs' records.
+    let options = stage.options(&["--resume-from", "/kept/checkpoints", "--num-epochs", "25"]);
+    let job = Job::start(namespace, "on", &options, 4000);
+    let output = job.assert_completes(25);
+    let first = summary["steps"].as_u64().unwrap();
+    assert!(first > 0 && output.contains(&format!("step {first}")), "{first}: {output}");
+}
+
+#[test]
+fn pods_evaluate_and_predict_each_record_once() {
+    let Some(stage) = Stage::new("apart") else { return };
+    let namespace = &stage.namespace;
+    let options = ["--num-workers", "2", "--num-epochs", "2", "--export", "/kept/model.safetensors"];
+    Job::start(namespace, "learned", &stage.options(&options), 0).assert_completes(2);
+
+    let summary = stage.apart("evaluate", &[]);
+    // The counting model's loss is 1 for every record.
+    assert_eq!(summary["metrics"]["loss"], 1.0, "{summary}");
+
+    let summary = stage.apart("predict", &["--predictions", "/kept/out"]);
+    assert_eq!(summary["output"], "/kept/out");
+    let mut files: Vec<PathBuf> =
+        fs::read_dir(stage.folder.path().join("out")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    let mut next = 0;
+    for path in files {
+        let mut reader = ParquetRows::new().i64("record").f32("value");
+        for file in reader.describe(path.to_str().unwrap()).unwrap().files {
+            for row in reader.read(&file, 0..file.records).unwrap() {
+                // Each record was counted in both epochs.
+                assert_eq!((row.i64(0), row.f32(1)), (next, 2.0), "{}", path.display());
+                next += 1;
+            }
+        }
+    }
+    assert_eq!(next, RECORDS as i64);
+}
