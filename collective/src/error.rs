@@ -1,6 +1,8 @@
 use std::io;
 use std::time::Duration;
 
+use crate::device::DeviceError;
+
 /// Why a group could not be built, or an operation stopped.
 ///
 /// After a failed operation its output buffers hold unspecified values, its inputs are untouched, and the
@@ -32,6 +34,13 @@ pub enum CollectiveError {
         member: u64,
         /// The deadline that the caller gave.
         waited: Duration,
+    },
+    /// This rank's GPU or NCCL failed. Report it, then as for `Aborted`, unless the device's error says that the process has to end.
+    #[error("the GPU ring failed")]
+    Device {
+        /// What happened.
+        #[source]
+        source: DeviceError,
     },
     /// The caller asked for something that makes no sense, and nothing was sent. A defect of the caller: the
     /// ring is as it was, but peers that have entered the operation wait for this rank until their fence is
@@ -93,7 +102,11 @@ impl CollectiveError {
             | Self::PeerLost { member, .. }
             | Self::Protocol { member, .. }
             | Self::Unreachable { member, .. } => Some(*member),
-            Self::Aborted { .. } | Self::Bind { .. } | Self::Invalid(_) | Self::Io { .. } => None,
+            Self::Aborted { .. }
+            | Self::Bind { .. }
+            | Self::Device { .. }
+            | Self::Invalid(_)
+            | Self::Io { .. } => None,
         }
     }
 }

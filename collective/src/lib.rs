@@ -37,13 +37,14 @@
 //! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
 //! `link`, `transfer` (the loop that moves an operation around the ring), `relay` (and a small sum along its two arms),
 //! `shared` (a sum in memory that all ranks share), `tcp`, `state` (parcels for newcomers), `lobby`. Between
-//! threads: `fence`, `bell`, `progress`; `patience` is how long one looks before it sleeps.
+//! threads: `fence`, `bell`, `progress`; [`device`] and [`nccl`] for buffers of a GPU; `patience` is how long one looks before it sleeps.
 
 mod arms;
 mod bell;
 mod chunk;
 mod communicator;
 pub mod conformance;
+pub mod device;
 mod endpoint;
 mod error;
 mod fence;
@@ -56,6 +57,7 @@ mod hello;
 mod link;
 mod lobby;
 mod local;
+pub mod nccl;
 mod parking;
 mod patience;
 mod payload;

@@ -15,6 +15,10 @@ use crate::transfer::{Fault, LinkFault, Stamp, Transfer};
 use crate::wire::Half;
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
+mod beside;
+
+pub(crate) use beside::Beside;
+
 /// The ring of one generation over TCP: a link to the next rank and one from the previous.
 ///
 /// A group of one is an ordinary state: no links, and operations copy.

@@ -1,0 +1,360 @@
+//! The functions of `libnccl`, as far as they are used here.
+#![allow(unsafe_code, reason = "calls into a C library that is loaded at run time")]
+
+use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::path::Path;
+use std::ptr;
+use std::sync::Arc;
+
+use crate::device::{DeviceError, Dtype};
+
+/// A loaded NCCL. It stays loaded: threads of its own may run in it.
+pub struct Library {
+    name: String,
+    version: i32,
+    calls: Calls,
+    _library: ManuallyDrop<libloading::Library>,
+}
+
+/// What the ranks of a new communicator find each other by. Drawn on one of them, and good for one communicator.
+#[derive(Clone, Copy, Eq, PartialEq)]
+#[repr(C)]
+pub struct UniqueId([u8; UNIQUE_ID_BYTES]);
+
+/// `ncclComm_t`: valid from its init to its abort, and used by one thread at a time.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Handle(*mut c_void);
+
+/// What a call does with its buffers. Addresses are of device memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Buffers {
+    pub(crate) src: u64,
+    pub(crate) dst: u64,
+    /// Elements: of both in a sum and a broadcast, of `src` in a gather.
+    pub(crate) len: usize,
+    pub(crate) dtype: Dtype,
+}
+
+/// How far the library is with what it was last asked for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Progress {
+    Done,
+    Underway,
+}
+
+// SAFETY: NCCL's functions may be called from any thread; the handle of a communicator is an address to this side, and its owner takes
+// care that calls come one at a time.
+unsafe impl Send for Handle {}
+
+impl Library {
+    /// Loads the system's NCCL.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoLibrary`], [`DeviceError::NoSymbol`], [`DeviceError::NcclVersion`].
+    pub fn find() -> Result<Arc<Self>, DeviceError> {
+        let mut reason = String::new();
+        for name in NAMES {
+            match Self::load(OsStr::new(name)) {
+                Ok(library) => return Self::link(name.to_owned(), library),
+                Err(error) => reason = error,
+            }
+        }
+        Err(DeviceError::NoLibrary { library: NAMES.join(", "), reason })
+    }
+
+    /// Loads NCCL from this file.
+    ///
+    /// # Errors
+    /// As for [`find`](Self::find).
+    pub fn open(path: &Path) -> Result<Arc<Self>, DeviceError> {
+        let name = path.display().to_string();
+        match Self::load(path.as_os_str()) {
+            Ok(library) => Self::link(name, library),
+            Err(reason) => Err(DeviceError::NoLibrary { library: name, reason }),
+        }
+    }
+
+    /// As NCCL counts: 22 809 is 2.28.9.
+    #[must_use]
+    pub fn version(&self) -> i32 {
+        self.version
+    }
+
+    /// Draws what a new communicator's ranks find each other by. This process has to live until they have.
+    ///
+    /// # Errors
+    /// [`DeviceError::Nccl`].
+    pub fn unique_id(&self) -> Result<UniqueId, DeviceError> {
+        let mut id = [0; UNIQUE_ID_BYTES];
+        // SAFETY: the function writes that many bytes there.
+        let code = unsafe { (self.calls.get_unique_id)(id.as_mut_ptr().cast()) };
+        self.done("draw a unique id", code)?;
+        Ok(UniqueId(id))
+    }
+
+    /// Begins to make a communicator on the thread's current device, and returns it at once, whatever comes of it.
+    pub(crate) fn begin(
+        &self,
+        id: &UniqueId,
+        rank: usize,
+        world: usize,
+    ) -> Result<(Handle, Progress), DeviceError> {
+        let mut config = Config {
+            size: size_of::<Config>(),
+            magic: CONFIG_MAGIC,
+            version: CONFIG_VERSION,
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            ctas_min: UNDEFINED,
+            ctas_max: UNDEFINED,
+            net_name: ptr::null(),
+            split_share: UNDEFINED,
+        };
+        let mut handle = ptr::null_mut();
+        let (world, rank) = (narrow(world), narrow(rank));
+        // SAFETY: the id is passed by value, as C does with a structure of this size; the configuration says its own size and version,
+        // and the library looks at no field beyond those.
+        let code = unsafe { (self.calls.comm_init_rank_config)(&mut handle, world, *id, rank, &mut config) };
+        let progress = self.progress("make a communicator", code)?;
+        Ok((Handle(handle), progress))
+    }
+
+    /// How far the communicator is with what it was last asked for.
+    ///
+    /// # Safety
+    /// `handle` has not been aborted, and no other thread uses it.
+    pub(crate) unsafe fn poll(&self, action: &'static str, handle: Handle) -> Result<Progress, DeviceError> {
+        let mut state = SUCCESS;
+        // SAFETY: by the caller's promise; the state is written to a live place.
+        let code = unsafe { (self.calls.comm_get_async_error)(handle.0, &mut state) };
+        self.done(action, code)?;
+        self.progress(action, state)
+    }
+
+    /// Enqueues a sum of all ranks' `src` into `dst` on `stream`.
+    ///
+    /// # Safety
+    /// As for [`poll`](Self::poll). The buffers stay until the stream is through with them, and have that many elements.
+    pub(crate) unsafe fn all_reduce(
+        &self,
+        handle: Handle,
+        buffers: Buffers,
+        stream: *mut c_void,
+    ) -> Result<Progress, DeviceError> {
+        let Buffers { src, dst, len, dtype } = buffers;
+        // SAFETY: by the caller's promise.
+        let code = unsafe {
+            (self.calls.all_reduce)(address(src), address(dst), len, code_of(dtype), SUM, handle.0, stream)
+        };
+        self.progress("sum", code)
+    }
+
+    /// Enqueues a copy of the `src` of rank `root` into all ranks' `dst` on `stream`.
+    ///
+    /// # Safety
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub(crate) unsafe fn broadcast(
+        &self,
+        handle: Handle,
+        buffers: Buffers,
+        root: usize,
+        stream: *mut c_void,
+    ) -> Result<Progress, DeviceError> {
+        let Buffers { src, dst, len, dtype } = buffers;
+        let (dtype, root) = (code_of(dtype), narrow(root));
+        // SAFETY: by the caller's promise.
+        let code =
+            unsafe { (self.calls.broadcast)(address(src), address(dst), len, dtype, root, handle.0, stream) };
+        self.progress("broadcast", code)
+    }
+
+    /// Enqueues a copy of all ranks' `src`, in rank order, into `dst` on `stream`.
+    ///
+    /// # Safety
+    /// As for [`all_reduce`](Self::all_reduce); `dst` has room for all.
+    pub(crate) unsafe fn all_gather(
+        &self,
+        handle: Handle,
+        buffers: Buffers,
+        stream: *mut c_void,
+    ) -> Result<Progress, DeviceError> {
+        let Buffers { src, dst, len, dtype } = buffers;
+        // SAFETY: by the caller's promise.
+        let code = unsafe {
+            (self.calls.all_gather)(address(src), address(dst), len, code_of(dtype), handle.0, stream)
+        };
+        self.progress("gather", code)
+    }
+
+    /// Begins to bring a communicator to rest: what it has been asked for is done, also for its peers.
+    ///
+    /// # Safety
+    /// As for [`poll`](Self::poll).
+    pub(crate) unsafe fn finalize(&self, handle: Handle) -> Result<Progress, DeviceError> {
+        // SAFETY: by the caller's promise.
+        let code = unsafe { (self.calls.comm_finalize)(handle.0) };
+        self.progress("bring the communicator to rest", code)
+    }
+
+    /// Ends what the communicator does, and frees it. May block.
+    ///
+    /// # Safety
+    /// `handle` has not been aborted before. Another thread may be in a call with it, and not begin one.
+    pub(crate) unsafe fn abort(&self, handle: Handle) -> Result<(), DeviceError> {
+        // SAFETY: by the caller's promise.
+        let code = unsafe { (self.calls.comm_abort)(handle.0) };
+        self.progress("abort the communicator", code).map(drop)
+    }
+
+    fn load(name: &OsStr) -> Result<libloading::Library, String> {
+        // SAFETY: what a system has under this name, or a user has named, is made to be loaded by whoever wants.
+        unsafe { libloading::Library::new(name) }.map_err(|error| error.to_string())
+    }
+
+    fn link(name: String, library: libloading::Library) -> Result<Arc<Self>, DeviceError> {
+        let library = ManuallyDrop::new(library);
+        let calls = Calls::of(&name, &library)?;
+        let mut version = 0;
+        // SAFETY: the version is written to a live place.
+        let code = unsafe { (calls.get_version)(&mut version) };
+        let library = Self { name, version, calls, _library: library };
+        library.done("tell its version", code)?;
+        if version < VERSION_MIN {
+            return Err(DeviceError::NcclVersion { found: version });
+        }
+        Ok(Arc::new(library))
+    }
+
+    fn done(&self, action: &'static str, code: c_int) -> Result<(), DeviceError> {
+        match code {
+            SUCCESS => Ok(()),
+            code => Err(DeviceError::Nccl { action, code, reason: self.reason(code) }),
+        }
+    }
+
+    fn progress(&self, action: &'static str, code: c_int) -> Result<Progress, DeviceError> {
+        match code {
+            SUCCESS => Ok(Progress::Done),
+            IN_PROGRESS => Ok(Progress::Underway),
+            code => Err(DeviceError::Nccl { action, code, reason: self.reason(code) }),
+        }
+    }
+
+    fn reason(&self, code: c_int) -> String {
+        // SAFETY: the library returns a text that stays, or none.
+        let text = unsafe { (self.calls.get_error_string)(code) };
+        if text.is_null() {
+            return "no word on it".to_owned();
+        }
+        // SAFETY: it ends with a zero.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    }
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Library").field("name", &self.name).field("version", &self.version).finish()
+    }
+}
+
+impl UniqueId {
+    /// From what came over the ring.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        bytes.try_into().ok().map(Self)
+    }
+
+    /// For the way over the ring.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for UniqueId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UniqueId").finish_non_exhaustive()
+    }
+}
+
+macro_rules! calls {
+    ($($name:ident: $symbol:literal = fn($($argument:ty),*) -> $result:ty;)*) => {
+        /// The functions, by what follows `nccl` in their names.
+        struct Calls {
+            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Calls {
+            fn of(name: &str, library: &libloading::Library) -> Result<Self, DeviceError> {
+                let missing = |symbol| DeviceError::NoSymbol { library: name.to_owned(), symbol };
+                Ok(Self {
+                    // SAFETY: the function of this name has had this type in all versions since 2.18.
+                    $($name: *unsafe { library.get($symbol.as_bytes()) }.map_err(|_| missing($symbol))?,)*
+                })
+            }
+        }
+    };
+}
+
+calls! {
+    all_gather: "ncclAllGather"
+        = fn(*const c_void, *mut c_void, usize, c_int, *mut c_void, *mut c_void) -> c_int;
+    all_reduce: "ncclAllReduce"
+        = fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
+    broadcast: "ncclBroadcast"
+        = fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
+    comm_abort: "ncclCommAbort" = fn(*mut c_void) -> c_int;
+    comm_finalize: "ncclCommFinalize" = fn(*mut c_void) -> c_int;
+    comm_get_async_error: "ncclCommGetAsyncError" = fn(*mut c_void, *mut c_int) -> c_int;
+    comm_init_rank_config: "ncclCommInitRankConfig"
+        = fn(*mut *mut c_void, c_int, UniqueId, c_int, *mut Config) -> c_int;
+    get_error_string: "ncclGetErrorString" = fn(c_int) -> *const c_char;
+    get_unique_id: "ncclGetUniqueId" = fn(*mut c_void) -> c_int;
+    get_version: "ncclGetVersion" = fn(*mut c_int) -> c_int;
+}
+
+/// `ncclConfig_t` as of 2.18. Later versions have more fields behind these, and set those of a configuration that says this version to
+/// their defaults.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    ctas_min: c_int,
+    ctas_max: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+fn address(address: u64) -> *mut c_void {
+    ptr::without_provenance_mut(address as usize)
+}
+
+fn code_of(dtype: Dtype) -> c_int {
+    match dtype {
+        Dtype::Bf16 => 9,
+        Dtype::F16 => 6,
+        Dtype::F32 => 7,
+    }
+}
+
+fn narrow(rank: usize) -> c_int {
+    c_int::try_from(rank).expect("members are limited")
+}
+
+/// PyPI's package has the first name only.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// The first with non-blocking communicators that can be brought to rest, and with this configuration.
+const VERSION_MIN: i32 = 21_800;
+const CONFIG_VERSION: c_uint = 21_800;
+const CONFIG_MAGIC: c_uint = 0xcafe_beef;
+const UNDEFINED: c_int = c_int::MIN;
+const UNIQUE_ID_BYTES: usize = 128;
+const SUCCESS: c_int = 0;
+const IN_PROGRESS: c_int = 7;
+const SUM: c_int = 0;

@@ -1,0 +1,66 @@
+//! A ring whose ranks do something else together, and watch its links meanwhile.
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::TcpRing;
+use crate::CollectiveError;
+use crate::bell::Bell;
+use crate::link::poll_until;
+
+/// What a wait beside the ring came to.
+#[derive(Debug)]
+pub(crate) enum Beside {
+    /// A neighbour has ended its links: it has failed, or has left after all was done.
+    NeighbourGone(CollectiveError),
+    /// The bell, or the time.
+    Stirred,
+}
+
+impl TcpRing {
+    /// The next operation can begin.
+    pub(crate) fn check_alive(&self) -> Result<(), CollectiveError> {
+        self.check()
+    }
+
+    /// Ends the ring after something beside it has failed, so that the neighbours hear of it.
+    pub(crate) fn give_up(&mut self) {
+        self.failed = true;
+        self.pass.shut_down();
+    }
+
+    /// Waits until `bell` rings, `limit` is over, a neighbour is gone, or the fence is raised.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Aborted`], [`CollectiveError::Io`].
+    pub(crate) fn wait_beside(&self, bell: &Bell, limit: Duration) -> Result<Beside, CollectiveError> {
+        let mut fds = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(self.pass.bell(), PollFlags::IN)];
+        if let Some(links) = &self.links {
+            // The previous member may be in the next operation already; only ends count here.
+            fds.push(PollFd::new(&*links.prev.link, PollFlags::RDHUP));
+            fds.push(PollFd::new(&*links.next.link, PollFlags::RDHUP));
+        }
+        let deadline = Instant::now().checked_add(limit);
+        poll_until(&mut fds, deadline)
+            .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
+        let gone = fds.iter().skip(2).position(|fd| !fd.revents().is_empty());
+        drop(fds);
+        self.pass.bell().clear();
+        self.check()?;
+        let Some((links, gone)) = self.links.as_ref().zip(gone) else { return Ok(Beside::Stirred) };
+        let neighbour = if gone == 0 { &links.prev } else { &links.next };
+        let source = std::io::ErrorKind::ConnectionAborted.into();
+        let (rank, member) = (neighbour.rank, neighbour.member);
+        Ok(Beside::NeighbourGone(CollectiveError::PeerLost { rank, member, source }))
+    }
+
+    /// A rank has said something that can't be.
+    pub(crate) fn broken_by(&self, rank: usize, reason: String) -> CollectiveError {
+        let of = |links: &super::Links| {
+            let known = [&links.prev, &links.next].into_iter().find(|neighbour| neighbour.rank == rank);
+            known.map_or(0, |neighbour| neighbour.member)
+        };
+        CollectiveError::Protocol { rank, member: self.links.as_ref().map_or(0, of), reason }
+    }
+}
