@@ -41,6 +41,8 @@ pub(crate) enum Kind {
     Announcement = 3,
     Broadcast = 4,
     BroadcastBytes = 5,
+    /// What goes along with an operation on buffers of GPUs.
+    Device = 16,
     /// The ranks find out what they have in common.
     Meeting = 8,
 }
@@ -122,12 +124,22 @@ impl TryFrom<u32> for Kind {
     fn try_from(number: u32) -> Result<Self, String> {
         use Kind::{
             AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast, BroadcastBytes,
-            Meeting,
+            Device, Meeting,
         };
-        [AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast, BroadcastBytes, Meeting]
-            .into_iter()
-            .find(|kind| *kind as u32 == number)
-            .ok_or_else(|| format!("expected an operation, got number {number}"))
+        [
+            AllGather,
+            AllReduce,
+            AllReduceBf16,
+            AllReduceF16,
+            Announcement,
+            Broadcast,
+            BroadcastBytes,
+            Device,
+            Meeting,
+        ]
+        .into_iter()
+        .find(|kind| *kind as u32 == number)
+        .ok_or_else(|| format!("expected an operation, got number {number}"))
     }
 }
 

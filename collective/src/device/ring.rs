@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
+use cudarc::driver::{DevicePtr, DevicePtrMut};
 
 use super::{Device, DeviceError, Element};
 use crate::nccl::{Buffers, Call, CallKind, Library, Limits, NcclCommunicator, NcclState, Place};
@@ -88,7 +88,7 @@ impl DeviceRing {
     /// [`CollectiveError`], of the host's ring. That NCCL can't be used is no error.
     pub fn begin_nccl(&mut self, policy: &NcclPolicy) -> Result<(), CollectiveError> {
         self.nccl = Nccl::Absent("it is being agreed on".to_owned());
-        let offers = self.ring.all_gather(&Offer::of(policy, self.device.uuid()).encode())?;
+        let offers = self.ring.gather_beside(&Offer::of(policy, self.device.uuid()).encode())?;
         let offers: Vec<_> = offers.iter().map(|bytes| Offer::decode(bytes)).collect();
         let agreed = offer::agree(&offers);
         let (NcclPolicy::On(library, options), Ok(())) = (policy, &agreed) else {
@@ -146,8 +146,8 @@ impl DeviceRing {
     pub fn all_reduce_device<T: Element>(
         &mut self,
         header: &[u8],
-        src: &CudaSlice<T>,
-        dst: &mut CudaSlice<T>,
+        src: &impl DevicePtr<T>,
+        dst: &mut impl DevicePtrMut<T>,
         path: Path,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.ring.check_alive()?;
@@ -172,7 +172,7 @@ impl DeviceRing {
     pub fn broadcast_device<T: Element>(
         &mut self,
         root: usize,
-        buf: &mut CudaSlice<T>,
+        buf: &mut impl DevicePtrMut<T>,
         path: Path,
     ) -> Result<(), CollectiveError> {
         self.ring.check_alive()?;
@@ -198,8 +198,8 @@ impl DeviceRing {
     /// As for [`all_reduce_device`](Self::all_reduce_device).
     pub fn all_gather_device<T: Element>(
         &mut self,
-        src: &CudaSlice<T>,
-        dst: &mut CudaSlice<T>,
+        src: &impl DevicePtr<T>,
+        dst: &mut impl DevicePtrMut<T>,
         path: Path,
     ) -> Result<(), CollectiveError> {
         self.ring.check_alive()?;
@@ -224,7 +224,7 @@ impl DeviceRing {
             return Err(CollectiveError::Invalid("NCCL is not ready".to_owned()));
         }
         communicator.call(call);
-        let told = self.ring.all_gather(&framed(header, call.buffers.len));
+        let told = self.ring.gather_beside(&framed(header, call.buffers.len));
         let told = told.and_then(|told| unframed(&self.ring, told, call.buffers.len));
         let done = told.and_then(|headers| {
             wait_for_nccl(&self.ring, communicator)?;
@@ -380,7 +380,7 @@ pub const HEADER_BYTES_MAX: usize = BLOCK_BYTES_MAX - FRAMING_BYTES;
 const FRAMING_BYTES: usize = size_of::<u64>();
 
 /// How long a rank that has heard of a neighbour's end lets NCCL come to its own: who leaves after an operation has had its part in it.
-const LEAVER_TIME_MAX: Duration = Duration::from_millis(10);
+const LEAVER_TIME_MAX: Duration = Duration::from_millis(20);
 
 /// The fence and the links wake the wait; this is for nothing that is known.
 const LOOK_EVERY: Duration = Duration::from_secs(1);

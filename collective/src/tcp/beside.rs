@@ -7,6 +7,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::TcpRing;
 use crate::CollectiveError;
 use crate::bell::Bell;
+use crate::frame::Kind;
 use crate::link::poll_until;
 
 /// What a wait beside the ring came to.
@@ -22,6 +23,15 @@ impl TcpRing {
     /// The next operation can begin.
     pub(crate) fn check_alive(&self) -> Result<(), CollectiveError> {
         self.check()
+    }
+
+    /// As an all-gather, and of another kind than those of the ring's user.
+    ///
+    /// # Errors
+    /// As for an all-gather.
+    pub(crate) fn gather_beside(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.check()?;
+        self.gather(Kind::Device, mine)
     }
 
     /// Ends the ring after something beside it has failed, so that the neighbours hear of it.

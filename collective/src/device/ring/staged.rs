@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
+use cudarc::driver::{DevicePtr, DevicePtrMut};
 
 use super::{DeviceRing, framed, unframed};
 use crate::device::staging::Staging;
@@ -17,11 +17,14 @@ impl DeviceRing {
     pub(super) fn sum_staged<T: Element>(
         &mut self,
         header: &[u8],
-        src: &CudaSlice<T>,
-        dst: &mut CudaSlice<T>,
+        src: &impl DevicePtr<T>,
+        dst: &mut impl DevicePtrMut<T>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let stream = self.device.stream().clone();
         if self.ring.world_size() == 1 {
+            if src.is_empty() {
+                return Ok(vec![header.to_vec()]);
+            }
             stream.memcpy_dtod(src, dst).map_err(DeviceError::cuda("copy on the device"))?;
             return Ok(vec![header.to_vec()]);
         }
@@ -54,7 +57,7 @@ impl DeviceRing {
     pub(super) fn broadcast_staged<T: Element>(
         &mut self,
         root: usize,
-        buf: &mut CudaSlice<T>,
+        buf: &mut impl DevicePtrMut<T>,
     ) -> Result<(), CollectiveError> {
         if self.ring.world_size() == 1 {
             return Ok(());
@@ -86,8 +89,8 @@ impl DeviceRing {
 
     pub(super) fn gather_staged<T: Element>(
         &mut self,
-        src: &CudaSlice<T>,
-        dst: &mut CudaSlice<T>,
+        src: &impl DevicePtr<T>,
+        dst: &mut impl DevicePtrMut<T>,
     ) -> Result<(), CollectiveError> {
         let stream = self.device.stream().clone();
         let cut = Cut::of::<T>(src.len());
@@ -100,7 +103,7 @@ impl DeviceRing {
                 cut.begin_out(ring, staging, turn, from)?;
                 let range = cut.bytes(turn);
                 let input = staging.outward.slot(turn, range.len(), || ring.check_alive())?;
-                let all = ring.all_gather(input)?;
+                let all = ring.gather_beside(input)?;
                 for (rank, block) in all.iter().enumerate() {
                     if block.len() != range.len() {
                         let reason =
@@ -220,7 +223,7 @@ fn sum_block<T: Element>(
 
 /// Checks that all ranks' buffers are of one length.
 fn agree_on_len(ring: &mut TcpRing, len: usize) -> Result<(), CollectiveError> {
-    let told = ring.all_gather(&framed(&[], len))?;
+    let told = ring.gather_beside(&framed(&[], len))?;
     unframed(ring, told, len).map(drop)
 }
 

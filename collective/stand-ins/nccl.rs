@@ -1,0 +1,492 @@
+//! A stand-in for `libnccl.so`: the calls of NCCL that are made here, between threads and processes of one host.
+//!
+//! Who draws the unique id runs a hub: a thread that the ranks connect to, and that does each operation for all once all have brought
+//! their part. A rank has a thread that does what was enqueued, one after the other, while the stream that it is on (of the stand-in
+//! `cuda.rs`) waits. A rank that is gone is not noticed: as with NCCL, the others wait until they are aborted.
+//!
+//! Faults are planned in the library's file name, `libnccl.FAULT.so`: see [`fault`].
+
+#![allow(non_snake_case, reason = "the library's names")]
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+use std::{process, ptr, slice};
+
+/// What a library of this file name does wrong:
+///
+/// `abort_blocks`: an abort never returns. `async_error`: the second operation ends with a remote error, and never. `init_blocks`: the call
+/// that begins a communicator never returns. `init_fails`: its making ends with an error. `init_hangs`: its making never ends. `old`: its
+/// version is 2.17.8. `op_fails`: the second operation is refused.
+fn fault() -> &'static str {
+    static FAULT: OnceLock<String> = OnceLock::new();
+    FAULT.get_or_init(|| {
+        let mut info = Info { file: ptr::null(), base: ptr::null(), name: ptr::null(), at: ptr::null() };
+        let found = unsafe { dladdr(ncclGetVersion as *const c_void, &mut info) };
+        assert!(found != 0 && !info.file.is_null(), "a library knows its file");
+        let path = unsafe { CStr::from_ptr(info.file) }.to_str().unwrap().to_owned();
+        let name = path.rsplit('/').next().unwrap().to_owned();
+        name.strip_prefix("libnccl.").and_then(|rest| rest.strip_suffix(".so")).unwrap_or("").to_owned()
+    })
+}
+
+struct Communicator {
+    /// As NCCL's asynchronous error.
+    state: Arc<AtomicI32>,
+    abort: Arc<AtomicBool>,
+    link: Arc<OnceLock<TcpStream>>,
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+    operations: u64,
+}
+
+enum Job {
+    Finalize,
+    Operation(Operation),
+}
+
+struct Operation {
+    head: Head,
+    src: u64,
+    dst: u64,
+    stream: u64,
+    ticket: u64,
+}
+
+/// What all ranks must say alike, and the bytes of a part.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Head {
+    kind: u8,
+    dtype: u8,
+    root: u32,
+    len: u64,
+}
+
+impl Head {
+    fn encode(self) -> [u8; 14] {
+        let mut bytes = [0; 14];
+        bytes[0] = self.kind;
+        bytes[1] = self.dtype;
+        bytes[2..6].copy_from_slice(&self.root.to_le_bytes());
+        bytes[6..].copy_from_slice(&self.len.to_le_bytes());
+        bytes
+    }
+
+    fn decode(bytes: [u8; 14]) -> Self {
+        Self {
+            kind: bytes[0],
+            dtype: bytes[1],
+            root: u32::from_le_bytes(bytes[2..6].try_into().unwrap()),
+            len: u64::from_le_bytes(bytes[6..].try_into().unwrap()),
+        }
+    }
+
+    fn bytes(self) -> usize {
+        self.len as usize * if self.dtype == FLOAT32 { 4 } else { 2 }
+    }
+
+    fn result_bytes(self, world: usize) -> usize {
+        if self.kind == ALL_GATHER { self.bytes() * world } else { self.bytes() }
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
+    unsafe { *version = if fault() == "old" { 21_708 } else { 22_809 } };
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclGetErrorString(code: c_int) -> *const c_char {
+    match code {
+        SYSTEM_ERROR => c"system error of the stand-in".as_ptr(),
+        REMOTE_ERROR => c"remote error of the stand-in".as_ptr(),
+        _ => c"error of the stand-in".as_ptr(),
+    }
+}
+
+/// The port, and a number that no other hub has.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetUniqueId(id: *mut [u8; 128]) -> c_int {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let token = u64::from(process::id()) << 32 | u64::from(port);
+    thread::spawn(move || serve(&listener, token));
+    let mut bytes = [0; 128];
+    bytes[..2].copy_from_slice(&port.to_le_bytes());
+    bytes[2..10].copy_from_slice(&token.to_le_bytes());
+    unsafe { *id = bytes };
+    SUCCESS
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct UniqueId([u8; 128]);
+
+#[repr(C)]
+pub struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommInitRankConfig(
+    communicator: *mut *mut c_void,
+    world: c_int,
+    id: UniqueId,
+    rank: c_int,
+    config: *const Config,
+) -> c_int {
+    let config = unsafe { &*config };
+    let is_known = config.magic == 0xcafe_beef && config.version >= 21_800 && config.size >= 48;
+    if !is_known || config.blocking != 0 || rank < 0 || rank >= world {
+        return INVALID_ARGUMENT;
+    }
+    if fault() == "init_blocks" {
+        loop {
+            thread::park();
+        }
+    }
+    let (jobs, to_do) = mpsc::channel();
+    let (rank, world) = (rank as usize, world as usize);
+    let state = Arc::new(AtomicI32::new(IN_PROGRESS));
+    let (abort, link) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
+    let (seen, stop, own) = (state.clone(), abort.clone(), link.clone());
+    let thread = thread::spawn(move || {
+        if fault() == "init_hangs" {
+            return wait_for(&stop);
+        }
+        if fault() == "init_fails" || join(&id.0, rank, world, &stop, &own).is_err() {
+            return seen.store(SYSTEM_ERROR, Ordering::SeqCst);
+        }
+        seen.store(SUCCESS, Ordering::SeqCst);
+        for job in to_do {
+            match job {
+                Job::Finalize => seen.store(SUCCESS, Ordering::SeqCst),
+                Job::Operation(operation) => perform(&operation, own.get().unwrap(), world, &stop),
+            }
+        }
+    });
+    let thread = Some(thread);
+    let made = Communicator { state, abort, link, jobs: Some(jobs), thread, operations: 0 };
+    unsafe { *communicator = Box::into_raw(Box::new(made)).cast() };
+    IN_PROGRESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommGetAsyncError(communicator: *mut c_void, state: *mut c_int) -> c_int {
+    let communicator = unsafe { &*communicator.cast::<Communicator>() };
+    unsafe { *state = communicator.state.load(Ordering::SeqCst) };
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommFinalize(communicator: *mut c_void) -> c_int {
+    let communicator = unsafe { &*communicator.cast::<Communicator>() };
+    communicator.state.store(IN_PROGRESS, Ordering::SeqCst);
+    communicator.jobs.as_ref().unwrap().send(Job::Finalize).unwrap();
+    IN_PROGRESS
+}
+
+#[cfg(not(lacks_abort))]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommAbort(communicator: *mut c_void) -> c_int {
+    if fault() == "abort_blocks" {
+        loop {
+            thread::park();
+        }
+    }
+    let mut communicator = unsafe { Box::from_raw(communicator.cast::<Communicator>()) };
+    communicator.abort.store(true, Ordering::SeqCst);
+    communicator.jobs = None;
+    if let Some(link) = communicator.link.get() {
+        let _ = link.shutdown(Shutdown::Both);
+    }
+    communicator.thread.take().unwrap().join().unwrap();
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclAllReduce(
+    src: u64,
+    dst: u64,
+    len: usize,
+    dtype: c_int,
+    operator: c_int,
+    communicator: *mut c_void,
+    stream: u64,
+) -> c_int {
+    if operator != 0 {
+        return INVALID_ARGUMENT;
+    }
+    let head = Head { kind: ALL_REDUCE, dtype: dtype as u8, root: 0, len: len as u64 };
+    unsafe { enqueue(communicator, head, src, dst, stream) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclAllGather(
+    src: u64,
+    dst: u64,
+    len: usize,
+    dtype: c_int,
+    communicator: *mut c_void,
+    stream: u64,
+) -> c_int {
+    let head = Head { kind: ALL_GATHER, dtype: dtype as u8, root: 0, len: len as u64 };
+    unsafe { enqueue(communicator, head, src, dst, stream) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclBroadcast(
+    src: u64,
+    dst: u64,
+    len: usize,
+    dtype: c_int,
+    root: c_int,
+    communicator: *mut c_void,
+    stream: u64,
+) -> c_int {
+    let head = Head { kind: BROADCAST, dtype: dtype as u8, root: root as u32, len: len as u64 };
+    unsafe { enqueue(communicator, head, src, dst, stream) }
+}
+
+unsafe fn enqueue(communicator: *mut c_void, head: Head, src: u64, dst: u64, stream: u64) -> c_int {
+    let communicator = unsafe { &mut *communicator.cast::<Communicator>() };
+    if !matches!(head.dtype, FLOAT16 | FLOAT32 | BFLOAT16) {
+        return INVALID_ARGUMENT;
+    }
+    communicator.operations += 1;
+    if fault() == "op_fails" && communicator.operations == 2 {
+        return SYSTEM_ERROR;
+    }
+    let ticket = unsafe { (streams().take)(stream) };
+    if fault() == "async_error" && communicator.operations == 2 {
+        // The ticket is handed in when the communicator is aborted.
+        let (abort, state) = (communicator.abort.clone(), communicator.state.clone());
+        state.store(REMOTE_ERROR, Ordering::SeqCst);
+        thread::spawn(move || {
+            wait_for(&abort);
+            unsafe { (streams().done)(stream, ticket) };
+        });
+        return SUCCESS;
+    }
+    let operation = Operation { head, src, dst, stream, ticket };
+    communicator.jobs.as_ref().unwrap().send(Job::Operation(operation)).unwrap();
+    SUCCESS
+}
+
+/// Finds the hub, and waits for all others to have.
+fn join(
+    id: &[u8; 128],
+    rank: usize,
+    world: usize,
+    abort: &AtomicBool,
+    own: &OnceLock<TcpStream>,
+) -> io::Result<()> {
+    let port = u16::from_le_bytes([id[0], id[1]]);
+    let link = TcpStream::connect(("127.0.0.1", port))?;
+    link.set_nodelay(true)?;
+    let mut hello = id[2..10].to_vec();
+    hello.extend_from_slice(&(rank as u32).to_le_bytes());
+    hello.extend_from_slice(&(world as u32).to_le_bytes());
+    (&link).write_all(&hello)?;
+    own.set(link.try_clone()?).unwrap();
+    // A peer that dies while all join is waited for.
+    if (&link).read_exact(&mut [0]).is_err() {
+        wait_for(abort);
+    }
+    Ok(())
+}
+
+fn perform(operation: &Operation, mut link: &TcpStream, world: usize, abort: &AtomicBool) {
+    let &Operation { head, src, dst, stream, ticket } = operation;
+    unsafe { (streams().turn)(stream, ticket) };
+    let part = unsafe { bytes_at(src, head.bytes()) };
+    let mut result = vec![0; head.result_bytes(world)];
+    let done = link
+        .write_all(&head.encode())
+        .and_then(|()| link.write_all(part))
+        .and_then(|()| link.read_exact(&mut result));
+    if done.is_ok() {
+        unsafe { bytes_at(dst, result.len()) }.copy_from_slice(&result);
+    } else {
+        wait_for(abort);
+    }
+    unsafe { (streams().done)(stream, ticket) };
+}
+
+/// The hub of one communicator.
+fn serve(listener: &TcpListener, token: u64) {
+    let mut links = BTreeMap::new();
+    let mut world = 1;
+    while links.len() < world {
+        let Ok((mut link, _)) = listener.accept() else { return };
+        let mut hello = [0; 16];
+        if link.read_exact(&mut hello).is_err() || hello[..8] != token.to_le_bytes() {
+            continue;
+        }
+        let _ = link.set_nodelay(true);
+        world = u32::from_le_bytes(hello[12..].try_into().unwrap()) as usize;
+        links.insert(u32::from_le_bytes(hello[8..12].try_into().unwrap()), link);
+    }
+    for link in links.values_mut() {
+        let _ = link.write_all(&[1]);
+    }
+    while let Ok(parts) = links.values_mut().map(receive).collect::<io::Result<Vec<_>>>() {
+        if parts.iter().any(|(head, _)| *head != parts[0].0) {
+            break;
+        }
+        let result = compute(parts[0].0, &parts);
+        for link in links.values_mut() {
+            let _ = link.write_all(&result);
+        }
+    }
+    // Whoever is left notices nothing: its link stays until all have ended theirs.
+    for link in links.values_mut() {
+        let _ = io::copy(link, &mut io::sink());
+    }
+}
+
+fn receive(link: &mut TcpStream) -> io::Result<(Head, Vec<u8>)> {
+    let mut head = [0; 14];
+    link.read_exact(&mut head)?;
+    let head = Head::decode(head);
+    let mut part = vec![0; head.bytes()];
+    link.read_exact(&mut part)?;
+    Ok((head, part))
+}
+
+fn compute(head: Head, parts: &[(Head, Vec<u8>)]) -> Vec<u8> {
+    match head.kind {
+        ALL_GATHER => parts.iter().flat_map(|(_, part)| part.clone()).collect(),
+        BROADCAST => parts[head.root as usize].1.clone(),
+        _ => {
+            let mut sums = vec![0.0_f32; head.len as usize];
+            for (_, part) in parts {
+                sums.iter_mut().zip(numbers(head.dtype, part)).for_each(|(sum, number)| *sum += number);
+            }
+            sums.into_iter().flat_map(|sum| encode(head.dtype, sum)).collect()
+        }
+    }
+}
+
+fn numbers(dtype: u8, bytes: &[u8]) -> Vec<f32> {
+    let halves = || bytes.chunks_exact(2).map(|half| u16::from_le_bytes([half[0], half[1]]));
+    match dtype {
+        BFLOAT16 => halves().map(|half| f32::from_bits(u32::from(half) << 16)).collect(),
+        FLOAT16 => halves().map(widen).collect(),
+        _ => bytes.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect(),
+    }
+}
+
+fn encode(dtype: u8, number: f32) -> Vec<u8> {
+    match dtype {
+        BFLOAT16 => {
+            let bits = number.to_bits();
+            let rounded = if number.is_nan() { bits } else { bits + 0x7fff + (bits >> 16 & 1) };
+            ((rounded >> 16) as u16).to_le_bytes().to_vec()
+        }
+        FLOAT16 => round(number).to_le_bytes().to_vec(),
+        _ => number.to_le_bytes().to_vec(),
+    }
+}
+
+fn widen(half: u16) -> f32 {
+    let (sign, exponent, fraction) = (half >> 15, i32::from(half >> 10 & 31), f32::from(half & 1023));
+    let size = match exponent {
+        0 => fraction * 2_f32.powi(-24),
+        31 => {
+            if fraction == 0.0 {
+                f32::INFINITY
+            } else {
+                f32::NAN
+            }
+        }
+        _ => (1.0 + fraction / 1024.0) * 2_f32.powi(exponent - 15),
+    };
+    if sign == 1 { -size } else { size }
+}
+
+fn round(number: f32) -> u16 {
+    let sign = u16::from(number.is_sign_negative()) << 15;
+    let size = number.abs();
+    if !(size < 65_520.0) {
+        return sign | if size.is_nan() { 0x7e00 } else { 0x7c00 };
+    }
+    let exponent = (size.log2().floor() as i32).max(-14);
+    let steps = (size / 2_f32.powi(exponent - 10)).round_ties_even() as u16;
+    sign | (((exponent + 14) as u16) << 10) + steps
+}
+
+/// What the stand-in of the driver has for others.
+struct Streams {
+    take: unsafe extern "C" fn(u64) -> u64,
+    turn: unsafe extern "C" fn(u64, u64),
+    done: unsafe extern "C" fn(u64, u64),
+}
+
+fn streams() -> &'static Streams {
+    static STREAMS: OnceLock<Streams> = OnceLock::new();
+    STREAMS.get_or_init(|| unsafe {
+        let driver = dlopen(c"libcuda.so".as_ptr(), RTLD_NOW);
+        let find = |name: &CStr| {
+            let found = dlsym(driver, name.as_ptr());
+            assert!(!found.is_null(), "the driver is the stand-in");
+            found
+        };
+        Streams {
+            take: std::mem::transmute(find(c"standInTake")),
+            turn: std::mem::transmute(find(c"standInTurn")),
+            done: std::mem::transmute(find(c"standInDone")),
+        }
+    })
+}
+
+/// Waits until the communicator is aborted.
+fn wait_for(abort: &AtomicBool) {
+    while !abort.load(Ordering::SeqCst) {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+unsafe fn bytes_at<'a>(address: u64, bytes: usize) -> &'a mut [u8] {
+    if bytes == 0 {
+        return &mut [];
+    }
+    unsafe { slice::from_raw_parts_mut(ptr::with_exposed_provenance_mut(address as usize), bytes) }
+}
+
+#[repr(C)]
+struct Info {
+    file: *const c_char,
+    base: *const c_void,
+    name: *const c_char,
+    at: *const c_void,
+}
+
+unsafe extern "C" {
+    fn dladdr(address: *const c_void, info: *mut Info) -> c_int;
+    fn dlopen(path: *const c_char, flags: c_int) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+const RTLD_NOW: c_int = 2;
+const SUCCESS: c_int = 0;
+const SYSTEM_ERROR: c_int = 2;
+const INVALID_ARGUMENT: c_int = 4;
+const REMOTE_ERROR: c_int = 6;
+const IN_PROGRESS: c_int = 7;
+const FLOAT16: u8 = 6;
+const FLOAT32: u8 = 7;
+const BFLOAT16: u8 = 9;
+const ALL_GATHER: u8 = 0;
+const ALL_REDUCE: u8 = 1;
+const BROADCAST: u8 = 2;

@@ -1,0 +1,185 @@
+//! What goes wrong with NCCL, and that the host's ring goes on.
+
+use std::path::Path as File;
+use std::sync::Barrier;
+use std::time::Duration;
+
+use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
+use elasticdl_collective::nccl::{Library, NcclState, abandoned};
+use elasticdl_collective::{CollectiveError, Communicator, stand_in};
+
+use crate::group::{Gpu, group, nccl, on_all};
+
+/// A sum of ones.
+fn sum(gpu: &mut Gpu, len: usize, path: Path) -> Result<Vec<f32>, CollectiveError> {
+    let (src, mut dst) = (gpu.put(&vec![1.0_f32; len])?, gpu.put(&vec![f32::NAN; len])?);
+    let result = gpu.ring.all_reduce_device(b"header", &src, &mut dst, path);
+    assert_eq!(gpu.get(&src, len), vec![1.0; len], "the source has changed");
+    result.map(|_| gpu.get(&dst, len))
+}
+
+fn begin(group: &mut [Gpu], policy: &NcclPolicy) -> Vec<NcclState> {
+    on_all(group, |gpu| {
+        gpu.ring.begin_nccl(policy).unwrap();
+        gpu.settle()
+    })
+}
+
+fn failed(states: &[NcclState], with: &str) -> bool {
+    states.iter().all(|state| matches!(state, NcclState::Failed(reason) if reason.contains(with)))
+}
+
+#[test]
+fn a_library_that_is_not_there_or_lacks_something_or_is_old_is_a_value() {
+    stand_in::load();
+    let missing = Library::open(File::new("/nowhere/libnccl.so.2")).unwrap_err();
+    assert!(matches!(missing, DeviceError::NoLibrary { .. }), "{missing:?}");
+    let lacking = Library::open(&stand_in::nccl_with("no_abort")).unwrap_err();
+    assert!(matches!(lacking, DeviceError::NoSymbol { symbol: "ncclCommAbort", .. }), "{lacking:?}");
+    let old = Library::open(&stand_in::nccl_with("old")).unwrap_err();
+    assert!(matches!(old, DeviceError::NcclVersion { found: 21_708 }), "{old:?}");
+    let other = Library::open(&stand_in::folder().join("libcuda.so")).unwrap_err();
+    assert!(matches!(other, DeviceError::NoSymbol { .. }), "{other:?}");
+}
+
+#[test]
+fn a_rank_without_nccl_keeps_all_on_the_hosts_ring_and_all_know_why() {
+    let mut group = group(3);
+    let with = nccl("");
+    let without = NcclPolicy::from_file(File::new("/nowhere/libnccl.so.2"));
+    let states = on_all(&mut group, |gpu| {
+        gpu.ring.begin_nccl(if gpu.ring.rank() == 1 { &without } else { &with }).unwrap();
+        gpu.ring.nccl_state()
+    });
+    let NcclState::Absent(reason) = &states[0] else { panic!("{states:?}") };
+    assert!(reason.starts_with("rank 1: /nowhere/libnccl.so.2 can't be loaded"), "{reason}");
+    assert!(states.iter().all(|state| state == &states[0]), "{states:?}");
+    let sums = on_all(&mut group, |gpu| {
+        let refused = sum(gpu, 5, Path::Nccl).unwrap_err();
+        assert!(matches!(refused, CollectiveError::Invalid(_)), "{refused:?}");
+        sum(gpu, 5, Path::Host).unwrap()
+    });
+    assert_eq!(sums, vec![vec![3.0; 5]; 3]);
+}
+
+#[test]
+fn the_hosts_ring_works_while_nccl_hangs_in_the_making_and_after_it_is_given_up() {
+    for fault in ["init_hangs", "init_blocks"] {
+        let mut group = group(2);
+        let policy = nccl(fault);
+        let sums = on_all(&mut group, |gpu| {
+            gpu.ring.begin_nccl(&policy).unwrap();
+            assert_eq!(gpu.ring.nccl_state(), NcclState::Building);
+            sum(gpu, 1000, Path::Host).unwrap()
+        });
+        assert_eq!(sums, vec![vec![2.0; 1000]; 2]);
+        let states = on_all(&mut group, |gpu| gpu.settle());
+        assert!(failed(&states, "not made within 1s"), "{fault}: {states:?}");
+        let sums = on_all(&mut group, |gpu| sum(gpu, 1000, Path::Host).unwrap());
+        assert_eq!(sums, vec![vec![2.0; 1000]; 2]);
+    }
+}
+
+#[test]
+fn a_failure_in_the_making_is_told() {
+    let mut group = group(2);
+    let states = begin(&mut group, &nccl("init_fails"));
+    assert!(
+        failed(&states, "could not make a communicator: system error of the stand-in (result 2)"),
+        "{states:?}"
+    );
+    let sums = on_all(&mut group, |gpu| sum(gpu, 3, Path::Host).unwrap());
+    assert_eq!(sums, vec![vec![2.0; 3]; 2]);
+}
+
+#[test]
+fn an_error_in_an_operation_ends_the_group_and_leaves_the_source() {
+    for (fault, code) in [("async_error", 6), ("op_fails", 2)] {
+        let mut group = group(3);
+        let states = begin(&mut group, &nccl(fault));
+        assert_eq!(states, vec![NcclState::Ready; 3]);
+        on_all(&mut group, |gpu| {
+            assert_eq!(sum(gpu, 1000, Path::Nccl).unwrap(), vec![3.0; 1000]);
+            match sum(gpu, 1000, Path::Nccl).unwrap_err() {
+                CollectiveError::Device { source: DeviceError::Nccl { code: got, .. } } => {
+                    assert_eq!(got, code)
+                }
+                // Another rank was faster, and its end shows first.
+                CollectiveError::PeerLost { .. } => {}
+                other => panic!("{fault}: {other:?}"),
+            }
+            let again = sum(gpu, 1000, Path::Host).unwrap_err();
+            assert!(matches!(again, CollectiveError::Aborted { generation: 1 }), "{again:?}");
+            assert!(matches!(gpu.ring.nccl_state(), NcclState::Failed(_)));
+            assert!(gpu.ring.nccl_abort_took().is_some());
+        });
+    }
+}
+
+#[test]
+fn a_lost_rank_ends_an_operation_over_nccl_that_would_wait_for_ever() {
+    let mut group = group(3);
+    assert_eq!(begin(&mut group, &nccl("")), vec![NcclState::Ready; 3]);
+    let lost = group.pop().unwrap();
+    let started = Barrier::new(3);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            started.wait();
+            std::thread::sleep(Duration::from_millis(20));
+            drop(lost);
+        });
+        for gpu in &mut group {
+            let started = &started;
+            scope.spawn(move || {
+                started.wait();
+                let error = sum(gpu, 100_000, Path::Nccl).unwrap_err();
+                assert!(matches!(error, CollectiveError::PeerLost { .. }), "{error:?}");
+            });
+        }
+    });
+}
+
+#[test]
+fn an_abort_that_does_not_return_is_said_to_be_abandoned() {
+    let mut group = group(2);
+    assert_eq!(begin(&mut group, &nccl("abort_blocks")), vec![NcclState::Ready; 2]);
+    let before = abandoned();
+    let mut away = group.pop().unwrap();
+    let mut stays = group.pop().unwrap();
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            let (src, mut dst) = (stays.put(&[1.0_f32]).unwrap(), stays.put(&[0.0_f32]).unwrap());
+            let result = stays.ring.all_reduce_device(&[], &src, &mut dst, Path::Nccl);
+            // Their memory is behind what hangs.
+            std::mem::forget((src, dst));
+            result.unwrap_err()
+        });
+        // The other rank tells its header, and never comes to the sum.
+        away.ring.all_gather(&[]).unwrap_err();
+        let error = waits.join().unwrap();
+        let waited = Duration::from_secs(1);
+        let is_said = matches!(
+            error,
+            CollectiveError::Device { source: DeviceError::Abandoned { waited: limit } } if limit == waited
+        );
+        assert!(is_said, "{error:?}");
+    });
+    assert!(abandoned() > before, "{} before, {} after", before, abandoned());
+    assert!(stays.ring.nccl_abort_took().is_none());
+}
+
+#[test]
+fn a_group_that_ends_while_nccl_is_being_made_or_is_idle_gives_it_back() {
+    let fine = nccl("");
+    for world in 1..=3 {
+        let mut group = group(world);
+        on_all(&mut group, |gpu| gpu.ring.begin_nccl(&fine).unwrap());
+        drop(group);
+    }
+    let mut group = group(2);
+    assert_eq!(begin(&mut group, &fine), vec![NcclState::Ready; 2]);
+    // Begun anew in the same group: the one before is ended.
+    assert_eq!(begin(&mut group, &fine), vec![NcclState::Ready; 2]);
+    let sums = on_all(&mut group, |gpu| sum(gpu, 9, Path::Nccl).unwrap());
+    assert_eq!(sums, vec![vec![2.0; 9]; 2]);
+}

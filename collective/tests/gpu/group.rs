@@ -1,0 +1,183 @@
+//! Groups of GPUs on the stand-ins.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path as File;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::CudaSlice;
+use elasticdl_collective::conformance::{Group, Rank};
+use elasticdl_collective::device::{Device, DeviceRing, Element, NcclOptions, NcclPolicy, Path};
+use elasticdl_collective::nccl::{Library, NcclState};
+use elasticdl_collective::{
+    CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret, stand_in,
+};
+
+/// One rank: its ring, and the endpoint that the ring must not outlive.
+pub(crate) struct Gpu {
+    pub(crate) ring: DeviceRing,
+    pub(crate) fence: Fence,
+    _end: Arc<Endpoint>,
+}
+
+/// A group of so many ranks on a GPU each.
+pub(crate) fn group(world: usize) -> Vec<Gpu> {
+    stand_in::load();
+    let ends: Vec<_> = (0..world as u64)
+        .map(|id| {
+            let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
+            Arc::new(Endpoint::bind(ip, "job", id, Secret::new("secret")).expect("loopback has free ports"))
+        })
+        .collect();
+    regroup(&ends.iter().collect::<Vec<_>>(), 1)
+}
+
+fn regroup(ends: &[&Arc<Endpoint>], generation: u64) -> Vec<Gpu> {
+    let members = (0..).zip(ends).map(|(id, end)| Member { id, address: end.address() }).collect();
+    let spec = GroupSpec { generation, members };
+    thread::scope(|scope| {
+        let connect = |end: &Arc<Endpoint>| end.connect(&spec, WATCHDOG);
+        let rings: Vec<_> =
+            ends.iter().map(|end| ((*end).clone(), scope.spawn(move || connect(end)))).collect();
+        let rings = rings.into_iter().enumerate().map(|(ordinal, (end, ring))| {
+            let ring = ring.join().expect("it does not panic").expect("all members connect");
+            let device = Device::open(ordinal).expect("the stand-in has as many");
+            Gpu { ring: DeviceRing::new(ring, device), fence: end.fence(), _end: end }
+        });
+        rings.collect()
+    })
+}
+
+/// NCCL by the stand-in of this fault, with limits that a hang soon reaches.
+pub(crate) fn nccl(fault: &str) -> NcclPolicy {
+    let file = match fault {
+        "" => stand_in::folder().join("libnccl.so.2"),
+        fault => stand_in::nccl_with(fault),
+    };
+    let options = NcclOptions {
+        init_limit: Duration::from_secs(if fault.starts_with("init_") { 1 } else { 60 }),
+        abort_limit: Duration::from_secs(if fault == "abort_blocks" { 1 } else { 60 }),
+        ..NcclOptions::default()
+    };
+    NcclPolicy::On(open(&file), options)
+}
+
+fn open(file: &File) -> Arc<Library> {
+    Library::open(file).expect("the stand-in is there")
+}
+
+impl Gpu {
+    /// Waits until NCCL is there or will not be.
+    pub(crate) fn settle(&self) -> NcclState {
+        let begun = Instant::now();
+        loop {
+            match self.ring.nccl_state() {
+                NcclState::Building => {
+                    assert!(begun.elapsed() < WATCHDOG, "it is being made for ever");
+                    thread::sleep(Duration::from_millis(1));
+                }
+                state => return state,
+            }
+        }
+    }
+
+    /// These numbers on the device.
+    pub(crate) fn put<T: Element>(&self, numbers: &[T]) -> Result<CudaSlice<T>, CollectiveError> {
+        let stream = self.ring.device().stream();
+        // The driver gives no memory of length 0.
+        let mut memory = stream.alloc_zeros(numbers.len().max(1)).expect("there is memory");
+        if !numbers.is_empty() {
+            stream.memcpy_htod(numbers, &mut memory).expect("it is copied");
+        }
+        Ok(memory)
+    }
+
+    pub(crate) fn get<T: Element>(&self, memory: &CudaSlice<T>, len: usize) -> Vec<T> {
+        let stream = self.ring.device().stream();
+        let mut numbers = stream.clone_dtoh(memory).expect("it is copied");
+        stream.synchronize().expect("the stream ends");
+        numbers.truncate(len);
+        numbers
+    }
+}
+
+/// Runs `act` on every rank at once.
+pub(crate) fn on_all<T: Send>(group: &mut [Gpu], act: impl Fn(&mut Gpu) -> T + Sync) -> Vec<T> {
+    thread::scope(|scope| {
+        let act = &act;
+        let runs: Vec<_> = group.iter_mut().map(|gpu| scope.spawn(move || act(gpu))).collect();
+        runs.into_iter().map(|run| run.join().expect("it does not panic")).collect()
+    })
+}
+
+/// For the conformance suite: operations on the host's memory, done on the device's.
+struct OnDevice {
+    gpu: Gpu,
+    path: Path,
+}
+
+pub(crate) fn form(world: usize, path: Path) -> Group {
+    let mut group = group(world);
+    if path == Path::Nccl {
+        let nccl = nccl("");
+        let states = on_all(&mut group, |gpu| {
+            gpu.ring.begin_nccl(&nccl).expect("the host's ring works");
+            gpu.settle()
+        });
+        assert_eq!(states, vec![NcclState::Ready; world]);
+    }
+    let ranks = group.into_iter().map(|gpu| {
+        let fence = gpu.fence.clone();
+        let communicator = Box::new(OnDevice { gpu, path });
+        Rank { communicator, abort: Arc::new(move || fence.abort_before(2)) }
+    });
+    ranks.collect()
+}
+
+impl Communicator for OnDevice {
+    fn rank(&self) -> usize {
+        self.gpu.ring.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.gpu.ring.world_size()
+    }
+
+    fn generation(&self) -> u64 {
+        self.gpu.ring.generation()
+    }
+
+    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.gpu.ring.all_gather(mine)
+    }
+
+    fn all_reduce(
+        &mut self,
+        header: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let (from, mut to) = (self.gpu.put(src)?, self.gpu.put(dst)?);
+        let (from_view, mut to_view) = (from.slice(..src.len()), to.slice_mut(..dst.len()));
+        let headers = self.gpu.ring.all_reduce_device(header, &from_view, &mut to_view, self.path)?;
+        let bits = |numbers: &[f32]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&self.gpu.get(&from, src.len())) == bits(src), "the source has changed");
+        dst.copy_from_slice(&self.gpu.get(&to, dst.len()));
+        Ok(headers)
+    }
+
+    fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
+        self.gpu.ring.broadcast_bytes(root, bytes)
+    }
+
+    fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
+        let mut memory = self.gpu.put(buf)?;
+        self.gpu.ring.broadcast_device(root, &mut memory.slice_mut(..buf.len()), self.path)?;
+        buf.copy_from_slice(&self.gpu.get(&memory, buf.len()));
+        Ok(())
+    }
+}
+
+/// Far beyond what anything here takes; only a hang gets there.
+pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);

@@ -1,0 +1,15 @@
+//! Rings of GPUs, on libraries that stand in for the driver and NCCL: the suite, and what goes wrong.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod faults;
+mod group;
+mod operations;
+#[macro_use]
+#[path = "../suite/mod.rs"]
+mod suite;
+
+use elasticdl_collective::device::Path;
+
+conforms!(over_the_host, true, |world| group::form(world, Path::Host));
+conforms!(over_nccl, true, |world| group::form(world, Path::Nccl));

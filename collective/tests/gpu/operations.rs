@@ -1,0 +1,98 @@
+//! What operations on device memory do, on both paths.
+
+use elasticdl_collective::Communicator;
+use elasticdl_collective::device::{Device, DeviceError, Element, Path};
+use elasticdl_collective::nccl::NcclState;
+use half::{bf16, f16};
+
+use crate::group::{Gpu, group, nccl, on_all};
+
+/// On both paths, in worlds from 1 to 3.
+fn everywhere(act: impl Fn(&mut Gpu, Path) + Sync) {
+    let nccl = nccl("");
+    for world in 1..=3 {
+        let mut group = group(world);
+        on_all(&mut group, |gpu| act(gpu, Path::Host));
+        on_all(&mut group, |gpu| {
+            gpu.ring.begin_nccl(&nccl).unwrap();
+            assert_eq!(gpu.settle(), NcclState::Ready);
+        });
+        on_all(&mut group, |gpu| act(gpu, Path::Nccl));
+        // The host's path is there all the time.
+        on_all(&mut group, |gpu| act(gpu, Path::Host));
+    }
+}
+
+/// What a rank contributes: small whole numbers, exact in all types and in whatever order they are summed.
+fn part<T: Element>(rank: usize, len: usize) -> Vec<T> {
+    (0..len).map(|index| T::round(((index * 7 + rank * 5) % 16) as f32 - 8.0)).collect()
+}
+
+fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
+    let (rank, world) = (gpu.ring.rank(), gpu.ring.world_size());
+    let mine = part::<T>(rank, len);
+    let (src, mut dst) = (gpu.put(&mine).unwrap(), gpu.put(&part::<T>(9, len)).unwrap());
+    let header = vec![rank as u8; rank];
+    let (from, mut to) = (src.slice(..len), dst.slice_mut(..len));
+    let headers = gpu.ring.all_reduce_device(&header, &from, &mut to, path).unwrap();
+    assert_eq!(headers, (0..world).map(|rank| vec![rank as u8; rank]).collect::<Vec<_>>());
+    let parts: Vec<_> = (0..world).map(|rank| part::<T>(rank, len)).collect();
+    let sum = |index: usize| parts.iter().map(|part| part[index].widen()).sum::<f32>();
+    let got = gpu.get(&dst, len);
+    let wrong = (0..len).find(|index| got[*index].widen() != sum(*index));
+    assert_eq!(wrong, None, "{:?} over {path:?}, world {world}, len {len}", T::DTYPE);
+    assert!(gpu.get(&src, len).iter().zip(&mine).all(|(a, b)| a.widen() == b.widen()), "the source changed");
+}
+
+fn moves<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
+    let (rank, world) = (gpu.ring.rank(), gpu.ring.world_size());
+    let same = |a: &[T], b: &[T]| a.iter().zip(b).all(|(a, b)| a.widen() == b.widen());
+    for root in 0..world {
+        let mut buf = gpu.put(&part::<T>(rank, len)).unwrap();
+        gpu.ring.broadcast_device(root, &mut buf.slice_mut(..len), path).unwrap();
+        assert!(same(&gpu.get(&buf, len), &part(root, len)), "{path:?}, world {world}, len {len}");
+    }
+    let src = gpu.put(&part::<T>(rank, len)).unwrap();
+    let mut dst = gpu.put(&part::<T>(9, world * len)).unwrap();
+    gpu.ring.all_gather_device(&src.slice(..len), &mut dst.slice_mut(..world * len), path).unwrap();
+    let all: Vec<_> = (0..world).flat_map(|rank| part::<T>(rank, len)).collect();
+    assert!(same(&gpu.get(&dst, world * len), &all), "{path:?}, world {world}, len {len}");
+}
+
+#[test]
+fn sums_of_all_types_are_exact() {
+    everywhere(|gpu, path| {
+        for len in [0, 1, 5, 20_011] {
+            sums::<f32>(gpu, path, len);
+            sums::<bf16>(gpu, path, len);
+            sums::<f16>(gpu, path, len);
+        }
+        // Several blocks, the last one short.
+        sums::<f32>(gpu, path, 3 * (1 << 18) + 77);
+        sums::<bf16>(gpu, path, 2 * (1 << 19) + 3);
+    });
+}
+
+#[test]
+fn broadcasts_and_gathers_of_all_types_bring_what_was_there() {
+    everywhere(|gpu, path| {
+        for len in [0, 1, 3, 20_011] {
+            moves::<f32>(gpu, path, len);
+            moves::<bf16>(gpu, path, len);
+            moves::<f16>(gpu, path, len);
+        }
+        moves::<f32>(gpu, path, 600_011);
+    });
+}
+
+#[test]
+fn a_device_that_is_not_there_is_said_to_be_so() {
+    elasticdl_collective::stand_in::load();
+    let count = Device::count().unwrap();
+    let error = Device::open(count).unwrap_err();
+    assert!(
+        matches!(error, DeviceError::NoDevice { ordinal, count: seen } if (ordinal, seen) == (count, count))
+    );
+    let uuids: Vec<_> = (0..count).map(|ordinal| Device::open(ordinal).unwrap().uuid()).collect();
+    assert!(uuids.windows(2).all(|pair| pair[0] != pair[1]), "two devices have one UUID");
+}
