@@ -14,7 +14,8 @@ use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
 use crate::core::header::{self, StateRecord, StepHeader};
 use crate::core::repair::{Mismatch, Repair};
-use crate::core::session::{Exit, Membership, Session, Task};
+use crate::core::session::{Exit, Membership, Misfit, Session, Task};
+use crate::core::swap::Elsewhere;
 use crate::donor::{self, Donor, KIND_END, KIND_RESULT, KIND_STATE, KIND_TIP, StateNote};
 use crate::failure::{Failure, call_user};
 use crate::gap::Gap;
@@ -294,7 +295,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let mine = header::encode(&self.session.sync_header(digest));
         let ring = ring(&mut self.ring)?;
         let headers = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.synced(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))
+        self.session.synced(&headers).map_err(|misfit| Stopped::Failed(misfit_failure(&misfit)))
     }
 
     fn repair(&mut self, plan: &Repair) -> Result<(), Stopped> {
@@ -546,6 +547,19 @@ fn decode_all<T: serde::de::DeserializeOwned>(headers: Vec<Vec<u8>>) -> Result<V
 fn garbled(what: &str) -> Stopped {
     let error = format!("a peer sent {what} that can't be read; do all workers run the same program?");
     Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false })
+}
+
+fn misfit_failure(misfit: &Misfit) -> Failure {
+    match misfit {
+        Misfit::Differs(differing) => mismatch(differing),
+        Misfit::Elsewhere(Elsewhere { first_has_gpu }) => {
+            let (here, there) = if *first_has_gpu { ("the CPU", "a GPU") } else { ("a GPU", "the CPU") };
+            let error = format!(
+                "this worker computes on {here} and the group on {there}; all must compute on the same kind of device"
+            );
+            Failure { error, ranges: Vec::new(), fatal: false }
+        }
+    }
 }
 
 fn mismatch(mismatch: &Mismatch) -> Failure {

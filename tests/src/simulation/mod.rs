@@ -25,6 +25,7 @@ mod faults;
 mod fetch;
 mod many;
 mod master;
+mod nccl;
 mod network;
 mod oracles;
 mod process;

@@ -126,6 +126,12 @@ pub struct Tally {
     pub fenced: u64,
     /// Jobs that the user stopped before their end.
     pub stopped: u64,
+    /// Steps of ranks that began over NCCL, those amid which it failed, and groups of ranks that it was given up for.
+    pub nccl_steps: u64,
+    /// See `nccl_steps`.
+    pub nccl_failures: u64,
+    /// See `nccl_steps`.
+    pub nccl_given_up: u64,
 }
 
 impl Tally {
@@ -151,6 +157,9 @@ impl Tally {
         self.evicted += other.evicted;
         self.fenced += other.fenced;
         self.stopped += other.stopped;
+        self.nccl_steps += other.nccl_steps;
+        self.nccl_failures += other.nccl_failures;
+        self.nccl_given_up += other.nccl_given_up;
     }
 }
 

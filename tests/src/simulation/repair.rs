@@ -28,6 +28,9 @@ impl World {
             repair.push_back(What::StateRecord { donor: *donor });
             repair.push_back(What::State { donor: *donor, take });
         }
+        if self.is_to_build_nccl(p) {
+            self.processes[p].trainer.repair.push_back(What::NcclId);
+        }
         self.processes[p].trainer.passed = None;
         self.go_on_repairing(p);
     }
@@ -74,7 +77,7 @@ impl World {
                 (session.state().map(|s| Note::Record(s.record(), model.era)), Vec::new())
             }
             What::State { .. } => (None, model.parameters.clone()),
-            What::Step | What::Synchronize | What::Talk => (None, Vec::new()),
+            What::NcclId | What::Step | What::Synchronize | What::Talk => (None, Vec::new()),
         }
     }
 

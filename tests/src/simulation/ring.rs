@@ -18,6 +18,7 @@ use elasticdl_master::job::Stall;
 use elasticdl_proto::{Generation, WorkerId};
 use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl_worker::core::session::Membership;
+use elasticdl_worker::core::swap::{Build, Path};
 
 use super::clock::Micros;
 use super::network::{LinkId, Packet};
@@ -54,6 +55,8 @@ pub(super) struct Ring {
     sequence: u64,
     failed: bool,
     aborted: bool,
+    /// How far the group's communicator is on this rank.
+    pub(super) nccl: Build,
     /// A state's record that has come, while the parameters have not. Oracles' era beside it.
     pub(super) record: Option<(StateRecord, u64)>,
 }
@@ -61,10 +64,22 @@ pub(super) struct Ring {
 /// What a group does together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum What {
-    Result { donor: usize, apply: bool },
-    ResultHeaders { donor: usize },
-    State { donor: usize, take: bool },
-    StateRecord { donor: usize },
+    /// Of the communicator that is to be built.
+    NcclId,
+    Result {
+        donor: usize,
+        apply: bool,
+    },
+    ResultHeaders {
+        donor: usize,
+    },
+    State {
+        donor: usize,
+        take: bool,
+    },
+    StateRecord {
+        donor: usize,
+    },
     Step,
     Synchronize,
     Talk,
@@ -97,10 +112,13 @@ pub(super) struct Frame {
 #[derive(Debug)]
 pub(super) struct Operation {
     what: What,
+    /// What carries a step.
+    pub(super) path: Path,
+    pub(super) nccl_fails_after: Option<u64>,
     sequence: u64,
     schedule: Schedule,
     notes: Vec<Option<Rc<Note>>>,
-    received: u64,
+    pub(super) received: u64,
     sent: u64,
     /// What a broadcast fills. A step sums into the model's own buffer.
     body: Vec<u8>,
@@ -129,6 +147,7 @@ pub(super) struct Done {
 /// Why an operation stopped.
 enum Fault {
     Aborted,
+    Nccl,
     Next,
     Prev,
 }
@@ -143,6 +162,7 @@ impl What {
             Self::Step => 4,
             Self::Synchronize => 5,
             Self::Talk => 6,
+            Self::NcclId => 7,
         }
     }
 
@@ -150,12 +170,21 @@ impl What {
         match *self {
             Self::Result { donor, .. } | Self::ResultHeaders { donor } => Some(donor),
             Self::State { donor, .. } | Self::StateRecord { donor } => Some(donor),
+            Self::NcclId => Some(0),
             Self::Step | Self::Synchronize | Self::Talk => None,
         }
     }
 }
 
 impl Operation {
+    /// Apart from what each rank makes of it.
+    fn kind(&self) -> u8 {
+        match self.path {
+            Path::Host => self.what.kind(),
+            Path::Nccl => self.what.kind() | 128,
+        }
+    }
+
     pub(super) fn what(&self) -> &What {
         &self.what
     }
@@ -172,10 +201,18 @@ impl Ring {
         self.generation
     }
 
+    pub(super) fn world(&self) -> usize {
+        self.seat.world
+    }
+
+    pub(super) fn fail(&mut self) {
+        self.failed = true;
+    }
+
     fn neighbour(&self, fault: &Fault) -> Option<WorkerId> {
         let Seat { rank, world } = self.seat;
         match fault {
-            Fault::Aborted => None,
+            Fault::Aborted | Fault::Nccl => None,
             Fault::Next => Some(self.members[(rank + 1) % world]),
             Fault::Prev => Some(self.members[(rank + world - 1) % world]),
         }
@@ -263,6 +300,7 @@ impl World {
             sequence: 0,
             failed: false,
             aborted: false,
+            nccl: Build::Absent,
             record: None,
         };
         if generation < process.endpoint.oldest_welcome() {
@@ -397,6 +435,12 @@ impl World {
 
     /// Enters the group's next operation.
     pub(super) fn operate(&mut self, p: usize, what: What) {
+        let path = if what == What::Step { self.path_of(p) } else { Path::Host };
+        let mut nccl_fails_after = None;
+        if path == Path::Nccl {
+            self.check_path(p);
+            nccl_fails_after = self.draw_nccl_failure();
+        }
         let trainer = &self.processes[p].trainer;
         let (Some(session), Some(ring)) = (&trainer.session, &trainer.ring) else {
             return self.broke(p, None, "no links");
@@ -415,6 +459,7 @@ impl World {
             What::ResultHeaders { donor } | What::StateRecord { donor } => {
                 Schedule::broadcast(seat, donor, extent(0), true)
             }
+            What::NcclId => Schedule::broadcast(seat, 0, extent(0), true),
             What::Result { donor, .. } | What::State { donor, .. } => {
                 Schedule::broadcast(seat, donor, extent(len), false)
             }
@@ -425,7 +470,7 @@ impl World {
             What::Synchronize => (Some(Note::Sync(session.sync_header(digest))), Vec::new()),
             _ if is_root => self.donated(p, &what),
             What::Result { .. } | What::State { .. } => (None, vec![0; len]),
-            What::ResultHeaders { .. } | What::StateRecord { .. } => (None, Vec::new()),
+            What::NcclId | What::ResultHeaders { .. } | What::StateRecord { .. } => (None, Vec::new()),
         };
         let mut notes = vec![None; seat.world];
         notes[seat.rank] = note.map(Rc::new);
@@ -438,7 +483,18 @@ impl World {
         }
         self.advance(
             p,
-            Box::new(Operation { what, sequence, schedule, notes, received: 0, sent: 0, body, is_root }),
+            Box::new(Operation {
+                what,
+                path,
+                nccl_fails_after,
+                sequence,
+                schedule,
+                notes,
+                received: 0,
+                sent: 0,
+                body,
+                is_root,
+            }),
         );
     }
 
@@ -455,12 +511,13 @@ impl World {
                 self.wait_at(p, [generation, sequence + 1, received, sent]);
                 self.processes[p].trainer.doing = Doing::Operating(operation);
             }
+            Err(Fault::Nccl) => self.nccl_broke(p),
             Err(fault) => {
                 let Some(ring) = &mut self.processes[p].trainer.ring else { return };
                 ring.failed = true;
                 let suspect = if ring.aborted { None } else { ring.neighbour(&fault) };
                 let why = match fault {
-                    Fault::Aborted => "the generation is over",
+                    Fault::Aborted | Fault::Nccl => "the generation is over",
                     Fault::Next => "the next member ended the link",
                     Fault::Prev => "the previous member ended the link",
                 };
@@ -474,6 +531,9 @@ impl World {
         let Some(ring) = &self.processes[p].trainer.ring else { return Err(Fault::Aborted) };
         let (Some(next), Some(prev)) = (ring.next, ring.prev) else { return Ok(true) };
         loop {
+            if operation.nccl_fails() {
+                return Err(Fault::Nccl);
+            }
             while let Some(piece) = operation.schedule.next_send() {
                 if self.net.is_reset(next, p + 1) {
                     return Err(Fault::Next);
@@ -552,7 +612,6 @@ impl World {
 
     fn stamp(&self, p: usize, operation: &Operation, piece: &Piece) -> (u64, u64, u8, usize, usize, usize) {
         let generation = self.processes[p].trainer.ring.as_ref().map_or(0, Ring::generation);
-        let Operation { what, sequence, .. } = operation;
-        (generation, *sequence, what.kind(), piece.step, piece.segment, piece.origin)
+        (generation, operation.sequence, operation.kind(), piece.step, piece.segment, piece.origin)
     }
 }

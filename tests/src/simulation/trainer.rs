@@ -287,7 +287,8 @@ impl World {
         };
         let process = &mut self.processes[p];
         let Some(worker) = process.worker else { return };
-        process.trainer.session = Some(Session::new(worker, plan));
+        let on_gpu = self.setting.gpus.is_some();
+        process.trainer.session = Some(Session::new(worker, plan).on_gpu(on_gpu));
         tell!(self, "worker {worker}: is ready");
         let parameters = self.setting.parameters() as u64;
         self.tell_master(p, FromWorker::Ready { parameters });
@@ -438,6 +439,7 @@ impl World {
                 }
                 self.turn_later(p);
             }
+            What::NcclId => self.begin_nccl(p),
             What::ResultHeaders { .. } => {
                 if !is_root
                     && let Some(Note::Headers(headers)) = notes.iter().flatten().next().map(Rc::as_ref)

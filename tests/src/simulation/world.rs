@@ -4,11 +4,13 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId, WireDtype};
+use elasticdl_worker::core::swap::Build;
 
 use super::checkpoints::{Vault, Work};
 use super::clock::{Clock, Dice, Micros};
 use super::faults::Storm;
 use super::master::Master;
+use super::nccl::{Communicators, Gpus};
 use super::network::{LinkId, MASTER, Network};
 use super::oracles::{Books, Tally};
 use super::process::Process;
@@ -37,6 +39,8 @@ pub(super) enum Event {
     LeaveDue { p: usize },
     /// The master's task looks at its inputs and its clock.
     Master,
+    /// A process has built its NCCL communicator of this generation, or given up.
+    Nccl { p: usize, generation: u64, build: Build },
     /// A worker was dialled, and its accepting thread looks who it is.
     Porter { p: usize, link: LinkId },
     /// A worker without a stream looks whether a master is there.
@@ -60,6 +64,7 @@ impl Event {
             | Self::Control { p }
             | Self::Kept { p, .. }
             | Self::LeaveDue { p }
+            | Self::Nccl { p, .. }
             | Self::Porter { p, .. }
             | Self::Probe { p }
             | Self::Start { p }
@@ -87,6 +92,8 @@ pub(super) struct Setting {
     pub(super) kill_us: Micros,
     /// What the next master finds may be older than what the last one has done.
     pub(super) keeps_late: bool,
+    /// `None` where workers compute on CPUs.
+    pub(super) gpus: Option<Gpus>,
 }
 
 /// One run.
@@ -101,6 +108,7 @@ pub(super) struct World {
     pub(super) processes: Vec<Process>,
     pub(super) storm: Storm,
     pub(super) vault: Vault,
+    pub(super) communicators: Communicators,
     pub(super) books: Books,
     pub(super) story: Story,
     pub(super) events: u64,
@@ -120,6 +128,7 @@ impl World {
             processes: Vec::new(),
             storm,
             vault: Vault::default(),
+            communicators: Communicators::default(),
             books: Books::new(seed),
             story,
             events: 0,
@@ -196,6 +205,7 @@ impl World {
             Event::Kept { p, work } => self.on_kept(p, *work),
             Event::LeaveDue { p } => self.on_leave_due(p),
             Event::Master => self.on_master(),
+            Event::Nccl { p, generation, build } => self.on_nccl(p, generation, build),
             Event::Porter { p, link } => self.on_porter(p, link),
             Event::Probe { p } => self.on_probe(p),
             Event::Reap { p } => self.on_reaped(p),
@@ -288,6 +298,7 @@ impl Setting {
             record_us: dice.between(10, 800),
             kill_us: if dice.chance(1, 3) { 1_000_000 } else { 5_000 },
             keeps_late: dice.chance(1, 2),
+            gpus: Gpus::draw(&mut Dice::new(seed.rotate_left(32))),
         }
     }
 

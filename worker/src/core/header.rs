@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::core::checkpoint;
 use crate::core::evaluation::Evaluation;
+use crate::core::swap;
 
 /// One rank's word in one round. All ranks get all headers, so all decide alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -28,6 +29,8 @@ pub struct StepHeader {
     pub checkpoint: checkpoint::Word,
     /// What it remembers of evaluations.
     pub evaluation: Evaluation,
+    /// How far its NCCL is.
+    pub nccl: swap::Build,
 }
 
 impl StepHeader {
@@ -42,6 +45,8 @@ impl StepHeader {
 pub struct SyncHeader {
     /// The state it has, if any.
     pub state: Option<StateHeader>,
+    /// What it computes on.
+    pub swap: swap::Word,
 }
 
 /// The state that a rank has.

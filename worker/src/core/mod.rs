@@ -9,3 +9,4 @@ pub mod leases;
 pub mod plan;
 pub mod repair;
 pub mod session;
+pub mod swap;

@@ -60,7 +60,7 @@ mod tests {
 
     fn header(state: Option<(u64, u64, bool)>) -> SyncHeader {
         let state = state.map(|(step, digest, kept)| StateHeader { step, digest, kept });
-        SyncHeader { state }
+        SyncHeader { state, swap: Default::default() }
     }
 
     #[test]

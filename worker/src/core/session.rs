@@ -23,13 +23,14 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use self::fetch::Fetch;
-pub use self::words::{Exit, JobPlan, Membership, Progress, Report, State, StepTimes, Task};
+pub use self::words::{Exit, JobPlan, Membership, Misfit, Progress, Report, State, StepTimes, Task};
 use crate::core::checkpoint::{self, Checkpoints, Last};
 use crate::core::evaluation::Evaluation;
 use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
 use crate::core::leases::Leases;
 use crate::core::plan::{self, Holding};
 use crate::core::repair::{Mismatch, Repair};
+use crate::core::swap::Swap;
 
 /// A gradient of this worker that no step is known to have absorbed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -90,6 +91,7 @@ pub struct Session {
     was_in_group: bool,
     fetch: Fetch,
     checkpoints: Checkpoints,
+    swap: Swap,
     stop: bool,
     progress: Progress,
     reported_at: Duration,
@@ -113,6 +115,7 @@ impl Session {
             was_member: false,
             was_in_group: false,
             fetch: Fetch::default(),
+            swap: Swap::default(),
             stop: false,
             progress: Progress::default(),
             reported_at: Duration::ZERO,
@@ -204,6 +207,7 @@ impl Session {
             digest,
             checkpoint: self.checkpoints.word(self.step() + 1),
             evaluation: self.evaluation(),
+            nccl: self.swap.build(),
         }
     }
 
@@ -211,7 +215,7 @@ impl Session {
     pub fn sync_header(&self, digest: u64) -> SyncHeader {
         let state =
             self.state.as_ref().map(|s| StateHeader { step: s.step, digest, kept: self.kept.is_some() });
-        SyncHeader { state }
+        SyncHeader { state, swap: self.swap.word() }
     }
 
     // ---- what was done ----
@@ -220,7 +224,8 @@ impl Session {
     pub fn connected(&mut self) {
         if let Phase::Joining(membership) = &self.phase {
             let rank = membership.rank_of(self.me).expect("only memberships with this worker are joined");
-            let members = membership.members.iter().map(|(id, _)| *id).collect();
+            let members: Vec<WorkerId> = membership.members.iter().map(|(id, _)| *id).collect();
+            self.swap.regrouped(&members);
             let group = Group { generation: membership.generation, members, rank };
             self.phase = Phase::Syncing(group);
         }
@@ -257,9 +262,10 @@ impl Session {
     /// All ranks' words in a new group.
     ///
     /// # Errors
-    /// Replicas at the same step differ; the job can't go on.
-    pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), Mismatch> {
+    /// Replicas at the same step differ, and the job can't go on; or this worker is none for this group.
+    pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), Misfit> {
         if let Phase::Syncing(group) = &self.phase {
+            self.swap.synced(&headers.iter().map(|h| h.swap).collect::<Vec<_>>())?;
             let repair = Repair::plan(headers)?;
             let takes = repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
             // Survivors of a failure differ by one step at most, so this rank was away; what it has consumed of its
@@ -332,6 +338,7 @@ impl Session {
     /// As for [`Session::check`].
     pub fn talked(&mut self, headers: &[StepHeader]) -> Result<(), Mismatch> {
         self.check(headers)?;
+        self.swap.heard(headers.iter().map(|h| h.nccl));
         // The group waits for records, and the master may wait for word of those that it has leased.
         self.flush_progress();
         self.hear_of_checkpoints(headers);
@@ -382,6 +389,7 @@ impl Session {
             }
             self.ask(world_size);
             self.checkpoints.tick(now);
+            self.swap.heard(headers.iter().map(|h| h.nccl));
             self.hear_of_checkpoints(&headers);
             self.end_round(&headers, Some(now));
         }
@@ -601,6 +609,7 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 mod fetch;
 mod keeping;
 mod reconnect;
+mod swapping;
 mod words;
 
 #[cfg(test)]

@@ -198,6 +198,7 @@ mod tests {
             digest: 0,
             checkpoint: Default::default(),
             evaluation: Default::default(),
+            nccl: Default::default(),
         };
         session.commit(vec![header], std::time::Duration::ZERO);
         session.fetched(Generation(1));

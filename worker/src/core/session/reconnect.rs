@@ -76,7 +76,7 @@ mod tests {
         let members = vec![(me, "127.0.0.1:1".parse().unwrap())];
         session.handle_membership(Membership { generation: Generation(1), members, abort: false });
         session.connected();
-        session.synced(&[SyncHeader { state: None }]).unwrap();
+        session.synced(&[SyncHeader { state: None, swap: Default::default() }]).unwrap();
         session.begin();
         session.repaired();
         session.handle_lease(vec![records(0, 6)]);

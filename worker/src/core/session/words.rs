@@ -10,7 +10,8 @@ use crate::core::checkpoint::Every;
 use crate::core::evaluation::{self, Evaluation};
 use crate::core::header::StateRecord;
 use crate::core::plan::Batch;
-use crate::core::repair::Repair;
+use crate::core::repair::{Mismatch, Repair};
+use crate::core::swap::Elsewhere;
 
 /// What a job asks of its workers.
 #[derive(Clone, Debug)]
@@ -69,6 +70,25 @@ pub enum Task {
     Talk,
     /// Nothing, until the master says something.
     Wait,
+}
+
+/// Why a worker has no place in its new group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Misfit {
+    Differs(Mismatch),
+    Elsewhere(Elsewhere),
+}
+
+impl From<Mismatch> for Misfit {
+    fn from(mismatch: Mismatch) -> Self {
+        Self::Differs(mismatch)
+    }
+}
+
+impl From<Elsewhere> for Misfit {
+    fn from(elsewhere: Elsewhere) -> Self {
+        Self::Elsewhere(elsewhere)
+    }
 }
 
 /// Why a worker ends.

@@ -1,0 +1,171 @@
+// Optimizers, clipping and digests on a GPU.
+//
+// NVRTC compiles this at run time, without contracting a * b + c, so every GPU gives the same bits, and those of `optimizer.rs` on a
+// CPU (but for the norm to clip at, which is added up in another order). A host's C compiler makes plain functions of the
+// same text, for tests without a GPU: `void NAME(void **arguments, u64 threads)`, which does what all threads do.
+//
+// A kernel takes one structure, which `kernels.rs` has too. How many threads there are depends on lengths alone.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifdef __CUDACC__
+#define KERNEL(NAME, ARGUMENTS) extern "C" __global__ void NAME(const ARGUMENTS a)
+#define THREAD ((u64)blockIdx.x * blockDim.x + threadIdx.x)
+#define THREADS ((u64)gridDim.x * blockDim.x)
+#else
+#include <math.h>
+#define KERNEL(NAME, ARGUMENTS)                                           \
+    static void NAME##_thread(const ARGUMENTS a, u64 THREAD, u64 THREADS); \
+    void NAME(void **arguments, u64 threads) {                            \
+        for (u64 thread = 0; thread < threads; thread++)                  \
+            NAME##_thread(*(const ARGUMENTS *)arguments[0], thread, threads); \
+    }                                                                     \
+    static void NAME##_thread(const ARGUMENTS a, u64 THREAD, u64 THREADS)
+#endif
+
+// This thread's elements of LEN.
+#define EACH(I, LEN) for (u64 I = THREAD; I < (LEN); I += THREADS)
+
+// ---- optimizers ----
+
+// Constants are those of `optimizer.rs`. `clipped`: where the scale is, if the gradient is clipped; else it is `scale`.
+typedef struct {
+    const float *sum;
+    float *parameters;
+    float *first;
+    float *second;
+    const float *clipped;
+    u64 len;
+    float scale;
+    float rate;
+    float decay_or_keep;
+    float momentum_or_beta1;
+    float beta2;
+    float rest1;
+    float rest2;
+    float correction;
+    float epsilon;
+} Step;
+
+KERNEL(sgd, Step) {
+    const float scale = a.clipped ? *a.clipped : a.scale;
+    EACH(i, a.len) {
+        const float p = a.parameters[i];
+        a.parameters[i] = p - a.rate * (a.sum[i] * scale + a.decay_or_keep * p);
+    }
+}
+
+KERNEL(sgd_momentum, Step) {
+    const float scale = a.clipped ? *a.clipped : a.scale;
+    EACH(i, a.len) {
+        const float p = a.parameters[i];
+        const float gradient = a.sum[i] * scale + a.decay_or_keep * p;
+        const float b = a.momentum_or_beta1 * a.first[i] + gradient;
+        a.first[i] = b;
+        a.parameters[i] = p - a.rate * b;
+    }
+}
+
+KERNEL(sgd_nesterov, Step) {
+    const float scale = a.clipped ? *a.clipped : a.scale;
+    EACH(i, a.len) {
+        const float p = a.parameters[i];
+        const float gradient = a.sum[i] * scale + a.decay_or_keep * p;
+        const float b = a.momentum_or_beta1 * a.first[i] + gradient;
+        a.first[i] = b;
+        a.parameters[i] = p - a.rate * (gradient + a.momentum_or_beta1 * b);
+    }
+}
+
+KERNEL(adam_w, Step) {
+    const float scale = a.clipped ? *a.clipped : a.scale;
+    EACH(i, a.len) {
+        const float gradient = a.sum[i] * scale;
+        const float m = a.momentum_or_beta1 * a.first[i] + a.rest1 * gradient;
+        const float v = a.beta2 * a.second[i] + a.rest2 * gradient * gradient;
+        a.first[i] = m;
+        a.second[i] = v;
+        a.parameters[i] =
+            a.parameters[i] * a.decay_or_keep - a.rate * m / (sqrtf(v) * a.correction + a.epsilon);
+    }
+}
+
+// ---- sums of gradients ----
+
+typedef struct {
+    const float *values;
+    float *sum;
+    u64 len;
+} Add;
+
+KERNEL(add, Add) {
+    EACH(i, a.len) a.sum[i] = a.sum[i] + a.values[i];
+}
+
+// ---- clipping ----
+
+// One number of each thread.
+typedef struct {
+    const void *values;
+    void *parts;
+    u64 len;
+    // Of the first value, in the tensor that it belongs to.
+    u64 start;
+} Fold;
+
+KERNEL(square_sums, Fold) {
+    const float *values = (const float *)a.values;
+    double sum = 0.0;
+    EACH(i, a.len) sum += (double)values[i] * (double)values[i];
+    ((double *)a.parts)[THREAD] = sum;
+}
+
+KERNEL(double_sums, Fold) {
+    const double *values = (const double *)a.values;
+    double sum = 0.0;
+    EACH(i, a.len) sum += values[i];
+    ((double *)a.parts)[THREAD] = sum;
+}
+
+typedef struct {
+    const double *square_sums;
+    float *scale;
+    u64 len;
+    double limit;
+    double records;
+} Clip;
+
+// By one thread.
+KERNEL(clip_scale, Clip) {
+    if (THREAD == 0 && THREADS > 0) {
+        double sum = 0.0;
+        for (u64 i = 0; i < a.len; i++) sum += a.square_sums[i];
+        // The millionth is torch's.
+        const double factor = a.limit / (sqrt(sum) / a.records + 1e-6);
+        *a.scale = (float)((factor < 1.0 ? factor : 1.0) / a.records);
+    }
+}
+
+// ---- digests ----
+
+// Sums of what each element and its place are mixed to: in no order, so that no thread waits for another. One element that
+// differs always makes another sum, for the mixing (SplitMix64's) loses nothing.
+KERNEL(digests, Fold) {
+    const u32 *values = (const u32 *)a.values;
+    u64 sum = 0;
+    EACH(i, a.len) {
+        u64 z = values[i] + (a.start + i + 1) * 0x9e3779b97f4a7c15ull;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+        sum += z ^ (z >> 31);
+    }
+    ((u64 *)a.parts)[THREAD] = sum;
+}
+
+KERNEL(word_sums, Fold) {
+    const u64 *values = (const u64 *)a.values;
+    u64 sum = 0;
+    EACH(i, a.len) sum += values[i];
+    ((u64 *)a.parts)[THREAD] = sum;
+}
