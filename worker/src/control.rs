@@ -29,6 +29,7 @@ use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
 use crate::core::session::Report;
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
+use crate::failure::causes;
 use crate::messages::{FromMaster, Outbox, ToMaster};
 
 /// The open stream, seen from the trainer's side.
@@ -433,17 +434,6 @@ fn endpoint(environment: &Environment) -> Result<Endpoint, tonic::transport::Err
         .domain_name(&tls.name)
         .timeout(*master_timeout);
     endpoint.tls_config(config)
-}
-
-/// An error and what caused it: alone it says little.
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(deeper) = cause {
-        text = format!("{text}: {deeper}");
-        cause = deeper.source();
-    }
-    text
 }
 
 /// A status's message, and what caused it.

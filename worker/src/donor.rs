@@ -94,9 +94,14 @@ impl Donor {
         }
     }
 
+    /// Whether there are newcomers that want to know of the next step.
+    pub(crate) fn is_serving(&self) -> bool {
+        !self.fetchers.is_empty()
+    }
+
     /// A step was committed by the group of `generation`; its reduced gradient is `sum`.
     pub(crate) fn committed(&mut self, generation: Generation, headers: &[StepHeader], sum: &Arc<Vec<f32>>) {
-        if !self.fetchers.is_empty() {
+        if self.is_serving() {
             let headers = Arc::new(header::encode(&headers.to_vec()));
             let result = Parcel::Result { generation, headers, sum: Arc::clone(sum) };
             self.fetchers.retain(|fetcher| fetcher.send(result.clone()));

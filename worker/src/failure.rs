@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use elasticdl_collective::device::DeviceError;
 use elasticdl_proto::RecordRange;
 
 use crate::model::UserError;
@@ -21,6 +22,23 @@ impl Failure {
     pub(crate) fn fatal(error: String) -> Self {
         Self { error, ranges: Vec::new(), fatal: true }
     }
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        Self { error: causes(&error), ranges: Vec::new(), fatal: false }
+    }
+}
+
+/// An error and what caused it: alone it says little.
+pub(crate) fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(deeper) = cause {
+        text = format!("{text}: {deeper}");
+        cause = deeper.source();
+    }
+    text
 }
 
 /// Calls the user's code; its error or panic becomes a text that says where it came from.

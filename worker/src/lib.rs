@@ -61,6 +61,7 @@ mod checkpoint;
 mod control;
 #[doc(hidden)]
 pub mod core;
+pub mod device;
 mod donor;
 mod environment;
 mod failure;
@@ -72,6 +73,7 @@ mod predictions;
 mod prefetch;
 mod reader;
 pub mod readers;
+mod ring;
 mod run;
 mod schedule;
 pub mod storage;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::device::DeviceModel;
 use crate::optimizer::Optimizer;
 use crate::predictions::Predictions;
 use crate::reader::Reader;
@@ -86,6 +87,14 @@ pub trait Model: 'static {
 
     /// Records that fit into memory at once: a larger share is computed in micro-batches. Default: any number.
     fn micro_batch(&self) -> Option<usize> {
+        None
+    }
+
+    /// The model on a GPU, if it computes there: then this is called in place of [`gradients`](Self::gradients), [`update`](Self::update) and,
+    /// while it trains, of [`evaluate`](Self::evaluate). Default: none, for a model that computes on the CPU.
+    ///
+    /// It may not change its mind.
+    fn device(&mut self) -> Option<&mut dyn DeviceModel<Batch = Self::Batch>> {
         None
     }
 

@@ -158,13 +158,25 @@ impl Optimizer {
         assert!(records > 0, "a step has at least one record");
         assert_eq!(parameters.len(), sum.len(), "one gradient per parameter");
         assert_eq!(slots.len(), self.slots() * sum.len(), "as many slots as the optimizer asked for");
-        let rate = self.rate(step);
         let scale = (self.clip_factor(sum, records) / records as f64) as f32;
+        match self.arithmetic(step) {
+            Arithmetic::AdamW(constants) => {
+                let (means, squares) = slots.split_at_mut(sum.len());
+                constants.apply(scale, sum, parameters, means, squares);
+            }
+            Arithmetic::Momentum(constants) => constants.apply_momentum(scale, sum, parameters, slots),
+            Arithmetic::Nesterov(constants) => constants.apply_nesterov(scale, sum, parameters, slots),
+            Arithmetic::Plain(constants) => constants.apply_plain(scale, sum, parameters),
+        }
+    }
+
+    /// What is computed for each parameter at `step`.
+    pub(crate) fn arithmetic(&self, step: u64) -> Arithmetic {
+        let rate = self.rate(step);
         match self.rule {
             Rule::AdamW { beta1, beta2, epsilon } => {
                 let t = step.saturating_add(1);
-                let constants = AdamW {
-                    scale,
+                Arithmetic::AdamW(AdamW {
                     keep: (1.0 - rate * self.weight_decay) as f32,
                     beta1: beta1 as f32,
                     beta2: beta2 as f32,
@@ -173,24 +185,23 @@ impl Optimizer {
                     rate: (rate / (1.0 - power(beta1, t))) as f32,
                     correction: (1.0 / (1.0 - power(beta2, t)).sqrt()) as f32,
                     epsilon: epsilon as f32,
-                };
-                let (means, squares) = slots.split_at_mut(sum.len());
-                constants.apply(sum, parameters, means, squares);
+                })
             }
             Rule::Sgd { momentum, nesterov } => {
-                let constants = Sgd {
-                    scale,
-                    rate: rate as f32,
-                    decay: self.weight_decay as f32,
-                    momentum: momentum as f32,
-                };
+                let constants =
+                    Sgd { rate: rate as f32, decay: self.weight_decay as f32, momentum: momentum as f32 };
                 match (momentum > 0.0, nesterov) {
-                    (false, _) => constants.apply_plain(sum, parameters),
-                    (true, false) => constants.apply_momentum(sum, parameters, slots),
-                    (true, true) => constants.apply_nesterov(sum, parameters, slots),
+                    (false, _) => Arithmetic::Plain(constants),
+                    (true, false) => Arithmetic::Momentum(constants),
+                    (true, true) => Arithmetic::Nesterov(constants),
                 }
             }
         }
+    }
+
+    /// The norm of the mean gradient that is not exceeded.
+    pub(crate) fn norm_limit(&self) -> Option<f64> {
+        self.clip_norm
     }
 
     fn new(rule: Rule, rate: f64, weight_decay: f64) -> Self {
@@ -207,32 +218,41 @@ impl Optimizer {
     }
 }
 
+/// One step's arithmetic. `scale`, where it is used, makes the mean gradient of the sum, and clips it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Arithmetic {
+    AdamW(AdamW),
+    Momentum(Sgd),
+    Nesterov(Sgd),
+    Plain(Sgd),
+}
+
 /// SGD's constants of one step.
-struct Sgd {
-    scale: f32,
-    rate: f32,
-    decay: f32,
-    momentum: f32,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sgd {
+    pub(crate) rate: f32,
+    pub(crate) decay: f32,
+    pub(crate) momentum: f32,
 }
 
 impl Sgd {
-    fn apply_plain(&self, sum: &[f32], parameters: &mut [f32]) {
+    fn apply_plain(&self, scale: f32, sum: &[f32], parameters: &mut [f32]) {
         for (p, &s) in parameters.iter_mut().zip(sum) {
-            *p -= self.rate * (s * self.scale + self.decay * *p);
+            *p -= self.rate * (s * scale + self.decay * *p);
         }
     }
 
-    fn apply_momentum(&self, sum: &[f32], parameters: &mut [f32], buffers: &mut [f32]) {
+    fn apply_momentum(&self, scale: f32, sum: &[f32], parameters: &mut [f32], buffers: &mut [f32]) {
         for ((p, b), &s) in parameters.iter_mut().zip(buffers).zip(sum) {
-            let gradient = s * self.scale + self.decay * *p;
+            let gradient = s * scale + self.decay * *p;
             *b = self.momentum * *b + gradient;
             *p -= self.rate * *b;
         }
     }
 
-    fn apply_nesterov(&self, sum: &[f32], parameters: &mut [f32], buffers: &mut [f32]) {
+    fn apply_nesterov(&self, scale: f32, sum: &[f32], parameters: &mut [f32], buffers: &mut [f32]) {
         for ((p, b), &s) in parameters.iter_mut().zip(buffers).zip(sum) {
-            let gradient = s * self.scale + self.decay * *p;
+            let gradient = s * scale + self.decay * *p;
             *b = self.momentum * *b + gradient;
             *p -= self.rate * (gradient + self.momentum * *b);
         }
@@ -240,22 +260,22 @@ impl Sgd {
 }
 
 /// AdamW's constants of one step; both bias corrections are folded into `rate` and `correction`.
-struct AdamW {
-    scale: f32,
-    keep: f32,
-    beta1: f32,
-    beta2: f32,
-    rest1: f32,
-    rest2: f32,
-    rate: f32,
-    correction: f32,
-    epsilon: f32,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AdamW {
+    pub(crate) keep: f32,
+    pub(crate) beta1: f32,
+    pub(crate) beta2: f32,
+    pub(crate) rest1: f32,
+    pub(crate) rest2: f32,
+    pub(crate) rate: f32,
+    pub(crate) correction: f32,
+    pub(crate) epsilon: f32,
 }
 
 impl AdamW {
-    fn apply(&self, sum: &[f32], parameters: &mut [f32], means: &mut [f32], squares: &mut [f32]) {
+    fn apply(&self, scale: f32, sum: &[f32], parameters: &mut [f32], means: &mut [f32], squares: &mut [f32]) {
         for (((p, m), v), &s) in parameters.iter_mut().zip(means).zip(squares).zip(sum) {
-            let gradient = s * self.scale;
+            let gradient = s * scale;
             *m = self.beta1 * *m + self.rest1 * gradient;
             *v = self.beta2 * *v + self.rest2 * gradient * gradient;
             *p = *p * self.keep - self.rate * *m / (v.sqrt() * self.correction + self.epsilon);

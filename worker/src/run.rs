@@ -9,13 +9,14 @@ use crate::apart;
 use crate::control::{Control, ValidationOptions, Work};
 use crate::core::evaluation;
 use crate::core::session::{Exit, JobPlan, Session};
+use crate::device::DeviceState;
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::failure::{Failure, call_user};
 use crate::messages::{FromMaster, ToMaster};
 use crate::model::Model;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
-use crate::tensors::Tensors;
+use crate::tensors::{HostState, Tensors};
 use crate::trainer::{Checkpointing, Export, Trainer, Validation};
 use crate::weights;
 
@@ -141,11 +142,17 @@ fn train<M: Model>(
     let ahead = welcome.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
     let prefetch = Prefetch::new(reader, prepared, ahead)
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
+    let gpu = call_user("device()", || Ok(model.device().map(|on_gpu| on_gpu.device().clone())));
+    let tensors = match gpu.map_err(Failure::fatal)? {
+        Some(gpu) => DeviceState::new(&gpu, parameters, slots).map(|state| Tensors::Device(Box::new(state))),
+        None => Ok(Tensors::Host(HostState::new(parameters, slots))),
+    };
+    let tensors = tensors.map_err(|error| Failure { error, ranges: Vec::new(), fatal: false })?;
     control.outbox.send(ToMaster::Ready { parameters: parameters as u64 });
     let trainer = Trainer::new(
         (model, welcome.seed),
-        Session::new(welcome.worker, plan),
-        Tensors::new(parameters, slots),
+        Session::new(welcome.worker, plan).on_gpu(matches!(tensors, Tensors::Device(_))),
+        tensors,
         prefetch,
         (endpoint, welcome.worker_timeout.unwrap_or(PATIENCE)),
         (checkpoints, validation),

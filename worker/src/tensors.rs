@@ -1,15 +1,28 @@
 //! A worker's big buffers: parameters, optimizer state and gradients.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use elasticdl_collective::device::{DeviceError, Path};
+use elasticdl_collective::{CollectiveError, Communicator as _};
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
 use crate::core::session::State;
+use crate::device::DeviceState;
+use crate::model::Update;
+use crate::ring::Ring;
 
-/// The buffers, each of as many `f32`s as the model has parameters, `slots` of as many times that. Newcomers are sent
-/// copies of the shared ones; whoever writes to one that is still being copied writes to a copy of its own.
+/// The buffers, where the model computes.
 #[derive(Debug)]
-pub(crate) struct Tensors {
+pub(crate) enum Tensors {
+    Device(Box<DeviceState>),
+    Host(HostState),
+}
+
+/// The buffers on the host, each of as many `f32`s as the model has parameters, `slots` of as many times that. Newcomers are
+/// sent copies of the shared ones; whoever writes to one that is still being copied writes to a copy of its own.
+#[derive(Debug)]
+pub(crate) struct HostState {
     pub(crate) parameters: Arc<Vec<f32>>,
     /// The optimizer's state, `[slots · parameters]`.
     pub(crate) slots: Arc<Vec<f32>>,
@@ -21,7 +34,157 @@ pub(crate) struct Tensors {
     pub(crate) reduced: Vec<f32>,
 }
 
+/// One of the buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tensor {
+    Kept,
+    Parameters,
+    Reduced,
+    Slots,
+}
+
 impl Tensors {
+    /// Floats of parameters, and of the optimizer's state.
+    pub(crate) fn sizes(&self) -> (usize, usize) {
+        match self {
+            Self::Device(state) => state.sizes(),
+            Self::Host(state) => (state.parameters.len(), state.slots.len()),
+        }
+    }
+
+    /// On the host; a copy, if it is not there.
+    pub(crate) fn to_host(&self, tensor: Tensor) -> Result<Arc<Vec<f32>>, DeviceError> {
+        Ok(match (self, tensor) {
+            (Self::Device(state), tensor) => state.to_host(tensor)?,
+            (Self::Host(state), Tensor::Kept) => Arc::clone(&state.kept),
+            (Self::Host(state), Tensor::Parameters) => Arc::clone(&state.parameters),
+            (Self::Host(state), Tensor::Reduced) => Arc::new(state.reduced.clone()),
+            (Self::Host(state), Tensor::Slots) => Arc::clone(&state.slots),
+        })
+    }
+
+    /// Has `fill` write all of the parameters and all of the optimizer's state.
+    pub(crate) fn fill_state<T, E: From<DeviceError>>(
+        &mut self,
+        fill: impl FnOnce(&mut [f32], &mut [f32]) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let (parameters, slots) = self.sizes();
+        match self {
+            Self::Device(state) => {
+                let (mut parameters, mut slots) = (vec![0.0; parameters], vec![0.0; slots]);
+                let filled = fill(&mut parameters, &mut slots)?;
+                state.load(Tensor::Parameters, &parameters)?;
+                state.load(Tensor::Slots, &slots)?;
+                Ok(filled)
+            }
+            Self::Host(state) => fill(writable(&mut state.parameters), writable(&mut state.slots)),
+        }
+    }
+
+    /// Has `fill` write all of the reduced gradient.
+    pub(crate) fn fill_reduced<E: From<DeviceError>>(
+        &mut self,
+        fill: impl FnOnce(&mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        match self {
+            Self::Device(state) => {
+                let mut reduced = vec![0.0; state.sizes().0];
+                fill(&mut reduced)?;
+                Ok(state.load(Tensor::Reduced, &reduced)?)
+            }
+            Self::Host(state) => fill(&mut state.reduced),
+        }
+    }
+
+    pub(crate) fn clear_gradient(&mut self) -> Result<(), DeviceError> {
+        match self {
+            Self::Device(state) => state.clear_gradient(),
+            Self::Host(state) => {
+                state.gradient.fill(0.0);
+                Ok(())
+            }
+        }
+    }
+
+    /// Puts the sum of all ranks' gradients into `reduced`, with their headers beside it.
+    pub(crate) fn sum(
+        &mut self,
+        ring: &mut Ring,
+        header: &[u8],
+        path: Path,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        // Nobody else needs this rank's gradient again, so it can be the sum without a copy.
+        let is_alone = ring.world_size() == 1;
+        match self {
+            Self::Device(state) if is_alone => state.take_gradient_as_sum(),
+            Self::Device(state) => return state.sum(ring, header, path),
+            Self::Host(state) if is_alone => std::mem::swap(&mut state.gradient, &mut state.reduced),
+            Self::Host(state) => return ring.all_reduce(header, &state.gradient, &mut state.reduced),
+        }
+        Ok(vec![header.to_vec()])
+    }
+
+    /// Replaces the tensor on every rank with that of rank `root`.
+    pub(crate) fn broadcast(
+        &mut self,
+        ring: &mut Ring,
+        root: usize,
+        tensor: Tensor,
+    ) -> Result<(), CollectiveError> {
+        match (self, tensor) {
+            (Self::Device(state), tensor) => state.broadcast(ring, root, tensor),
+            (Self::Host(state), Tensor::Kept) => ring.broadcast(root, writable(&mut state.kept)),
+            (Self::Host(state), Tensor::Parameters) => ring.broadcast(root, writable(&mut state.parameters)),
+            (Self::Host(state), Tensor::Reduced) => ring.broadcast(root, &mut state.reduced),
+            (Self::Host(state), Tensor::Slots) => ring.broadcast(root, writable(&mut state.slots)),
+        }
+    }
+
+    /// Keeps the sum in `reduced`, which the last commit applied, and makes room for the next one.
+    pub(crate) fn keep_reduced(&mut self) {
+        match self {
+            Self::Device(state) => state.keep_reduced(),
+            Self::Host(state) => state.keep_reduced(),
+        }
+    }
+
+    /// Digest of parameters, optimizer state and ledger.
+    pub(crate) fn digest(&self, state: &State) -> Result<u64, DeviceError> {
+        let mut digest = Xxh3Default::new();
+        digest.update(bytemuck::cast_slice(self.to_host(Tensor::Parameters)?.as_slice()));
+        digest.update(bytemuck::cast_slice(self.to_host(Tensor::Slots)?.as_slice()));
+        update_with_record(&mut digest, state);
+        Ok(digest.digest())
+    }
+
+    /// As [`Tensors::digest`], but of the tensors only that part whose turn it is: for a group that waits for it.
+    pub(crate) fn quick_digest(&mut self, state: &State) -> Result<u64, DeviceError> {
+        let mut digest = Xxh3Default::new();
+        digest.update(&self.window_digest(state.step)?.to_le_bytes());
+        update_with_record(&mut digest, state);
+        Ok(digest.digest())
+    }
+
+    /// Digest of the part of the state whose turn it is at `step`: all of it over [`WINDOWS`] steps, so that comparing
+    /// replicas at every step costs next to nothing. On a GPU another one than on the host.
+    pub(crate) fn window_digest(&mut self, step: u64) -> Result<u64, DeviceError> {
+        Ok(match self {
+            Self::Device(state) => {
+                let digests = state.window_digests(step)?;
+                xxh3_64_with_seed(bytemuck::cast_slice(&digests), step)
+            }
+            Self::Host(state) => {
+                let digest = |tensor: &[f32]| {
+                    let window = &tensor[window(step, tensor.len())];
+                    xxh3_64_with_seed(bytemuck::cast_slice(window), step)
+                };
+                digest(&state.parameters) ^ digest(&state.slots).rotate_left(1)
+            }
+        })
+    }
+}
+
+impl HostState {
     /// Takes the memory at once: a page that the system hands out at its first use would be waited for by the whole group,
     /// in the first step.
     pub(crate) fn new(parameters: usize, slots: usize) -> Self {
@@ -34,42 +197,24 @@ impl Tensors {
         }
     }
 
-    /// Keeps the sum in `reduced`, which the last commit applied, and makes room for the next one.
-    pub(crate) fn keep_reduced(&mut self) {
+    /// What the step's update needs.
+    pub(crate) fn update(&mut self, step: u64, records: u64) -> Update<'_> {
+        let Self { parameters, slots, reduced: sum, .. } = self;
+        Update { step, records, sum, parameters: writable(parameters), slots: writable(slots) }
+    }
+
+    fn keep_reduced(&mut self) {
         let reduced = Arc::new(std::mem::take(&mut self.reduced));
         let old = std::mem::replace(&mut self.kept, reduced);
         // A newcomer may not have been sent the old one yet.
         self.reduced = Arc::try_unwrap(old).unwrap_or_else(|old| vec![0.0; old.len()]);
     }
+}
 
-    /// Digest of parameters, optimizer state and ledger.
-    pub(crate) fn digest(&self, state: &State) -> u64 {
-        let mut digest = Xxh3Default::new();
-        digest.update(bytemuck::cast_slice(self.parameters.as_slice()));
-        digest.update(bytemuck::cast_slice(self.slots.as_slice()));
-        update_with_record(&mut digest, state);
-        digest.digest()
-    }
-
-    /// As [`Tensors::digest`], but of the tensors only that part whose turn it is: for a group that waits for it.
-    pub(crate) fn quick_digest(&self, state: &State) -> u64 {
-        let mut digest = Xxh3Default::new();
-        digest.update(&self.window_digest(state.step).to_le_bytes());
-        update_with_record(&mut digest, state);
-        digest.digest()
-    }
-
-    /// Digest of the part of the state whose turn it is at `step`: all of it over [`WINDOWS`] steps, so that comparing
-    /// replicas at every step costs next to nothing.
-    pub(crate) fn window_digest(&self, step: u64) -> u64 {
-        let digest = |tensor: &[f32]| {
-            let turn = (step % WINDOWS) as usize;
-            let (len, n) = (tensor.len(), WINDOWS as usize);
-            let window = &tensor[len * turn / n..len * (turn + 1) / n];
-            xxh3_64_with_seed(bytemuck::cast_slice(window), step)
-        };
-        digest(&self.parameters) ^ digest(&self.slots).rotate_left(1)
-    }
+/// The elements of a tensor of `len` whose turn it is at `step`.
+pub(crate) fn window(step: u64, len: usize) -> Range<usize> {
+    let (turn, n) = ((step % WINDOWS) as usize, WINDOWS as usize);
+    len * turn / n..len * (turn + 1) / n
 }
 
 /// `len` zeros in memory that is there.
@@ -113,20 +258,21 @@ mod tests {
     fn a_flipped_bit_is_seen_at_once_by_the_digest_and_within_all_windows_by_their_digests() {
         let state =
             State { step: 3, ledger: Ledger::new(9), records_trained: 0, evaluation: Default::default() };
-        let whole = Tensors::new(1000, 2);
+        let mut whole = Tensors::Host(HostState::new(1000, 2));
         for at in [0, 1, 999, 1000, 2999] {
-            let mut other = Tensors::new(1000, 2);
+            let mut other = HostState::new(1000, 2);
             match at {
                 0..1000 => Arc::make_mut(&mut other.parameters)[at] = f32::from_bits(1),
                 _ => Arc::make_mut(&mut other.slots)[at - 1000] = f32::from_bits(1),
             }
-            assert_ne!(whole.digest(&state), other.digest(&state));
+            let mut other = Tensors::Host(other);
+            assert_ne!(whole.digest(&state).unwrap(), other.digest(&state).unwrap());
+            let mut differ = |digest: &dyn Fn(&mut Tensors, u64) -> u64| {
+                (0..WINDOWS).filter(|&step| digest(&mut whole, step) != digest(&mut other, step)).count()
+            };
             let at_step = |step| State { step, ..state.clone() };
-            let quick =
-                (0..WINDOWS).filter(|&s| whole.quick_digest(&at_step(s)) != other.quick_digest(&at_step(s)));
-            assert_eq!(quick.count(), 1, "element {at}");
-            let differing = (0..WINDOWS).filter(|&s| whole.window_digest(s) != other.window_digest(s));
-            assert_eq!(differing.count(), 1, "element {at}");
+            assert_eq!(differ(&|t, step| t.quick_digest(&at_step(step)).unwrap()), 1, "element {at}");
+            assert_eq!(differ(&|t, step| t.window_digest(step).unwrap()), 1, "element {at}");
         }
     }
 }

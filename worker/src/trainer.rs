@@ -3,27 +3,26 @@
 //! One thread, blocking calls. What the master says arrives in an inbox between two tasks; what can't wait (a lost
 //! member) reaches a blocked collective call through the group's fence.
 
-use std::net::SocketAddr;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver, TcpRing,
-};
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_collective::device::{DeviceRing, NcclPolicy};
+use elasticdl_collective::{CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver};
+use elasticdl_proto::{RecordRange, WorkerId};
 
 use crate::core::header::{self, StateRecord, StepHeader};
 use crate::core::repair::{Mismatch, Repair};
 use crate::core::session::{Exit, Membership, Misfit, Session, Task};
 use crate::core::swap::Elsewhere;
-use crate::donor::{self, Donor, KIND_END, KIND_RESULT, KIND_STATE, KIND_TIP, StateNote};
+use crate::donor::Donor;
 use crate::failure::{Failure, call_user};
 use crate::gap::Gap;
 use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
-use crate::model::{Model, NamedTensor, Update};
+use crate::model::{Model, NamedTensor};
 use crate::prefetch::Prefetch;
 use crate::reader::Reader;
-use crate::tensors::{Tensors, writable};
+use crate::ring::Ring;
+use crate::tensors::{Tensor, Tensors};
 use crate::weights;
 
 /// One worker's training, from its first membership to its end.
@@ -37,7 +36,9 @@ pub(crate) struct Trainer<'a, M: Model> {
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
     export: Option<Export>,
     endpoint: Endpoint,
-    ring: Option<TcpRing>,
+    ring: Option<Ring>,
+    /// Whether this worker would use NCCL.
+    nccl: NcclPolicy,
     /// Newcomers that get the state from here.
     donor: Donor,
     checkpoints: Checkpointing,
@@ -71,12 +72,10 @@ enum Stopped {
     Failed(Failure),
 }
 
-/// Why nothing was fetched.
-enum FetchError {
-    /// The donor is gone, or does not do what it should.
-    Donor(String),
-    /// This worker can't go on.
-    Stopped(Stopped),
+impl<E: Into<Failure>> From<E> for Stopped {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
 }
 
 impl<'a, M: Model> Trainer<'a, M> {
@@ -89,6 +88,10 @@ impl<'a, M: Model> Trainer<'a, M> {
         (checkpoints, validation): (Checkpointing, Option<Validation<M::Reader>>),
         (inbox, outbox): (&'a Receiver<FromMaster>, Outbox),
     ) -> Self {
+        let nccl = match &tensors {
+            Tensors::Device(_) => NcclPolicy::auto(),
+            Tensors::Host(_) => NcclPolicy::Off("it computes on the CPU".into()),
+        };
         Self {
             model,
             seed,
@@ -99,6 +102,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             export: None,
             endpoint,
             ring: None,
+            nccl,
             donor: Donor::new(patience),
             checkpoints,
             validation,
@@ -123,7 +127,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             while let Ok(message) = self.inbox.try_recv() {
                 self.handle(message);
             }
-            self.receive_visitors();
+            self.receive_visitors()?;
             let task = self.session.poll();
             let talk = task == Task::Talk;
             let done = match task {
@@ -133,10 +137,13 @@ impl<'a, M: Model> Trainer<'a, M> {
             self.talked = talk;
             match done {
                 Ok(()) => {}
-                Err(Stopped::Broken(error)) => self.on_broken(&error),
+                Err(Stopped::Broken(error)) => {
+                    let error = self.judge(error)?;
+                    self.on_broken(&error);
+                }
                 Err(Stopped::Failed(failure)) => return Err(failure),
             }
-            self.tend_checkpoints();
+            self.tend_checkpoints()?;
             self.send_reports();
         }
     }
@@ -199,7 +206,11 @@ impl<'a, M: Model> Trainer<'a, M> {
         let members =
             membership.members.iter().map(|(id, address)| Member { id: id.0, address: *address }).collect();
         let spec = GroupSpec { generation: membership.generation.0, members };
-        self.ring = Some(self.endpoint.connect(&spec, CONNECT_DEADLINE).map_err(Stopped::Broken)?);
+        let ring = self.endpoint.connect(&spec, CONNECT_DEADLINE).map_err(Stopped::Broken)?;
+        self.ring = Some(match &self.tensors {
+            Tensors::Device(state) => Ring::Device(DeviceRing::new(ring, state.device().clone())),
+            Tensors::Host(_) => Ring::Host(ring),
+        });
         self.gap.on_connected(Instant::now());
         self.session.connected();
         tracing::info!(
@@ -212,86 +223,27 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     /// Begins to serve newcomers that have come to the door, if this worker has a state that counts.
-    fn receive_visitors(&mut self) {
+    fn receive_visitors(&mut self) -> Result<(), Failure> {
         if self.session.is_over() {
-            return self.donor.dismiss();
+            self.donor.dismiss();
+            return Ok(());
         }
-        let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) else { return };
-        while let Some(visitor) = self.endpoint.visitor() {
-            let Tensors { parameters, slots, .. } = &self.tensors;
-            self.donor.serve(visitor, generation, &state.record(), parameters, slots);
-        }
-    }
-
-    /// Takes the next parcel from the member that gives this newcomer the state. A donor that does not do what it should
-    /// is no failure: there are others.
-    fn fetch(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), Stopped> {
-        match self.fetch_next(donor, address) {
-            Ok(()) => Ok(()),
-            Err(FetchError::Donor(error)) => {
-                tracing::info!(%donor, error, "no state from this member");
-                self.source = None;
-                self.session.fetch_broke();
-                // What the master says meanwhile may be what the next attempt needs.
-                if let Ok(message) = self.inbox.recv_timeout(FETCH_PAUSE) {
-                    self.handle(message);
-                }
-                Ok(())
-            }
-            Err(FetchError::Stopped(stopped)) => Err(stopped),
-        }
-    }
-
-    fn fetch_next(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), FetchError> {
-        let Self { endpoint, source, tensors, session, .. } = self;
-        let source = match source.take_if(|source| source.donor() == donor.0) {
-            Some(link) => source.insert(link),
-            None => {
-                let member = Member { id: donor.0, address };
-                let link = endpoint.fetch(member, self.patience, self.patience);
-                source.insert(link.map_err(|error| FetchError::Donor(error.to_string()))?)
-            }
+        let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) else {
+            return Ok(());
         };
-        let broke = |error: std::io::Error| FetchError::Donor(error.to_string());
-        let nonsense = |what: &str| FetchError::Donor(format!("it sent {what}"));
-        let Some(head) = source.next(FETCH_WAIT).map_err(broke)? else { return Ok(()) };
-        let generation = Generation(head.generation);
-        let (parameters, slots) = (tensors.parameters.len() as u64, tensors.slots.len() as u64);
-        match (head.kind, head.floats) {
-            (KIND_STATE, floats) if floats == parameters + slots => {
-                let StateNote { record, digest } =
-                    header::decode(&head.note).ok_or_else(|| nonsense("a state that can't be read"))?;
-                source.take(writable(&mut tensors.parameters)).map_err(broke)?;
-                source.take(writable(&mut tensors.slots)).map_err(broke)?;
-                if digest != donor::digest(&tensors.parameters, &tensors.slots) {
-                    return Err(nonsense("a state that came out different"));
-                }
-                if !session.install(record, None) {
-                    return Err(nonsense("a ledger that can't be true"));
-                }
-                session.fetched(generation);
-            }
-            (KIND_RESULT, floats) if floats == parameters && session.state().is_some() => {
-                let headers: Vec<StepHeader> =
-                    header::decode(&head.note).ok_or_else(|| nonsense("headers that can't be read"))?;
-                if headers.iter().any(|header| header.step != session.step()) {
-                    return Err(nonsense("another step's result"));
-                }
-                source.take(&mut tensors.reduced).map_err(broke)?;
-                self.update(headers).map_err(FetchError::Stopped)?;
-                self.session.fetched(generation);
-            }
-            (KIND_TIP, 0) => session.caught_up(),
-            (KIND_END, 0) => session.fetch_ended(generation),
-            (kind, floats) => {
-                return Err(nonsense(&format!("a parcel of kind {kind} with {floats} floats")));
-            }
+        while let Some(visitor) = self.endpoint.visitor() {
+            let parameters = self.tensors.to_host(Tensor::Parameters)?;
+            let slots = self.tensors.to_host(Tensor::Slots)?;
+            self.donor.serve(visitor, generation, &state.record(), &parameters, &slots);
         }
         Ok(())
     }
 
     fn synchronize(&mut self) -> Result<(), Stopped> {
-        let digest = self.session.state().map_or(0, |state| self.tensors.quick_digest(state));
+        let digest = match self.session.state() {
+            Some(state) => self.tensors.quick_digest(state)?,
+            None => 0,
+        };
         let mine = header::encode(&self.session.sync_header(digest));
         let ring = ring(&mut self.ring)?;
         let headers = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
@@ -310,6 +262,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         if let Some((donor, takers)) = &plan.state {
             self.repair_by_state(*donor, takers.contains(&rank), result)?;
         }
+        self.begin_nccl()?;
         self.session.repaired();
         self.checkpoints.prepare(ring(&mut self.ring)?.world_size());
         self.gradient_is_pending &= !self.session.pending_ranges().is_empty();
@@ -328,9 +281,8 @@ impl<'a, M: Model> Trainer<'a, M> {
             _ => Vec::new(),
         };
         ring.broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
-        let tensors = &mut self.tensors;
-        let sum = if donates { writable(&mut tensors.kept) } else { &mut tensors.reduced };
-        ring.broadcast(donor, sum).map_err(Stopped::Broken)?;
+        let sum = if donates { Tensor::Kept } else { Tensor::Reduced };
+        self.tensors.broadcast(ring, donor, sum).map_err(Stopped::Broken)?;
         if donates {
             return Ok(None);
         }
@@ -356,8 +308,9 @@ impl<'a, M: Model> Trainer<'a, M> {
             _ => Vec::new(),
         };
         ring.broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
-        ring.broadcast(donor, writable(&mut self.tensors.parameters)).map_err(Stopped::Broken)?;
-        ring.broadcast(donor, writable(&mut self.tensors.slots)).map_err(Stopped::Broken)?;
+        for tensor in [Tensor::Parameters, Tensor::Slots] {
+            self.tensors.broadcast(ring, donor, tensor).map_err(Stopped::Broken)?;
+        }
         if take {
             let record: StateRecord = header::decode(&bytes).ok_or_else(|| garbled("a state"))?;
             // Whoever dies next, a rank that is still behind can be repaired from here too.
@@ -373,7 +326,7 @@ impl<'a, M: Model> Trainer<'a, M> {
 
     fn compute(&mut self, ranges: &[RecordRange]) -> Result<(), Failure> {
         if !self.gradient_is_pending {
-            self.tensors.gradient.fill(0.0);
+            self.tensors.clear_gradient()?;
             self.gradient_is_pending = true;
         }
         let fail = |error| Failure { error, ranges: ranges.to_vec(), fatal: false };
@@ -401,8 +354,13 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn gradients(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<f64, String> {
         let (model, tensors) = (&mut self.model, &mut self.tensors);
         let batch = call_user("feed()", || model.feed(records))?;
-        let (parameters, gradient) = (tensors.parameters.as_slice(), &mut tensors.gradient);
-        let loss = call_user("gradients()", || model.gradients(parameters, batch, gradient))?;
+        let loss = call_user("gradients()", || match tensors {
+            Tensors::Device(state) => {
+                let (parameters, mut gradient) = state.gradient();
+                device_of(model)?.gradients(parameters, batch, &mut gradient)
+            }
+            Tensors::Host(state) => model.gradients(&state.parameters, batch, &mut state.gradient),
+        })?;
         match loss.is_finite() {
             true => Ok(loss),
             false => Err(format!("gradients() gave a loss of {loss}")),
@@ -410,20 +368,14 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn step(&mut self) -> Result<(), Stopped> {
-        let mine = header::encode(&self.session.header(self.tensors.window_digest(self.session.step())));
+        let path = self.path();
+        let mine = header::encode(&self.session.header(self.tensors.window_digest(self.session.step())?));
         if !self.gradient_is_pending {
-            self.tensors.gradient.fill(0.0);
+            self.tensors.clear_gradient()?;
         }
         let ring = ring(&mut self.ring)?;
         let started = Instant::now();
-        let headers = if ring.world_size() == 1 {
-            // Nobody else needs this rank's gradient again, so it can be the sum without a copy.
-            std::mem::swap(&mut self.tensors.gradient, &mut self.tensors.reduced);
-            vec![mine]
-        } else {
-            let tensors = &mut self.tensors;
-            ring.all_reduce(&mine, &tensors.gradient, &mut tensors.reduced).map_err(Stopped::Broken)?
-        };
+        let headers = self.tensors.sum(ring, &mine, path).map_err(Stopped::Broken)?;
         self.session.reduced(started.elapsed());
         let headers: Vec<StepHeader> = decode_all(headers)?;
         self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
@@ -445,20 +397,18 @@ impl<'a, M: Model> Trainer<'a, M> {
         let records: u64 = headers.iter().map(StepHeader::records).sum();
         let (model, tensors, step) = (&mut self.model, &mut self.tensors, self.session.step());
         if records > 0 {
-            call_user("update()", || {
-                model.update(Update {
-                    step,
-                    records,
-                    sum: &tensors.reduced,
-                    parameters: writable(&mut tensors.parameters),
-                    slots: writable(&mut tensors.slots),
-                })
+            call_user("update()", || match tensors {
+                Tensors::Device(state) => {
+                    let optimizer = model.optimizer();
+                    device_of(model)?.update(state.update(step, records), &optimizer)
+                }
+                Tensors::Host(state) => model.update(state.update(step, records)),
             })
             .map_err(|error| Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false }))?;
         }
         tensors.keep_reduced();
-        if let Some((generation, _)) = self.session.place() {
-            self.donor.committed(generation, &headers, &self.tensors.kept);
+        if let (Some((generation, _)), true) = (self.session.place(), self.donor.is_serving()) {
+            self.donor.committed(generation, &headers, &self.tensors.to_host(Tensor::Kept)?);
         }
         self.session.commit(headers, self.started.elapsed());
         Ok(())
@@ -478,7 +428,8 @@ impl<'a, M: Model> Trainer<'a, M> {
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
             }
         }
-        let mine = header::encode(&self.session.header(self.tensors.window_digest(self.session.step())));
+        self.path();
+        let mine = header::encode(&self.session.header(self.tensors.window_digest(self.session.step())?));
         let ring = ring(&mut self.ring)?;
         let headers: Vec<StepHeader> = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
         self.session.talked(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))
@@ -489,19 +440,22 @@ impl<'a, M: Model> Trainer<'a, M> {
         let Some(state) = self.session.state() else { return Ok(()) };
         // Before the word that ends the job: who has not said it is replaced, and the next lowest rank exports.
         if let (0, Some(Export { address, layout })) = (rank, &self.export) {
-            weights::save(address, layout, &self.tensors.parameters)
+            weights::save(address, layout, &self.tensors.to_host(Tensor::Parameters)?)
                 .map_err(|error| Failure::fatal(format!("the model was not exported: {error}")))?;
             tracing::info!(address, step = state.step, "the model is exported");
         }
-        let (model, parameters) = (&mut self.model, self.tensors.parameters.as_slice());
+        let model = &mut self.model;
         let summary = match rank {
-            0 => call_user("summary()", || model.summary(parameters)).unwrap_or_else(Some),
+            0 => {
+                let parameters = self.tensors.to_host(Tensor::Parameters)?;
+                call_user("summary()", || model.summary(&parameters)).unwrap_or_else(Some)
+            }
             _ => None,
         };
         self.outbox.send(ToMaster::Finished(Finished {
             generation,
             step: state.step,
-            digest: self.tensors.digest(state),
+            digest: self.tensors.digest(state)?,
             ledger: state.ledger.clone(),
             records_trained: state.records_trained,
             stopped_early: self.session.stops_early(),
@@ -535,7 +489,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 }
 
-fn ring(ring: &mut Option<TcpRing>) -> Result<&mut TcpRing, Stopped> {
+fn ring(ring: &mut Option<Ring>) -> Result<&mut Ring, Stopped> {
     ring.as_mut().ok_or(Stopped::Broken(CollectiveError::Aborted { generation: 0 }))
 }
 
@@ -572,19 +526,16 @@ fn mismatch(mismatch: &Mismatch) -> Failure {
 
 mod checkpoints;
 mod evaluation;
+mod fetch;
+mod gpu;
 
 pub(crate) use self::checkpoints::Checkpointing;
 pub(crate) use self::evaluation::Validation;
+use self::gpu::device_of;
 
 /// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays nobody; a peer that
 /// finishes its step first does. The master ends the wait for peers that never come.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(600);
-
-/// How long a newcomer waits for the donor before it looks into its inbox.
-const FETCH_WAIT: Duration = Duration::from_millis(5);
-
-/// How long it waits before it asks the next one.
-const FETCH_PAUSE: Duration = Duration::from_millis(50);
 
 /// How long a rank without records waits for some before it tells the others again that it has none.
 const TALK_PAUSE: Duration = Duration::from_millis(5);

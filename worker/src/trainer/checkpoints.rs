@@ -13,7 +13,7 @@ use crate::messages::{CheckpointNews, ToMaster};
 use crate::model::Model;
 use crate::reader::Dataset;
 use crate::storage::Storage;
-use crate::tensors::writable;
+use crate::tensors::Tensor;
 
 /// Where checkpoints are, and who writes them.
 #[derive(Debug)]
@@ -103,8 +103,8 @@ fn look(
 
 impl<M: Model> Trainer<'_, M> {
     /// Does what the session wants done for checkpoints. To be called before the state changes again.
-    pub(super) fn tend_checkpoints(&mut self) {
-        let Some(keeper) = &mut self.checkpoints.keeper else { return };
+    pub(super) fn tend_checkpoints(&mut self) -> Result<(), Failure> {
+        let Some(keeper) = &mut self.checkpoints.keeper else { return Ok(()) };
         let tell = |news| self.outbox.send(ToMaster::Checkpoint(news));
         while let Some(done) = keeper.poll() {
             match done {
@@ -129,30 +129,40 @@ impl<M: Model> Trainer<'_, M> {
                 Task::Write { step, generation, rank, world_size } => {
                     let state = self.session.state().expect("a state was just committed");
                     assert_eq!(state.step, step, "a checkpoint is of the state as it is now");
-                    let tensors = (self.tensors.parameters.as_slice(), self.tensors.slots.as_slice());
-                    keeper.write((step, generation), (rank, world_size), state.record(), tensors);
+                    let parameters = self.tensors.to_host(Tensor::Parameters)?;
+                    let slots = self.tensors.to_host(Tensor::Slots)?;
+                    let place = (rank, world_size);
+                    keeper.write((step, generation), place, state.record(), (&parameters, &slots));
                 }
             }
         }
+        Ok(())
     }
 
     /// Makes the state that a group without one begins with: of the newest whole checkpoint, or the initial one.
     pub(super) fn begin(&mut self) -> Result<(), Stopped> {
         let Self { model, tensors, checkpoints, outbox, session, .. } = self;
-        let (parameters, slots) = (writable(&mut tensors.parameters), writable(&mut tensors.slots));
         let mut damaged = |name: &str, reason: &str| {
             tracing::warn!(name, reason, "a checkpoint is not as it was written");
             let (name, reason) = (name.to_owned(), reason.to_owned());
             outbox.send(ToMaster::Checkpoint(CheckpointNews::Damaged { name, reason }));
         };
         let Checkpointing { places, facts, .. } = checkpoints;
-        let restored =
-            restore(places, facts, (&mut *parameters, &mut *slots), &mut damaged).map_err(|error| {
-                Stopped::Failed(match error {
-                    RestoreError::Refused(error) => Failure::fatal(error),
-                    RestoreError::Storage(error) => Failure { error, ranges: Vec::new(), fatal: false },
-                })
-            })?;
+        let seed = self.seed;
+        let restored = tensors.fill_state(|parameters, slots| {
+            let restored =
+                restore(places, facts, (&mut *parameters, &mut *slots), &mut damaged).map_err(|error| {
+                    match error {
+                        RestoreError::Refused(error) => Failure::fatal(error),
+                        RestoreError::Storage(error) => Failure { error, ranges: Vec::new(), fatal: false },
+                    }
+                })?;
+            if restored.is_none() {
+                slots.fill(0.0);
+                call_user("initialize()", || model.initialize(seed, parameters)).map_err(Failure::fatal)?;
+            }
+            Ok::<_, Failure>(restored)
+        })?;
         if let Some(restored) = restored {
             let step = restored.record.step;
             if !session.restore(restored.record, restored.ours) {
@@ -163,10 +173,6 @@ impl<M: Model> Trainer<'_, M> {
             outbox.send(ToMaster::Checkpoint(CheckpointNews::Restored { step, name: restored.name }));
             return Ok(());
         }
-        slots.fill(0.0);
-        let seed = self.seed;
-        call_user("initialize()", || model.initialize(seed, parameters))
-            .map_err(|error| Stopped::Failed(Failure::fatal(error)))?;
         session.begin();
         Ok(())
     }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use elasticdl_collective::Communicator as _;
 use elasticdl_proto::RecordRange;
 
+use super::gpu::device_of;
 use super::{Stopped, Trainer, decode_all, ring};
 use crate::core::evaluation::{Plan, Scores};
 use crate::core::header;
@@ -13,6 +14,7 @@ use crate::failure::{Failure, call_user};
 use crate::model::{Metrics, Model};
 use crate::prefetch::read_piece;
 use crate::reader::{Dataset, Reader};
+use crate::tensors::Tensors;
 
 /// The validation data, and what reads it.
 #[derive(Debug)]
@@ -62,7 +64,12 @@ impl<M: Model> Trainer<'_, M> {
                 let now = std::mem::replace(&mut rest, later);
                 let batch = call_user("feed()", || model.feed(now))?;
                 let mut metrics = Metrics::new(&mut sums);
-                call_user("evaluate()", || model.evaluate(&tensors.parameters, batch, &mut metrics))?;
+                call_user("evaluate()", || match tensors {
+                    Tensors::Device(state) => {
+                        device_of(model)?.evaluate(state.parameters(), batch, &mut metrics)
+                    }
+                    Tensors::Host(state) => model.evaluate(&state.parameters, batch, &mut metrics),
+                })?;
             }
             scores.blocks.push(sums);
         }

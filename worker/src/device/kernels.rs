@@ -1,0 +1,351 @@
+//! Launches what `kernels.cu` computes.
+
+#![allow(
+    unsafe_code,
+    reason = "a launch hands bare addresses over; which, and how long what is there, is decided here"
+)]
+
+use std::sync::Arc;
+
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut,
+    DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+};
+use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
+use elasticdl_collective::device::{Device, DeviceError};
+
+use super::cuda;
+use crate::optimizer::{AdamW, Arithmetic, Optimizer, Sgd};
+
+/// The kernels, compiled for one device, and what they leave intermediate sums in.
+///
+/// **Invariant:** how many threads add up what depends on lengths alone, so that every GPU gets the same bits.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    stream: Arc<CudaStream>,
+    functions: Functions,
+    /// A number of each thread.
+    parts: CudaSlice<u64>,
+    /// A number of each of few threads.
+    few: CudaSlice<u64>,
+    sums: CudaSlice<u64>,
+    scale: CudaSlice<f32>,
+}
+
+#[derive(Debug)]
+struct Functions {
+    adam_w: CudaFunction,
+    add: CudaFunction,
+    clip_scale: CudaFunction,
+    digests: CudaFunction,
+    double_sums: CudaFunction,
+    sgd: CudaFunction,
+    sgd_momentum: CudaFunction,
+    sgd_nesterov: CudaFunction,
+    square_sums: CudaFunction,
+    word_sums: CudaFunction,
+}
+
+/// As in `kernels.cu`. Addresses are of device memory.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct Step {
+    sum: u64,
+    parameters: u64,
+    first: u64,
+    second: u64,
+    clipped: u64,
+    len: u64,
+    scale: f32,
+    rate: f32,
+    decay_or_keep: f32,
+    momentum_or_beta1: f32,
+    beta2: f32,
+    rest1: f32,
+    rest2: f32,
+    correction: f32,
+    epsilon: f32,
+}
+
+/// As in `kernels.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Add {
+    values: u64,
+    sum: u64,
+    len: u64,
+}
+
+/// As in `kernels.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Fold {
+    values: u64,
+    parts: u64,
+    len: u64,
+    start: u64,
+}
+
+/// As in `kernels.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Clip {
+    square_sums: u64,
+    scale: u64,
+    len: u64,
+    limit: f64,
+    records: f64,
+}
+
+// SAFETY: numbers alone, laid out as C lays them out.
+unsafe impl DeviceRepr for Step {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for Add {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for Fold {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for Clip {}
+
+impl Kernels {
+    /// Compiles them for the device.
+    ///
+    /// # Errors
+    /// What is missing, and what to do about it.
+    pub(crate) fn new(device: &Device) -> Result<Self, String> {
+        let stream = device.stream().clone();
+        let functions = Functions::load(stream.context())?;
+        let no_memory = |error: DriverError| format!("no memory on the GPU: {error}");
+        Ok(Self {
+            parts: stream.alloc_zeros(THREADS_MAX).map_err(no_memory)?,
+            few: stream.alloc_zeros(FEW).map_err(no_memory)?,
+            sums: stream.alloc_zeros(2).map_err(no_memory)?,
+            scale: stream.alloc_zeros(1).map_err(no_memory)?,
+            functions,
+            stream,
+        })
+    }
+
+    /// As [`Optimizer::apply`].
+    pub(crate) fn apply(
+        &mut self,
+        optimizer: &Optimizer,
+        (step, records): (u64, u64),
+        sum: &CudaSlice<f32>,
+        (parameters, slots): (&mut CudaSlice<f32>, &mut CudaSlice<f32>),
+    ) -> Result<(), DeviceError> {
+        let len = sum.len();
+        assert!(records > 0, "a step has at least one record");
+        assert_eq!(parameters.len(), len, "one gradient per parameter");
+        assert!(slots.len() >= optimizer.slots() * len, "as many slots as the optimizer asked for");
+        if let Some(limit) = optimizer.norm_limit() {
+            self.clip(limit, records, sum)?;
+        }
+        let Self { stream, functions, scale, .. } = self;
+        let (first, second) = match optimizer.slots() {
+            0 => (None, None),
+            1 => (Some(slots.as_view_mut()), None),
+            _ => {
+                let (first, second) = slots.split_at_mut(len);
+                (Some(first), Some(second))
+            }
+        };
+        let (mut first, mut second) = (first, second);
+        let first = first.as_mut().map(|slot| slot.device_ptr_mut(stream));
+        let second = second.as_mut().map(|slot| slot.device_ptr_mut(stream));
+        let (sum, _sum) = sum.device_ptr(stream);
+        let (parameters, _parameters) = parameters.device_ptr_mut(stream);
+        let (clipped, _clipped) = scale.device_ptr(stream);
+        let places = Step {
+            sum,
+            parameters,
+            first: first.as_ref().map_or(0, |(address, _)| *address),
+            second: second.as_ref().map_or(0, |(address, _)| *address),
+            clipped: if optimizer.norm_limit().is_some() { clipped } else { 0 },
+            len: len as u64,
+            scale: (1.0 / records as f64) as f32,
+            ..Step::default()
+        };
+        let (function, step) = match optimizer.arithmetic(step) {
+            Arithmetic::AdamW(constants) => (&functions.adam_w, constants.fill(places)),
+            Arithmetic::Momentum(constants) => (&functions.sgd_momentum, constants.fill(places)),
+            Arithmetic::Nesterov(constants) => (&functions.sgd_nesterov, constants.fill(places)),
+            Arithmetic::Plain(constants) => (&functions.sgd, constants.fill(places)),
+        };
+        // SAFETY: all slices are `len` long, as was asserted, and borrowed until their last use is on the stream.
+        unsafe { launch(stream, function, threads(len), &step) }
+    }
+
+    /// Adds `values` to `sum`, which is as long.
+    pub(crate) fn add(
+        &self,
+        values: &CudaView<'_, f32>,
+        sum: &mut CudaViewMut<'_, f32>,
+    ) -> Result<(), DeviceError> {
+        assert_eq!(values.len(), sum.len(), "one value for each sum");
+        let len = values.len();
+        let (values, _values) = values.device_ptr(&self.stream);
+        let (sum, _sum) = sum.device_ptr_mut(&self.stream);
+        let add = Add { values, sum, len: len as u64 };
+        // SAFETY: both are `len` long, and borrowed until their last use is on the stream.
+        unsafe { launch(&self.stream, &self.functions.add, threads(len), &add) }
+    }
+
+    /// A number for each of two slices, which changes with any of its elements. `starts`: of their first elements, in what they
+    /// are part of. Waits for all that is on the stream.
+    pub(crate) fn digests(
+        &mut self,
+        slices: [CudaView<'_, f32>; 2],
+        starts: [usize; 2],
+    ) -> Result<[u64; 2], DeviceError> {
+        let Self { stream, functions, parts, few, sums, .. } = self;
+        for (turn, (slice, start)) in slices.iter().zip(starts).enumerate() {
+            let all = threads(slice.len());
+            fold(stream, &functions.digests, (slice.device_ptr(stream), slice.len(), start), parts, all)?;
+            fold(stream, &functions.word_sums, (parts.device_ptr(stream), all, 0), few, FEW)?;
+            let mut sum = sums.slice_mut(turn..turn + 1);
+            fold(stream, &functions.word_sums, (few.device_ptr(stream), FEW, 0), &mut sum, 1)?;
+        }
+        let mut found = [0; 2];
+        stream.memcpy_dtoh(sums, &mut found[..]).map_err(cuda("copy a digest to the host"))?;
+        stream.synchronize().map_err(cuda("come to the end of its work"))?;
+        Ok(found)
+    }
+
+    /// Leaves what the sum is to be multiplied with in `scale`.
+    fn clip(&mut self, limit: f64, records: u64, sum: &CudaSlice<f32>) -> Result<(), DeviceError> {
+        let Self { stream, functions, parts, few, scale, .. } = self;
+        let all = threads(sum.len());
+        fold(stream, &functions.square_sums, (sum.device_ptr(stream), sum.len(), 0), parts, all)?;
+        fold(stream, &functions.double_sums, (parts.device_ptr(stream), all, 0), few, FEW)?;
+        let (square_sums, _few) = few.device_ptr(stream);
+        let (scale, _scale) = scale.device_ptr_mut(stream);
+        let clip = Clip { square_sums, scale, len: FEW as u64, limit, records: records as f64 };
+        // SAFETY: there are that many sums, and one scale; both are borrowed until their last use is on the stream.
+        unsafe { launch(stream, &functions.clip_scale, 1, &clip) }
+    }
+}
+
+impl Functions {
+    fn load(context: &Arc<CudaContext>) -> Result<Self, String> {
+        find_compiler()?;
+        // Of the oldest GPU that the compiler knows: the driver makes the best of it for its own.
+        let options =
+            CompileOptions { fmad: Some(false), name: Some("kernels.cu".into()), ..Default::default() };
+        let compiled = compile_ptx_with_opts(SOURCE, options).map_err(|error| match error {
+            CompileError::CompileError { log, .. } => {
+                format!("NVRTC could not compile elasticdl's kernels: {}", log.to_string_lossy())
+            }
+            other => format!("NVRTC failed: {other}"),
+        })?;
+        let module = context.load_module(compiled).map_err(|error| {
+            format!("the GPU's driver does not take what NVRTC compiles ({error}); NVRTC may not be newer than the driver")
+        })?;
+        let load = |name: &str| {
+            module.load_function(name).map_err(|error| format!("the kernel {name} can't be loaded: {error}"))
+        };
+        Ok(Self {
+            adam_w: load("adam_w")?,
+            add: load("add")?,
+            clip_scale: load("clip_scale")?,
+            digests: load("digests")?,
+            double_sums: load("double_sums")?,
+            sgd: load("sgd")?,
+            sgd_momentum: load("sgd_momentum")?,
+            sgd_nesterov: load("sgd_nesterov")?,
+            square_sums: load("square_sums")?,
+            word_sums: load("word_sums")?,
+        })
+    }
+}
+
+impl Sgd {
+    fn fill(self, step: Step) -> Step {
+        let Self { rate, decay, momentum } = self;
+        Step { rate, decay_or_keep: decay, momentum_or_beta1: momentum, ..step }
+    }
+}
+
+impl AdamW {
+    fn fill(self, step: Step) -> Step {
+        let Self { keep, beta1, beta2, rest1, rest2, rate, correction, epsilon } = self;
+        let (decay_or_keep, momentum_or_beta1) = (keep, beta1);
+        Step { rate, decay_or_keep, momentum_or_beta1, beta2, rest1, rest2, correction, epsilon, ..step }
+    }
+}
+
+/// Has `function` leave a number of each of `threads` threads in `parts`.
+fn fold<Guard>(
+    stream: &Arc<CudaStream>,
+    function: &CudaFunction,
+    ((values, _values), len, start): ((u64, Guard), usize, usize),
+    parts: &mut impl DevicePtrMut<u64>,
+    threads: usize,
+) -> Result<(), DeviceError> {
+    assert!(threads <= parts.len(), "a place for each thread's number");
+    let (parts, _parts) = parts.device_ptr_mut(stream);
+    let fold = Fold { values, parts, len: len as u64, start: start as u64 };
+    // SAFETY: the caller's values are as many as it says, and borrowed by their guard; there is a part for each thread.
+    unsafe { launch(stream, function, threads, &fold) }
+}
+
+/// # Safety
+/// `arguments` are those of `function`; what they point to stays until the stream is through with it.
+unsafe fn launch(
+    stream: &Arc<CudaStream>,
+    function: &CudaFunction,
+    threads: usize,
+    arguments: &impl DeviceRepr,
+) -> Result<(), DeviceError> {
+    let block = threads.min(BLOCK);
+    let config = LaunchConfig {
+        grid_dim: (threads.div_ceil(block) as u32, 1, 1),
+        block_dim: (block as u32, 1, 1),
+        shared_mem_bytes: 0,
+    };
+    // SAFETY: by the caller's promise.
+    let launched = unsafe { stream.launch_builder(function).arg(arguments).launch(config) };
+    launched.map(drop).map_err(cuda("launch a kernel"))
+}
+
+/// How many threads work on `len` elements: whole blocks.
+fn threads(len: usize) -> usize {
+    len.div_ceil(ELEMENTS_MIN).next_multiple_of(BLOCK).clamp(BLOCK, THREADS_MAX)
+}
+
+/// cudarc panics where the library is not there.
+fn find_compiler() -> Result<(), String> {
+    let mut reason = String::new();
+    for name in COMPILER_NAMES {
+        // SAFETY: what a system has under this name is NVIDIA's compiler, made to be loaded by whoever wants.
+        match unsafe { libloading::Library::new(name) } {
+            Ok(library) => {
+                // Not unloaded again: cudarc loads it too, and keeps pointers into it.
+                std::mem::forget(library);
+                return Ok(());
+            }
+            Err(error) => reason = error.to_string(),
+        }
+    }
+    let names = COMPILER_NAMES.join(", ");
+    Err(format!(
+        "NVRTC, which compiles the optimizer for the GPU, is not there ({names}: {reason}); it comes with the CUDA toolkit, \
+         or as the package nvidia-cuda-nvrtc of PyPI"
+    ))
+}
+
+const SOURCE: &str = include_str!("kernels.cu");
+
+/// In the order in which cudarc looks.
+const COMPILER_NAMES: [&str; 4] = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11"];
+
+/// Threads of a block.
+const BLOCK: usize = 256;
+/// A thread has at least so many elements, while there are threads left.
+const ELEMENTS_MIN: usize = 4;
+/// About as many as the largest GPUs run at once.
+const THREADS_MAX: usize = 1 << 18;
+/// Threads that add up what those left.
+const FEW: usize = 2 * BLOCK;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,190 @@
+//! The kernels' text, compiled for the host.
+
+use std::ffi::c_void;
+use std::process::Command;
+
+use super::*;
+use crate::Schedule;
+use crate::model::Update;
+
+/// The kernels as plain functions.
+struct Host {
+    library: libloading::Library,
+    _folder: tempfile::TempDir,
+}
+
+impl Host {
+    fn compile() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (source, library) = (folder.path().join("kernels.c"), folder.path().join("kernels.so"));
+        std::fs::write(&source, SOURCE).unwrap();
+        let options = ["-shared", "-fPIC", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Werror"];
+        let output = Command::new("cc").args(options).arg("-o").args([&library, &source]).arg("-lm").output();
+        let output = output.expect("there is a C compiler");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        // SAFETY: the library has no code that runs when it is loaded.
+        let library = unsafe { libloading::Library::new(&library) }.unwrap();
+        Self { library, _folder: folder }
+    }
+
+    /// What a launch does; addresses are the host's.
+    fn launch<A: DeviceRepr>(&self, name: &str, threads: usize, arguments: &A) {
+        // SAFETY: the type is that of all kernels, compiled for a host.
+        let kernel = unsafe { self.library.get::<unsafe extern "C" fn(*mut *const c_void, u64)>(name) };
+        let kernel = kernel.unwrap_or_else(|error| panic!("{name}: {error}"));
+        let mut arguments = [std::ptr::from_ref(arguments).cast::<c_void>()];
+        // SAFETY: the test's arguments point to slices as long as they say.
+        unsafe { kernel(arguments.as_mut_ptr(), threads as u64) }
+    }
+
+    fn fold(&self, name: &str, values: u64, (len, start): (usize, usize), threads: usize) -> Vec<u64> {
+        let mut parts = vec![0u64; threads];
+        let fold = Fold { values, parts: parts.as_mut_ptr() as u64, len: len as u64, start: start as u64 };
+        self.launch(name, threads, &fold);
+        parts
+    }
+
+    /// As [`Kernels::digests`], of one slice.
+    fn digest(&self, slice: &[f32], start: usize) -> u64 {
+        let all = threads(slice.len());
+        let parts = self.fold("digests", slice.as_ptr() as u64, (slice.len(), start), all);
+        let few = self.fold("word_sums", parts.as_ptr() as u64, (all, 0), FEW);
+        self.fold("word_sums", few.as_ptr() as u64, (FEW, 0), 1)[0]
+    }
+
+    /// As [`Kernels::clip`].
+    fn clip_scale(&self, limit: f64, records: u64, sum: &[f32]) -> f32 {
+        let all = threads(sum.len());
+        let parts = self.fold("square_sums", sum.as_ptr() as u64, (sum.len(), 0), all);
+        let few = self.fold("double_sums", parts.as_ptr() as u64, (all, 0), FEW);
+        let mut scale = f32::NAN;
+        let clip = Clip {
+            square_sums: few.as_ptr() as u64,
+            scale: std::ptr::from_mut(&mut scale) as u64,
+            len: FEW as u64,
+            limit,
+            records: records as f64,
+        };
+        self.launch("clip_scale", 1, &clip);
+        scale
+    }
+}
+
+fn numbers(len: usize, seed: u64) -> Vec<f32> {
+    use rand::{RngExt, SeedableRng};
+    let mut random = rand::rngs::ChaCha8Rng::seed_from_u64(seed);
+    (0..len).map(|_| random.random_range(-2.0f32..2.0)).collect()
+}
+
+fn bits(numbers: &[f32]) -> Vec<u32> {
+    numbers.iter().map(|number| number.to_bits()).collect()
+}
+
+/// More than one element for each of several blocks' threads, and a rest.
+const LEN: usize = 5003;
+
+#[test]
+fn a_step_has_the_same_bits_as_on_the_cpu() {
+    let host = Host::compile();
+    let schedule = Schedule::WarmUp { steps: 3 };
+    for (name, optimizer) in [
+        ("sgd", Optimizer::sgd(0.1)),
+        ("sgd", Optimizer::sgd(0.1).weight_decay(0.01).schedule(schedule)),
+        ("sgd_momentum", Optimizer::sgd(0.1).momentum(0.9).weight_decay(0.01)),
+        ("sgd_nesterov", Optimizer::sgd(0.1).momentum(0.9).nesterov()),
+        ("adam_w", Optimizer::adam_w(0.003).betas(0.8, 0.95).weight_decay(0.1).schedule(schedule)),
+    ] {
+        let mut on_cpu = (numbers(LEN, 1), vec![0.0; optimizer.slots() * LEN]);
+        let mut on_gpu = on_cpu.clone();
+        for step in 0..5 {
+            let sum = numbers(LEN, 10 + step);
+            let (parameters, slots) = (&mut on_cpu.0[..], &mut on_cpu.1[..]);
+            optimizer.apply(Update { step, records: 7, sum: &sum, parameters, slots });
+            let slots = on_gpu.1.as_mut_ptr() as u64;
+            let places = Step {
+                sum: sum.as_ptr() as u64,
+                parameters: on_gpu.0.as_mut_ptr() as u64,
+                first: slots,
+                second: slots + (LEN * size_of::<f32>()) as u64,
+                len: LEN as u64,
+                scale: (1.0 / 7.0) as f32,
+                ..Step::default()
+            };
+            let arguments = match optimizer.arithmetic(step) {
+                Arithmetic::AdamW(constants) => constants.fill(places),
+                Arithmetic::Momentum(constants)
+                | Arithmetic::Nesterov(constants)
+                | Arithmetic::Plain(constants) => constants.fill(places),
+            };
+            host.launch(name, threads(LEN), &arguments);
+        }
+        assert_ne!(bits(&on_cpu.0), bits(&numbers(LEN, 1)), "{optimizer:?}");
+        assert_eq!(bits(&on_cpu.0), bits(&on_gpu.0), "{optimizer:?}");
+        assert_eq!(bits(&on_cpu.1), bits(&on_gpu.1), "{optimizer:?}");
+    }
+}
+
+#[test]
+fn a_clipped_step_takes_its_scale_from_where_the_norm_left_it() {
+    let host = Host::compile();
+    let sum = numbers(LEN, 3);
+    let norm = sum.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>().sqrt();
+    for (limit, records, expected) in [(1.0, 4, 1.0 / (norm / 4.0 + 1e-6) / 4.0), (norm, 4, 1.0 / 4.0)] {
+        let scale = host.clip_scale(limit, records, &sum);
+        let expected = expected as f32;
+        assert!((scale - expected).abs() < 1e-6 * expected, "{scale} is not {expected}");
+    }
+    let mut parameters = vec![0.0; LEN];
+    let clipped = 0.25f32;
+    let step = Step {
+        sum: sum.as_ptr() as u64,
+        parameters: parameters.as_mut_ptr() as u64,
+        clipped: std::ptr::from_ref(&clipped) as u64,
+        len: LEN as u64,
+        scale: 99.0,
+        rate: 1.0,
+        ..Step::default()
+    };
+    host.launch("sgd", threads(LEN), &step);
+    assert!(parameters.iter().zip(&sum).all(|(parameter, sum)| *parameter == -(sum * clipped)));
+}
+
+#[test]
+fn every_element_is_added_once() {
+    let host = Host::compile();
+    for len in [1, 255, 256, 257, LEN, 1 << 20] {
+        let (values, before) = (numbers(len, 1), numbers(len, 2));
+        let mut sum = before.clone();
+        let add = Add { values: values.as_ptr() as u64, sum: sum.as_mut_ptr() as u64, len: len as u64 };
+        host.launch("add", threads(len), &add);
+        let expected: Vec<f32> = before.iter().zip(&values).map(|(a, b)| a + b).collect();
+        assert_eq!(bits(&sum), bits(&expected), "{len} elements");
+    }
+}
+
+#[test]
+fn a_digest_changes_with_each_bit_each_place_and_each_start() {
+    let host = Host::compile();
+    let whole = numbers(1500, 5);
+    let digest = host.digest(&whole, 64);
+    assert_eq!(digest, host.digest(&whole, 64));
+    assert_ne!(digest, host.digest(&whole, 65));
+    assert_ne!(digest, host.digest(&whole[..1499], 64));
+    for (at, bit) in [(0, 0), (1, 31), (733, 22), (1024, 1), (1499, 5)] {
+        let mut other = whole.clone();
+        other[at] = f32::from_bits(other[at].to_bits() ^ (1 << bit));
+        assert_ne!(digest, host.digest(&other, 64), "bit {bit} of element {at}");
+    }
+    let mut other = whole;
+    other.swap(3, 1200);
+    assert_ne!(digest, host.digest(&other, 64));
+    assert_eq!(host.digest(&[], 0), 0);
+}
+
+#[test]
+fn how_many_threads_there_are_depends_on_the_length_and_has_bounds() {
+    for (len, expected) in [(0, 256), (1, 256), (1024, 256), (1025, 512), (LEN, 1280), (1 << 30, THREADS_MAX)]
+    {
+        assert_eq!(threads(len), expected, "{len} elements");
+    }
+}

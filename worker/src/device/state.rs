@@ -1,0 +1,157 @@
+//! A worker's big buffers, where they are in a GPU's memory.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+use elasticdl_collective::CollectiveError;
+use elasticdl_collective::device::Path;
+
+use super::{CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kernels, cuda};
+use crate::ring::Ring;
+use crate::tensors::{Tensor, window};
+
+/// The buffers, as those of [`Tensors`](crate::tensors::Tensors).
+#[derive(Debug)]
+pub(crate) struct DeviceState {
+    device: Device,
+    kernels: Kernels,
+    /// Floats of the optimizer's state. There is memory for one at least.
+    slots_len: usize,
+    parameters: CudaSlice<f32>,
+    slots: CudaSlice<f32>,
+    gradient: CudaSlice<f32>,
+    kept: CudaSlice<f32>,
+    reduced: CudaSlice<f32>,
+}
+
+impl DeviceState {
+    /// Zeros.
+    ///
+    /// # Errors
+    /// What is missing on this machine, and what to do about it.
+    pub(crate) fn new(device: &Device, parameters: usize, slots: usize) -> Result<Self, String> {
+        let kernels = Kernels::new(device)?;
+        let zeros = |len: usize| {
+            let floats = device.stream().alloc_zeros::<f32>(len.max(1));
+            floats.map_err(|error| format!("no memory on the GPU for {len} more numbers: {error}"))
+        };
+        Ok(Self {
+            kernels,
+            slots_len: parameters * slots,
+            parameters: zeros(parameters)?,
+            slots: zeros(parameters * slots)?,
+            gradient: zeros(parameters)?,
+            kept: zeros(parameters)?,
+            reduced: zeros(parameters)?,
+            device: device.clone(),
+        })
+    }
+
+    /// As [`Tensors::sizes`](crate::tensors::Tensors::sizes).
+    pub(crate) fn sizes(&self) -> (usize, usize) {
+        (self.parameters.len(), self.slots_len)
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(crate) fn parameters(&self) -> &CudaSlice<f32> {
+        &self.parameters
+    }
+
+    /// The parameters, and where the gradient is added up.
+    pub(crate) fn gradient(&mut self) -> (&CudaSlice<f32>, DeviceGradients<'_>) {
+        (&self.parameters, DeviceGradients { sum: &mut self.gradient, kernels: &self.kernels })
+    }
+
+    pub(crate) fn update(&mut self, step: u64, records: u64) -> DeviceUpdate<'_> {
+        let Self { kernels, parameters, slots, reduced: sum, .. } = self;
+        DeviceUpdate { step, records, sum, parameters, slots, kernels }
+    }
+
+    pub(crate) fn clear_gradient(&mut self) -> Result<(), DeviceError> {
+        self.device.stream().memset_zeros(&mut self.gradient).map_err(cuda("clear a gradient"))
+    }
+
+    /// A copy on the host.
+    pub(crate) fn to_host(&self, tensor: Tensor) -> Result<Arc<Vec<f32>>, DeviceError> {
+        let (slice, len) = match tensor {
+            Tensor::Kept => (&self.kept, self.kept.len()),
+            Tensor::Parameters => (&self.parameters, self.parameters.len()),
+            Tensor::Reduced => (&self.reduced, self.reduced.len()),
+            Tensor::Slots => (&self.slots, self.slots_len),
+        };
+        let mut floats = vec![0.0; len];
+        if len > 0 {
+            let stream = self.stream();
+            stream.memcpy_dtoh(&slice.slice(..len), &mut floats).map_err(cuda("copy to the host"))?;
+            stream.synchronize().map_err(cuda("copy to the host"))?;
+        }
+        Ok(Arc::new(floats))
+    }
+
+    /// Takes a tensor's values from the host.
+    pub(crate) fn load(&mut self, tensor: Tensor, floats: &[f32]) -> Result<(), DeviceError> {
+        let stream = self.stream().clone();
+        let slice = self.slice(tensor);
+        if !floats.is_empty() {
+            stream.memcpy_htod(floats, slice).map_err(cuda("copy from the host"))?;
+            // The caller may drop the floats.
+            stream.synchronize().map_err(cuda("copy from the host"))?;
+        }
+        Ok(())
+    }
+
+    /// As [`Tensors::sum`](crate::tensors::Tensors::sum).
+    pub(crate) fn sum(
+        &mut self,
+        ring: &mut Ring,
+        header: &[u8],
+        path: Path,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        ring.device()?.all_reduce_device(header, &self.gradient, &mut self.reduced, path)
+    }
+
+    /// The gradient is the sum, where there is nobody else.
+    pub(crate) fn take_gradient_as_sum(&mut self) {
+        std::mem::swap(&mut self.gradient, &mut self.reduced);
+    }
+
+    pub(crate) fn broadcast(
+        &mut self,
+        ring: &mut Ring,
+        root: usize,
+        tensor: Tensor,
+    ) -> Result<(), CollectiveError> {
+        if tensor == Tensor::Slots && self.slots_len == 0 {
+            return Ok(());
+        }
+        ring.device()?.broadcast_device(root, self.slice(tensor), Path::Host)
+    }
+
+    pub(crate) fn keep_reduced(&mut self) {
+        std::mem::swap(&mut self.reduced, &mut self.kept);
+    }
+
+    /// Of the part of the parameters, and of that of the slots, whose turn it is.
+    pub(crate) fn window_digests(&mut self, step: u64) -> Result<[u64; 2], DeviceError> {
+        let windows = [window(step, self.parameters.len()), window(step, self.slots_len)];
+        let starts = [windows[0].start, windows[1].start];
+        let [parameters, slots] = windows;
+        self.kernels.digests([self.parameters.slice(parameters), self.slots.slice(slots)], starts)
+    }
+
+    fn slice(&mut self, tensor: Tensor) -> &mut CudaSlice<f32> {
+        match tensor {
+            Tensor::Kept => &mut self.kept,
+            Tensor::Parameters => &mut self.parameters,
+            Tensor::Reduced => &mut self.reduced,
+            Tensor::Slots => &mut self.slots,
+        }
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.device.stream()
+    }
+}
