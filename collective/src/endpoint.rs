@@ -10,12 +10,13 @@ use rustix::event::{PollFd, PollFlags};
 use crate::bell::Bell;
 use crate::fence::Pass;
 use crate::hello::{Hello, JobDigest, Purpose};
+use crate::hosts::Hosts;
 use crate::link::{DialError, dial, poll_until, set_up_listener};
 use crate::lobby::Lobby;
 use crate::porter::{Identity, Porter};
 use crate::progress::{Place, Progress};
 use crate::schedule::Seat;
-use crate::tcp::{Links, Neighbour};
+use crate::tcp::{Links, Neighbour, Plan};
 use crate::{
     CollectiveError, Fence, GroupSpec, Member, Secret, StateReceiver, TcpRing, Transport, Visitor, WireDtype,
 };
@@ -156,22 +157,28 @@ impl Endpoint {
         if world == 1 {
             return Ok(TcpRing::alone(pass, self.progress()));
         }
-        let attempt = Attempt {
-            identity: &self.identity,
-            group,
-            pass: &pass,
-            progress: &self.progress,
-            dial_limit: self.dial_limit,
-            next: (rank + 1) % world,
-            prev: (rank + world - 1) % world,
-            deadline: Instant::now().checked_add(deadline),
-            waited: deadline,
+        let hosts = Hosts::of(&group.members);
+        let place = hosts.place(rank);
+        let may_share = self.transport == Transport::Auto && hosts.largest() > 1;
+        let is_mixed = may_share && hosts.count() > 1;
+        let until = Until { at: Instant::now().checked_add(deadline), waited: deadline };
+        let attempt = |purpose, ranks: Vec<usize>| {
+            let at = ranks.iter().position(|other| *other == rank)?;
+            let [next, prev] = [at + 1, at + ranks.len() - 1].map(|at| ranks[at % ranks.len()]);
+            let Self { identity, progress, dial_limit, .. } = self;
+            let (pass, dial_limit) = (&pass, *dial_limit);
+            let attempt = Attempt { identity, group, pass, progress, dial_limit, purpose, next, prev, until };
+            (ranks.len() > 1).then_some(attempt)
         };
-        let links = attempt.run().inspect_err(|_| pass.shut_down())?;
-        let ring = TcpRing::linked(pass, self.progress(), Seat { rank, world }, links);
+        let ring = attempt(Purpose::Ring, (0..world).collect()).expect("this rank is in the group");
+        let home = attempt(Purpose::Home, hosts.ranks(place.host).to_vec()).filter(|_| is_mixed);
+        let leaders = attempt(Purpose::Leaders, hosts.leaders()).filter(|_| is_mixed);
+        let links = Attempt::run_all([Some(ring), home, leaders]).inspect_err(|_| pass.shut_down())?;
+        let [Some(ring), home, leaders] = links else { unreachable!("a link was asked for") };
+        let ring = TcpRing::linked(pass, self.progress(), Seat { rank, world }, ring);
         let members = group.members.iter().map(|member| member.id).collect();
-        let may_share = self.transport == Transport::Auto && group.is_on_one_host();
-        Ok(ring.with_wire_dtype(self.wire).with_sharing(may_share.then_some(members)))
+        let plan = may_share.then(|| Plan { members, hosts, home, leaders });
+        Ok(ring.with_wire_dtype(self.wire).with_sharing(plan))
     }
 
     /// The next newcomer that wants this worker's state, if one waits. Never blocks.
@@ -219,23 +226,44 @@ impl Drop for Endpoint {
     }
 }
 
-/// One try at building one generation's ring.
+/// One try at building one ring of a generation.
 struct Attempt<'a> {
     identity: &'a Identity,
     group: &'a GroupSpec,
     pass: &'a Pass,
     progress: &'a Progress,
     dial_limit: Option<Duration>,
+    purpose: Purpose,
+    /// Ranks of the group.
     next: usize,
     prev: usize,
+    until: Until,
+}
+
+/// How long an attempt may take.
+#[derive(Clone, Copy)]
+struct Until {
     /// None if it is beyond what the clock can tell.
-    deadline: Option<Instant>,
+    at: Option<Instant>,
     waited: Duration,
 }
 
 impl Attempt<'_> {
-    fn run(&self) -> Result<Links, CollectiveError> {
-        let next = self.dial_next()?;
+    /// Dials all next members before it waits for a previous one.
+    fn run_all<const N: usize>(attempts: [Option<Self>; N]) -> Result<[Option<Links>; N], CollectiveError> {
+        let mut links = [const { None }; N];
+        let mut dialled = Vec::with_capacity(N);
+        for (index, attempt) in attempts.iter().enumerate() {
+            let Some(attempt) = attempt else { continue };
+            dialled.push((index, attempt, attempt.dial_next()?));
+        }
+        for (index, attempt, next) in dialled {
+            links[index] = Some(attempt.finish(next)?);
+        }
+        Ok(links)
+    }
+
+    fn finish(&self, next: Arc<TcpStream>) -> Result<Links, CollectiveError> {
         let generation = self.pass.generation();
         self.progress.wait_at(Place {
             generation,
@@ -264,7 +292,7 @@ impl Attempt<'_> {
         let link = Arc::new(link);
         self.pass.register(&link);
         let hello = Hello {
-            purpose: Purpose::Ring,
+            purpose: self.purpose,
             job: self.identity.job,
             generation: self.pass.generation(),
             from: self.identity.me,
@@ -280,18 +308,18 @@ impl Attempt<'_> {
     /// A dial whose first packet is lost is only repeated by the system after a second, which may be longer than
     /// the limit: so a few are made within it.
     fn dial_within_limit(&self, address: SocketAddr) -> Result<TcpStream, DialError> {
-        let Some(limit) = self.dial_limit else { return dial(address, Some(self.pass), self.deadline) };
+        let Some(limit) = self.dial_limit else { return dial(address, Some(self.pass), self.until.at) };
         let started = Instant::now();
         for tries in 1..=DIALS_MAX {
             let until = started.checked_add(limit * tries / DIALS_MAX);
-            let until = until.into_iter().chain(self.deadline).min();
+            let until = until.into_iter().chain(self.until.at).min();
             match dial(address, Some(self.pass), until) {
                 Err(DialError::TimedOut) => {}
                 // A router's word, or a neighbour's silence to the question for its address: it may pass.
                 Err(DialError::Lost(error)) if is_no_way(error.kind()) => self.pause(until)?,
                 done => return done,
             }
-            if self.deadline.is_some_and(|end| end <= Instant::now()) {
+            if self.until.at.is_some_and(|end| end <= Instant::now()) {
                 return Err(DialError::TimedOut);
             }
         }
@@ -317,14 +345,14 @@ impl Attempt<'_> {
         loop {
             self.pass.bell().clear();
             self.pass.check()?;
-            if let Some(link) = self.pass.take(member) {
+            if let Some(link) = self.pass.take(member, self.purpose) {
                 let link = Arc::new(link);
                 self.pass.register(&link);
                 return Ok(link);
             }
             let mut fds =
                 [PollFd::new(self.pass.bell(), PollFlags::IN), PollFd::new(&**next, PollFlags::RDHUP)];
-            let in_time = poll_until(&mut fds, self.deadline)
+            let in_time = poll_until(&mut fds, self.until.at)
                 .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
             if !in_time {
                 return Err(self.late(self.prev));
@@ -351,7 +379,7 @@ impl Attempt<'_> {
     }
 
     fn late(&self, rank: usize) -> CollectiveError {
-        CollectiveError::Deadline { rank, member: self.group.members[rank].id, waited: self.waited }
+        CollectiveError::Deadline { rank, member: self.group.members[rank].id, waited: self.until.waited }
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::CollectiveError;
 use crate::bell::Bell;
+use crate::hello::Purpose;
 use crate::parking::{Dialler, Parking};
 
 /// Ends everything older than a generation, at once, from any thread. All clones are one fence.
@@ -45,7 +46,7 @@ impl Fence {
         let state = State {
             floor: 0,
             newest: 0,
-            taken: None,
+            taken: Vec::new(),
             parking: Parking::new(),
             entries: BTreeMap::new(),
             watched: Vec::new(),
@@ -71,6 +72,7 @@ impl Fence {
         }
         state.newest = generation;
         state.parking.drop_before(generation);
+        state.taken.retain(|dialler| dialler.generation >= generation);
         let id = state.entries_ever;
         state.entries_ever += 1;
         state.entries.insert(id, Entry { generation, links: Vec::new(), signal: signal.clone() });
@@ -94,7 +96,7 @@ impl Fence {
         if dialler.generation < state.oldest_welcome() {
             return Err(Refusal::Old);
         }
-        if state.taken == Some(dialler) {
+        if state.taken.contains(&dialler) {
             return Err(Refusal::Duplicate);
         }
         state.parking.park(dialler, link, now);
@@ -174,11 +176,11 @@ impl Pass {
     }
 
     /// The dial of `member` in this generation, if it has come in.
-    pub(crate) fn take(&self, member: u64) -> Option<TcpStream> {
-        let dialler = Dialler { generation: self.generation, member };
+    pub(crate) fn take(&self, member: u64, purpose: Purpose) -> Option<TcpStream> {
+        let dialler = Dialler { generation: self.generation, member, purpose };
         let mut state = self.fence.lock();
         let link = state.parking.take(dialler)?;
-        state.taken = Some(dialler);
+        state.taken.push(dialler);
         Some(link)
     }
 
@@ -202,8 +204,8 @@ struct State {
     floor: u64,
     /// The newest generation that a group was begun for.
     newest: u64,
-    /// The last dial that was handed over.
-    taken: Option<Dialler>,
+    /// The dials of the newest generation that were handed over.
+    taken: Vec<Dialler>,
     parking: Parking<TcpStream>,
     entries: BTreeMap<u64, Entry>,
     watched: Vec<Weak<TcpStream>>,

@@ -13,11 +13,6 @@ pub struct GroupSpec {
 }
 
 impl GroupSpec {
-    /// Whether all members may be on one host: they say the same address.
-    pub(crate) fn is_on_one_host(&self) -> bool {
-        self.members.windows(2).all(|pair| pair[0].address.ip() == pair[1].address.ip())
-    }
-
     pub(crate) fn rank_of(&self, id: u64) -> Result<usize, CollectiveError> {
         let world = self.members.len();
         if world > MEMBERS_MAX {

@@ -30,6 +30,10 @@ pub(crate) struct Hello {
 /// What a dialler wants.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Purpose {
+    /// A link of the ring of the ranks of one host, in a group that mixes hosts.
+    Home,
+    /// A link of the ring of the hosts' leaders.
+    Leaders,
     /// A link of the ring of a generation.
     Ring,
     /// The state, sent over this link; of whatever generation.
@@ -63,7 +67,7 @@ impl Hello {
     }
 
     pub(crate) fn decode(bytes: &[u8; HELLO_BYTES], secret: &Secret) -> Result<Self, HelloError> {
-        let purpose = [Purpose::Ring, Purpose::State]
+        let purpose = [Purpose::Home, Purpose::Leaders, Purpose::Ring, Purpose::State]
             .into_iter()
             .find(|purpose| &bytes[..8] == purpose.magic())
             .ok_or(HelloError::Foreign)?;
@@ -82,6 +86,8 @@ impl Hello {
 impl Purpose {
     fn magic(self) -> &'static [u8; 8] {
         match self {
+            Self::Home => b"EDLHOME1",
+            Self::Leaders => b"EDLLEAD1",
             Self::Ring => b"EDLRING1",
             Self::State => b"EDLSTAT1",
         }

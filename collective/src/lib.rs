@@ -34,9 +34,9 @@
 //! # Layout
 //!
 //! Pure: `chunk` (bounds), `schedule` (who sends what, when), `arms` (the same for small sums), `payload` (what that is made of), `wire` (as what it travels), `frame`,
-//! `hello` (bytes), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
+//! `hello` (bytes), `hosts` (who is where), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
 //! `link`, `transfer` (the loop that moves an operation around the ring), `relay` (and a small sum along its two arms),
-//! `shared` (a sum in memory that all ranks share), `tcp`, `state` (parcels for newcomers), `lobby`. Between
+//! `shared` (a sum in memory that ranks share), `tcp`, `state` (parcels for newcomers), `lobby`. Between
 //! threads: `fence`, `bell`, `progress`; [`device`] and [`nccl`] for buffers of a GPU; `patience` is how long one looks before it sleeps.
 
 mod arms;
@@ -54,6 +54,7 @@ mod frame;
 pub mod fuzzing;
 mod group;
 mod hello;
+mod hosts;
 mod link;
 mod lobby;
 mod local;

@@ -3,20 +3,23 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use crate::hello::Purpose;
+
 /// Links by generation and dialler, oldest first.
 ///
 /// **Invariant:** at most [`PARKED_MAX`] links, each for at most [`PARKED_TIME_MAX`], one per generation and
-/// dialler.
+/// dialler, for each purpose.
 #[derive(Debug)]
 pub(crate) struct Parking<T> {
     slots: VecDeque<Slot<T>>,
 }
 
-/// Who dialled, in which generation.
+/// Who dialled, in which generation, and what for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Dialler {
     pub(crate) generation: u64,
     pub(crate) member: u64,
+    pub(crate) purpose: Purpose,
 }
 
 impl<T> Parking<T> {
@@ -75,7 +78,7 @@ mod tests {
     const T0: Duration = Duration::from_secs(1000);
 
     fn dialler(generation: u64, member: u64) -> Dialler {
-        Dialler { generation, member }
+        Dialler { generation, member, purpose: Purpose::Ring }
     }
 
     #[test]
@@ -86,6 +89,16 @@ mod tests {
         assert_eq!(parking.take(dialler(2, 6)), None);
         assert_eq!(parking.take(dialler(2, 7)), Some('a'));
         assert_eq!(parking.take(dialler(2, 7)), None);
+    }
+
+    #[test]
+    fn a_member_may_have_a_link_for_each_purpose() {
+        let mut parking = Parking::new();
+        let home = Dialler { purpose: Purpose::Home, ..dialler(2, 7) };
+        parking.park(dialler(2, 7), 'a', T0);
+        parking.park(home, 'b', T0);
+        assert_eq!(parking.take(home), Some('b'));
+        assert_eq!(parking.take(dialler(2, 7)), Some('a'));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What the pieces of an operation are made of: the caller's buffers, and the notes that ride along. No IO.
 
 use crate::schedule::{Content, Extent, Piece};
+use crate::shared::{Front, SharedFault};
 use crate::wire::Half;
 
 /// The buffers of one operation on one rank.
@@ -12,6 +13,8 @@ pub(crate) struct Payload<'a> {
     body: Body<'a>,
     /// By rank; what has not arrived yet is empty.
     notes: Vec<Vec<u8>>,
+    /// Where this rank sums for others of its host, too.
+    front: Option<Front<'a>>,
 }
 
 /// The caller's buffers, as the operation needs them.
@@ -49,7 +52,11 @@ impl Halves {
 impl<'a> Payload<'a> {
     /// `notes`: one per rank, the own one filled in.
     pub(crate) fn new(body: Body<'a>, notes: Vec<Vec<u8>>) -> Self {
-        Self { body, notes }
+        Self { body, notes, front: None }
+    }
+
+    pub(crate) fn with_front(self, front: Option<Front<'a>>) -> Self {
+        Self { front, ..self }
     }
 
     /// The body's length, and how many elements make a segment of `segment_bytes`.
@@ -68,14 +75,21 @@ impl<'a> Payload<'a> {
     }
 
     /// To be called before a piece is sent.
-    pub(crate) fn prepare(&mut self, piece: &Piece) {
-        let Body::Rounded { src, dst, halves } = &mut self.body else { return };
+    ///
+    /// # Errors
+    /// Only where this rank sums for others of its host, too.
+    pub(crate) fn prepare(&mut self, piece: &Piece) -> Result<(), SharedFault> {
+        if piece.content == Content::Own {
+            self.sum_own(piece.segment + 1)?;
+        }
+        let is_summed = self.front.is_some();
+        let Body::Rounded { src, dst, halves } = &mut self.body else { return Ok(()) };
         let Halves { half, leaving, .. } = halves;
         leaving.resize(piece.range.len(), 0);
         let range = piece.range.clone();
         match piece.content {
-            Content::Own => half.round(&src[range], leaving),
-            Content::Sum => half.round(&dst[range], leaving),
+            Content::Own if !is_summed => half.round(&src[range], leaving),
+            Content::Own | Content::Sum => half.round(&dst[range], leaving),
             Content::Total => {
                 half.round(&dst[range.clone()], leaving);
                 // What the others get is what its owner keeps; whoever sends it on has it so.
@@ -84,6 +98,18 @@ impl<'a> Payload<'a> {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// Sums the parts of this host's ranks, where it has several, of the first segments of the own chunk, in `dst`: nothing comes
+    /// there before they have left.
+    fn sum_own(&mut self, segments: usize) -> Result<(), SharedFault> {
+        let Some(front) = &mut self.front else { return Ok(()) };
+        let (Body::Rounded { src, dst, .. } | Body::Sum { src, dst }) = &mut self.body else { return Ok(()) };
+        while let Some(range) = front.next_own(segments) {
+            front.sum_own(&src[range.clone()], &mut dst[range])?;
+        }
+        Ok(())
     }
 
     /// What to send for `piece`: the note, empty if none rides along, and the elements.
@@ -95,7 +121,9 @@ impl<'a> Payload<'a> {
             Body::Empty => &[],
             Body::Floats(floats) => bytemuck::cast_slice(&floats[range]),
             Body::Rounded { halves, .. } => bytemuck::cast_slice(&halves.leaving),
-            Body::Sum { src, .. } if piece.content == Content::Own => bytemuck::cast_slice(&src[range]),
+            Body::Sum { src, .. } if piece.content == Content::Own && self.front.is_none() => {
+                bytemuck::cast_slice(&src[range])
+            }
             Body::Sum { dst, .. } => bytemuck::cast_slice(&dst[range]),
         };
         (note, body)
@@ -126,7 +154,10 @@ impl<'a> Payload<'a> {
     /// `piece` has been received: adds the own part to a sum.
     ///
     /// The order of addition is the ring's, from the chunk's origin on, the same wherever the chunk is.
-    pub(crate) fn on_landed(&mut self, piece: &Piece) {
+    ///
+    /// # Errors
+    /// Only where this rank sums for others of its host, too.
+    pub(crate) fn on_landed(&mut self, piece: &Piece) -> Result<(), SharedFault> {
         let range = piece.range.clone();
         let is_sum = piece.content == Content::Sum;
         match &mut self.body {
@@ -140,6 +171,40 @@ impl<'a> Payload<'a> {
                 }
             }
             Body::Bytes(_) | Body::Empty | Body::Floats(_) | Body::Sum { .. } => {}
+        }
+        match self.front {
+            Some(_) => self.share(piece),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds the parts of this host's other ranks to a sum that has landed, and gives them the totals.
+    fn share(&mut self, piece: &Piece) -> Result<(), SharedFault> {
+        // They put in what is sent first before what comes first.
+        self.sum_own(usize::MAX)?;
+        let Some(front) = &mut self.front else { return Ok(()) };
+        let is_total = piece.content == Content::Total || front.completes(piece.step);
+        let dst = match &mut self.body {
+            Body::Rounded { dst, .. } | Body::Sum { dst, .. } => &mut dst[piece.range.clone()],
+            Body::Bytes(_) | Body::Empty | Body::Floats(_) => return Ok(()),
+        };
+        if piece.content == Content::Sum {
+            front.add(dst)?;
+        }
+        if piece.content == Content::Sum
+            && is_total
+            && let Body::Rounded { dst, halves: Halves { half, landing, .. }, .. } = &mut self.body
+        {
+            // As it will be when it has been sent.
+            let dst = &mut dst[piece.range.clone()];
+            half.round(dst, landing);
+            half.widen(landing, dst);
+        }
+        match &self.body {
+            Body::Rounded { dst, .. } | Body::Sum { dst, .. } if is_total => {
+                front.tell(&dst[piece.range.clone()])
+            }
+            _ => Ok(()),
         }
     }
 

@@ -134,7 +134,8 @@ impl Porter {
             self.lobby.enter(Visitor::new(hello.from, link));
             return Ok(());
         }
-        let dialler = Dialler { generation: hello.generation, member: hello.from };
+        let Hello { generation, from: member, purpose, .. } = hello;
+        let dialler = Dialler { generation, member, purpose };
         self.fence.admit(dialler, link, now).map_err(|refusal| refusal.to_string())
     }
 }

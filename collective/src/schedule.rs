@@ -85,6 +85,11 @@ impl Schedule {
         Self::ring(seat, Extent { len: 0, segment_len: 1 }, Phases { steps, summing: 0, noting: steps })
     }
 
+    /// Every rank's note to the next one.
+    pub fn exchange(seat: Seat) -> Self {
+        Self::ring(seat, Extent { len: 0, segment_len: 1 }, Phases { steps: 1, summing: 0, noting: 1 })
+    }
+
     /// Reduce-scatter in the first `world − 1` steps, which also carry the notes, and all-gather in the next
     /// ones.
     pub fn all_reduce(seat: Seat, extent: Extent) -> Self {

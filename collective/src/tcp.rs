@@ -1,16 +1,13 @@
-use std::io::ErrorKind;
 use std::mem;
 use std::net::TcpStream;
 use std::sync::Arc;
 
 use crate::fence::Pass;
 use crate::frame::Kind;
-use crate::patience::Patience;
 use crate::payload::{Body, Halves, Payload};
 use crate::progress::Progress;
 use crate::relay::{self, Relay};
 use crate::schedule::{Extent, Schedule, Seat};
-use crate::shared::{self, Address, Memory, Notes, Shared, SharedFault, Watch};
 use crate::transfer::{Fault, LinkFault, Stamp, Transfer};
 use crate::wire::Half;
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
@@ -47,24 +44,13 @@ pub struct TcpRing {
 /// What sums go over. All else goes around the ring.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Transport {
-    /// Memory, where all members are on one host and can open each other's; TCP elsewhere. What shares memory has one
-    /// address, sees the same processes, and may look into them: the processes of one user in one container.
+    /// Memory between members on one host that can open each other's, TCP between hosts. What shares memory has one
+    /// address, sees the same processes, and may look into them: the processes of one user in one container. Where the members
+    /// of some host can't, all go over TCP.
     #[default]
     Auto,
     /// TCP.
     Tcp,
-}
-
-/// Whether the group shares memory.
-#[derive(Debug)]
-enum Sharing {
-    Off,
-    On {
-        shared: Shared,
-        members: Vec<u64>,
-    },
-    /// To be found out before the first sum: the members, in order.
-    Open(Vec<u64>),
 }
 
 /// A rank's two links.
@@ -101,92 +87,9 @@ impl TcpRing {
             failed: false,
             segment_bytes: SEGMENT_BYTES,
             wire: WireDtype::default(),
-            sharing: Sharing::Off,
+            sharing: Sharing::default(),
             ring_bytes_min: ring_bytes_min(seat.world),
         }
-    }
-
-    /// `members`: all ids in order, if the group may share memory.
-    pub(crate) fn with_sharing(self, members: Option<Vec<u64>>) -> Self {
-        let members = members.filter(|members| (2..=shared::WORLD_MAX).contains(&members.len()));
-        Self { sharing: members.map_or(Sharing::Off, Sharing::Open), ..self }
-    }
-
-    /// Whether sums go through memory that the group shares. Known after the first one.
-    #[must_use]
-    pub fn shares_memory(&self) -> bool {
-        matches!(self.sharing, Sharing::On { .. })
-    }
-
-    /// Finds out, once and with all others, whether the group shares memory: rank 0 makes it and says where; the others try to
-    /// open it, and say how that went. All use it, or nobody.
-    fn settle(&mut self) -> Result<(), CollectiveError> {
-        let Sharing::Open(members) = &mut self.sharing else { return Ok(()) };
-        let members = mem::take(members);
-        self.sharing = Sharing::Off;
-        let bytes = Shared::bytes(self.seat.world);
-        let mut memory = None;
-        let mut offer = Vec::new();
-        if self.seat.rank == 0
-            && let Ok(mine) = Memory::create(bytes)
-            && let Ok(address) = mine.address()
-        {
-            offer = address.encode().to_vec();
-            memory = Some(mine);
-        }
-        let offers = self.gather(Kind::Meeting, &offer)?;
-        if self.seat.rank > 0 {
-            memory = Address::decode(&offers[0]).and_then(|address| Memory::open(&address, bytes).ok());
-        }
-        let all = self.gather(Kind::Meeting, &[u8::from(memory.is_some())])?;
-        if let Some(memory) = memory
-            && all.iter().all(|opened| opened == &[1])
-        {
-            let shared = Shared::new(memory, self.seat);
-            self.sharing = Sharing::On { shared, members };
-        }
-        tracing::debug!(shared = self.shares_memory(), "what sums go over");
-        Ok(())
-    }
-
-    /// A sum over the memory that the group shares.
-    fn sum_shared(
-        &mut self,
-        mine: &[u8],
-        src: &[f32],
-        dst: &mut [f32],
-    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let sequence = self.sequence;
-        let (Sharing::On { shared, members }, Some(links)) = (&mut self.sharing, &self.links) else {
-            unreachable!("the caller has looked");
-        };
-        let patience = Patience::of(size_of_val(src));
-        let watch = Watch { links, pass: &self.pass, progress: &self.progress, sequence, patience };
-        let fault = match shared.all_reduce(watch, mine, src, dst) {
-            Ok(Notes::All(notes)) => {
-                self.sequence += 1;
-                return Ok(notes);
-            }
-            Ok(Notes::TooLong) => {
-                self.sequence += 1;
-                return self.all_gather(mine);
-            }
-            Err(fault) => fault,
-        };
-        let error = match fault {
-            SharedFault::Aborted => CollectiveError::Aborted { generation: self.pass.generation() },
-            SharedFault::Broken(rank, reason) => {
-                CollectiveError::Protocol { rank, member: members[rank], reason }
-            }
-            SharedFault::Lost(rank) => {
-                let source = ErrorKind::ConnectionAborted.into();
-                CollectiveError::PeerLost { rank, member: members[rank], source }
-            }
-        };
-        self.failed = true;
-        self.pass.shut_down();
-        self.pass.check()?;
-        Err(error)
     }
 
     pub(crate) fn with_wire_dtype(self, wire: WireDtype) -> Self {
@@ -248,6 +151,15 @@ impl TcpRing {
         Stamp { kind, generation: self.pass.generation(), sequence: self.sequence }
     }
 
+    /// A sum's, by what it travels as.
+    fn sum_kind(&self) -> Kind {
+        match self.wire {
+            WireDtype::Bf16 => Kind::AllReduceBf16,
+            WireDtype::F16 => Kind::AllReduceF16,
+            WireDtype::F32 => Kind::AllReduce,
+        }
+    }
+
     /// Ends an operation, and the links with it if it has failed.
     fn end<T>(&mut self, result: Result<T, Fault>) -> Result<T, CollectiveError> {
         self.sequence += 1;
@@ -261,6 +173,7 @@ impl TcpRing {
         // A link that the fence has shut down looks like a lost peer.
         self.pass.check()?;
         Err(match fault {
+            Fault::Here(_) => unreachable!("the whole group is in the ring"),
             Fault::Next(fault) => links.next.error(fault),
             Fault::Prev(fault) => links.prev.error(fault),
             Fault::Wait(source) => CollectiveError::Io { action: "wait for a peer", source },
@@ -299,19 +212,20 @@ impl Communicator for TcpRing {
         }
         let notes = self.notes(header)?;
         self.settle()?;
+        let is_small = size_of_val(src) < self.ring_bytes_min && self.seat.world <= relay::WORLD_MAX;
+        if self.is_hierarchical() && !is_small {
+            self.agree(src.len())?;
+            return self.sum_shared(header, src, dst);
+        }
         if self.shares_memory() {
             return self.sum_shared(header, src, dst);
         }
-        let kind = match self.wire {
-            WireDtype::Bf16 => Kind::AllReduceBf16,
-            WireDtype::F16 => Kind::AllReduceF16,
-            WireDtype::F32 => Kind::AllReduce,
-        };
+        let kind = self.sum_kind();
         let Some(links) = &self.links else {
             dst.copy_from_slice(src);
             return Ok(notes);
         };
-        if size_of_val(src) < self.ring_bytes_min && self.seat.world <= relay::WORLD_MAX {
+        if is_small {
             let stamp = self.stamp(kind);
             let relay = Relay::new(links, &self.pass, &self.progress, stamp, self.seat, notes);
             let result = relay.all_reduce(src, dst);
@@ -428,6 +342,11 @@ impl Announcement {
         }
     }
 }
+
+mod sharing;
+
+pub(crate) use sharing::Plan;
+use sharing::Sharing;
 
 /// From how many bytes on the ring is faster than a [`relay`], as measured there.
 fn ring_bytes_min(world: usize) -> usize {

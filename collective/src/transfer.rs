@@ -34,6 +34,7 @@ use crate::patience::Patience;
 use crate::payload::Payload;
 use crate::progress::{Place, Progress};
 use crate::schedule::{Piece, Schedule};
+use crate::shared::{Lookout, Room, SharedFault};
 use crate::tcp::Links;
 
 /// One operation under way.
@@ -46,6 +47,12 @@ pub(crate) struct Transfer<'a> {
     outgoing: Option<Outgoing>,
     incoming: Incoming,
     course: Course<'a>,
+    /// The next member's link is needed to the end, whatever is left to be sent.
+    needs_next: bool,
+    /// What is watched beside the links.
+    lookout: Option<Lookout<'a>>,
+    /// What the ranks of this host share, where this one leads them.
+    room: Option<&'a Room>,
 }
 
 /// What all frames of one operation have in common.
@@ -59,6 +66,8 @@ pub(crate) struct Stamp {
 /// Why a transfer stopped. Whether that was the fence's doing is for the caller to ask.
 #[derive(Debug)]
 pub(crate) enum Fault {
+    /// Among the ranks of this host, or at a link beside the transfer's.
+    Here(SharedFault),
     Next(LinkFault),
     Prev(LinkFault),
     Wait(io::Error),
@@ -82,7 +91,31 @@ impl<'a> Transfer<'a> {
     ) -> Self {
         let incoming = Incoming { head: [0; FRAME_BYTES], read: 0, note_bytes: 0 };
         let course = Course::one_way(progress);
-        Self { links, pass, stamp, schedule, payload, outgoing: None, incoming, course }
+        Self {
+            links,
+            pass,
+            stamp,
+            schedule,
+            payload,
+            outgoing: None,
+            incoming,
+            course,
+            needs_next: false,
+            lookout: None,
+            room: None,
+        }
+    }
+
+    /// The next member can't be done before this rank is: its end is that of the operation, even if all is sent.
+    pub(crate) fn needing_next(self) -> Self {
+        Self { needs_next: true, ..self }
+    }
+
+    /// Among leaders of hosts: their ring is not the group's. So neither are its bytes shown, which would be taken for those
+    /// between neighbours of the group.
+    pub(crate) fn beside(self, lookout: Lookout<'a>, room: Option<&'a Room>) -> Self {
+        let course = Course { is_shown: false, ..Course::one_way(self.course.progress) };
+        Self { lookout: Some(lookout), room, course, ..self }
     }
 
     /// Returns when all pieces are sent and received, with the notes in rank order.
@@ -117,7 +150,9 @@ impl<'a> Transfer<'a> {
         let mut flow = Flow::Idle;
         while let Some(piece) = self.schedule.next_send() {
             if self.outgoing.is_none() {
-                self.payload.prepare(&piece);
+                self.payload.prepare(&piece).map_err(Fault::Here)?;
+                // It may have waited meanwhile, and shown that.
+                self.course.go_on();
                 let head = self.frame(&piece).encode();
                 self.outgoing = Some(Outgoing { head, written: 0 });
             }
@@ -166,7 +201,7 @@ impl<'a> Transfer<'a> {
             let Incoming { read, note_bytes, .. } = self.incoming;
             if read >= FRAME_BYTES && read == FRAME_BYTES + note_bytes + self.payload.piece_bytes(&piece) {
                 self.incoming.read = 0;
-                self.payload.on_landed(&piece);
+                self.payload.on_landed(&piece).map_err(Fault::Here)?;
                 self.schedule.on_received();
                 return Ok(Flow::Moved);
             }
@@ -223,13 +258,13 @@ impl<'a> Transfer<'a> {
     }
 
     /// Sleeps until a link or the fence stirs.
-    fn wait(&self, send_blocked: bool) -> Result<(), Fault> {
+    fn wait(&mut self, send_blocked: bool) -> Result<(), Fault> {
         let when = |condition, flags| if condition { flags } else { PollFlags::empty() };
         let receives_left = self.schedule.next_receive().is_some();
-        let sends_left = self.schedule.has_sends_left();
+        let needs_next = self.schedule.has_sends_left() || self.needs_next;
         let mut fds = Vec::with_capacity(3);
         fds.push(PollFd::new(self.pass.bell(), PollFlags::IN));
-        if sends_left {
+        if needs_next {
             // Nothing ever comes from there but the news of its end.
             let flags = PollFlags::IN | when(send_blocked, PollFlags::OUT);
             fds.push(PollFd::new(&*self.links.next.link, flags));
@@ -237,16 +272,33 @@ impl<'a> Transfer<'a> {
         if receives_left {
             fds.push(PollFd::new(&*self.links.prev.link, PollFlags::IN));
         }
+        let watched = fds.len();
+        fds.extend(self.room.map(|room| PollFd::new(room.doorbell(), PollFlags::IN)));
+        fds.extend(self.lookout.iter().flat_map(Lookout::fds));
         poll_until(&mut fds, None).map_err(Fault::Wait)?;
         let rung = !fds[0].revents().is_empty();
-        let next_speaks = sends_left && !(fds[1].revents() - PollFlags::OUT).is_empty();
+        let next_speaks = needs_next && !(fds[1].revents() - PollFlags::OUT).is_empty();
+        let is_other = fds[watched..].iter().any(|fd| !fd.revents().is_empty());
         if rung {
             self.pass.bell().clear();
             if self.pass.check().is_err() {
                 return Err(Fault::Wait(ErrorKind::Interrupted.into()));
             }
         }
+        if is_other {
+            self.look_around()?;
+        }
         if next_speaks { probe(&self.links.next.link).map_err(Fault::Next) } else { Ok(()) }
+    }
+
+    /// Something has stirred beside the transfer's links.
+    fn look_around(&mut self) -> Result<(), Fault> {
+        let said = self.room.and_then(|room| {
+            room.doorbell().clear();
+            room.failed()
+        });
+        let fault = said.or_else(|| self.lookout.as_mut().and_then(Lookout::look));
+        fault.map_or(Ok(()), |fault| Err(Fault::Here(fault)))
     }
 
     /// A next member that ended the link may have done so over a disagreement that shows in what the previous
@@ -303,19 +355,21 @@ pub(crate) struct Course<'a> {
     sent: u64,
     /// Shown as waiting, and no byte has moved since.
     waits: bool,
+    /// Whether what has come and gone is shown, too.
+    is_shown: bool,
 }
 
 impl<'a> Course<'a> {
     /// Of an operation whose bytes come from the previous member and go to the next one.
     fn one_way(progress: &'a Progress) -> Self {
-        Self { progress, received: 0, sent: 0, waits: false }
+        Self { progress, received: 0, sent: 0, waits: false, is_shown: true }
     }
 
     /// Of an operation that uses links both ways. What comes back is taken off what was sent, and what is sent back
     /// off what has come, from a start that is large enough: so the two ends of a link still differ by what is
     /// on its way, whichever way.
     pub(crate) fn both_ways(progress: &'a Progress) -> Self {
-        Self { progress, received: BOTH_WAYS_START, sent: BOTH_WAYS_START, waits: false }
+        Self { progress, received: BOTH_WAYS_START, sent: BOTH_WAYS_START, waits: false, is_shown: true }
     }
 
     pub(crate) fn on_received(&mut self, bytes: usize) {
@@ -341,7 +395,7 @@ impl<'a> Course<'a> {
     pub(crate) fn wait(&mut self, stamp: &Stamp, waits_for_next: bool) {
         if !self.waits {
             let (generation, operation) = (stamp.generation, stamp.sequence + 1);
-            let Self { received, sent, .. } = *self;
+            let [received, sent] = if self.is_shown { [self.received, self.sent] } else { [0; 2] };
             self.progress.wait_at(Place { generation, operation, received, sent, waits_for_next });
             self.waits = true;
         }

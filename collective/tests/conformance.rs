@@ -1,6 +1,8 @@
 //! Every backend under the same suite.
 
-use std::net::{IpAddr, Ipv4Addr};
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -24,6 +26,40 @@ conforms!(tcp_f16, true, |world| form(world, &|end| end
     .with_wire_dtype(WireDtype::F16)
     .with_transport(Transport::Tcp)));
 
+// Hosts are played by addresses of loopback: two whose ranks take turns, three of different sizes.
+conforms!(hierarchy, true, |world| form_on(world, &|id| 1 + id % 2, &|end| end));
+conforms!(hierarchy_uneven, true, |world| form_on(world, &uneven, &|end| end));
+conforms!(hierarchy_bf16, true, |world| form_on(world, &uneven, &|end| end.with_wire_dtype(WireDtype::Bf16)));
+
+/// Without this, all of the above might go over TCP.
+#[test]
+fn memory_is_used_inside_hosts_and_goes_on_to_be() {
+    let ways: [(&dyn Fn(u8) -> u8, (bool, bool)); 4] = [
+        (&|_| 1, (true, false)),
+        (&|id| 1 + id % 2, (false, true)),
+        (&uneven, (false, true)),
+        (&|id| 1 + id, (false, false)),
+    ];
+    for (index, (host, way)) in ways.into_iter().enumerate() {
+        let rings = rings_on(5, host, &|end| end);
+        thread::scope(|scope| {
+            for mut held in rings {
+                scope.spawn(move || {
+                    for len in [1, 100_000, 0, 100_000, 3_000_000] {
+                        held.ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).unwrap();
+                        let found = (held.ring.shares_memory(), held.ring.is_hierarchical());
+                        assert_eq!(found, way, "{index}");
+                    }
+                });
+            }
+        });
+    }
+}
+
+fn uneven(id: u8) -> u8 {
+    [1, 2, 1, 1, 3, 3, 1, 2, 1][usize::from(id)]
+}
+
 fn local(world: usize) -> Group {
     let ranks = LocalRank::group(world, 1).into_iter().map(|rank| {
         let fence = rank.fence();
@@ -35,15 +71,28 @@ fn local(world: usize) -> Group {
 /// A ring, and the endpoint that it must not outlive.
 struct Held {
     ring: TcpRing,
-    _end: Arc<Endpoint>,
+    end: Arc<Endpoint>,
 }
 
 /// Endpoints of this process, over loopback, set up by `with`.
 fn form(world: usize, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
-    let ends: Vec<_> = (0..world as u64)
+    form_on(world, &|_| 1, with)
+}
+
+/// As `form`, each at the address that ends in its `host`.
+fn form_on(world: usize, host: &dyn Fn(u8) -> u8, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
+    let ranks = rings_on(world, host, with).into_iter().map(|held| {
+        let fence = held.end.fence();
+        Rank { communicator: Box::new(held), abort: Arc::new(move || fence.abort_before(2)) }
+    });
+    ranks.collect()
+}
+
+fn rings_on(world: usize, host: &dyn Fn(u8) -> u8, with: &dyn Fn(Endpoint) -> Endpoint) -> Vec<Held> {
+    let ends: Vec<_> = (0..world as u8)
         .map(|id| {
-            let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-            let end = Endpoint::bind(ip, "job", id, Secret::new("secret")).expect("loopback has free ports");
+            let (ip, secret) = (Ipv4Addr::new(127, 0, 0, host(id)).into(), Secret::new("secret"));
+            let end = Endpoint::bind(ip, "job", id.into(), secret).expect("loopback has free ports");
             Arc::new(with(end))
         })
         .collect();
@@ -52,15 +101,10 @@ fn form(world: usize, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
     thread::scope(|scope| {
         let connect = |end: &Arc<Endpoint>| end.connect(&spec, Duration::from_secs(60));
         let rings: Vec<_> = ends.iter().map(|end| (end.clone(), scope.spawn(move || connect(end)))).collect();
-        rings
-            .into_iter()
-            .map(|(end, ring)| {
-                let ring = ring.join().expect("it does not panic").expect("all members connect");
-                let fence = end.fence();
-                let communicator = Box::new(Held { ring, _end: end });
-                Rank { communicator, abort: Arc::new(move || fence.abort_before(2)) }
-            })
-            .collect()
+        let join = |ring: thread::ScopedJoinHandle<'_, Result<TcpRing, CollectiveError>>| {
+            ring.join().expect("it does not panic").expect("all members connect")
+        };
+        rings.into_iter().map(|(end, ring)| Held { ring: join(ring), end }).collect()
     })
 }
 

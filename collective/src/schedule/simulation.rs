@@ -337,7 +337,7 @@ impl Ring {
                     let (note_place, body_place) = payload.landing(&piece);
                     note_place.copy_from_slice(&note);
                     body_place.copy_from_slice(&body);
-                    payload.on_landed(&piece);
+                    payload.on_landed(&piece).unwrap();
                 });
                 rank.schedule.on_received();
             }

@@ -48,12 +48,13 @@ impl Address {
         bytes
     }
 
-    /// None, if there is none.
-    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
-        let bytes: &[u8; ADDRESS_BYTES] = bytes.try_into().ok()?;
-        let short = |at: usize| bytes[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
-        let long = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
-        Some(Self { process: short(0)?, descriptor: short(4)?, device: long(8)?, inode: long(16)? })
+    /// The address that these bytes begin with, and what is behind it. None, if there is none.
+    pub(crate) fn split(bytes: &[u8]) -> Option<(Self, &[u8])> {
+        let (address, rest) = bytes.split_first_chunk::<ADDRESS_BYTES>()?;
+        let short = |at: usize| address[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
+        let long = |at: usize| address[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        let found = Self { process: short(0)?, descriptor: short(4)?, device: long(8)?, inode: long(16)? };
+        Some((found, rest))
     }
 }
 
@@ -191,8 +192,8 @@ mod tests {
         let memory = Memory::create(4096).unwrap();
         let other = Memory::create(4096).unwrap();
         let address = memory.address().unwrap();
-        assert_eq!(Address::decode(&address.encode()), Some(address));
-        assert_eq!(Address::decode(&[]), None);
+        assert_eq!(Address::split(&address.encode()), Some((address, &[][..])));
+        assert_eq!(Address::split(&[]), None);
         let stdin = Address { descriptor: 0, ..address };
         let gone = Address { process: u32::MAX, ..address };
         let another = Address { inode: other.address().unwrap().inode, ..address };

@@ -34,9 +34,12 @@ struct Arguments {
     /// Operations that are timed, after three that are not
     #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     iters: u32,
-    /// What ranks of one host speak over
+    /// What ranks speak over; `hier` is memory inside hosts and TCP between them
     #[arg(long, default_value = "auto")]
     transport: Transport,
+    /// Hosts that the ranks play, by turns, each with an address of loopback of its own
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=200))]
+    hosts: u8,
     /// As what the elements travel
     #[arg(long, default_value = "f32")]
     wire: Wire,
@@ -54,6 +57,7 @@ struct Arguments {
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum Transport {
     Auto,
+    Hier,
     Shm,
     Tcp,
 }
@@ -192,13 +196,14 @@ impl Drop for Ranks {
 
 impl Arguments {
     fn for_a_rank(&self) -> Vec<String> {
-        let Self { world, bytes, iters, transport, wire, recover, rank: _, peers: _ } = self;
+        let Self { world, bytes, iters, transport, hosts, wire, recover, rank: _, peers: _ } = self;
         let mut all = vec![
             format!("--world={world}"),
             format!("--bytes={bytes}"),
             format!("--iters={iters}"),
             format!("--transport={}", transport.name()),
             format!("--wire={}", wire.name()),
+            format!("--hosts={hosts}"),
         ];
         all.extend(recover.then(|| "--recover".to_owned()));
         all
@@ -209,6 +214,7 @@ impl Transport {
     fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
+            Self::Hier => "hier",
             Self::Shm => "shm",
             Self::Tcp => "tcp",
         }
@@ -217,7 +223,7 @@ impl Transport {
     /// Memory can be asked for, and not forced: a rank that finds that it has none says so.
     fn choice(self) -> elasticdl_collective::Transport {
         match self {
-            Self::Auto | Self::Shm => elasticdl_collective::Transport::Auto,
+            Self::Auto | Self::Hier | Self::Shm => elasticdl_collective::Transport::Auto,
             Self::Tcp => elasticdl_collective::Transport::Tcp,
         }
     }

@@ -1,7 +1,7 @@
 //! One rank's process.
 
 use std::io::{stdin, stdout};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 use std::{iter, thread};
 
@@ -36,7 +36,7 @@ impl Event {
 }
 
 pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<()> {
-    let (listener, addresses) = listen(rank, peers)?;
+    let (listener, addresses) = listen(rank, peers, arguments.hosts)?;
     let world = addresses.len();
     let members: Vec<Member> = (0..).zip(addresses).map(|(id, address)| Member { id, address }).collect();
     let endpoint =
@@ -48,6 +48,9 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     bench.warm_up()?;
     if arguments.transport == Transport::Shm && !bench.ring.shares_memory() {
         return Err("the ranks do not share memory: are they processes of one user, on one host?".into());
+    }
+    if arguments.transport == Transport::Hier && !bench.ring.is_hierarchical() {
+        return Err("the ranks do not share memory inside hosts: are several on each, of one user?".into());
     }
     if !arguments.recover {
         let times = iter::repeat_with(|| bench.timed())
@@ -102,14 +105,15 @@ fn connect_all(endpoint: &Endpoint, group: &GroupSpec) -> Fallible<TcpRing> {
 }
 
 /// The listener and every rank's address.
-fn listen(rank: usize, peers: &str) -> Fallible<(TcpListener, Vec<SocketAddr>)> {
+fn listen(rank: usize, peers: &str, hosts: u8) -> Fallible<(TcpListener, Vec<SocketAddr>)> {
     let parse = |list: &str| list.trim().split(',').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>();
     if peers != ASK {
         let addresses = parse(peers)?;
         let own = addresses.get(rank).ok_or("--rank is not the index of one of --peers")?;
         return Ok((TcpListener::bind(own)?, addresses));
     }
-    let listener = TcpListener::bind((IpAddr::V4(Ipv4Addr::LOCALHOST), 0))?;
+    let host = u8::try_from(rank % usize::from(hosts))? + 1;
+    let listener = TcpListener::bind((Ipv4Addr::new(127, 0, 0, host), 0))?;
     say(stdout(), &listener.local_addr()?.to_string());
     let mut list = String::new();
     stdin().read_line(&mut list)?;

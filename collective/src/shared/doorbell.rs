@@ -1,0 +1,111 @@
+//! What wakes a rank that sleeps, from another process of the host.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::linux::fs::MetadataExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::process;
+
+use rustix::fs::OFlags;
+use rustix::pipe::{PipeFlags, pipe_with};
+
+use super::memory::Address;
+
+/// A pipe without a name, which every rank of the host can write to and one polls: it stays readable until it is cleared.
+///
+/// Whoever has it has both ends of it, so that to ring at a rank that is gone is no error, and no signal.
+#[derive(Debug)]
+pub(crate) struct Doorbell {
+    pipe: File,
+}
+
+impl Doorbell {
+    pub(crate) fn new() -> io::Result<Self> {
+        let (reader, _writer) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+        let pipe = open(format!("/proc/self/fd/{}", reader.as_raw_fd()))?;
+        Ok(Self { pipe })
+    }
+
+    /// Opens the one that another process has made.
+    pub(crate) fn open(address: &Address) -> io::Result<Self> {
+        let path = format!("/proc/{}/fd/{}", address.process, address.descriptor);
+        // To open some other file might do something.
+        if !fs::read_link(&path)?.as_os_str().as_encoded_bytes().starts_with(LINK_START) {
+            return Err(ErrorKind::NotFound.into());
+        }
+        let pipe = open(path)?;
+        let found = pipe.metadata()?;
+        if (found.st_dev(), found.st_ino()) != (address.device, address.inode) {
+            return Err(ErrorKind::InvalidData.into());
+        }
+        Ok(Self { pipe })
+    }
+
+    /// Where other processes find it, as long as this one has it.
+    pub(crate) fn address(&self) -> io::Result<Address> {
+        let file = self.pipe.metadata()?;
+        Ok(Address {
+            process: process::id(),
+            descriptor: self.pipe.as_raw_fd().cast_unsigned(),
+            device: file.st_dev(),
+            inode: file.st_ino(),
+        })
+    }
+
+    pub(crate) fn ring(&self) {
+        // The one way to fail is a pipe that is full, and that is readable already.
+        let _ = rustix::io::write(&self.pipe, &[0]);
+    }
+
+    /// Look at what the bell may have been rung for after this, not before.
+    pub(crate) fn clear(&self) {
+        // It has been rung once for each time this rank has slept, or a few times more.
+        let _ = rustix::io::read(&self.pipe, &mut [0; 64]);
+    }
+}
+
+impl AsFd for Doorbell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pipe.as_fd()
+    }
+}
+
+fn open(path: String) -> io::Result<File> {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)
+}
+
+const LINK_START: &[u8] = b"pipe:[";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_another_rings_is_heard_until_it_is_cleared() {
+        let mine = Doorbell::new().unwrap();
+        let other = Doorbell::open(&mine.address().unwrap()).unwrap();
+        let is_rung = || rustix::io::ioctl_fionread(&mine.pipe).unwrap() > 0;
+        assert!(!is_rung());
+        (0..100_000).for_each(|_| other.ring());
+        assert!(is_rung(), "a full pipe rings on");
+        while is_rung() {
+            mine.clear();
+        }
+        drop(mine);
+        other.ring();
+    }
+
+    #[test]
+    fn only_this_very_pipe_is_opened() {
+        let bell = Doorbell::new().unwrap();
+        let address = bell.address().unwrap();
+        let another = Address { inode: address.inode + 1, ..address };
+        let file = File::open("/dev/null").unwrap();
+        let no_pipe = Address { descriptor: file.as_raw_fd().cast_unsigned(), ..address };
+        for wrong in [another, no_pipe, Address { process: u32::MAX, ..address }] {
+            assert!(Doorbell::open(&wrong).is_err(), "{wrong:?}");
+        }
+    }
+}

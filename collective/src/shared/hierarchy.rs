@@ -1,0 +1,469 @@
+//! Sums of groups that mix hosts: memory inside each host, a ring of leaders between hosts.
+//!
+//! ```text
+//!   rank ─┐   put in, reduce: the sum of all but the leader          ┌─ rank
+//!   rank ─┼─▶ sums ─▶ leader ◀══ ring of leaders ══▶ leader ◀─ sums ◀┼─ rank
+//!   rank ─┘ ◀─ totals ◀──┘      over TCP, as f32 or halves           └─ rank
+//! ```
+//!
+//! Between hosts every byte crosses as often as a ring of one rank per host would have it, `2·(h−1)/h` times for `h` hosts, however
+//! many ranks there are and in whatever order. One leader per host, and not a ring for every rank of a host: hosts may have
+//! different numbers of ranks, and up to tens of Gbit/s one link is enough.
+//!
+//! The buffer goes through in blocks, the segments of the leaders' [schedule](crate::schedule), in the order in which that
+//! needs them: the leader takes a block's sum when the ring's partial sum of it is there, and gives totals back as they
+//! come. So memory and network work side by side, and the leader, which has the network to serve, adds, and sums for
+//! nobody.
+//!
+//! ```text
+//! host 0 of 3, sums:    c0 (its own, sent first)   c2   c1 (the last to be summed here)
+//!              totals:  c1 (complete here)         c0   c2
+//! ```
+//!
+//! **Invariant:** who waits for a rank of its own host waits for no network: the others' next steps depend on what the leader
+//! has done, never on what it is in. So the leader may wait for them in the middle of a transfer.
+//!
+//! **Invariant:** a total is computed once among all hosts and copied from there.
+//!
+//! **Invariant:** a rank leaves an operation only when all totals and notes are in this host's memory.
+
+use std::ops::Range;
+
+use super::heads::{Heads, NOTE_BYTES, Notes};
+use super::lookout::Lookout;
+use super::room::Number;
+use super::room::Number::{Begun, Noted, PutIn, Reduced, Sent, Taken, Told};
+use super::room::{Room, SharedFault, Watch};
+use super::{BLOCK_BYTES, BLOCK_LEN_MAX, SLOTS, add};
+use crate::chunk::{chunk, segment, segment_count};
+use crate::hosts::Hosts;
+use crate::payload::{Body, Halves, Payload};
+use crate::schedule::{Extent, Schedule, Seat};
+use crate::tcp::Links;
+use crate::transfer::{Fault, LinkFault, Stamp, Transfer, narrow};
+use crate::wire::Half;
+
+/// One rank's part in the sums of a group that mixes hosts.
+#[derive(Debug)]
+pub(crate) struct Hierarchy {
+    hosts: Hosts,
+    /// This rank's host, among all.
+    host: Seat,
+    /// What the ranks of this host share; none where there is but one.
+    home: Option<Home>,
+}
+
+/// A host's memory, as one rank uses it.
+#[derive(Debug)]
+struct Home {
+    room: Room,
+    layout: Layout,
+    /// Operations begun here.
+    operations: u64,
+    /// Blocks of all operations before.
+    blocks: u64,
+}
+
+/// What a leader sums with.
+pub(crate) struct Lead<'a> {
+    /// Over all leaders.
+    pub(crate) links: &'a Links,
+    pub(crate) stamp: Stamp,
+    pub(crate) half: Option<Half>,
+}
+
+impl Hierarchy {
+    /// `room`: of the ranks of this host, if there are several.
+    pub(crate) fn new(hosts: Hosts, host: usize, room: Option<Room>) -> Self {
+        let host = Seat { rank: host, world: hosts.count() };
+        let home = room.map(|room| {
+            let layout = Layout { world: room.seat.world };
+            Home { room, layout, operations: 0, blocks: 0 }
+        });
+        Self { hosts, host, home }
+    }
+
+    /// The length of a host's memory.
+    pub(crate) fn bytes(world: usize) -> usize {
+        Layout { world }.end()
+    }
+
+    /// Puts the sum of all ranks' `src` into `dst`. `lead`: where this rank is its host's leader.
+    pub(crate) fn all_reduce(
+        &mut self,
+        watch: Watch<'_>,
+        lead: Option<Lead<'_>>,
+        note: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Notes, Fault> {
+        let result = match lead {
+            Some(lead) => self.lead(watch, &lead, note, src, dst),
+            None => self.follow(watch, note, src, dst).map_err(Fault::Here),
+        };
+        if let (Err(_), Some(home)) = (&result, &self.home) {
+            home.room.fail();
+        }
+        result
+    }
+
+    fn lead(
+        &mut self,
+        watch: Watch<'_>,
+        lead: &Lead<'_>,
+        note: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Notes, Fault> {
+        let extent = Extent { len: src.len(), segment_len: BLOCK_LEN_MAX };
+        let own = match &mut self.home {
+            Some(home) => home.begin(watch, note, src.len()).map_err(Fault::Here)?,
+            None if note.len() > NOTE_BYTES => Notes::TooLong,
+            None => Notes::All(vec![note.to_vec()]),
+        };
+        let mut notes = vec![Vec::new(); self.host.world];
+        notes[self.host.rank] = encode(&own);
+        let front = self.home.as_ref().map(|home| Front::new(home, watch, self.host, extent));
+        let room = self.home.as_ref().map(|home| &home.room);
+        let body = match lead.half {
+            None => Body::Sum { src, dst },
+            Some(half) => Body::Rounded { src, dst, halves: Halves::new(half) },
+        };
+        let payload = Payload::new(body, notes).with_front(front);
+        let schedule = Schedule::all_reduce(self.host, extent);
+        let Watch { pass, progress, .. } = watch;
+        let transfer = Transfer::new(lead.links, pass, progress, lead.stamp, schedule, payload);
+        let all = transfer.beside(Lookout::new(watch), room).run()?;
+        let notes = decode(&all, &self.hosts).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+        if let Some(home) = &mut self.home {
+            home.tell(&notes);
+            home.blocks += order(self.host, self.host.rank, extent).len() as u64;
+        }
+        Ok(notes)
+    }
+
+    fn follow(
+        &mut self,
+        watch: Watch<'_>,
+        note: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Notes, SharedFault> {
+        let extent = Extent { len: src.len(), segment_len: BLOCK_LEN_MAX };
+        let Seat { rank: host, world: hosts } = self.host;
+        let home = self.home.as_mut().expect("who follows shares memory with its leader");
+        home.begin(watch, note, src.len())?;
+        let sums = order(self.host, host, extent);
+        let totals = order(self.host, host + 1, extent);
+        // The first total is the one of the last chunk's first block. Who puts in goes on beside it as far as slots
+        // reach: the leader may wait for a total to be taken before it takes another sum.
+        let last = chunk(extent.len, hosts, (host + 1) % hosts);
+        let lag = sums.len() - segment_count(&last, extent.segment_len) + SLOTS as usize;
+        for index in 0..sums.len() + lag {
+            if let Some(range) = sums.get(index) {
+                home.put_in(watch, index, &src[range.clone()])?;
+            }
+            if let Some(index) = index.checked_sub(1)
+                && let Some(range) = sums.get(index)
+            {
+                home.reduce(watch, index, &src[range.clone()], &mut dst[range.clone()])?;
+            }
+            if let Some(index) = index.checked_sub(lag) {
+                home.take(watch, index, &mut dst[totals[index].clone()])?;
+            }
+        }
+        home.blocks += sums.len() as u64;
+        home.hear(watch, self.hosts.rank_count())
+    }
+}
+
+impl Home {
+    /// Says what this rank is about to do, and hears it from the others.
+    fn begin(&mut self, watch: Watch<'_>, note: &[u8], len: usize) -> Result<Notes, SharedFault> {
+        let operation = self.operations;
+        self.operations += 1;
+        self.layout.heads().say(&self.room, operation, watch.sequence, note, len);
+        self.room.publish(Begun, operation + 1);
+        self.wait(watch, 0, Begun, operation + 1)?;
+        self.layout.heads().hear(&self.room, watch, operation, len)
+    }
+
+    fn put_in(&self, watch: Watch<'_>, index: usize, src: &[f32]) -> Result<(), SharedFault> {
+        let block = self.blocks + index as u64;
+        self.wait(watch, 1, Reduced, (block + 1).saturating_sub(SLOTS))?;
+        let (own, slot) = (self.own(src.len()), self.layout.input(self.room.seat.rank, block));
+        self.room.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
+        self.room.memory.write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
+        self.room.publish(PutIn, block + 1);
+        Ok(())
+    }
+
+    /// `scratch`: where the total will be.
+    fn reduce(
+        &self,
+        watch: Watch<'_>,
+        index: usize,
+        src: &[f32],
+        scratch: &mut [f32],
+    ) -> Result<(), SharedFault> {
+        let block = self.blocks + index as u64;
+        self.wait(watch, 1, PutIn, block + 1)?;
+        self.wait_for_leader(watch, Sent, (block + 1).saturating_sub(SLOTS))?;
+        let own = self.own(src.len());
+        let sum = &mut scratch[own.clone()];
+        sum.copy_from_slice(&src[own.clone()]);
+        let start = own.start * size_of::<f32>();
+        for other in (1..self.layout.world).filter(|other| *other != self.room.seat.rank) {
+            add(sum, self.room.memory.floats(self.layout.input(other, block) + start, own.len()));
+        }
+        self.room.memory.write(self.layout.sum(block) + start, bytemuck::cast_slice(sum));
+        self.room.publish(Reduced, block + 1);
+        Ok(())
+    }
+
+    fn take(&self, watch: Watch<'_>, index: usize, dst: &mut [f32]) -> Result<(), SharedFault> {
+        let block = self.blocks + index as u64;
+        self.wait_for_leader(watch, Told, block + 1)?;
+        self.room.memory.read(self.layout.total(block), bytemuck::cast_slice_mut(dst));
+        self.room.publish(Taken, block + 1);
+        Ok(())
+    }
+
+    /// The leader gives the others the notes of all. All have read those of the operation before: they have begun this one.
+    fn tell(&self, notes: &Notes) {
+        let bytes = encode(notes);
+        self.room.memory.write(self.layout.notes(), &(bytes.len() as u64).to_le_bytes());
+        self.room.memory.write(self.layout.notes() + size_of::<u64>(), &bytes);
+        self.room.publish(Noted, self.operations);
+    }
+
+    fn hear(&self, watch: Watch<'_>, count: usize) -> Result<Notes, SharedFault> {
+        self.wait_for_leader(watch, Noted, self.operations)?;
+        let mut bytes = [0; size_of::<u64>()];
+        self.room.memory.read(self.layout.notes(), &mut bytes);
+        let len = usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(usize::MAX);
+        let mut bytes = vec![0; len.min(ALL_NOTES_BYTES)];
+        self.room.memory.read(self.layout.notes() + size_of::<u64>(), &mut bytes);
+        notes_of(&bytes, count).map_err(|reason| self.room.broken(0, reason))
+    }
+
+    /// What this rank, who does not lead, sums of a block.
+    fn own(&self, len: usize) -> Range<usize> {
+        chunk(len, self.layout.world - 1, self.room.seat.rank - 1)
+    }
+
+    /// Until all from this seat on have counted so far.
+    fn wait(&self, watch: Watch<'_>, from: usize, number: Number, count: u64) -> Result<(), SharedFault> {
+        self.room.wait(watch, |room| room.first_behind(from..self.layout.world, number, count))
+    }
+
+    fn wait_for_leader(&self, watch: Watch<'_>, number: Number, count: u64) -> Result<(), SharedFault> {
+        self.room.wait(watch, |room| room.first_behind(0..1, number, count))
+    }
+}
+
+/// The leader's side of its host's memory, in one sum. Sums and totals go through it in the order that all of the host expect.
+#[derive(Debug)]
+pub(crate) struct Front<'a> {
+    home: &'a Home,
+    watch: Watch<'a>,
+    /// This host's own chunk, whose sums are sent before anything has been received.
+    own: Range<usize>,
+    segment_len: usize,
+    /// Segments of it that are summed.
+    own_summed: usize,
+    hosts: usize,
+    /// Blocks of all operations.
+    sent: u64,
+    told: u64,
+}
+
+impl<'a> Front<'a> {
+    fn new(home: &'a Home, watch: Watch<'a>, host: Seat, extent: Extent) -> Self {
+        let own = chunk(extent.len, host.world, host.rank);
+        let (sent, told) = (home.blocks, home.blocks);
+        let Extent { segment_len, .. } = extent;
+        Self { home, watch, own, segment_len, own_summed: 0, hosts: host.world, sent, told }
+    }
+
+    /// The next segment of this host's own chunk that is not summed yet, if it is among the first `count`.
+    pub(crate) fn next_own(&self, count: usize) -> Option<Range<usize>> {
+        let all = segment_count(&self.own, self.segment_len);
+        let is_left = self.own_summed < count.min(all);
+        is_left.then(|| segment(&self.own, self.segment_len, self.own_summed))
+    }
+
+    /// Puts into `sum` this host's parts of that segment; `src` is the leader's.
+    pub(crate) fn sum_own(&mut self, src: &[f32], sum: &mut [f32]) -> Result<(), SharedFault> {
+        sum.copy_from_slice(src);
+        self.own_summed += 1;
+        self.add(sum)
+    }
+
+    /// Adds the other ranks' parts of the next block.
+    pub(crate) fn add(&mut self, sum: &mut [f32]) -> Result<(), SharedFault> {
+        let (Home { room, layout, .. }, block) = (self.home, self.sent);
+        self.home.wait(self.watch, 1, Reduced, block + 1)?;
+        add(sum, room.memory.floats(layout.sum(block), sum.len()));
+        self.sent += 1;
+        room.publish(Sent, self.sent);
+        Ok(())
+    }
+
+    /// Whether the sum that arrives in this step of the ring is the total.
+    pub(crate) fn completes(&self, step: usize) -> bool {
+        step + 2 == self.hosts
+    }
+
+    /// Gives the other ranks the next block's total.
+    pub(crate) fn tell(&mut self, total: &[f32]) -> Result<(), SharedFault> {
+        let (Home { room, layout, .. }, block) = (self.home, self.told);
+        self.home.wait(self.watch, 1, Taken, (block + 1).saturating_sub(SLOTS))?;
+        room.memory.write(layout.total(block), bytemuck::cast_slice(total));
+        self.told += 1;
+        room.publish(Told, self.told);
+        Ok(())
+    }
+}
+
+/// The blocks of a buffer, as they come at a host: chunk by chunk, from the one of host `first` down.
+fn order(host: Seat, first: usize, extent: Extent) -> Vec<Range<usize>> {
+    let hosts = host.world;
+    let chunks = (0..hosts).map(|step| chunk(extent.len, hosts, (first + hosts - step) % hosts));
+    let segments = chunks.flat_map(|chunk| {
+        let count = segment_count(&chunk, extent.segment_len);
+        (0..count).map(move |index| segment(&chunk, extent.segment_len, index))
+    });
+    segments.collect()
+}
+
+/// Notes as they travel, each behind its length (u32); none at all where one is too long.
+fn encode(notes: &Notes) -> Vec<u8> {
+    let Notes::All(notes) = notes else { return Vec::new() };
+    let mut bytes = Vec::new();
+    for note in notes {
+        bytes.extend_from_slice(&narrow(note.len()).to_le_bytes());
+        bytes.extend_from_slice(note);
+    }
+    bytes
+}
+
+/// All ranks' notes, out of those of all hosts.
+fn decode(by_host: &[Vec<u8>], hosts: &Hosts) -> Result<Notes, String> {
+    let bytes: usize = by_host.iter().map(Vec::len).sum();
+    let mut all = vec![Vec::new(); hosts.rank_count()];
+    let mut is_too_long = bytes > ALL_NOTES_BYTES;
+    for (host, bytes) in by_host.iter().enumerate() {
+        match notes_of(bytes, hosts.ranks(host).len())? {
+            Notes::All(notes) => {
+                hosts.ranks(host).iter().zip(notes).for_each(|(rank, note)| all[*rank] = note);
+            }
+            Notes::TooLong => is_too_long = true,
+        }
+    }
+    Ok(if is_too_long { Notes::TooLong } else { Notes::All(all) })
+}
+
+fn notes_of(mut bytes: &[u8], count: usize) -> Result<Notes, String> {
+    if bytes.is_empty() {
+        return Ok(Notes::TooLong);
+    }
+    let mut notes = Vec::with_capacity(count);
+    while let Some((length, rest)) = bytes.split_first_chunk() {
+        let length = u32::from_le_bytes(*length) as usize;
+        let Some((note, rest)) = rest.split_at_checked(length) else { break };
+        notes.push(note.to_vec());
+        bytes = rest;
+    }
+    match (bytes.len(), notes.len()) {
+        (0, found) if found == count => Ok(Notes::All(notes)),
+        (left, found) => Err(format!("expected {count} notes, got {found} and {left} bytes")),
+    }
+}
+
+/// Where what is. All offsets are in bytes.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    world: usize,
+}
+
+impl Layout {
+    fn heads(self) -> Heads {
+        Heads { start: Room::bytes(self.world), world: self.world }
+    }
+
+    /// Where the leader puts all ranks' notes: their length, and they.
+    fn notes(self) -> usize {
+        self.heads().end()
+    }
+
+    /// A rank's part of what the others, but the leader, sum.
+    fn input(self, rank: usize, block: u64) -> usize {
+        self.notes() + size_of::<u64>() + ALL_NOTES_BYTES + self.slot((rank - 1) as u64, block)
+    }
+
+    /// The sum of all but the leader.
+    fn sum(self, block: u64) -> usize {
+        self.input(self.world, 0) + self.slot(0, block)
+    }
+
+    fn total(self, block: u64) -> usize {
+        self.sum(0) + self.slot(1, block)
+    }
+
+    fn end(self) -> usize {
+        self.sum(0) + self.slot(2, 0)
+    }
+
+    fn slot(self, column: u64, block: u64) -> usize {
+        (column * SLOTS + block % SLOTS) as usize * BLOCK_BYTES
+    }
+}
+
+/// The notes of all ranks together; longer ones take another way.
+const ALL_NOTES_BYTES: usize = 256 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::Content;
+
+    #[test]
+    fn a_host_meets_blocks_as_its_leaders_schedule_does() {
+        for hosts in 2..=5 {
+            for host in 0..hosts {
+                let (seat, extent) = (Seat { rank: host, world: hosts }, Extent { len: 103, segment_len: 4 });
+                let mut schedule = Schedule::all_reduce(seat, extent);
+                let (mut sums, mut totals) = (Vec::new(), Vec::new());
+                while let Some(piece) = schedule.next_send().filter(|piece| piece.step == 0) {
+                    sums.push(piece.range);
+                    schedule.on_sent();
+                }
+                while let Some(piece) = schedule.next_receive() {
+                    if piece.content == Content::Sum {
+                        sums.push(piece.range.clone());
+                    }
+                    if piece.content == Content::Total || piece.step + 2 == hosts {
+                        totals.push(piece.range);
+                    }
+                    schedule.on_received();
+                }
+                assert_eq!(order(seat, host, extent), sums, "host {host} of {hosts}");
+                assert_eq!(order(seat, host + 1, extent), totals, "host {host} of {hosts}");
+            }
+        }
+    }
+
+    #[test]
+    fn notes_that_make_no_sense_are_no_notes() {
+        let all = encode(&Notes::All(vec![b"one".to_vec(), Vec::new()]));
+        assert!(matches!(notes_of(&all, 2), Ok(Notes::All(notes)) if notes == [b"one".to_vec(), vec![]]));
+        for cut in 1..all.len() {
+            assert!(notes_of(&all[..cut], 2).is_err(), "{cut}");
+        }
+        assert!(notes_of(&all, 1).is_err());
+        assert!(notes_of(&all, 3).is_err());
+        assert!(notes_of(&[255; 9], 1).is_err());
+        assert!(matches!(notes_of(&[], 2), Ok(Notes::TooLong)));
+    }
+}
