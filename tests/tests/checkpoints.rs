@@ -128,6 +128,29 @@ fn a_stopped_job_is_gone_on_with_by_another_with_other_workers_and_batch() {
 }
 
 #[test]
+fn one_checkpoint_is_a_model_to_evaluate() {
+    let stage = Stage { micros_per_record: 200, ..Stage::new(PROGRAMS, 3) };
+    let (dir, step) = stopped(&stage);
+    let evaluate = |model: &str| {
+        let program = [PROGRAMS.counting, "--records", "6000"];
+        Command::new(PROGRAMS.elasticdl, stage.folder.path().join("apart"), program)
+            .verb("evaluate")
+            .option("model", model)
+            .option("data", stage.folder.path().join("data"))
+            .option("num-workers", "2")
+            .run()
+    };
+    let ended = evaluate(dir.to_str().unwrap());
+    assert_eq!(ended.code, Some(2), "{}", ended.output);
+    let (_, newest) = ended.output.split_once("the furthest is ").unwrap();
+    let ended = evaluate(newest.split_whitespace().next().unwrap());
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    // 48 records a step.
+    let seen = (step as f64 * 48.0 / 6000.0).min(1.0);
+    assert_eq!(ended.summary["metrics"]["seen"], seen, "{}", ended.summary);
+}
+
+#[test]
 fn what_was_changed_is_named_and_the_one_before_is_taken() {
     let stage = Stage { micros_per_record: 200, ..Stage::new(PROGRAMS, 2) };
     let (dir, step) = stopped(&stage);

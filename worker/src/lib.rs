@@ -69,6 +69,7 @@ mod gap;
 mod messages;
 mod model;
 mod optimizer;
+mod origin;
 mod predictions;
 mod prefetch;
 mod reader;

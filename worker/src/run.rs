@@ -14,6 +14,7 @@ use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, E
 use crate::failure::{Failure, call_user};
 use crate::messages::{FromMaster, ToMaster};
 use crate::model::Model;
+use crate::origin;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
 use crate::tensors::{HostState, Tensors};
@@ -121,7 +122,7 @@ fn train<M: Model>(
         Work::Train { export, validation } => (export, validation),
         Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
             let mut values = vec![0.0; parameters];
-            weights::load(weights, &layout, &mut values)
+            origin::load(weights, &layout, &mut values)
                 .map_err(|error| Failure::fatal(format!("the model was not loaded: {error}")))?;
             return apart::work(model, values, prepared, control);
         }
@@ -219,9 +220,9 @@ fn check_places(work: &Work) -> Result<(), String> {
             weights::check_writable(export).map_err(|error| format!("--export: {error}"))
         }
         Work::Train { export: None, .. } => Ok(()),
-        Work::Evaluate { model } => weights::check_there(model).map_err(|error| format!("--model: {error}")),
+        Work::Evaluate { model } => origin::check(model).map_err(|error| format!("--model: {error}")),
         Work::Predict { model, output, .. } => {
-            weights::check_there(model).map_err(|error| format!("--model: {error}"))?;
+            origin::check(model).map_err(|error| format!("--model: {error}"))?;
             apart::check_output(output).map_err(|error| format!("--predictions: {error}"))
         }
     }

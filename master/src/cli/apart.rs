@@ -13,7 +13,8 @@ use crate::job::{Format, Work};
 #[derive(Args, Debug)]
 #[command(mut_args(without_training), override_usage = EVALUATE_USAGE, after_long_help = EVALUATE_HELP)]
 pub struct EvaluateArgs {
-    /// The model: a safetensors file that `elasticdl train --export` has written, a path or s3://, gs://, az://.
+    /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of one checkpoint, a path or
+    /// s3://, gs://, az://.
     #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
     pub model: String,
 
@@ -26,7 +27,8 @@ pub struct EvaluateArgs {
 #[derive(Args, Debug)]
 #[command(mut_args(without_training), override_usage = PREDICT_USAGE, after_long_help = PREDICT_HELP)]
 pub struct PredictArgs {
-    /// The model: a safetensors file that `elasticdl train --export` has written, a path or s3://, gs://, az://.
+    /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of one checkpoint, a path or
+    /// s3://, gs://, az://.
     #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
     pub model: String,
 

@@ -90,6 +90,56 @@ fn search(
     Err(RestoreError::Refused(format!("there is no whole checkpoint in {from}")))
 }
 
+/// Which checkpoints a folder holds.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Kept {
+    Nothing,
+    /// It is one itself.
+    One,
+    /// Complete ones; the name of the one with the most steps.
+    Several(String),
+}
+
+/// Looks at names alone.
+///
+/// # Errors
+/// The place's word.
+pub(crate) fn look(folder: &Storage) -> Result<Kept, StorageError> {
+    let files = folder.list("")?;
+    if files.iter().any(|file| file.path == MANIFEST) {
+        return Ok(Kept::One);
+    }
+    let furthest = Name::all(&files).into_iter().rev().find(|(_, is_complete)| *is_complete);
+    Ok(furthest.map_or(Kept::Nothing, |(name, _)| Kept::Several(name.to_string())))
+}
+
+/// Reads the parameters, `[parameters]`, of the checkpoint that `folder` is, for who needs no more of it.
+///
+/// # Errors
+/// The place's word; what is not as it was written, or of another model.
+pub(crate) fn load_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), String> {
+    read_parameters(folder, parameters).map_err(|error| match error {
+        LoadError::Damaged(reason) | LoadError::Refused(reason) => format!("{folder}: {reason}"),
+        LoadError::Storage(error) => error.to_string(),
+    })
+}
+
+fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadError> {
+    let manifest = manifest(folder)?;
+    let middle = parameters.len();
+    if manifest.parameters != middle as u64 {
+        let had = manifest.parameters;
+        return Err(LoadError::Refused(format!("its model has {had} parameters, and this one has {middle}")));
+    }
+    let mut optimizer = Vec::new();
+    for shard in manifest.shards.iter().filter(|shard| shard.start < manifest.parameters) {
+        let (of_parameters, of_slots) = shard.split(middle);
+        optimizer.resize(of_slots.len(), 0.0);
+        read_shard(folder, shard, [&mut parameters[of_parameters], &mut optimizer])?;
+    }
+    Ok(())
+}
+
 /// Complete checkpoints in `place`, those with the fewest steps first.
 fn names(place: &Storage) -> Result<Vec<Name>, RestoreError> {
     let files = place.list("").map_err(unreachable)?;
@@ -173,10 +223,7 @@ fn load(
 ) -> Result<StateRecord, LoadError> {
     let manifest = fitting(folder, facts, is_new_job)?;
     for shard in &manifest.shards {
-        let (start, end) = (shard.start as usize, shard.end as usize);
-        let middle = parameters.len();
-        let (of_slots, of_parameters) =
-            (start.max(middle) - middle..end.max(middle) - middle, start.min(middle)..end.min(middle));
+        let (of_parameters, of_slots) = shard.split(parameters.len());
         let floats = [&mut parameters[of_parameters], &mut slots[of_slots]];
         read_shard(folder, shard, floats)?;
     }

@@ -1,5 +1,6 @@
 //! What a checkpoint says of itself, and whether a job can go on from it.
 
+use std::ops::Range;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -74,6 +75,15 @@ pub(super) struct Shard {
     /// Which floats of the state: parameters first, then the optimizer's.
     pub(super) start: u64,
     pub(super) end: u64,
+}
+
+impl Shard {
+    /// Which of `parameters` floats it holds, and which of the optimizer's.
+    pub(super) fn split(&self, parameters: usize) -> (Range<usize>, Range<usize>) {
+        let (start, end) = (self.start as usize, self.end as usize);
+        let of_slots = start.max(parameters) - parameters..end.max(parameters) - parameters;
+        (start.min(parameters)..end.min(parameters), of_slots)
+    }
 }
 
 impl Manifest {

@@ -18,7 +18,7 @@ mod manifest;
 mod name;
 
 pub(crate) use keeper::{Done, Keeper};
-pub(crate) use load::{Places, RestoreError, check, restore};
+pub(crate) use load::{Kept, Places, RestoreError, check, load_parameters, look, restore};
 pub(crate) use manifest::Facts;
 
 #[cfg(test)]

@@ -109,7 +109,30 @@ fn a_state_comes_back_whatever_the_number_of_ranks_that_wrote_it() {
         let expected = Restored { record: record(30), name, ours: true };
         assert_eq!(begin(&facts(), Some(&storage), None), (Ok(Some(expected)), Vec::new()));
         assert_eq!(storage.list("").unwrap().len(), world_size + 1);
+        // Its model alone, for a program whose optimizer may be any.
+        let Kept::Several(name) = look(&storage).unwrap() else { panic!("no checkpoint") };
+        let one = storage.join(&name);
+        assert_eq!(look(&one).unwrap(), Kept::One);
+        let mut parameters = vec![f32::NAN; facts().parameters];
+        assert_eq!(load_parameters(&one, &mut parameters), Ok(()));
+        assert!(parameters == state(&facts(), 30).0);
+        let error = load_parameters(&one, &mut parameters[1..]).unwrap_err();
+        assert!(error.contains("parameters, and this one has"), "{error}");
     }
+}
+
+#[test]
+fn a_changed_checkpoint_is_no_model() {
+    let (folder, storage) = folder();
+    let name = Ranks::new(&storage, facts(), 1, 3).write(30).unwrap();
+    let path = folder.path().join("kept here").join(&name).join(name::shard(0, 1));
+    let mut bytes = std::fs::read(&path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let mut parameters = vec![0.0; facts().parameters];
+    let error = load_parameters(&storage.join(&name), &mut parameters).unwrap_err();
+    assert!(error.contains("its digest is another one"), "{error}");
 }
 
 #[test]

@@ -1,0 +1,66 @@
+//! Where a finished model is: in an exported file, or in a checkpoint.
+
+use crate::checkpoint::{self, Kept};
+use crate::model::NamedTensor;
+use crate::storage::{Storage, StorageError};
+use crate::weights;
+
+/// Checks that there is one, before anybody waits for it.
+///
+/// # Errors
+/// What is there instead, and what would be right.
+pub(crate) fn check(address: &str) -> Result<(), String> {
+    match checkpoint_at(address)? {
+        Some(_) => Ok(()),
+        None => weights::check_there(address).map_err(|error| error.to_string()),
+    }
+}
+
+/// Reads its parameters, `[parameters]`, in the order of the model's layout.
+///
+/// # Errors
+/// The place's word; what is not as the model has it, or not as it was written.
+pub(crate) fn load(address: &str, layout: &[NamedTensor], parameters: &mut [f32]) -> Result<(), String> {
+    match checkpoint_at(address)? {
+        Some(folder) => checkpoint::load_parameters(&folder, parameters),
+        None => weights::load(address, layout, parameters).map_err(|error| error.to_string()),
+    }
+}
+
+/// The checkpoint whose folder this is. Of several, each worker could find another one to be the newest.
+fn checkpoint_at(address: &str) -> Result<Option<Storage>, String> {
+    let text = |error: StorageError| error.to_string();
+    let folder = Storage::open(address).map_err(text)?;
+    match checkpoint::look(&folder).map_err(text)? {
+        Kept::Nothing => Ok(None),
+        Kept::One => Ok(Some(folder)),
+        Kept::Several(furthest) => Err(format!(
+            "{address} holds checkpoints; name one of them: the furthest is {}",
+            folder.join(&furthest).address()
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn what_is_no_model_is_refused_with_what_would_be_right() {
+        let folder = tempfile::tempdir().unwrap();
+        let address = folder.path().to_str().unwrap();
+        for name in ["step-000000000007-0123abcd-g1", "step-000000000012-0123abcd-g2"] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+            fs::write(folder.path().join(name).join("manifest.json"), "{}").unwrap();
+        }
+        let error = check(address).unwrap_err();
+        assert!(error.ends_with("/step-000000000012-0123abcd-g2"), "{error}");
+        let one = format!("{address}/step-000000000007-0123abcd-g1");
+        assert_eq!(check(&one), Ok(()));
+        let error = load(&one, &[], &mut []).unwrap_err();
+        assert!(error.contains("manifest.json: it has no digest"), "{error}");
+        assert!(check(&format!("{address}/none")).is_err());
+    }
+}
