@@ -1,3 +1,4 @@
+use std::error::Error;
 use std::time::Duration;
 
 use cudarc::driver::DriverError;
@@ -73,6 +74,11 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
+    /// What the system's loader said.
+    pub(crate) fn loader_said(error: &libloading::Error) -> String {
+        error.source().map_or_else(|| error.to_string(), ToString::to_string)
+    }
+
     /// For `map_err` of a driver call.
     pub(crate) fn cuda(action: &'static str) -> impl FnOnce(DriverError) -> Self {
         move |source| Self::Cuda { action, source }

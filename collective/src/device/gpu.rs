@@ -98,7 +98,7 @@ fn load_driver() -> Result<(), DeviceError> {
                 let library = std::mem::ManuallyDrop::new(library);
                 return check_symbols(name, &library);
             }
-            Err(error) => reason = error.to_string(),
+            Err(error) => reason = DeviceError::loader_said(&error),
         }
     }
     Err(DeviceError::NoLibrary { library: NAMES.join(", "), reason })

@@ -18,12 +18,14 @@
 //! **Invariant:** an operation that has returned leaves nothing behind on the caller's stream that could hang; where it can't say so
 //! ([`DeviceError::Abandoned`]), the process has to end.
 
+mod copies;
 mod element;
 mod error;
 mod gpu;
 mod ring;
 mod staging;
 
+pub use copies::Copies;
 pub use element::{Dtype, Element};
 pub use error::DeviceError;
 pub use gpu::Device;

@@ -210,7 +210,7 @@ impl Library {
 
     fn load(name: &OsStr) -> Result<libloading::Library, String> {
         // SAFETY: what a system has under this name, or a user has named, is made to be loaded by whoever wants.
-        unsafe { libloading::Library::new(name) }.map_err(|error| error.to_string())
+        unsafe { libloading::Library::new(name) }.map_err(|error| DeviceError::loader_said(&error))
     }
 
     fn link(name: String, library: libloading::Library) -> Result<Arc<Self>, DeviceError> {

@@ -14,9 +14,12 @@
 //! **Invariant:** a communicator is given back in one way only, `ncclCommAbort`, after it has been brought to rest if it still works:
 //! `ncclCommDestroy` may wait for peers that are gone.
 
+mod bare;
 mod communicator;
 mod library;
 
+#[doc(hidden)]
+pub use bare::Bare;
 pub(crate) use communicator::{Call, CallKind, Limits, NcclCommunicator, Place};
 pub use communicator::{NcclState, abandoned};
 pub(crate) use library::Buffers;

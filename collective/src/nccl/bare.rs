@@ -1,0 +1,71 @@
+#![allow(unsafe_code, reason = "calls into a C library, on one thread")]
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
+
+use super::library::{Buffers, Handle, Library, Progress, UniqueId};
+use crate::device::{DeviceError, Element};
+
+/// Not for users: NCCL without anything around it, to compare with. What hangs here hangs.
+#[derive(Debug)]
+pub struct Bare {
+    library: Arc<Library>,
+    handle: Handle,
+    stream: Arc<CudaStream>,
+}
+
+impl Bare {
+    /// Waits until all ranks have come.
+    ///
+    /// # Errors
+    /// [`DeviceError::Nccl`].
+    pub fn new(
+        library: &Arc<Library>,
+        id: &UniqueId,
+        (rank, world): (usize, usize),
+        stream: &Arc<CudaStream>,
+    ) -> Result<Self, DeviceError> {
+        stream.context().bind_to_thread().map_err(DeviceError::cuda("use the GPU"))?;
+        let (handle, progress) = library.begin(id, rank, world)?;
+        let bare = Self { library: library.clone(), handle, stream: stream.clone() };
+        bare.follow(progress)?;
+        Ok(bare)
+    }
+
+    /// A sum, until it is done.
+    ///
+    /// # Errors
+    /// [`DeviceError::Nccl`], [`DeviceError::Cuda`].
+    pub fn all_reduce<T: Element>(
+        &self,
+        src: &CudaSlice<T>,
+        dst: &mut CudaSlice<T>,
+    ) -> Result<(), DeviceError> {
+        let (len, stream) = (src.len(), &self.stream);
+        let ((src, _read), (dst, _written)) = (src.device_ptr(stream), dst.device_ptr_mut(stream));
+        let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
+        // SAFETY: the handle is this thread's; the buffers are borrowed until the stream is through.
+        let progress = unsafe { self.library.all_reduce(self.handle, buffers, stream.cu_stream().cast()) }?;
+        self.follow(progress)?;
+        stream.synchronize().map_err(DeviceError::cuda("end a sum of NCCL"))
+    }
+
+    fn follow(&self, mut progress: Progress) -> Result<(), DeviceError> {
+        while progress == Progress::Underway {
+            std::thread::yield_now();
+            // SAFETY: the handle is this thread's.
+            progress = unsafe { self.library.poll("go on", self.handle) }?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Bare {
+    fn drop(&mut self) {
+        // SAFETY: the handle is this thread's, and not used again.
+        if let Err(error) = unsafe { self.library.abort(self.handle) } {
+            tracing::debug!(%error, "what NCCL said to an abort");
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! What the ring of GPUs does on this machine, in at most ten minutes:
+//! `cargo run --release -p elasticdl-tests --bin gpu_drill -- --json FILE`.
+//!
+//! The ranks are processes of this program. They have a GPU each where there are enough, and share the first one where not: then NCCL is
+//! told that they are on different hosts, and goes over sockets. A phase that fails says so, and the others run.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use elasticdl_tests::print;
+use serde_json::{Value, json};
+
+mod phases;
+mod rank;
+mod ranks;
+
+/// Measures the ring of GPUs, and prints a table
+#[derive(Clone, Debug, Parser)]
+struct Arguments {
+    /// Write all figures there, too
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Look for libcuda.so and libnccl.so.2 there first: the stand-ins of the tests, or a package's folder
+    #[arg(long, value_name = "DIR")]
+    stand_in: Option<PathBuf>,
+    /// The largest buffer, in bytes
+    #[arg(long, default_value_t = 1 << 30)]
+    bytes_max: usize,
+    /// The buffer of the phases in which a rank fails, in bytes
+    #[arg(long, default_value_t = 400 << 20)]
+    bytes_lost: usize,
+    /// Seconds until what is not done is left out
+    #[arg(long, default_value_t = 570)]
+    seconds: u64,
+    /// Milliseconds that each sum is repeated for
+    #[arg(long, default_value_t = 1500)]
+    effort_ms: u64,
+    /// Only these phases
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// Be this rank, and do what standard input says
+    #[arg(long, hide = true)]
+    rank: Option<u64>,
+    /// Of this GPU
+    #[arg(long, hide = true, default_value_t = 0)]
+    ordinal: usize,
+}
+
+/// A measured figure.
+#[derive(Clone, Debug)]
+struct Figure {
+    phase: &'static str,
+    what: String,
+    value: f64,
+    unit: &'static str,
+}
+
+/// What all phases get.
+#[derive(Debug)]
+struct Drill {
+    arguments: Arguments,
+    devices: usize,
+    /// Each way, while both go on, in bytes per second.
+    copy_rate: f64,
+    begun: Instant,
+    figures: Vec<Figure>,
+    failures: BTreeMap<&'static str, String>,
+}
+
+type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    if let Some(me) = arguments.rank {
+        return rank::serve(me, arguments.ordinal);
+    }
+    let mut drill = Drill {
+        arguments,
+        devices: 0,
+        copy_rate: f64::INFINITY,
+        begun: Instant::now(),
+        figures: Vec::new(),
+        failures: BTreeMap::new(),
+    };
+    for (name, phase) in phases::ALL {
+        if !drill.arguments.only.is_empty() && !drill.arguments.only.iter().any(|only| only == name) {
+            continue;
+        }
+        if drill.left().is_zero() {
+            drill.failures.insert(name, "left out: the time is up".to_owned());
+            continue;
+        }
+        let had = drill.figures.len();
+        if let Err(error) = phase(&mut drill) {
+            drill.failures.insert(name, error.to_string());
+        }
+        for figure in &drill.figures[had..] {
+            print(&figure.line());
+        }
+        if let Some(failure) = drill.failures.get(name) {
+            print(&format!("{name:<10}  FAILED: {failure}"));
+        }
+    }
+    drill.end()
+}
+
+impl Drill {
+    fn add(&mut self, phase: &'static str, what: impl Into<String>, value: f64, unit: &'static str) {
+        self.figures.push(Figure { phase, what: what.into(), value, unit });
+    }
+
+    /// How often to repeat what takes `once` seconds.
+    fn iterations(&self, once: f64) -> u64 {
+        (self.arguments.effort_ms as f64 / 1e3 / once.max(1e-6)).clamp(3.0, 300.0) as u64
+    }
+
+    /// Of the whole time.
+    fn left(&self) -> Duration {
+        Duration::from_secs(self.arguments.seconds).saturating_sub(self.begun.elapsed())
+    }
+
+    fn end(self) -> ExitCode {
+        print(&format!(
+            "done in {:.0} s, {} phases failed",
+            self.begun.elapsed().as_secs_f64(),
+            self.failures.len()
+        ));
+        if let Some(path) = &self.arguments.json {
+            let figures: Vec<_> = self.figures.iter().map(Figure::value).collect();
+            let all = json!({ "figures": figures, "failures": self.failures });
+            if let Err(error) = fs::write(path, format!("{all:#}\n")) {
+                print(&format!("{}: {error}", path.display()));
+                return ExitCode::FAILURE;
+            }
+        }
+        if self.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}
+
+impl Figure {
+    fn line(&self) -> String {
+        format!("{:<10}  {:<58} {:>12.3} {}", self.phase, self.what, self.value, self.unit)
+    }
+
+    fn value(&self) -> Value {
+        json!({ "phase": self.phase, "what": self.what, "value": self.value, "unit": self.unit })
+    }
+}

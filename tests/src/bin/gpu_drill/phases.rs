@@ -1,0 +1,225 @@
+//! What is measured, one thing after the other.
+
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::ranks::Ranks;
+use crate::{Drill, Fallible};
+
+type Phase = fn(&mut Drill) -> Fallible<()>;
+
+pub(crate) const ALL: [(&str, Phase); 8] = [
+    ("machine", machine),
+    ("init", init),
+    ("nccl", nccl),
+    ("staged", staged),
+    ("kill", kill),
+    ("kill-host", kill_on_the_host),
+    ("stop", stop),
+    ("abandon", abandon),
+];
+
+/// What there is, and its ceilings.
+fn machine(drill: &mut Drill) -> Fallible<()> {
+    let mut ranks = Ranks::start(drill, 1, false)?;
+    let bytes = drill.arguments.bytes_max.min(256 << 20);
+    let found = ranks.all(&json!({ "do": "machine", "bytes": bytes }))?.remove(0);
+    drill.devices = found["devices"].as_u64().unwrap_or(0) as usize;
+    drill.add("machine", format!("GPUs: {}", found["name"].as_str().unwrap_or("")), drill.devices as f64, "");
+    drill.add("machine", "NCCL, as it counts its versions", number(&found["nccl"])?, "");
+    drill.copy_rate = number(&found["rates"][2])? * 1e9;
+    let names = ["host to device", "device to host", "both at once, each way", "within the device"];
+    for (index, name) in names.into_iter().enumerate() {
+        drill.add("machine", format!("{name}, {}", size(bytes)), number(&found["rates"][index])?, "GB/s");
+    }
+    Ok(())
+}
+
+/// How long NCCL takes to be there.
+fn init(drill: &mut Drill) -> Fallible<()> {
+    for world in 1..=3 {
+        let mut ranks = Ranks::start(drill, world, false)?;
+        // The first in a process loads the library's kernels.
+        for (generation, which) in [(1, "first"), (2, "next")] {
+            ranks.connect(generation)?;
+            let took = slowest(&ranks.all(&begin())?, "s")?;
+            drill.add(
+                "init",
+                format!("{world} ranks, the {which} communicator of a process"),
+                took * 1e3,
+                "ms",
+            );
+        }
+    }
+    Ok(())
+}
+
+/// This layer beside NCCL alone, in one run.
+fn nccl(drill: &mut Drill) -> Fallible<()> {
+    for world in worlds(drill) {
+        let mut ranks = Ranks::start(drill, world, false)?;
+        ranks.connect(1)?;
+        ranks.all(&begin())?;
+        ranks.all(&json!({ "do": "bare" }))?;
+        for bytes in sizes(drill.arguments.bytes_max) {
+            let command = |n: u64| json!({ "do": "beside", "bytes": bytes, "iterations": n });
+            let once = slowest(&ranks.all(&command(2))?, "s")?;
+            let answers = ranks.all(&command(drill.iterations(2.0 * once)))?;
+            let (ours, bare) = (slowest(&answers, "s")?, slowest(&answers, "bare_s")?);
+            drill.add("nccl", format!("{world} ranks, {}", size(bytes)), ours * 1e6, "us");
+            drill.add(
+                "nccl",
+                format!("{world} ranks, {}, of NCCL alone", size(bytes)),
+                100.0 * bare / ours,
+                "%",
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Ranks that share a GPU, over the host's ring.
+fn staged(drill: &mut Drill) -> Fallible<()> {
+    for world in 1..=4 {
+        let mut ranks = Ranks::start(drill, world, true)?;
+        ranks.connect(1)?;
+        for bytes in sizes(drill.arguments.bytes_max.min(256 << 20)) {
+            let both = [("sum", "staged"), ("host", "host's ring alone")];
+            let mut medians = Vec::new();
+            for (what, name) in both {
+                let command = |n: u64| json!({ "do": what, "bytes": bytes, "iterations": n });
+                let once = slowest(&ranks.all(&command(2))?, "s")?;
+                medians.push(slowest(&ranks.all(&command(drill.iterations(once)))?, "s")?);
+                let median = medians.last().copied().unwrap_or_default();
+                drill.add("staged", format!("{world} ranks, {}, {name}", size(bytes)), median * 1e3, "ms");
+            }
+            // All share the way to one GPU.
+            let copies = (world * bytes) as f64 / drill.copy_rate;
+            let share = 100.0 * medians[1].max(copies) / medians[0];
+            let what = format!("{world} ranks, {}, of the slower of host's ring and copies", size(bytes));
+            drill.add("staged", what, share, "%");
+        }
+    }
+    Ok(())
+}
+
+/// A rank is killed in the middle of an operation over NCCL.
+fn kill(drill: &mut Drill) -> Fallible<()> {
+    lose(drill, "kill", "nccl", Signal::KILL)
+}
+
+/// The same over the host's ring.
+fn kill_on_the_host(drill: &mut Drill) -> Fallible<()> {
+    lose(drill, "kill-host", "host", Signal::KILL)
+}
+
+/// A rank is stopped: nothing ends, and the master says so after a second.
+fn stop(drill: &mut Drill) -> Fallible<()> {
+    lose(drill, "stop", "nccl", Signal::STOP)
+}
+
+fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> Fallible<()> {
+    let bytes = drill.arguments.bytes_lost;
+    let mut ranks = Ranks::start(drill, 3, false)?;
+    ranks.connect(1)?;
+    let host_step = json!({ "do": "sum", "bytes": bytes, "iterations": 1, "path": "host" });
+    ranks.all(&host_step)?;
+    if path == "nccl" {
+        ranks.all(&begin())?;
+    }
+    let victim = ranks.len() - 1;
+    let until_lost = json!({ "do": "until_lost", "bytes": bytes, "path": path });
+    (0..ranks.len()).try_for_each(|index| ranks.tell(index, &until_lost))?;
+    // The third one's length is known from the second.
+    let turns = (0..3).map(|_| ranks.answer(0)).collect::<Fallible<Vec<_>>>()?;
+    let length = number(&turns[2]["turn"])? - number(&turns[1]["turn"])?;
+    thread::sleep(Duration::from_secs_f64(length / 2e9));
+    let lost = ranks.signal(victim, signal)?;
+    if signal == Signal::STOP {
+        thread::sleep(SILENCE);
+        (0..victim).try_for_each(|index| ranks.tell(index, &json!({ "over": 1 })))?;
+    }
+    let mut ends = Vec::new();
+    for index in 0..victim {
+        ends.push(loop {
+            let answer = ranks.answer(index)?;
+            if answer["lost"].is_string() {
+                break answer;
+            }
+        });
+    }
+    if !ends.iter().all(|end| end["intact"] == true) {
+        return Err("a source has changed".into());
+    }
+    ranks.remove(victim);
+    let since = |answers: &[Value]| {
+        Ok::<_, Box<dyn std::error::Error>>((slowest(answers, "at")? - lost as f64) / 1e6)
+    };
+    drill.add(phase, format!("{}: to the error on all, NCCL aborted", size(bytes)), since(&ends)?, "ms");
+    drill.add(phase, "of which ncclCommAbort", slowest(&ends, "abort_ms")?, "ms");
+    ranks.connect(2)?;
+    let stepped = ranks.all(&host_step)?;
+    drill.add(phase, "to the next step, over the host's ring", since(&stepped)?, "ms");
+    drill.add(phase, "of which that step", slowest(&stepped, "s")? * 1e3, "ms");
+    if path == "nccl" {
+        let ready = ranks.all(&begin())?;
+        drill.add(phase, "to NCCL's return", since(&ready)?, "ms");
+        ranks.all(&json!({ "do": "sum", "bytes": bytes, "iterations": 1, "path": "nccl" }))?;
+    }
+    Ok(())
+}
+
+/// An abort that may take no time is given up: the rank says that its process has to end, and another takes its place.
+fn abandon(drill: &mut Drill) -> Fallible<()> {
+    let mut ranks = Ranks::start(drill, 2, false)?;
+    ranks.connect(1)?;
+    ranks.all(&json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 0 }))?;
+    ranks.tell(0, &json!({ "do": "until_lost", "bytes": drill.arguments.bytes_lost, "path": "nccl" }))?;
+    ranks.tell(1, &json!({ "do": "stay_away" }))?;
+    let answers = [ranks.answer(0)?, ranks.answer(1)?];
+    let story = answers[0]["lost"].as_str().unwrap_or("");
+    if !story.contains("this process can't go on") {
+        return Err(format!("it said: {story}").into());
+    }
+    drill.add("abandon", "an abort beyond its deadline is said to be one", 1.0, "");
+    Ok(())
+}
+
+/// Begins to make a communicator, and waits for it.
+fn begin() -> Value {
+    json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 5000 })
+}
+
+/// One rank, and as many as there are GPUs; two on one.
+fn worlds(drill: &Drill) -> [usize; 2] {
+    [1, drill.devices.clamp(2, 8)]
+}
+
+/// From 4 KiB to `most`, fourfold each.
+fn sizes(most: usize) -> impl Iterator<Item = usize> {
+    std::iter::successors(Some(4096), |bytes| Some(bytes * 4)).take_while(move |bytes| *bytes <= most)
+}
+
+fn slowest(answers: &[Value], name: &str) -> Fallible<f64> {
+    answers.iter().try_fold(0.0_f64, |most, answer| Ok(most.max(number(&answer[name])?)))
+}
+
+fn number(value: &Value) -> Fallible<f64> {
+    value.as_f64().ok_or_else(|| format!("a rank said {value} for a number").into())
+}
+
+fn size(bytes: usize) -> String {
+    match bytes {
+        0..0x10_0000 => format!("{} KiB", bytes >> 10),
+        0x10_0000..0x4000_0000 => format!("{} MiB", bytes >> 20),
+        _ => format!("{} GiB", bytes >> 30),
+    }
+}
+
+const INIT_MS: u64 = 60_000;
+
+/// How long a worker may be silent.
+const SILENCE: Duration = Duration::from_secs(1);

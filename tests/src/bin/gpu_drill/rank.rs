@@ -1,0 +1,272 @@
+//! One rank's process: does what its standard input says, a line of JSON each, and answers likewise.
+
+use std::io::{BufRead, Write, stdin, stdout};
+use std::net::{IpAddr, Ipv4Addr};
+use std::process::ExitCode;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::CudaSlice;
+use elasticdl_collective::device::{Copies, Device, DeviceRing, NcclOptions, NcclPolicy, Path};
+use elasticdl_collective::nccl::{Bare, NcclState, UniqueId};
+use elasticdl_collective::{Communicator, Endpoint, Fence, GroupSpec, Member, Secret};
+use elasticdl_tests::quantile;
+use serde_json::{Value, json};
+
+use crate::Fallible;
+use crate::ranks::now;
+
+/// A rank between two commands.
+struct Rank {
+    endpoint: Endpoint,
+    device: Device,
+    policy: NcclPolicy,
+    ring: Option<DeviceRing>,
+    bare: Option<Bare>,
+    buffers: Option<(CudaSlice<f32>, CudaSlice<f32>)>,
+}
+
+/// Answers until standard input ends.
+pub(crate) fn serve(me: u64, ordinal: usize) -> ExitCode {
+    let mut rank = match Rank::open(me, ordinal) {
+        Ok(rank) => rank,
+        Err(error) => {
+            say(&json!({ "error": story(&*error) }));
+            return ExitCode::FAILURE;
+        }
+    };
+    say(&json!({ "address": rank.endpoint.address().to_string() }));
+    let (read, commands) = mpsc::channel();
+    let fence = rank.endpoint.fence();
+    thread::spawn(move || listen(&fence, &read));
+    for command in commands {
+        let answer = rank.perform(&command);
+        say(&answer.unwrap_or_else(|error| json!({ "error": story(&*error) })));
+    }
+    ExitCode::SUCCESS
+}
+
+/// Reads commands. That a generation is over is heard in the middle of another command.
+fn listen(fence: &Fence, read: &mpsc::Sender<Value>) {
+    for line in stdin().lock().lines().map_while(Result::ok) {
+        let command: Value = serde_json::from_str(&line).unwrap_or_default();
+        match command["over"].as_u64() {
+            Some(generation) => fence.abort_before(generation + 1),
+            None if read.send(command).is_err() => return,
+            None => {}
+        }
+    }
+}
+
+impl Rank {
+    fn open(me: u64, ordinal: usize) -> Fallible<Self> {
+        let device = Device::open(ordinal)?;
+        let secret = Secret::new("gpu_drill");
+        let endpoint = Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "gpu_drill", me, secret)?;
+        Ok(Self { endpoint, device, policy: NcclPolicy::auto(), ring: None, bare: None, buffers: None })
+    }
+
+    fn perform(&mut self, command: &Value) -> Fallible<Value> {
+        let number = |name: &str| command[name].as_u64().unwrap_or(0);
+        let path = if command["path"] == "nccl" { Path::Nccl } else { Path::Host };
+        let bytes = number("bytes") as usize;
+        match command["do"].as_str().unwrap_or("") {
+            "machine" => self.machine(bytes),
+            "connect" => self.connect(command),
+            "nccl" => self.begin(number("init_ms"), number("abort_ms")),
+            "bare" => self.make_bare(),
+            "sum" => self.sum(bytes, number("iterations"), path),
+            "beside" => self.beside(bytes, number("iterations")),
+            "host" => self.host(bytes, number("iterations")),
+            "until_lost" => self.until_lost(bytes, path),
+            "stay_away" => self.stay_away(),
+            other => Err(format!("unknown command {other}").into()),
+        }
+    }
+
+    /// What there is, and how fast it copies.
+    fn machine(&self, bytes: usize) -> Fallible<Value> {
+        let Copies { to_device, to_host, both, within } = Copies::measure(&self.device, bytes)?;
+        let nccl = match &self.policy {
+            NcclPolicy::On(library, _) => library.version(),
+            NcclPolicy::Off(_) => 0,
+        };
+        let name = self.device.stream().context().name().unwrap_or_default();
+        let rates = [to_device, to_host, both, within].map(|rate| rate / 1e9);
+        Ok(json!({ "devices": Device::count()?, "name": name, "nccl": nccl, "rates": rates }))
+    }
+
+    fn connect(&mut self, command: &Value) -> Fallible<Value> {
+        (self.ring, self.bare) = (None, None);
+        let member = |pair: &Value| {
+            let (id, address) = (pair[0].as_u64()?, pair[1].as_str()?.parse().ok()?);
+            Some(Member { id, address })
+        };
+        let members = command["members"].as_array().ok_or("no members")?;
+        let members = members.iter().map(member).collect::<Option<Vec<_>>>().ok_or("no list of members")?;
+        let generation = command["generation"].as_u64().ok_or("no generation")?;
+        self.endpoint.fence().abort_before(generation);
+        let ring = self.endpoint.connect(&GroupSpec { generation, members }, Duration::from_secs(20))?;
+        self.ring = Some(DeviceRing::new(ring, self.device.clone()));
+        Ok(json!({}))
+    }
+
+    /// Makes a communicator of NCCL, as a group does, and says how long that took.
+    fn begin(&mut self, init_ms: u64, abort_ms: u64) -> Fallible<Value> {
+        let options = NcclOptions {
+            init_limit: Duration::from_millis(init_ms),
+            abort_limit: Duration::from_millis(abort_ms),
+            on_shared_gpus: true,
+        };
+        if let NcclPolicy::On(_, current) = &mut self.policy {
+            *current = options;
+        }
+        let ring = self.ring.as_mut().ok_or("no group")?;
+        let begun = Instant::now();
+        ring.begin_nccl(&self.policy)?;
+        loop {
+            match ring.nccl_state() {
+                NcclState::Building => thread::sleep(Duration::from_millis(1)),
+                NcclState::Ready => return Ok(json!({ "s": begun.elapsed().as_secs_f64(), "at": now() })),
+                NcclState::Absent(reason) | NcclState::Failed(reason) => return Err(reason.into()),
+            }
+        }
+    }
+
+    /// NCCL without anything around it, beside.
+    fn make_bare(&mut self) -> Fallible<Value> {
+        let (Some(ring), NcclPolicy::On(library, _)) = (&mut self.ring, &self.policy) else {
+            return Err("no group, or no NCCL".into());
+        };
+        let mut id = Vec::new();
+        if ring.rank() == 0 {
+            id = library.unique_id()?.as_bytes().to_vec();
+        }
+        ring.broadcast_bytes(0, &mut id)?;
+        let id = UniqueId::from_bytes(&id).ok_or("no unique id")?;
+        let place = (ring.rank(), ring.world_size());
+        self.bare = Some(Bare::new(library, &id, place, self.device.stream())?);
+        Ok(json!({}))
+    }
+
+    /// Buffers of so many bytes, the source all ones.
+    fn prepare(&mut self, bytes: usize) -> Fallible<()> {
+        let len = bytes / size_of::<f32>();
+        if self.buffers.as_ref().is_none_or(|(src, _)| src.len() != len) {
+            self.buffers = None;
+            let stream = self.device.stream();
+            self.buffers = Some((stream.clone_htod(&vec![1.0_f32; len])?, stream.alloc_zeros(len)?));
+        }
+        Ok(())
+    }
+
+    /// Sums over a path: the median time, and that the result is right.
+    fn sum(&mut self, bytes: usize, iterations: u64, path: Path) -> Fallible<Value> {
+        self.prepare(bytes)?;
+        let (ring, buffers) = (self.ring.as_mut(), self.buffers.as_mut());
+        let (ring, (src, dst)) = ring.zip(buffers).ok_or("no group")?;
+        let mut times = Vec::new();
+        for _ in 0..iterations {
+            ring.all_gather(&[])?;
+            let begun = Instant::now();
+            ring.all_reduce_device(&[], src, dst, path)?;
+            self.device.stream().synchronize()?;
+            times.push(begun.elapsed().as_secs_f64());
+        }
+        let at = now();
+        check(&self.device, dst, ring.world_size())?;
+        Ok(json!({ "s": quantile(&mut times, 0.5), "at": at }))
+    }
+
+    /// The same sum by this layer and by NCCL alone, by turns: the two medians.
+    fn beside(&mut self, bytes: usize, iterations: u64) -> Fallible<Value> {
+        self.prepare(bytes)?;
+        let all = self.ring.as_mut().zip(self.bare.as_ref()).zip(self.buffers.as_mut());
+        let ((ring, bare), (src, dst)) = all.ok_or("no group, or no NCCL")?;
+        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+        for _ in 0..iterations {
+            ring.all_gather(&[])?;
+            let begun = Instant::now();
+            ring.all_reduce_device(&[], src, dst, Path::Nccl)?;
+            ours.push(begun.elapsed().as_secs_f64());
+            ring.all_gather(&[])?;
+            let begun = Instant::now();
+            bare.all_reduce(src, dst)?;
+            theirs.push(begun.elapsed().as_secs_f64());
+        }
+        check(&self.device, dst, ring.world_size())?;
+        Ok(json!({ "s": quantile(&mut ours, 0.5), "bare_s": quantile(&mut theirs, 0.5) }))
+    }
+
+    /// The host's ring on the host's memory.
+    fn host(&mut self, bytes: usize, iterations: u64) -> Fallible<Value> {
+        let ring = self.ring.as_mut().ok_or("no group")?;
+        let src = vec![1.0; bytes / size_of::<f32>()];
+        let mut dst = vec![0.0; src.len()];
+        let mut times = Vec::new();
+        for _ in 0..iterations {
+            ring.all_gather(&[])?;
+            let begun = Instant::now();
+            ring.all_reduce(&[], &src, &mut dst)?;
+            times.push(begun.elapsed().as_secs_f64());
+        }
+        Ok(json!({ "s": quantile(&mut times, 0.5) }))
+    }
+
+    /// Sums until the group ends, and says when that showed.
+    fn until_lost(&mut self, bytes: usize, path: Path) -> Fallible<Value> {
+        self.prepare(bytes)?;
+        let (ring, buffers) = (self.ring.as_mut(), self.buffers.as_mut());
+        let (ring, (src, dst)) = ring.zip(buffers).ok_or("no group")?;
+        loop {
+            match ring.all_reduce_device(&[], src, dst, path) {
+                Ok(_) => say(&json!({ "turn": now() })),
+                Err(error) => {
+                    let at = now();
+                    let abort_ms = ring.nccl_abort_took().map_or(0.0, |took| took.as_secs_f64() * 1e3);
+                    let source = self.device.stream().clone_dtoh(src)?;
+                    self.device.stream().synchronize()?;
+                    let is_intact = source.iter().all(|element| *element == 1.0);
+                    return Ok(json!({
+                        "lost": story(&error), "at": at, "abort_ms": abort_ms, "intact": is_intact,
+                    }));
+                }
+            }
+        }
+    }
+
+    /// Is in the group, and does not come to its operation.
+    fn stay_away(&mut self) -> Fallible<Value> {
+        let ring = self.ring.as_mut().ok_or("no group")?;
+        let error = ring.all_gather(&[]).err().ok_or("the others came")?;
+        Ok(json!({ "lost": story(&error) }))
+    }
+}
+
+/// Every element is the sum of all ranks' ones.
+fn check(device: &Device, dst: &CudaSlice<f32>, world: usize) -> Fallible<()> {
+    let sums = device.stream().clone_dtoh(dst)?;
+    device.stream().synchronize()?;
+    match sums.iter().position(|sum| *sum != world as f32) {
+        None => Ok(()),
+        Some(index) => Err(format!("element {index} is {}; expected {world}", sums[index]).into()),
+    }
+}
+
+fn story(error: &dyn std::error::Error) -> String {
+    let mut story = error.to_string();
+    let mut cause = error.source();
+    while let Some(deeper) = cause {
+        story += &format!(": {deeper}");
+        cause = deeper.source();
+    }
+    story
+}
+
+/// Who listens no more misses nothing.
+fn say(answer: &Value) {
+    let mut output = stdout().lock();
+    let _ = writeln!(output, "{answer}");
+    let _ = output.flush();
+}

@@ -1,0 +1,46 @@
+//! The drill of the ring of GPUs, on the stand-ins: all of it runs and says its figures.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::fs;
+use std::process::Command;
+
+use elasticdl_collective::stand_in;
+use serde_json::Value;
+
+fn drill(arguments: &[&str]) -> (bool, String, Value) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("figures.json");
+    let output = Command::new(env!("CARGO_BIN_EXE_gpu_drill"))
+        .arg("--stand-in")
+        .arg(stand_in::folder())
+        .args(["--bytes-max", "16384", "--bytes-lost", "1048576", "--effort-ms", "1"])
+        .arg("--json")
+        .arg(&file)
+        .args(arguments)
+        .output()
+        .unwrap();
+    let figures = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    (output.status.success(), String::from_utf8(output.stdout).unwrap(), figures)
+}
+
+#[test]
+fn the_drill_runs_through_and_says_what_it_has_measured() {
+    let (success, table, all) = drill(&[]);
+    assert!(success && all["failures"].as_object().unwrap().is_empty(), "{table}");
+    let figures = all["figures"].as_array().unwrap();
+    for phase in ["machine", "init", "nccl", "staged", "kill", "kill-host", "stop", "abandon"] {
+        assert!(figures.iter().any(|figure| figure["phase"] == phase), "{phase}: no figure\n{table}");
+    }
+    for figure in figures {
+        assert!(figure["value"].as_f64().unwrap() >= 0.0, "{figure}");
+        assert!(table.contains(figure["what"].as_str().unwrap()), "{figure} is not in the table:\n{table}");
+    }
+}
+
+#[test]
+fn what_there_is_no_time_for_is_said_to_be_left_out() {
+    let (success, table, all) = drill(&["--seconds", "0"]);
+    assert!(!success && all["figures"].as_array().unwrap().is_empty(), "{table}");
+    assert_eq!(all["failures"]["kill"], "left out: the time is up");
+}
