@@ -1,8 +1,8 @@
 //! A stand-in for `libcuda.so`: the calls of the CUDA driver that are made here, on the host's memory.
 //!
-//! Devices are numbers, memory is the host's, and what is enqueued on a stream is done by the call that enqueues it, after it has waited
-//! for what is before it. What takes time is only what another stand-in puts on a stream: it takes a ticket there and hands it in when it
-//! is done, and events and copies behind it wait.
+//! Devices are numbers, and memory is the host's. What is enqueued on a stream is done as late as can be: when somebody asks for it or
+//! waits. So what is read or written too early shows. Copies from and to memory of the host that is not page-locked are waited for, as the
+//! driver does. Another stand-in can put something on a stream that takes time: it takes a ticket, and hands it in when it is done.
 //!
 //! A module's image is the path of a shared library whose functions `void NAME(void **arguments, u64 threads)` do what all threads of
 //! the kernel NAME do; `nvrtc.rs` makes them.
@@ -10,103 +10,160 @@
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use std::cell::Cell;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::{Condvar, Mutex, OnceLock};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-/// What is on a stream: tickets that were taken and handed in, in order, and what it waits for besides.
-struct Stream {
-    state: Mutex<Lane>,
-    stirred: Condvar,
+/// All that is enqueued. One lock for all streams, as they wait for each other.
+struct Queues {
+    streams: BTreeMap<usize, Stream>,
+    /// Page-locked memory, by where it begins, and its length.
+    locked: BTreeMap<usize, usize>,
+    streams_ever: usize,
 }
 
 #[derive(Default)]
-struct Lane {
-    taken: u64,
+struct Stream {
+    queue: VecDeque<Work>,
+    /// How many pieces of work were enqueued, and how many done.
+    enqueued: u64,
     done: u64,
-    waits_for: Vec<Mark>,
 }
 
-/// The place on a stream that is reached when so many tickets are handed in.
+enum Work {
+    Copy {
+        src: usize,
+        dst: usize,
+        bytes: usize,
+    },
+    Fill {
+        dst: usize,
+        value: u8,
+        bytes: usize,
+    },
+    Free(usize),
+    /// Another stand-in's; whether it is handed in.
+    Ticket(bool),
+    WaitFor(Vec<Mark>),
+}
+
+/// The place on a stream at which so much of it is done.
 #[derive(Clone, Copy)]
 struct Mark {
-    stream: &'static Stream,
-    ticket: u64,
+    stream: usize,
+    done: u64,
 }
 
 /// What had to be done when it was recorded, and when that was.
+#[derive(Default)]
 struct Event {
-    marks: Mutex<Vec<Mark>>,
-    recorded: Mutex<Option<Instant>>,
+    mark: Option<Mark>,
+    recorded: Option<Instant>,
 }
 
-impl Stream {
-    const fn new() -> Self {
-        let lane = Lane { taken: 0, done: 0, waits_for: Vec::new() };
-        Self { state: Mutex::new(lane), stirred: Condvar::new() }
+static QUEUES: Mutex<Queues> =
+    Mutex::new(Queues { streams: BTreeMap::new(), locked: BTreeMap::new(), streams_ever: 8 });
+static STIRRED: Condvar = Condvar::new();
+
+fn queues() -> MutexGuard<'static, Queues> {
+    QUEUES.lock().unwrap()
+}
+
+impl Queues {
+    /// Puts work at the end, and says where that is.
+    fn push(&mut self, stream: *mut c_void, work: Work) -> Mark {
+        let stream = number(stream);
+        let queue = self.streams.entry(stream).or_default();
+        queue.queue.push_back(work);
+        queue.enqueued += 1;
+        Mark { stream, done: queue.enqueued }
     }
 
-    fn of(handle: *mut c_void) -> &'static Self {
-        static DEFAULT: Stream = Stream::new();
-        match handle.addr() {
-            0..=2 => &DEFAULT,
-            // Made by `cuStreamCreate`, and never freed.
-            _ => unsafe { &*handle.cast::<Self>() },
+    /// The place behind all that is on a stream.
+    fn end(&mut self, stream: *mut c_void) -> Mark {
+        let stream = number(stream);
+        Mark { stream, done: self.streams.entry(stream).or_default().enqueued }
+    }
+
+    /// Does what is before the mark, as far as it can be done now; whether that was all.
+    fn reach(&mut self, mark: Mark) -> bool {
+        loop {
+            let Some(stream) = self.streams.get_mut(&mark.stream) else { return true };
+            if stream.done >= mark.done {
+                return true;
+            }
+            match stream.queue.front().expect("what is not done is enqueued") {
+                Work::Ticket(false) => return false,
+                Work::WaitFor(marks) => {
+                    let marks = marks.clone();
+                    if !marks.into_iter().all(|mark| self.reach(mark)) {
+                        return false;
+                    }
+                }
+                _ => {}
+            }
+            let stream = self.streams.get_mut(&mark.stream).expect("it was just there");
+            stream.done += 1;
+            match stream.queue.pop_front().expect("it was just there") {
+                Work::Copy { src, dst, bytes } => unsafe {
+                    ptr::copy(at(src as u64).cast::<u8>(), at(dst as u64).cast::<u8>(), bytes);
+                },
+                Work::Fill { dst, value, bytes } => unsafe {
+                    ptr::write_bytes(at(dst as u64).cast::<u8>(), value, bytes);
+                },
+                Work::Free(memory) => unsafe { free(at(memory as u64)) },
+                Work::Ticket(_) | Work::WaitFor(_) => {}
+            }
         }
     }
 
-    /// All that has to be done before what is enqueued now.
-    fn marks(&'static self) -> Vec<Mark> {
-        let mut state = self.state.lock().unwrap();
-        state.waits_for.retain(|mark| !mark.is_reached());
-        let own = Mark { stream: self, ticket: state.taken };
-        state.waits_for.iter().copied().chain([own]).collect()
-    }
-
-    fn synchronize(&'static self) {
-        self.marks().iter().for_each(Mark::wait);
+    fn is_locked(&self, memory: usize) -> bool {
+        let before = self.locked.range(..=memory).next_back();
+        before.is_some_and(|(start, bytes)| memory < start + bytes)
     }
 }
 
-impl Mark {
-    fn is_reached(&self) -> bool {
-        // A stream that waits for itself waits for what was before, which is in its order anyway.
-        self.stream.state.try_lock().is_ok_and(|state| state.done >= self.ticket)
+/// Waits until the mark is reached.
+fn wait_for(mark: Mark) {
+    let mut queues = queues();
+    while !queues.reach(mark) {
+        queues = STIRRED.wait_timeout(queues, Duration::from_millis(1)).unwrap().0;
     }
+}
 
-    fn wait(&self) {
-        let mut state = self.stream.state.lock().unwrap();
-        while state.done < self.ticket {
-            state = self.stream.stirred.wait(state).unwrap();
-        }
-    }
+fn synchronize(stream: *mut c_void) {
+    let mark = queues().end(stream);
+    wait_for(mark);
+}
+
+/// A stream's number: its handle, or 0 for the default one's three names.
+fn number(stream: *mut c_void) -> usize {
+    if stream.addr() <= 2 { 0 } else { stream.addr() }
 }
 
 /// For other stand-ins: what is enqueued after this waits until [`standInDone`]. Returns the ticket.
 #[unsafe(no_mangle)]
 pub extern "C" fn standInTake(stream: *mut c_void) -> u64 {
-    let mut state = Stream::of(stream).state.lock().unwrap();
-    state.taken += 1;
-    state.taken
+    queues().push(stream, Work::Ticket(false)).done
 }
 
 /// Waits until it is a ticket's turn on its stream.
 #[unsafe(no_mangle)]
 pub extern "C" fn standInTurn(stream: *mut c_void, ticket: u64) {
-    let stream = Stream::of(stream);
-    let waits_for: Vec<Mark> = stream.state.lock().unwrap().waits_for.clone();
-    waits_for.iter().for_each(Mark::wait);
-    Mark { stream, ticket: ticket - 1 }.wait();
+    wait_for(Mark { stream: number(stream), done: ticket - 1 });
 }
 
-/// Hands a ticket in, and all before it.
+/// Hands a ticket in.
 #[unsafe(no_mangle)]
 pub extern "C" fn standInDone(stream: *mut c_void, ticket: u64) {
-    let stream = Stream::of(stream);
-    let mut state = stream.state.lock().unwrap();
-    state.done = state.done.max(ticket);
-    stream.stirred.notify_all();
+    let mut queues = queues();
+    if let Some(stream) = queues.streams.get_mut(&number(stream)) {
+        let index = (ticket - stream.done - 1) as usize;
+        stream.queue[index] = Work::Ticket(true);
+    }
+    STIRRED.notify_all();
 }
 
 #[unsafe(no_mangle)]
@@ -213,28 +270,35 @@ pub unsafe extern "C" fn cuStreamCreate(stream: *mut *mut c_void, _flags: c_uint
     if CURRENT.get().is_null() {
         return INVALID_CONTEXT;
     }
-    let made: &'static Stream = Box::leak(Box::new(Stream::new()));
-    unsafe { *stream = ptr::from_ref(made).cast_mut().cast() };
+    let mut queues = queues();
+    queues.streams_ever += 8;
+    unsafe { *stream = ptr::without_provenance_mut(queues.streams_ever) };
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamDestroy_v2(_stream: *mut c_void) -> c_int {
+pub extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> c_int {
+    let mut queues = queues();
+    let end = queues.end(stream);
+    if queues.reach(end) {
+        queues.streams.remove(&number(stream));
+    }
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> c_int {
-    Stream::of(stream).synchronize();
+    synchronize(stream);
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags: c_uint) -> c_int {
-    let stream = Stream::of(stream);
-    let marks = unsafe { &*event.cast::<Event>() }.marks.lock().unwrap().clone();
-    let others = marks.into_iter().filter(|mark| !ptr::eq(mark.stream, stream));
-    stream.state.lock().unwrap().waits_for.extend(others);
+    let Some(mark) = event_of(event).mark else { return SUCCESS };
+    // What is on the same stream comes before anyway.
+    if mark.stream != number(stream) {
+        queues().push(stream, Work::WaitFor(vec![mark]));
+    }
     SUCCESS
 }
 
@@ -243,42 +307,42 @@ pub unsafe extern "C" fn cuEventCreate(event: *mut *mut c_void, _flags: c_uint) 
     if CURRENT.get().is_null() {
         return INVALID_CONTEXT;
     }
-    let made = Box::new(Event { marks: Mutex::new(Vec::new()), recorded: Mutex::new(None) });
-    unsafe { *event = Box::into_raw(made).cast() };
+    unsafe { *event = Box::into_raw(Box::new(Mutex::new(Event::default()))).cast() };
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventDestroy_v2(event: *mut c_void) -> c_int {
-    drop(unsafe { Box::from_raw(event.cast::<Event>()) });
+    drop(unsafe { Box::from_raw(event.cast::<Mutex<Event>>()) });
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> c_int {
-    let event = unsafe { &*event.cast::<Event>() };
-    *event.marks.lock().unwrap() = Stream::of(stream).marks();
-    *event.recorded.lock().unwrap() = Some(Instant::now());
+    let mark = queues().end(stream);
+    *event_of(event) = Event { mark: Some(mark), recorded: Some(Instant::now()) };
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventQuery(event: *mut c_void) -> c_int {
-    let event = unsafe { &*event.cast::<Event>() };
-    if event.marks.lock().unwrap().iter().all(Mark::is_reached) { SUCCESS } else { NOT_READY }
+    let mark = event_of(event).mark;
+    let is_done = mark.is_none_or(|mark| queues().reach(mark));
+    if is_done { SUCCESS } else { NOT_READY }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventSynchronize(event: *mut c_void) -> c_int {
-    let marks = unsafe { &*event.cast::<Event>() }.marks.lock().unwrap().clone();
-    marks.iter().for_each(Mark::wait);
+    let mark = event_of(event).mark;
+    mark.into_iter().for_each(wait_for);
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventElapsedTime_v2(ms: *mut f32, start: *mut c_void, end: *mut c_void) -> c_int {
-    let at = |event: *mut c_void| *unsafe { &*event.cast::<Event>() }.recorded.lock().unwrap();
-    let (Some(start), Some(end)) = (at(start), at(end)) else { return INVALID_VALUE };
+    let (Some(start), Some(end)) = (event_of(start).recorded, event_of(end).recorded) else {
+        return INVALID_VALUE;
+    };
     let elapsed: Duration = end.saturating_duration_since(start);
     unsafe { *ms = elapsed.as_secs_f32() * 1e3 };
     SUCCESS
@@ -303,8 +367,8 @@ pub unsafe extern "C" fn cuMemAlloc_v2(memory: *mut u64, bytes: usize) -> c_int 
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemFreeAsync(memory: u64, _stream: *mut c_void) -> c_int {
-    unsafe { free(at(memory)) };
+pub unsafe extern "C" fn cuMemFreeAsync(memory: u64, stream: *mut c_void) -> c_int {
+    queues().push(stream, Work::Free(memory as usize));
     SUCCESS
 }
 
@@ -316,12 +380,15 @@ pub unsafe extern "C" fn cuMemFree_v2(memory: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, _flags: c_uint) -> c_int {
-    unsafe { *memory = aligned_alloc(4096, bytes.next_multiple_of(4096)) };
+    let made = unsafe { aligned_alloc(4096, bytes.next_multiple_of(4096)) };
+    queues().locked.insert(made.expose_provenance(), bytes);
+    unsafe { *memory = made };
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeHost(memory: *mut c_void) -> c_int {
+    queues().locked.remove(&memory.addr());
     unsafe { free(memory) };
     SUCCESS
 }
@@ -333,7 +400,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     bytes: usize,
     stream: *mut c_void,
 ) -> c_int {
-    unsafe { copy(at(dst), src, bytes, stream) }
+    copy(dst as usize, src.expose_provenance(), src.expose_provenance(), bytes, stream)
 }
 
 #[unsafe(no_mangle)]
@@ -343,7 +410,7 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     bytes: usize,
     stream: *mut c_void,
 ) -> c_int {
-    unsafe { copy(dst, at(src), bytes, stream) }
+    copy(dst.expose_provenance(), src as usize, dst.expose_provenance(), bytes, stream)
 }
 
 #[unsafe(no_mangle)]
@@ -353,14 +420,12 @@ pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(
     bytes: usize,
     stream: *mut c_void,
 ) -> c_int {
-    unsafe { copy(at(dst), at(src), bytes, stream) }
+    push(stream, Work::Copy { src: src as usize, dst: dst as usize, bytes })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemsetD8Async(dst: u64, value: u8, bytes: usize, stream: *mut c_void) -> c_int {
-    Stream::of(stream).synchronize();
-    unsafe { ptr::write_bytes(at(dst).cast::<u8>(), value, bytes) };
-    SUCCESS
+    push(stream, Work::Fill { dst: dst as usize, value, bytes })
 }
 
 #[unsafe(no_mangle)]
@@ -418,7 +483,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
     arguments: *mut *mut c_void,
     _extra: *mut *mut c_void,
 ) -> c_int {
-    Stream::of(stream).synchronize();
+    synchronize(stream);
     let threads = [grid_x, grid_y, grid_z, block_x, block_y, block_z].into_iter().map(u64::from).product();
     // SAFETY: what a module of this stand-in has is such functions.
     unsafe {
@@ -428,13 +493,25 @@ pub unsafe extern "C" fn cuLaunchKernel(
     SUCCESS
 }
 
-unsafe fn copy(dst: *mut c_void, src: *const c_void, bytes: usize, stream: *mut c_void) -> c_int {
+/// A copy between host and device, of which `host` is the host's side.
+fn copy(dst: usize, src: usize, host: usize, bytes: usize, stream: *mut c_void) -> c_int {
+    let code = push(stream, Work::Copy { src, dst, bytes });
+    if code == SUCCESS && !queues().is_locked(host) {
+        synchronize(stream);
+    }
+    code
+}
+
+fn push(stream: *mut c_void, work: Work) -> c_int {
     if CURRENT.get().is_null() {
         return INVALID_CONTEXT;
     }
-    Stream::of(stream).synchronize();
-    unsafe { ptr::copy(src.cast::<u8>(), dst.cast::<u8>(), bytes) };
+    queues().push(stream, work);
     SUCCESS
+}
+
+fn event_of<'a>(event: *mut c_void) -> MutexGuard<'a, Event> {
+    unsafe { &*event.cast::<Mutex<Event>>() }.lock().unwrap()
 }
 
 fn at(address: u64) -> *mut c_void {
