@@ -30,7 +30,7 @@ impl Launches {
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         match self {
             Self::Pods(pods) => pods.start(launch, index),
-            Self::Processes(processes) => processes.start(launch),
+            Self::Processes(processes) => processes.start(launch, index),
         }
     }
 

@@ -35,7 +35,7 @@ pub struct Launcher {
     pub program: PathBuf,
     /// Its arguments.
     pub args: Vec<OsString>,
-    /// Added to the master's own environment; `ELASTICDL_LAUNCH` is added to it for each launch.
+    /// Added to the master's own environment; `ELASTICDL_LAUNCH` and `ELASTICDL_INDEX` are added to it for each launch.
     pub env: Vec<(OsString, OsString)>,
     /// Folder of their logs.
     pub logs: PathBuf,
@@ -76,13 +76,14 @@ impl Launcher {
         Self { program, args, env, logs: dir.logs(), processes: dir.processes_path() }
     }
 
-    fn spawn(&self, launch: LaunchId) -> io::Result<Child> {
+    fn spawn(&self, launch: LaunchId, index: u32) -> io::Result<Child> {
         let log = File::create(jobdir::worker_log(&self.logs, launch))?;
         let mut command = Command::new(&self.program);
         command
             .args(&self.args)
             .envs(self.env.iter().map(|(name, value)| (name, value)))
             .env("ELASTICDL_LAUNCH", launch.0.to_string())
+            .env("ELASTICDL_INDEX", index.to_string())
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
@@ -109,15 +110,15 @@ impl Processes {
         Self { launcher, running: BTreeMap::new(), tasks: JoinSet::new() }
     }
 
-    /// Starts one. Never fails here: a process that can't be started ends at once, as [`Exit::NotStarted`].
-    pub(crate) fn start(&mut self, launch: LaunchId) {
+    /// Starts one, at the place `index` of the job's. Never fails here: a process that can't be started ends at once, as [`Exit::NotStarted`].
+    pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         let (kill, killed) = oneshot::channel();
         let launcher = self.launcher.clone();
         self.running.insert(launch, kill);
         self.tasks.spawn(async move {
             // Messages to workers that wait in the same turn go first: a fork is milliseconds.
             tokio::task::yield_now().await;
-            (launch, supervise(&launcher, launch, killed).await)
+            (launch, supervise(&launcher, (launch, index), killed).await)
         });
     }
 
@@ -159,8 +160,12 @@ impl Processes {
 }
 
 /// Runs one process to its end, which `killed` hastens.
-async fn supervise(launcher: &Launcher, launch: LaunchId, killed: oneshot::Receiver<()>) -> Exit {
-    let mut process = match launcher.spawn(launch) {
+async fn supervise(
+    launcher: &Launcher,
+    (launch, index): (LaunchId, u32),
+    killed: oneshot::Receiver<()>,
+) -> Exit {
+    let mut process = match launcher.spawn(launch, index) {
         Ok(child) => Process(child),
         Err(error) => return Exit::NotStarted(format!("{}: {error}", launcher.program.display())),
     };
@@ -335,7 +340,7 @@ mod tests {
                 logs: self.folder.path().into(),
                 processes: self.folder.path().join("processes"),
             });
-            processes.start(LAUNCH);
+            processes.start(LAUNCH, 3);
             processes
         }
 
@@ -375,8 +380,7 @@ mod tests {
     #[tokio::test]
     async fn a_process_gets_its_environment_and_writes_to_its_log() {
         let shell = Shell::new();
-        let script =
-            "echo launch $ELASTICDL_LAUNCH in $PIPE with $RAYON_NUM_THREADS; read x; echo said $x >&2";
+        let script = "echo launch $ELASTICDL_LAUNCH at $ELASTICDL_INDEX in $PIPE with $RAYON_NUM_THREADS; read x; echo said $x >&2";
         assert_eq!(shell.start(script).next_ended().await.1, Exit::Code(0));
         let threads = std::env::var(RAYON_THREADS).unwrap_or_else(|_| "1".into());
         let expected = format!("launch 4 in {} with {threads}\nsaid\n", shell.pipe().display());

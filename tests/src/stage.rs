@@ -1,6 +1,7 @@
 //! Jobs of the counting model, to be disturbed.
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 
 use rand::seq::IteratorRandom;
 use tempfile::TempDir;
@@ -33,6 +34,8 @@ pub struct Stage {
     pub global_batch_size: u64,
     /// Generous, so that a busy machine takes nobody out whom the test did not stop.
     pub worker_timeout: &'static str,
+    /// Where the libraries of the GPUs are that workers compute on.
+    pub gpu: Option<&'static Path>,
     /// Whether the master's kills reach only what starts a worker, as where it is on another machine.
     pub out_of_reach: bool,
 }
@@ -54,6 +57,7 @@ impl Stage {
             parameters: 0,
             global_batch_size: 48,
             worker_timeout: "10s",
+            gpu: None,
             out_of_reach: false,
         }
     }
@@ -79,6 +83,11 @@ impl Stage {
         ] {
             program.extend([name.into(), value.to_string().into()]);
         }
+        let mut starter: Vec<OsString> = Vec::new();
+        if let Some(libraries) = self.gpu {
+            program.push("--gpu".into());
+            starter.extend(["env".into(), concat("LD_LIBRARY_PATH=", libraries)]);
+        }
         Command::new(self.programs.elasticdl, self.folder.path().join("job"), program)
             .option("training-data", self.folder.path().join("data"))
             .option("num-epochs", EPOCHS.to_string())
@@ -86,6 +95,7 @@ impl Stage {
             .option("global-batch-size", self.global_batch_size.to_string())
             .option("seed", seed.to_string())
             .option("worker-timeout", self.worker_timeout)
+            .started_by(starter)
     }
 
     /// Starts it, and waits until it trains.
@@ -112,6 +122,12 @@ impl Ended {
     pub fn assert_exact(&self, context: &str) {
         self.assert_exactly_once(context, RECORDS, EPOCHS);
     }
+}
+
+fn concat(name: &str, value: &Path) -> OsString {
+    let mut whole = OsString::from(name);
+    whole.push(value);
+    whole
 }
 
 const RECORDS: u64 = 6000;

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::{counting_reader, numbers};
+use elasticdl_worker::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use elasticdl_worker::readers::FixedRecords;
-use elasticdl_worker::{Metrics, Model, Predictions, Update, UserError};
+use elasticdl_worker::{Metrics, Model, Optimizer, Predictions, Update, UserError};
 
 /// Counts records.
 #[derive(Parser)]
@@ -47,6 +48,11 @@ struct Counting {
     /// Ends the process at this record, without a word.
     #[arg(long)]
     exit_at: Option<u64>,
+    /// Keeps parameters and gradients on a GPU.
+    #[arg(long)]
+    gpu: bool,
+    #[arg(skip)]
+    device: Option<Device>,
     #[arg(skip)]
     has_computed: bool,
     #[arg(skip)]
@@ -133,6 +139,10 @@ impl Model for Counting {
         Ok(batch.len() as f64)
     }
 
+    fn device(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<u64>>> {
+        self.device.is_some().then_some(self as _)
+    }
+
     fn predict(&mut self, parameters: &[f32], batch: Vec<u64>) -> Result<Predictions, UserError> {
         self.look_at(&batch)?;
         let records = batch.iter().map(|&record| record as i64).collect();
@@ -192,6 +202,58 @@ impl Model for Counting {
     }
 }
 
+/// The same sums, of numbers that are counted on the host.
+impl DeviceModel for Counting {
+    type Batch = Vec<u64>;
+
+    fn device(&self) -> &Device {
+        self.device.as_ref().expect("it is only asked for where there is one")
+    }
+
+    fn gradients(
+        &mut self,
+        _parameters: &CudaSlice<f32>,
+        batch: Vec<u64>,
+        gradients: &mut DeviceGradients<'_>,
+    ) -> Result<f64, UserError> {
+        let mut counts = vec![0.0; gradients.sum.len()];
+        let loss = Model::gradients(self, &[], batch, &mut counts)?;
+        let counts = gradients.sum.stream().clone_htod(&counts)?;
+        gradients.add(0..counts.len(), &counts.as_view())?;
+        Ok(loss)
+    }
+
+    fn evaluate(
+        &mut self,
+        parameters: &CudaSlice<f32>,
+        batch: Vec<u64>,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        let parameters = parameters.stream().clone_dtoh(parameters)?;
+        Model::evaluate(self, &parameters, batch, metrics)
+    }
+
+    fn update(&mut self, update: DeviceUpdate<'_>, _optimizer: &Optimizer) -> Result<(), UserError> {
+        let (stream, records) = (update.sum.stream().clone(), update.records);
+        let mut parameters = stream.clone_dtoh(update.parameters)?;
+        let sum = stream.clone_dtoh(update.sum)?;
+        let (step, slots) = (update.step, &mut [][..]);
+        Model::update(self, Update { step, records, sum: &sum, parameters: &mut parameters, slots })?;
+        Ok(stream.memcpy_htod(&parameters, update.parameters)?)
+    }
+}
+
+#[expect(clippy::print_stderr, reason = "it is a program")]
 fn main() -> ExitCode {
-    elasticdl_worker::run(Counting::parse())
+    let mut model = Counting::parse();
+    if model.gpu {
+        match device::open() {
+            Ok(device) => model.device = Some(device),
+            Err(error) => {
+                eprintln!("{error}");
+                return ExitCode::from(2);
+            }
+        }
+    }
+    elasticdl_worker::run(model)
 }

@@ -23,6 +23,23 @@ mod state;
 pub(crate) use kernels::Kernels;
 pub(crate) use state::DeviceState;
 
+/// Opens the GPU for this worker. Workers on one machine that see the same GPUs take them in turn.
+///
+/// # Errors
+/// [`DeviceError`], if there is none, or no driver.
+pub fn open() -> Result<Device, DeviceError> {
+    Device::open(ordinal()?)
+}
+
+/// The number of the GPU for this worker, among those that it sees.
+///
+/// # Errors
+/// As for [`open`].
+pub fn ordinal() -> Result<usize, DeviceError> {
+    let index = std::env::var("ELASTICDL_INDEX").ok().and_then(|index| index.parse::<usize>().ok());
+    Ok(index.unwrap_or(0) % Device::count()?.max(1))
+}
+
 /// What a [`Model`](crate::Model) that computes on a GPU fills in beside it. All workers of a job have one, or none.
 ///
 /// Slices are flat, as those of `Model`, and in the memory of [`device`](Self::device). What is enqueued on its stream comes after
