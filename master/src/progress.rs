@@ -222,6 +222,7 @@ mod tests {
             waiting: Vec::new(),
             rungs: Vec::new(),
             checkpoints: None,
+            sums_over: None,
             evaluated: None,
             workers: vec![worker(1, Some(0)), worker(2, Some(1)), worker(3, None)],
             shards: None,

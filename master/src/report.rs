@@ -199,6 +199,7 @@ mod tests {
             memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
             loss: LossSummary { first: Some(2.0), last: Some(0.5) },
             throughput: ThroughputSummary { records_per_s: 250.0, steps_per_s: 66.6 },
+            sums_over: None,
             evaluations: Some(EvaluationsSummary {
                 all: vec![Evaluated { step: 90, records: 5, metrics: [("loss".into(), Some(0.75))].into() }],
                 best: Some(BestEvaluation { step: 40, metric: "loss".into(), value: 0.5 }),

@@ -36,6 +36,8 @@ pub struct Stage {
     pub worker_timeout: &'static str,
     /// Where the libraries of the GPUs are that workers compute on.
     pub gpu: Option<&'static Path>,
+    /// Variables of the environment that all processes get.
+    pub variables: Vec<(&'static str, OsString)>,
     /// Whether the master's kills reach only what starts a worker, as where it is on another machine.
     pub out_of_reach: bool,
 }
@@ -58,6 +60,7 @@ impl Stage {
             global_batch_size: 48,
             worker_timeout: "10s",
             gpu: None,
+            variables: Vec::new(),
             out_of_reach: false,
         }
     }
@@ -83,10 +86,15 @@ impl Stage {
         ] {
             program.extend([name.into(), value.to_string().into()]);
         }
-        let mut starter: Vec<OsString> = Vec::new();
+        let mut variables = self.variables.clone();
         if let Some(libraries) = self.gpu {
             program.push("--gpu".into());
-            starter.extend(["env".into(), concat("LD_LIBRARY_PATH=", libraries)]);
+            variables.push(("LD_LIBRARY_PATH", libraries.into()));
+        }
+        let mut starter: Vec<OsString> = Vec::new();
+        if !variables.is_empty() {
+            starter.push("env".into());
+            starter.extend(variables.iter().map(|(name, value)| concat(name, value)));
         }
         Command::new(self.programs.elasticdl, self.folder.path().join("job"), program)
             .option("training-data", self.folder.path().join("data"))
@@ -124,8 +132,9 @@ impl Ended {
     }
 }
 
-fn concat(name: &str, value: &Path) -> OsString {
-    let mut whole = OsString::from(name);
+/// `name=value`
+fn concat(name: &str, value: &OsString) -> OsString {
+    let mut whole = OsString::from(format!("{name}="));
     whole.push(value);
     whole
 }

@@ -4,10 +4,11 @@
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
+use std::ffi::OsString;
 use std::time::Duration;
 
 use elasticdl_collective::stand_in;
-use elasticdl_tests::{Programs, Stage, send};
+use elasticdl_tests::{Command, Programs, Stage, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -17,11 +18,25 @@ const PROGRAMS: Programs = Programs {
     counting: env!("CARGO_BIN_EXE_counting"),
 };
 
+fn stage(num_workers: u32) -> Stage {
+    Stage { gpu: Some(stand_in::folder()), ..Stage::new(PROGRAMS, num_workers) }
+}
+
+fn with(name: &'static str, value: impl Into<OsString>, stage: Stage) -> Stage {
+    Stage { variables: vec![(name, value.into())], ..stage }
+}
+
+/// What an undisturbed job says that its gradients were summed over.
+fn sums_over(stage: &Stage) -> String {
+    let ended = stage.command(0).run();
+    ended.assert_exact("undisturbed");
+    ended.summary["sums_over"].as_str().unwrap_or_default().to_owned()
+}
+
 #[test]
 fn records_are_counted_exactly_once_on_gpus_under_kills_and_joins() {
     for seed in 0..3 {
-        let stage = Stage { gpu: Some(stand_in::folder()), ..Stage::new(PROGRAMS, 3) };
-        let mut job = stage.start(seed);
+        let mut job = stage(3).start(seed);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut kills = 0;
         while job.is_running() {
@@ -35,4 +50,62 @@ fn records_are_counted_exactly_once_on_gpus_under_kills_and_joins() {
         ended.assert_exact(&format!("seed {seed}, {kills} kills"));
         assert!(kills > 1, "seed {seed}: too fast to be disturbed");
     }
+}
+
+#[test]
+fn a_group_goes_over_to_nccl_once_all_have_it_and_again_after_a_loss() {
+    let mut job = stage(3).start(1);
+    let is_on_nccl = |status: &serde_json::Value| {
+        status["sums_over"].as_str().is_some_and(|what| what.starts_with("NCCL 2.28"))
+    };
+    job.wait_for("NCCL", is_on_nccl);
+    let (_, pid) = job.workers().into_iter().next_back().unwrap();
+    send(pid, Signal::KILL);
+    job.wait_for("a group without it, and one with another", |status| {
+        status["memberships"].as_array().is_some_and(|all| all.len() > 2)
+    });
+    job.wait_for("NCCL in the new group", is_on_nccl);
+    job.wait().assert_exact("after a kill on NCCL");
+}
+
+#[test]
+fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_says_why() {
+    let what = sums_over(&with("ELASTICDL_NCCL", "off", stage(2)));
+    assert!(what.contains("by way of the hosts' memory") && what.contains("ELASTICDL_NCCL is off"), "{what}");
+    let what = sums_over(&with("ELASTICDL_NCCL", "/nowhere/libnccl.so", stage(2)));
+    assert!(what.contains("/nowhere/libnccl.so can't be loaded"), "{what}");
+    let what = sums_over(&with("ELASTICDL_NCCL", stand_in::nccl_with("old"), stage(2)));
+    assert!(what.contains("too old"), "{what}");
+    let what = sums_over(&with("STAND_IN_DEVICES", "1", stage(2)));
+    assert!(what.contains("ranks 0 and 1 share a GPU"), "{what}");
+}
+
+#[test]
+fn where_nccl_fails_the_job_goes_on_without_and_gives_it_up() {
+    let what = sums_over(&with("ELASTICDL_NCCL", stand_in::nccl_with("init_fails"), stage(2)));
+    assert!(what.contains("NCCL failed"), "{what}");
+    let what = sums_over(&with("ELASTICDL_NCCL", stand_in::nccl_with("init_hangs"), stage(2)));
+    assert!(what.contains("NCCL is being built"), "{what}");
+    for fault in ["op_fails", "async_error"] {
+        let what = sums_over(&with("ELASTICDL_NCCL", stand_in::nccl_with(fault), stage(2)));
+        assert!(what.contains("NCCL is given up, it failed in 3 generations"), "{fault}: {what}");
+    }
+}
+
+#[test]
+fn a_worker_without_a_gpu_is_none_for_a_group_on_gpus() {
+    let stage = stage(2);
+    let program = format!(
+        "[ $ELASTICDL_INDEX = 1 ] || gpu=--gpu; exec {} --records 6000 --micros-per-record 400 $gpu",
+        PROGRAMS.counting
+    );
+    let ended =
+        Command::new(PROGRAMS.elasticdl, stage.folder.path().join("job"), ["/bin/sh", "-c", &program])
+            .option("training-data", stage.folder.path().join("data"))
+            .option("num-workers", "2")
+            .option("max-worker-restarts", "0")
+            .started_by(["env".to_owned(), format!("LD_LIBRARY_PATH={}", stand_in::folder().display())])
+            .run();
+    let error = ended.summary["error"].as_str().unwrap_or_default().to_owned();
+    assert!(error.contains("all must compute on the same kind of device"), "{error}\n{}", ended.output);
 }

@@ -43,6 +43,11 @@ pub(crate) enum ToMaster {
         parameters: u64,
     },
     Report(Report),
+    /// In words; from the lowest rank, when it changes.
+    SumsOver {
+        generation: Generation,
+        what: String,
+    },
     Resumed {
         generation: Generation,
         step: u64,

@@ -39,6 +39,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     ring: Option<Ring>,
     /// Whether this worker would use NCCL.
     nccl: NcclPolicy,
+    /// What the master was told that sums go over.
+    sums_over: Option<String>,
     /// Newcomers that get the state from here.
     donor: Donor,
     checkpoints: Checkpointing,
@@ -89,7 +91,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         (inbox, outbox): (&'a Receiver<FromMaster>, Outbox),
     ) -> Self {
         let nccl = match &tensors {
-            Tensors::Device(_) => NcclPolicy::auto(),
+            Tensors::Device(_) => nccl_policy(),
             Tensors::Host(_) => NcclPolicy::Off("it computes on the CPU".into()),
         };
         Self {
@@ -103,6 +105,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             endpoint,
             ring: None,
             nccl,
+            sums_over: None,
             donor: Donor::new(patience),
             checkpoints,
             validation,
@@ -166,6 +169,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 self.session.handle_membership(membership);
             }
             FromMaster::Reconnected => {
+                self.sums_over = None;
                 self.session.reconnected();
                 self.send_reports();
             }
@@ -377,6 +381,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let started = Instant::now();
         let headers = self.tensors.sum(ring, &mine, path).map_err(Stopped::Broken)?;
         self.session.reduced(started.elapsed());
+        self.tell_sums_over(path);
         let headers: Vec<StepHeader> = decode_all(headers)?;
         self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
         // The commit may end this group.
@@ -531,7 +536,7 @@ mod gpu;
 
 pub(crate) use self::checkpoints::Checkpointing;
 pub(crate) use self::evaluation::Validation;
-use self::gpu::device_of;
+use self::gpu::{device_of, nccl_policy};
 
 /// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays nobody; a peer that
 /// finishes its step first does. The master ends the wait for peers that never come.

@@ -63,6 +63,7 @@ JSON (names are stable; null for what is not there or not known yet):
                         compute_us: in the model's code, last reported step; straggler: the median
                         of the last 7 such steps is over 1.5 times the members' median and over
                         5 ms more
+  sums_over             what gradients are summed over, in words
   evaluated             {step, records, metrics: {name: mean}} of the newest evaluation; or null
   checkpoints           {dir, newest: {step, name, bytes}, saved, failed, error}; null where none
                         are kept; error: why the last one could not be written

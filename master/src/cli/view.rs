@@ -31,6 +31,8 @@ pub(super) struct StatusJson {
     #[serde(default)]
     pub(super) rungs: Vec<RungJson>,
     #[serde(default)]
+    pub(super) sums_over: Option<String>,
+    #[serde(default)]
     pub(super) evaluated: Option<Evaluated>,
     #[serde(default)]
     pub(super) checkpoints: Option<CheckpointsJson>,
@@ -118,6 +120,7 @@ impl From<v1::StatusReply> for StatusJson {
             workers: status.workers.into_iter().map(WorkerJson::from).collect(),
             waiting: status.waiting.into_iter().map(LaunchJson::from).collect(),
             rungs: status.rungs.into_iter().map(RungJson::from).collect(),
+            sums_over: status.sums_over,
             evaluated: status.evaluated.map(|v1::Evaluated { step, records, metrics }| Evaluated {
                 step,
                 records,
@@ -215,6 +218,9 @@ pub(super) fn to_table(status: &StatusJson) -> String {
         row("loss", &format!("{loss:.4}"));
     }
     row("speed", &format!("{} records/s", short(status.records_per_s)));
+    if let Some(sums_over) = &status.sums_over {
+        row("sums over", &one_line(sums_over));
+    }
     row("generation", &status.generation.to_string());
     row("workers", &format!("{} wanted", status.workers_wanted));
     if !status.workers.is_empty() {
@@ -337,6 +343,7 @@ pub(super) mod tests {
                 v1::RungStatus { class: "elasticdl-core".into(), launches: 2, workers: 2 },
                 v1::RungStatus { class: "elasticdl-rung-1".into(), launches: 1, workers: 0 },
             ],
+            sums_over: Some("TCP".into()),
             evaluated: Some(v1::Evaluated {
                 step: 9,
                 records: 50,
@@ -363,6 +370,7 @@ step         10
 records      640 of 1920
 loss         0.2500
 speed        20.0 k records/s
+sums over    TCP
 generation   2
 workers      2 wanted
              worker       pid  rank  state           step   ms/step  records leased
@@ -431,6 +439,7 @@ events       generation 2: 1 worker
                 {"class": "elasticdl-core", "launches": 2, "workers": 2},
                 {"class": "elasticdl-rung-1", "launches": 1, "workers": 0},
             ],
+            "sums_over": "TCP",
             "evaluated": {"step": 9, "records": 50, "metrics": {"accuracy": 0.75, "loss": 0.5}},
             "checkpoints": {
                 "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400}, "saved": 2, "failed": 1,

@@ -194,6 +194,13 @@ pub enum FromWorker {
         /// Its leases, as far as no step that it has committed contains them.
         ranges: Vec<RecordRange>,
     },
+    /// What the group sums its gradients over, in words (from its lowest rank).
+    SumsOver {
+        /// The group's generation.
+        generation: Generation,
+        /// `TCP`, for example.
+        what: String,
+    },
     /// It wants more records of an epoch; open until filled or the epoch is complete.
     LeaseRequest {
         /// The epoch.

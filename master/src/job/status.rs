@@ -50,6 +50,8 @@ pub struct Status {
     pub waiting: Vec<LaunchStatus>,
     /// How the launches that stay are spread over priority classes, from the lowest place up; empty where there are none.
     pub rungs: Vec<RungStatus>,
+    /// What gradients are summed over, in words; `None` before the first step.
+    pub sums_over: Option<String>,
     /// The newest evaluation.
     pub evaluated: Option<Evaluated>,
     /// Where the job has to do with checkpoints.
@@ -160,6 +162,7 @@ impl Job {
             workers,
             waiting: self.waiting(),
             rungs: self.rungs(),
+            sums_over: self.story.sums_over.clone(),
             evaluated: self.story.evaluations.all.last().cloned(),
             checkpoints: self.checkpoints(),
             events: self.story.events(),

@@ -43,6 +43,8 @@ pub(super) struct Story {
     pub(super) restarts: u64,
     /// Why the job failed or was refused.
     pub(super) error: Option<String>,
+    /// What gradients are summed over.
+    pub(super) sums_over: Option<String>,
     /// What this master has counted.
     pub(super) tally: Tally,
     pub(super) checkpoints: CheckpointsSummary,

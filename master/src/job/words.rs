@@ -47,6 +47,7 @@ impl Job {
             FromWorker::Leaving => self.on_leaving(now, worker),
             FromWorker::Primed { .. } => self.on_primed(now, worker),
             FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
+            FromWorker::SumsOver { generation, what } => self.on_sums_over(worker, generation, &what),
             FromWorker::Resumed { generation, step, phases } => {
                 self.on_resumed(now, worker, generation, step, phases)
             }
@@ -225,6 +226,14 @@ impl Job {
         self.fill_all();
         if self.story.is_late(now) {
             self.say_recovered();
+        }
+    }
+
+    fn on_sums_over(&mut self, worker: WorkerId, generation: Generation, what: &str) {
+        let what = clip(what);
+        if self.speaks_for_group(worker, generation) && self.story.sums_over.as_deref() != Some(what) {
+            self.story.sums_over = Some(what.to_owned());
+            self.say(format!("generation {generation}: gradients are summed over {what}"));
         }
     }
 

@@ -95,6 +95,10 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             epoch: epoch("lease_request.epoch", request.epoch)?,
             records: within("lease_request.records", request.records, 1, DATASET_RECORDS_MAX)?,
         },
+        Kind::SumsOver(sums) => FromWorker::SumsOver {
+            generation: generation("sums_over.generation", sums.generation)?,
+            what: clip(sums.what, ERROR_BYTES_MAX),
+        },
         Kind::Evaluated(report) => FromWorker::Evaluated(evaluated(report)?),
         Kind::Formed(formed) => FromWorker::Formed {
             generation: generation("formed.generation", formed.generation)?,
@@ -233,6 +237,7 @@ pub(crate) fn status_reply(status: job::Status) -> v1::StatusReply {
         shards: status.shards.map(to_counts),
         memberships: status.memberships.into_iter().map(to_membership_record).collect(),
         events_said: status.events_said,
+        sums_over: status.sums_over,
         evaluated: status.evaluated.map(to_evaluated),
         checkpoints: status.checkpoints.filter(|known| known.dir.is_some()).map(to_checkpoint_status),
     }

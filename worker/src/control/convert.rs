@@ -123,6 +123,9 @@ pub(super) fn encode(message: ToMaster) -> v1::worker_message::Kind {
         ToMaster::Finished(finished) => Kind::Finished(encode_finished(finished)),
         ToMaster::Ready { parameters } => Kind::Ready(v1::Ready { parameters }),
         ToMaster::Report(report) => encode_report(report),
+        ToMaster::SumsOver { generation, what } => {
+            Kind::SumsOver(v1::SumsOver { generation: generation.0, what })
+        }
         ToMaster::Resumed { generation, step, phases } => Kind::Resumed(v1::Resumed {
             generation: generation.0,
             step,

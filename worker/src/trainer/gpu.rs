@@ -1,13 +1,14 @@
 //! What the trainer does with a GPU: builds NCCL beside the steps, and says what became of it.
 
-use elasticdl_collective::CollectiveError;
-use elasticdl_collective::device::{DeviceError, Path};
+use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
+use elasticdl_collective::{CollectiveError, Communicator as _};
 
 use super::{Stopped, Trainer, ring};
-use crate::core::swap::{self, Build};
+use crate::core::swap::{self, Build, Obstacle};
 use crate::device::DeviceModel;
 use crate::failure::Failure;
+use crate::messages::ToMaster;
 use crate::model::{Model, UserError};
 use crate::ring::Ring;
 
@@ -37,6 +38,16 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
+    /// Has the master know what the step's sum went over, if it was something else the last time.
+    pub(super) fn tell_sums_over(&mut self, path: Path) {
+        let (Some((generation, 0)), Some(ring)) = (self.session.place(), &self.ring) else { return };
+        let what = sums_over(ring, path, self.session.nccl_obstacle(), &self.nccl);
+        if self.sums_over.as_ref() != Some(&what) {
+            self.sums_over = Some(what.clone());
+            self.outbox.send(ToMaster::SumsOver { generation, what });
+        }
+    }
+
     /// Tells what has failed with the links, or on the GPU: what NCCL does, the host ring can do, but without a GPU this worker can't
     /// go on.
     pub(super) fn judge(&mut self, error: CollectiveError) -> Result<CollectiveError, Failure> {
@@ -51,6 +62,37 @@ impl<M: Model> Trainer<'_, M> {
             error => Ok(error),
         }
     }
+}
+
+/// NCCL where it is found, unless the user has another word: `off`, or a file.
+pub(super) fn nccl_policy() -> NcclPolicy {
+    match std::env::var_os("ELASTICDL_NCCL") {
+        None => NcclPolicy::auto(),
+        Some(word) if word == "off" => NcclPolicy::Off("ELASTICDL_NCCL is off".into()),
+        Some(file) => NcclPolicy::from_file(std::path::Path::new(&file)),
+    }
+}
+
+/// What a step's sum went over, in words.
+fn sums_over(ring: &Ring, path: Path, obstacle: Option<Obstacle>, policy: &NcclPolicy) -> String {
+    if ring.world_size() == 1 {
+        return "nothing, there is one worker".into();
+    }
+    let host = if ring.host().shares_memory() { "shared memory" } else { "TCP" };
+    let Ring::Device(ring) = ring else { return host.into() };
+    let why = match (path, policy, obstacle, ring.nccl_state()) {
+        (Path::Nccl, NcclPolicy::On(library, _), ..) => {
+            let version = library.version();
+            return format!("NCCL {}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
+        }
+        (.., Some(Obstacle::GivenUp(times)), _) => {
+            format!("NCCL is given up, it failed in {times} generations")
+        }
+        (.., NcclState::Failed(reason)) => format!("NCCL failed: {reason}"),
+        (.., NcclState::Absent(reason)) => format!("no NCCL: {reason}"),
+        (.., NcclState::Building | NcclState::Ready) => "NCCL is being built".into(),
+    };
+    format!("{host}, from GPUs by way of the hosts' memory; {why}")
 }
 
 /// The model on the GPU that it said it computes on.

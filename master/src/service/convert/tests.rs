@@ -83,6 +83,10 @@ fn every_message_keeps_every_field() {
             FromWorker::Formed { generation, step: 0, ledger: report() },
         ),
         (
+            Kind::SumsOver(v1::SumsOver { generation: 4, what: "TCP".into() }),
+            FromWorker::SumsOver { generation, what: "TCP".into() },
+        ),
+        (
             Kind::Committed(commit()),
             FromWorker::Committed(Committed {
                 generation,
@@ -221,6 +225,7 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: None }), "resumed.phases"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: Some(slow) }), "phases.state_us"),
         (Kind::Broken(v1::Broken::default()), "broken.generation"),
+        (Kind::SumsOver(v1::SumsOver::default()), "sums_over.generation"),
         (Kind::Heartbeat(v1::Heartbeat { stall: Some(v1::Stall::default()) }), "stall.generation"),
         (Kind::Finished(v1::Finished { ledger: None, ..end() }), "finished.ledger"),
         (Kind::Finished(v1::Finished { step: u64::MAX, ..end() }), "finished.step"),
@@ -376,6 +381,7 @@ fn a_status_keeps_every_field() {
             waits_for: Some("full".into()),
         }],
         rungs: vec![job::RungStatus { class: "core".into(), launches: 3, workers: 2 }],
+        sums_over: Some("TCP".into()),
         evaluated: Some(Evaluated { step: 40, records: 5, metrics: [("loss".into(), Some(0.5))].into() }),
         checkpoints: Some(job::CheckpointsSummary {
             dir: Some("/c".into()),
@@ -445,6 +451,7 @@ fn a_status_keeps_every_field() {
         shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
         memberships: vec![record.clone(), v1::MembershipRecord { generation: 4, phases: None, ..record }],
         events_said: 30,
+        sums_over: Some("TCP".into()),
         evaluated: Some(v1::Evaluated { step: 40, records: 5, metrics: [("loss".into(), 0.5)].into() }),
         checkpoints: Some(v1::CheckpointStatus {
             dir: "/c".into(),
