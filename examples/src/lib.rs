@@ -1,3 +1,4 @@
 //! What the example models share.
 
+mod composed;
 pub mod ops;

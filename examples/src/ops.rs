@@ -1,8 +1,10 @@
 //! Operations that candle would make of many small ones: here each is one pass forward and one pass back.
 //!
-//! All work on contiguous `f32` tensors on the CPU, along the last dimension.
+//! All work on contiguous `f32` tensors, along the last dimension. Those on a GPU go through candle's own operations.
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+
+use crate::composed;
 
 /// Softmax over the first `i + 1` elements of row `i` of each square matrix, and 0 for the others: attention
 /// that sees no later position.
@@ -16,7 +18,10 @@ pub fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
     if dims.len() < 2 || dims[dims.len() - 1] != dims[dims.len() - 2] {
         bail!("causal_softmax: {dims:?} where square matrices should be");
     }
-    scores.apply_op1(CausalSoftmax)
+    match scores.device().is_cpu() {
+        true => scores.apply_op1(CausalSoftmax),
+        false => composed::causal_softmax(scores),
+    }
 }
 
 /// For each row of `logits` the negative logarithm of the probability that their softmax gives the row's
@@ -30,7 +35,10 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if logits.rank() != 2 || targets.dims() != [logits.dims()[0]] {
         bail!("cross_entropy: logits {:?} and targets {:?}", logits.dims(), targets.dims());
     }
-    logits.apply_op2(targets, CrossEntropy)
+    match logits.device().is_cpu() {
+        true => logits.apply_op2(targets, CrossEntropy),
+        false => composed::cross_entropy(logits, targets),
+    }
 }
 
 /// Scales each row to a mean square of 1.
@@ -40,7 +48,10 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// If `rows` is not what is described.
 pub fn rms_norm(rows: &Tensor) -> Result<Tensor> {
-    rows.apply_op1(RmsNorm)
+    match rows.device().is_cpu() {
+        true => rows.apply_op1(RmsNorm),
+        false => composed::rms_norm(rows),
+    }
 }
 
 struct CausalSoftmax;
@@ -319,33 +330,41 @@ mod tests {
         let n = 5;
         let mask: Vec<f32> = (0..n * n).map(|i| if i % n > i / n { -1e9 } else { 0.0 }).collect();
         let mask = Tensor::from_vec(mask, (n, n), &Device::Cpu).unwrap();
-        equal(&[2, 3, n, n], causal_softmax, |x| plain_softmax(&x.broadcast_add(&mask)?));
+        for op in [causal_softmax, composed::causal_softmax] {
+            equal(&[2, 3, n, n], op, |x| plain_softmax(&x.broadcast_add(&mask)?));
+        }
     }
 
     #[test]
     fn cross_entropy_equals_the_logarithm_of_the_softmax() {
         let targets = Tensor::new(&[2u32, 0, 8, 3], &Device::Cpu).unwrap();
-        let composed = |x: &Tensor| {
+        let of_the_softmax = |x: &Tensor| {
             let chosen = plain_softmax(x)?.gather(&targets.unsqueeze(1)?, 1)?;
             chosen.squeeze(1)?.log()?.neg()
         };
-        equal(&[4, 9], |x| cross_entropy(x, &targets), composed);
+        for op in [cross_entropy, composed::cross_entropy] {
+            equal(&[4, 9], |x| op(x, &targets), &of_the_softmax);
+        }
     }
 
     #[test]
     fn rms_norm_equals_the_composed_one() {
-        let composed = |x: &Tensor| {
+        let by_the_mean_square = |x: &Tensor| {
             let mean = x.sqr()?.mean_keepdim(D::Minus1)?;
             x.broadcast_div(&(mean + 1e-6)?.sqrt()?)
         };
-        equal(&[3, 2, 19], rms_norm, composed);
+        for op in [rms_norm, composed::rms_norm] {
+            equal(&[3, 2, 19], op, &by_the_mean_square);
+        }
     }
 
     #[test]
     fn large_logits_stay_finite() {
         let logits = Tensor::new(&[[1000.0f32, 0.0], [-1000.0, 0.0]], &Device::Cpu).unwrap();
         let targets = Tensor::new(&[1u32, 1], &Device::Cpu).unwrap();
-        assert_eq!(cross_entropy(&logits, &targets).unwrap().to_vec1::<f32>().unwrap(), [1000.0, 0.0]);
+        for op in [cross_entropy, composed::cross_entropy] {
+            assert_eq!(op(&logits, &targets).unwrap().to_vec1::<f32>().unwrap(), [1000.0, 0.0]);
+        }
     }
 
     #[test]

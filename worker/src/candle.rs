@@ -4,6 +4,8 @@
 //! the flat slices are copied into candle's variables before each loss, and its gradients are added to the
 //! flat gradient after.
 //!
+//! A model that computes [elsewhere](CandleModel::device) than on the CPU has its variables there. On a GPU the flat slices are there, too.
+//!
 //! candle uses as many threads as the environment variable `RAYON_NUM_THREADS` says, or one per core, in
 //! every process. Several workers on one machine are best given one thread each.
 
@@ -78,6 +80,16 @@ pub trait CandleModel: 'static {
     /// Ends the job.
     fn build(&self, parameters: &mut Parameters) -> Result<Self::Network, UserError>;
 
+    /// Where the model computes: its parameters are there, and `feed` makes its batches there. Default: the CPU.
+    ///
+    /// Called once, before [`build`](Self::build).
+    ///
+    /// # Errors
+    /// Ends the job.
+    fn device(&mut self) -> Result<Device, UserError> {
+        Ok(Device::Cpu)
+    }
+
     /// Makes a batch of records.
     ///
     /// # Errors
@@ -139,15 +151,33 @@ pub struct Candle<M: CandleModel> {
     parameters: Parameters,
     /// Or why it could not be built, which is told by the first method that can.
     network: Result<M::Network, String>,
+    /// Where the variables are, if that is a GPU.
+    #[cfg(feature = "cuda")]
+    gpu: Option<crate::device::Device>,
 }
 
 impl<M: CandleModel> Candle<M> {
     /// Builds the model's network, with all parameters 0. An error of [`CandleModel::build`] ends the job
     /// that it is for.
-    pub fn new(model: M) -> Self {
-        let mut parameters = Parameters::default();
-        let network = model.build(&mut parameters).map_err(|error| format!("building the network: {error}"));
-        Self { model, parameters, network }
+    pub fn new(mut model: M) -> Self {
+        let device = model.device();
+        let mut parameters = Parameters::on(device.as_ref().unwrap_or(&Device::Cpu).clone());
+        #[cfg(feature = "cuda")]
+        let gpu = device.and_then(|device| Ok((cuda::gpu_of(&device)?, device)));
+        #[cfg(feature = "cuda")]
+        let (gpu, device) = match gpu {
+            Ok((gpu, device)) => (gpu, Ok(device)),
+            Err(error) => (None, Err(error)),
+        };
+        let network = device.and_then(|_| model.build(&mut parameters));
+        let network = network.map_err(|error| format!("building the network: {error}"));
+        Self {
+            model,
+            parameters,
+            network,
+            #[cfg(feature = "cuda")]
+            gpu,
+        }
     }
 
     /// The parameters, in the order in which they lie in the flat slice.
@@ -206,6 +236,11 @@ impl<M: CandleModel> Model for Candle<M> {
         Ok(value)
     }
 
+    #[cfg(feature = "cuda")]
+    fn device(&mut self) -> Option<&mut dyn crate::device::DeviceModel<Batch = M::Batch>> {
+        self.gpu.is_some().then_some(self as _)
+    }
+
     fn evaluate(
         &mut self,
         parameters: &[f32],
@@ -239,8 +274,9 @@ impl<M: CandleModel> Model for Candle<M> {
 }
 
 /// Takes the declarations of a model's parameters.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Parameters {
+    device: Device,
     declared: Vec<Declared>,
     variables: Vec<Var>,
     names: BTreeSet<String>,
@@ -248,7 +284,12 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Declares an `f32` parameter tensor on the CPU and returns it; its values are set later.
+    /// Will have the parameters there.
+    pub fn on(device: Device) -> Self {
+        Self { device, declared: Vec::new(), variables: Vec::new(), names: BTreeSet::new(), len: 0 }
+    }
+
+    /// Declares an `f32` parameter tensor on the model's [device](CandleModel::device) and returns it; its values are set later.
     ///
     /// # Errors
     /// If the name is taken, or candle refuses.
@@ -256,7 +297,7 @@ impl Parameters {
         if !self.names.insert(name.to_owned()) {
             return Err(format!("two parameters named {name:?}: each needs a name of its own").into());
         }
-        let variable = Var::zeros(shape, DType::F32, &Device::Cpu)?;
+        let variable = Var::zeros(shape, DType::F32, &self.device)?;
         let range = self.len..self.len + variable.elem_count();
         self.len = range.end;
         let declared = Declared { name: name.to_owned(), shape: variable.dims().to_vec(), init, range };
@@ -363,6 +404,11 @@ impl InplaceOp1 for Overwrite<'_> {
         }
         Ok(())
     }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+        cuda::overwrite(storage, layout, self.0)
+    }
 }
 
 /// Adds a gradient to its part of the flat one.
@@ -380,221 +426,11 @@ fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
     Ok(())
 }
 
+#[cfg(feature = "cuda")]
+mod cuda;
+mod place;
+
+pub use self::place::Place;
+
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::readers::FixedRecords;
-
-    /// A network of two layers with tanh between them, one unused parameter, and squared loss.
-    struct TwoLayers;
-
-    impl CandleModel for TwoLayers {
-        type Reader = FixedRecords;
-        type Network = [Tensor; 3];
-        type Batch = (Tensor, Tensor);
-
-        fn reader(&self) -> FixedRecords {
-            FixedRecords::new(4)
-        }
-
-        fn build(&self, parameters: &mut Parameters) -> Result<[Tensor; 3], UserError> {
-            let first = parameters.declare("first", (3, 5), Init::Normal { std: 0.5 })?;
-            parameters.declare("unused", 7, Init::Constant(2.0))?;
-            let second = parameters.declare("second", (1, 5), Init::Uniform { bound: 0.5 })?;
-            let shift = parameters.declare("shift", (), Init::Constant(0.25))?;
-            Ok([first, second, shift])
-        }
-
-        fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<(Tensor, Tensor), UserError> {
-            let number = |&byte: &u8| f32::from(byte) / 128.0 - 1.0;
-            let inputs = records.iter().flat_map(|record| record[..3].iter().map(number));
-            let targets = records.iter().map(|record| number(&record[3]));
-            let inputs = Tensor::from_iter(inputs, &Device::Cpu)?.reshape(((), 3))?;
-            Ok((inputs, Tensor::from_iter(targets, &Device::Cpu)?))
-        }
-
-        fn loss(&mut self, network: &[Tensor; 3], batch: (Tensor, Tensor)) -> Result<Tensor, UserError> {
-            let [first, second, shift] = network;
-            let (inputs, targets) = batch;
-            // The transpose makes the second layer's gradient arrive in another order than it is laid out.
-            let outputs = inputs.matmul(first)?.tanh()?.matmul(&second.t()?)?.squeeze(1)?;
-            Ok((outputs.broadcast_add(shift)? - targets)?.sqr()?.sum_all()?)
-        }
-    }
-
-    fn records() -> Vec<Vec<u8>> {
-        (0..6).map(|i| (0..4).map(|j| ((i * 41 + j * 97) % 256) as u8).collect()).collect()
-    }
-
-    fn start(seed: u64) -> (Candle<TwoLayers>, Vec<f32>) {
-        let mut model = Candle::new(TwoLayers);
-        let mut parameters = vec![f32::NAN; model.parameters()];
-        model.initialize(seed, &mut parameters).unwrap();
-        (model, parameters)
-    }
-
-    fn gradients(
-        model: &mut Candle<TwoLayers>,
-        parameters: &[f32],
-        records: Vec<Vec<u8>>,
-    ) -> (f64, Vec<f32>) {
-        let mut gradients = vec![0.0; parameters.len()];
-        let batch = model.feed(records).unwrap();
-        let loss = model.gradients(parameters, batch, &mut gradients).unwrap();
-        (loss, gradients)
-    }
-
-    #[test]
-    fn gradients_equal_finite_differences() {
-        let (mut model, parameters) = start(1);
-        let (_, found) = gradients(&mut model, &parameters, records());
-        let step = 1e-2;
-        for (i, &found) in found.iter().enumerate() {
-            let mut loss_at = |distance: f32| {
-                let mut moved = parameters.clone();
-                moved[i] += distance;
-                gradients(&mut model, &moved, records()).0
-            };
-            let expected = (loss_at(step) - loss_at(-step)) / f64::from(2.0 * step);
-            assert!((f64::from(found) - expected).abs() < 2e-3, "parameter {i}: {found} is not {expected}");
-        }
-        assert!(
-            found[15..22].iter().all(|&unused| unused == 0.0) && found[22..].iter().all(|&used| used != 0.0)
-        );
-    }
-
-    #[test]
-    fn gradients_and_losses_of_micro_batches_add_up() {
-        let (mut model, parameters) = start(1);
-        let (loss, whole) = gradients(&mut model, &parameters, records());
-        let mut sum = vec![0.0; parameters.len()];
-        let mut losses = 0.0;
-        for part in [&records()[..1], &records()[1..]] {
-            let batch = model.feed(part.to_vec()).unwrap();
-            losses += model.gradients(&parameters, batch, &mut sum).unwrap();
-        }
-        assert!((losses - loss).abs() < 1e-5, "{losses} is not {loss}");
-        for (sum, whole) in sum.iter().zip(&whole) {
-            assert!((sum - whole).abs() < 1e-5, "{sum} is not {whole}");
-        }
-    }
-
-    #[test]
-    fn tensors_lie_one_after_the_other_in_the_order_of_their_declaration() {
-        let model = Candle::new(TwoLayers);
-        let found: Vec<_> =
-            model.tensors().iter().map(|t| (t.name.as_str(), t.shape.as_slice(), t.range.clone())).collect();
-        let expected: [(&str, &[usize], Range<usize>); 4] = [
-            ("first", &[3, 5], 0..15),
-            ("unused", &[7], 15..22),
-            ("second", &[1, 5], 22..27),
-            ("shift", &[], 27..28),
-        ];
-        assert_eq!(found, expected);
-        assert_eq!(model.parameters(), 28);
-    }
-
-    #[test]
-    fn a_saved_model_is_loaded_and_used_by_plain_candle() {
-        let (mut model, parameters) = start(5);
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("model.safetensors");
-        let flat = std::sync::Arc::new(parameters.clone());
-        crate::weights::save(path.to_str().unwrap(), &model.layout(), &flat).unwrap();
-        let tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
-        let mut names: Vec<(&str, &[usize])> = tensors.iter().map(|(n, t)| (n.as_str(), t.dims())).collect();
-        names.sort_unstable();
-        assert_eq!(names, [("first", &[3, 5][..]), ("second", &[1, 5]), ("shift", &[]), ("unused", &[7])]);
-        // The network again, without a line of this crate's.
-        let (inputs, targets) = TwoLayers.feed(records()).unwrap();
-        let hidden = inputs.matmul(&tensors["first"]).unwrap().tanh().unwrap();
-        let outputs = hidden.matmul(&tensors["second"].t().unwrap()).unwrap().squeeze(1).unwrap();
-        let residual = (outputs.broadcast_add(&tensors["shift"]).unwrap() - targets).unwrap();
-        let loss = residual.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
-        assert_eq!(f64::from(loss).to_bits(), gradients(&mut model, &parameters, records()).0.to_bits());
-    }
-
-    #[test]
-    fn the_seed_alone_decides_the_initial_parameters() {
-        assert_eq!(start(1).1, start(1).1);
-        assert_ne!(start(1).1, start(2).1);
-        let parameters = start(1).1;
-        assert_eq!(parameters[15..22], [2.0; 7]);
-        assert_eq!(parameters[27], 0.25);
-    }
-
-    #[test]
-    fn drawn_values_have_the_moments_of_their_distribution() {
-        let moments = |init: Init| {
-            let mut values = vec![0.0; 100_001];
-            init.draw(3, 0, &mut values);
-            let mean_of = |power: i32| {
-                let sum: f64 = values.iter().map(|&value| f64::from(value).powi(power)).sum();
-                sum / values.len() as f64
-            };
-            [mean_of(1), mean_of(2), mean_of(4)]
-        };
-        // Of a normal distribution: 0, σ², 3σ⁴. Of an even one: 0, b²/3, b⁴/5.
-        for (init, expected) in [
-            (Init::Normal { std: 2.0 }, [0.0, 4.0, 48.0]),
-            (Init::Uniform { bound: 3.0 }, [0.0, 3.0, 81.0 / 5.0]),
-        ] {
-            let found = moments(init);
-            assert!(found[0].abs() < 0.02, "{init:?}: mean {}", found[0]);
-            for k in [1, 2] {
-                assert!(
-                    (found[k] / expected[k] - 1.0).abs() < 0.03,
-                    "{init:?}: {found:?} is not {expected:?}"
-                );
-            }
-        }
-    }
-
-    /// A model that declares a name twice, or whose loss is not one number.
-    struct Wrong {
-        names: [&'static str; 2],
-    }
-
-    impl CandleModel for Wrong {
-        type Reader = FixedRecords;
-        type Network = Tensor;
-        type Batch = ();
-
-        fn reader(&self) -> FixedRecords {
-            FixedRecords::new(1)
-        }
-
-        fn build(&self, parameters: &mut Parameters) -> Result<Tensor, UserError> {
-            let first = parameters.declare(self.names[0], 2, Init::Constant(0.0))?;
-            parameters.declare(self.names[1], 2, Init::Constant(0.0))?;
-            Ok(first)
-        }
-
-        fn feed(&mut self, _: Vec<Vec<u8>>) -> Result<(), UserError> {
-            Ok(())
-        }
-
-        fn loss(&mut self, network: &Tensor, (): ()) -> Result<Tensor, UserError> {
-            Ok(network.sqr()?)
-        }
-    }
-
-    #[test]
-    fn a_network_that_cannot_be_built_is_an_error_of_the_first_call_that_can_fail() {
-        let mut model = Candle::new(Wrong { names: ["a", "a"] });
-        let expected = "building the network: two parameters named \"a\": each needs a name of its own";
-        assert_eq!(model.initialize(1, &mut [0.0; 2]).unwrap_err().to_string(), expected);
-        assert_eq!(model.feed(vec![]).unwrap_err().to_string(), expected);
-        assert_eq!(model.gradients(&[0.0; 2], (), &mut [0.0; 2]).unwrap_err().to_string(), expected);
-        assert_eq!(model.summary(&[0.0; 2]).unwrap_err().to_string(), expected);
-    }
-
-    #[test]
-    fn a_loss_that_is_not_one_number_is_an_error() {
-        let mut model = Candle::new(Wrong { names: ["a", "b"] });
-        let error = model.gradients(&[0.0; 4], (), &mut [0.0; 4]).unwrap_err().to_string();
-        assert_eq!(error, "the loss has the shape [2] of f32 where one f32 should be");
-        let error = model.gradients(&[0.0; 3], (), &mut [0.0; 3]).unwrap_err().to_string();
-        assert_eq!(error, "3 parameters where 4 were declared");
-    }
-}
+mod tests;

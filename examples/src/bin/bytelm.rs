@@ -10,14 +10,14 @@ use std::process::ExitCode;
 use candle_core::{D, Device, Tensor};
 use clap::Parser;
 use elasticdl_examples::ops::{causal_softmax, cross_entropy, rms_norm};
-use elasticdl_worker::candle::{Candle, CandleModel, Init, Parameters};
+use elasticdl_worker::candle::{Candle, CandleModel, Init, Parameters, Place};
 use elasticdl_worker::readers::TextWindows;
 use elasticdl_worker::{Optimizer, Schedule, UserError};
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
 fn main() -> ExitCode {
-    elasticdl_worker::run(Candle::new(ByteModel { arguments: Arguments::parse(), bits_per_byte: None }))
+    elasticdl_worker::run(Candle::new(ByteModel::new(Arguments::parse())))
 }
 
 /// Trains a small language model on the bytes of text files.
@@ -53,6 +53,9 @@ struct Arguments {
     /// Read only so many bytes, from the first file on [default: all]
     #[arg(long)]
     limit_bytes: Option<u64>,
+    /// Where to compute: cpu, cuda, or auto, which is a GPU where there is one
+    #[arg(long, default_value = "cpu")]
+    device: Place,
     /// What the sampled text at the end begins with
     #[arg(long, default_value = "\n")]
     prompt: String,
@@ -62,6 +65,8 @@ struct Arguments {
 #[derive(Debug)]
 struct ByteModel {
     arguments: Arguments,
+    /// Where batches are made.
+    device: Device,
     /// Running mean over this worker's latest records; each was predicted before it was learned.
     bits_per_byte: Option<f64>,
 }
@@ -137,9 +142,14 @@ impl CandleModel for ByteModel {
         Ok(Network { embeddings, positions, blocks, head })
     }
 
+    fn device(&mut self) -> Result<Device, UserError> {
+        self.device = self.arguments.device.open()?;
+        Ok(self.device.clone())
+    }
+
     fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Batch, UserError> {
         let targets = records.iter().flat_map(|record| record[1..].iter().map(|&byte| u32::from(byte)));
-        let targets = Tensor::from_iter(targets, &Device::Cpu)?;
+        let targets = Tensor::from_iter(targets, &self.device)?;
         let inputs: Vec<&[u8]> = records.iter().map(|record| &record[..record.len() - 1]).collect();
         Ok(Batch { windows: records.len(), inputs: self.inputs(&inputs)?, targets })
     }
@@ -177,13 +187,17 @@ impl CandleModel for ByteModel {
 }
 
 impl ByteModel {
+    fn new(arguments: Arguments) -> Self {
+        Self { arguments, device: Device::Cpu, bits_per_byte: None }
+    }
+
     /// The tail's bytes at each place of each window, a zero where there is none.
     fn inputs(&self, windows: &[&[u8]]) -> Result<Vec<Tensor>, UserError> {
         let shifted = |back: usize| {
             let bytes = windows.iter().flat_map(|window| {
                 (0..window.len()).map(move |i| if i < back { 0 } else { u32::from(window[i - back]) })
             });
-            Ok(Tensor::from_iter(bytes, &Device::Cpu)?)
+            Ok(Tensor::from_iter(bytes, &self.device)?)
         };
         (0..self.arguments.tail as usize).map(shifted).collect()
     }
@@ -285,7 +299,7 @@ mod tests {
 
     fn small() -> (Candle<ByteModel>, Vec<f32>) {
         let arguments = Arguments::parse_from(SMALL);
-        let mut model = Candle::new(ByteModel { arguments, bits_per_byte: None });
+        let mut model = Candle::new(ByteModel::new(arguments));
         let mut parameters = vec![0.0; model.parameters()];
         model.initialize(1, &mut parameters).unwrap();
         (model, parameters)
@@ -293,8 +307,8 @@ mod tests {
 
     /// The logits, `[windows · length][256]`, of a network whose initial parameters are drawn, not 0.
     fn logits(windows: &[&[u8]]) -> Vec<Vec<f32>> {
-        let model = ByteModel { arguments: Arguments::parse_from(SMALL), bits_per_byte: None };
-        let mut parameters = Parameters::default();
+        let model = ByteModel::new(Arguments::parse_from(SMALL));
+        let mut parameters = Parameters::on(Device::Cpu);
         let mut network = model.build(&mut parameters).unwrap();
         let mut random = ChaCha8Rng::seed_from_u64(3);
         let mut draw = |tensor: &mut Tensor| {
@@ -335,7 +349,7 @@ mod tests {
 
     #[test]
     fn inputs_are_shifted_within_their_window_and_targets_are_the_next_bytes() {
-        let mut model = ByteModel { arguments: Arguments::parse_from(SMALL), bits_per_byte: None };
+        let mut model = ByteModel::new(Arguments::parse_from(SMALL));
         let batch = model.feed(vec![vec![1, 2, 3, 4, 5, 6, 7], vec![11, 12, 13, 14, 15, 16, 17]]).unwrap();
         let inputs: Vec<Vec<u32>> = batch.inputs.iter().map(|input| input.to_vec1().unwrap()).collect();
         let expected = [
@@ -414,11 +428,11 @@ mod tests {
 
     #[test]
     fn arguments_are_checked() {
-        for wrong in ["--context=0", "--width=x", "--rate=0", "--rate=nan", "--tail=17"] {
+        for wrong in ["--context=0", "--width=x", "--rate=0", "--rate=nan", "--tail=17", "--device=gpu"] {
             assert!(Arguments::try_parse_from(["bytelm", wrong]).is_err(), "{wrong}");
         }
         let arguments = Arguments::parse_from(["bytelm", "--width=10", "--heads=4"]);
-        let mut model = Candle::new(ByteModel { arguments, bits_per_byte: None });
+        let mut model = Candle::new(ByteModel::new(arguments));
         let error = model.initialize(1, &mut []).unwrap_err().to_string();
         assert_eq!(error, "building the network: --width 10 is not a multiple of --heads 4");
     }

@@ -1,0 +1,106 @@
+//! candle's variables on a GPU, beside the flat slices there: copies from the parameters, and sums of the gradients, never leave it.
+
+use candle_core::cuda_backend::cudarc::driver::CudaView;
+use candle_core::{CudaStorage, InplaceOp1, Layout, Storage};
+
+use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, built, value_of};
+use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel};
+use crate::model::{Metrics, UserError};
+
+impl<M: CandleModel> DeviceModel for Candle<M> {
+    type Batch = M::Batch;
+
+    fn device(&self) -> &Device {
+        self.gpu.as_ref().expect("it is only asked for where there is one")
+    }
+
+    fn gradients(
+        &mut self,
+        parameters: &CudaSlice<f32>,
+        batch: M::Batch,
+        gradients: &mut DeviceGradients<'_>,
+    ) -> Result<f64, UserError> {
+        let network = built(&self.network)?;
+        self.parameters.copy(parameters)?;
+        let loss = self.model.loss(network, batch)?;
+        let value = value_of(&loss)?;
+        let found = loss.backward()?;
+        for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables) {
+            // A parameter that the loss does not depend on has no gradient.
+            let Some(gradient) = found.get(variable) else { continue };
+            let gradient = gradient.contiguous()?;
+            let (storage, layout) = gradient.storage_and_layout();
+            match (&*storage, layout.contiguous_offsets()) {
+                (Storage::Cuda(storage), Some((start, end))) => {
+                    let values = storage.as_cuda_slice::<f32>()?.slice(start..end);
+                    gradients.add(declared.range.clone(), &values)?;
+                }
+                _ => return Err("a parameter's gradient is a tensor of f32 on the parameter's device".into()),
+            }
+        }
+        Ok(value)
+    }
+
+    fn evaluate(
+        &mut self,
+        parameters: &CudaSlice<f32>,
+        batch: M::Batch,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        let network = built(&self.network)?;
+        self.parameters.copy(parameters)?;
+        self.model.evaluate(network, batch, metrics)
+    }
+}
+
+impl super::Parameters {
+    /// As `set`, from the GPU.
+    fn copy(&self, values: &CudaSlice<f32>) -> candle_core::Result<()> {
+        for (declared, variable) in self.declared.iter().zip(&self.variables) {
+            variable.inplace_op1(&Copy(values.slice(declared.range.clone())))?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes values over a variable's, in place.
+struct Copy<'a>(CudaView<'a, f32>);
+
+impl InplaceOp1 for Copy<'_> {
+    fn name(&self) -> &'static str {
+        "copy"
+    }
+
+    fn cpu_fwd(&self, _storage: &mut CpuStorage, _layout: &Layout) -> candle_core::Result<()> {
+        candle_core::bail!("a parameter is on the model's device")
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            candle_core::bail!("a parameter is a contiguous tensor of f32")
+        };
+        let device = storage.device.clone();
+        device.memcpy_dtod(&self.0, &mut storage.as_cuda_slice_mut::<f32>()?.slice_mut(start..end))
+    }
+}
+
+/// Writes values of the host over a variable's.
+pub(super) fn overwrite(
+    storage: &mut CudaStorage,
+    layout: &Layout,
+    values: &[f32],
+) -> candle_core::Result<()> {
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        candle_core::bail!("a parameter is a contiguous tensor of f32")
+    };
+    let device = storage.device.clone();
+    device.memcpy_htod(values, &mut storage.as_cuda_slice_mut::<f32>()?.slice_mut(start..end))
+}
+
+/// candle's device as this crate knows it: the same GPU, and the same stream. `None`: it is the CPU.
+pub(super) fn gpu_of(device: &CandleDevice) -> Result<Option<Device>, UserError> {
+    match device {
+        CandleDevice::Cuda(device) => Ok(Some(Device::of_stream(device.cuda_stream())?)),
+        _ => Ok(None),
+    }
+}

@@ -1,0 +1,206 @@
+use super::*;
+use crate::readers::FixedRecords;
+
+/// A network of two layers with tanh between them, one unused parameter, and squared loss.
+struct TwoLayers;
+
+impl CandleModel for TwoLayers {
+    type Reader = FixedRecords;
+    type Network = [Tensor; 3];
+    type Batch = (Tensor, Tensor);
+
+    fn reader(&self) -> FixedRecords {
+        FixedRecords::new(4)
+    }
+
+    fn build(&self, parameters: &mut Parameters) -> Result<[Tensor; 3], UserError> {
+        let first = parameters.declare("first", (3, 5), Init::Normal { std: 0.5 })?;
+        parameters.declare("unused", 7, Init::Constant(2.0))?;
+        let second = parameters.declare("second", (1, 5), Init::Uniform { bound: 0.5 })?;
+        let shift = parameters.declare("shift", (), Init::Constant(0.25))?;
+        Ok([first, second, shift])
+    }
+
+    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<(Tensor, Tensor), UserError> {
+        let number = |&byte: &u8| f32::from(byte) / 128.0 - 1.0;
+        let inputs = records.iter().flat_map(|record| record[..3].iter().map(number));
+        let targets = records.iter().map(|record| number(&record[3]));
+        let inputs = Tensor::from_iter(inputs, &Device::Cpu)?.reshape(((), 3))?;
+        Ok((inputs, Tensor::from_iter(targets, &Device::Cpu)?))
+    }
+
+    fn loss(&mut self, network: &[Tensor; 3], batch: (Tensor, Tensor)) -> Result<Tensor, UserError> {
+        let [first, second, shift] = network;
+        let (inputs, targets) = batch;
+        // The transpose makes the second layer's gradient arrive in another order than it is laid out.
+        let outputs = inputs.matmul(first)?.tanh()?.matmul(&second.t()?)?.squeeze(1)?;
+        Ok((outputs.broadcast_add(shift)? - targets)?.sqr()?.sum_all()?)
+    }
+}
+
+fn records() -> Vec<Vec<u8>> {
+    (0..6).map(|i| (0..4).map(|j| ((i * 41 + j * 97) % 256) as u8).collect()).collect()
+}
+
+fn start(seed: u64) -> (Candle<TwoLayers>, Vec<f32>) {
+    let mut model = Candle::new(TwoLayers);
+    let mut parameters = vec![f32::NAN; model.parameters()];
+    model.initialize(seed, &mut parameters).unwrap();
+    (model, parameters)
+}
+
+fn gradients(model: &mut Candle<TwoLayers>, parameters: &[f32], records: Vec<Vec<u8>>) -> (f64, Vec<f32>) {
+    let mut gradients = vec![0.0; parameters.len()];
+    let batch = model.feed(records).unwrap();
+    let loss = model.gradients(parameters, batch, &mut gradients).unwrap();
+    (loss, gradients)
+}
+
+#[test]
+fn gradients_equal_finite_differences() {
+    let (mut model, parameters) = start(1);
+    let (_, found) = gradients(&mut model, &parameters, records());
+    let step = 1e-2;
+    for (i, &found) in found.iter().enumerate() {
+        let mut loss_at = |distance: f32| {
+            let mut moved = parameters.clone();
+            moved[i] += distance;
+            gradients(&mut model, &moved, records()).0
+        };
+        let expected = (loss_at(step) - loss_at(-step)) / f64::from(2.0 * step);
+        assert!((f64::from(found) - expected).abs() < 2e-3, "parameter {i}: {found} is not {expected}");
+    }
+    assert!(found[15..22].iter().all(|&unused| unused == 0.0) && found[22..].iter().all(|&used| used != 0.0));
+}
+
+#[test]
+fn gradients_and_losses_of_micro_batches_add_up() {
+    let (mut model, parameters) = start(1);
+    let (loss, whole) = gradients(&mut model, &parameters, records());
+    let mut sum = vec![0.0; parameters.len()];
+    let mut losses = 0.0;
+    for part in [&records()[..1], &records()[1..]] {
+        let batch = model.feed(part.to_vec()).unwrap();
+        losses += model.gradients(&parameters, batch, &mut sum).unwrap();
+    }
+    assert!((losses - loss).abs() < 1e-5, "{losses} is not {loss}");
+    for (sum, whole) in sum.iter().zip(&whole) {
+        assert!((sum - whole).abs() < 1e-5, "{sum} is not {whole}");
+    }
+}
+
+#[test]
+fn tensors_lie_one_after_the_other_in_the_order_of_their_declaration() {
+    let model = Candle::new(TwoLayers);
+    let found: Vec<_> =
+        model.tensors().iter().map(|t| (t.name.as_str(), t.shape.as_slice(), t.range.clone())).collect();
+    let expected: [(&str, &[usize], Range<usize>); 4] = [
+        ("first", &[3, 5], 0..15),
+        ("unused", &[7], 15..22),
+        ("second", &[1, 5], 22..27),
+        ("shift", &[], 27..28),
+    ];
+    assert_eq!(found, expected);
+    assert_eq!(model.parameters(), 28);
+}
+
+#[test]
+fn a_saved_model_is_loaded_and_used_by_plain_candle() {
+    let (mut model, parameters) = start(5);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let flat = std::sync::Arc::new(parameters.clone());
+    crate::weights::save(path.to_str().unwrap(), &model.layout(), &flat).unwrap();
+    let tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    let mut names: Vec<(&str, &[usize])> = tensors.iter().map(|(n, t)| (n.as_str(), t.dims())).collect();
+    names.sort_unstable();
+    assert_eq!(names, [("first", &[3, 5][..]), ("second", &[1, 5]), ("shift", &[]), ("unused", &[7])]);
+    // The network again, without a line of this crate's.
+    let (inputs, targets) = TwoLayers.feed(records()).unwrap();
+    let hidden = inputs.matmul(&tensors["first"]).unwrap().tanh().unwrap();
+    let outputs = hidden.matmul(&tensors["second"].t().unwrap()).unwrap().squeeze(1).unwrap();
+    let residual = (outputs.broadcast_add(&tensors["shift"]).unwrap() - targets).unwrap();
+    let loss = residual.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
+    assert_eq!(f64::from(loss).to_bits(), gradients(&mut model, &parameters, records()).0.to_bits());
+}
+
+#[test]
+fn the_seed_alone_decides_the_initial_parameters() {
+    assert_eq!(start(1).1, start(1).1);
+    assert_ne!(start(1).1, start(2).1);
+    let parameters = start(1).1;
+    assert_eq!(parameters[15..22], [2.0; 7]);
+    assert_eq!(parameters[27], 0.25);
+}
+
+#[test]
+fn drawn_values_have_the_moments_of_their_distribution() {
+    let moments = |init: Init| {
+        let mut values = vec![0.0; 100_001];
+        init.draw(3, 0, &mut values);
+        let mean_of = |power: i32| {
+            let sum: f64 = values.iter().map(|&value| f64::from(value).powi(power)).sum();
+            sum / values.len() as f64
+        };
+        [mean_of(1), mean_of(2), mean_of(4)]
+    };
+    // Of a normal distribution: 0, σ², 3σ⁴. Of an even one: 0, b²/3, b⁴/5.
+    for (init, expected) in [
+        (Init::Normal { std: 2.0 }, [0.0, 4.0, 48.0]),
+        (Init::Uniform { bound: 3.0 }, [0.0, 3.0, 81.0 / 5.0]),
+    ] {
+        let found = moments(init);
+        assert!(found[0].abs() < 0.02, "{init:?}: mean {}", found[0]);
+        for k in [1, 2] {
+            assert!((found[k] / expected[k] - 1.0).abs() < 0.03, "{init:?}: {found:?} is not {expected:?}");
+        }
+    }
+}
+
+/// A model that declares a name twice, or whose loss is not one number.
+struct Wrong {
+    names: [&'static str; 2],
+}
+
+impl CandleModel for Wrong {
+    type Reader = FixedRecords;
+    type Network = Tensor;
+    type Batch = ();
+
+    fn reader(&self) -> FixedRecords {
+        FixedRecords::new(1)
+    }
+
+    fn build(&self, parameters: &mut Parameters) -> Result<Tensor, UserError> {
+        let first = parameters.declare(self.names[0], 2, Init::Constant(0.0))?;
+        parameters.declare(self.names[1], 2, Init::Constant(0.0))?;
+        Ok(first)
+    }
+
+    fn feed(&mut self, _: Vec<Vec<u8>>) -> Result<(), UserError> {
+        Ok(())
+    }
+
+    fn loss(&mut self, network: &Tensor, (): ()) -> Result<Tensor, UserError> {
+        Ok(network.sqr()?)
+    }
+}
+
+#[test]
+fn a_network_that_cannot_be_built_is_an_error_of_the_first_call_that_can_fail() {
+    let mut model = Candle::new(Wrong { names: ["a", "a"] });
+    let expected = "building the network: two parameters named \"a\": each needs a name of its own";
+    assert_eq!(model.initialize(1, &mut [0.0; 2]).unwrap_err().to_string(), expected);
+    assert_eq!(model.feed(vec![]).unwrap_err().to_string(), expected);
+    assert_eq!(model.gradients(&[0.0; 2], (), &mut [0.0; 2]).unwrap_err().to_string(), expected);
+    assert_eq!(model.summary(&[0.0; 2]).unwrap_err().to_string(), expected);
+}
+
+#[test]
+fn a_loss_that_is_not_one_number_is_an_error() {
+    let mut model = Candle::new(Wrong { names: ["a", "b"] });
+    let error = model.gradients(&[0.0; 4], (), &mut [0.0; 4]).unwrap_err().to_string();
+    assert_eq!(error, "the loss has the shape [2] of f32 where one f32 should be");
+    let error = model.gradients(&[0.0; 3], (), &mut [0.0; 3]).unwrap_err().to_string();
+    assert_eq!(error, "3 parameters where 4 were declared");
+}
