@@ -36,8 +36,8 @@ pub(crate) use heads::Notes;
 pub(crate) use hierarchy::{Front, Hierarchy, Lead};
 pub(crate) use lookout::Lookout;
 pub(crate) use memory::{Address, Memory};
-use room::Number;
 use room::Number::{Begun, PutIn, Reduced};
+use room::{Number, Of, Wish};
 pub(crate) use room::{Room, SharedFault, Watch};
 
 /// A group's memory, as one rank uses it.
@@ -183,8 +183,7 @@ impl Shared {
 
     /// Until all have counted so far.
     fn wait(&self, watch: Watch<'_>, number: Number, count: u64) -> Result<(), SharedFault> {
-        let world = self.seat.world;
-        self.room.wait(watch, |room| room.first_behind(0..world, number, count))
+        self.room.wait(watch, Wish { of: Of::All, number, count })
     }
 }
 

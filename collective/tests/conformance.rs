@@ -34,7 +34,7 @@ conforms!(hierarchy_bf16, true, |world| form_on(world, &uneven, &|end| end.with_
 /// Without this, all of the above might go over TCP.
 #[test]
 fn memory_is_used_inside_hosts_and_goes_on_to_be() {
-    let ways: [(&dyn Fn(u8) -> u8, (bool, bool)); 4] = [
+    let ways: [(Places<'_>, (bool, bool)); 4] = [
         (&|_| 1, (true, false)),
         (&|id| 1 + id % 2, (false, true)),
         (&uneven, (false, true)),
@@ -68,6 +68,9 @@ fn local(world: usize) -> Group {
     ranks.collect()
 }
 
+/// The host of each id.
+type Places<'a> = &'a dyn Fn(u8) -> u8;
+
 /// A ring, and the endpoint that it must not outlive.
 struct Held {
     ring: TcpRing,
@@ -80,7 +83,7 @@ fn form(world: usize, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
 }
 
 /// As `form`, each at the address that ends in its `host`.
-fn form_on(world: usize, host: &dyn Fn(u8) -> u8, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
+fn form_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
     let ranks = rings_on(world, host, with).into_iter().map(|held| {
         let fence = held.end.fence();
         Rank { communicator: Box::new(held), abort: Arc::new(move || fence.abort_before(2)) }
@@ -88,7 +91,7 @@ fn form_on(world: usize, host: &dyn Fn(u8) -> u8, with: &dyn Fn(Endpoint) -> End
     ranks.collect()
 }
 
-fn rings_on(world: usize, host: &dyn Fn(u8) -> u8, with: &dyn Fn(Endpoint) -> Endpoint) -> Vec<Held> {
+fn rings_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Vec<Held> {
     let ends: Vec<_> = (0..world as u8)
         .map(|id| {
             let (ip, secret) = (Ipv4Addr::new(127, 0, 0, host(id)).into(), Secret::new("secret"));

@@ -31,9 +31,8 @@ use std::ops::Range;
 
 use super::heads::{Heads, NOTE_BYTES, Notes};
 use super::lookout::Lookout;
-use super::room::Number;
 use super::room::Number::{Begun, Noted, PutIn, Reduced, Sent, Taken, Told};
-use super::room::{Room, SharedFault, Watch};
+use super::room::{Number, Of, Room, SharedFault, Watch, Wish};
 use super::{BLOCK_BYTES, BLOCK_LEN_MAX, SLOTS, add};
 use crate::chunk::{chunk, segment, segment_count};
 use crate::hosts::Hosts;
@@ -184,13 +183,13 @@ impl Home {
         self.operations += 1;
         self.layout.heads().say(&self.room, operation, watch.sequence, note, len);
         self.room.publish(Begun, operation + 1);
-        self.wait(watch, 0, Begun, operation + 1)?;
+        self.wait(watch, Of::All, Begun, operation + 1)?;
         self.layout.heads().hear(&self.room, watch, operation, len)
     }
 
     fn put_in(&self, watch: Watch<'_>, index: usize, src: &[f32]) -> Result<(), SharedFault> {
         let block = self.blocks + index as u64;
-        self.wait(watch, 1, Reduced, (block + 1).saturating_sub(SLOTS))?;
+        self.wait(watch, Of::Followers, Reduced, (block + 1).saturating_sub(SLOTS))?;
         let (own, slot) = (self.own(src.len()), self.layout.input(self.room.seat.rank, block));
         self.room.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
         self.room.memory.write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
@@ -207,8 +206,8 @@ impl Home {
         scratch: &mut [f32],
     ) -> Result<(), SharedFault> {
         let block = self.blocks + index as u64;
-        self.wait(watch, 1, PutIn, block + 1)?;
-        self.wait_for_leader(watch, Sent, (block + 1).saturating_sub(SLOTS))?;
+        self.wait(watch, Of::Followers, PutIn, block + 1)?;
+        self.wait(watch, Of::Leader, Sent, (block + 1).saturating_sub(SLOTS))?;
         let own = self.own(src.len());
         let sum = &mut scratch[own.clone()];
         sum.copy_from_slice(&src[own.clone()]);
@@ -223,7 +222,7 @@ impl Home {
 
     fn take(&self, watch: Watch<'_>, index: usize, dst: &mut [f32]) -> Result<(), SharedFault> {
         let block = self.blocks + index as u64;
-        self.wait_for_leader(watch, Told, block + 1)?;
+        self.wait(watch, Of::Leader, Told, block + 1)?;
         self.room.memory.read(self.layout.total(block), bytemuck::cast_slice_mut(dst));
         self.room.publish(Taken, block + 1);
         Ok(())
@@ -238,7 +237,7 @@ impl Home {
     }
 
     fn hear(&self, watch: Watch<'_>, count: usize) -> Result<Notes, SharedFault> {
-        self.wait_for_leader(watch, Noted, self.operations)?;
+        self.wait(watch, Of::Leader, Noted, self.operations)?;
         let mut bytes = [0; size_of::<u64>()];
         self.room.memory.read(self.layout.notes(), &mut bytes);
         let len = usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(usize::MAX);
@@ -252,13 +251,9 @@ impl Home {
         chunk(len, self.layout.world - 1, self.room.seat.rank - 1)
     }
 
-    /// Until all from this seat on have counted so far.
-    fn wait(&self, watch: Watch<'_>, from: usize, number: Number, count: u64) -> Result<(), SharedFault> {
-        self.room.wait(watch, |room| room.first_behind(from..self.layout.world, number, count))
-    }
-
-    fn wait_for_leader(&self, watch: Watch<'_>, number: Number, count: u64) -> Result<(), SharedFault> {
-        self.room.wait(watch, |room| room.first_behind(0..1, number, count))
+    /// Until these have counted so far.
+    fn wait(&self, watch: Watch<'_>, of: Of, number: Number, count: u64) -> Result<(), SharedFault> {
+        self.room.wait(watch, Wish { of, number, count })
     }
 }
 
@@ -303,7 +298,7 @@ impl<'a> Front<'a> {
     /// Adds the other ranks' parts of the next block.
     pub(crate) fn add(&mut self, sum: &mut [f32]) -> Result<(), SharedFault> {
         let (Home { room, layout, .. }, block) = (self.home, self.sent);
-        self.home.wait(self.watch, 1, Reduced, block + 1)?;
+        self.home.wait(self.watch, Of::Followers, Reduced, block + 1)?;
         add(sum, room.memory.floats(layout.sum(block), sum.len()));
         self.sent += 1;
         room.publish(Sent, self.sent);
@@ -318,7 +313,7 @@ impl<'a> Front<'a> {
     /// Gives the other ranks the next block's total.
     pub(crate) fn tell(&mut self, total: &[f32]) -> Result<(), SharedFault> {
         let (Home { room, layout, .. }, block) = (self.home, self.told);
-        self.home.wait(self.watch, 1, Taken, (block + 1).saturating_sub(SLOTS))?;
+        self.home.wait(self.watch, Of::Followers, Taken, (block + 1).saturating_sub(SLOTS))?;
         room.memory.write(layout.total(block), bytemuck::cast_slice(total));
         self.told += 1;
         room.publish(Told, self.told);
