@@ -343,7 +343,7 @@ mod tests {
             chosen.squeeze(1)?.log()?.neg()
         };
         for op in [cross_entropy, composed::cross_entropy] {
-            equal(&[4, 9], |x| op(x, &targets), &of_the_softmax);
+            equal(&[4, 9], |x| op(x, &targets), of_the_softmax);
         }
     }
 
@@ -354,7 +354,7 @@ mod tests {
             x.broadcast_div(&(mean + 1e-6)?.sqrt()?)
         };
         for op in [rms_norm, composed::rms_norm] {
-            equal(&[3, 2, 19], op, &by_the_mean_square);
+            equal(&[3, 2, 19], op, by_the_mean_square);
         }
     }
 
