@@ -93,9 +93,9 @@ fn the_same_where_the_checkpoints_are_in_a_bucket_whose_server_fails_and_delays(
         ended.assert_exact(&format!("seed {seed}"));
         total += ended.summary["checkpoints"]["restored"].as_array().unwrap().len();
         assert!(server.disturbed() > 0, "the weather was fine");
-        // The final state is kept, and two before it.
+        // The final state is kept, and two before it; the last ones to be removed may have outlived that, in such weather.
         let manifests = server.names().into_iter().filter(|name| name.ends_with("manifest.json")).count();
-        assert!((1..=3).contains(&manifests), "{:?}", server.names());
+        assert!((1..=5).contains(&manifests), "{:?}", server.names());
     }
     assert!(total > 0, "nobody has begun from a checkpoint");
 }
