@@ -106,9 +106,28 @@ impl Gpu {
 pub(crate) fn on_all<T: Send>(group: &mut [Gpu], act: impl Fn(&mut Gpu) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let act = &act;
-        let runs: Vec<_> = group.iter_mut().map(|gpu| scope.spawn(move || act(gpu))).collect();
+        let runs: Vec<_> = group
+            .iter_mut()
+            .map(|gpu| {
+                scope.spawn(move || {
+                    let _ended = Ended(gpu.fence.clone());
+                    act(gpu)
+                })
+            })
+            .collect();
         runs.into_iter().map(|run| run.join().expect("it does not panic")).collect()
     })
+}
+
+/// Ends a rank that panics, so that the others do not wait for it.
+struct Ended(Fence);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.abort_before(u64::MAX);
+        }
+    }
 }
 
 /// For the conformance suite: operations on the host's memory, done on the device's.

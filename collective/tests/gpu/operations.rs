@@ -1,5 +1,6 @@
 //! What operations on device memory do, on both paths.
 
+use cudarc::driver::CudaSlice;
 use elasticdl_collective::Communicator;
 use elasticdl_collective::device::{Device, DeviceError, Element, Path};
 use elasticdl_collective::nccl::NcclState;
@@ -28,10 +29,18 @@ fn part<T: Element>(rank: usize, len: usize) -> Vec<T> {
     (0..len).map(|index| T::round(((index * 7 + index / 1009 + rank * 5) % 16) as f32 - 8.0)).collect()
 }
 
+/// A buffer that holds these numbers once what is on the device's stream is done, and not before.
+fn written<T: Element>(gpu: &Gpu, numbers: &[T]) -> CudaSlice<T> {
+    let there = gpu.put(numbers).unwrap();
+    let mut buffer = gpu.put(&vec![T::round(77.0); numbers.len()]).unwrap();
+    gpu.ring.device().stream().memcpy_dtod(&there, &mut buffer).unwrap();
+    buffer
+}
+
 fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
     let (rank, world) = (gpu.ring.rank(), gpu.ring.world_size());
     let mine = part::<T>(rank, len);
-    let (src, mut dst) = (gpu.put(&mine).unwrap(), gpu.put(&part::<T>(9, len)).unwrap());
+    let (src, mut dst) = (written(gpu, &mine), written(gpu, &part::<T>(9, len)));
     let header = vec![rank as u8; rank];
     let (from, mut to) = (src.slice(..len), dst.slice_mut(..len));
     let headers = gpu.ring.all_reduce_device(&header, &from, &mut to, path).unwrap();
@@ -48,12 +57,12 @@ fn moves<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
     let (rank, world) = (gpu.ring.rank(), gpu.ring.world_size());
     let same = |a: &[T], b: &[T]| a.iter().zip(b).all(|(a, b)| a.widen() == b.widen());
     for root in 0..world {
-        let mut buf = gpu.put(&part::<T>(rank, len)).unwrap();
+        let mut buf = written(gpu, &part::<T>(rank, len));
         gpu.ring.broadcast_device(root, &mut buf.slice_mut(..len), path).unwrap();
         assert!(same(&gpu.get(&buf, len), &part(root, len)), "{path:?}, world {world}, len {len}");
     }
-    let src = gpu.put(&part::<T>(rank, len)).unwrap();
-    let mut dst = gpu.put(&part::<T>(9, world * len)).unwrap();
+    let src = written(gpu, &part::<T>(rank, len));
+    let mut dst = written(gpu, &part::<T>(9, world * len));
     gpu.ring.all_gather_device(&src.slice(..len), &mut dst.slice_mut(..world * len), path).unwrap();
     let all: Vec<_> = (0..world).flat_map(|rank| part::<T>(rank, len)).collect();
     assert!(same(&gpu.get(&dst, world * len), &all), "{path:?}, world {world}, len {len}");
