@@ -2,3 +2,4 @@
 
 mod composed;
 pub mod ops;
+pub mod plain;

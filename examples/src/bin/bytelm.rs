@@ -5,19 +5,36 @@
 //! embedding of a byte is summed with embeddings of the few bytes before it, each from a table of its own.
 //! That costs next to nothing and saves the attention from having to learn what letters stand side by side.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Instant;
 
-use candle_core::{D, Device, Tensor};
+use candle_core::{D, Device, Tensor, Var};
 use clap::Parser;
 use elasticdl_examples::ops::{causal_softmax, cross_entropy, rms_norm};
+use elasticdl_examples::plain;
 use elasticdl_worker::candle::{Candle, CandleModel, Init, Parameters, Place};
 use elasticdl_worker::readers::TextWindows;
-use elasticdl_worker::{Optimizer, Schedule, UserError};
+use elasticdl_worker::{Model, Optimizer, Schedule, UserError};
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "what the plain loop is run for")]
 fn main() -> ExitCode {
-    elasticdl_worker::run(Candle::new(ByteModel::new(Arguments::parse())))
+    let arguments = Arguments::parse();
+    let Some(steps) = arguments.plain_steps else {
+        return elasticdl_worker::run(Candle::new(ByteModel::new(arguments)));
+    };
+    match train_plainly(arguments, steps) {
+        Ok(Plain { seconds_per_step, losses }) => {
+            println!("{}", serde_json::json!({ "seconds_per_step": seconds_per_step, "losses": losses }));
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("bytelm: {error}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// Trains a small language model on the bytes of text files.
@@ -56,6 +73,15 @@ struct Arguments {
     /// Where to compute: cpu, cuda, or auto, which is a GPU where there is one
     #[arg(long, default_value = "cpu")]
     device: Place,
+    /// Train so many steps in a plain loop of candle instead, to compare with, and print seconds per step and the losses
+    #[arg(long, requires = "plain_text")]
+    plain_steps: Option<u64>,
+    /// The text that the plain loop reads
+    #[arg(long)]
+    plain_text: Option<PathBuf>,
+    /// Records of a step of the plain loop
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    plain_batch: u32,
     /// What the sampled text at the end begins with
     #[arg(long, default_value = "\n")]
     prompt: String,
@@ -264,6 +290,65 @@ impl ByteModel {
     }
 }
 
+/// What a plain loop came to.
+struct Plain {
+    seconds_per_step: f64,
+    /// Each step's, in nats per byte.
+    losses: Vec<f64>,
+}
+
+/// Trains in a plain loop of candle, as one would without this project: the same model, batches and optimizer.
+fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
+    let path = arguments.plain_text.clone().ok_or("a plain loop needs --plain-text")?;
+    let text = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let (window, batch) = (arguments.context as usize + 1, arguments.plain_batch as usize);
+    if text.len() < window {
+        return Err(format!("{}: {} bytes; a window has {window}", path.display(), text.len()).into());
+    }
+    let mut drawn = Candle::new(ByteModel::new(arguments.clone()));
+    let mut values = vec![0.0; drawn.parameters()];
+    drawn.initialize(0, &mut values)?;
+    let mut model = ByteModel::new(arguments);
+    let device = model.device()?;
+    let network = model.build(&mut Parameters::on(device.clone()))?;
+    let variables = network.variables();
+    for (variable, declared) in variables.iter().zip(drawn.tensors()) {
+        let values = Tensor::from_slice(&values[declared.range.clone()], declared.shape.as_slice(), &device)?;
+        Var::from_tensor(variable)?.set(&values)?;
+    }
+    let options =
+        plain::Options { beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1, clip_norm: 1.0 };
+    let mut optimizer = plain::AdamW::new(&variables, options)?;
+    let mut windows = text.chunks_exact(window).map(<[u8]>::to_vec).cycle();
+    let (mut losses, mut started) = (Vec::new(), Instant::now());
+    for step in 0..steps {
+        if step == PLAIN_WARM_UP {
+            started = Instant::now();
+        }
+        let rate = model.optimizer().rate(step);
+        let records: Vec<Vec<u8>> = windows.by_ref().take(batch).collect();
+        let parts = records.chunks(MICRO_BATCH).map(|part| {
+            let part = model.feed(part.to_vec())?;
+            model.loss(&network, part)
+        });
+        losses.push(optimizer.step(rate, batch, parts)? / batch as f64);
+    }
+    device.synchronize()?;
+    let timed = if steps > PLAIN_WARM_UP { steps - PLAIN_WARM_UP } else { steps };
+    Ok(Plain { seconds_per_step: started.elapsed().as_secs_f64() / timed as f64, losses })
+}
+
+impl Network {
+    /// All, in the order in which they were declared.
+    fn variables(&self) -> Vec<&Tensor> {
+        let blocks = self.blocks.iter().flat_map(|b| [&b.attend, &b.merge, &b.widen, &b.narrow]);
+        blocks.chain([&self.head, &self.positions]).chain(&self.embeddings).collect()
+    }
+}
+
+/// Steps of a plain loop that are not timed.
+const PLAIN_WARM_UP: u64 = 5;
+
 /// Windows computed at once: as many as keep the arithmetic units busy without leaving the caches.
 const MICRO_BATCH: usize = 16;
 
@@ -281,8 +366,6 @@ fn rate(text: &str) -> Result<f64, String> {
 
 #[cfg(test)]
 mod tests {
-    use elasticdl_worker::Model;
-
     use super::*;
 
     const SMALL: [&str; 9] = [
@@ -381,6 +464,35 @@ mod tests {
         let sample = "ab".repeat(1 + SAMPLE_BYTES / 2);
         assert!(summary.ends_with(&format!("sample:\n{sample}")), "{summary}");
         assert!(summary.starts_with("bits per byte: "), "{summary}");
+    }
+
+    #[test]
+    fn a_plain_loop_comes_to_the_losses_that_a_job_comes_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("text");
+        let (steps, batch) = (6, 20);
+        let text: Vec<u8> =
+            (0..steps as usize * batch * 7).map(|i| b"it is a text. "[i * i % 97 % 14]).collect();
+        std::fs::write(&file, &text).unwrap();
+        let file = format!("--plain-text={}", file.display());
+        let more = [file.as_str(), "--plain-batch=20"];
+        let plain = train_plainly(Arguments::parse_from(SMALL.into_iter().chain(more)), steps).unwrap();
+        let (mut model, _) = small();
+        let mut parameters = vec![0.0; model.parameters()];
+        model.initialize(0, &mut parameters).unwrap();
+        let mut slots = vec![0.0; parameters.len() * model.slots()];
+        for (step, records) in (0..).zip(text.chunks(7 * batch)) {
+            let batch = model.feed(records.chunks(7).map(<[u8]>::to_vec).collect()).unwrap();
+            let mut sum = vec![0.0; parameters.len()];
+            let loss = model.gradients(&parameters, batch, &mut sum).unwrap() / 20.0;
+            let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
+            model
+                .update(elasticdl_worker::Update { step, records: 20, sum: &sum, parameters, slots })
+                .unwrap();
+            let its = plain.losses[step as usize];
+            assert!((loss - its).abs() < 1e-4 * loss, "step {step}: {loss} and {its}");
+        }
+        assert!(plain.losses[5] < 0.97 * plain.losses[0], "it learns nothing: {:?}", plain.losses);
     }
 
     #[test]

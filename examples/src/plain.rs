@@ -1,0 +1,99 @@
+//! Training as one would write it in candle alone: what a job of one worker is measured against.
+
+use candle_core::{Tensor, Var};
+use elasticdl_worker::UserError;
+
+/// AdamW with clipping, of candle's operations.
+#[derive(Debug)]
+pub struct AdamW {
+    options: Options,
+    parameters: Vec<Parameter>,
+    steps: i32,
+}
+
+/// AdamW's constants.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Decay rate of the gradient's mean.
+    pub beta1: f64,
+    /// Decay rate of the gradient's square's mean.
+    pub beta2: f64,
+    /// Keeps the division finite.
+    pub epsilon: f64,
+    /// Decoupled from the gradient.
+    pub weight_decay: f64,
+    /// The norm of the mean gradient that is not exceeded.
+    pub clip_norm: f64,
+}
+
+#[derive(Debug)]
+struct Parameter {
+    variable: Var,
+    mean: Tensor,
+    square: Tensor,
+}
+
+impl AdamW {
+    /// `variables`: those that are trained, as a network holds them.
+    ///
+    /// # Errors
+    /// If candle refuses.
+    pub fn new(variables: &[&Tensor], options: Options) -> Result<Self, UserError> {
+        let parameter = |tensor: &&Tensor| {
+            let (mean, square) = (tensor.zeros_like()?, tensor.zeros_like()?);
+            Ok(Parameter { variable: Var::from_tensor(tensor)?, mean, square })
+        };
+        let parameters = variables.iter().map(parameter).collect::<Result<_, UserError>>()?;
+        Ok(Self { options, parameters, steps: 0 })
+    }
+
+    /// One step with the mean gradient of `losses`, one of each part of the batch, each summed over its records; `records` in all. Returns
+    /// their sum.
+    ///
+    /// # Errors
+    /// If candle refuses, or the loss fails.
+    pub fn step(
+        &mut self,
+        rate: f64,
+        records: usize,
+        losses: impl Iterator<Item = Result<Tensor, UserError>>,
+    ) -> Result<f64, UserError> {
+        let mut sum = 0.0;
+        let mut gradients: Vec<Option<Tensor>> = vec![None; self.parameters.len()];
+        for loss in losses {
+            let loss = loss?;
+            sum += f64::from(loss.to_scalar::<f32>()?);
+            let found = loss.backward()?;
+            for (gradient, parameter) in gradients.iter_mut().zip(&self.parameters) {
+                *gradient = match (gradient.take(), found.get(&parameter.variable)) {
+                    (Some(before), Some(more)) => Some((before + more)?),
+                    (before, more) => before.or_else(|| more.cloned()),
+                };
+            }
+        }
+        let squares = gradients.iter().flatten().map(|gradient| gradient.sqr()?.sum_all());
+        let squares = squares.collect::<Result<Vec<_>, _>>()?;
+        let norm =
+            f64::from(Tensor::stack(&squares, 0)?.sum_all()?.to_scalar::<f32>()?).sqrt() / records as f64;
+        let scale = (self.options.clip_norm / (norm + 1e-6)).min(1.0) / records as f64;
+        self.steps += 1;
+        for (parameter, gradient) in self.parameters.iter_mut().zip(gradients) {
+            let Some(gradient) = gradient else { continue };
+            parameter.apply(&self.options, rate, self.steps, &(gradient * scale)?)?;
+        }
+        Ok(sum)
+    }
+}
+
+impl Parameter {
+    fn apply(&mut self, options: &Options, rate: f64, step: i32, gradient: &Tensor) -> Result<(), UserError> {
+        let Options { beta1, beta2, epsilon, weight_decay, .. } = *options;
+        self.mean = ((&self.mean * beta1)? + (gradient * (1.0 - beta1))?)?;
+        self.square = ((&self.square * beta2)? + (gradient.sqr()? * (1.0 - beta2))?)?;
+        let root = (self.square.sqrt()? / (1.0 - beta2.powi(step)).sqrt())?;
+        let change = ((&self.mean * (rate / (1.0 - beta1.powi(step))))? / (root + epsilon)?)?;
+        let kept = (self.variable.as_tensor() * (1.0 - rate * weight_decay))?;
+        self.variable.set(&(kept - change)?.detach())?;
+        Ok(())
+    }
+}
