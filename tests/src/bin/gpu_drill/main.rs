@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 mod phases;
 mod rank;
 mod ranks;
+mod step;
 
 /// Measures the ring of GPUs, and prints a table
 #[derive(Clone, Debug, Parser)]
@@ -36,6 +37,16 @@ struct Arguments {
     /// Seconds until what is not done is left out
     #[arg(long, default_value_t = 570)]
     seconds: u64,
+    /// The example of that name, built with `--features cuda`, for steps beside a plain loop of candle
+    #[arg(long, value_name = "FILE")]
+    bytelm: Option<PathBuf>,
+    /// Its arguments: 100 million parameters, on a GPU
+    #[arg(
+        long,
+        default_value = "--device cuda --width 832 --heads 13 --layers 12 --context 256",
+        allow_hyphen_values = true
+    )]
+    bytelm_arguments: String,
     /// Milliseconds that each sum is repeated for
     #[arg(long, default_value_t = 1500)]
     effort_ms: u64,
@@ -68,12 +79,16 @@ struct Drill {
     copy_rate: f64,
     begun: Instant,
     figures: Vec<Figure>,
+    /// By phase, why there are no more figures of it.
     failures: BTreeMap<&'static str, String>,
 }
 
 type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
 
 fn main() -> ExitCode {
+    if std::env::args().nth(1).is_some_and(|word| word == "train") {
+        return elasticdl_master::cli::main();
+    }
     let arguments = Arguments::parse();
     if let Some(me) = arguments.rank {
         return rank::serve(me, arguments.ordinal);

@@ -11,7 +11,7 @@ use crate::{Drill, Fallible};
 
 type Phase = fn(&mut Drill) -> Fallible<()>;
 
-pub(crate) const ALL: [(&str, Phase); 8] = [
+pub(crate) const ALL: [(&str, Phase); 9] = [
     ("machine", machine),
     ("init", init),
     ("nccl", nccl),
@@ -20,6 +20,7 @@ pub(crate) const ALL: [(&str, Phase); 8] = [
     ("kill-host", kill_on_the_host),
     ("stop", stop),
     ("abandon", abandon),
+    ("step", crate::step::step),
 ];
 
 /// What there is, and its ceilings.
