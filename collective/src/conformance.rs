@@ -174,6 +174,78 @@ pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) 
     }
 }
 
+/// Properties of any group, from a seed: of any size, with sums of any length and headers of any length, one after the other, in some of
+/// which a rank leaves or is aborted at any moment. What succeeds is right on every rank, to the bit the same, and has all
+/// headers; what fails ends, on all.
+pub fn any_group_sums_right_or_ends(form: Form<'_>) {
+    for seed in 0..24_u64 {
+        let mut random = Random(seed);
+        let world = 1 + random.below(9);
+        let sums: Arc<Vec<(usize, Vec<usize>)>> = Arc::new(
+            (0..6)
+                .map(|_| (random.length(400_000), (0..world).map(|_| random.length(40_000)).collect()))
+                .collect(),
+        );
+        let victim = (random.below(3) == 0).then(|| (random.below(world), random.below(sums.len())));
+        let (is_abort, delay) = (random.below(2) == 0, Duration::from_micros(random.below(3000) as u64));
+        let group = form(world);
+        let aborts: Vec<_> = group.iter().map(|rank| rank.abort.clone()).collect();
+        let planned = sums.clone();
+        let results = on_each(group, move |mut rank| {
+            let ring = &mut *rank.communicator;
+            let mut done = Vec::new();
+            for (step, (len, headers)) in planned.iter().enumerate() {
+                let ender = match victim {
+                    Some((victim, at)) if victim == ring.rank() && at == step && is_abort => {
+                        let abort = aborts[victim].clone();
+                        Some(thread::spawn(move || {
+                            thread::sleep(delay);
+                            abort();
+                        }))
+                    }
+                    Some((victim, at)) if victim == ring.rank() && at == step => return Ok(done),
+                    _ => None,
+                };
+                let (src, mut dst) = (part(ring.rank() + step, *len), vec![f32::NAN; *len]);
+                let header = vec![(ring.rank() + step) as u8; headers[ring.rank()]];
+                let result = ring.all_reduce(&header, &src, &mut dst);
+                if let Some(ender) = ender {
+                    ender.join().expect("it only sleeps");
+                }
+                match result {
+                    Ok(headers) => done.push((headers, dst)),
+                    Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. }) => {
+                        let again = ring.all_reduce(&[], &[1.0], &mut [0.0]);
+                        return match again {
+                            Err(CollectiveError::Aborted { .. }) => Ok(done),
+                            other => Err(format!("after a failure: {other:?}")),
+                        };
+                    }
+                    Err(error) => return Err(report(error)),
+                }
+            }
+            Ok(done)
+        });
+        let context = format!("seed {seed}, world {world}, victim {victim:?}, abort {is_abort}");
+        let all: Vec<_> =
+            results.into_iter().map(|r| r.unwrap_or_else(|error| panic!("{context}: {error}"))).collect();
+        for (step, (len, headers)) in sums.iter().enumerate() {
+            let mut right = vec![0.0; *len];
+            for rank in 0..world {
+                right.iter_mut().zip(part(rank + step, *len)).for_each(|(sum, part)| *sum += part);
+            }
+            let sent: Vec<_> = (0..world).map(|rank| vec![(rank + step) as u8; headers[rank]]).collect();
+            for (rank, done) in all.iter().enumerate() {
+                let context = format!("{context}: rank {rank}, sum {step} of {len} elements");
+                match done.get(step) {
+                    Some((got, sum)) => assert!(*got == sent && *sum == right, "{context} is wrong"),
+                    None => assert!(victim.is_some_and(|(_, at)| at <= step), "{context} failed"),
+                }
+            }
+        }
+    }
+}
+
 /// A rank that stays away holds the others up, until they are aborted from outside.
 pub fn who_waits_can_be_aborted(form: Form<'_>) {
     for (world, len) in [(2, 1), (2, 100_000), (3, 1), (3, 100_000), (5, 1), (5, 100_000)] {
@@ -325,6 +397,16 @@ fn part(rank: usize, len: usize) -> Vec<f32> {
 struct Random(u64);
 
 impl Random {
+    /// Up to `most`, each order of magnitude as likely, and often beside a power of two, where ways of summing begin and end.
+    fn length(&mut self, most: usize) -> usize {
+        let power = 1_usize << self.below(most.ilog2() as usize + 1);
+        let len = match self.below(3) {
+            0 => power - 1 + self.below(3),
+            _ => power + self.below(power) - self.below(2),
+        };
+        len.min(most)
+    }
+
     fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;

@@ -30,6 +30,13 @@ impl Hosts {
         Self(hosts)
     }
 
+    /// Hosts of so many ranks, one after the other.
+    #[cfg(test)]
+    pub(crate) fn of_sizes(sizes: &[usize]) -> Self {
+        let mut ranks = 0..;
+        Self(sizes.iter().map(|size| ranks.by_ref().take(*size).collect()).collect())
+    }
+
     pub(crate) fn count(&self) -> usize {
         self.0.len()
     }

@@ -19,6 +19,12 @@ impl Patience {
         Self { limit, since: None }
     }
 
+    /// Never sleeps.
+    #[cfg(test)]
+    pub(crate) fn endless() -> Self {
+        Self { limit: Duration::MAX, since: None }
+    }
+
     /// Whether to look once more. Lets others run before it says so.
     pub(crate) fn lasts(&mut self) -> bool {
         if self.limit.is_zero() {

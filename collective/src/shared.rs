@@ -245,9 +245,10 @@ const SMALL_BYTES: usize = 16 << 10;
 const BLOCK_BYTES: usize = BLOCK_LEN_MAX * size_of::<f32>();
 
 /// 1 MiB at two ranks took 189 µs in blocks of 64 KiB, 264 in blocks of 256 KiB; 16 MiB the other way round.
-const BLOCK_LEN_MIN: usize = 16 << 10;
+const BLOCK_LEN_MIN: usize = if cfg!(miri) { 256 } else { 16 << 10 };
 
-const BLOCK_LEN_MAX: usize = 64 << 10;
+/// Miri takes as long for an element as a processor for thousands.
+const BLOCK_LEN_MAX: usize = if cfg!(miri) { 1 << 10 } else { 64 << 10 };
 
 /// Blocks under way. A rank puts block `k` in before it reduces `k−1`, and that before it takes out `k−2`. So who puts `k` in has taken
 /// `k−3` out, and all had reduced it: its slots are free. And who reduces `k`, when all have put it in, knows that all have taken `k−3`
@@ -256,3 +257,42 @@ const SLOTS: u64 = 3;
 
 /// The largest group that shares memory.
 pub(crate) const WORLD_MAX: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::Fence;
+    use crate::patience::Patience;
+    use crate::progress::Progress;
+
+    /// Miri runs this, and sees whether ranks ever touch what another one uses.
+    #[test]
+    fn threads_that_share_memory_have_the_same_sums_and_all_notes() {
+        let world = 3;
+        thread::scope(|scope| {
+            for (rank, memory) in Memory::of_threads(Shared::bytes(world), world).into_iter().enumerate() {
+                let room = Room::new(memory, Seat { rank, world }, (0..world).collect(), Vec::new());
+                scope.spawn(move || {
+                    let mut shared = Shared::new(room);
+                    let (pass, progress) = (Fence::new().enter(1).unwrap(), Progress::new());
+                    // Of no block, small ones, and of more blocks than there are places for.
+                    let small = SMALL_BYTES / size_of::<f32>();
+                    let long = small.max(6 * BLOCK_LEN_MIN) + 1;
+                    for (sequence, len) in [0, 5, small, long, 5, 5, long].into_iter().enumerate() {
+                        let (pass, progress, patience) = (&pass, &progress, Patience::endless());
+                        let sequence = sequence as u64;
+                        let watch = Watch { host: None, pass, progress, sequence, patience };
+                        let src: Vec<f32> = (0..len).map(|at| (rank + at % 7) as f32).collect();
+                        let mut dst = vec![f32::NAN; len];
+                        let notes = shared.all_reduce(watch, &[rank as u8], &src, &mut dst).unwrap();
+                        assert!(matches!(notes, Notes::All(notes) if notes == [[0], [1], [2]]));
+                        let right = |at: usize| (3 * (at % 7) + 3) as f32;
+                        assert!(dst.iter().enumerate().all(|(at, sum)| *sum == right(at)), "len {len}");
+                    }
+                });
+            }
+        });
+    }
+}

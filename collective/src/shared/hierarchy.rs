@@ -114,29 +114,45 @@ impl Hierarchy {
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Notes, Fault> {
-        let extent = Extent { len: src.len(), segment_len: BLOCK_LEN_MAX };
-        let own = match &mut self.home {
-            Some(home) => home.begin(watch, note, src.len()).map_err(Fault::Here)?,
-            None if note.len() > NOTE_BYTES => Notes::TooLong,
-            None => Notes::All(vec![note.to_vec()]),
-        };
-        let mut notes = vec![Vec::new(); self.host.world];
-        notes[self.host.rank] = encode(&own);
-        let front = self.home.as_ref().map(|home| Front::new(home, watch, self.host, extent));
-        let room = self.home.as_ref().map(|home| &home.room);
+        let host = self.host;
+        let (own, front) = self.open(watch, note, src.len()).map_err(Fault::Here)?;
+        let mut notes = vec![Vec::new(); host.world];
+        notes[host.rank] = encode(&own);
+        let room = front.as_ref().map(|front| &front.home.room);
+        let extent = extent(src.len());
         let body = match lead.half {
             None => Body::Sum { src, dst },
             Some(half) => Body::Rounded { src, dst, halves: Halves::new(half) },
         };
         let payload = Payload::new(body, notes).with_front(front);
-        let schedule = Schedule::all_reduce(self.host, extent);
+        let schedule = Schedule::all_reduce(host, extent);
         let Watch { pass, progress, .. } = watch;
         let transfer = Transfer::new(lead.links, pass, progress, lead.stamp, schedule, payload);
         let all = transfer.beside(Lookout::new(watch), room).run()?;
-        let notes = decode(&all, &self.hosts).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+        self.close(&all, extent.len).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))
+    }
+
+    /// Begins a sum at the leader: its host's notes, and its side of the memory.
+    fn open<'a>(
+        &'a mut self,
+        watch: Watch<'a>,
+        note: &[u8],
+        len: usize,
+    ) -> Result<(Notes, Option<Front<'a>>), SharedFault> {
+        let own = match &mut self.home {
+            Some(home) => home.begin(watch, note, len)?,
+            None if note.len() > NOTE_BYTES => Notes::TooLong,
+            None => Notes::All(vec![note.to_vec()]),
+        };
+        Ok((own, self.home.as_ref().map(|home| Front::new(home, watch, self.host, extent(len)))))
+    }
+
+    /// Ends a sum at the leader, with the notes of all hosts.
+    fn close(&mut self, by_host: &[Vec<u8>], len: usize) -> Result<Notes, String> {
+        let notes = decode(by_host, &self.hosts)?;
         if let Some(home) = &mut self.home {
             home.tell(&notes);
-            home.blocks += order(self.host, self.host.rank, extent).len() as u64;
+            home.blocks += order(self.host, self.host.rank, extent(len)).len() as u64;
         }
         Ok(notes)
     }
@@ -148,7 +164,7 @@ impl Hierarchy {
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Notes, SharedFault> {
-        let extent = Extent { len: src.len(), segment_len: BLOCK_LEN_MAX };
+        let extent = extent(src.len());
         let Seat { rank: host, world: hosts } = self.host;
         let home = self.home.as_mut().expect("who follows shares memory with its leader");
         home.begin(watch, note, src.len())?;
@@ -321,6 +337,11 @@ impl<'a> Front<'a> {
     }
 }
 
+/// How a buffer of `len` elements is cut, in memory and between hosts.
+fn extent(len: usize) -> Extent {
+    Extent { len, segment_len: BLOCK_LEN_MAX }
+}
+
 /// The blocks of a buffer, as they come at a host: chunk by chunk, from the one of host `first` down.
 fn order(host: Seat, first: usize, extent: Extent) -> Vec<Range<usize>> {
     let hosts = host.world;
@@ -419,46 +440,4 @@ impl Layout {
 const ALL_NOTES_BYTES: usize = 256 << 10;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::schedule::Content;
-
-    #[test]
-    fn a_host_meets_blocks_as_its_leaders_schedule_does() {
-        for hosts in 2..=5 {
-            for host in 0..hosts {
-                let (seat, extent) = (Seat { rank: host, world: hosts }, Extent { len: 103, segment_len: 4 });
-                let mut schedule = Schedule::all_reduce(seat, extent);
-                let (mut sums, mut totals) = (Vec::new(), Vec::new());
-                while let Some(piece) = schedule.next_send().filter(|piece| piece.step == 0) {
-                    sums.push(piece.range);
-                    schedule.on_sent();
-                }
-                while let Some(piece) = schedule.next_receive() {
-                    if piece.content == Content::Sum {
-                        sums.push(piece.range.clone());
-                    }
-                    if piece.content == Content::Total || piece.step + 2 == hosts {
-                        totals.push(piece.range);
-                    }
-                    schedule.on_received();
-                }
-                assert_eq!(order(seat, host, extent), sums, "host {host} of {hosts}");
-                assert_eq!(order(seat, host + 1, extent), totals, "host {host} of {hosts}");
-            }
-        }
-    }
-
-    #[test]
-    fn notes_that_make_no_sense_are_no_notes() {
-        let all = encode(&Notes::All(vec![b"one".to_vec(), Vec::new()]));
-        assert!(matches!(notes_of(&all, 2), Ok(Notes::All(notes)) if notes == [b"one".to_vec(), vec![]]));
-        for cut in 1..all.len() {
-            assert!(notes_of(&all[..cut], 2).is_err(), "{cut}");
-        }
-        assert!(notes_of(&all, 1).is_err());
-        assert!(notes_of(&all, 3).is_err());
-        assert!(notes_of(&[255; 9], 1).is_err());
-        assert!(matches!(notes_of(&[], 2), Ok(Notes::TooLong)));
-    }
-}
+mod tests;

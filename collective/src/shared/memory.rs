@@ -25,7 +25,18 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 pub(crate) struct Memory {
     base: NonNull<u8>,
     len: usize,
-    file: File,
+    backing: Backing,
+}
+
+/// What the memory is of.
+#[derive(Debug)]
+enum Backing {
+    File(File),
+    /// Memory of this process, which its threads share as processes do.
+    #[cfg(test)]
+    Heap {
+        _until_dropped: std::sync::Arc<Heap>,
+    },
 }
 
 /// Where to find the memory, for processes that see the same processes under the same ids. What is found there is only taken
@@ -94,13 +105,14 @@ impl Memory {
 
     /// Where other processes find it, as long as this one has it.
     pub(crate) fn address(&self) -> io::Result<Address> {
-        let file = self.file.metadata()?;
-        Ok(Address {
-            process: process::id(),
-            descriptor: self.file.as_raw_fd().cast_unsigned(),
-            device: file.st_dev(),
-            inode: file.st_ino(),
-        })
+        let file = match &self.backing {
+            Backing::File(file) => file,
+            #[cfg(test)]
+            Backing::Heap { .. } => return Err(ErrorKind::Unsupported.into()),
+        };
+        let descriptor = file.as_raw_fd().cast_unsigned();
+        let file = file.metadata()?;
+        Ok(Address { process: process::id(), descriptor, device: file.st_dev(), inode: file.st_ino() })
     }
 
     fn map(file: File, len: usize) -> io::Result<Self> {
@@ -109,7 +121,7 @@ impl Memory {
             mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file.as_fd(), 0)?
         };
         let base = NonNull::new(base.cast()).ok_or(ErrorKind::OutOfMemory)?;
-        Ok(Self { base, len, file })
+        Ok(Self { base, len, backing: Backing::File(file) })
     }
 
     pub(crate) fn word32(&self, offset: usize) -> &AtomicU32 {
@@ -157,8 +169,15 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: it is this mapping, and with `self` all references into it are gone. It can't fail for a mapping that is there.
-        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+        match &self.backing {
+            Backing::File(_) => {
+                // SAFETY: it is this mapping, and with `self` all references into it are gone. It can't fail for a mapping that
+                // is there.
+                let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+            }
+            #[cfg(test)]
+            Backing::Heap { .. } => {}
+        }
     }
 }
 
@@ -169,6 +188,45 @@ const ADDRESS_BYTES: usize = 24;
 const NAME: &str = "elasticdl";
 
 const LINK_START: &[u8] = b"/memfd:elasticdl";
+
+/// What threads share, until the last one lets go.
+#[cfg(test)]
+#[derive(Debug)]
+struct Heap {
+    base: NonNull<u8>,
+    layout: std::alloc::Layout,
+}
+
+#[cfg(test)]
+impl Memory {
+    /// The same zeros for so many threads: what Miri can look at, and a sanitizer, for which mappings of one file are different
+    /// memory.
+    pub(crate) fn of_threads(len: usize, threads: usize) -> Vec<Self> {
+        let layout = std::alloc::Layout::from_size_align(len, 4096).unwrap();
+        // SAFETY: no memory of a group is empty.
+        let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).unwrap();
+        let heap = std::sync::Arc::new(Heap { base, layout });
+        (0..threads)
+            .map(|_| Self { base, len, backing: Backing::Heap { _until_dropped: heap.clone() } })
+            .collect()
+    }
+}
+
+// SAFETY: nothing is done with it but to free it.
+#[cfg(test)]
+unsafe impl Send for Heap {}
+
+// SAFETY: as for `Send`.
+#[cfg(test)]
+unsafe impl Sync for Heap {}
+
+#[cfg(test)]
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated with this layout, and the last one that used it is gone.
+        unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -201,8 +259,9 @@ mod tests {
             assert!(Memory::open(&wrong, 4096).is_err(), "{wrong:?}");
         }
         assert!(Memory::open(&address, 8192).is_err());
-        memory.file.set_len(100).unwrap_err();
-        memory.file.set_len(10_000).unwrap_err();
+        let Backing::File(file) = &memory.backing else { panic!("it was created") };
+        file.set_len(100).unwrap_err();
+        file.set_len(10_000).unwrap_err();
     }
 
     #[test]

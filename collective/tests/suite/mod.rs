@@ -33,6 +33,11 @@ macro_rules! conforms {
             }
 
             #[test]
+            fn any_group_sums_right_or_ends() {
+                conformance::any_group_sums_right_or_ends(&$form);
+            }
+
+            #[test]
             fn who_waits_can_be_aborted() {
                 conformance::who_waits_can_be_aborted(&$form);
             }
