@@ -30,6 +30,8 @@ pub struct Stage {
     pub micros_per_record: u64,
     /// Parameters, of 4 bytes each, if more than records.
     pub parameters: u64,
+    /// Counts are summed in buckets of so many.
+    pub bucket: Option<u64>,
     /// Records of a step.
     pub global_batch_size: u64,
     /// Generous, so that a busy machine takes nobody out whom the test did not stop.
@@ -57,6 +59,7 @@ impl Stage {
             num_workers,
             micros_per_record: 400,
             parameters: 0,
+            bucket: None,
             global_batch_size: 48,
             worker_timeout: "10s",
             gpu: None,
@@ -86,6 +89,7 @@ impl Stage {
         ] {
             program.extend([name.into(), value.to_string().into()]);
         }
+        program.extend(self.bucket.iter().flat_map(|bucket| ["--bucket".into(), bucket.to_string().into()]));
         let mut variables = self.variables.clone();
         if let Some(libraries) = self.gpu {
             program.push("--gpu".into());

@@ -55,6 +55,7 @@
 //! at `control`. What decides is in `core` (the session, and what it reckons with) and has no IO and no clock.
 
 mod apart;
+mod buckets;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod checkpoint;
@@ -82,6 +83,7 @@ mod tensors;
 mod trainer;
 mod weights;
 
+pub use buckets::Gradients;
 pub use model::{Metrics, Model, NamedTensor, Update, UserError};
 pub use optimizer::Optimizer;
 pub use predictions::{Column, Predictions};

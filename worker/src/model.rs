@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::buckets::Gradients;
 use crate::device::DeviceModel;
 use crate::optimizer::Optimizer;
 use crate::predictions::Predictions;
@@ -88,6 +89,28 @@ pub trait Model: 'static {
     /// Records that fit into memory at once: a larger share is computed in micro-batches. Default: any number.
     fn micro_batch(&self) -> Option<usize> {
         None
+    }
+
+    /// Elements of a bucket, for a model that knows when parts of its gradient are complete: then the gradient is summed over the workers
+    /// in buckets, from its end on, and [`gradients_in_buckets`](Self::gradients_in_buckets) says how early. The same on every
+    /// worker. Default: none, for a gradient that is summed as a whole, when it is complete.
+    fn bucket(&self) -> Option<usize> {
+        None
+    }
+
+    /// As [`gradients`](Self::gradients), called in its place for the last records of a step where there are [buckets](Self::bucket)
+    /// and other workers: what is said to be complete is summed while the rest is computed. So a model whose parameters lie in the order
+    /// of its layers, which a backward pass takes from the last one on, spends less time waiting for the network.
+    ///
+    /// # Errors
+    /// As for [`gradients`](Self::gradients).
+    fn gradients_in_buckets(
+        &mut self,
+        parameters: &[f32],
+        batch: Self::Batch,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<f64, UserError> {
+        self.gradients(parameters, batch, gradients.rest())
     }
 
     /// The model on a GPU, if it computes there: then this is called in place of [`gradients`](Self::gradients), [`update`](Self::update) and,

@@ -7,6 +7,7 @@ use elasticdl_collective::device::{DeviceError, Path};
 use elasticdl_collective::{CollectiveError, Communicator as _};
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
+use crate::buckets;
 use crate::core::session::State;
 use crate::device::DeviceState;
 use crate::model::Update;
@@ -106,12 +107,14 @@ impl Tensors {
         }
     }
 
-    /// Puts the sum of all ranks' gradients into `reduced`, with their headers beside it.
+    /// Puts the sum of all ranks' gradients into `reduced`, with their headers beside it. `buckets`: their length, and how many are
+    /// there already, for a model on the host that has buckets.
     pub(crate) fn sum(
         &mut self,
         ring: &mut Ring,
         header: &[u8],
         path: Path,
+        buckets: Option<(usize, usize)>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         // Nobody else needs this rank's gradient again, so it can be the sum without a copy.
         let is_alone = ring.world_size() == 1;
@@ -119,7 +122,12 @@ impl Tensors {
             Self::Device(state) if is_alone => state.take_gradient_as_sum(),
             Self::Device(state) => return state.sum(ring, header, path),
             Self::Host(state) if is_alone => std::mem::swap(&mut state.gradient, &mut state.reduced),
-            Self::Host(state) => return ring.all_reduce(header, &state.gradient, &mut state.reduced),
+            Self::Host(HostState { gradient, reduced, .. }) => {
+                return match buckets {
+                    Some(buckets) => buckets::sum_rest(ring, header, gradient, reduced, buckets),
+                    None => ring.all_reduce(header, gradient, reduced),
+                };
+            }
         }
         Ok(vec![header.to_vec()])
     }

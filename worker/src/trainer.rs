@@ -3,6 +3,7 @@
 //! One thread, blocking calls. What the master says arrives in an inbox between two tasks; what can't wait (a lost
 //! member) reaches a blocked collective call through the group's fence.
 
+use std::mem;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -33,6 +34,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     tensors: Tensors,
     /// `gradient` holds what the session has pending, and not an older step's.
     gradient_is_pending: bool,
+    /// Buckets of it that this group has summed while it was computed, or why they were not.
+    summed: Result<usize, CollectiveError>,
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
     export: Option<Export>,
     endpoint: Endpoint,
@@ -100,6 +103,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             session,
             tensors,
             gradient_is_pending: false,
+            summed: Ok(0),
             prefetch,
             export: None,
             endpoint,
@@ -203,6 +207,7 @@ impl<'a, M: Model> Trainer<'a, M> {
 
     fn connect(&mut self, membership: &Membership) -> Result<(), Stopped> {
         self.ring = None;
+        self.summed = Ok(0);
         self.source = None;
         self.gap.on_membership(Instant::now());
         let is_member = |id| membership.members.iter().any(|(member, _)| member.0 == id);
@@ -345,10 +350,15 @@ impl<'a, M: Model> Trainer<'a, M> {
             })?);
             while records.len() >= most || (i + 1 == ranges.len() && !records.is_empty()) {
                 let rest = records.split_off(records.len().min(most));
-                let batch = std::mem::replace(&mut records, rest);
+                let batch = mem::replace(&mut records, rest);
                 let started = Instant::now();
-                loss_sum += self.gradients(batch).map_err(fail)?;
-                busy += started.elapsed();
+                let is_last = i + 1 == ranges.len() && records.is_empty();
+                let (loss, took) = match is_last.then(|| self.model.bucket()).flatten() {
+                    Some(bucket) => self.last_gradients(batch, bucket).map_err(fail)?,
+                    None => (self.gradients(batch).map_err(fail)?, started.elapsed()),
+                };
+                loss_sum += loss;
+                busy += took;
             }
         }
         self.session.computed(loss_sum, busy.as_micros() as u64);
@@ -379,7 +389,9 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
         let ring = ring(&mut self.ring)?;
         let started = Instant::now();
-        let headers = self.tensors.sum(ring, &mine, path).map_err(Stopped::Broken)?;
+        let summed = mem::replace(&mut self.summed, Ok(0)).map_err(Stopped::Broken)?;
+        let buckets = self.model.bucket().map(|bucket| (bucket, summed));
+        let headers = self.tensors.sum(ring, &mine, path, buckets).map_err(Stopped::Broken)?;
         self.session.reduced(started.elapsed());
         self.tell_sums_over(path);
         let headers: Vec<StepHeader> = decode_all(headers)?;
@@ -533,6 +545,7 @@ mod checkpoints;
 mod evaluation;
 mod fetch;
 mod gpu;
+mod overlap;
 
 pub(crate) use self::checkpoints::Checkpointing;
 pub(crate) use self::evaluation::Validation;

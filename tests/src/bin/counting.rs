@@ -10,7 +10,7 @@ use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::{counting_reader, numbers};
 use elasticdl_worker::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use elasticdl_worker::readers::FixedRecords;
-use elasticdl_worker::{Metrics, Model, Optimizer, Predictions, Update, UserError};
+use elasticdl_worker::{Gradients, Metrics, Model, Optimizer, Predictions, Update, UserError};
 
 /// Counts records.
 #[derive(Parser)]
@@ -33,6 +33,9 @@ struct Counting {
     /// Records that fit at once: more are computed in micro-batches.
     #[arg(long)]
     micro_batch: Option<usize>,
+    /// Counts are summed in buckets of so many, while the rest is counted.
+    #[arg(long)]
+    bucket: Option<usize>,
     /// Where to write the final counts, as one line: smallest and greatest.
     #[arg(long)]
     counts: Option<PathBuf>,
@@ -141,6 +144,27 @@ impl Model for Counting {
 
     fn device(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<u64>>> {
         self.device.is_some().then_some(self as _)
+    }
+
+    fn bucket(&self) -> Option<usize> {
+        self.bucket
+    }
+
+    fn gradients_in_buckets(
+        &mut self,
+        parameters: &[f32],
+        batch: Vec<u64>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<f64, UserError> {
+        let quarter = self.parameters().div_ceil(4);
+        let mut loss = 0.0;
+        for part in (0..4).rev() {
+            let part = part * quarter..(part + 1) * quarter;
+            let records = batch.iter().copied().filter(|record| part.contains(&(*record as usize)));
+            loss += self.gradients(parameters, records.collect(), gradients.rest())?;
+            gradients.complete_from(part.start);
+        }
+        Ok(loss)
     }
 
     fn predict(&mut self, parameters: &[f32], batch: Vec<u64>) -> Result<Predictions, UserError> {

@@ -1,0 +1,224 @@
+//! The gradient in parts, each summed over all ranks as soon as it is complete.
+//!
+//! ```text
+//! flat gradient    | bucket 2 |   bucket 1    |   bucket 0    |   cut from the end, where a backward pass begins
+//! computed here           ◀──────────────────────────────────
+//! summed meanwhile                            ◀── ◀───────────   bucket 2 comes last, with the header
+//! ```
+//!
+//! **Invariant:** all ranks sum the same buckets in the same order, whatever a model announces, and when: that only says how early.
+//! A rank without records sums zeros.
+//!
+//! **Invariant:** the last bucket is never summed early: with it comes the header, and only a rank that has all of that commits. So
+//! a failure in any bucket is one of the step, which is contributed again, whole, by the gradient that no sum writes to.
+
+use std::ops::Range;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::{mem, thread};
+
+use elasticdl_collective::{CollectiveError, Communicator};
+
+/// A gradient that is computed from its end to its start, and summed over all ranks behind the place where that is.
+#[derive(Debug)]
+pub struct Gradients<'a> {
+    /// What may still be written to.
+    rest: &'a mut [f32],
+    /// Where its sum goes.
+    sums: &'a mut [f32],
+    bucket: usize,
+    summer: Sender<Bucket<'a>>,
+}
+
+/// A part of the gradient, and where its sum goes.
+type Bucket<'a> = (&'a [f32], &'a mut [f32]);
+
+impl<'a> Gradients<'a> {
+    /// The flat gradient, from its start up to some place behind all that is not complete: `[parameters()]` at first. To be added
+    /// to, as in [`Model::gradients`](crate::Model::gradients).
+    pub fn rest(&mut self) -> &mut [f32] {
+        self.rest
+    }
+
+    /// Says that the elements from `start` on are complete: nothing is added to them any more.
+    pub fn complete_from(&mut self, start: usize) {
+        while let Some(at) = last_bucket(self.rest.len(), self.bucket).filter(|at| *at >= start) {
+            let (rest, part) = mem::take(&mut self.rest).split_at_mut(at);
+            let (sums, sum) = mem::take(&mut self.sums).split_at_mut(at);
+            (self.rest, self.sums) = (rest, sums);
+            // Who has failed takes no more; that comes out when the step is made.
+            let _ = self.summer.send((part, sum));
+        }
+    }
+}
+
+/// Has `compute` fill the gradient while what is complete is summed into `sums`; gives its result, and how many buckets are summed.
+pub(crate) fn overlap<T>(
+    ring: &mut (impl Communicator + Send),
+    gradient: &mut [f32],
+    sums: &mut [f32],
+    bucket: usize,
+    compute: impl FnOnce(&mut Gradients<'_>) -> T,
+) -> (T, Result<usize, CollectiveError>) {
+    let (summer, buckets) = mpsc::channel();
+    thread::scope(|scope| {
+        let summed = scope.spawn(move || sum_all(ring, &buckets));
+        let mut gradients = Gradients { rest: gradient, sums, bucket, summer };
+        let result = compute(&mut gradients);
+        drop(gradients);
+        (result, summed.join().expect("sums don't panic"))
+    })
+}
+
+/// Sums what comes, until nothing comes any more.
+fn sum_all(ring: &mut impl Communicator, buckets: &Receiver<Bucket<'_>>) -> Result<usize, CollectiveError> {
+    let mut summed = 0;
+    for (part, sum) in buckets {
+        ring.all_reduce(&[], part, sum)?;
+        summed += 1;
+    }
+    Ok(summed)
+}
+
+/// Sums all but the first `summed` buckets, with the header; gives all ranks' headers.
+pub(crate) fn sum_rest(
+    ring: &mut impl Communicator,
+    header: &[u8],
+    gradient: &[f32],
+    sums: &mut [f32],
+    (bucket, summed): (usize, usize),
+) -> Result<Vec<Vec<u8>>, CollectiveError> {
+    for range in ranges(gradient.len(), bucket).skip(summed) {
+        let is_last = range.start == 0;
+        let header = if is_last { header } else { &[] };
+        let headers = ring.all_reduce(header, &gradient[range.clone()], &mut sums[range])?;
+        if is_last {
+            return Ok(headers);
+        }
+    }
+    unreachable!("the last bucket is summed here alone")
+}
+
+/// All buckets of a gradient, in the order in which they are summed.
+fn ranges(len: usize, bucket: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut end = Some(len);
+    std::iter::from_fn(move || {
+        let range = last_bucket(end?, bucket).unwrap_or(0)..end?;
+        end = (range.start > 0).then_some(range.start);
+        Some(range)
+    })
+}
+
+/// Where the last bucket of the first `len` elements begins; none if that is the only one.
+fn last_bucket(len: usize, bucket: usize) -> Option<usize> {
+    len.checked_sub(bucket.max(1)).filter(|at| *at > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_collective::LocalRank;
+
+    use super::*;
+
+    #[test]
+    fn buckets_cover_the_gradient_from_its_end() {
+        let all = |len, bucket| ranges(len, bucket).collect::<Vec<_>>();
+        assert_eq!(all(10, 4), [6..10, 2..6, 0..2]);
+        assert_eq!(all(8, 4), [4..8, 0..4]);
+        assert_eq!(all(3, 4), [0..3]);
+        assert_eq!(all(0, 4), [0..0]);
+        assert_eq!(all(2, 0), [1..2, 0..1]);
+    }
+
+    /// A ring that remembers the lengths that it has summed.
+    struct Counting(LocalRank, Vec<usize>);
+
+    impl Communicator for Counting {
+        fn rank(&self) -> usize {
+            self.0.rank()
+        }
+
+        fn world_size(&self) -> usize {
+            self.0.world_size()
+        }
+
+        fn generation(&self) -> u64 {
+            self.0.generation()
+        }
+
+        fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+            self.0.all_gather(mine)
+        }
+
+        fn all_reduce(
+            &mut self,
+            header: &[u8],
+            src: &[f32],
+            dst: &mut [f32],
+        ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+            self.1.push(src.len());
+            self.0.all_reduce(header, src, dst)
+        }
+
+        fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
+            self.0.broadcast_bytes(root, bytes)
+        }
+
+        fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
+            self.0.broadcast(root, buf)
+        }
+    }
+
+    /// One rank's step over 10 elements in buckets of 4, with `announced` said to be complete, one after the other.
+    fn step(rank: LocalRank, announced: &[usize]) -> (Vec<Vec<u8>>, Vec<f32>, Vec<usize>) {
+        let header = vec![rank.rank() as u8];
+        let mut ring = Counting(rank, Vec::new());
+        let (mut gradient, mut sums) = (vec![0.0; 10], vec![f32::NAN; 10]);
+        let ((), summed) = overlap(&mut ring, &mut gradient, &mut sums, 4, |gradients| {
+            let mut end = 10;
+            for &start in announced {
+                for at in start..end {
+                    gradients.rest()[at] += at as f32;
+                }
+                gradients.complete_from(start);
+                end = start;
+            }
+            for at in 0..end {
+                gradients.rest()[at] += at as f32;
+            }
+        });
+        let headers = sum_rest(&mut ring, &header, &gradient, &mut sums, (4, summed.unwrap())).unwrap();
+        (headers, sums, ring.1)
+    }
+
+    #[test]
+    fn ranks_that_announce_differently_sum_the_same_buckets() {
+        let ways: [&[usize]; 4] = [&[], &[7, 6, 0], &[3], &[0]];
+        thread::scope(|scope| {
+            let steps: Vec<_> = LocalRank::group(ways.len(), 1)
+                .into_iter()
+                .zip(ways)
+                .map(|(rank, announced)| scope.spawn(move || step(rank, announced)))
+                .collect();
+            for step in steps {
+                let (headers, sums, lens) = step.join().unwrap();
+                assert_eq!(headers, [[0], [1], [2], [3]]);
+                assert_eq!(sums, (0..10).map(|at| 4.0 * at as f32).collect::<Vec<_>>());
+                assert_eq!(lens, [4, 4, 2]);
+            }
+        });
+    }
+
+    #[test]
+    fn what_fails_early_leaves_the_gradient_whole() {
+        let mut group = LocalRank::group(2, 1);
+        drop(group.pop());
+        let (mut gradient, mut sums) = (vec![0.0; 10], vec![0.0; 10]);
+        let ((), summed) = overlap(&mut group[0], &mut gradient, &mut sums, 4, |gradients| {
+            gradients.rest()[6..].fill(1.0);
+            gradients.complete_from(6);
+            gradients.rest().fill(2.0);
+        });
+        assert!(matches!(summed, Err(CollectiveError::PeerLost { .. })), "{summed:?}");
+        assert_eq!(gradient, [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]);
+    }
+}

@@ -1,0 +1,44 @@
+//! Sums what is complete of the gradient while the rest is computed.
+
+use std::time::{Duration, Instant};
+
+use elasticdl_collective::Communicator as _;
+
+use super::Trainer;
+use crate::buckets;
+use crate::failure::call_user;
+use crate::model::Model;
+use crate::reader::Reader;
+use crate::ring::Ring;
+use crate::tensors::{HostState, Tensors};
+
+impl<M: Model> Trainer<'_, M> {
+    /// As `gradients`, for the last records of a step: nothing is added to the gradient after them, and the next thing that this rank
+    /// does with its group is to sum it, as all others do. How long the model took, without the wait for others.
+    pub(super) fn last_gradients(
+        &mut self,
+        records: Vec<<M::Reader as Reader>::Record>,
+        bucket: usize,
+    ) -> Result<(f64, Duration), String> {
+        let started = Instant::now();
+        let (Tensors::Host(state), Some(Ring::Host(ring))) = (&mut self.tensors, &mut self.ring) else {
+            return Ok((self.gradients(records)?, started.elapsed()));
+        };
+        if ring.world_size() == 1 {
+            return Ok((self.gradients(records)?, started.elapsed()));
+        }
+        let model = &mut self.model;
+        let batch = call_user("feed()", || model.feed(records))?;
+        let HostState { parameters, gradient, reduced, .. } = state;
+        let (computed, summed) = buckets::overlap(ring, gradient, reduced, bucket, |gradients| {
+            let loss = call_user("gradients()", || model.gradients_in_buckets(parameters, batch, gradients));
+            (loss, started.elapsed())
+        });
+        self.summed = summed;
+        let (loss, took) = computed;
+        match loss? {
+            loss if loss.is_finite() => Ok((loss, took)),
+            loss => Err(format!("gradients() gave a loss of {loss}")),
+        }
+    }
+}
