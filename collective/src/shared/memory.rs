@@ -39,6 +39,16 @@ enum Backing {
     },
 }
 
+impl Backing {
+    fn file(&self) -> Option<&File> {
+        match self {
+            Self::File(file) => Some(file),
+            #[cfg(test)]
+            Self::Heap { .. } => None,
+        }
+    }
+}
+
 /// Where to find the memory, for processes that see the same processes under the same ids. What is found there is only taken
 /// if it is this very file.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -105,11 +115,7 @@ impl Memory {
 
     /// Where other processes find it, as long as this one has it.
     pub(crate) fn address(&self) -> io::Result<Address> {
-        let file = match &self.backing {
-            Backing::File(file) => file,
-            #[cfg(test)]
-            Backing::Heap { .. } => return Err(ErrorKind::Unsupported.into()),
-        };
+        let Some(file) = self.backing.file() else { return Err(ErrorKind::Unsupported.into()) };
         let descriptor = file.as_raw_fd().cast_unsigned();
         let file = file.metadata()?;
         Ok(Address { process: process::id(), descriptor, device: file.st_dev(), inode: file.st_ino() })

@@ -161,7 +161,7 @@ impl Model for Counting {
         for part in (0..4).rev() {
             let part = part * quarter..(part + 1) * quarter;
             let records = batch.iter().copied().filter(|record| part.contains(&(*record as usize)));
-            loss += self.gradients(parameters, records.collect(), gradients.rest())?;
+            loss += Model::gradients(self, parameters, records.collect(), gradients.rest())?;
             gradients.complete_from(part.start);
         }
         Ok(loss)
