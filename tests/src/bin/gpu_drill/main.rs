@@ -133,6 +133,11 @@ impl Drill {
         (self.arguments.effort_ms as f64 / 1e3 / once.max(1e-6)).clamp(3.0, 300.0) as u64
     }
 
+    /// What can't be over in time is not begun.
+    fn check_time(&self) -> Fallible<()> {
+        if self.left().is_zero() { Err("left out from here: the time is up".into()) } else { Ok(()) }
+    }
+
     /// Of the whole time.
     fn left(&self) -> Duration {
         Duration::from_secs(self.arguments.seconds).saturating_sub(self.begun.elapsed())

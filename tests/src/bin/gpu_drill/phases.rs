@@ -66,6 +66,7 @@ fn nccl(drill: &mut Drill) -> Fallible<()> {
         ranks.all(&begin())?;
         ranks.all(&json!({ "do": "bare" }))?;
         for bytes in sizes(drill.arguments.bytes_max) {
+            drill.check_time()?;
             let command = |n: u64| json!({ "do": "beside", "bytes": bytes, "iterations": n });
             let once = slowest(&ranks.all(&command(2))?, "s")?;
             let answers = ranks.all(&command(drill.iterations(2.0 * once)))?;
@@ -88,6 +89,7 @@ fn staged(drill: &mut Drill) -> Fallible<()> {
         let mut ranks = Ranks::start(drill, world, true)?;
         ranks.connect(1)?;
         for bytes in sizes(drill.arguments.bytes_max.min(256 << 20)) {
+            drill.check_time()?;
             let both = [("sum", "staged"), ("host", "host's ring alone")];
             let mut medians = Vec::new();
             for (what, name) in both {

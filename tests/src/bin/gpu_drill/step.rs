@@ -24,6 +24,7 @@ pub(crate) fn step(drill: &mut Drill) -> Fallible<()> {
     let arguments: Vec<&str> = drill.arguments.bytelm_arguments.split_whitespace().collect();
     let (mut plain, mut job) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
+        drill.check_time()?;
         plain.push(plain_step(model, &arguments, &text)?);
         // What a job does before its first step is in both of two lengths.
         let [short, long] =
@@ -91,5 +92,5 @@ fn job_time(
 }
 
 const ROUNDS: usize = 3;
-const STEPS: [u64; 2] = [20, 60];
+const STEPS: [u64; 2] = [10, 30];
 const BATCH: u64 = 64;
