@@ -36,6 +36,21 @@ pub fn load() {
     });
 }
 
+/// How many bytes this thread has had copied between the host and a stand-in's device.
+///
+/// # Panics
+/// As for [`load`].
+#[must_use]
+pub fn bytes_copied() -> u64 {
+    load();
+    // SAFETY: it was made here, and has this function.
+    unsafe {
+        let library = libloading::Library::new("libcuda.so").expect("it was just loaded");
+        let copied: extern "C" fn() -> u64 = *library.get(b"standInCopied").expect("the stand-in has it");
+        copied()
+    }
+}
+
 /// The stand-in of NCCL with a planned fault; see `stand-ins/nccl.rs` for what there is, and `no_abort`, which lacks a function.
 ///
 /// # Panics

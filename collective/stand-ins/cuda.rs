@@ -493,8 +493,19 @@ pub unsafe extern "C" fn cuLaunchKernel(
     SUCCESS
 }
 
+/// How many bytes this thread has had copied between host and device.
+#[unsafe(no_mangle)]
+pub extern "C" fn standInCopied() -> u64 {
+    COPIED.get()
+}
+
+thread_local! {
+    static COPIED: Cell<u64> = const { Cell::new(0) };
+}
+
 /// A copy between host and device, of which `host` is the host's side.
 fn copy(dst: usize, src: usize, host: usize, bytes: usize, stream: *mut c_void) -> c_int {
+    COPIED.set(COPIED.get() + bytes as u64);
     let code = push(stream, Work::Copy { src, dst, bytes });
     if code == SUCCESS && !queues().is_locked(host) {
         synchronize(stream);

@@ -57,14 +57,6 @@ pub enum DeviceError {
         /// What NCCL said of it.
         reason: String,
     },
-    /// NCCL did not come to an end with something in time. Its communicator is of no use any more; the host's ring is.
-    #[error("NCCL could not {action} within {waited:?}")]
-    NcclTimeout {
-        /// What was tried.
-        action: &'static str,
-        /// How long it was waited for.
-        waited: Duration,
-    },
     /// The NCCL library is of a version that this can't work with. Go on without it.
     #[error("NCCL {found} is too old; 2.18 is the oldest that works")]
     NcclVersion {

@@ -240,7 +240,11 @@ impl DeviceRing {
         communicator.abort(&error.to_string());
         match communicator.wait_until_ended() {
             Ok(()) => error,
-            Err(source) => CollectiveError::Device { source },
+            Err(source) => {
+                // To release the device waits for what hangs there; the process's end does not.
+                std::mem::forget(self.device.clone());
+                CollectiveError::Device { source }
+            }
         }
     }
 }

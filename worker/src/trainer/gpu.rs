@@ -52,9 +52,7 @@ impl<M: Model> Trainer<'_, M> {
     /// go on.
     pub(super) fn judge(&mut self, error: CollectiveError) -> Result<CollectiveError, Failure> {
         match error {
-            CollectiveError::Device {
-                source: DeviceError::Nccl { .. } | DeviceError::NcclTimeout { .. },
-            } => {
+            CollectiveError::Device { source: DeviceError::Nccl { .. } } => {
                 self.session.nccl_broke();
                 Ok(error)
             }
