@@ -538,6 +538,16 @@ mod tests {
         }
     }
 
+    #[cfg(not(feature = "cuda"))]
+    #[test]
+    fn a_program_without_cuda_says_what_to_build() {
+        let mut model = Candle::new(ByteModel::new(Arguments::parse_from(["bytelm", "--device=cuda"])));
+        let error = model.initialize(1, &mut []).unwrap_err().to_string();
+        assert!(error.contains("build it with `--features cuda`"), "{error}");
+        let auto = Candle::new(ByteModel::new(Arguments::parse_from(["bytelm", "--device=auto"])));
+        assert!(auto.parameters() > 0);
+    }
+
     #[test]
     fn arguments_are_checked() {
         for wrong in ["--context=0", "--width=x", "--rate=0", "--rate=nan", "--tail=17", "--device=gpu"] {

@@ -188,3 +188,49 @@ fn how_many_threads_there_are_depends_on_the_length_and_has_bounds() {
         assert_eq!(threads(len), expected, "{len} elements");
     }
 }
+
+#[test]
+fn launched_on_a_device_they_do_the_same() {
+    elasticdl_collective::stand_in::load();
+    let device = Device::open(0).unwrap();
+    let stream = device.stream();
+    let mut kernels = Kernels::new(&device).unwrap();
+    let adam_w = Optimizer::adam_w(0.003).weight_decay(0.1);
+    let momentum = Optimizer::sgd(0.1).momentum(0.9);
+    for (optimizer, is_clipped) in [
+        (Optimizer::sgd(0.1), false),
+        (momentum, false),
+        (momentum.nesterov(), false),
+        (adam_w, false),
+        (Optimizer::sgd(0.1).clip_norm(0.5), true),
+        (adam_w.clip_norm(0.5), true),
+    ] {
+        let mut on_cpu = (numbers(LEN, 1), vec![0.0; optimizer.slots() * LEN]);
+        let mut parameters = stream.clone_htod(&on_cpu.0).unwrap();
+        let mut slots = stream.alloc_zeros::<f32>(on_cpu.1.len().max(1)).unwrap();
+        for step in 0..3 {
+            let sum = numbers(LEN, 10 + step);
+            let on_device = stream.clone_htod(&sum).unwrap();
+            kernels.apply(&optimizer, (step, 7), &on_device, (&mut parameters, &mut slots)).unwrap();
+            let (parameters, slots) = (&mut on_cpu.0[..], &mut on_cpu.1[..]);
+            optimizer.apply(Update { step, records: 7, sum: &sum, parameters, slots });
+        }
+        let (parameters, slots) =
+            (stream.clone_dtoh(&parameters).unwrap(), stream.clone_dtoh(&slots).unwrap());
+        stream.synchronize().unwrap();
+        if !is_clipped {
+            assert_eq!(bits(&parameters), bits(&on_cpu.0), "{optimizer:?}");
+            assert_eq!(bits(&slots[..on_cpu.1.len()]), bits(&on_cpu.1), "{optimizer:?}");
+        }
+        for (found, expected) in parameters.iter().zip(&on_cpu.0) {
+            assert!((found - expected).abs() < 1e-6, "{optimizer:?}: {found} is not {expected}");
+        }
+    }
+    let host = Host::compile();
+    let (first, second) = (numbers(LEN, 1), numbers(300, 2));
+    let slices = [stream.clone_htod(&first).unwrap(), stream.clone_htod(&second).unwrap()];
+    let found = kernels.digests([slices[0].as_view(), slices[1].as_view()], [0, 77]).unwrap();
+    assert_eq!(found, [host.digest(&first, 0), host.digest(&second, 77)]);
+    let nothing = kernels.digests([slices[0].slice(..0), slices[1].slice(5..)], [0, 5]).unwrap();
+    assert_eq!(nothing, [0, host.digest(&second[5..], 5)]);
+}
