@@ -144,10 +144,14 @@ impl<'a, M: Model> Trainer<'a, M> {
             self.talked = talk;
             match done {
                 Ok(()) => {}
-                Err(Stopped::Broken(error)) => {
-                    let error = self.judge(error)?;
-                    self.on_broken(&error);
-                }
+                Err(Stopped::Broken(error)) => match self.judge(error) {
+                    Ok(error) => self.on_broken(&error),
+                    Err(failure) => {
+                        // What is on the GPU may never end, and would be waited for.
+                        std::mem::forget(self);
+                        return Err(failure);
+                    }
+                },
                 Err(Stopped::Failed(failure)) => return Err(failure),
             }
             self.tend_checkpoints()?;

@@ -266,7 +266,7 @@ impl Session {
     pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), Misfit> {
         if let Phase::Syncing(group) = &self.phase {
             self.swap.synced(&headers.iter().map(|h| h.swap).collect::<Vec<_>>())?;
-            let repair = Repair::plan(headers)?;
+            let repair = Repair::plan(&swapping::without_misfits(headers))?;
             let takes = repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
             // Survivors of a failure differ by one step at most, so this rank was away; what it has consumed of its
             // leases is known to nobody. A new worker in its place starts from nothing. (One that only has fetched has

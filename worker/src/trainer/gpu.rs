@@ -56,6 +56,11 @@ impl<M: Model> Trainer<'_, M> {
                 self.session.nccl_broke();
                 Ok(error)
             }
+            // It failed between this rank's word and the step.
+            CollectiveError::Invalid(_) if self.session.path() == swap::Path::Nccl => {
+                self.session.nccl_broke();
+                Ok(error)
+            }
             CollectiveError::Device { source } => Err(source.into()),
             error => Ok(error),
         }
