@@ -17,6 +17,7 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Tensor, 
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
+use crate::buckets::Gradients;
 use crate::model::{Metrics, Model, NamedTensor, UserError};
 use crate::optimizer::Optimizer;
 use crate::predictions::Predictions;
@@ -102,6 +103,24 @@ pub trait CandleModel: 'static {
     /// As [`Model::gradients`].
     fn loss(&mut self, network: &Self::Network, batch: Self::Batch) -> Result<Tensor, UserError>;
 
+    /// As [`loss`](Self::loss), with [cuts](Cuts::cut) between the layers, where there are [buckets](Self::bucket). Default: without.
+    ///
+    /// # Errors
+    /// As [`Model::gradients`].
+    fn loss_in_parts(
+        &mut self,
+        network: &Self::Network,
+        batch: Self::Batch,
+        _cuts: &mut Cuts,
+    ) -> Result<Tensor, UserError> {
+        self.loss(network, batch)
+    }
+
+    /// As [`Model::bucket`]: a model whose parameters are declared in the order in which the loss uses them gains by it.
+    fn bucket(&self) -> Option<usize> {
+        None
+    }
+
     /// The optimizer. Default: AdamW at a rate of 0.001.
     fn optimizer(&self) -> Optimizer {
         Optimizer::adam_w(0.001)
@@ -151,6 +170,7 @@ pub struct Candle<M: CandleModel> {
     parameters: Parameters,
     /// Or why it could not be built, which is told by the first method that can.
     network: Result<M::Network, String>,
+    uses: Uses,
     /// Where the variables are, if that is a GPU.
     #[cfg(feature = "cuda")]
     gpu: Option<crate::device::Device>,
@@ -175,6 +195,7 @@ impl<M: CandleModel> Candle<M> {
             model,
             parameters,
             network,
+            uses: Uses::default(),
             #[cfg(feature = "cuda")]
             gpu,
         }
@@ -233,6 +254,25 @@ impl<M: CandleModel> Model for Candle<M> {
                 add(gradient, &mut gradients[declared.range.clone()])?;
             }
         }
+        Ok(value)
+    }
+
+    fn bucket(&self) -> Option<usize> {
+        self.model.bucket()
+    }
+
+    fn gradients_in_buckets(
+        &mut self,
+        parameters: &[f32],
+        batch: M::Batch,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<f64, UserError> {
+        let network = built(&self.network)?;
+        self.parameters.set(parameters)?;
+        let mut cuts = Cuts::some();
+        let loss = self.model.loss_in_parts(network, batch, &mut cuts)?;
+        let value = value_of(&loss)?;
+        self.uses.backward(&self.parameters, &loss, cuts, gradients)?;
         Ok(value)
     }
 
@@ -428,8 +468,11 @@ fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod cuts;
 mod place;
 
+pub use self::cuts::Cuts;
+use self::cuts::Uses;
 pub use self::place::Place;
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use candle_core::{D, Device, Tensor, Var};
 use clap::Parser;
 use elasticdl_examples::ops::{causal_softmax, cross_entropy, rms_norm};
 use elasticdl_examples::plain;
-use elasticdl_worker::candle::{Candle, CandleModel, Init, Parameters, Place};
+use elasticdl_worker::candle::{Candle, CandleModel, Cuts, Init, Parameters, Place};
 use elasticdl_worker::readers::TextWindows;
 use elasticdl_worker::{Model, Optimizer, Schedule, UserError};
 use rand::rngs::ChaCha8Rng;
@@ -73,6 +73,9 @@ struct Arguments {
     /// Where to compute: cpu, cuda, or auto, which is a GPU where there is one
     #[arg(long, default_value = "cpu")]
     device: Place,
+    /// Elements of the gradient that are summed over workers at once, while the rest is computed; 0: all, when it is
+    #[arg(long, default_value_t = 1 << 18)]
+    bucket: usize,
     /// Train so many steps in a plain loop of candle instead, to compare with, and print seconds per step and the losses
     #[arg(long, requires = "plain_text")]
     plain_steps: Option<u64>,
@@ -145,6 +148,12 @@ impl CandleModel for ByteModel {
             return Err(format!("--width {width} is not a multiple of --heads {heads}").into());
         }
         let width = width as usize;
+        // In the order in which the loss uses them: the gradient is complete from its end on.
+        let embeddings = (0..tail)
+            .map(|i| parameters.declare(&format!("embedding.{i}"), (256, width), Init::Normal { std: 0.5 }))
+            .collect::<Result<_, _>>()?;
+        let positions =
+            parameters.declare("positions", (context as usize, width), Init::Normal { std: 0.02 })?;
         let mut matrix = |name: String, inputs: usize, outputs: usize, gain: f64| {
             parameters.declare(&name, (inputs, outputs), Init::Normal { std: gain / (inputs as f64).sqrt() })
         };
@@ -160,11 +169,6 @@ impl CandleModel for ByteModel {
             });
         }
         let head = matrix("head".to_owned(), width, 256, 0.1)?;
-        let positions =
-            parameters.declare("positions", (context as usize, width), Init::Normal { std: 0.02 })?;
-        let embeddings = (0..tail)
-            .map(|i| parameters.declare(&format!("embedding.{i}"), (256, width), Init::Normal { std: 0.5 }))
-            .collect::<Result<_, _>>()?;
         Ok(Network { embeddings, positions, blocks, head })
     }
 
@@ -181,14 +185,27 @@ impl CandleModel for ByteModel {
     }
 
     fn loss(&mut self, network: &Network, batch: Batch) -> Result<Tensor, UserError> {
+        self.loss_in_parts(network, batch, &mut Cuts::none())
+    }
+
+    fn loss_in_parts(
+        &mut self,
+        network: &Network,
+        batch: Batch,
+        cuts: &mut Cuts,
+    ) -> Result<Tensor, UserError> {
         let Batch { windows, inputs, targets } = batch;
-        let logits = self.logits(network, windows, &inputs)?;
+        let logits = self.logits(network, windows, &inputs, cuts)?;
         // A record's loss is the mean over its bytes: the job's loss is nats per byte.
         let loss = (cross_entropy(&logits, &targets)?.sum_all()? / f64::from(self.arguments.context))?;
         let bits = f64::from(loss.to_scalar::<f32>()?) / windows as f64 / std::f64::consts::LN_2;
         let mean = self.bits_per_byte.unwrap_or(bits);
         self.bits_per_byte = Some(mean + (bits - mean) * (windows as f64 / 256.0).min(1.0));
         Ok(loss)
+    }
+
+    fn bucket(&self) -> Option<usize> {
+        (self.arguments.bucket > 0).then_some(self.arguments.bucket)
     }
 
     fn optimizer(&self) -> Optimizer {
@@ -229,7 +246,13 @@ impl ByteModel {
     }
 
     /// Scores of each next byte, `[windows · length, 256]`, for windows of one length.
-    fn logits(&self, network: &Network, windows: usize, inputs: &[Tensor]) -> Result<Tensor, UserError> {
+    fn logits(
+        &self,
+        network: &Network,
+        windows: usize,
+        inputs: &[Tensor],
+        cuts: &mut Cuts,
+    ) -> Result<Tensor, UserError> {
         let width = self.arguments.width as usize;
         let length = inputs[0].elem_count() / windows;
         let positions = network.positions.narrow(0, 0, length)?;
@@ -240,10 +263,12 @@ impl ByteModel {
         let mut state =
             state.reshape((windows, length, width))?.broadcast_add(&positions)?.reshape(((), width))?;
         for block in &network.blocks {
+            state = cuts.cut(&state)?;
             state = (&state + self.attention(block, windows, &rms_norm(&state)?)?)?;
             let wide = rms_norm(&state)?.matmul(&block.widen)?.relu()?.sqr()?;
             state = (&state + wide.matmul(&block.narrow)?)?;
         }
+        let state = cuts.cut(&state)?;
         Ok(rms_norm(&state)?.matmul(&network.head)?)
     }
 
@@ -272,7 +297,7 @@ impl ByteModel {
         }
         for _ in 0..bytes {
             let window = &text[text.len().saturating_sub(self.arguments.context as usize)..];
-            let logits = self.logits(network, 1, &self.inputs(&[window])?)?;
+            let logits = self.logits(network, 1, &self.inputs(&[window])?, &mut Cuts::none())?;
             let logits: Vec<f32> = logits.get(window.len() - 1)?.to_vec1()?;
             let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let weights: Vec<f32> = logits.iter().map(|logit| ((logit - max) / TEMPERATURE).exp()).collect();
@@ -405,7 +430,7 @@ mod tests {
             [attend, merge, widen, narrow].into_iter().for_each(&mut draw);
         }
         let inputs = model.inputs(windows).unwrap();
-        let logits = model.logits(&network, windows.len(), &inputs).unwrap();
+        let logits = model.logits(&network, windows.len(), &inputs, &mut Cuts::none()).unwrap();
         logits.to_vec2().unwrap()
     }
 

@@ -30,10 +30,20 @@ impl CandleModel for TwoLayers {
     }
 
     fn loss(&mut self, network: &[Tensor; 3], batch: (Tensor, Tensor)) -> Result<Tensor, UserError> {
+        self.loss_in_parts(network, batch, &mut Cuts::none())
+    }
+
+    fn loss_in_parts(
+        &mut self,
+        network: &[Tensor; 3],
+        batch: (Tensor, Tensor),
+        cuts: &mut Cuts,
+    ) -> Result<Tensor, UserError> {
         let [first, second, shift] = network;
         let (inputs, targets) = batch;
+        let hidden = cuts.cut(&inputs.matmul(first)?.tanh()?)?;
         // The transpose makes the second layer's gradient arrive in another order than it is laid out.
-        let outputs = inputs.matmul(first)?.tanh()?.matmul(&second.t()?)?.squeeze(1)?;
+        let outputs = hidden.matmul(&second.t()?)?.squeeze(1)?;
         Ok((outputs.broadcast_add(shift)? - targets)?.sqr()?.sum_all()?)
     }
 }
@@ -71,6 +81,29 @@ fn gradients_equal_finite_differences() {
         assert!((f64::from(found) - expected).abs() < 2e-3, "parameter {i}: {found} is not {expected}");
     }
     assert!(found[15..22].iter().all(|&unused| unused == 0.0) && found[22..].iter().all(|&used| used != 0.0));
+}
+
+#[test]
+fn a_backward_pass_in_parts_finds_the_same_and_says_what_is_complete() {
+    let (mut model, parameters) = start(1);
+    let (loss, whole) = gradients(&mut model, &parameters, records());
+    let mut ring = elasticdl_collective::LocalRank::group(1, 1).remove(0);
+    // Where parameters are used is known from the second pass on.
+    for early in [0, 6] {
+        let (mut gradient, mut sums) = (vec![0.0; whole.len()], vec![0.0; whole.len()]);
+        let batch = model.feed(records()).unwrap();
+        let (found, summed) = crate::buckets::overlap(&mut ring, &mut gradient, &mut sums, 4, |gradients| {
+            model.gradients_in_buckets(&parameters, batch, gradients).unwrap()
+        });
+        assert_eq!((found, summed.unwrap()), (loss, early));
+        assert!(
+            gradient.iter().zip(&whole).all(|(a, b)| (a - b).abs() < 1e-6),
+            "{gradient:?} is not {whole:?}"
+        );
+        assert_eq!(gradient[28 - 4 * early..], sums[28 - 4 * early..]);
+    }
+    let complete = |part| model.uses.complete_from(&model.parameters, part);
+    assert_eq!([complete(1), complete(0)], [15, 0], "behind the first layer, when the second is done");
 }
 
 #[test]
