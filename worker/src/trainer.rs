@@ -148,7 +148,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                     Ok(error) => self.on_broken(&error),
                     Err(failure) => {
                         // What is on the GPU may never end, and would be waited for.
-                        std::mem::forget(self);
+                        mem::forget(self);
                         return Err(failure);
                     }
                 },
