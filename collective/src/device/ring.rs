@@ -5,6 +5,7 @@ use cudarc::driver::{DevicePtr, DevicePtrMut};
 
 use super::{Device, DeviceError, Element};
 use crate::nccl::{Buffers, Call, CallKind, Library, Limits, NcclCommunicator, NcclState, Place};
+use crate::patience::Patience;
 use crate::tcp::Beside;
 use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator, TcpRing};
 
@@ -227,7 +228,7 @@ impl DeviceRing {
         let told = self.ring.gather_beside(&framed(header, call.buffers.len));
         let told = told.and_then(|told| unframed(&self.ring, told, call.buffers.len));
         let done = told.and_then(|headers| {
-            wait_for_nccl(&self.ring, communicator)?;
+            wait_for_nccl(&self.ring, communicator, call.buffers.len)?;
             Ok(headers)
         });
         done.map_err(|error| self.stop_nccl(error))
@@ -249,11 +250,15 @@ impl DeviceRing {
     }
 }
 
-fn wait_for_nccl(ring: &TcpRing, communicator: &NcclCommunicator) -> Result<(), CollectiveError> {
+fn wait_for_nccl(ring: &TcpRing, communicator: &NcclCommunicator, len: usize) -> Result<(), CollectiveError> {
+    let mut patience = Patience::of(len * size_of::<f32>());
     let mut gone: Option<(Instant, CollectiveError)> = None;
     loop {
         if let Some(result) = communicator.result() {
             return result.map_err(|source| CollectiveError::Device { source });
+        }
+        if gone.is_none() && patience.lasts() {
+            continue;
         }
         let left = match &gone {
             None => LOOK_EVERY,
@@ -338,6 +343,22 @@ impl Communicator for DeviceRing {
     }
 }
 
+impl Drop for DeviceRing {
+    /// Who leaves when all is done may be ahead of others, which are still in NCCL's last sum and take an end of a link for a loss: the
+    /// links stay a little longer.
+    fn drop(&mut self) {
+        if self.nccl_state() == NcclState::Ready && self.ring.check_alive().is_ok() {
+            let links = self.ring.links_to_hold();
+            let hold = move || {
+                std::thread::sleep(LINGER);
+                drop(links);
+            };
+            // Without a thread for it they end now.
+            let _ = std::thread::Builder::new().name("ring-linger".to_owned()).spawn(hold);
+        }
+    }
+}
+
 impl From<DeviceError> for CollectiveError {
     fn from(source: DeviceError) -> Self {
         Self::Device { source }
@@ -385,6 +406,9 @@ const FRAMING_BYTES: usize = size_of::<u64>();
 
 /// How long a rank that has heard of a neighbour's end lets NCCL come to its own: who leaves after an operation has had its part in it.
 const LEAVER_TIME_MAX: Duration = Duration::from_millis(20);
+
+/// Far beyond what ranks are apart at the end of a sum.
+const LINGER: Duration = Duration::from_millis(250);
 
 /// The fence and the links wake the wait; this is for nothing that is known.
 const LOOK_EVERY: Duration = Duration::from_secs(1);

@@ -1,5 +1,7 @@
 //! A ring whose ranks do something else together, and watch its links meanwhile.
 
+use std::net::TcpStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -38,6 +40,12 @@ impl TcpRing {
     pub(crate) fn give_up(&mut self) {
         self.failed = true;
         self.pass.shut_down();
+    }
+
+    /// The links, which end only when nobody has them any more.
+    pub(crate) fn links_to_hold(&self) -> Vec<Arc<TcpStream>> {
+        let links = self.links.iter().flat_map(|links| [&links.prev, &links.next]);
+        links.map(|neighbour| neighbour.link.clone()).collect()
     }
 
     /// Waits until `bell` rings, `limit` is over, a neighbour is gone, or the fence is raised.
