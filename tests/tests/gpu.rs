@@ -12,6 +12,7 @@ use elasticdl_tests::{Command, Programs, Stage, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
+use safetensors::SafeTensors;
 
 const PROGRAMS: Programs = Programs {
     elasticdl: env!("CARGO_BIN_EXE_elasticdl-under-test"),
@@ -108,4 +109,34 @@ fn a_worker_without_a_gpu_is_none_for_a_group_on_gpus() {
             .run();
     let error = ended.summary["error"].as_str().unwrap_or_default().to_owned();
     assert!(error.contains("all must compute on the same kind of device"), "{error}\n{}", ended.output);
+}
+
+#[test]
+fn what_is_on_gpus_is_evaluated_kept_begun_from_and_exported() {
+    let stage = stage(3);
+    let (data, folder) = (stage.folder.path().join("data"), stage.folder.path().to_owned());
+    let model = folder.join("model.safetensors");
+    let mut job = stage
+        .command(5)
+        .option("validation-data", data)
+        .option("evaluate-every", "50")
+        .option("checkpoint-dir", folder.join("checkpoints"))
+        .option("checkpoint-every", "20")
+        .option("export", &model)
+        .start();
+    job.wait_for("a checkpoint", |status| status["checkpoints"]["saved"].as_u64() > Some(1));
+    job.workers().values().for_each(|pid| send(*pid, Signal::KILL));
+    let ended = job.wait();
+    ended.assert_exact("after the loss of all");
+    let restored = ended.summary["checkpoints"]["restored"].as_array().unwrap();
+    assert!(!restored.is_empty() && ended.summary["checkpoints"]["damaged"] == 0, "{}", ended.output);
+    let evaluations = ended.summary["evaluations"]["all"].as_array().unwrap();
+    let at_50 = evaluations.iter().find(|one| one["step"] == 50).unwrap();
+    // 50 steps of 48 of 6000 records.
+    assert_eq!(at_50["metrics"]["seen"], 0.4, "{at_50}");
+    let bytes = std::fs::read(model).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let counts = file.tensor("parameters").unwrap();
+    assert_eq!(counts.data().len(), 6000 * size_of::<f32>());
+    assert!(counts.data().chunks_exact(4).all(|count| count == 2.0f32.to_le_bytes()));
 }
