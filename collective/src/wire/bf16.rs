@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn every_bf16_survives_and_rounding_is_to_the_nearest() {
-        let all: Vec<u16> = (0..=u16::MAX).collect();
+        let all: Vec<u16> = (0..=u16::MAX).step_by(if cfg!(miri) { 251 } else { 1 }).collect();
         let mut floats = vec![0.0; all.len()];
         widen(&all, &mut floats);
         for (bits, float) in all.iter().zip(&floats) {
