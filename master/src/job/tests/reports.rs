@@ -179,3 +179,26 @@ fn a_status_shows_every_worker_and_the_last_lines() {
     assert!(status.events.len() <= 20);
     assert!(status.events.iter().any(|line| line.starts_with("generation 1: 3 workers start")));
 }
+
+#[test]
+fn what_sums_go_over_is_the_lowest_ranks_word_and_is_said_when_it_changes() {
+    let mut job = started(spec(), &[20]);
+    let over = |generation, what: &str| FromWorker::SumsOver {
+        generation: Generation(generation),
+        what: what.into(),
+    };
+    for (worker, message) in
+        [(1, over(1, "TCP")), (1, over(1, "TCP")), (2, over(1, "air")), (1, over(7, "air"))]
+    {
+        say(&mut job, worker, message);
+    }
+    let told = |job: &Job| {
+        let status = job.status(at(1));
+        (status.sums_over, status.events.iter().filter(|line| line.contains("summed over")).count())
+    };
+    assert_eq!(told(&job), (Some("TCP".into()), 1));
+    say(&mut job, 1, over(1, &"NCCL ".repeat(10_000)));
+    let (what, lines) = told(&job);
+    assert!(what.is_some_and(|what| what.starts_with("NCCL") && what.len() < 5000) && lines == 2);
+    assert!(job.summary(at(1)).sums_over.is_some());
+}
