@@ -449,6 +449,9 @@ pub unsafe extern "C" fn cuGetErrorString(code: c_int, text: *mut *const c_char)
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) -> c_int {
     let library = unsafe { dlopen(image.cast(), RTLD_NOW) };
+    // It is loaded, or of no use.
+    let path = unsafe { std::ffi::CStr::from_ptr(image.cast()) };
+    let _ = std::fs::remove_file(path.to_string_lossy().as_ref());
     unsafe { *module = library };
     if library.is_null() { NOT_FOUND } else { SUCCESS }
 }
