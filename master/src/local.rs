@@ -383,7 +383,7 @@ mod tests {
         let script = "echo launch $ELASTICDL_LAUNCH at $ELASTICDL_INDEX in $PIPE with $RAYON_NUM_THREADS; read x; echo said $x >&2";
         assert_eq!(shell.start(script).next_ended().await.1, Exit::Code(0));
         let threads = std::env::var(RAYON_THREADS).unwrap_or_else(|_| "1".into());
-        let expected = format!("launch 4 in {} with {threads}\nsaid\n", shell.pipe().display());
+        let expected = format!("launch 4 at 3 in {} with {threads}\nsaid\n", shell.pipe().display());
         assert_eq!(shell.log(), expected);
     }
 

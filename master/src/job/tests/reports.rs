@@ -128,6 +128,7 @@ fn the_summarys_keys_are_stable() {
         "memberships",
         "loss",
         "throughput",
+        "sums_over",
         "failed_shards",
         "error",
         "model_summary",
