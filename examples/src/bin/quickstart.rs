@@ -128,11 +128,16 @@ fn build() -> Result<PathBuf, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     // The whole workspace is selected, as it was for this program: so no dependency is built again with other features.
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or_else(|| Path::new("."));
-    let status = Command::new(cargo)
-        .args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"])
-        .current_dir(workspace)
-        .status()
-        .map_err(|error| format!("cargo: {error}"))?;
+    let mut command = Command::new(cargo);
+    command.args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"]).current_dir(workspace);
+    // What cargo says to the program that it runs, build scripts would take for a change, and much would be built again.
+    let said = std::env::vars_os().map(|(name, _)| name);
+    let said = said.filter(|name| {
+        name.to_str()
+            .is_some_and(|name| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_"))
+    });
+    said.for_each(|name| drop(command.env_remove(name)));
+    let status = command.status().map_err(|error| format!("cargo: {error}"))?;
     if !status.success() {
         return Err("the build failed".into());
     }
