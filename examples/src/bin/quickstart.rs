@@ -131,12 +131,11 @@ fn build() -> Result<PathBuf, String> {
     let mut command = Command::new(cargo);
     command.args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"]).current_dir(workspace);
     // What cargo says to the program that it runs, build scripts would take for a change, and much would be built again.
-    let said = std::env::vars_os().map(|(name, _)| name);
-    let said = said.filter(|name| {
-        name.to_str()
-            .is_some_and(|name| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_"))
-    });
-    said.for_each(|name| drop(command.env_remove(name)));
+    for (name, _) in std::env::vars_os() {
+        if ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|said| name.to_string_lossy().starts_with(said)) {
+            command.env_remove(name);
+        }
+    }
     let status = command.status().map_err(|error| format!("cargo: {error}"))?;
     if !status.success() {
         return Err("the build failed".into());
