@@ -6,13 +6,13 @@ use std::path::Path;
 use crate::job::{CheckpointsSummary, EvaluationsSummary, MembershipRecord, Summary, in_words};
 use crate::progress::{one_line, short};
 
-/// Where the user finds more.
-#[derive(Clone, Copy, Debug)]
+/// Where the user finds more, on this machine.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Paths<'a> {
     /// Folder of the logs.
-    pub logs: &'a Path,
+    pub logs: Option<&'a Path>,
     /// The summary's file.
-    pub summary: &'a Path,
+    pub summary: Option<&'a Path>,
 }
 
 /// The summary as JSON, with a line end.
@@ -83,6 +83,7 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     if let Some(metrics) = &summary.metrics {
         row(out, "metrics", "")?;
         for (name, mean) in metrics {
+            let mean = mean.map_or_else(|| "not finite".into(), |mean| mean.to_string());
             writeln!(out, "    {} {mean}", one_line(name))?;
         }
     }
@@ -92,8 +93,12 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     if let Some(path) = &summary.export {
         row(out, "exported to", &one_line(path))?;
     }
-    row(out, "logs", &paths.logs.display().to_string())?;
-    row(out, "summary", &paths.summary.display().to_string())
+    for (name, path) in [("logs", paths.logs), ("summary", paths.summary)] {
+        if let Some(path) = path {
+            row(out, name, &path.display().to_string())?;
+        }
+    }
+    Ok(())
 }
 
 fn evaluations(known: &EvaluationsSummary) -> String {
@@ -190,7 +195,7 @@ mod tests {
     fn summary() -> Summary {
         Summary {
             job: "mnist".into(),
-            state: "completed",
+            state: "completed".into(),
             steps: 100,
             epochs: 2,
             wall_s: 1.5,
@@ -222,7 +227,7 @@ mod tests {
             }],
             error: None,
             model_summary: Some("accuracy 0.9\nfine".into()),
-            metrics: Some([("accuracy".into(), 0.875)].into()),
+            metrics: Some([("accuracy".into(), Some(0.875)), ("norm".into(), None)].into()),
             output: Some("/out".into()),
             export: Some("/m.safetensors".into()),
             digest: Some("00ff00ff00ff00ff".into()),
@@ -232,7 +237,7 @@ mod tests {
     #[test]
     fn the_table_tells_the_whole_story() {
         let mut out = Vec::new();
-        let paths = Paths { logs: Path::new("/j/logs"), summary: Path::new("/j/summary.json") };
+        let paths = Paths { logs: Some(Path::new("/j/logs")), summary: Some(Path::new("/j/summary.json")) };
         write_table(&mut out, &summary(), paths).unwrap();
         let expected = "\
 job mnist: completed after 1.50 s
@@ -253,6 +258,7 @@ job mnist: completed after 1.50 s
     fine
   metrics
     accuracy 0.875
+    norm not finite
   predictions   /out
   exported to   /m.safetensors
   logs          /j/logs
@@ -275,9 +281,12 @@ job mnist: completed after 1.50 s
     #[test]
     fn a_loss_that_is_not_a_number_still_makes_valid_json() {
         let diverged = Summary { loss: LossSummary { first: Some(1.0), last: Some(f64::NAN) }, ..summary() };
-        let json: serde_json::Value = serde_json::from_slice(&to_json(&diverged)).unwrap();
+        let text = to_json(&diverged);
+        let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(json["loss"]["first"], 1.0);
         assert!(json["loss"]["last"].is_null());
         assert_eq!((&json["workers"]["final"], &json["state"]), (&2.into(), &"completed".into()));
+        let read: Summary = serde_json::from_slice(&text).unwrap();
+        assert_eq!(read, Summary { loss: LossSummary { first: Some(1.0), last: None }, ..summary() });
     }
 }

@@ -202,7 +202,11 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
     drop(worker);
     job.let_end().await;
     let Ended { outcome, summary } = job.ended().await;
-    assert_eq!((outcome, summary.state, summary.steps), (Outcome::Completed, "completed", 1), "{summary:?}");
+    assert_eq!(
+        (outcome, &*summary.state, summary.steps),
+        (Outcome::Completed, "completed", 1),
+        "{summary:?}"
+    );
     assert_eq!((summary.records.counted, summary.records.missing, summary.records.repeated), (4, 0, 0));
     assert_eq!(summary.model_summary.as_deref(), Some("accuracy 1"));
     assert_eq!(summary.loss.last, Some(2.0));
@@ -218,7 +222,7 @@ async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
     drop(worker);
     job.let_end().await;
     let Ended { outcome, summary } = job.ended().await;
-    assert_eq!((outcome, summary.state), (Outcome::Refused, "refused"));
+    assert_eq!((outcome, &*summary.state), (Outcome::Refused, "refused"));
     assert!(summary.error.as_ref().is_some_and(|e| e.contains("d: no such file")), "{:?}", summary.error);
 }
 
@@ -236,7 +240,7 @@ async fn a_stop_before_there_is_a_group_ends_the_job() {
     job.launched().await;
     job.interrupts.send(Interrupt::Stop).await.unwrap();
     let Ended { outcome, summary } = job.ended().await;
-    assert_eq!((outcome, summary.state), (Outcome::Stopped, "stopped"));
+    assert_eq!((outcome, &*summary.state), (Outcome::Stopped, "stopped"));
 }
 
 #[tokio::test]

@@ -94,7 +94,10 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     let job = Job::start(namespace, "on", &options, 4000);
     let output = job.assert_completes(25);
     let first = summary["steps"].as_u64().unwrap();
-    assert!(first > 0 && output.contains(&format!("step {first}")), "{first}: {output}");
+    assert!(
+        first > 0 && output.contains(&format!("began at step {first} (0 steps again)")),
+        "{first}: {output}"
+    );
 }
 
 #[test]

@@ -4,7 +4,6 @@ use std::io::{Write as _, stderr, stdout};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 
@@ -12,12 +11,13 @@ use super::cluster::to_failure;
 use super::master::code_of_state;
 use super::view::StatusJson;
 use super::{EXIT_INTERRUPTED, Failure};
-use crate::job::Time;
+use crate::job::{Summary, Time};
 use crate::jobdir;
 use crate::kube::anchor::{Anchor, Data, STATUS, SUMMARY, Sight};
 use crate::kube::client::Cluster;
 use crate::kube::masters::{MasterPods, MasterSight};
-use crate::progress::{Glance, Progress, one_line, short};
+use crate::progress::{Glance, Progress, short};
+use crate::report::{self, Paths};
 
 /// How a job is followed.
 #[derive(Clone, Debug)]
@@ -116,52 +116,21 @@ fn detach(job: &str, namespace: &str) -> u8 {
 }
 
 fn end(manner: &Manner, text: &str) -> Result<u8, Failure> {
-    let summary: Value = serde_json::from_str(text)
+    let summary: Summary = serde_json::from_str(text)
         .map_err(|e| Failure::failed(format!("the summary in the job's anchor can't be read: {e}")))?;
     if !manner.quiet {
-        let _ = stdout().write_all(to_table(&summary).as_bytes());
+        let mut table = Vec::new();
+        report::write_table(&mut table, &summary, Paths::default()).expect("a vector takes any bytes");
+        let _ = stdout().write_all(&table);
     }
     if let Some(path) = &manner.summary {
         jobdir::write_atomically(path, text.as_bytes())
             .map_err(|e| Failure::failed(format!("can't write the summary {}: {e}", path.display())))?;
     }
-    if let Some(error) = summary["error"].as_str() {
+    if let Some(error) = &summary.error {
         super::print_error(error);
     }
-    Ok(code_of_state(summary["state"].as_str().unwrap_or_default()))
-}
-
-/// A summary, for people.
-fn to_table(summary: &Value) -> String {
-    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), one_line);
-    let records = &summary["records"];
-    let workers = &summary["workers"];
-    let mut lines = vec![
-        format!("job {}: {} after {} s", text(&summary["job"]), text(&summary["state"]), summary["wall_s"]),
-        format!("  steps         {} ({} epochs complete)", summary["steps"], summary["epochs"]),
-        format!(
-            "  records       {} expected, {} counted, {} missing, {} repeated",
-            records["expected"], records["counted"], records["missing"], records["repeated"]
-        ),
-        format!(
-            "  workers       {} at most, {} at the end, {} restarts",
-            workers["peak"], workers["final"], workers["restarts"]
-        ),
-    ];
-    if let Some(words) = summary["model_summary"].as_str() {
-        lines.push("  model".into());
-        lines.extend(words.lines().map(|line| format!("    {}", one_line(line))));
-    }
-    for (name, mean) in summary["metrics"].as_object().into_iter().flatten() {
-        lines.push(format!("  mean {} {mean}", one_line(name)));
-    }
-    if let Some(path) = summary["output"].as_str() {
-        lines.push(format!("  predictions   {}", one_line(path)));
-    }
-    if let Some(path) = summary["export"].as_str() {
-        lines.push(format!("  exported to   {}", one_line(path)));
-    }
-    lines.join("\n") + "\n"
+    Ok(code_of_state(&summary.state))
 }
 
 /// A master that can't start.
@@ -186,13 +155,15 @@ struct Printer {
     progress: Progress,
     start: Instant,
     events: Vec<String>,
+    /// How many lines the story had.
+    events_said: u64,
     last: String,
 }
 
 impl Printer {
     fn new(quiet: bool) -> Self {
         let progress = if quiet { Progress::quiet() } else { Progress::on_stderr() };
-        Self { progress, start: Instant::now(), events: Vec::new(), last: String::new() }
+        Self { progress, start: Instant::now(), events: Vec::new(), events_said: 0, last: String::new() }
     }
 
     fn now(&self) -> Time {
@@ -204,9 +175,14 @@ impl Printer {
         else {
             return;
         };
-        for event in unseen(&self.events, &status.events).to_vec() {
-            self.say(&event);
+        let new = unseen(&self.events, &status.events).to_vec();
+        // The status holds the newest lines only, and comes now and then.
+        let missed = status.events_said.saturating_sub(self.events_said).saturating_sub(new.len() as u64);
+        if missed > 0 {
+            self.say(&format!("({missed} lines before this are in the master's log)"));
         }
+        new.iter().for_each(|event| self.say(event));
+        self.events_said = status.events_said;
         self.progress.glance(self.now(), glance(&status));
         self.events = status.events;
     }
@@ -264,26 +240,5 @@ mod tests {
         ] {
             assert_eq!(unseen(&lines(before), &lines(now)), lines(new), "{before} / {now}");
         }
-    }
-
-    #[test]
-    fn a_summary_is_shown_in_short() {
-        let summary = serde_json::json!({
-            "job": "j", "state": "completed", "wall_s": 1.5, "steps": 10, "epochs": 2,
-            "records": {"expected": 20, "counted": 20, "missing": 0, "repeated": 0},
-            "workers": {"peak": 3, "final": 3, "restarts": 1}, "model_summary": "w\u{1b}[2J\nx",
-            "export": "s3://b/m"
-        });
-        let expected = "\
-job j: completed after 1.5 s
-  steps         10 (2 epochs complete)
-  records       20 expected, 20 counted, 0 missing, 0 repeated
-  workers       3 at most, 3 at the end, 1 restarts
-  model
-    w [2J
-    x
-  exported to   s3://b/m
-";
-        assert_eq!(to_table(&summary), expected);
     }
 }

@@ -263,7 +263,8 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     let written = write_summaries(work.summary.as_deref(), &dir, &ended);
     if !work.quiet {
         let (logs, summary) = (dir.logs(), dir.summary_path());
-        let paths = Paths { logs: &logs, summary: work.summary.as_deref().unwrap_or(&summary) };
+        let summary = work.summary.as_deref().unwrap_or(&summary);
+        let paths = Paths { logs: Some(&logs), summary: Some(summary) };
         let mut table = Vec::new();
         report::write_table(&mut table, &ended.summary, paths).expect("a vector takes any bytes");
         // Nobody may be reading any more.

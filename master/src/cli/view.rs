@@ -38,8 +38,8 @@ pub(super) struct StatusJson {
     pub(super) checkpoints: Option<CheckpointsJson>,
     pub(super) memberships: Vec<MembershipRecord>,
     pub(super) events: Vec<String>,
-    /// For who looks again and again.
-    #[serde(skip)]
+    /// Lines of the story so far; `events` has the newest.
+    #[serde(default)]
     pub(super) events_said: u64,
 }
 
@@ -446,7 +446,7 @@ events       generation 2: 1 worker
                 "error": "disk full",
             },
             "memberships": [membership(1), recovered],
-            "events": ["generation 2: 1 worker"],
+            "events": ["generation 2: 1 worker"], "events_said": 7,
         });
         assert_eq!(json, expected);
     }

@@ -70,10 +70,11 @@ impl Results {
         std::iter::once(before).filter(|range| !range.is_empty()).chain(later)
     }
 
-    /// Means over `records`, which are all there are.
-    pub(super) fn means(&self, records: u64) -> Option<Sums> {
+    /// Means over `records`, which are all there are; `None` for what is no number.
+    pub(super) fn means(&self, records: u64) -> Option<BTreeMap<String, Option<f64>>> {
         let done = records > 0 && self.before == records && !self.sums.is_empty();
-        let mean = |(name, sum): (&String, &f64)| (name.clone(), sum / records as f64);
+        let finite = |mean: f64| mean.is_finite().then_some(mean);
+        let mean = |(name, sum): (&String, &f64)| (name.clone(), finite(sum / records as f64));
         done.then(|| self.sums.iter().map(mean).collect())
     }
 }

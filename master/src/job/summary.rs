@@ -1,5 +1,6 @@
 //! How a job went: what is written for the user and for programs at its end.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use elasticdl_proto::{Generation, WorkerId};
@@ -13,12 +14,12 @@ use super::spec::Work;
 use super::time::Time;
 
 /// A job's whole course. The names of its fields are a public format.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// The job's name.
     pub job: String,
     /// As [`Status::state`](super::Status).
-    pub state: &'static str,
+    pub state: Cow<'static, str>,
     /// Steps committed.
     pub steps: u64,
     /// Epochs complete.
@@ -47,8 +48,8 @@ pub struct Summary {
     pub error: Option<String>,
     /// The model's closing words.
     pub model_summary: Option<String>,
-    /// Means over all records, by name, of a model that was evaluated.
-    pub metrics: Option<BTreeMap<String, f64>>,
+    /// Means over all records, by name, of a model that was evaluated; `None` for what is no number.
+    pub metrics: Option<BTreeMap<String, Option<f64>>>,
     /// Where predictions are.
     pub output: Option<String>,
     /// Where the final model is, if it was to be written and has been.
@@ -58,7 +59,7 @@ pub struct Summary {
 }
 
 /// Records over all epochs, by the group's own ledger.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordsSummary {
     /// All epochs' records; of a job that was ended before by `max_steps` or by the user, what its steps counted.
     pub expected: u64,
@@ -71,7 +72,7 @@ pub struct RecordsSummary {
 }
 
 /// How many workers a job had.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkersSummary {
     /// The largest group.
     pub peak: u32,
@@ -184,7 +185,7 @@ pub struct LossSummary {
 }
 
 /// Work per second, from the first group's start to the last report.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ThroughputSummary {
     /// Records counted per second.
     pub records_per_s: f64,
@@ -220,7 +221,7 @@ impl Job {
         };
         Summary {
             job: self.spec.name.clone(),
-            state: self.state(),
+            state: self.state().into(),
             steps: self.step,
             epochs: self.records.as_ref().map_or(0, |r| r.ledger().epoch()),
             wall_s: now.0.as_secs_f64(),

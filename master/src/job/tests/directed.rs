@@ -136,7 +136,7 @@ fn data_that_cannot_be_used_refuses_the_job() {
         job.handle(at(1), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(0) });
         assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::Refused)));
         let summary = job.summary(at(1));
-        assert_eq!((summary.state, summary.error.is_some()), ("refused", true));
+        assert_eq!((&*summary.state, summary.error.is_some()), ("refused", true));
     }
 }
 

@@ -227,7 +227,7 @@ impl World {
         assert_eq!((summary.records.repeated, self.job.poll_timeout()), (0, None));
         match outcome {
             Outcome::Completed => {
-                assert_eq!((summary.records.missing, summary.state), (0, "completed"));
+                assert_eq!((summary.records.missing, &*summary.state), (0, "completed"));
                 assert_eq!(summary.records.expected, summary.records.counted);
                 if self.spec.max_steps.is_none() {
                     assert_eq!(summary.records.counted, self.records * u64::from(self.spec.epochs));
