@@ -264,7 +264,6 @@ mod tests {
 
     use super::*;
     use crate::Fence;
-    use crate::patience::Patience;
     use crate::progress::Progress;
 
     /// Miri runs this, and sees whether ranks ever touch what another one uses.
@@ -273,7 +272,8 @@ mod tests {
         let world = 3;
         thread::scope(|scope| {
             for (rank, memory) in Memory::of_threads(Shared::bytes(world), world).into_iter().enumerate() {
-                let room = Room::new(memory, Seat { rank, world }, (0..world).collect(), Vec::new());
+                let room =
+                    Room::new(memory, Seat { rank, world }, (0..world).collect(), Vec::new()).sleepless();
                 scope.spawn(move || {
                     let mut shared = Shared::new(room);
                     let (pass, progress) = (Fence::new().enter(1).unwrap(), Progress::new());
@@ -281,9 +281,8 @@ mod tests {
                     let small = SMALL_BYTES / size_of::<f32>();
                     let long = small.max(6 * BLOCK_LEN_MIN) + 1;
                     for (sequence, len) in [0, 5, small, long, 5, 5, long].into_iter().enumerate() {
-                        let (pass, progress, patience) = (&pass, &progress, Patience::endless());
-                        let sequence = sequence as u64;
-                        let watch = Watch { host: None, pass, progress, sequence, patience };
+                        let (pass, progress) = (&pass, &progress);
+                        let watch = Watch { host: None, pass, progress, sequence: sequence as u64 };
                         let src: Vec<f32> = (0..len).map(|at| (rank + at % 7) as f32).collect();
                         let mut dst = vec![f32::NAN; len];
                         let notes = shared.all_reduce(watch, &[rank as u8], &src, &mut dst).unwrap();

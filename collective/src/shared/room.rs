@@ -10,6 +10,7 @@
 //! either the count is seen, or the sleeper; and of two that count at once, one sees both counts. A rank that is killed
 //! before it rings leaves the others asleep; they look again now and then.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,7 @@ pub(crate) struct Room {
     ranks: Vec<usize>,
     /// By seat.
     doorbells: Vec<Doorbell>,
+    patience: Cell<Patience>,
 }
 
 /// What a rank waits with.
@@ -46,7 +48,6 @@ pub(crate) struct Watch<'a> {
     pub(crate) progress: &'a Progress,
     /// Of the operation, among all of the group.
     pub(crate) sequence: u64,
-    pub(crate) patience: Patience,
 }
 
 /// Why a sum over shared memory stopped. Ranks are those of the group.
@@ -63,7 +64,14 @@ pub(crate) enum SharedFault {
 impl Room {
     /// `doorbells`, `ranks`: by seat.
     pub(crate) fn new(memory: Memory, seat: Seat, ranks: Vec<usize>, doorbells: Vec<Doorbell>) -> Self {
-        Self { memory, seat, ranks, doorbells }
+        Self { memory, seat, ranks, doorbells, patience: Cell::new(Patience::in_memory()) }
+    }
+
+    /// Never sleeps.
+    #[cfg(test)]
+    pub(crate) fn sleepless(mut self) -> Self {
+        self.patience = Cell::new(Patience::endless());
+        self
     }
 
     /// Of the numbers of a group, which are at the memory's start.
@@ -119,13 +127,23 @@ impl Room {
         if watch.pass.check().is_err() {
             return Err(SharedFault::Aborted);
         }
-        let mut patience = watch.patience;
+        let mut patience = self.patience.get();
         while !self.has_come(wish) {
             if !patience.lasts() {
+                self.remember(patience, wish);
                 return self.sleep(watch, wish);
             }
         }
+        self.remember(patience, wish);
         Ok(())
+    }
+
+    /// Who has not begun may compute, on this very core: it is not in the way.
+    fn remember(&self, mut patience: Patience, wish: Wish) {
+        if wish.number != Number::Begun {
+            patience.restore();
+            self.patience.set(patience);
+        }
     }
 
     fn sleep(&self, watch: Watch<'_>, wish: Wish) -> Result<(), SharedFault> {

@@ -6,7 +6,6 @@ use std::mem;
 use super::{Links, TcpRing};
 use crate::frame::Kind;
 use crate::hosts::{Hosts, Place};
-use crate::patience::Patience;
 use crate::payload::{Body, Payload};
 use crate::schedule::{Schedule, Seat};
 use crate::shared::{
@@ -41,9 +40,9 @@ pub(crate) struct Plan {
 #[derive(Debug)]
 pub(super) enum Way {
     /// All ranks are on one host.
-    Shared(Shared),
+    Shared(Box<Shared>),
     /// Hosts have rings between them.
-    Hierarchy(Hierarchy),
+    Hierarchy(Box<Hierarchy>),
 }
 
 impl TcpRing {
@@ -90,8 +89,8 @@ impl TcpRing {
         let all = self.gather(Kind::Meeting, &[u8::from(is_ready)])?;
         if all.iter().all(|ready| ready == &[1]) {
             let way = match room {
-                Some(room) if !is_mixed => Way::Shared(Shared::new(room)),
-                room => Way::Hierarchy(Hierarchy::new(plan.hosts.clone(), host, room)),
+                Some(room) if !is_mixed => Way::Shared(Box::new(Shared::new(room))),
+                room => Way::Hierarchy(Box::new(Hierarchy::new(plan.hosts.clone(), host, room))),
             };
             self.sharing = Sharing::On(plan, way);
         }
@@ -131,8 +130,7 @@ impl TcpRing {
             unreachable!("the caller has looked");
         };
         let Self { pass, progress, sequence, .. } = self;
-        let patience = Patience::of(size_of_val(src));
-        let watch = Watch { host: None, pass, progress, sequence: *sequence, patience };
+        let watch = Watch { host: None, pass, progress, sequence: *sequence };
         let result = match way {
             Way::Shared(shared) => {
                 let watch = Watch { host: Some(ring), ..watch };

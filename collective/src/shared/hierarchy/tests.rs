@@ -6,7 +6,6 @@ use std::thread;
 
 use super::*;
 use crate::Fence;
-use crate::patience::Patience;
 use crate::progress::Progress;
 use crate::schedule::Content;
 use crate::shared::Memory;
@@ -47,8 +46,8 @@ fn run(mut hierarchy: Hierarchy, rank: usize, len: usize, link: Option<Link>) ->
     let (mut dst, mut notes) = (vec![f32::NAN; len], Notes::TooLong);
     for sequence in 0..2 {
         dst.fill(f32::NAN);
-        let (pass, progress, patience) = (&pass, &progress, Patience::endless());
-        let watch = Watch { host: None, pass, progress, sequence, patience };
+        let (pass, progress) = (&pass, &progress);
+        let watch = Watch { host: None, pass, progress, sequence };
         let note = [rank as u8; 3];
         notes = match &link {
             None => hierarchy.follow(watch, &note, &src, &mut dst).unwrap(),
@@ -104,7 +103,8 @@ fn rooms(ranks: &[usize]) -> Vec<Option<Room>> {
         return vec![None];
     }
     let memories = Memory::of_threads(Hierarchy::bytes(world), world).into_iter().enumerate();
-    let room = |(rank, memory)| Room::new(memory, Seat { rank, world }, ranks.to_vec(), Vec::new());
+    let room =
+        |(rank, memory)| Room::new(memory, Seat { rank, world }, ranks.to_vec(), Vec::new()).sleepless();
     memories.map(room).map(Some).collect()
 }
 
