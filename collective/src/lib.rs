@@ -37,7 +37,7 @@
 //! `hello` (bytes), `hosts` (who is where), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept thread),
 //! `link`, `transfer` (the loop that moves an operation around the ring), `relay` (and a small sum along its two arms),
 //! `shared` (a sum in memory that ranks share), `tcp`, `state` (parcels for newcomers), `lobby`. Between
-//! threads: `fence`, `bell`, `progress`; [`device`] and [`nccl`] for buffers of a GPU; `patience` is how long one looks before it sleeps.
+//! threads: `fence`, `bell`, `progress`; [`device`] and [`nccl`] for buffers of a GPU; `patience` is how long one looks before it sleeps. Memory: `pages`.
 
 mod arms;
 mod bell;
@@ -59,6 +59,7 @@ mod link;
 mod lobby;
 mod local;
 pub mod nccl;
+mod pages;
 mod parking;
 mod patience;
 mod payload;
@@ -84,6 +85,7 @@ pub use error::CollectiveError;
 pub use fence::Fence;
 pub use group::{GroupSpec, MEMBERS_MAX, Member};
 pub use local::{LocalFence, LocalRank};
+pub use pages::zeros;
 pub use progress::{Progress, Stall};
 pub use secret::Secret;
 pub use state::{NOTE_BYTES_MAX, ParcelHead, StateReceiver, StateSender, Visitor};

@@ -215,7 +215,7 @@ impl HostState {
         let reduced = Arc::new(std::mem::take(&mut self.reduced));
         let old = std::mem::replace(&mut self.kept, reduced);
         // A newcomer may not have been sent the old one yet.
-        self.reduced = Arc::try_unwrap(old).unwrap_or_else(|old| vec![0.0; old.len()]);
+        self.reduced = Arc::try_unwrap(old).unwrap_or_else(|old| elasticdl_collective::zeros(old.len()));
     }
 }
 
@@ -227,7 +227,7 @@ pub(crate) fn window(step: u64, len: usize) -> Range<usize> {
 
 /// `len` zeros in memory that is there.
 pub(crate) fn zeros(len: usize) -> Vec<f32> {
-    let mut zeros = vec![0.0; len];
+    let mut zeros = elasticdl_collective::zeros(len);
     // Zeroed memory is handed out lazily; a write that the compiler can't see through makes it be there.
     zeros.iter_mut().step_by(PAGE_FLOATS).for_each(|first| *first = std::hint::black_box(0.0));
     zeros
@@ -247,7 +247,12 @@ fn update_with_record(digest: &mut Xxh3Default, state: &State) {
 
 /// A shared buffer, to write to: a copy of its own, if it is being copied.
 pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
-    Arc::make_mut(shared).as_mut_slice()
+    if Arc::get_mut(shared).is_none() {
+        let mut own = elasticdl_collective::zeros(shared.len());
+        own.copy_from_slice(shared);
+        *shared = Arc::new(own);
+    }
+    Arc::get_mut(shared).expect("nobody else has it, and none is weak")
 }
 
 /// Floats of the smallest page.

@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 use std::{iter, thread};
 
-use elasticdl_collective::{Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing};
+use elasticdl_collective::{Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, zeros};
 use rustix::process::{Signal, getpid, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -129,7 +129,10 @@ struct Bench {
 impl Bench {
     fn new(ring: TcpRing, len: usize) -> Self {
         let rank = ring.rank();
-        Self { ring, src: (0..len).map(|index| part(rank, index)).collect(), dst: vec![f32::NAN; len] }
+        let (mut src, mut dst) = (zeros(len), zeros(len));
+        src.iter_mut().enumerate().for_each(|(index, value)| *value = part(rank, index));
+        dst.fill(f32::NAN);
+        Self { ring, src, dst }
     }
 
     fn warm_up(&mut self) -> Fallible<()> {
