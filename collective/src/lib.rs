@@ -71,9 +71,6 @@ mod relay;
 pub mod schedule;
 mod secret;
 mod shared;
-/// Not for users: public so that the workspace's tests have a GPU to run on.
-#[doc(hidden)]
-pub mod stand_in;
 mod state;
 mod tcp;
 mod transfer;

@@ -7,7 +7,6 @@
 use std::ffi::OsString;
 use std::time::Duration;
 
-use elasticdl_collective::stand_in;
 use elasticdl_tests::{Command, Programs, Stage, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
@@ -20,7 +19,7 @@ const PROGRAMS: Programs = Programs {
 };
 
 fn stage(num_workers: u32) -> Stage {
-    Stage { gpu: Some(stand_in::folder()), ..Stage::new(PROGRAMS, num_workers) }
+    Stage { gpu: Some(elasticdl_stand_ins::folder()), ..Stage::new(PROGRAMS, num_workers) }
 }
 
 fn with(name: &'static str, value: impl Into<OsString>, stage: Stage) -> Stage {
@@ -75,7 +74,7 @@ fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_says_why()
     assert!(what.contains("by way of the hosts' memory") && what.contains("ELASTICDL_NCCL is off"), "{what}");
     let what = sums_over(&with("ELASTICDL_NCCL", "/nowhere/libnccl.so", stage(2)));
     assert!(what.contains("/nowhere/libnccl.so can't be loaded"), "{what}");
-    let what = sums_over(&with("ELASTICDL_NCCL", stand_in::nccl_with("old"), stage(2)));
+    let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("old"), stage(2)));
     assert!(what.contains("too old"), "{what}");
     let what = sums_over(&with("STAND_IN_DEVICES", "1", stage(2)));
     assert!(what.contains("ranks 0 and 1 share a GPU"), "{what}");
@@ -83,12 +82,12 @@ fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_says_why()
 
 #[test]
 fn where_nccl_fails_the_job_goes_on_without_and_gives_it_up() {
-    let what = sums_over(&with("ELASTICDL_NCCL", stand_in::nccl_with("init_fails"), stage(2)));
+    let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("init_fails"), stage(2)));
     assert!(what.contains("NCCL failed"), "{what}");
-    let what = sums_over(&with("ELASTICDL_NCCL", stand_in::nccl_with("init_hangs"), stage(2)));
+    let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("init_hangs"), stage(2)));
     assert!(what.contains("NCCL is being built"), "{what}");
     for fault in ["op_fails", "async_error"] {
-        let what = sums_over(&with("ELASTICDL_NCCL", stand_in::nccl_with(fault), stage(2)));
+        let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with(fault), stage(2)));
         assert!(what.contains("NCCL is given up, it failed in 3 generations"), "{fault}: {what}");
     }
 }
@@ -105,7 +104,10 @@ fn a_worker_without_a_gpu_is_none_for_a_group_on_gpus() {
             .option("training-data", stage.folder.path().join("data"))
             .option("num-workers", "2")
             .option("max-worker-restarts", "0")
-            .started_by(["env".to_owned(), format!("LD_LIBRARY_PATH={}", stand_in::folder().display())])
+            .started_by([
+                "env".to_owned(),
+                format!("LD_LIBRARY_PATH={}", elasticdl_stand_ins::folder().display()),
+            ])
             .run();
     let error = ended.summary["error"].as_str().unwrap_or_default().to_owned();
     assert!(error.contains("all must compute on the same kind of device"), "{error}\n{}", ended.output);

@@ -5,7 +5,6 @@
 use std::fs;
 use std::process::Command;
 
-use elasticdl_collective::stand_in;
 use serde_json::Value;
 
 fn drill(arguments: &[&str]) -> (bool, String, Value) {
@@ -13,7 +12,7 @@ fn drill(arguments: &[&str]) -> (bool, String, Value) {
     let file = folder.path().join("figures.json");
     let output = Command::new(env!("CARGO_BIN_EXE_gpu_drill"))
         .arg("--stand-in")
-        .arg(stand_in::folder())
+        .arg(elasticdl_stand_ins::folder())
         .args(["--bytes-max", "16384", "--bytes-lost", "1048576", "--effort-ms", "1"])
         .arg("--json")
         .arg(&file)

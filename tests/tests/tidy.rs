@@ -97,6 +97,11 @@ fn crates_know_only_whom_they_may_know() {
             assert!(!knows || may.contains(&other), "{name} may not know {other}; see the architecture page");
         }
     }
+    for name in crates() {
+        let manifest = fs::read_to_string(root().join(name).join("Cargo.toml")).unwrap();
+        let shipped = manifest.split("[dev-dependencies]").next().unwrap();
+        assert!(!shipped.contains("elasticdl-stand-ins"), "{name}: what stands in for a GPU is for tests");
+    }
     let collective = fs::read_to_string(root().join("collective/Cargo.toml")).unwrap();
     for word in ["tonic", "tokio", "kube"] {
         assert!(!collective.contains(word), "collective: {word}: the ring blocks on threads of its own");

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
 use elasticdl_collective::nccl::{Library, NcclState, abandoned};
-use elasticdl_collective::{CollectiveError, Communicator, stand_in};
+use elasticdl_collective::{CollectiveError, Communicator};
 
 use crate::group::{Gpu, group, nccl, on_all};
 
@@ -30,14 +30,14 @@ fn failed(states: &[NcclState], with: &str) -> bool {
 
 #[test]
 fn a_library_that_is_not_there_or_lacks_something_or_is_old_is_a_value() {
-    stand_in::load();
+    elasticdl_stand_ins::load();
     let missing = Library::open(File::new("/nowhere/libnccl.so.2")).unwrap_err();
     assert!(matches!(missing, DeviceError::NoLibrary { .. }), "{missing:?}");
-    let lacking = Library::open(&stand_in::nccl_with("no_abort")).unwrap_err();
+    let lacking = Library::open(&elasticdl_stand_ins::nccl_with("no_abort")).unwrap_err();
     assert!(matches!(lacking, DeviceError::NoSymbol { symbol: "ncclCommAbort", .. }), "{lacking:?}");
-    let old = Library::open(&stand_in::nccl_with("old")).unwrap_err();
+    let old = Library::open(&elasticdl_stand_ins::nccl_with("old")).unwrap_err();
     assert!(matches!(old, DeviceError::NcclVersion { found: 21_708 }), "{old:?}");
-    let other = Library::open(&stand_in::folder().join("libcuda.so")).unwrap_err();
+    let other = Library::open(&elasticdl_stand_ins::folder().join("libcuda.so")).unwrap_err();
     assert!(matches!(other, DeviceError::NoSymbol { .. }), "{other:?}");
 }
 

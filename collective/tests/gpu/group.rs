@@ -10,9 +10,7 @@ use cudarc::driver::CudaSlice;
 use elasticdl_collective::conformance::{Group, Rank};
 use elasticdl_collective::device::{Device, DeviceRing, Element, NcclOptions, NcclPolicy, Path};
 use elasticdl_collective::nccl::{Library, NcclState};
-use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret, stand_in,
-};
+use elasticdl_collective::{CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret};
 
 /// One rank: its ring, and the endpoint that the ring must not outlive.
 pub(crate) struct Gpu {
@@ -23,7 +21,7 @@ pub(crate) struct Gpu {
 
 /// A group of so many ranks on a GPU each.
 pub(crate) fn group(world: usize) -> Vec<Gpu> {
-    stand_in::load();
+    elasticdl_stand_ins::load();
     let ends: Vec<_> = (0..world as u64)
         .map(|id| {
             let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -52,8 +50,8 @@ fn regroup(ends: &[&Arc<Endpoint>], generation: u64) -> Vec<Gpu> {
 /// NCCL by the stand-in of this fault, with limits that a hang soon reaches.
 pub(crate) fn nccl(fault: &str) -> NcclPolicy {
     let file = match fault {
-        "" => stand_in::folder().join("libnccl.so.2"),
-        fault => stand_in::nccl_with(fault),
+        "" => elasticdl_stand_ins::folder().join("libnccl.so.2"),
+        fault => elasticdl_stand_ins::nccl_with(fault),
     };
     let options = NcclOptions {
         init_limit: Duration::from_secs(if fault.starts_with("init_") { 1 } else { 60 }),

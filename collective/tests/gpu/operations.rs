@@ -4,7 +4,6 @@ use cudarc::driver::CudaSlice;
 use elasticdl_collective::Communicator;
 use elasticdl_collective::device::{Device, DeviceError, Element, Path};
 use elasticdl_collective::nccl::NcclState;
-use elasticdl_collective::stand_in;
 use half::{bf16, f16};
 
 use crate::group::{Gpu, group, nccl, on_all};
@@ -44,12 +43,12 @@ fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
     let (src, mut dst) = (written(gpu, &mine), written(gpu, &part::<T>(9, len)));
     let header = vec![rank as u8; rank];
     let (from, mut to) = (src.slice(..len), dst.slice_mut(..len));
-    let before = stand_in::bytes_copied();
+    let before = elasticdl_stand_ins::bytes_copied();
     let headers = gpu.ring.all_reduce_device(&header, &from, &mut to, path).unwrap();
     // Over NCCL, and of one rank, nothing leaves the device; otherwise it goes out and comes in once.
     let stays = path == Path::Nccl || world == 1;
     let bytes = if stays { 0 } else { 2 * len * size_of::<T>() };
-    assert_eq!(stand_in::bytes_copied() - before, bytes as u64, "{path:?}, world {world}");
+    assert_eq!(elasticdl_stand_ins::bytes_copied() - before, bytes as u64, "{path:?}, world {world}");
     assert_eq!(headers, (0..world).map(|rank| vec![rank as u8; rank]).collect::<Vec<_>>());
     let parts: Vec<_> = (0..world).map(|rank| part::<T>(rank, len)).collect();
     let sum = |index: usize| parts.iter().map(|part| part[index].widen()).sum::<f32>();
@@ -102,7 +101,7 @@ fn broadcasts_and_gathers_of_all_types_bring_what_was_there() {
 
 #[test]
 fn a_device_that_is_not_there_is_said_to_be_so() {
-    stand_in::load();
+    elasticdl_stand_ins::load();
     let count = Device::count().unwrap();
     let error = Device::open(count).unwrap_err();
     assert!(

@@ -191,7 +191,7 @@ fn how_many_threads_there_are_depends_on_the_length_and_has_bounds() {
 
 #[test]
 fn launched_on_a_device_they_do_the_same() {
-    elasticdl_collective::stand_in::load();
+    elasticdl_stand_ins::load();
     let device = Device::open(0).unwrap();
     let stream = device.stream();
     let mut kernels = Kernels::new(&device).unwrap();

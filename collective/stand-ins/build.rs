@@ -1,0 +1,34 @@
+//! Compiles the stand-ins by the compiler that compiles the tests.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs, io};
+
+fn main() -> io::Result<()> {
+    println!("cargo::rerun-if-changed=libraries");
+    let folder = PathBuf::from(env::var_os("OUT_DIR").expect("cargo says where"));
+    compile("cuda", &folder.join("libcuda.so"), &[])?;
+    compile("nvrtc", &folder.join("libnvrtc.so"), &[])?;
+    compile("nccl", &folder.join("libnccl.so.2"), &[])?;
+    compile("nccl", &folder.join("libnccl.no_abort.so"), &["--cfg", "lacks_abort"])?;
+    for fault in FAULTS {
+        fs::copy(folder.join("libnccl.so.2"), folder.join(format!("libnccl.{fault}.so")))?;
+    }
+    Ok(())
+}
+
+fn compile(name: &str, library: &Path, options: &[&str]) -> io::Result<()> {
+    let done = Command::new(env::var_os("RUSTC").expect("cargo says by what"))
+        .args(["--edition", "2024", "--crate-type", "cdylib", "-O", "-C", "strip=symbols"])
+        .args(["-C", &format!("link-arg=-Wl,-soname,lib{name}.so")])
+        .args(options)
+        .arg("-o")
+        .arg(library)
+        .arg(format!("libraries/{name}.rs"))
+        .status()?;
+    if done.success() { Ok(()) } else { Err(io::Error::other(format!("{name} can't be compiled"))) }
+}
+
+/// What a stand-in of NCCL does wrong is said by its file's name.
+const FAULTS: [&str; 7] =
+    ["abort_blocks", "async_error", "init_blocks", "init_fails", "init_hangs", "old", "op_fails"];
