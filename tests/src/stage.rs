@@ -1,12 +1,17 @@
 //! Jobs of the counting model, to be disturbed.
 
 use std::ffi::OsString;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use rand::rngs::ChaCha8Rng;
 use rand::seq::IteratorRandom;
+use rand::{RngExt, SeedableRng};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::{Command, Ended, Running, counting_data};
+use crate::{Command, Ended, Running, counting_data, send};
 
 /// The programs under test, which only a test binary knows.
 #[derive(Clone, Copy, Debug)]
@@ -116,6 +121,25 @@ impl Stage {
         let mut job = self.command(seed).start().keeping(self.folder);
         job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
         job
+    }
+
+    /// Starts it, and kills a worker now and then, until it has ended as it should. `pauses_ms`: between two kills.
+    ///
+    /// # Panics
+    /// It hasn't, or was over before the second kill.
+    pub fn survives_kills(self, seed: u64, pauses_ms: Range<u64>) {
+        let mut job = self.start(seed);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut kills = 0;
+        while job.is_running() {
+            if let Some((_, pid)) = job.any_worker(&mut rng) {
+                send(pid, Signal::KILL);
+                kills += 1;
+            }
+            std::thread::sleep(Duration::from_millis(rng.random_range(pauses_ms.clone())));
+        }
+        job.wait().assert_exact(&format!("seed {seed}, {kills} kills"));
+        assert!(kills > 1, "seed {seed}: too fast to be disturbed");
     }
 }
 
