@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use elasticdl_collective::conformance::{Group, Rank};
 use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, LocalRank, Member, Secret, TcpRing, Transport,
-    WireDtype,
+    Communicator, Endpoint, GroupSpec, LocalRank, Member, Secret, TcpRing, Transport, WireDtype,
 };
 
 #[macro_use]
@@ -43,11 +42,11 @@ fn memory_is_used_inside_hosts_and_goes_on_to_be() {
     for (index, (host, way)) in ways.into_iter().enumerate() {
         let rings = rings_on(5, host, &|end| end);
         thread::scope(|scope| {
-            for mut held in rings {
+            for (mut ring, _) in rings {
                 scope.spawn(move || {
                     for len in [1, 100_000, 0, 100_000, 3_000_000] {
-                        held.ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).unwrap();
-                        let found = (held.ring.shares_memory(), held.ring.is_hierarchical());
+                        ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).unwrap();
+                        let found = (ring.shares_memory(), ring.is_hierarchical());
                         assert_eq!(found, way, "{index}");
                     }
                 });
@@ -71,12 +70,6 @@ fn local(world: usize) -> Group {
 /// The host of each id.
 type Places<'a> = &'a dyn Fn(u8) -> u8;
 
-/// A ring, and the endpoint that it must not outlive.
-struct Held {
-    ring: TcpRing,
-    end: Arc<Endpoint>,
-}
-
 /// Endpoints of this process, over loopback, set up by `with`.
 fn form(world: usize, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
     form_on(world, &|_| 1, with)
@@ -84,64 +77,27 @@ fn form(world: usize, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
 
 /// As `form`, each at the address that ends in its `host`.
 fn form_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
-    let ranks = rings_on(world, host, with).into_iter().map(|held| {
-        let fence = held.end.fence();
-        Rank { communicator: Box::new(held), abort: Arc::new(move || fence.abort_before(2)) }
+    let ranks = rings_on(world, host, with).into_iter().map(|(ring, end)| {
+        // The endpoint stays for as long as somebody may abort.
+        Rank { communicator: Box::new(ring), abort: Arc::new(move || end.fence().abort_before(2)) }
     });
     ranks.collect()
 }
 
-fn rings_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Vec<Held> {
+fn rings_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Vec<(TcpRing, Endpoint)> {
     let ends: Vec<_> = (0..world as u8)
         .map(|id| {
             let (ip, secret) = (Ipv4Addr::new(127, 0, 0, host(id)).into(), Secret::new("secret"));
-            let end = Endpoint::bind(ip, "job", id.into(), secret).expect("loopback has free ports");
-            Arc::new(with(end))
+            with(Endpoint::bind(ip, "job", id.into(), secret).expect("loopback has free ports"))
         })
         .collect();
     let members = (0..).zip(&ends).map(|(id, end)| Member { id, address: end.address() }).collect();
     let spec = GroupSpec { generation: 1, members };
-    thread::scope(|scope| {
-        let connect = |end: &Arc<Endpoint>| end.connect(&spec, Duration::from_secs(60));
-        let rings: Vec<_> = ends.iter().map(|end| (end.clone(), scope.spawn(move || connect(end)))).collect();
-        let join = |ring: thread::ScopedJoinHandle<'_, Result<TcpRing, CollectiveError>>| {
-            ring.join().expect("it does not panic").expect("all members connect")
-        };
-        rings.into_iter().map(|(end, ring)| Held { ring: join(ring), end }).collect()
-    })
-}
-
-impl Communicator for Held {
-    fn rank(&self) -> usize {
-        self.ring.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.ring.world_size()
-    }
-
-    fn generation(&self) -> u64 {
-        self.ring.generation()
-    }
-
-    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.ring.all_gather(mine)
-    }
-
-    fn all_reduce(
-        &mut self,
-        header: &[u8],
-        src: &[f32],
-        dst: &mut [f32],
-    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.ring.all_reduce(header, src, dst)
-    }
-
-    fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
-        self.ring.broadcast_bytes(root, bytes)
-    }
-
-    fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
-        self.ring.broadcast(root, buf)
-    }
+    let rings: Vec<TcpRing> = thread::scope(|scope| {
+        let connect =
+            |end: &Endpoint| end.connect(&spec, Duration::from_secs(60)).expect("all members connect");
+        let rings: Vec<_> = ends.iter().map(|end| scope.spawn(move || connect(end))).collect();
+        rings.into_iter().map(|ring| ring.join().expect("it does not panic")).collect()
+    });
+    rings.into_iter().zip(ends).collect()
 }

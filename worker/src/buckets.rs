@@ -81,7 +81,7 @@ fn sum_all(ring: &mut impl Communicator, buckets: &Receiver<Bucket<'_>>) -> Resu
 
 /// Sums all but the first `summed` buckets, with the header; gives all ranks' headers.
 pub(crate) fn sum_rest(
-    ring: &mut impl Communicator,
+    ring: &mut (impl Communicator + ?Sized),
     header: &[u8],
     gradient: &[f32],
     sums: &mut [f32],

@@ -28,45 +28,11 @@ impl Ring {
         }
     }
 
-    fn any(&mut self) -> &mut dyn Communicator {
+    /// What it does with the host's memory.
+    pub(crate) fn host_mut(&mut self) -> &mut dyn Communicator {
         match self {
             Self::Device(ring) => ring,
             Self::Host(ring) => ring,
         }
-    }
-}
-
-impl Communicator for Ring {
-    fn rank(&self) -> usize {
-        self.host().rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.host().world_size()
-    }
-
-    fn generation(&self) -> u64 {
-        self.host().generation()
-    }
-
-    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.any().all_gather(mine)
-    }
-
-    fn all_reduce(
-        &mut self,
-        header: &[u8],
-        src: &[f32],
-        dst: &mut [f32],
-    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.any().all_reduce(header, src, dst)
-    }
-
-    fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
-        self.any().broadcast_bytes(root, bytes)
-    }
-
-    fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
-        self.any().broadcast(root, buf)
     }
 }

@@ -117,15 +117,15 @@ impl Tensors {
         buckets: Option<(usize, usize)>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         // Nobody else needs this rank's gradient again, so it can be the sum without a copy.
-        let is_alone = ring.world_size() == 1;
+        let is_alone = ring.host().world_size() == 1;
         match self {
             Self::Device(state) if is_alone => state.take_gradient_as_sum(),
             Self::Device(state) => return state.sum(ring, header, path),
             Self::Host(state) if is_alone => std::mem::swap(&mut state.gradient, &mut state.reduced),
             Self::Host(HostState { gradient, reduced, .. }) => {
                 return match buckets {
-                    Some(buckets) => buckets::sum_rest(ring, header, gradient, reduced, buckets),
-                    None => ring.all_reduce(header, gradient, reduced),
+                    Some(buckets) => buckets::sum_rest(ring.host_mut(), header, gradient, reduced, buckets),
+                    None => ring.host_mut().all_reduce(header, gradient, reduced),
                 };
             }
         }
@@ -139,13 +139,17 @@ impl Tensors {
         root: usize,
         tensor: Tensor,
     ) -> Result<(), CollectiveError> {
-        match (self, tensor) {
-            (Self::Device(state), tensor) => state.broadcast(ring, root, tensor),
-            (Self::Host(state), Tensor::Kept) => ring.broadcast(root, writable(&mut state.kept)),
-            (Self::Host(state), Tensor::Parameters) => ring.broadcast(root, writable(&mut state.parameters)),
-            (Self::Host(state), Tensor::Reduced) => ring.broadcast(root, &mut state.reduced),
-            (Self::Host(state), Tensor::Slots) => ring.broadcast(root, writable(&mut state.slots)),
-        }
+        let state = match self {
+            Self::Device(state) => return state.broadcast(ring, root, tensor),
+            Self::Host(state) => state,
+        };
+        let buffer = match tensor {
+            Tensor::Kept => writable(&mut state.kept),
+            Tensor::Parameters => writable(&mut state.parameters),
+            Tensor::Reduced => &mut state.reduced,
+            Tensor::Slots => writable(&mut state.slots),
+        };
+        ring.host_mut().broadcast(root, buffer)
     }
 
     /// Keeps the sum in `reduced`, which the last commit applied, and makes room for the next one.

@@ -259,7 +259,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         };
         let mine = header::encode(&self.session.sync_header(digest));
         let ring = ring(&mut self.ring)?;
-        let headers = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
+        let headers = decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
         self.session.synced(&headers).map_err(|misfit| Stopped::Failed(misfit_failure(&misfit)))
     }
 
@@ -277,7 +277,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
         self.begin_nccl()?;
         self.session.repaired();
-        self.checkpoints.prepare(ring(&mut self.ring)?.world_size());
+        self.checkpoints.prepare(ring(&mut self.ring)?.host().world_size());
         self.gradient_is_pending &= !self.session.pending_ranges().is_empty();
         self.gap.on_repaired(Instant::now());
         tracing::info!(step = self.session.step(), "all ranks at one state");
@@ -288,12 +288,12 @@ impl<'a, M: Model> Trainer<'a, M> {
     /// to a rank that has passed them on, and now has the reduced gradient in `reduced`.
     fn repair_by_result(&mut self, donor: usize, apply: bool) -> Result<Option<Vec<StepHeader>>, Stopped> {
         let ring = ring(&mut self.ring)?;
-        let donates = ring.rank() == donor;
+        let donates = ring.host().rank() == donor;
         let mut bytes = match (donates, self.session.kept()) {
             (true, Some(headers)) => header::encode(&headers.to_vec()),
             _ => Vec::new(),
         };
-        ring.broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
+        ring.host_mut().broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
         let sum = if donates { Tensor::Kept } else { Tensor::Reduced };
         self.tensors.broadcast(ring, donor, sum).map_err(Stopped::Broken)?;
         if donates {
@@ -316,11 +316,11 @@ impl<'a, M: Model> Trainer<'a, M> {
         result: Option<Vec<StepHeader>>,
     ) -> Result<(), Stopped> {
         let ring = ring(&mut self.ring)?;
-        let mut bytes = match (ring.rank() == donor, self.session.state()) {
+        let mut bytes = match (ring.host().rank() == donor, self.session.state()) {
             (true, Some(state)) => header::encode(&state.record()),
             _ => Vec::new(),
         };
-        ring.broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
+        ring.host_mut().broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
         for tensor in [Tensor::Parameters, Tensor::Slots] {
             self.tensors.broadcast(ring, donor, tensor).map_err(Stopped::Broken)?;
         }
@@ -452,7 +452,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.path();
         let mine = header::encode(&self.session.header(self.tensors.window_digest(self.session.step())?));
         let ring = ring(&mut self.ring)?;
-        let headers: Vec<StepHeader> = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
+        let headers: Vec<StepHeader> =
+            decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
         self.session.talked(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))
     }
 

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use elasticdl_collective::Communicator as _;
 use elasticdl_proto::RecordRange;
 
 use super::gpu::device_of;
@@ -45,8 +44,8 @@ impl<M: Model> Trainer<'_, M> {
     pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
         let failed = |error| Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false });
         let mine = header::encode(&self.scores(blocks).map_err(failed)?);
-        let scores: Vec<Scores> =
-            decode_all(ring(&mut self.ring)?.all_gather(&mine).map_err(Stopped::Broken)?)?;
+        let ring = ring(&mut self.ring)?.host_mut();
+        let scores: Vec<Scores> = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
         self.session.evaluated(&scores).map_err(|error| Stopped::Failed(Failure::fatal(error)))
     }
 

@@ -78,7 +78,7 @@ pub(super) fn nccl_policy() -> NcclPolicy {
 
 /// What a step's sum went over, in words.
 fn sums_over(ring: &Ring, path: Path, obstacle: Option<Obstacle>, policy: &NcclPolicy) -> String {
-    if ring.world_size() == 1 {
+    if ring.host().world_size() == 1 {
         return "nothing, there is one worker".into();
     }
     let host = if ring.host().shares_memory() { "shared memory" } else { "TCP" };
