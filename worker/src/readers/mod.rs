@@ -10,12 +10,14 @@ mod files;
 mod idx;
 mod parquet;
 mod remote;
+mod row;
 mod text;
 
 pub use binary::FixedRecords;
-pub use csv::{CsvRows, Row, Value};
+pub use csv::CsvRows;
 pub use idx::{IdxImages, LabeledImage};
 pub use parquet::ParquetRows;
 #[cfg(test)]
 use parquet::tests::table as parquet_table;
+pub use row::{Row, Value};
 pub use text::TextWindows;

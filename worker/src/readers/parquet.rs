@@ -15,8 +15,8 @@ use ::parquet::file::reader::{ChunkReader, FileReader as _, Length, SerializedFi
 use ::parquet::schema::types::ColumnDescriptor;
 use bytes::Bytes;
 
-use super::csv::{Row, Value};
 use super::files::{self, Source};
+use super::row::{Kind, Row, Value};
 use crate::reader::{DataError, Dataset, File, Reader};
 
 /// Reads rows of Parquet files.
@@ -38,13 +38,6 @@ pub struct ParquetRows {
     files: BTreeMap<PathBuf, Arc<SerializedFileReader<Chunks>>>,
     /// Where the last read ended: the next one mostly goes on there.
     cursor: Option<Cursor>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
-    F32,
-    I64,
-    Text,
 }
 
 /// A row group that is being read.
