@@ -33,3 +33,12 @@ pub fn counting_reader() -> FixedRecords {
 pub fn numbers(records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
     records.into_iter().map(|bytes| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?))).collect()
 }
+
+/// What a model says of parameters that count records: the least and the greatest count, and their sum.
+#[must_use]
+pub fn counts_summary(counts: &[f32]) -> String {
+    let least = counts.iter().copied().fold(f32::INFINITY, f32::min);
+    let most = counts.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total: f64 = counts.iter().map(|&count| f64::from(count)).sum();
+    format!("{least} {most} {total}")
+}

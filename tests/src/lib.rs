@@ -10,7 +10,7 @@ mod s3;
 pub mod simulation;
 mod stage;
 
-pub use data::{counting_data, counting_reader, numbers};
+pub use data::{counting_data, counting_reader, counts_summary, numbers};
 pub use figures::{print, quantile};
 pub use job::{Command, Ended, Running, is_alive, send};
 pub use network::Network;

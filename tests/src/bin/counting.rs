@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
-use elasticdl_tests::{counting_reader, numbers};
+use elasticdl_tests::{counting_reader, counts_summary, numbers};
 use elasticdl_worker::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use elasticdl_worker::readers::FixedRecords;
 use elasticdl_worker::{Gradients, Metrics, Model, Optimizer, Predictions, Update, UserError};
@@ -214,11 +214,7 @@ impl Model for Counting {
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
-        let counts = &parameters[..self.records];
-        let least = counts.iter().copied().fold(f32::INFINITY, f32::min);
-        let most = counts.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let total: f64 = counts.iter().map(|&c| f64::from(c)).sum();
-        let text = format!("{least} {most} {total}");
+        let text = counts_summary(&parameters[..self.records]);
         if let Some(path) = &self.counts {
             std::fs::write(path, &text)?;
         }

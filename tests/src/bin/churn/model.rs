@@ -1,7 +1,7 @@
 //! The model that is trained: it counts records, and keeps a diary of what happens to its work.
 
 use clap::Parser;
-use elasticdl_tests::{counting_reader, numbers};
+use elasticdl_tests::{counting_reader, counts_summary, numbers};
 use elasticdl_worker::readers::FixedRecords;
 use elasticdl_worker::{Model, Update, UserError};
 
@@ -101,12 +101,7 @@ impl Model for Counting {
         0
     }
 
-    /// The least and the greatest count, and their sum.
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
-        let counts = &parameters[..self.records];
-        let least = counts.iter().copied().fold(f32::INFINITY, f32::min);
-        let most = counts.iter().copied().fold(0.0, f32::max);
-        let total: f64 = counts.iter().map(|&count| f64::from(count)).sum();
-        Ok(Some(format!("{least} {most} {total}")))
+        Ok(Some(counts_summary(&parameters[..self.records])))
     }
 }
