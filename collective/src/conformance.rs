@@ -394,7 +394,7 @@ fn part(rank: usize, len: usize) -> Vec<f32> {
 }
 
 /// Sebastiano Vigna's splitmix64.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     /// Up to `most`, each order of magnitude as likely, and often beside a power of two, where ways of summing begin and end.
@@ -407,7 +407,7 @@ impl Random {
         len.min(most)
     }
 
-    fn below(&mut self, bound: usize) -> usize {
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

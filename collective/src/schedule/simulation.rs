@@ -15,6 +15,7 @@ use std::collections::{HashSet, VecDeque};
 
 use super::{Extent, Piece, Schedule, Seat};
 use crate::chunk;
+use crate::conformance::Random;
 use crate::payload::{Body, Payload};
 
 #[test]
@@ -125,7 +126,7 @@ fn explore(case: Case, kill: Option<Kill>) -> usize {
 /// Plays one order of events to its end; true if there was a kill.
 fn play(case: Case, policy: Policy, kill: Option<(u64, Kill)>) -> bool {
     let mut ring = Ring::new(case, if policy.seed.is_multiple_of(2) { 1 } else { usize::MAX });
-    let mut random = Splitmix(policy.seed);
+    let mut random = Random(policy.seed);
     let mut last = 0;
     for number in 0.. {
         if let Some((at_event, kill)) = kill
@@ -193,7 +194,7 @@ impl Policy {
             .map(|(bias, seed)| Self { bias, seed })
     }
 
-    fn pick(self, events: &[Event], last: usize, random: &mut Splitmix) -> Option<Event> {
+    fn pick(self, events: &[Event], last: usize, random: &mut Random) -> Option<Event> {
         let any = events.get(random.below(events.len().max(1)));
         let preferred = match self.bias {
             Bias::HighestRank => events.last(),
@@ -461,7 +462,7 @@ impl Rank {
 
 /// Numbers of such different size that another order of addition gives other bits.
 fn contribution(rank: usize, len: usize) -> Vec<f32> {
-    let mut random = Splitmix(rank as u64 + 1);
+    let mut random = Random(rank as u64 + 1);
     (0..len).map(|_| (random.below(1 << 20) as f32 + 0.1) * 2_f32.powi(random.below(24) as i32)).collect()
 }
 
@@ -480,17 +481,4 @@ fn reference(world: usize, len: usize) -> Vec<f32> {
         }
     }
     sums
-}
-
-/// Sebastiano Vigna's splitmix64.
-struct Splitmix(u64);
-
-impl Splitmix {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % bound as u64) as usize
-    }
 }

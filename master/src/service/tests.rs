@@ -71,6 +71,16 @@ impl Edge {
         }
     }
 
+    /// Of who has proved the token.
+    async fn assert_silence_is_borne(mut self) {
+        let (stream, connection, _line) = self.admitted().await;
+        tokio::time::pause();
+        let closed = tokio::time::timeout(MUCH_LATER, self.inputs.recv()).await;
+        assert!(closed.is_err(), "{connection:?} was closed: {closed:?}");
+        tokio::time::resume();
+        drop(stream);
+    }
+
     /// Answers one status question, so that a caller knows the queue is empty and the server serves.
     async fn assert_nothing_reached_the_queue(&mut self) {
         let (mut client, bearer) = (self.client().await, self.token.to_bearer());
@@ -297,13 +307,7 @@ async fn a_silent_connection_is_closed_in_time() {
 
 #[tokio::test]
 async fn a_connection_that_has_proved_the_token_may_be_silent() {
-    let mut edge = Edge::start().await;
-    let (stream, connection, _line) = edge.admitted().await;
-    tokio::time::pause();
-    let closed = tokio::time::timeout(MUCH_LATER, edge.inputs.recv()).await;
-    assert!(closed.is_err(), "{connection:?} was closed: {closed:?}");
-    tokio::time::resume();
-    drop(stream);
+    Edge::start().await.assert_silence_is_borne().await;
 }
 
 #[tokio::test]

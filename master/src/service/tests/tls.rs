@@ -111,13 +111,7 @@ async fn a_handshake_alone_earns_no_place() {
 
 #[tokio::test]
 async fn who_has_proved_the_token_may_be_silent() {
-    let mut edge = start(&credentials()).await;
-    let (stream, connection, _line) = edge.admitted().await;
-    tokio::time::pause();
-    let closed = tokio::time::timeout(MUCH_LATER, edge.inputs.recv()).await;
-    assert!(closed.is_err(), "{connection:?} was closed: {closed:?}");
-    tokio::time::resume();
-    drop(stream);
+    start(&credentials()).await.assert_silence_is_borne().await;
 }
 
 #[tokio::test]
