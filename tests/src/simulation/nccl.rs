@@ -1,10 +1,17 @@
 //! NCCL between the GPUs of a group: seconds of building in one, and operations that fail by themselves now and then.
 //!
-//! The pieces of a step are the same whatever carries them; what is simulated is who builds, when that comes to an end on
-//! which rank, and that no step goes over what not all have.
+//! The pieces of a step are the same whatever carries them; what is simulated is who builds, and when that comes to an end on
+//! which rank. The oracles' rules, from what ranks have told each other:
+//!
+//! * A step goes over NCCL if, and only if, all ranks have said in the round before that they have it, and nobody has said in
+//!   this generation that it failed. Then all do have it.
+//! * A group of several ranks builds it unless one of them knows of three generations in which it failed: by somebody's word in
+//!   a round, or amid a step after which nobody was missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use elasticdl_proto::WorkerId;
+use elasticdl_worker::core::header::StepHeader;
 use elasticdl_worker::core::session::Session;
 use elasticdl_worker::core::swap::{Build, Obstacle, Path};
 
@@ -35,9 +42,12 @@ impl Gpus {
     }
 }
 
-/// The communicators of all generations.
+/// The communicators of all generations, and what processes know of them.
 #[derive(Debug, Default)]
-pub(super) struct Communicators(BTreeMap<u64, Communicator>);
+pub(super) struct Communicators {
+    of: BTreeMap<u64, Communicator>,
+    heard: BTreeMap<usize, Heard>,
+}
 
 #[derive(Debug, Default)]
 struct Communicator {
@@ -47,7 +57,68 @@ struct Communicator {
     ready: BTreeSet<usize>,
 }
 
+/// What a process has been told, for the oracles.
+#[derive(Debug, Default)]
+struct Heard {
+    /// Generations in which NCCL failed.
+    failed: BTreeSet<u64>,
+    /// Its group builds NCCL.
+    builds: bool,
+    /// All said so in the last round.
+    all_ready: bool,
+    /// The group in which NCCL failed amid a step.
+    broke: Option<(u64, Vec<WorkerId>)>,
+}
+
 impl World {
+    // ---- what ranks tell each other ----
+
+    /// `p` has links of a new group.
+    pub(super) fn note_nccl_regrouped(&mut self, p: usize) {
+        let Some(ring) = &self.processes[p].trainer.ring else { return };
+        let heard = self.communicators.heard.entry(p).or_default();
+        if let Some((generation, before)) = heard.broke.take()
+            && before.iter().all(|member| ring.members().contains(member))
+        {
+            heard.failed.insert(generation);
+        }
+        (heard.builds, heard.all_ready) = (false, false);
+        let path = self.processes[p].trainer.session.as_ref().map_or(Path::Host, Session::path);
+        self.check_what_all_said(p, path);
+    }
+
+    /// The generations in which NCCL failed, as far as `p` knows when it meets a new group.
+    pub(super) fn nccl_failures(&self, p: usize) -> BTreeSet<u64> {
+        self.communicators.heard.get(&p).map(|heard| heard.failed.clone()).unwrap_or_default()
+    }
+
+    /// `p` has met a new group, whose ranks know of these failures.
+    pub(super) fn note_nccl_met<'a>(
+        &mut self,
+        p: usize,
+        all: impl Iterator<Item = &'a BTreeSet<u64>> + Clone,
+    ) {
+        let heard = self.communicators.heard.entry(p).or_default();
+        heard.builds = self.setting.gpus.is_some()
+            && all.clone().count() > 1
+            && all.clone().all(|known| known.len() < 3);
+        heard.failed = all.max_by_key(|known| known.len()).cloned().unwrap_or_default();
+    }
+
+    /// `p` has heard all ranks in a round.
+    pub(super) fn note_nccl_round(&mut self, p: usize, headers: &[StepHeader]) {
+        let Some(ring) = &self.processes[p].trainer.ring else { return };
+        let heard = self.communicators.heard.entry(p).or_default();
+        if heard.builds && headers.iter().any(|header| header.nccl == Build::Failed) {
+            heard.failed.insert(ring.generation());
+        }
+        heard.all_ready = heard.builds
+            && !heard.failed.contains(&ring.generation())
+            && headers.iter().all(|header| header.nccl == Build::Ready);
+    }
+
+    // ---- what they do ----
+
     /// The last part of a repair: all know by what they find each other.
     pub(super) fn begin_nccl(&mut self, p: usize) {
         self.build_nccl(p);
@@ -61,7 +132,7 @@ impl World {
         ring.nccl = Build::Building;
         let (generation, world) = (ring.generation(), ring.world());
         tell!(self, "{}: builds NCCL for generation {generation}", self.name(p));
-        let communicator = self.communicators.0.entry(generation).or_default();
+        let communicator = self.communicators.of.entry(generation).or_default();
         communicator.begun.insert(p);
         if communicator.begun.len() == world {
             let begun = communicator.begun.clone();
@@ -84,7 +155,7 @@ impl World {
         ring.nccl = build;
         tell!(self, "{}: NCCL of generation {generation} is {build:?}", self.name(p));
         if build == Build::Ready {
-            self.communicators.0.entry(generation).or_default().ready.insert(p);
+            self.communicators.of.entry(generation).or_default().ready.insert(p);
         }
     }
 
@@ -93,14 +164,24 @@ impl World {
         let trainer = &mut self.processes[p].trainer;
         let (Some(session), Some(ring)) = (&mut trainer.session, &trainer.ring) else { return Path::Host };
         session.nccl_is_at(ring.nccl);
-        session.path()
+        let path = session.path();
+        self.check_what_all_said(p, path);
+        path
+    }
+
+    fn check_what_all_said(&mut self, p: usize, path: Path) {
+        let all_ready = self.communicators.heard.get(&p).is_some_and(|heard| heard.all_ready);
+        if (path == Path::Nccl) != all_ready {
+            let name = self.name(p);
+            self.violate(format!("{name} goes over {path:?}; all have said that NCCL is there: {all_ready}"));
+        }
     }
 
     /// No step goes over what not all have.
     pub(super) fn check_path(&mut self, p: usize) {
         let Some(ring) = &self.processes[p].trainer.ring else { return };
         let (generation, world) = (ring.generation(), ring.world());
-        let ready = self.communicators.0.get(&generation).map_or(0, |c| c.ready.len());
+        let ready = self.communicators.of.get(&generation).map_or(0, |c| c.ready.len());
         self.books.tally.nccl_steps += 1;
         if ready != world {
             self.violate(format!(
@@ -124,6 +205,10 @@ impl World {
         self.processes[p].is_blemished = true;
         self.books.tally.nccl_failures += 1;
         let trainer = &mut self.processes[p].trainer;
+        if let Some(ring) = &trainer.ring {
+            let group = (ring.generation(), ring.members().to_vec());
+            self.communicators.heard.entry(p).or_default().broke = Some(group);
+        }
         trainer.ring.iter_mut().for_each(Ring::fail);
         trainer.session.iter_mut().for_each(Session::nccl_broke);
         self.broke(p, None, "NCCL failed");
@@ -133,7 +218,14 @@ impl World {
     pub(super) fn is_to_build_nccl(&mut self, p: usize) -> bool {
         let obstacle = self.processes[p].trainer.session.as_ref().and_then(Session::nccl_obstacle);
         self.books.tally.nccl_given_up += u64::from(matches!(obstacle, Some(Obstacle::GivenUp(_))));
-        self.processes[p].trainer.session.is_some() && obstacle.is_none()
+        let builds = self.communicators.heard.get(&p).is_some_and(|heard| heard.builds);
+        if builds != obstacle.is_none() {
+            self.violate(format!(
+                "{} is to build NCCL: {builds}; its obstacle is {obstacle:?}",
+                self.name(p)
+            ));
+        }
+        builds
     }
 }
 

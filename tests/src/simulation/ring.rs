@@ -10,6 +10,7 @@
 //! * A link's end counts only while the operation still needs the link.
 //! * The fence ends the links of older generations at once; the news runs around the ring.
 
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -91,7 +92,8 @@ pub(super) enum Note {
     Headers(Vec<StepHeader>),
     Record(StateRecord, u64),
     Step(StepHeader),
-    Sync(SyncHeader),
+    /// With the generations in which NCCL failed, for the oracles.
+    Sync(SyncHeader, BTreeSet<u64>),
 }
 
 /// One piece, on its way.
@@ -203,6 +205,10 @@ impl Ring {
 
     pub(super) fn world(&self) -> usize {
         self.seat.world
+    }
+
+    pub(super) fn members(&self) -> &[WorkerId] {
+        &self.members
     }
 
     pub(super) fn fail(&mut self) {
@@ -412,6 +418,7 @@ impl World {
         if let Some(session) = &mut trainer.session {
             session.connected();
         }
+        self.note_nccl_regrouped(p);
         tell!(self, "{}: has its links of generation {generation}", self.name(p));
         self.turn_later(p);
     }
@@ -467,7 +474,9 @@ impl World {
         let digest = session.state().map_or(0, |_| trainer.model.digest());
         let (note, body) = match what {
             What::Step | What::Talk => (Some(Note::Step(session.header(digest))), Vec::new()),
-            What::Synchronize => (Some(Note::Sync(session.sync_header(digest))), Vec::new()),
+            What::Synchronize => {
+                (Some(Note::Sync(session.sync_header(digest), self.nccl_failures(p))), Vec::new())
+            }
             _ if is_root => self.donated(p, &what),
             What::Result { .. } | What::State { .. } => (None, vec![0; len]),
             What::NcclId | What::ResultHeaders { .. } | What::StateRecord { .. } => (None, Vec::new()),

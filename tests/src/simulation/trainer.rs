@@ -433,6 +433,7 @@ impl World {
             What::Synchronize => self.synchronized(p, &notes),
             What::Talk => {
                 let headers = self.step_headers(&notes);
+                self.note_nccl_round(p, &headers);
                 let session = self.processes[p].trainer.session.as_mut();
                 if let Some(Err(mismatch)) = session.map(|s| s.talked(&headers)) {
                     return self.violate(format!("{}: {mismatch:?}", self.name(p)));
@@ -482,6 +483,7 @@ impl World {
         }
         let place = session.place();
         self.check_sum(p, &headers);
+        self.note_nccl_round(p, &headers);
         self.update(p, headers);
         let trainer = &mut self.processes[p].trainer;
         trainer.model.gradient_is_pending = false;
@@ -511,14 +513,12 @@ impl World {
     }
 
     fn synchronized(&mut self, p: usize, notes: &[Option<Rc<Note>>]) {
-        let headers: Vec<SyncHeader> = notes
-            .iter()
-            .flatten()
-            .filter_map(|note| match note.as_ref() {
-                Note::Sync(header) => Some(header.clone()),
-                _ => None,
-            })
-            .collect();
+        let words = notes.iter().flatten().filter_map(|note| match note.as_ref() {
+            Note::Sync(header, failures) => Some((header, failures)),
+            _ => None,
+        });
+        self.note_nccl_met(p, words.clone().map(|(_, failures)| failures));
+        let headers: Vec<SyncHeader> = words.map(|(header, _)| header.clone()).collect();
         let session = self.processes[p].trainer.session.as_mut();
         if let Some(Err(mismatch)) = session.map(|s| s.synced(&headers)) {
             return self.violate(format!("{}: {mismatch:?}", self.name(p)));

@@ -211,6 +211,15 @@ mod tests {
     }
 
     #[test]
+    fn a_ranks_own_word_moves_nothing_and_is_of_one_generation() {
+        let mut swap = building();
+        swap.is_at(Build::Ready);
+        assert_eq!((swap.build(), swap.path()), (Build::Ready, Path::Host));
+        swap.regrouped(&members(&[1, 2]));
+        assert_eq!(swap.build(), Build::Absent);
+    }
+
+    #[test]
     fn a_new_group_begins_on_the_host_ring_whatever_carried_the_last_one() {
         let mut swap = on_nccl();
         swap.regrouped(&members(&[1, 2, 3]));
@@ -250,13 +259,13 @@ mod tests {
 
     #[test]
     fn after_as_many_failures_as_are_tolerated_all_stay_on_the_host_ring() {
-        for failures in 0..=FAILURES_MAX {
+        for failures in [0, 1, 2, 3, 7] {
             let mut swap = first_of(&[1, 2]);
             // A newcomer hears of it from those who were there.
             let mut words = words(2);
             words[1].failures = failures;
             swap.synced(&words).unwrap();
-            let expected = (failures == FAILURES_MAX).then_some(Obstacle::GivenUp(failures));
+            let expected = (failures >= 3).then_some(Obstacle::GivenUp(failures));
             assert_eq!((swap.obstacle(), swap.word().failures), (expected, failures));
         }
     }
