@@ -189,10 +189,6 @@ impl Session {
         }
     }
 
-    pub fn poll_report(&mut self) -> Option<Report> {
-        self.reports.pop_front()
-    }
-
     /// This rank's word in the round. `digest`: of the part of the state that is this step's turn.
     pub fn header(&self, digest: u64) -> StepHeader {
         let epoch = self.state.as_ref().map_or(0, |s| s.ledger.epoch());
@@ -358,13 +354,6 @@ impl Session {
         match ranks.is_empty() {
             true => Ok(()),
             false => Err(Mismatch { step: self.step(), ranks, from: 0 }),
-        }
-    }
-
-    /// The all-reduce of the step that is committed next took this long.
-    pub fn reduced(&mut self, took: Duration) {
-        if self.committed_at.is_some() {
-            self.progress.times.reduce_us += micros(took);
         }
     }
 
@@ -545,70 +534,16 @@ impl Session {
             .collect();
         plan::quotas(self.job.batch, state.ledger.remaining(epoch), &ranks)
     }
-
-    /// Asks for records ahead of need: a few steps' worth, and of the next epoch when this one ends soon.
-    fn ask(&mut self, world_size: usize) {
-        let least = self.job.batch.share(world_size).saturating_mul(STEPS_AHEAD);
-        let Some(state) = &self.state else { return };
-        let epoch = state.ledger.epoch();
-        for epoch in epoch..=epoch + u32::from(self.epoch_ends_soon(world_size)) {
-            if epoch < self.job.epochs
-                && let Some(records) = self.leases.ask(epoch, least)
-            {
-                self.reports.push_back(Report::LeaseRequest { epoch, records });
-            }
-        }
-    }
-
-    /// What is left of the epoch is no more than what the group likes to have leased.
-    fn epoch_ends_soon(&self, world_size: usize) -> bool {
-        let leased = self.job.batch.share(world_size).saturating_mul(2 * STEPS_AHEAD * world_size as u64);
-        self.state.as_ref().is_some_and(|s| s.ledger.remaining(s.ledger.epoch()) <= leased)
-    }
-
-    fn note_progress(&mut self, generation: Generation, headers: &[StepHeader], now: Duration) {
-        self.progress.generation = generation;
-        self.progress.ranges.extend(headers.iter().flat_map(|h| &h.ranges));
-        self.progress.loss_sum += headers.iter().map(|h| h.loss_sum).sum::<f64>();
-        self.progress.records += headers.iter().map(StepHeader::records).sum::<u64>();
-        self.progress.compute_us = headers.iter().map(|h| h.compute_us).collect();
-        if let Some(before) = self.committed_at.replace(now) {
-            self.progress.times.steps += 1;
-            self.progress.times.step_us += micros(now.saturating_sub(before));
-        }
-        // Towards an epoch's end the master leases by what it knows to be committed, so it hears of each step.
-        let due = now.saturating_sub(self.reported_at) >= REPORT_INTERVAL;
-        if due || self.epoch_ends_soon(headers.len()) {
-            self.reported_at = now;
-            self.flush_progress();
-        }
-    }
-
-    fn flush_progress(&mut self) {
-        if self.progress.records > 0 {
-            let progress = std::mem::take(&mut self.progress);
-            self.reports.push_back(Report::Committed(progress));
-        }
-    }
-}
-
-fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn words_of(headers: &[StepHeader]) -> Vec<&checkpoint::Word> {
     headers.iter().map(|header| &header.checkpoint).collect()
 }
 
-/// A rank keeps this many steps' shares leased ahead, at least, so that a lease's way to the master and back costs no step.
-const STEPS_AHEAD: u64 = 4;
-
-/// The master hears of commits this often, at most.
-const REPORT_INTERVAL: Duration = Duration::from_millis(100);
-
 mod fetch;
 mod keeping;
 mod reconnect;
+mod reports;
 mod swapping;
 mod words;
 
