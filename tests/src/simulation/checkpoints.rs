@@ -10,8 +10,8 @@ use elasticdl_worker::core::header::StateRecord;
 use elasticdl_worker::core::session::Session;
 
 use super::clock::Micros;
+use super::model::digest;
 use super::story::tell;
-use super::trainer::digest;
 use super::world::{Event, World};
 
 /// Step, and the generation that wrote it.

@@ -10,7 +10,7 @@ use elasticdl_master::job::{Event as JobEvent, Exit, JobSpec};
 
 use super::clock::{Dice, Micros};
 use super::network::{Host, MASTER};
-use super::ring::What;
+use super::operation::What;
 use super::story::tell;
 use super::trainer::Doing;
 use super::world::{Event, World};

@@ -16,7 +16,7 @@ use elasticdl_worker::core::session::Session;
 use elasticdl_worker::core::swap::{Build, Obstacle, Path};
 
 use super::clock::{Dice, Micros};
-use super::ring::{Operation, Ring};
+use super::operation::Operation;
 use super::story::tell;
 use super::world::{Event, World};
 
@@ -209,7 +209,7 @@ impl World {
             let group = (ring.generation(), ring.members().to_vec());
             self.communicators.heard.entry(p).or_default().broke = Some(group);
         }
-        trainer.ring.iter_mut().for_each(Ring::fail);
+        trainer.ring.iter_mut().for_each(|ring| ring.failed = true);
         trainer.session.iter_mut().for_each(Session::nccl_broke);
         self.broke(p, None, "NCCL failed");
     }

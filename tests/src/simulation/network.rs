@@ -19,7 +19,7 @@ use elasticdl_proto::WorkerId;
 
 use super::clock::Micros;
 use super::fetch::Parcel;
-use super::ring::Frame;
+use super::operation::Frame;
 use super::world::{Event, World};
 
 /// A machine: the master's is 0, process `n`'s is `n + 1`.

@@ -4,7 +4,7 @@
 use elasticdl_worker::core::repair::Repair;
 use elasticdl_worker::core::session::Session;
 
-use super::ring::{Note, What};
+use super::operation::{Note, What};
 use super::story::tell;
 use super::trainer::Trainer;
 use super::world::World;

@@ -1,7 +1,4 @@
 //! A worker's training thread around the real [`Session`], after `elasticdl_worker`'s `trainer`.
-//!
-//! The model has one parameter for each record of each epoch, and counts: its gradient is 1 where a record was seen, the
-//! update adds. So the parameters say how often each record was absorbed, whatever ledgers say.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -16,8 +13,10 @@ use elasticdl_worker::core::session::{Exit, JobPlan, Membership, Report, Session
 
 use super::clock::Micros;
 use super::fetch::{Donor, Source};
+use super::model::Model;
+use super::operation::{Done, Note, Operation, What};
 use super::process::Word;
-use super::ring::{Done, Note, Operation, Ring, Waiting, What};
+use super::ring::{Ring, Waiting};
 use super::story::tell;
 use super::world::{Event, Setting, World};
 
@@ -80,35 +79,14 @@ pub(super) enum Busy {
     Turning,
 }
 
-/// Parameters and gradients of one worker.
-#[derive(Debug)]
-pub(super) struct Model {
-    pub(super) parameters: Vec<u8>,
-    pub(super) gradient: Vec<u8>,
-    pub(super) reduced: Vec<u8>,
-    pub(super) kept: Vec<u8>,
-    /// `gradient` holds what the session has pending, and not an older step's.
-    pub(super) gradient_is_pending: bool,
-    /// Which beginning from nothing these parameters go back to. No part of the state: only the oracles look at it.
-    pub(super) era: u64,
-}
-
 impl Trainer {
     pub(super) fn new(setting: &Setting) -> Self {
-        let zeros = || vec![0; setting.parameters()];
         Self {
             doing: Doing::Nothing,
             ticket: 0,
             woken: false,
             session: None,
-            model: Model {
-                parameters: zeros(),
-                gradient: zeros(),
-                reduced: zeros(),
-                kept: zeros(),
-                gradient_is_pending: false,
-                era: 0,
-            },
+            model: Model::new(setting.parameters()),
             ring: None,
             waiting: None,
             donor: Donor::default(),
@@ -130,27 +108,6 @@ impl Trainer {
     /// What the parameters have absorbed, by the session's word.
     pub(super) fn state(&self) -> Option<&State> {
         self.session.as_ref().and_then(Session::state)
-    }
-}
-
-impl Model {
-    pub(super) fn digest(&self) -> u64 {
-        digest(&self.parameters)
-    }
-
-    /// Adds 1 for each of these records.
-    fn see(&mut self, ranges: &[RecordRange], records: u64) {
-        if !std::mem::replace(&mut self.gradient_is_pending, true) {
-            self.gradient.fill(0);
-        }
-        count(&mut self.gradient, ranges, records);
-    }
-
-    fn update(&mut self) {
-        for (parameter, sum) in self.parameters.iter_mut().zip(&self.reduced) {
-            *parameter = parameter.saturating_add(*sum);
-        }
-        std::mem::swap(&mut self.reduced, &mut self.kept);
     }
 }
 
@@ -563,21 +520,6 @@ impl World {
         trainer.repair.clear();
         trainer.passed = None;
     }
-}
-
-/// Adds 1 for each of these records.
-pub(super) fn count(counts: &mut [u8], ranges: &[RecordRange], records: u64) {
-    for range in ranges {
-        let first = u64::from(range.epoch) * records;
-        for record in range.records() {
-            let count = &mut counts[(first + record) as usize];
-            *count = count.saturating_add(1);
-        }
-    }
-}
-
-pub(super) fn digest(counts: &[u8]) -> u64 {
-    counts.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &n| (hash ^ u64::from(n)).wrapping_mul(0x100_0000_01b3))
 }
 
 fn ledger_report(ledger: &Ledger) -> LedgerReport {

@@ -1,0 +1,65 @@
+//! The model that is trained: it has one parameter for each record of each epoch, and counts. Its gradient is 1 where a record
+//! was seen, the update adds. So the parameters say how often each record was absorbed, whatever ledgers say.
+
+use elasticdl_proto::RecordRange;
+
+/// Parameters and gradients of one worker.
+#[derive(Debug)]
+pub(super) struct Model {
+    pub(super) parameters: Vec<u8>,
+    pub(super) gradient: Vec<u8>,
+    pub(super) reduced: Vec<u8>,
+    pub(super) kept: Vec<u8>,
+    /// `gradient` holds what the session has pending, and not an older step's.
+    pub(super) gradient_is_pending: bool,
+    /// Which beginning from nothing these parameters go back to. No part of the state: only the oracles look at it.
+    pub(super) era: u64,
+}
+
+impl Model {
+    pub(super) fn new(parameters: usize) -> Self {
+        let zeros = || vec![0; parameters];
+        Self {
+            parameters: zeros(),
+            gradient: zeros(),
+            reduced: zeros(),
+            kept: zeros(),
+            gradient_is_pending: false,
+            era: 0,
+        }
+    }
+
+    pub(super) fn digest(&self) -> u64 {
+        digest(&self.parameters)
+    }
+
+    /// Adds 1 for each of these records.
+    pub(super) fn see(&mut self, ranges: &[RecordRange], records: u64) {
+        if !std::mem::replace(&mut self.gradient_is_pending, true) {
+            self.gradient.fill(0);
+        }
+        count(&mut self.gradient, ranges, records);
+    }
+
+    pub(super) fn update(&mut self) {
+        for (parameter, sum) in self.parameters.iter_mut().zip(&self.reduced) {
+            *parameter = parameter.saturating_add(*sum);
+        }
+        std::mem::swap(&mut self.reduced, &mut self.kept);
+    }
+}
+
+/// Adds 1 for each of these records.
+pub(super) fn count(counts: &mut [u8], ranges: &[RecordRange], records: u64) {
+    for range in ranges {
+        let first = u64::from(range.epoch) * records;
+        for record in range.records() {
+            let count = &mut counts[(first + record) as usize];
+            *count = count.saturating_add(1);
+        }
+    }
+}
+
+pub(super) fn digest(counts: &[u8]) -> u64 {
+    counts.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &n| (hash ^ u64::from(n)).wrapping_mul(0x100_0000_01b3))
+}
