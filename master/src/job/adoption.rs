@@ -282,6 +282,12 @@ impl Job {
             self.send(id, ToWorker::Membership(theirs.clone()));
         }
         for id in excluded {
+            // What it holds it has from an older group; the members of this one say what is theirs.
+            if let (Some(adoption), Some(records)) = (&mut self.adoption, &mut self.records) {
+                adoption.mute.remove(&id);
+                adoption.steps.remove(&id);
+                records.forget(id);
+            }
             self.let_go(now, id);
         }
         true

@@ -225,6 +225,31 @@ fn who_is_not_in_the_newest_membership_is_let_go_and_who_is_and_is_gone_is_lost(
 }
 
 #[test]
+fn who_is_out_of_the_newer_group_holds_nothing_that_its_members_say_is_theirs() {
+    let of_two = membership(2, &[1, 2], true);
+    for out_is_mute in [true, false] {
+        let mut job = late_master(&started(in_order(3), &[20]), &[1, 2, 3], 1000);
+        come_back(&mut job, 1010, 3, 1);
+        if !out_is_mute {
+            say(&mut job, 3, holding(4, &[(4, 6)]));
+        }
+        come_back_from(&mut job, 1020, 1, Some(of_two.clone()));
+        say(&mut job, 1, holding(2, &[(4, 5)]));
+        if out_is_mute {
+            say(&mut job, 3, holding(4, &[(4, 6)]));
+        }
+        come_back_from(&mut job, 1030, 2, Some(of_two.clone()));
+        say(&mut job, 2, holding(2, &[(5, 6)]));
+        say(&mut job, 1, formed(2, 2, &[(0, 4)]));
+        actions(&mut job);
+        // Worker 3, which was further than they when it was taken out, holds nobody up.
+        assert_eq!((job.status(at(1030)).state, job.restarts.counted()), ("running", 0), "{out_is_mute}");
+        say(&mut job, 2, ask(1));
+        assert_eq!(actions(&mut job), [send(2, lease(&[(6, 7)]))], "{out_is_mute}");
+    }
+}
+
+#[test]
 fn a_membership_that_is_heard_of_after_this_masters_own_is_refused_and_its_generation_is_not_used_again() {
     let mut job = late_master(&started(in_order(2), &[20]), &[1, 2, 3], 1000);
     actions(&mut job);
