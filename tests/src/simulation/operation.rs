@@ -134,7 +134,15 @@ impl Operation {
 impl World {
     /// Enters the group's next operation.
     pub(super) fn operate(&mut self, p: usize, what: What) {
-        let path = if what == What::Step { self.path_of(p) } else { Path::Host };
+        let path = match what {
+            What::Step => self.path_of(p),
+            // Its words are of now, too.
+            What::Talk => {
+                self.path_of(p);
+                Path::Host
+            }
+            _ => Path::Host,
+        };
         let mut nccl_fails_after = None;
         if path == Path::Nccl {
             self.check_path(p);
