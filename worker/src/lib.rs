@@ -79,6 +79,7 @@ mod ring;
 mod run;
 mod schedule;
 pub mod storage;
+mod supervisor;
 mod tensors;
 mod trainer;
 mod weights;

@@ -17,13 +17,15 @@ use crate::model::Model;
 use crate::origin;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
+use crate::supervisor::{self, Supervisor};
 use crate::tensors::{HostState, Tensors};
 use crate::trainer::{Checkpointing, Export, Trainer, Validation};
 use crate::weights;
 
 /// Runs this process as a worker of the job that launched it, training `model`: the whole `main` of a user's program.
 ///
-/// Returns when the job is over for this worker. Without a launcher it says how to start one.
+/// Returns when the job is over for this worker. Without a launcher it says how to start one. Where the launcher wants
+/// several workers, as in a pod with several GPUs, this process starts them, and `model` is dropped: let it open nothing before.
 pub fn run<M: Model>(model: M) -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
@@ -33,7 +35,17 @@ pub fn run<M: Model>(model: M) -> ExitCode {
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .try_init();
-    let environment = match Environment::read(|name| std::env::var(name).ok()) {
+    let variable = |name: &str| std::env::var(name).ok();
+    let environment = match Supervisor::read(variable) {
+        Ok(Some(supervisor)) => {
+            // What it holds is needed by the workers.
+            drop(model);
+            return supervisor.run();
+        }
+        Ok(None) => supervisor::end_together(variable).and_then(|()| Environment::read(variable)),
+        Err(reason) => Err(reason),
+    };
+    let environment = match environment {
         Ok(environment) => environment,
         Err(reason) => {
             usage(&reason);

@@ -1,0 +1,274 @@
+//! A pod of several workers: this program started once for each, each on a GPU of its own.
+//!
+//! ```text
+//!  supervisor (a pod's first process) ──starts──► workers LAUNCH, LAUNCH + 1, …: ranks like any others
+//!       SIGTERM, SIGINT ────────────passed on──►
+//! ```
+//!
+//! They go together, for their pod is replaced as a whole. When one fails, the others are told to leave, which those of
+//! other pods need not wait for, and are killed if they take too long. What the supervisor ends with is what the first
+//! that failed has ended with: the pod's end tells how.
+//!
+//! **Invariants:** no worker outlives the supervisor, however that ends. Knows nothing about the job.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, Signal, WaitOptions, WaitStatus, getpid, getppid, kill_process, set_parent_process_death_signal,
+    wait,
+};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_TERMINATED};
+
+/// What a pod of several workers is told.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Supervisor {
+    workers: u32,
+    /// The first one's launch; the others' follow.
+    first: u64,
+    /// Threads for each, if the pod's share of processors is known and the user has not said.
+    threads: Option<u32>,
+}
+
+/// The workers that run, and how it went with the others.
+#[derive(Debug, Default)]
+struct Crew {
+    running: BTreeSet<i32>,
+    /// With what the first that failed has ended.
+    failure: Option<u8>,
+    /// All were told to end from outside: whoever did it sees to it.
+    is_told: bool,
+    /// When those that are left are killed.
+    kill_at: Option<Instant>,
+}
+
+impl Supervisor {
+    /// Reads what `variable` (usually the process's environment) says; `None` if this process is a worker itself.
+    ///
+    /// # Errors
+    /// What is wrong, for the user's eyes.
+    pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
+        let number = |name: &str| -> Result<Option<u64>, String> {
+            let parse = |text: String| text.parse().map_err(|_| format!("{name} is `{text}`, not a number"));
+            variable(name).map(parse).transpose()
+        };
+        let Some(workers) = number(WORKERS)? else { return Ok(None) };
+        if !(1..=WORKERS_MAX).contains(&workers) {
+            return Err(format!("{WORKERS} is {workers}; it must be from 1 to {WORKERS_MAX}"));
+        }
+        if workers == 1 {
+            return Ok(None);
+        }
+        let first = number("ELASTICDL_LAUNCH")?.ok_or("ELASTICDL_LAUNCH is not set")?;
+        let cpus = number(CPUS)?.filter(|_| variable(THREADS).is_none());
+        let threads = cpus.map(|cpus| u32::try_from(cpus / workers).unwrap_or(u32::MAX).max(1));
+        Ok(Some(Self { workers: workers as u32, first, threads }))
+    }
+
+    /// Runs the workers to their end.
+    pub(crate) fn run(&self) -> ExitCode {
+        // This thread must start the workers: they end with the thread that has started them.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        match runtime.and_then(|runtime| runtime.block_on(self.supervise())) {
+            Ok(code) => ExitCode::from(code),
+            Err(error) => {
+                tracing::error!(%error, "the workers of this pod can't be started");
+                ExitCode::from(EXIT_FAILED)
+            }
+        }
+    }
+
+    async fn supervise(&self) -> io::Result<u8> {
+        // Before the first worker starts: no signal is missed.
+        let mut child = signal(SignalKind::child())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut crew = Crew::default();
+        for index in 0..self.workers {
+            match self.command(index)?.spawn() {
+                Ok(worker) => crew.running.insert(worker.id().cast_signed()),
+                Err(error) => {
+                    crew.send(Signal::KILL);
+                    return Err(error);
+                }
+            };
+        }
+        loop {
+            while let Some((pid, status)) = next_ended()? {
+                if crew.on_ended(Instant::now(), pid.as_raw_nonzero().get(), code_of(status)) {
+                    crew.send(Signal::TERM);
+                }
+            }
+            if crew.running.is_empty() {
+                return Ok(crew.failure.unwrap_or(EXIT_DONE));
+            }
+            let kill_at = crew.kill_at.map(tokio::time::Instant::from_std);
+            tokio::select! {
+                _ = child.recv() => {}
+                _ = terminate.recv() => crew.pass_on(Signal::TERM),
+                _ = interrupt.recv() => crew.pass_on(Signal::INT),
+                () = tokio::time::sleep_until(kill_at.unwrap_or_else(tokio::time::Instant::now)), if kill_at.is_some() => {
+                    tracing::warn!("workers that were told to leave are killed");
+                    crew.kill_at = None;
+                    crew.send(Signal::KILL);
+                }
+            }
+        }
+    }
+
+    /// This program again, as the worker of this index.
+    fn command(&self, index: u32) -> io::Result<Command> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command
+            .args(std::env::args_os().skip(1))
+            .env("ELASTICDL_LAUNCH", (self.first + u64::from(index)).to_string())
+            .env("ELASTICDL_INDEX", index.to_string())
+            .env(SUPERVISOR, getpid().as_raw_nonzero().to_string())
+            .env_remove(WORKERS);
+        if let Some(threads) = self.threads {
+            command.env(THREADS, threads.to_string());
+        }
+        Ok(command)
+    }
+}
+
+impl Crew {
+    /// A process has ended: a worker, or what a worker has left behind. Whether the others are to leave.
+    fn on_ended(&mut self, now: Instant, pid: i32, code: u8) -> bool {
+        if !self.running.remove(&pid) {
+            return false;
+        }
+        if code == EXIT_DONE || self.failure.is_some() {
+            return false;
+        }
+        tracing::warn!(pid, code, others = self.running.len(), "a worker of this pod failed");
+        self.failure = Some(code);
+        let tells = !self.is_told && !self.running.is_empty();
+        if tells {
+            self.kill_at = Some(now + LEAVE_TIMEOUT);
+        }
+        tells
+    }
+
+    fn pass_on(&mut self, sent: Signal) {
+        self.is_told = true;
+        self.send(sent);
+    }
+
+    /// None of them has been waited for, so each number is still its own.
+    fn send(&self, sent: Signal) {
+        for pid in self.running.iter().filter_map(|&pid| Pid::from_raw(pid)) {
+            let _ = kill_process(pid, sent);
+        }
+    }
+}
+
+/// Lets this process end with its supervisor, if it has one.
+///
+/// # Errors
+/// It has ended already, or the system refuses.
+pub(crate) fn end_together(variable: impl Fn(&str) -> Option<String>) -> Result<(), String> {
+    let Some(supervisor) = variable(SUPERVISOR) else { return Ok(()) };
+    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| error.to_string())?;
+    // It may have ended before that.
+    match getppid().map(|parent| parent.as_raw_nonzero().to_string()) {
+        Some(parent) if parent == supervisor => Ok(()),
+        _ => Err(format!("the supervisor, process {supervisor}, is gone")),
+    }
+}
+
+/// The next process that has ended, if any has.
+fn next_ended() -> io::Result<Option<(Pid, WaitStatus)>> {
+    loop {
+        match wait(WaitOptions::NOHANG) {
+            Err(Errno::INTR) => {}
+            Err(Errno::CHILD) => return Ok(None),
+            ended => return Ok(ended?),
+        }
+    }
+}
+
+/// As shells and containers tell it.
+fn code_of(status: WaitStatus) -> u8 {
+    let code = status.exit_status().or_else(|| Some(128 + status.terminating_signal()?));
+    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(EXIT_TERMINATED as u8)
+}
+
+/// Says how many workers a pod has.
+const WORKERS: &str = "ELASTICDL_WORKERS";
+/// Says how many processors they share.
+const CPUS: &str = "ELASTICDL_CPUS";
+/// Says to a worker which process started it.
+const SUPERVISOR: &str = "ELASTICDL_SUPERVISOR";
+const THREADS: &str = "RAYON_NUM_THREADS";
+/// How long those that are left may take to leave: well within the time after which the master deletes their pod, which
+/// would hide how it ended.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+const WORKERS_MAX: u64 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(set: &[(&str, &str)]) -> Result<Option<Supervisor>, String> {
+        Supervisor::read(|name| set.iter().find(|(known, _)| *known == name).map(|(_, v)| (*v).into()))
+    }
+
+    fn crew() -> Crew {
+        Crew { running: [10, 11, 12].into(), ..Crew::default() }
+    }
+
+    #[test]
+    fn several_workers_are_told_by_their_number() {
+        assert_eq!(read(&[]), Ok(None));
+        assert_eq!(read(&[(WORKERS, "1")]), Ok(None));
+        let launch = ("ELASTICDL_LAUNCH", "9");
+        let threads = |more: &[(&str, &str)]| {
+            let set = [&[(WORKERS, "4"), launch], more].concat();
+            let Supervisor { workers, first, threads } = read(&set).unwrap().unwrap();
+            assert_eq!((workers, first), (4, 9));
+            threads
+        };
+        assert_eq!(threads(&[]), None);
+        assert_eq!(threads(&[(CPUS, "9")]), Some(2));
+        assert_eq!(threads(&[(CPUS, "1")]), Some(1));
+        assert_eq!(threads(&[(CPUS, "8"), (THREADS, "3")]), None);
+        for (value, wanted) in [("0", "from 1 to 64"), ("65", "from 1 to 64"), ("two", "not a number")] {
+            let error = read(&[(WORKERS, value), launch]).unwrap_err();
+            assert!(error.contains(WORKERS) && error.contains(wanted), "{error}");
+        }
+        assert_eq!(read(&[(WORKERS, "2")]).unwrap_err(), "ELASTICDL_LAUNCH is not set");
+    }
+
+    #[test]
+    fn the_first_failure_is_the_pods_and_the_others_leave_in_time() {
+        let (mut crew, now) = (crew(), Instant::now());
+        assert!(!crew.on_ended(now, 99, 3), "no worker");
+        assert!(!crew.on_ended(now, 10, 0));
+        assert_eq!((crew.failure, crew.kill_at), (None, None));
+        assert!(crew.on_ended(now, 11, 139));
+        assert_eq!((crew.failure, crew.kill_at), (Some(139), Some(now + LEAVE_TIMEOUT)));
+        assert!(!crew.on_ended(now, 12, 1));
+        assert_eq!((crew.failure, crew.running.len()), (Some(139), 0));
+    }
+
+    #[test]
+    fn who_is_told_from_outside_takes_its_time() {
+        let (mut crew, now) = (crew(), Instant::now());
+        crew.is_told = true;
+        assert!(!crew.on_ended(now, 10, 143));
+        assert_eq!((crew.failure, crew.kill_at), (Some(143), None));
+    }
+
+    #[test]
+    fn the_last_one_tells_nobody() {
+        let mut crew = Crew { running: [10].into(), ..Crew::default() };
+        assert!(!crew.on_ended(Instant::now(), 10, 7));
+        assert_eq!((crew.failure, crew.kill_at), (Some(7), None));
+    }
+}
