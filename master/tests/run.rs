@@ -126,6 +126,7 @@ fn spec() -> JobSpec {
         num_workers: 1,
         min_workers: 1,
         max_workers: 3,
+        workers_per_pod: 1,
         epochs: 1,
         max_steps: None,
         batch: Batch::Global(NonZeroU64::new(4).unwrap()),

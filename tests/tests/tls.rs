@@ -32,6 +32,7 @@ fn spec(data: &Path) -> JobSpec {
         num_workers: 2,
         min_workers: 1,
         max_workers: 2,
+        workers_per_pod: 1,
         epochs: 2,
         max_steps: None,
         batch: Batch::Global(NonZeroU64::new(20).unwrap()),

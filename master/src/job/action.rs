@@ -25,12 +25,12 @@ pub enum Action {
     },
     /// The job is over. Last action of a job; processes that still run are to be ended.
     End(Outcome),
-    /// End a launched process at once.
+    /// End a launched process, or pod, at once.
     Kill {
-        /// The launch.
+        /// The launch; of a pod, the first.
         launch: LaunchId,
     },
-    /// Start a process.
+    /// Start a process, or a pod of [`workers_per_pod`](super::JobSpec::workers_per_pod), whose launches and places follow this one's.
     Launch {
         /// Its name for this job's life.
         launch: LaunchId,

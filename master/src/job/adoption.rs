@@ -32,7 +32,7 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
 use super::action::{Action, Membership, ToWorker};
-use super::crew::{Away, Crew, Launch};
+use super::crew::{Away, Launch};
 use super::event::{ConnectionId, LaunchId, Resume};
 use super::group::Group;
 use super::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT, Timer};
@@ -62,7 +62,7 @@ impl Job {
     ///
     /// # Errors
     /// What in the record can't be; no job can be made of it.
-    pub fn restore(record: JobRecord, now: Time) -> Result<Self, String> {
+    pub fn restore(mut record: JobRecord, now: Time) -> Result<Self, String> {
         check(&record)?;
         let mut job = Self::new_silent(record.spec);
         job.wanted = record.wanted;
@@ -73,7 +73,7 @@ impl Job {
         job.step = record.step;
         job.restarts = Restarts::new(job.spec.max_worker_restarts, record.failures);
         job.story = Story::restore(record.story);
-        job.crew = Crew { launches_made: record.launches_made, ..Crew::default() };
+        job.crew.launches_made = record.launches_made;
         if let Some(dataset) = record.dataset {
             job.records = Some(Records::new(Shards::cut(&dataset, &job.spec)?, job.spec.epochs));
             job.dataset = Some(dataset);
@@ -81,7 +81,12 @@ impl Job {
         job.restore_results(record.results)?;
         let members = record.membership.as_ref().map_or(&[][..], |m| &m.members);
         let members: Vec<WorkerId> = members.iter().map(|(id, _)| *id).collect();
-        for l in record.launches {
+        // A pod of which one was given up goes as a whole.
+        let gone: BTreeSet<LaunchId> = record.launches.iter().filter(|l| l.gone).map(|l| l.launch).collect();
+        let pod_of = |launch: LaunchId| launch.0.saturating_sub(1) / u64::from(job.spec.workers_per_pod);
+        let gone: BTreeSet<u64> = gone.into_iter().map(pod_of).collect();
+        for l in &mut record.launches {
+            l.gone = gone.contains(&pod_of(l.launch));
             let rank = (0..).zip(&members).find(|(_, id)| id.0 == l.launch.0).map(|(rank, _)| rank);
             let may_return = !l.gone && (l.worker.is_some() || l.found);
             let away = Away { rank, joined: l.joined, holds_state: l.holds_state };
@@ -94,6 +99,8 @@ impl Job {
                 ..Launch::default()
             };
             job.crew.launches.insert(l.launch, launch);
+        }
+        for l in record.launches {
             match l.worker {
                 _ if l.gone => job.kill(l.launch),
                 None => job.timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
@@ -264,8 +271,9 @@ impl Job {
         let may_live =
             |id: &WorkerId| self.crew.workers.contains_key(id) || self.crew.members_away().any(|m| m == *id);
         let lost = members.iter().filter(|id| !may_live(id)).copied().collect();
-        self.crew.launches_made =
-            self.crew.launches_made.max(members.iter().map(|id| id.0).max().unwrap_or_default());
+        let newest = members.iter().map(|id| id.0).max().unwrap_or_default();
+        let newest = newest.next_multiple_of(u64::from(self.spec.workers_per_pod));
+        self.crew.launches_made = self.crew.launches_made.max(newest);
         self.group = Group {
             generation: theirs.generation,
             passed: self.group.passed,
@@ -281,15 +289,15 @@ impl Job {
         for id in self.crew.workers.keys().copied().collect::<Vec<_>>() {
             self.send(id, ToWorker::Membership(theirs.clone()));
         }
-        for id in excluded {
+        for id in &excluded {
             // What it holds it has from an older group; the members of this one say what is theirs.
             if let (Some(adoption), Some(records)) = (&mut self.adoption, &mut self.records) {
-                adoption.mute.remove(&id);
-                adoption.steps.remove(&id);
-                records.forget(id);
+                adoption.mute.remove(id);
+                adoption.steps.remove(id);
+                records.forget(*id);
             }
-            self.let_go(now, id);
         }
+        self.let_go(now, &excluded);
         true
     }
 
@@ -353,6 +361,7 @@ impl Job {
             self.say(format!("worker {} has not come back and is taken out", launch.0));
             self.miss(launch);
             self.group.hung |= is_member;
+            self.take_pod_along(now, launch);
             self.kill(launch);
         }
         self.settle(now);
@@ -394,6 +403,10 @@ fn check(record: &JobRecord) -> Result<(), String> {
     }
     if record.dataset.is_none() && !members.is_empty() {
         return Err("there is a group, but no data set".into());
+    }
+    let per_pod = spec.workers_per_pod;
+    if !record.wanted.is_multiple_of(per_pod) || !launches_made.is_multiple_of(per_pod.into()) {
+        return Err(format!("pods of {per_pod} workers are not whole"));
     }
     let names: BTreeSet<LaunchId> = launches.iter().map(|l| l.launch).collect();
     let workers = launches.iter().filter_map(|l| l.worker).chain(distinct);

@@ -14,8 +14,9 @@ use super::stall::Stalled;
 use super::time::Time;
 
 /// Processes and workers.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Crew {
+    pub(super) workers_per_pod: usize,
     pub(super) launches: BTreeMap<LaunchId, Launch>,
     pub(super) workers: BTreeMap<WorkerId, Worker>,
     pub(super) launches_made: u64,
@@ -120,12 +121,23 @@ pub(super) enum Stage {
 }
 
 impl Crew {
-    /// Names a new launch at a place that nobody has.
+    pub(super) fn new(workers_per_pod: u32) -> Self {
+        Self {
+            workers_per_pod: workers_per_pod as usize,
+            launches: BTreeMap::new(),
+            workers: BTreeMap::new(),
+            launches_made: 0,
+        }
+    }
+
+    /// Names the launches of a new pod, at places from this one on that nobody has; the first.
     pub(super) fn launch(&mut self, index: u32) -> LaunchId {
-        self.launches_made += 1;
-        let id = LaunchId(self.launches_made);
-        self.launches.insert(id, Launch { index, ..Launch::default() });
-        id
+        let first = LaunchId(self.launches_made + 1);
+        for index in (index..).take(self.workers_per_pod) {
+            self.launches_made += 1;
+            self.launches.insert(LaunchId(self.launches_made), Launch { index, ..Launch::default() });
+        }
+        first
     }
 
     /// The lowest place that nobody who stays has.
@@ -133,17 +145,23 @@ impl Crew {
         self.free_places().next().unwrap_or_default()
     }
 
-    /// The places that no launch has, lowest first, without end.
+    /// The first places of pods that nobody has, lowest first, without end.
     pub(super) fn free_places(&self) -> impl Iterator<Item = u32> + use<> {
-        let taken: BTreeSet<u32> = self.launches.values().filter(|l| l.stays()).map(|l| l.index).collect();
-        (0..).filter(move |place| !taken.contains(place))
+        let per_pod = self.workers_per_pod as u32;
+        let staying = self.launches.values().filter(|l| l.stays());
+        let taken: BTreeSet<u32> = staying.map(|l| l.index / per_pod * per_pod).collect();
+        (0..).step_by(per_pod as usize).filter(move |place| !taken.contains(place))
     }
 
-    /// Launches from place `from` on that have no room yet, lowest place first.
+    /// Pods from place `from` on that have no room yet, lowest place first.
     pub(super) fn roomless(&self, from: u32) -> Vec<LaunchId> {
-        let lacks = |l: &Launch| l.stays() && l.index >= from && l.worker.is_none() && l.room != Room::Has;
+        let lacks = |id: &LaunchId| {
+            let l = &self.launches[id];
+            let is_heard = self.any_of_pod(*id, |l| l.worker.is_some());
+            l.stays() && l.index >= from && !is_heard && l.room != Room::Has
+        };
         let mut roomless: Vec<_> =
-            self.launches.iter().filter(|(_, l)| lacks(l)).map(|(&id, l)| (l.index, id)).collect();
+            self.pods().filter(lacks).map(|id| (self.launches[&id].index, id)).collect();
         roomless.sort_unstable();
         roomless.into_iter().map(|(_, id)| id).collect()
     }
@@ -240,24 +258,28 @@ impl Crew {
         self.workers.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
     }
 
-    /// How many launches may be made so that `wanted` workers stay and no more than `max` processes run.
+    /// How many pods may be made so that `wanted` workers stay and no more than `max` processes run.
     pub(super) fn vacancies(&self, wanted: usize, max: usize) -> usize {
-        let staying = self.launches.values().filter(|l| l.stays()).count();
-        wanted.saturating_sub(staying).min(max.saturating_sub(self.launches.len()))
+        let (wanted, max) = (wanted.div_ceil(self.workers_per_pod), max / self.workers_per_pod);
+        wanted.saturating_sub(self.staying().count()).min(max.saturating_sub(self.pods().count()))
     }
 
-    /// The launches that are to go so that `wanted` stay: those that have become no worker yet, then the others, each
+    /// The pods that are to go so that `wanted` workers stay: those that have become no worker yet, then the others, each
     /// from the highest place down.
     pub(super) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
-        let mut staying: Vec<_> = self
-            .launches
-            .iter()
-            .filter(|(_, l)| l.stays())
-            .map(|(&id, l)| (l.worker.is_some(), std::cmp::Reverse((l.index, id)), id))
-            .collect();
+        let cost = |id: LaunchId| {
+            let is_heard = self.any_of_pod(id, |l| l.worker.is_some());
+            (is_heard, std::cmp::Reverse((self.launches[&id].index, id)), id)
+        };
+        let mut staying: Vec<_> = self.staying().map(cost).collect();
         staying.sort_unstable();
-        let surplus = staying.len().saturating_sub(wanted);
+        let surplus = staying.len().saturating_sub(wanted.div_ceil(self.workers_per_pod));
         staying.into_iter().take(surplus).map(|(_, _, id)| id).collect()
+    }
+
+    /// The pods that keep their places.
+    fn staying(&self) -> impl Iterator<Item = LaunchId> + '_ {
+        self.pods().filter(|&id| self.any_of_pod(id, Launch::stays))
     }
 }
 

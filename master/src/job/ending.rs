@@ -34,6 +34,8 @@ impl Job {
                 // The group of the generation before may need it until its last step is done.
                 Some((_, false, true)) => {}
                 Some((id, false, false)) => self.release(now, id, "the job is stopping"),
+                // As long as none of its pod is needed.
+                None if self.crew.is_heard(launch) || self.crew.any_of_pod(launch, |l| l.away.is_some()) => {}
                 None => self.kill(launch),
             }
         }
@@ -107,9 +109,7 @@ impl Job {
         for worker in self.crew.workers.keys().copied().collect::<Vec<_>>() {
             self.send(worker, ToWorker::Shutdown(format!("the job is {state}")));
         }
-        let mute = |l: &super::crew::Launch| l.worker.is_none_or(|id| !self.crew.workers.contains_key(&id));
-        let mute: Vec<LaunchId> =
-            self.crew.launches.iter().filter(|(_, l)| mute(l)).map(|(&id, _)| id).collect();
+        let mute: Vec<LaunchId> = self.crew.pods().filter(|&pod| !self.crew.is_heard(pod)).collect();
         for launch in mute {
             self.kill(launch);
         }

@@ -14,7 +14,7 @@ use super::spec::Dataset;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(pub u64);
 
-/// One process or pod that the master started. Given out by the core.
+/// One process that the master started, in a pod perhaps. Given out by the core. A pod of several is known by its first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaunchId(pub u64);
 

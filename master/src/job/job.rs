@@ -9,7 +9,7 @@ use elasticdl_proto::{Generation, WorkerId};
 use super::action::{Action, Outcome, ToWorker};
 use super::adoption::Adoption;
 use super::apart::Results;
-use super::crew::{Crew, Fate, Stage};
+use super::crew::{Crew, Fate, Launch, Stage};
 use super::event::{ConnectionId, Event, Exit, Finished, LaunchId, Resume};
 use super::group::Group;
 use super::queue::Records;
@@ -108,7 +108,7 @@ impl Job {
             phase: Phase::Running,
             wanted: spec.num_workers,
             fresh: spec.num_workers,
-            crew: Crew::default(),
+            crew: Crew::new(spec.workers_per_pod),
             group: Group::default(),
             adoption: None,
             eligible: 0,
@@ -149,7 +149,7 @@ impl Job {
             }
             Event::Disconnected { worker } => self.on_disconnected(now, worker),
             Event::LaunchExplained { launch, words } => {
-                self.say(format!("worker {} was {}", launch.0, super::story::clip(&words)));
+                self.say(format!("{} was {}", self.crew.name(launch, true), super::story::clip(&words)));
             }
             Event::LaunchLeaves { launch, reason } => self.on_launch_leaves(now, launch, &reason),
             Event::LaunchMade { launch, class } => self.on_launch_made(launch, class),
@@ -188,7 +188,7 @@ impl Job {
             Timer::Broken(generation) => self.on_broken_due(now, generation),
             Timer::End => self.end_now(),
             Timer::Hello(launch) => self.on_hello_due(now, launch),
-            Timer::Kill(launch) => self.kill(launch),
+            Timer::Kill(launch) => self.on_kill_due(launch),
             Timer::Leave(worker) => self.on_leave_due(now, worker),
             Timer::Relaunch => self.launch_missing(now),
             Timer::Return => self.on_return_due(now),
@@ -269,6 +269,17 @@ impl Job {
     /// killed: not at once, for the stream of a dying process ends before its exit is known, and the kill would take
     /// the place of its exit code.
     pub(super) fn give_up(&mut self, now: Time, worker: WorkerId, grace: Duration) {
+        // The others of its pod are given the time to end by themselves.
+        let grace = if self.spec.workers_per_pod > 1 { grace.max(POD_GRACE) } else { grace };
+        let Some(w) = self.crew.workers.get(&worker) else { return };
+        let (launch, finished) = (w.launch, self.group.finished.contains_key(&worker));
+        self.forget(now, worker, grace);
+        if !finished {
+            self.take_pod_along(now, launch);
+        }
+    }
+
+    fn forget(&mut self, now: Time, worker: WorkerId, grace: Duration) {
         let Some(gone) = self.crew.workers.remove(&worker) else {
             return;
         };
@@ -313,31 +324,36 @@ impl Job {
     // ---- processes ----
 
     fn on_process_ended(&mut self, now: Time, launch: LaunchId, exit: &Exit) {
-        let Some(worker) = self.crew.launches.get(&launch).map(|l| l.worker) else {
+        let pod = self.crew.pod(launch);
+        let Some(&first) = pod.first() else {
             return;
         };
-        let name = worker.map_or_else(|| format!("launch {}", launch.0), |w| format!("worker {w}"));
-        // Before the launch is forgotten: the worker's last word may excuse its end.
-        if let Some(worker) = worker {
-            self.give_up(now, worker, ZOMBIE_GRACE);
+        let name = self.crew.name(first, self.crew.any_of_pod(first, |l| l.worker.is_some()));
+        // Before the launches are forgotten: a worker's last word may excuse its end.
+        for launch in &pod {
+            if let Some(worker) = self.crew.launches[launch].worker {
+                self.forget(now, worker, ZOMBIE_GRACE);
+            }
+            self.miss(*launch);
         }
-        self.miss(launch);
-        let ended = self.crew.launches.remove(&launch).expect("launch was just found");
+        let ended: Vec<Launch> = pod.iter().filter_map(|launch| self.crew.launches.remove(launch)).collect();
         self.touch();
-        self.timers.retain(|&(_, t)| t != Timer::Kill(launch) && t != Timer::Hello(launch));
+        let is_of_pod = |t| pod.iter().any(|&launch| t == Timer::Kill(launch) || t == Timer::Hello(launch));
+        self.timers.retain(|&(_, t)| !is_of_pod(t));
         let end = describe(exit);
         match self.phase {
             Phase::Ended(_) => {}
             Phase::Ending(_) if self.crew.launches.is_empty() => self.end_now(),
             Phase::Ending(_) => {}
             Phase::Running | Phase::Stopping => {
-                let excused = ended.fate == Fate::Excused || ended.leaving || ended.retired;
-                self.story.tally.end(match ended.fate {
-                    _ if excused => End::Told,
-                    Fate::Counted => End::Failed,
-                    _ => End::of(exit, is_own_fault(exit)),
+                let excused = ended.iter().all(|l| l.fate == Fate::Excused || l.leaving || l.retired);
+                let counted = ended.iter().any(|l| l.fate == Fate::Counted);
+                self.story.tally.end(match () {
+                    () if excused => End::Told,
+                    () if counted => End::Failed,
+                    () => End::of(exit, is_own_fault(exit)),
                 });
-                if excused || ended.fate == Fate::Counted {
+                if excused || counted {
                     self.say(format!("{name} has ended ({end})"));
                 } else if is_own_fault(exit) {
                     self.count_failure(now, &format!("{name} {end}"));
@@ -356,6 +372,7 @@ impl Job {
             return;
         };
         silent.fate = Fate::Counted;
+        self.take_pod_along(now, launch);
         self.kill(launch);
         self.count_failure(now, &format!("launch {} said nothing for {} s", launch.0, HELLO_WAIT.as_secs()));
         self.settle(now);
@@ -401,21 +418,17 @@ impl Job {
         self.settle(now);
     }
 
-    /// Lets a worker go that nothing is to replace.
+    /// Lets a pod go that nothing is to replace.
     fn retire(&mut self, now: Time, launch: LaunchId) {
-        let Some(l) = self.crew.launches.get_mut(&launch) else {
-            return;
-        };
-        l.retired = true;
-        let is_away = l.away.is_some();
-        let worker = l.worker.filter(|id| self.crew.workers.contains_key(id));
-        match worker.and_then(|id| Some((id, self.crew.workers.get_mut(&id)?))) {
+        for launch in self.crew.pod(launch) {
+            self.crew.launches.get_mut(&launch).expect("it is of the pod").retired = true;
+        }
+        match () {
             // A member goes at the end of a step, with the next membership.
-            Some((_, w)) if w.rank.is_some() && self.spec.work.trains() => w.leaving = true,
-            Some((id, _)) => self.release(now, id, "fewer workers are wanted"),
+            () if self.crew.is_heard(launch) => self.let_pod_go(now, launch, "fewer workers are wanted"),
             // It goes when it is back.
-            None if is_away => {}
-            None => self.kill(launch),
+            () if self.crew.any_of_pod(launch, |l| l.away.is_some()) => {}
+            () => self.kill(launch),
         }
     }
 
@@ -444,15 +457,21 @@ impl Job {
                 l.fate = Fate::Excused;
             }
             self.timer(now + RELEASE_WAIT, Timer::Kill(launch));
+            self.take_pod_along(now, launch);
         }
     }
 
+    /// Kills a pod.
     pub(super) fn kill(&mut self, launch: LaunchId) {
-        if let Some(l) = self.crew.launches.get_mut(&launch).filter(|l| !l.killed) {
-            l.killed = true;
-            self.revision += 1;
-            self.push(Action::Kill { launch });
+        let pod = self.crew.pod(launch);
+        let Some(&first) = pod.first().filter(|first| !self.crew.launches[first].killed) else {
+            return;
+        };
+        for launch in pod {
+            self.crew.launches.get_mut(&launch).expect("it is of the pod").killed = true;
         }
+        self.revision += 1;
+        self.push(Action::Kill { launch: first });
     }
 
     // ---- out ----
@@ -492,6 +511,8 @@ impl Job {
 
 /// How long a process may outlive its stream.
 pub(super) const ZOMBIE_GRACE: Duration = Duration::from_millis(250);
+/// As long as a pod's own supervisor gives them, and a little more.
+const POD_GRACE: Duration = Duration::from_secs(3);
 /// How long a worker that was let go may take to end.
 pub(super) const RELEASE_WAIT: Duration = Duration::from_secs(10);
 pub(super) const HELLO_WAIT: Duration = Duration::from_secs(60);

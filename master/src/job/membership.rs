@@ -109,9 +109,7 @@ impl Job {
         self.story.publish(record, survivors.into_iter().collect());
         self.tell(abort, &excluded);
         self.name_donors();
-        for id in excluded {
-            self.let_go(now, id);
-        }
+        self.let_go(now, &excluded);
     }
 
     /// Members of the generation before that live and are not in the new one.
@@ -132,12 +130,17 @@ impl Job {
         self.count_eligible();
     }
 
-    /// A membership without this worker is published: it ends by itself at the switch.
-    pub(super) fn let_go(&mut self, now: Time, worker: WorkerId) {
-        if let Some(w) = self.crew.workers.get_mut(&worker) {
-            w.released = true;
-            let launch = w.launch;
-            self.excuse(now, launch);
+    /// A membership without these workers is published: they end by themselves at the switch.
+    pub(super) fn let_go(&mut self, now: Time, workers: &[WorkerId]) {
+        for id in workers {
+            if let Some(w) = self.crew.workers.get_mut(id) {
+                w.released = true;
+            }
+        }
+        for id in workers {
+            if let Some(launch) = self.crew.workers.get(id).map(|w| w.launch) {
+                self.excuse(now, launch);
+            }
         }
     }
 

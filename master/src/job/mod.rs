@@ -39,6 +39,7 @@ mod job;
 mod membership;
 mod pace;
 mod places;
+mod pod;
 mod queue;
 mod record;
 mod restart;

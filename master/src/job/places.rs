@@ -1,10 +1,12 @@
-//! Places to run at: how many launches are asked for, and what becomes of one until its worker says hello.
+//! Places to run at: how many pods are asked for, and what becomes of one until its workers say hello.
 //!
 //! Processes start wherever they are asked for. Pods may find no room. Then a few of them, the probes, wait for it: when one
 //! gets a place, another is asked for, so a job grows as room comes, and a cluster is never flooded with pods that can't
 //! run. The core, which is as many as the job can't do without, always asks.
 
 use std::time::Duration;
+
+use elasticdl_proto::WorkerId;
 
 use super::action::Action;
 use super::crew::{Fate, Launch, Room};
@@ -29,11 +31,13 @@ impl Job {
                 return;
             }
             let launch = self.crew.launch(index);
-            self.timer(now + HELLO_WAIT, Timer::Hello(launch));
+            for launch in self.crew.pod(launch) {
+                self.timer(now + HELLO_WAIT, Timer::Hello(launch));
+            }
             self.push(Action::Launch { launch, index });
             self.touch();
             self.reserve();
-            match self.fresh.checked_sub(1) {
+            match self.fresh.checked_sub(self.spec.workers_per_pod) {
                 Some(fresh) => self.fresh = fresh,
                 None => {
                     self.story.restarts += 1;
@@ -52,33 +56,38 @@ impl Job {
         index < core || !tight || self.crew.roomless(core).len() < self.probes()
     }
 
-    /// How many launches beyond the core may wait for room at once.
+    /// How many pods beyond the core may wait for room at once.
     fn probes(&self) -> usize {
-        (self.wanted as usize / PROBES_PART).clamp(PROBES_MIN, PROBES_MAX)
+        (self.wanted as usize / self.crew.workers_per_pod / PROBES_PART).clamp(PROBES_MIN, PROBES_MAX)
     }
 
     pub(super) fn on_launch_made(&mut self, launch: LaunchId, class: Option<String>) {
-        if let Some(l) = self.crew.launches.get_mut(&launch) {
-            l.class = class;
+        for launch in self.crew.pod(launch) {
+            self.crew.launches.get_mut(&launch).expect("it is of the pod").class.clone_from(&class);
         }
     }
 
     pub(super) fn on_launch_waits(&mut self, now: Time, launch: LaunchId, wait: Wait) {
-        let Some(l) = self.crew.launches.get_mut(&launch).filter(|l| l.worker.is_none()) else {
+        let pod = self.crew.pod(launch);
+        if pod.is_empty() || self.crew.any_of_pod(launch, |l| l.worker.is_some()) {
             return;
-        };
-        // It can't have become a worker.
-        let was_awaited = l.away.take().is_some();
+        }
         let (room, reason) = match wait {
             Wait::Answer(reason) => (Room::Asked, reason),
             Wait::Room(reason) => (Room::Waits, Some(reason)),
             Wait::Start(reason) => (Room::Has, reason),
         };
-        l.room = room;
-        l.waits_for.clone_from(&reason);
-        self.cancel_timer(Timer::Hello(launch));
+        let mut was_awaited = false;
+        for launch in pod {
+            let l = self.crew.launches.get_mut(&launch).expect("it is of the pod");
+            // It can't have become a worker.
+            was_awaited |= l.away.take().is_some();
+            l.room = room;
+            l.waits_for.clone_from(&reason);
+            self.cancel_timer(Timer::Hello(launch));
+        }
         if let Some(reason) = reason {
-            self.say(format!("launch {} waits: {}", launch.0, clip(&reason)));
+            self.say(format!("{} waits: {}", self.crew.name(launch, false), clip(&reason)));
         }
         match room {
             Room::Asked => {}
@@ -111,16 +120,17 @@ impl Job {
         high.into_iter().for_each(|(launch, _)| self.withdraw(launch));
     }
 
-    /// The launches beyond the core that are known to wait for room, lowest place first.
+    /// The pods beyond the core that are known to wait for room, lowest place first.
     fn waiting_probes(&self) -> Vec<LaunchId> {
         let mut probes = self.crew.roomless(self.spec.min_workers);
         probes.retain(|id| self.crew.launches[id].room == Room::Waits);
         probes
     }
 
-    /// Takes back a launch that has no worker, which nobody is to blame for.
+    /// Takes back a pod that has no worker, which nobody is to blame for.
     fn withdraw(&mut self, launch: LaunchId) {
-        if let Some(l) = self.crew.launches.get_mut(&launch) {
+        for launch in self.crew.pod(launch) {
+            let l = self.crew.launches.get_mut(&launch).expect("it is of the pod");
             l.leaving = true;
             l.fate = Fate::Excused;
             self.fresh += 1;
@@ -129,30 +139,39 @@ impl Job {
     }
 
     pub(super) fn on_launch_runs(&mut self, now: Time, launch: LaunchId) {
-        let Some(l) = self.crew.launches.get_mut(&launch).filter(|l| l.worker.is_none() && !l.killed) else {
-            return;
+        let is_awaited = |id: &LaunchId| {
+            let l = &self.crew.launches[id];
+            l.worker.is_none() && !l.killed
         };
-        l.room = Room::Has;
-        l.waits_for = None;
-        if !self.has_timer(Timer::Hello(launch)) && !matches!(self.phase, Phase::Ending(_)) {
-            self.timer(now + HELLO_WAIT, Timer::Hello(launch));
+        let awaited: Vec<LaunchId> = self.crew.pod(launch).into_iter().filter(is_awaited).collect();
+        for &launch in &awaited {
+            let l = self.crew.launches.get_mut(&launch).expect("it is of the pod");
+            l.room = Room::Has;
+            l.waits_for = None;
+            if !self.has_timer(Timer::Hello(launch)) && !matches!(self.phase, Phase::Ending(_)) {
+                self.timer(now + HELLO_WAIT, Timer::Hello(launch));
+            }
         }
-        self.launch_missing(now);
+        if !awaited.is_empty() {
+            self.launch_missing(now);
+        }
     }
 
     /// Its program has been told to end, or is about to be, and another may take its place.
     pub(super) fn on_launch_leaves(&mut self, now: Time, launch: LaunchId, reason: &str) {
-        let Some(l) = self.crew.launches.get_mut(&launch).filter(|l| !l.killed && l.stays()) else {
+        if !self.crew.any_of_pod(launch, |l| !l.killed && l.stays()) {
             return;
-        };
-        let worker = l.worker;
-        let name = worker.map_or_else(|| format!("launch {}", launch.0), |w| format!("worker {w}"));
-        self.say(format!("{name} is taken away: {}", clip(reason)));
-        if let Some(worker) = worker.filter(|w| self.crew.workers.contains_key(w)) {
-            // It may not have heard of it: a shell that runs it need not pass the signal on.
-            return self.on_leaving(now, worker);
         }
-        if let Some(l) = self.crew.launches.get_mut(&launch) {
+        let name = self.crew.name(launch, self.crew.any_of_pod(launch, |l| l.worker.is_some()));
+        self.say(format!("{name} is taken away: {}", clip(reason)));
+        let heard = self.crew.pod(launch).into_iter().filter_map(|id| self.crew.launches[&id].worker);
+        let heard: Vec<WorkerId> = heard.filter(|id| self.crew.workers.contains_key(id)).collect();
+        if !heard.is_empty() {
+            // They may not have heard of it: a shell that runs them need not pass the signal on.
+            return heard.into_iter().for_each(|worker| self.on_leaving(now, worker));
+        }
+        for launch in self.crew.pod(launch) {
+            let l = self.crew.launches.get_mut(&launch).expect("it is of the pod");
             l.leaving = true;
             l.fate = Fate::Excused;
         }

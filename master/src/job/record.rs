@@ -98,10 +98,17 @@ impl JobRecord {
         self.step
     }
 
-    /// Takes in which launches are there, with their places, where the record may be older than the last of them. Those
-    /// that are given back belong to it no more: they are to be ended.
+    /// Takes in which pods are there, by their first launches, with these launches' places, where the record may be older
+    /// than the last of them. Those that are given back belong to it no more: they are to be ended.
     #[must_use]
     pub fn find(&mut self, there: &BTreeMap<LaunchId, u32>) -> Vec<LaunchId> {
+        let per_pod = self.spec.workers_per_pod;
+        let launches = |(&LaunchId(first), &index): (&LaunchId, &u32)| {
+            let launch = move |i| LaunchId(first.saturating_add(u64::from(i)));
+            (0..per_pod).map(move |i| (launch(i), index.saturating_add(i)))
+        };
+        let pods = there;
+        let there: BTreeMap<LaunchId, u32> = there.iter().flat_map(launches).collect();
         for l in self.launches.iter_mut().filter(|l| there.contains_key(&l.launch)) {
             l.found = true;
         }
@@ -117,16 +124,18 @@ impl JobRecord {
                 LaunchRecord { launch, index, worker, joined, holds_state, leaving, retired, gone, found };
             self.launches.push(made);
         }
-        let strays = strays.into_iter().map(|(&launch, _)| launch).collect();
+        let strays = strays.into_iter().map(|(&launch, _)| launch);
+        let strays = strays.filter(|launch| pods.contains_key(launch)).collect();
         // Names that the master before may have used since.
         self.launches_made = self.launches_made.max(self.launches_reserved);
         self.generation = self.generation.max(self.generations_reserved);
         strays
     }
 
-    /// Processes that may still run.
+    /// Pods, or processes, that may still run: the first launch of each.
     pub fn launches(&self) -> impl Iterator<Item = LaunchId> + '_ {
-        self.launches.iter().map(|l| l.launch)
+        let per_pod = u64::from(self.spec.workers_per_pod);
+        self.launches.iter().map(|l| l.launch).filter(move |launch| launch.0 % per_pod == 1 % per_pod)
     }
 }
 
@@ -210,7 +219,8 @@ impl Job {
     pub(super) fn reserve(&mut self) {
         let (launch, generation) = (self.crew.launches_made, self.group.generation);
         if launch > self.launches_reserved {
-            self.launches_reserved = launch + STRETCH;
+            let stretch = STRETCH.next_multiple_of(u64::from(self.spec.workers_per_pod));
+            self.launches_reserved = launch + stretch;
             self.touch_first();
         }
         if generation > self.generations_reserved {

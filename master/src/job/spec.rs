@@ -19,6 +19,9 @@ pub struct JobSpec {
     pub min_workers: u32,
     /// `num_workers` can be raised up to this.
     pub max_workers: u32,
+    /// Workers that are started, and go, together; the numbers of workers are multiples of it.
+    #[serde(default = "one")]
+    pub workers_per_pod: u32,
     /// Passes over the data.
     pub epochs: u32,
     /// Steps after which the job ends, if the data has not ended before.
@@ -208,6 +211,19 @@ impl JobSpec {
         if !(self.min_workers..=self.max_workers).contains(&self.num_workers) {
             return one_of("num_workers", self.num_workers.to_string(), "from min_workers to max_workers");
         }
+        if !(1..=MAX_WORKERS_PER_POD).contains(&self.workers_per_pod) {
+            return one_of("workers_per_pod", self.workers_per_pod.to_string(), "from 1 to 64");
+        }
+        let numbers = [
+            ("min_workers", self.min_workers),
+            ("num_workers", self.num_workers),
+            ("max_workers", self.max_workers),
+        ];
+        if let Some((field, number)) =
+            numbers.into_iter().find(|(_, n)| !n.is_multiple_of(self.workers_per_pod))
+        {
+            return one_of(field, number.to_string(), "a multiple of workers_per_pod");
+        }
         if self.epochs == 0 {
             return one_of("epochs", "0".into(), "at least 1");
         }
@@ -230,5 +246,12 @@ pub struct SpecError {
     pub wanted: &'static str,
 }
 
+/// Of a job that was submitted before there was a choice.
+fn one() -> u32 {
+    1
+}
+
 /// A ring of more workers than this has not been thought about.
 const MAX_WORKERS: u32 = 65_536;
+/// No machine has more GPUs.
+const MAX_WORKERS_PER_POD: u32 = 64;

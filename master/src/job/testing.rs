@@ -12,6 +12,7 @@ pub(crate) fn spec() -> JobSpec {
         num_workers: 3,
         min_workers: 1,
         max_workers: 3,
+        workers_per_pod: 1,
         epochs: 2,
         max_steps: None,
         batch: Batch::Global(NonZeroU64::new(4).unwrap()),

@@ -401,8 +401,8 @@ impl Job {
         };
         w.leaving = true;
         let (launch, is_member) = (w.launch, w.rank.is_some());
-        if let Some(l) = self.crew.launches.get_mut(&launch) {
-            l.leaving = true;
+        for launch in self.crew.pod(launch) {
+            self.crew.launches.get_mut(&launch).expect("it is of the pod").leaving = true;
         }
         self.touch();
         self.say(format!("worker {worker} was told to end and leaves"));
@@ -411,6 +411,7 @@ impl Job {
         } else {
             self.release(now, worker, "it leaves");
         }
+        self.take_pod_along(now, launch);
         self.launch_missing(now);
         self.settle(now);
     }

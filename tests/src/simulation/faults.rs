@@ -302,7 +302,9 @@ impl World {
             }
             Fault::Scale => {
                 let (min, max) = (self.setting.spec.min_workers, self.setting.spec.max_workers);
-                let num_workers = self.dice.between(min.into(), max.into()) as u32;
+                let per_pod = self.setting.spec.workers_per_pod;
+                let pods = self.dice.between((min / per_pod).into(), (max / per_pod).into());
+                let num_workers = pods as u32 * per_pod;
                 tell!(self, "the user wants {num_workers} workers");
                 self.order(JobEvent::Scale { num_workers });
             }
@@ -316,13 +318,19 @@ impl World {
                 self.storm.stopped = true;
                 self.order(JobEvent::Stop);
             }
-            Fault::Terminate => self.dispatch(Event::Terminate { p }),
+            Fault::Terminate => {
+                for q in self.hit_with(p) {
+                    self.dispatch(Event::Terminate { p: q });
+                }
+            }
         }
     }
 
     fn crash(&mut self, p: usize) {
         let lossy = self.dice.chance(1, 3);
-        self.die(p, Exit::Signal(9), lossy);
+        for q in self.hit_with(p) {
+            self.die(q, Exit::Signal(9), lossy);
+        }
     }
 
     fn cut(&mut self, cuts: Vec<(Host, Host)>) {

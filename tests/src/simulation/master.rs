@@ -91,8 +91,8 @@ impl World {
     }
 
     pub(super) fn on_reaped(&mut self, p: usize) {
-        let process = &self.processes[p];
-        let Some(exit) = process.exit.clone() else { return };
+        let Some(exit) = self.end_of_pod(p) else { return };
+        let process = &self.processes[self.pod(p).start];
         if !self.master.is_alive {
             return;
         }
@@ -185,8 +185,10 @@ impl World {
         let (_, mut record) = self.found_record();
         let mut strays = Vec::new();
         if self.setting.keeps_late {
-            let there = self.processes.iter().filter(|process| process.is_alive());
-            strays = record.find(&there.map(|process| (process.launch, process.index)).collect());
+            let per_pod = self.setting.spec.workers_per_pod as usize;
+            let pods = (0..self.processes.len()).step_by(per_pod).filter(|&p| self.pod_lives(p));
+            let first = |p: usize| (self.processes[p].launch, self.processes[p].index);
+            strays = record.find(&pods.map(first).collect());
         }
         let launches: Vec<LaunchId> = record.launches().collect();
         tell!(self, "master: another one goes on with the job");
@@ -202,7 +204,7 @@ impl World {
             if let Some(p) = p {
                 self.processes[p].is_adopted = true;
             }
-            if p.is_none_or(|p| !self.processes[p].is_alive()) {
+            if p.is_none_or(|p| !self.pod_lives(p)) {
                 self.master.ended.push_back((launch, Exit::Unknown));
             }
         }
@@ -333,22 +335,26 @@ impl World {
     }
 
     fn launch(&mut self, launch: LaunchId, index: u32) {
-        let p = self.processes.len();
         tell!(self, "master: starts launch {}", launch.0);
-        self.processes.push(Process::new(launch, index, &self.setting));
-        let delay = self.dice.between(500, 20_000);
-        self.clock.after(delay, Event::Start { p });
+        for i in 0..self.setting.spec.workers_per_pod {
+            let p = self.processes.len();
+            let launch = LaunchId(launch.0 + u64::from(i));
+            self.processes.push(Process::new(launch, index + i, &self.setting));
+            let delay = self.dice.between(500, 20_000);
+            self.clock.after(delay, Event::Start { p });
+        }
     }
 
     fn kill(&mut self, launch: LaunchId) {
         let Some(p) = self.process_of(launch) else { return };
-        self.processes[p].is_doomed = true;
+        let pod = self.pod(p);
+        self.processes[pod.clone()].iter_mut().for_each(|process| process.is_doomed = true);
         let delay = match self.dice.chance(1, 4) {
             true => self.dice.below(self.setting.kill_us) + 50,
             false => self.dice.between(50, 2000),
         };
         tell!(self, "master: kills {} in {delay} us", self.name(p));
-        self.clock.after(delay, Event::Die { p, signal: 9 });
+        pod.for_each(|p| self.clock.after(delay, Event::Die { p, signal: 9 }));
     }
 }
 

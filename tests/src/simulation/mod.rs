@@ -30,6 +30,7 @@ mod nccl;
 mod network;
 mod operation;
 mod oracles;
+mod pods;
 mod process;
 mod repair;
 mod ring;

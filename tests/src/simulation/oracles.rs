@@ -129,6 +129,8 @@ pub struct Tally {
     pub nccl_failures: u64,
     /// See `nccl_steps`.
     pub nccl_given_up: u64,
+    /// Pods of which one failed while others ran.
+    pub pods_failed: u64,
 }
 
 impl Tally {
@@ -157,6 +159,7 @@ impl Tally {
         self.nccl_steps += other.nccl_steps;
         self.nccl_failures += other.nccl_failures;
         self.nccl_given_up += other.nccl_given_up;
+        self.pods_failed += other.pods_failed;
     }
 }
 
@@ -235,8 +238,8 @@ impl Books {
 
 impl World {
     pub(super) fn on_process_gone(&mut self, launch: LaunchId) {
-        let worker = self.process_of(launch).and_then(|p| self.processes[p].worker);
-        self.books.gone.extend(worker);
+        let pod = self.process_of(launch).map(|p| self.pod(p)).unwrap_or_default();
+        self.books.gone.extend(pod.filter_map(|p| self.processes[p].worker));
     }
 
     // ---- what the master says ----

@@ -22,6 +22,8 @@ pub(super) struct Process {
     pub(super) worker: Option<WorkerId>,
     /// How it ended.
     pub(super) exit: Option<Exit>,
+    /// Of a pod's first process: how the first of the pod that failed has ended.
+    pub(super) pod_failure: Option<Exit>,
     pub(super) paused: bool,
     /// What its threads are to do when it goes on.
     pub(super) deferred: Vec<Event>,
@@ -82,6 +84,7 @@ impl Process {
             index,
             worker: None,
             exit: None,
+            pod_failure: None,
             paused: false,
             deferred: Vec::new(),
             is_blemished: false,
@@ -152,6 +155,7 @@ impl World {
             }
             self.shut(link, p + 1);
         }
+        self.supervise(p);
         let delay = self.dice.between(50, 4000);
         self.clock.after(delay, Event::Reap { p });
     }

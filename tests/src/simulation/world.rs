@@ -13,6 +13,7 @@ use super::master::Master;
 use super::nccl::{Communicators, Gpus};
 use super::network::{LinkId, MASTER, Network};
 use super::oracles::{Books, Tally};
+use super::pods;
 use super::process::Process;
 use super::story::{Story, tell};
 
@@ -268,12 +269,17 @@ impl Setting {
             false => Batch::PerWorker(some(dice.between(1, 3))),
         };
         let timeout_ms = dice.chance(7, 8).then(|| dice.between(2, 8) * 100);
+        // From dice of their own: other runs stay as they are.
+        let per_pod = pods::draw(&mut Dice::new(seed.rotate_left(16)));
+        let pods_max = if per_pod > 1 { 3 } else { u64::MAX };
+        let number = |pods: u64| (pods.min(pods_max) * per_pod) as u32;
         let spec = JobSpec {
             name: "simulated".into(),
             training_data: "numbers".into(),
-            num_workers: num_workers as u32,
-            min_workers: min_workers as u32,
-            max_workers: max_workers as u32,
+            num_workers: number(num_workers),
+            min_workers: number(min_workers),
+            max_workers: number(max_workers),
+            workers_per_pod: per_pod as u32,
             epochs: dice.between(1, 3) as u32,
             max_steps: dice.chance(1, 8).then(|| dice.between(1, 12)),
             batch,

@@ -11,6 +11,7 @@ mod histories;
 mod leases;
 mod oracles;
 mod places;
+mod pod;
 mod process;
 mod reports;
 mod silence;

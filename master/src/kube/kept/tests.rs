@@ -57,6 +57,7 @@ fn record(seed: u64) -> JobRecord {
         num_workers,
         min_workers,
         max_workers,
+        workers_per_pod: 1,
         epochs,
         max_steps,
         batch,

@@ -11,6 +11,7 @@ fn request() -> Request {
         num_workers: 3,
         min_workers: 1,
         max_workers: 8,
+        workers_per_pod: 1,
         epochs: 1,
         max_steps: None,
         batch: Batch::Global(64.try_into().unwrap()),

@@ -255,6 +255,7 @@ fn a_welcome_carries_the_jobs_options() {
         num_workers: 2,
         min_workers: 1,
         max_workers: 4,
+        workers_per_pod: 1,
         epochs: 3,
         max_steps: Some(9),
         batch: Batch::PerWorker(records),

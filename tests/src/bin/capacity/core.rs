@@ -83,6 +83,7 @@ fn spec(workers: u32) -> JobSpec {
         num_workers: workers,
         min_workers: 1,
         max_workers: workers,
+        workers_per_pod: 1,
         epochs: 2,
         max_steps: None,
         batch: Batch::PerWorker(NonZeroU64::new(SHARD_RECORDS).expect("it is not 0")),

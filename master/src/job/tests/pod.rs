@@ -1,0 +1,256 @@
+//! Pods of two workers: asked for, lost, let go and taken over as a whole.
+
+use elasticdl_proto::WorkerId;
+
+use super::super::testing::{dataset, spec};
+use super::super::*;
+use super::directed::{
+    actions, address, at, connect, finished, formed, launch_at, membership, say, send, started,
+};
+
+/// Two pods; there may be a third.
+fn pods() -> JobSpec {
+    JobSpec { num_workers: 4, min_workers: 2, max_workers: 6, workers_per_pod: 2, ..spec() }
+}
+
+fn kill(launch: u64) -> Action {
+    Action::Kill { launch: LaunchId(launch) }
+}
+
+fn ended(job: &mut Job, ms: u64, launch: u64, exit: Exit) {
+    job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(launch), exit });
+}
+
+fn gone(job: &mut Job, ms: u64, worker: u64) {
+    job.handle(at(ms), Event::Disconnected { worker: WorkerId(worker) });
+}
+
+/// What was done but for leases.
+fn done(job: &mut Job) -> Vec<Action> {
+    let mut actions = actions(job);
+    actions.retain(|a| !matches!(a, Action::Send { message: ToWorker::Lease(_), .. }));
+    actions
+}
+
+fn tell(workers: &[u64], of: &Membership) -> Vec<Action> {
+    workers.iter().map(|&worker| send(worker, ToWorker::Membership(of.clone()))).collect()
+}
+
+#[test]
+fn launches_and_places_come_in_whole_pods_one_until_the_data_is_known() {
+    let mut job = Job::new(pods());
+    assert_eq!(actions(&mut job), [launch_at(1, 0)]);
+    connect(&mut job, 2);
+    connect(&mut job, 1);
+    say(&mut job, 2, FromWorker::Described(Ok(dataset(&[20]))));
+    let launched: Vec<_> =
+        actions(&mut job).into_iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
+    assert_eq!(launched, [launch_at(3, 2)]);
+    let places: Vec<_> = job.status(at(0)).waiting.iter().map(|l| (l.launch.0, l.index)).collect();
+    assert_eq!(places, [(3, 2), (4, 3)]);
+}
+
+#[test]
+fn the_numbers_of_workers_are_multiples_of_a_pods() {
+    assert_eq!(pods().check(), Ok(()));
+    let wrong = [
+        JobSpec { min_workers: 1, ..pods() },
+        JobSpec { num_workers: 3, ..pods() },
+        JobSpec { max_workers: 5, ..pods() },
+        JobSpec { workers_per_pod: 0, ..pods() },
+        JobSpec { num_workers: 65, min_workers: 65, max_workers: 65, workers_per_pod: 65, ..pods() },
+    ];
+    let fields = ["min_workers", "num_workers", "max_workers", "workers_per_pod", "workers_per_pod"];
+    assert_eq!(wrong.map(|spec| spec.check().unwrap_err().field), fields);
+}
+
+/// The other worker goes in the same change, the pod's end is one failure, and its place is filled only then.
+#[test]
+fn a_crash_takes_the_pod_along_and_counts_once() {
+    let mut job = started(pods(), &[20]);
+    gone(&mut job, 1, 1);
+    assert_eq!(done(&mut job), tell(&[3, 4, 2], &membership(2, &[3, 4], true)));
+    // It has been let go, and its end is no loss.
+    gone(&mut job, 2, 2);
+    assert_eq!(done(&mut job), []);
+    ended(&mut job, 3, 1, Exit::Signal(11));
+    assert_eq!((done(&mut job), job.restarts.counted()), (vec![launch_at(5, 0)], 1));
+    assert_eq!(job.summary(at(3)).workers.restarts, 1);
+    assert_eq!(job.story.tally.ends, [(End::Crashed, 1)].into());
+}
+
+#[test]
+fn a_failure_that_a_worker_has_told_is_not_counted_again_at_its_pods_end() {
+    let mut job = started(pods(), &[20]);
+    say(&mut job, 2, FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false });
+    ended(&mut job, 3, 1, Exit::Code(1));
+    assert_eq!(job.restarts.counted(), 1);
+    assert!(done(&mut job).contains(&launch_at(5, 0)));
+}
+
+/// Its own supervisor ends it sooner, and the exit code is worth to be known.
+#[test]
+fn a_pod_that_lost_a_worker_has_three_seconds_to_end_by_itself() {
+    let mut job = started(pods(), &[20]);
+    gone(&mut job, 0, 4);
+    done(&mut job);
+    job.handle_timeout(at(2999));
+    assert_eq!(done(&mut job), []);
+    job.handle_timeout(at(3000));
+    assert_eq!(done(&mut job), [kill(3)]);
+    job.handle_timeout(at(30_000));
+    assert_eq!(done(&mut job), []);
+}
+
+#[test]
+fn a_pod_that_ends_without_a_word_loses_all_its_workers_at_once() {
+    let mut job = started(pods(), &[20]);
+    ended(&mut job, 1, 3, Exit::Taken("its node is gone".into()));
+    let expected = [vec![launch_at(5, 2)], tell(&[1, 2], &membership(2, &[1, 2], true))].concat();
+    assert_eq!((done(&mut job), job.restarts.counted()), (expected, 0));
+    let summary = job.summary(at(1));
+    assert_eq!(summary.memberships[1].lost, [WorkerId(3), WorkerId(4)]);
+}
+
+#[test]
+fn one_that_leaves_takes_its_pod_along_and_its_place_is_filled_at_once() {
+    let mut job = started(pods(), &[20]);
+    say(&mut job, 4, FromWorker::Leaving);
+    let expected = [vec![launch_at(5, 2)], tell(&[1, 2, 3, 4], &membership(2, &[1, 2], false))].concat();
+    assert_eq!(done(&mut job), expected);
+    // It has been told to end, too; that is no news.
+    say(&mut job, 3, FromWorker::Leaving);
+    job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(3), reason: "preempted".into() });
+    assert_eq!(done(&mut job), []);
+    ended(&mut job, 2, 3, Exit::Code(143));
+    assert_eq!((done(&mut job), job.restarts.counted()), (vec![], 0));
+}
+
+#[test]
+fn a_pod_is_scaled_away_whole_from_the_highest_place_down() {
+    let mut job = started(pods(), &[20]);
+    job.handle(at(1), Event::Scale { num_workers: 6 });
+    assert_eq!(done(&mut job), [launch_at(5, 4)]);
+    connect(&mut job, 5);
+    done(&mut job);
+    // Worker 6 has not said hello, and must not find its pod killed before worker 5 has gone in order.
+    job.handle(at(2), Event::Scale { num_workers: 4 });
+    assert_eq!(done(&mut job), [send(5, ToWorker::Shutdown("fewer workers are wanted".into()))]);
+    job.handle(at(3), Event::Scale { num_workers: 2 });
+    assert_eq!(done(&mut job), tell(&[1, 2, 3, 4], &membership(2, &[1, 2], false)));
+}
+
+#[test]
+fn a_pod_that_waits_for_room_counts_as_one_of_those_that_may() {
+    let mut job = Job::new(JobSpec { num_workers: 12, max_workers: 12, ..pods() });
+    (1..=2).for_each(|launch| connect(&mut job, launch));
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[1000]))));
+    let mut asked = done(&mut job);
+    asked.retain(|a| matches!(a, Action::Launch { .. }));
+    assert_eq!(asked, [1, 3, 5, 7, 9, 11].map(|launch| launch_at(launch, launch as u32 - 1)));
+    for launch in [5, 7, 9, 11] {
+        let wait = Wait::Room("full".into());
+        job.handle(at(1), Event::LaunchWaits { launch: LaunchId(launch), wait });
+    }
+    assert_eq!(done(&mut job), [kill(9), kill(11)]);
+    [9, 11].iter().for_each(|&launch| ended(&mut job, 2, launch, Exit::Taken("withdrawn".into())));
+    job.handle(at(3), Event::LaunchWaits { launch: LaunchId(3), wait: Wait::Start(None) });
+    job.handle(at(3), Event::LaunchWaits { launch: LaunchId(5), wait: Wait::Start(None) });
+    assert_eq!((done(&mut job), job.restarts.counted()), (vec![launch_at(13, 8)], 0));
+}
+
+#[test]
+fn a_launch_that_says_nothing_is_counted_and_its_pod_goes_in_order() {
+    let mut job = Job::new(pods());
+    connect(&mut job, 1);
+    done(&mut job);
+    job.handle_timeout(at(60_000));
+    let shutdown = send(1, ToWorker::Shutdown("another worker of its pod goes".into()));
+    assert_eq!((done(&mut job), job.restarts.counted()), (vec![shutdown, kill(1)], 1));
+}
+
+#[test]
+fn a_job_that_stops_spares_a_pod_of_which_one_is_needed() {
+    let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);
+    job.handle(at(1), Event::Scale { num_workers: 4 });
+    connect(&mut job, 3);
+    done(&mut job);
+    job.handle(at(2), Event::Stop);
+    let drained = [1, 2].map(|worker| send(worker, ToWorker::Drain));
+    let shutdown = send(3, ToWorker::Shutdown("the job is stopping".into()));
+    assert_eq!(done(&mut job), [drained[0].clone(), drained[1].clone(), shutdown]);
+    connect(&mut job, 4);
+    assert!(matches!(done(&mut job)[..], [Action::Admit { .. }, Action::Send { worker: WorkerId(4), .. }]));
+    (1..=2).for_each(|worker| say(&mut job, worker, finished(1, 10, 5)));
+    assert_eq!(job.status(at(3)).state, "ending");
+}
+
+fn come_back(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
+    let membership = Some(membership(1, members, true));
+    let resume = Some(Resume { worker: WorkerId(i), membership, parameters: Some(10) });
+    let (connection, launch, address, pid) = (ConnectionId(i), LaunchId(i), address(i), 100 + i as u32);
+    job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume });
+}
+
+#[test]
+fn another_master_finds_whole_pods_and_uses_no_number_again() {
+    let mut record = started(pods(), &[20]).record();
+    assert_eq!(record.launches_reserved % 2, 0);
+    // The third was made since; the fourth belongs to nobody.
+    record.launches.retain(|l| l.launch.0 <= 4);
+    let there = [(LaunchId(1), 0), (LaunchId(5), 4)].into();
+    assert_eq!(record.find(&there), []);
+    assert_eq!(record.launches().collect::<Vec<_>>(), [LaunchId(1), LaunchId(3), LaunchId(5)]);
+    let made = record.launches_made;
+    let mut job = Job::restore(record, at(1000)).unwrap();
+    ended(&mut job, 1000, 3, Exit::Unknown);
+    (1..=2).for_each(|i| come_back(&mut job, 1010, i, &[1, 2, 3, 4]));
+    assert_eq!(job.status(at(1010)).generation.0, 1);
+    connect(&mut job, 5);
+    connect(&mut job, 6);
+    let done = done(&mut job);
+    let admitted = done.iter().filter(|a| matches!(a, Action::Admit { .. })).count();
+    let launched: Vec<_> = done.iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
+    assert_eq!((admitted, launched), (4, vec![]));
+    ended(&mut job, 1020, 5, Exit::Taken("drained".into()));
+    assert!(actions(&mut job).contains(&launch_at(made + 1, 2)));
+}
+
+/// Worker 1 was given up by the master before: worker 2 is not wanted either.
+#[test]
+fn another_master_takes_no_half_pod() {
+    let mut job = started(pods(), &[20]);
+    gone(&mut job, 1, 1);
+    let mut job = Job::restore(job.record(), at(1000)).unwrap();
+    assert_eq!(done(&mut job), [kill(1), launch_at(5, 0)]);
+    come_back(&mut job, 1010, 2, &[1, 2, 3, 4]);
+    assert!(matches!(done(&mut job)[..], [Action::Refuse { .. }]));
+}
+
+#[test]
+fn a_pod_of_which_one_does_not_come_back_goes_in_order() {
+    let mut job = Job::restore(started(pods(), &[20]).record(), at(1000)).unwrap();
+    for i in [1, 2, 3] {
+        come_back(&mut job, 1010, i, &[1, 2, 3, 4]);
+        say(&mut job, i, FromWorker::Holding { step: 0, ranges: Vec::new() });
+    }
+    say(&mut job, 1, formed(1, 0, &[]));
+    done(&mut job);
+    job.handle_timeout(at(4000));
+    let expected = [vec![kill(3)], tell(&[1, 2, 3], &membership(2, &[1, 2], true))].concat();
+    let mut done = done(&mut job);
+    done.retain(|a| !matches!(a, Action::Launch { .. }));
+    assert_eq!(done, expected);
+}
+
+#[test]
+fn a_record_of_half_a_pod_makes_no_job() {
+    let good = started(pods(), &[20]).record();
+    assert!(Job::restore(good.clone(), at(0)).is_ok());
+    let wrongs: [fn(&mut JobRecord); 2] = [|r| r.wanted = 3, |r| r.launches_made = 5];
+    for wrong in wrongs {
+        let mut record = good.clone();
+        wrong(&mut record);
+        assert!(Job::restore(record, at(0)).is_err());
+    }
+}

@@ -1,0 +1,223 @@
+//! Jobs whose workers run several to a pod: the master in this process, each pod a supervisor with real workers.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::fs;
+use std::net::Ipv4Addr;
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use elasticdl_master::entrance::Entrance;
+use elasticdl_master::job::{Batch, JobSpec, Outcome, Snapshot, Status, WireDtype, Work};
+use elasticdl_master::jobdir::JobDir;
+use elasticdl_master::local::Launcher;
+use elasticdl_master::progress::Progress;
+use elasticdl_master::run::{Ended, Interrupt, Master};
+use elasticdl_tests::{counting_data, is_alive, send};
+use rustix::process::Signal;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+
+const RECORDS: u64 = 600;
+const EPOCHS: u32 = 2;
+
+/// A running job with pods of two.
+struct Running {
+    _folder: tempfile::TempDir,
+    hurry: PathBuf,
+    shown: watch::Receiver<Option<Snapshot>>,
+    interrupts: mpsc::Sender<Interrupt>,
+    ended: JoinHandle<Ended>,
+}
+
+fn spec(data: &str) -> JobSpec {
+    JobSpec {
+        name: "count".into(),
+        training_data: data.into(),
+        num_workers: 4,
+        min_workers: 2,
+        max_workers: 8,
+        workers_per_pod: 2,
+        epochs: EPOCHS,
+        max_steps: None,
+        batch: Batch::Global(NonZeroU64::new(8).unwrap()),
+        records_per_shard: None,
+        shuffle: true,
+        seed: 0,
+        max_worker_restarts: 1,
+        worker_timeout: None,
+        checkpoints: None,
+        resume_from: None,
+        validation: None,
+        work: Work::default(),
+        wire_dtype: WireDtype::F32,
+    }
+}
+
+impl Running {
+    /// Starts it, with these options of the model.
+    async fn start(program: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (data, hurry) = (folder.path().join("data"), folder.path().join("hurry"));
+        counting_data(&data, RECORDS, 3).unwrap();
+        let dir = JobDir::create(&folder.path().join("job")).unwrap();
+        let mut args = vec!["--records".into(), RECORDS.to_string().into()];
+        args.extend(["--hurry-when".into(), hurry.clone().into()]);
+        args.extend(program.iter().map(Into::into));
+        let patience = Duration::from_secs(30);
+        let mut launcher = Launcher::new(env!("CARGO_BIN_EXE_counting").into(), args, &dir, patience);
+        launcher.env.push(("ELASTICDL_WORKERS".into(), "2".into()));
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
+        let (publish, shown) = watch::channel(None);
+        let progress = Progress::quiet().published(publish);
+        let master = Master::new(spec(data.to_str().unwrap()), entrance, launcher, progress).unwrap();
+        let (interrupts, interrupted) = mpsc::channel(4);
+        let ended = tokio::spawn(master.run(interrupted));
+        Self { _folder: folder, hurry, shown, interrupts, ended }
+    }
+
+    async fn wait_for(&mut self, what: &str, is: impl Fn(&Status) -> bool) -> Status {
+        let mut last = None;
+        let found = tokio::time::timeout(Duration::from_secs(60), async {
+            loop {
+                let status = self.shown.borrow_and_update().as_ref().map(|shown| shown.status.clone());
+                if let Some(status) = status.as_ref().filter(|status| is(status)) {
+                    return status.clone();
+                }
+                last = status;
+                assert!(self.shown.changed().await.is_ok(), "the job has ended before {what}: {last:#?}");
+            }
+        });
+        let found = found.await;
+        found.unwrap_or_else(|_| panic!("no {what}: {last:#?}"))
+    }
+
+    /// Waits until these workers, and no others, make a step.
+    async fn wait_for_members(&mut self, members: &[u64]) -> Status {
+        let are = |status: &Status| {
+            let mut ids: Vec<u64> =
+                status.workers.iter().filter(|w| w.rank.is_some()).map(|w| w.worker.0).collect();
+            ids.sort_unstable();
+            ids == members
+        };
+        let then = self.wait_for(&format!("group of {members:?}"), are).await.step;
+        self.wait_for(&format!("step of {members:?}"), |status| are(status) && status.step > then).await
+    }
+
+    /// Hurries to its end, which must be a whole one.
+    async fn assert_completes(self) -> Ended {
+        fs::write(&self.hurry, "").unwrap();
+        let ended = self.ended.await.unwrap();
+        assert_eq!(ended.outcome, Outcome::Completed, "{:?}", ended.summary);
+        let (records, total) = (&ended.summary.records, u64::from(EPOCHS) * RECORDS);
+        assert_eq!((records.counted, records.missing, records.repeated), (total, 0, 0));
+        // The model's own count.
+        assert_eq!(ended.summary.model_summary, Some(format!("{EPOCHS} {EPOCHS} {total}")));
+        ended
+    }
+}
+
+fn pid(status: &Status, worker: u64) -> u32 {
+    status.workers.iter().find(|w| w.worker.0 == worker).unwrap().pid
+}
+
+fn parent(pid: u32) -> u32 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    stat.rsplit_once(')').unwrap().1.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+fn variable(pid: u32, name: &str) -> Option<String> {
+    let environ = fs::read(format!("/proc/{pid}/environ")).unwrap();
+    let mut all = environ.split(|&byte| byte == 0).map(|v| String::from_utf8_lossy(v).into_owned());
+    all.find_map(|v| Some(v.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
+}
+
+const SLOW: [&str; 2] = ["--micros-per-record", "5000"];
+
+#[tokio::test]
+async fn the_workers_of_a_pod_are_ranks_like_others_and_each_has_an_index_of_its_own() {
+    let mut job = Running::start(&SLOW).await;
+    let status = job.wait_for_members(&[1, 2, 3, 4]).await;
+    let pids = [1, 2, 3, 4].map(|worker| pid(&status, worker));
+    assert_eq!(pids.map(|pid| variable(pid, "ELASTICDL_LAUNCH").unwrap()), ["1", "2", "3", "4"]);
+    assert_eq!(pids.map(|pid| variable(pid, "ELASTICDL_INDEX").unwrap()), ["0", "1", "0", "1"]);
+    assert_eq!(pids.map(|pid| variable(pid, "ELASTICDL_WORKERS")), [None, None, None, None]);
+    let parents = pids.map(parent);
+    assert!(parents[0] == parents[1] && parents[2] == parents[3] && parents[1] != parents[2], "{parents:?}");
+    let ended = job.assert_completes().await;
+    assert_eq!((ended.summary.workers.peak, ended.summary.workers.restarts), (4, 0));
+    assert_eq!(ended.summary.memberships.len(), 1, "{:?}", ended.summary.memberships);
+    assert!(!parents.into_iter().chain(pids).any(is_alive));
+}
+
+/// Its end is one failure, and the job allows one.
+#[tokio::test]
+async fn a_killed_worker_takes_its_pod_along_in_one_change_and_the_pod_is_replaced() {
+    let mut job = Running::start(&SLOW).await;
+    let status = job.wait_for_members(&[1, 2, 3, 4]).await;
+    let (killed, other) = (pid(&status, 1), pid(&status, 2));
+    let supervisor = parent(killed);
+    send(killed, Signal::KILL);
+    let status = job.wait_for_members(&[3, 4, 5, 6]).await;
+    assert!(![killed, other, supervisor].into_iter().any(is_alive));
+    assert!(parent(pid(&status, 5)) == parent(pid(&status, 6)));
+    let ended = job.assert_completes().await;
+    assert_eq!(ended.summary.workers.restarts, 1);
+    let first = &ended.summary.memberships[1];
+    let mut gone: Vec<u64> = first.lost.iter().chain(&first.left).map(|id| id.0).collect();
+    gone.sort_unstable();
+    assert_eq!((gone, first.world_size), (vec![1, 2], 2));
+}
+
+#[tokio::test]
+async fn no_worker_outlives_its_supervisor() {
+    let mut job = Running::start(&SLOW).await;
+    let status = job.wait_for_members(&[1, 2, 3, 4]).await;
+    let workers = [pid(&status, 3), pid(&status, 4)];
+    send(parent(workers[0]), Signal::KILL);
+    job.wait_for_members(&[1, 2, 5, 6]).await;
+    assert!(!workers.into_iter().any(is_alive));
+    job.assert_completes().await;
+}
+
+#[tokio::test]
+async fn a_pod_that_is_told_to_end_leaves_in_one_change_without_a_loss() {
+    let mut job = Running::start(&SLOW).await;
+    let status = job.wait_for_members(&[1, 2, 3, 4]).await;
+    send(parent(pid(&status, 1)), Signal::TERM);
+    job.wait_for_members(&[3, 4, 5, 6]).await;
+    let ended = job.assert_completes().await;
+    let summary = &ended.summary;
+    assert!(summary.memberships.iter().all(|m| m.lost.is_empty()), "{:?}", summary.memberships);
+    let left = summary.memberships.iter().filter(|m| !m.left.is_empty());
+    assert_eq!(left.map(|m| m.left.len()).collect::<Vec<_>>(), [2]);
+}
+
+#[tokio::test]
+async fn a_job_is_scaled_by_whole_pods() {
+    let mut job = Running::start(&SLOW).await;
+    job.wait_for_members(&[1, 2, 3, 4]).await;
+    job.interrupts.send(Interrupt::Scale(2)).await.unwrap();
+    job.wait_for_members(&[1, 2]).await;
+    job.interrupts.send(Interrupt::Scale(6)).await.unwrap();
+    job.wait_for_members(&[1, 2, 5, 6, 7, 8]).await;
+    let ended = job.assert_completes().await;
+    assert!(ended.summary.memberships.iter().all(|m| m.lost.is_empty()));
+    assert_eq!(ended.summary.workers.restarts, 0);
+}
+
+#[tokio::test]
+async fn a_pod_that_fails_counts_once_and_too_many_fail_the_job() {
+    let job = Running::start(&["--exit-at", "300"]).await;
+    fs::write(&job.hurry, "").unwrap();
+    let ended = job.ended.await.unwrap();
+    let error = ended.summary.error.unwrap();
+    assert_eq!(ended.outcome, Outcome::Failed, "{error}");
+    assert!(
+        error.contains("exited with code 9") && error.contains("this is failure 2 of workers"),
+        "{error}"
+    );
+}
