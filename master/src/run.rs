@@ -432,12 +432,7 @@ impl Master {
 
     /// Keeps this many workers from now on; how many it were before.
     fn scale(&mut self, num_workers: u32) -> Result<u32, String> {
-        let (min, max) = (self.spec.min_workers, self.spec.max_workers);
-        if !(min..=max).contains(&num_workers) {
-            return Err(format!(
-                "this job takes {min} to {max} workers (--min-workers, --max-workers), not {num_workers}"
-            ));
-        }
+        self.spec.check_scale(num_workers)?;
         let now = self.now();
         let was = self.job.status(now).workers_wanted;
         self.job.handle(now, Event::Scale { num_workers });

@@ -52,7 +52,9 @@ fn all_options_reach_the_objects() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("pod.yaml");
     std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
-    let table: [(&[&str], &str); 18] = [
+    let table: [(&[&str], &str); 20] = [
+        (&["--workers-per-pod", "3"], "\"workers_per_pod\": 3"),
+        (&["--worker-resources", "nvidia.com/gpu=4"], "\"workers_per_pod\": 4"),
         (&["--service-account", "trainer"], "serviceAccountName: trainer"),
         (&["--master-image", "elasticdl:7"], "image: elasticdl:7"),
         (&["--master-resources", "cpu=3"], "cpu: \"3\""),
@@ -107,6 +109,28 @@ fn other_work_than_training_reaches_the_task() {
 
 #[test]
 fn options_that_no_server_takes_are_refused_by_name() {
+    let gpus = ["--worker-resources", "nvidia.com/gpu=4"];
+    let with_gpus = |options: [&'static str; 2]| [gpus, options].concat();
+    let pods: [(&[&str], &str); 5] = [
+        (
+            &with_gpus(["--num-workers", "6"]),
+            "--num-workers 6: a pod holds 4 workers (nvidia.com/gpu=4), so this must be a multiple of 4: 4 or 8",
+        ),
+        (
+            &with_gpus(["--min-workers", "1"]),
+            "--min-workers 1: a pod holds 4 workers (nvidia.com/gpu=4), so this must be a multiple of 4: 4\n",
+        ),
+        (
+            &["--workers-per-pod", "2", "--max-workers", "9"],
+            "--max-workers 9: a pod holds 2 workers (--workers-per-pod 2)",
+        ),
+        (&["--workers-per-pod", "65"], "from 1 to 64"),
+        (&["--worker-resources", "nvidia.com/gpu=100"], "at most 64; say how many with --workers-per-pod"),
+    ];
+    for (options, expected) in pods {
+        let (success, _, error) = dry_run(options);
+        assert!(!success && error.contains(expected), "{options:?}: {error}");
+    }
     let table: [(&[&str], &str); 13] = [
         (&["--worker-resources", "cpu=fast"], "--worker-resources"),
         (&["--env", "ELASTICDL_JOB=x"], "set by elasticdl itself"),

@@ -12,6 +12,7 @@ use k8s_openapi::api::core::v1::Toleration;
 use super::checkpoint::from_volumes;
 use super::train::TrainArgs;
 use super::{EXIT_OK, Failure, follow, plan};
+use crate::job::MAX_WORKERS_PER_POD;
 use crate::kube::client::{Choice, Cluster, ClusterError};
 use crate::kube::credentials::Credentials;
 use crate::kube::ladder::{self, Ladder};
@@ -48,12 +49,20 @@ pub struct ClusterArgs {
           value_parser = options::parse_resources, requires = "image")]
     pub master_resources: Resources,
 
-    /// What each worker asks of its node, for example cpu=2,memory=4Gi,nvidia.com/gpu=1.
+    /// What each worker's pod asks of its node, for example cpu=2,memory=4Gi,nvidia.com/gpu=1.
     ///
     /// Memory and devices are limits too; processor time is not limited.
     #[arg(long, value_name = "LIST", default_value = "cpu=1,memory=1Gi",
           value_parser = options::parse_resources, requires = "image")]
     pub worker_resources: Resources,
+
+    /// Workers of each pod, each a process and a rank of its own. [default: a pod's nvidia.com/gpu, else 1]
+    ///
+    /// They share what --worker-resources asks for, and are started, ended and replaced together. The numbers of workers
+    /// are multiples of it.
+    #[arg(long, value_name = "K", value_parser = plan::parse_workers_per_pod, requires = "image",
+          conflicts_with = "local")]
+    pub workers_per_pod: Option<u32>,
 
     /// Set a variable for the workers; may be given several times.
     #[arg(long, value_name = "NAME=VALUE", value_parser = options::parse_env, requires = "image")]
@@ -264,6 +273,22 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
     Ok(Request { namespace, task, program, pods })
 }
 
+/// How many workers a pod holds, and what says so.
+pub(super) fn workers_per_pod(args: &ClusterArgs) -> Result<(u32, String), Failure> {
+    if let Some(workers) = args.workers_per_pod {
+        return Ok((workers, format!("--workers-per-pod {workers}")));
+    }
+    let gpus = args.image.as_ref().and_then(|_| args.worker_resources.get(GPUS)?.parse::<u32>().ok());
+    let gpus = gpus.unwrap_or(1).max(1);
+    if gpus > MAX_WORKERS_PER_POD {
+        return Err(Failure::usage(format!(
+            "--worker-resources {GPUS}={gpus}: a pod holds one worker for each GPU and at most {MAX_WORKERS_PER_POD}; \
+             say how many with --workers-per-pod"
+        )));
+    }
+    Ok((gpus, format!("{GPUS}={gpus}")))
+}
+
 fn metrics_port(wanted: Option<u16>) -> Result<u16, Failure> {
     match wanted {
         Some(0) => Err(Failure::usage("--metrics-port 0: in a cluster it must be a port from 1 to 65535")),
@@ -343,4 +368,6 @@ fn print(text: &str) -> Result<u8, Failure> {
     Ok(EXIT_OK)
 }
 
+/// As its device plugin names it to the cluster.
+const GPUS: &str = "nvidia.com/gpu";
 const HEADING: &str = "Cluster";

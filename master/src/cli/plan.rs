@@ -13,8 +13,8 @@ use std::time::Duration;
 use rustix::fs::Access;
 
 use super::train::TrainArgs;
-use super::{Failure, checkpoint};
-use crate::job::{Batch, JobSpec, Work};
+use super::{Failure, checkpoint, cluster};
+use crate::job::{self, Batch, JobSpec, Work};
 use crate::jobdir;
 use crate::limits::{
     BATCH_RECORDS_MAX, EPOCHS_MAX, PATH_BYTES_MAX, SHARD_RECORDS_MAX, STEPS_MAX, WORKERS_MAX,
@@ -46,7 +46,7 @@ impl Plan {
             ));
         }
         // First: what is wrong with the numbers is wrong for any program.
-        check_workers(&args)?;
+        Workers::plan(&args)?;
         let (program, program_args) =
             args.program.split_first().expect("clap asks for one where nothing is resumed");
         let program = find_program(program)?;
@@ -85,14 +85,15 @@ pub(super) fn job_spec(
     absolute: impl Fn(&str, &str) -> Result<String, Failure>,
 ) -> Result<JobSpec, Failure> {
     let (checkpoints, resume_from) = args.checkpoints.plan(absolute)?;
+    let workers = Workers::plan(args)?;
     let work = args.work.clone().unwrap_or_else(|| Work::Train { export: args.export.clone() });
     let spec = JobSpec {
         name,
         training_data: args.training_data.clone().expect("clap asks for it where nothing is resumed"),
-        num_workers: args.num_workers,
-        min_workers: args.min_workers,
-        max_workers: check_workers(args)?,
-        workers_per_pod: 1,
+        num_workers: workers.num,
+        min_workers: workers.min,
+        max_workers: workers.max,
+        workers_per_pod: workers.per_pod,
         epochs: args.num_epochs,
         max_steps: args.max_steps,
         batch: batch(args.global_batch_size, args.minibatch_size),
@@ -111,24 +112,44 @@ pub(super) fn job_spec(
     Ok(spec)
 }
 
-/// Checks the three numbers of workers against one another; the largest.
-fn check_workers(args: &TrainArgs) -> Result<u32, Failure> {
-    let (num, min) = (args.num_workers, args.min_workers);
-    let max = args.max_workers.unwrap_or_else(|| {
-        num.saturating_mul(MAX_WORKERS_FACTOR).clamp(MAX_WORKERS_DEFAULT_MIN, WORKERS_MAX)
-    });
-    if min > num {
-        return Err(Failure::usage(format!(
-            "--min-workers {min} is more than --num-workers {num}: the job could never start; \
-             lower the first or raise the second"
-        )));
+/// The numbers of workers, checked against one another.
+struct Workers {
+    num: u32,
+    min: u32,
+    max: u32,
+    per_pod: u32,
+}
+
+impl Workers {
+    fn plan(args: &TrainArgs) -> Result<Self, Failure> {
+        let (per_pod, why) = cluster::workers_per_pod(&args.cluster)?;
+        let num = args.num_workers.unwrap_or_else(|| NUM_WORKERS_DEFAULT.next_multiple_of(per_pod));
+        let min = args.min_workers.unwrap_or(per_pod);
+        let max = args.max_workers.unwrap_or_else(|| {
+            let max = num.saturating_mul(MAX_WORKERS_FACTOR).clamp(MAX_WORKERS_DEFAULT_MIN, WORKERS_MAX);
+            max / per_pod * per_pod
+        });
+        for (option, number) in [("--num-workers", num), ("--min-workers", min), ("--max-workers", max)] {
+            if !number.is_multiple_of(per_pod) {
+                return Err(Failure::usage(format!(
+                    "{option} {number}: a pod holds {per_pod} workers ({why}), so this must be a multiple of {per_pod}: {}",
+                    job::multiples_near(number, per_pod)
+                )));
+            }
+        }
+        if min > num {
+            return Err(Failure::usage(format!(
+                "--min-workers {min} is more than --num-workers {num}: the job could never start; \
+                 lower the first or raise the second"
+            )));
+        }
+        if num > max {
+            return Err(Failure::usage(format!(
+                "--num-workers {num} is more than --max-workers {max}; lower the first or raise the second"
+            )));
+        }
+        Ok(Self { num, min, max, per_pod })
     }
-    if num > max {
-        return Err(Failure::usage(format!(
-            "--num-workers {num} is more than --max-workers {max}; lower the first or raise the second"
-        )));
-    }
-    Ok(max)
 }
 
 fn batch(global: Option<u64>, per_worker: Option<u64>) -> Batch {
@@ -238,6 +259,10 @@ pub(super) fn parse_workers(text: &str) -> Result<u32, String> {
     parse_count(text, "workers", WORKERS_MAX)
 }
 
+pub(super) fn parse_workers_per_pod(text: &str) -> Result<u32, String> {
+    parse_count(text, "workers", job::MAX_WORKERS_PER_POD)
+}
+
 pub(super) fn parse_epochs(text: &str) -> Result<u32, String> {
     parse_count(text, "epochs", EPOCHS_MAX)
 }
@@ -287,6 +312,7 @@ const INTERVAL_MIN: Duration = Duration::from_millis(50);
 const GLOBAL_BATCH_DEFAULT: NonZeroU64 = NonZeroU64::new(64).expect("64 is not 0");
 /// Leaves room for what a cluster's objects add, within the 63 characters of their names.
 const JOB_NAME_LEN_MAX: usize = 40;
+const NUM_WORKERS_DEFAULT: u32 = 2;
 const MAX_WORKERS_DEFAULT_MIN: u32 = 8;
 const MAX_WORKERS_FACTOR: u32 = 2;
 const TIMEOUT_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -342,6 +368,41 @@ mod tests {
         assert_eq!((plan.args, plan.quiet, plan.summary), (vec!["a".into(), "--b".into()], false, None));
         assert!(plan.program.is_absolute() && plan.program.ends_with("true"), "{:?}", plan.program);
         assert!(plan.job_dir.ends_with("elasticdl/j") || plan.job_dir.ends_with(".elasticdl/j"));
+    }
+
+    /// As for a cluster.
+    fn pods(options: &str) -> JobSpec {
+        let line = format!("elasticdl train --image i:1 --training-data d {options} -- true");
+        match Cli::try_parse_from(line.split_whitespace()).unwrap().command {
+            Command::Train(args) => {
+                job_spec(&args, "j".into(), |_, path| Ok(path.into())).map_err(|e| e.text).unwrap()
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_pod_holds_a_worker_for_each_of_its_gpus_unless_one_says_otherwise() {
+        let numbers = |options: &str| {
+            let JobSpec { workers_per_pod, num_workers, min_workers, max_workers, .. } = pods(options);
+            [workers_per_pod, num_workers, min_workers, max_workers]
+        };
+        assert_eq!(numbers(""), [1, 2, 1, 8]);
+        assert_eq!(numbers("--worker-resources cpu=8,nvidia.com/gpu=1"), [1, 2, 1, 8]);
+        assert_eq!(numbers("--worker-resources nvidia.com/gpu=3"), [3, 3, 3, 6]);
+        assert_eq!(numbers("--worker-resources nvidia.com/gpu=8 --num-workers 16"), [8, 16, 8, 32]);
+        assert_eq!(numbers("--worker-resources nvidia.com/gpu=8 --workers-per-pod 1"), [1, 2, 1, 8]);
+        assert_eq!(
+            numbers("--workers-per-pod 2 --num-workers 6 --min-workers 4 --max-workers 6"),
+            [2, 6, 4, 6]
+        );
+        // There each worker is a process anyway, and they take the GPUs in turn.
+        let error = plan("--local --workers-per-pod 2").unwrap_err();
+        assert!(
+            error.contains("'--local' cannot be used with '--workers-per-pod")
+                || error.contains("'--workers-per-pod <K>' cannot be used with '--local'"),
+            "{error}"
+        );
     }
 
     #[test]

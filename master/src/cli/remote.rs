@@ -145,12 +145,7 @@ impl ClusterJob {
         self.check_running(&data)?;
         let task = data.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
         let spec = task.ok_or_else(|| Failure::failed("the task in the job's anchor can't be read"))?.job;
-        if !(spec.min_workers..=spec.max_workers).contains(&num_workers) {
-            return Err(Failure::usage(format!(
-                "this job takes {} to {} workers (--min-workers, --max-workers), not {num_workers}",
-                spec.min_workers, spec.max_workers
-            )));
-        }
+        spec.check_scale(num_workers).map_err(Failure::usage)?;
         let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
         let was = status.map_or(spec.num_workers, |status| status.workers_wanted);
         self.wish(NUM_WORKERS, num_workers.to_string())?;

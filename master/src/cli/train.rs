@@ -77,15 +77,13 @@ pub struct TrainArgs {
     #[arg(long, value_name = "JOB", conflicts_with_all = JOB_OPTIONS, help_heading = WHERE)]
     pub resume: Option<PathBuf>,
 
-    /// Workers to keep running.
-    #[arg(long, value_name = "N", default_value = "2", value_parser = plan::parse_workers,
-          help_heading = WORKERS)]
-    pub num_workers: u32,
+    /// Workers to keep running. [default: 2, and at least those of one pod]
+    #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
+    pub num_workers: Option<u32>,
 
-    /// With fewer workers than this, the others wait.
-    #[arg(long, value_name = "N", default_value = "1", value_parser = plan::parse_workers,
-          help_heading = WORKERS)]
-    pub min_workers: u32,
+    /// With fewer workers than this, the others wait. [default: those of one pod]
+    #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
+    pub min_workers: Option<u32>,
 
     /// `elasticdl scale` can go up to this. [default: twice --num-workers, at least 8]
     #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]

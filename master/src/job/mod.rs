@@ -72,6 +72,7 @@ pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Dataset, File, Format, JobSpec, SpecError, ValidationSpec,
     WireDtype, Work,
 };
+pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{
     Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,

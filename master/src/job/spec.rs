@@ -193,6 +193,26 @@ impl JobSpec {
         self.worker_timeout.map(|timeout| timeout / 10)
     }
 
+    /// Checks whether the job may be told to keep so many workers.
+    ///
+    /// # Errors
+    /// What would be right.
+    pub fn check_scale(&self, num_workers: u32) -> Result<(), String> {
+        let Self { min_workers: min, max_workers: max, workers_per_pod: per_pod, .. } = self;
+        if !(min..=max).contains(&&num_workers) {
+            return Err(format!(
+                "this job takes {min} to {max} workers (--min-workers, --max-workers), not {num_workers}"
+            ));
+        }
+        match num_workers.is_multiple_of(*per_pod) {
+            true => Ok(()),
+            false => Err(format!(
+                "a pod of this job holds {per_pod} workers, so it takes a multiple of {per_pod}, not {num_workers}: {}",
+                multiples_near(num_workers, *per_pod)
+            )),
+        }
+    }
+
     /// Checks what can be checked before the data is seen.
     ///
     /// # Errors
@@ -234,6 +254,14 @@ impl JobSpec {
     }
 }
 
+/// The multiples of `of` that are next to `number`, in words.
+pub(crate) fn multiples_near(number: u32, of: u32) -> String {
+    match number / of * of {
+        0 => of.to_string(),
+        below => format!("{below} or {}", below.saturating_add(of)),
+    }
+}
+
 /// A field of a [`JobSpec`] that no job can be made of: mend it and submit again.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field} is {value:?}; it must be {wanted}")]
@@ -254,4 +282,4 @@ fn one() -> u32 {
 /// A ring of more workers than this has not been thought about.
 const MAX_WORKERS: u32 = 65_536;
 /// No machine has more GPUs.
-const MAX_WORKERS_PER_POD: u32 = 64;
+pub(crate) const MAX_WORKERS_PER_POD: u32 = 64;

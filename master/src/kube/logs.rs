@@ -7,7 +7,7 @@ use kube::api::{ListParams, LogParams};
 
 use super::anchor::Anchor;
 use super::client::{Cluster, ClusterError};
-use super::objects::{self, LAUNCH_LABEL};
+use super::objects::{self, LAUNCH_LABEL, TASK, Task};
 use crate::job::LaunchId;
 
 /// Whose logs.
@@ -31,10 +31,14 @@ pub async fn copy(
     follow: bool,
     mut write: impl FnMut(&[u8]) -> bool,
 ) -> Result<(), ClusterError> {
-    let uid = anchor.read().await?.metadata.uid.unwrap_or_default();
+    let anchor = anchor.read().await?;
+    let uid = anchor.metadata.uid.unwrap_or_default();
     let (selector, what) = match source {
         Source::Master => (objects::master_selector(job), "a pod of the master".to_owned()),
         Source::Worker(launch) => {
+            let task =
+                anchor.data.as_ref().and_then(|data| serde_json::from_str::<Task>(data.get(TASK)?).ok());
+            let launch = task.map_or(launch, |task| first_of_pod(launch, task.job.workers_per_pod));
             let selector = format!("{},{LAUNCH_LABEL}={}", objects::worker_selector(&uid), launch.0);
             (selector, format!("a pod of the launch {}", launch.0))
         }
@@ -59,5 +63,23 @@ pub async fn copy(
             Ok(_) => return Ok(()),
             Err(error) => return Err(ClusterError::Unreachable { doing, message: error.to_string() }),
         }
+    }
+}
+
+/// The launch that names the pod: its workers print into one log.
+fn first_of_pod(launch: LaunchId, workers_per_pod: u32) -> LaunchId {
+    let per_pod = u64::from(workers_per_pod.max(1));
+    LaunchId(launch.0.saturating_sub(1) / per_pod * per_pod + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_workers_of_a_pod_have_one_log() {
+        let first = |launch, per_pod| first_of_pod(LaunchId(launch), per_pod).0;
+        assert_eq!([1, 2, 3, 4, 7].map(|launch| first(launch, 1)), [1, 2, 3, 4, 7]);
+        assert_eq!([1, 2, 3, 4, 7].map(|launch| first(launch, 3)), [1, 1, 1, 4, 7]);
     }
 }

@@ -166,6 +166,7 @@ pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
 }
 
 /// A worker's pod: `template` with its own name, for `launch` at the job's place `index`, whose master listens at `master`.
+/// Of a pod of several workers, these are the first one's.
 #[must_use]
 pub fn worker_pod(template: &Pod, launch: LaunchId, index: u32, anchor: &ObjectMeta, master: &str) -> Pod {
     let mut pod = template.clone();
@@ -303,12 +304,15 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     let (program, args) = request.program.split_first().expect("a request has a program");
     let mut env = parts::worker_environment(&request.task);
     if !pods.env.iter().any(|(name, _)| name == parts::RAYON_THREADS) {
-        env.push(parts::threads());
+        env.push(parts::threads(request.task.job.workers_per_pod));
     }
     env.extend(pods.env.iter().map(|(name, value)| parts::variable(name, value)));
     let mut mounts = parts::mounts();
     let mut volumes = parts::volumes(name, &[TOKEN, CA]);
     add_volumes(pods, &mut volumes, &mut mounts);
+    if request.task.job.workers_per_pod > 1 {
+        parts::shared_memory(&mut volumes, &mut mounts);
+    }
     let container = Container {
         name: WORKER.into(),
         image: Some(pods.image.clone()),
@@ -423,9 +427,9 @@ pub const KEY_FILE: &str = "/etc/elasticdl/tls.key";
 pub const TASK: &str = "task";
 /// The anchor's key for the workers' pod, JSON.
 pub const WORKER_POD: &str = "worker-pod";
-/// Says of a worker's pod which place among the job's workers it has.
+/// Says of a worker's pod which place among the job's workers it has; of a pod of several, the first one's.
 pub const INDEX_LABEL: &str = "elasticdl/index";
-/// Says of a worker's pod which launch it is.
+/// Says of a worker's pod which launch it is; of a pod of several, the first.
 pub const LAUNCH_LABEL: &str = "elasticdl/launch";
 
 const ANCHOR_LABEL: &str = "elasticdl/anchor";

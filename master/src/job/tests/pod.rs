@@ -64,6 +64,14 @@ fn the_numbers_of_workers_are_multiples_of_a_pods() {
     assert_eq!(wrong.map(|spec| spec.check().unwrap_err().field), fields);
 }
 
+#[test]
+fn a_job_is_scaled_to_multiples_of_a_pods() {
+    assert_eq!(pods().check_scale(4), Ok(()));
+    assert!(pods().check_scale(8).unwrap_err().contains("2 to 6 workers"));
+    let expected = "a pod of this job holds 2 workers, so it takes a multiple of 2, not 3: 2 or 4";
+    assert_eq!(pods().check_scale(3).unwrap_err(), expected);
+}
+
 /// The other worker goes in the same change, the pod's end is one failure, and its place is filled only then.
 #[test]
 fn a_crash_takes_the_pod_along_and_counts_once() {

@@ -75,6 +75,17 @@ pub(super) fn mounts() -> Vec<VolumeMount> {
     ]
 }
 
+/// Where NCCL's ranks of one pod meet: as much memory as the pod may use, and not the 64 MiB that containers have there.
+pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMount>) {
+    if mounts.iter().any(|mount| mount.mount_path == SHARED_MEMORY) {
+        return;
+    }
+    let memory = EmptyDirVolumeSource { medium: Some("Memory".into()), ..EmptyDirVolumeSource::default() };
+    volumes.push(Volume { name: "shm".into(), empty_dir: Some(memory), ..Volume::default() });
+    let mount_path = SHARED_MEMORY.into();
+    mounts.push(VolumeMount { name: "shm".into(), mount_path, ..VolumeMount::default() });
+}
+
 /// Memory and devices are limited to what is asked for; processors are not, for a rank that is slowed down slows down
 /// all others.
 pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
@@ -91,7 +102,7 @@ pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
 
 /// What a worker needs to know that is the same for all.
 pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
-    vec![
+    let mut env = vec![
         variable("ELASTICDL_CA_FILE", CA_FILE),
         variable("ELASTICDL_JOB", &task.job.name),
         variable("ELASTICDL_MASTER_NAME", &master_name(&task.job.name)),
@@ -102,13 +113,17 @@ pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
         field("ELASTICDL_POD_IP", "status.podIP"),
         field("ELASTICDL_POD_NAME", "metadata.name"),
         field("ELASTICDL_POD_UID", "metadata.uid"),
-    ]
+    ];
+    if task.job.workers_per_pod > 1 {
+        env.push(variable("ELASTICDL_WORKERS", &task.job.workers_per_pod.to_string()));
+    }
+    env
 }
 
-/// As many threads as processors were asked for, not as the node has.
-pub(super) fn threads() -> EnvVar {
+/// As many threads as processors were asked for, not as the node has; where several workers share these, each gets its part.
+pub(super) fn threads(workers_per_pod: u32) -> EnvVar {
     EnvVar {
-        name: RAYON_THREADS.into(),
+        name: if workers_per_pod > 1 { "ELASTICDL_CPUS" } else { RAYON_THREADS }.into(),
         value: None,
         value_from: Some(EnvVarSource {
             resource_field_ref: Some(ResourceFieldSelector {
@@ -138,6 +153,7 @@ pub(super) fn variable(name: &str, value: &str) -> EnvVar {
 
 pub(super) const RAYON_THREADS: &str = "RAYON_NUM_THREADS";
 
+const SHARED_MEMORY: &str = "/dev/shm";
 const OWNER_AND_GROUP_READ: i32 = 0o440;
 /// Nobody in particular.
 const USER: i64 = 65532;

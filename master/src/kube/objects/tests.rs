@@ -203,6 +203,41 @@ fn a_pod_says_which_launch_and_which_place_it_is() {
 }
 
 #[test]
+fn a_pod_of_several_workers_is_told_so_and_they_share_processors_and_memory() {
+    let one = worker(&request(), 1, 0);
+    let mut request = request();
+    request.task.job.workers_per_pod = 4;
+    let pod = worker(&request, 5, 4);
+    assert_eq!(
+        (&pod["metadata"]["name"], &pod["metadata"]["labels"]["elasticdl/index"]),
+        (&json!("mnist-w-5"), &json!("4"))
+    );
+    let variable = |pod: &Value, name: &str| {
+        let env = pod["spec"]["containers"][0]["env"].as_array().unwrap().clone();
+        env.into_iter().find(|v| v["name"] == name)
+    };
+    let cpus = json!({"resourceFieldRef": {"resource": "requests.cpu"}});
+    assert_eq!(variable(&pod, "ELASTICDL_WORKERS").unwrap()["value"], "4");
+    assert_eq!(variable(&pod, "ELASTICDL_LAUNCH").unwrap()["value"], "5");
+    assert_eq!(variable(&pod, "ELASTICDL_CPUS").unwrap()["valueFrom"], cpus);
+    assert_eq!(variable(&pod, "RAYON_NUM_THREADS"), None);
+    assert_eq!(variable(&one, "RAYON_NUM_THREADS").unwrap()["valueFrom"], cpus);
+    assert_eq!((variable(&one, "ELASTICDL_WORKERS"), variable(&one, "ELASTICDL_CPUS")), (None, None));
+    let memory = |pod: &Value| {
+        let volumes = pod["spec"]["volumes"].as_array().unwrap();
+        let is_memory = |v: &&Value| v["emptyDir"]["medium"] == "Memory";
+        let names: Vec<String> = volumes.iter().filter(is_memory).map(|v| v["name"].to_string()).collect();
+        let mounts = pod["spec"]["containers"][0]["volumeMounts"].as_array().unwrap();
+        let mounts = mounts.iter().filter(|m| m["mountPath"] == "/dev/shm").count();
+        (names.len(), mounts)
+    };
+    assert_eq!((memory(&one), memory(&pod)), ((0, 0), (1, 1)));
+    // The user's own stays.
+    request.pods.volumes = parse_volumes("host_path=/dev/shm,mount_path=/dev/shm").unwrap();
+    assert_eq!(memory(&worker(&request, 5, 4)), (0, 1));
+}
+
+#[test]
 fn nothing_runs_until_all_is_there() {
     let objects = objects(&request());
     assert_eq!(objects.job.spec.unwrap().parallelism, Some(0));

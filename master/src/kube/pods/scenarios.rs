@@ -6,6 +6,8 @@ use serde_json::json;
 
 use super::tests::{ONE, WAITS, container, ended, exited, next, pods, pods_of, running, started, until};
 use super::*;
+use crate::job::testing::spec;
+use crate::job::{Action, Event as JobEvent, Job, JobSpec, Time};
 use crate::kube::lease::{Holder, Lease};
 use crate::kube::testing::Fake;
 
@@ -307,4 +309,36 @@ async fn a_class_of_the_users_own_that_is_missing_ends_the_launch() {
     assert_eq!(next(&mut pods).await, WAITS);
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted("there is no priority class mine".into())));
     assert_eq!(fake.state().count("POST pods"), 1);
+}
+
+/// The core counts workers, the cluster pods: each goes by its first worker's number.
+#[tokio::test(start_paused = true)]
+async fn pods_of_several_workers_are_made_and_replaced_as_one() {
+    let (fake, mut pods) = pods();
+    let spec = JobSpec { num_workers: 4, max_workers: 4, workers_per_pod: 2, min_workers: 2, ..spec() };
+    let mut job = Job::new(spec);
+    let act = |job: &mut Job, pods: &Pods| {
+        while let Some(action) = job.poll_action() {
+            match action {
+                Action::Launch { launch, index } => pods.start(launch, index),
+                Action::Kill { launch } => pods.kill(launch),
+                _ => {}
+            }
+        }
+    };
+    act(&mut job, &pods);
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    fake.set_status("j-w-1", exited(139));
+    loop {
+        let (launch, happening) = next(&mut pods).await;
+        if let Happening::Ended(exit) = happening {
+            assert_eq!((launch, &exit), (ONE, &Exit::Signal(11)));
+            job.handle(Time::default(), JobEvent::ProcessEnded { launch, exit });
+            break;
+        }
+    }
+    act(&mut job, &pods);
+    until(|| fake.state().names() == ["j-w-1", "j-w-3"]).await;
+    let labels = fake.state().pod("j-w-3")["metadata"]["labels"].clone();
+    assert_eq!((&labels["elasticdl/launch"], &labels["elasticdl/index"]), (&json!("3"), &json!("0")));
 }
