@@ -46,6 +46,53 @@ fn pods_that_are_deleted_and_killed_cost_no_record() {
 }
 
 #[test]
+fn pods_of_two_workers_train_each_record_once_and_go_together() {
+    let Some(namespace) = namespace("pods") else { return };
+    let options =
+        ["--workers-per-pod", "2", "--num-workers", "4", "--worker-resources", "cpu=20m,memory=160Mi"];
+    let options = [&options[..], &["--num-epochs", "25", "--max-worker-restarts", "0"]].concat();
+    let job = Job::start(&namespace, "count", &options, 8000);
+    let pods = job.wait_for_pods(4, 2);
+    let sums_over = job.status()["sums_over"].to_string();
+    assert!(
+        sums_over.contains("shared memory inside hosts"),
+        "the ranks of a pod do not find each other's: {sums_over}"
+    );
+    // The supervisor, and its workers.
+    let processes = Namespace::processes_inside(&pods[0], "counting");
+    assert_eq!(processes.len(), 3, "{processes:?}");
+    send(processes[2], Signal::KILL);
+    job.wait_until_gone(&pods[..1]);
+    let pods = job.wait_for_pods(4, 2);
+    namespace.delete_pod(name(&pods[0]), &["--grace-period=0", "--force", "--wait=false"]);
+    job.wait_until_gone(&pods[..1]);
+    let pods = job.wait_for_pods(4, 2);
+    assert_eq!(job.launches(), [1, 3, 5, 7]);
+    // Another master finds the workers of both pods by the pods.
+    let incarnation = || namespace.anchor("count", "incarnation").as_u64().unwrap_or(0);
+    let before = incarnation();
+    let master = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
+    let master = master.iter().find_map(|pod| Namespace::process_inside(pod, "elasticdl")).unwrap();
+    send(master, Signal::KILL);
+    job.wait_for("another master", || (incarnation() > before).then_some(()));
+    let after = job.wait_for_pods(4, 2);
+    let uids = |pods: &[Value]| pods.iter().map(|pod| uid(pod).to_owned()).collect::<BTreeSet<_>>();
+    assert_eq!(uids(&after), uids(&pods));
+    // Worker 8 prints into its pod's log, which is named after worker 7.
+    let log = namespace.elasticdl("logs", ["count", "--launch", "8"]).output().unwrap();
+    assert!(text(&log).contains("worker=8") && text(&log).contains("worker=7"), "{}", text(&log));
+    let half = namespace.elasticdl("scale", ["count", "--num-workers", "3"]).output().unwrap();
+    assert_eq!(half.status.code(), Some(2), "{}", text(&half));
+    assert!(text(&half).contains("a multiple of 2, not 3: 2 or 4"), "{}", text(&half));
+    let scaled = namespace.elasticdl("scale", ["count", "--num-workers", "2"]).output().unwrap();
+    assert!(scaled.status.success(), "{}", text(&scaled));
+    let _ = job.wait_for_pods(2, 1);
+    namespace.delete_pod(name(&pods[0]), &["--wait=false", "--ignore-not-found"]);
+    // No end of these was the workers' own fault, so none counts.
+    job.assert_completes(25);
+}
+
+#[test]
 fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
     let Some(namespace) = namespace("masters") else { return };
     let options = ["--num-workers", "3", "--num-epochs", "30", "--max-worker-restarts", "0"];

@@ -61,6 +61,12 @@ impl<'a> Job<'a> {
     /// Waits until the group has this many members and a step more than now, and as many pods run; gives back these.
     #[must_use]
     pub fn wait_for_group(&self, members: usize) -> Vec<Value> {
+        self.wait_for_pods(members, members)
+    }
+
+    /// As [`Job::wait_for_group`], in so many pods.
+    #[must_use]
+    pub fn wait_for_pods(&self, members: usize, count: usize) -> Vec<Value> {
         let before = self.step();
         self.wait_for(&format!("a group of {members} that trains"), || {
             let status = self.status();
@@ -69,18 +75,23 @@ impl<'a> Job<'a> {
                 return None;
             }
             let pods = self.namespace.running_workers(&self.name);
-            (pods.len() == members).then_some(pods)
+            (pods.len() == count).then_some(pods)
         })
     }
 
     /// Waits until this many train, none of which is one of `gone`.
     #[must_use]
     pub fn wait_for_others(&self, members: usize, gone: &[Value]) -> Vec<Value> {
+        self.wait_until_gone(gone);
+        self.wait_for_group(members)
+    }
+
+    /// Waits until none of these runs.
+    pub fn wait_until_gone(&self, gone: &[Value]) {
         self.wait_for("the pods are gone", || {
             let pods = self.namespace.running_workers(&self.name);
             pods.iter().all(|pod| gone.iter().all(|gone| uid(pod) != uid(gone))).then_some(())
         });
-        self.wait_for_group(members)
     }
 
     /// Waits for the status to say something among its events.

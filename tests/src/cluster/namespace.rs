@@ -210,20 +210,31 @@ impl Namespace {
         crate::send(pid, rustix::process::Signal::KILL);
     }
 
-    /// The process with this name in a pod's containers, as this machine, which is the node, knows it.
+    /// The first process with this name in a pod's containers, as this machine, which is the node, knows it.
     ///
     /// # Panics
     /// This machine does not show its processes.
     #[must_use]
     pub fn process_inside(pod: &Value, command: &str) -> Option<u32> {
+        Self::processes_inside(pod, command).first().copied()
+    }
+
+    /// All of them, in the order in which they were started.
+    ///
+    /// # Panics
+    /// This machine does not show its processes.
+    #[must_use]
+    pub fn processes_inside(pod: &Value, command: &str) -> Vec<u32> {
         let uid = super::uid(pod);
         let is_inside = |pid: &u32| {
             let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
             read("cgroup").contains(uid) && read("comm").trim() == command
         };
         let processes = fs::read_dir("/proc").expect("the system shows its processes").flatten();
-        let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-        pids.find(is_inside)
+        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let mut pids: Vec<u32> = pids.filter(is_inside).collect();
+        pids.sort_unstable();
+        pids
     }
 
     /// Waits for something.

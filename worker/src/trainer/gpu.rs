@@ -81,7 +81,11 @@ fn sums_over(ring: &Ring, path: Path, obstacle: Option<Obstacle>, policy: &NcclP
     if ring.host().world_size() == 1 {
         return "nothing, there is one worker".into();
     }
-    let host = if ring.host().shares_memory() { "shared memory" } else { "TCP" };
+    let host = match ring.host() {
+        ring if ring.shares_memory() => "shared memory",
+        ring if ring.is_hierarchical() => "shared memory inside hosts and TCP between them",
+        _ => "TCP",
+    };
     let Ring::Device(ring) = ring else { return host.into() };
     let why = match (path, policy, obstacle, ring.nccl_state()) {
         (Path::Nccl, NcclPolicy::On(library, _), ..) => {
