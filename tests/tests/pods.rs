@@ -135,6 +135,69 @@ fn variable(pid: u32, name: &str) -> Option<String> {
     all.find_map(|v| Some(v.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
 }
 
+/// A supervisor of two workers without a job: what they take for their master says nothing.
+struct Lonely {
+    _folder: tempfile::TempDir,
+    _master: std::net::TcpListener,
+    supervisor: std::process::Child,
+    workers: Vec<u32>,
+}
+
+impl Lonely {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let token = folder.path().join("token");
+        fs::write(&token, "abc").unwrap();
+        let master = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let supervisor = std::process::Command::new(env!("CARGO_BIN_EXE_counting"))
+            .args(["--records", "1"])
+            .env("ELASTICDL_MASTER", master.local_addr().unwrap().to_string())
+            .env("ELASTICDL_TOKEN_FILE", token)
+            .env("ELASTICDL_JOB", "count")
+            .env("ELASTICDL_LAUNCH", "1")
+            .env("ELASTICDL_MASTER_TIMEOUT_MS", "60000")
+            .env("ELASTICDL_WORKERS", "2")
+            .spawn()
+            .unwrap();
+        let children = format!("/proc/{0}/task/{0}/children", supervisor.id());
+        let workers = wait_until(|| {
+            let pids = fs::read_to_string(&children).unwrap();
+            let pids: Vec<u32> = pids.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
+            // Each has come to call its master, so it has seen to its supervisor's end.
+            let calls = |pid: &u32| fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|t| t.count() > 1);
+            (pids.len() == 2 && pids.iter().all(calls)).then_some(pids)
+        });
+        Self { _folder: folder, _master: master, supervisor, workers }
+    }
+}
+
+fn wait_until<T>(look: impl Fn() -> Option<T>) -> T {
+    for _ in 0..3000 {
+        if let Some(found) = look() {
+            return found;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("it did not come to that");
+}
+
+#[test]
+fn workers_end_with_a_supervisor_that_is_killed() {
+    let mut pod = Lonely::start();
+    pod.supervisor.kill().unwrap();
+    pod.supervisor.wait().unwrap();
+    wait_until(|| (!pod.workers.iter().any(|pid| is_alive(*pid))).then_some(()));
+}
+
+/// The other does not leave when it is told to, as it has no stream yet; so it is killed, too.
+#[test]
+fn a_supervisor_ends_as_the_first_of_its_workers_that_failed() {
+    let mut pod = Lonely::start();
+    send(pod.workers[1], Signal::ABORT);
+    assert_eq!(pod.supervisor.wait().unwrap().code(), Some(128 + 6));
+    assert!(!pod.workers.iter().any(|pid| is_alive(*pid)));
+}
+
 const SLOW: [&str; 2] = ["--micros-per-record", "5000"];
 
 #[tokio::test]
@@ -173,7 +236,7 @@ async fn a_killed_worker_takes_its_pod_along_in_one_change_and_the_pod_is_replac
 }
 
 #[tokio::test]
-async fn no_worker_outlives_its_supervisor() {
+async fn a_killed_supervisor_costs_its_pod_and_no_record() {
     let mut job = Running::start(&SLOW).await;
     let status = job.wait_for_members(&[1, 2, 3, 4]).await;
     let workers = [pid(&status, 3), pid(&status, 4)];

@@ -193,6 +193,27 @@ fn a_job_that_stops_spares_a_pod_of_which_one_is_needed() {
     assert_eq!(job.status(at(3)).state, "ending");
 }
 
+/// Worker 4 has not fetched the state and goes; worker 3 finishes its step, and writes the last checkpoint.
+#[test]
+fn a_pod_is_not_killed_for_one_that_has_gone_while_another_finishes() {
+    let spec = JobSpec { checkpoints: None, ..pods() };
+    let mut job = Job::new(spec);
+    (1..=2).for_each(|i| connect(&mut job, i));
+    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    (3..=4).for_each(|i| connect(&mut job, i));
+    (1..=3).for_each(|i| say(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    job.handle_timeout(at(1000));
+    say(&mut job, 1, formed(1, 0, &[]));
+    done(&mut job);
+    job.handle(at(1000), Event::Stop);
+    let told = done(&mut job);
+    assert!(told.contains(&send(3, ToWorker::Drain)), "{told:?}");
+    assert!(told.contains(&send(4, ToWorker::Shutdown("the job is stopping".into()))), "{told:?}");
+    gone(&mut job, 1001, 4);
+    job.handle_timeout(at(10_999));
+    assert_eq!(done(&mut job), []);
+}
+
 fn come_back(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
     let membership = Some(membership(1, members, true));
     let resume = Some(Resume { worker: WorkerId(i), membership, parameters: Some(10) });
@@ -249,6 +270,14 @@ fn a_pod_of_which_one_does_not_come_back_goes_in_order() {
     let mut done = done(&mut job);
     done.retain(|a| !matches!(a, Action::Launch { .. }));
     assert_eq!(done, expected);
+}
+
+#[test]
+fn numbers_are_reserved_in_whole_pods() {
+    let three = JobSpec { num_workers: 3, min_workers: 3, workers_per_pod: 3, ..pods() };
+    let mut record = started(three, &[20]).record();
+    assert_eq!(record.find(&[(LaunchId(1), 0)].into()), []);
+    assert!(Job::restore(record, at(0)).is_ok());
 }
 
 #[test]
