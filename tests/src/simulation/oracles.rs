@@ -303,7 +303,18 @@ impl World {
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
     }
 
+    /// A master whose record is old goes on with an older group, if nobody who comes back has heard of a newer one.
+    fn note_what_master_goes_on_with(&mut self) {
+        let generation = self.master.job.status(self.time()).generation;
+        let is_older = |m: &Membership| m.generation > generation;
+        if self.setting.keeps_late && self.books.newest.as_ref().is_some_and(is_older) {
+            let older = self.books.published.iter().find(|m| m.generation == generation);
+            self.books.newest = older.cloned();
+        }
+    }
+
     fn check_lease(&mut self, worker: WorkerId, ranges: &[RecordRange]) {
+        self.note_what_master_goes_on_with();
         let members = match self.books.newest.as_ref() {
             Some(newest) => newest.members.iter().map(|(id, _)| *id).collect(),
             None => Vec::new(),
