@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::bell::Bell;
 use crate::fence::Pass;
-use crate::hello::{Hello, JobDigest, Purpose};
+use crate::hello::{Hello, JobDigest, Purpose, STREAMS_MAX};
 use crate::hosts::Hosts;
 use crate::link::{DialError, dial, poll_until, set_up_listener};
 use crate::lobby::Lobby;
@@ -35,6 +35,8 @@ pub struct Endpoint {
     dial_limit: Option<Duration>,
     wire: WireDtype,
     transport: Transport,
+    /// Links between two neighbours.
+    streams: u8,
     quit: Arc<Bell>,
     /// Taken only when the endpoint is dropped.
     porter: Option<JoinHandle<()>>,
@@ -88,7 +90,7 @@ impl Endpoint {
             .spawn(move || porter.run())
             .map_err(|source| CollectiveError::Io { action: "start the accept thread", source })?;
         let (progress, dial_limit, wire) = (Progress::new(), None, WireDtype::default());
-        let transport = Transport::default();
+        let (transport, streams) = (Transport::default(), 1);
         Ok(Self {
             identity,
             address,
@@ -98,6 +100,7 @@ impl Endpoint {
             dial_limit,
             wire,
             transport,
+            streams,
             quit,
             porter: Some(porter),
         })
@@ -124,6 +127,21 @@ impl Endpoint {
     pub fn with_transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
         self
+    }
+
+    /// Sets over how many links at once two neighbours send the parts of long sums, in groups to come: 1 to 16. It must be the same
+    /// on all members. A network that gives each connection a share of its own, or that loses packets, carries more over several;
+    /// within a host they only cost. Groups that share memory on some host have one.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Invalid`].
+    pub fn with_streams(mut self, streams: u8) -> Result<Self, CollectiveError> {
+        if !(1..=STREAMS_MAX).contains(&streams) {
+            let reason = format!("{streams} links between neighbours; 1 to {STREAMS_MAX} are possible");
+            return Err(CollectiveError::Invalid(reason));
+        }
+        self.streams = streams;
+        Ok(self)
     }
 
     /// Where peers dial this worker.
@@ -173,9 +191,14 @@ impl Endpoint {
         let ring = attempt(Purpose::Ring, (0..world).collect()).expect("this rank is in the group");
         let home = attempt(Purpose::Home, hosts.ranks(place.host).to_vec()).filter(|_| is_mixed);
         let leaders = attempt(Purpose::Leaders, hosts.leaders()).filter(|_| is_mixed);
-        let links = Attempt::run_all([Some(ring), home, leaders]).inspect_err(|_| pass.shut_down())?;
-        let [Some(ring), home, leaders] = links else { unreachable!("a link was asked for") };
+        let further = if may_share { 0 } else { self.streams - 1 };
+        let lanes = (1..=further).map(|number| attempt(Purpose::Stream(number), (0..world).collect()));
+        let attempts = [Some(ring), home, leaders].into_iter().chain(lanes).collect();
+        let mut links = Attempt::run_all(attempts).inspect_err(|_| pass.shut_down())?.into_iter();
+        let mut next = || links.next().flatten();
+        let (ring, home, leaders) = (next().expect("it was asked for"), next(), next());
         let ring = TcpRing::linked(pass, self.progress(), Seat { rank, world }, ring);
+        let ring = ring.with_lanes(links.flatten().collect());
         let members = group.members.iter().map(|member| member.id).collect();
         let plan = may_share.then(|| Plan { members, hosts, home, leaders });
         Ok(ring.with_wire_dtype(self.wire).with_sharing(plan))
@@ -250,17 +273,12 @@ struct Until {
 
 impl Attempt<'_> {
     /// Dials all next members before it waits for a previous one.
-    fn run_all<const N: usize>(attempts: [Option<Self>; N]) -> Result<[Option<Links>; N], CollectiveError> {
-        let mut links = [const { None }; N];
-        let mut dialled = Vec::with_capacity(N);
-        for (index, attempt) in attempts.iter().enumerate() {
-            let Some(attempt) = attempt else { continue };
-            dialled.push((index, attempt, attempt.dial_next()?));
-        }
-        for (index, attempt, next) in dialled {
-            links[index] = Some(attempt.finish(next)?);
-        }
-        Ok(links)
+    fn run_all(attempts: Vec<Option<Self>>) -> Result<Vec<Option<Links>>, CollectiveError> {
+        let dial = |attempt: Self| attempt.dial_next().map(|next| (attempt, next));
+        let dialled: Result<Vec<_>, _> =
+            attempts.into_iter().map(|attempt| attempt.map(dial).transpose()).collect();
+        let finish = |(attempt, next): (Self, _)| attempt.finish(next);
+        dialled?.into_iter().map(|dialled| dialled.map(finish).transpose()).collect()
     }
 
     fn finish(&self, next: Arc<TcpStream>) -> Result<Links, CollectiveError> {

@@ -38,6 +38,8 @@ pub(crate) enum Purpose {
     Ring,
     /// The state, sent over this link; of whatever generation.
     State,
+    /// A further link between the same two as [`Ring`](Self::Ring), by its number from 1.
+    Stream(u8),
 }
 
 /// The job's name, in a fixed length.
@@ -56,7 +58,7 @@ pub(crate) enum HelloError {
 impl Hello {
     pub(crate) fn encode(&self, secret: &Secret) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
-        bytes[..8].copy_from_slice(self.purpose.magic());
+        bytes[..8].copy_from_slice(&self.purpose.magic());
         bytes[8..40].copy_from_slice(&self.job.0);
         bytes[40..48].copy_from_slice(&self.generation.to_le_bytes());
         bytes[48..56].copy_from_slice(&self.from.to_le_bytes());
@@ -67,9 +69,11 @@ impl Hello {
     }
 
     pub(crate) fn decode(bytes: &[u8; HELLO_BYTES], secret: &Secret) -> Result<Self, HelloError> {
+        let streams = (1..STREAMS_MAX).map(Purpose::Stream);
         let purpose = [Purpose::Home, Purpose::Leaders, Purpose::Ring, Purpose::State]
             .into_iter()
-            .find(|purpose| &bytes[..8] == purpose.magic())
+            .chain(streams)
+            .find(|purpose| bytes[..8] == purpose.magic())
             .ok_or(HelloError::Foreign)?;
         let (proven, proof) = bytes.split_at(PROVEN_BYTES);
         mac(secret, proven).verify_slice(proof).map_err(|_| HelloError::Unproven)?;
@@ -84,12 +88,13 @@ impl Hello {
 }
 
 impl Purpose {
-    fn magic(self) -> &'static [u8; 8] {
+    fn magic(self) -> [u8; 8] {
         match self {
-            Self::Home => b"EDLHOME1",
-            Self::Leaders => b"EDLLEAD1",
-            Self::Ring => b"EDLRING1",
-            Self::State => b"EDLSTAT1",
+            Self::Home => *b"EDLHOME1",
+            Self::Leaders => *b"EDLLEAD1",
+            Self::Ring => *b"EDLRING1",
+            Self::State => *b"EDLSTAT1",
+            Self::Stream(number) => [b'E', b'D', b'L', b'S', b'T', b'R', number, b'1'],
         }
     }
 }
@@ -99,6 +104,9 @@ impl JobDigest {
         Self(Sha256::digest(job.as_bytes()).into())
     }
 }
+
+/// The most links between two neighbours, the first one included.
+pub(crate) const STREAMS_MAX: u8 = 16;
 
 /// The length of a hello.
 pub(crate) const HELLO_BYTES: usize = PROVEN_BYTES + 32;

@@ -1,14 +1,16 @@
+use std::iter;
 use std::mem;
 use std::net::TcpStream;
 use std::sync::Arc;
 
+use crate::chunk::chunk;
 use crate::fence::Pass;
 use crate::frame::Kind;
 use crate::payload::{Body, Halves, Payload};
 use crate::progress::Progress;
 use crate::relay::{self, Relay};
 use crate::schedule::{Extent, Schedule, Seat};
-use crate::transfer::{Fault, LinkFault, Stamp, Transfer};
+use crate::transfer::{self, Fault, LinkFault, Stamp, Transfer};
 use crate::wire::Half;
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
@@ -30,6 +32,8 @@ pub struct TcpRing {
     progress: Progress,
     seat: Seat,
     links: Option<Links>,
+    /// Between the same neighbours, beside `links`: what parts of long sums take.
+    lanes: Vec<Links>,
     /// Of the next operation.
     sequence: u64,
     failed: bool,
@@ -83,6 +87,7 @@ impl TcpRing {
             progress,
             seat,
             links,
+            lanes: Vec::new(),
             sequence: 0,
             failed: false,
             segment_bytes: SEGMENT_BYTES,
@@ -90,6 +95,10 @@ impl TcpRing {
             sharing: Sharing::default(),
             ring_bytes_min: ring_bytes_min(seat.world),
         }
+    }
+
+    pub(crate) fn with_lanes(self, lanes: Vec<Links>) -> Self {
+        Self { lanes, ..self }
     }
 
     pub(crate) fn with_wire_dtype(self, wire: WireDtype) -> Self {
@@ -144,6 +153,36 @@ impl TcpRing {
         let transfer = Transfer::new(links, &self.pass, &self.progress, self.stamp(kind), schedule, payload);
         let result = transfer.run();
         self.end(result)
+    }
+
+    /// A sum around the ring. A long one goes in parts, each around a ring of its own, side by side.
+    fn sum_along(
+        &self,
+        links: &Links,
+        notes: Vec<Vec<u8>>,
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, Fault> {
+        let is_long = size_of_val(src) >= LANE_BYTES_MIN * (1 + self.lanes.len());
+        let lanes: Vec<&Links> = iter::once(links).chain(self.lanes.iter().filter(|_| is_long)).collect();
+        let none = || vec![Vec::new(); self.seat.world];
+        let (mut notes, mut rest) = (Some(notes), dst);
+        let mut transfers = Vec::with_capacity(lanes.len());
+        for (lane, links) in lanes.iter().enumerate() {
+            let part = chunk(src.len(), lanes.len(), lane);
+            let (dst, others) = rest.split_at_mut(part.len());
+            rest = others;
+            let src = &src[part];
+            let body = match Half::of(self.wire) {
+                None => Body::Sum { src, dst },
+                Some(half) => Body::Rounded { src, dst, halves: Halves::new(half) },
+            };
+            let payload = Payload::new(body, notes.take().unwrap_or_else(none));
+            let schedule = Schedule::all_reduce(self.seat, payload.extent(self.segment_bytes));
+            let stamp = self.stamp(self.sum_kind());
+            transfers.push(Transfer::new(links, &self.pass, &self.progress, stamp, schedule, payload));
+        }
+        transfer::run_all(transfers)
     }
 
     /// What all frames of the next operation have in common.
@@ -231,13 +270,8 @@ impl Communicator for TcpRing {
             let result = relay.all_reduce(src, dst);
             return self.end(result);
         }
-        let body = match Half::of(self.wire) {
-            None => Body::Sum { src, dst },
-            Some(half) => Body::Rounded { src, dst, halves: Halves::new(half) },
-        };
-        let payload = Payload::new(body, notes);
-        let schedule = Schedule::all_reduce(self.seat, payload.extent(self.segment_bytes));
-        self.run(kind, schedule, payload)
+        let result = self.sum_along(links, notes, src, dst);
+        self.end(result)
     }
 
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
@@ -359,6 +393,9 @@ fn ring_bytes_min(world: usize) -> usize {
 /// Small enough to stay in a core's cache while it is received, reduced and sent on; large enough for system
 /// calls not to matter.
 const SEGMENT_BYTES: usize = 256 << 10;
+
+/// A link's part of a sum: below that it is waited for more than worked on.
+const LANE_BYTES_MIN: usize = 256 << 10;
 
 #[cfg(test)]
 pub(crate) mod tests;

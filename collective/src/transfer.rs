@@ -4,7 +4,8 @@
 //!   prev ── frame | note | body ──▶ this rank ── frame | note | body ──▶ next
 //! ```
 //!
-//! One thread, two non-blocking sockets, one poll: with a core per rank this beats a thread per direction.
+//! One thread, two non-blocking sockets (or several pairs of them, a part of the sum each), one poll: with a core per rank this beats a thread
+//! per direction.
 //!
 //! What binds, on loopback and two cores: up to about 1 MiB system calls and wake-ups, of which there are `2·(n−1)` writes
 //! and reads per rank one behind the other; above that the two copies of each byte, into the kernel and out of it. Of
@@ -21,6 +22,7 @@
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
 use std::net::TcpStream;
+use std::ops::Range;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
@@ -119,30 +121,8 @@ impl<'a> Transfer<'a> {
     }
 
     /// Returns when all pieces are sent and received, with the notes in rank order.
-    pub(crate) fn run(mut self) -> Result<Vec<Vec<u8>>, Fault> {
-        let mut patience = Patience::of(self.payload.total_bytes());
-        loop {
-            let sent = match self.send() {
-                Ok(flow) => flow,
-                Err(fault) => return Err(self.root_of(fault)),
-            };
-            let received = self.receive()?;
-            if self.schedule.is_done() {
-                return Ok(self.payload.into_notes());
-            }
-            if received == Flow::Moved {
-                patience.restore();
-                continue;
-            }
-            if patience.lasts() {
-                continue;
-            }
-            patience.restore();
-            self.course.wait(&self.stamp, false);
-            if let Err(fault) = self.wait(sent == Flow::Blocked) {
-                return Err(self.root_of(fault));
-            }
-        }
+    pub(crate) fn run(self) -> Result<Vec<Vec<u8>>, Fault> {
+        run_all(vec![self])
     }
 
     /// Sends until the socket is full, or nothing more may be sent yet.
@@ -257,37 +237,31 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Sleeps until a link or the fence stirs.
-    fn wait(&mut self, send_blocked: bool) -> Result<(), Fault> {
+    /// Adds what it waits for to `fds`.
+    fn watch(&self, send_blocked: bool, fds: &mut Vec<PollFd<'a>>) -> Watched {
         let when = |condition, flags| if condition { flags } else { PollFlags::empty() };
-        let receives_left = self.schedule.next_receive().is_some();
+        let start = fds.len();
         let needs_next = self.schedule.has_sends_left() || self.needs_next;
-        let mut fds = Vec::with_capacity(3);
-        fds.push(PollFd::new(self.pass.bell(), PollFlags::IN));
         if needs_next {
             // Nothing ever comes from there but the news of its end.
             let flags = PollFlags::IN | when(send_blocked, PollFlags::OUT);
             fds.push(PollFd::new(&*self.links.next.link, flags));
         }
-        if receives_left {
+        if self.schedule.next_receive().is_some() {
             fds.push(PollFd::new(&*self.links.prev.link, PollFlags::IN));
         }
-        let watched = fds.len();
+        let others = fds.len();
         fds.extend(self.room.map(|room| PollFd::new(room.doorbell(), PollFlags::IN)));
         fds.extend(self.lookout.iter().flat_map(Lookout::fds));
-        poll_until(&mut fds, None).map_err(Fault::Wait)?;
-        let rung = !fds[0].revents().is_empty();
-        let next_speaks = needs_next && !(fds[1].revents() - PollFlags::OUT).is_empty();
-        let is_other = fds[watched..].iter().any(|fd| !fd.revents().is_empty());
-        if rung {
-            self.pass.bell().clear();
-            if self.pass.check().is_err() {
-                return Err(Fault::Wait(ErrorKind::Interrupted.into()));
-            }
-        }
-        if is_other {
+        Watched { next: needs_next.then_some(start), others: others..fds.len() }
+    }
+
+    /// Looks at what has stirred.
+    fn heed(&mut self, watched: &Watched, events: &[PollFlags]) -> Result<(), Fault> {
+        if events[watched.others.clone()].iter().any(|events| !events.is_empty()) {
             self.look_around()?;
         }
+        let next_speaks = watched.next.is_some_and(|next| !(events[next] - PollFlags::OUT).is_empty());
         if next_speaks { probe(&self.links.next.link).map_err(Fault::Next) } else { Ok(()) }
     }
 
@@ -312,6 +286,81 @@ impl<'a> Transfer<'a> {
             }
         }
     }
+}
+
+/// Runs transfers side by side, of one operation, each over links of its own to the same neighbours. Returns when all
+/// pieces are sent and received, with the first one's notes.
+pub(crate) fn run_all(mut lanes: Vec<Transfer<'_>>) -> Result<Vec<Vec<u8>>, Fault> {
+    let bytes = lanes.iter().map(|lane| lane.payload.total_bytes()).sum();
+    let mut patience = Patience::of(bytes);
+    let mut blocked = vec![false; lanes.len()];
+    let mut shown = 0;
+    loop {
+        let mut has_moved = false;
+        for at in 0..lanes.len() {
+            match lanes[at].send() {
+                Ok(flow) => blocked[at] = flow == Flow::Blocked,
+                Err(fault) => return Err(root_of(&mut lanes, fault)),
+            }
+            has_moved |= lanes[at].receive()? == Flow::Moved;
+        }
+        if lanes.iter().all(|lane| lane.schedule.is_done()) {
+            return Ok(lanes.swap_remove(0).payload.into_notes());
+        }
+        if has_moved {
+            patience.restore();
+            continue;
+        }
+        if patience.lasts() {
+            continue;
+        }
+        patience.restore();
+        show_wait(&mut lanes, &mut shown);
+        if let Err(fault) = wait(&mut lanes, &blocked) {
+            return Err(root_of(&mut lanes, fault));
+        }
+    }
+}
+
+/// Shows how far all of them have come, as one.
+fn show_wait(lanes: &mut [Transfer<'_>], shown: &mut u64) {
+    let (first, others) = lanes.split_first_mut().expect("there is one at least");
+    let sum = |of: fn(&Course<'_>) -> u64| others.iter().map(|lane| of(&lane.course)).sum();
+    let beside: [u64; 2] = [sum(|course| course.received), sum(|course| course.sent)];
+    if *shown != beside[0] + beside[1] {
+        *shown = beside[0] + beside[1];
+        first.course.go_on();
+    }
+    first.course.wait_beside(&first.stamp, beside);
+}
+
+/// Sleeps until a link or the fence stirs.
+fn wait(lanes: &mut [Transfer<'_>], blocked: &[bool]) -> Result<(), Fault> {
+    let pass = lanes[0].pass;
+    let mut fds = vec![PollFd::new(pass.bell(), PollFlags::IN)];
+    let watched: Vec<Watched> =
+        lanes.iter().zip(blocked).map(|(lane, blocked)| lane.watch(*blocked, &mut fds)).collect();
+    poll_until(&mut fds, None).map_err(Fault::Wait)?;
+    let events: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
+    drop(fds);
+    if !events[0].is_empty() {
+        pass.bell().clear();
+        if pass.check().is_err() {
+            return Err(Fault::Wait(ErrorKind::Interrupted.into()));
+        }
+    }
+    lanes.iter_mut().zip(&watched).try_for_each(|(lane, watched)| lane.heed(watched, &events))
+}
+
+fn root_of(lanes: &mut [Transfer<'_>], fault: Fault) -> Fault {
+    lanes.iter_mut().fold(fault, |fault, lane| lane.root_of(fault))
+}
+
+/// What a transfer has polled, by where it is among all that is polled.
+#[derive(Debug)]
+struct Watched {
+    next: Option<usize>,
+    others: Range<usize>,
 }
 
 /// How far a direction got.
@@ -393,9 +442,18 @@ impl<'a> Course<'a> {
     }
 
     pub(crate) fn wait(&mut self, stamp: &Stamp, waits_for_next: bool) {
+        self.wait_with(stamp, [self.received, self.sent], waits_for_next);
+    }
+
+    /// `beside`: bytes that have been received and sent over other links of the operation.
+    fn wait_beside(&mut self, stamp: &Stamp, beside: [u64; 2]) {
+        self.wait_with(stamp, [self.received + beside[0], self.sent + beside[1]], false);
+    }
+
+    fn wait_with(&mut self, stamp: &Stamp, bytes: [u64; 2], waits_for_next: bool) {
         if !self.waits {
             let (generation, operation) = (stamp.generation, stamp.sequence + 1);
-            let [received, sent] = if self.is_shown { [self.received, self.sent] } else { [0; 2] };
+            let [received, sent] = if self.is_shown { bytes } else { [0; 2] };
             self.progress.wait_at(Place { generation, operation, received, sent, waits_for_next });
             self.waits = true;
         }

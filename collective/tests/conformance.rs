@@ -24,6 +24,8 @@ conforms!(tcp_bf16, true, |world| form(world, &|end| end
 conforms!(tcp_f16, true, |world| form(world, &|end| end
     .with_wire_dtype(WireDtype::F16)
     .with_transport(Transport::Tcp)));
+conforms!(tcp_streams, true, |world| form(world, &|end| streams(end)));
+conforms!(tcp_streams_bf16, true, |world| form(world, &|end| streams(end).with_wire_dtype(WireDtype::Bf16)));
 
 // Hosts are played by addresses of loopback: two whose ranks take turns, three of different sizes.
 conforms!(hierarchy, true, |world| form_on(world, &|id| 1 + id % 2, &|end| end));
@@ -53,6 +55,10 @@ fn memory_is_used_inside_hosts_and_goes_on_to_be() {
             }
         });
     }
+}
+
+fn streams(end: Endpoint) -> Endpoint {
+    end.with_transport(Transport::Tcp).with_streams(3).unwrap()
 }
 
 fn uneven(id: u8) -> u8 {

@@ -140,6 +140,7 @@ fn spec() -> JobSpec {
         validation: None,
         work: Work::default(),
         wire_dtype: WireDtype::F32,
+        streams: 1,
     }
 }
 

@@ -53,6 +53,7 @@ fn spec(data: &str) -> JobSpec {
         validation: None,
         work: Work::default(),
         wire_dtype: WireDtype::F32,
+        streams: 1,
     }
 }
 

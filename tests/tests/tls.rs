@@ -46,6 +46,7 @@ fn spec(data: &Path) -> JobSpec {
         validation: None,
         work: Work::default(),
         wire_dtype: WireDtype::F32,
+        streams: 1,
     }
 }
 

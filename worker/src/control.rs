@@ -63,6 +63,8 @@ pub(crate) struct Welcome {
     pub(crate) resume_from: Option<String>,
     pub(crate) work: Work,
     pub(crate) wire_dtype: WireDtype,
+    /// Links between neighbours in the ring.
+    pub(crate) streams: u8,
 }
 
 /// Where and when checkpoints are kept.

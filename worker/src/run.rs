@@ -107,8 +107,8 @@ fn train<M: Model>(
     let welcome = &control.welcome;
     let secret = Secret::new(environment.token.as_bytes());
     let endpoint = Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret.clone())
-        .map_err(|error| Failure::fatal(error.to_string()))?
-        .with_wire_dtype(welcome.wire_dtype);
+        .and_then(|endpoint| endpoint.with_wire_dtype(welcome.wire_dtype).with_streams(welcome.streams))
+        .map_err(|error| Failure::fatal(error.to_string()))?;
     let endpoint = match welcome.worker_timeout {
         Some(limit) => endpoint.with_dial_limit(limit),
         None => endpoint,

@@ -289,6 +289,47 @@ fn an_operation_shows_where_it_waits_until_it_ends() {
     assert_eq!(place(), None, "no operation runs");
 }
 
+#[test]
+fn long_sums_take_all_links_and_short_ones_the_first() {
+    let ends = [0, 1].map(|id| {
+        let end = Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", id, Secret::new("secret")).unwrap();
+        watch(end.fence());
+        end.with_transport(Transport::Tcp).with_streams(3).unwrap()
+    });
+    let members = (0..).zip(&ends).map(|(id, end)| Member { id, address: end.address() }).collect();
+    let group = GroupSpec { generation: GENERATION, members };
+    let long = 3 * LANE_BYTES_MIN / size_of::<f32>();
+    thread::scope(|scope| {
+        for end in &ends {
+            let group = &group;
+            scope.spawn(move || {
+                let mut ring = end.connect(group, WATCHDOG).unwrap();
+                let sums = |ring: &mut TcpRing, len| {
+                    let notes = ring.all_reduce(&[7], &vec![1.0; len], &mut vec![0.0; len])?;
+                    assert_eq!(notes, [[7], [7]]);
+                    Ok::<_, CollectiveError>(())
+                };
+                sums(&mut ring, long).unwrap();
+                if ring.rank() == 0 {
+                    ring.lanes[1].next.link.shutdown(std::net::Shutdown::Both).unwrap();
+                }
+                sums(&mut ring, long - 1).unwrap();
+                let lost = sums(&mut ring, long).unwrap_err();
+                assert!(matches!(lost, CollectiveError::PeerLost { .. }), "{lost:?}");
+            });
+        }
+    });
+}
+
+#[test]
+fn a_number_of_links_that_is_not_possible_is_refused() {
+    for streams in [0, 17, 255] {
+        let end = Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", 1, Secret::new("secret")).unwrap();
+        let error = end.with_streams(streams).unwrap_err().to_string();
+        assert!(error.contains("1 to 16"), "{error}");
+    }
+}
+
 /// Rank 0 of two, as worker 10 beside worker 11.
 struct Stage {
     ring: TcpRing,

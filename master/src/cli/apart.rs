@@ -105,6 +105,7 @@ const TRAINING: [&str; 18] = [
     "evaluate_every",
     "best_metric",
     "early_stopping",
+    "streams",
     "wire_dtype",
 ];
 
@@ -174,6 +175,7 @@ mod tests {
             "resume-from",
             "seed",
             "shuffle",
+            "streams",
             "training-data",
             "validation-data",
             "wire-dtype",

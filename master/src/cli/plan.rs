@@ -107,6 +107,7 @@ pub(super) fn job_spec(
         validation: args.validation.plan()?,
         work,
         wire_dtype: args.wire_dtype,
+        streams: args.streams,
     };
     spec.check().map_err(|e| Failure::usage(e.to_string()))?;
     Ok(spec)
@@ -362,6 +363,7 @@ mod tests {
             validation: None,
             work: Work::Train { export: None },
             wire_dtype: WireDtype::F32,
+            streams: 1,
         };
         assert_eq!(plan.spec, expected);
         assert_eq!(plan.master_timeout, Duration::from_secs(30));
@@ -414,6 +416,7 @@ mod tests {
         assert_eq!(spec("--local --minibatch-size 5").batch, per_worker);
         assert_eq!(spec("--local --records-per-shard 9").records_per_shard, NonZeroU64::new(9));
         assert_eq!(spec("--local --wire-dtype bf16").wire_dtype, WireDtype::Bf16);
+        assert_eq!(spec("--local --streams 16").streams, 16);
         assert!(!spec("--local --no-shuffle").shuffle);
         assert!(spec("--local --no-shuffle --shuffle").shuffle);
         assert_eq!(plan("--local --master-timeout 2min").unwrap().master_timeout, Duration::from_secs(120));

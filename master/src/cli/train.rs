@@ -120,6 +120,14 @@ pub struct TrainArgs {
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32", help_heading = WORKERS)]
     pub wire_dtype: WireDtype,
 
+    /// Connections between two workers that are neighbours in the ring, 1 to 16: for networks that give each one a share of its own,
+    /// or lose packets.
+    ///
+    /// Each carries a part of every gradient of 256 KiB per connection or more. Workers that share memory do without.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16),
+          help_heading = WORKERS)]
+    pub streams: u8,
+
     /// Where the training data is, as PROGRAM's reader understands it: mostly a file or a folder.
     #[arg(long, value_name = "URI", required_unless_present = "resume", help_heading = DATA)]
     pub training_data: Option<String>,
@@ -554,6 +562,7 @@ const JOB_OPTIONS: [&str; 33] = [
     "max_workers",
     "max_worker_restarts",
     "worker_timeout",
+    "streams",
     "wire_dtype",
     "master_timeout",
     "training_data",

@@ -54,6 +54,9 @@ pub struct JobSpec {
     /// As what gradients travel between workers.
     #[serde(default)]
     pub wire_dtype: WireDtype,
+    /// Links between two workers that are neighbours in the ring, where sums go over TCP: 1 to 16.
+    #[serde(default = "one")]
+    pub streams: u8,
 }
 
 /// What is evaluated, and when.
@@ -244,6 +247,9 @@ impl JobSpec {
         {
             return one_of(field, number.to_string(), "a multiple of workers_per_pod");
         }
+        if !(1..=STREAMS_MAX).contains(&self.streams) {
+            return one_of("streams", self.streams.to_string(), "from 1 to 16");
+        }
         if self.epochs == 0 {
             return one_of("epochs", "0".into(), "at least 1");
         }
@@ -275,9 +281,11 @@ pub struct SpecError {
 }
 
 /// Of a job that was submitted before there was a choice.
-fn one() -> u32 {
-    1
+fn one<T: From<u8>>() -> T {
+    1.into()
 }
+
+const STREAMS_MAX: u8 = 16;
 
 /// A ring of more workers than this has not been thought about.
 const MAX_WORKERS: u32 = 65_536;

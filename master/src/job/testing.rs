@@ -26,6 +26,7 @@ pub(crate) fn spec() -> JobSpec {
         validation: None,
         work: Work::default(),
         wire_dtype: WireDtype::F32,
+        streams: 1,
     }
 }
 

@@ -177,6 +177,7 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
             }
         }),
         wire_dtype: wire_dtype.into(),
+        streams: spec.streams.into(),
     };
     to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
 }

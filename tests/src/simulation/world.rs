@@ -295,6 +295,7 @@ impl Setting {
             validation: None,
             work: elasticdl_master::job::Work::default(),
             wire_dtype: WireDtype::F32,
+            streams: 1,
         };
         Self {
             spec,

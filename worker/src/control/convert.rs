@@ -39,6 +39,7 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
         },
         resume_from: options.resume_from,
         wire_dtype,
+        streams: u8::try_from(options.streams.max(1)).ok()?,
         work: match options.work? {
             v1::options::Work::Evaluate(v1::Evaluate { model }) => Work::Evaluate { model },
             v1::options::Work::Predict(predict) => {

@@ -43,6 +43,9 @@ struct Arguments {
     /// As what the elements travel
     #[arg(long, default_value = "f32")]
     wire: Wire,
+    /// Links between two neighbours, where sums go over TCP alone: 1 to 16
+    #[arg(long, default_value_t = 1)]
+    streams: u8,
     /// Time the recovery of a group of which one rank is killed in the middle of an operation
     #[arg(long)]
     recover: bool,
@@ -196,7 +199,7 @@ impl Drop for Ranks {
 
 impl Arguments {
     fn for_a_rank(&self) -> Vec<String> {
-        let Self { world, bytes, iters, transport, hosts, wire, recover, rank: _, peers: _ } = self;
+        let Self { world, bytes, iters, transport, hosts, wire, streams, recover, rank: _, peers: _ } = self;
         let mut all = vec![
             format!("--world={world}"),
             format!("--bytes={bytes}"),
@@ -204,6 +207,7 @@ impl Arguments {
             format!("--transport={}", transport.name()),
             format!("--wire={}", wire.name()),
             format!("--hosts={hosts}"),
+            format!("--streams={streams}"),
         ];
         all.extend(recover.then(|| "--recover".to_owned()));
         all

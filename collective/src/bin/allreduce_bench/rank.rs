@@ -42,7 +42,8 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     let endpoint =
         Endpoint::from_listener(listener, "allreduce_bench", rank as u64, Secret::new("allreduce_bench"))?
             .with_wire_dtype(arguments.wire.dtype())
-            .with_transport(arguments.transport.choice());
+            .with_transport(arguments.transport.choice())
+            .with_streams(arguments.streams)?;
     let ring = connect_all(&endpoint, &GroupSpec { generation: 1, members: members.clone() })?;
     let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
     bench.warm_up()?;

@@ -71,6 +71,7 @@ fn record(seed: u64) -> JobRecord {
         validation: None,
         work: crate::job::Work::default(),
         wire_dtype: WireDtype::F32,
+        streams: 1,
     };
     Job::new(spec).record()
 }

@@ -25,6 +25,7 @@ fn request() -> Request {
         validation: None,
         work: crate::job::Work::default(),
         wire_dtype: WireDtype::F32,
+        streams: 1,
     };
     let pods = PodOptions {
         image: "train:1".into(),

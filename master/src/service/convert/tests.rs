@@ -279,6 +279,7 @@ fn a_welcome_carries_the_jobs_options() {
         }),
         work: Work::Train { export: Some("/m".into()) },
         wire_dtype: WireDtype::F16,
+        streams: 4,
     };
     let expected = |batch| v1::Welcome {
         worker: 8,
@@ -308,6 +309,7 @@ fn a_welcome_carries_the_jobs_options() {
                 }),
             })),
             wire_dtype: v1::WireDtype::F16.into(),
+            streams: 4,
         }),
     };
     let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;

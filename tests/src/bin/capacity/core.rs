@@ -97,6 +97,7 @@ fn spec(workers: u32) -> JobSpec {
         validation: None,
         work: Work::default(),
         wire_dtype: WireDtype::F32,
+        streams: 1,
     }
 }
 
