@@ -324,6 +324,7 @@ fn the_help_is_a_manual() {
         "--max-worker-restarts",
         "--master-timeout",
         "--wire-dtype",
+        "--streams",
         "--training-data",
         "--num-epochs",
         "--max-steps",
@@ -340,7 +341,7 @@ fn the_help_is_a_manual() {
         "Workers:",
         "Data and steps:",
         "[default: 30s; with --image 5min]",
-        "[default: 2]",
+        "[default: 2, and at least those of one pod]",
         "-- <PROGRAM> [ARGS]...",
         "PROGRAM is your training program",
     ];

@@ -87,7 +87,7 @@ fn without_training(arg: Arg) -> Arg {
 }
 
 /// Options of `train` without a meaning here.
-const TRAINING: [&str; 18] = [
+const TRAINING: [&str; 19] = [
     "resume",
     "min_workers",
     "num_epochs",

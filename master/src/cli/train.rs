@@ -544,7 +544,7 @@ const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
 const INTERRUPTS_MAX: usize = 4;
 /// What a job keeps from its start.
-const JOB_OPTIONS: [&str; 33] = [
+const JOB_OPTIONS: [&str; 34] = [
     "validation_data",
     "evaluate_every",
     "best_metric",
