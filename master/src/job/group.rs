@@ -51,6 +51,8 @@ pub(super) struct Broken {
     pub(super) until: Time,
     pub(super) suspects: Vec<WorkerId>,
     pub(super) reporters: Vec<WorkerId>,
+    /// Somebody knows what broke, and that it was nobody else's link.
+    pub(super) is_explained: bool,
     /// Dials that were not answered.
     pub(super) unanswered: Vec<Suspect>,
 }

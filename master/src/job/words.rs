@@ -312,13 +312,14 @@ impl Job {
             self.group.broken = Some(Broken { until, ..Broken::default() });
             self.say(format!("generation {generation}: a link of worker {worker} broke: {}", clip(error)));
         }
+        let blames_nobody = suspicion.is_none();
         let suspicion = suspicion.filter(|s| s.suspect != worker && self.group.members.contains(&s.suspect));
         if let Some(broken) = self.group.broken.as_mut().filter(|b| !b.reporters.contains(&worker)) {
             broken.reporters.push(worker);
             match suspicion {
                 Some(Suspicion { suspect, unreachable: true }) => broken.unanswered.push((worker, suspect)),
                 Some(Suspicion { suspect, .. }) => broken.suspects.push(suspect),
-                None => {}
+                None => broken.is_explained |= blames_nobody,
             }
         }
     }
@@ -333,6 +334,11 @@ impl Job {
             return self.on_unanswered(now, broken);
         }
         self.group.relink = true;
+        if broken.is_explained {
+            // Its neighbours saw its links end, and theirs saw their links end, and all are well.
+            self.group.suspicion = None;
+            return self.settle(now);
+        }
         // Who has reported is alive and speaking. Among equals the highest rank, so that two workers that blame each
         // other don't do so in turns.
         let by_rank = |s: &&WorkerId| self.group.members.iter().position(|m| m == *s);

@@ -300,6 +300,26 @@ fn who_is_blamed_for_three_broken_generations_in_a_row_is_taken_out() {
     assert_eq!(job.summary(at(60)).memberships[3].cause, Cause::Hung);
 }
 
+/// NCCL fails by itself, and the ends of links run around the ring.
+#[test]
+fn nobody_is_blamed_for_what_somebody_else_knows_to_be_its_own() {
+    let mut job = started(spec(), &[20]);
+    for generation in 1..=3 {
+        let own = FromWorker::Broken {
+            generation: Generation(generation),
+            suspect: None,
+            error: "NCCL failed".into(),
+            unreachable: false,
+        };
+        say(&mut job, 1, own);
+        say(&mut job, 2, broken(generation, 3));
+        say(&mut job, 3, broken(generation, 1));
+        job.handle_timeout(at(20 * generation));
+    }
+    assert_eq!(memberships(&mut job).last().unwrap().1, membership(4, &[1, 2, 3], true));
+    assert_eq!(job.status(at(60)).workers.len(), 3);
+}
+
 #[test]
 fn a_leaver_goes_at_a_boundary_and_stays_if_it_alone_holds_the_state() {
     let mut job = started(spec(), &[20]);
