@@ -341,7 +341,8 @@ fn the_help_is_a_manual() {
         "Workers:",
         "Data and steps:",
         "[default: 30s; with --image 5min]",
-        "[default: 2, and at least those of one pod]",
+        "[default: 2]",
+        "--workers-per-pod",
         "-- <PROGRAM> [ARGS]...",
         "PROGRAM is your training program",
     ];

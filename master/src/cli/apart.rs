@@ -80,7 +80,7 @@ fn without_training(arg: Arg) -> Arg {
         "training_data" => arg.long("data").help(DATA_HELP).long_help(DATA_HELP),
         "minibatch_size" => arg.help(BATCH_HELP).long_help(BATCH_HELP),
         "records_per_shard" => arg.help(SHARD_HELP).long_help(SHARD_HELP),
-        "num_workers" => arg.help("Workers to keep running; results do not depend on it. [default: 2, and at least those of one pod]"),
+        "num_workers" => arg.help("Workers to keep running; results do not depend on it. [default: 2]"),
         id if TRAINING.contains(&id) => arg.hide(true).conflicts_with("model"),
         _ => arg,
     }

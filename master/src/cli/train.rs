@@ -77,11 +77,15 @@ pub struct TrainArgs {
     #[arg(long, value_name = "JOB", conflicts_with_all = JOB_OPTIONS, help_heading = WHERE)]
     pub resume: Option<PathBuf>,
 
-    /// Workers to keep running. [default: 2, and at least those of one pod]
+    /// Workers to keep running. [default: 2]
+    ///
+    /// Where pods hold several workers, by default at least one pod's.
     #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
     pub num_workers: Option<u32>,
 
-    /// With fewer workers than this, the others wait. [default: those of one pod]
+    /// With fewer workers than this, the others wait. [default: 1]
+    ///
+    /// Where pods hold several workers, by default one pod's.
     #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
     pub min_workers: Option<u32>,
 
