@@ -8,6 +8,7 @@ mod job;
 mod network;
 mod s3;
 pub mod simulation;
+mod spec;
 mod stage;
 
 pub use data::{counting_data, counting_reader, counts_summary, numbers};
@@ -15,4 +16,5 @@ pub use figures::{print, quantile};
 pub use job::{Command, Ended, Running, is_alive, send};
 pub use network::Network;
 pub use s3::{S3, Weather};
+pub use spec::job_spec;
 pub use stage::{Programs, Stage};

@@ -199,7 +199,7 @@ fn a_worker_that_ends_without_a_word_is_counted() {
         .run();
     assert_eq!(ended.code, Some(1), "{}", ended.output);
     let error = ended.summary["error"].as_str().unwrap();
-    assert!(error.contains("exited with code 9"), "{error}");
+    assert!(error.contains("exited with code 9;"), "{error}");
 }
 
 #[test]

@@ -9,12 +9,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticdl_master::entrance::Entrance;
-use elasticdl_master::job::{Batch, JobSpec, Outcome, Snapshot, Status, WireDtype, Work};
+use elasticdl_master::job::{Batch, JobSpec, Outcome, Snapshot, Status};
 use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
 use elasticdl_master::run::{Ended, Interrupt, Master};
-use elasticdl_tests::{counting_data, is_alive, send};
+use elasticdl_tests::{counting_data, is_alive, job_spec, send};
 use rustix::process::Signal;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
@@ -33,27 +33,14 @@ struct Running {
 }
 
 fn spec(data: &str) -> JobSpec {
+    let batch = Batch::Global(NonZeroU64::new(8).unwrap());
     JobSpec {
-        name: "count".into(),
-        training_data: data.into(),
-        num_workers: 4,
         min_workers: 2,
         max_workers: 8,
         workers_per_pod: 2,
         epochs: EPOCHS,
-        max_steps: None,
-        batch: Batch::Global(NonZeroU64::new(8).unwrap()),
-        records_per_shard: None,
-        shuffle: true,
-        seed: 0,
         max_worker_restarts: 1,
-        worker_timeout: None,
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: Work::default(),
-        wire_dtype: WireDtype::F32,
-        streams: 1,
+        ..job_spec("count", data, 4, batch)
     }
 }
 

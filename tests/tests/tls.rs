@@ -8,13 +8,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use elasticdl_master::entrance::{Entrance, Identity};
-use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome, WireDtype, Work};
+use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome};
 use elasticdl_master::jobdir::{JobDir, worker_log};
 use elasticdl_master::kube::credentials::Credentials;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
 use elasticdl_master::run::{Ended, Master};
-use elasticdl_tests::counting_data;
+use elasticdl_tests::{counting_data, job_spec};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
@@ -26,28 +26,7 @@ fn credentials() -> Credentials {
 }
 
 fn spec(data: &Path) -> JobSpec {
-    JobSpec {
-        name: "count".into(),
-        training_data: data.to_str().unwrap().into(),
-        num_workers: 2,
-        min_workers: 1,
-        max_workers: 2,
-        workers_per_pod: 1,
-        epochs: 2,
-        max_steps: None,
-        batch: Batch::Global(NonZeroU64::new(20).unwrap()),
-        records_per_shard: None,
-        shuffle: true,
-        seed: 0,
-        max_worker_restarts: 0,
-        worker_timeout: None,
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: Work::default(),
-        wire_dtype: WireDtype::F32,
-        streams: 1,
-    }
+    job_spec("count", data.to_str().unwrap(), 2, Batch::Global(NonZeroU64::new(20).unwrap()))
 }
 
 /// A job whose master shows `shown`, and whose workers look for `ca` and `name`, if for anything. Gives back the first

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId, WireDtype};
+use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId};
 use elasticdl_worker::core::swap::Build;
 
 use super::checkpoints::{Vault, Work};
@@ -16,6 +16,7 @@ use super::oracles::{Books, Tally};
 use super::pods;
 use super::process::Process;
 use super::story::{Story, tell};
+use crate::job_spec;
 
 /// What happens at some moment. `p` is a process, by the order in which they were started.
 #[derive(Debug)]
@@ -274,15 +275,11 @@ impl Setting {
         let pods_max = if per_pod > 1 { 3 } else { u64::MAX };
         let number = |pods: u64| (pods.min(pods_max) * per_pod) as u32;
         let spec = JobSpec {
-            name: "simulated".into(),
-            training_data: "numbers".into(),
-            num_workers: number(num_workers),
             min_workers: number(min_workers),
             max_workers: number(max_workers),
             workers_per_pod: per_pod as u32,
             epochs: dice.between(1, 3) as u32,
             max_steps: dice.chance(1, 8).then(|| dice.between(1, 12)),
-            batch,
             records_per_shard: NonZeroU64::new(dice.below(8)),
             shuffle: dice.chance(1, 2),
             seed,
@@ -291,11 +288,7 @@ impl Setting {
             worker_timeout: timeout_ms.map(Duration::from_millis),
             // From dice of their own: other runs stay as they are.
             checkpoints: checkpoints(&mut Dice::new(!seed)),
-            resume_from: None,
-            validation: None,
-            work: elasticdl_master::job::Work::default(),
-            wire_dtype: WireDtype::F32,
-            streams: 1,
+            ..job_spec("simulated", "numbers", number(num_workers), batch)
         };
         Self {
             spec,

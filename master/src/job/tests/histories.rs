@@ -133,8 +133,6 @@ fn seeded(seed: u64) -> Outcome {
         seed,
         max_worker_restarts: rng.random_range(0..=8),
         worker_timeout: rng.random_ratio(1, 2).then_some(PATIENCE),
-        wire_dtype: WireDtype::F32,
-        streams: 1,
         ..spec()
     };
     let mut world = World::new(spec, records, seed);

@@ -5,7 +5,8 @@ use kube::client::Body;
 
 use super::super::client::Cluster;
 use super::*;
-use crate::job::{Batch, Job, JobSpec, WireDtype};
+use crate::job::testing::spec;
+use crate::job::{Job, JobSpec};
 
 /// What was written, and how many of the next writes fail.
 #[derive(Default)]
@@ -47,33 +48,7 @@ impl Server {
 
 /// A record that is told from others by its seed.
 fn record(seed: u64) -> JobRecord {
-    let batch = Batch::Global(1.try_into().unwrap());
-    let (name, training_data) = ("job".into(), "data".into());
-    let (num_workers, min_workers, max_workers, epochs, max_worker_restarts) = (1, 1, 1, 1, 1);
-    let (max_steps, records_per_shard, worker_timeout, shuffle) = (None, None, None, false);
-    let spec = JobSpec {
-        name,
-        training_data,
-        num_workers,
-        min_workers,
-        max_workers,
-        workers_per_pod: 1,
-        epochs,
-        max_steps,
-        batch,
-        records_per_shard,
-        shuffle,
-        seed,
-        max_worker_restarts,
-        worker_timeout,
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: crate::job::Work::default(),
-        wire_dtype: WireDtype::F32,
-        streams: 1,
-    };
-    Job::new(spec).record()
+    Job::new(JobSpec { seed, ..spec() }).record()
 }
 
 async fn kept(keeper: &mut Keeper, revision: u64) {

@@ -1,31 +1,20 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::job::{Batch, WireDtype};
+use crate::job::Batch;
+use crate::job::testing::spec;
 use crate::kube::options::{parse_resources, parse_volumes};
 
 fn request() -> Request {
     let job = JobSpec {
         name: "mnist".into(),
         training_data: "/data".into(),
-        num_workers: 3,
-        min_workers: 1,
         max_workers: 8,
-        workers_per_pod: 1,
         epochs: 1,
-        max_steps: None,
         batch: Batch::Global(64.try_into().unwrap()),
-        records_per_shard: None,
-        shuffle: true,
         seed: 0,
-        max_worker_restarts: 3,
         worker_timeout: Some(Duration::from_millis(800)),
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: crate::job::Work::default(),
-        wire_dtype: WireDtype::F32,
-        streams: 1,
+        ..spec()
     };
     let pods = PodOptions {
         image: "train:1".into(),

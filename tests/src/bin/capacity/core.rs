@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
     Action, Batch, Committed, ConnectionId, Dataset, Event, File, FromWorker, Job, JobSpec, LaunchId,
-    LedgerReport, StepTimes, Time, ToWorker, WireDtype, Work,
+    LedgerReport, StepTimes, Time, ToWorker,
 };
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_tests::job_spec;
 
 use crate::Fault;
 use crate::memory::resident_bytes;
@@ -77,27 +78,10 @@ fn started(workers: u32, shards: u64) -> Job {
 }
 
 fn spec(workers: u32) -> JobSpec {
+    let records = NonZeroU64::new(SHARD_RECORDS).expect("it is not 0");
     JobSpec {
-        name: "capacity".into(),
-        training_data: "none".into(),
-        num_workers: workers,
-        min_workers: 1,
-        max_workers: workers,
-        workers_per_pod: 1,
-        epochs: 2,
-        max_steps: None,
-        batch: Batch::PerWorker(NonZeroU64::new(SHARD_RECORDS).expect("it is not 0")),
-        records_per_shard: NonZeroU64::new(SHARD_RECORDS),
-        shuffle: true,
-        seed: 0,
-        max_worker_restarts: 0,
-        worker_timeout: None,
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: Work::default(),
-        wire_dtype: WireDtype::F32,
-        streams: 1,
+        records_per_shard: Some(records),
+        ..job_spec("capacity", "none", workers, Batch::PerWorker(records))
     }
 }
 

@@ -1,0 +1,30 @@
+//! Jobs for masters that run in the tests' own process.
+
+use elasticdl_master::job::{Batch, JobSpec, WireDtype, Work};
+
+/// A job of so many workers, or fewer, that trains for two epochs, and in which nobody is ever taken out or replaced.
+#[must_use]
+pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> JobSpec {
+    JobSpec {
+        name: name.into(),
+        training_data: training_data.into(),
+        num_workers: workers,
+        min_workers: 1,
+        max_workers: workers,
+        workers_per_pod: 1,
+        epochs: 2,
+        max_steps: None,
+        batch,
+        records_per_shard: None,
+        shuffle: true,
+        seed: 0,
+        max_worker_restarts: 0,
+        worker_timeout: None,
+        checkpoints: None,
+        resume_from: None,
+        validation: None,
+        work: Work::default(),
+        wire_dtype: WireDtype::F32,
+        streams: 1,
+    }
+}
