@@ -32,6 +32,7 @@ use crate::job::{
 use crate::jobdir::{Abandoned, RecordFile};
 use crate::keeping::Keeping;
 use crate::kube::kept::Keeper;
+use crate::kube::lease::Warrant;
 use crate::kube::objects;
 use crate::kube::pods::Pods;
 use crate::kube::verdict::{Verdict, judge};
@@ -60,6 +61,21 @@ pub struct Master {
     workers: BTreeMap<WorkerId, ConnectionId>,
     /// The newest membership as it is sent: the same to all, and long where these are many.
     membership: Option<(Generation, Arc<MasterMessage>)>,
+    /// Which of the job's masters this is, from 1. Workers accept none that is older than one that they know.
+    incarnation: u64,
+    /// In a cluster: whether this master holds the job's lease.
+    warrant: Option<Warrant>,
+    /// A worker has told of a newer master: the server is to say whether this one still holds the lease.
+    is_doubted: bool,
+}
+
+/// Who a master in a cluster is.
+#[derive(Debug)]
+pub(crate) struct Office {
+    /// Which of the job's masters.
+    pub(crate) incarnation: u64,
+    /// Whether it holds the job's lease.
+    pub(crate) warrant: Warrant,
 }
 
 /// What the user can do to a running job from outside.
@@ -174,11 +190,17 @@ impl Master {
         entrance: Entrance,
         pods: Pods,
         keeper: Keeper,
+        office: Office,
         progress: Progress,
     ) -> Self {
         let job = Job::new(spec.clone());
         let master = Self::assemble(job, spec, Duration::ZERO, entrance, Launches::Pods(pods), progress);
-        Self { keeping: Keeping::Anchor(keeper), ..master }
+        master.in_cluster(keeper, office)
+    }
+
+    fn in_cluster(self, keeper: Keeper, office: Office) -> Self {
+        let Office { incarnation, warrant } = office;
+        Self { keeping: Keeping::Anchor(keeper), incarnation, warrant: Some(warrant), ..self }
     }
 
     /// As [`Master::with_pods`], going on with a job whose master died, `age` after the job began: `record` is what that
@@ -192,6 +214,7 @@ impl Master {
         entrance: Entrance,
         pods: Pods,
         keeper: Keeper,
+        office: Office,
         progress: Progress,
     ) -> Result<Self, String> {
         let mut left: BTreeMap<LaunchId, Pod> =
@@ -207,7 +230,7 @@ impl Master {
         }
         strays.iter().filter_map(|launch| left.remove(launch)).for_each(|pod| pods.remove(pod));
         let master = Self::assemble(job, spec, age, entrance, Launches::Pods(pods), progress);
-        Ok(Self { keeping: Keeping::Anchor(keeper), ..master })
+        Ok(master.in_cluster(keeper, office))
     }
 
     fn assemble(
@@ -221,6 +244,9 @@ impl Master {
         let (sender, inputs) = mpsc::channel(INPUTS_MAX);
         let server = Server::start(entrance, &spec.name, spec.worker_timeout, sender);
         Self {
+            incarnation: job.masters(),
+            warrant: None,
+            is_doubted: false,
             job,
             spec,
             start: Instant::now(),
@@ -242,6 +268,9 @@ impl Master {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         let outcome = loop {
+            if std::mem::take(&mut self.is_doubted) {
+                self.step_aside().await;
+            }
             if let Some(outcome) = self.act() {
                 break outcome;
             }
@@ -277,6 +306,7 @@ impl Master {
                     }
                 },
                 () = self.keeping.changed() => {}
+                () = has_run_out(&mut self.warrant) => self.step_aside().await,
                 () = due, if timeout.is_some() => self.job.handle_timeout(self.now()),
                 _ = ticks.tick() => self.show(),
             }
@@ -290,6 +320,31 @@ impl Master {
         self.server.end().await;
         self.progress.end();
         Ended { outcome, summary }
+    }
+
+    /// The lease can't be renewed, so another master may have the job: workers are sent away, and nobody listens until the
+    /// server has answered. Workers train on and look for a master meanwhile. The job's clock stands still, for nothing
+    /// that it waits for can happen.
+    async fn step_aside(&mut self) {
+        let since = Instant::now();
+        warn!("the job's lease is not renewed: workers are sent away, and none is taken until it is");
+        self.server.close();
+        let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
+        for worker in workers {
+            if self.disconnect(worker) {
+                self.job.handle(self.now(), Event::Disconnected { worker });
+            }
+        }
+        self.peers.clear();
+        match &mut self.warrant {
+            Some(warrant) => warrant.renewed().await,
+            None => return,
+        }
+        // What came of streams that are over, and of hellos that came too late.
+        while self.inputs.try_recv().is_ok() {}
+        self.start += since.elapsed();
+        self.server.reopen();
+        info!(away_s = since.elapsed().as_secs(), "the job's lease is renewed: workers are taken again");
     }
 
     fn now(&self) -> Time {
@@ -356,7 +411,7 @@ impl Master {
         if let Some(peer) = self.peers.get_mut(&connection) {
             peer.worker = Some(worker);
             self.workers.insert(worker, connection);
-            self.send(worker, Arc::new(service::welcome(worker, &self.spec)));
+            self.send(worker, Arc::new(service::welcome(worker, &self.spec, self.incarnation)));
         }
     }
 
@@ -401,8 +456,16 @@ impl Master {
                 }
             }
             Input::Connected { connection, hello, line } => {
+                let service::Hello { launch, address, pid, resume, incarnation } = hello;
+                if incarnation > self.incarnation {
+                    // Its stream ends without a word; it goes on looking.
+                    warn!(
+                        launch = launch.0,
+                        incarnation, "a worker has been with a newer master of this job"
+                    );
+                    return self.doubt(incarnation);
+                }
                 self.peers.insert(connection, Peer { line, worker: None });
-                let service::Hello { launch, address, pid, resume } = hello;
                 self.job.handle(now, Event::Connected { connection, launch, address, pid, resume });
             }
             Input::Said { connection, message } => {
@@ -419,6 +482,12 @@ impl Master {
                 let _ = reply.send(self.job.status(now));
             }
         }
+    }
+
+    /// There is, or was, a newer master than this one.
+    fn doubt(&mut self, incarnation: u64) {
+        self.incarnation = incarnation;
+        self.is_doubted = self.warrant.is_some();
     }
 
     /// Asks the group for a checkpoint; the step that it has reached.
@@ -440,9 +509,20 @@ impl Master {
     }
 }
 
+/// Waits until a master that has a lease does not hold it any more.
+async fn has_run_out(warrant: &mut Option<Warrant>) {
+    match warrant {
+        Some(warrant) => warrant.has_run_out().await,
+        None => std::future::pending().await,
+    }
+}
+
 /// Events that may wait for the job; when there are more, streams wait.
 const INPUTS_MAX: usize = 1024;
 /// How old the record of a job that makes progress may be.
 const RECORD_AGE_MAX: Duration = Duration::from_secs(1);
 /// How often progress is looked at.
 const TICK: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests;

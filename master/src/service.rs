@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use elasticdl_proto::v1;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
@@ -80,6 +80,7 @@ type Outbox = mpsc::Sender<Result<Arc<v1::MasterMessage>, Status>>;
 /// A running server; see [`Server::end`].
 #[derive(Debug)]
 pub(crate) struct Server {
+    open: watch::Sender<bool>,
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
@@ -94,12 +95,14 @@ impl Server {
         inputs: mpsc::Sender<Input>,
     ) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
+        let (open, opened) = watch::channel(true);
         let Entrance { listener, token, identity } = entrance;
         let service = Service {
             job: job.into(),
             inputs,
             connections: AtomicU64::new(0),
             unnamed: Arc::new(Semaphore::new(UNNAMED_MAX)),
+            open: opened.clone(),
         };
         let service = MasterServer::new(service)
             .max_decoding_message_size(MESSAGE_BYTES_MAX)
@@ -114,12 +117,22 @@ impl Server {
             .add_service(InterceptedService::new(service, Gate(token)));
         let task = tokio::spawn(async move {
             let stopped = async { drop(stopped.await) };
-            let served = router.serve_with_incoming_shutdown(incoming::accept(listener), stopped);
+            let served = router.serve_with_incoming_shutdown(incoming::accept(listener, opened), stopped);
             if let Err(error) = served.await {
                 warn!(%error, "the server failed");
             }
         });
-        Self { stop, task }
+        Self { open, stop, task }
+    }
+
+    /// Stops listening, and takes no stream on connections that are open. Streams that there are end with their lines.
+    pub(crate) fn close(&self) {
+        self.open.send_replace(false);
+    }
+
+    /// Listens again.
+    pub(crate) fn reopen(&self) {
+        self.open.send_replace(true);
     }
 
     /// Stops accepting, gives answers on their way a moment, and ends.
@@ -155,6 +168,8 @@ struct Service {
     connections: AtomicU64,
     /// Streams that may wait to say hello.
     unnamed: Arc<Semaphore>,
+    /// Whether streams are taken now.
+    open: watch::Receiver<bool>,
 }
 
 #[tonic::async_trait]
@@ -165,6 +180,9 @@ impl Master for Service {
         &self,
         request: Request<Streaming<v1::WorkerMessage>>,
     ) -> Result<Response<Self::JoinStream>, Status> {
+        if !*self.open.borrow() {
+            return Err(Status::unavailable("this master does not hold the job's lease now; try again"));
+        }
         let unnamed = Arc::clone(&self.unnamed)
             .try_acquire_owned()
             .map_err(|_| Status::resource_exhausted("too many streams wait to say hello; try again"))?;

@@ -49,6 +49,8 @@ pub(crate) struct Control {
 #[derive(Clone, Debug)]
 pub(crate) struct Welcome {
     pub(crate) worker: WorkerId,
+    /// Which master of the job has sent it; a later one has a higher number.
+    incarnation: u64,
     pub(crate) training_data: String,
     pub(crate) epochs: u32,
     pub(crate) max_steps: Option<u64>,
@@ -223,6 +225,10 @@ impl Door {
                 if self.me.as_ref().is_some_and(|me| me.worker != welcome.worker.0) {
                     return Err(refused("welcome", &"it is for another worker"));
                 }
+                // A newer master has the job: this one does not know yet.
+                if self.me.as_ref().is_some_and(|me| welcome.incarnation < me.incarnation) {
+                    return Err(no_answer("welcome", &"from an older master of the job"));
+                }
                 Ok((Link { requests, incoming, current: false }, welcome))
             }
             Some(Ok(other)) => Err(refused("expected a welcome", &format!("{other:?}"))),
@@ -280,8 +286,12 @@ impl Stream {
         let (mut sigterm, mut link) = match opened.await {
             Ok((sigterm, link, welcome)) => {
                 heartbeat = welcome.heartbeat.unwrap_or(HEARTBEAT_NEVER);
-                self.door.me =
-                    Some(v1::Resume { worker: welcome.worker.0, membership: None, parameters: None });
+                self.door.me = Some(v1::Resume {
+                    worker: welcome.worker.0,
+                    membership: None,
+                    parameters: None,
+                    incarnation: welcome.incarnation,
+                });
                 let _ = tell_welcome.send(Ok(welcome));
                 (sigterm, link)
             }
@@ -354,8 +364,11 @@ impl Stream {
         let reason = loop {
             tokio::select! {
                 found = &mut search => match found {
-                    Ok(Ok((link, _))) => {
-                        tracing::info!("a master is there again");
+                    Ok(Ok((link, welcome))) => {
+                        tracing::info!(incarnation = welcome.incarnation, "a master is there again");
+                        if let Some(me) = &mut self.door.me {
+                            me.incarnation = welcome.incarnation;
+                        }
                         let _ = self.to_trainer.send(FromMaster::Reconnected);
                         return Some(link);
                     }

@@ -30,7 +30,7 @@ use crate::kube::submit;
 use crate::metrics;
 use crate::progress::Progress;
 use crate::report;
-use crate::run::{Ended, Interrupt, Master};
+use crate::run::{Ended, Interrupt, Master, Office};
 use crate::service;
 use crate::tensorboard::{self, EventFile};
 use crate::token::Token;
@@ -154,7 +154,8 @@ async fn lead(
         )));
     }
     let pods = Pods::new(cluster, mould, warrant.clone(), recorder);
-    let keeper = Keeper::new(anchor.clone(), warrant);
+    let keeper = Keeper::new(anchor.clone(), warrant.clone());
+    let office = Office { incarnation: submitted.incarnation, warrant };
     // Who waits for it may have gone.
     let _ = tell_keeper.send(keeper.watch());
     let entrance = Entrance { listener, token, identity: Some(identity) };
@@ -171,9 +172,10 @@ async fn lead(
         None => None,
     };
     let master = match submitted.record {
-        None => Master::with_pods(submitted.task.job, entrance, pods, keeper, progress),
+        None => Master::with_pods(submitted.task.job, entrance, pods, keeper, office, progress),
         Some(record) => {
-            Master::resume_with_pods((record, left), submitted.age, entrance, pods, keeper, progress)
+            let left = (record, left);
+            Master::resume_with_pods(left, submitted.age, entrance, pods, keeper, office, progress)
                 .map_err(|reason| Failure::failed(format!("the job's record can't be true: {reason}")))?
         }
     };

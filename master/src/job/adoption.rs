@@ -71,6 +71,7 @@ impl Job {
         job.generations_reserved = record.generations_reserved;
         job.parameters = record.parameters;
         job.step = record.step;
+        job.masters = record.masters.max(1).saturating_add(1);
         job.restarts = Restarts::new(job.spec.max_worker_restarts, record.failures);
         job.story = Story::restore(record.story);
         job.crew.launches_made = record.launches_made;

@@ -52,6 +52,8 @@ pub struct Job {
     pub(super) last_word: Option<Finished>,
     pub(super) restarts: Restarts,
     pub(super) story: Story,
+    /// See [`Job::masters`].
+    pub(super) masters: u64,
     /// See [`Job::revision`].
     pub(super) revision: u64,
     /// See [`Job::reserve`].
@@ -123,6 +125,7 @@ impl Job {
             last_word: None,
             restarts: Restarts::new(spec.max_worker_restarts, 0),
             story: Story::default(),
+            masters: 1,
             revision: 1,
             launches_reserved: 0,
             generations_reserved: Generation::default(),

@@ -57,6 +57,9 @@ pub struct JobRecord {
     pub(super) results: Results,
     /// Steps committed when the record was made; not kept up to date.
     pub(super) step: u64,
+    /// Masters that the job has had, this record's included.
+    #[serde(default)]
+    pub(super) masters: u64,
 }
 
 /// A process that was not known to have ended.
@@ -212,7 +215,14 @@ impl Job {
             story: self.story.record(),
             results: self.results.kept(),
             step: self.step,
+            masters: self.masters,
         }
+    }
+
+    /// Masters that the job has had, this one included.
+    #[must_use]
+    pub fn masters(&self) -> u64 {
+        self.masters
     }
 
     /// Sees to it that whoever knows this record, or an older one, uses no name again: they are kept a stretch ahead.

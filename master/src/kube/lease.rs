@@ -143,8 +143,16 @@ impl Warrant {
     /// One that holds for ever.
     #[cfg(test)]
     pub(crate) fn unlimited() -> Self {
+        Self::for_test().0
+    }
+
+    /// One that holds until it is told otherwise: for how long from now.
+    #[cfg(test)]
+    pub(crate) fn for_test() -> (Self, impl Fn(Duration)) {
         let years = Duration::from_secs(100 * 365 * 24 * 3600);
-        Self { standing: watch::channel(Standing::Holds(Instant::now() + years)).1 }
+        let (tell, standing) = watch::channel(Standing::Holds(Instant::now() + years));
+        let hold = move |time| drop(tell.send_replace(Standing::Holds(Instant::now() + time)));
+        (Self { standing }, hold)
     }
 
     /// Does `call` once this master may act; `None`: the warrant has run out before it was answered.
@@ -159,11 +167,29 @@ impl Warrant {
         }
     }
 
-    fn holds(&self) -> bool {
+    /// Whether this master may act now.
+    pub(crate) fn holds(&self) -> bool {
         matches!(&*self.standing.borrow(), Standing::Holds(until) if *until > Instant::now())
     }
 
-    async fn has_run_out(&mut self) {
+    /// Waits until it has been renewed by an answer of the server that comes after this call. Safe to drop at any time.
+    pub(crate) async fn renewed(&mut self) {
+        let until = |standing: &Standing| match standing {
+            Standing::Holds(until) => Some(*until),
+            Standing::Fenced(_) => None,
+        };
+        let known = until(&self.standing.borrow_and_update());
+        loop {
+            self.changed().await;
+            let now = until(&self.standing.borrow_and_update());
+            if now > known && self.holds() {
+                return;
+            }
+        }
+    }
+
+    /// Waits until this master may not act any more, for now or for ever. Safe to drop at any time.
+    pub(crate) async fn has_run_out(&mut self) {
         loop {
             let until = match &*self.standing.borrow_and_update() {
                 Standing::Holds(until) if *until > Instant::now() => *until,

@@ -31,6 +31,8 @@ pub(crate) struct Hello {
     pub(crate) address: SocketAddr,
     pub(crate) pid: u32,
     pub(crate) resume: Option<Resume>,
+    /// The newest incarnation of the master that has welcomed this worker; 0 for none.
+    pub(crate) incarnation: u64,
 }
 
 /// Checks a stream's first message, which must be a hello of a worker of `job`.
@@ -46,8 +48,9 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
     if hello.pid == 0 {
         return Err(invalid("hello.pid: must not be 0"));
     }
+    let incarnation = hello.resume.as_ref().map_or(0, |resume| resume.incarnation);
     let resume = match hello.resume {
-        Some(v1::Resume { worker, membership, parameters }) => {
+        Some(v1::Resume { worker, membership, parameters, incarnation: _ }) => {
             let parameters =
                 parameters.map(|n| within("hello.resume.parameters", n, 1, PARAMETERS_MAX)).transpose()?;
             let membership = membership.map(|m| heard_membership(&m)).transpose()?;
@@ -55,7 +58,7 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
         }
         None => None,
     };
-    Ok(Hello { launch: LaunchId(hello.launch), address, pid: hello.pid, resume })
+    Ok(Hello { launch: LaunchId(hello.launch), address, pid: hello.pid, resume, incarnation })
 }
 
 /// The newest membership that a worker has heard of.
@@ -137,8 +140,8 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
     })
 }
 
-/// The greeting of a worker that was admitted.
-pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
+/// The greeting of a worker that was admitted by the master with this incarnation.
+pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec, incarnation: u64) -> v1::MasterMessage {
     let batch = match spec.batch {
         Batch::Global(records) => v1::options::Batch::GlobalBatchSize(records.get()),
         Batch::PerWorker(records) => v1::options::Batch::MinibatchSize(records.get()),
@@ -179,7 +182,8 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec) -> v1::MasterMessage {
         wire_dtype: wire_dtype.into(),
         streams: spec.streams.into(),
     };
-    to_message(master_message::Kind::Welcome(v1::Welcome { worker: worker.0, options: Some(options) }))
+    let welcome = v1::Welcome { worker: worker.0, options: Some(options), incarnation };
+    to_message(master_message::Kind::Welcome(welcome))
 }
 
 /// What the core says to a worker.

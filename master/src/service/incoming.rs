@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::Sleep;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
@@ -20,8 +20,11 @@ use tracing::warn;
 
 use crate::limits::PROOF_TIMEOUT;
 
-/// Accepts connections of `listener` until the stream is dropped.
-pub(super) fn accept(listener: TcpListener) -> ReceiverStream<io::Result<Connection>> {
+/// Accepts connections of `listener` until the stream is dropped. While `open` is false nobody listens: dials are refused.
+pub(super) fn accept(
+    mut listener: TcpListener,
+    mut open: watch::Receiver<bool>,
+) -> ReceiverStream<io::Result<Connection>> {
     let (connections, incoming) = mpsc::channel(1);
     tokio::spawn(async move {
         let unproven = Arc::new(Semaphore::new(UNPROVEN_MAX));
@@ -30,6 +33,11 @@ pub(super) fn accept(listener: TcpListener) -> ReceiverStream<io::Result<Connect
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 () = connections.closed() => return,
+                () = turns(&mut open, false) => {
+                    let Some(again) = reopen(listener, &mut open, &connections).await else { return };
+                    listener = again;
+                    continue;
+                }
             };
             match accepted {
                 Ok((stream, _)) => {
@@ -46,6 +54,44 @@ pub(super) fn accept(listener: TcpListener) -> ReceiverStream<io::Result<Connect
         }
     });
     ReceiverStream::new(incoming)
+}
+
+/// Waits until `open` is `wanted`.
+async fn turns(open: &mut watch::Receiver<bool>, wanted: bool) {
+    if open.wait_for(|&open| open == wanted).await.is_err() {
+        // The server has ended, and nobody wants its connections.
+        std::future::pending().await
+    }
+}
+
+/// Closes a listener until `open` is true; `None`: nobody wants its connections any more.
+async fn reopen<T>(
+    listener: TcpListener,
+    open: &mut watch::Receiver<bool>,
+    connections: &mpsc::Sender<T>,
+) -> Option<TcpListener> {
+    let address = listener.local_addr();
+    drop(listener);
+    tokio::select! {
+        () = turns(open, true) => {}
+        () = connections.closed() => return None,
+    }
+    loop {
+        let bound = match &address {
+            Ok(address) => TcpListener::bind(address).await,
+            Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
+        };
+        match bound {
+            Ok(listener) => return Some(listener),
+            Err(error) => {
+                warn!(%error, "can't listen again");
+                tokio::time::sleep(REOPEN_PAUSE).await;
+            }
+        }
+        if connections.is_closed() {
+            return None;
+        }
+    }
 }
 
 /// One connection; reading from it fails when its time to prove the token has passed.
@@ -129,4 +175,5 @@ impl AsyncWrite for Connection {
 }
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+const REOPEN_PAUSE: Duration = Duration::from_millis(500);
 pub(super) const UNPROVEN_MAX: usize = 64;

@@ -23,7 +23,7 @@ struct Edge {
     endpoint: Endpoint,
     token: Token,
     inputs: mpsc::Receiver<Input>,
-    _server: Server,
+    server: Server,
 }
 
 /// A worker's end of a stream.
@@ -44,7 +44,7 @@ impl Edge {
         let (sender, inputs) = mpsc::channel(16);
         let entrance = Entrance { listener, token: token.clone(), identity };
         let server = Server::start(entrance, "mnist", None, sender);
-        Self { address, endpoint: endpoint(address), token, inputs, _server: server }
+        Self { address, endpoint: endpoint(address), token, inputs, server }
     }
 
     async fn client(&self) -> MasterClient<Channel> {
@@ -324,7 +324,7 @@ async fn a_scale_is_answered_by_the_job() {
 }
 
 fn resume(membership: v1::Membership, parameters: Option<u64>) -> v1::Resume {
-    v1::Resume { worker: 3, membership: Some(membership), parameters }
+    v1::Resume { worker: 3, membership: Some(membership), parameters, incarnation: 0 }
 }
 
 /// Members 1, 2 and so on.
@@ -346,9 +346,30 @@ async fn a_hello_is_handed_over_field_by_field() {
         match edge.inputs.recv().await {
             Some(Input::Connected { hello, .. }) => {
                 let address = "127.0.0.1:9".parse().unwrap();
-                assert_eq!(hello, Hello { launch: LaunchId(7), address, pid: 42, resume });
+                assert_eq!(hello, Hello { launch: LaunchId(7), address, pid: 42, resume, incarnation: 0 });
             }
             other => panic!("{other:?}"),
         }
     }
+}
+
+#[tokio::test]
+async fn a_closed_server_refuses_dials_and_streams_until_it_is_opened_again() {
+    let mut edge = Edge::start().await;
+    let (stream, _, line) = edge.admitted().await;
+    let mut old = edge.client().await;
+    edge.server.close();
+    drop(line);
+    assert_eq!(stream.end().await, Code::Ok);
+    let hello = || ReceiverStream::new(mpsc::channel::<v1::WorkerMessage>(1).1);
+    let refused = old.join(with_token(hello(), &edge.token.to_bearer())).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused}");
+    while TcpStream::connect(edge.address).await.is_ok() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    edge.server.reopen();
+    while TcpStream::connect(edge.address).await.is_err() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let _ = edge.admitted().await;
 }

@@ -26,6 +26,7 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
     };
     Some(Welcome {
         worker: WorkerId(welcome.worker),
+        incarnation: welcome.incarnation,
         training_data: options.training_data,
         epochs: options.epochs,
         max_steps: options.max_steps,

@@ -22,6 +22,8 @@ struct Desk {
     /// From this one on, streams are refused.
     refuse_from: usize,
     count: std::sync::atomic::AtomicUsize,
+    /// Which master it is.
+    incarnation: Arc<std::sync::atomic::AtomicU64>,
 }
 
 #[tonic::async_trait]
@@ -43,7 +45,11 @@ impl Master for Desk {
             work: Some(v1::options::Work::Train(v1::Train::default())),
             ..v1::Options::default()
         };
-        let welcome = v1::Welcome { worker: 7, options: Some(options) };
+        let welcome = v1::Welcome {
+            worker: 7,
+            options: Some(options),
+            incarnation: self.incarnation.load(std::sync::atomic::Ordering::Relaxed),
+        };
         outgoing.send(Ok(v1::MasterMessage { kind: Some(Told::Welcome(welcome)) })).unwrap();
         self.streams.lock().unwrap().insert(number, outgoing);
         let (said, mut stream) = (self.said.clone(), request.into_inner());
@@ -77,6 +83,7 @@ struct Stage {
     environment: Environment,
     said: std::sync::mpsc::Receiver<(usize, Said)>,
     streams: Arc<Mutex<BTreeMap<usize, Outgoing>>>,
+    incarnation: Arc<std::sync::atomic::AtomicU64>,
 }
 
 impl Stage {
@@ -98,7 +105,14 @@ impl Stage {
         let (tell, said) = channel();
         let streams = Arc::default();
         let count = std::sync::atomic::AtomicUsize::default();
-        let desk = Desk { said: tell, streams: Arc::clone(&streams), refuse_from, count };
+        let incarnation = Arc::new(2.into());
+        let desk = Desk {
+            said: tell,
+            streams: Arc::clone(&streams),
+            refuse_from,
+            count,
+            incarnation: Arc::clone(&incarnation),
+        };
         let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         listener.set_nonblocking(true).unwrap();
         let environment = Environment {
@@ -116,7 +130,7 @@ impl Stage {
                 server.add_service(MasterServer::new(desk)).serve_with_incoming(incoming).await.unwrap();
             });
         });
-        Self { environment, said, streams }
+        Self { environment, said, streams, incarnation }
     }
 
     fn address() -> SocketAddr {
@@ -166,7 +180,7 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
     assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
     stage.end(0);
     assert_eq!(control.inbox.recv().unwrap(), FromMaster::Reconnected);
-    let resume = v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5) };
+    let resume = v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5), incarnation: 2 };
     assert_eq!(stage.next(), (1, stage.hello(Some(resume))));
     // The trainer has not looked into its inbox yet.
     control.outbox.send(asks(0));
@@ -181,7 +195,7 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
 #[test]
 fn a_master_that_does_not_want_this_worker_ends_its_search_and_one_that_is_silent_does_not() {
     let stage = Stage::new(0);
-    let me = Some(v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5) });
+    let me = Some(v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5), incarnation: 2 });
     let door = Door { environment: stage.environment, address: Stage::address(), me };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let refused = runtime.block_on(door.search()).err().unwrap();
@@ -234,4 +248,35 @@ fn over_tls_a_master_is_known_by_ca_and_name_and_by_nothing_else() {
     assert!(matches!(runtime.block_on(door.open()), Err(NotOpened::NoAnswer(_))));
     // Nobody else has heard a word.
     assert!(stage.said.try_recv().is_err() && in_the_open.said.try_recv().is_err());
+}
+
+#[test]
+fn an_older_master_than_the_one_known_is_not_accepted_and_the_search_goes_on() {
+    use std::sync::atomic::Ordering::Relaxed;
+    let stage = Stage::new(usize::MAX);
+    let control = Control::open(&stage.environment, Stage::address()).unwrap();
+    assert!(matches!(stage.next(), (0, Said::Hello(_))));
+    stage.incarnation.store(1, Relaxed);
+    stage.end(0);
+    // It comes to the old one again and again, and tells it who else there is.
+    for number in 1..=2 {
+        match stage.next() {
+            (n, Said::Hello(v1::Hello { resume: Some(resume), .. })) => {
+                assert_eq!((n, resume.incarnation), (number, 2));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(control.inbox.try_recv().is_err(), "it went on with an older master");
+    stage.incarnation.store(3, Relaxed);
+    assert_eq!(control.inbox.recv().unwrap(), FromMaster::Reconnected);
+    let last = stage.streams.lock().unwrap().len() - 1;
+    stage.end(last);
+    let newest = std::iter::repeat_with(|| stage.next()).find_map(|(_, said)| match said {
+        Said::Hello(hello) => hello.resume.filter(|resume| resume.incarnation > 2),
+        _ => None,
+    });
+    assert_eq!(newest.unwrap().incarnation, 3);
+    stage.streams.lock().unwrap().clear();
+    drop(control);
 }

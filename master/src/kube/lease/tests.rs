@@ -156,6 +156,14 @@ async fn while_the_server_is_away_the_warrant_runs_out_and_comes_back_with_it() 
     assert_eq!(warrant.during(async { 7 }).await, Some(7));
     assert!(back.elapsed() <= Duration::from_secs(15), "{:?}", back.elapsed());
     assert!(is_pending(lease.lost()).await);
+    // Who has stepped aside waits for an answer that comes after that.
+    let asked = Instant::now();
+    warrant.renewed().await;
+    assert!(
+        (Duration::from_secs(1)..Duration::from_secs(16)).contains(&asked.elapsed()),
+        "{:?}",
+        asked.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]

@@ -311,8 +311,9 @@ fn a_welcome_carries_the_jobs_options() {
             wire_dtype: v1::WireDtype::F16.into(),
             streams: 4,
         }),
+        incarnation: 3,
     };
-    let said = |spec: &JobSpec| welcome(WorkerId(8), spec).kind;
+    let said = |spec: &JobSpec| welcome(WorkerId(8), spec, 3).kind;
     let per_worker = expected(v1::options::Batch::MinibatchSize(64));
     assert_eq!(said(&spec), Some(master_message::Kind::Welcome(per_worker)));
     let global = expected(v1::options::Batch::GlobalBatchSize(64));

@@ -1,0 +1,117 @@
+//! A master in a cluster whose lease runs out, seen by a worker.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use elasticdl_proto::v1;
+use serde_json::json;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Streaming};
+use v1::master_client::MasterClient;
+use v1::master_message::Kind as Told;
+
+use super::*;
+use crate::job::testing::spec;
+use crate::kube::anchor::Anchor;
+use crate::kube::events::Recorder;
+use crate::kube::pods::Mould;
+use crate::kube::testing::Fake;
+use crate::token::Token;
+
+struct Stage {
+    address: SocketAddr,
+    token: Token,
+    /// For how long the master holds its lease from now on.
+    hold: Box<dyn Fn(Duration)>,
+    _fake: Arc<Fake>,
+    _interrupts: mpsc::Sender<Interrupt>,
+}
+
+impl Stage {
+    /// The third master of a job in a cluster.
+    async fn start() -> Self {
+        let (fake, cluster) = Fake::start();
+        let meta = json!({"name": "job", "namespace": "ns", "uid": "anchor"});
+        fake.put("configmaps", "job", json!({"metadata": meta, "data": {"task": "{}"}}));
+        let meta = serde_json::from_value(meta).unwrap();
+        let (warrant, hold) = Warrant::for_test();
+        let recorder = Recorder::start(&cluster, &meta);
+        let mould = Mould {
+            template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
+            anchor: meta,
+            master: "10.0.0.1:7070".into(),
+            min_workers: 1,
+            ladder: None,
+        };
+        let pods = Pods::new(&cluster, mould, warrant.clone(), recorder);
+        let keeper = Keeper::new(Anchor::new(&cluster, "job"), warrant.clone());
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let (address, token) = (listener.local_addr().unwrap(), Token::random().unwrap());
+        let entrance = Entrance { listener, token: token.clone(), identity: None };
+        let office = Office { incarnation: 3, warrant };
+        let master = Master::with_pods(spec(), entrance, pods, keeper, office, Progress::quiet());
+        let (interrupts, interrupted) = mpsc::channel(1);
+        tokio::spawn(master.run(interrupted));
+        Self { address, token, hold: Box::new(hold), _fake: fake, _interrupts: interrupts }
+    }
+
+    /// What the master says to a worker, which was welcomed by this incarnation before.
+    async fn join(&self, incarnation: Option<u64>) -> Streaming<v1::MasterMessage> {
+        let resume = incarnation.map(|incarnation| v1::Resume {
+            worker: 1,
+            membership: None,
+            parameters: None,
+            incarnation,
+        });
+        let hello = v1::Hello { job: "job".into(), launch: 1, address: "127.0.0.1:9".into(), pid: 1, resume };
+        let (sender, outgoing) = mpsc::channel(1);
+        let kind = Some(v1::worker_message::Kind::Hello(hello));
+        sender.send(v1::WorkerMessage { kind }).await.unwrap();
+        // It says no more, and stays.
+        tokio::spawn(async move { sender.closed().await });
+        let mut request = Request::new(ReceiverStream::new(outgoing));
+        request.metadata_mut().insert("authorization", self.token.to_bearer().parse().unwrap());
+        let mut client = MasterClient::connect(format!("http://{}", self.address)).await.unwrap();
+        client.join(request).await.unwrap().into_inner()
+    }
+
+    async fn listens(&self) -> bool {
+        TcpStream::connect(self.address).await.is_ok()
+    }
+
+    async fn until(&self, listens: bool) {
+        while self.listens().await != listens {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_master_whose_lease_is_not_renewed_sends_its_workers_away_until_it_is() {
+    let stage = Stage::start().await;
+    let mut told = stage.join(None).await;
+    let Some(Told::Welcome(welcome)) = told.message().await.unwrap().unwrap().kind else {
+        panic!("no welcome")
+    };
+    assert_eq!((welcome.worker, welcome.incarnation), (1, 3));
+    (stage.hold)(Duration::ZERO);
+    while let Ok(Some(_)) = told.message().await {}
+    stage.until(false).await;
+    (stage.hold)(Duration::from_secs(3600));
+    stage.until(true).await;
+}
+
+#[tokio::test]
+async fn a_master_that_hears_of_a_newer_one_listens_no_more_until_the_server_says_that_it_is_the_one() {
+    let stage = Stage::start().await;
+    // As old as this one: nothing is wrong with that.
+    let mut told = stage.join(Some(3)).await;
+    while let Ok(Some(_)) = told.message().await {}
+    assert!(stage.listens().await);
+    let mut told = stage.join(Some(4)).await;
+    assert!(told.message().await.is_ok_and(|word| word.is_none()), "a worker of a newer master was answered");
+    stage.until(false).await;
+    (stage.hold)(Duration::from_secs(1_000_000_000_000));
+    stage.until(true).await;
+}
