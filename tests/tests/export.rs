@@ -16,7 +16,7 @@ fn job(folder: &TempDir, export: &Path) -> Command {
     let program = ["--records", &RECORDS.to_string(), "--micros-per-record", "200"].map(PathBuf::from);
     let program = std::iter::once(PathBuf::from(env!("CARGO_BIN_EXE_counting"))).chain(program);
     Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), folder.path().join("job"), program)
-        .option("training-data", folder.path().join("data"))
+        .option("training-data", folder.path().join("data/../data"))
         .option("global-batch-size", "30")
         .option("num-workers", "3")
         .option("export", export)
@@ -72,4 +72,32 @@ fn a_place_that_can_t_be_written_to_is_refused_before_the_training() {
     assert_eq!(ended.summary["steps"], 0);
     let error = ended.summary["error"].as_str().unwrap();
     assert!(error.starts_with("--export: ") && error.contains("file/model"), "{error}");
+}
+
+#[test]
+fn a_folder_is_refused_before_the_training() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("models")).unwrap();
+    let ended = job(&folder, &folder.path().join("models")).run();
+    assert_eq!(ended.code, Some(2), "{}", ended.output);
+    assert_eq!(ended.summary["steps"], 0);
+    let error = ended.summary["error"].as_str().unwrap();
+    assert!(error.starts_with("--export: ") && error.contains("models/model.safetensors"), "{error}");
+    assert_eq!(std::fs::read_dir(folder.path().join("models")).unwrap().count(), 0);
+}
+
+#[test]
+fn paths_may_lead_up_and_down_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let up = folder.path().join("absent/../models/../m.safetensors");
+    let ended = job(&folder, &up).option("checkpoint-dir", folder.path().join("job/../kept")).run();
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    assert_eq!(counts(&folder.path().join("m.safetensors")), [1.0; RECORDS as usize]);
+    assert_eq!(std::fs::read_dir(folder.path().join("kept")).unwrap().count(), 1);
+    let again = job(&folder, &folder.path().join("n.safetensors"))
+        .option("resume-from", folder.path().join("data/../kept"))
+        .option("num-epochs", "2")
+        .run();
+    assert_eq!(again.code, Some(0), "{}", again.output);
+    assert_eq!(counts(&folder.path().join("n.safetensors")), [2.0; RECORDS as usize]);
 }

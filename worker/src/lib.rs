@@ -71,6 +71,7 @@ mod messages;
 mod model;
 mod optimizer;
 mod origin;
+mod paths;
 mod predictions;
 mod prefetch;
 mod reader;

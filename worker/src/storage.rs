@@ -90,7 +90,7 @@ impl Storage {
             return Err(wrong("an empty address; it must be a path or s3://, gs:// or az://".into()));
         }
         if !address.contains("://") {
-            let path = std::path::absolute(address).map_err(|error| wrong(error.to_string()))?;
+            let path = crate::paths::absolute(address).map_err(|error| wrong(error.to_string()))?;
             let root = Path::from_absolute_path(path).map_err(|error| wrong(error.to_string()))?;
             return Ok(Self { store: local(), root, address: address.to_owned(), is_local: true });
         }

@@ -12,6 +12,7 @@ use bytes::Bytes;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 
 use crate::model::NamedTensor;
+use crate::paths;
 use crate::storage::{Storage, StorageError};
 
 /// Why parameters were not written or read. The text names the file and the tensor.
@@ -25,6 +26,9 @@ pub(crate) enum WeightsError {
     Other { path: String, reason: String },
     #[error(transparent)]
     Storage(#[from] StorageError),
+    /// A folder where a file is wanted.
+    #[error("{0} is a folder; name a file, for example {file}", file = within(.0))]
+    Folder(String),
 }
 
 /// Checks that `tensors` describe `parameters` values.
@@ -35,12 +39,23 @@ pub(crate) fn check(tensors: &[NamedTensor], parameters: usize) -> Result<(), We
     header(tensors, parameters).map(drop)
 }
 
-/// Checks that something can be written where `address` is, before there is anything to lose.
+/// Checks that a file can be written where `address` is, before there is anything to lose.
+///
+/// # Errors
+/// [`WeightsError::Folder`], or the place's word.
+pub(crate) fn check_writable(address: &str) -> Result<(), WeightsError> {
+    match paths::names_folder(address) {
+        true => Err(WeightsError::Folder(address.into())),
+        false => Ok(probe(address)?),
+    }
+}
+
+/// Writes a file beside `address`, and removes it. Its name is random: it is nobody's.
 ///
 /// # Errors
 /// The place's word.
-pub(crate) fn check_writable(address: &str) -> Result<(), StorageError> {
-    let probe = Storage::open(&format!("{address}.probe"))?;
+pub(crate) fn probe(address: &str) -> Result<(), StorageError> {
+    let probe = Storage::open(&format!("{address}.probe-{}", paths::random_digits()))?;
     probe.write("", vec![Bytes::from_static(b"written to see whether it can be")])?;
     probe.remove("")
 }
@@ -133,6 +148,11 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
     // So that the values are aligned in a file that is mapped into memory.
     json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');
     Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
+}
+
+/// A file in the folder at `address`.
+fn within(address: &str) -> String {
+    format!("{}/model.safetensors", address.trim_end_matches('/'))
 }
 
 fn clip(text: &str) -> String {
@@ -245,5 +265,10 @@ mod tests {
         let inside = folder.path().join("file/model").to_str().unwrap().to_owned();
         let error = check_writable(&inside).unwrap_err().to_string();
         assert!(error.contains("file/model.probe"), "{error}");
+        for is_folder in [folder.path().to_str().unwrap().to_owned(), format!("{path}/")] {
+            let error = check_writable(&is_folder).unwrap_err();
+            assert!(matches!(error, WeightsError::Folder(_)), "{error}");
+            assert!(error.to_string().contains("/model.safetensors"), "{error}");
+        }
     }
 }

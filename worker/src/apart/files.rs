@@ -18,6 +18,7 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::types::Type;
 
+use crate::paths;
 use crate::predictions::{Column, Predictions};
 use crate::storage::Storage;
 use crate::weights;
@@ -52,8 +53,7 @@ pub(crate) fn check_output(address: &str) -> Result<(), String> {
             first.path
         ));
     }
-    weights::check_writable(&format!("{}/part", address.trim_end_matches('/')))
-        .map_err(|error| error.to_string())
+    weights::probe(&format!("{}/part", address.trim_end_matches('/'))).map_err(|error| error.to_string())
 }
 
 impl Output {
@@ -93,8 +93,8 @@ impl Output {
 /// Puts a file in the place of `name`, by way of one that nobody takes for a part of the output.
 fn replace(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     fs::create_dir_all(folder)?;
-    let own = folder.join(format!(".{name}.{}", std::process::id()));
-    let mut file = fs::File::create(&own)?;
+    let own = folder.join(format!(".{name}.{}", paths::random_digits()));
+    let mut file = fs::File::create_new(&own)?;
     file.write_all(bytes)?;
     file.sync_all()?;
     fs::rename(&own, folder.join(name))
@@ -267,7 +267,10 @@ mod tests {
         for name in left {
             fs::write(folder.path().join(name), "torn").unwrap();
         }
+        // Another worker, on another machine, may have this one's process id.
+        fs::write(folder.path().join(format!(".part-1.csv.{}", std::process::id())), "half").unwrap();
         replace(folder.path(), "part-1.csv", b"whole").unwrap();
+        assert!(folder.path().join(format!(".part-1.csv.{}", std::process::id())).exists());
         assert_eq!(fs::read(folder.path().join("part-1.csv")).unwrap(), b"whole");
         tidy(folder.path()).unwrap();
         let mut names: Vec<String> = fs::read_dir(&folder)

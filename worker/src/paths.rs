@@ -1,0 +1,94 @@
+//! Paths as users write them.
+
+use std::ffi::OsStr;
+use std::hash::{BuildHasher as _, RandomState};
+use std::io;
+use std::path::{Component, Path, PathBuf};
+
+/// `path` from the root on and without `.` and `..`, naming what the system would find by `path`.
+///
+/// `..` behind a symbolic link leads to the parent of the link's target, so what is before it is resolved as far as it
+/// exists. A path without `..` keeps its links.
+pub(crate) fn absolute(path: &str) -> io::Result<PathBuf> {
+    let whole = std::path::absolute(path)?;
+    let mut clean = PathBuf::new();
+    for component in whole.components() {
+        match component {
+            Component::CurDir => {}
+            Component::ParentDir => {
+                match clean.canonicalize() {
+                    Ok(resolved) => clean = resolved,
+                    // What is not there yet is made under the names that it was given.
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                    Err(error) => return Err(error),
+                }
+                // The root is its own parent.
+                clean.pop();
+            }
+            other => clean.push(other),
+        }
+    }
+    Ok(clean)
+}
+
+/// Whether `address` names a folder where a file is wanted: one of this machine that is there, or any place whose name ends
+/// with `/` or is missing.
+pub(crate) fn names_folder(address: &str) -> bool {
+    let (is_path, path) = match address.split_once("://") {
+        None => (true, address),
+        Some(("file", path)) => (true, path),
+        Some((_, rest)) => (false, rest.split_once('/').map_or("", |(_, key)| key)),
+    };
+    let last = Path::new(path).components().next_back();
+    let is_named = matches!(last, Some(Component::Normal(_)));
+    path.ends_with('/') || !is_named || (is_path && Path::new(path).is_dir())
+}
+
+/// Sixteen digits that no other writer draws: process ids are not unique where several containers share a folder.
+pub(crate) fn random_digits() -> String {
+    format!("{:016x}", RandomState::new().hash_one(OsStr::new("staged")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_with_dots_leads_where_the_system_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        std::fs::create_dir_all(root.join("real/deep/inside")).unwrap();
+        std::fs::create_dir(root.join("a")).unwrap();
+        std::os::unix::fs::symlink(root.join("real/deep"), root.join("a/link")).unwrap();
+        let of = |path: &str| absolute(&format!("{}/{path}", root.display())).unwrap();
+        let table = [
+            ("a/../b", "b"),
+            ("a/./x", "a/x"),
+            // The parent of the link's target.
+            ("a/link/../x", "real/x"),
+            ("a/link/x", "a/link/x"),
+            ("not/there/../yet", "not/yet"),
+            ("not/../a/link/..", "real"),
+            ("a/link/inside/../../x", "real/x"),
+        ];
+        for (path, expected) in table {
+            assert_eq!(of(path), root.join(expected), "{path}");
+        }
+        assert_eq!(absolute("/../../etc").unwrap(), Path::new("/etc"));
+        let here = std::env::current_dir().unwrap();
+        assert_eq!(absolute("../x").unwrap(), here.canonicalize().unwrap().parent().unwrap().join("x"));
+        assert_eq!(absolute("x").unwrap(), here.join("x"));
+    }
+
+    #[test]
+    fn a_folder_is_told_from_a_file_to_come() {
+        let folder = tempfile::tempdir().unwrap();
+        let here = folder.path().to_str().unwrap();
+        for address in [here, &format!("file://{here}"), "new/", "/", "..", "s3://bucket", "gs://b/a/"] {
+            assert!(names_folder(address), "{address}");
+        }
+        for address in [&format!("{here}/m"), "m", "../m", "s3://bucket/m", "az://b/a/m"] {
+            assert!(!names_folder(address), "{address}");
+        }
+    }
+}
