@@ -1,12 +1,15 @@
 //! The `elasticdl` command line.
 
 mod apart;
+mod background;
 mod checkpoint;
 mod client;
 mod cluster;
 mod follow;
+mod interrupts;
 mod master;
 mod plan;
+mod preview;
 mod remote;
 mod status;
 mod train;
@@ -53,7 +56,7 @@ pub struct Cli {
 pub enum Command {
     /// Have a running job write a checkpoint now, and wait for it; prints where it is.
     Checkpoint(CheckpointArgs),
-    /// Remove a job and all that it has left: its pods and objects, or its directory.
+    /// Remove a job and all that it has left: its pods and objects, or what it has written to its directory.
     Delete(DeleteArgs),
     /// Measure a model: the means of its metrics over a data set.
     ///

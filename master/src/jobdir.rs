@@ -7,12 +7,16 @@
 //!       logs/master.log         what the master did
 //!       logs/worker-<launch>.log   what one worker printed
 //!       job.json, record.json, processes   what another master needs to go on: see `kept`
+//!       program                 the training program as it was when the job began
+//!       checkpoints/            where the job keeps them, unless it was told another place
 //!       summary.json            how the job ended
 //! ```
 //!
 //! **Invariant:** whoever holds the lock is the only one that writes here. Files appear whole or not at all.
 
+mod contents;
 mod kept;
+mod processes;
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -20,14 +24,19 @@ use std::io::{self, Write as _};
 use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::job::LaunchId;
+use crate::local::Started;
 use crate::token::Token;
 
+pub use contents::{DeleteError, delete};
 pub(crate) use kept::note_process;
 pub use kept::{Abandoned, RecordFile, ResumeError, Start, is_abandoned};
+use processes::refuse_if_workers_live;
+pub use processes::{StopError, Told, is_running, stop};
 
 /// The directory of a job that this process runs; holds its lock.
 #[derive(Debug)]
@@ -43,22 +52,36 @@ impl JobDir {
     /// token.
     ///
     /// # Errors
-    /// [`JobDirError`]; nothing has been cleared then.
+    /// [`JobDirError`]; nothing has been cleared then, nor written to a directory that is no job's.
     pub fn create(root: &Path) -> Result<Self, JobDirError> {
+        contents::check_usable(root)?;
         let refused = |source| JobDirError::Create { path: root.into(), source };
         fs::DirBuilder::new().recursive(true).mode(0o700).create(root).map_err(refused)?;
         let root = root.canonicalize().map_err(refused)?;
         let lock = take_lock(&root)?;
+        refuse_if_workers_live(&root)?;
         let logs = root.join(LOGS);
         let write = |path: &Path, source| JobDirError::Write { path: path.into(), source };
-        fs::create_dir_all(&logs).map_err(|e| write(&logs, e))?;
-        for stale in stale_files(&root, &logs).map_err(|e| write(&root, e))? {
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&logs).map_err(|e| write(&logs, e))?;
+        for stale in contents::stale_files(&root).map_err(|e| write(&root, e))? {
             fs::remove_file(&stale).map_err(|e| write(&stale, e))?;
         }
         let token_path = root.join(TOKEN);
         let token = Token::random().map_err(|e| write(&token_path, e))?;
         write_atomically(&token_path, token.to_hex().as_bytes()).map_err(|e| write(&token_path, e))?;
         Ok(Self { root, token, _lock: lock })
+    }
+
+    /// Checks that [`JobDir::create`] would take `root`, and writes nothing.
+    ///
+    /// # Errors
+    /// [`JobDirError`].
+    pub fn check(root: &Path) -> Result<(), JobDirError> {
+        contents::check_usable(root)?;
+        if is_running(root) {
+            return Err(running(root));
+        }
+        refuse_if_workers_live(root)
     }
 
     /// The directory, absolute.
@@ -85,6 +108,18 @@ impl JobDir {
         self.root.join(LOGS)
     }
 
+    /// Where masters say what they do.
+    #[must_use]
+    pub fn master_log(&self) -> PathBuf {
+        self.logs().join(MASTER_LOG)
+    }
+
+    /// Where the job's copy of the training program is.
+    #[must_use]
+    pub fn program_path(&self) -> PathBuf {
+        self.root.join(PROGRAM)
+    }
+
     /// Where the summary is written when the job has ended.
     #[must_use]
     pub fn summary_path(&self) -> PathBuf {
@@ -97,7 +132,9 @@ impl JobDir {
     /// [`JobDirError::Write`].
     pub fn publish(&self, address: SocketAddr) -> Result<(), JobDirError> {
         let path = self.root.join(MASTER);
-        let endpoint = Endpoint { address, pid: std::process::id() };
+        let pid = std::process::id();
+        let started = Started::look_up(pid).map(|started| started.at);
+        let endpoint = Endpoint { address, pid, started };
         let json = serde_json::to_vec(&endpoint).expect("an address and a number are valid JSON");
         write_atomically(&path, &json).map_err(|source| JobDirError::Write { path, source })
     }
@@ -114,6 +151,21 @@ impl Drop for JobDir {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JobDirError {
+    /// Its master is gone, but workers of it still train. Go on with the job, or tell them to end.
+    #[error(
+        "the master of the job in {} is gone, but {workers} {} of it still {}; go on with the job by\n    \
+         elasticdl train --resume {3}\nor end it by\n    elasticdl stop {3}",
+        path.display(),
+        if *workers == 1 { "worker" } else { "workers" },
+        if *workers == 1 { "trains" } else { "train" },
+        quoted(path)
+    )]
+    Abandoned {
+        /// The directory.
+        path: PathBuf,
+        /// How many workers live.
+        workers: usize,
+    },
     /// It can't be made. Choose another, or make its parent writable.
     #[error("can't create the job directory {}: {source}; choose another with --job-dir", path.display())]
     Create {
@@ -121,6 +173,18 @@ pub enum JobDirError {
         path: PathBuf,
         /// The system's word.
         source: io::Error,
+    },
+    /// It holds what is not a job's. Choose another.
+    #[error(
+        "{} is not a job's directory, and not empty: {} is in it; give --job-dir an empty folder, a job's, or one that is \
+         not there yet, for example {}",
+        path.display(), found.display(), path.join("job").display()
+    )]
+    Foreign {
+        /// The directory.
+        path: PathBuf,
+        /// Something in it.
+        found: PathBuf,
     },
     /// A master runs in it. Wait for it, stop it, or choose another name or directory.
     #[error(
@@ -150,6 +214,9 @@ pub struct Endpoint {
     pub address: SocketAddr,
     /// Its process.
     pub pid: u32,
+    /// When that was started, in the system's ticks since it came up; unknown where an older program has written it.
+    #[serde(default)]
+    pub started: Option<u64>,
 }
 
 /// Finds the master of the job whose directory is `root`, and the secret to speak to it with.
@@ -157,7 +224,7 @@ pub struct Endpoint {
 /// # Errors
 /// [`LookupError`].
 pub fn look_up(root: &Path) -> Result<(Endpoint, Token), LookupError> {
-    if !root.join(LOCK).is_file() {
+    if !contents::is_job_dir(root) {
         return Err(LookupError::NoSuchJob { path: root.into() });
     }
     let read = |name| {
@@ -265,14 +332,17 @@ fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
 }
 
-/// A name in the same directory (so that a rename is atomic), this process's own.
+/// A name in the same directory (so that a rename is atomic), drawn at random: process ids are not unique where several
+/// containers share a folder.
 fn temporary_beside(path: &Path) -> io::Result<PathBuf> {
     let name = path
         .file_name()
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"))?;
     let mut hidden = OsString::from(".");
     hidden.push(name);
-    hidden.push(format!(".{}.tmp", std::process::id()));
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(io::Error::other)?;
+    hidden.push(format!(".{:016x}.tmp", u64::from_ne_bytes(random)));
     Ok(path.with_file_name(hidden))
 }
 
@@ -280,30 +350,29 @@ fn take_lock(root: &Path) -> Result<File, JobDirError> {
     let path = root.join(LOCK);
     let options = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).clone();
     let file = options.open(&path).map_err(|source| JobDirError::Create { path: root.into(), source })?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::Error(source)) => Err(JobDirError::Write { path, source }),
-        Err(TryLockError::WouldBlock) => {
-            let pid = look_up(root).ok().map(|(endpoint, _)| endpoint.pid);
-            Err(JobDirError::Running { path: root.into(), pid })
+    let mut attempts = LOCK_ATTEMPTS;
+    loop {
+        attempts -= 1;
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::Error(source)) => return Err(JobDirError::Write { path, source }),
+            Err(TryLockError::WouldBlock) if attempts == 0 => return Err(running(root)),
+            // Another command may be looking whether a master runs.
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
         }
     }
 }
 
-/// What an earlier run left that would be taken for this one's.
-fn stale_files(root: &Path, logs: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut stale: Vec<PathBuf> = [SUMMARY, MASTER, JOB, RECORD, PROCESSES]
-        .map(|name| root.join(name))
-        .into_iter()
-        .filter(|path| path.is_file())
-        .collect();
-    for entry in fs::read_dir(logs)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "log") {
-            stale.push(path);
-        }
-    }
-    Ok(stale)
+fn running(root: &Path) -> JobDirError {
+    let pid = look_up(root).ok().map(|(endpoint, _)| endpoint.pid);
+    JobDirError::Running { path: root.into(), pid }
+}
+
+/// A path as a shell takes it.
+pub(crate) fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
+    if text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', "'\\''")) }
 }
 
 /// The name of one worker's log file.
@@ -312,11 +381,17 @@ pub fn worker_log(logs: &Path, launch: LaunchId) -> PathBuf {
     logs.join(format!("worker-{}.log", launch.0))
 }
 
+/// A folder in the directory.
+const CHECKPOINTS: &str = "checkpoints";
 const JOB: &str = "job.json";
 const LOCK: &str = "lock";
+const LOCK_ATTEMPTS: u32 = 5;
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 const LOGS: &str = "logs";
 const MASTER: &str = "master.json";
+const MASTER_LOG: &str = "master.log";
 const PROCESSES: &str = "processes";
+const PROGRAM: &str = "program";
 const RECORD: &str = "record.json";
 const SUMMARY: &str = "summary.json";
 const TOKEN: &str = "token";
@@ -360,7 +435,9 @@ mod tests {
         let address = "127.0.0.1:4711".parse().unwrap();
         dir.publish(address).unwrap();
         let (endpoint, token) = look_up(&root).unwrap();
-        assert_eq!(endpoint, Endpoint { address, pid: std::process::id() });
+        let started = Started::look_up(std::process::id()).map(|started| started.at);
+        assert!(started.is_some());
+        assert_eq!(endpoint, Endpoint { address, pid: std::process::id(), started });
         assert_eq!(token.to_hex(), dir.token().to_hex());
         write_atomically(&dir.summary_path(), b"{}").unwrap();
         drop(dir);
@@ -387,6 +464,12 @@ mod tests {
         let dir = JobDir::create(&scratch.path().join("job")).unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&dir.token_path()), mode(dir.path())), (0o600, 0o700));
+    }
+
+    #[test]
+    fn a_path_is_quoted_where_a_shell_would_take_it_apart() {
+        assert_eq!(quoted(Path::new("/tmp/job-1.a")), "/tmp/job-1.a");
+        assert_eq!(quoted(Path::new("/tmp/it's a $job")), r"'/tmp/it'\''s a $job'");
     }
 
     #[test]

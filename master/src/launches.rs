@@ -21,6 +21,8 @@ pub(crate) enum Happening {
     Leaves(String),
     /// It has been asked for, with this priority class.
     Made(Option<String>),
+    /// It has ended, and these are the last lines that it has printed; its end follows.
+    Printed(String),
     Runs,
     Waits(Wait),
 }
@@ -55,10 +57,16 @@ impl Launches {
     pub(crate) async fn next(&mut self) -> (LaunchId, Happening) {
         match self {
             Self::Pods(pods) => pods.next().await,
-            Self::Processes(processes) => {
-                let (launch, exit) = processes.next_ended().await;
-                (launch, Happening::Ended(exit))
-            }
+            Self::Processes(processes) => processes.next().await,
+        }
+    }
+
+    /// Some launch has said hello.
+    pub(crate) fn heard(&mut self) {
+        match self {
+            // A pod's program is judged by its pod.
+            Self::Pods(_) => {}
+            Self::Processes(processes) => processes.heard(),
         }
     }
 

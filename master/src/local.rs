@@ -7,26 +7,36 @@
 //! its group when it is dropped. (A master that is killed itself can't see to that: its workers look for another master
 //! for a while, and one that comes takes over their processes, which are not its children.)
 
-use std::collections::BTreeMap;
+mod log;
+mod program;
+
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 use tokio::process::{Child, Command};
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tracing::{info, warn};
 
+pub use program::ProgramCopy;
+use program::Source;
+
 use crate::job::{Exit, LaunchId};
 use crate::jobdir::{self, JobDir};
+use crate::launches::Happening;
 
 /// What a job's workers are started as.
 #[derive(Clone, Debug)]
@@ -41,6 +51,8 @@ pub struct Launcher {
     pub logs: PathBuf,
     /// The file in which each process is noted.
     pub processes: PathBuf,
+    /// The program's file as it was when the job began.
+    pub copy: Option<ProgramCopy>,
 }
 
 /// A process that was started. Its id alone may be another one's by now.
@@ -54,13 +66,32 @@ pub struct Started {
 
 impl Started {
     /// The process `pid`; `None` if it has ended.
-    fn look_up(pid: u32) -> Option<Self> {
+    pub(crate) fn look_up(pid: u32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // After the name, which is in brackets and may hold anything: the third field, the state, and what follows.
         let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
         let runs = !matches!(fields.next()?, "Z" | "X");
         let at = fields.nth(STAT_STARTTIME - STAT_STATE - 1)?.parse().ok()?;
         runs.then_some(Self { pid, at })
+    }
+
+    /// Signals this process, and no other that may have its id by now; whether it was there.
+    pub(crate) fn signal(self, signal: Signal) -> io::Result<bool> {
+        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
+            return Ok(false);
+        };
+        let descriptor = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+            Err(Errno::SRCH) => return Ok(false),
+            descriptor => descriptor?,
+        };
+        // In this order: what the descriptor stands for is what is looked at.
+        if Self::look_up(self.pid) != Some(self) {
+            return Ok(false);
+        }
+        match rustix::process::pidfd_send_signal(&descriptor, signal) {
+            Err(Errno::SRCH) => Ok(false),
+            sent => Ok(sent.map(|()| true)?),
+        }
     }
 }
 
@@ -73,13 +104,33 @@ impl Launcher {
             ("ELASTICDL_TOKEN_FILE".into(), dir.token_path().into()),
             ("ELASTICDL_MASTER_TIMEOUT_MS".into(), master_timeout.as_millis().to_string().into()),
         ];
-        Self { program, args, env, logs: dir.logs(), processes: dir.processes_path() }
+        Self { program, args, env, logs: dir.logs(), processes: dir.processes_path(), copy: None }
+    }
+
+    /// Starts workers from `copy` once the program's path has another file.
+    #[must_use]
+    pub fn with_copy(self, copy: Option<ProgramCopy>) -> Self {
+        Self { copy, ..self }
+    }
+
+    fn source(&self) -> Source<'_> {
+        self.copy.as_ref().map_or(Source::Program, |copy| copy.source(&self.program))
     }
 
     fn spawn(&self, launch: LaunchId, index: u32) -> io::Result<Child> {
-        let log = File::create(jobdir::worker_log(&self.logs, launch))?;
-        let mut command = Command::new(&self.program);
+        // What a program prints may be for its user's eyes alone.
+        let log = File::options()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(jobdir::worker_log(&self.logs, launch))?;
+        let mut command = match self.source() {
+            Source::Copy(copy) => Command::new(copy),
+            Source::Other | Source::Program => Command::new(&self.program),
+        };
         command
+            .arg0(&self.program)
             .args(&self.args)
             .envs(self.env.iter().map(|(name, value)| (name, value)))
             .env("ELASTICDL_LAUNCH", launch.0.to_string())
@@ -99,54 +150,126 @@ impl Launcher {
 /// The processes that this master has started and that have not ended.
 #[derive(Debug)]
 pub(crate) struct Processes {
-    launcher: Launcher,
+    launcher: Arc<Launcher>,
     /// Dropping a sender kills its process.
     running: BTreeMap<LaunchId, oneshot::Sender<()>>,
-    tasks: JoinSet<(LaunchId, Exit)>,
+    tasks: JoinSet<Ended>,
+    known: Arc<Known>,
+    /// The first launch that was killed while no launch had ever said hello.
+    silent: Option<LaunchId>,
+    notices: (mpsc::UnboundedSender<Notice>, mpsc::UnboundedReceiver<Notice>),
+    ready: VecDeque<Notice>,
+}
+
+type Notice = (LaunchId, Happening);
+
+/// What all that supervise processes know.
+#[derive(Debug, Default)]
+struct Known {
+    /// Some launch has said hello: the program is one of ours.
+    heard: AtomicBool,
+    /// It has been said that the program's file has changed.
+    told_of_change: AtomicBool,
+}
+
+/// The end of a process.
+#[derive(Debug)]
+struct Ended {
+    launch: LaunchId,
+    exit: Exit,
+    /// The last lines that it has printed.
+    printed: Option<String>,
 }
 
 impl Processes {
     pub(crate) fn new(launcher: Launcher) -> Self {
-        Self { launcher, running: BTreeMap::new(), tasks: JoinSet::new() }
+        Self {
+            launcher: Arc::new(launcher),
+            running: BTreeMap::new(),
+            tasks: JoinSet::new(),
+            known: Arc::default(),
+            silent: None,
+            notices: mpsc::unbounded_channel(),
+            ready: VecDeque::new(),
+        }
     }
 
     /// Starts one, at the place `index` of the job's. Never fails here: a process that can't be started ends at once, as [`Exit::NotStarted`].
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         let (kill, killed) = oneshot::channel();
-        let launcher = self.launcher.clone();
         self.running.insert(launch, kill);
+        if let Some(silent) = self.silent {
+            let program = self.launcher.program.display();
+            let exit = Exit::NotStarted(format!(
+                "launch {} of {program} never said hello: is it an elasticdl program, one that calls \
+                 elasticdl_worker::run()?",
+                silent.0
+            ));
+            self.tasks.spawn(async move { Ended { launch, exit, printed: None } });
+            return;
+        }
+        let (launcher, known) = (Arc::clone(&self.launcher), Arc::clone(&self.known));
+        let notices = self.notices.0.clone();
         self.tasks.spawn(async move {
             // Messages to workers that wait in the same turn go first: a fork is milliseconds.
             tokio::task::yield_now().await;
-            (launch, supervise(&launcher, (launch, index), killed).await)
+            let notify = |words: String| {
+                // Nobody may be waiting any more.
+                let _ = notices.send((launch, Happening::Explained(words)));
+            };
+            supervise(&launcher, (launch, index), &known, notify, killed).await
         });
+    }
+
+    /// A process that is `launch` has said hello.
+    pub(crate) fn heard(&mut self) {
+        self.known.heard.store(true, Ordering::Relaxed);
+        self.silent = None;
     }
 
     /// Takes over one that another master has started, if it still runs; its end is reported like that of any other.
     pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<Started>) {
         let (kill, killed) = oneshot::channel();
         self.running.insert(launch, kill);
+        self.heard();
         self.tasks.spawn(async move {
             if let Some(started) = started {
                 watch(launch, started, killed).await;
             }
-            (launch, Exit::Unknown)
+            Ended { launch, exit: Exit::Unknown, printed: None }
         });
     }
 
-    /// Kills one, with everything that it started; its end is reported by [`Processes::next_ended`].
+    /// Kills one, with everything that it started; its end is told by [`Processes::next`].
     pub(crate) fn kill(&mut self, launch: LaunchId) {
-        self.running.remove(&launch);
+        // While nobody has been heard of, the first launch is alone, and killed for its silence.
+        if self.running.remove(&launch).is_some() && !self.known.heard.load(Ordering::Relaxed) {
+            self.silent.get_or_insert(launch);
+        }
     }
 
-    /// Waits for the next process to end; for ever, if none runs. Safe to drop at any time.
-    pub(crate) async fn next_ended(&mut self) -> (LaunchId, Exit) {
-        let Some(ended) = self.tasks.join_next().await else {
-            return std::future::pending().await;
-        };
-        let (launch, exit) = ended.expect("a supervising task neither panics nor is aborted");
-        self.running.remove(&launch);
-        (launch, exit)
+    /// Waits for the next thing to happen to a process; for ever, if none runs. Safe to drop at any time.
+    pub(crate) async fn next(&mut self) -> Notice {
+        if let Some(ready) = self.ready.pop_front() {
+            return ready;
+        }
+        tokio::select! {
+            biased;
+            Some(notice) = self.notices.1.recv() => notice,
+            Some(ended) = self.tasks.join_next() => {
+                let Ended { launch, exit, printed } =
+                    ended.expect("a supervising task neither panics nor is aborted");
+                self.running.remove(&launch);
+                let ended = (launch, Happening::Ended(exit));
+                match printed {
+                    Some(lines) => {
+                        self.ready.push_back(ended);
+                        (launch, Happening::Printed(lines))
+                    }
+                    None => ended,
+                }
+            }
+        }
     }
 
     /// Kills all and waits for them, for as long as the system takes to end a killed process.
@@ -163,11 +286,24 @@ impl Processes {
 async fn supervise(
     launcher: &Launcher,
     (launch, index): (LaunchId, u32),
+    known: &Known,
+    notify: impl Fn(String),
     killed: oneshot::Receiver<()>,
-) -> Exit {
+) -> Ended {
+    let program = launcher.program.display();
+    let from = match launcher.source() {
+        Source::Program => None,
+        Source::Copy(_) => Some("the job's own copy of the program"),
+        Source::Other => Some("another program than the first launch"),
+    };
+    if let Some(from) = from.filter(|_| !known.told_of_change.swap(true, Ordering::Relaxed)) {
+        notify(format!("started from {from}, as {program} has changed since the job began"));
+    }
     let mut process = match launcher.spawn(launch, index) {
         Ok(child) => Process(child),
-        Err(error) => return Exit::NotStarted(format!("{}: {error}", launcher.program.display())),
+        Err(error) => {
+            return Ended { launch, exit: Exit::NotStarted(format!("{program}: {error}")), printed: None };
+        }
     };
     let group = process.pid();
     info!(launch = launch.0, pid = process.0.id(), "worker process started");
@@ -176,12 +312,24 @@ async fn supervise(
     {
         warn!(launch = launch.0, %error, "can't note the process: another master would not find it");
     }
+    let hint = async {
+        tokio::time::sleep(HELLO_HINT).await;
+        if !known.heard.load(Ordering::Relaxed) {
+            notify(format!(
+                "started {} s ago and has not said hello; is {program} an elasticdl program, one that calls \
+                 elasticdl_worker::run()?",
+                HELLO_HINT.as_secs()
+            ));
+        }
+        std::future::pending::<()>().await;
+    };
     let ended = tokio::select! {
         ended = process.0.wait() => ended,
         _ = killed => {
             process.kill_group();
             process.0.wait().await
         }
+        () = hint => unreachable!("it never ends"),
     };
     // What it started does not outlive it. (A group's number is not given out again while it has a member.)
     if let Some(group) = group {
@@ -193,7 +341,10 @@ async fn supervise(
         Err(error) => Exit::NotStarted(format!("its end was not seen: {error}")),
     };
     info!(launch = launch.0, ?exit, "worker process ended");
-    exit
+    let printed = matches!(exit, Exit::Code(_) | Exit::Signal(_))
+        .then(|| log::last_lines(&jobdir::worker_log(&launcher.logs, launch)))
+        .flatten();
+    Ended { launch, exit, printed }
 }
 
 /// Waits for the end of a process that is no child, which `killed` hastens.
@@ -293,221 +444,12 @@ fn exit_of(status: ExitStatus) -> Exit {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(5);
+/// A program that calls `run()` first of all has said hello long before.
+const HELLO_HINT: Duration = Duration::from_secs(5);
 const RAYON_THREADS: &str = "RAYON_NUM_THREADS";
 /// Numbers of fields in a process's `stat`, as its manual counts them.
 const STAT_STATE: usize = 3;
 const STAT_STARTTIME: usize = 22;
 
 #[cfg(test)]
-mod tests {
-    use std::io::Read as _;
-    use std::path::Path;
-
-    use super::*;
-
-    const LAUNCH: LaunchId = LaunchId(4);
-
-    /// A launcher of shell scripts, and a pipe with a name that scripts open as `$PIPE`.
-    struct Shell {
-        folder: tempfile::TempDir,
-    }
-
-    impl Shell {
-        fn new() -> Self {
-            let shell = Self { folder: tempfile::tempdir().unwrap() };
-            let made = std::process::Command::new("mkfifo").arg(shell.pipe()).status().unwrap();
-            assert!(made.success());
-            shell
-        }
-
-        fn pipe(&self) -> PathBuf {
-            self.folder.path().join("pipe")
-        }
-
-        fn log(&self) -> String {
-            fs::read_to_string(jobdir::worker_log(self.folder.path(), LAUNCH)).unwrap()
-        }
-
-        fn start(&self, script: &str) -> Processes {
-            self.start_program(Path::new("/bin/sh"), &["-c", script])
-        }
-
-        fn start_program(&self, program: &Path, args: &[&str]) -> Processes {
-            let mut processes = Processes::new(Launcher {
-                program: program.into(),
-                args: args.iter().map(Into::into).collect(),
-                env: vec![("PIPE".into(), self.pipe().into())],
-                logs: self.folder.path().into(),
-                processes: self.folder.path().join("processes"),
-            });
-            processes.start(LAUNCH, 3);
-            processes
-        }
-
-        /// Waits until a script has opened the pipe.
-        async fn opened(&self) -> File {
-            let pipe = self.pipe();
-            tokio::task::spawn_blocking(|| File::open(pipe)).await.unwrap().unwrap()
-        }
-    }
-
-    /// Waits until no process has the pipe open any more.
-    async fn all_gone(mut pipe: File) {
-        let read = tokio::task::spawn_blocking(move || pipe.read_to_end(&mut Vec::new()));
-        assert_eq!(read.await.unwrap().unwrap(), 0);
-    }
-
-    /// Starts a child that keeps the pipe open for ever, then goes on.
-    const LEAVE_A_CHILD: &str = "exec 3>$PIPE; sleep 100000 &";
-
-    #[tokio::test]
-    async fn how_a_process_ended_is_told() {
-        let shell = Shell::new();
-        for (script, exit) in [
-            ("exit 0", Exit::Code(0)),
-            ("exit 3", Exit::Code(3)),
-            ("kill -KILL $$", Exit::Signal(9)),
-            ("kill -SEGV $$", Exit::Signal(11)),
-        ] {
-            assert_eq!(shell.start(script).next_ended().await, (LAUNCH, exit), "{script}");
-        }
-        let absent = shell.folder.path().join("absent");
-        let (_, exit) = shell.start_program(&absent, &[]).next_ended().await;
-        let Exit::NotStarted(why) = exit else { panic!("{exit:?}") };
-        assert!(why.starts_with(&absent.display().to_string()), "{why}");
-    }
-
-    #[tokio::test]
-    async fn a_process_gets_its_environment_and_writes_to_its_log() {
-        let shell = Shell::new();
-        let script = "echo launch $ELASTICDL_LAUNCH at $ELASTICDL_INDEX in $PIPE with $RAYON_NUM_THREADS; read x; echo said $x >&2";
-        assert_eq!(shell.start(script).next_ended().await.1, Exit::Code(0));
-        let threads = std::env::var(RAYON_THREADS).unwrap_or_else(|_| "1".into());
-        let expected = format!("launch 4 at 3 in {} with {threads}\nsaid\n", shell.pipe().display());
-        assert_eq!(shell.log(), expected);
-    }
-
-    #[tokio::test]
-    async fn a_killed_process_takes_along_what_it_started() {
-        let shell = Shell::new();
-        let mut processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
-        let pipe = shell.opened().await;
-        processes.kill(LAUNCH);
-        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Signal(9)));
-        all_gone(pipe).await;
-    }
-
-    #[tokio::test]
-    async fn a_process_that_ends_by_itself_takes_along_what_it_started() {
-        let shell = Shell::new();
-        let mut processes = shell.start(&format!("{LEAVE_A_CHILD} exit 5"));
-        let pipe = shell.opened().await;
-        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Code(5)));
-        all_gone(pipe).await;
-    }
-
-    /// A process that is no child of this one's runtime, in a group of its own, with a child that keeps the pipe open.
-    fn stranger(shell: &Shell) -> std::process::Child {
-        let mut command = std::process::Command::new("/bin/sh");
-        command.args(["-c", &format!("{LEAVE_A_CHILD} wait")]).env("PIPE", shell.pipe());
-        std::os::unix::process::CommandExt::process_group(&mut command, 0).spawn().unwrap()
-    }
-
-    fn none(shell: &Shell) -> Processes {
-        let mut processes = shell.start("exit 0");
-        processes.running.clear();
-        processes.tasks.abort_all();
-        processes.tasks = JoinSet::new();
-        processes
-    }
-
-    #[tokio::test]
-    async fn a_stranger_that_is_taken_over_is_watched_and_killed_like_a_child() {
-        let shell = Shell::new();
-        let mut child = stranger(&shell);
-        let pipe = shell.opened().await;
-        let mut processes = none(&shell);
-        processes.adopt(LAUNCH, Started::look_up(child.id()));
-        processes.kill(LAUNCH);
-        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Unknown));
-        all_gone(pipe).await;
-        child.wait().unwrap();
-
-        let mut child = stranger(&shell);
-        let pipe = shell.opened().await;
-        processes.adopt(LAUNCH, Started::look_up(child.id()));
-        child.kill().unwrap();
-        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Unknown));
-        all_gone(pipe).await;
-        child.wait().unwrap();
-    }
-
-    #[tokio::test]
-    async fn a_process_that_is_not_the_one_that_was_started_is_left_alone() {
-        let shell = Shell::new();
-        let mut child = stranger(&shell);
-        let started = Started::look_up(child.id()).unwrap();
-        let mut processes = none(&shell);
-        processes.adopt(LAUNCH, Some(Started { at: started.at - 1, ..started }));
-        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Unknown));
-        processes.adopt(LAUNCH, None);
-        assert_eq!(processes.next_ended().await, (LAUNCH, Exit::Unknown));
-        drop(processes);
-        assert_eq!(Started::look_up(child.id()), Some(started));
-        let pipe = shell.opened().await;
-        drop(Stranger(Pid::from_child(&child)));
-        all_gone(pipe).await;
-        child.wait().unwrap();
-        assert_eq!(Started::look_up(child.id()), None);
-    }
-
-    #[tokio::test]
-    async fn a_started_process_is_noted() {
-        let shell = Shell::new();
-        let mut processes = shell.start("read line < $PIPE; exit 0");
-        let pipe = shell.pipe();
-        let opened = tokio::task::spawn_blocking(move || File::options().write(true).open(pipe).unwrap());
-        let pipe = opened.await.unwrap();
-        let note = fs::read_to_string(shell.folder.path().join("processes")).unwrap();
-        let fields: Vec<u64> = note.split_whitespace().map(|f| f.parse().unwrap()).collect();
-        let [launch, pid, at] = fields[..] else { panic!("{note}") };
-        let started = Started { pid: u32::try_from(pid).unwrap(), at };
-        assert_eq!((launch, Started::look_up(started.pid)), (LAUNCH.0, Some(started)));
-        drop(pipe);
-        assert_eq!(processes.next_ended().await.1, Exit::Code(0));
-    }
-
-    #[tokio::test]
-    async fn nothing_outlives_an_orderly_end() {
-        let shell = Shell::new();
-        let processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
-        let pipe = shell.opened().await;
-        processes.end().await;
-        all_gone(pipe).await;
-    }
-
-    #[tokio::test]
-    async fn nothing_outlives_a_drop() {
-        let shell = Shell::new();
-        let processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
-        let pipe = shell.opened().await;
-        drop(processes);
-        all_gone(pipe).await;
-    }
-
-    #[test]
-    fn nothing_outlives_a_panic_of_the_masters_task() {
-        let shell = Shell::new();
-        let (opened, pipe) = std::sync::mpsc::channel();
-        let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            runtime().block_on(async {
-                let _processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
-                opened.send(shell.opened().await).unwrap();
-                panic!("as planned");
-            })
-        }));
-        assert!(panicked.is_err());
-        runtime().block_on(all_gone(pipe.recv().unwrap()));
-    }
-}
+mod tests;

@@ -285,6 +285,7 @@ impl Master {
                         Happening::Explained(words) => Event::LaunchExplained { launch, words },
                         Happening::Leaves(reason) => Event::LaunchLeaves { launch, reason },
                         Happening::Made(class) => Event::LaunchMade { launch, class },
+                        Happening::Printed(lines) => Event::LaunchPrinted { launch, lines },
                         Happening::Runs => Event::LaunchRuns { launch },
                         Happening::Waits(wait) => Event::LaunchWaits { launch, wait },
                     });
@@ -465,6 +466,7 @@ impl Master {
                     );
                     return self.doubt(incarnation);
                 }
+                self.launches.heard();
                 self.peers.insert(connection, Peer { line, worker: None });
                 self.job.handle(now, Event::Connected { connection, launch, address, pid, resume });
             }

@@ -202,6 +202,37 @@ fn a_worker_that_ends_without_a_word_is_counted() {
     assert!(error.contains("exited with code 9;"), "{error}");
 }
 
+/// As by a build in mid-job: a new file in the place of the program's.
+#[test]
+fn a_worker_that_is_replaced_after_the_program_was_built_again_runs_the_one_that_the_job_began_with() {
+    let stage = Stage::new();
+    let program = stage.folder.path().join("program");
+    std::fs::copy(env!("CARGO_BIN_EXE_counting"), &program).unwrap();
+    let mut job = Command::new(
+        env!("CARGO_BIN_EXE_elasticdl-under-test"),
+        stage.folder.path().join("job"),
+        [
+            program.clone(),
+            "--records".into(),
+            RECORDS.to_string().into(),
+            "--micros-per-record".into(),
+            "300".into(),
+        ],
+    )
+    .option("training-data", stage.folder.path().join("data"))
+    .option("global-batch-size", "30")
+    .option("num-epochs", "3")
+    .start();
+    job.wait_for("two members at work", |status| status["step"].as_u64() > Some(3));
+    std::fs::remove_file(&program).unwrap();
+    std::fs::copy("/bin/false", &program).unwrap();
+    send(*job.workers().values().next_back().unwrap(), Signal::KILL);
+    let ended = job.wait();
+    ended.assert_exactly_once("a new program", RECORDS, 3);
+    assert!(ended.output.contains("the job's own copy of the program"), "{}", ended.output);
+    assert_eq!(ended.summary["workers"]["restarts"], 1);
+}
+
 #[test]
 fn replicas_that_differ_end_the_job_with_ranks_and_step() {
     let stage = Stage::new();

@@ -31,6 +31,14 @@ impl Stage {
 
     /// A job of three workers and some seconds, in its first steps.
     fn start(&self, seed: u64, options: &[(&str, &str)]) -> Running {
+        let mut job = self.command(seed, options).start();
+        job.wait_for("three members at work", |status| {
+            ranked(status) == 3 && status["step"].as_u64() > Some(3)
+        });
+        job
+    }
+
+    fn command(&self, seed: u64, options: &[(&str, &str)]) -> Command {
         let program = [
             PathBuf::from(env!("CARGO_BIN_EXE_counting")),
             "--records".into(),
@@ -47,12 +55,7 @@ impl Stage {
             .option("seed", seed.to_string())
             // Generous, so that a busy machine takes nobody out.
             .option("worker-timeout", "10s");
-        let command = options.iter().fold(command, |command, (name, value)| command.option(name, *value));
-        let mut job = command.start();
-        job.wait_for("three members at work", |status| {
-            ranked(status) == 3 && status["step"].as_u64() > Some(3)
-        });
-        job
+        options.iter().fold(command, |command, (name, value)| command.option(name, *value))
     }
 
     fn master_log(&self) -> String {
@@ -94,6 +97,34 @@ fn another_master_takes_over_the_running_group_as_it_is() {
     let log = stage.master_log();
     assert_eq!(log.matches("master listens").count(), 2, "{log}");
     assert!(log.contains("is taken over at step"), "{log}");
+}
+
+#[test]
+fn a_job_that_waits_for_another_master_is_not_lost_by_the_same_command_or_by_delete() {
+    let stage = Stage::new();
+    let mut job = stage.start(1, &[]);
+    let before = job.status();
+    job.kill_master();
+    let said = stage.command(1, &[]).run();
+    assert_eq!(said.code, Some(2), "{}", said.output);
+    let job_dir = stage.folder.path().join("job").canonicalize().unwrap();
+    let line = format!("elasticdl train --resume {}", job_dir.display());
+    assert!(
+        said.output.contains("3 workers of it still train") && said.output.contains(&line),
+        "{}",
+        said.output
+    );
+    let deleted = std::process::Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"))
+        .arg("delete")
+        .arg(&job_dir)
+        .output()
+        .unwrap();
+    let error = String::from_utf8(deleted.stderr).unwrap();
+    assert!(deleted.status.code() == Some(1) && error.contains(&line), "{error}");
+    job.resume();
+    let after = taken_over(&mut job, before["step"].as_u64().unwrap());
+    assert_eq!(workers(&after), workers(&before));
+    job.wait().assert_exactly_once("a second command", RECORDS, EPOCHS);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
-use clap::{Args, ValueEnum};
+use clap::{Arg, Args, ValueEnum};
 use k8s_openapi::api::core::v1::Toleration;
 
 use super::checkpoint::from_volumes;
@@ -132,15 +132,17 @@ pub struct ClusterArgs {
     #[arg(long, value_name = "FILE", requires = "image")]
     pub worker_pod_template: Option<PathBuf>,
 
-    /// Submit and return; `elasticdl status NAME` shows the job.
-    #[arg(long, requires = "image")]
+    /// Start the job and return; with --local its master runs on in the background.
+    ///
+    /// `elasticdl status NAME` shows the job, and `elasticdl stop NAME` stops it.
+    #[arg(long)]
     pub detach: bool,
 
-    /// Print the objects that would be made, and make none.
-    #[arg(long, requires = "image")]
+    /// Print what would be done, and do nothing: in a cluster the objects that would be made.
+    #[arg(long, conflicts_with_all = ["detach", "resume"])]
     pub dry_run: bool,
 
-    /// The format of --dry-run.
+    /// The format of --dry-run in a cluster.
     #[arg(long, short, value_name = "FORMAT", default_value = "yaml", requires = "dry_run")]
     pub output: Format,
 }
@@ -168,6 +170,15 @@ impl PlaceArgs {
 
     pub(super) fn choice(&self) -> Choice {
         Choice { context: self.context.clone(), namespace: self.namespace.clone() }
+    }
+}
+
+/// Refuses an option of clusters for a job of this machine, which it would mean nothing to.
+pub(super) fn apart_from_local(arg: Arg) -> Arg {
+    let is_for_both = ["image", "detach", "dry_run"].contains(&arg.get_id().as_str());
+    match arg.get_help_heading() {
+        Some(HEADING) if !is_for_both => arg.conflicts_with_all(["local", "resume"]),
+        _ => arg,
     }
 }
 

@@ -11,7 +11,6 @@ use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use k8s_openapi::api::core::v1::ConfigMap;
-use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
@@ -21,7 +20,7 @@ use super::cluster::{PlaceArgs, to_failure};
 use super::view::StatusJson;
 use super::{EXIT_OK, Failure, follow, new_runtime};
 use crate::job::LaunchId;
-use crate::jobdir::{self, LookupError};
+use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, Told, quoted};
 use crate::kube::anchor::{self, Anchor, CHECKPOINT, Data, NUM_WORKERS, STATUS, STOP, SUMMARY};
 use crate::kube::client::{Cluster, ClusterError};
 use crate::kube::logs::Source;
@@ -209,21 +208,22 @@ pub(super) fn delete(args: &DeleteArgs) -> Result<u8, Failure> {
             print(&format!("{} and all that it made is deleted\n", job.name))
         }
         Found::Here(root) => {
-            match jobdir::look_up(&root) {
-                Err(LookupError::NotRunning { .. } | LookupError::Unreadable { .. }) => {}
-                Err(error) => return Err(Failure::usage(error.to_string())),
-                Ok((endpoint, _)) if is_alive(endpoint.pid) => {
-                    return Err(Failure::failed(format!(
-                        "the job in {} is running (master process {}); stop it first",
-                        root.display(),
-                        endpoint.pid
-                    )));
+            let left = jobdir::delete(&root).map_err(|error| match error {
+                DeleteError::Lookup(error) => Failure::usage(error.to_string()),
+                DeleteError::InUse(error @ JobDirError::Running { .. }) => {
+                    Failure::failed(format!("{error}, or run `elasticdl stop {}`", quoted(&root)))
                 }
-                Ok(_) => {}
+                error => Failure::failed(error.to_string()),
+            })?;
+            match left.as_slice() {
+                [] => print(&format!("{} is deleted\n", root.display())),
+                [first, ..] => print(&format!(
+                    "the job in {} is deleted; the folder stays, for what no job has written is in it: {}{}\n",
+                    root.display(),
+                    first.display(),
+                    if left.len() > 1 { format!(" and {} more", left.len() - 1) } else { String::new() }
+                )),
             }
-            fs::remove_dir_all(&root)
-                .map_err(|e| Failure::failed(format!("can't remove {}: {e}", root.display())))?;
-            print(&format!("{} is deleted\n", root.display()))
         }
     }
 }
@@ -250,18 +250,18 @@ pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
     match find(&args.job, &args.place)? {
         Found::InCluster(job) => job.stop(),
         Found::Here(root) => {
-            let (endpoint, _) = jobdir::look_up(&root).map_err(|error| match error {
-                LookupError::NotRunning { .. } => Failure::failed(error.to_string()),
-                _ => Failure::usage(error.to_string()),
+            let told = jobdir::stop(&root).map_err(|error| match error {
+                StopError::Lookup(LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
+                StopError::Lookup(error) => Failure::usage(error.to_string()),
+                error => Failure::failed(error.to_string()),
             })?;
-            let pid = Pid::from_raw(endpoint.pid.cast_signed()).filter(|_| is_alive(endpoint.pid));
-            let pid = pid.ok_or_else(|| {
-                Failure::failed(format!("the job in {} is not running: its master is gone", root.display()))
-            })?;
-            rustix::process::kill_process(pid, Signal::TERM).map_err(|e| {
-                Failure::failed(format!("can't signal the master (process {}): {e}", endpoint.pid))
-            })?;
-            print(&format!("the job in {} finishes its step and stops\n", root.display()))
+            print(&match told {
+                Told::Master => format!("the job in {} finishes its step and stops\n", root.display()),
+                Told::Workers(workers) => format!(
+                    "the master of the job in {} is gone; {workers} of its workers were told to end\n",
+                    root.display()
+                ),
+            })
         }
     }
 }
@@ -320,7 +320,7 @@ fn local_rows(root: &Path) -> Vec<Row> {
     let row = |path: PathBuf| {
         let name = path.file_name()?.to_str()?.to_owned();
         let state = match jobdir::look_up(&path) {
-            Ok((endpoint, _)) if is_alive(endpoint.pid) => "running".into(),
+            Ok(_) if jobdir::is_running(&path) => "running".into(),
             Err(LookupError::NoSuchJob { .. }) => return None,
             Err(LookupError::NotRunning { summary: Some(summary), .. }) => {
                 let summary: Option<Value> = serde_json::from_slice(&fs::read(summary).ok()?).ok();
@@ -360,12 +360,6 @@ fn to_table(rows: &[Row]) -> String {
         writeln!(text, "{}", cells.join("  ").trim_end()).expect("a string takes any text");
     }
     text
-}
-
-/// Whether a process is there; one that may not be signalled is.
-fn is_alive(pid: u32) -> bool {
-    let pid = Pid::from_raw(pid.cast_signed());
-    pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
 }
 
 /// How often an anchor is read that a checkpoint is waited for in.

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::{Write as _, stdout};
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
@@ -11,24 +12,24 @@ use std::time::{Duration, SystemTime};
 use clap::Args;
 use clap::builder::ArgPredicate;
 use tokio::net::TcpListener;
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 
 use super::checkpoint::CheckpointOptions;
 use super::client::directory_of;
 use super::cluster::{self, ClusterArgs};
+use super::interrupts::{Patience, Signals, Stop};
 use super::plan::{self, Plan};
 use super::validation::ValidationOptions;
-use super::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, print_error};
+use super::{EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, preview, print_error};
 use crate::entrance::Entrance;
 use crate::job::{self, Outcome, Time, WireDtype};
 use crate::jobdir::{self, Abandoned, JobDir, Start};
-use crate::local::Launcher;
+use crate::local::{Launcher, ProgramCopy};
 use crate::metrics;
 use crate::progress::Progress;
 use crate::report::{self, Paths};
-use crate::run::{Ended, Interrupt, Master};
+use crate::run::{Ended, Master};
 use crate::tensorboard::{self, EventFile};
 
 /// What `elasticdl train` is told.
@@ -37,7 +38,8 @@ use crate::tensorboard::{self, EventFile};
     override_usage = "elasticdl train --local --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
                       elasticdl train --image <IMG> --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
                       elasticdl train --resume <JOB>",
-    after_long_help = AFTER_HELP
+    after_long_help = AFTER_HELP,
+    mut_args(cluster::apart_from_local)
 )]
 pub struct TrainArgs {
     /// Run master and workers as processes of this machine; without a cluster.
@@ -58,7 +60,8 @@ pub struct TrainArgs {
     /// Directory for the job's logs, summary and token. [default: ~/.local/state/elasticdl/NAME]
     ///
     /// Made if it is not there. The default follows $XDG_STATE_HOME; without it and without $HOME it is
-    /// ./.elasticdl/NAME. One job can run in a directory at a time; the next one replaces what is in it.
+    /// ./.elasticdl/NAME. It must be empty, or a job's: one job can run in a directory at a time, and the next one replaces
+    /// what that has written. `elasticdl delete` removes what the job has written, and nothing else.
     #[arg(long, value_name = "DIR", help_heading = WHERE)]
     pub job_dir: Option<PathBuf>,
 
@@ -258,6 +261,13 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     if let Some(image) = args.cluster.image.clone() {
         return cluster::train(&args, &image);
     }
+    if args.cluster.dry_run {
+        return preview::show(args);
+    }
+    if args.cluster.detach {
+        return background::start(args);
+    }
+    background::leave_terminal()?;
     let (work, dir) = match &args.resume {
         Some(job) => Work::resume(job, args.quiet)?,
         None => Work::begin(args)?,
@@ -281,7 +291,9 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
         let _ = stdout().write_all(&table);
     }
     if let Some(error) = &ended.summary.error {
-        print_error(error);
+        // The table, which says where the logs are, is not shown.
+        let with_logs = work.quiet && ended.outcome == Outcome::Failed;
+        print_error(&if with_logs { add_logs(error, &dir.logs()) } else { error.clone() });
     }
     written?;
     Ok(match ended.outcome {
@@ -391,14 +403,16 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
     let master = match task {
         Task::Begin(plan) => {
-            let start = start_of(&plan, address, metrics).map_err(failed("learn the current directory"))?;
+            let start = start_of(&plan, dir, address, metrics);
+            let start = start.map_err(failed("learn the current directory"))?;
             dir.keep(&start).map_err(|e| Failure::failed(e.to_string()))?;
             let launcher = launcher(&start.program, &start.args, start.master_timeout);
+            let launcher = launcher.with_copy(start.copy);
             Master::new(plan.spec, entrance, launcher, progress)
         }
         Task::Resume(abandoned) => {
-            let Start { program, args, master_timeout, began, .. } = &abandoned.start;
-            let launcher = launcher(program, args, *master_timeout);
+            let Start { program, args, master_timeout, began, copy, .. } = &abandoned.start;
+            let launcher = launcher(program, args, *master_timeout).with_copy(copy.clone());
             // A clock that was set back makes the job younger, and nothing else.
             let age = SystemTime::now().duration_since(*began).unwrap_or_default();
             Master::resume(*abandoned, age, entrance, launcher, progress)
@@ -436,7 +450,12 @@ fn event_file(folder: Option<&Path>, job: &str) -> Result<Option<EventFile>, Fai
 }
 
 /// How another master will have to start.
-fn start_of(plan: &Plan, address: SocketAddr, metrics: Option<SocketAddr>) -> std::io::Result<Start> {
+fn start_of(
+    plan: &Plan,
+    dir: &JobDir,
+    address: SocketAddr,
+    metrics: Option<SocketAddr>,
+) -> std::io::Result<Start> {
     let folder = std::env::current_dir()?;
     Ok(Start {
         program: plan.program.clone().into(),
@@ -448,6 +467,7 @@ fn start_of(plan: &Plan, address: SocketAddr, metrics: Option<SocketAddr>) -> st
         metrics,
         master_timeout: plan.master_timeout,
         began: SystemTime::now(),
+        copy: ProgramCopy::make(&plan.program, dir.program_path()),
     })
 }
 
@@ -466,64 +486,14 @@ async fn bind_again(address: SocketAddr) -> std::io::Result<TcpListener> {
     }
 }
 
-/// Which signal asked for the stop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stop {
-    Interrupted,
-    Terminated,
-}
-
-impl Stop {
-    fn exit_code(self) -> u8 {
-        match self {
-            Self::Interrupted => EXIT_INTERRUPTED,
-            Self::Terminated => EXIT_TERMINATED,
-        }
-    }
-}
-
-/// What the user's signals ask for: the first one a stop, any later one the end.
-#[derive(Debug, Default)]
-struct Patience {
-    first: Option<Stop>,
-}
-
-impl Patience {
-    fn interrupt(&mut self, stop: Stop) -> Interrupt {
-        if self.first.is_some() {
-            return Interrupt::Kill;
-        }
-        self.first = Some(stop);
-        Interrupt::Stop
-    }
-}
-
-/// The signals that end a job.
-struct Signals {
-    interrupt: Signal,
-    terminate: Signal,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
-    }
-
-    async fn next(&mut self) -> Stop {
-        tokio::select! {
-            _ = self.interrupt.recv() => Stop::Interrupted,
-            _ = self.terminate.recv() => Stop::Terminated,
-        }
-    }
-}
-
 /// What the master does goes to its log, one line per change of state.
 fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
-    let path = dir.logs().join("master.log");
+    let path = dir.master_log();
     // What the masters before this one did stays: a new job has cleared it.
     let file = File::options()
         .append(true)
         .create(true)
+        .mode(0o600)
         .open(&path)
         .map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
     let logging = tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(file)).try_init();
@@ -532,6 +502,12 @@ fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
         warn!(%error, "the master's log is not written");
     }
     Ok(())
+}
+
+/// An error that says where the logs are.
+fn add_logs(error: &str, logs: &Path) -> String {
+    let separator = if error.contains('\n') { '\n' } else { ' ' };
+    format!("{error}{separator}(logs: {})", logs.display())
 }
 
 fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &Ended) -> Result<(), Failure> {
@@ -587,18 +563,3 @@ const JOB_OPTIONS: [&str; 34] = [
 const OUTPUT: &str = "Output";
 const WHERE: &str = "Job";
 const WORKERS: &str = "Workers";
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_signal_stops_and_names_the_exit_code_and_the_second_ends_at_once() {
-        let mut patience = Patience::default();
-        let said =
-            [Stop::Terminated, Stop::Interrupted, Stop::Interrupted].map(|stop| patience.interrupt(stop));
-        assert_eq!(said, [Interrupt::Stop, Interrupt::Kill, Interrupt::Kill]);
-        assert_eq!(patience.first.map(Stop::exit_code), Some(143));
-        assert_eq!(Stop::Interrupted.exit_code(), 130);
-    }
-}

@@ -42,6 +42,8 @@ pub(super) struct Launch {
     pub(super) waits_for: Option<String>,
     /// Its priority class, where there are such.
     pub(super) class: Option<String>,
+    /// The last lines that it has printed, once it has ended.
+    pub(super) printed: Option<String>,
 }
 
 /// Whether a launch has a place to run at.

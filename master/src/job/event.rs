@@ -69,6 +69,13 @@ pub enum Event {
         /// Its priority class, where there are such.
         class: Option<String>,
     },
+    /// A process ended, and printed these lines last. Its end follows.
+    LaunchPrinted {
+        /// The launch.
+        launch: LaunchId,
+        /// The lines: few, and without control characters.
+        lines: String,
+    },
     /// A launch has a place to run at, and will be heard of soon or never.
     LaunchRuns {
         /// The launch.

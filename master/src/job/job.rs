@@ -156,6 +156,11 @@ impl Job {
             }
             Event::LaunchLeaves { launch, reason } => self.on_launch_leaves(now, launch, &reason),
             Event::LaunchMade { launch, class } => self.on_launch_made(launch, class),
+            Event::LaunchPrinted { launch, lines } => {
+                if let Some(launch) = self.crew.launches.get_mut(&launch) {
+                    launch.printed = Some(lines);
+                }
+            }
             Event::LaunchRuns { launch } => self.on_launch_runs(now, launch),
             Event::LaunchWaits { launch, wait } => self.on_launch_waits(now, launch, wait),
             Event::Message { worker, message } => self.on_message(now, worker, message),
@@ -360,6 +365,7 @@ impl Job {
                     self.say(format!("{name} has ended ({end})"));
                 } else if is_own_fault(exit) {
                     self.count_failure(now, &format!("{name} {end}"));
+                    self.story.explain_error(ended.iter().find_map(|l| l.printed.as_deref()));
                 } else {
                     self.say(format!("{name} {end}, which is not counted as its failure"));
                 }

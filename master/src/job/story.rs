@@ -140,6 +140,17 @@ impl Story {
         self.events.push_back(line.to_owned());
     }
 
+    /// Adds to the job's error, if it has one, what was printed by the process whose end it was.
+    pub(super) fn explain_error(&mut self, printed: Option<&str>) {
+        if let (Some(error), Some(lines)) = (&mut self.error, printed) {
+            error.push_str("; its log ends with:");
+            for line in clip(lines).lines() {
+                error.push_str("\n    ");
+                error.push_str(line);
+            }
+        }
+    }
+
     pub(super) fn events(&self) -> Vec<String> {
         self.events.iter().cloned().collect()
     }

@@ -22,9 +22,9 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use tracing::error;
 
-use super::{JOB, JobDir, JobDirError, LOCK, PROCESSES, RECORD, SUMMARY, replace, take_lock};
+use super::{JOB, JobDir, JobDirError, PROCESSES, RECORD, SUMMARY, replace, take_lock};
 use crate::job::{JobRecord, LaunchId};
-use crate::local::Started;
+use crate::local::{ProgramCopy, Started};
 use crate::token::Token;
 
 /// How a job was started.
@@ -50,6 +50,9 @@ pub struct Start {
     pub tensorboard_dir: Option<OsString>,
     /// When the job began.
     pub began: SystemTime,
+    /// The program's file as it was then, and the job's copy of it, where one could be made.
+    #[serde(default)]
+    pub copy: Option<ProgramCopy>,
 }
 
 /// A job whose master died.
@@ -117,7 +120,7 @@ impl JobDir {
     /// # Errors
     /// [`ResumeError`].
     pub fn resume(root: &Path) -> Result<(Self, Abandoned), ResumeError> {
-        if !root.join(LOCK).is_file() {
+        if !super::contents::is_job_dir(root) {
             return Err(ResumeError::NoSuchJob { path: root.into() });
         }
         let root = root
@@ -134,12 +137,7 @@ impl JobDir {
         let start = read(&root, JOB)?;
         let record = read(&root, RECORD)?;
         let unreadable = |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
-        let notes = match fs::read_to_string(root.join(PROCESSES)) {
-            Ok(notes) => notes,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
-            Err(error) => return Err(unreadable(PROCESSES, error.to_string())),
-        };
-        let processes = notes.lines().filter_map(parse_note).collect();
+        let processes = read_notes(&root).map_err(|error| unreadable(PROCESSES, error.to_string()))?;
         let token = fs::read_to_string(root.join(super::TOKEN))
             .map_err(|e| unreadable(super::TOKEN, e.to_string()))?;
         let token = Token::from_hex(&token).ok_or_else(|| unreadable(super::TOKEN, "not a token".into()))?;
@@ -160,6 +158,15 @@ pub(crate) fn note_process(path: &Path, launch: LaunchId, started: Started) -> i
     let line = format!("{} {} {}\n", launch.0, started.pid, started.at);
     // One write of a short line: it is there as a whole or not at all.
     fs::File::options().append(true).create(true).open(path)?.write_all(line.as_bytes())
+}
+
+/// The processes that were noted in the directory `root`.
+pub(super) fn read_notes(root: &Path) -> io::Result<BTreeMap<LaunchId, Started>> {
+    match fs::read_to_string(root.join(PROCESSES)) {
+        Ok(notes) => Ok(notes.lines().filter_map(parse_note).collect()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
+        Err(error) => Err(error),
+    }
 }
 
 fn parse_note(line: &str) -> Option<(LaunchId, Started)> {
@@ -275,6 +282,7 @@ mod tests {
             metrics: Some("127.0.0.1:4712".parse().unwrap()),
             tensorboard_dir: None,
             began: SystemTime::UNIX_EPOCH + Duration::from_secs(7),
+            copy: None,
         }
     }
 

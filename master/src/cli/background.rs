@@ -1,0 +1,140 @@
+//! `elasticdl train --local --detach`: the same command again, as a process without a terminal.
+
+use std::ffi::{OsStr, OsString};
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use super::client::{directory_of, print};
+use super::plan::Plan;
+use super::train::TrainArgs;
+use super::{EXIT_FAILED, EXIT_OK, Failure};
+use crate::jobdir::{self, JobDir, quoted};
+
+/// Starts the job that this process's arguments ask for in the background, and returns when its master listens; the exit
+/// code.
+pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
+    let mut added: Vec<OsString> = Vec::new();
+    if !args.quiet {
+        added.push("--quiet".into());
+    }
+    let job_dir = match &args.resume {
+        Some(job) => directory_of(job),
+        None => {
+            let is_named = (args.job_name.is_some(), args.job_dir.is_some());
+            let plan = Plan::new(args)?;
+            JobDir::check(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+            // A name that was drawn at random, and a folder that follows from it, are what is printed.
+            if !is_named.0 {
+                added.extend(["--job-name".into(), plan.spec.name.into()]);
+            }
+            if !is_named.1 {
+                added.extend(["--job-dir".into(), plan.job_dir.clone().into()]);
+            }
+            plan.job_dir
+        }
+    };
+    let failed =
+        |e: std::io::Error| Failure::failed(format!("can't start the master in the background: {e}"));
+    let mut master = Command::new(std::env::current_exe().map_err(failed)?)
+        .args(arguments(std::env::args_os().skip(1), added))
+        .env(DETACHED, std::process::id().to_string())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let pid = master.id();
+    while !jobdir::look_up(&job_dir).is_ok_and(|(endpoint, _)| endpoint.pid == pid) {
+        if let Some(status) = master.try_wait().map_err(failed)? {
+            return match status.code() {
+                Some(0) => print(&format!("the job in {} has ended\n", job_dir.display())),
+                code => Err(refusal(&mut master, code)),
+            };
+        }
+        std::thread::sleep(POLL);
+    }
+    let job = name_of(&job_dir);
+    print(&format!(
+        "the job in {} runs in the background; its master is process {pid}\n\
+         \x20 elasticdl status {job} --watch   shows it until it ends\n\
+         \x20 elasticdl stop {job}   lets it finish its step and stop\n",
+        job_dir.display()
+    ))?;
+    Ok(EXIT_OK)
+}
+
+/// Gives this process a session of its own, if it was started in the background: a terminal that goes does not take it
+/// along.
+pub(super) fn leave_terminal() -> Result<(), Failure> {
+    let starter = std::env::var(DETACHED).ok().and_then(|pid| pid.parse().ok());
+    // Not the variable alone: what this process starts inherits that.
+    let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
+    if starter.is_some() && starter == parent {
+        rustix::process::setsid()
+            .map_err(|e| Failure::failed(format!("can't leave the terminal's session: {e}")))?;
+    }
+    Ok(())
+}
+
+/// The arguments for the master: `given` without --detach, and `added`, before the program.
+fn arguments(given: impl Iterator<Item = OsString>, added: Vec<OsString>) -> Vec<OsString> {
+    let mut given = given.peekable();
+    let mut arguments = Vec::new();
+    while let Some(argument) = given.next_if(|argument| argument != "--") {
+        if argument != "--detach" {
+            arguments.push(argument);
+        }
+    }
+    arguments.extend(added);
+    arguments.extend(given);
+    arguments
+}
+
+/// What a master that has ended before it listened said.
+fn refusal(master: &mut Child, code: Option<i32>) -> Failure {
+    let mut said = String::new();
+    if let Some(mut stderr) = master.stderr.take() {
+        // Whatever was said is better than nothing.
+        let _ = stderr.read_to_string(&mut said);
+    }
+    let said = said.trim();
+    let text = said.strip_prefix("error: ").unwrap_or(said);
+    let text = if text.is_empty() { "the master ended without a word" } else { text };
+    Failure { code: code.and_then(|code| u8::try_from(code).ok()).unwrap_or(EXIT_FAILED), text: text.into() }
+}
+
+/// How commands find the job in this directory.
+fn name_of(job_dir: &Path) -> String {
+    let name = job_dir.file_name().unwrap_or(OsStr::new(""));
+    if directory_of(Path::new(name)) == job_dir {
+        return name.display().to_string();
+    }
+    quoted(&std::path::absolute(job_dir).unwrap_or_else(|_| PathBuf::from(job_dir)))
+}
+
+/// Tells a process who has started it in the background.
+const DETACHED: &str = "ELASTICDL_DETACHED_BY";
+const POLL: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_master_is_told_what_the_command_was_told() {
+        let words = |text: &str| text.split_whitespace().map(OsString::from).collect::<Vec<_>>();
+        let given = words("train --local --detach --training-data d -- model --detach");
+        let expected = words("train --local --training-data d --quiet --job-name j -- model --detach");
+        assert_eq!(arguments(given.into_iter(), words("--quiet --job-name j")), expected);
+        let expected = words("train --resume j --quiet");
+        assert_eq!(arguments(words("train --resume j --detach").into_iter(), words("--quiet")), expected);
+    }
+
+    #[test]
+    fn a_job_is_named_as_commands_find_it() {
+        assert_eq!(name_of(&jobdir::default_root().join("mnist")), "mnist");
+        assert_eq!(name_of(Path::new("/data/my job")), "'/data/my job'");
+    }
+}

@@ -1,0 +1,72 @@
+//! The signals that end a job of this machine.
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use super::{EXIT_INTERRUPTED, EXIT_TERMINATED};
+use crate::run::Interrupt;
+
+/// Which signal asked for the stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stop {
+    Interrupted,
+    Terminated,
+}
+
+impl Stop {
+    pub(super) fn exit_code(self) -> u8 {
+        match self {
+            Self::Interrupted => EXIT_INTERRUPTED,
+            Self::Terminated => EXIT_TERMINATED,
+        }
+    }
+}
+
+/// What the user's signals ask for: the first one a stop, any later one the end.
+#[derive(Debug, Default)]
+pub(super) struct Patience {
+    pub(super) first: Option<Stop>,
+}
+
+impl Patience {
+    pub(super) fn interrupt(&mut self, stop: Stop) -> Interrupt {
+        if self.first.is_some() {
+            return Interrupt::Kill;
+        }
+        self.first = Some(stop);
+        Interrupt::Stop
+    }
+}
+
+/// The signals that end a job.
+pub(super) struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    pub(super) fn new() -> std::io::Result<Self> {
+        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+    }
+
+    pub(super) async fn next(&mut self) -> Stop {
+        tokio::select! {
+            _ = self.interrupt.recv() => Stop::Interrupted,
+            _ = self.terminate.recv() => Stop::Terminated,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_signal_stops_and_names_the_exit_code_and_the_second_ends_at_once() {
+        let mut patience = Patience::default();
+        let said =
+            [Stop::Terminated, Stop::Interrupted, Stop::Interrupted].map(|stop| patience.interrupt(stop));
+        assert_eq!(said, [Interrupt::Stop, Interrupt::Kill, Interrupt::Kill]);
+        assert_eq!(patience.first.map(Stop::exit_code), Some(143));
+        assert_eq!(Stop::Interrupted.exit_code(), 130);
+    }
+}

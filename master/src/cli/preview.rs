@@ -1,0 +1,69 @@
+//! `elasticdl train --local --dry-run`: what would be started.
+
+use super::Failure;
+use super::client::print;
+use super::plan::Plan;
+use super::train::TrainArgs;
+use crate::job::{Batch, CheckpointEvery, JobSpec, Work};
+use crate::jobdir::{JobDir, quoted};
+
+/// Checks a command line and shows what it asks for; starts and writes nothing. The exit code.
+pub(super) fn show(args: TrainArgs) -> Result<u8, Failure> {
+    let plan = Plan::new(args)?;
+    JobDir::check(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+    print(&describe(&plan))
+}
+
+fn describe(plan: &Plan) -> String {
+    let spec = &plan.spec;
+    let words = plan.args.iter().map(|word| quoted(word.as_ref()));
+    let program = std::iter::once(quoted(&plan.program)).chain(words).collect::<Vec<_>>().join(" ");
+    let mut rows = vec![("program", program), ("data", spec.training_data.clone())];
+    let workers = format!(
+        "{} (`elasticdl scale` takes {} to {})",
+        spec.num_workers, spec.min_workers, spec.max_workers
+    );
+    rows.push(("workers", workers));
+    rows.extend(describe_work(spec));
+    rows.push(("directory", plan.job_dir.display().to_string()));
+    let path = |path: &std::path::PathBuf| path.display().to_string();
+    rows.extend(plan.summary.as_ref().map(|file| ("summary", path(file))));
+    rows.extend(plan.metrics.map(|address| ("metrics", format!("http://{address}/metrics"))));
+    rows.extend(plan.tensorboard_dir.as_ref().map(|folder| ("tensorboard", path(folder))));
+    let mut text = format!("job {} would be started on this machine; nothing was\n", spec.name);
+    for (name, value) in rows {
+        text.push_str(&format!("  {name:<13} {value}\n"));
+    }
+    text
+}
+
+fn describe_work(spec: &JobSpec) -> Vec<(&'static str, String)> {
+    let mut rows = Vec::new();
+    match &spec.work {
+        Work::Evaluate { model } => rows.push(("model", model.clone())),
+        Work::Predict { model, output, .. } => {
+            rows.extend([("model", model.clone()), ("predictions", output.clone())]);
+        }
+        Work::Train { export } => {
+            let batch = match spec.batch {
+                Batch::Global(records) => format!("{records} records each, over all workers"),
+                Batch::PerWorker(records) => format!("{records} records each per worker"),
+            };
+            let most = spec.max_steps.map(|most| format!(", {most} at most")).unwrap_or_default();
+            rows.push(("steps", format!("{batch}{most}")));
+            rows.push(("epochs", spec.epochs.to_string()));
+            let kept = spec.checkpoints.as_ref().map(|kept| {
+                let every = match kept.every {
+                    CheckpointEvery::Steps(steps) => format!("{steps} steps"),
+                    CheckpointEvery::Time(time) => format!("{} s", time.as_secs_f64()),
+                };
+                format!("{}, every {every}, {} stay", kept.dir, kept.keep)
+            });
+            rows.push(("checkpoints", kept.unwrap_or_else(|| "none".into())));
+            rows.extend(spec.resume_from.iter().map(|from| ("resume from", from.clone())));
+            rows.extend(spec.validation.iter().map(|v| ("validation", v.data.clone())));
+            rows.extend(export.iter().map(|export| ("export", export.clone())));
+        }
+    }
+    rows
+}

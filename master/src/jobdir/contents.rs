@@ -1,0 +1,280 @@
+//! What a job writes into its directory, told from what is not a job's.
+//!
+//! **Invariant:** nothing is removed but files that a job writes under these names; a directory that is not a job's is
+//! neither used nor removed.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::{
+    CHECKPOINTS, JOB, JobDirError, LOCK, LOGS, LookupError, MASTER, MASTER_LOG, PROCESSES, PROGRAM, RECORD,
+    SUMMARY, TOKEN, take_lock,
+};
+
+/// Checks that a job may use `root`: that it is absent, empty, or a job's directory. Writes nothing.
+///
+/// # Errors
+/// [`JobDirError::Foreign`], or [`JobDirError::Create`] if it can't be read.
+pub(super) fn check_usable(root: &Path) -> Result<(), JobDirError> {
+    let entries = match names(root) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(|source| JobDirError::Create { path: root.into(), source })?,
+    };
+    if entries.is_empty() || is_job_dir(root) {
+        return Ok(());
+    }
+    let foreign = entries.iter().find(|name| !is_known(name)).unwrap_or(&entries[0]);
+    Err(JobDirError::Foreign { path: root.into(), found: root.join(foreign) })
+}
+
+/// Whether a job has run in `root`: its lock is there, which is an empty file, and nothing else or what a job has written.
+pub(super) fn is_job_dir(root: &Path) -> bool {
+    let is_file = |name: &str| fs::symlink_metadata(root.join(name)).is_ok_and(|found| found.is_file());
+    let has_lock = fs::symlink_metadata(root.join(LOCK)).is_ok_and(|lock| lock.is_file() && lock.len() == 0);
+    let is_sole = || names(root).is_ok_and(|names| names.iter().all(|name| is_known(name)));
+    has_lock && (is_file(TOKEN) || is_sole())
+}
+
+/// Removes what the job in `root` has written, and `root` if nothing else is in it. Returns what is left in it.
+///
+/// # Errors
+/// [`DeleteError`]; some files may be gone if one could not be removed.
+pub fn delete(root: &Path) -> Result<Vec<PathBuf>, DeleteError> {
+    if !is_job_dir(root) {
+        return Err(LookupError::NoSuchJob { path: root.into() }.into());
+    }
+    let lock = take_lock(root)?;
+    super::refuse_if_workers_live(root)?;
+    let remove = |path: PathBuf| match fs::remove_file(&path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(DeleteError::Remove { path, source }),
+        _ => Ok(()),
+    };
+    let failed = |path: &Path, source| DeleteError::Remove { path: path.into(), source };
+    let logs = root.join(LOGS);
+    for log in job_logs(&logs).map_err(|e| failed(&logs, e))? {
+        remove(log)?;
+    }
+    let checkpoints = root.join(CHECKPOINTS);
+    for checkpoint in job_checkpoints(&checkpoints).map_err(|e| failed(&checkpoints, e))? {
+        fs::remove_dir_all(&checkpoint).map_err(|e| failed(&checkpoint, e))?;
+    }
+    for folder in [logs, checkpoints] {
+        // It stays if something else is in it.
+        let _ = fs::remove_dir(folder);
+    }
+    let mut files: Vec<OsString> = names(root).map_err(|e| failed(root, e))?;
+    // The lock last: until it is gone nobody else begins here.
+    files.retain(|name| is_job_file(name) && name != LOCK);
+    files.push(LOCK.into());
+    for name in files {
+        remove(root.join(name))?;
+    }
+    drop(lock);
+    let mut left: Vec<PathBuf> =
+        names(root).map_err(|e| failed(root, e))?.into_iter().map(|name| root.join(name)).collect();
+    left.sort();
+    if left.is_empty() {
+        fs::remove_dir(root).map_err(|e| failed(root, e))?;
+    }
+    Ok(left)
+}
+
+/// Why a job's directory was not removed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeleteError {
+    /// There is no job in it. Check the name.
+    #[error(transparent)]
+    Lookup(#[from] LookupError),
+    /// The job runs, or its workers do.
+    #[error(transparent)]
+    InUse(#[from] JobDirError),
+    /// The system refuses.
+    #[error("can't remove {}: {source}", path.display())]
+    Remove {
+        /// What could not be removed.
+        path: PathBuf,
+        /// The system's word.
+        source: io::Error,
+    },
+}
+
+/// What an earlier run has left that would be taken for the next one's.
+pub(super) fn stale_files(root: &Path) -> io::Result<Vec<PathBuf>> {
+    let kept = [LOCK, TOKEN];
+    let mut stale: Vec<PathBuf> = names(root)?
+        .into_iter()
+        .filter(|name| is_job_file(name) && !kept.iter().any(|kept| name == kept))
+        .map(|name| root.join(name))
+        .collect();
+    stale.extend(job_logs(&root.join(LOGS))?);
+    Ok(stale)
+}
+
+/// The logs in the folder at `path` that jobs write; none if there is no such folder.
+fn job_logs(path: &Path) -> io::Result<Vec<PathBuf>> {
+    let is_log = |name: &OsString| {
+        let launch = name.to_str().and_then(|name| name.strip_prefix("worker-")?.strip_suffix(".log"));
+        name == MASTER_LOG || launch.is_some_and(is_number)
+    };
+    Ok(names_or_none(path)?.into_iter().filter(is_log).map(|name| path.join(name)).collect())
+}
+
+/// The checkpoints in the folder at `path`; none if there is no such folder.
+fn job_checkpoints(path: &Path) -> io::Result<Vec<PathBuf>> {
+    let is_checkpoint = |name: &OsString| {
+        let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.split('-').next());
+        step.is_some_and(is_number)
+    };
+    Ok(names_or_none(path)?.into_iter().filter(is_checkpoint).map(|name| path.join(name)).collect())
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+fn is_known(name: &OsStr) -> bool {
+    is_job_file(name) || name == LOGS || name == CHECKPOINTS
+}
+
+/// Whether it is a file of a job, or one that was about to take such a file's place.
+fn is_job_file(name: &OsStr) -> bool {
+    let staged = |name: &str| {
+        let (file, _) = name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
+        Some(file.to_owned())
+    };
+    let staged = name.to_str().and_then(staged);
+    FILES.iter().any(|file| name == *file || staged.as_deref() == Some(file))
+}
+
+fn names(folder: &Path) -> io::Result<Vec<OsString>> {
+    fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.file_name())).collect()
+}
+
+fn names_or_none(folder: &Path) -> io::Result<Vec<OsString>> {
+    match names(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        names => names,
+    }
+}
+
+const FILES: [&str; 8] = [JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::LaunchId;
+    use crate::jobdir::{JobDir, worker_log};
+
+    fn scratch() -> tempfile::TempDir {
+        tempfile::tempdir().unwrap()
+    }
+
+    fn files(root: &Path) -> Vec<String> {
+        let mut found = Vec::new();
+        let mut folders = vec![root.to_path_buf()];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
+                if entry.path().is_dir() {
+                    folders.push(entry.path());
+                } else {
+                    found.push(entry.path().strip_prefix(root).unwrap().to_str().unwrap().to_owned());
+                }
+            }
+        }
+        found.sort();
+        found
+    }
+
+    /// A directory in which a job has run to its end.
+    fn ended(root: &Path) {
+        let dir = JobDir::create(root).unwrap();
+        dir.publish("127.0.0.1:1".parse().unwrap()).unwrap();
+        for file in [JOB, RECORD, PROCESSES, PROGRAM, SUMMARY, ".record.json.0123abcd.tmp"] {
+            fs::write(root.join(file), "").unwrap();
+        }
+        for log in [dir.master_log(), worker_log(&dir.logs(), LaunchId(12))] {
+            fs::write(log, "said").unwrap();
+        }
+        let checkpoint = root.join(CHECKPOINTS).join("step-000000000007-0123abcd-g1");
+        fs::create_dir_all(&checkpoint).unwrap();
+        fs::write(checkpoint.join("manifest.json"), "{}").unwrap();
+    }
+
+    #[test]
+    fn a_jobs_directory_goes_as_a_whole() {
+        let scratch = scratch();
+        let root = scratch.path().join("job");
+        ended(&root);
+        assert_eq!(delete(&root).unwrap(), [] as [PathBuf; 0]);
+        assert!(!root.exists());
+    }
+
+    #[test]
+    fn what_no_job_has_written_is_left_and_named() {
+        let scratch = scratch();
+        let root = scratch.path().join("job");
+        ended(&root);
+        let foreign = [
+            ".git/config",
+            "logs/app.log",
+            "logs/worker-.log",
+            "logs/worker-x.log",
+            "src/main.rs",
+            "checkpoints/mine/step",
+            "lock.rs",
+            ".summary.json.tmp",
+        ];
+        for file in foreign {
+            fs::create_dir_all(root.join(file).parent().unwrap()).unwrap();
+            fs::write(root.join(file), "mine").unwrap();
+        }
+        // What is another's stays from a new run's start on.
+        drop(JobDir::create(&root).unwrap());
+        let left = delete(&root).unwrap();
+        let mut expected = foreign.map(str::to_owned).to_vec();
+        expected.sort();
+        assert_eq!(files(&root), expected);
+        let named = [".git", ".summary.json.tmp", "checkpoints", "lock.rs", "logs", "src"];
+        assert_eq!(left, named.map(|name| root.join(name)));
+        // It is no job's any more.
+        assert!(matches!(delete(&root), Err(DeleteError::Lookup(LookupError::NoSuchJob { .. }))));
+        assert_eq!(files(&root), expected);
+    }
+
+    #[test]
+    fn a_directory_that_is_no_jobs_is_neither_used_nor_removed() {
+        for own in [&["main.rs"][..], &["lock", "main.rs"], &["token", "lock", "x"], &["logs/app.log", "x"]] {
+            let scratch = scratch();
+            for file in own {
+                fs::create_dir_all(scratch.path().join(file).parent().unwrap()).unwrap();
+                fs::write(scratch.path().join(file), "mine").unwrap();
+            }
+            let before = files(scratch.path());
+            let error = JobDir::create(scratch.path()).unwrap_err();
+            assert!(matches!(error, JobDirError::Foreign { .. }), "{own:?}: {error}");
+            assert!(error.to_string().contains("--job-dir"), "{error}");
+            assert!(matches!(delete(scratch.path()), Err(DeleteError::Lookup(_))), "{own:?}");
+            assert_eq!(files(scratch.path()), before);
+        }
+    }
+
+    #[test]
+    fn a_run_that_was_killed_before_it_had_begun_is_no_obstacle() {
+        let scratch = scratch();
+        fs::write(scratch.path().join(LOCK), "").unwrap();
+        fs::create_dir(scratch.path().join(LOGS)).unwrap();
+        assert!(JobDir::create(scratch.path()).is_ok());
+    }
+
+    #[test]
+    fn a_running_job_is_not_removed() {
+        let scratch = scratch();
+        let root = scratch.path().join("job");
+        let running = JobDir::create(&root).unwrap();
+        assert!(matches!(delete(&root), Err(DeleteError::InUse(JobDirError::Running { .. }))));
+        assert!(running.token_path().is_file());
+    }
+}

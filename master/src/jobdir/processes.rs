@@ -1,0 +1,200 @@
+//! The processes of a job: whether they live, and how they are told to end.
+//!
+//! **Invariant:** a process is signalled through a descriptor that was opened before its start time was compared with the
+//! one that was noted. A process id alone may be another process's by now.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use rustix::process::Signal;
+
+use super::kept::read_notes;
+use super::{JobDirError, LOCK, LookupError, look_up, take_lock};
+use crate::local::Started;
+
+/// Who was told to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// The master, which lets the job finish its step.
+    Master,
+    /// So many workers, whose master is gone.
+    Workers(usize),
+}
+
+/// Whether a master runs the job in `root`.
+#[must_use]
+pub fn is_running(root: &Path) -> bool {
+    // Opened for reading, and locked for a moment and as one of many: another look at the same time sees no master.
+    let lock = fs::File::open(root.join(LOCK));
+    lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
+}
+
+/// Tells the job in `root` to end in order: its master, or its workers where the master is gone.
+///
+/// # Errors
+/// [`StopError`].
+pub fn stop(root: &Path) -> Result<Told, StopError> {
+    let failed = |pid| move |source| StopError::Signal { pid, source };
+    if is_running(root) {
+        let (endpoint, _) = look_up(root)?;
+        let gone = || StopError::Changing { path: root.into() };
+        let process = match endpoint.started {
+            Some(at) => Started { pid: endpoint.pid, at },
+            // A master of an older version has not said when it started; it holds the lock.
+            None => Started::look_up(endpoint.pid).ok_or_else(gone)?,
+        };
+        return match process.signal(Signal::TERM).map_err(failed(process.pid))? {
+            true => Ok(Told::Master),
+            false => Err(gone()),
+        };
+    }
+    if !super::contents::is_job_dir(root) {
+        return Err(LookupError::NoSuchJob { path: root.into() }.into());
+    }
+    // No other master takes over meanwhile.
+    let _lock = take_lock(root).map_err(|_| StopError::Changing { path: root.into() })?;
+    let mut told = 0;
+    for worker in living_workers(root) {
+        told += usize::from(worker.signal(Signal::TERM).map_err(failed(worker.pid))?);
+    }
+    match told {
+        0 => {
+            let summary = Some(root.join(super::SUMMARY)).filter(|path| path.is_file());
+            Err(LookupError::NotRunning { path: root.into(), summary }.into())
+        }
+        told => Ok(Told::Workers(told)),
+    }
+}
+
+/// Refuses to touch a job whose master is gone while workers of it still train.
+pub(super) fn refuse_if_workers_live(root: &Path) -> Result<(), JobDirError> {
+    match living_workers(root).len() {
+        0 => Ok(()),
+        workers => Err(JobDirError::Abandoned { path: root.into(), workers }),
+    }
+}
+
+/// Processes that a master in `root` has started and that still run.
+fn living_workers(root: &Path) -> Vec<Started> {
+    let noted = read_notes(root).unwrap_or_default();
+    noted.into_values().filter(|started| Started::look_up(started.pid) == Some(*started)).collect()
+}
+
+/// Why a job was not told to end.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StopError {
+    /// Its master is just starting or ending. Try again.
+    #[error("the master of the job in {} is just starting or ending; try again", path.display())]
+    Changing {
+        /// The job's directory.
+        path: std::path::PathBuf,
+    },
+    /// No job runs there. Check the name.
+    #[error(transparent)]
+    Lookup(#[from] LookupError),
+    /// The system refuses.
+    #[error("can't signal process {pid}: {source}")]
+    Signal {
+        /// The process.
+        pid: u32,
+        /// The system's word.
+        source: io::Error,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Endpoint, JobDir, MASTER, note_process, write_atomically};
+    use super::*;
+    use crate::job::LaunchId;
+
+    /// A process of this user that is no job's.
+    struct Stranger(std::process::Child);
+
+    impl Stranger {
+        fn new() -> Self {
+            Self(std::process::Command::new("sleep").arg("100000").spawn().unwrap())
+        }
+
+        fn started(&self) -> Started {
+            Started::look_up(self.0.id()).unwrap()
+        }
+
+        /// By which signal it was ended.
+        fn ended_by(&mut self) -> Option<i32> {
+            std::os::unix::process::ExitStatusExt::signal(&self.0.wait().unwrap())
+        }
+    }
+
+    impl Drop for Stranger {
+        fn drop(&mut self) {
+            drop(self.0.kill());
+            drop(self.0.wait());
+        }
+    }
+
+    fn write_master(root: &Path, pid: u32, started: Option<u64>) {
+        let endpoint = Endpoint { address: "127.0.0.1:1".parse().unwrap(), pid, started };
+        write_atomically(&root.join(MASTER), &serde_json::to_vec(&endpoint).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn whoever_has_a_dead_masters_process_id_by_now_is_left_alone() {
+        let scratch = tempfile::tempdir().unwrap();
+        let root = scratch.path().join("job");
+        let mut stranger = Stranger::new();
+        let Started { pid, at } = stranger.started();
+        drop(JobDir::create(&root).unwrap());
+        write_master(&root, pid, Some(at));
+        // No master holds the lock, whatever its file says.
+        assert!(matches!(stop(&root), Err(StopError::Lookup(LookupError::NotRunning { .. }))));
+        let next = JobDir::create(&root).unwrap();
+        // Another master runs, and has not said so yet; the file is the dead one's.
+        write_master(&root, pid, Some(at - 1));
+        assert!(matches!(stop(&root), Err(StopError::Changing { .. })));
+        assert_eq!(Started::look_up(pid), Some(Started { pid, at }));
+        write_master(&root, pid, Some(at));
+        assert_eq!(stop(&root).unwrap(), Told::Master);
+        assert_eq!(stranger.ended_by(), Some(15));
+        drop(next);
+    }
+
+    #[test]
+    fn workers_of_a_dead_master_protect_their_job_until_they_are_told_to_end() {
+        let scratch = tempfile::tempdir().unwrap();
+        let root = scratch.path().join("job");
+        let (mut worker, mut stranger) = (Stranger::new(), Stranger::new());
+        let dir = JobDir::create(&root).unwrap();
+        note_process(&dir.processes_path(), LaunchId(1), worker.started()).unwrap();
+        let Started { pid, at } = stranger.started();
+        note_process(&dir.processes_path(), LaunchId(2), Started { pid, at: at - 1 }).unwrap();
+        drop(dir);
+        let error = JobDir::create(&root).unwrap_err();
+        assert!(matches!(error, JobDirError::Abandoned { workers: 1, .. }), "{error}");
+        let path = root.canonicalize().unwrap();
+        let line = format!("elasticdl train --resume {}", path.display());
+        assert!(error.to_string().contains(&line), "{error}");
+        assert!(super::super::delete(&root).is_err_and(|error| error.to_string().contains("1 worker")));
+        assert!(root.join("token").is_file());
+        assert_eq!(stop(&root).unwrap(), Told::Workers(1));
+        assert_eq!(worker.ended_by(), Some(15));
+        assert!(
+            stranger.0.try_wait().unwrap().is_none(),
+            "it has another one's process id, and nothing else"
+        );
+        assert!(JobDir::create(&root).is_ok());
+    }
+
+    #[test]
+    fn looks_at_a_job_do_not_take_it_for_running() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = JobDir::create(scratch.path()).unwrap();
+        assert!(is_running(scratch.path()));
+        drop(dir);
+        let look = fs::File::open(scratch.path().join(LOCK)).unwrap();
+        look.try_lock_shared().unwrap();
+        assert!(!is_running(scratch.path()));
+    }
+}

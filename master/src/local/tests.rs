@@ -1,0 +1,281 @@
+use std::io::Read as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use super::*;
+
+const LAUNCH: LaunchId = LaunchId(4);
+
+/// A launcher of shell scripts, and a pipe with a name that scripts open as `$PIPE`.
+struct Shell {
+    folder: tempfile::TempDir,
+}
+
+impl Shell {
+    fn new() -> Self {
+        let shell = Self { folder: tempfile::tempdir().unwrap() };
+        let made = std::process::Command::new("mkfifo").arg(shell.pipe()).status().unwrap();
+        assert!(made.success());
+        shell
+    }
+
+    fn pipe(&self) -> PathBuf {
+        self.folder.path().join("pipe")
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(jobdir::worker_log(self.folder.path(), LAUNCH)).unwrap()
+    }
+
+    fn start(&self, script: &str) -> Processes {
+        self.start_program(Path::new("/bin/sh"), &["-c", script])
+    }
+
+    fn start_program(&self, program: &Path, args: &[&str]) -> Processes {
+        let mut processes = Processes::new(self.launcher(program, args));
+        processes.start(LAUNCH, 3);
+        processes
+    }
+
+    fn launcher(&self, program: &Path, args: &[&str]) -> Launcher {
+        Launcher {
+            program: program.into(),
+            args: args.iter().map(Into::into).collect(),
+            env: vec![("PIPE".into(), self.pipe().into())],
+            logs: self.folder.path().into(),
+            processes: self.folder.path().join("processes"),
+            copy: None,
+        }
+    }
+
+    /// Waits until a script has opened the pipe.
+    async fn opened(&self) -> File {
+        let pipe = self.pipe();
+        tokio::task::spawn_blocking(|| File::open(pipe)).await.unwrap().unwrap()
+    }
+}
+
+/// Waits for the next process to end.
+async fn next_ended(processes: &mut Processes) -> (LaunchId, Exit) {
+    loop {
+        if let (launch, Happening::Ended(exit)) = processes.next().await {
+            return (launch, exit);
+        }
+    }
+}
+
+/// Waits until no process has the pipe open any more.
+async fn all_gone(mut pipe: File) {
+    let read = tokio::task::spawn_blocking(move || pipe.read_to_end(&mut Vec::new()));
+    assert_eq!(read.await.unwrap().unwrap(), 0);
+}
+
+/// Starts a child that keeps the pipe open for ever, then goes on.
+const LEAVE_A_CHILD: &str = "exec 3>$PIPE; sleep 100000 &";
+
+#[tokio::test]
+async fn how_a_process_ended_is_told() {
+    let shell = Shell::new();
+    for (script, exit) in [
+        ("exit 0", Exit::Code(0)),
+        ("exit 3", Exit::Code(3)),
+        ("kill -KILL $$", Exit::Signal(9)),
+        ("kill -SEGV $$", Exit::Signal(11)),
+    ] {
+        assert_eq!(next_ended(&mut shell.start(script)).await, (LAUNCH, exit), "{script}");
+    }
+    let absent = shell.folder.path().join("absent");
+    let (_, exit) = next_ended(&mut shell.start_program(&absent, &[])).await;
+    let Exit::NotStarted(why) = exit else { panic!("{exit:?}") };
+    assert!(why.starts_with(&absent.display().to_string()), "{why}");
+}
+
+#[tokio::test]
+async fn a_process_gets_its_environment_and_writes_to_its_log() {
+    let shell = Shell::new();
+    let script = "echo launch $ELASTICDL_LAUNCH at $ELASTICDL_INDEX in $PIPE with $RAYON_NUM_THREADS; read x; echo said $x >&2";
+    assert_eq!(next_ended(&mut shell.start(script)).await.1, Exit::Code(0));
+    let threads = std::env::var(RAYON_THREADS).unwrap_or_else(|_| "1".into());
+    let expected = format!("launch 4 at 3 in {} with {threads}\nsaid\n", shell.pipe().display());
+    assert_eq!(shell.log(), expected);
+}
+
+#[tokio::test]
+async fn what_a_process_printed_last_is_told_before_its_end() {
+    let shell = Shell::new();
+    let mut processes = shell.start("echo one; echo two >&2; exit 2");
+    let expected = [Happening::Printed("one\ntwo".into()), Happening::Ended(Exit::Code(2))];
+    for happening in expected {
+        assert_eq!(processes.next().await, (LAUNCH, happening));
+    }
+    let log = jobdir::worker_log(shell.folder.path(), LAUNCH);
+    assert_eq!(fs::metadata(log).unwrap().permissions().mode() & 0o777, 0o600);
+}
+
+#[tokio::test]
+async fn a_program_that_never_says_hello_is_doubted_soon_and_started_once() {
+    let shell = Shell::new();
+    let mut processes = shell.start("exec sleep 100000");
+    tokio::time::pause();
+    let (launch, Happening::Explained(words)) = processes.next().await else { panic!() };
+    assert!(launch == LAUNCH && words.contains("has not said hello; is /bin/sh"), "{words}");
+    processes.kill(LAUNCH);
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
+    processes.start(LaunchId(5), 3);
+    let (LaunchId(5), Exit::NotStarted(why)) = next_ended(&mut processes).await else { panic!() };
+    assert!(why.contains("launch 4 of /bin/sh never said hello"), "{why}");
+    // One that is killed for another reason is started again.
+    let mut processes = shell.start("exec sleep 100000");
+    processes.heard();
+    processes.kill(LAUNCH);
+    next_ended(&mut processes).await;
+    processes.start(LAUNCH, 3);
+    processes.kill(LAUNCH);
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
+}
+
+#[tokio::test]
+async fn a_program_that_was_built_again_is_started_as_it_was() {
+    let shell = Shell::new();
+    let [program, copy] = ["program", "copy"].map(|name| shell.folder.path().join(name));
+    fs::copy("/bin/cat", &program).unwrap();
+    let kept = ProgramCopy::make(&program, copy).unwrap();
+    let launcher = shell.launcher(&program, &["/proc/self/cmdline"]).with_copy(Some(kept));
+    fs::remove_file(&program).unwrap();
+    fs::write(&program, "#!/bin/sh\nexit 9").unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut processes = Processes::new(launcher);
+    for _ in 0..2 {
+        processes.start(LAUNCH, 3);
+        assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Code(0)));
+        // It is still known by its own name.
+        assert_eq!(shell.log(), format!("{}\0/proc/self/cmdline\0", program.display()));
+    }
+    processes.start(LAUNCH, 3);
+    let told = processes.known.told_of_change.load(Ordering::Relaxed);
+    assert!(told, "it is told");
+}
+
+#[tokio::test]
+async fn a_killed_process_takes_along_what_it_started() {
+    let shell = Shell::new();
+    let mut processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
+    let pipe = shell.opened().await;
+    processes.kill(LAUNCH);
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
+    all_gone(pipe).await;
+}
+
+#[tokio::test]
+async fn a_process_that_ends_by_itself_takes_along_what_it_started() {
+    let shell = Shell::new();
+    let mut processes = shell.start(&format!("{LEAVE_A_CHILD} exit 5"));
+    let pipe = shell.opened().await;
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Code(5)));
+    all_gone(pipe).await;
+}
+
+/// A process that is no child of this one's runtime, in a group of its own, with a child that keeps the pipe open.
+fn stranger(shell: &Shell) -> std::process::Child {
+    let mut command = std::process::Command::new("/bin/sh");
+    command.args(["-c", &format!("{LEAVE_A_CHILD} wait")]).env("PIPE", shell.pipe());
+    std::os::unix::process::CommandExt::process_group(&mut command, 0).spawn().unwrap()
+}
+
+fn none(shell: &Shell) -> Processes {
+    let mut processes = shell.start("exit 0");
+    processes.running.clear();
+    processes.tasks.abort_all();
+    processes.tasks = JoinSet::new();
+    processes
+}
+
+#[tokio::test]
+async fn a_stranger_that_is_taken_over_is_watched_and_killed_like_a_child() {
+    let shell = Shell::new();
+    let mut child = stranger(&shell);
+    let pipe = shell.opened().await;
+    let mut processes = none(&shell);
+    processes.adopt(LAUNCH, Started::look_up(child.id()));
+    processes.kill(LAUNCH);
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
+    all_gone(pipe).await;
+    child.wait().unwrap();
+
+    let mut child = stranger(&shell);
+    let pipe = shell.opened().await;
+    processes.adopt(LAUNCH, Started::look_up(child.id()));
+    child.kill().unwrap();
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
+    all_gone(pipe).await;
+    child.wait().unwrap();
+}
+
+#[tokio::test]
+async fn a_process_that_is_not_the_one_that_was_started_is_left_alone() {
+    let shell = Shell::new();
+    let mut child = stranger(&shell);
+    let started = Started::look_up(child.id()).unwrap();
+    let mut processes = none(&shell);
+    processes.adopt(LAUNCH, Some(Started { at: started.at - 1, ..started }));
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
+    processes.adopt(LAUNCH, None);
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
+    drop(processes);
+    assert_eq!(Started::look_up(child.id()), Some(started));
+    let pipe = shell.opened().await;
+    drop(Stranger(Pid::from_child(&child)));
+    all_gone(pipe).await;
+    child.wait().unwrap();
+    assert_eq!(Started::look_up(child.id()), None);
+}
+
+#[tokio::test]
+async fn a_started_process_is_noted() {
+    let shell = Shell::new();
+    let mut processes = shell.start("read line < $PIPE; exit 0");
+    let pipe = shell.pipe();
+    let opened = tokio::task::spawn_blocking(move || File::options().write(true).open(pipe).unwrap());
+    let pipe = opened.await.unwrap();
+    let note = fs::read_to_string(shell.folder.path().join("processes")).unwrap();
+    let fields: Vec<u64> = note.split_whitespace().map(|f| f.parse().unwrap()).collect();
+    let [launch, pid, at] = fields[..] else { panic!("{note}") };
+    let started = Started { pid: u32::try_from(pid).unwrap(), at };
+    assert_eq!((launch, Started::look_up(started.pid)), (LAUNCH.0, Some(started)));
+    drop(pipe);
+    assert_eq!(next_ended(&mut processes).await.1, Exit::Code(0));
+}
+
+#[tokio::test]
+async fn nothing_outlives_an_orderly_end() {
+    let shell = Shell::new();
+    let processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
+    let pipe = shell.opened().await;
+    processes.end().await;
+    all_gone(pipe).await;
+}
+
+#[tokio::test]
+async fn nothing_outlives_a_drop() {
+    let shell = Shell::new();
+    let processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
+    let pipe = shell.opened().await;
+    drop(processes);
+    all_gone(pipe).await;
+}
+
+#[test]
+fn nothing_outlives_a_panic_of_the_masters_task() {
+    let shell = Shell::new();
+    let (opened, pipe) = std::sync::mpsc::channel();
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        runtime().block_on(async {
+            let _processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
+            opened.send(shell.opened().await).unwrap();
+            panic!("as planned");
+        })
+    }));
+    assert!(panicked.is_err());
+    runtime().block_on(all_gone(pipe.recv().unwrap()));
+}
