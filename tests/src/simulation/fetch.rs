@@ -76,15 +76,22 @@ impl World {
         former.into_iter().for_each(|link| self.shut(link, p + 1));
     }
 
-    /// Begins to serve newcomers that have come to the door, if this worker has a state that counts.
+    /// A worker that makes no more steps serves nobody.
     pub(super) fn receive_visitors(&mut self, p: usize) {
+        if self.processes[p].trainer.session.as_ref().is_some_and(Session::is_over) {
+            self.dismiss(p);
+        }
+    }
+
+    /// Begins to serve newcomers that have come to the door. Every rank of the group has said that it holds this step.
+    pub(super) fn serve_visitors(&mut self, p: usize) {
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &trainer.session else { return };
-        if session.is_over() {
-            return self.dismiss(p);
-        }
         let (Some(generation), Some(state)) = (session.in_round(), session.state()) else { return };
         let record = state.record();
+        if !trainer.donor.lobby.is_empty() {
+            self.check_given(p, generation, record.step);
+        }
         while let Some((member, link)) = self.processes[p].trainer.donor.lobby.pop_front() {
             let trainer = &mut self.processes[p].trainer;
             let fetchers = &mut trainer.donor.fetchers;

@@ -10,6 +10,7 @@
 //!   ever committed in its place, and no later group begins below it, as long as anybody that may be a member has a state.
 //! * A step that is not stable may be undone, but only together with all that hold it: who is in the next group brings
 //!   what it has, and the highest step wins. So each step has one committed result that survives.
+//! * A newcomer is given the state of a step that every member of its donor's group has committed.
 //! * A group that begins from nothing, for all that had a state are gone, begins a new *era*; the rules hold within each. So
 //!   does one that goes on from an older state, which a newcomer had fetched, for all that had the newer one are gone.
 //! * A rank that the master has taken out, and that does not know yet, may complete the step under way in its old group,

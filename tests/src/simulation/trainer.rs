@@ -391,6 +391,9 @@ impl World {
             What::Talk => {
                 let headers = self.step_headers(&notes);
                 self.note_nccl_round(p, &headers);
+                if self.are_at_one_step(p, &headers) {
+                    self.serve_visitors(p);
+                }
                 let session = self.processes[p].trainer.session.as_mut();
                 if let Some(Err(mismatch)) = session.map(|s| s.talked(&headers)) {
                     return self.violate(format!("{}: {mismatch:?}", self.name(p)));
@@ -441,6 +444,7 @@ impl World {
         let place = session.place();
         self.check_sum(p, &headers);
         self.note_nccl_round(p, &headers);
+        self.serve_visitors(p);
         self.update(p, headers);
         let trainer = &mut self.processes[p].trainer;
         trainer.model.gradient_is_pending = false;
@@ -467,6 +471,10 @@ impl World {
             self.check_commit(p, generation, before);
             self.give_result(p, generation, &headers);
         }
+    }
+
+    fn are_at_one_step(&self, p: usize, headers: &[StepHeader]) -> bool {
+        self.processes[p].trainer.session.as_ref().is_some_and(|session| session.check(headers).is_ok())
     }
 
     fn synchronized(&mut self, p: usize, notes: &[Option<Rc<Note>>]) {

@@ -58,6 +58,8 @@ pub struct StateHeader {
     pub digest: u64,
     /// Whether it still has the reduced gradient of its last step.
     pub kept: bool,
+    /// Whether this rank has trained in a group. A newcomer that has only fetched its state has not.
+    pub was_in_group: bool,
 }
 
 /// The part of the training state that is not tensors, as it travels to ranks that have none.

@@ -2,7 +2,11 @@
 //!
 //! A step is stable once the next one has committed anywhere, since every member had to hold it to contribute; so the
 //! survivors of any failure differ by at most one step. The highest step wins. A rank that is one step behind receives
-//! that step's reduced gradient and applies it; a rank without state receives the state. Nobody goes back.
+//! that step's reduced gradient and applies it; a rank without state receives the state. No rank that has trained goes
+//! back.
+//!
+//! A donor gives newcomers stable steps only, so a newcomer that is a step ahead of a survivor has that step's reduced
+//! gradient. A newcomer that is ahead without it is not followed: the survivors' step counts, and the newcomer receives it.
 
 use crate::core::header::{StateHeader, SyncHeader};
 
@@ -30,7 +34,8 @@ pub struct Mismatch {
 impl Repair {
     /// Decides from all ranks' headers, in rank order; the same on every rank.
     pub fn plan(headers: &[SyncHeader]) -> Result<Self, Mismatch> {
-        let states: Vec<Option<StateHeader>> = headers.iter().map(|h| h.state).collect();
+        let mut states: Vec<Option<StateHeader>> = headers.iter().map(|h| h.state).collect();
+        drop_unsupported(&mut states);
         let Some(step) = states.iter().flatten().map(|s| s.step).max() else {
             let takers = (1..headers.len()).collect();
             return Ok(Self { step: None, result: None, state: Some((0, takers)) });
@@ -54,12 +59,30 @@ impl Repair {
     }
 }
 
+/// Drops the highest step where only newcomers hold it, none of them can hand on its reduced gradient, and a rank that
+/// has trained is one step behind. Whoever committed that step is not in this group, and nobody has built upon it: a rank
+/// of the group that had committed it would have its reduced gradient.
+fn drop_unsupported(states: &mut [Option<StateHeader>]) {
+    let Some(top) = states.iter().flatten().map(|s| s.step).max() else { return };
+    let is_supported = |s: &StateHeader| s.step == top && (s.kept || s.was_in_group);
+    let is_behind = |s: &StateHeader| s.was_in_group && Some(s.step) == top.checked_sub(1);
+    if states.iter().flatten().any(is_behind) && !states.iter().flatten().any(is_supported) {
+        states.iter_mut().filter(|s| s.is_some_and(|s| s.step == top)).for_each(|s| *s = None);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn header(state: Option<(u64, u64, bool)>) -> SyncHeader {
-        let state = state.map(|(step, digest, kept)| StateHeader { step, digest, kept });
+        let state =
+            state.map(|(step, digest, kept)| StateHeader { step, digest, kept, was_in_group: true });
+        SyncHeader { state, swap: Default::default() }
+    }
+
+    fn newcomer(step: u64, digest: u64, kept: bool) -> SyncHeader {
+        let state = Some(StateHeader { step, digest, kept, was_in_group: false });
         SyncHeader { state, swap: Default::default() }
     }
 
@@ -86,6 +109,24 @@ mod tests {
         let headers = [header(Some((6, 1, true))), header(Some((7, 2, false)))];
         let plan = Repair::plan(&headers);
         assert_eq!(plan, Ok(Repair { step: Some(7), result: None, state: Some((1, vec![0])) }));
+    }
+
+    #[test]
+    fn a_newcomer_that_is_ahead_and_cannot_hand_its_step_on_takes_the_survivors_state() {
+        let survivors = [header(Some((6, 1, true))), header(Some((6, 1, false)))];
+        let with = |newcomer: SyncHeader| [&survivors[..], &[newcomer]].concat();
+        let back = Repair { step: Some(6), result: None, state: Some((0, vec![2])) };
+        assert_eq!(Repair::plan(&with(newcomer(7, 2, false))), Ok(back));
+        // With the step's reduced gradient it is followed.
+        let on = Repair { step: Some(7), result: Some((2, vec![0, 1])), state: None };
+        assert_eq!(Repair::plan(&with(newcomer(7, 2, true))), Ok(on));
+        // So is a rank that has trained, and whoever is at its step.
+        let seasoned = [with(newcomer(7, 2, false)), vec![header(Some((7, 2, true)))]].concat();
+        let on = Repair { step: Some(7), result: Some((3, vec![0, 1])), state: None };
+        assert_eq!(Repair::plan(&seasoned), Ok(on));
+        // Survivors that are further behind were away.
+        let on = Repair { step: Some(8), result: None, state: Some((2, vec![0, 1])) };
+        assert_eq!(Repair::plan(&with(newcomer(8, 2, false))), Ok(on));
     }
 
     #[test]

@@ -209,8 +209,12 @@ impl Session {
 
     /// This rank's word in a new group. `digest`: of the record and a part of the tensors.
     pub fn sync_header(&self, digest: u64) -> SyncHeader {
-        let state =
-            self.state.as_ref().map(|s| StateHeader { step: s.step, digest, kept: self.kept.is_some() });
+        let state = self.state.as_ref().map(|s| StateHeader {
+            step: s.step,
+            digest,
+            kept: self.kept.is_some(),
+            was_in_group: self.was_in_group,
+        });
         SyncHeader { state, swap: self.swap.word() }
     }
 
@@ -271,6 +275,11 @@ impl Session {
                 true => Phase::Ended(Exit::Outdated),
                 false => Phase::Repairing(group.clone(), repair),
             };
+            if takes {
+                // The broadcast overwrites the parameters. If it breaks midway, this rank has no state.
+                self.state = None;
+                self.kept = None;
+            }
         }
         Ok(())
     }

@@ -116,6 +116,17 @@ impl World {
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
     }
 
+    /// `p` gives newcomers the state of `step`, in the group of `generation`: all its members must have come to that step.
+    pub(in crate::simulation) fn check_given(&mut self, p: usize, generation: Generation, step: u64) {
+        let membership = self.books.published.iter().find(|m| m.generation == generation);
+        let members = membership.into_iter().flat_map(|m| &m.members).map(|(id, _)| self.books.processes[id]);
+        let lags = |q: &usize| self.processes[*q].trainer.state().is_none_or(|state| state.step < step);
+        if let Some(q) = members.into_iter().find(lags) {
+            let (giver, member) = (self.name(p), self.name(q));
+            self.violate(format!("{giver} gives the state of step {step}, which {member} has not committed"));
+        }
+    }
+
     /// A worker that the master does not know to be gone, and whose state contains `step`.
     fn carrier(&self, era: u64, step: u64) -> Option<WorkerId> {
         let carries = |p: usize| {

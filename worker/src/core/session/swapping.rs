@@ -50,7 +50,7 @@ mod tests {
     #[test]
     fn a_rank_that_computes_elsewhere_has_no_state_that_counts() {
         let header = |digest, gpu| SyncHeader {
-            state: Some(StateHeader { step: 3, digest, kept: true }),
+            state: Some(StateHeader { step: 3, digest, kept: true, was_in_group: true }),
             swap: Word { gpu, failures: 0 },
         };
         let headers = [header(1, true), header(2, false), header(1, true)];

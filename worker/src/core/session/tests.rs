@@ -245,10 +245,7 @@ impl World {
             }
         }
         match self.nodes[index].doing {
-            Doing::Nothing => {
-                self.serve(index);
-                self.start(index);
-            }
+            Doing::Nothing => self.start(index),
             Doing::Operation { .. } => self.complete(index),
         }
         let Some(node) = self.nodes.get_mut(index) else { return };
@@ -438,6 +435,8 @@ impl World {
                 node.session.check(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
                 let said: Absorbed = headers.iter().flat_map(|h| h.ranges.clone()).collect();
                 assert_eq!(sum, said, "seed {seed}: headers tell what gradients hold");
+                self.serve(index);
+                let node = &mut self.nodes[index];
                 node.parameters.extend(&sum);
                 node.kept.clone_from(&sum);
                 node.gradient_is_pending = false;
@@ -454,7 +453,11 @@ impl World {
                 node.session.synced(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
             }
             What::Talk => {
-                node.session.talked(&headers()).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                let headers = headers();
+                node.session.check(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                self.serve(index);
+                let node = &mut self.nodes[index];
+                node.session.talked(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
             }
         }
         if matches!(what, What::Result { .. } | What::State { .. }) && self.nodes[index].repair.is_empty() {
