@@ -18,7 +18,8 @@ use crate::progress::{Place, Progress};
 use crate::schedule::Seat;
 use crate::tcp::{Links, Neighbour, Plan};
 use crate::{
-    CollectiveError, Fence, GroupSpec, Member, Secret, StateReceiver, TcpRing, Transport, Visitor, WireDtype,
+    CollectiveError, Fence, GroupSpec, Member, Position, Secret, StateReceiver, TcpRing, Transport, Visitor,
+    WireDtype,
 };
 
 /// A worker's end of all links: its listener and its fence. One per worker process, and lives as long as it.
@@ -210,7 +211,8 @@ impl Endpoint {
         self.lobby.next()
     }
 
-    /// Dials `donor` for its state, within `limit`. `patience`: how long it may be silent once it has begun.
+    /// Dials `donor` for its state, within `limit`. `patience`: how long it may be silent once it has begun. `position`: how
+    /// far an earlier fetch from it has come, if its link broke.
     ///
     /// # Errors
     /// [`CollectiveError::Deadline`], [`CollectiveError::PeerLost`] (both with rank 0), [`CollectiveError::Io`].
@@ -219,6 +221,7 @@ impl Endpoint {
         donor: Member,
         limit: Duration,
         patience: Duration,
+        position: Option<Position>,
     ) -> Result<StateReceiver, CollectiveError> {
         let lost = |source| CollectiveError::PeerLost { rank: 0, member: donor.id, source };
         let link =
@@ -235,7 +238,8 @@ impl Endpoint {
         let hello = Hello { purpose: Purpose::State, job: *job, generation: 0, from: *me, to: donor.id };
         // A fresh socket's buffer holds many hellos, so this is one write and cannot block.
         (&*link).write_all(&hello.encode(secret)).map_err(lost)?;
-        Ok(StateReceiver::new(donor.id, link, patience))
+        StateReceiver::new(donor.id, link, patience, position)
+            .map_err(|source| CollectiveError::Io { action: "start the thread of a fetch", source })
     }
 }
 

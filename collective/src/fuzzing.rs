@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::frame::{Frame, Kind};
 use crate::hello::{HELLO_BYTES, Hello};
@@ -10,7 +11,7 @@ use crate::link::set_up;
 use crate::progress::Progress;
 use crate::schedule::Seat;
 use crate::tcp::{Links, Neighbour};
-use crate::{CollectiveError, Communicator, Fence, Secret, TcpRing, WireDtype};
+use crate::{CollectiveError, Communicator, Fence, Secret, StateReceiver, TcpRing, Visitor, WireDtype};
 
 /// The first byte chooses the operation, the second the rank, the group's size and which links end; the rest is what comes, from the
 /// previous member or, in part, from the next. The operation must end, by itself and without a panic. Whether it has succeeded.
@@ -52,6 +53,51 @@ pub fn hello(data: &[u8]) {
         let forged = Hello::decode(bytes, &Secret::new("a secret that no fuzzer knows"));
         assert!(forged.is_err(), "{forged:?}");
     }
+}
+
+/// Bytes that come instead of a state's parcels, and instead of a newcomer's positions. Both ends must stop, by themselves and
+/// without a panic. How many parcels and positions there were.
+pub fn state(data: &[u8]) -> (usize, usize) {
+    let data = &data[..data.len().min(BYTES_MAX)];
+    let mut counts = (0, 0);
+    let (end, mut to_end) = pair();
+    to_end.write_all(data).expect("a fresh socket's buffer holds that much");
+    to_end.shutdown(Shutdown::Write).expect("it is open");
+    let receiver = StateReceiver::new(1, Arc::new(end), PATIENCE, None);
+    let mut receiver = receiver.expect("the system has a thread");
+    while let Ok(Some(head)) = receiver.next(PATIENCE) {
+        counts.0 += 1;
+        let floats = usize::try_from(head.floats).unwrap_or(usize::MAX).min(BYTES_MAX);
+        if receiver.take(&mut vec![0.0; floats]).is_err() {
+            break;
+        }
+    }
+    let (end, mut to_end) = pair();
+    to_end.write_all(data).expect("a fresh socket's buffer holds that much");
+    to_end.shutdown(Shutdown::Write).expect("it is open");
+    let mut sender = Visitor::new(1, end).serve(PATIENCE);
+    if sender.first_position().is_ok() {
+        counts.1 += 1;
+    }
+    sender.finish();
+    counts
+}
+
+/// An input of [`state`] to start from: what an honest donor sends, and what an honest newcomer does.
+#[must_use]
+pub fn state_seeds() -> Vec<Vec<u8>> {
+    let word = |magic: &[u8; 4], kind: u32, fields: [u64; 3]| {
+        let fields: Vec<u8> = fields.iter().flat_map(|field| field.to_le_bytes()).collect();
+        [&magic[..], &kind.to_le_bytes(), &fields].concat()
+    };
+    let parcel = |kind, note: &[u8], floats: &[f32]| {
+        let head = word(b"EDLP", kind, [5, note.len() as u64, floats.len() as u64]);
+        [&head, note, bytemuck::cast_slice(floats)].concat()
+    };
+    vec![
+        [parcel(1, b"a record", &[]), parcel(5, b"a place", &[1.0; 64]), parcel(0, b"", &[])].concat(),
+        [word(b"EDLQ", 0, [0; 3]), word(b"EDLQ", 1, [7, 64, 7])].concat(),
+    ]
 }
 
 /// Inputs of [`ring`] to start from: what honest neighbours send, as far as it is known beforehand.
@@ -136,3 +182,6 @@ const GENERATION: u64 = 5;
 const RING_LEN: usize = 8194;
 
 const BYTES_MAX: usize = 60 << 10;
+
+/// Everything has come, and the end of the link behind it.
+const PATIENCE: Duration = Duration::from_secs(60);

@@ -1,22 +1,27 @@
 //! State transfer: from a member to a newcomer, beside the ring, while the ring works.
 //!
 //! ```text
-//!   newcomer ── hello (to the donor's listener) ──▶ donor
+//!   newcomer ── hello, position (to the donor's listener) ──▶ donor
 //!   newcomer ◀── head | note | floats ── head | note | floats ── … ── donor
+//!   newcomer ── position ── position ── … ──▶ donor
 //!
-//!   head:  magic  kind  generation  note bytes  floats
-//!            u32   u32         u64         u64     u64        all little endian
+//!   head:      magic  kind  generation  note bytes  floats
+//!                u32   u32         u64         u64     u64        all little endian
+//!   position:  magic  kind    snapshot      floats    step
+//!                u32   u32         u64         u64     u64
 //! ```
 //!
-//! What kinds, notes and floats mean is the caller's affair; kind 0 is the one that is not, a beat: it says that the
-//! donor lives, and the receiver keeps it to itself.
+//! What kinds, notes and floats of parcels mean is the caller's affair; kind 0 is the one that is not, a beat: it says that
+//! the donor lives, and the receiver keeps it to itself. A newcomer's [`Position`] is both its beat and the place at which a
+//! transfer goes on when its link breaks. A thread sends it, so a newcomer that is busy with what it has received is not
+//! taken for one that is gone.
 //!
-//! **Invariant:** neither side waits for the other for longer than its patience, but for a newcomer that waits for its
-//! first parcel: a donor begins between two steps, and those may be long.
+//! **Invariant:** neither side waits for the other for longer than its patience without a sign of life, but for a newcomer
+//! that waits for its first parcel: a donor begins between two steps, and those may be long.
 
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
-use std::net::TcpStream;
-use std::sync::Arc;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -27,12 +32,12 @@ use crate::link::poll_until;
 #[derive(Debug)]
 pub struct Visitor {
     member: u64,
-    link: TcpStream,
+    link: Arc<TcpStream>,
 }
 
 impl Visitor {
     pub(crate) fn new(member: u64, link: TcpStream) -> Self {
-        Self { member, link }
+        Self { member, link: Arc::new(link) }
     }
 
     /// Its id.
@@ -41,10 +46,35 @@ impl Visitor {
         self.member
     }
 
-    /// Begins to serve it. `patience`: how long it may take no byte before it is given up.
+    /// A handle to end the link with, from any thread.
+    #[must_use]
+    pub fn link(&self) -> StateLink {
+        StateLink(Arc::clone(&self.link))
+    }
+
+    /// Begins to serve it. `patience`: how long it may take no byte and send no position before it is given up.
     #[must_use]
     pub fn serve(self, patience: Duration) -> StateSender {
-        StateSender { link: self.link, patience }
+        StateSender {
+            link: self.link,
+            patience,
+            alive_at: Instant::now(),
+            position: None,
+            bytes: [0; POSITION_BYTES],
+            read: 0,
+        }
+    }
+}
+
+/// The link to a newcomer.
+#[derive(Clone, Debug)]
+pub struct StateLink(Arc<TcpStream>);
+
+impl StateLink {
+    /// Ends the link: whoever waits for the newcomer gets an error.
+    pub fn shut_down(&self) {
+        // It may have ended already.
+        let _ = self.0.shutdown(Shutdown::Both);
     }
 }
 
@@ -61,21 +91,64 @@ pub struct ParcelHead {
     pub floats: u64,
 }
 
+/// How far a newcomer has come with one snapshot of the state.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Position {
+    /// The snapshot's step.
+    pub snapshot: u64,
+    /// Floats of the snapshot that the newcomer has received and verified.
+    pub floats: u64,
+    /// Steps of the newcomer's state, once it has all floats of the snapshot; until then the snapshot's step.
+    pub step: u64,
+}
+
 /// The donor's end. Blocks, so it belongs to a thread of its own.
 #[derive(Debug)]
 pub struct StateSender {
-    link: TcpStream,
+    link: Arc<TcpStream>,
     patience: Duration,
+    /// When the newcomer last took a byte or sent one.
+    alive_at: Instant,
+    /// The newcomer's last word; `None` inside where it has nothing.
+    position: Option<Option<Position>>,
+    bytes: [u8; POSITION_BYTES],
+    read: usize,
 }
 
 impl StateSender {
+    /// Waits for the newcomer's first word: how far it is, `None` where it has nothing.
+    ///
+    /// # Errors
+    /// As for [`send`](Self::send).
+    pub fn first_position(&mut self) -> io::Result<Option<Position>> {
+        loop {
+            let heard = self.listen();
+            if let Some(position) = self.position {
+                return Ok(position);
+            }
+            heard?;
+            self.wait(PollFlags::IN)?;
+        }
+    }
+
+    /// How far the newcomer is, by its last word.
+    ///
+    /// # Errors
+    /// As for [`send`](Self::send).
+    pub fn position(&mut self) -> io::Result<Option<Position>> {
+        self.listen()?;
+        Ok(self.position.flatten())
+    }
+
     /// Sends one parcel: `tensors` one behind the other, each f32 in host memory, and counted together.
     ///
     /// # Errors
-    /// The link's, or `TimedOut` where the newcomer has taken nothing for longer than the patience.
+    /// The link's, `UnexpectedEof` where the newcomer has ended it, `InvalidData` where it sends no positions, or `TimedOut`
+    /// where it has taken nothing and has said nothing for longer than the patience.
     pub fn send(&mut self, kind: u32, generation: u64, note: &[u8], tensors: &[&[f32]]) -> io::Result<()> {
         let floats: u64 = tensors.iter().map(|tensor| tensor.len() as u64).sum();
-        let head = encode(kind, generation, note.len() as u64, floats);
+        let head = encode(MAGIC, kind, [generation, note.len() as u64, floats]);
+        self.alive_at = Instant::now();
         self.write(&head, note)?;
         tensors.iter().try_for_each(|tensor| self.write(bytemuck::cast_slice(tensor), &[]))
     }
@@ -88,23 +161,61 @@ impl StateSender {
         self.send(BEAT, 0, &[], &[])
     }
 
-    fn write(&self, mut first: &[u8], mut second: &[u8]) -> io::Result<()> {
+    /// Waits until the newcomer has taken everything and ended the link, or for the patience. A link that is closed before
+    /// may be reset, and then the newcomer loses what it has not read.
+    pub fn finish(mut self) {
+        let end = Instant::now() + self.patience;
+        if self.link.shutdown(Shutdown::Write).is_ok() {
+            while Instant::now() < end && self.listen().is_ok() && self.wait(PollFlags::IN).is_ok() {}
+        }
+    }
+
+    fn write(&mut self, mut first: &[u8], mut second: &[u8]) -> io::Result<()> {
         while !first.is_empty() || !second.is_empty() {
-            match (&self.link).write_vectored(&[IoSlice::new(first), IoSlice::new(second)]) {
+            match (&*self.link).write_vectored(&[IoSlice::new(first), IoSlice::new(second)]) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
                 Ok(bytes) => {
+                    self.alive_at = Instant::now();
                     let of_first = bytes.min(first.len());
                     first = &first[of_first..];
                     second = &second[bytes - of_first..];
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    wait(&self.link, PollFlags::OUT, self.patience)?;
+                    self.wait(PollFlags::OUT | PollFlags::IN)?;
+                    self.listen()?;
                 }
                 Err(error) => return Err(error),
             }
         }
         Ok(())
+    }
+
+    /// Waits until the link stirs; `TimedOut` where it has not for longer than the patience.
+    fn wait(&self, flags: PollFlags) -> io::Result<()> {
+        let until = self.alive_at.checked_add(self.patience);
+        match poll_until(&mut [PollFd::new(&*self.link, flags)], until)? {
+            true => Ok(()),
+            false => Err(ErrorKind::TimedOut.into()),
+        }
+    }
+
+    /// Reads what the newcomer has said. Never blocks.
+    fn listen(&mut self) -> io::Result<()> {
+        loop {
+            match (&*self.link).read(&mut self.bytes[self.read..]) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(bytes) => self.read += bytes,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error),
+            }
+            if self.read == POSITION_BYTES {
+                self.read = 0;
+                self.alive_at = Instant::now();
+                self.position = Some(position_of(&self.bytes).map_err(invalid)?);
+            }
+        }
     }
 }
 
@@ -112,8 +223,9 @@ impl StateSender {
 #[derive(Debug)]
 pub struct StateReceiver {
     donor: u64,
-    /// The fence holds the other reference, to shut the link down.
+    /// The fence holds another reference, to shut the link down.
     link: Arc<TcpStream>,
+    words: Arc<Words>,
     patience: Duration,
     /// When something came last; `None` before the first byte.
     heard: Option<Instant>,
@@ -124,14 +236,35 @@ pub struct StateReceiver {
 }
 
 impl StateReceiver {
-    pub(crate) fn new(donor: u64, link: Arc<TcpStream>, patience: Duration) -> Self {
-        Self { donor, link, patience, heard: None, head: [0; HEAD_BYTES], read: 0, floats_left: 0 }
+    /// On a link on which the hello is sent. Tells the donor at once how far this newcomer is, and then several times within
+    /// `patience`, from a thread.
+    pub(crate) fn new(
+        donor: u64,
+        link: Arc<TcpStream>,
+        patience: Duration,
+        position: Option<Position>,
+    ) -> io::Result<Self> {
+        let said = Said { position, unsent: Vec::new(), is_over: false };
+        let words = Arc::new(Words { link: Arc::clone(&link), said: Mutex::new(said), over: Condvar::new() });
+        words.say(&mut words.lock());
+        let beating = Arc::clone(&words);
+        std::thread::Builder::new()
+            .name("state-beat".to_owned())
+            .spawn(move || beating.beat_every(patience / BEATS_PER_PATIENCE))?;
+        Ok(Self { donor, link, words, patience, heard: None, head: [0; HEAD_BYTES], read: 0, floats_left: 0 })
     }
 
     /// The member at the other end.
     #[must_use]
     pub fn donor(&self) -> u64 {
         self.donor
+    }
+
+    /// Tells the donor how far this newcomer is. Never blocks.
+    pub fn report(&self, position: Position) {
+        let mut said = self.words.lock();
+        said.position = Some(position);
+        self.words.say(&mut said);
     }
 
     /// The next parcel's head, if it comes within `wait`. The floats of the one before must have been
@@ -186,7 +319,8 @@ impl StateReceiver {
 
     /// The head that has come, with its note; `None` for a beat.
     fn open(&mut self) -> io::Result<Option<ParcelHead>> {
-        let (kind, generation, note_bytes, floats) = decode(&self.head).map_err(invalid)?;
+        let (kind, [generation, note_bytes, floats]) =
+            decode(MAGIC, &self.head).map_err(|got| invalid(format!("expected a parcel, got {got}")))?;
         if note_bytes > NOTE_BYTES_MAX as u64 {
             return Err(invalid(format!(
                 "a note of {note_bytes} bytes; at most {NOTE_BYTES_MAX} are possible"
@@ -214,7 +348,9 @@ impl StateReceiver {
                 Ok(read) => bytes = &mut bytes[read..],
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    wait(&self.link, PollFlags::IN, self.patience)?;
+                    if !ready(&self.link, PollFlags::IN, self.patience)? {
+                        return Err(ErrorKind::TimedOut.into());
+                    }
                 }
                 Err(error) => return Err(error),
             }
@@ -224,8 +360,73 @@ impl StateReceiver {
     }
 }
 
-/// The kind of a parcel that says nothing but that the donor lives.
+impl Drop for StateReceiver {
+    fn drop(&mut self) {
+        self.words.lock().is_over = true;
+        self.words.over.notify_all();
+        // The beating thread may hold the link a little longer.
+        let _ = self.link.shutdown(Shutdown::Both);
+    }
+}
+
+/// What a newcomer says to its donor, from two threads.
+#[derive(Debug)]
+struct Words {
+    link: Arc<TcpStream>,
+    said: Mutex<Said>,
+    over: Condvar,
+}
+
+#[derive(Debug)]
+struct Said {
+    position: Option<Position>,
+    /// The rest of a word of which the link took a part only.
+    unsent: Vec<u8>,
+    is_over: bool,
+}
+
+impl Words {
+    fn lock(&self) -> MutexGuard<'_, Said> {
+        self.said.lock().expect("nothing under this lock panics")
+    }
+
+    /// Sends the position as far as the link takes it. Reading finds out what is wrong with the link.
+    fn say(&self, said: &mut Said) {
+        if !said.unsent.is_empty() && !self.send_rest(said) {
+            // The link holds earlier words, and those are signs of life, too.
+            return;
+        }
+        said.unsent.extend(word_of(said.position));
+        self.send_rest(said);
+    }
+
+    /// Whether nothing is left.
+    fn send_rest(&self, said: &mut Said) -> bool {
+        if let Ok(bytes) = (&*self.link).write(&said.unsent) {
+            said.unsent.drain(..bytes);
+        }
+        said.unsent.is_empty()
+    }
+
+    fn beat_every(&self, interval: Duration) {
+        let mut said = self.lock();
+        while !said.is_over {
+            let waited = self.over.wait_timeout(said, interval);
+            said = waited.expect("nothing under this lock panics").0;
+            if !said.is_over {
+                self.say(&mut said);
+            }
+        }
+    }
+}
+
+/// The kind of a parcel that says nothing but that the donor lives, and of a position of a newcomer that has nothing.
 const BEAT: u32 = 0;
+
+/// The kind of a newcomer's position.
+const POSITION: u32 = 1;
+
+const BEATS_PER_PATIENCE: u32 = 4;
 
 /// The longest note, in bytes: 64 MiB.
 pub const NOTE_BYTES_MAX: usize = 64 << 20;
@@ -233,40 +434,53 @@ pub const NOTE_BYTES_MAX: usize = 64 << 20;
 const NOTE_STEP_BYTES: usize = 1 << 20;
 
 const HEAD_BYTES: usize = 32;
+const POSITION_BYTES: usize = HEAD_BYTES;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"EDLP");
+const POSITION_MAGIC: u32 = u32::from_le_bytes(*b"EDLQ");
 
-fn encode(kind: u32, generation: u64, note_bytes: u64, floats: u64) -> [u8; HEAD_BYTES] {
+fn encode(magic: u32, kind: u32, fields: [u64; 3]) -> [u8; HEAD_BYTES] {
     let mut head = [0; HEAD_BYTES];
-    head[..4].copy_from_slice(&MAGIC.to_le_bytes());
+    head[..4].copy_from_slice(&magic.to_le_bytes());
     head[4..8].copy_from_slice(&kind.to_le_bytes());
-    head[8..16].copy_from_slice(&generation.to_le_bytes());
-    head[16..24].copy_from_slice(&note_bytes.to_le_bytes());
-    head[24..].copy_from_slice(&floats.to_le_bytes());
+    for (to, field) in head[8..].chunks_exact_mut(8).zip(fields) {
+        to.copy_from_slice(&field.to_le_bytes());
+    }
     head
 }
 
-fn decode(head: &[u8; HEAD_BYTES]) -> Result<(u32, u64, u64, u64), String> {
+/// Kind and fields, or what these bytes are instead.
+fn decode(magic: u32, head: &[u8; HEAD_BYTES]) -> Result<(u32, [u64; 3]), String> {
     let short =
         |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"));
     let long =
         |at: usize| u64::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"));
     match short(0) {
-        MAGIC => Ok((short(4), long(8), long(16), long(24))),
-        other => Err(format!("expected a parcel, got bytes that begin with {other:#010x}")),
+        got if got == magic => Ok((short(4), [long(8), long(16), long(24)])),
+        other => Err(format!("bytes that begin with {other:#010x}")),
+    }
+}
+
+fn word_of(position: Option<Position>) -> [u8; POSITION_BYTES] {
+    match position {
+        None => encode(POSITION_MAGIC, BEAT, [0; 3]),
+        Some(Position { snapshot, floats, step }) => {
+            encode(POSITION_MAGIC, POSITION, [snapshot, floats, step])
+        }
+    }
+}
+
+fn position_of(word: &[u8; POSITION_BYTES]) -> Result<Option<Position>, String> {
+    match decode(POSITION_MAGIC, word) {
+        Ok((BEAT, [0, 0, 0])) => Ok(None),
+        Ok((POSITION, [snapshot, floats, step])) => Ok(Some(Position { snapshot, floats, step })),
+        Ok((kind, _)) => Err(format!("expected a position, got a word of kind {kind}")),
+        Err(got) => Err(format!("expected a position, got {got}")),
     }
 }
 
 fn invalid(reason: String) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, reason)
-}
-
-/// Waits until `link` stirs; `TimedOut` if it does not.
-fn wait(link: &TcpStream, flags: PollFlags, patience: Duration) -> io::Result<()> {
-    match ready(link, flags, patience)? {
-        true => Ok(()),
-        false => Err(ErrorKind::TimedOut.into()),
-    }
 }
 
 fn ready(link: &TcpStream, flags: PollFlags, timeout: Duration) -> io::Result<bool> {

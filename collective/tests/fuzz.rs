@@ -21,6 +21,20 @@ fn honest_streams_end_well_and_changed_ones_end() {
 }
 
 #[test]
+fn whatever_comes_in_place_of_a_state_ends_both_sides() {
+    let seeds = fuzzing::state_seeds();
+    assert_eq!(seeds.iter().map(|seed| fuzzing::state(seed)).collect::<Vec<_>>(), [(2, 0), (0, 1)]);
+    for seed in 0..1000 {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut data = seeds[rng.random_range(0..seeds.len())].clone();
+        for _ in 0..rng.random_range(1..4) {
+            change(&mut data, &mut rng);
+        }
+        fuzzing::state(&data);
+    }
+}
+
+#[test]
 fn no_bytes_are_a_hello() {
     for seed in 0..20_000 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);

@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::{Endpoint, Member, Secret, StateReceiver, StateSender, Visitor};
+use elasticdl_collective::{Endpoint, Member, Position, Secret, StateReceiver, StateSender, Visitor};
 
 /// Far beyond what anything here takes; only a hang gets there.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -16,7 +16,7 @@ fn endpoint(id: u64) -> Endpoint {
 
 fn visit(donor: &Endpoint, newcomer: &Endpoint, patience: Duration) -> (Visitor, StateReceiver) {
     let receiver = newcomer
-        .fetch(Member { id: 1, address: donor.address() }, WATCHDOG, patience)
+        .fetch(Member { id: 1, address: donor.address() }, WATCHDOG, patience, None)
         .expect("the donor listens");
     let until = Instant::now() + WATCHDOG;
     loop {
@@ -29,10 +29,15 @@ fn visit(donor: &Endpoint, newcomer: &Endpoint, patience: Duration) -> (Visitor,
 }
 
 fn pair(patience: Duration) -> (StateSender, StateReceiver, (Endpoint, Endpoint)) {
+    pair_of(patience, patience)
+}
+
+/// The patience of the donor, and that of the newcomer, which says several times within its own that it lives.
+fn pair_of(donors: Duration, newcomers: Duration) -> (StateSender, StateReceiver, (Endpoint, Endpoint)) {
     let (donor, newcomer) = (endpoint(1), endpoint(2));
-    let (visitor, receiver) = visit(&donor, &newcomer, patience);
+    let (visitor, receiver) = visit(&donor, &newcomer, newcomers);
     assert_eq!((visitor.member(), receiver.donor()), (2, 1));
-    (visitor.serve(patience), receiver, (donor, newcomer))
+    (visitor.serve(donors), receiver, (donor, newcomer))
 }
 
 #[test]
@@ -89,10 +94,63 @@ fn a_donor_that_has_not_begun_is_waited_for_and_one_that_falls_silent_is_given_u
 }
 
 #[test]
-fn a_newcomer_that_takes_nothing_is_given_up() {
-    let (mut sender, _receiver, _ends) = pair(Duration::from_millis(30));
+fn a_newcomer_that_takes_nothing_and_says_nothing_is_given_up() {
+    let (mut sender, _receiver, _ends) = pair_of(Duration::from_millis(30), WATCHDOG);
     let big = vec![0.0; 4 << 20];
     assert_eq!(sender.send(1, 1, &[], &[&big]).unwrap_err().kind(), ErrorKind::TimedOut);
+}
+
+#[test]
+fn a_newcomer_that_is_busy_for_longer_than_the_patience_still_gets_everything() {
+    let patience = Duration::from_secs(1);
+    let (mut sender, mut receiver, _ends) = pair_of(patience, patience / 10);
+    let big = vec![1.0; 4 << 20];
+    let sending = std::thread::spawn({
+        let big = big.clone();
+        move || sender.send(1, 1, &[], &[&big])
+    });
+    receiver.next(WATCHDOG).unwrap().unwrap();
+    // What a slow digest does, or an update: the link is full meanwhile.
+    std::thread::sleep(patience * 2);
+    let mut taken = vec![0.0; big.len()];
+    receiver.take(&mut taken).unwrap();
+    sending.join().unwrap().unwrap();
+    assert!(taken == big);
+}
+
+#[test]
+fn a_donor_learns_how_far_a_newcomer_is() {
+    let (donor, newcomer) = (endpoint(1), endpoint(2));
+    let (visitor, receiver) = visit(&donor, &newcomer, WATCHDOG);
+    let mut sender = visitor.serve(WATCHDOG);
+    assert_eq!(sender.first_position().unwrap(), None);
+    let position = Position { snapshot: 7, floats: 64, step: 7 };
+    receiver.report(position);
+    let until = Instant::now() + WATCHDOG;
+    while sender.position().unwrap() != Some(position) {
+        assert!(Instant::now() < until, "its word never comes");
+        std::thread::yield_now();
+    }
+    drop(receiver);
+    let at = Member { id: 1, address: donor.address() };
+    let _receiver = newcomer.fetch(at, WATCHDOG, WATCHDOG, Some(position)).unwrap();
+    let visitor = loop {
+        assert!(Instant::now() < until, "the visitor never shows up");
+        if let Some(visitor) = donor.visitor() {
+            break visitor;
+        }
+        std::thread::yield_now();
+    };
+    // The earlier link is at its end.
+    while sender.position().is_ok() {
+        assert!(Instant::now() < until, "the link never ends");
+        std::thread::yield_now();
+    }
+    let link = visitor.link();
+    let mut sender = visitor.serve(WATCHDOG);
+    assert_eq!(sender.first_position().unwrap(), Some(position));
+    link.shut_down();
+    assert!(sender.beat().is_err());
 }
 
 #[test]
@@ -115,7 +173,7 @@ fn nonsense_is_refused_and_takes_no_memory() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let newcomer = endpoint(2);
         let donor = Member { id: 1, address: listener.local_addr().unwrap() };
-        let mut receiver = newcomer.fetch(donor, WATCHDOG, WATCHDOG).unwrap();
+        let mut receiver = newcomer.fetch(donor, WATCHDOG, WATCHDOG, None).unwrap();
         listener.accept().unwrap().0.write_all(&nonsense).unwrap();
         assert_eq!(receiver.next(WATCHDOG).unwrap_err().kind(), ErrorKind::InvalidData);
     }
@@ -127,7 +185,7 @@ fn who_does_not_know_the_secret_gets_nothing() {
     let stranger =
         Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 2, Secret::new("open barley")).unwrap();
     let mut receiver =
-        stranger.fetch(Member { id: 1, address: donor.address() }, WATCHDOG, WATCHDOG).unwrap();
+        stranger.fetch(Member { id: 1, address: donor.address() }, WATCHDOG, WATCHDOG, None).unwrap();
     assert!(receiver.next(WATCHDOG).is_err());
     assert!(donor.visitor().is_none());
 }

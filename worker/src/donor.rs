@@ -1,94 +1,180 @@
-//! Serves newcomers: copies of the state, and every step's result after it, beside the training.
+//! Serves newcomers: a snapshot of the state, and every step's result after it, beside the training.
 //!
 //! ```text
-//!   trainer ── buffers, shared ──► one thread per newcomer ── parcels ──► newcomer
+//!   trainer ── buffers, shared ──► snapshot ── one thread per newcomer ── parcels ──► newcomer
 //! ```
 //!
 //! **Invariant:** the trainer never waits for a newcomer. It shares its buffers, which are only read until the next update;
-//! a thread that has not copied them by then keeps the old ones, and the trainer goes on with copies of its own.
+//! while a thread still copies them, the trainer goes on with copies of its own.
+//! **Invariant:** a newcomer gets the state of a step that all ranks of the group hold, and the result of every step that
+//! this rank commits after it. So a newcomer that is ahead of a survivor can hand on the reduced gradient of its last step.
 //! **Invariant:** a newcomer that is too slow is dropped: no more than [`AHEAD_BYTES`] of results wait for it, or few of
-//! them.
+//! them. Newcomers of one step share a snapshot; while there is one, others wait, unless all fit into [`SNAPSHOTS_BYTES`].
 
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+mod delivery;
+
+use std::sync::mpsc::{Sender, SyncSender, TrySendError, channel, sync_channel};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use elasticdl_collective::{StateSender, Visitor};
+use elasticdl_collective::{StateLink, Visitor};
 use elasticdl_proto::Generation;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
+use self::delivery::Delivery;
 use crate::core::header;
 use crate::core::header::{StateRecord, StepHeader};
 
 /// The newcomers that this worker serves.
 #[derive(Debug)]
 pub(crate) struct Donor {
+    /// Newcomers that wait for a snapshot.
+    waiting: Vec<Visitor>,
+    prepared: Option<Prepared>,
     fetchers: Vec<Fetcher>,
+    /// Snapshots that may still take memory.
+    held: Vec<Weak<Snapshot>>,
     patience: Duration,
+}
+
+/// A snapshot that is given out when all ranks have said that they hold its step.
+#[derive(Debug)]
+struct Prepared {
+    generation: Generation,
+    step: u64,
+    snapshot: Arc<Snapshot>,
+}
+
+/// The tensors of one step.
+#[derive(Debug)]
+struct Snapshot {
+    parameters_len: usize,
+    slots_len: usize,
+    /// Parameters and slots, once they are copied.
+    tensors: OnceLock<(Vec<f32>, Vec<f32>)>,
 }
 
 #[derive(Debug)]
 struct Fetcher {
     member: u64,
     parcels: SyncSender<Parcel>,
+    /// The link in use, and where the next one goes when it has broken.
+    link: StateLink,
+    links: Sender<Visitor>,
 }
 
-/// What newcomers are sent. Steps are those of the donor's group of `generation`.
+/// What newcomers are sent after a snapshot. Steps are those of the donor's group of `generation`.
 #[derive(Clone, Debug)]
 enum Parcel {
     /// The donor goes into this generation, and the newcomer with it.
-    End {
-        generation: Generation,
-    },
-    Result {
-        generation: Generation,
-        headers: Arc<Vec<u8>>,
-        sum: Arc<Vec<f32>>,
-    },
-    State {
-        generation: Generation,
-        record: StateRecord,
-        parameters: Arc<Vec<f32>>,
-        slots: Arc<Vec<f32>>,
-    },
+    End { generation: Generation },
+    /// What leads from `step` to the next one.
+    Result { generation: Generation, step: u64, headers: Arc<Vec<u8>>, sum: Arc<Vec<f32>> },
 }
 
 impl Donor {
-    /// `patience`: how long a newcomer may take nothing.
+    /// `patience`: how long a newcomer may take nothing and say nothing.
     pub(crate) fn new(patience: Duration) -> Self {
-        Self { fetchers: Vec::new(), patience }
+        Self { waiting: Vec::new(), prepared: None, fetchers: Vec::new(), held: Vec::new(), patience }
     }
 
-    /// Begins to serve a newcomer with the state as it is now.
-    pub(crate) fn serve(
+    /// A newcomer has come to the door. One whose link broke goes on where it was.
+    pub(crate) fn admit(&mut self, visitor: Visitor) {
+        let member = visitor.member();
+        self.waiting.retain(|other| other.member() != member);
+        let visitor = match self.fetchers.iter_mut().find(|fetcher| fetcher.member == member) {
+            None => Some(visitor),
+            Some(fetcher) => {
+                fetcher.link.shut_down();
+                fetcher.link = visitor.link();
+                fetcher.links.send(visitor).err().map(|unsent| unsent.0)
+            }
+        };
+        if let Some(visitor) = visitor {
+            self.fetchers.retain(|fetcher| fetcher.member != member);
+            if self.waiting.len() == WAITING_MAX {
+                self.waiting.remove(0);
+            }
+            self.waiting.push(visitor);
+        }
+    }
+
+    /// Whether a newcomer waits for the state of `step`, and there is room for a snapshot of `floats`.
+    pub(crate) fn wants_snapshot(&mut self, generation: Generation, step: u64, floats: usize) -> bool {
+        if self.waiting.is_empty() {
+            return false;
+        }
+        if self.is_prepared(generation, step) {
+            return false;
+        }
+        self.prepared = None;
+        self.held.retain(|snapshot| snapshot.strong_count() > 0);
+        let bytes = floats.saturating_mul(size_of::<f32>());
+        self.held.is_empty() || (self.held.len() + 1).saturating_mul(bytes) <= SNAPSHOTS_BYTES
+    }
+
+    /// Begins to copy the state of `step`, for the newcomers that wait.
+    pub(crate) fn prepare(
+        &mut self,
+        generation: Generation,
+        step: u64,
+        parameters: Arc<Vec<f32>>,
+        slots: Arc<Vec<f32>>,
+    ) {
+        let (parameters_len, slots_len) = (parameters.len(), slots.len());
+        let snapshot = Arc::new(Snapshot { parameters_len, slots_len, tensors: OnceLock::new() });
+        let filling = Arc::clone(&snapshot);
+        let copy = move || {
+            let tensors = (into_own(parameters), into_own(slots));
+            filling.tensors.set(tensors).expect("a snapshot is filled once");
+        };
+        match std::thread::Builder::new().name("snapshot".into()).spawn(copy) {
+            Ok(_) => {
+                self.held.push(Arc::downgrade(&snapshot));
+                self.prepared = Some(Prepared { generation, step, snapshot });
+            }
+            Err(error) => tracing::warn!(%error, "no thread to copy the state for a newcomer"),
+        }
+    }
+
+    fn is_prepared(&self, generation: Generation, step: u64) -> bool {
+        self.prepared.as_ref().is_some_and(|p| (p.generation, p.step) == (generation, step))
+    }
+
+    /// All ranks of the group of `generation` have said that they hold `step`, which this one is at: newcomers may have it.
+    pub(crate) fn release(&mut self, generation: Generation, step: u64, record: impl Fn() -> StateRecord) {
+        if !self.is_prepared(generation, step) {
+            return;
+        }
+        let Some(Prepared { snapshot, .. }) = self.prepared.take() else { return };
+        for visitor in std::mem::take(&mut self.waiting) {
+            self.serve(visitor, generation, record(), &snapshot);
+        }
+    }
+
+    fn serve(
         &mut self,
         visitor: Visitor,
         generation: Generation,
-        record: &StateRecord,
-        parameters: &Arc<Vec<f32>>,
-        slots: &Arc<Vec<f32>>,
+        record: StateRecord,
+        snapshot: &Arc<Snapshot>,
     ) {
-        let member = visitor.member();
-        let results = AHEAD_BYTES / (parameters.len() * size_of::<f32>()).max(1);
+        let (member, step) = (visitor.member(), record.step);
+        let results = AHEAD_BYTES / (snapshot.parameters_len * size_of::<f32>()).max(1);
         let (parcels, queue) = sync_channel(results.clamp(AHEAD_MIN, AHEAD_MAX));
-        let state = Parcel::State {
-            generation,
-            record: record.clone(),
-            parameters: Arc::clone(parameters),
-            slots: Arc::clone(slots),
-        };
-        let patience = self.patience;
-        let sender = visitor.serve(patience);
-        let thread = std::thread::Builder::new()
-            .name("donor".into())
-            .spawn(move || deliver(sender, &queue, patience, member));
-        match thread {
+        let (links, next_links) = channel();
+        let fetcher = Fetcher { member, parcels, link: visitor.link(), links };
+        let delivery = Delivery::new(
+            (member, self.patience),
+            (generation, record),
+            Arc::clone(snapshot),
+            (queue, next_links),
+        );
+        match std::thread::Builder::new().name("donor".into()).spawn(move || delivery.run(visitor)) {
             Ok(_) => {
-                tracing::info!(newcomer = member, step = record.step, "a newcomer fetches the state");
-                parcels.try_send(state).expect("the queue is empty, and its thread waits for it");
-                self.fetchers.retain(|other| other.member != member);
-                self.fetchers.push(Fetcher { member, parcels });
+                tracing::info!(newcomer = member, step, "a newcomer fetches the state");
+                self.fetchers.push(fetcher);
             }
             Err(error) => tracing::warn!(%error, "no thread to serve a newcomer"),
         }
@@ -99,17 +185,25 @@ impl Donor {
         !self.fetchers.is_empty()
     }
 
-    /// A step was committed by the group of `generation`; its reduced gradient is `sum`.
-    pub(crate) fn committed(&mut self, generation: Generation, headers: &[StepHeader], sum: &Arc<Vec<f32>>) {
+    /// The group of `generation` has committed the step after `step`; its reduced gradient is `sum`.
+    pub(crate) fn committed(
+        &mut self,
+        generation: Generation,
+        step: u64,
+        headers: &[StepHeader],
+        sum: &Arc<Vec<f32>>,
+    ) {
         if self.is_serving() {
             let headers = Arc::new(header::encode(&headers.to_vec()));
-            let result = Parcel::Result { generation, headers, sum: Arc::clone(sum) };
+            let result = Parcel::Result { generation, step, headers, sum: Arc::clone(sum) };
             self.fetchers.retain(|fetcher| fetcher.send(result.clone()));
         }
     }
 
     /// This worker goes into `generation`. Newcomers that are in it too have got everything; the others follow it.
     pub(crate) fn switch(&mut self, generation: Generation, is_member: impl Fn(u64) -> bool) {
+        self.prepared = None;
+        self.waiting.retain(|visitor| !is_member(visitor.member()));
         self.fetchers.retain(|fetcher| match is_member(fetcher.member) {
             true => {
                 fetcher.send(Parcel::End { generation });
@@ -121,6 +215,8 @@ impl Donor {
 
     /// This worker makes no more steps.
     pub(crate) fn dismiss(&mut self) {
+        self.waiting.clear();
+        self.prepared = None;
         self.fetchers.clear();
     }
 }
@@ -142,71 +238,57 @@ impl Fetcher {
     }
 }
 
-/// Sends what is in the queue until it is closed, or the link is.
-fn deliver(mut sender: StateSender, queue: &Receiver<Parcel>, patience: Duration, newcomer: u64) {
-    loop {
-        let sent = match queue.recv_timeout(patience / 4) {
-            Ok(parcel) => send_all(&mut sender, parcel, queue),
-            Err(RecvTimeoutError::Timeout) => sender.beat(),
-            Err(RecvTimeoutError::Disconnected) => return,
-        };
-        if let Err(error) = sent {
-            tracing::info!(newcomer, %error, "a newcomer is gone");
-            return;
-        }
-    }
+/// The shared buffer itself, if nobody else has it any more; else a copy, and the trainer gets its buffer back.
+fn into_own(shared: Arc<Vec<f32>>) -> Vec<f32> {
+    Arc::try_unwrap(shared).unwrap_or_else(|shared| {
+        let mut own = elasticdl_collective::zeros(shared.len());
+        own.copy_from_slice(&shared);
+        own
+    })
 }
 
-/// Sends `parcel` and all that wait behind it, and that these were all.
-fn send_all(sender: &mut StateSender, parcel: Parcel, queue: &Receiver<Parcel>) -> std::io::Result<()> {
-    let mut next = Some(parcel);
-    while let Some(parcel) = next {
-        send(sender, parcel)?;
-        next = queue.try_recv().ok();
-    }
-    sender.send(KIND_TIP, 0, &[], &[])
-}
-
-fn send(sender: &mut StateSender, parcel: Parcel) -> std::io::Result<()> {
-    match parcel {
-        Parcel::End { generation } => sender.send(KIND_END, generation.0, &[], &[]),
-        Parcel::Result { generation, headers, sum } => {
-            sender.send(KIND_RESULT, generation.0, &headers, &[&sum])
-        }
-        Parcel::State { generation, record, parameters, slots } => {
-            // The trainer wants its buffers back.
-            let (parameters, slots) = {
-                let copy = (parameters.to_vec(), slots.to_vec());
-                drop((parameters, slots));
-                copy
-            };
-            let note = header::encode(&StateNote { record, digest: digest(&parameters, &slots) });
-            sender.send(KIND_STATE, generation.0, &note, &[&parameters, &slots])
-        }
-    }
-}
-
-/// What comes with a state's tensors.
+/// What comes before a snapshot's parts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StateNote {
     pub(crate) record: StateRecord,
-    /// [`digest`] of the tensors.
+    /// The first float that is sent. Not 0 where an earlier link has brought those before it.
+    pub(crate) from: u64,
+}
+
+/// What comes with a part of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PartNote {
+    /// The part's first float, counted over parameters and slots.
+    pub(crate) from: u64,
+    /// [`digest`] of its floats.
     pub(crate) digest: u64,
 }
 
-/// Digest of a state's tensors: what a newcomer has got is what the donor has.
-pub(crate) fn digest(parameters: &[f32], slots: &[f32]) -> u64 {
-    xxh3_64(bytemuck::cast_slice(parameters)) ^ xxh3_64(bytemuck::cast_slice(slots)).rotate_left(1)
+/// Digest of a part: what a newcomer has got is what the donor has.
+pub(crate) fn digest(part: &[f32]) -> u64 {
+    xxh3_64(bytemuck::cast_slice(part))
 }
 
+/// A [`StateNote`]: the parts of a snapshot follow.
+pub(crate) const KIND_STATE: u32 = 1;
 /// The step's headers, and its reduced gradient.
 pub(crate) const KIND_RESULT: u32 = 2;
-/// A [`StateNote`], and the tensors: parameters, then slots.
-pub(crate) const KIND_STATE: u32 = 1;
-/// There is no more; the generation is the one to meet in.
-pub(crate) const KIND_END: u32 = 4;
 /// There is no more for now.
 pub(crate) const KIND_TIP: u32 = 3;
+/// There is no more; the generation is the one to meet in.
+pub(crate) const KIND_END: u32 = 4;
+/// A [`PartNote`], and floats of the parameters or of the slots.
+pub(crate) const KIND_PART: u32 = 5;
+
+/// Floats of a part, at most: 16 MiB, so that a newcomer looks into its inbox now and then.
+pub(crate) const PART_FLOATS_MAX: usize = 4 << 20;
+
+/// How long a link between a donor and a newcomer may show no sign of life. A stopped or lost process is noticed by the
+/// master, and much earlier; this is for networks that pause.
+pub(crate) const TRANSFER_PATIENCE: Duration = Duration::from_secs(30);
+
+/// Snapshots in memory, in bytes, unless there is only one.
+const SNAPSHOTS_BYTES: usize = 512 << 20;
 
 /// Results that may wait for a newcomer, in bytes.
 const AHEAD_BYTES: usize = 512 << 20;
@@ -214,126 +296,8 @@ const AHEAD_BYTES: usize = 512 << 20;
 const AHEAD_MIN: usize = 3;
 const AHEAD_MAX: usize = 64;
 
+/// Newcomers that wait for a snapshot.
+const WAITING_MAX: usize = 64;
+
 #[cfg(test)]
-mod tests {
-    use std::net::{IpAddr, Ipv4Addr};
-    use std::time::Instant;
-
-    use elasticdl_collective::{Endpoint, Member, ParcelHead, Secret, StateReceiver};
-    use elasticdl_proto::RecordRange;
-
-    use super::*;
-
-    /// Far beyond what anything here takes; only a hang gets there.
-    const WATCHDOG: Duration = Duration::from_secs(60);
-
-    const LEN: usize = 1000;
-
-    fn record() -> StateRecord {
-        let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
-        StateRecord {
-            step: 2,
-            records_trained: 8,
-            epochs_complete: 0,
-            ranges,
-            repeated: 0,
-            evaluation: Default::default(),
-        }
-    }
-
-    /// A donor that serves worker 2 the state of ones and twos, and the newcomer's end.
-    fn serving(donor: &mut Donor, len: usize) -> (StateReceiver, [Endpoint; 2]) {
-        let endpoint = |id| {
-            Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", id, Secret::new("open sesame"))
-                .expect("loopback has free ports")
-        };
-        let ends = [endpoint(1), endpoint(2)];
-        let member = Member { id: 1, address: ends[0].address() };
-        let source = ends[1].fetch(member, WATCHDOG, WATCHDOG).expect("the donor listens");
-        let until = Instant::now() + WATCHDOG;
-        let visitor = loop {
-            assert!(Instant::now() < until, "the visitor never shows up");
-            if let Some(visitor) = ends[0].visitor() {
-                break visitor;
-            }
-            std::thread::yield_now();
-        };
-        let (parameters, slots) = (Arc::new(vec![1.0; len]), Arc::new(vec![2.0; len]));
-        donor.serve(visitor, Generation(3), &record(), &parameters, &slots);
-        (source, ends)
-    }
-
-    fn next(source: &mut StateReceiver) -> (ParcelHead, Vec<f32>) {
-        let head = source.next(WATCHDOG).unwrap().expect("there is more");
-        let mut floats = vec![0.0; head.floats as usize];
-        source.take(&mut floats).unwrap();
-        (head, floats)
-    }
-
-    #[test]
-    fn a_newcomer_gets_the_state_then_each_result_and_the_end_when_it_is_taken_in() {
-        let mut donor = Donor::new(WATCHDOG);
-        let (mut source, _ends) = serving(&mut donor, LEN);
-        let (head, floats) = next(&mut source);
-        assert_eq!((head.kind, head.generation), (KIND_STATE, 3));
-        let note: StateNote = header::decode(&head.note).unwrap();
-        let (parameters, slots) = floats.split_at(LEN);
-        assert_eq!((parameters, slots), (&[1.0; LEN][..], &[2.0; LEN][..]));
-        assert_eq!(note, StateNote { record: record(), digest: digest(parameters, slots) });
-        assert_ne!(note.digest, digest(slots, parameters));
-        assert_eq!(next(&mut source).0.kind, KIND_TIP);
-        donor.committed(Generation(3), &[], &Arc::new(vec![5.0; LEN]));
-        let (head, floats) = next(&mut source);
-        assert_eq!((head.kind, head.generation, floats), (KIND_RESULT, 3, vec![5.0; LEN]));
-        assert_eq!(next(&mut source).0.kind, KIND_TIP);
-        // A change without the newcomer changes nothing for it.
-        donor.switch(Generation(4), |id| id == 1);
-        donor.committed(Generation(4), &[], &Arc::new(vec![6.0; LEN]));
-        assert_eq!((next(&mut source).0.generation, next(&mut source).0.kind), (4, KIND_TIP));
-        donor.switch(Generation(5), |_| true);
-        assert_eq!((next(&mut source).0.kind, donor.fetchers.len()), (KIND_END, 0));
-    }
-
-    #[test]
-    fn a_newcomer_that_is_too_slow_is_dropped_and_holds_no_more_than_its_share() {
-        let mut donor = Donor::new(WATCHDOG);
-        // More than the sockets hold, so that the thread is stuck in the state.
-        let (mut source, _ends) = serving(&mut donor, 4 << 20);
-        let sum = Arc::new(Vec::new());
-        let most = AHEAD_BYTES / (16 << 20) + 1;
-        for _ in 0..=most {
-            donor.committed(Generation(3), &[], &sum);
-        }
-        assert_eq!(donor.fetchers.len(), 0);
-        assert!(Arc::strong_count(&sum) <= most + 1);
-        // What it had been promised still comes; then the link ends, without a word of an end.
-        let mut kinds = Vec::new();
-        while let Ok(Some(head)) = source.next(WATCHDOG) {
-            let mut floats = vec![0.0; head.floats as usize];
-            source.take(&mut floats).unwrap();
-            kinds.push(head.kind);
-        }
-        assert!(kinds.starts_with(&[KIND_STATE, KIND_RESULT]) && !kinds.contains(&KIND_END), "{kinds:?}");
-    }
-
-    #[test]
-    fn the_trainer_gets_its_buffers_back() {
-        let mut donor = Donor::new(WATCHDOG);
-        let (mut source, ends) = serving(&mut donor, LEN);
-        next(&mut source);
-        let parameters = Arc::new(vec![1.0; LEN]);
-        let until = Instant::now() + WATCHDOG;
-        let again = ends[1].fetch(Member { id: 1, address: ends[0].address() }, WATCHDOG, WATCHDOG);
-        let visitor = loop {
-            assert!(Instant::now() < until, "the visitor never shows up");
-            if let Some(visitor) = ends[0].visitor() {
-                break visitor;
-            }
-            std::thread::yield_now();
-        };
-        donor.serve(visitor, Generation(3), &record(), &parameters, &Arc::new(Vec::new()));
-        assert_eq!(next(&mut again.unwrap()).1, [1.0; LEN]);
-        assert_eq!(Arc::strong_count(&parameters), 1);
-        assert_eq!(donor.fetchers.len(), 1, "who comes again is served once");
-    }
-}
+mod tests;

@@ -167,7 +167,7 @@ fn train<M: Model>(
         Session::new(welcome.worker, plan).on_gpu(matches!(tensors, Tensors::Device(_))),
         tensors,
         prefetch,
-        (endpoint, welcome.worker_timeout.unwrap_or(PATIENCE)),
+        (endpoint, welcome.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT)),
         (checkpoints, validation),
         (&control.inbox, control.outbox.clone()),
     );
@@ -266,8 +266,8 @@ fn usage(reason: &str) {
     );
 }
 
-/// How long peers beside the ring may be silent, where the master tolerates any silence.
-const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
+/// How long the dial of a donor may take, at least: a first packet that is lost is repeated after a second.
+const DIAL_LIMIT: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// The reader keeps about two steps of a rank's share ready, as in a group of this size.
 const READ_AHEAD_WORLD: usize = 2;

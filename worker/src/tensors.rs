@@ -82,6 +82,29 @@ impl Tensors {
         }
     }
 
+    /// Has `fill` write `len` floats of the parameters or of the optimizer's state, from float `from` of both on. They lie within
+    /// one of them.
+    pub(crate) fn fill_part<E: From<DeviceError>>(
+        &mut self,
+        from: usize,
+        len: usize,
+        fill: impl FnOnce(&mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (tensor, at) = match from.checked_sub(self.sizes().0) {
+            None => (Tensor::Parameters, from),
+            Some(at) => (Tensor::Slots, at),
+        };
+        match (self, tensor) {
+            (Self::Device(state), tensor) => {
+                let mut floats = vec![0.0; len];
+                fill(&mut floats)?;
+                Ok(state.load_at(tensor, at, &floats)?)
+            }
+            (Self::Host(state), Tensor::Slots) => fill(&mut writable(&mut state.slots)[at..at + len]),
+            (Self::Host(state), _) => fill(&mut writable(&mut state.parameters)[at..at + len]),
+        }
+    }
+
     /// Has `fill` write all of the reduced gradient.
     pub(crate) fn fill_reduced<E: From<DeviceError>>(
         &mut self,

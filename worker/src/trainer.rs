@@ -15,7 +15,7 @@ use crate::core::header::{self, StateRecord, StepHeader};
 use crate::core::repair::{Mismatch, Repair};
 use crate::core::session::{Exit, Membership, Misfit, Session, Task};
 use crate::core::swap::Elsewhere;
-use crate::donor::Donor;
+use crate::donor::{Donor, TRANSFER_PATIENCE};
 use crate::failure::{Failure, call_user};
 use crate::gap::Gap;
 use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
@@ -51,8 +51,10 @@ pub(crate) struct Trainer<'a, M: Model> {
     validation: Option<Validation<M::Reader>>,
     /// Where this worker gets it from, as a newcomer.
     source: Option<StateReceiver>,
-    /// How long a peer may be silent on a link beside the ring.
-    patience: Duration,
+    /// What it has got from there, over this link and earlier ones.
+    incoming: Option<Incoming>,
+    /// How long the dial of a donor may take.
+    dial_limit: Duration,
     inbox: &'a Receiver<FromMaster>,
     outbox: Outbox,
     started: Instant,
@@ -89,7 +91,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         session: Session,
         tensors: Tensors,
         prefetch: Prefetch<<M::Reader as Reader>::Record>,
-        (endpoint, patience): (Endpoint, Duration),
+        (endpoint, dial_limit): (Endpoint, Duration),
         (checkpoints, validation): (Checkpointing, Option<Validation<M::Reader>>),
         (inbox, outbox): (&'a Receiver<FromMaster>, Outbox),
     ) -> Self {
@@ -110,11 +112,12 @@ impl<'a, M: Model> Trainer<'a, M> {
             ring: None,
             nccl,
             sums_over: None,
-            donor: Donor::new(patience),
+            donor: Donor::new(TRANSFER_PATIENCE),
             checkpoints,
             validation,
             source: None,
-            patience,
+            incoming: None,
+            dial_limit,
             inbox,
             outbox,
             started: Instant::now(),
@@ -213,6 +216,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.ring = None;
         self.summed = Ok(0);
         self.source = None;
+        self.incoming = None;
         self.gap.on_membership(Instant::now());
         let is_member = |id| membership.members.iter().any(|(member, _)| member.0 == id);
         self.donor.switch(membership.generation, is_member);
@@ -235,21 +239,33 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// Begins to serve newcomers that have come to the door, if this worker has a state that counts.
+    /// Takes in newcomers that have come to the door, and begins to copy the state for them while this rank computes or waits
+    /// for others. They get it when all ranks have said that they hold its step.
     fn receive_visitors(&mut self) -> Result<(), Failure> {
         if self.session.is_over() {
             self.donor.dismiss();
             return Ok(());
         }
+        while let Some(visitor) = self.endpoint.visitor() {
+            self.donor.admit(visitor);
+        }
         let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) else {
             return Ok(());
         };
-        while let Some(visitor) = self.endpoint.visitor() {
+        let (parameters, slots) = self.tensors.sizes();
+        if self.donor.wants_snapshot(generation, state.step, parameters + slots) {
             let parameters = self.tensors.to_host(Tensor::Parameters)?;
             let slots = self.tensors.to_host(Tensor::Slots)?;
-            self.donor.serve(visitor, generation, &state.record(), &parameters, &slots);
+            self.donor.prepare(generation, state.step, parameters, slots);
         }
         Ok(())
+    }
+
+    /// Gives newcomers the state as it is: all ranks have said that they hold its step, and no update has changed it yet.
+    fn serve_visitors(&mut self) {
+        if let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) {
+            self.donor.release(generation, state.step, || state.record());
+        }
     }
 
     fn synchronize(&mut self) -> Result<(), Stopped> {
@@ -400,6 +416,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.tell_sums_over(path);
         let headers: Vec<StepHeader> = decode_all(headers)?;
         self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
+        self.serve_visitors();
         // The commit may end this group.
         let place = self.session.place();
         self.update(headers)?;
@@ -429,7 +446,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
         tensors.keep_reduced();
         if let (Some((generation, _)), true) = (self.session.place(), self.donor.is_serving()) {
-            self.donor.committed(generation, &headers, &self.tensors.to_host(Tensor::Kept)?);
+            self.donor.committed(generation, step, &headers, &self.tensors.to_host(Tensor::Kept)?);
         }
         self.session.commit(headers, self.started.elapsed());
         Ok(())
@@ -454,6 +471,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         let ring = ring(&mut self.ring)?;
         let headers: Vec<StepHeader> =
             decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
+        self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
+        self.serve_visitors();
         self.session.talked(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))
     }
 
@@ -550,11 +569,13 @@ mod checkpoints;
 mod evaluation;
 mod fetch;
 mod gpu;
+mod incoming;
 mod overlap;
 
 pub(crate) use self::checkpoints::Checkpointing;
 pub(crate) use self::evaluation::Validation;
 use self::gpu::{device_of, nccl_policy};
+use self::incoming::Incoming;
 
 /// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays nobody; a peer that
 /// finishes its step first does. The master ends the wait for peers that never come.

@@ -190,8 +190,9 @@ impl World {
     }
 
     fn wait_for_source(&mut self, p: usize) {
-        let (now, patience) = (self.clock.now(), self.patience());
+        let now = self.clock.now();
         let Some(source) = &mut self.processes[p].trainer.source else { return };
+        let patience = if source.introduced { PATIENCE_US } else { DIAL_LIMIT_US };
         let donor = source.host - 1;
         // A donor that lives beats; before its first parcel it may be within a long step.
         let beats = !self.net.is_cut(source.host, p + 1) && !self.processes[donor].paused;
@@ -268,14 +269,11 @@ impl World {
         let trainer = &self.processes[p].trainer;
         trainer.source.is_some() && trainer.session.as_ref().and_then(Session::place).is_none()
     }
-
-    fn patience(&self) -> Micros {
-        self.setting.spec.worker_timeout.map_or(PATIENCE_US, |timeout| timeout.as_micros() as Micros)
-    }
 }
 
 /// Results that may wait for a newcomer.
 const AHEAD_MAX: usize = 64;
 const FETCH_PAUSE_US: Micros = 50_000;
-/// Where nobody is taken out for silence.
-const PATIENCE_US: Micros = 10_000_000;
+/// Of a newcomer with a donor that has begun, whatever the master tolerates.
+const PATIENCE_US: Micros = 30_000_000;
+const DIAL_LIMIT_US: Micros = 2_000_000;

@@ -76,8 +76,7 @@ mod tests {
     use super::*;
 
     fn header(state: Option<(u64, u64, bool)>) -> SyncHeader {
-        let state =
-            state.map(|(step, digest, kept)| StateHeader { step, digest, kept, was_in_group: true });
+        let state = state.map(|(step, digest, kept)| StateHeader { step, digest, kept, was_in_group: true });
         SyncHeader { state, swap: Default::default() }
     }
 

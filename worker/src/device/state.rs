@@ -103,6 +103,15 @@ impl DeviceState {
         Ok(())
     }
 
+    /// Takes a part of a tensor's values, from element `at` on, from the host.
+    pub(crate) fn load_at(&mut self, tensor: Tensor, at: usize, floats: &[f32]) -> Result<(), DeviceError> {
+        let stream = self.stream().clone();
+        let mut part = self.slice(tensor).slice_mut(at..at + floats.len());
+        stream.memcpy_htod(floats, &mut part).map_err(cuda("copy from the host"))?;
+        // The caller may drop the floats.
+        stream.synchronize().map_err(cuda("copy from the host"))
+    }
+
     /// As [`Tensors::sum`](crate::tensors::Tensors::sum).
     pub(crate) fn sum(
         &mut self,

@@ -3,18 +3,23 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_collective::Member;
 use elasticdl_collective::device::DeviceError;
+use elasticdl_collective::{Member, ParcelHead, StateReceiver};
 use elasticdl_proto::{Generation, WorkerId};
 
+use super::incoming::Incoming;
 use super::{Stopped, Trainer};
 use crate::core::header::{self, StepHeader};
-use crate::donor::{self, KIND_END, KIND_RESULT, KIND_STATE, KIND_TIP, StateNote};
+use crate::donor::{
+    self, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, KIND_TIP, PartNote, StateNote, TRANSFER_PATIENCE,
+};
 use crate::model::Model;
 
 /// Why nothing was fetched.
 enum FetchError {
-    /// The donor is gone, or does not do what it should.
+    /// The link broke, or what came over it was damaged: it may go on over another one.
+    Broken(String),
+    /// The donor does not do what it should.
     Donor(String),
     /// This worker can't go on.
     Stopped(Stopped),
@@ -30,66 +35,57 @@ impl<M: Model> Trainer<'_, M> {
     /// Takes the next parcel from the member that gives this newcomer the state. A donor that does not do what it should
     /// is no failure: there are others.
     pub(super) fn fetch(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), Stopped> {
-        match self.fetch_next(donor, address) {
-            Ok(()) => Ok(()),
-            Err(FetchError::Donor(error)) => {
-                tracing::info!(%donor, error, "no state from this member");
-                self.source = None;
-                self.session.fetch_broke();
-                // What the master says meanwhile may be what the next attempt needs.
-                if let Ok(message) = self.inbox.recv_timeout(FETCH_PAUSE) {
-                    self.handle(message);
+        let error = match self.fetch_next(donor, address) {
+            Ok(()) => return Ok(()),
+            Err(FetchError::Stopped(stopped)) => return Err(stopped),
+            Err(FetchError::Broken(error)) => {
+                if self.incoming.is_some() && self.session.fetch_interrupted() {
+                    tracing::info!(%donor, error, "the link to the donor broke; the fetch goes on over another one");
+                    self.pause_fetch();
+                    return Ok(());
                 }
-                Ok(())
+                error
             }
-            Err(FetchError::Stopped(stopped)) => Err(stopped),
+            Err(FetchError::Donor(error)) => error,
+        };
+        tracing::info!(%donor, error, "no state from this member");
+        self.incoming = None;
+        self.session.fetch_broke();
+        self.pause_fetch();
+        Ok(())
+    }
+
+    /// Before the next link. What the master says meanwhile may be what the next attempt needs.
+    fn pause_fetch(&mut self) {
+        self.source = None;
+        if let Ok(message) = self.inbox.recv_timeout(FETCH_PAUSE) {
+            self.handle(message);
         }
     }
 
     fn fetch_next(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), FetchError> {
-        let Self { endpoint, source, tensors, session, .. } = self;
+        let Self { endpoint, source, incoming, session, .. } = self;
+        let is_lost = |i: &mut Incoming| i.donor != donor || (i.is_complete() && session.state().is_none());
+        drop(incoming.take_if(is_lost));
         let source = match source.take_if(|source| source.donor() == donor.0) {
             Some(link) => source.insert(link),
             None => {
                 let member = Member { id: donor.0, address };
-                let link = endpoint.fetch(member, self.patience, self.patience);
-                source.insert(link.map_err(|error| FetchError::Donor(error.to_string()))?)
+                let position = incoming.as_ref().map(|incoming| incoming.position(session.step()));
+                let link = endpoint.fetch(member, self.dial_limit, TRANSFER_PATIENCE, position);
+                source.insert(link.map_err(|error| FetchError::Broken(error.to_string()))?)
             }
         };
-        let broke = |error: std::io::Error| FetchError::Donor(error.to_string());
-        let nonsense = |what: &str| FetchError::Donor(format!("it sent {what}"));
         let Some(head) = source.next(FETCH_WAIT).map_err(broke)? else { return Ok(()) };
         let generation = Generation(head.generation);
-        let (parameters, slots) = tensors.sizes();
-        let (parameters, slots) = (parameters as u64, slots as u64);
         match (head.kind, head.floats) {
-            (KIND_STATE, floats) if floats == parameters + slots => {
-                let StateNote { record, digest } =
-                    header::decode(&head.note).ok_or_else(|| nonsense("a state that can't be read"))?;
-                tensors.fill_state(|parameters, slots| {
-                    source.take(parameters).map_err(broke)?;
-                    source.take(slots).map_err(broke)?;
-                    match digest == donor::digest(parameters, slots) {
-                        true => Ok(()),
-                        false => Err(nonsense("a state that came out different")),
-                    }
-                })?;
-                if !session.install(record, None) {
-                    return Err(nonsense("a ledger that can't be true"));
-                }
-                session.fetched(generation);
+            (KIND_STATE, 0) => return self.begin_state(donor, &head),
+            (KIND_PART, _) => return self.take_part(&head),
+            (KIND_RESULT, _) => return self.take_result(&head),
+            (KIND_TIP, 0) => {
+                session.fetch_resumed();
+                session.caught_up();
             }
-            (KIND_RESULT, floats) if floats == parameters && session.state().is_some() => {
-                let headers: Vec<StepHeader> =
-                    header::decode(&head.note).ok_or_else(|| nonsense("headers that can't be read"))?;
-                if headers.iter().any(|header| header.step != session.step()) {
-                    return Err(nonsense("another step's result"));
-                }
-                tensors.fill_reduced(|sum| source.take(sum).map_err(broke))?;
-                self.update(headers).map_err(FetchError::Stopped)?;
-                self.session.fetched(generation);
-            }
-            (KIND_TIP, 0) => session.caught_up(),
             (KIND_END, 0) => session.fetch_ended(generation),
             (kind, floats) => {
                 return Err(nonsense(&format!("a parcel of kind {kind} with {floats} floats")));
@@ -97,6 +93,79 @@ impl<M: Model> Trainer<'_, M> {
         }
         Ok(())
     }
+
+    /// A snapshot, or the rest of one, is about to come.
+    fn begin_state(&mut self, donor: WorkerId, head: &ParcelHead) -> Result<(), FetchError> {
+        let note: StateNote =
+            header::decode(&head.note).ok_or_else(|| nonsense("a state that can't be read"))?;
+        if self.incoming.as_ref().is_some_and(|incoming| incoming.goes_on_with(&note)) {
+            self.session.fetch_resumed();
+            return Ok(());
+        }
+        let incoming = Incoming::begin(donor, Generation(head.generation), note, self.tensors.sizes());
+        self.incoming = Some(incoming.ok_or_else(|| nonsense("a state from its middle on"))?);
+        self.session.fetch_begins();
+        Ok(())
+    }
+
+    fn take_part(&mut self, head: &ParcelHead) -> Result<(), FetchError> {
+        let Self { source, incoming, tensors, session, .. } = self;
+        let note: PartNote =
+            header::decode(&head.note).ok_or_else(|| nonsense("a part that can't be read"))?;
+        let (source, incoming) = expect(source, incoming)?;
+        incoming.check(note, head.floats).map_err(|error| nonsense(&error))?;
+        tensors.fill_part(note.from as usize, head.floats as usize, |part| {
+            source.take(part).map_err(broke)?;
+            match note.digest == donor::digest(part) {
+                true => Ok(()),
+                false => Err(FetchError::Broken("a part of the state came out different".into())),
+            }
+        })?;
+        incoming.received(head.floats);
+        session.fetch_advanced();
+        if incoming.is_complete() {
+            if !session.install(incoming.record.clone(), None) {
+                return Err(nonsense("a ledger that can't be true"));
+            }
+            session.fetched(incoming.generation);
+        }
+        source.report(incoming.position(session.step()));
+        Ok(())
+    }
+
+    fn take_result(&mut self, head: &ParcelHead) -> Result<(), FetchError> {
+        let Self { source, incoming, tensors, session, .. } = self;
+        let (source, _) = expect(source, incoming)?;
+        let headers: Vec<StepHeader> =
+            header::decode(&head.note).ok_or_else(|| nonsense("headers that can't be read"))?;
+        let fits = session.state().is_some() && head.floats == tensors.sizes().0 as u64;
+        if !fits || headers.iter().any(|header| header.step != session.step()) {
+            return Err(nonsense("another step's result"));
+        }
+        tensors.fill_reduced(|sum| source.take(sum).map_err(broke))?;
+        self.update(headers).map_err(FetchError::Stopped)?;
+        self.session.fetched(Generation(head.generation));
+        self.session.fetch_advanced();
+        if let (Some(source), Some(incoming)) = (&self.source, &self.incoming) {
+            source.report(incoming.position(self.session.step()));
+        }
+        Ok(())
+    }
+}
+
+fn expect<'a>(
+    source: &'a mut Option<StateReceiver>,
+    incoming: &'a mut Option<Incoming>,
+) -> Result<(&'a mut StateReceiver, &'a mut Incoming), FetchError> {
+    source.as_mut().zip(incoming.as_mut()).ok_or_else(|| nonsense("what belongs to no state"))
+}
+
+fn broke(error: std::io::Error) -> FetchError {
+    FetchError::Broken(error.to_string())
+}
+
+fn nonsense(what: &str) -> FetchError {
+    FetchError::Donor(format!("it sent {what}"))
 }
 
 /// How long a newcomer waits for the donor before it looks into its inbox.

@@ -21,6 +21,10 @@ pub(super) struct Fetch {
     ended: Option<Generation>,
     /// It came to an end otherwise.
     broken: bool,
+    /// The link to the donor broke, and nothing has come over another one yet.
+    interrupted: bool,
+    /// Links to the donor that broke since something new came over one.
+    interruptions: u32,
     /// The master knows that the state is here.
     primed: bool,
     /// Streams that broke after they had brought the state.
@@ -45,6 +49,8 @@ impl Session {
         let first = if still_there { Some(self.fetch.donor()) } else { None };
         if !still_there {
             self.forget_state();
+            self.fetch.interrupted = false;
+            self.fetch.interruptions = 0;
         }
         self.fetch = Fetch { donors: donors.into(), ..std::mem::take(&mut self.fetch) };
         if let Some(donor) = first {
@@ -81,6 +87,37 @@ impl Session {
         }
     }
 
+    /// The link to the donor broke. Whether the fetch is to go on where it was, over another link to the same donor; if not,
+    /// this is followed by [`Session::fetch_broke`].
+    pub fn fetch_interrupted(&mut self) -> bool {
+        // A group that waits for this worker waits for no transfer.
+        let goes_on = self.phase == Phase::Fetching
+            && self.latest.is_none()
+            && self.fetch.interruptions < INTERRUPTIONS_MAX;
+        if goes_on {
+            self.fetch.interrupted = true;
+            self.fetch.interruptions += 1;
+        }
+        goes_on
+    }
+
+    /// The donor goes on where the link broke.
+    pub fn fetch_resumed(&mut self) {
+        self.fetch.interrupted = false;
+    }
+
+    /// A part of the state has come, or a step's result.
+    pub fn fetch_advanced(&mut self) {
+        self.fetch.interrupted = false;
+        self.fetch.interruptions = 0;
+    }
+
+    /// The donor sends its state from the beginning: what was fetched before is overwritten.
+    pub fn fetch_begins(&mut self) {
+        self.forget_state();
+        self.fetch.interrupted = false;
+    }
+
     /// The donor could not be reached, or fell silent, or sent nonsense, or found this worker too slow.
     pub fn fetch_broke(&mut self) {
         if self.phase != Phase::Fetching {
@@ -95,6 +132,8 @@ impl Session {
             self.fetch.lost += 1;
         }
         self.forget_state();
+        self.fetch.interrupted = false;
+        self.fetch.interruptions = 0;
         self.fetch.donors.rotate_left(1);
         if self.fetch.lost == FETCHES_LOST_MAX {
             // The group is faster than this worker can follow: it has to wait for it.
@@ -105,9 +144,9 @@ impl Session {
     /// A membership has come while the state was fetched.
     pub(super) fn leave_fetch(&mut self) {
         let Some(latest) = &self.latest else { return };
-        let Fetch { generation, ended, broken, .. } = self.fetch;
+        let Fetch { generation, ended, broken, interrupted, .. } = self.fetch;
         let (donor, _) = self.fetch.donor();
-        let comes_along = !broken && ended.is_none() && latest.rank_of(donor).is_some();
+        let comes_along = !broken && !interrupted && ended.is_none() && latest.rank_of(donor).is_some();
         if generation.is_some() && comes_along {
             // It sends what is left of its group's steps, and then the end.
             return;
@@ -142,6 +181,9 @@ impl Session {
 
 /// After so many states that came and were lost again, a newcomer joins without one.
 const FETCHES_LOST_MAX: u32 = 3;
+
+/// After so many links that broke and brought nothing new, the next donor is asked.
+const INTERRUPTIONS_MAX: u32 = 8;
 
 #[cfg(test)]
 mod tests {
@@ -247,6 +289,43 @@ mod tests {
             session.handle_membership(membership(generation, &[1, 2, 9], true));
             session.fetch_broke();
             assert_eq!(brings(&mut session, generation), brought);
+        }
+    }
+
+    #[test]
+    fn a_fetch_whose_link_broke_goes_on_with_the_same_donor_and_keeps_what_it_has() {
+        let mut session = newcomer();
+        for _ in 0..INTERRUPTIONS_MAX {
+            assert!(session.fetch_interrupted());
+            assert_eq!((session.step(), session.poll()), (4, Task::Fetch(WorkerId(1), at(1).1)));
+        }
+        session.fetch_resumed();
+        assert!(!session.fetch_interrupted(), "nothing new has come for a long time");
+        session.fetch_advanced();
+        assert!(session.fetch_interrupted());
+        session.fetch_begins();
+        assert_eq!(session.step(), 0);
+    }
+
+    #[test]
+    fn no_group_waits_for_a_fetch_whose_link_broke() {
+        for (generation, brought) in [(2, Some(4)), (3, None)] {
+            let mut session = newcomer();
+            assert!(session.fetch_interrupted());
+            session.handle_membership(membership(generation, &[1, 2, 9], false));
+            assert_eq!(brings(&mut session, generation), brought);
+            // The same where the membership comes first.
+            let mut session = newcomer();
+            session.handle_membership(membership(generation, &[1, 2, 9], false));
+            assert!(!session.fetch_interrupted());
+            session.fetch_broke();
+            assert_eq!(brings(&mut session, generation), brought);
+            // Unless the donor goes on in time.
+            let mut session = newcomer();
+            assert!(session.fetch_interrupted());
+            session.fetch_resumed();
+            session.handle_membership(membership(generation, &[1, 2, 9], false));
+            assert_eq!(session.poll(), Task::Fetch(WorkerId(1), at(1).1));
         }
     }
 

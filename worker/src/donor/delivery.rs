@@ -1,0 +1,204 @@
+//! What one newcomer is sent, over one link or several, in a thread of its own.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::time::Duration;
+
+use elasticdl_collective::{Position, StateSender, Visitor};
+use elasticdl_proto::Generation;
+
+use super::{
+    AHEAD_MAX, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, KIND_TIP, PART_FLOATS_MAX, Parcel, PartNote,
+    Snapshot, StateNote, digest,
+};
+use crate::core::header;
+use crate::core::header::StateRecord;
+
+/// A snapshot and the results after it, on their way to one newcomer.
+///
+/// **Invariant:** whatever the newcomer may not have received is kept, so that a transfer whose link breaks goes on where the
+/// newcomer says it was: the snapshot until the newcomer has all of it, a result until the newcomer has applied it.
+#[derive(Debug)]
+pub(super) struct Delivery {
+    newcomer: u64,
+    patience: Duration,
+    generation: Generation,
+    record: StateRecord,
+    floats: usize,
+    snapshot: Option<Arc<Snapshot>>,
+    /// Floats of the snapshot that are sent.
+    sent_floats: usize,
+    /// Results that the newcomer has not applied, as far as is known.
+    results: VecDeque<Parcel>,
+    /// How many of them are sent.
+    sent_results: usize,
+    /// The step of the first result that is in `results`, or will be.
+    first_step: u64,
+    queue: Receiver<Parcel>,
+    links: Receiver<Visitor>,
+}
+
+impl Delivery {
+    pub(super) fn new(
+        (newcomer, patience): (u64, Duration),
+        (generation, record): (Generation, StateRecord),
+        snapshot: Arc<Snapshot>,
+        (queue, links): (Receiver<Parcel>, Receiver<Visitor>),
+    ) -> Self {
+        Self {
+            newcomer,
+            patience,
+            generation,
+            floats: snapshot.parameters_len + snapshot.slots_len,
+            snapshot: Some(snapshot),
+            sent_floats: 0,
+            results: VecDeque::new(),
+            sent_results: 0,
+            first_step: record.step,
+            record,
+            queue,
+            links,
+        }
+    }
+
+    /// Sends everything until the trainer wants no more sent, or the newcomer stays away.
+    pub(super) fn run(mut self, mut visitor: Visitor) {
+        loop {
+            let mut sender = visitor.serve(self.patience);
+            match self.deliver(&mut sender) {
+                Ok(()) => {
+                    drop(self);
+                    return sender.finish();
+                }
+                Err(error) => tracing::info!(newcomer = self.newcomer, %error, "a newcomer is gone"),
+            }
+            drop(sender);
+            match self.links.recv_timeout(RETURN_WINDOW) {
+                Ok(again) => visitor = again,
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn deliver(&mut self, sender: &mut StateSender) -> io::Result<()> {
+        let position = sender.first_position()?;
+        if !self.go_on_from(position) {
+            tracing::info!(newcomer = self.newcomer, "what this newcomer misses is no longer here");
+            return Ok(());
+        }
+        let mut is_tip = false;
+        loop {
+            self.send_snapshot(sender)?;
+            while let Some(result) = self.results.get(self.sent_results) {
+                send(sender, result)?;
+                self.sent_results += 1;
+                is_tip = false;
+            }
+            self.forget_applied(sender.position()?);
+            match self.queue.try_recv() {
+                Ok(parcel) => {
+                    self.results.push_back(parcel);
+                    continue;
+                }
+                Err(TryRecvError::Disconnected) => return Ok(()),
+                Err(TryRecvError::Empty) if is_tip => {}
+                Err(TryRecvError::Empty) => sender.send(KIND_TIP, 0, &[], &[])?,
+            }
+            is_tip = true;
+            match self.queue.recv_timeout(BEAT_INTERVAL.min(self.patience / 4)) {
+                Ok(parcel) => self.results.push_back(parcel),
+                Err(RecvTimeoutError::Timeout) => sender.beat()?,
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
+    }
+
+    /// Sends from the newcomer's position on what is not sent of the snapshot.
+    fn send_snapshot(&mut self, sender: &mut StateSender) -> io::Result<()> {
+        let Some(snapshot) = self.snapshot.clone().filter(|_| self.sent_floats < self.floats) else {
+            return Ok(());
+        };
+        let (parameters, slots) = snapshot.tensors.wait();
+        let generation = self.generation.0;
+        let note = StateNote { record: self.record.clone(), from: self.sent_floats as u64 };
+        sender.send(KIND_STATE, generation, &header::encode(&note), &[])?;
+        while self.sent_floats < self.floats {
+            // No part is of both tensors.
+            let (tensor, at) = match self.sent_floats.checked_sub(parameters.len()) {
+                None => (parameters, self.sent_floats),
+                Some(at) => (slots, at),
+            };
+            let part = &tensor[at..tensor.len().min(at + PART_FLOATS_MAX)];
+            let note = PartNote { from: self.sent_floats as u64, digest: digest(part) };
+            sender.send(KIND_PART, generation, &header::encode(&note), &[part])?;
+            self.sent_floats += part.len();
+        }
+        Ok(())
+    }
+
+    /// Goes on where the newcomer is; `false` where what comes next for it is not kept.
+    fn go_on_from(&mut self, position: Option<Position>) -> bool {
+        self.sent_results = 0;
+        let of_this = position.filter(|position| position.snapshot == self.record.step);
+        match of_this {
+            Some(Position { floats, step, .. }) if floats == self.floats as u64 => {
+                self.sent_floats = self.floats;
+                self.snapshot = None;
+                let applied = self.results.iter().take_while(|result| is_before(result, step)).count();
+                self.results.drain(..applied);
+                self.first_step += applied as u64;
+                step == self.first_step
+            }
+            Some(Position { floats, .. }) if floats < self.floats as u64 => {
+                self.sent_floats = floats as usize;
+                self.has_all()
+            }
+            _ => {
+                self.sent_floats = 0;
+                self.has_all()
+            }
+        }
+    }
+
+    fn has_all(&self) -> bool {
+        self.snapshot.is_some() && self.first_step == self.record.step
+    }
+
+    /// Drops what the newcomer says it has.
+    fn forget_applied(&mut self, position: Option<Position>) {
+        let Some(Position { snapshot, floats, step }) = position else { return };
+        if snapshot != self.record.step || floats != self.floats as u64 {
+            return;
+        }
+        self.snapshot = None;
+        // A newcomer that never says what it has applied can't come again, and takes no more memory than others.
+        while self.sent_results > 0
+            && self.results.front().is_some_and(|r| is_before(r, step) || self.results.len() > AHEAD_MAX)
+        {
+            self.results.pop_front();
+            self.sent_results -= 1;
+            self.first_step += 1;
+        }
+    }
+}
+
+fn is_before(parcel: &Parcel, step: u64) -> bool {
+    matches!(parcel, Parcel::Result { step: of, .. } if *of < step)
+}
+
+fn send(sender: &mut StateSender, parcel: &Parcel) -> io::Result<()> {
+    match parcel {
+        Parcel::End { generation } => sender.send(KIND_END, generation.0, &[], &[]),
+        Parcel::Result { generation, headers, sum, .. } => {
+            sender.send(KIND_RESULT, generation.0, headers, &[sum])
+        }
+    }
+}
+
+/// How long a transfer whose link broke waits for the newcomer to come again.
+const RETURN_WINDOW: Duration = Duration::from_secs(10);
+
+/// Between two signs of life, where there is nothing to send.
+const BEAT_INTERVAL: Duration = Duration::from_secs(1);

@@ -1,0 +1,205 @@
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Instant;
+
+use elasticdl_collective::{Endpoint, Member, ParcelHead, Position, Secret, StateReceiver};
+use elasticdl_proto::RecordRange;
+
+use super::*;
+
+/// Far beyond what anything here takes; only a hang gets there.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+const LEN: usize = 1000;
+
+/// The group that gives the state of step 2.
+const GENERATION: Generation = Generation(3);
+
+fn record() -> StateRecord {
+    let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
+    StateRecord {
+        step: 2,
+        records_trained: 8,
+        epochs_complete: 0,
+        ranges,
+        repeated: 0,
+        evaluation: Default::default(),
+    }
+}
+
+fn ends() -> [Endpoint; 2] {
+    [1, 2].map(|id| {
+        Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", id, Secret::new("open sesame"))
+            .expect("loopback has free ports")
+    })
+}
+
+/// Worker 2 is at the door of the donor, worker 1.
+fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) -> StateReceiver {
+    let member = Member { id: 1, address: ends[0].address() };
+    let source = ends[1].fetch(member, WATCHDOG, WATCHDOG, position).expect("the donor listens");
+    let until = Instant::now() + WATCHDOG;
+    loop {
+        assert!(Instant::now() < until, "the visitor never shows up");
+        if let Some(visitor) = ends[0].visitor() {
+            donor.admit(visitor);
+            return source;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Gives out the state of ones and twos, as between two steps and after all ranks' words.
+fn give(donor: &mut Donor, len: usize) {
+    assert!(donor.wants_snapshot(GENERATION, 2, 2 * len));
+    donor.prepare(GENERATION, 2, Arc::new(vec![1.0; len]), Arc::new(vec![2.0; len]));
+    donor.release(GENERATION, 2, record);
+}
+
+/// A donor that serves worker 2.
+fn serving(donor: &mut Donor, len: usize) -> (StateReceiver, [Endpoint; 2]) {
+    let ends = ends();
+    let source = visit(donor, &ends, None);
+    give(donor, len);
+    (source, ends)
+}
+
+fn next(source: &mut StateReceiver) -> (ParcelHead, Vec<f32>) {
+    let head = source.next(WATCHDOG).unwrap().expect("there is more");
+    let mut floats = vec![0.0; head.floats as usize];
+    source.take(&mut floats).unwrap();
+    (head, floats)
+}
+
+/// A part's place and floats.
+fn next_part(source: &mut StateReceiver) -> (u64, Vec<f32>) {
+    let (head, floats) = next(source);
+    let note: PartNote = header::decode(&head.note).unwrap();
+    assert_eq!((head.kind, note.digest), (KIND_PART, digest(&floats)));
+    (note.from, floats)
+}
+
+fn state_note(source: &mut StateReceiver) -> StateNote {
+    let (head, _) = next(source);
+    assert_eq!((head.kind, head.generation), (KIND_STATE, GENERATION.0));
+    header::decode(&head.note).unwrap()
+}
+
+#[test]
+fn a_newcomer_gets_the_state_then_each_result_and_the_end_when_it_is_taken_in() {
+    let mut donor = Donor::new(WATCHDOG);
+    let (mut source, _ends) = serving(&mut donor, LEN);
+    assert_eq!(state_note(&mut source), StateNote { record: record(), from: 0 });
+    assert_eq!(next_part(&mut source), (0, vec![1.0; LEN]));
+    assert_eq!(next_part(&mut source), (LEN as u64, vec![2.0; LEN]));
+    assert_eq!(next(&mut source).0.kind, KIND_TIP);
+    donor.committed(GENERATION, 2, &[], &Arc::new(vec![5.0; LEN]));
+    let (head, floats) = next(&mut source);
+    assert_eq!((head.kind, head.generation, floats), (KIND_RESULT, 3, vec![5.0; LEN]));
+    assert_eq!(next(&mut source).0.kind, KIND_TIP);
+    // A change without the newcomer changes nothing for it.
+    donor.switch(Generation(4), |id| id == 1);
+    donor.committed(Generation(4), 3, &[], &Arc::new(vec![6.0; LEN]));
+    assert_eq!((next(&mut source).0.generation, next(&mut source).0.kind), (4, KIND_TIP));
+    donor.switch(Generation(5), |_| true);
+    assert_eq!((next(&mut source).0.kind, donor.fetchers.len()), (KIND_END, 0));
+}
+
+#[test]
+fn a_state_is_given_out_only_when_all_ranks_hold_its_step() {
+    let mut donor = Donor::new(WATCHDOG);
+    let ends = ends();
+    let mut source = visit(&mut donor, &ends, None);
+    let tensor = || Arc::new(vec![1.0; LEN]);
+    donor.prepare(GENERATION, 2, tensor(), tensor());
+    assert!(!donor.wants_snapshot(GENERATION, 2, LEN), "it is there");
+    // The step failed, and the next group has agreed on the next one.
+    donor.switch(Generation(4), |id| id == 1);
+    donor.release(GENERATION, 2, record);
+    donor.release(Generation(4), 3, record);
+    assert!(!donor.is_serving());
+    assert_eq!(source.next(Duration::ZERO).unwrap(), None);
+    assert!(donor.wants_snapshot(Generation(4), 3, LEN));
+    donor.prepare(Generation(4), 3, tensor(), tensor());
+    donor.release(Generation(4), 3, || StateRecord { step: 3, ..record() });
+    let (head, _) = next(&mut source);
+    let note: StateNote = header::decode(&head.note).unwrap();
+    assert_eq!((head.kind, head.generation, note.record.step), (KIND_STATE, 4, 3));
+}
+
+#[test]
+fn a_newcomer_that_is_too_slow_is_dropped_and_holds_no_more_than_its_share() {
+    let mut donor = Donor::new(WATCHDOG);
+    // More than the sockets hold, so that the thread is stuck in the state.
+    let (mut source, _ends) = serving(&mut donor, 4 << 20);
+    let sum = Arc::new(Vec::new());
+    let most = AHEAD_BYTES / (16 << 20) + 1;
+    for step in 0..=most {
+        donor.committed(GENERATION, 2 + step as u64, &[], &sum);
+    }
+    assert_eq!(donor.fetchers.len(), 0);
+    assert!(Arc::strong_count(&sum) <= most + 1);
+    // What it had been promised still comes; then the link ends, without a word of an end.
+    let mut kinds = Vec::new();
+    while let Ok(Some(head)) = source.next(WATCHDOG) {
+        let mut floats = vec![0.0; head.floats as usize];
+        source.take(&mut floats).unwrap();
+        kinds.push(head.kind);
+    }
+    let begins = [KIND_STATE, KIND_PART, KIND_PART, KIND_RESULT];
+    assert!(kinds.starts_with(&begins) && !kinds.contains(&KIND_END), "{kinds:?}");
+}
+
+#[test]
+fn a_transfer_whose_link_broke_goes_on_where_the_newcomer_is() {
+    let mut donor = Donor::new(WATCHDOG);
+    let len = PART_FLOATS_MAX + LEN;
+    let (mut source, ends) = serving(&mut donor, len);
+    state_note(&mut source);
+    assert_eq!(next_part(&mut source).0, 0);
+    // The second part was on its way.
+    drop(source);
+    donor.committed(GENERATION, 2, &[], &Arc::new(vec![5.0; LEN]));
+    let at = |floats: usize, step| Some(Position { snapshot: 2, floats: floats as u64, step });
+    let mut source = visit(&mut donor, &ends, at(PART_FLOATS_MAX, 2));
+    assert_eq!(state_note(&mut source).from, PART_FLOATS_MAX as u64);
+    assert_eq!(next_part(&mut source), (PART_FLOATS_MAX as u64, vec![1.0; LEN]));
+    assert_eq!(next_part(&mut source).0, len as u64);
+    assert_eq!(next_part(&mut source).0, (len + PART_FLOATS_MAX) as u64);
+    source.report(at(2 * len, 2).unwrap());
+    // So does one that breaks after the state: what was not applied comes again.
+    assert_eq!(next(&mut source).0.kind, KIND_RESULT);
+    drop(source);
+    donor.committed(GENERATION, 3, &[], &Arc::new(vec![6.0; LEN]));
+    let mut source = visit(&mut donor, &ends, at(2 * len, 2));
+    assert_eq!((next(&mut source).1, next(&mut source).1), (vec![5.0; LEN], vec![6.0; LEN]));
+    source.report(at(2 * len, 4).unwrap());
+    drop(source);
+    let mut source = visit(&mut donor, &ends, at(2 * len, 4));
+    assert_eq!(next(&mut source).0.kind, KIND_TIP);
+    drop(source);
+    // One that has lost what it had can't go on from there; it is served anew.
+    let mut source = visit(&mut donor, &ends, None);
+    assert!(source.next(WATCHDOG).is_err());
+    let mut source = visit(&mut donor, &ends, None);
+    give(&mut donor, LEN);
+    assert_eq!(state_note(&mut source).from, 0);
+}
+
+#[test]
+fn the_trainer_gets_its_buffers_back_and_newcomers_of_one_step_share_a_snapshot() {
+    let mut donor = Donor::new(WATCHDOG);
+    let ends = ends();
+    let mut source = visit(&mut donor, &ends, None);
+    let third = Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 3, Secret::new("open sesame"));
+    let mut other = visit(&mut donor, &[ends.into_iter().next().unwrap(), third.unwrap()], None);
+    let parameters = Arc::new(vec![1.0; LEN]);
+    // However large it is, there is room for one.
+    assert!(donor.wants_snapshot(GENERATION, 2, usize::MAX));
+    donor.prepare(GENERATION, 2, Arc::clone(&parameters), Arc::new(Vec::new()));
+    donor.release(GENERATION, 2, record);
+    for source in [&mut source, &mut other] {
+        state_note(source);
+        assert_eq!(next_part(source).1, [1.0; LEN]);
+    }
+    assert_eq!((Arc::strong_count(&parameters), donor.held.len(), donor.fetchers.len()), (1, 1, 2));
+}
