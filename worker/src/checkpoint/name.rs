@@ -53,7 +53,9 @@ pub(super) fn shard(rank: usize, world_size: usize) -> String {
 }
 
 /// Which checkpoints of `run` are to go when `newest` has become complete: all but the last `keep` complete ones, and
-/// attempts before it that came to nothing. What holds the best model, of step `best`, stays.
+/// attempts before it that came to nothing. What holds the best model, of step `best`, stays, and so does what a newer group
+/// has written: a rank that was evicted and completes a checkpoint of its old group must not remove parts that the members of
+/// the newer one are still writing.
 pub(super) fn to_remove(
     names: &BTreeMap<Name, bool>,
     newest: &Name,
@@ -61,11 +63,12 @@ pub(super) fn to_remove(
     best: Option<u64>,
 ) -> Vec<Name> {
     let ours = names.iter().rev().filter(|(name, _)| name.run == newest.run);
+    let is_newer = |name: &&Name| name.generation > newest.generation;
     let (complete, torn): (Vec<_>, Vec<_>) = ours.partition(|(_, is_complete)| **is_complete);
     let old = complete.into_iter().skip(keep.max(1)).map(|(name, _)| name);
     let old = old.filter(|name| Some(name.step) != best);
     let torn = torn.into_iter().map(|(name, _)| name).filter(|name| *name < newest);
-    old.filter(|name| *name != newest).chain(torn).cloned().collect()
+    old.filter(|name| *name != newest).chain(torn).filter(|name| !is_newer(name)).cloned().collect()
 }
 
 pub(super) const MANIFEST: &str = "manifest.json";
@@ -76,6 +79,10 @@ mod tests {
 
     fn name(step: u64, generation: u64, run: &str) -> Name {
         Name { step, generation, run: run.into() }
+    }
+
+    fn file(path: String) -> Found {
+        Found { path, bytes: 1 }
     }
 
     #[test]
@@ -93,7 +100,6 @@ mod tests {
 
     #[test]
     fn the_last_ones_are_kept_and_what_is_torn_goes_and_other_runs_stay() {
-        let file = |path: String| Found { path, bytes: 1 };
         let mut files = vec![file("readme".into()), file("old/manifest.json".into())];
         for (step, run, complete) in
             [(1, "a", true), (2, "a", true), (3, "a", false), (4, "a", true), (5, "a", true), (6, "a", false)]
@@ -107,6 +113,13 @@ mod tests {
         assert_eq!(removed(2), [name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
         assert_eq!(removed(1), [name(4, 1, "a"), name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
         assert_eq!(removed(9), [name(3, 1, "a")]);
+        // A newer group has gone back to an earlier step; an evicted rank completes a later one.
+        for part in [shard(0, 2), MANIFEST.into()] {
+            files.push(file(format!("{}/{part}", name(1, 2, "a"))));
+        }
+        files.push(file(format!("{}/{}", name(2, 2, "a"), shard(0, 2))));
+        let with_newer = to_remove(&Name::all(&files), &name(5, 1, "a"), 1, None);
+        assert_eq!(with_newer, removed(1));
         let but_the_best = to_remove(&names, &name(5, 1, "a"), 1, Some(2));
         assert_eq!(but_the_best, [name(4, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
     }
