@@ -100,6 +100,8 @@ impl Projection {
         let help = "Of these, in the all-reduce: the wait for slower ranks, and the transfer";
         page.counter("all_reduce_seconds", help, seconds(tally.times.reduce_us))?;
         page.counter("worker_restarts", "Workers started in the place of one", tally.restarts as f64)?;
+        let help = "Time that workers have waited for storage that did not answer, over all of them";
+        page.counter("storage_wait_seconds", help, tally.storage_wait.as_secs_f64())?;
         let mut ends = page.family("worker_ends", "Worker processes that have ended", MetricType::Counter)?;
         for end in End::ALL {
             let count = tally.ends.get(&end).copied().unwrap_or_default();

@@ -27,12 +27,29 @@ pub struct Weather {
     pub cuts: u32,
     /// Each is answered within so many milliseconds.
     pub delay_ms: u64,
+    /// Each takes so many milliseconds more, as the way to the store does.
+    pub distance_ms: u64,
+    /// The store is away: no connection gets an answer.
+    pub away: bool,
+}
+
+/// Requests, by method.
+type Requests = BTreeMap<String, u64>;
+
+#[derive(Debug)]
+struct Object {
+    bytes: Arc<Vec<u8>>,
+    /// Another one each time that it is written.
+    etag: u64,
 }
 
 #[derive(Debug)]
 struct State {
     /// By bucket and key.
-    objects: BTreeMap<String, Arc<Vec<u8>>>,
+    objects: BTreeMap<String, Object>,
+    /// Objects written so far, for their ETags.
+    written: u64,
+    requests: Requests,
     /// Parts by upload.
     uploads: BTreeMap<u64, BTreeMap<u32, Vec<u8>>>,
     uploads_begun: u64,
@@ -53,6 +70,8 @@ impl S3 {
         let address = listener.local_addr().expect("a listener has an address");
         let state = Arc::new(Mutex::new(State {
             objects: BTreeMap::new(),
+            written: 0,
+            requests: Requests::new(),
             uploads: BTreeMap::new(),
             uploads_begun: 0,
             weather,
@@ -93,6 +112,12 @@ impl S3 {
         self.state().disturbed
     }
 
+    /// What was asked so far.
+    #[must_use]
+    pub fn requests(&self) -> BTreeMap<String, u64> {
+        self.state().requests.clone()
+    }
+
     /// Names of all objects, with their buckets.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
@@ -101,7 +126,7 @@ impl S3 {
 
     /// Puts an object there.
     pub fn put(&self, name: &str, bytes: Vec<u8>) {
-        self.state().objects.insert(name.into(), Arc::new(bytes));
+        self.state().put(name, bytes);
     }
 
     /// An object's bytes.
@@ -110,7 +135,7 @@ impl S3 {
     /// There is no such object.
     #[must_use]
     pub fn bytes(&self, name: &str) -> Vec<u8> {
-        self.state().objects[name].to_vec()
+        self.state().objects[name].bytes.to_vec()
     }
 
     /// Changes one bit of an object.
@@ -119,7 +144,8 @@ impl S3 {
     /// There is no such object, or nothing in it.
     pub fn flip(&self, name: &str, bit: usize) {
         let mut state = self.state();
-        let object = Arc::make_mut(state.objects.get_mut(name).expect("the object is there"));
+        let object = state.objects.get_mut(name).expect("the object is there");
+        let object = Arc::make_mut(&mut object.bytes);
         let at = bit / 8 % object.len();
         object[at] ^= 1 << (bit % 8);
     }
@@ -132,7 +158,7 @@ impl S3 {
         stream.set_nodelay(true)?;
         let mut reader = BufReader::new(stream.try_clone()?);
         while let Some(request) = Request::read(&mut reader)? {
-            let fate = self.state().draw();
+            let fate = self.state().draw(&request.method);
             std::thread::sleep(fate.delay);
             let reply = match fate.kind {
                 Kind::Cut => return Ok(()),
@@ -226,7 +252,7 @@ impl Reply {
         let (status, length) = (self.status, self.body.len());
         let mut bytes = format!(
             "HTTP/1.1 {status} x\r\ncontent-length: {length}\r\nlast-modified: Tue, 01 Jan 2030 00:00:00 GMT\r\n\
-             etag: \"x\"\r\n{}\r\n",
+             {}\r\n",
             self.headers
         )
         .into_bytes();
@@ -238,9 +264,20 @@ impl Reply {
 }
 
 impl State {
-    fn draw(&mut self) -> Fate {
-        let Weather { errors, cuts, delay_ms } = self.weather;
-        let delay = Duration::from_millis(self.rng.random_range(0..=delay_ms));
+    fn put(&mut self, name: &str, bytes: Vec<u8>) {
+        self.written += 1;
+        let object = Object { bytes: Arc::new(bytes), etag: self.written };
+        self.objects.insert(name.into(), object);
+    }
+
+    fn draw(&mut self, method: &str) -> Fate {
+        let Weather { errors, cuts, delay_ms, distance_ms, away } = self.weather;
+        if away {
+            self.disturbed += 1;
+            return Fate { kind: Kind::Cut, delay: Duration::ZERO };
+        }
+        *self.requests.entry(method.into()).or_default() += 1;
+        let delay = Duration::from_millis(distance_ms + self.rng.random_range(0..=delay_ms));
         let kind = match self.rng.random_range(0..100) {
             n if n < errors => Kind::Error,
             n if n < errors + cuts && n % 2 == 0 => Kind::Cut,
@@ -267,7 +304,7 @@ impl State {
                 // Asked again after a lost answer, it is as complete as before.
                 Some(parts) => {
                     let whole = parts.values().flatten().copied().collect();
-                    self.objects.insert(name.clone(), Arc::new(whole));
+                    self.put(name, whole);
                     let result = "CompleteMultipartUploadResult";
                     Reply::new(200, format!("<{result}><ETag>\"x\"</ETag></{result}>"))
                 }
@@ -276,11 +313,11 @@ impl State {
             ("PUT", Some(id)) => {
                 let number = query.get("partNumber").and_then(|n| n.parse().ok()).unwrap_or(0);
                 self.uploads.entry(id).or_default().insert(number, body.clone());
-                Reply::new(200, "")
+                Reply { headers: PUT_ETAG.into(), ..Reply::new(200, "") }
             }
             ("PUT", None) => {
-                self.objects.insert(name.clone(), Arc::new(body.clone()));
-                Reply::new(200, "")
+                self.put(name, body.clone());
+                Reply { headers: PUT_ETAG.into(), ..Reply::new(200, "") }
             }
             ("DELETE", _) => {
                 self.objects.remove(name);
@@ -289,13 +326,18 @@ impl State {
             ("GET" | "HEAD", _) if query.contains_key("list-type") => self.list(name, query),
             ("GET" | "HEAD", _) => match self.objects.get(name) {
                 None => Reply::new(404, "<Error><Code>NoSuchKey</Code></Error>"),
-                Some(object) => {
-                    let Some((start, last)) = range.filter(|(start, _)| *start < object.len()) else {
-                        return Reply::new(200, object.to_vec());
+                Some(Object { bytes, etag }) => {
+                    let etag = format!("etag: \"{etag}\"\r\n");
+                    let Some((start, last)) = *range else {
+                        return Reply { headers: etag, ..Reply::new(200, bytes.to_vec()) };
                     };
-                    let end = object.len().min(last + 1);
-                    let headers = format!("content-range: bytes {start}-{}/{}\r\n", end - 1, object.len());
-                    Reply { headers, ..Reply::new(206, &object[start..end]) }
+                    if start >= bytes.len() {
+                        return Reply::new(416, "<Error><Code>InvalidRange</Code></Error>");
+                    }
+                    let end = bytes.len().min(last + 1);
+                    let headers =
+                        format!("{etag}content-range: bytes {start}-{}/{}\r\n", end - 1, bytes.len());
+                    Reply { headers, ..Reply::new(206, &bytes[start..end]) }
                 }
             },
             _ => Reply::new(405, "<Error><Code>MethodNotAllowed</Code></Error>"),
@@ -310,8 +352,9 @@ impl State {
                 let key = &name[bucket.len() + 1..];
                 format!(
                     "<Contents><Key>{key}</Key><Size>{}</Size><LastModified>2030-01-01T00:00:00.000Z</LastModified>\
-                     <ETag>\"x\"</ETag></Contents>",
-                    object.len()
+                     <ETag>\"{}\"</ETag></Contents>",
+                    object.bytes.len(),
+                    object.etag
                 )
             })
             .collect();
@@ -332,6 +375,9 @@ impl State {
         Reply::new(200, format!("<DeleteResult>{deleted}</DeleteResult>"))
     }
 }
+
+/// What is written has another one by and by; nobody compares.
+const PUT_ETAG: &str = "etag: \"x\"\r\n";
 
 /// Takes the percent signs out.
 fn decode(text: &str) -> String {

@@ -199,7 +199,7 @@ fn rows_are_written_as_comma_separated_values_and_as_lines_of_json() {
 #[test]
 fn data_model_and_predictions_may_be_in_a_bucket_whose_server_fails_and_delays() {
     let stage = Stage::new();
-    let server = S3::start(Weather { errors: 8, cuts: 4, delay_ms: 10 }, 1);
+    let server = S3::start(Weather { errors: 8, cuts: 4, delay_ms: 10, ..Weather::default() }, 1);
     for entry in std::fs::read_dir(stage.path("data")).unwrap().map(Result::unwrap) {
         let name = format!("bucket/data/{}", entry.file_name().to_str().unwrap());
         server.put(&name, std::fs::read(entry.path()).unwrap());

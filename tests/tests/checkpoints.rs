@@ -83,7 +83,7 @@ fn after_the_loss_of_all_workers_again_and_again_each_record_is_in_the_model_onc
 fn the_same_where_the_checkpoints_are_in_a_bucket_whose_server_fails_and_delays() {
     let mut total = 0;
     for seed in seeds(2) {
-        let server = S3::start(Weather { errors: 10, cuts: 6, delay_ms: 20 }, seed);
+        let server = S3::start(Weather { errors: 10, cuts: 6, delay_ms: 20, ..Weather::default() }, seed);
         let stage = Stage { micros_per_record: 600, ..Stage::new(PROGRAMS, 3) };
         let starter = [vec!["env".to_owned()], server.environment()].concat();
         let mut job = kept(&stage, seed, "s3://bucket/a folder/of jobs").started_by(starter).start();

@@ -135,12 +135,18 @@ impl<M: Model> Apart<'_, M> {
         let mut predictions = Predictions::new();
         let mut start = shard.start;
         while start < shard.end {
-            // Nobody waits for a shard that this worker is not to finish.
-            if let Err(exit) = self.listen(false) {
-                return Ok(Err(exit));
-            }
             let part = RecordRange { start, end: shard.end.min(start + self.batch), ..shard };
-            let records = self.prefetch.take(part).map_err(|(range, error)| fail(error, range))?;
+            let mut records = Vec::new();
+            let mut rest = Some(part);
+            while let Some(range) = rest {
+                // Nobody waits for a shard that this worker is not to finish.
+                if let Err(exit) = self.listen(false) {
+                    return Ok(Err(exit));
+                }
+                let taken = self.prefetch.take(range)?;
+                records.extend(taken.records);
+                rest = taken.rest;
+            }
             match &self.purpose {
                 Purpose::Evaluate => {
                     self.evaluate(records, &mut sums).map_err(|error| fail(error, part))?;

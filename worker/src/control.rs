@@ -24,6 +24,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
 use self::convert::{decode, decode_welcome, encode, encode_stall};
+use self::storage::StorageWord;
 use crate::apart::Format;
 use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
@@ -120,6 +121,7 @@ impl Control {
             progress: Arc::clone(&progress),
             leaving: false,
             over: false,
+            storage: StorageWord::default(),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -150,6 +152,8 @@ struct Stream {
     leaving: bool,
     /// It was shut down: no other master is of interest.
     over: bool,
+    /// What was said of storage that does not answer.
+    storage: StorageWord,
 }
 
 /// How this worker comes to a master.
@@ -315,7 +319,10 @@ impl Stream {
                         None => "the stream ended".into(),
                     };
                     match self.reopen(&why, &mut from_trainer, &mut sigterm).await {
-                        Some(other) => link = other,
+                        Some(other) => {
+                            link = other;
+                            self.storage.forget();
+                        }
                         None => return,
                     }
                 }
@@ -327,6 +334,9 @@ impl Stream {
                     let stall = self.progress.get().and_then(Progress::stall);
                     let stall = stall.filter(|s| s.since >= heartbeat).map(encode_stall);
                     link.say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat { stall }));
+                    if let Some(wait) = self.storage.poll() {
+                        link.say(v1::worker_message::Kind::StorageWait(wait));
+                    }
                 }
                 _ = sigterm.recv() => {
                     self.leave();
@@ -482,6 +492,7 @@ const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(1);
 
 mod convert;
+mod storage;
 
 #[cfg(test)]
 mod tests;

@@ -7,6 +7,7 @@ use elasticdl_collective::device::DeviceError;
 use elasticdl_proto::RecordRange;
 
 use crate::model::UserError;
+use crate::prefetch::{NotRead, ReadError};
 
 /// Why this worker can't go on. Its text reaches the job's summary.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,6 +28,12 @@ impl Failure {
 impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Self {
         Self { error: causes(&error), ranges: Vec::new(), fatal: false }
+    }
+}
+
+impl From<NotRead> for Failure {
+    fn from((range, ReadError { text, ends_job }): NotRead) -> Self {
+        Self { error: text, ranges: vec![range], fatal: ends_job }
     }
 }
 

@@ -3,17 +3,23 @@
 //! The trainer says which ranges it will want ([`Prefetch::want`]), in the order in which it expects to; the thread
 //! reads them, some records ahead; [`Prefetch::take`] hands them over. What is taken out of order is read at once.
 //!
+//! While storage does not answer, the thread waits for it. The trainer gets what has been read and is told that the rest
+//! is not there yet, so that it can go on with the group; what was not read is read when storage answers again.
+//!
 //! **Invariant:** a record is handed over only by the `take` that names it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use elasticdl_proto::RecordRange;
 
 use crate::failure::panic_text;
-use crate::reader::{Dataset, Reader};
+use crate::reader::{DataError, Dataset, File, Reader};
+use crate::storage::flag_waits;
 
 /// Reads ahead for one worker.
 #[derive(Debug)]
@@ -21,10 +27,31 @@ pub(crate) struct Prefetch<R> {
     shelf: Arc<Shelf<R>>,
 }
 
+/// Records that were taken.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Taken<R> {
+    pub(crate) records: Vec<R>,
+    /// What of the range can't be had before storage answers again.
+    pub(crate) rest: Option<RecordRange>,
+}
+
+/// Why records can't be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ReadError {
+    pub(crate) text: String,
+    /// As [`DataError::ends_job`].
+    pub(crate) ends_job: bool,
+}
+
+/// Which records can't be read, and why.
+pub(crate) type NotRead = (RecordRange, ReadError);
+
 #[derive(Debug)]
 struct Shelf<R> {
     state: Mutex<State<R>>,
     changed: Condvar,
+    /// The thread waits for storage.
+    waits: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
@@ -37,7 +64,9 @@ struct State<R> {
     records: u64,
     /// What the trainer waits for.
     urgent: Option<RecordRange>,
-    failed: Option<(RecordRange, String)>,
+    failed: Option<(RecordRange, ReadError)>,
+    /// Ranges that the reader was told of lately, by epoch and end.
+    announced: VecDeque<(u32, u64)>,
     closed: bool,
 }
 
@@ -54,9 +83,11 @@ impl<R: Send + 'static> Prefetch<R> {
             records: 0,
             urgent: None,
             failed: None,
+            announced: VecDeque::new(),
             closed: false,
         };
-        let shelf = Arc::new(Shelf { state: Mutex::new(state), changed: Condvar::new() });
+        let waits = Arc::new(AtomicBool::new(false));
+        let shelf = Arc::new(Shelf { state: Mutex::new(state), changed: Condvar::new(), waits });
         let thread_shelf = Arc::clone(&shelf);
         thread::Builder::new()
             .name("reader".into())
@@ -70,35 +101,68 @@ impl<R: Send + 'static> Prefetch<R> {
         self.shelf.changed.notify_all();
     }
 
-    /// The records of `range`, in order; waits for them.
+    /// The records of `range`, in order; waits for them, but not for storage that does not answer.
     ///
     /// # Errors
-    /// The reader failed: on what, and its words.
-    pub(crate) fn take(&self, range: RecordRange) -> Result<Vec<R>, (RecordRange, String)> {
-        let mut taken = Vec::new();
+    /// The reader failed.
+    pub(crate) fn take(&self, range: RecordRange) -> Result<Taken<R>, NotRead> {
+        let mut records = Vec::new();
         let mut state = self.shelf.lock();
         let mut at = range.start;
+        let mut patience = PATIENCE;
         while at < range.end {
-            let key = state.read.range(..=(range.epoch, at)).next_back().map(|(&key, _)| key);
-            if let Some((epoch, start)) = key
-                && epoch == range.epoch
-                && start + state.read[&(epoch, start)].len() as u64 > at
-            {
-                let records = state.cut(epoch, start, at, range.end);
-                at += records.len() as u64;
-                taken.extend(records);
+            if let Some((epoch, start)) = state.entry_at(range.epoch, at) {
+                let more = state.cut(epoch, start, at, range.end);
+                at += more.len() as u64;
+                records.extend(more);
                 self.shelf.changed.notify_all();
                 continue;
             }
             if let Some(failed) = state.failed.take() {
                 return Err(failed);
             }
-            state.urgent = Some(RecordRange { start: at, ..range });
+            let rest = RecordRange { start: at, ..range };
+            if self.shelf.waits.load(Ordering::Acquire) {
+                let Some(less) = patience.checked_sub(LOOK_EVERY) else {
+                    state.urgent = None;
+                    return Ok(Taken { records, rest: Some(rest) });
+                };
+                patience = less;
+            }
+            state.urgent = Some(rest);
             self.shelf.changed.notify_all();
-            state = self.shelf.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            let woken = self.shelf.changed.wait_timeout(state, LOOK_EVERY);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
         state.urgent = None;
-        Ok(taken)
+        Ok(Taken { records, rest: None })
+    }
+
+    /// While the thread waits for storage: how many records of `ranges`, which are wanted in this order, can be taken
+    /// without a wait. Else `None`: all can, sooner or later.
+    ///
+    /// # Errors
+    /// The reader failed.
+    pub(crate) fn readable(&self, ranges: impl Iterator<Item = RecordRange>) -> Result<Option<u64>, NotRead> {
+        let mut state = self.shelf.lock();
+        if let Some(failed) = state.failed.take() {
+            return Err(failed);
+        }
+        if !self.shelf.waits.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        let mut records = 0;
+        for range in ranges {
+            let mut at = range.start;
+            while let (true, Some(key)) = (at < range.end, state.entry_at(range.epoch, at)) {
+                at = range.end.min(key.1 + state.read[&key].len() as u64);
+            }
+            records += at - range.start;
+            if at < range.end {
+                break;
+            }
+        }
+        Ok(Some(records))
     }
 }
 
@@ -117,13 +181,21 @@ impl<R> Shelf<R> {
     /// The reading thread: one piece after the other, at most `ahead` records ahead of what is taken.
     fn fill<D: Reader<Record = R>>(&self, mut reader: D, dataset: &Dataset, ahead: u64) {
         let piece_max = ahead.div_ceil(2);
+        flag_waits(Arc::clone(&self.waits));
         let mut state = self.lock();
         while !state.closed {
             let Some(piece) = state.next_piece(piece_max, ahead) else {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
+            let upcoming = state.upcoming();
             drop(state);
+            for range in upcoming {
+                if let Some((file, range)) = within_file(dataset, range) {
+                    // What it does not do now it does later; its panic comes again, where it is told.
+                    drop(catch_unwind(AssertUnwindSafe(|| reader.read_ahead(file, range))));
+                }
+            }
             let records = read_piece(&mut reader, dataset, piece);
             state = self.lock();
             match records {
@@ -139,6 +211,12 @@ impl<R> Shelf<R> {
 }
 
 impl<R> State<R> {
+    /// The entry that holds record `at` of an epoch.
+    fn entry_at(&self, epoch: u32, at: u64) -> Option<(u32, u64)> {
+        let (&key, records) = self.read.range(..=(epoch, at)).next_back()?;
+        (key.0 == epoch && key.1 + records.len() as u64 > at).then_some(key)
+    }
+
     /// Takes what is to be read next off the list: what the trainer waits for, else what it will want.
     fn next_piece(&mut self, piece_max: u64, ahead: u64) -> Option<RecordRange> {
         if self.failed.is_some() {
@@ -165,6 +243,17 @@ impl<R> State<R> {
             self.wanted.pop_front();
         }
         Some(piece)
+    }
+
+    /// Ranges that will be read after the first one, and that the reader has not heard of.
+    fn upcoming(&mut self) -> Vec<RecordRange> {
+        let next = self.wanted.iter().skip(1).take(UPCOMING).copied();
+        let unknown = |range: &RecordRange| !self.announced.contains(&(range.epoch, range.end));
+        let upcoming: Vec<RecordRange> = next.filter(unknown).collect();
+        self.announced.extend(upcoming.iter().map(|range| (range.epoch, range.end)));
+        let superfluous = self.announced.len().saturating_sub(2 * UPCOMING);
+        self.announced.drain(..superfluous);
+        upcoming
     }
 
     fn unwant(&mut self, piece: RecordRange) {
@@ -197,46 +286,81 @@ impl<R> State<R> {
     }
 }
 
+/// The file in which a range begins, and the part of it that lies there.
+fn within_file(dataset: &Dataset, range: RecordRange) -> Option<(&File, std::ops::Range<u64>)> {
+    let mut first = 0;
+    for file in &dataset.files {
+        if range.start < first + file.records {
+            return Some((file, range.start - first..(range.end - first).min(file.records)));
+        }
+        first += file.records;
+    }
+    None
+}
+
 /// Reads one piece, which may not cross a file.
 pub(crate) fn read_piece<D: Reader>(
     reader: &mut D,
     dataset: &Dataset,
     piece: RecordRange,
-) -> Result<Vec<D::Record>, String> {
+) -> Result<Vec<D::Record>, ReadError> {
     let mut first = 0;
     for file in &dataset.files {
         if piece.start < first + file.records {
             let range = piece.start - first..piece.end - first;
             if range.end > file.records {
-                return Err(format!("{}: a lease of {piece} reaches past this file's end", file.path));
+                return Err(ReadError::from(format!(
+                    "{}: a lease of {piece} reaches past this file's end",
+                    file.path
+                )));
             }
             let count = range.end - range.start;
             let read = catch_unwind(AssertUnwindSafe(|| reader.read(file, range.clone())));
             let records = match read {
                 Ok(Ok(records)) => records,
-                Ok(Err(error)) => return Err(error.to_string()),
-                Err(panic) => return Err(format!("the reader panicked: {}", panic_text(&*panic))),
+                Ok(Err(error)) => return Err(ReadError::from(error)),
+                Err(panic) => {
+                    return Err(ReadError::from(format!("the reader panicked: {}", panic_text(&*panic))));
+                }
             };
             if records.len() as u64 != count {
                 let got = records.len();
-                return Err(format!(
+                return Err(ReadError::from(format!(
                     "{}: the reader gave {got} records for {}..{}, which is {count}",
                     file.path, range.start, range.end
-                ));
+                )));
             }
             return Ok(records);
         }
         first += file.records;
     }
-    Err(format!("a lease of {piece} lies outside the data set of {first} records"))
+    Err(ReadError::from(format!("a lease of {piece} lies outside the data set of {first} records")))
 }
+
+impl From<DataError> for ReadError {
+    fn from(error: DataError) -> Self {
+        Self { text: error.to_string(), ends_job: error.ends_job() }
+    }
+}
+
+impl From<String> for ReadError {
+    fn from(text: String) -> Self {
+        Self { text, ends_job: false }
+    }
+}
+
+/// So many ranges behind the one that is read are told to the reader.
+const UPCOMING: usize = 2;
+/// While storage is away the trainer looks so often whether it is back,
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// and goes on without the records after so long: a step is not made smaller for a moment's trouble.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
     use std::ops::Range;
 
     use super::*;
-    use crate::reader::{DataError, File};
 
     #[derive(Debug)]
     struct Numbers {
@@ -259,12 +383,18 @@ mod tests {
     }
 
     fn dataset() -> Dataset {
-        let file = |path: &str, records| File { path: path.into(), records };
+        let file = |path: &str, records| File::new(path, records);
         Dataset { files: vec![file("a", 10), file("b", 100)] }
     }
 
     fn prefetch(fail_at: Option<u64>) -> Prefetch<(String, u64)> {
         Prefetch::new(Numbers { fail_at }, dataset(), 4).unwrap()
+    }
+
+    fn taken(prefetch: &Prefetch<(String, u64)>, range: RecordRange) -> Vec<(String, u64)> {
+        let Taken { records, rest } = prefetch.take(range).unwrap();
+        assert_eq!(rest, None);
+        records
     }
 
     fn range(epoch: u32, start: u64, end: u64) -> RecordRange {
@@ -280,10 +410,10 @@ mod tests {
         let prefetch = prefetch(None);
         prefetch.want(range(0, 2, 10));
         prefetch.want(range(0, 10, 60));
-        assert_eq!(prefetch.take(range(0, 2, 5)), Ok(records("a", 2..5)));
-        assert_eq!(prefetch.take(range(0, 5, 10)), Ok(records("a", 5..10)));
-        assert_eq!(prefetch.take(range(0, 10, 41)), Ok(records("b", 0..31)));
-        assert_eq!(prefetch.take(range(0, 41, 60)), Ok(records("b", 31..50)));
+        assert_eq!(taken(&prefetch, range(0, 2, 5)), records("a", 2..5));
+        assert_eq!(taken(&prefetch, range(0, 5, 10)), records("a", 5..10));
+        assert_eq!(taken(&prefetch, range(0, 10, 41)), records("b", 0..31));
+        assert_eq!(taken(&prefetch, range(0, 41, 60)), records("b", 31..50));
     }
 
     #[test]
@@ -291,10 +421,10 @@ mod tests {
         let prefetch = prefetch(None);
         prefetch.want(range(0, 20, 60));
         prefetch.want(range(1, 0, 10));
-        assert_eq!(prefetch.take(range(1, 3, 7)), Ok(records("a", 3..7)));
-        assert_eq!(prefetch.take(range(0, 30, 50)), Ok(records("b", 20..40)));
-        assert_eq!(prefetch.take(range(0, 20, 30)), Ok(records("b", 10..20)));
-        assert_eq!(prefetch.take(range(0, 20, 60)), Ok(records("b", 10..50)));
+        assert_eq!(taken(&prefetch, range(1, 3, 7)), records("a", 3..7));
+        assert_eq!(taken(&prefetch, range(0, 30, 50)), records("b", 20..40));
+        assert_eq!(taken(&prefetch, range(0, 20, 30)), records("b", 10..20));
+        assert_eq!(taken(&prefetch, range(0, 20, 60)), records("b", 10..50));
     }
 
     #[test]
@@ -302,7 +432,7 @@ mod tests {
         let prefetch = prefetch(None);
         prefetch.want(range(0, 20, 60));
         for (start, end) in [(30, 50), (20, 30), (50, 60)] {
-            assert_eq!(prefetch.take(range(0, start, end)), Ok(records("b", start - 10..end - 10)));
+            assert_eq!(taken(&prefetch, range(0, start, end)), records("b", start - 10..end - 10));
         }
         let state = prefetch.shelf.lock();
         assert_eq!((state.wanted.len(), state.records, state.read.len()), (0, 0, 0));
@@ -317,8 +447,8 @@ mod tests {
             state = prefetch.shelf.changed.wait(state).unwrap();
         }
         drop(state);
-        assert_eq!(prefetch.take(range(0, 21, 22)), Ok(records("b", 11..12)));
-        assert_eq!(prefetch.take(range(0, 20, 21)), Ok(records("b", 10..11)));
+        assert_eq!(taken(&prefetch, range(0, 21, 22)), records("b", 11..12));
+        assert_eq!(taken(&prefetch, range(0, 20, 21)), records("b", 10..11));
     }
 
     #[test]
@@ -327,8 +457,80 @@ mod tests {
         prefetch.want(range(0, 12, 20));
         let failed = prefetch.take(range(0, 16, 20)).unwrap_err();
         assert!(failed.0.start <= 17 && failed.0.end > 17, "{failed:?}");
-        assert_eq!(failed.1, "no such record");
+        assert_eq!(failed.1, ReadError::from("no such record".to_owned()));
         let failed = prefetch.take(range(0, 105, 200)).unwrap_err();
-        assert!(failed.1.contains("b: a lease of epoch 0 records"), "{failed:?}");
+        assert!(failed.1.text.contains("b: a lease of epoch 0 records"), "{failed:?}");
+    }
+
+    /// Waits at record 10 of file b until it is told to go on.
+    struct Stuck {
+        begins: std::sync::mpsc::Sender<()>,
+        goes_on: std::sync::mpsc::Receiver<()>,
+        waits: Option<Arc<AtomicBool>>,
+    }
+
+    impl Reader for Stuck {
+        type Record = (String, u64);
+
+        fn describe(&mut self, _source: &str) -> Result<Dataset, DataError> {
+            Ok(dataset())
+        }
+
+        fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Self::Record>, DataError> {
+            if range.contains(&10)
+                && let Some(waits) = self.waits.take()
+            {
+                waits.store(true, Ordering::Release);
+                self.begins.send(()).unwrap();
+                self.goes_on.recv().unwrap();
+                waits.store(false, Ordering::Release);
+            }
+            Ok(range.map(|i| (file.path.clone(), i)).collect())
+        }
+    }
+
+    #[test]
+    fn what_was_read_is_handed_over_while_storage_is_away_and_the_rest_when_it_is_back() {
+        let (begins, begun) = std::sync::mpsc::channel();
+        let (go_on, goes_on) = std::sync::mpsc::channel();
+        // The reader has to set the flag of a shelf that is made after it.
+        let mut prefetch = prefetch(None);
+        let waits = Arc::new(AtomicBool::new(false));
+        let reader = Stuck { begins, goes_on, waits: Some(Arc::clone(&waits)) };
+        let state = State {
+            wanted: VecDeque::new(),
+            read: BTreeMap::new(),
+            records: 0,
+            urgent: None,
+            failed: None,
+            announced: VecDeque::new(),
+            closed: false,
+        };
+        prefetch.shelf = Arc::new(Shelf { state: Mutex::new(state), changed: Condvar::new(), waits });
+        let shelf = Arc::clone(&prefetch.shelf);
+        thread::spawn(move || shelf.fill(reader, &dataset(), 16));
+        prefetch.want(range(0, 12, 60));
+        begun.recv().unwrap();
+        let leases = || [range(0, 12, 24), range(0, 24, 60)].into_iter();
+        assert_eq!(prefetch.readable(leases()), Ok(Some(8)));
+        let Taken { records: read, rest } = prefetch.take(range(0, 12, 24)).unwrap();
+        assert_eq!((read, rest), (records("b", 2..10), Some(range(0, 20, 24))));
+        assert_eq!(prefetch.readable(leases().skip(1)), Ok(Some(0)));
+        go_on.send(()).unwrap();
+        assert_eq!(taken(&prefetch, range(0, 20, 60)), records("b", 10..50));
+        assert_eq!(prefetch.readable(leases()), Ok(None));
+    }
+
+    #[test]
+    fn who_waits_for_storage_hears_when_the_reader_gives_up() {
+        let prefetch = prefetch(Some(7));
+        prefetch.want(range(0, 16, 20));
+        let mut state = prefetch.shelf.lock();
+        while state.failed.is_none() {
+            state = prefetch.shelf.changed.wait(state).unwrap();
+        }
+        drop(state);
+        let (_, error) = prefetch.readable([range(0, 16, 20)].into_iter()).unwrap_err();
+        assert_eq!(error, ReadError::from("no such record".to_owned()));
     }
 }

@@ -13,12 +13,23 @@ pub struct Dataset {
 }
 
 /// One file of a data set.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct File {
     /// Where it is.
     pub path: String,
     /// Records in it.
     pub records: u64,
+    /// Which version of the file was described: a digest of what tells it from others (its length, and an ETag or its
+    /// last bytes). The readers of this crate refuse another one. `None`: any version will do.
+    pub version: Option<u32>,
+}
+
+impl File {
+    /// A file of any version.
+    #[must_use]
+    pub fn new(path: impl Into<String>, records: u64) -> Self {
+        Self { path: path.into(), records, version: None }
+    }
 }
 
 /// Describes a data set and reads ranges of it.
@@ -34,6 +45,10 @@ pub trait Reader: Send + 'static {
     /// # Errors
     /// What is wrong, where, and what would be right.
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError>;
+
+    /// Says that records `range` of `file` will be read soon, so that a reader may have them on the way while others are
+    /// read. Default: does nothing.
+    fn read_ahead(&mut self, _file: &File, _range: Range<u64>) {}
 
     /// Reads records `range` of `file` in order: exactly `range.end - range.start` of them.
     ///
@@ -62,6 +77,15 @@ pub enum DataError {
         /// What was looked for.
         reason: String,
     },
+    /// What is read is not what was described when the job began: no worker can go on with it, and the job ends with the
+    /// state that it has. Bring the data back as it was, or begin a new job.
+    #[error("{path}: {reason}; it was changed since the job began", path = path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// What is different.
+        reason: String,
+    },
     /// A file doesn't hold what it should.
     #[error("{path}{at}: {reason}", path = path.display(), at = line.map(|l| format!(" line {l}")).unwrap_or_default())]
     Malformed {
@@ -78,4 +102,13 @@ pub enum DataError {
     /// A reader of the user's own failed.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl DataError {
+    /// Whether no worker could read on, so that the job ends as failed, with its newest state kept and exported. Otherwise
+    /// the worker fails, and another one tries.
+    #[must_use]
+    pub fn ends_job(&self) -> bool {
+        matches!(self, Self::Changed { .. } | Self::Malformed { .. })
+    }
 }

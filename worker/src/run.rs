@@ -28,7 +28,7 @@ use crate::weights;
 /// several workers, as in a pod with several GPUs, this process starts them, and `model` is dropped: let it open nothing before.
 pub fn run<M: Model>(model: M) -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,object_store=warn"));
     // A program that has set up its own logging keeps it.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)

@@ -7,28 +7,28 @@
 //! | `gs://bucket/path` | Google Cloud Storage | `GOOGLE_SERVICE_ACCOUNT`, … |
 //! | `az://container/path` | Azure Blob Storage | `AZURE_STORAGE_ACCOUNT_NAME`, … |
 //!
-//! Calls block, so they belong to threads that may wait; requests run on a small runtime of their own. What fails for a
-//! moment is tried again, for up to a minute.
+//! Calls block, so they belong to threads that may wait; requests run on a small runtime of their own. Storage that does
+//! not answer is waited for ([`waits`]).
 
 use std::fmt;
-use std::io::Write as _;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::TryStreamExt;
-use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme, PutPayload, RetryConfig,
-    WriteMultipart,
+    BackoffConfig, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme, PutPayload,
+    RetryConfig, WriteMultipart,
 };
 use tokio::runtime::Runtime;
 use url::Url;
+
+pub(crate) use self::waits::{Fault, Waiting, flag_waits, patiently, waiting};
 
 /// A place for files: paths given to its methods are relative to it, with `/` between their parts; the empty path is
 /// the place itself.
@@ -50,6 +50,15 @@ pub struct Found {
     pub bytes: u64,
 }
 
+/// What tells an object from what it was before, or will be after it is written again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Version {
+    /// Its length.
+    pub(crate) bytes: u64,
+    /// What the store calls its content: an ETag, or when it was written.
+    pub(crate) tag: String,
+}
+
 /// Why a place can't be used, or what it refused. The text names the address, and the file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -69,7 +78,7 @@ pub enum StorageError {
         path: String,
     },
     /// It refused, or did not answer in time, and was asked again where that could help.
-    #[error("{path}: {source}")]
+    #[error("{path}: {reason}", reason = faults::reason(source))]
     Store {
         /// The whole address.
         path: String,
@@ -92,7 +101,7 @@ impl Storage {
         if !address.contains("://") {
             let path = crate::paths::absolute(address).map_err(|error| wrong(error.to_string()))?;
             let root = Path::from_absolute_path(path).map_err(|error| wrong(error.to_string()))?;
-            return Ok(Self { store: local(), root, address: address.to_owned(), is_local: true });
+            return Ok(Self { store: local::store(), root, address: address.to_owned(), is_local: true });
         }
         let url = Url::parse(address).map_err(|error| wrong(error.to_string()))?;
         let unknown = || wrong("not a place for files; it must be a path or s3://, gs:// or az://".into());
@@ -101,9 +110,9 @@ impl Storage {
         // The clients look for the process's way to do TLS; one that is set already is as good.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let store: Arc<dyn ObjectStore> = match scheme {
-            ObjectStoreScheme::Local => local(),
+            ObjectStoreScheme::Local => local::store(),
             ObjectStoreScheme::AmazonS3 => {
-                let builder = AmazonS3Builder::from_env().with_url(address).with_retry(retries());
+                let builder = aws::builder().map_err(wrong)?.with_url(address).with_retry(retries());
                 Arc::new(builder.build().map_err(failed)?)
             }
             ObjectStoreScheme::GoogleCloudStorage => {
@@ -151,7 +160,7 @@ impl Storage {
     /// [`StorageError::NotFound`], or the store's.
     pub fn read(&self, path: &str) -> Result<Bytes, StorageError> {
         let at = self.at(path);
-        self.wait(path, async { self.store.get(&at).await?.bytes().await })
+        self.ask(path, || async { self.store.get(&at).await?.bytes().await })
     }
 
     /// Bytes `range` of a file; fewer where it ends before.
@@ -160,7 +169,24 @@ impl Storage {
     /// As for [`read`](Self::read); a range that begins at or behind the file's end.
     pub fn read_range(&self, path: &str, range: Range<u64>) -> Result<Bytes, StorageError> {
         let at = self.at(path);
-        self.wait(path, self.store.get_range(&at, range))
+        self.ask(path, || self.store.get_range(&at, range.clone()))
+    }
+
+    /// As [`read_range`](Self::read_range), once, in any runtime; with which version of the file it was. Who wants it asked
+    /// again does so.
+    pub(crate) async fn fetch(
+        &self,
+        path: &str,
+        range: Range<u64>,
+    ) -> Result<(Bytes, Version), StorageError> {
+        let options = GetOptions { range: Some(range.into()), ..GetOptions::default() };
+        let at = self.at(path);
+        let fetched = async {
+            let found = self.store.get_opts(&at, options).await?;
+            let version = Version::of(&found.meta);
+            Ok((found.bytes().await?, version))
+        };
+        fetched.await.map_err(|error| self.error(path, error))
     }
 
     /// Length of a file, in bytes.
@@ -168,8 +194,13 @@ impl Storage {
     /// # Errors
     /// As for [`read`](Self::read).
     pub fn bytes(&self, path: &str) -> Result<u64, StorageError> {
+        self.version(path).map(|version| version.bytes)
+    }
+
+    /// Which version of a file is there.
+    pub(crate) fn version(&self, path: &str) -> Result<Version, StorageError> {
         let at = self.at(path);
-        self.wait(path, async { Ok(self.store.head(&at).await?.size) })
+        self.ask(path, || async { Ok(Version::of(&self.store.head(&at).await?)) })
     }
 
     /// All files below `path`, at any depth, in the order of their paths; none where there is no such folder.
@@ -177,18 +208,69 @@ impl Storage {
     /// # Errors
     /// The store's.
     pub fn list(&self, path: &str) -> Result<Vec<Found>, StorageError> {
+        let found = self.list_versions(path)?.into_iter();
+        Ok(found.map(|(path, version)| Found { path, bytes: version.bytes }).collect())
+    }
+
+    /// As [`list`](Self::list), with the version of each file.
+    pub(crate) fn list_versions(&self, path: &str) -> Result<Vec<(String, Version)>, StorageError> {
         let below = self.at(path);
-        let list = self.store.list(Some(&below)).try_collect::<Vec<_>>();
-        let mut found = match self.wait(path, list) {
+        self.found(path, || self.store.list(Some(&below)).try_collect::<Vec<_>>())
+    }
+
+    /// Files in folders of this place whose names begin with `prefix`. What else lies here is not looked at, however much it is.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn list_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
+        if self.is_local {
+            return self.list_local_folders(prefix);
+        }
+        let (first, begins) = (self.at(prefix), self.at(prefix).to_string());
+        // Stores list in the order of names.
+        let listed = || {
+            let all = self.store.list_with_offset(Some(&self.root), &first);
+            let is_one =
+                |meta: &ObjectMeta| std::future::ready(Ok(meta.location.as_ref().starts_with(&begins)));
+            all.try_take_while(is_one).try_collect::<Vec<_>>()
+        };
+        let found = self.found("", listed)?.into_iter();
+        Ok(found.map(|(path, version)| Found { path, bytes: version.bytes }).collect())
+    }
+
+    fn list_local_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
+        let top = self.ask("", || self.store.list_with_delimiter(Some(&self.root)));
+        let top = match top {
+            Err(StorageError::NotFound { .. }) => return Ok(Vec::new()),
+            other => other?,
+        };
+        let names = top.common_prefixes.iter().filter_map(|folder| folder.filename());
+        let mut found = Vec::new();
+        for name in names.filter(|name| name.starts_with(prefix)) {
+            let inside = self.list(name)?.into_iter();
+            found.extend(inside.map(|file| Found { path: format!("{name}/{}", file.path), ..file }));
+        }
+        found.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(found)
+    }
+
+    /// What a list gives, by paths below `path`.
+    fn found<F: Future<Output = object_store::Result<Vec<ObjectMeta>>>>(
+        &self,
+        path: &str,
+        list: impl FnMut() -> F,
+    ) -> Result<Vec<(String, Version)>, StorageError> {
+        let below = self.at(path);
+        let mut found = match self.ask(path, list) {
             Ok(list) => Vec::from_iter(list.into_iter().filter_map(|meta| {
                 let parts = meta.location.prefix_match(&below)?;
                 let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
-                Some(Found { path: parts.join("/"), bytes: meta.size })
+                Some((parts.join("/"), Version::of(&meta)))
             })),
             Err(StorageError::NotFound { .. }) => Vec::new(),
             Err(error) => return Err(error),
         };
-        found.sort_by(|a, b| a.path.cmp(&b.path));
+        found.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(found)
     }
 
@@ -201,24 +283,31 @@ impl Storage {
     pub fn write(&self, path: &str, parts: Vec<Bytes>) -> Result<(), StorageError> {
         let at = self.at(path);
         if self.is_local {
-            return write_local(&at, &parts)
-                .map_err(|source| StorageError::Store { path: self.name(path), source: Box::new(source) });
+            let name = self.name(path);
+            return patiently(&name, || local::write(&at, &parts).map_err(|error| self.error(path, error)));
         }
+        self.ask(path, || self.put(&at, parts.clone()))
+    }
+
+    async fn put(&self, at: &Path, parts: Vec<Bytes>) -> object_store::Result<()> {
         let bytes: usize = parts.iter().map(Bytes::len).sum();
-        self.wait(path, async {
-            if bytes <= PART_BYTES {
-                return self.store.put(&at, PutPayload::from_iter(parts)).await.map(|_| ());
-            }
-            let upload = self.store.put_multipart(&at).await?;
-            let mut upload = WriteMultipart::new_with_chunk_size(upload, PART_BYTES);
-            for mut part in parts {
-                while !part.is_empty() {
-                    upload.wait_for_capacity(PARTS_AT_ONCE).await?;
-                    upload.put(part.split_to(part.len().min(PART_BYTES)));
+        if bytes <= PART_BYTES_MIN {
+            return self.store.put(at, PutPayload::from_iter(parts)).await.map(|_| ());
+        }
+        let piece = part_bytes(bytes);
+        let upload = self.store.put_multipart(at).await?;
+        let mut upload = WriteMultipart::new_with_chunk_size(upload, piece);
+        for mut part in parts {
+            while !part.is_empty() {
+                if let Err(error) = upload.wait_for_capacity(PARTS_AT_ONCE).await {
+                    // What was written of it is paid for until it is given up, and no list shows it.
+                    drop(upload.abort().await);
+                    return Err(error);
                 }
+                upload.put(part.split_to(part.len().min(piece)));
             }
-            upload.finish().await.map(|_| ())
-        })
+        }
+        upload.finish().await.map(|_| ())
     }
 
     /// Removes a file; one that is not there is no error.
@@ -227,7 +316,7 @@ impl Storage {
     /// The store's.
     pub fn remove(&self, path: &str) -> Result<(), StorageError> {
         let at = self.at(path);
-        match self.wait(path, self.store.delete(&at)) {
+        match self.ask(path, || self.store.delete(&at)) {
             Err(StorageError::NotFound { .. }) => Ok(()),
             other => other,
         }
@@ -263,15 +352,35 @@ impl Storage {
         }
     }
 
-    fn wait<T>(
+    /// Makes a request, again where that may help, and waits for what comes of it.
+    fn ask<T, F: Future<Output = object_store::Result<T>>>(
         &self,
         path: &str,
-        request: impl Future<Output = object_store::Result<T>>,
+        mut request: impl FnMut() -> F,
     ) -> Result<T, StorageError> {
-        runtime().block_on(request).map_err(|error| match error {
+        patiently(&self.name(path), || runtime().block_on(request()).map_err(|error| self.error(path, error)))
+    }
+
+    fn error(&self, path: &str, error: object_store::Error) -> StorageError {
+        match error {
             object_store::Error::NotFound { .. } => StorageError::NotFound { path: self.name(path) },
             source => StorageError::Store { path: self.name(path), source: Box::new(source) },
-        })
+        }
+    }
+}
+
+impl Version {
+    fn of(meta: &ObjectMeta) -> Self {
+        // A list may have it without the quotes of a header, and times to the millisecond.
+        let tag = meta.e_tag.as_deref().map(|tag| tag.trim_matches('"').to_owned());
+        let tag = tag.unwrap_or_else(|| meta.last_modified.timestamp().to_string());
+        Self { bytes: meta.size, tag }
+    }
+}
+
+impl Fault for StorageError {
+    fn may_pass(&self) -> bool {
+        matches!(self, Self::Store { source, .. } if faults::may_pass(source))
     }
 }
 
@@ -281,47 +390,20 @@ impl fmt::Display for Storage {
     }
 }
 
-/// Writes a file of this machine as its store would, but in this thread and in one go: parts that several threads write
-/// come to the disk in any order.
-fn write_local(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
-    let failed = |source: std::io::Error| object_store::Error::Generic {
-        store: "LocalFileSystem",
-        source: Box::new(source),
-    };
-    let path = LocalFileSystem::new().path_to_filesystem(at)?;
-    let folder = path.parent().unwrap_or_else(|| std::path::Path::new("/"));
-    std::fs::create_dir_all(folder).map_err(failed)?;
-    // No list shows a name that ends so.
-    let mut staged = path.clone().into_os_string();
-    staged.push(format!("#{}", std::process::id()));
-    let written = std::fs::File::create(&staged).and_then(|mut file| {
-        parts.iter().try_for_each(|part| file.write_all(part))?;
-        file.sync_all()?;
-        std::fs::rename(&staged, &path)
-    });
-    if written.is_err() {
-        drop(std::fs::remove_file(&staged));
-    }
-    // The name, and that of a folder that was just made, are on the disk as well, where the system lets one say so.
-    for folder in folder.ancestors().take(2) {
-        drop(std::fs::File::open(folder).and_then(|folder| folder.sync_all()));
-    }
-    written.map_err(failed)
-}
-
-fn local() -> Arc<dyn ObjectStore> {
-    // Folders that are emptied stay: another process may be about to write into them.
-    Arc::new(LocalFileSystem::new().with_fsync(true))
-}
-
+/// A request that fails for an instant is made again at once, without a word.
 fn retries() -> RetryConfig {
     let backoff =
-        BackoffConfig { init_backoff: Duration::from_millis(100), max_backoff: RETRY_PAUSE, base: 2.0 };
+        BackoffConfig { init_backoff: Duration::from_millis(50), max_backoff: RETRY_TIME, base: 2.0 };
     RetryConfig { backoff, max_retries: RETRIES, retry_timeout: RETRY_TIME }
 }
 
+/// Bytes of the parts in which so many are written.
+fn part_bytes(bytes: usize) -> usize {
+    bytes.div_ceil(PARTS_MAX).max(PART_BYTES_MIN)
+}
+
 /// Where requests run. Callers may be threads of any other runtime, or of none.
-fn runtime() -> &'static Runtime {
+pub(crate) fn runtime() -> &'static Runtime {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     RUNTIME.get_or_init(|| {
         tokio::runtime::Builder::new_multi_thread()
@@ -333,17 +415,22 @@ fn runtime() -> &'static Runtime {
     })
 }
 
-/// Larger files are written in parts of this many bytes; S3 takes no smaller ones, and 10,000 of them.
-const PART_BYTES: usize = 16 << 20;
+/// Larger files are written in parts of as many bytes, or more.
+const PART_BYTES_MIN: usize = 16 << 20;
+
+/// S3 takes 10,000.
+const PARTS_MAX: usize = 9_000;
 
 const PARTS_AT_ONCE: usize = 4;
 
-/// What fails for a moment is tried again for this long, unless it fails [`RETRIES`] times.
-const RETRY_TIME: Duration = Duration::from_secs(60);
+const RETRIES: usize = 3;
 
-const RETRIES: usize = 10;
+const RETRY_TIME: Duration = Duration::from_secs(1);
 
-const RETRY_PAUSE: Duration = Duration::from_secs(5);
+mod aws;
+mod faults;
+mod local;
+mod waits;
 
 #[cfg(test)]
 mod tests {
@@ -382,12 +469,51 @@ mod tests {
         let (_folder, here) = folder();
         let memory = object_store::memory::InMemory::new();
         for storage in [here, Storage::within(Arc::new(memory), Path::default(), "memory")] {
-            let bytes: Vec<u8> = (0..PART_BYTES * 2 + 7).map(|i| (i % 251) as u8).collect();
+            let bytes: Vec<u8> = (0..PART_BYTES_MIN * 2 + 7).map(|i| (i % 251) as u8).collect();
             let parts = vec![Bytes::copy_from_slice(&bytes[..100]), Bytes::copy_from_slice(&bytes[100..])];
             storage.write("large", parts).unwrap();
             assert!(storage.read("large").unwrap() == bytes);
             assert_eq!(storage.list("").unwrap().len(), 1);
         }
+    }
+
+    #[test]
+    fn a_file_of_any_length_is_written_in_as_many_parts_as_a_store_takes() {
+        assert_eq!(part_bytes(PART_BYTES_MIN + 1), PART_BYTES_MIN);
+        let large = 5 << 40;
+        assert!(large / part_bytes(large) < 10_000, "the largest object that S3 has");
+    }
+
+    #[test]
+    fn only_folders_of_that_name_are_listed() {
+        let (_folder, here) = folder();
+        let memory = object_store::memory::InMemory::new();
+        for storage in [here, Storage::within(Arc::new(memory), Path::from("a"), "memory")] {
+            assert_eq!(storage.list_folders("step-").unwrap(), []);
+            for path in ["step-1/a", "step-2/b/c", "other/a", "step", "steq/a", "a", "z"] {
+                storage.write(path, vec![Bytes::from_static(b"1")]).unwrap();
+            }
+            let found = storage.list_folders("step-").unwrap();
+            let names: Vec<_> = found.iter().map(|found| found.path.as_str()).collect();
+            assert_eq!(names, ["step-1/a", "step-2/b/c"]);
+        }
+    }
+
+    #[test]
+    fn writers_of_one_file_do_not_disturb_each_other() {
+        let (_folder, storage) = folder();
+        std::thread::scope(|scope| {
+            for byte in 0..4 {
+                let storage = &storage;
+                scope.spawn(move || {
+                    for _ in 0..20 {
+                        storage.write("same", vec![Bytes::from(vec![byte; 1 << 16])]).unwrap();
+                    }
+                });
+            }
+        });
+        let bytes = storage.read("same").unwrap();
+        assert!(bytes.len() == 1 << 16 && bytes.iter().all(|byte| *byte == bytes[0]));
     }
 
     #[test]

@@ -362,17 +362,21 @@ impl<'a, M: Model> Trainer<'a, M> {
         let most = self.model.micro_batch().unwrap_or(usize::MAX).max(1);
         let (mut loss_sum, mut busy) = (0.0, Duration::ZERO);
         let mut records = Vec::new();
+        let mut unread = Vec::new();
         for (i, range) in ranges.iter().enumerate() {
-            records.extend(self.prefetch.take(*range).map_err(|(range, error)| Failure {
-                error,
-                ranges: vec![range],
-                fatal: false,
-            })?);
-            while records.len() >= most || (i + 1 == ranges.len() && !records.is_empty()) {
+            let taken = self.prefetch.take(*range)?;
+            records.extend(taken.records);
+            if let Some(rest) = taken.rest {
+                // Storage does not answer: the step is made of what has been read.
+                unread.push(rest);
+                unread.extend(&ranges[i + 1..]);
+            }
+            let ends = i + 1 == ranges.len() || !unread.is_empty();
+            while records.len() >= most || (ends && !records.is_empty()) {
                 let rest = records.split_off(records.len().min(most));
                 let batch = mem::replace(&mut records, rest);
                 let started = Instant::now();
-                let is_last = i + 1 == ranges.len() && records.is_empty();
+                let is_last = ends && records.is_empty();
                 let (loss, took) = match is_last.then(|| self.model.bucket()).flatten() {
                     Some(bucket) => self.last_gradients(batch, bucket).map_err(fail)?,
                     None => (self.gradients(batch).map_err(fail)?, started.elapsed()),
@@ -380,9 +384,21 @@ impl<'a, M: Model> Trainer<'a, M> {
                 loss_sum += loss;
                 busy += took;
             }
+            if !unread.is_empty() {
+                break;
+            }
         }
         self.session.computed(loss_sum, busy.as_micros() as u64);
+        self.session.not_read(&unread);
         Ok(())
+    }
+
+    /// This rank's word in the round.
+    fn header(&mut self) -> Result<Vec<u8>, Failure> {
+        let readable = self.prefetch.readable(self.session.held())?;
+        self.session.limit_held(readable);
+        let digest = self.tensors.window_digest(self.session.step())?;
+        Ok(header::encode(&self.session.header(digest)))
     }
 
     fn gradients(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<f64, String> {
@@ -403,7 +419,7 @@ impl<'a, M: Model> Trainer<'a, M> {
 
     fn step(&mut self) -> Result<(), Stopped> {
         let path = self.path();
-        let mine = header::encode(&self.session.header(self.tensors.window_digest(self.session.step())?));
+        let mine = self.header()?;
         if !self.gradient_is_pending {
             self.tensors.clear_gradient()?;
         }
@@ -417,6 +433,10 @@ impl<'a, M: Model> Trainer<'a, M> {
         let headers: Vec<StepHeader> = decode_all(headers)?;
         self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
         self.serve_visitors();
+        if headers.iter().all(|header| header.records() == 0) {
+            // No rank could read any: there is no step to make yet.
+            return self.session.talked(&headers).map_err(|m| Stopped::Failed(mismatch(&m)));
+        }
         // The commit may end this group.
         let place = self.session.place();
         self.update(headers)?;
@@ -467,7 +487,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             }
         }
         self.path();
-        let mine = header::encode(&self.session.header(self.tensors.window_digest(self.session.step())?));
+        let mine = self.header()?;
         let ring = ring(&mut self.ring)?;
         let headers: Vec<StepHeader> =
             decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;

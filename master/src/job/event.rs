@@ -201,6 +201,13 @@ pub enum FromWorker {
         /// Its leases, as far as no step that it has committed contains them.
         ranges: Vec<RecordRange>,
     },
+    /// It waits for storage that does not answer, or no longer does.
+    StorageWait {
+        /// What it asks, and the last error; `None`: storage answers again.
+        storage: Option<String>,
+        /// How long it has waited since it last said so.
+        waited: Duration,
+    },
     /// What the group sums its gradients over, in words (from its lowest rank).
     SumsOver {
         /// The group's generation.

@@ -48,6 +48,7 @@ mod silence;
 mod spec;
 mod stall;
 mod status;
+mod storage_waits;
 mod story;
 mod summary;
 mod tally;

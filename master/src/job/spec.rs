@@ -179,6 +179,9 @@ pub struct File {
     pub path: String,
     /// Records in it.
     pub records: u64,
+    /// By which workers tell this version of it from others; `None`: they can't, or any will do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
 }
 
 impl Dataset {

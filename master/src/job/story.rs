@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::checkpoints::CheckpointsSummary;
 use super::evaluations::EvaluationsSummary;
 use super::event::Phases;
+use super::storage_waits::StorageWaits;
 use super::summary::{FailedShard, LossSummary, MembershipRecord, ThroughputSummary};
 use super::tally::Tally;
 use super::time::Time;
@@ -47,6 +48,7 @@ pub(super) struct Story {
     pub(super) sums_over: Option<String>,
     /// What this master has counted.
     pub(super) tally: Tally,
+    pub(super) storage_waits: StorageWaits,
     pub(super) checkpoints: CheckpointsSummary,
     pub(super) evaluations: EvaluationsSummary,
 }

@@ -5,6 +5,7 @@
 //! **Invariant:** nothing here decides anything, and a change of membership is counted once.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use super::event::{Committed, Exit, StepTimes};
 use super::summary::{Cause, MembershipRecord};
@@ -24,6 +25,8 @@ pub struct Tally {
     pub ends: BTreeMap<End, u64>,
     /// Workers started in the place of one that had ended.
     pub restarts: u64,
+    /// How long workers have waited for storage that did not answer, over all of them.
+    pub storage_wait: Duration,
 }
 
 /// What changes of membership of one cause cost.

@@ -32,6 +32,6 @@ pub(crate) fn spec() -> JobSpec {
 
 /// Files of this many records.
 pub(super) fn dataset(files: &[u64]) -> Dataset {
-    let file = |(i, &records)| File { path: format!("file-{i}"), records };
+    let file = |(i, &records)| File { path: format!("file-{i}"), records, version: None };
     Dataset { files: files.iter().enumerate().map(file).collect() }
 }

@@ -47,6 +47,7 @@ impl Job {
             FromWorker::Leaving => self.on_leaving(now, worker),
             FromWorker::Primed { .. } => self.on_primed(now, worker),
             FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
+            FromWorker::StorageWait { storage, waited } => self.on_storage_wait(worker, storage, waited),
             FromWorker::SumsOver { generation, what } => self.on_sums_over(worker, generation, &what),
             FromWorker::Resumed { generation, step, phases } => {
                 self.on_resumed(now, worker, generation, step, phases)

@@ -98,6 +98,10 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             epoch: epoch("lease_request.epoch", request.epoch)?,
             records: within("lease_request.records", request.records, 1, DATASET_RECORDS_MAX)?,
         },
+        Kind::StorageWait(wait) => FromWorker::StorageWait {
+            storage: wait.storage.map(|storage| clip(storage, ERROR_BYTES_MAX)),
+            waited: Duration::from_micros(wait.waited_ms.saturating_mul(1000).min(PHASE_US_MAX)),
+        },
         Kind::SumsOver(sums) => FromWorker::SumsOver {
             generation: generation("sums_over.generation", sums.generation)?,
             what: clip(sums.what, ERROR_BYTES_MAX),
@@ -361,7 +365,11 @@ fn dataset(described: v1::Dataset) -> Result<Dataset, Status> {
         total += within("file.records", file.records, 0, DATASET_RECORDS_MAX)?;
         within("records of all files", total, 0, DATASET_RECORDS_MAX)?;
     }
-    let files = described.files.into_iter().map(|f| File { path: f.path, records: f.records }).collect();
+    let files = described
+        .files
+        .into_iter()
+        .map(|f| File { path: f.path, records: f.records, version: f.version })
+        .collect();
     Ok(Dataset { files })
 }
 
@@ -523,7 +531,7 @@ fn to_membership(membership: Membership) -> v1::Membership {
 }
 
 fn to_dataset(dataset: Dataset) -> v1::Dataset {
-    let to_file = |file: File| v1::File { path: file.path, records: file.records };
+    let to_file = |file: File| v1::File { path: file.path, records: file.records, version: file.version };
     v1::Dataset { files: dataset.files.into_iter().map(to_file).collect() }
 }
 

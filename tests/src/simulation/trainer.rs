@@ -167,7 +167,8 @@ impl World {
             }
             Doing::Busy(Busy::Describing) => {
                 let files = self.setting.files.iter().enumerate();
-                let file = |(i, &records): (usize, &u64)| File { path: format!("file-{i}"), records };
+                let file =
+                    |(i, &records): (usize, &u64)| File { path: format!("file-{i}"), records, version: None };
                 let dataset = Dataset { files: files.map(file).collect() };
                 self.tell_master(p, FromWorker::Described(Ok(dataset)));
                 self.turn(p);

@@ -204,7 +204,7 @@ impl Clerk {
 
     /// Removes what `newest` makes superfluous. What can't be removed now will be the next time.
     fn clear(&self, newest: &Name, best: Option<u64>) {
-        let result = self.storage.list("").and_then(|files| {
+        let result = self.storage.list_folders(name::PREFIX).and_then(|files| {
             let names = name::to_remove(&Name::all(&files), newest, self.keep, best);
             names.iter().try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
         });

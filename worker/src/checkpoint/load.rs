@@ -5,7 +5,7 @@ use std::path::Path;
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::manifest::{Facts, Manifest, Shard};
-use super::name::{MANIFEST, Name};
+use super::name::{MANIFEST, Name, PREFIX};
 use crate::core::header::StateRecord;
 use crate::storage::{Storage, StorageError};
 
@@ -105,10 +105,10 @@ pub(crate) enum Kept {
 /// # Errors
 /// The place's word.
 pub(crate) fn look(folder: &Storage) -> Result<Kept, StorageError> {
-    let files = folder.list("")?;
-    if files.iter().any(|file| file.path == MANIFEST) {
+    if is_one(folder)? {
         return Ok(Kept::One);
     }
+    let files = folder.list_folders(PREFIX)?;
     let furthest = Name::all(&files).into_iter().rev().find(|(_, is_complete)| *is_complete);
     Ok(furthest.map_or(Kept::Nothing, |(name, _)| Kept::Several(name.to_string())))
 }
@@ -140,9 +140,18 @@ fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadE
     Ok(())
 }
 
+/// Whether `folder` is a checkpoint itself.
+fn is_one(folder: &Storage) -> Result<bool, StorageError> {
+    match folder.bytes(MANIFEST) {
+        Ok(_) => Ok(true),
+        Err(StorageError::NotFound { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
 /// Complete checkpoints in `place`, those with the fewest steps first.
 fn names(place: &Storage) -> Result<Vec<Name>, RestoreError> {
-    let files = place.list("").map_err(unreachable)?;
+    let files = place.list_folders(PREFIX).map_err(unreachable)?;
     Ok(Name::all(&files).into_iter().filter(|(_, is_complete)| *is_complete).map(|(name, _)| name).collect())
 }
 
@@ -152,8 +161,7 @@ fn newest_first(
     from: &Storage,
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Vec<(String, Storage)>, RestoreError> {
-    let is_one = from.list("").map_err(unreachable)?.iter().any(|file| file.path == MANIFEST);
-    if is_one {
+    if is_one(from).map_err(unreachable)? {
         let name = Path::new(from.address()).file_name().unwrap_or_default().to_string_lossy().into_owned();
         return Ok(vec![(name, from.clone())]);
     }

@@ -244,7 +244,7 @@ pub(super) mod tests {
     use crate::reader::File;
 
     pub(in super::super) fn facts() -> Facts {
-        let file = |path: &str, records| File { path: path.into(), records };
+        let file = |path: &str, records| File::new(path, records);
         Facts {
             job: "mnist".into(),
             run: "7f3a9c21".into(),

@@ -17,7 +17,7 @@ pub(super) struct Name {
 impl Name {
     /// The one of that name; `None` where it is not a checkpoint's.
     pub(super) fn parse(text: &str) -> Option<Self> {
-        let mut parts = text.strip_prefix("step-")?.split('-');
+        let mut parts = text.strip_prefix(PREFIX)?.split('-');
         let (step, run, generation) = (parts.next()?, parts.next()?, parts.next()?);
         let name = Self {
             step: step.parse().ok()?,
@@ -44,7 +44,7 @@ impl Name {
 impl std::fmt::Display for Name {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { step, generation, run } = self;
-        write!(f, "step-{step:012}-{run}-g{generation}")
+        write!(f, "{PREFIX}{step:012}-{run}-g{generation}")
     }
 }
 
@@ -70,6 +70,9 @@ pub(super) fn to_remove(
     let torn = torn.into_iter().map(|(name, _)| name).filter(|name| *name < newest);
     old.filter(|name| *name != newest).chain(torn).filter(|name| !is_newer(name)).cloned().collect()
 }
+
+/// With which the names of checkpoints begin.
+pub(super) const PREFIX: &str = "step-";
 
 pub(super) const MANIFEST: &str = "manifest.json";
 

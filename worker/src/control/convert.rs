@@ -88,7 +88,7 @@ pub(super) fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
             FromMaster::Membership(Membership { generation, members, abort: membership.abort }, arrived)
         }
         Kind::Prepare(prepare) => {
-            let file = |f: v1::File| File { path: f.path, records: f.records };
+            let file = |f: v1::File| File { path: f.path, records: f.records, version: f.version };
             FromMaster::Prepare(Dataset { files: prepare.dataset?.files.into_iter().map(file).collect() })
         }
         Kind::Shutdown(shutdown) => FromMaster::Shutdown(shutdown.reason),
@@ -104,7 +104,7 @@ pub(super) fn encode(message: ToMaster) -> v1::worker_message::Kind {
         }
         ToMaster::Described(outcome) => {
             use v1::described::Outcome;
-            let file = |f: File| v1::File { path: f.path, records: f.records };
+            let file = |f: File| v1::File { path: f.path, records: f.records, version: f.version };
             let outcome = match outcome {
                 Ok(dataset) => {
                     Outcome::Dataset(v1::Dataset { files: dataset.files.into_iter().map(file).collect() })

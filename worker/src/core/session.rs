@@ -82,6 +82,8 @@ pub struct Session {
     /// Headers of the last commit, while its reduced gradient is kept.
     kept: Option<Vec<StepHeader>>,
     leases: Leases,
+    /// How many of the leased records can be had now, where that is not all of them.
+    readable: Option<u64>,
     pending: Pending,
     phase: Phase,
     latest: Option<Membership>,
@@ -109,6 +111,7 @@ impl Session {
             state: None,
             kept: None,
             leases: Leases::default(),
+            readable: None,
             pending: Pending::default(),
             phase: Phase::Alone,
             latest: None,
@@ -197,7 +200,7 @@ impl Session {
             ranges: self.pending.ranges.clone(),
             loss_sum: self.pending.loss_sum,
             compute_us: self.pending.compute_us,
-            held: self.leases.held_from(epoch),
+            held: reading::limited(self.leases.held_from(epoch), epoch, self.readable),
             seen: self.latest.as_ref().map_or(0, |m| m.generation.0),
             stop: self.stop,
             digest,
@@ -551,6 +554,7 @@ fn words_of(headers: &[StepHeader]) -> Vec<&checkpoint::Word> {
 
 mod fetch;
 mod keeping;
+mod reading;
 mod reconnect;
 mod reports;
 mod swapping;

@@ -49,10 +49,16 @@ impl Reader for FixedRecords {
                 return Err(files::malformed(&path, &reason));
             }
             if records > 0 {
-                dataset.files.push(File { path: files::text(&path)?, records });
+                let version = Some(files::version(&[&path])?);
+                dataset.files.push(File { path: files::text(&path)?, records, version });
             }
         }
         files::not_empty(source, dataset, &format!("no record of {} bytes", self.bytes))
+    }
+
+    fn read_ahead(&mut self, file: &File, range: Range<u64>) {
+        let length = (range.end - range.start).saturating_mul(self.bytes);
+        files::read_ahead(Path::new(&file.path), range.start.saturating_mul(self.bytes), length);
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Vec<u8>>, DataError> {
@@ -61,6 +67,7 @@ impl Reader for FixedRecords {
         }
         let start = range.start.saturating_mul(self.bytes);
         let length = (range.end - range.start).saturating_mul(self.bytes);
+        files::check(file, &[Path::new(&file.path)])?;
         let bytes = files::read(Path::new(&file.path), start, length)?;
         // The bytes are in memory, so a record, which is no longer than they are, fits into a usize.
         Ok(bytes.chunks_exact(self.bytes as usize).map(<[u8]>::to_vec).collect())
@@ -112,7 +119,7 @@ mod tests {
     fn a_file_that_has_shrunk_is_an_error() {
         let folder = folder(&[("a", b"aabb")]);
         let path = folder.path().join("a").to_str().unwrap().to_owned();
-        let error = FixedRecords::new(2).read(&File { path, records: 3 }, 1..3).unwrap_err();
+        let error = FixedRecords::new(2).read(&File::new(path, 3), 1..3).unwrap_err();
         assert!(error.to_string().contains("4 bytes where data was to be read up to byte 6"), "{error}");
     }
 }

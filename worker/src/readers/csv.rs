@@ -1,9 +1,11 @@
 //! Tables as comma-separated values.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ::csv::{ByteRecord, Position, ReaderBuilder};
 
@@ -78,12 +80,15 @@ impl CsvRows {
         check: impl Fn(&ByteRecord, &Index) -> Result<(), String>,
     ) -> Result<Index, DataError> {
         let bytes = files::length(path)?;
-        let mut rows = open(path)?;
+        let (mut rows, room) = open(path)?;
         let header = rows.byte_headers().map_err(|error| csv_error(path, error))?.clone();
+        if header.as_slice().starts_with(GZIP) {
+            return Err(files::malformed(path, "compressed with gzip: unpack it first"));
+        }
         let places = self.places(&header).map_err(|reason| error_at(path, 0, reason))?;
         let mut index = Index { bytes, rows: 0, positions: Vec::new(), columns: header.len(), places };
         let mut record = ByteRecord::new();
-        while rows.read_byte_record(&mut record).map_err(|error| csv_error(path, error))? {
+        while next(path, &mut rows, &room, &mut record)? {
             let position = record.position().expect("a record that was read has a position");
             if index.rows.is_multiple_of(STRIDE) {
                 index.positions.push(position.clone());
@@ -96,7 +101,8 @@ impl CsvRows {
 
     /// For each wanted column its place in the header.
     fn places(&self, header: &ByteRecord) -> Result<Vec<usize>, String> {
-        let names = || header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", ");
+        let names =
+            || files::shown(&header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", "));
         let place = |(name, _): &(String, Kind)| {
             let mut places = (0..header.len()).filter(|&place| header[place] == *name.as_bytes());
             match (places.next(), places.next()) {
@@ -119,14 +125,17 @@ impl CsvRows {
         let value = |((name, kind), &place): (&(String, Kind), &usize)| {
             let text =
                 std::str::from_utf8(&record[place]).map_err(|_| format!("column {name:?} is not UTF-8"))?;
+            let shown = || files::shown(text);
             match kind {
                 Kind::F32 => match text.trim().parse::<f32>() {
                     Ok(number) if number.is_finite() => Ok(Value::F32(number)),
-                    _ => Err(format!("column {name:?} is {text:?} where a finite number should be")),
+                    _ => Err(format!("column {name:?} is \"{}\" where a finite number should be", shown())),
                 },
                 Kind::I64 => match text.trim().parse::<i64>() {
                     Ok(number) => Ok(Value::I64(number)),
-                    Err(_) => Err(format!("column {name:?} is {text:?} where a whole number should be")),
+                    Err(_) => {
+                        Err(format!("column {name:?} is \"{}\" where a whole number should be", shown()))
+                    }
                 },
                 Kind::Text => Ok(Value::Text(text.to_owned())),
             }
@@ -153,15 +162,26 @@ impl Reader for CsvRows {
         for path in files::list(source, &["csv".to_owned()])? {
             let index = self.scan(&path, |record, index| self.row(record, index).map(drop))?;
             if index.rows > 0 {
-                dataset.files.push(File { path: files::text(&path)?, records: index.rows });
+                let version = Some(files::version(&[&path])?);
+                dataset.files.push(File { path: files::text(&path)?, records: index.rows, version });
             }
             self.indices.insert(files::text(&path)?, index);
         }
         files::not_empty(source, dataset, "no row below the header")
     }
 
+    fn read_ahead(&mut self, file: &File, range: Range<u64>) {
+        if let Some(index) = self.indices.get(&file.path) {
+            let at =
+                |row: u64| index.positions.get((row / STRIDE) as usize).map_or(index.bytes, Position::byte);
+            let (start, end) = (at(range.start), at(range.end + STRIDE));
+            files::read_ahead(Path::new(&file.path), start, end.saturating_sub(start));
+        }
+    }
+
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
         let path = Path::new(&file.path);
+        files::check(file, &[path])?;
         if !self.indices.contains_key(&file.path) {
             let index = self.scan(path, |record, index| index.check_width(record))?;
             self.indices.insert(file.path.clone(), index);
@@ -178,13 +198,13 @@ impl Reader for CsvRows {
         if range.is_empty() {
             return Ok(Vec::new());
         }
-        let mut rows = open(path)?;
+        let (mut rows, room) = open(path)?;
         let start = index.positions[(range.start / STRIDE) as usize].clone();
         rows.seek(start).map_err(|error| csv_error(path, error))?;
         let mut records = Vec::new();
         let mut record = ByteRecord::new();
         for row in range.start / STRIDE * STRIDE..range.end {
-            if !rows.read_byte_record(&mut record).map_err(|error| csv_error(path, error))? {
+            if !next(path, &mut rows, &room, &mut record)? {
                 return Err(changed(format!("{row} rows where {} were", file.records)));
             }
             if row >= range.start {
@@ -199,11 +219,58 @@ impl Reader for CsvRows {
 
 /// Rows between two known positions: what a read skips at most.
 const STRIDE: u64 = 1024;
+const RECORD_BYTES_MAX: u64 = 16 << 20;
+const BUFFER_BYTES: usize = 64 << 10;
+const GZIP: &[u8] = &[0x1f, 0x8b];
 
-fn open(path: &Path) -> Result<::csv::Reader<Box<dyn files::Source>>, DataError> {
-    let file = files::open(path)?;
+type Rows = ::csv::Reader<Bounded>;
+
+/// A file that gives no more than there is room for: one stray quote makes one record of all that follows.
+struct Bounded {
+    file: Box<dyn files::Source>,
+    room: Arc<AtomicU64>,
+}
+
+impl Read for Bounded {
+    fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
+        let room = self.room.load(Ordering::Relaxed);
+        if room == 0 {
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        let bytes = self.file.read(buf)?;
+        self.room.store(room.saturating_sub(bytes as u64), Ordering::Relaxed);
+        Ok(bytes)
+    }
+}
+
+impl Seek for Bounded {
+    fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
+        self.file.seek(to)
+    }
+}
+
+/// The rows of a file, and how many bytes may still be read for the next one.
+fn open(path: &Path) -> Result<(Rows, Arc<AtomicU64>), DataError> {
+    let room = Arc::new(AtomicU64::new(RECORD_BYTES_MAX));
+    let file = Bounded { file: files::open(path)?, room: Arc::clone(&room) };
     // Flexible, so that a wrong number of columns gets a message of ours.
-    Ok(ReaderBuilder::new().flexible(true).from_reader(file))
+    Ok((ReaderBuilder::new().flexible(true).buffer_capacity(BUFFER_BYTES).from_reader(file), room))
+}
+
+/// Reads the next row; `false` at the file's end.
+fn next(path: &Path, rows: &mut Rows, room: &AtomicU64, record: &mut ByteRecord) -> Result<bool, DataError> {
+    room.store(RECORD_BYTES_MAX, Ordering::Relaxed);
+    let begins = rows.position().byte();
+    rows.read_byte_record(record).map_err(|error| match error.kind() {
+        ::csv::ErrorKind::Io(source) if source.kind() == std::io::ErrorKind::FileTooLarge => {
+            let reason = format!(
+                "a row of more than {} MiB begins here; is a quote missing, or one too many?",
+                RECORD_BYTES_MAX >> 20
+            );
+            error_at(path, begins, reason)
+        }
+        _ => csv_error(path, error),
+    })
 }
 
 fn csv_error(path: &Path, error: ::csv::Error) -> DataError {
@@ -283,7 +350,7 @@ mod tests {
         let table = table("n,skipped,name,y\n3,?,\"a, \"\"b\"\"\",0.5\n\n-4,,c, 1e3\n");
         let mut rows = columns();
         let dataset = rows.describe(&table.path).unwrap();
-        assert_eq!(dataset.files, [File { path: table.path.clone(), records: 2 }]);
+        assert_eq!((&dataset.files[0].path, dataset.files[0].records), (&table.path, 2));
         let read = rows.read(&dataset.files[0], 0..2).unwrap();
         let values = [Value::F32(0.5), Value::Text("a, \"b\"".to_owned()), Value::I64(3)];
         assert_eq!(read[0].values(), values);
@@ -299,7 +366,7 @@ mod tests {
             text += &format!("{row},{name},0.5\r\n");
         }
         let table = table(text);
-        let file = File { path: table.path, records: 5000 };
+        let file = File::new(table.path, 5000);
         let all = columns().read(&file, 0..5000).unwrap();
         assert_eq!(all.iter().map(|row| row.i64(2)).collect::<Vec<_>>(), (0..5000).collect::<Vec<_>>());
         let mut rows = columns();
@@ -312,11 +379,13 @@ mod tests {
     #[test]
     fn a_file_is_scanned_once() {
         let table = table("n,name,y\n1,a,0.5\n2,b,0.5\n3,c,0.5\n");
-        let file = File { path: table.path.clone(), records: 3 };
+        let file = File::new(&*table.path, 3);
         let mut rows = columns();
         rows.read(&file, 0..1).unwrap();
-        // Of the same length, with a row that a second scan would refuse.
+        // Of the same length and time, with a row that a second scan would refuse.
+        let written = fs::metadata(&table.path).unwrap().modified().unwrap();
         fs::write(&table.path, "n,name,y\n1,a;0.5\n2,b,0.5\n4,c,0.5\n").unwrap();
+        fs::File::options().write(true).open(&table.path).unwrap().set_modified(written).unwrap();
         assert_eq!(rows.read(&file, 2..3).unwrap()[0].i64(2), 4);
         let error = rows.read(&file, 0..1).unwrap_err().to_string();
         assert_eq!(error, format!("{} line 2: 2 columns where the header has 3", table.path));
@@ -377,6 +446,42 @@ mod tests {
         assert_eq!(error, format!("{}: 2 rows where 5 were: was it changed since?", table.path));
         fs::write(&table.path, "y,name,n\n1,a,1\n").unwrap();
         let error = rows.read(&file, 0..1).unwrap_err().to_string();
-        assert_eq!(error, format!("{}: 15 bytes where 21 were: was it changed since?", table.path));
+        let changed = "15 bytes where 21 were; it was changed since the job began";
+        assert_eq!(error, format!("{}: {changed}", table.path));
+        let error = columns().read(&file, 0..1).unwrap_err();
+        assert!(matches!(error, DataError::Changed { .. }), "another reader: {error}");
+    }
+
+    #[test]
+    fn a_worker_that_comes_later_notices_that_a_file_has_changed() {
+        let table = table("y,name,n\n1,a,1\n2,b,2\n");
+        let described = columns().describe(&table.path).unwrap().files[0].clone();
+        // Another worker has never seen the file: here, another file of that description.
+        let other = self::table("y,name,n\n1,a,1\n2,b,2\n3,c,3\n");
+        let file = File { path: other.path.clone(), ..described.clone() };
+        let error = columns().read(&file, 0..1).unwrap_err();
+        assert!(matches!(&error, DataError::Changed { .. }), "{error}");
+        assert!(error.to_string().starts_with(&other.path), "{error}");
+        let copy = self::table("y,name,n\n1,a,1\n2,b,2\n");
+        let file = File { path: copy.path.clone(), ..described };
+        assert_eq!(columns().read(&file, 0..2).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_stray_quote_does_not_read_the_rest_of_the_file_into_memory() {
+        let mut text = b"y,name,n\n1,a,1\n2,\"b,2\n".to_vec();
+        text.extend(b"3,c,3\n".repeat(4 << 20));
+        let reason = " line 3: a row of more than 16 MiB begins here; is a quote missing, or one too many?";
+        assert_eq!(refusal(text), reason);
+    }
+
+    #[test]
+    fn what_is_no_text_is_not_shown_as_it_is() {
+        let gz = [&[0x1f, 0x8b, 8, 0][..], &[0x1b; 1000]].concat();
+        assert_eq!(refusal(gz), ": compressed with gzip: unpack it first");
+        let told = refusal([&b"a\x1b[2J"[..], &[b'x'; 2000], b",n\n"].concat());
+        assert!(told.len() < 500 && !told.contains('\x1b') && told.contains("a\\u{1b}[2J"), "{told}");
+        let told = refusal("y,name,n\n\x1b[31m,a,1\n");
+        assert_eq!(told, " line 2: column \"y\" is \"\\u{1b}[31m\" where a finite number should be");
     }
 }

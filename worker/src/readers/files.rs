@@ -2,11 +2,13 @@
 //! like names an object.
 
 use std::fs;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use super::remote::{self, Object};
-use crate::reader::{DataError, Dataset};
+use super::{remote, versions};
+use crate::reader::{DataError, Dataset, File};
+use crate::storage::{Version, patiently};
 
 /// The files behind `source`, in the order of their paths: itself, whatever its extension, or those below it
 /// that have one of `extensions` (without the dot; none: all).
@@ -18,14 +20,15 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, 
         found.retain(|path| is_file || has_extension(path, extensions));
         return sorted(root, found, extensions);
     }
-    let kind = fs::metadata(&root).map_err(|source| io_error(&root, source))?;
+    let kind = patiently(source, || fs::metadata(&root)).map_err(|source| io_error(&root, source))?;
     if !kind.is_dir() {
         return Ok(vec![root]);
     }
     let mut found = Vec::new();
     let mut folders = vec![root.clone()];
     while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).map_err(|source| io_error(&folder, source))? {
+        let entries = patiently(&folder.to_string_lossy(), || fs::read_dir(&folder));
+        for entry in entries.map_err(|source| io_error(&folder, source))? {
             let entry = entry.map_err(|source| io_error(&folder, source))?;
             let path = entry.path();
             if entry.file_name().as_encoded_bytes().starts_with(b".") {
@@ -78,6 +81,30 @@ pub(super) fn is_folder(source: &str) -> Result<bool, DataError> {
     }
 }
 
+/// Which version of these files is there, for a description. One that was looked at before must be as it was.
+pub(super) fn version(paths: &[&Path]) -> Result<u32, DataError> {
+    let digests = paths.iter().map(|path| digest(path)).collect::<Result<Vec<_>, _>>()?;
+    Ok(digests.into_iter().fold(0, |all, digest| all.rotate_left(1) ^ digest))
+}
+
+/// Checks that `file`, which consists of these files, is the version that was described.
+pub(super) fn check(file: &File, paths: &[&Path]) -> Result<(), DataError> {
+    let Some(described) = file.version else { return Ok(()) };
+    if version(paths)? == described {
+        return Ok(());
+    }
+    let first = paths.first().expect("a file of a data set is at least one file");
+    let found = versions::known(first).unwrap_or(Version { bytes: 0, tag: String::new() });
+    Err(versions::described_otherwise(first, &found))
+}
+
+fn digest(path: &Path) -> Result<u32, DataError> {
+    match remote::object(path)? {
+        Some(object) => versions::digest(path, &object.version()?, true),
+        None => versions::digest(path, &look(path)?.1, false),
+    }
+}
+
 /// A file to read from wherever one wants.
 pub(super) trait Source: Read + Seek + Send {}
 
@@ -87,77 +114,128 @@ impl<T: Read + Seek + Send> Source for T {}
 pub(super) fn open(path: &Path) -> Result<Box<dyn Source>, DataError> {
     match remote::object(path)? {
         Some(object) => Ok(Box::new(object.open()?)),
-        None => Ok(Box::new(fs::File::open(path).map_err(|source| io_error(path, source))?)),
+        None => Ok(Box::new(OpenFile::new(path)?)),
     }
 }
 
 /// Length of a regular file, in bytes.
 pub(super) fn length(path: &Path) -> Result<u64, DataError> {
     if let Some(object) = remote::object(path)? {
-        return Ok(object.bytes()?);
+        return Ok(object.version()?.bytes);
     }
-    let metadata = fs::metadata(path).map_err(|source| io_error(path, source))?;
+    let (metadata, version) = look(path)?;
     if !metadata.is_file() {
         return Err(malformed(path, "not a regular file"));
     }
-    Ok(metadata.len())
+    Ok(version.bytes)
+}
+
+/// Looks at a file of this machine, which must be the version that is known.
+fn look(path: &Path) -> Result<(fs::Metadata, Version), DataError> {
+    let metadata = patiently(&path.to_string_lossy(), || fs::metadata(path));
+    let metadata = metadata.map_err(|source| io_error(path, source))?;
+    let version = versions::of_file(&metadata);
+    versions::compare(path, &version)?;
+    Ok((metadata, version))
 }
 
 /// `length` bytes of a file from `start`; fails where the file is shorter than that.
 pub(super) fn read(path: &Path, start: u64, length: u64) -> Result<Vec<u8>, DataError> {
-    let too_short = |held: u64| {
+    // Asked of the file first, so that a wrong length is an error and not a huge allocation.
+    let held = self::length(path)?;
+    let end = start.checked_add(length).filter(|end| *end <= held);
+    let Some(end) = end else {
         let end = start.saturating_add(length);
-        malformed(
-            path,
-            &format!("{held} bytes where data was to be read up to byte {end}: was it changed since?"),
-        )
+        let reason =
+            format!("{held} bytes where data was to be read up to byte {end}: was it changed since?");
+        return Err(malformed(path, &reason));
     };
     if let Some(object) = remote::object(path)? {
-        return read_object(&object, start, length, too_short);
+        return Ok(object.read(start..end)?.into());
     }
-    let mut file = fs::File::open(path).map_err(|source| io_error(path, source))?;
-    // Asked of the file first, so that a wrong length is an error and not a huge allocation.
-    let held = file.metadata().map_err(|source| io_error(path, source))?.len();
-    if start.checked_add(length).is_none_or(|end| end > held) {
-        return Err(too_short(held));
-    }
-    file.seek(SeekFrom::Start(start)).map_err(|source| io_error(path, source))?;
-    let capacity = usize::try_from(length).map_err(|_| too_short(held))?;
-    let mut bytes = Vec::with_capacity(capacity);
+    let mut file = OpenFile::new(path)?;
+    file.at = start;
+    let mut bytes = Vec::with_capacity(length as usize);
     file.take(length).read_to_end(&mut bytes).map_err(|source| io_error(path, source))?;
-    if bytes.len() < capacity {
-        return Err(too_short(start + bytes.len() as u64));
+    if (bytes.len() as u64) < length {
+        return Err(malformed(path, "it became shorter while it was read: was it changed since?"));
     }
     Ok(bytes)
 }
 
-fn read_object(
-    object: &Object,
-    start: u64,
-    length: u64,
-    too_short: impl Fn(u64) -> DataError,
-) -> Result<Vec<u8>, DataError> {
-    let end = start.checked_add(length).ok_or_else(|| too_short(0))?;
-    if length == 0 {
-        return Ok(Vec::new());
-    }
-    match object.read(start..end) {
-        Ok(bytes) if bytes.len() as u64 == length => Ok(bytes.to_vec()),
-        // An object that is as long as it should be has another reason not to be read.
-        other => match object.bytes()? {
-            held if held < end => Err(too_short(held)),
-            held => Err(other.map_or_else(DataError::from, |_| too_short(held))),
-        },
+/// Says that these bytes will be read soon: of an object they are fetched meanwhile.
+pub(super) fn read_ahead(path: &Path, start: u64, length: u64) {
+    if let Ok(Some(object)) = remote::object(path) {
+        object.read_ahead(start..start.saturating_add(length));
     }
 }
 
-pub(super) fn io_error(path: &Path, source: std::io::Error) -> DataError {
-    DataError::Io { path: path.to_owned(), source }
+/// A file of this machine whose file system may be away for a while.
+struct OpenFile {
+    path: PathBuf,
+    file: fs::File,
+    at: u64,
+}
+
+impl OpenFile {
+    fn new(path: &Path) -> Result<Self, DataError> {
+        look(path)?;
+        let file = patiently(&path.to_string_lossy(), || fs::File::open(path));
+        let file = file.map_err(|source| io_error(path, source))?;
+        Ok(Self { path: path.into(), file, at: 0 })
+    }
+}
+
+impl Read for OpenFile {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let mut failed = false;
+        let bytes = patiently(&self.path.to_string_lossy(), || {
+            if failed {
+                // A handle can be stale for ever.
+                self.file = fs::File::open(&self.path)?;
+            }
+            failed = true;
+            self.file.read_at(buf, self.at)
+        })?;
+        self.at += bytes as u64;
+        Ok(bytes)
+    }
+}
+
+impl Seek for OpenFile {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let (from, offset) = match to {
+            SeekFrom::Start(at) => (at, 0),
+            SeekFrom::Current(offset) => (self.at, offset),
+            SeekFrom::End(offset) => (self.file.metadata()?.len(), offset),
+        };
+        self.at = from.checked_add_signed(offset).ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.at)
+    }
+}
+
+/// What a source's error says; an object's has said it all.
+pub(super) fn io_error(path: &Path, source: io::Error) -> DataError {
+    match source.downcast() {
+        Ok(error) => error,
+        Err(source) => DataError::Io { path: path.to_owned(), source },
+    }
+}
+
+/// Text of a file, as it can be shown: of readable characters, and not too long.
+pub(super) fn shown(text: &str) -> String {
+    let mut shown: String = text.escape_debug().take(SHOWN_MAX).collect();
+    if text.len() > shown.len() {
+        shown.push('…');
+    }
+    shown
 }
 
 pub(super) fn malformed(path: &Path, reason: &str) -> DataError {
     DataError::Malformed { path: path.to_owned(), line: None, reason: reason.to_owned() }
 }
+
+const SHOWN_MAX: usize = 300;
 
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str());

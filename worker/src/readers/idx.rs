@@ -68,12 +68,14 @@ impl Reader for IdxImages {
         let (images, labels) = pair(source)?;
         let [shape, _] = self.shapes(&images, &labels)?;
         let path = format!("{},{}", files::text(&images)?, files::text(&labels)?);
-        let dataset = Dataset { files: vec![File { path, records: shape.records.into() }] };
+        let version = Some(files::version(&[&images, &labels])?);
+        let dataset = Dataset { files: vec![File { path, records: shape.records.into(), version }] };
         files::not_empty(source, dataset, "no image")
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<LabeledImage>, DataError> {
         let (images, labels) = pair(&file.path)?;
+        files::check(file, &[&images, &labels])?;
         let [of_images, of_labels] = self.shapes(&images, &labels)?;
         if range.is_empty() {
             return Ok(Vec::new());
@@ -198,7 +200,7 @@ mod tests {
         let mut reader = IdxImages::new(2, 3);
         let dataset = reader.describe(&pair.source()).unwrap();
         let both = format!("{},{}", pair.path(IMAGES), pair.path(LABELS));
-        assert_eq!(dataset.files, [File { path: both.clone(), records: 3 }]);
+        assert_eq!((dataset.files.len(), &dataset.files[0].path, dataset.files[0].records), (1, &both, 3));
         assert_eq!(reader.describe(&both).unwrap(), dataset);
         let expected = [
             LabeledImage { pixels: (6..12).collect(), label: 8 },

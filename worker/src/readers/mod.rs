@@ -2,9 +2,11 @@
 //!
 //! A source is a file, or a folder that is searched with its subfolders: files in the order of their paths,
 //! names that begin with a dot left out, links to folders not followed. Either may be in an object store: `s3://`, `gs://`
-//! and `az://`, with the settings of [`storage`](crate::storage). What fails there for a moment is tried again.
+//! and `az://`, with the settings of [`storage`](crate::storage). Storage that
+//! does not answer is waited for. A file that changes while a job reads it is an error that ends the job.
 
 mod binary;
+mod blocks;
 mod csv;
 mod files;
 mod idx;
@@ -12,6 +14,7 @@ mod parquet;
 mod remote;
 mod row;
 mod text;
+mod versions;
 
 pub use binary::FixedRecords;
 pub use csv::CsvRows;

@@ -6,12 +6,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ::parquet::basic::{ConvertedType, Type as Physical};
+use ::parquet::basic::{Compression, ConvertedType, Type as Physical};
 use ::parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use ::parquet::data_type::{ByteArray, DataType};
 use ::parquet::errors::{ParquetError, Result as ParquetResult};
-use ::parquet::file::metadata::ParquetMetaData;
+use ::parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData};
 use ::parquet::file::reader::{ChunkReader, FileReader as _, Length, SerializedFileReader};
+use ::parquet::file::statistics::Statistics;
 use ::parquet::schema::types::ColumnDescriptor;
 use bytes::Bytes;
 
@@ -90,7 +91,7 @@ impl ParquetRows {
         }
         let chunks = Chunks { path: path.into(), bytes: files::length(path)? };
         let file = SerializedFileReader::new(chunks)
-            .map_err(|error| malformed(path, None, &format!("no Parquet file that can be read: {error}")))?;
+            .map_err(|error| failed(path, None, "no Parquet file that can be read", error))?;
         let file = Arc::new(file);
         self.files.insert(path.into(), Arc::clone(&file));
         Ok(file)
@@ -103,7 +104,7 @@ impl ParquetRows {
             let place = columns.iter().position(|column| column.path().string() == *name);
             let place = place.ok_or_else(|| {
                 let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
-                format!("no column {name:?}: the file has {}", names.join(", "))
+                format!("no column {name:?}: the file has {}", files::shown(&names.join(", ")))
             })?;
             check(&columns[place], *kind).map_err(|reason| format!("column {name:?} {reason}"))?;
             Ok(place)
@@ -120,13 +121,14 @@ impl ParquetRows {
             let reason = format!("the file has {} row groups: was it changed since?", file.num_row_groups());
             return Err(malformed(path, Some(group), &reason));
         }
-        let rows =
-            file.get_row_group(group).map_err(|error| malformed(path, Some(group), &error.to_string()))?;
+        let rows = file
+            .get_row_group(group)
+            .map_err(|error| failed(path, Some(group), "it can't be read", error))?;
         let named = self.columns.iter().zip(places);
         let column = |((name, _), place): (&(String, Kind), usize)| {
             let reader = rows
                 .get_column_reader(place)
-                .map_err(|error| malformed(path, Some(group), &format!("column {name:?}: {error}")))?;
+                .map_err(|error| failed(path, Some(group), &format!("column {name:?}"), error))?;
             let defined = rows.metadata().schema_descr().column(place).max_def_level();
             Ok(Column { reader, defined })
         };
@@ -139,14 +141,13 @@ impl ParquetRows {
         let mut rows: Vec<Vec<Value>> = Vec::new();
         rows.resize_with(count, || Vec::with_capacity(self.columns.len()));
         for ((name, kind), column) in self.columns.iter().zip(&mut cursor.columns) {
-            let values = values(column, *kind, count).and_then(|values| match values.len() {
-                found if found == count => Ok(values),
-                found => Err(format!("{found} rows where {count} should be: was it changed since?")),
-            });
-            let values = values.map_err(|reason| {
-                let to = cursor.at + count as u64;
-                malformed(path, Some(group), &format!("column {name:?}, rows {}..{to}: {reason}", cursor.at))
-            })?;
+            let at = || format!("column {name:?}, rows {}..{}", cursor.at, cursor.at + count as u64);
+            let values = values(column, *kind, count).map_err(|e| failed(path, Some(group), &at(), e))?;
+            if values.len() != count {
+                let found = values.len();
+                let reason = format!("{}: {found} rows where {count} should be", at());
+                return Err(malformed(path, Some(group), &reason));
+            }
             for (i, (row, value)) in rows.iter_mut().zip(values).enumerate() {
                 row.push(value.map_err(|reason| {
                     let at = cursor.at + i as u64;
@@ -167,17 +168,43 @@ impl Reader for ParquetRows {
         let mut dataset = Dataset::default();
         for path in files::list(source, &["parquet".to_owned()])? {
             let file = self.file(&path)?;
-            self.places(&path, file.metadata())?;
+            let places = self.places(&path, file.metadata())?;
             let text = files::text(&path)?;
+            let version = Some(files::version(&[&path])?);
             for (group, metadata) in file.metadata().row_groups().iter().enumerate() {
                 let records = u64::try_from(metadata.num_rows())
                     .map_err(|_| malformed(&path, Some(group), "a negative number of rows"))?;
+                for ((name, _), &place) in self.columns.iter().zip(&places) {
+                    check_chunk(metadata.column(place)).map_err(|reason| {
+                        malformed(&path, Some(group), &format!("column {name:?} {reason}"))
+                    })?;
+                }
                 if records > 0 {
-                    dataset.files.push(File { path: format!("{text}#{group}"), records });
+                    dataset.files.push(File { path: format!("{text}#{group}"), records, version });
                 }
             }
         }
         files::not_empty(source, dataset, "no row in any row group")
+    }
+
+    fn read_ahead(&mut self, file: &File, range: Range<u64>) {
+        let named = file.path.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
+        let Some((path, group)) = named.map(|(path, group): (_, usize)| (Path::new(path), group)) else {
+            return;
+        };
+        let Some(open) = self.files.get(path).cloned() else { return };
+        if group >= open.num_row_groups() {
+            return;
+        }
+        let Ok(places) = self.places(path, open.metadata()) else { return };
+        for place in places {
+            let (start, bytes) = open.metadata().row_group(group).column(place).byte_range();
+            // Where a row lies in a column is not known; rows are of about the same size.
+            let at =
+                |row: u64| (u128::from(bytes) * u128::from(row) / u128::from(file.records.max(1))) as u64;
+            let (from, to) = (at(range.start), at(range.end));
+            files::read_ahead(path, start + from, to.saturating_sub(from).max(1));
+        }
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
@@ -186,6 +213,7 @@ impl Reader for ParquetRows {
             return Err(malformed(Path::new(&file.path), None, "the path names no row group, as `FILE#0`"));
         };
         let path = Path::new(path);
+        files::check(file, &[path])?;
         let count = usize::try_from(range.end.saturating_sub(range.start))
             .map_err(|_| malformed(path, Some(group), "more rows at once than memory has addresses"))?;
         let goes_on = self.cursor.as_ref().is_some_and(|c| c.group == file.path && c.at <= range.start);
@@ -196,12 +224,14 @@ impl Reader for ParquetRows {
         let cursor = self.cursor.as_mut().expect("one was just put there");
         let skipped = range.start - cursor.at;
         for ((name, _), column) in self.columns.iter().zip(&mut cursor.columns) {
-            let done = skip(&mut column.reader, skipped as usize).map_err(|error| error.to_string());
-            let done = done.and_then(|done| match done as u64 {
-                done if done == skipped => Ok(()),
-                done => Err(format!("{} rows where more should be: was it changed since?", cursor.at + done)),
-            });
-            done.map_err(|reason| malformed(path, Some(group), &format!("column {name:?}: {reason}")))?;
+            let done = skip(&mut column.reader, skipped as usize)
+                .map_err(|error| failed(path, Some(group), &format!("column {name:?}"), error))?;
+            if done as u64 != skipped {
+                let rows = cursor.at + done as u64;
+                let reason =
+                    format!("column {name:?}: {rows} rows where more should be: was it changed since?");
+                return Err(malformed(path, Some(group), &reason));
+            }
         }
         cursor.at = range.start;
         let rows = self.take(path, group, count);
@@ -235,11 +265,28 @@ fn check(column: &ColumnDescriptor, kind: Kind) -> Result<(), String> {
     }
 }
 
+/// Whether a column of a row group can be read, as far as its footer tells.
+fn check_chunk(chunk: &ColumnChunkMetaData) -> Result<(), String> {
+    let compression = chunk.compression();
+    if matches!(compression, Compression::BROTLI(_) | Compression::LZO) {
+        return Err(format!(
+            "is compressed with {compression}, which can't be read; write it with ZSTD or SNAPPY"
+        ));
+    }
+    match chunk.statistics().and_then(Statistics::null_count_opt) {
+        None | Some(0) => Ok(()),
+        Some(1) => Err("has a null where a value should be in each row; fill it before".into()),
+        Some(nulls) => {
+            Err(format!("has {nulls} nulls where a value should be in each row; fill them before"))
+        }
+    }
+}
+
 /// A value, or what is wrong with it.
 type Checked = Result<Value, String>;
 
 /// The next `count` values of a column, fewer where it ends before.
-fn values(column: &mut Column, kind: Kind, count: usize) -> Result<Vec<Checked>, String> {
+fn values(column: &mut Column, kind: Kind, count: usize) -> ParquetResult<Vec<Checked>> {
     let shape = (count, column.defined);
     let number = |number: f64, found: f32| match found.is_finite() {
         true => Ok(Value::F32(found)),
@@ -249,16 +296,15 @@ fn values(column: &mut Column, kind: Kind, count: usize) -> Result<Vec<Checked>,
         Ok(text) => Ok(Value::Text(text.to_owned())),
         Err(_) => Err("bytes that are not UTF-8".into()),
     };
-    let values = match (&mut column.reader, kind) {
+    match (&mut column.reader, kind) {
         (ColumnReader::FloatColumnReader(c), Kind::F32) => each(c, shape, |&v| number(f64::from(v), v)),
         (ColumnReader::DoubleColumnReader(c), Kind::F32) => each(c, shape, |&v| number(v, v as f32)),
         (ColumnReader::Int32ColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v.into()))),
         (ColumnReader::Int64ColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v))),
         (ColumnReader::BoolColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v.into()))),
         (ColumnReader::ByteArrayColumnReader(c), Kind::Text) => each(c, shape, text),
-        _ => return Err("its type has changed since it was checked".into()),
-    };
-    values.map_err(|error| error.to_string())
+        _ => Err(ParquetError::General("its type has changed since it was checked".into())),
+    }
 }
 
 /// The next `count` rows of a column; a null is an error of its row.
@@ -298,6 +344,25 @@ fn skip(column: &mut ColumnReader, rows: usize) -> ParquetResult<usize> {
         ColumnReader::DoubleColumnReader(c) => c.skip_records(rows),
         ColumnReader::ByteArrayColumnReader(c) => c.skip_records(rows),
         ColumnReader::FixedLenByteArrayColumnReader(c) => c.skip_records(rows),
+    }
+}
+
+/// What the parquet crate could not do; what the file's source said itself is told as it is.
+fn failed(path: &Path, group: Option<usize>, what: &str, error: ParquetError) -> DataError {
+    let text = error.to_string();
+    let source = match error {
+        ParquetError::External(source) => source,
+        _ => return malformed(path, group, &format!("{what}: {text}")),
+    };
+    match source.downcast::<DataError>() {
+        Ok(error) => *error,
+        Err(source) => match source.downcast::<std::io::Error>() {
+            Ok(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                malformed(path, group, &format!("{what}: {text}"))
+            }
+            Ok(error) => files::io_error(path, *error),
+            Err(_) => malformed(path, group, &format!("{what}: {text}")),
+        },
     }
 }
 

@@ -1,9 +1,9 @@
 //! Objects of a store, read in blocks.
 //!
 //! A request to a store takes as long as reading megabytes does, and readers ask for a few records at a time, mostly those
-//! behind the last. So a thread keeps the last blocks that it has read.
+//! behind the last. So the process keeps the last [blocks](super::blocks) that it has read, and fetches ahead what is likely to
+//! be read next. Which version an object has is asked once; from then on each answer must be of that version.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -12,7 +12,10 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use bytes::{Bytes, BytesMut};
 
-use crate::storage::{Storage, StorageError};
+use super::blocks::{BLOCK_BYTES, Blocks, RUN_BLOCKS};
+use super::versions;
+use crate::reader::DataError;
+use crate::storage::{Fault as _, Storage, StorageError, Version, patiently, runtime};
 
 /// One object, or what lies below one.
 #[derive(Clone, Debug)]
@@ -34,68 +37,133 @@ pub(super) fn object(path: &Path) -> Result<Option<Object>, StorageError> {
 
 impl Object {
     /// The addresses below this one, or this one alone, if it is an object itself.
-    pub(super) fn list(&self) -> Result<Vec<PathBuf>, StorageError> {
+    pub(super) fn list(&self) -> Result<Vec<PathBuf>, DataError> {
         let address = self.address.to_string_lossy();
         let has_path =
             address.split_once("://").is_none_or(|(_, rest)| rest.trim_end_matches('/').contains('/'));
-        match self.bytes() {
-            // A store as a whole is no object, whatever it answers.
-            _ if !has_path => {}
-            Ok(_) => return Ok(vec![self.address.clone()]),
-            // A store has no folders: what is below one may be there nevertheless.
-            Err(StorageError::NotFound { .. }) => {}
-            Err(error) => return Err(error),
+        // A store as a whole is no object, whatever it answers.
+        if has_path {
+            match self.version() {
+                Ok(_) => return Ok(vec![self.address.clone()]),
+                // A store has no folders: what is below one may be there nevertheless.
+                Err(DataError::Storage(StorageError::NotFound { .. })) => {}
+                Err(error) => return Err(error),
+            }
         }
         let is_hidden = |path: &str| path.split('/').any(|part| part.starts_with('.'));
-        let found = self.storage.list("")?.into_iter().filter(|found| !is_hidden(&found.path));
+        let found = self.storage.list_versions("")?.into_iter().filter(|(path, _)| !is_hidden(path));
         let root = address.trim_end_matches('/');
-        Ok(found.map(|found| format!("{root}/{}", found.path).into()).collect())
+        let mut addresses = Vec::new();
+        for (path, version) in found {
+            let address = PathBuf::from(format!("{root}/{path}"));
+            versions::compare(&address, &version)?;
+            addresses.push(address);
+        }
+        Ok(addresses)
     }
 
-    pub(super) fn bytes(&self) -> Result<u64, StorageError> {
-        self.storage.bytes("")
+    /// Which version it is; asked once.
+    pub(super) fn version(&self) -> Result<Version, DataError> {
+        if let Some(known) = versions::known(&self.address) {
+            return Ok(known);
+        }
+        let found = self.storage.version("")?;
+        versions::compare(&self.address, &found)?;
+        Ok(found)
     }
 
     /// Bytes `range`; fewer where the object ends before.
-    pub(super) fn read(&self, range: Range<u64>) -> Result<Bytes, StorageError> {
-        if range.end.saturating_sub(range.start) > BLOCK_BYTES {
-            return self.storage.read_range("", range);
+    pub(super) fn read(&self, range: Range<u64>) -> Result<Bytes, DataError> {
+        let version = self.version()?;
+        let range = range.start..range.end.min(version.bytes);
+        if range.is_empty() {
+            return Ok(Bytes::new());
         }
-        let mut bytes = BytesMut::new();
-        let mut at = range.start;
-        while at < range.end {
-            let start = at / BLOCK_BYTES * BLOCK_BYTES;
-            let block = self.block(start)?;
-            let within = (at - start) as usize..((range.end - start) as usize).min(block.len());
-            if within.is_empty() {
-                break;
-            }
-            at = start + within.end as u64;
-            bytes.extend_from_slice(&block[within]);
+        if range.end - range.start > RUN_BLOCKS * BLOCK_BYTES {
+            return self.fetch(range);
+        }
+        let mut bytes = BytesMut::with_capacity((range.end - range.start) as usize);
+        let last = (range.end - 1) / BLOCK_BYTES;
+        for index in range.start / BLOCK_BYTES..=last {
+            let block = self.block(&version, index, last)?;
+            let begins = index * BLOCK_BYTES;
+            let within = |at: u64| at.saturating_sub(begins).min(block.len() as u64) as usize;
+            bytes.extend_from_slice(&block[within(range.start)..within(range.end)]);
         }
         Ok(bytes.freeze())
     }
 
-    /// The block that begins at `start`, a multiple of [`BLOCK_BYTES`].
-    fn block(&self, start: u64) -> Result<Bytes, StorageError> {
-        BLOCKS.with_borrow_mut(|blocks| {
-            if let Some(found) = blocks.iter().position(|b| b.start == start && b.address == self.address) {
-                let block = blocks.remove(found);
-                blocks.push(block);
-            } else {
-                let bytes = self.storage.read_range("", start..start + BLOCK_BYTES)?;
-                if blocks.len() == BLOCKS_MAX {
-                    blocks.remove(0);
-                }
-                blocks.push(Block { address: self.address.clone(), start, bytes });
+    /// Fetches these bytes while others are read.
+    pub(super) fn read_ahead(&self, range: Range<u64>) {
+        let Some(version) = versions::known(&self.address) else { return };
+        let end = range.end.min(version.bytes).div_ceil(BLOCK_BYTES);
+        let first = range.start / BLOCK_BYTES;
+        self.fetch_behind(&version, first..end.min(first + RUN_BLOCKS));
+    }
+
+    /// A block. `last`: of those that are about to be read.
+    fn block(&self, version: &Version, index: u64, last: u64) -> Result<Bytes, DataError> {
+        let ahead = BLOCKS.note(&self.address, index);
+        self.fetch_behind(version, ahead.start.max(last + 1)..ahead.end);
+        if let Some(block) = BLOCKS.wait(&self.address, index) {
+            return Ok(block);
+        }
+        let run = BLOCKS.claim(&self.address, index..last + 1);
+        let range = run.start * BLOCK_BYTES..version.bytes.min(run.end * BLOCK_BYTES);
+        let fetched = self.fetch(range);
+        BLOCKS.fill(&self.address, &run, fetched.as_ref().ok());
+        let bytes = fetched?;
+        let begins = ((index - run.start) * BLOCK_BYTES) as usize;
+        Ok(bytes.slice(begins..bytes.len().min(begins + BLOCK_BYTES as usize)))
+    }
+
+    /// Has missing ones of `blocks` fetched by others than this thread. What can't be fetched so will be asked for again.
+    fn fetch_behind(&self, version: &Version, blocks: Range<u64>) {
+        let blocks = blocks.start..blocks.end.min(version.bytes.div_ceil(BLOCK_BYTES));
+        let mut rest = blocks;
+        while !rest.is_empty() {
+            let run = BLOCKS.claim(&self.address, rest.start..rest.end.min(rest.start + RUN_BLOCKS));
+            rest.start = run.end.max(rest.start + 1);
+            if run.is_empty() {
+                continue;
             }
-            Ok(blocks.last().expect("one was just put there").bytes.clone())
-        })
+            let (this, version) = (self.clone(), version.clone());
+            runtime().spawn(async move {
+                let range = run.start * BLOCK_BYTES..version.bytes.min(run.end * BLOCK_BYTES);
+                let fetched = this.storage.fetch("", range).await.ok();
+                let bytes = fetched.filter(|(_, found)| *found == version).map(|(bytes, _)| bytes);
+                BLOCKS.fill(&this.address, &run, bytes.as_ref());
+            });
+        }
+    }
+
+    /// Asks the store, and waits for it.
+    fn fetch(&self, range: Range<u64>) -> Result<Bytes, DataError> {
+        let address = self.address.to_string_lossy();
+        let fetched = patiently(&address, || runtime().block_on(self.storage.fetch("", range.clone())));
+        match fetched {
+            Ok((bytes, found)) => {
+                versions::compare(&self.address, &found)?;
+                Ok(bytes)
+            }
+            Err(StorageError::NotFound { .. }) if versions::known(&self.address).is_some() => {
+                Err(DataError::Changed { path: self.address.clone(), reason: "it is gone".into() })
+            }
+            // It may be shorter than it was.
+            Err(error) => {
+                if !error.may_pass()
+                    && let Ok(found) = self.storage.version("")
+                {
+                    versions::compare(&self.address, &found)?;
+                }
+                Err(error.into())
+            }
+        }
     }
 
     /// To be read like a file.
-    pub(super) fn open(self) -> Result<ObjectFile, StorageError> {
-        let bytes = self.bytes()?;
+    pub(super) fn open(self) -> Result<ObjectFile, DataError> {
+        let bytes = self.version()?.bytes;
         Ok(ObjectFile { object: self, at: 0, bytes })
     }
 }
@@ -133,17 +201,7 @@ impl Seek for ObjectFile {
     }
 }
 
-#[derive(Debug)]
-struct Block {
-    address: PathBuf,
-    start: u64,
-    bytes: Bytes,
-}
-
-thread_local! {
-    /// Last used last.
-    static BLOCKS: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
-}
+static BLOCKS: Blocks = Blocks::new();
 
 /// Stores that are open, by scheme and host.
 static STORES: OnceLock<Mutex<BTreeMap<String, Storage>>> = OnceLock::new();
@@ -164,10 +222,6 @@ fn storage(address: &str) -> Result<Storage, StorageError> {
     };
     Ok(store.join(path))
 }
-
-const BLOCK_BYTES: u64 = 1 << 20;
-/// A reader may read two files side by side; a columnar one reads more, in larger pieces.
-const BLOCKS_MAX: usize = 8;
 
 #[cfg(test)]
 mod tests {
@@ -249,13 +303,13 @@ mod tests {
         let expected = "s3://lacks/a.csv line 2: column \"y\" is \"x\" where a finite number should be";
         assert_eq!(describe("s3://lacks"), expected);
         assert_eq!(describe("s3://lacks/none"), "s3://lacks/none: no file ending in .csv in this folder");
-        let file = crate::File { path: "s3://lacks/b.bin".into(), records: 2 };
+        let file = crate::File::new("s3://lacks/b.bin", 2);
         let error = FixedRecords::new(2).read(&file, 0..2).unwrap_err().to_string();
         assert_eq!(
             error,
             "s3://lacks/b.bin: 3 bytes where data was to be read up to byte 4: was it changed since?"
         );
-        let file = crate::File { path: "s3://lacks/gone.bin".into(), records: 2 };
+        let file = crate::File::new("s3://lacks/gone.bin", 2);
         let error = FixedRecords::new(2).read(&file, 0..2).unwrap_err().to_string();
         assert_eq!(error, "s3://lacks/gone.bin: no such file");
     }

@@ -53,11 +53,17 @@ impl Reader for TextWindows {
             rest -= used;
             let records = used.saturating_sub(1) / self.context;
             if records > 0 {
-                dataset.files.push(File { path: files::text(&path)?, records });
+                let version = Some(files::version(&[&path])?);
+                dataset.files.push(File { path: files::text(&path)?, records, version });
             }
         }
         let reason = format!("no text as long as a window, {} bytes", self.context + 1);
         files::not_empty(source, dataset, &reason)
+    }
+
+    fn read_ahead(&mut self, file: &File, range: Range<u64>) {
+        let length = (range.end - range.start).saturating_mul(self.context).saturating_add(1);
+        files::read_ahead(Path::new(&file.path), range.start.saturating_mul(self.context), length);
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Vec<u8>>, DataError> {
@@ -66,6 +72,7 @@ impl Reader for TextWindows {
         }
         let start = range.start.saturating_mul(self.context);
         let length = (range.end - range.start).saturating_mul(self.context).saturating_add(1);
+        files::check(file, &[Path::new(&file.path)])?;
         let bytes = files::read(Path::new(&file.path), start, length)?;
         // The bytes are in memory, so the context, which is no longer than they are, fits into a usize.
         let context = self.context as usize;
@@ -138,7 +145,7 @@ mod tests {
     fn a_file_that_has_shrunk_is_an_error_that_names_both_lengths() {
         let folder = folder(&[("a", "abcdefg")]);
         let path = folder.path().join("a").to_str().unwrap().to_owned();
-        let error = TextWindows::new(3).read(&File { path: path.clone(), records: 3 }, 2..3).unwrap_err();
+        let error = TextWindows::new(3).read(&File::new(&*path, 3), 2..3).unwrap_err();
         let text = format!("{path}: 7 bytes where data was to be read up to byte 10: was it changed since?");
         assert_eq!(error.to_string(), text);
     }

@@ -11,7 +11,7 @@ use crate::core::evaluation::{Plan, Scores};
 use crate::core::header;
 use crate::failure::{Failure, call_user};
 use crate::model::{Metrics, Model};
-use crate::prefetch::read_piece;
+use crate::prefetch::{ReadError, read_piece};
 use crate::reader::{Dataset, Reader};
 use crate::tensors::Tensors;
 
@@ -25,7 +25,7 @@ pub(crate) struct Validation<R> {
 
 impl<R: Reader> Validation<R> {
     /// Records `range`, in order, of however many files.
-    fn read(&mut self, range: Range<u64>) -> Result<Vec<R::Record>, String> {
+    fn read(&mut self, range: Range<u64>) -> Result<Vec<R::Record>, ReadError> {
         let (mut records, mut first) = (Vec::new(), 0);
         for file in &self.dataset.files {
             let end = first + file.records;
@@ -42,16 +42,17 @@ impl<R: Reader> Validation<R> {
 impl<M: Model> Trainer<'_, M> {
     /// Evaluates these blocks, and hears what the others make of theirs.
     pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
-        let failed = |error| Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false });
-        let mine = header::encode(&self.scores(blocks).map_err(failed)?);
+        let failed =
+            |error: ReadError| Failure { error: error.text, ranges: Vec::new(), fatal: error.ends_job };
+        let mine = header::encode(&self.scores(blocks).map_err(|error| Stopped::Failed(failed(error)))?);
         let ring = ring(&mut self.ring)?.host_mut();
         let scores: Vec<Scores> = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
         self.session.evaluated(&scores).map_err(|error| Stopped::Failed(Failure::fatal(error)))
     }
 
-    fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, String> {
+    fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, ReadError> {
         let Self { model, tensors, validation, .. } = self;
-        let validation = validation.as_mut().ok_or("there is no validation data")?;
+        let validation = validation.as_mut().ok_or_else(|| "there is no validation data".to_owned())?;
         let most = model.micro_batch().unwrap_or(usize::MAX).max(1);
         let records = validation.plan.records;
         let mut scores = Scores { records, first_block: blocks.start, blocks: Vec::new() };

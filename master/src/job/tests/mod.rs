@@ -17,5 +17,6 @@ mod reports;
 mod silence;
 mod stall;
 mod status;
+mod storage_waits;
 mod tally;
 mod world;

@@ -19,7 +19,10 @@ fn report() -> LedgerReport {
 }
 
 fn described(files: Vec<(&str, u64)>) -> Kind {
-    let files = files.into_iter().map(|(path, records)| v1::File { path: path.into(), records }).collect();
+    let files = files
+        .into_iter()
+        .map(|(path, records)| v1::File { path: path.into(), records, version: None })
+        .collect();
     let dataset = v1::described::Outcome::Dataset(v1::Dataset { files });
     Kind::Described(v1::Described { outcome: Some(dataset) })
 }
@@ -60,7 +63,7 @@ fn convert(kind: Kind) -> Result<FromWorker, String> {
 #[test]
 fn every_message_keeps_every_field() {
     let generation = Generation(4);
-    let file = |path: &str, records| File { path: path.into(), records };
+    let file = |path: &str, records| File { path: path.into(), records, version: None };
     let error = v1::described::Outcome::Error("no such file".into());
     let phases =
         v1::Phases { detect_us: 1, abort_us: 6, agree_us: 2, connect_us: 3, state_us: 4, first_step_us: 5 };

@@ -86,7 +86,7 @@ fn spec(workers: u32) -> JobSpec {
 }
 
 fn dataset(shards: u64) -> Dataset {
-    Dataset { files: vec![File { path: "none".into(), records: shards * SHARD_RECORDS }] }
+    Dataset { files: vec![File { path: "none".into(), records: shards * SHARD_RECORDS, version: None }] }
 }
 
 fn connect(job: &mut Job, i: u64) {

@@ -113,6 +113,8 @@ struct World {
     joins: u32,
     leaves: u32,
     highest_step: u64,
+    /// Storage answers now and then only: ranks can't read what is leased to them.
+    storage_fails: bool,
     /// What the lowest ranks have said, by step.
     evaluations: BTreeMap<u64, BTreeMap<String, f64>>,
 }
@@ -148,6 +150,7 @@ impl World {
             queue: BTreeMap::new(),
             crashes,
             highest_step: 0,
+            storage_fails: false,
             evaluations: BTreeMap::new(),
         };
         for _ in 0..world.rng.random_range(1..5) {
@@ -266,8 +269,13 @@ impl World {
                 if !std::mem::replace(&mut node.gradient_is_pending, true) {
                     node.gradient.clear();
                 }
-                node.gradient.extend(&ranges);
+                let records: u64 = ranges.iter().map(RecordRange::len).sum();
+                let away = self.storage_fails && self.rng.random_bool(0.3);
+                let read = if away { self.rng.random_range(0..=records) } else { records };
+                let (read, unread) = cut(&ranges, read);
+                node.gradient.extend(&read);
                 node.session.computed(0.0, 0);
+                node.session.not_read(&unread);
             }
             Task::Connect(membership) => {
                 self.end_streams(index, &membership);
@@ -293,13 +301,18 @@ impl World {
             }
             Task::Repair(plan) => self.begin_repair(index, &plan),
             Task::Step => {
+                self.limit_held(index);
+                let node = &mut self.nodes[index];
                 if !node.gradient_is_pending {
                     node.gradient.clear();
                 }
                 self.enter(index, What::Step, None);
             }
             Task::Synchronize => self.enter(index, What::Synchronize, None),
-            Task::Talk => self.enter(index, What::Talk, None),
+            Task::Talk => {
+                self.limit_held(index);
+                self.enter(index, What::Talk, None);
+            }
             Task::Wait => {}
         }
     }
@@ -335,6 +348,14 @@ impl World {
     }
 
     /// Enters the next operation of the node's ring with what it has to say.
+    /// Storage is away for some ranks, which have read some records before.
+    fn limit_held(&mut self, index: usize) {
+        let session = &mut self.nodes[index].session;
+        let held: u64 = session.held().map(|range| range.len()).sum();
+        let away = self.storage_fails && self.rng.random_bool(0.3);
+        session.limit_held(if away { Some(self.rng.random_range(0..=held)) } else { None });
+    }
+
     fn enter(&mut self, index: usize, what: What, from: Option<usize>) {
         let node = &mut self.nodes[index];
         let digest = fingerprint(&node.parameters);
@@ -437,6 +458,10 @@ impl World {
                 assert_eq!(sum, said, "seed {seed}: headers tell what gradients hold");
                 self.serve(index);
                 let node = &mut self.nodes[index];
+                if sum.is_empty() {
+                    assert!(self.storage_fails, "seed {seed}: a step of no records");
+                    return node.session.talked(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                }
                 node.parameters.extend(&sum);
                 node.kept.clone_from(&sum);
                 node.gradient_is_pending = false;
@@ -529,6 +554,18 @@ impl World {
     }
 }
 
+/// The first `records` records of `ranges`, and the rest.
+fn cut(ranges: &[RecordRange], mut records: u64) -> (Absorbed, Absorbed) {
+    let (mut first, mut rest) = (Absorbed::new(), Absorbed::new());
+    for range in ranges {
+        let middle = range.start + range.len().min(records);
+        records -= middle - range.start;
+        first.extend(Some(RecordRange { end: middle, ..*range }).filter(|range| !range.is_empty()));
+        rest.extend(Some(RecordRange { start: middle, ..*range }).filter(|range| !range.is_empty()));
+    }
+    (first, rest)
+}
+
 fn address() -> SocketAddr {
     ([127, 0, 0, 1], 1).into()
 }
@@ -543,6 +580,15 @@ fn fingerprint(parameters: &Absorbed) -> u64 {
 fn every_record_is_absorbed_exactly_once_whatever_crashes_joins_or_leaves() {
     for seed in 0..2000 {
         World::new(seed).run();
+    }
+}
+
+#[test]
+fn every_record_is_absorbed_exactly_once_where_storage_answers_now_and_then_only() {
+    for seed in 0..1000 {
+        let mut world = World::new(seed);
+        world.storage_fails = true;
+        world.run();
     }
 }
 

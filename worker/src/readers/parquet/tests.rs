@@ -124,17 +124,20 @@ fn a_value_that_can_t_be_used_is_an_error_with_its_file_row_group_column_and_row
     let folder = folder(&[("a.parquet", table_with(&[0..20, 20..90], |i| i == 35))]);
     let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
     let mut reader = reader();
-    let dataset = reader.describe(&path).unwrap();
-    let mut refusal = |range| reader.read(&dataset.files[1], range).unwrap_err().to_string();
+    let error = reader.describe(&path).unwrap_err().to_string();
+    let expected = "column \"rooms\" has a null where a value should be in each row; fill it before";
+    assert_eq!(error, format!("{path}: row group 1: {expected}"), "its footer counts nulls");
+    let files = [File::new(format!("{path}#0"), 20), File::new(format!("{path}#1"), 70)];
+    let mut refusal = |range| reader.read(&files[1], range).unwrap_err().to_string();
     let expected = format!("{path}: row group 1: column \"rooms\", row 15: a null where a value should be");
     assert_eq!(refusal(10..20), expected);
     let expected = format!("{path}: row group 1: column \"price\", row 57: NaN where a finite f32 should be");
     assert_eq!(refusal(50..60), expected);
     // A reader that has failed reads what can be read.
     assert_eq!(refusal(15..16), refusal(15..16));
-    assert_eq!(reader.read(&dataset.files[1], 16..18).unwrap(), rows(36..38));
+    assert_eq!(reader.read(&files[1], 16..18).unwrap(), rows(36..38));
     let mut raw = ParquetRows::new().text("raw");
-    let error = raw.read(&dataset.files[0], 3..4).unwrap_err().to_string();
+    let error = raw.read(&files[0], 3..4).unwrap_err().to_string();
     assert_eq!(error, format!("{path}: row group 0: column \"raw\", row 3: bytes that are not UTF-8"));
 }
 
@@ -180,7 +183,7 @@ fn a_file_that_is_torn_or_was_changed_is_an_error_that_names_it_and_never_a_pani
         error.starts_with(&format!("{text}: row group 0: column \"city\", rows 30..41: 10 rows")),
         "{error}"
     );
-    let other = File { path: format!("{text}#7"), records: 1 };
+    let other = File::new(format!("{text}#7"), 1);
     let error = reader().read(&other, 0..1).unwrap_err().to_string();
     assert_eq!(error, format!("{text}: row group 7: the file has 1 row groups: was it changed since?"));
     let error = reader().describe(folder.path().join("empty.parquet").to_str().unwrap()).unwrap_err();
