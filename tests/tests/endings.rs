@@ -230,6 +230,7 @@ fn a_worker_that_is_replaced_after_the_program_was_built_again_runs_the_one_that
     let ended = job.wait();
     ended.assert_exactly_once("a new program", RECORDS, 3);
     assert!(ended.output.contains("the job's own copy of the program"), "{}", ended.output);
+    assert!(!stage.folder.path().join("job/program").exists(), "nobody needs it any more");
     assert_eq!(ended.summary["workers"]["restarts"], 1);
 }
 

@@ -1,6 +1,6 @@
 //! `elasticdl train --local --detach`: the same command again, as a process without a terminal.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -107,8 +107,7 @@ fn refusal(master: &mut Child, code: Option<i32>) -> Failure {
 
 /// How commands find the job in this directory.
 fn name_of(job_dir: &Path) -> String {
-    let name = job_dir.file_name().unwrap_or(OsStr::new(""));
-    if directory_of(Path::new(name)) == job_dir {
+    if let Some(name) = job_dir.file_name().filter(|name| directory_of(Path::new(name)) == job_dir) {
         return name.display().to_string();
     }
     quoted(&std::path::absolute(job_dir).unwrap_or_else(|_| PathBuf::from(job_dir)))

@@ -281,6 +281,10 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     // Whatever a task still holds goes now, before the report.
     drop(runtime);
     let written = write_summaries(work.summary.as_deref(), &dir, &ended);
+    if written.is_ok() {
+        // No worker will be started any more. There may be no copy.
+        let _ = std::fs::remove_file(dir.program_path());
+    }
     if !work.quiet {
         let (logs, summary) = (dir.logs(), dir.summary_path());
         let summary = work.summary.as_deref().unwrap_or(&summary);

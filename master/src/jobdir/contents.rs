@@ -146,7 +146,7 @@ fn is_job_file(name: &OsStr) -> bool {
         Some(file.to_owned())
     };
     let staged = name.to_str().and_then(staged);
-    FILES.iter().any(|file| name == *file || staged.as_deref() == Some(file))
+    JOB_FILES.iter().any(|file| name == *file || staged.as_deref() == Some(file))
 }
 
 fn names(folder: &Path) -> io::Result<Vec<OsString>> {
@@ -160,7 +160,8 @@ fn names_or_none(folder: &Path) -> io::Result<Vec<OsString>> {
     }
 }
 
-const FILES: [&str; 8] = [JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN];
+/// Every file that a job writes at the top of its directory. One that is missing here is never removed.
+const JOB_FILES: [&str; 9] = [JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN, "files.zst"];
 
 #[cfg(test)]
 mod tests {
@@ -192,7 +193,7 @@ mod tests {
     fn ended(root: &Path) {
         let dir = JobDir::create(root).unwrap();
         dir.publish("127.0.0.1:1".parse().unwrap()).unwrap();
-        for file in [JOB, RECORD, PROCESSES, PROGRAM, SUMMARY, ".record.json.0123abcd.tmp"] {
+        for file in JOB_FILES.into_iter().chain([".record.json.0123abcd.tmp"]).filter(|&file| file != LOCK) {
             fs::write(root.join(file), "").unwrap();
         }
         for log in [dir.master_log(), worker_log(&dir.logs(), LaunchId(12))] {
