@@ -15,7 +15,7 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncod
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
-pub(crate) use server::serve;
+pub(crate) use server::{HEALTH, READY, Ready, serve};
 
 use crate::job::{End, Histogram, Recoveries, Snapshot};
 

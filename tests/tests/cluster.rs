@@ -5,8 +5,9 @@
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::collections::BTreeSet;
+use std::process::Command;
 
-use elasticdl_tests::cluster::{Job, Namespace, name, text, uid};
+use elasticdl_tests::cluster::{Job, Namespace, must, name, text, uid};
 use elasticdl_tests::send;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -186,6 +187,7 @@ fn a_namespace_without_rights_is_refused_before_anything_is_made() {
     for word in ["service account elasticdl", "manifests/rbac.yaml", namespace.name()] {
         assert!(output.contains(word), "{word}: {output}");
     }
+    let advice = output.split("manifests/rbac.yaml: ").nth(1).unwrap().lines().next().unwrap().to_owned();
     // An account without a role.
     namespace.apply("apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: elasticdl}\n");
     let (code, output) = Job::start(&namespace, "count", &["--num-workers", "1"], 0).wait();
@@ -194,6 +196,10 @@ fn a_namespace_without_rights_is_refused_before_anything_is_made() {
         assert!(output.contains(word), "{word}: {output}");
     }
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
+    // What the message says to do is enough.
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    must(Command::new("sh").args(["-c", &advice]).current_dir(root));
+    Job::start(&namespace, "count", &["--num-workers", "1"], 0).assert_completes(1);
 }
 
 #[test]

@@ -46,7 +46,7 @@ fn the_images_train_a_model_in_three_pods() {
         let options =
             ["--image", &examples, "--master-image", master_image, "--job-name", job, "--volume", &volume];
         let mut command = namespace.elasticdl("train", options);
-        command.args(["--training-data", "/data", "--image-pull-policy", "Never", "--worker-timeout", "10s"]);
+        command.args(["--training-data", "/data", "--image-pull-policy", "Never"]);
         command.args(["--num-workers", "3", "--num-epochs", "20", "--global-batch-size", "60"]);
         command.args(["--master-resources", "cpu=10m,memory=64Mi"]);
         command.args(["--worker-resources", "cpu=10m,memory=64Mi", "--", "linear"]);

@@ -181,7 +181,14 @@ impl Printer {
         if missed > 0 {
             self.say(&format!("({missed} lines before this are in the master's log)"));
         }
-        new.iter().for_each(|event| self.say(event));
+        let first = status.events.len() - new.len();
+        for (index, event) in new.iter().enumerate() {
+            let at = status.events_at_s.get(first + index).copied().filter(|at| at.is_finite() && *at >= 0.0);
+            match at.and_then(|at| Duration::try_from_secs_f64(at).ok()) {
+                Some(at) => self.say_at(Time(at), event),
+                None => self.say(event),
+            }
+        }
         self.events_said = status.events_said;
         self.progress.glance(self.now(), glance(&status));
         self.events = status.events;
@@ -189,9 +196,14 @@ impl Printer {
 
     /// Shows a line, unless it is the one before.
     fn say(&mut self, text: &str) {
+        self.say_at(self.now(), text);
+    }
+
+    /// As [`Printer::say`], of something that happened then.
+    fn say_at(&mut self, time: Time, text: &str) {
         if self.last != text {
             self.last = text.into();
-            self.progress.say(self.now(), text.into());
+            self.progress.say(time, text.into());
         }
     }
 }

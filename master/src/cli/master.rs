@@ -1,16 +1,20 @@
 //! `elasticdl master`: the master of a job in a cluster, in its pod.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash as _, Hasher as _};
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
@@ -19,14 +23,17 @@ use super::view::StatusJson;
 use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
 use crate::entrance::{Entrance, Identity};
 use crate::job::{JobRecord, Outcome, Snapshot, Status};
-use crate::kube::anchor::{Anchor, Data, INCARNATION, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes};
+use crate::kube::anchor::{Anchor, Data, INCARNATION, MASTER, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes};
 use crate::kube::client::{Choice, Cluster};
 use crate::kube::events::Recorder;
 use crate::kube::kept::{self, Keeper, Kept};
 use crate::kube::lease::{Holder, Lease, Warrant};
-use crate::kube::objects::{CERTIFICATE_FILE, KEY_FILE, PORT, TASK, TOKEN_FILE, Task, WORKER_POD};
+use crate::kube::objects::{
+    CERTIFICATE_FILE, KEY_FILE, METRICS_PORT, PORT, TASK, TOKEN_FILE, Task, WORKER_POD,
+};
 use crate::kube::pods::{self, Mould, Pods};
 use crate::kube::submit;
+use crate::kube::succession::{self, Next};
 use crate::metrics;
 use crate::progress::Progress;
 use crate::report;
@@ -73,13 +80,17 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
         signal(SignalKind::terminate()).map_err(|e| Failure::failed(format!("can't handle signals: {e}")))?;
     let cluster = Cluster::connect(&Choice::default()).await.map_err(to_failure)?;
     let anchor = Anchor::new(&cluster, &args.job_name);
-    let meta = anchor.read().await.map_err(to_failure)?.metadata;
+    let ConfigMap { metadata: meta, data, .. } = anchor.read().await.map_err(to_failure)?;
+    // Who waits for the lease is alive, too.
+    let pages = Pages::serve(&data.unwrap_or_default()).await?;
     let mut lease = tokio::select! {
         lease = Lease::acquire(&cluster, &meta, &args.pod) => lease.map_err(to_failure)?,
         _ = terminate.recv() => return Ok(EXIT_TERMINATED),
     };
     let (tell_keeper, keeper) = oneshot::channel();
-    let leading = lead(args, &cluster, &anchor, lease.warrant(), tell_keeper);
+    let give_up = Notify::new();
+    let lead = Lead { args, cluster: &cluster, anchor: &anchor, give_up: &give_up };
+    let leading = lead.run(lease.warrant(), &pages, tell_keeper);
     tokio::pin!(leading);
     let code = tokio::select! {
         code = &mut leading => code,
@@ -93,7 +104,7 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
             info!("told to end: the job is left to its next master");
             tokio::select! {
                 code = &mut leading => code,
-                () = hand_over(keeper) => Ok(EXIT_TERMINATED),
+                () = hand_over(&cluster, &meta, &args.pod, keeper, &give_up) => Ok(EXIT_TERMINATED),
             }
         }
     };
@@ -101,36 +112,82 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
     code
 }
 
-/// Does a master's work, while the lease is held.
+/// What a master does its work with, while the lease is held.
+struct Lead<'a> {
+    args: &'a MasterArgs,
+    cluster: &'a Cluster,
+    anchor: &'a Anchor,
+    /// The job is to end at once.
+    give_up: &'a Notify,
+}
+
+impl Lead<'_> {
+    /// Leads the job; the exit code. Where the job has failed, the Job fails with this master.
+    async fn run(
+        &self,
+        warrant: Warrant,
+        pages: &Pages,
+        tell_keeper: oneshot::Sender<Kept>,
+    ) -> Result<u8, Failure> {
+        // What the master before this one has written last is there by now.
+        let submitted = Submitted::read(self.anchor.read().await.map_err(to_failure)?);
+        let (code, led) = match submitted {
+            Ok(Submitted { ended: Some(code), .. }) => {
+                info!("the job has ended before; this master has nothing to do");
+                (Ok(code), false)
+            }
+            Ok(submitted) => (self.conduct(submitted, warrant, pages, tell_keeper).await, true),
+            Err(failure) => (Err(failure), true),
+        };
+        // What a job was asked for does not get better either.
+        let has_failed = match &code {
+            Ok(code) => [EXIT_FAILED, EXIT_USAGE].contains(code),
+            Err(failure) => failure.code == EXIT_USAGE,
+        };
+        if has_failed {
+            succession::allow_no_more(self.cluster, &self.args.job_name, led).await;
+        }
+        code
+    }
+
+    async fn conduct(
+        &self,
+        submitted: Submitted,
+        warrant: Warrant,
+        pages: &Pages,
+        tell_keeper: oneshot::Sender<Kept>,
+    ) -> Result<u8, Failure> {
+        let Self { args, cluster, anchor, give_up } = *self;
+        lead(args, (cluster, anchor), submitted, warrant, pages, tell_keeper, give_up).await
+    }
+}
+
+/// Does a master's work.
 async fn lead(
     args: &MasterArgs,
-    cluster: &Cluster,
-    anchor: &Anchor,
+    (cluster, anchor): (&Cluster, &Anchor),
+    submitted: Submitted,
     warrant: Warrant,
+    pages: &Pages,
     tell_keeper: oneshot::Sender<Kept>,
+    give_up: &Notify,
 ) -> Result<u8, Failure> {
-    // What the master before this one has written last is there by now.
-    let submitted = Submitted::read(anchor.read().await.map_err(to_failure)?)?;
-    if let Some(code) = submitted.ended {
-        info!("the job has ended before; this master has nothing to do");
-        return Ok(code);
-    }
     let token = std::fs::read_to_string(&args.token_file)
         .map_err(|e| Failure::failed(format!("can't read the token {}: {e}", args.token_file.display())))?;
     let token = Token::from_hex(&token)
         .ok_or_else(|| Failure::failed(format!("{} holds no token", args.token_file.display())))?;
     let identity =
         Identity::read(&args.tls_cert, &args.tls_key).map_err(|e| Failure::failed(e.to_string()))?;
-    let incarnation = Data::from([(INCARNATION.into(), submitted.incarnation.to_string())]);
+    let incarnation = Data::from([
+        (INCARNATION.into(), submitted.incarnation.to_string()),
+        (MASTER.into(), args.pod.pod.clone()),
+    ]);
     anchor.write(&incarnation).await.map_err(to_failure)?;
+    succession::allow_many(cluster, &args.job_name).await;
     let address = submit::service_address(cluster, &args.job_name).await.map_err(to_failure)?;
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
         .await
         .map_err(|e| Failure::failed(format!("can't listen on port {PORT}: {e}")))?;
-    let metrics_port = submitted.task.metrics_port;
-    let scraped = TcpListener::bind((Ipv6Addr::UNSPECIFIED, metrics_port))
-        .await
-        .map_err(|e| Failure::failed(format!("can't listen on port {metrics_port} for metrics: {e}")))?;
     let recorder = Recorder::start(cluster, &submitted.meta);
     let mould = Mould {
         template: submitted.template,
@@ -154,14 +211,17 @@ async fn lead(
         )));
     }
     let pods = Pods::new(cluster, mould, warrant.clone(), recorder);
+    if submitted.record.as_ref().is_some_and(|record| record.step() > 0) {
+        pods.has_trained();
+    }
     let keeper = Keeper::new(anchor.clone(), warrant.clone());
+    let _ = pages.lead.set(warrant.clone());
     let office = Office { incarnation: submitted.incarnation, warrant };
     // Who waits for it may have gone.
     let _ = tell_keeper.send(keeper.watch());
     let entrance = Entrance { listener, token, identity: Some(identity) };
-    let (publish, published) = watch::channel(None);
-    let progress = Progress::on_stderr().published(publish);
-    tokio::spawn(metrics::serve(scraped, published.clone()));
+    let published = pages.publish.subscribe();
+    let progress = Progress::on_stderr().published(pages.publish.clone());
     let events = match &submitted.task.tensorboard_dir {
         Some(folder) => {
             let events = EventFile::create(folder, &args.job_name).map_err(|e| {
@@ -180,7 +240,7 @@ async fn lead(
         }
     };
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
-    let code = conduct(master, anchor, published).await;
+    let code = conduct(master, anchor, published, submitted.age, give_up).await;
     if let Some(events) = events {
         // The last point.
         let _ = events.await;
@@ -188,10 +248,53 @@ async fn lead(
     code
 }
 
-/// Waits until what the next master needs is kept, for as long as that usually takes.
-async fn hand_over(keeper: oneshot::Receiver<Kept>) {
-    if let Ok(mut kept) = keeper.await {
-        kept.flush(HAND_OVER_TIMEOUT).await;
+/// What a master shows over HTTP from its start on.
+struct Pages {
+    publish: watch::Sender<Option<Snapshot>>,
+    /// Set once this master leads.
+    lead: Arc<OnceLock<Warrant>>,
+}
+
+impl Pages {
+    /// Serves them on the port that the anchor names.
+    async fn serve(anchor: &Data) -> Result<Self, Failure> {
+        let task = anchor.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
+        let port = task.map_or(METRICS_PORT, |task| task.metrics_port);
+        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))
+            .await
+            .map_err(|e| Failure::failed(format!("can't listen on port {port} for metrics: {e}")))?;
+        let pages = Self { publish: watch::Sender::new(None), lead: Arc::default() };
+        let lead = Arc::clone(&pages.lead);
+        let ready: metrics::Ready = Arc::new(move || lead.get().is_some_and(Warrant::holds));
+        tokio::spawn(metrics::serve(listener, pages.publish.subscribe(), ready));
+        Ok(pages)
+    }
+}
+
+/// Waits until what the next master needs is kept, and another master is made, for as long as that usually takes. Where
+/// none is to come, the job is ended: the future is not ready before that.
+async fn hand_over(
+    cluster: &Cluster,
+    meta: &ObjectMeta,
+    pod: &Holder,
+    keeper: oneshot::Receiver<Kept>,
+    give_up: &Notify,
+) {
+    let keep = async {
+        if let Ok(mut kept) = keeper.await {
+            kept.flush(HAND_OVER_TIMEOUT).await;
+        }
+    };
+    let next = tokio::time::timeout(HAND_OVER_TIMEOUT, succession::provide(cluster, meta, pod));
+    match tokio::join!(keep, next).1 {
+        Ok(Ok(Next::Master)) => {}
+        Ok(Ok(Next::Nothing(why))) => {
+            warn!(why, "no other master is to come: the job ends");
+            give_up.notify_one();
+            tokio::time::sleep(GIVE_UP_TIMEOUT).await;
+        }
+        Ok(Err(error)) => warn!(%error, "the next master is the Job's to make"),
+        Err(_) => warn!("the API server does not answer: the next master is the Job's to make"),
     }
 }
 
@@ -200,11 +303,15 @@ async fn conduct(
     master: Master,
     anchor: &Anchor,
     mut published: watch::Receiver<Option<Snapshot>>,
+    age: Duration,
+    give_up: &Notify,
 ) -> Result<u8, Failure> {
+    let start = Instant::now();
     let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
     let mut wishes = Wishes::default();
     let mut followed = anchor.follow();
-    let publishing = publish(anchor, published.clone());
+    let times = RefCell::default();
+    let publishing = publish(anchor, published.clone(), age, &times);
     tokio::pin!(publishing);
     let run = master.run(interrupted);
     tokio::pin!(run);
@@ -212,6 +319,9 @@ async fn conduct(
         tokio::select! {
             ended = &mut run => break ended,
             () = &mut publishing => {}
+            () = give_up.notified() => {
+                let _ = interrupts.send(Interrupt::Kill).await;
+            }
             sight = followed.next() => match sight {
                 Sight::Forbidden(message) => warn!(message, "the anchor can't be watched: scale and stop have no effect"),
                 Sight::Gone => {
@@ -231,7 +341,9 @@ async fn conduct(
     };
     drop(followed);
     let status = published.borrow_and_update().as_ref().map(|snapshot| snapshot.status.clone());
-    write_end(anchor, &ended, status).await?;
+    let mut times = times.take();
+    times.note(age + start.elapsed(), status.as_ref().map_or(0, |status| status.events_said));
+    write_end(anchor, &ended, status, &times).await?;
     Ok(code_of(ended.outcome))
 }
 
@@ -244,9 +356,15 @@ fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
     scale.into_iter().chain(checkpoint).chain(stop).collect()
 }
 
-/// Writes the status to the anchor whenever it is time; ends with the job.
-async fn publish(anchor: &Anchor, mut published: watch::Receiver<Option<Snapshot>>) {
+/// Writes the status of a job that is this old to the anchor whenever it is time; ends with the job.
+async fn publish(
+    anchor: &Anchor,
+    mut published: watch::Receiver<Option<Snapshot>>,
+    age: Duration,
+    times: &RefCell<Times>,
+) {
     let mut pace = Pace::default();
+    let start = Instant::now();
     loop {
         let snapshot = published.borrow_and_update().clone();
         let Some(Snapshot { status, .. }) = snapshot else {
@@ -255,6 +373,7 @@ async fn publish(anchor: &Anchor, mut published: watch::Receiver<Option<Snapshot
             }
             continue;
         };
+        times.borrow_mut().note(age + start.elapsed(), status.events_said);
         let news = news_of(&status);
         let due = pace.due(Instant::now(), news);
         if due > Instant::now() {
@@ -266,7 +385,7 @@ async fn publish(anchor: &Anchor, mut published: watch::Receiver<Option<Snapshot
             }
             continue;
         }
-        let text = status_json(status);
+        let text = status_json(status, &times.borrow());
         if let Err(error) = anchor.write(&Data::from([(STATUS.into(), text)])).await {
             // Training does not wait for it.
             warn!(%error, "the status was not written to the anchor");
@@ -275,8 +394,34 @@ async fn publish(anchor: &Anchor, mut published: watch::Receiver<Option<Snapshot
     }
 }
 
-fn status_json(status: Status) -> String {
-    StatusJson::from(service::status_reply(status)).to_pretty_json()
+fn status_json(status: Status, times: &Times) -> String {
+    let mut status = StatusJson::from(service::status_reply(status));
+    status.events_at_s = times.of_last(status.events.len());
+    status.to_pretty_json()
+}
+
+/// When the lines of a job's story were said, by its age.
+#[derive(Debug, Default)]
+struct Times {
+    said: u64,
+    /// Of the newest lines.
+    at: VecDeque<Duration>,
+}
+
+impl Times {
+    /// At this age of the job, so many lines have been said.
+    fn note(&mut self, age: Duration, said: u64) {
+        let new = said.saturating_sub(self.said).min(LINES_MAX as u64);
+        self.said = said;
+        self.at.extend((0..new).map(|_| age));
+        self.at.drain(..self.at.len().saturating_sub(LINES_MAX));
+    }
+
+    /// Of the last `count` lines, in seconds.
+    fn of_last(&self, count: usize) -> Vec<f64> {
+        let skipped = self.at.len().saturating_sub(count);
+        self.at.iter().skip(skipped).map(|at| (at.as_secs_f64() * 1000.0).round() / 1000.0).collect()
+    }
 }
 
 /// A digest of what is worth a write of its own.
@@ -291,14 +436,19 @@ fn news_of(status: &Status) -> u64 {
     hasher.finish()
 }
 
-async fn write_end(anchor: &Anchor, ended: &Ended, status: Option<Status>) -> Result<(), Failure> {
+async fn write_end(
+    anchor: &Anchor,
+    ended: &Ended,
+    status: Option<Status>,
+    times: &Times,
+) -> Result<(), Failure> {
     let mut summary = ended.summary.clone();
     // An anchor holds a megabyte. The last changes tell most.
     let surplus = summary.memberships.len().saturating_sub(MEMBERSHIPS_MAX);
     summary.memberships.drain(..surplus);
     let text = String::from_utf8(report::to_json(&summary)).expect("JSON is UTF-8");
     let mut data = Data::from([(SUMMARY.into(), text)]);
-    data.extend(status.map(|status| (STATUS.into(), status_json(status))));
+    data.extend(status.map(|status| (STATUS.into(), status_json(status, times))));
     anchor.write_within(&data, END_TIMEOUT).await.map_err(to_failure)
 }
 
@@ -306,7 +456,7 @@ async fn write_end(anchor: &Anchor, ended: &Ended, status: Option<Status>) -> Re
 struct Submitted {
     task: Task,
     template: Pod,
-    meta: k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta,
+    meta: ObjectMeta,
     /// This master's.
     incarnation: u64,
     /// How far the master before this one was.
@@ -366,8 +516,12 @@ fn code_of(outcome: Outcome) -> u8 {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(60);
+/// Less than a pod's grace period, with what comes before.
+const GIVE_UP_TIMEOUT: Duration = Duration::from_secs(6);
 const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(3);
 const INTERRUPTS_MAX: usize = 4;
+/// As many lines of its story has a status at most.
+const LINES_MAX: usize = 20;
 const MEMBERSHIPS_MAX: usize = 200;
 
 #[cfg(test)]

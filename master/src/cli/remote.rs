@@ -24,8 +24,10 @@ use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, Told
 use crate::kube::anchor::{self, Anchor, CHECKPOINT, Data, NUM_WORKERS, STATUS, STOP, SUMMARY};
 use crate::kube::client::{Cluster, ClusterError};
 use crate::kube::logs::Source;
+use crate::kube::masters::{self, Outlook};
 use crate::kube::objects::{TASK, Task};
-use crate::kube::{logs, submit};
+use crate::kube::{logs, objects, pods, submit};
+use crate::progress::one_line;
 
 /// What `elasticdl delete` is told.
 #[derive(Args, Debug)]
@@ -124,12 +126,44 @@ pub(super) struct ClusterJob {
 impl ClusterJob {
     /// As its master has written it last.
     pub(super) fn status(&self) -> Result<StatusJson, Failure> {
-        let data = self.data()?;
-        let text = data.get(STATUS).ok_or_else(|| {
-            Failure::failed(format!("the master of {} has not said anything yet; is it running?", self.name))
-        })?;
-        serde_json::from_str(text)
-            .map_err(|e| Failure::failed(format!("the status in the job's anchor can't be read: {e}")))
+        let anchor = self.runtime.block_on(self.anchor.read()).map_err(to_failure)?;
+        let data = anchor.data.unwrap_or_default();
+        let outlook = self.runtime.block_on(masters::look(&self.cluster, &self.name));
+        let failed = outlook.failed.filter(|_| !data.contains_key(SUMMARY)).map(|why| self.gave_up(&why));
+        let Some(text) = data.get(STATUS) else {
+            let why = failed.or(outlook.hindrance).unwrap_or_else(|| "is it running?".into());
+            let name = &self.name;
+            return Err(Failure::failed(format!("the master of {name} has not said anything yet: {why}")));
+        };
+        let mut status: StatusJson = serde_json::from_str(text)
+            .map_err(|e| Failure::failed(format!("the status in the job's anchor can't be read: {e}")))?;
+        if let Some(why) = failed {
+            status.state = "failed".into();
+            status.events.push(why);
+        }
+        let task = data.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
+        let per_pod = task.map_or(1, |task| task.job.workers_per_pod);
+        let uid = anchor.metadata.uid.unwrap_or_default();
+        // Who may not look at pods sees the rest.
+        let listed = self.runtime.block_on(pods::list(&self.cluster, &uid)).unwrap_or_default();
+        for worker in &mut status.workers {
+            let launch = logs::first_of_pod(LaunchId(worker.worker), per_pod);
+            let pod =
+                listed.iter().find(|pod| objects::launch_and_index(pod).is_some_and(|(l, _)| l == launch));
+            worker.pod = Some(objects::worker_name(&self.name, launch));
+            worker.node = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
+        }
+        Ok(status)
+    }
+
+    /// What to say of a job whose Job has failed, though its master has not seen its end.
+    fn gave_up(&self, why: &str) -> String {
+        let (name, namespace) = (&self.name, &self.cluster.namespace);
+        format!(
+            "the job {name} has failed, and no other master comes: the Job {} says {why}; \
+             `elasticdl delete {name} --namespace {namespace}` removes it",
+            objects::master_name(name)
+        )
     }
 
     /// Shows it until it ends; the exit code.
@@ -195,7 +229,10 @@ impl ClusterJob {
     fn check_running(&self, data: &Data) -> Result<(), Failure> {
         match data.get(SUMMARY) {
             Some(_) => Err(Failure::failed(format!("the job {} has ended", self.name))),
-            None => Ok(()),
+            None => match self.runtime.block_on(masters::look(&self.cluster, &self.name)).failed {
+                Some(why) => Err(Failure::failed(self.gave_up(&why))),
+                None => Ok(()),
+            },
         }
     }
 }
@@ -237,10 +274,21 @@ pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
     if args.place.is_given() || (!args.local && Cluster::is_configured()) {
         let listed = new_runtime()?.block_on(async {
             let cluster = Cluster::connect(&args.place.choice()).await?;
-            Ok::<_, ClusterError>((cluster.namespace.clone(), anchor::all(&cluster).await?))
+            let anchors = anchor::all(&cluster).await?;
+            let failed = masters::failed_jobs(&cluster).await;
+            let mut rows = Vec::new();
+            for anchor in anchors {
+                let said = anchor.data.as_ref().is_some_and(|data| data.contains_key(STATUS));
+                let name = anchor.metadata.name.clone().unwrap_or_default();
+                let mut outlook = Outlook { failed: failed.get(&name).cloned(), hindrance: None };
+                if !said {
+                    outlook = masters::look(&cluster, &name).await;
+                }
+                rows.extend(cluster_row(&cluster.namespace, anchor, outlook));
+            }
+            Ok::<_, ClusterError>(rows)
         });
-        let (namespace, anchors) = listed.map_err(to_failure)?;
-        rows.extend(anchors.into_iter().filter_map(|anchor| cluster_row(&namespace, anchor)));
+        rows.extend(listed.map_err(to_failure)?);
     }
     print(&to_table(&rows))
 }
@@ -333,17 +381,26 @@ fn local_rows(root: &Path) -> Vec<Row> {
     names.into_iter().filter_map(row).collect()
 }
 
-fn cluster_row(namespace: &str, anchor: ConfigMap) -> Option<Row> {
+fn cluster_row(namespace: &str, anchor: ConfigMap, outlook: Outlook) -> Option<Row> {
     let name = anchor.metadata.name?;
     let data = anchor.data.unwrap_or_default();
     let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
+    let failed = outlook.failed.filter(|_| !data.contains_key(SUMMARY));
     let (state, progress, workers) = match status {
+        Some(status) if failed.is_some() => {
+            let progress = format!("{:.1} %", status.progress * 100.0);
+            ("failed (no master)".into(), progress, format!("-/{}", status.workers_wanted))
+        }
         Some(status) => {
             let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
             let progress = format!("{:.1} %", status.progress * 100.0);
             (status.state, progress, format!("{members}/{}", status.workers_wanted))
         }
-        None => ("submitted".into(), "-".into(), "-".into()),
+        None if failed.is_some() => ("failed (no master)".into(), "-".into(), "-".into()),
+        None => {
+            let why = outlook.hindrance.map(|why| format!(" (no master: {})", one_line(&why)));
+            (format!("submitted{}", why.unwrap_or_default()), "-".into(), "-".into())
+        }
     };
     Some([namespace.into(), name, state, progress, workers])
 }

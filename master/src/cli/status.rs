@@ -62,7 +62,7 @@ JSON (names are stable; null for what is not there or not known yet):
   workers[]             {worker, pid, rank, state, step, compute_us, straggler, leased_records};
                         compute_us: in the model's code, last reported step; straggler: the median
                         of the last 7 such steps is over 1.5 times the members' median and over
-                        5 ms more
+                        5 ms more; in a cluster also {pod, node}
   sums_over             what gradients are summed over, in words
   evaluated             {step, records, metrics: {name: mean}} of the newest evaluation; or null
   checkpoints           {dir, newest: {step, name, bytes}, saved, failed, error}; null where none
@@ -71,6 +71,7 @@ JSON (names are stable; null for what is not there or not known yet):
                         at_step, lost, left, joined, gap_ms, detect_ms, abort_ms, agree_ms,
                         connect_ms, state_ms, first_step_ms}
   events[]              the last 20 lines that were said
+  events_at_s[]         in a cluster: how old the job was then, in seconds
 
 Exit codes:
   0    the status was shown; with --watch: the job has ended, however it did

@@ -113,9 +113,9 @@ pub struct TrainArgs {
     ///
     /// Until then they train the records that they have, and wait for another one (see --resume).
     /// In a cluster, another one is there as soon as it has a place and its predecessor is known to be gone.
-    /// [default: 30s; with --image 5min]
+    /// [default: 30s; with --image 15min, which is more than a cluster takes to replace a lost node's master]
     #[arg(long, value_name = "DURATION", default_value = "30s", hide_default_value = true,
-          default_value_if("image", ArgPredicate::IsPresent, "5min"), value_parser = plan::parse_timeout,
+          default_value_if("image", ArgPredicate::IsPresent, "15min"), value_parser = plan::parse_timeout,
           help_heading = WORKERS)]
     pub master_timeout: Duration,
 
@@ -398,7 +398,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     };
     if let Some(listener) = scraped {
         // It ends with the runtime.
-        tokio::spawn(metrics::serve(listener, published.clone()));
+        tokio::spawn(metrics::serve(listener, published.clone(), std::sync::Arc::new(|| true)));
     }
     let events = events.map(|events| tokio::spawn(tensorboard::follow(events, published)));
     let launcher = |program: &OsString, args: &[OsString], timeout| {

@@ -41,6 +41,9 @@ pub(super) struct StatusJson {
     /// Lines of the story so far; `events` has the newest.
     #[serde(default)]
     pub(super) events_said: u64,
+    /// In a cluster: how old the job was when each of `events` was said, in seconds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) events_at_s: Vec<f64>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,6 +72,11 @@ pub(super) struct WorkerJson {
     pub(super) compute_us: u64,
     pub(super) straggler: bool,
     pub(super) leased_records: u64,
+    /// In a cluster: its pod, and the node that this runs on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) pod: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) node: Option<String>,
 }
 
 /// A launch that has become no worker yet.
@@ -130,6 +138,7 @@ impl From<v1::StatusReply> for StatusJson {
             memberships: status.memberships.into_iter().filter_map(to_record).collect(),
             events: status.events,
             events_said: status.events_said,
+            events_at_s: Vec::new(),
         }
     }
 }
@@ -154,6 +163,8 @@ impl From<v1::WorkerStatus> for WorkerJson {
             compute_us: worker.compute_us,
             straggler: worker.straggler,
             leased_records: worker.leased_records,
+            pod: None,
+            node: None,
         }
     }
 }
@@ -223,11 +234,14 @@ pub(super) fn to_table(status: &StatusJson) -> String {
     }
     row("generation", &status.generation.to_string());
     row("workers", &format!("{} wanted", status.workers_wanted));
+    let in_pods = status.workers.iter().any(|worker| worker.pod.is_some());
     if !status.workers.is_empty() {
-        row("", &format!("{WORKER_COLUMNS}  records leased"));
+        let process = if in_pods { "" } else { PROCESS_COLUMN };
+        let pod = if in_pods { "  pod" } else { "" };
+        row("", &format!("worker  {process}{WORKER_COLUMNS}  records leased{pod}"));
     }
     for worker in &status.workers {
-        row("", &worker_row(worker));
+        row("", &worker_row(worker, in_pods));
     }
     for (index, launch) in status.waiting.iter().enumerate() {
         let waits_for = launch.waits_for.as_deref().map(|why| format!(": {}", one_line(why)));
@@ -264,12 +278,15 @@ fn checkpoints_row(known: &CheckpointsJson) -> String {
     format!("{newest} in {}{}", known.dir.as_deref().unwrap_or_default(), error.unwrap_or_default())
 }
 
-fn worker_row(worker: &WorkerJson) -> String {
+/// In a pod each process has the same number, so its place is shown.
+fn worker_row(worker: &WorkerJson, in_pods: bool) -> String {
     let or_dash = |number: Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
+    let process = if in_pods { String::new() } else { format!("{:>8}  ", worker.pid) };
+    let node = worker.node.as_deref().map(|node| format!(" on {node}")).unwrap_or_default();
+    let pod = worker.pod.as_deref().map(|pod| format!("  {pod}{node}")).unwrap_or_default();
     format!(
-        "{:>6}  {:>8}  {:>4}  {:<10}  {:>8}  {:>8.1}  {:>14}{}",
+        "{:>6}  {process}{:>4}  {:<10}  {:>8}  {:>8.1}  {:>14}{pod}{}",
         worker.worker,
-        worker.pid,
         or_dash(worker.rank.map(u64::from)),
         worker.state,
         or_dash(worker.step),
@@ -280,7 +297,8 @@ fn worker_row(worker: &WorkerJson) -> String {
 }
 
 const MEMBERSHIPS_SHOWN: usize = 5;
-const WORKER_COLUMNS: &str = "worker       pid  rank  state           step   ms/step";
+const PROCESS_COLUMN: &str = "     pid  ";
+const WORKER_COLUMNS: &str = "rank  state           step   ms/step";
 
 #[cfg(test)]
 pub(super) mod tests {
@@ -388,6 +406,20 @@ events       generation 2: 1 worker
 ";
         let expected = expected.replace("connect 0.4,                         state", "connect 0.4, state");
         assert_eq!(to_table(&reply().into()), expected);
+    }
+
+    #[test]
+    fn workers_in_a_cluster_are_shown_with_their_pods_and_nodes() {
+        let mut status = StatusJson::from(reply());
+        status.workers[0].pod = Some("mnist-w-1".into());
+        status.workers[0].node = Some("node-7".into());
+        let table = to_table(&status);
+        let expected = "\
+             worker  rank  state           step   ms/step  records leased  pod
+                  1     0  training          10       1.5              64  mnist-w-1 on node-7  straggler
+                  2     -  training           -       1.5              64
+";
+        assert!(table.contains(expected), "{table}");
     }
 
     #[test]

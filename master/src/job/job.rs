@@ -239,7 +239,9 @@ impl Job {
         let worker = self.crew.admit(now, launch, address, pid);
         self.watch_silence(now);
         self.push(Action::Admit { connection, worker });
-        self.say(format!("worker {worker} is up (process {pid})"));
+        // The first process of a container tells nobody which one.
+        let process = if pid == 1 { String::new() } else { format!(" (process {pid})") };
+        self.say(format!("worker {worker} is up{process}"));
         if self.phase == Phase::Stopping {
             self.release(now, worker, "the job is stopping");
             return;

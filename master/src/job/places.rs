@@ -78,6 +78,7 @@ impl Job {
             Wait::Start(reason) => (Room::Has, reason),
         };
         let mut was_awaited = false;
+        let is_news = pod.iter().any(|launch| self.crew.launches[launch].waits_for != reason);
         for launch in pod {
             let l = self.crew.launches.get_mut(&launch).expect("it is of the pod");
             // It can't have become a worker.
@@ -86,7 +87,7 @@ impl Job {
             l.waits_for.clone_from(&reason);
             self.cancel_timer(Timer::Hello(launch));
         }
-        if let Some(reason) = reason {
+        if let Some(reason) = reason.filter(|_| is_news) {
             self.say(format!("{} waits: {}", self.crew.name(launch, false), clip(&reason)));
         }
         match room {

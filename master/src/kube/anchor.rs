@@ -204,6 +204,8 @@ fn is_anchor(config_map: &ConfigMap) -> bool {
 pub const CHECKPOINT: &str = "checkpoint";
 /// How many masters there have been.
 pub const INCARNATION: &str = "incarnation";
+/// The pod of the newest master that has led the job.
+pub const MASTER: &str = "master";
 /// Workers that the user wants.
 pub const NUM_WORKERS: &str = "num-workers";
 /// What the next master needs.

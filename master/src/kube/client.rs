@@ -104,7 +104,7 @@ pub enum ClusterError {
     /// A right is missing. Ask who administers the cluster.
     #[error(
         "can't {doing}: {message}; the rights that elasticdl needs are in manifests/rbac.yaml: \
-         kubectl apply --namespace {namespace} -f manifests/rbac.yaml"
+         sed 's/namespace: elasticdl/namespace: {namespace}/' manifests/rbac.yaml | kubectl apply -f -"
     )]
     Forbidden {
         /// What was being done.
@@ -156,7 +156,7 @@ pub enum ClusterError {
 
 /// A quota that is used up is no missing right, though its answer has the same code.
 pub(super) fn is_quota(message: &str) -> bool {
-    message.contains("exceeded quota")
+    message.contains("exceeded quota") || message.contains("failed quota")
 }
 
 /// Whether it is this answer of the server's.

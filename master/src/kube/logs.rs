@@ -5,7 +5,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::api::{ListParams, LogParams};
 
-use super::anchor::Anchor;
+use super::anchor::{Anchor, MASTER};
 use super::client::{Cluster, ClusterError};
 use super::objects::{self, LAUNCH_LABEL, TASK, Task};
 use crate::job::LaunchId;
@@ -47,7 +47,8 @@ pub async fn copy(
     let doing = format!("read the logs of {what}");
     let list = pods.list(&ListParams::default().labels(&selector)).await;
     let list = list.map_err(|e| cluster.explain(&doing, e))?;
-    let newest = list.items.into_iter().max_by_key(|pod| pod.metadata.creation_timestamp.clone());
+    let leader = anchor.data.as_ref().and_then(|data| data.get(MASTER)).filter(|_| source == Source::Master);
+    let newest = newest(list.items, leader.map(String::as_str));
     let name = newest.and_then(|pod| pod.metadata.name).ok_or_else(|| ClusterError::Refused {
         doing: doing.clone(),
         message: "there is none (the last 16 that have ended are kept)".into(),
@@ -66,8 +67,18 @@ pub async fn copy(
     }
 }
 
+/// The pod of the newest master that has led the job, for one that came later may have found it ended; else the newest
+/// that has run, else the newest.
+fn newest(pods: Vec<Pod>, leader: Option<&str>) -> Option<Pod> {
+    pods.into_iter().max_by_key(|pod| {
+        let leads = leader.is_some() && pod.metadata.name.as_deref() == leader;
+        let has_run = !matches!(pod.status.as_ref().and_then(|s| s.phase.as_deref()), None | Some("Pending"));
+        (leads, has_run, pod.metadata.creation_timestamp.clone())
+    })
+}
+
 /// The launch that names the pod: its workers print into one log.
-fn first_of_pod(launch: LaunchId, workers_per_pod: u32) -> LaunchId {
+pub(crate) fn first_of_pod(launch: LaunchId, workers_per_pod: u32) -> LaunchId {
     let per_pod = u64::from(workers_per_pod.max(1));
     LaunchId(launch.0.saturating_sub(1) / per_pod * per_pod + 1)
 }
@@ -75,6 +86,20 @@ fn first_of_pod(launch: LaunchId, workers_per_pod: u32) -> LaunchId {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn logs_are_those_of_the_master_that_has_led_the_job() {
+        let pod = |name: &str, second: u32, phase: &str| {
+            let created = format!("2024-05-01T10:00:{second:02}Z");
+            let meta = serde_json::json!({"name": name, "creationTimestamp": created});
+            serde_json::from_value::<Pod>(serde_json::json!({"metadata": meta, "status": {"phase": phase}}))
+                .unwrap()
+        };
+        let pods = || vec![pod("a", 1, "Failed"), pod("b", 2, "Failed"), pod("c", 3, "Pending")];
+        let name = |leader| newest(pods(), leader).and_then(|pod| pod.metadata.name).unwrap();
+        assert_eq!([name(Some("a")), name(Some("gone")), name(None)], ["a", "b", "b"]);
+        assert_eq!(newest(vec![pod("c", 3, "Pending")], None).unwrap().metadata.name.unwrap(), "c");
+    }
 
     #[test]
     fn the_workers_of_a_pod_have_one_log() {

@@ -1,18 +1,30 @@
 //! The master of a job as the cluster shows it: its pods, and the Job that makes them.
 
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::Pod;
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::core::v1::{Event, Pod};
+use kube::Api;
+use kube::api::ListParams;
 
 use super::client::Cluster;
-use super::objects;
 use super::verdict::{Cause, Verdict, judge};
 use super::watch::{Change, Selection, Watch};
+use super::{objects, succession};
 
 /// The watched masters of a job.
 #[derive(Debug)]
 pub struct MasterPods {
     job: Watch<Job>,
     pods: Watch<Pod>,
+    events: Watch<Event>,
+    known: Known,
+}
+
+/// Which objects are the job's: others of its name may have been there before.
+#[derive(Debug, Default)]
+struct Known {
+    uids: BTreeSet<String>,
 }
 
 /// What is seen of a master.
@@ -39,6 +51,8 @@ impl MasterPods {
         Self {
             job: Watch::start(cluster.api(), Selection { fields, labels: None }),
             pods: Watch::start(cluster.api(), Selection { fields: None, labels }),
+            events: Watch::start(cluster.api(), Selection { fields: Some(TROUBLE.into()), labels: None }),
+            known: Known::default(),
         }
     }
 
@@ -47,11 +61,22 @@ impl MasterPods {
         loop {
             let sight = tokio::select! {
                 change = self.pods.next() => match change {
-                    Change::Seen(pod) => of_pod(&pod),
+                    Change::Seen(pod) => {
+                        self.known.uids.extend(pod.metadata.uid.clone());
+                        of_pod(&pod)
+                    }
                     _ => None,
                 },
                 change = self.job.next() => match change {
-                    Change::Seen(job) => of_job(&job),
+                    Change::Seen(job) => {
+                        self.known.uids.extend(job.metadata.uid.clone());
+                        of_job(&job)
+                    }
+                    _ => None,
+                },
+                // Who may not see Events goes without.
+                change = self.events.next() => match change {
+                    Change::Seen(event) => self.known.trouble(&event).map(MasterSight::Waits),
                     _ => None,
                 },
             };
@@ -60,6 +85,64 @@ impl MasterPods {
             }
         }
     }
+}
+
+impl Known {
+    /// What an Event says that keeps a master from being made or started.
+    fn trouble(&self, event: &Event) -> Option<String> {
+        let is_ours = event.involved_object.uid.as_ref().is_some_and(|uid| self.uids.contains(uid));
+        let reason = event.reason.as_deref().filter(|reason| is_ours && REASONS.contains(reason))?;
+        let message = event.message.as_deref().unwrap_or_default();
+        Some(format!("{reason}: {message}"))
+    }
+}
+
+/// What the cluster says of a job's masters, in one look.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outlook {
+    /// The Job has failed, and makes no more masters: why.
+    pub failed: Option<String>,
+    /// No master runs, and this is in the way.
+    pub hindrance: Option<String>,
+}
+
+/// Looks at the masters of `job`. What the user may not see is left out.
+pub async fn look(cluster: &Cluster, job: &str) -> Outlook {
+    let mut known = Known::default();
+    let jobs: Api<Job> = cluster.api();
+    let Ok(Some(found)) = jobs.get_opt(&objects::master_name(job)).await else { return Outlook::default() };
+    known.uids.extend(found.metadata.uid.clone());
+    let failed = succession::verdict(&found);
+    let pods: Api<Pod> = cluster.api();
+    let list = pods.list(&ListParams::default().labels(&objects::master_selector(job))).await;
+    let mut hindrance = None;
+    for pod in list.map(|list| list.items).unwrap_or_default() {
+        known.uids.extend(pod.metadata.uid.clone());
+        match of_pod(&pod) {
+            Some(MasterSight::Runs) => return Outlook { failed, hindrance: None },
+            Some(MasterSight::CannotStart(why) | MasterSight::Waits(why)) => hindrance = Some(why),
+            _ => {}
+        }
+    }
+    if hindrance.is_none() {
+        let events: Api<Event> = cluster.api();
+        let list = events.list(&ListParams::default().fields(TROUBLE)).await;
+        let mut list = list.map(|list| list.items).unwrap_or_default();
+        list.sort_by_key(|event| event.last_timestamp.clone());
+        hindrance = list.iter().rev().find_map(|event| known.trouble(event));
+    }
+    Outlook { failed, hindrance }
+}
+
+/// The jobs of a namespace whose Jobs have failed, and why. What the user may not see is left out.
+pub async fn failed_jobs(cluster: &Cluster) -> BTreeMap<String, String> {
+    let jobs: Api<Job> = cluster.api();
+    let list = jobs.list(&ListParams::default().labels(MANAGED)).await;
+    let failed = |job: Job| {
+        let name = job.metadata.labels.as_ref()?.get("app.kubernetes.io/instance")?.clone();
+        Some((name, succession::verdict(&job)?))
+    };
+    list.map(|list| list.items).unwrap_or_default().into_iter().filter_map(failed).collect()
 }
 
 fn of_pod(pod: &Pod) -> Option<MasterSight> {
@@ -75,11 +158,14 @@ fn of_pod(pod: &Pod) -> Option<MasterSight> {
 }
 
 fn of_job(job: &Job) -> Option<MasterSight> {
-    let mut conditions = job.status.as_ref()?.conditions.iter().flatten();
-    let failed = conditions.rfind(|c| c.type_ == "Failed" && c.status == "True")?;
-    let words = [&failed.reason, &failed.message].map(|text| text.clone().unwrap_or_default());
-    Some(MasterSight::GaveUp(words.join(": ")))
+    succession::verdict(job).map(MasterSight::GaveUp)
 }
+
+const MANAGED: &str = "app.kubernetes.io/managed-by=elasticdl";
+/// Events that tell of a Job that can't make a pod, and of a pod that can't start.
+const REASONS: [&str; 3] = ["FailedCreate", "FailedCreatePodSandBox", "FailedMount"];
+/// Selects them, as far as a server can.
+const TROUBLE: &str = "type=Warning";
 
 #[cfg(test)]
 mod tests {
@@ -98,6 +184,21 @@ mod tests {
         assert_eq!(job(json!([{"type": "Failed", "status": "False"}])), None);
         assert_eq!(job(json!([{"type": "Complete", "status": "True"}])), None);
         assert_eq!(of_job(&Job::default()), None);
+    }
+
+    #[test]
+    fn what_keeps_the_jobs_own_master_from_being_made_is_told_and_nothing_else() {
+        let mut known = Known::default();
+        known.uids.extend(["job".to_owned()]);
+        let event = |uid: &str, reason: &str| {
+            let about = json!({"kind": "Job", "uid": uid});
+            let event =
+                json!({"metadata": {}, "involvedObject": about, "reason": reason, "message": "no quota"});
+            known.trouble(&serde_json::from_value(event).unwrap())
+        };
+        assert_eq!(event("job", "FailedCreate").unwrap(), "FailedCreate: no quota");
+        assert_eq!(event("another", "FailedCreate"), None);
+        assert_eq!(event("job", "BackOff"), None);
     }
 
     #[test]

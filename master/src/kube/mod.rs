@@ -26,6 +26,7 @@ pub mod objects;
 pub mod options;
 pub(crate) mod pods;
 pub mod submit;
+pub mod succession;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod verdict;

@@ -114,8 +114,8 @@ impl Objects {
             spec: Some(ServiceSpec {
                 ports: Some(ports),
                 selector: Some(selector),
-                // Workers wait for the master's answer, not for the endpoint's readiness.
-                publish_not_ready_addresses: Some(true),
+                // Of the master that leads alone: one that ends, waits, or has no lease is not ready. A dial that went
+                // there would be lost, or hang.
                 ..ServiceSpec::default()
             }),
             ..Service::default()
@@ -254,6 +254,8 @@ fn master_job(request: &Request) -> Job {
         args: Some(["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"].map(Into::into).into()),
         env: Some(vec![parts::field("POD_NAME", "metadata.name"), parts::field("POD_UID", "metadata.uid")]),
         ports: Some(vec![port("grpc", PORT), port(METRICS, request.task.metrics_port.into())]),
+        liveness_probe: Some(parts::liveness(METRICS)),
+        readiness_probe: Some(parts::readiness(METRICS)),
         resources: Some(parts::requirements(&pods.master_resources)),
         security_context: Some(parts::locked_down()),
         // Its last words are then seen by who follows the job.
@@ -266,6 +268,7 @@ fn master_job(request: &Request) -> Job {
         priority_class_name: pods.priority_class.clone(),
         service_account_name: Some(pods.service_account.clone()),
         automount_service_account_token: Some(true),
+        tolerations: Some(parts::master_tolerations(&pods.tolerations)),
         volumes: Some(volumes),
         ..parts::pod_spec(pods)
     };
@@ -384,6 +387,8 @@ fn own_labels(job: &str, role: &str) -> BTreeMap<String, String> {
         ("app.kubernetes.io/instance", job),
         ("app.kubernetes.io/managed-by", ELASTICDL),
         ("app.kubernetes.io/name", ELASTICDL),
+        ("app.kubernetes.io/part-of", ELASTICDL),
+        ("app.kubernetes.io/version", env!("CARGO_PKG_VERSION")),
         (JOB_LABEL, job),
         (ROLE_LABEL, role),
     ];
@@ -433,10 +438,19 @@ pub const INDEX_LABEL: &str = "elasticdl/index";
 pub const LAUNCH_LABEL: &str = "elasticdl/launch";
 
 const ANCHOR_LABEL: &str = "elasticdl/anchor";
-/// Masters that may fail before the Job gives up: those of evictions and lost nodes count, too. A pod failure policy would
-/// tell them apart, but with one a lost node's master is not replaced until the node is deleted. A job that has failed
-/// is retried as often, for about ten minutes: each of these masters sees its end and exits at once.
+/// Masters that may fail before one has led the job: then the Job gives up. The first that leads raises the limit beyond
+/// reach ([`super::succession`]).
+///
+/// A pod failure policy is no way: with one, the master of a lost node is not replaced until the node is deleted
+/// (`podReplacementPolicy` must be `Failed` then), and pods that it ignores still make the Job wait twice as long each time.
 const BACKOFF_LIMIT: i32 = 6;
+/// How long a master stays on a node that does not answer, before the cluster deletes its pod and the Job makes another.
+///
+/// The node's loss is survived with the state in the workers, for these add up to less than the 15 min after which workers
+/// end that have no master (`--master-timeout`): 40 to 50 s until the cluster takes the node for lost, these 20 s, at most
+/// 10 min of the Job's back-off (6 min before Kubernetes 1.27; 10 s for a Job that has lost no master before), 45 s until
+/// the lost master's lease has run out, and a few seconds for the image and the start: 12 min at most.
+const LOST_NODE_S: i64 = 20;
 const ELASTICDL: &str = "elasticdl";
 const METRICS: &str = "metrics";
 const JOB_LABEL: &str = "elasticdl/job";

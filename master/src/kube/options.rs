@@ -75,10 +75,11 @@ pub struct Mounted {
 /// # Errors
 /// What is wrong, with what would be right.
 pub fn parse_resources(text: &str) -> Result<Resources, String> {
-    let example = "for example `cpu=1,memory=2Gi` or `cpu=500m,memory=1Gi,nvidia.com/gpu=1`";
+    let example = "for example `cpu=1,memory=2Gi` or `cpu=500m,memory=1Gi,nvidia.com/gpu=1`, with `limits.cpu=2` for a limit";
     let mut resources = Resources::new();
     for (name, amount) in parse_pairs(text).map_err(|e| format!("{e}; {example}"))? {
-        check_label_key(&name).map_err(|e| format!("resource `{name}`: {e}; {example}"))?;
+        let of = name.strip_prefix(LIMITS).unwrap_or(&name);
+        check_label_key(of).map_err(|e| format!("resource `{name}`: {e}; {example}"))?;
         if !is_quantity(&amount) {
             let wanted = "a number, perhaps with a unit (m, k, M, G, Ki, Mi, Gi, …)";
             return Err(format!("{name}: `{amount}` is not {wanted}; {example}"));
@@ -89,6 +90,9 @@ pub fn parse_resources(text: &str) -> Result<Resources, String> {
     }
     Ok(resources)
 }
+
+/// Begins the name of a resource whose amount is a limit, and not asked for.
+pub const LIMITS: &str = "limits.";
 
 /// Reads `NAME=VALUE`.
 ///

@@ -12,6 +12,7 @@
 //! not looked at. A pod that is being deleted has ended when its program has, or when its node has had the time for that.
 
 mod calls;
+mod patience;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
-use self::calls::{Counter, Made};
+use self::calls::{Counter, Known, Made};
 use super::client::{Cluster, ClusterError};
 use super::events::{self, Recorder};
 use super::ladder::Ladder;
@@ -66,6 +67,7 @@ enum Order {
     /// A launch of a master before this one, and its pod, if that is there.
     Adopt(LaunchId, Option<Box<Pod>>),
     End,
+    HasTrained,
     Kill(LaunchId),
     Remove(Box<Pod>),
     Start(LaunchId, u32),
@@ -90,6 +92,8 @@ impl Pods {
             unexplained: Vec::new(),
             calls: JoinSet::new(),
             happen,
+            has_run: Arc::default(),
+            stuck: 0,
         };
         Self { orders, happenings, task: tokio::spawn(foreman.run(ordered, watch)) }
     }
@@ -107,6 +111,11 @@ impl Pods {
     /// Deletes a pod that is no launch's any more.
     pub(crate) fn remove(&self, pod: Pod) {
         let _ = self.orders.send(Order::Remove(Box::new(pod)));
+    }
+
+    /// A worker of the job has run before this master: what keeps others from starting is not the user's doing.
+    pub(crate) fn has_trained(&self) {
+        let _ = self.orders.send(Order::HasTrained);
     }
 
     pub(crate) fn kill(&self, launch: LaunchId) {
@@ -157,6 +166,11 @@ struct Foreman {
     unexplained: Vec<Unexplained>,
     calls: JoinSet<Answer>,
     happen: mpsc::UnboundedSender<(LaunchId, Happening)>,
+    /// A worker of the job has run: image, configuration and rights are good, so what keeps a pod from starting is the
+    /// cluster's trouble, and is waited for.
+    has_run: Arc<AtomicBool>,
+    /// Pods in a row that were unable to start.
+    stuck: u32,
 }
 
 /// A launch that has not ended.
@@ -212,6 +226,7 @@ impl Foreman {
                         self.create(launch);
                     }
                     Some(Order::Adopt(launch, pod)) => self.adopt(launch, pod.as_deref()),
+                    Some(Order::HasTrained) => self.has_run.store(true, Ordering::Relaxed),
                     Some(Order::Kill(launch)) => self.kill_soon(launch),
                     Some(Order::Remove(pod)) => {
                         info!(pod = name_of(&pod), "a pod of no launch is deleted");
@@ -270,7 +285,7 @@ impl Foreman {
             pod.spec.get_or_insert_default().priority_class_name.clone_from(&launched.class);
         }
         let unwanted = Arc::clone(&launched.unwanted);
-        let owner = anchor.uid.clone().unwrap_or_default();
+        let (owner, has_run) = (anchor.uid.clone().unwrap_or_default(), Arc::clone(&self.has_run));
         let (counter, happen, recorder) = (self.counter.clone(), self.happen.clone(), self.recorder.clone());
         self.calls.spawn(async move {
             let tell = |wait: Wait| {
@@ -279,7 +294,8 @@ impl Foreman {
                 }
                 let _ = happen.send((launch, Happening::Waits(wait)));
             };
-            Answer::Created(launch, counter.create(&pod, &owner, &unwanted, tell).await)
+            let known = Known { owner: &owner, unwanted: &unwanted, has_run: &has_run };
+            Answer::Created(launch, counter.create(&pod, known, tell).await)
         });
     }
 
@@ -371,7 +387,11 @@ impl Foreman {
             Verdict::WaitsForRoom(why) => self.on_no_room(launch, pod, why),
             Verdict::Starts => self.say(launch, Happening::Waits(Wait::Start(None))),
             Verdict::Leaves(leave) => self.on_leaves(launch, pod, leave),
-            Verdict::Runs => self.say(launch, Happening::Runs),
+            Verdict::Runs => {
+                self.has_run.store(true, Ordering::Relaxed);
+                self.stuck = 0;
+                self.say(launch, Happening::Runs);
+            }
             Verdict::Ended(end) => {
                 self.on_end(launch, pod, end);
                 if is_outlived(pod) {
@@ -530,40 +550,6 @@ impl Foreman {
         self.ended(launch, Exit::Taken(why.into()));
     }
 
-    /// Deletes those that have been unable to start for too long: another may do better, on another node.
-    fn give_up_stuck(&mut self) {
-        let is_stuck =
-            |l: &Launched| l.stuck.as_ref().filter(|(since, _)| since.elapsed() >= STUCK_MAX).cloned();
-        let stuck: Vec<_> = self.launches.iter().filter_map(|(&id, l)| Some((id, is_stuck(l)?.1))).collect();
-        for (launch, why) in stuck {
-            let pod = self.launches.get(&launch).and_then(|launched| launched.pod.clone());
-            if let Some((uid, _)) = pod {
-                let name = self.name_of_launch(launch);
-                self.recorder.record(events::reason_of_stuck(&why), format!("worker pod {name}: {why}"));
-                self.delete(name, uid);
-            }
-            self.ended(launch, Exit::NotStarted(why));
-        }
-    }
-
-    /// Whoever is still there long after it was to be killed is on a node that does not answer.
-    fn give_up_leaving(&mut self) {
-        let is_lost = |l: &Launched| {
-            l.leaving.as_ref().filter(|(since, leave)| since.elapsed() >= leave.grace + GRACE_SLACK).cloned()
-        };
-        let lost: Vec<_> = self.launches.iter().filter_map(|(&id, l)| Some((id, is_lost(l)?.1))).collect();
-        for (launch, leave) in lost {
-            let state = if leave.ready { "says that it runs" } else { "does not answer" };
-            let words = format!(
-                "it was to end in {} s, and its node {state}: {}",
-                leave.grace.as_secs(),
-                leave.end.detail
-            );
-            self.report(Cause::Lost, &self.name_of_launch(launch), &words);
-            self.ended(launch, Exit::Taken(words));
-        }
-    }
-
     /// Keeps an ended pod for its logs, and sweeps up one that has been kept for longest.
     fn keep(&mut self, pod: &Pod) {
         self.remains.push_back((name_of(pod), pod.metadata.uid.clone().unwrap_or_default()));
@@ -603,14 +589,10 @@ const END_TIMEOUT: Duration = Duration::from_secs(5);
 const END_WAIT: Duration = Duration::from_secs(2);
 /// How long after a deletion the scheduler may take to say that it was its own.
 const EVENT_DELAY: Duration = Duration::from_secs(2);
-/// What a node is given beyond a pod's grace period.
-const GRACE_SLACK: Duration = Duration::from_secs(15);
 /// The shortest that a kubelet obeys.
 const KILL_GRACE_S: u32 = 1;
 /// Pods that have ended and are kept.
 const REMAINS_MAX: usize = 16;
-/// How long a pod may be unable to start.
-const STUCK_MAX: Duration = Duration::from_secs(20);
 const TICK: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

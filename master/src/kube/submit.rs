@@ -20,11 +20,12 @@ use super::ladder::{Choice, MASTER_CLASS};
 use super::objects::{self, Objects, Request};
 
 /// Rights that the master needs in its namespace: group, resource, verbs. As in manifests/rbac.yaml.
-pub const MASTER_RULES: [(&str, &str, &[&str]); 5] = [
+pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
     ("", "configmaps", &["get", "list", "watch", "patch"]),
     ("", "events", &["create", "list", "patch"]),
     ("", "pods", &["get", "list", "watch", "create", "delete"]),
     ("", "services", &["get"]),
+    ("batch", "jobs", &["get", "patch"]),
     ("coordination.k8s.io", "leases", &["get", "create", "update"]),
 ];
 
@@ -173,7 +174,9 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
         Ok(None) => {
             return Err(ClusterError::Forbidden {
                 doing: format!("run the master as the service account {name}"),
-                message: format!("there is none in the namespace {namespace} (see --service-account)"),
+                message: format!(
+                    "there is none in the namespace {namespace}, if that is there at all (see --service-account)"
+                ),
                 namespace: namespace.clone(),
             });
         }

@@ -169,7 +169,14 @@ fn taken(status: &PodStatus) -> Option<End> {
     let condition = ["DisruptionTarget", "TerminationTarget"].iter().find_map(|name| holds(status, name));
     if let Some(condition) = condition {
         let reason = condition.reason.as_deref().unwrap_or("no reason given");
+        let told = [condition.message.as_deref(), status.message.as_deref()];
+        let is_own = told.iter().flatten().any(|m| OWN_LIMITS.iter().any(|own| m.contains(own)));
         let cause = match reason {
+            // Newer servers say both that the kubelet has ended it and what for.
+            "TerminationByKubelet" if is_own => {
+                let message = told[0].or(told[1]);
+                return Some(End { cause: Cause::OverLimit, detail: words("Evicted", message) });
+            }
             "PreemptionByScheduler" | "PreemptionByKubeScheduler" => Cause::Preempted,
             "EvictionByEvictionAPI" | "DeletionByTaintManager" => Cause::Drained,
             "TerminationByKubelet" => Cause::Evicted,

@@ -1,4 +1,4 @@
-//! The HTTP side: one page, `GET /metrics`.
+//! The HTTP side: `GET /metrics`, and what a cluster asks of a pod: `/healthz` (it answers), `/readyz` (workers are taken).
 //!
 //! **Invariant:** whoever reaches the port can use up little: few connections, one short request on each, no body, a
 //! deadline.
@@ -22,16 +22,19 @@ use crate::job::Snapshot;
 /// What is known of the job; `None` before its first moment.
 pub(crate) type Known = watch::Receiver<Option<Snapshot>>;
 
+/// Tells whether workers are taken now.
+pub(crate) type Ready = Arc<dyn Fn() -> bool + Send + Sync>;
+
 /// Serves the metrics of the job whose snapshots come through `known`, until it is dropped.
-pub(crate) async fn serve(listener: TcpListener, known: Known) -> Infallible {
+pub(crate) async fn serve(listener: TcpListener, known: Known, ready: Ready) -> Infallible {
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
         let place = Arc::clone(&places).acquire_owned().await.expect("nobody closes this semaphore");
         match listener.accept().await {
             Ok((stream, _)) => {
-                let known = known.clone();
+                let (known, ready) = (known.clone(), Arc::clone(&ready));
                 tokio::spawn(async move {
-                    let served = tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, known));
+                    let served = tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, known, ready));
                     match served.await {
                         Ok(Ok(())) => {}
                         Ok(Err(error)) => debug!(%error, "a request for metrics was not answered"),
@@ -49,9 +52,9 @@ pub(crate) async fn serve(listener: TcpListener, known: Known) -> Infallible {
     }
 }
 
-async fn answer(stream: TcpStream, known: Known) -> Result<(), hyper::Error> {
+async fn answer(stream: TcpStream, known: Known, ready: Ready) -> Result<(), hyper::Error> {
     let page = service_fn(move |request| {
-        let response = respond(&request, &known);
+        let response = respond(&request, &known, ready());
         async { Ok::<_, Infallible>(response) }
     });
     http1::Builder::new()
@@ -65,14 +68,21 @@ async fn answer(stream: TcpStream, known: Known) -> Result<(), hyper::Error> {
 }
 
 /// The body of a request is not looked at.
-fn respond(request: &Request<Incoming>, known: &Known) -> Response<String> {
-    if request.uri().path() != PATH {
-        return text(StatusCode::NOT_FOUND, format!("there is only {PATH} here\n"));
+fn respond(request: &Request<Incoming>, known: &Known, is_ready: bool) -> Response<String> {
+    let path = request.uri().path();
+    if ![HEALTH, PATH, READY].contains(&path) {
+        return text(StatusCode::NOT_FOUND, format!("there are only {PATH}, {HEALTH} and {READY} here\n"));
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let mut refusal = text(StatusCode::METHOD_NOT_ALLOWED, format!("{PATH} can only be read\n"));
+        let mut refusal = text(StatusCode::METHOD_NOT_ALLOWED, format!("{path} can only be read\n"));
         refusal.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return refusal;
+    }
+    match path {
+        HEALTH => return text(StatusCode::OK, "ok\n".into()),
+        READY if is_ready => return text(StatusCode::OK, "ok\n".into()),
+        READY => return text(StatusCode::SERVICE_UNAVAILABLE, "this master does not lead the job\n".into()),
+        _ => {}
     }
     let page = known.borrow().as_ref().map(super::to_text);
     let Some(page) = page else {
@@ -92,11 +102,15 @@ fn text(status: StatusCode, body: String) -> Response<String> {
 }
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// A scraper needs one, now and then.
+/// A scraper needs one, now and then, and so do a cluster's two probes.
 const CONNECTIONS_MAX: usize = 8;
 /// The least that hyper takes.
 const HEAD_BYTES_MAX: usize = 8192;
 const HEADERS_MAX: usize = 64;
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const PATH: &str = "/metrics";
+/// This process answers.
+pub(crate) const HEALTH: &str = "/healthz";
+/// Workers are taken.
+pub(crate) const READY: &str = "/readyz";
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);

@@ -61,7 +61,7 @@ async fn ask(request: &str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (_publish, known) = watch::channel(Some(snapshot()));
-    let serving = tokio::spawn(serve(listener, known));
+    let serving = tokio::spawn(serve(listener, known, std::sync::Arc::new(|| false)));
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(request.as_bytes()).await.unwrap();
     let mut answer = Vec::new();
@@ -77,6 +77,8 @@ async fn one_page_can_be_read_and_nothing_else() {
     let table = [
         ("GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n", "HTTP/1.1 200"),
         ("HEAD /metrics HTTP/1.0\r\n\r\n", "HTTP/1.0 200"),
+        ("GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n", "HTTP/1.1 200"),
+        ("GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n", "HTTP/1.1 503"),
         ("GET / HTTP/1.1\r\nhost: x\r\n\r\n", "HTTP/1.1 404"),
         ("POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc", "HTTP/1.1 405"),
         ("nonsense\r\n\r\n", "HTTP/1.1 400"),
@@ -97,7 +99,7 @@ async fn who_says_nothing_is_sent_away_and_the_next_one_is_served() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (_publish, known) = watch::channel(None);
-    tokio::spawn(serve(listener, known));
+    tokio::spawn(serve(listener, known, std::sync::Arc::new(|| false)));
     let mut silent = Vec::new();
     for _ in 0..20 {
         silent.push(TcpStream::connect(address).await.unwrap());

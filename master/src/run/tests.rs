@@ -57,7 +57,7 @@ impl Stage {
     }
 
     /// What the master says to a worker, which was welcomed by this incarnation before.
-    async fn join(&self, incarnation: Option<u64>) -> Streaming<v1::MasterMessage> {
+    async fn join(&self, incarnation: Option<u64>) -> Streaming<MasterMessage> {
         let resume = incarnation.map(|incarnation| v1::Resume {
             worker: 1,
             membership: None,

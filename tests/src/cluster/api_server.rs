@@ -32,8 +32,21 @@ impl ApiServer {
         server
     }
 
+    /// The process of the node's kubelet.
+    ///
+    /// # Panics
+    /// It is not known.
+    #[must_use]
+    pub fn kubelet(&self) -> u32 {
+        self.pid_of("kubelet")
+    }
+
     fn pid(&self) -> u32 {
-        let file = self.dir.join("pids/kube-apiserver");
+        self.pid_of("kube-apiserver")
+    }
+
+    fn pid_of(&self, program: &str) -> u32 {
+        let file = self.dir.join("pids").join(program);
         let text = fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
         text.trim().parse().expect("the file holds a process's id")
     }

@@ -117,7 +117,6 @@ impl Namespace {
         // Small, so that many fit on one small node, which may have other things to do for seconds.
         let defaults = [
             ("--image", self.image.as_str()),
-            ("--worker-timeout", "10s"),
             ("--master-resources", "cpu=10m,memory=64Mi"),
             ("--worker-resources", "cpu=10m,memory=64Mi"),
         ];
@@ -181,6 +180,32 @@ impl Namespace {
     /// It fails.
     pub fn delete_pod(&self, name: &str, options: &[&str]) {
         must(kubectl().args(["--namespace", &self.name, "delete", "pod", name]).args(options));
+    }
+
+    /// Evicts a pod, as `kubectl drain` does.
+    ///
+    /// # Panics
+    /// The server refuses.
+    pub fn evict(&self, pod: &str) {
+        let eviction = format!(
+            r#"{{"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {{"name": "{pod}", "namespace": "{}"}}}}"#,
+            self.name
+        );
+        let file = tempfile::NamedTempFile::new().expect("there is room for a file");
+        fs::write(file.path(), eviction).expect("there is room for a file");
+        let path = format!("/api/v1/namespaces/{}/pods/{pod}/eviction", self.name);
+        must(kubectl().args(["create", "--raw", &path, "-f"]).arg(file.path()));
+    }
+
+    /// The pod of the master that leads the job, once it is ready.
+    #[must_use]
+    pub fn leader(&self, job: &str) -> Option<Value> {
+        let masters = self.get("pods", &format!("elasticdl/job={job},elasticdl/role=master"));
+        let is_ready = |pod: &Value| {
+            let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
+            conditions.iter().any(|c| c["type"] == "Ready" && c["status"] == "True")
+        };
+        masters.into_iter().find(|pod| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod))
     }
 
     /// What the anchor holds under a key, as JSON; null where there is none.

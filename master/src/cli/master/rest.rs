@@ -15,8 +15,7 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
         {"apiVersion": "batch/v1", "kind": "Job", "name": "j-master", "uid": "job"}
     ]});
     fake.put("configmaps", "j", json!({"metadata": meta, "data": {"task": "{}"}}));
-    let meta: k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta =
-        serde_json::from_value(meta).unwrap();
+    let meta: ObjectMeta = serde_json::from_value(meta).unwrap();
     let identity = Holder { pod: "one".into(), uid: "u".into() };
     let lease = Lease::acquire(&cluster, &meta, &identity).await.unwrap();
     let mould = Mould {
@@ -30,7 +29,8 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
     let anchor = Anchor::new(&cluster, "j");
     let mut followed = anchor.follow();
     let (publish, published) = watch::channel(None);
-    let writing = super::publish(&anchor, published);
+    let times = RefCell::default();
+    let writing = super::publish(&anchor, published, Duration::ZERO, &times);
     tokio::pin!(writing);
     for launch in 1..=3 {
         pods.start(LaunchId(launch), launch as u32 - 1);

@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{
-    Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, KeyToPath, LocalObjectReference,
-    ObjectFieldSelector, PodSecurityContext, PodSpec, ResourceFieldSelector, ResourceRequirements,
-    SeccompProfile, SecretVolumeSource, SecurityContext, Volume, VolumeMount,
+    Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, HTTPGetAction, KeyToPath, LocalObjectReference,
+    ObjectFieldSelector, PodSecurityContext, PodSpec, Probe, ResourceFieldSelector, ResourceRequirements,
+    SeccompProfile, SecretVolumeSource, SecurityContext, Toleration, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::{CA_FILE, TOKEN_FILE, Task, master_name};
-use crate::kube::options::{PodOptions, Resources};
+use super::{CA_FILE, LOST_NODE_S, TOKEN_FILE, Task, master_name};
+use crate::kube::options::{LIMITS, PodOptions, Resources};
 
 /// A pod's spec without containers.
 pub(super) fn pod_spec(pods: &PodOptions) -> PodSpec {
@@ -35,6 +36,45 @@ pub(super) fn pod_spec(pods: &PodOptions) -> PodSpec {
         tolerations: Some(pods.tolerations.clone()).filter(|t| !t.is_empty()),
         ..PodSpec::default()
     }
+}
+
+/// The user's, and those for nodes that don't answer, unless the user has said something about these.
+pub(super) fn master_tolerations(own: &[Toleration]) -> Vec<Toleration> {
+    let lost = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"].map(|key| Toleration {
+        key: Some(key.into()),
+        operator: Some("Exists".into()),
+        effect: Some("NoExecute".into()),
+        toleration_seconds: Some(LOST_NODE_S),
+        value: None,
+    });
+    let is_own = |toleration: &Toleration| own.iter().any(|other| other.key == toleration.key);
+    own.iter().cloned().chain(lost.into_iter().filter(|toleration| !is_own(toleration))).collect()
+}
+
+/// A master that answers nothing for a minute is ended, so that another takes its place.
+pub(super) fn liveness(port: &str) -> Probe {
+    Probe {
+        period_seconds: Some(10),
+        timeout_seconds: Some(5),
+        failure_threshold: Some(6),
+        ..probe(crate::metrics::HEALTH, port)
+    }
+}
+
+/// Workers are led to the master that holds the lease and listens. Looked at often, for they wait for it.
+pub(super) fn readiness(port: &str) -> Probe {
+    Probe {
+        period_seconds: Some(1),
+        timeout_seconds: Some(2),
+        failure_threshold: Some(2),
+        ..probe(crate::metrics::READY, port)
+    }
+}
+
+fn probe(path: &str, port: &str) -> Probe {
+    let port = IntOrString::String(port.into());
+    let get = HTTPGetAction { path: Some(path.into()), port, ..HTTPGetAction::default() };
+    Probe { http_get: Some(get), ..Probe::default() }
 }
 
 pub(super) fn locked_down() -> SecurityContext {
@@ -87,12 +127,19 @@ pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMo
 }
 
 /// Memory and devices are limited to what is asked for; processors are not, for a rank that is slowed down slows down
-/// all others.
+/// all others, unless there is a limit of the user's own (`limits.cpu`).
 pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
-    let requests: BTreeMap<String, Quantity> =
-        resources.iter().map(|(name, amount)| (name.clone(), Quantity(amount.clone()))).collect();
+    let amounts = |limits: bool| {
+        let own = resources.iter().filter_map(move |(name, amount)| match name.strip_prefix(LIMITS) {
+            Some(name) => limits.then_some((name, amount)),
+            None => (!limits).then_some((name.as_str(), amount)),
+        });
+        own.map(|(name, amount)| (name.to_owned(), Quantity(amount.clone())))
+    };
+    let requests: BTreeMap<String, Quantity> = amounts(false).collect();
     let mut limits = requests.clone();
     limits.remove("cpu");
+    limits.extend(amounts(true));
     ResourceRequirements {
         limits: Some(limits).filter(|l| !l.is_empty()),
         requests: Some(requests).filter(|r| !r.is_empty()),

@@ -246,6 +246,49 @@ fn the_service_finds_the_master_and_no_worker() {
 }
 
 #[test]
+fn the_service_leads_to_a_master_that_is_ready_and_to_no_other() {
+    let objects = objects(&request());
+    assert_eq!(objects.service.spec.unwrap().publish_not_ready_addresses, None);
+    let spec = serde_json::to_value(objects.job.spec.unwrap().template.spec).unwrap();
+    let container = &spec["containers"][0];
+    let get = |path: &str| json!({"path": path, "port": "metrics"});
+    assert_eq!(container["readinessProbe"]["httpGet"], get("/readyz"));
+    assert_eq!(container["readinessProbe"]["periodSeconds"], 1);
+    assert_eq!(container["livenessProbe"]["httpGet"], get("/healthz"));
+}
+
+#[test]
+fn a_master_leaves_a_lost_node_within_seconds_unless_the_user_says_otherwise() {
+    let tolerations = |own: &str| {
+        let mut request = request();
+        if !own.is_empty() {
+            request.pods.tolerations = crate::kube::options::parse_tolerations(own).unwrap();
+        }
+        let spec = objects(&request).job.spec.unwrap().template.spec.unwrap();
+        let all = spec.tolerations.unwrap_or_default().into_iter();
+        all.map(|t| (t.key.unwrap(), t.toleration_seconds)).collect::<Vec<_>>()
+    };
+    let [not_ready, unreachable] =
+        ["not-ready", "unreachable"].map(|name| format!("node.kubernetes.io/{name}"));
+    assert_eq!(tolerations(""), [(not_ready.clone(), Some(20)), (unreachable.clone(), Some(20))]);
+    let own = tolerations(&format!("gpu,{not_ready}"));
+    assert_eq!(own, [("gpu".into(), None), (not_ready, None), (unreachable, Some(20))]);
+    // Workers are replaced by the job itself, which hears of their silence.
+    assert_eq!(worker(&request(), 1, 0)["spec"]["tolerations"], Value::Null);
+}
+
+#[test]
+fn processors_have_a_limit_where_the_user_sets_one() {
+    let mut request = request();
+    request.pods.worker_resources = parse_resources("cpu=2,memory=1Gi,limits.cpu=4").unwrap();
+    let resources = json!({
+        "requests": {"cpu": "2", "memory": "1Gi"},
+        "limits": {"cpu": "4", "memory": "1Gi"}
+    });
+    assert_eq!(worker(&request, 1, 0)["spec"]["containers"][0]["resources"], resources);
+}
+
+#[test]
 fn a_task_survives_its_anchor() {
     let request = request();
     let anchor = objects(&request).anchor;

@@ -29,6 +29,17 @@ pub(super) struct Counter {
     warrant: Warrant,
 }
 
+/// What a creation has to know of the job.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Known<'a> {
+    /// The uid of the pod's owner.
+    pub(super) owner: &'a str,
+    /// The pod is not wanted any more.
+    pub(super) unwanted: &'a AtomicBool,
+    /// A worker of the job has run: a pod like this one was allowed before, and will be again.
+    pub(super) has_run: &'a AtomicBool,
+}
+
 /// What became of a creation.
 #[derive(Debug)]
 pub(super) enum Made {
@@ -46,14 +57,9 @@ impl Counter {
         Self { api, gate: Arc::new(Gate::new()), warrant }
     }
 
-    /// Makes a pod whose owner has this uid; `tell` hears what it waits for.
-    pub(super) async fn create(
-        mut self,
-        pod: &Pod,
-        owner: &str,
-        unwanted: &AtomicBool,
-        tell: impl Fn(Wait),
-    ) -> Made {
+    /// Makes a pod; `tell` hears what it waits for.
+    pub(super) async fn create(mut self, pod: &Pod, known: Known<'_>, tell: impl Fn(Wait)) -> Made {
+        let Known { owner, unwanted, has_run } = known;
         let mut failures = 0;
         loop {
             let gate = Arc::clone(&self.gate);
@@ -65,6 +71,7 @@ impl Counter {
                 continue;
             };
             let why = match outcome {
+                Ok(Made::Refused(text)) if has_run.load(Ordering::Relaxed) => Why { text, is_quota: false },
                 Ok(made) => return made,
                 Err(why) => why,
             };
@@ -129,13 +136,21 @@ async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<Made, Why>
     }
     match &error {
         kube::Error::Api(status) if status.code == 403 && is_quota(&status.message) => {
-            Err(Why { text: status.message.clone(), is_quota: true })
+            Err(Why { text: with_hint(&status.message), is_quota: true })
         }
         kube::Error::Api(status) if is_final(&error) => Ok(match ladder::missing_class(&status.message) {
             Some(class) => Made::Classless(class.into()),
             None => Made::Refused(status.message.clone()),
         }),
         error => later(format!("the API server can't be reached: {error}")),
+    }
+}
+
+/// The server's word, and which option helps, if one does.
+fn with_hint(message: &str) -> String {
+    match message.contains("must specify limits.cpu") {
+        true => format!("{message}; --worker-resources and --master-resources take limits.cpu=N"),
+        false => message.to_owned(),
     }
 }
 

@@ -263,8 +263,63 @@ async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
     let before = Instant::now();
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     let waited = before.elapsed();
-    assert!(waited >= STUCK_MAX - TICK && waited <= STUCK_MAX + TICK, "{waited:?}");
+    assert!(waited >= patience::STUCK_MAX - TICK && waited <= patience::STUCK_MAX + TICK, "{waited:?}");
     until(|| fake.state().deleted == ["j-w-1"]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_ever_later_and_nobody_is_blamed() {
+    // By this master, or by one before it.
+    for by_this_master in [true, false] {
+        let (fake, mut pods) = if by_this_master {
+            started().await
+        } else {
+            let (fake, pods) = pods();
+            pods.has_trained();
+            (fake, pods)
+        };
+        let why = "ImagePullBackOff: the registry is away";
+        for (launch, seconds) in (2..).zip([20_u64, 40, 80, 160, 320, 320]) {
+            let name = format!("j-w-{launch}");
+            pods.start(LaunchId(launch), 0);
+            until(|| fake.state().names().contains(&name.as_str())).await;
+            let stuck = json!({"waiting": {"reason": "ImagePullBackOff", "message": "the registry is away"}});
+            fake.set_status(&name, container("Pending", stuck));
+            let wait = Happening::Waits(Wait::Start(Some(why.into())));
+            while next(&mut pods).await != (LaunchId(launch), wait.clone()) {}
+            let before = Instant::now();
+            let exit = Exit::Taken(format!("it could not start in {seconds} s: {why}"));
+            assert_eq!(next(&mut pods).await, (LaunchId(launch), Happening::Ended(exit)));
+            let waited = before.elapsed();
+            let expected = Duration::from_secs(seconds);
+            assert!(waited >= expected - TICK && waited <= expected + TICK, "{launch}: {waited:?}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn once_a_worker_has_run_a_refusal_is_waited_for() {
+    let (fake, mut pods) = started().await;
+    fake.state().refusals.extend([(403, "denied the request: not on Fridays"); 3]);
+    pods.start(LaunchId(2), 0);
+    let denied = Happening::Waits(Wait::Answer(Some("denied the request: not on Fridays".into())));
+    while next(&mut pods).await != (LaunchId(2), denied.clone()) {}
+    until(|| fake.state().names().contains(&"j-w-2")).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quota_that_wants_limits_is_waited_for_with_the_option_that_helps() {
+    let (fake, mut pods) = pods();
+    fake.state()
+        .refusals
+        .push_back((403, "pods \"j-w-1\" is forbidden: failed quota: q: must specify limits.cpu"));
+    pods.start(ONE, 0);
+    assert_eq!(next(&mut pods).await, WAITS);
+    match next(&mut pods).await {
+        (ONE, Happening::Waits(Wait::Room(why))) => assert!(why.contains("--worker-resources"), "{why}"),
+        other => panic!("{other:?}"),
+    }
+    until(|| fake.state().names() == ["j-w-1"]).await;
 }
 
 #[tokio::test(start_paused = true)]

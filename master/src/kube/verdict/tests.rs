@@ -214,6 +214,12 @@ fn limits_that_a_pod_broke_are_its_fault() {
         let detail = format!("Evicted: {}", message.trim());
         assert_eq!(judge(&pod(failed("Evicted", message))), ended(Cause::OverLimit, &detail));
     }
+    // Newer servers add who has ended it, and may leave out the reason.
+    let own = "Usage of EmptyDir volume \"tmp\" exceeds the limit \"1Mi\". ";
+    let condition = json!([{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": own}]);
+    let detail = format!("Evicted: {}", own.trim());
+    let told = pod(json!({"phase": "Failed", "conditions": condition}));
+    assert_eq!(judge(&told), ended(Cause::OverLimit, &detail));
     assert!(Cause::OverLimit.is_own_fault() && Cause::OutOfMemory.is_own_fault());
 }
 

@@ -1,0 +1,63 @@
+//! How long pods are waited for that can't start, or don't end.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::{Foreman, Launched};
+use crate::job::Exit;
+use crate::kube::events;
+use crate::kube::verdict::Cause;
+
+impl Foreman {
+    /// Deletes those that have been unable to start for too long: another may do better, on another node. Until a worker of
+    /// the job has run, that is the job's failure; then it is the cluster's, which is given more time with each try.
+    pub(super) fn give_up_stuck(&mut self) {
+        let has_run = self.has_run.load(Ordering::Relaxed);
+        let patience = match has_run {
+            true => STUCK_MAX.saturating_mul(1 << self.stuck.min(8)).min(STUCK_PATIENCE_MAX),
+            false => STUCK_MAX,
+        };
+        let is_stuck =
+            |l: &Launched| l.stuck.as_ref().filter(|(since, _)| since.elapsed() >= patience).cloned();
+        let stuck: Vec<_> = self.launches.iter().filter_map(|(&id, l)| Some((id, is_stuck(l)?.1))).collect();
+        self.stuck = self.stuck.saturating_add(u32::from(!stuck.is_empty()));
+        for (launch, why) in stuck {
+            let pod = self.launches.get(&launch).and_then(|launched| launched.pod.clone());
+            if let Some((uid, _)) = pod {
+                let name = self.name_of_launch(launch);
+                self.recorder.record(events::reason_of_stuck(&why), format!("worker pod {name}: {why}"));
+                self.delete(name, uid);
+            }
+            let exit = match has_run {
+                true => Exit::Taken(format!("it could not start in {} s: {why}", patience.as_secs())),
+                false => Exit::NotStarted(why),
+            };
+            self.ended(launch, exit);
+        }
+    }
+
+    /// Whoever is still there long after it was to be killed is on a node that does not answer.
+    pub(super) fn give_up_leaving(&mut self) {
+        let is_lost = |l: &Launched| {
+            l.leaving.as_ref().filter(|(since, leave)| since.elapsed() >= leave.grace + GRACE_SLACK).cloned()
+        };
+        let lost: Vec<_> = self.launches.iter().filter_map(|(&id, l)| Some((id, is_lost(l)?.1))).collect();
+        for (launch, leave) in lost {
+            let state = if leave.ready { "says that it runs" } else { "does not answer" };
+            let words = format!(
+                "it was to end in {} s, and its node {state}: {}",
+                leave.grace.as_secs(),
+                leave.end.detail
+            );
+            self.report(Cause::Lost, &self.name_of_launch(launch), &words);
+            self.ended(launch, Exit::Taken(words));
+        }
+    }
+}
+
+/// What a node is given beyond a pod's grace period.
+const GRACE_SLACK: Duration = Duration::from_secs(15);
+/// How long a pod may be unable to start.
+pub(super) const STUCK_MAX: Duration = Duration::from_secs(20);
+/// How long it may be so at most where the job has trained: kubelets try again after five minutes at the latest.
+const STUCK_PATIENCE_MAX: Duration = Duration::from_secs(320);

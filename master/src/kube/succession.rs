@@ -1,0 +1,253 @@
+//! Who follows a master that is told to end, and when none is to follow.
+//!
+//! The Job makes another master for each that ends, but waits twice as long each time: from Kubernetes 1.26 on a pod that is
+//! deleted or evicted counts as a failure, and a job that runs for weeks is drained and preempted often. So a master that
+//! is told to end makes the next one itself: a pod like the Job's own, which the anchor owns. When the Job has made one
+//! too, that one waits for the lease, and is the next.
+//!
+//! A master that is lost without a word is the Job's to replace.
+
+use std::time::Duration;
+
+use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{ListParams, Patch, PatchParams, PostParams};
+use serde_json::json;
+use tokio::time::{Instant, sleep};
+use tracing::{info, warn};
+
+use super::client::{Cluster, ClusterError};
+use super::lease::Holder;
+use super::objects;
+use super::verdict::{Verdict, judge};
+
+/// What follows a master that is told to end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// Another master: it is there, or the Job will make it.
+    Master,
+    /// Nothing: the Job has ended for good, or is about to. Why.
+    Nothing(String),
+}
+
+/// Sees to it that another master follows this one, `holder`, which is told to end.
+///
+/// # Errors
+/// The server refuses, or does not answer; the Job makes another one later.
+pub(crate) async fn provide(
+    cluster: &Cluster,
+    anchor: &ObjectMeta,
+    holder: &Holder,
+) -> Result<Next, ClusterError> {
+    let name = anchor.name.as_deref().unwrap_or_default();
+    let doing = "make the next master";
+    let jobs: Api<Job> = cluster.api();
+    let job = jobs.get_opt(&objects::master_name(name)).await.map_err(|e| cluster.explain(doing, e))?;
+    let Some(job) = job.filter(|job| job.metadata.deletion_timestamp.is_none()) else {
+        return Ok(Next::Nothing("the job is being deleted".into()));
+    };
+    if let Some(why) = verdict(&job).or_else(|| overdue(&job, Timestamp::now())) {
+        return Ok(Next::Nothing(why));
+    }
+    let spec = job.spec.as_ref();
+    if spec.is_some_and(|spec| spec.suspend == Some(true) || spec.parallelism == Some(0)) {
+        return Ok(Next::Master);
+    }
+    let pods: Api<Pod> = cluster.api();
+    let list = pods.list(&ListParams::default().labels(&objects::master_selector(name))).await;
+    let list = list.map_err(|e| cluster.explain(doing, e))?;
+    let follows = |pod: &Pod| {
+        let is_other = pod.metadata.uid.as_ref() != Some(&holder.uid);
+        is_other && pod.metadata.deletion_timestamp.is_none() && !matches!(judge(pod), Verdict::Ended(_))
+    };
+    if list.items.iter().any(follows) {
+        return Ok(Next::Master);
+    }
+    if let Some(pod) = successor(&job, anchor) {
+        let made = pods.create(&PostParams::default(), &pod).await;
+        let made = made.map_err(|e| cluster.explain(doing, e))?;
+        info!(pod = made.metadata.name, "the next master is made");
+    }
+    Ok(Next::Master)
+}
+
+/// Why a Job has ended without success, or is about to; `None`: it has not.
+#[must_use]
+pub fn verdict(job: &Job) -> Option<String> {
+    let mut conditions = job.status.as_ref()?.conditions.iter().flatten();
+    let failed = conditions
+        .rfind(|c| ["Failed", "FailureTarget"].contains(&c.type_.as_str()) && c.status == "True")?;
+    let words = [&failed.reason, &failed.message].map(|text| text.clone().unwrap_or_default());
+    Some(words.join(": "))
+}
+
+/// The Job's deadline is over, though it may not have been said yet.
+fn overdue(job: &Job, now: Timestamp) -> Option<String> {
+    let limit = job.spec.as_ref()?.active_deadline_seconds?;
+    let start = &job.status.as_ref()?.start_time.as_ref()?.0;
+    let age = now.as_second().saturating_sub(start.as_second());
+    (age >= limit).then(|| format!("DeadlineExceeded: the job has run for longer than {limit} s"))
+}
+
+/// A pod like the Job's own that is none of its.
+fn successor(job: &Job, anchor: &ObjectMeta) -> Option<Pod> {
+    let template = &job.spec.as_ref()?.template;
+    let mut metadata = objects::owned(anchor, "", "master");
+    metadata.name = None;
+    metadata.generate_name = Some(format!("{}-", job.metadata.name.as_deref()?));
+    if let Some(of) = &template.metadata {
+        metadata.annotations.clone_from(&of.annotations);
+    }
+    Some(Pod { metadata, spec: template.spec.clone(), status: None })
+}
+
+/// A master leads the job: from now on no number of lost masters makes the Job give up.
+pub(crate) async fn allow_many(cluster: &Cluster, name: &str) {
+    if let Err(error) = limit(cluster, name, BACKOFF_LIMIT).await {
+        warn!(%error, "lost masters count against the Job's backoffLimit");
+    }
+}
+
+/// The job has failed, and this master is about to exit with that: the Job is to fail with it, and makes no other. `led`:
+/// this master has seen it; else a master before it has, and the Job may fail at once.
+pub(crate) async fn allow_no_more(cluster: &Cluster, name: &str, led: bool) {
+    let start = Instant::now();
+    loop {
+        let error = match try_allow_no_more(cluster, name, led).await {
+            Ok(()) => return,
+            Err(error) => error,
+        };
+        if !matches!(error, ClusterError::Unreachable { .. }) || start.elapsed() >= PATIENCE {
+            warn!(%error, "the Job can't be told that it has failed: it makes more masters, which have nothing to do");
+            return;
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+async fn try_allow_no_more(cluster: &Cluster, name: &str, led: bool) -> Result<(), ClusterError> {
+    let failed = if led {
+        let jobs: Api<Job> = cluster.api();
+        let job = jobs.get(&objects::master_name(name)).await;
+        let job = job.map_err(|error| cluster.explain("look at the master's job", error))?;
+        // Fewer than there were would end this pod at once, and its log with it.
+        job.status.and_then(|status| status.failed).unwrap_or(0)
+    } else {
+        0
+    };
+    limit(cluster, name, failed).await
+}
+
+async fn limit(cluster: &Cluster, name: &str, limit: i32) -> Result<(), ClusterError> {
+    let jobs: Api<Job> = cluster.api();
+    let patch = Patch::Merge(json!({"spec": {"backoffLimit": limit}}));
+    let patched = jobs.patch(&objects::master_name(name), &PatchParams::default(), &patch).await;
+    patched.map(drop).map_err(|error| cluster.explain("set the Job's backoffLimit", error))
+}
+
+/// The back-off limit of a Job that a master has led.
+pub(crate) const BACKOFF_LIMIT: i32 = 1_000_000;
+const PATIENCE: Duration = Duration::from_secs(20);
+const PAUSE: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::super::testing::Fake;
+    use super::*;
+
+    fn job(spec: &Value, status: &Value) -> Value {
+        let mut spec = spec.clone();
+        spec["template"] = json!({
+            "metadata": {"labels": {"controller-uid": "x", "elasticdl/role": "master"}, "annotations": {"a": "b"}},
+            "spec": {"containers": [{"name": "master", "image": "i"}], "priorityClassName": "high"}
+        });
+        json!({"metadata": {"name": "j-master", "uid": "job"}, "spec": spec, "status": status})
+    }
+
+    fn anchor() -> ObjectMeta {
+        serde_json::from_value(json!({"name": "j", "namespace": "ns", "uid": "anchor"})).unwrap()
+    }
+
+    fn master(name: &str, status: &Value) -> Value {
+        json!({"metadata": {"name": name, "uid": format!("uid-of-{name}")}, "status": status})
+    }
+
+    /// What follows the master `one`, and the pods that were made.
+    async fn told_to_end(job: Value, others: &[Value]) -> (Next, Vec<Value>) {
+        let (fake, cluster) = Fake::start();
+        fake.put("jobs", "j-master", job);
+        fake.put("pods", "one", master("one", &json!({"phase": "Running"})));
+        for other in others {
+            fake.put("pods", other["metadata"]["name"].as_str().unwrap(), other.clone());
+        }
+        let holder = Holder { pod: "one".into(), uid: "uid-of-one".into() };
+        let next = provide(&cluster, &anchor(), &holder).await.unwrap();
+        let made = |pod: &Value| !pod["metadata"]["generateName"].is_null();
+        let pods = fake.state().all("pods").into_iter().filter(made).collect();
+        (next, pods)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_master_that_is_told_to_end_makes_one_that_the_job_does_not_count() {
+        let (next, made) = told_to_end(job(&json!({"parallelism": 1}), &json!({})), &[]).await;
+        assert_eq!((next, made.len()), (Next::Master, 1));
+        let meta = &made[0]["metadata"];
+        assert_eq!((&meta["generateName"], &meta["annotations"]), (&json!("j-master-"), &json!({"a": "b"})));
+        let labels = &meta["labels"];
+        assert_eq!((&labels["controller-uid"], &labels["elasticdl/role"]), (&Value::Null, &json!("master")));
+        assert_eq!(labels["elasticdl/job"], "j");
+        let owner = &meta["ownerReferences"][0];
+        assert_eq!((&owner["kind"], &owner["uid"]), (&json!("ConfigMap"), &json!("anchor")));
+        assert_eq!(made[0]["spec"]["priorityClassName"], "high");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_other_is_made_where_one_is_there_or_none_is_wanted() {
+        let runs = json!({"phase": "Running"});
+        let mut dying = master("two", &runs);
+        dying["metadata"]["deletionTimestamp"] = "2024-05-01T10:00:00Z".into();
+        let spec = json!({"parallelism": 1});
+        let failed = json!({"conditions": [
+            {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "m"}
+        ]});
+        let old = json!({"startTime": "2020-01-01T00:00:00Z"});
+        let nothing = |why: &str| Next::Nothing(why.into());
+        let late = "DeadlineExceeded: the job has run for longer than 60 s";
+        // The Job's specification, its status, another pod, what follows, and how many are made.
+        let table = [
+            (spec.clone(), json!({}), Some(master("two", &runs)), Next::Master, 0),
+            (spec.clone(), json!({}), Some(master("two", &json!({"phase": "Pending"}))), Next::Master, 0),
+            (spec.clone(), json!({}), Some(master("two", &json!({"phase": "Failed"}))), Next::Master, 1),
+            (spec.clone(), json!({}), Some(dying), Next::Master, 1),
+            (json!({"parallelism": 1, "suspend": true}), json!({}), None, Next::Master, 0),
+            (spec.clone(), failed, None, nothing("BackoffLimitExceeded: m"), 0),
+            (json!({"parallelism": 1, "activeDeadlineSeconds": 60}), old, None, nothing(late), 0),
+        ];
+        for (spec, status, other, next, count) in table {
+            let others: Vec<Value> = other.into_iter().collect();
+            let (found, made) = told_to_end(job(&spec, &status), &others).await;
+            assert_eq!((found, made.len()), (next, count), "{spec} {status} {others:?}");
+        }
+        let mut gone = job(&spec, &json!({}));
+        gone["metadata"]["deletionTimestamp"] = "2024-05-01T10:00:00Z".into();
+        assert_eq!(told_to_end(gone, &[]).await.0, nothing("the job is being deleted"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_job_allows_as_many_lost_masters_as_there_were_and_its_end_that_is_seen_again_none() {
+        let (fake, cluster) = Fake::start();
+        fake.put("jobs", "j-master", job(&json!({"backoffLimit": 6}), &json!({"failed": 4})));
+        let limit = || fake.state().object("jobs", "j-master").unwrap()["spec"]["backoffLimit"].clone();
+        allow_many(&cluster, "j").await;
+        assert_eq!(limit(), 1_000_000);
+        allow_no_more(&cluster, "j", true).await;
+        assert_eq!(limit(), 4);
+        allow_no_more(&cluster, "j", false).await;
+        assert_eq!(limit(), 0);
+    }
+}

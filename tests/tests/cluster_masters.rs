@@ -1,0 +1,195 @@
+//! Masters in a real cluster that are cut off, stopped, evicted and lost, with the options that users have by default; and
+//! jobs whose masters are used up.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use elasticdl_tests::cluster::{ApiServer, Job, Namespace, kubectl, must, name, text, uid};
+use elasticdl_tests::send;
+use rustix::process::Signal;
+use serde_json::Value;
+
+fn namespace(test: &str) -> Option<Namespace> {
+    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+    namespace.apply_rbac();
+    Some(namespace)
+}
+
+fn uids(pods: &[Value]) -> BTreeSet<String> {
+    pods.iter().map(|pod| uid(pod).to_owned()).collect()
+}
+
+/// The process of the master that leads the job.
+fn master_process(namespace: &Namespace, job: &str) -> u32 {
+    Namespace::process_inside(&namespace.leader(job).unwrap(), "elasticdl").unwrap()
+}
+
+/// What the job's group is, for a comparison: its pods, and its generation.
+fn group(job: &Job<'_>) -> (BTreeSet<String>, Option<u64>) {
+    let pods = job.wait_for_group(3);
+    (uids(&pods), job.status()["generation"].as_u64())
+}
+
+#[test]
+fn a_master_that_is_cut_off_reset_or_stopped_costs_nobody() {
+    let Some(namespace) = namespace("cut") else { return };
+    let options = ["--num-workers", "3", "--num-epochs", "60", "--max-worker-restarts", "0"];
+    let job = Job::start(&namespace, "count", &options, 4000);
+    let before = group(&job);
+    let pid = master_process(&namespace, "count");
+    let iptables = |verb: &str, rule: &str| {
+        let words = ["nsenter", "--net", "--target", &pid.to_string(), "iptables", verb].map(String::from);
+        let words: Vec<String> = words.into_iter().chain(rule.split(' ').map(String::from)).collect();
+        must(Command::new(&words[0]).args(&words[1..]));
+    };
+    let drops = "INPUT -p tcp --dport 7070 -j DROP";
+    let resets = "INPUT -p tcp --dport 7070 -j REJECT --reject-with tcp-reset";
+    for (rule, millis) in [(drops, 1000), (drops, 2000), (drops, 10_000), (resets, 300)] {
+        iptables("-I", rule);
+        std::thread::sleep(Duration::from_millis(millis));
+        iptables("-D", rule);
+        assert_eq!(group(&job), before, "{rule} for {millis} ms: {}", job.status()["memberships"]);
+    }
+    send(pid, Signal::STOP);
+    std::thread::sleep(Duration::from_secs(40));
+    send(pid, Signal::CONT);
+    assert_eq!(group(&job), before, "stopped: {}", job.status()["memberships"]);
+    job.assert_completes(60);
+}
+
+#[test]
+fn masters_that_are_deleted_and_drained_again_and_again_are_followed_within_seconds() {
+    let Some(namespace) = namespace("follow") else { return };
+    let options = ["--num-workers", "2", "--num-epochs", "60", "--max-worker-restarts", "0"];
+    let job = Job::start(&namespace, "count", &options, 4000);
+    let workers = uids(&job.wait_for_group(2));
+    for round in 0..6 {
+        let old = job.wait_for("a master", || namespace.leader("count"));
+        let since = Instant::now();
+        match round % 2 {
+            0 => namespace.delete_pod(name(&old), &["--wait=false"]),
+            _ => namespace.evict(name(&old)),
+        }
+        job.wait_for("another master", || namespace.leader("count").filter(|new| uid(new) != uid(&old)));
+        let took = since.elapsed();
+        println!("round {round}: another master leads after {took:?}");
+        // Ten seconds, and what a busy machine takes for a pod.
+        assert!(took < Duration::from_secs(20), "round {round}: {took:?}");
+        assert_eq!(uids(&job.wait_for_group(2)), workers, "round {round}: workers were restarted");
+    }
+    job.assert_completes(60);
+}
+
+#[test]
+fn the_master_of_a_node_that_does_not_answer_is_given_up_in_time_and_the_workers_train_on() {
+    let Some(namespace) = namespace("lost") else { return };
+    let options = ["--num-workers", "2", "--num-epochs", "100", "--max-worker-restarts", "0"];
+    let job = Job::start(&namespace, "count", &options, 4000);
+    let workers = uids(&job.wait_for_group(2));
+    let (old, step) = (namespace.leader("count").unwrap(), job.step());
+    // The node says nothing any more, and its master is gone; its workers are as on other nodes.
+    let kubelet = ApiServer::new().kubelet();
+    send(kubelet, Signal::STOP);
+    send(master_process(&namespace, "count"), Signal::KILL);
+    let masters = || namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
+    let another = || masters().into_iter().find(|pod| uid(pod) != uid(&old));
+    let since = Instant::now();
+    while another().is_none() && since.elapsed() < Duration::from_secs(110) {
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    let made = another().is_some();
+    send(kubelet, Signal::CONT);
+    assert!(made, "the cluster made no other master for a node that does not answer");
+    job.wait_for("another master", || namespace.leader("count").filter(|new| uid(new) != uid(&old)));
+    assert_eq!(uids(&job.wait_for_group(2)), workers, "workers were restarted");
+    assert!(job.step() > step, "training began anew");
+    job.assert_completes(100);
+}
+
+#[test]
+fn a_failed_job_makes_no_more_masters_and_its_logs_are_those_of_its_failure() {
+    let Some(namespace) = namespace("failed") else { return };
+    let options = ["--num-workers", "1", "--max-worker-restarts", "0"];
+    let mut job = Job::start_program(&namespace, "count", &options, &["--fail-at", "1000"]);
+    let (code, output) = job.wait();
+    assert_eq!(code, Some(1), "{output}");
+    let name = ["--namespace", namespace.name(), "wait", "--for=condition=failed", "--timeout=60s"];
+    must(kubectl().args(name).arg("job/count-master"));
+    let masters = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
+    assert_eq!(masters.len(), 1, "{masters:?}");
+    let log = namespace.master_log("count");
+    assert!(log.contains("worker pod created") && log.contains("the job is failed"), "{log}");
+    job.assert_deletes();
+}
+
+#[test]
+fn a_job_whose_masters_are_used_up_is_told_as_failed() {
+    let Some(namespace) = namespace("used") else { return };
+    let options = ["--num-workers", "2", "--num-epochs", "1000"];
+    let mut job = Job::start(&namespace, "count", &options, 4000);
+    let _ = job.wait_for_group(2);
+    let patch = r#"{"spec": {"backoffLimit": 0}}"#;
+    let words =
+        ["--namespace", namespace.name(), "patch", "job", "count-master", "--type", "merge", "-p", patch];
+    must(kubectl().args(words));
+    send(master_process(&namespace, "count"), Signal::KILL);
+    let (code, output) = job.wait();
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("BackoffLimitExceeded"), "{output}");
+    let list = namespace.elasticdl("list", [""; 0]).output().unwrap();
+    assert!(text(&list).contains("failed (no master)"), "{}", text(&list));
+    let status = namespace.elasticdl("status", ["count"]).output().unwrap();
+    assert!(text(&status).contains("state        failed"), "{}", text(&status));
+    assert!(text(&status).contains("BackoffLimitExceeded"), "{}", text(&status));
+    for (command, args) in [("stop", &["count"][..]), ("scale", &["count", "--num-workers", "1"])] {
+        let refused = namespace.elasticdl(command, args).output().unwrap();
+        assert_eq!(refused.status.code(), Some(1), "{command}: {}", text(&refused));
+        assert!(text(&refused).contains("no other master comes"), "{command}: {}", text(&refused));
+    }
+    job.assert_deletes();
+}
+
+#[test]
+fn a_master_that_can_not_be_made_is_told_by_all_commands() {
+    let Some(namespace) = namespace("unmade") else { return };
+    namespace
+        .apply("apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: q}\nspec: {hard: {limits.cpu: 4}}\n");
+    let mut job = Job::start(&namespace, "count", &["--num-workers", "1"], 0);
+    let reason = "must specify limits.cpu";
+    let look = |command: &str, args: &[&str]| text(&namespace.elasticdl(command, args).output().unwrap());
+    job.wait_for("the list tells why", || look("list", &[]).contains(reason).then_some(()));
+    assert!(look("status", &["count"]).contains(reason), "{}", look("status", &["count"]));
+    send(job.following().pid(), Signal::INT);
+    let (_, output) = job.wait();
+    assert!(output.contains("the master waits: FailedCreate") && output.contains(reason), "{output}");
+    job.assert_deletes();
+    // With limits it is made.
+    let limits = "cpu=10m,memory=64Mi,limits.cpu=1";
+    let options = ["--num-workers", "1", "--master-resources", limits, "--worker-resources", limits];
+    Job::start(&namespace, "count", &options, 0).assert_completes(1);
+}
+
+#[test]
+fn a_replacement_whose_image_is_away_is_waited_for() {
+    let Some(namespace) = namespace("image-away") else { return };
+    let image = format!("localhost/elasticdl-away:{}", std::process::id());
+    let ctr = ["--address", "/run/k8s-dev/containerd.sock", "--namespace", "k8s.io", "images"];
+    let ctr = |args: &[&str]| drop(must(Command::new("ctr").args(ctr).args(args)));
+    ctr(&["tag", namespace.image(), &image]);
+    let options = ["--num-workers", "2", "--num-epochs", "60", "--max-worker-restarts", "0"];
+    let job = Job::start(&namespace, "count", &[&options[..], &["--image", &image]].concat(), 4000);
+    let pods = job.wait_for_group(2);
+    ctr(&["rm", &image]);
+    namespace.delete_pod(name(&pods[0]), &["--wait=false"]);
+    job.wait_for_event(&["ErrImage"]);
+    // Longer than a pod that can't start is borne with before any worker has run.
+    std::thread::sleep(Duration::from_secs(30));
+    assert_eq!(job.status()["state"], "running", "{}", job.status());
+    ctr(&["tag", namespace.image(), &image]);
+    let _ = job.wait_for_group(2);
+    ctr(&["rm", &image]);
+    job.assert_completes(60);
+}
