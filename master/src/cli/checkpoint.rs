@@ -42,8 +42,8 @@ pub struct CheckpointOptions {
     /// A checkpoint is the whole state: parameters, optimizer, and the ledger of the records that they have absorbed. Workers
     /// write it while they train on. When all workers are lost, new ones begin from the newest whole one. Workers must see
     /// the folder: in a cluster a path is one of a --volume; buckets are opened with the usual variables (AWS_ACCESS_KEY_ID,
-    /// AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, …; see --env). One more is written at
-    /// the job's end, when it is stopped, and by `elasticdl checkpoint`.
+    /// AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, …; see --env), S3 also with the profile
+    /// AWS_PROFILE of ~/.aws. One more is written at the job's end, when it is stopped, and by `elasticdl checkpoint`.
     #[arg(long, value_name = "URI", value_parser = parse_address)]
     pub checkpoint_dir: Option<String>,
 

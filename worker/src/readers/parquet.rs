@@ -350,9 +350,8 @@ fn skip(column: &mut ColumnReader, rows: usize) -> ParquetResult<usize> {
 /// What the parquet crate could not do; what the file's source said itself is told as it is.
 fn failed(path: &Path, group: Option<usize>, what: &str, error: ParquetError) -> DataError {
     let text = error.to_string();
-    let source = match error {
-        ParquetError::External(source) => source,
-        _ => return malformed(path, group, &format!("{what}: {text}")),
+    let ParquetError::External(source) = error else {
+        return malformed(path, group, &format!("{what}: {text}"));
     };
     match source.downcast::<DataError>() {
         Ok(error) => *error,
