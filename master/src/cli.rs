@@ -11,6 +11,7 @@ mod master;
 mod plan;
 mod preview;
 mod remote;
+mod resilience;
 mod status;
 mod train;
 mod validation;
@@ -29,6 +30,7 @@ pub use client::ScaleArgs;
 pub use cluster::{ClusterArgs, Format, Labels, PlaceArgs, Tolerations, Volumes};
 pub use master::MasterArgs;
 pub use remote::{DeleteArgs, ListArgs, LogsArgs, StopArgs};
+pub use resilience::ResilienceOptions;
 pub use status::StatusArgs;
 pub use train::TrainArgs;
 pub use validation::{Metric, ValidationOptions};
@@ -148,6 +150,10 @@ fn new_runtime() -> Result<tokio::runtime::Runtime, Failure> {
 fn print_error(text: &str) {
     // With standard error closed there is nobody to tell.
     let _ = writeln!(stderr(), "error: {text}");
+}
+
+fn print_warning(text: &str) {
+    let _ = writeln!(stderr(), "warning: {text}");
 }
 
 const EXIT_FAILED: u8 = 1;

@@ -381,8 +381,8 @@ pub fn worker_log(logs: &Path, launch: LaunchId) -> PathBuf {
     logs.join(format!("worker-{}.log", launch.0))
 }
 
-/// A folder in the directory.
-const CHECKPOINTS: &str = "checkpoints";
+/// Where a job keeps checkpoints that has no other place for them.
+pub(crate) const CHECKPOINTS: &str = "checkpoints";
 const JOB: &str = "job.json";
 const LOCK: &str = "lock";
 const LOCK_ATTEMPTS: u32 = 5;

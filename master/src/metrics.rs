@@ -63,6 +63,8 @@ impl Projection {
         page.gauge("records_per_second", "Records committed per second, lately", status.records_per_s)?;
         page.gauge("progress", "How near the end is, 0 to 1", status.progress)?;
         page.gauge("leased_records", "Records leased to workers and not committed", leased as f64)?;
+        let help = "Steps of them that were left out, for their gradients or losses were not finite";
+        page.gauge("steps_skipped", help, status.steps_skipped as f64)?;
         if let Some(loss) = status.loss {
             page.gauge("loss", "Mean loss per record, smoothed over the last reports", loss)?;
         }
@@ -102,6 +104,8 @@ impl Projection {
         page.counter("worker_restarts", "Workers started in the place of one", tally.restarts as f64)?;
         let help = "Time that workers have waited for storage that did not answer, over all of them";
         page.counter("storage_wait_seconds", help, tally.storage_wait.as_secs_f64())?;
+        let help = "States that were lost with all workers, and of which there was no checkpoint";
+        page.counter("state_losses", help, tally.state_losses as f64)?;
         let mut ends = page.family("worker_ends", "Worker processes that have ended", MetricType::Counter)?;
         for end in End::ALL {
             let count = tally.ends.get(&end).copied().unwrap_or_default();

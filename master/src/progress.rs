@@ -212,6 +212,7 @@ mod tests {
             state: "running",
             generation: Generation(3),
             step: 120,
+            steps_skipped: 0,
             epoch: 1,
             epochs: 2,
             records_counted: 10,

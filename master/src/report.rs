@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::job::{CheckpointsSummary, EvaluationsSummary, MembershipRecord, Summary, in_words};
+use crate::job::{CheckpointsSummary, EvaluationsSummary, MembershipRecord, StateLoss, Summary, in_words};
 use crate::progress::{one_line, short};
 
 /// Where the user finds more, on this machine.
@@ -28,6 +28,9 @@ pub fn to_json(summary: &Summary) -> Vec<u8> {
 /// # Errors
 /// Those of `out`.
 pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) -> io::Result<()> {
+    if let Some(lost) = &summary.state_lost {
+        writeln!(out, "{}", state_lost(lost))?;
+    }
     writeln!(out, "job {}: {} after {:.2} s", summary.job, summary.state, summary.wall_s)?;
     if let Some(error) = &summary.error {
         row(out, "error", &one_line(error))?;
@@ -42,6 +45,10 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
             records.expected, records.counted, records.missing, records.repeated
         ),
     )?;
+    if summary.steps_skipped > 0 {
+        let skipped = summary.steps_skipped;
+        row(out, "left out", &format!("{skipped} steps, whose gradients or losses were not finite"))?;
+    }
     if let (Some(first), Some(last)) = (summary.loss.first, summary.loss.last) {
         row(out, "loss", &format!("{first:.4} -> {last:.4}"))?;
     }
@@ -101,6 +108,28 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     Ok(())
 }
 
+/// What of it a user should hear who wants to hear of errors alone.
+#[must_use]
+pub fn warnings(summary: &Summary) -> Vec<String> {
+    let lost = summary.state_lost.as_ref().map(state_lost);
+    let failed = summary.checkpoints.as_ref().and_then(|known| {
+        let error = known.error.as_ref()?;
+        let newest =
+            known.newest.as_ref().map(|newest| format!("; the newest one is of step {}", newest.step));
+        let newest = newest.unwrap_or_else(|| "; there is none".into());
+        Some(format!("the last checkpoint could not be written: {}{newest}", one_line(error)))
+    });
+    let skipped = (summary.steps_skipped > 0)
+        .then(|| format!("{} steps were left out, for they were not finite", summary.steps_skipped));
+    [lost, failed, skipped].into_iter().flatten().collect()
+}
+
+fn state_lost(lost: &StateLoss) -> String {
+    let StateLoss { count, at_step } = lost;
+    let times = if *count > 1 { format!(" ({count} times; the last time)") } else { String::new() };
+    format!("STATE LOST{times} at step {at_step}: all workers were lost, and there was no checkpoint")
+}
+
 fn evaluations(known: &EvaluationsSummary) -> String {
     let last = known.all.last().map(|e| format!("step {}: {}", e.step, one_line(&in_words(&e.metrics))));
     let mut parts = vec![last.unwrap_or_else(|| "none".into())];
@@ -119,6 +148,9 @@ fn checkpoints(known: &CheckpointsSummary) -> String {
     let mut parts = vec![format!("{} written", known.saved)];
     parts.extend(newest);
     parts.extend((known.failed > 0).then(|| format!("{} failed", known.failed)));
+    parts.extend(
+        known.error.as_ref().map(|error| format!("the last one for this reason: {}", one_line(error))),
+    );
     parts.extend((known.damaged > 0).then(|| format!("{} damaged", known.damaged)));
     for restored in &known.restored {
         parts.push(format!("began at step {} ({} steps again)", restored.step, restored.lost_steps));
@@ -225,6 +257,8 @@ mod tests {
                 end: 7,
                 error: "bad\nlabel".into(),
             }],
+            steps_skipped: 0,
+            state_lost: None,
             error: None,
             model_summary: Some("accuracy 0.9\nfine".into()),
             metrics: Some([("accuracy".into(), Some(0.875)), ("norm".into(), None)].into()),
@@ -265,6 +299,26 @@ job mnist: completed after 1.50 s
   summary       /j/summary.json
 ";
         assert_eq!(String::from_utf8(out).unwrap(), expected);
+    }
+
+    #[test]
+    fn a_lost_state_comes_first_and_is_told_to_who_wants_errors_alone() {
+        let lost = Summary {
+            state_lost: Some(StateLoss { count: 2, at_step: 70 }),
+            steps_skipped: 3,
+            checkpoints: Some(CheckpointsSummary { error: Some("disk\nfull".into()), ..Default::default() }),
+            ..summary()
+        };
+        let mut out = Vec::new();
+        write_table(&mut out, &lost, Paths::default()).unwrap();
+        let out = String::from_utf8(out).unwrap();
+        let first = "STATE LOST (2 times; the last time) at step 70: all workers were lost, and there was no checkpoint";
+        assert_eq!(out.lines().next(), Some(first));
+        assert!(out.contains("\n  left out      3 steps, whose"), "{out}");
+        let warnings = warnings(&lost);
+        assert_eq!((warnings.len(), warnings[0].as_str()), (3, first));
+        assert!(warnings[1].contains("disk full; there is none"), "{warnings:?}");
+        assert_eq!(super::warnings(&summary()), [""; 0]);
     }
 
     #[test]

@@ -97,7 +97,7 @@ fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
         (&["--job-name", "My_Job"], &["--job-name", "lower-case", "mnist-1"]),
         (&["--job-name", "../x"], &["--job-name", "lower-case"]),
         (&["--checkpoint-dir", "ftp://a/b"], &["--checkpoint-dir", "s3://"]),
-        (&["--checkpoint-every", "200"], &["--checkpoint-dir"]),
+        (&["--checkpoint-dir", "none", "--checkpoint-every", "200"], &["--checkpoint-dir"]),
         (&["--checkpoint-dir", "c", "--checkpoint-every", "0"], &["--checkpoint-every", "`200`", "`30s`"]),
         (&["--checkpoint-dir", "c", "--checkpoint-keep", "0"], &["--checkpoint-keep", "0"]),
         (&["--resume-from", ""], &["--resume-from"]),

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticdl_master::entrance::Entrance;
-use elasticdl_master::job::{Batch, JobSpec, Outcome, WireDtype, Work};
+use elasticdl_master::job::{Batch, JobSpec, OnNonfinite, Outcome, WireDtype, Work};
 use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
@@ -141,6 +141,9 @@ fn spec() -> JobSpec {
         work: Work::default(),
         wire_dtype: WireDtype::F32,
         streams: 1,
+        on_nonfinite: OnNonfinite::Fail,
+        restart_without_checkpoint: false,
+        grace_period: Duration::from_secs(30),
     }
 }
 
@@ -187,6 +190,7 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
         records: 4,
         compute_us: vec![10],
         times: None,
+        steps_skipped: 0,
     };
     worker.say(Said::Committed(committed)).await;
     let all = v1::Ledger { epochs_complete: 1, ranges: Vec::new(), repeated_records: 0 };
@@ -198,6 +202,10 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
         records_trained: 4,
         stopped_early: false,
         summary: Some("accuracy 1".into()),
+        failure: None,
+        suspended: false,
+        steps_skipped: 0,
+        exported: false,
     };
     worker.say(Said::Finished(finished)).await;
     worker.told_of(|told| matches!(told, Told::Shutdown(_)).then_some(())).await;

@@ -54,6 +54,13 @@ impl Command {
         self
     }
 
+    /// Adds `--name`.
+    #[must_use]
+    pub fn flag(mut self, name: &str) -> Self {
+        self.options.push(format!("--{name}").into());
+        self
+    }
+
     /// Has all commands started by `starter`, which gets them as its last arguments.
     #[must_use]
     pub fn started_by<A: Into<OsString>>(mut self, starter: impl IntoIterator<Item = A>) -> Self {

@@ -1,6 +1,8 @@
 //! Jobs for masters that run in the tests' own process.
 
-use elasticdl_master::job::{Batch, JobSpec, WireDtype, Work};
+use std::time::Duration;
+
+use elasticdl_master::job::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
 
 /// A job of so many workers, or fewer, that trains for two epochs, and in which nobody is ever taken out or replaced.
 #[must_use]
@@ -26,5 +28,8 @@ pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> 
         work: Work::default(),
         wire_dtype: WireDtype::F32,
         streams: 1,
+        on_nonfinite: OnNonfinite::Fail,
+        restart_without_checkpoint: true,
+        grace_period: Duration::from_secs(30),
     }
 }

@@ -112,6 +112,8 @@ impl Stage {
             .option("global-batch-size", self.global_batch_size.to_string())
             .option("seed", seed.to_string())
             .option("worker-timeout", self.worker_timeout)
+            // A blow may take all workers at once.
+            .flag("restart-without-checkpoint")
             .started_by(starter)
     }
 

@@ -66,6 +66,10 @@ pub(crate) struct Welcome {
     pub(crate) resume_from: Option<String>,
     pub(crate) work: Work,
     pub(crate) wire_dtype: WireDtype,
+    /// A step whose gradient is not finite is left out; otherwise it ends the job.
+    pub(crate) skips_nonfinite: bool,
+    /// How long a worker that was told to end waits for the group to let it go.
+    pub(crate) leave_timeout: Option<Duration>,
     /// Links between neighbours in the ring.
     pub(crate) streams: u8,
 }
@@ -77,6 +81,8 @@ pub(crate) struct CheckpointOptions {
     pub(crate) every: Every,
     /// How many complete ones stay.
     pub(crate) keep: usize,
+    /// The folder is this job's own: what runs before it left there may be removed.
+    pub(crate) exclusive: bool,
 }
 
 /// What the job does with its data.
@@ -119,6 +125,7 @@ impl Control {
             to_trainer,
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
+            leave_timeout: environment.leave_timeout(),
             leaving: false,
             over: false,
             storage: StorageWord::default(),
@@ -148,6 +155,8 @@ struct Stream {
     to_trainer: Sender<FromMaster>,
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
+    /// How long the group may take to let this worker go.
+    leave_timeout: Duration,
     /// It was told to end, and every master is to know.
     leaving: bool,
     /// It was shut down: no other master is of interest.
@@ -290,6 +299,7 @@ impl Stream {
         let (mut sigterm, mut link) = match opened.await {
             Ok((sigterm, link, welcome)) => {
                 heartbeat = welcome.heartbeat.unwrap_or(HEARTBEAT_NEVER);
+                self.leave_timeout = welcome.leave_timeout.unwrap_or(self.leave_timeout);
                 self.door.me = Some(v1::Resume {
                     worker: welcome.worker.0,
                     membership: None,
@@ -411,7 +421,7 @@ impl Stream {
     fn leave(&mut self) {
         tracing::info!("told to end: leaving at the next boundary");
         if !std::mem::replace(&mut self.leaving, true) {
-            leave_in_time(self.door.environment.leave_timeout());
+            leave_in_time(self.leave_timeout);
         }
     }
 

@@ -84,7 +84,7 @@ impl Environment {
         })
     }
 
-    /// How long a worker that was told to end waits for the group to let it go.
+    /// How long a worker that was told to end waits for the group to let it go, unless its master says otherwise.
     pub(crate) fn leave_timeout(&self) -> Duration {
         self.master_timeout.min(Duration::from_secs(5))
     }

@@ -25,6 +25,8 @@ pub(crate) enum FromMaster {
     /// From the control stream itself: it was broken, and there is another master.
     Reconnected,
     Shutdown(String),
+    /// The group ends with a checkpoint, for all of its members leave.
+    Suspend,
 }
 
 /// What this worker says after its hello.
@@ -79,6 +81,23 @@ pub(crate) struct Finished {
     /// Evaluations got no better.
     pub(crate) stopped_early: bool,
     pub(crate) summary: Option<String>,
+    /// Why the job can't go on, if it can't.
+    pub(crate) failure: Option<FinishedFailure>,
+    /// The group ends here, and another one goes on from its checkpoint.
+    pub(crate) suspended: bool,
+    /// Steps without an update.
+    pub(crate) steps_skipped: u64,
+    /// This rank has exported the model.
+    pub(crate) exported: bool,
+}
+
+/// Why a job can't go on.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct FinishedFailure {
+    /// The same on all ranks.
+    pub(crate) error: String,
+    /// This rank's records that are at fault.
+    pub(crate) ranges: Vec<RecordRange>,
 }
 
 /// Microseconds from a group's last commit to its first one in a new generation.

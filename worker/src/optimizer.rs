@@ -148,7 +148,8 @@ impl Optimizer {
         self.rate * self.schedule.factor(step)
     }
 
-    /// Applies the mean gradient, `sum / records`, to the parameters and the slots.
+    /// Applies the mean gradient, `sum / records`, to the parameters and the slots. Where it is to be clipped and has no finite
+    /// norm, nothing is changed.
     ///
     /// # Panics
     /// If `records` is 0, or `parameters` and `slots` are not as long as `sum` and [`slots`](Self::slots)
@@ -158,7 +159,8 @@ impl Optimizer {
         assert!(records > 0, "a step has at least one record");
         assert_eq!(parameters.len(), sum.len(), "one gradient per parameter");
         assert_eq!(slots.len(), self.slots() * sum.len(), "as many slots as the optimizer asked for");
-        let scale = (self.clip_factor(sum, records) / records as f64) as f32;
+        let Some(factor) = self.clip_factor(sum, records) else { return };
+        let scale = (factor / records as f64) as f32;
         match self.arithmetic(step) {
             Arithmetic::AdamW(constants) => {
                 let (means, squares) = slots.split_at_mut(sum.len());
@@ -209,12 +211,12 @@ impl Optimizer {
         Self { rule, rate, weight_decay, clip_norm: None, schedule: Schedule::constant() }
     }
 
-    fn clip_factor(&self, sum: &[f32], records: u64) -> f64 {
-        match self.clip_norm {
-            // The millionth is torch's.
-            Some(limit) => (limit / (norm(sum) / records as f64 + 1e-6)).min(1.0),
-            None => 1.0,
-        }
+    /// What the mean gradient is to be multiplied with; `None` where that can't be told, for its norm is not finite.
+    fn clip_factor(&self, sum: &[f32], records: u64) -> Option<f64> {
+        let Some(limit) = self.clip_norm else { return Some(1.0) };
+        let norm = norm(sum);
+        // The millionth is torch's.
+        norm.is_finite().then(|| (limit / (norm / records as f64 + 1e-6)).min(1.0))
     }
 }
 
@@ -392,6 +394,17 @@ mod tests {
         assert_eq!(apply(Optimizer::sgd(1.0).clip_norm(5.1)), [-3.0, 4.0]);
         for (found, expected) in apply(Optimizer::sgd(1.0).clip_norm(0.5)).iter().zip([-0.3, 0.4]) {
             assert!((found - expected).abs() < 1e-6, "{found} is not {expected}");
+        }
+    }
+
+    #[test]
+    fn a_gradient_without_a_finite_norm_is_not_applied() {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let (mut parameters, mut slots, sum) = ([1.0, 2.0], [0.5; 4], &[0.0, bad]);
+            let optimizer = Optimizer::adam_w(0.1).clip_norm(1.0);
+            let (parameters_, slots_) = (&mut parameters, &mut slots);
+            optimizer.apply(Update { step: 0, records: 1, sum, parameters: parameters_, slots: slots_ });
+            assert_eq!((parameters, slots), ([1.0, 2.0], [0.5; 4]), "{bad}");
         }
     }
 

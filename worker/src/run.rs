@@ -172,7 +172,7 @@ fn train<M: Model>(
         (&control.inbox, control.outbox.clone()),
     );
     let export = export.clone().map(|address| Export { address, layout });
-    trainer.exporting(export).run()
+    trainer.exporting(export).skipping_nonfinite(welcome.skips_nonfinite).run()
 }
 
 /// Answers the master until the data set is known.
@@ -202,7 +202,8 @@ fn prepare<M: Model>(
                 | FromMaster::KeepCheckpoint
                 | FromMaster::Lease(_)
                 | FromMaster::Membership(..)
-                | FromMaster::Reconnected,
+                | FromMaster::Reconnected
+                | FromMaster::Suspend,
             ) => {}
             Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),
         }

@@ -155,6 +155,30 @@ impl Tensors {
         Ok(vec![header.to_vec()])
     }
 
+    /// Whether each element of the reduced gradient is a number, not NaN and not infinite.
+    pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {
+        match self {
+            Self::Device(state) => state.sum_is_finite(),
+            Self::Host(state) => Ok(is_finite(&state.reduced)),
+        }
+    }
+
+    /// As [`sum_is_finite`](Self::sum_is_finite), for this worker's own gradient, which is the sum where there is nobody else.
+    pub(crate) fn gradient_is_finite(&mut self) -> Result<bool, DeviceError> {
+        match self {
+            Self::Device(state) => state.gradient_is_finite(),
+            Self::Host(state) => Ok(is_finite(&state.gradient)),
+        }
+    }
+
+    /// As [`sum_is_finite`](Self::sum_is_finite), for the parameters.
+    pub(crate) fn parameters_are_finite(&mut self) -> Result<bool, DeviceError> {
+        match self {
+            Self::Device(state) => state.parameters_are_finite(),
+            Self::Host(state) => Ok(is_finite(&state.parameters)),
+        }
+    }
+
     /// Replaces the tensor on every rank with that of rank `root`.
     pub(crate) fn broadcast(
         &mut self,
@@ -246,6 +270,14 @@ impl HostState {
     }
 }
 
+/// Whether all values are numbers: none is NaN or infinite.
+///
+/// One pass over memory, in blocks without a branch, which the compiler turns into vector instructions.
+pub(crate) fn is_finite(values: &[f32]) -> bool {
+    let is_bad = |value: &f32| u32::from(value.to_bits() & EXPONENT == EXPONENT);
+    values.chunks(FINITE_BLOCK).all(|block| block.iter().fold(0, |bad, value| bad | is_bad(value)) == 0)
+}
+
 /// The elements of a tensor of `len` whose turn it is at `step`.
 pub(crate) fn window(step: u64, len: usize) -> Range<usize> {
     let (turn, n) = ((step % WINDOWS) as usize, WINDOWS as usize);
@@ -282,6 +314,12 @@ pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
     Arc::get_mut(shared).expect("nobody else has it, and none is weak")
 }
 
+/// All bits of it are set in NaNs and infinities, and in nothing else.
+const EXPONENT: u32 = 0x7f80_0000;
+
+/// Floats after which a pass may end early.
+const FINITE_BLOCK: usize = 16 << 10;
+
 /// Floats of the smallest page.
 const PAGE_FLOATS: usize = 4096 / size_of::<f32>();
 
@@ -295,9 +333,33 @@ mod tests {
     use super::*;
 
     #[test]
+    fn one_value_that_is_not_finite_is_found_wherever_it_is() {
+        for len in [0, 1, 3, 4, 5, FINITE_BLOCK - 1, FINITE_BLOCK, 2 * FINITE_BLOCK + 7] {
+            let mut values: Vec<f32> = (0..len).map(|i| i as f32 - 2.5).collect();
+            values.iter_mut().step_by(3).for_each(|value| *value = f32::MAX);
+            values.iter_mut().step_by(5).for_each(|value| *value = f32::MIN_POSITIVE / 4.0);
+            assert!(is_finite(&values), "{len}");
+            for at in [0, len / 2, len.saturating_sub(1)].into_iter().filter(|at| *at < len) {
+                for bad in
+                    [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7f80_0001)]
+                {
+                    let good = std::mem::replace(&mut values[at], bad);
+                    assert!(!is_finite(&values), "{bad} at {at} of {len}");
+                    values[at] = good;
+                }
+            }
+        }
+    }
+
+    #[test]
     fn a_flipped_bit_is_seen_at_once_by_the_digest_and_within_all_windows_by_their_digests() {
-        let state =
-            State { step: 3, ledger: Ledger::new(9), records_trained: 0, evaluation: Default::default() };
+        let state = State {
+            step: 3,
+            ledger: Ledger::new(9),
+            records_trained: 0,
+            evaluation: Default::default(),
+            steps_skipped: 0,
+        };
         let mut whole = Tensors::Host(HostState::new(1000, 2));
         for at in [0, 1, 999, 1000, 2999] {
             let mut other = HostState::new(1000, 2);

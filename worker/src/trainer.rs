@@ -11,6 +11,7 @@ use elasticdl_collective::device::{DeviceRing, NcclPolicy};
 use elasticdl_collective::{CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver};
 use elasticdl_proto::{RecordRange, WorkerId};
 
+use crate::core::halt::{Halt, Reason};
 use crate::core::header::{self, StateRecord, StepHeader};
 use crate::core::repair::{Mismatch, Repair};
 use crate::core::session::{Exit, Membership, Misfit, Session, Task};
@@ -18,13 +19,12 @@ use crate::core::swap::Elsewhere;
 use crate::donor::{Donor, TRANSFER_PATIENCE};
 use crate::failure::{Failure, call_user};
 use crate::gap::Gap;
-use crate::messages::{Finished, FromMaster, Outbox, ToMaster};
+use crate::messages::{FromMaster, Outbox, ToMaster};
 use crate::model::{Model, NamedTensor};
-use crate::prefetch::Prefetch;
+use crate::prefetch::{Prefetch, ReadError};
 use crate::reader::Reader;
 use crate::ring::Ring;
 use crate::tensors::{Tensor, Tensors};
-use crate::weights;
 
 /// One worker's training, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
@@ -38,6 +38,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     summed: Result<usize, CollectiveError>,
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
     export: Option<Export>,
+    /// A step whose gradient is not finite is left out, and the job goes on.
+    skips_nonfinite: bool,
     endpoint: Endpoint,
     ring: Option<Ring>,
     /// Whether this worker would use NCCL.
@@ -108,6 +110,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             summed: Ok(0),
             prefetch,
             export: None,
+            skips_nonfinite: false,
             endpoint,
             ring: None,
             nccl,
@@ -129,6 +132,11 @@ impl<'a, M: Model> Trainer<'a, M> {
     /// Writes the final model there.
     pub(crate) fn exporting(self, export: Option<Export>) -> Self {
         Self { export, ..self }
+    }
+
+    /// Leaves steps out whose gradients are not finite, where `skips`; otherwise the first one ends the job.
+    pub(crate) fn skipping_nonfinite(self, skips: bool) -> Self {
+        Self { skips_nonfinite: skips, ..self }
     }
 
     /// Trains until the master, the session or a failure ends it.
@@ -185,6 +193,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 self.send_reports();
             }
             FromMaster::Shutdown(reason) => self.session.handle_shutdown(reason),
+            FromMaster::Suspend => self.session.handle_suspend(),
             // Asked and answered before the training began.
             FromMaster::Describe | FromMaster::Prepare(_) => {}
         }
@@ -319,7 +328,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         if !apply {
             return Ok(Some(headers));
         }
-        self.update(headers)?;
+        let is_finite = self.is_finite(&headers)?;
+        self.update(headers, is_finite)?;
         Ok(None)
     }
 
@@ -364,7 +374,14 @@ impl<'a, M: Model> Trainer<'a, M> {
         let mut records = Vec::new();
         let mut unread = Vec::new();
         for (i, range) in ranges.iter().enumerate() {
-            let taken = self.prefetch.take(*range)?;
+            let taken = match self.prefetch.take(*range) {
+                Ok(taken) => taken,
+                Err((range, ReadError { text, ends_job: true })) => {
+                    self.session.halt(Halt { reason: Reason::Error(text), ranges: vec![range] });
+                    return Ok(());
+                }
+                Err(not_read) => return Err(not_read.into()),
+            };
             records.extend(taken.records);
             if let Some(rest) = taken.rest {
                 // Storage does not answer: the step is made of what has been read.
@@ -395,8 +412,13 @@ impl<'a, M: Model> Trainer<'a, M> {
 
     /// This rank's word in the round.
     fn header(&mut self) -> Result<Vec<u8>, Failure> {
-        let readable = self.prefetch.readable(self.session.held())?;
-        self.session.limit_held(readable);
+        match self.prefetch.readable(self.session.held()) {
+            Ok(readable) => self.session.limit_held(readable),
+            Err((range, ReadError { text, ends_job: true })) => {
+                self.session.halt(Halt { reason: Reason::Error(text), ranges: vec![range] });
+            }
+            Err(not_read) => return Err(not_read.into()),
+        }
         let digest = self.tensors.window_digest(self.session.step())?;
         Ok(header::encode(&self.session.header(digest)))
     }
@@ -404,17 +426,14 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn gradients(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<f64, String> {
         let (model, tensors) = (&mut self.model, &mut self.tensors);
         let batch = call_user("feed()", || model.feed(records))?;
-        let loss = call_user("gradients()", || match tensors {
+        // One that is not finite is seen by all ranks, in this one's header.
+        call_user("gradients()", || match tensors {
             Tensors::Device(state) => {
                 let (parameters, mut gradient) = state.gradient();
                 device_of(model)?.gradients(parameters, batch, &mut gradient)
             }
             Tensors::Host(state) => model.gradients(&state.parameters, batch, &mut state.gradient),
-        })?;
-        match loss.is_finite() {
-            true => Ok(loss),
-            false => Err(format!("gradients() gave a loss of {loss}")),
-        }
+        })
     }
 
     fn step(&mut self) -> Result<(), Stopped> {
@@ -432,6 +451,10 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.tell_sums_over(path);
         let headers: Vec<StepHeader> = decode_all(headers)?;
         self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
+        let is_finite = self.is_finite(&headers)?;
+        if Session::is_withheld(&headers) || !(is_finite || self.skips_nonfinite) {
+            return self.withhold(&headers);
+        }
         self.serve_visitors();
         if headers.iter().all(|header| header.records() == 0) {
             // No rank could read any: there is no step to make yet.
@@ -439,7 +462,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
         // The commit may end this group.
         let place = self.session.place();
-        self.update(headers)?;
+        self.update(headers, is_finite)?;
         self.gradient_is_pending = false;
         if let Some((generation, _)) = place
             && let Some(phases) = self.gap.on_commit(generation, Instant::now())
@@ -450,11 +473,12 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// Applies a step's reduced gradient, which is in `reduced`, and takes the step's records into the ledger.
-    fn update(&mut self, headers: Vec<StepHeader>) -> Result<(), Stopped> {
+    /// Applies a step's reduced gradient, which is in `reduced`, and takes the step's records into the ledger. One that is
+    /// not [finite](Self::is_finite) is not applied.
+    fn update(&mut self, headers: Vec<StepHeader>, is_finite: bool) -> Result<(), Stopped> {
         let records: u64 = headers.iter().map(StepHeader::records).sum();
         let (model, tensors, step) = (&mut self.model, &mut self.tensors, self.session.step());
-        if records > 0 {
+        if records > 0 && is_finite {
             call_user("update()", || match tensors {
                 Tensors::Device(state) => {
                     let optimizer = model.optimizer();
@@ -468,7 +492,13 @@ impl<'a, M: Model> Trainer<'a, M> {
         if let (Some((generation, _)), true) = (self.session.place(), self.donor.is_serving()) {
             self.donor.committed(generation, step, &headers, &self.tensors.to_host(Tensor::Kept)?);
         }
-        self.session.commit(headers, self.started.elapsed());
+        match is_finite {
+            true => self.session.commit(headers, self.started.elapsed()),
+            false => {
+                tracing::warn!(step = step + 1, "the gradient is not finite; the step is left out");
+                self.session.commit_skipped(headers, self.started.elapsed());
+            }
+        }
         Ok(())
     }
 
@@ -494,36 +524,6 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
         self.serve_visitors();
         self.session.talked(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))
-    }
-
-    fn finish(&mut self) -> Result<(), Failure> {
-        let Some((generation, rank)) = self.session.place() else { return Ok(()) };
-        let Some(state) = self.session.state() else { return Ok(()) };
-        // Before the word that ends the job: who has not said it is replaced, and the next lowest rank exports.
-        if let (0, Some(Export { address, layout })) = (rank, &self.export) {
-            weights::save(address, layout, &self.tensors.to_host(Tensor::Parameters)?)
-                .map_err(|error| Failure::fatal(format!("the model was not exported: {error}")))?;
-            tracing::info!(address, step = state.step, "the model is exported");
-        }
-        let model = &mut self.model;
-        let summary = match rank {
-            0 => {
-                let parameters = self.tensors.to_host(Tensor::Parameters)?;
-                call_user("summary()", || model.summary(&parameters)).unwrap_or_else(Some)
-            }
-            _ => None,
-        };
-        self.outbox.send(ToMaster::Finished(Finished {
-            generation,
-            step: state.step,
-            digest: self.tensors.digest(state)?,
-            ledger: state.ledger.clone(),
-            records_trained: state.records_trained,
-            stopped_early: self.session.stops_early(),
-            summary,
-        }));
-        self.session.told();
-        Ok(())
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {
@@ -586,6 +586,7 @@ fn mismatch(mismatch: &Mismatch) -> Failure {
 }
 
 mod checkpoints;
+mod ending;
 mod evaluation;
 mod fetch;
 mod gpu;

@@ -87,7 +87,7 @@ fn without_training(arg: Arg) -> Arg {
 }
 
 /// Options of `train` without a meaning here.
-const TRAINING: [&str; 19] = [
+const TRAINING: [&str; 21] = [
     "resume",
     "min_workers",
     "num_epochs",
@@ -100,6 +100,8 @@ const TRAINING: [&str; 19] = [
     "checkpoint_every",
     "checkpoint_keep",
     "resume_from",
+    "on_nonfinite",
+    "restart_without_checkpoint",
     "seed",
     "validation_data",
     "evaluate_every",
@@ -171,6 +173,8 @@ mod tests {
             "min-workers",
             "no-shuffle",
             "num-epochs",
+            "on-nonfinite",
+            "restart-without-checkpoint",
             "resume",
             "resume-from",
             "seed",

@@ -15,6 +15,7 @@ use super::train::TrainArgs;
 use super::view::CheckpointsJson;
 use super::{Failure, new_runtime, plan};
 use crate::job::{CheckpointEvery, CheckpointSpec};
+use crate::jobdir;
 use crate::limits::STEPS_MAX;
 
 /// What `elasticdl checkpoint` is told.
@@ -37,22 +38,27 @@ pub struct CheckpointArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub struct CheckpointOptions {
-    /// Keep checkpoints in this folder: a path, or s3://, gs:// or az:// and a bucket.
+    /// Keep checkpoints in this folder: a path, or s3://, gs:// or az:// and a bucket; or `none`. [default: with --local,
+    /// `checkpoints` in the job's directory]
     ///
     /// A checkpoint is the whole state: parameters, optimizer, and the ledger of the records that they have absorbed. Workers
     /// write it while they train on. When all workers are lost, new ones begin from the newest whole one. Workers must see
     /// the folder: in a cluster a path is one of a --volume; buckets are opened with the usual variables (AWS_ACCESS_KEY_ID,
     /// AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, …; see --env), S3 also with the profile
-    /// AWS_PROFILE of ~/.aws. One more is written at the job's end, when it is stopped, and by `elasticdl checkpoint`.
+    /// AWS_PROFILE of ~/.aws. One more is written at the job's end, when it is stopped, when all workers are told to end, and
+    /// by `elasticdl checkpoint`. Those in the job's directory stay until the next job there has one of its own. A folder
+    /// that is called `none` is written ./none.
     #[arg(long, value_name = "URI", value_parser = parse_address)]
     pub checkpoint_dir: Option<String>,
 
-    /// How often: a number of steps, e.g. `200`, or a time, e.g. `30s`. [default: 5min]
-    #[arg(long, value_name = "STEPS|DURATION", value_parser = parse_every, requires = "checkpoint_dir")]
+    /// How often: a number of steps, e.g. `200`, or a time, e.g. `2min`. [default: 5min]
+    ///
+    /// Where it is a time, a job's first checkpoint is written after 30 seconds at the latest.
+    #[arg(long, value_name = "STEPS|DURATION", value_parser = parse_every)]
     pub checkpoint_every: Option<CheckpointEvery>,
 
-    /// How many complete ones of this job stay. [default: 3]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), requires = "checkpoint_dir")]
+    /// How many complete ones of this job stay. [default: 3; in the job's directory 2]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub checkpoint_keep: Option<u32>,
 
     /// Begin with the newest whole checkpoint in this folder, or with the one that it is.
@@ -64,9 +70,11 @@ pub struct CheckpointOptions {
 }
 
 impl CheckpointOptions {
-    /// Where and when checkpoints are kept, and what the job begins with. Paths are made whole by `absolute`.
+    /// Where and when checkpoints are kept, and what the job begins with. Paths are made whole by `absolute`. A `local` job
+    /// without a folder may keep them [in its directory](Self::in_job_dir).
     pub(super) fn plan(
         &self,
+        local: bool,
         absolute: impl Fn(&str, &str) -> Result<String, Failure>,
     ) -> Result<(Option<CheckpointSpec>, Option<String>), Failure> {
         let whole = |option: &str, address: &Option<String>| {
@@ -75,12 +83,37 @@ impl CheckpointOptions {
                 .map(|address| if is_path(address) { absolute(option, address) } else { Ok(address.clone()) })
                 .transpose()
         };
-        let checkpoints = whole("--checkpoint-dir", &self.checkpoint_dir)?.map(|dir| CheckpointSpec {
+        let dir = self.checkpoint_dir.clone().filter(|dir| dir != NONE);
+        let has_place = dir.is_some() || (local && self.checkpoint_dir.is_none());
+        let options = [
+            ("--checkpoint-every", self.checkpoint_every.is_some()),
+            ("--checkpoint-keep", self.checkpoint_keep.is_some()),
+        ];
+        if let Some((option, _)) = options.iter().find(|(_, is_given)| *is_given && !has_place) {
+            let wanted = "give --checkpoint-dir a folder";
+            return Err(Failure::usage(format!("{option}: there is no place for checkpoints; {wanted}")));
+        }
+        let checkpoints = whole("--checkpoint-dir", &dir)?.map(|dir| self.kept_in(dir, KEEP_DEFAULT));
+        Ok((checkpoints, whole("--resume-from", &self.resume_from)?))
+    }
+
+    /// As a job keeps them in its own directory that has no other place; `None` where the user wants none.
+    pub(super) fn in_job_dir(&self, job_dir: &Path) -> Option<CheckpointSpec> {
+        if self.checkpoint_dir.is_some() {
+            return None;
+        }
+        // What is no text can't be told to workers.
+        let dir = job_dir.join(jobdir::CHECKPOINTS).into_os_string().into_string().ok()?;
+        Some(CheckpointSpec { exclusive: true, ..self.kept_in(dir, KEEP_IN_JOB_DIR_DEFAULT) })
+    }
+
+    fn kept_in(&self, dir: String, keep: u32) -> CheckpointSpec {
+        CheckpointSpec {
             dir,
             every: self.checkpoint_every.unwrap_or(CheckpointEvery::Time(EVERY_DEFAULT)),
-            keep: self.checkpoint_keep.unwrap_or(KEEP_DEFAULT),
-        });
-        Ok((checkpoints, whole("--resume-from", &self.resume_from)?))
+            keep: self.checkpoint_keep.unwrap_or(keep),
+            exclusive: false,
+        }
     }
 }
 
@@ -202,7 +235,10 @@ fn parse_every(text: &str) -> Result<CheckpointEvery, String> {
 const EVERY_DEFAULT: Duration = Duration::from_secs(300);
 const HEADING: &str = "Checkpoints";
 const KEEP_DEFAULT: u32 = 3;
+const KEEP_IN_JOB_DIR_DEFAULT: u32 = 2;
 const LONGEST: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+/// In place of a folder: no checkpoints are kept.
+const NONE: &str = "none";
 /// How often a job is looked at that has been asked for a checkpoint.
 const POLL: Duration = Duration::from_millis(50);
 const SHORTEST: Duration = Duration::from_secs(1);

@@ -229,6 +229,13 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
         let cluster = Cluster::connect(&place.choice()).await.map_err(to_failure)?;
         let request = request(args, pods, cluster.namespace.clone())?;
         let objects = Objects::new(&request, draw(&request)?).map_err(to_usage)?;
+        let job = &request.task.job;
+        if job.work.trains() && job.checkpoints.is_none() {
+            super::print_warning(
+                "no checkpoints are kept: if all workers are lost, so is everything that they have trained; \
+                 --checkpoint-dir keeps some",
+            );
+        }
         submit::submit(&cluster, &request, objects).await.map_err(to_failure)?;
         let name = &request.task.job.name;
         let namespace = &cluster.namespace;

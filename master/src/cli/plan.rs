@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use rustix::fs::Access;
 
+use super::checkpoint::CheckpointOptions;
 use super::train::TrainArgs;
 use super::{Failure, checkpoint, cluster};
 use crate::job::{self, Batch, JobSpec, Work};
@@ -34,6 +35,7 @@ pub(super) struct Plan {
     pub(super) tensorboard_dir: Option<PathBuf>,
     pub(super) master_timeout: Duration,
     pub(super) quiet: bool,
+    checkpoints: CheckpointOptions,
 }
 
 impl Plan {
@@ -74,7 +76,15 @@ impl Plan {
             tensorboard_dir: args.tensorboard_dir,
             master_timeout: args.master_timeout,
             quiet: args.quiet,
+            checkpoints: args.checkpoints,
         })
+    }
+
+    /// Has a job that trains keep checkpoints in its own directory, `job_dir`, unless the user has another place or wants none.
+    pub(super) fn keep_checkpoints_in(&mut self, job_dir: &Path) {
+        if self.spec.checkpoints.is_none() && self.spec.work.trains() {
+            self.spec.checkpoints = self.checkpoints.in_job_dir(job_dir);
+        }
     }
 }
 
@@ -84,7 +94,7 @@ pub(super) fn job_spec(
     name: String,
     absolute: impl Fn(&str, &str) -> Result<String, Failure>,
 ) -> Result<JobSpec, Failure> {
-    let (checkpoints, resume_from) = args.checkpoints.plan(absolute)?;
+    let (checkpoints, resume_from) = args.checkpoints.plan(args.local, absolute)?;
     let workers = Workers::plan(args)?;
     let work = args.work.clone().unwrap_or_else(|| Work::Train { export: args.export.clone() });
     let spec = JobSpec {
@@ -108,6 +118,9 @@ pub(super) fn job_spec(
         work,
         wire_dtype: args.wire_dtype,
         streams: args.streams,
+        on_nonfinite: args.resilience.on_nonfinite,
+        restart_without_checkpoint: args.resilience.restart_without_checkpoint,
+        grace_period: args.resilience.grace_period,
     };
     spec.check().map_err(|e| Failure::usage(e.to_string()))?;
     Ok(spec)
@@ -326,7 +339,7 @@ mod tests {
 
     use super::*;
     use crate::cli::{Cli, Command};
-    use crate::job::{CheckpointEvery, WireDtype};
+    use crate::job::{CheckpointEvery, CheckpointSpec, OnNonfinite, WireDtype};
 
     fn plan(options: &str) -> Result<Plan, String> {
         let line = format!("elasticdl train --training-data d {options} -- true a --b");
@@ -364,6 +377,9 @@ mod tests {
             work: Work::Train { export: None },
             wire_dtype: WireDtype::F32,
             streams: 1,
+            on_nonfinite: OnNonfinite::Fail,
+            restart_without_checkpoint: false,
+            grace_period: Duration::from_secs(30),
         };
         assert_eq!(plan.spec, expected);
         assert_eq!(plan.master_timeout, Duration::from_secs(30));
@@ -434,8 +450,37 @@ mod tests {
         assert_eq!(whole.resume_from.as_deref(), Some("s3://b/c"));
         let kept = spec("--local --checkpoint-dir /c").checkpoints.unwrap();
         assert_eq!((kept.every, kept.keep), (CheckpointEvery::Time(Duration::from_secs(300)), 3));
-        let error = plan("--local --checkpoint-every 200").unwrap_err();
-        assert!(error.contains("--checkpoint-dir"), "{error}");
+    }
+
+    #[test]
+    fn a_local_job_keeps_checkpoints_in_its_directory_unless_told_otherwise() {
+        let kept = |options: &str| {
+            let mut plan = plan(options).unwrap();
+            plan.keep_checkpoints_in(Path::new("/jobs/j"));
+            plan.spec.checkpoints
+        };
+        let every = CheckpointEvery::Time(Duration::from_secs(300));
+        let own = CheckpointSpec { dir: "/jobs/j/checkpoints".into(), every, keep: 2, exclusive: true };
+        assert_eq!(kept("--local"), Some(own.clone()));
+        let every = CheckpointEvery::Steps(NonZeroU64::new(200).unwrap());
+        assert_eq!(
+            kept("--local --checkpoint-every 200 --checkpoint-keep 5"),
+            Some(CheckpointSpec { every, keep: 5, ..own })
+        );
+        assert_eq!(kept("--local --checkpoint-dir none"), None);
+        assert!(kept("--local --checkpoint-dir ./none").unwrap().dir.ends_with("/none"));
+        assert!(!kept("--local --checkpoint-dir /c").unwrap().exclusive);
+        let error = plan("--local --checkpoint-dir none --checkpoint-every 200").unwrap_err();
+        assert!(error.contains("--checkpoint-every") && error.contains("--checkpoint-dir"), "{error}");
+    }
+
+    #[test]
+    fn workers_leave_within_the_grace_and_the_master_lets_them_go_before() {
+        for (grace, leave, wait) in [(30_000, 28_000, 26_000), (10_000, 8000, 6000), (1000, 800, 600)] {
+            let spec = spec(&format!("--local --grace-period {grace}ms"));
+            let millis = [spec.leave_timeout(), spec.leave_wait()].map(|time| time.as_millis());
+            assert_eq!(millis, [leave, wait], "{grace}");
+        }
     }
 
     #[test]

@@ -9,8 +9,10 @@ use crate::jobdir::{JobDir, quoted};
 
 /// Checks a command line and shows what it asks for; starts and writes nothing. The exit code.
 pub(super) fn show(args: TrainArgs) -> Result<u8, Failure> {
-    let plan = Plan::new(args)?;
-    JobDir::check(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+    let mut plan = Plan::new(args)?;
+    let job_dir = plan.job_dir.clone();
+    JobDir::check(&job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+    plan.keep_checkpoints_in(&job_dir);
     print(&describe(&plan))
 }
 

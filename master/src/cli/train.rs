@@ -20,8 +20,9 @@ use super::client::directory_of;
 use super::cluster::{self, ClusterArgs};
 use super::interrupts::{Patience, Signals, Stop};
 use super::plan::{self, Plan};
+use super::resilience::ResilienceOptions;
 use super::validation::ValidationOptions;
-use super::{EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, preview, print_error};
+use super::{EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, preview, print_error, print_warning};
 use crate::entrance::Entrance;
 use crate::job::{self, Outcome, Time, WireDtype};
 use crate::jobdir::{self, Abandoned, JobDir, Start};
@@ -180,6 +181,10 @@ pub struct TrainArgs {
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
+    pub resilience: ResilienceOptions,
+
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would be taken for the command's own help")]
     pub validation: ValidationOptions,
 
     /// Also write the summary (JSON) to this file. [default: only DIR/summary.json]
@@ -299,6 +304,7 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
         let with_logs = work.quiet && ended.outcome == Outcome::Failed;
         print_error(&if with_logs { add_logs(error, &dir.logs()) } else { error.clone() });
     }
+    report::warnings(&ended.summary).iter().for_each(|warning| print_warning(warning));
     written?;
     Ok(match ended.outcome {
         Outcome::Completed => EXIT_OK,
@@ -323,8 +329,9 @@ enum Task {
 
 impl Work {
     fn begin(args: TrainArgs) -> Result<(Self, JobDir), Failure> {
-        let plan = Plan::new(args)?;
+        let mut plan = Plan::new(args)?;
         let dir = JobDir::create(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+        plan.keep_checkpoints_in(dir.path());
         let (summary, quiet) = (plan.summary.clone(), plan.quiet);
         Ok((Self { task: Task::Begin(Box::new(plan)), summary, quiet }, dir))
     }
@@ -528,7 +535,7 @@ const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
 const INTERRUPTS_MAX: usize = 4;
 /// What a job keeps from its start.
-const JOB_OPTIONS: [&str; 34] = [
+const JOB_OPTIONS: [&str; 37] = [
     "validation_data",
     "evaluate_every",
     "best_metric",
@@ -537,6 +544,9 @@ const JOB_OPTIONS: [&str; 34] = [
     "checkpoint_every",
     "checkpoint_keep",
     "resume_from",
+    "on_nonfinite",
+    "restart_without_checkpoint",
+    "grace_period",
     "image",
     "job_name",
     "job_dir",

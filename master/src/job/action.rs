@@ -75,6 +75,8 @@ pub enum ToWorker {
     Prepare(Dataset),
     /// It is over for this worker.
     Shutdown(String),
+    /// All members leave: finish the step, keep a checkpoint, then end together. Another group goes on.
+    Suspend,
 }
 
 /// A group.

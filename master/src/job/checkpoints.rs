@@ -98,6 +98,7 @@ impl Job {
                     0 => String::new(),
                     steps => format!("; {steps} steps are made again"),
                 };
+                self.group.restored = true;
                 let line = format!("the group begins at step {from}, from checkpoint {name}{again}");
                 known.restored.push(RestoredCheckpoint { step: from, name, lost_steps });
                 let surplus = known.restored.len().saturating_sub(RESTORED_MAX);

@@ -96,6 +96,8 @@ pub(super) struct Worker {
     pub(super) joined: Option<Generation>,
     /// It was a member when a generation formed, so it holds the group's state.
     pub(super) holds_state: bool,
+    /// It has fetched the group's state, and may bring it into the next one.
+    pub(super) fetched: bool,
     /// It goes with the next membership.
     pub(super) leaving: bool,
     /// It was shut down, or a membership without it was published; its end is awaited.
@@ -181,6 +183,7 @@ impl Crew {
             rank: None,
             joined: None,
             holds_state: false,
+            fetched: false,
             leaving: false,
             released: false,
             pace: Pace::default(),
@@ -216,6 +219,7 @@ impl Crew {
             rank,
             joined,
             holds_state,
+            fetched: false,
             // Who was told to end from outside says so again.
             leaving: l.retired,
             released: rank.is_none(),

@@ -79,7 +79,11 @@ impl Job {
         records.rebuild(first.step, ledger, |_| false);
         let at_max = first.stopped_early || self.spec.max_steps.is_some_and(|max| first.step >= max);
         self.step = first.step;
+        self.story.steps_skipped = first.steps_skipped;
         self.last_word = Some(first);
+        if let Some(error) = self.failure_told() {
+            return self.end(now, Outcome::Failed, Some(error));
+        }
         if missing == 0 || at_max {
             self.end(now, Outcome::Completed, None);
         } else if self.phase == Phase::Stopping {
@@ -88,6 +92,18 @@ impl Job {
             let error = format!("the group ended at step {} without {missing} records", self.step);
             self.end(now, Outcome::Failed, Some(error));
         }
+    }
+
+    /// Why the group can't go on, if it says so, though it holds a state. Remembers the records that are at fault.
+    fn failure_told(&mut self) -> Option<String> {
+        let words = self.group.finished.iter();
+        let failures: Vec<_> =
+            words.filter_map(|(&id, (word, _))| Some((id, word.failure.clone()?))).collect();
+        let error = super::story::clip(&failures.first()?.1.error).to_owned();
+        for (worker, failure) in failures {
+            self.keep_failed(worker, &error, &failure.ranges);
+        }
+        Some(error)
     }
 
     /// Tells everybody that it is over, and waits a little for them to end.
@@ -122,6 +138,9 @@ impl Job {
 
     /// Ends a job that the user stopped and whose group can't finish.
     pub(super) fn end_stopped(&mut self) {
+        if self.spec.work.trains() && self.step > 0 && self.story.checkpoints.newest.is_none() {
+            self.note_state_lost(self.step);
+        }
         self.phase = Phase::Ending(Outcome::Stopped);
         self.say_recovered();
         self.touch_first();

@@ -323,6 +323,8 @@ pub struct Committed {
     pub compute_us: Vec<u64>,
     /// What these steps took.
     pub times: StepTimes,
+    /// Steps without an update, of all that the state contains.
+    pub steps_skipped: u64,
 }
 
 /// What steps took on the lowest rank. A group's first step is not among them: it is part of what the change cost.
@@ -354,6 +356,27 @@ pub struct Finished {
     pub stopped_early: bool,
     /// The model's closing words, from the lowest rank.
     pub summary: Option<String>,
+    /// Why the job can't go on, though the group holds a state.
+    #[serde(default)]
+    pub failure: Option<Failure>,
+    /// All members leave: another group goes on from the checkpoint of this step.
+    #[serde(default)]
+    pub suspended: bool,
+    /// Steps whose records were absorbed without an update.
+    #[serde(default)]
+    pub steps_skipped: u64,
+    /// This worker has exported the model.
+    #[serde(default)]
+    pub exported: bool,
+}
+
+/// What ends a job before its work is done, with its newest state kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// What is wrong, and where; the same from all members.
+    pub error: String,
+    /// Records of this worker that are at fault.
+    pub ranges: Vec<RecordRange>,
 }
 
 /// An evaluation.

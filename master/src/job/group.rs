@@ -26,6 +26,10 @@ pub(super) struct Group {
     pub(super) published: Option<Membership>,
     /// It has agreed on its state.
     pub(super) formed: bool,
+    /// When it was published, somebody in it had the state of the group before.
+    pub(super) carries_state: bool,
+    /// It began from a checkpoint.
+    pub(super) restored: bool,
     /// Members that hold the job's final state, in this generation.
     pub(super) finished: BTreeMap<WorkerId, (Finished, Ledger)>,
     /// Members that were lost since it was published.

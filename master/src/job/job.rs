@@ -90,6 +90,7 @@ pub(super) enum Timer {
     Return,
     Silence,
     Stop,
+    Suspend,
     Window,
 }
 
@@ -202,6 +203,7 @@ impl Job {
             Timer::Return => self.on_return_due(now),
             Timer::Silence => self.on_silence_due(now, at),
             Timer::Stop => self.on_stop_due(),
+            Timer::Suspend => self.on_suspend_due(),
             Timer::Window => self.settle(now),
         }
     }
@@ -398,6 +400,7 @@ impl Job {
             Phase::Ended(_) | Phase::Ending(_) => return,
         }
         self.touch();
+        self.story.last_failure = Some(what.to_owned());
         match self.restarts.count(now) {
             Ok(start) => {
                 let (counted, max) = (self.restarts.counted(), self.spec.max_worker_restarts);

@@ -24,7 +24,13 @@ impl Job {
         }
         let all_finished = self.group.members.iter().all(|m| self.group.finished.contains_key(m));
         if !self.group.members.is_empty() && all_finished {
-            return self.conclude(now);
+            match self.group.finished.values().all(|(word, _)| word.suspended) {
+                true => self.let_suspended_go(now),
+                false => return self.conclude(now),
+            }
+        }
+        if self.ends_without_state(now) {
+            return;
         }
         let stopping = self.phase == Phase::Stopping;
         if stopping && self.crew.members().next().is_none() {
@@ -104,6 +110,8 @@ impl Job {
         };
         let from = if self.spec.checkpoints.is_some() { "from the newest checkpoint" } else { "again" };
         let keeps_state = self.crew.members().any(|(_, w)| w.holds_state);
+        self.group.carries_state = self.crew.members().any(|(_, w)| w.holds_state || w.fetched);
+        self.group.restored = false;
         self.say_recovered();
         self.say(describe(&record, keeps_state, from));
         self.story.publish(record, survivors.into_iter().collect());

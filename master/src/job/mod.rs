@@ -36,6 +36,7 @@ mod event;
 mod group;
 #[expect(clippy::module_inception, reason = "files are named after their type")]
 mod job;
+mod loss;
 mod membership;
 mod pace;
 mod places;
@@ -64,14 +65,15 @@ pub use checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
 pub(crate) use evaluations::in_words;
 pub use evaluations::{BestEvaluation, EvaluationsSummary};
 pub use event::{
-    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Finished, FromWorker, LaunchId,
+    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, FromWorker, LaunchId,
     LedgerReport, Phases, Resume, Stall, StepTimes, Wait,
 };
 pub use job::Job;
+pub use loss::StateLoss;
 pub use record::JobRecord;
 pub use spec::{
-    Batch, CheckpointEvery, CheckpointSpec, Dataset, File, Format, JobSpec, SpecError, ValidationSpec,
-    WireDtype, Work,
+    Batch, CheckpointEvery, CheckpointSpec, Dataset, File, Format, JobSpec, OnNonfinite, SpecError,
+    ValidationSpec, WireDtype, Work,
 };
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};

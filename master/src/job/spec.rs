@@ -57,6 +57,26 @@ pub struct JobSpec {
     /// Links between two workers that are neighbours in the ring, where sums go over TCP: 1 to 16.
     #[serde(default = "one")]
     pub streams: u8,
+    /// What becomes of a step whose gradient is not finite.
+    #[serde(default)]
+    pub on_nonfinite: OnNonfinite,
+    /// Where all workers are lost, and with them a state of which there is no checkpoint, the job starts again from nothing.
+    /// Otherwise it fails.
+    #[serde(default)]
+    pub restart_without_checkpoint: bool,
+    /// How long workers that were told to end may take, from outside (SIGTERM) to their end.
+    #[serde(default = "grace_period")]
+    pub grace_period: Duration,
+}
+
+/// What becomes of a step whose gradient, summed over all workers, or whose loss holds a NaN or an infinity.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+pub enum OnNonfinite {
+    /// The job fails before the step is applied, with the state before it kept.
+    #[default]
+    Fail,
+    /// Its records count as trained, and the parameters stay as they are.
+    Skip,
 }
 
 /// What is evaluated, and when.
@@ -83,6 +103,9 @@ pub struct CheckpointSpec {
     pub every: CheckpointEvery,
     /// How many complete ones stay; at least 1.
     pub keep: u32,
+    /// The folder is this job's own: checkpoints of runs before it neither hinder it nor outlive its first one.
+    #[serde(default)]
+    pub exclusive: bool,
 }
 
 /// How often a checkpoint is written.
@@ -193,6 +216,19 @@ impl Dataset {
 }
 
 impl JobSpec {
+    /// How long a worker that was told to end waits for the group to let it go, before it ends by itself: inside the grace
+    /// period, so that nobody has to kill it.
+    #[must_use]
+    pub fn leave_timeout(&self) -> Duration {
+        self.grace_period - (self.grace_period / 5).min(LEAVE_MARGIN)
+    }
+
+    /// How long the group may take to let a leaving worker go, before it goes nevertheless: a little less than it waits.
+    #[must_use]
+    pub fn leave_wait(&self) -> Duration {
+        self.grace_period - (self.grace_period / 5 * 2).min(LEAVE_MARGIN * 2)
+    }
+
     /// How often a worker is to be heard.
     #[must_use]
     pub fn heartbeat(&self) -> Option<Duration> {
@@ -283,13 +319,22 @@ pub struct SpecError {
     pub wanted: &'static str,
 }
 
+/// As Kubernetes' own default for pods.
+fn grace_period() -> Duration {
+    GRACE_PERIOD_DEFAULT
+}
+
 /// Of a job that was submitted before there was a choice.
 fn one<T: From<u8>>() -> T {
     1.into()
 }
 
+/// How long workers that were told to end may take, unless the user says otherwise.
+const GRACE_PERIOD_DEFAULT: Duration = Duration::from_secs(30);
 const STREAMS_MAX: u8 = 16;
 
+/// For a worker's last words, and for the system to end it.
+const LEAVE_MARGIN: Duration = Duration::from_secs(2);
 /// A ring of more workers than this has not been thought about.
 const MAX_WORKERS: u32 = 65_536;
 /// No machine has more GPUs.

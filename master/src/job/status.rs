@@ -30,6 +30,8 @@ pub struct Status {
     pub epoch: u32,
     /// Passes over the data.
     pub epochs: u32,
+    /// Of these, steps whose records count as absorbed and whose gradients were left out, for they were not finite.
+    pub steps_skipped: u64,
     /// Records absorbed over all epochs, as last reported.
     pub records_counted: u64,
     /// Records of all epochs; 0 until the data set is known.
@@ -163,6 +165,7 @@ impl Job {
             waiting: self.waiting(),
             rungs: self.rungs(),
             sums_over: self.story.sums_over.clone(),
+            steps_skipped: self.story.steps_skipped,
             evaluated: self.story.evaluations.all.last().cloned(),
             checkpoints: self.checkpoints(),
             events: self.story.events(),

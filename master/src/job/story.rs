@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::checkpoints::CheckpointsSummary;
 use super::evaluations::EvaluationsSummary;
 use super::event::Phases;
+use super::loss::StateLoss;
 use super::storage_waits::StorageWaits;
 use super::summary::{FailedShard, LossSummary, MembershipRecord, ThroughputSummary};
 use super::tally::Tally;
@@ -51,6 +52,11 @@ pub(super) struct Story {
     pub(super) storage_waits: StorageWaits,
     pub(super) checkpoints: CheckpointsSummary,
     pub(super) evaluations: EvaluationsSummary,
+    /// Steps without an update, of those that the state contains.
+    pub(super) steps_skipped: u64,
+    pub(super) state_lost: Option<StateLoss>,
+    /// The failure of a worker that was counted last, in words.
+    pub(super) last_failure: Option<String>,
 }
 
 /// A change of membership that is not over: members have still to commit their first step.
@@ -81,6 +87,10 @@ pub(super) struct StoryRecord {
     pub(super) checkpoints: CheckpointsSummary,
     #[serde(default)]
     pub(super) evaluations: EvaluationsSummary,
+    #[serde(default)]
+    pub(super) steps_skipped: u64,
+    #[serde(default)]
+    pub(super) state_lost: Option<StateLoss>,
 }
 
 impl Story {
@@ -96,6 +106,8 @@ impl Story {
             loss,
             checkpoints,
             evaluations,
+            steps_skipped,
+            state_lost,
         } = record;
         Self {
             named: memberships.iter().map(MembershipRecord::named).sum(),
@@ -109,6 +121,8 @@ impl Story {
             loss,
             checkpoints,
             evaluations,
+            steps_skipped,
+            state_lost,
             ..Self::default()
         }
     }
@@ -131,7 +145,23 @@ impl Story {
             loss: self.loss,
             checkpoints: self.checkpoints.clone(),
             evaluations: self.evaluations.clone(),
+            steps_skipped: self.steps_skipped,
+            state_lost: self.state_lost,
         }
+    }
+
+    /// Whether a group has ever come to a state.
+    pub(super) fn has_formed(&self) -> bool {
+        self.formed_first.is_some()
+    }
+
+    /// The state contains `total` steps without an update; a line for the user now and then: of many, the 1st, 2nd, 4th, 8th and
+    /// so on.
+    pub(super) fn skip(&mut self, total: u64) -> Option<String> {
+        let before = std::mem::replace(&mut self.steps_skipped, total);
+        let is_told = total > before && total.checked_ilog2() > before.checked_ilog2();
+        let times = if total == 1 { "1 step was" } else { &format!("{total} steps were") };
+        is_told.then(|| format!("{times} left out so far, for their gradients or losses were not finite"))
     }
 
     pub(super) fn say(&mut self, line: &str) {
@@ -266,8 +296,9 @@ impl Story {
 
     /// The sum of losses over `records`.
     pub(super) fn note_loss(&mut self, records: u64, loss_sum: f64) {
-        if records > 0 {
-            let loss = loss_sum / records as f64;
+        let loss = loss_sum / records as f64;
+        // Of a step that was left out it may be no number.
+        if records > 0 && loss.is_finite() {
             self.loss.first.get_or_insert(loss);
             self.loss.last = Some(loss);
             let before = self.loss_smoothed.filter(|l| l.is_finite()).unwrap_or(loss);

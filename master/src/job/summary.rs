@@ -10,6 +10,7 @@ use super::action::Outcome;
 use super::checkpoints::CheckpointsSummary;
 use super::evaluations::EvaluationsSummary;
 use super::job::{Job, Phase};
+use super::loss::StateLoss;
 use super::spec::Work;
 use super::time::Time;
 
@@ -44,6 +45,12 @@ pub struct Summary {
     pub checkpoints: Option<CheckpointsSummary>,
     /// What the user's code failed on; the first 100.
     pub failed_shards: Vec<FailedShard>,
+    /// Steps whose records count as trained, and whose gradients were left out, for they were not finite.
+    #[serde(default)]
+    pub steps_skipped: u64,
+    /// Set where all workers were lost with a state of which there was no checkpoint.
+    #[serde(default)]
+    pub state_lost: Option<StateLoss>,
     /// Why the job failed or was refused.
     pub error: Option<String>,
     /// The model's closing words.
@@ -234,6 +241,8 @@ impl Job {
             evaluations: self.evaluations(),
             checkpoints: self.checkpoints(),
             failed_shards: self.story.failed_shards(),
+            steps_skipped: self.story.steps_skipped,
+            state_lost: self.story.state_lost,
             error: self.story.error.clone(),
             model_summary: self.model_summary(),
             metrics: self.results.means(records.expected),
@@ -272,7 +281,7 @@ impl Job {
     /// The lowest rank exports before it says its last word.
     fn exported(&self) -> Option<String> {
         let Work::Train { export } = &self.spec.work else { return None };
-        export.clone().filter(|_| self.last_word.is_some())
+        export.clone().filter(|_| self.last_word.as_ref().is_some_and(|word| word.exported))
     }
 
     /// The lowest rank's closing words.

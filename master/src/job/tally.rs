@@ -27,6 +27,8 @@ pub struct Tally {
     pub restarts: u64,
     /// How long workers have waited for storage that did not answer, over all of them.
     pub storage_wait: Duration,
+    /// States that were lost with all workers, and of which there was no checkpoint.
+    pub state_losses: u64,
 }
 
 /// What changes of membership of one cause cost.

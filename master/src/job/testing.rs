@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use super::spec::{Batch, Dataset, File, JobSpec, WireDtype, Work};
+use super::spec::{Batch, Dataset, File, JobSpec, OnNonfinite, WireDtype, Work};
 
 /// Three workers, two epochs, four records a step, shuffled with seed 7.
 pub(crate) fn spec() -> JobSpec {
@@ -27,6 +27,10 @@ pub(crate) fn spec() -> JobSpec {
         work: Work::default(),
         wire_dtype: WireDtype::F32,
         streams: 1,
+        on_nonfinite: OnNonfinite::default(),
+        restart_without_checkpoint: true,
+        // A leaver is let go after 10 s.
+        grace_period: std::time::Duration::from_secs(14),
     }
 }
 

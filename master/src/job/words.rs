@@ -45,7 +45,7 @@ impl Job {
             FromWorker::Holding { step, ranges } => self.on_holding(now, worker, step, &ranges),
             FromWorker::LeaseRequest { epoch, records } => self.on_lease_request(now, worker, epoch, records),
             FromWorker::Leaving => self.on_leaving(now, worker),
-            FromWorker::Primed { .. } => self.on_primed(now, worker),
+            FromWorker::Primed { step } => self.on_primed(now, worker, step),
             FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
             FromWorker::StorageWait { storage, waited } => self.on_storage_wait(worker, storage, waited),
             FromWorker::SumsOver { generation, what } => self.on_sums_over(worker, generation, &what),
@@ -111,9 +111,11 @@ impl Job {
         self.settle(now);
     }
 
-    fn on_primed(&mut self, now: Time, worker: WorkerId) {
+    fn on_primed(&mut self, now: Time, worker: WorkerId, step: u64) {
         if let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| w.stage == Stage::Fetching) {
             w.stage = Stage::Ready;
+            // Who has given the fetch up says 0.
+            w.fetched = step > 0;
             self.settle(now);
         }
     }
@@ -177,6 +179,9 @@ impl Job {
             w.credits.retain(|&epoch, _| epoch >= stable);
         }
         self.count_eligible();
+        if step == 0 && self.begins_anew(now) {
+            return;
+        }
         self.step = step;
         self.group.formed = true;
         self.group.before = None;
@@ -185,6 +190,7 @@ impl Job {
             self.story.form(now, step, counted);
         }
         self.ask_for_checkpoint();
+        self.watch_leavers(now);
         self.conclude_adoption(now);
         self.fill_all();
         self.settle(now);
@@ -219,6 +225,9 @@ impl Job {
         let stable = records.epoch_stable();
         for w in self.crew.workers.values_mut().filter(|w| w.is_eligible()) {
             w.credits.retain(|&epoch, _| epoch >= stable);
+        }
+        if let Some(line) = self.story.skip(report.steps_skipped) {
+            self.say(line);
         }
         if complete > before {
             self.say(format!("epoch {complete} of {} is complete at step {}", self.spec.epochs, self.step));
@@ -387,7 +396,7 @@ impl Job {
         self.settle(now);
     }
 
-    fn keep_failed(&mut self, worker: WorkerId, error: &str, ranges: &[RecordRange]) {
+    pub(super) fn keep_failed(&mut self, worker: WorkerId, error: &str, ranges: &[RecordRange]) {
         let Some(records) = &self.records else {
             return;
         };
@@ -414,12 +423,13 @@ impl Job {
         self.touch();
         self.say(format!("worker {worker} was told to end and leaves"));
         if is_member && self.spec.work.trains() {
-            self.timer(now + LEAVE_WAIT, Timer::Leave(worker));
+            self.timer(now + self.spec.leave_wait(), Timer::Leave(worker));
         } else {
             self.release(now, worker, "it leaves");
         }
         self.take_pod_along(now, launch);
         self.launch_missing(now);
+        self.watch_leavers(now);
         self.settle(now);
     }
 
@@ -501,8 +511,6 @@ impl Job {
 const BROKEN_WAIT: std::time::Duration = std::time::Duration::from_millis(20);
 /// Generations in a row that break on the same worker before it is taken out.
 const SUSPICIONS_MAX: u32 = 3;
-/// How long a leaver stays for somebody to take its place; well inside the grace that pods get.
-const LEAVE_WAIT: std::time::Duration = std::time::Duration::from_secs(10);
 /// How long a worker that failed may take to end.
 const FAILED_GRACE: std::time::Duration = std::time::Duration::from_secs(2);
 /// A worker asks for the group's epoch and the next, and before it knows the group's, for the first.

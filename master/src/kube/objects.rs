@@ -270,7 +270,8 @@ fn master_job(request: &Request) -> Job {
         automount_service_account_token: Some(true),
         tolerations: Some(parts::master_tolerations(&pods.tolerations)),
         volumes: Some(volumes),
-        ..parts::pod_spec(pods)
+        // Short: who has to give way is waited for.
+        ..parts::pod_spec(pods, MASTER_GRACE)
     };
     let mut template = metadata(request, "", "master");
     template.name = None;
@@ -333,7 +334,7 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
         priority_class_name: pods.worker_priority_class.clone(),
         automount_service_account_token: Some(false),
         volumes: Some(volumes),
-        ..parts::pod_spec(pods)
+        ..parts::pod_spec(pods, request.task.job.grace_period)
     };
     let spec = match &pods.worker_pod_template {
         Some(template) => template::merge(&spec, template)?,
@@ -452,6 +453,8 @@ const BACKOFF_LIMIT: i32 = 6;
 /// the lost master's lease has run out, and a few seconds for the image and the start: 12 min at most.
 const LOST_NODE_S: i64 = 20;
 const ELASTICDL: &str = "elasticdl";
+/// How long a master may take to end.
+const MASTER_GRACE: Duration = Duration::from_secs(10);
 const METRICS: &str = "metrics";
 const JOB_LABEL: &str = "elasticdl/job";
 const ROLE_LABEL: &str = "elasticdl/role";

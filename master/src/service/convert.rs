@@ -15,9 +15,9 @@ use tonic::Status;
 use v1::{master_message, worker_message};
 
 use crate::job::{
-    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, Evaluated, File,
-    Finished, Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, Phases,
-    Resume, Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
+    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, Evaluated, Failure,
+    File, Finished, Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord,
+    OnNonfinite, Phases, Resume, Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -185,6 +185,8 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec, incarnation: u64) -> v1:
         }),
         wire_dtype: wire_dtype.into(),
         streams: spec.streams.into(),
+        skip_nonfinite: spec.on_nonfinite == OnNonfinite::Skip,
+        leave_timeout_ms: Some(to_millis(spec.leave_timeout())),
     };
     let welcome = v1::Welcome { worker: worker.0, options: Some(options), incarnation };
     to_message(master_message::Kind::Welcome(welcome))
@@ -195,7 +197,7 @@ pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
     use master_message::Kind;
     to_message(match message {
         ToWorker::Describe => Kind::Describe(v1::Describe {}),
-        ToWorker::Drain => Kind::Drain(v1::Drain {}),
+        ToWorker::Drain => Kind::Drain(v1::Drain { suspend: false }),
         ToWorker::Fetch(donors) => {
             Kind::Fetch(v1::Fetch { donors: donors.into_iter().map(to_member).collect() })
         }
@@ -206,6 +208,7 @@ pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
         ToWorker::Membership(membership) => Kind::Membership(to_membership(membership)),
         ToWorker::Prepare(dataset) => Kind::Prepare(v1::Prepare { dataset: Some(to_dataset(dataset)) }),
         ToWorker::Shutdown(reason) => Kind::Shutdown(v1::Shutdown { reason }),
+        ToWorker::Suspend => Kind::Drain(v1::Drain { suspend: true }),
     })
 }
 
@@ -268,7 +271,12 @@ fn to_checkpoint_options(spec: &CheckpointSpec) -> v1::CheckpointOptions {
         CheckpointEvery::Steps(steps) => v1::checkpoint_options::Every::Steps(steps.get()),
         CheckpointEvery::Time(time) => v1::checkpoint_options::Every::Ms(to_millis(time)),
     };
-    v1::CheckpointOptions { dir: spec.dir.clone(), every: Some(every), keep: spec.keep }
+    v1::CheckpointOptions {
+        dir: spec.dir.clone(),
+        every: Some(every),
+        keep: spec.keep,
+        exclusive: spec.exclusive,
+    }
 }
 
 fn to_checkpoint_status(known: job::CheckpointsSummary) -> v1::CheckpointStatus {
@@ -384,6 +392,7 @@ fn committed(message: v1::Committed) -> Result<Committed, Status> {
         records: within("committed.records", message.records, 0, DATASET_RECORDS_MAX)?,
         compute_us: message.compute_us,
         times: step_times(message.times.unwrap_or_default())?,
+        steps_skipped: within("committed.steps_skipped", message.steps_skipped, 0, STEPS_MAX)?,
     })
 }
 
@@ -423,7 +432,16 @@ fn finished(message: v1::Finished) -> Result<Finished, Status> {
         records_trained: message.records_trained,
         stopped_early: message.stopped_early,
         summary: message.summary.map(|words| clip(words, SUMMARY_BYTES_MAX)),
+        failure: message.failure.map(failure).transpose()?,
+        suspended: message.suspended,
+        steps_skipped: within("finished.steps_skipped", message.steps_skipped, 0, STEPS_MAX)?,
+        exported: message.exported,
     })
+}
+
+fn failure(message: v1::FinishedFailure) -> Result<Failure, Status> {
+    let v1::FinishedFailure { error, ranges: found } = message;
+    Ok(Failure { error: clip(error, ERROR_BYTES_MAX), ranges: ranges("finished.failure.ranges", found)? })
 }
 
 fn phases(phases: Option<v1::Phases>) -> Result<Phases, Status> {

@@ -48,6 +48,9 @@ struct Counting {
     /// At this step, adds something of this process's own to its parameters: a model that is not deterministic.
     #[arg(long)]
     drift_at: Option<u64>,
+    /// Adds NaN to the gradient at this record.
+    #[arg(long)]
+    nan_at: Option<u64>,
     /// Ends the process at this record, without a word.
     #[arg(long)]
     exit_at: Option<u64>,
@@ -128,7 +131,7 @@ impl Model for Counting {
             if self.exit_at == Some(*record) {
                 std::process::exit(9);
             }
-            gradients[*record as usize] += 1.0;
+            gradients[*record as usize] += if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
         }
         match &self.hurry_when {
             Some(_) if self.hurries() => {}

@@ -150,7 +150,16 @@ fn train_elastic(arguments: &Arguments, data: &Path, folder: &Path) -> Result<f6
     let this = std::env::current_exe()?;
     let summary = folder.join("summary.json");
     let status = Command::new(&this)
-        .args(["train", "--local", "--quiet", "--num-workers", "1", "--training-data"])
+        .args([
+            "train",
+            "--local",
+            "--quiet",
+            "--checkpoint-dir",
+            "none",
+            "--num-workers",
+            "1",
+            "--training-data",
+        ])
         .arg(data)
         .args(["--global-batch-size", &arguments.batch.to_string(), "--job-dir"])
         .arg(folder.join("job"))

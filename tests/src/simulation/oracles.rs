@@ -262,7 +262,8 @@ impl World {
             | ToWorker::Drain
             | ToWorker::Fetch(_)
             | ToWorker::KeepCheckpoint
-            | ToWorker::Prepare(_) => {}
+            | ToWorker::Prepare(_)
+            | ToWorker::Suspend => {}
         }
         if self.books.gone.contains(&worker) {
             self.violate(format!("the master speaks to worker {worker}, which is gone: {word:?}"));

@@ -178,7 +178,8 @@ impl World {
             Control::Open | Control::Returning { .. } | Control::Searching { .. } => {}
         }
         if !std::mem::replace(&mut self.processes[p].leaves, true) {
-            self.clock.after(LEAVE_TIMEOUT_US, Event::LeaveDue { p });
+            let timeout = self.setting.spec.leave_timeout().as_micros() as Micros;
+            self.clock.after(timeout, Event::LeaveDue { p });
         }
         if self.processes[p].control == Control::Open && self.processes[p].is_current {
             self.say(p, FromWorker::Leaving);
@@ -365,5 +366,4 @@ const RETRY_FIRST_US: Micros = 50_000;
 const RETRY_MAX_US: Micros = 1_000_000;
 const MASTER_TIMEOUT_US: Micros = 30_000_000;
 const CLOSE_TIMEOUT_US: Micros = 1_000_000;
-const LEAVE_TIMEOUT_US: Micros = 5_000_000;
 const INBOX_MAX: usize = 200;

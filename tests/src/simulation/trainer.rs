@@ -7,6 +7,7 @@ use std::time::Duration;
 use elasticdl_master::job::{self, Dataset, File, FromWorker, LedgerReport, Phases, ToWorker};
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 use elasticdl_worker::core::checkpoint::Every;
+use elasticdl_worker::core::halt::Ending;
 use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl_worker::core::plan;
 use elasticdl_worker::core::session::{Exit, JobPlan, Membership, Report, Session, State, Task};
@@ -329,6 +330,7 @@ impl World {
                 session.handle_membership(Membership { generation, members, abort });
             }
             ToWorker::Shutdown(reason) => session.handle_shutdown(reason),
+            ToWorker::Suspend => session.handle_suspend(),
         }
         // A word may be answered at once.
         self.report(p);
@@ -355,12 +357,18 @@ impl World {
             records_trained: state.records_trained,
             stopped_early: false,
             summary: (rank == 0).then(|| "counted".into()),
+            failure: None,
+            suspended: session.ended() == Some(&Ending::Suspended),
+            steps_skipped: 0,
+            exported: false,
         };
         tell!(self, "{}: holds the final state, step {}", self.name(p), finished.step);
         if let Some(session) = &mut self.processes[p].trainer.session {
             session.told();
         }
-        self.books_finish(p, generation);
+        if !finished.suspended {
+            self.books_finish(p, generation);
+        }
         self.tell_master(p, FromWorker::Finished(finished));
         self.turn_later(p);
     }
@@ -553,6 +561,7 @@ fn from_report(report: Report) -> FromWorker {
             records: progress.records,
             compute_us: progress.compute_us,
             times: job::StepTimes::default(),
+            steps_skipped: progress.steps_skipped,
         }),
         Report::Evaluated { step, records, means } => {
             let metrics = means.into_iter().map(|(name, mean)| (name, Some(mean))).collect();

@@ -319,7 +319,7 @@ fn checkpoints(dice: &mut Dice) -> Option<CheckpointSpec> {
         true => CheckpointEvery::Steps(steps),
         false => CheckpointEvery::Time(Duration::from_millis(steps.get())),
     };
-    dice.chance(1, 2).then(|| CheckpointSpec { dir: "vault".into(), every, keep: 1 })
+    dice.chance(1, 2).then(|| CheckpointSpec { dir: "vault".into(), every, keep: 1, exclusive: false })
 }
 
 /// A job of a few steps is over long before; what takes longest are replacements that wait for one another, and a worker

@@ -21,7 +21,7 @@ use super::name::{self, MANIFEST, Name};
 use crate::core::checkpoint::Written;
 use crate::core::header::StateRecord;
 use crate::storage::Storage;
-use crate::tensors::zeros;
+use crate::tensors::{is_finite, zeros};
 
 /// The trainer's end.
 #[derive(Debug)]
@@ -59,15 +59,19 @@ enum Answer {
 }
 
 impl Keeper {
-    /// `keep`: how many complete checkpoints of this run stay.
+    /// `keep`: how many complete checkpoints of this run stay. `exclusive`: none of other runs do.
     ///
     /// # Errors
     /// The system gives no thread.
-    pub(crate) fn new(storage: Storage, facts: Arc<Facts>, keep: usize) -> std::io::Result<Self> {
+    pub(crate) fn new(
+        storage: Storage,
+        facts: Arc<Facts>,
+        (keep, exclusive): (usize, bool),
+    ) -> std::io::Result<Self> {
         let (orders, queue) = channel();
         let (tell, answers) = channel();
         std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
-            let clerk = Clerk { storage, keep };
+            let clerk = Clerk { storage, keep, exclusive };
             while let Ok(order) = queue.recv() {
                 // A trainer that has ended needs no answer.
                 clerk.handle(order, &tell);
@@ -149,6 +153,7 @@ impl Keeper {
 struct Clerk {
     storage: Storage,
     keep: usize,
+    exclusive: bool,
 }
 
 impl Clerk {
@@ -184,6 +189,10 @@ impl Clerk {
     }
 
     fn write(&self, path: &str, header: Vec<u8>, floats: &Arc<Vec<f32>>) -> Result<Written, String> {
+        // Here, where the trainer does not wait for it.
+        if !is_finite(floats) {
+            return Err("the state holds a NaN or an infinity, so no checkpoint is made of it".into());
+        }
         let header = Bytes::from(header);
         let data = Bytes::from_owner(Floats(Arc::clone(floats)));
         let bytes = (header.len() + data.len()) as u64;
@@ -205,7 +214,7 @@ impl Clerk {
     /// Removes what `newest` makes superfluous. What can't be removed now will be the next time.
     fn clear(&self, newest: &Name, best: Option<u64>) {
         let result = self.storage.list_folders(name::PREFIX).and_then(|files| {
-            let names = name::to_remove(&Name::all(&files), newest, self.keep, best);
+            let names = name::to_remove(&Name::all(&files), newest, (self.keep, self.exclusive), best);
             names.iter().try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
         });
         if let Err(error) = result {

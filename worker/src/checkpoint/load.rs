@@ -8,6 +8,7 @@ use super::manifest::{Facts, Manifest, Shard};
 use super::name::{MANIFEST, Name, PREFIX};
 use crate::core::header::StateRecord;
 use crate::storage::{Storage, StorageError};
+use crate::tensors::is_finite;
 
 /// Where checkpoints may be.
 #[derive(Clone, Debug)]
@@ -16,6 +17,8 @@ pub(crate) struct Places {
     pub(crate) own: Option<Storage>,
     /// What a new run begins with: a checkpoint, or the folder of some.
     pub(crate) from: Option<Storage>,
+    /// `own` belongs to this job alone, so that checkpoints of runs before it may lie there.
+    pub(crate) exclusive: bool,
 }
 
 /// A state that came from a checkpoint.
@@ -73,7 +76,7 @@ fn search(
                 return Ok(Some(Restored { record, name: name.to_string(), ours: true }));
             }
         }
-        if let Some(other) = names.last().filter(|_| !found && places.from.is_none()) {
+        if let Some(other) = names.last().filter(|_| !found && places.from.is_none() && !places.exclusive) {
             return Err(RestoreError::Refused(format!(
                 "{own} holds checkpoints of another job, of which {other} is the furthest; to go on from them add \
                  --resume-from {own}, to begin anew name another --checkpoint-dir"
@@ -234,6 +237,9 @@ fn load(
         let (of_parameters, of_slots) = shard.split(parameters.len());
         let floats = [&mut parameters[of_parameters], &mut slots[of_slots]];
         read_shard(folder, shard, floats)?;
+    }
+    if !(is_finite(parameters) && is_finite(slots)) {
+        return Err(LoadError::Damaged("it holds a NaN or an infinity".into()));
     }
     Ok(manifest.state)
 }

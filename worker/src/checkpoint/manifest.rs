@@ -268,6 +268,7 @@ pub(super) mod tests {
             ranges,
             repeated: 0,
             evaluation: Default::default(),
+            steps_skipped: 0,
         }
     }
 

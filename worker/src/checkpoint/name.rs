@@ -55,20 +55,22 @@ pub(super) fn shard(rank: usize, world_size: usize) -> String {
 /// Which checkpoints of `run` are to go when `newest` has become complete: all but the last `keep` complete ones, and
 /// attempts before it that came to nothing. What holds the best model, of step `best`, stays, and so does what a newer group
 /// has written: a rank that was evicted and completes a checkpoint of its old group must not remove parts that the members of
-/// the newer one are still writing.
+/// the newer one are still writing. `exclusive`: all of other runs are to go, too.
 pub(super) fn to_remove(
     names: &BTreeMap<Name, bool>,
     newest: &Name,
-    keep: usize,
+    (keep, exclusive): (usize, bool),
     best: Option<u64>,
 ) -> Vec<Name> {
+    let others = names.keys().filter(|name| exclusive && name.run != newest.run);
     let ours = names.iter().rev().filter(|(name, _)| name.run == newest.run);
     let is_newer = |name: &&Name| name.generation > newest.generation;
     let (complete, torn): (Vec<_>, Vec<_>) = ours.partition(|(_, is_complete)| **is_complete);
     let old = complete.into_iter().skip(keep.max(1)).map(|(name, _)| name);
     let old = old.filter(|name| Some(name.step) != best);
     let torn = torn.into_iter().map(|(name, _)| name).filter(|name| *name < newest);
-    old.filter(|name| *name != newest).chain(torn).filter(|name| !is_newer(name)).cloned().collect()
+    let old = old.filter(|name| *name != newest).chain(torn).filter(|name| !is_newer(name));
+    old.chain(others).cloned().collect()
 }
 
 /// With which the names of checkpoints begin.
@@ -112,7 +114,7 @@ mod tests {
         }
         files.push(file(format!("{}/{MANIFEST}", name(1, 1, "b"))));
         let names = Name::all(&files);
-        let removed = |keep| to_remove(&names, &name(5, 1, "a"), keep, None);
+        let removed = |keep| to_remove(&names, &name(5, 1, "a"), (keep, false), None);
         assert_eq!(removed(2), [name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
         assert_eq!(removed(1), [name(4, 1, "a"), name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
         assert_eq!(removed(9), [name(3, 1, "a")]);
@@ -121,9 +123,11 @@ mod tests {
             files.push(file(format!("{}/{part}", name(1, 2, "a"))));
         }
         files.push(file(format!("{}/{}", name(2, 2, "a"), shard(0, 2))));
-        let with_newer = to_remove(&Name::all(&files), &name(5, 1, "a"), 1, None);
+        let with_newer = to_remove(&Name::all(&files), &name(5, 1, "a"), (1, false), None);
         assert_eq!(with_newer, removed(1));
-        let but_the_best = to_remove(&names, &name(5, 1, "a"), 1, Some(2));
+        let with_others = to_remove(&names, &name(5, 1, "a"), (9, true), None);
+        assert_eq!(with_others, [name(3, 1, "a"), name(1, 1, "b")], "of a folder that is this job's own");
+        let but_the_best = to_remove(&names, &name(5, 1, "a"), (1, false), Some(2));
         assert_eq!(but_the_best, [name(4, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
     }
 }

@@ -36,7 +36,7 @@ struct Ranks {
 impl Ranks {
     fn new(storage: &Storage, facts: Facts, world_size: usize, keep: usize) -> Self {
         let facts = Arc::new(facts);
-        let keeper = |_| Keeper::new(storage.clone(), Arc::clone(&facts), keep).unwrap();
+        let keeper = |_| Keeper::new(storage.clone(), Arc::clone(&facts), (keep, false)).unwrap();
         Self { keepers: (0..world_size).map(keeper).collect(), facts, generation: 1 }
     }
 
@@ -77,7 +77,7 @@ type Outcome = (Result<Option<Restored>, RestoreError>, Vec<(String, String)>);
 
 /// What a job of `facts` begins with, checked float by float, and what was found damaged.
 fn begin(facts: &Facts, own: Option<&Storage>, from: Option<&Storage>) -> Outcome {
-    let places = Places { own: own.cloned(), from: from.cloned() };
+    let places = Places { own: own.cloned(), from: from.cloned(), exclusive: false };
     let (mut parameters, mut slots) = (vec![f32::NAN; facts.parameters], vec![f32::NAN; facts.slots]);
     let mut damaged = Vec::new();
     let mut note = |name: &str, reason: &str| damaged.push((name.to_owned(), reason.to_owned()));
@@ -252,7 +252,9 @@ fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
     Ranks::new(&storage, new.clone(), 1, 9).write(29).unwrap();
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(29));
     // What can't be: nothing there, or another model. It is found out before anything is trained.
-    let check = |facts: &Facts, from: &Storage| check(&Places { own: None, from: Some(from.clone()) }, facts);
+    let check = |facts: &Facts, from: &Storage| {
+        check(&Places { own: None, from: Some(from.clone()), exclusive: false }, facts)
+    };
     assert_eq!(check(&new, &storage), Ok(()));
     let (_empty, nowhere) = folder();
     let (refused, _) = begin(&new, None, Some(&nowhere));

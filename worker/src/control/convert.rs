@@ -39,6 +39,8 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
             None => None,
         },
         resume_from: options.resume_from,
+        skips_nonfinite: options.skip_nonfinite,
+        leave_timeout: options.leave_timeout_ms.map(Duration::from_millis),
         wire_dtype,
         streams: u8::try_from(options.streams.max(1)).ok()?,
         work: match options.work? {
@@ -69,7 +71,8 @@ fn decode_checkpoints(options: v1::CheckpointOptions) -> Option<CheckpointOption
         v1::checkpoint_options::Every::Steps(steps) => Every::Steps(steps.max(1)),
         v1::checkpoint_options::Every::Ms(ms) => Every::Time(Duration::from_millis(ms)),
     };
-    Some(CheckpointOptions { dir: options.dir, every, keep: options.keep as usize })
+    let v1::CheckpointOptions { dir, keep, exclusive, .. } = options;
+    Some(CheckpointOptions { dir, every, keep: keep as usize, exclusive })
 }
 
 pub(super) fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
@@ -77,6 +80,7 @@ pub(super) fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
     let member = |m: &v1::Member| Some((WorkerId(m.worker), m.address.parse().ok()?));
     Some(match message.kind? {
         Kind::Describe(_) => FromMaster::Describe,
+        Kind::Drain(v1::Drain { suspend: true }) => FromMaster::Suspend,
         Kind::Drain(_) => FromMaster::Drain,
         Kind::Fetch(fetch) => FromMaster::Fetch(fetch.donors.iter().map(member).collect::<Option<_>>()?),
         Kind::KeepCheckpoint(_) => FromMaster::KeepCheckpoint,
@@ -160,6 +164,7 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
             records: progress.records,
             compute_us: progress.compute_us,
             times: Some(encode_times(progress.times)),
+            steps_skipped: progress.steps_skipped,
         }),
         Report::Evaluated { step, records, means } => {
             Kind::Evaluated(v1::Evaluated { step, records, metrics: means.into_iter().collect() })
@@ -205,6 +210,13 @@ fn encode_finished(finished: Finished) -> v1::Finished {
         records_trained: finished.records_trained,
         stopped_early: finished.stopped_early,
         summary: finished.summary,
+        failure: finished.failure.map(|failure| v1::FinishedFailure {
+            error: failure.error,
+            ranges: failure.ranges.iter().map(encode_range).collect(),
+        }),
+        suspended: finished.suspended,
+        steps_skipped: finished.steps_skipped,
+        exported: finished.exported,
     }
 }
 

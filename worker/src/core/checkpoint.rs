@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 pub enum Every {
     /// After so many steps.
     Steps(u64),
-    /// After so much time.
+    /// After so much time; the first one of a job comes after [`FIRST_AFTER`] at the latest.
     Time(Duration),
 }
 
@@ -210,7 +210,10 @@ impl Checkpoints {
     /// Time passes; to be called at each commit.
     pub fn tick(&mut self, now: Duration) {
         let since = *self.base_at.get_or_insert(now);
-        self.overdue |= matches!(self.every, Some(Every::Time(time)) if now.saturating_sub(since) >= time);
+        let is_first = self.complete.is_none() && self.failed.is_none();
+        let after = |time: Duration| if is_first { time.min(FIRST_AFTER) } else { time };
+        self.overdue |=
+            matches!(self.every, Some(Every::Time(time)) if now.saturating_sub(since) >= after(time));
     }
 
     /// A new group has formed. Whose member is lost is not completed any more, unless only the first one's work is left.
@@ -274,6 +277,9 @@ pub fn last(words: &[&Word], step: u64) -> Last {
 fn is_going_on(words: &[&Word]) -> bool {
     words.iter().any(|w| w.busy || w.at.is_some())
 }
+
+/// A job that has no checkpoint yet loses everything with its workers, so that it does not wait for a long interval's end.
+pub const FIRST_AFTER: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
 mod tests {
@@ -377,6 +383,13 @@ mod tests {
         ranks.step_to(40);
         // Found due at the end of a step, it begins at the end of the next one.
         assert_eq!(ranks.begun, [12, 23, 34]);
+    }
+
+    #[test]
+    fn the_first_one_of_a_long_interval_comes_early() {
+        let mut ranks = Ranks::new(2, Every::Time(Duration::from_secs(100)));
+        ranks.step_to(250);
+        assert_eq!(ranks.begun, [32, 133, 234]);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::core::checkpoint;
 use crate::core::evaluation::Evaluation;
+use crate::core::halt::Halt;
 use crate::core::swap;
 
 /// One rank's word in one round. All ranks get all headers, so all decide alike.
@@ -24,6 +25,10 @@ pub struct StepHeader {
     pub seen: u64,
     /// The master has told this rank that the job is to stop.
     pub stop: bool,
+    /// The master has told this rank that the group is to end here, and another one to go on from its checkpoint.
+    pub suspend: bool,
+    /// Why this rank can't go on: no rank applies this step, and the job ends with the state as it is.
+    pub halt: Option<Halt>,
     /// Digest of a part of the state after `step` steps, another part at each step.
     pub digest: u64,
     pub checkpoint: checkpoint::Word,
@@ -72,6 +77,9 @@ pub struct StateRecord {
     pub repeated: u64,
     #[serde(default)]
     pub evaluation: Evaluation,
+    /// Of these steps, those whose records were absorbed without an update.
+    #[serde(default)]
+    pub steps_skipped: u64,
 }
 
 /// Bytes of a header.

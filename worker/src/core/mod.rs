@@ -4,6 +4,7 @@
 
 pub mod checkpoint;
 pub mod evaluation;
+pub mod halt;
 pub mod header;
 pub mod leases;
 pub mod plan;

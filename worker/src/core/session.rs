@@ -26,6 +26,7 @@ use self::fetch::Fetch;
 pub use self::words::{Exit, JobPlan, Membership, Misfit, Progress, Report, State, StepTimes, Task};
 use crate::core::checkpoint::{self, Checkpoints, Last};
 use crate::core::evaluation::Evaluation;
+use crate::core::halt::{Ending, Halt};
 use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
 use crate::core::leases::Leases;
 use crate::core::plan::{self, Holding};
@@ -63,6 +64,7 @@ enum Phase {
     Over {
         group: Group,
         told: bool,
+        ending: Ending,
     },
     Repairing(Group, Repair),
     Round {
@@ -95,6 +97,9 @@ pub struct Session {
     checkpoints: Checkpoints,
     swap: Swap,
     stop: bool,
+    suspend: bool,
+    /// Why this rank can't go on. It never goes away: whichever group this rank joins ends.
+    halt: Option<Halt>,
     progress: Progress,
     reported_at: Duration,
     /// When this group committed last.
@@ -120,6 +125,8 @@ impl Session {
             fetch: Fetch::default(),
             swap: Swap::default(),
             stop: false,
+            suspend: false,
+            halt: None,
             progress: Progress::default(),
             reported_at: Duration::ZERO,
             committed_at: None,
@@ -203,6 +210,8 @@ impl Session {
             held: reading::limited(self.leases.held_from(epoch), epoch, self.readable),
             seen: self.latest.as_ref().map_or(0, |m| m.generation.0),
             stop: self.stop,
+            suspend: self.suspend,
+            halt: self.halt.clone(),
             digest,
             checkpoint: self.checkpoints.word(self.step() + 1),
             evaluation: self.evaluation(),
@@ -294,17 +303,26 @@ impl Session {
             ledger: Ledger::new(self.job.records),
             records_trained: 0,
             evaluation: Evaluation::default(),
+            steps_skipped: 0,
         });
     }
 
     /// This rank took over another one's state; `kept` are the headers of its last step, if this rank has that step's
     /// reduced gradient. `false` where the record makes no sense.
     pub fn install(&mut self, record: StateRecord, kept: Option<Vec<StepHeader>>) -> bool {
-        let StateRecord { step, records_trained, epochs_complete, ranges, repeated, evaluation } = record;
+        let StateRecord {
+            step,
+            records_trained,
+            epochs_complete,
+            ranges,
+            repeated,
+            evaluation,
+            steps_skipped,
+        } = record;
         let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated) else {
             return false;
         };
-        self.state = Some(State { step, ledger, records_trained, evaluation });
+        self.state = Some(State { step, ledger, records_trained, evaluation, steps_skipped });
         self.kept = kept;
         true
     }
@@ -329,7 +347,7 @@ impl Session {
         // What each rank holds is known only after the repair, so the first round is a talk. So is whether the final state
         // is kept, and judged.
         match self.at_end() && !self.checkpoints.are_kept() && self.job.evaluation.is_none() {
-            true => self.end(group),
+            true => self.end(group, Ending::Done),
             false => self.phase = Phase::Round { group, quotas: None, computed: false },
         }
     }
@@ -372,15 +390,27 @@ impl Session {
     /// The update of a step was applied: takes its records into the ledger. Ends the round, or serves a repair.
     /// `now` paces the reports to the master.
     pub fn commit(&mut self, headers: Vec<StepHeader>, now: Duration) {
+        self.commit_step(headers, now, false);
+    }
+
+    /// As [`commit`](Self::commit), of a step that all ranks leave out: its records count as absorbed, and the parameters
+    /// stay as they are.
+    pub fn commit_skipped(&mut self, headers: Vec<StepHeader>, now: Duration) {
+        self.commit_step(headers, now, true);
+    }
+
+    fn commit_step(&mut self, headers: Vec<StepHeader>, now: Duration, is_skipped: bool) {
         let state = self.state.as_mut().expect("a rank without state has no step to commit");
         let records: u64 = headers.iter().map(StepHeader::records).sum();
         for range in headers.iter().flat_map(|h| &h.ranges) {
             state.ledger.absorb(*range);
         }
         state.step += 1;
+        state.steps_skipped += u64::from(is_skipped);
         state.records_trained += records;
         self.leases.forget_before(state.ledger.epoch());
         self.progress.step = state.step;
+        self.progress.steps_skipped = state.steps_skipped;
         if let Phase::Round { group, .. } = &self.phase {
             let world_size = group.members.len();
             // In a round every rank's gradient is in the step; in a repair the ledger tells (`repaired`).
@@ -481,9 +511,9 @@ impl Session {
     }
 
     /// The job is over for `group`. Nobody makes another round, so a newer group has nothing to wait for.
-    fn end(&mut self, group: Group) {
+    fn end(&mut self, group: Group, ending: Ending) {
         let newer = self.latest.as_ref().is_some_and(|latest| latest.generation > group.generation);
-        self.phase = Phase::Over { group, told: false };
+        self.phase = Phase::Over { group, told: false, ending };
         if newer {
             self.join_latest();
         }
@@ -504,7 +534,8 @@ impl Session {
             return;
         }
         let seen = headers.iter().map(|h| h.seen).min().unwrap_or(0);
-        let ends = self.at_end() || headers.iter().any(|h| h.stop);
+        let ending = self.ending(&group, headers);
+        let ends = ending.is_some();
         let words = words_of(headers);
         let last = match ends && self.checkpoints.are_kept() {
             true => checkpoint::last(&words, self.step()),
@@ -518,9 +549,9 @@ impl Session {
             let (step, generation) = (self.step(), group.generation);
             self.checkpoints.begin(step, generation, &group.members, committed.unwrap_or_default());
         }
-        if ends && last == Last::Nothing {
+        if let (Some(ending), Last::Nothing) = (ending, last) {
             self.flush_progress();
-            self.end(group);
+            self.end(group, ending);
         } else if seen > group.generation.0 {
             self.flush_progress();
             self.join_latest();
@@ -553,6 +584,7 @@ fn words_of(headers: &[StepHeader]) -> Vec<&checkpoint::Word> {
 }
 
 mod fetch;
+mod halting;
 mod keeping;
 mod reading;
 mod reconnect;

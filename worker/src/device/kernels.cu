@@ -103,7 +103,7 @@ KERNEL(add, Add) {
     EACH(i, a.len) a.sum[i] = a.sum[i] + a.values[i];
 }
 
-// ---- clipping ----
+// ---- NaNs and infinities ----
 
 // One number of each thread.
 typedef struct {
@@ -113,6 +113,16 @@ typedef struct {
     // Of the first value, in the tensor that it belongs to.
     u64 start;
 } Fold;
+
+// How many elements are one: those whose exponent has all its bits.
+KERNEL(nonfinite, Fold) {
+    const u32 *values = (const u32 *)a.values;
+    u64 count = 0;
+    EACH(i, a.len) count += (values[i] & 0x7f800000u) == 0x7f800000u;
+    ((u64 *)a.parts)[THREAD] = count;
+}
+
+// ---- clipping ----
 
 KERNEL(square_sums, Fold) {
     const float *values = (const float *)a.values;

@@ -39,6 +39,7 @@ struct Functions {
     clip_scale: CudaFunction,
     digests: CudaFunction,
     double_sums: CudaFunction,
+    nonfinite: CudaFunction,
     sgd: CudaFunction,
     sgd_momentum: CudaFunction,
     sgd_nesterov: CudaFunction,
@@ -211,6 +212,20 @@ impl Kernels {
         Ok(found)
     }
 
+    /// Whether none of the slice's elements is NaN or infinite. Waits for all that is on the stream.
+    pub(crate) fn is_finite(&mut self, slice: &CudaSlice<f32>) -> Result<bool, DeviceError> {
+        let Self { stream, functions, parts, few, sums, .. } = self;
+        let all = threads(slice.len());
+        fold(stream, &functions.nonfinite, (slice.device_ptr(stream), slice.len(), 0), parts, all)?;
+        fold(stream, &functions.word_sums, (parts.device_ptr(stream), all, 0), few, FEW)?;
+        let mut sum = sums.slice_mut(..1);
+        fold(stream, &functions.word_sums, (few.device_ptr(stream), FEW, 0), &mut sum, 1)?;
+        let mut found = [0];
+        stream.memcpy_dtoh(&sums.slice(..1), &mut found[..]).map_err(cuda("copy a count to the host"))?;
+        stream.synchronize().map_err(cuda("come to the end of its work"))?;
+        Ok(found == [0])
+    }
+
     /// Leaves what the sum is to be multiplied with in `scale`.
     fn clip(&mut self, limit: f64, records: u64, sum: &CudaSlice<f32>) -> Result<(), DeviceError> {
         let Self { stream, functions, parts, few, scale, .. } = self;
@@ -249,6 +264,7 @@ impl Functions {
             clip_scale: load("clip_scale")?,
             digests: load("digests")?,
             double_sums: load("double_sums")?,
+            nonfinite: load("nonfinite")?,
             sgd: load("sgd")?,
             sgd_momentum: load("sgd_momentum")?,
             sgd_nesterov: load("sgd_nesterov")?,

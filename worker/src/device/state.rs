@@ -139,6 +139,18 @@ impl DeviceState {
         ring.device()?.broadcast_device(root, self.slice(tensor), Path::Host)
     }
 
+    pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {
+        self.kernels.is_finite(&self.reduced)
+    }
+
+    pub(crate) fn gradient_is_finite(&mut self) -> Result<bool, DeviceError> {
+        self.kernels.is_finite(&self.gradient)
+    }
+
+    pub(crate) fn parameters_are_finite(&mut self) -> Result<bool, DeviceError> {
+        self.kernels.is_finite(&self.parameters)
+    }
+
     pub(crate) fn keep_reduced(&mut self) {
         std::mem::swap(&mut self.reduced, &mut self.kept);
     }

@@ -23,6 +23,7 @@ fn record() -> StateRecord {
         ranges,
         repeated: 0,
         evaluation: Default::default(),
+        steps_skipped: 0,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use elasticdl_collective::Secret;
 
 use super::{Stopped, Trainer};
@@ -43,7 +44,15 @@ impl Checkpointing {
         let (places, facts) = look(welcome, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;
         check(&places, &facts).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
-        })
+        })?;
+        // What can't be written to is found out before there is anything to lose.
+        let Some(own) = &places.own else { return Ok(()) };
+        own.write(PROBE, vec![Bytes::from_static(b"written to see whether it can be")])
+            .map_err(|error| format!("--checkpoint-dir can't be written to: {error}"))?;
+        if let Err(error) = own.remove(PROBE) {
+            tracing::warn!(%error, "checkpoints can be written, but not removed");
+        }
+        Ok(())
     }
 
     /// As the master's `welcome` says, for the worker of a job of this name and secret, whose model has so many floats of
@@ -58,7 +67,7 @@ impl Checkpointing {
         let facts = Arc::new(facts);
         let keeper = match (&places.own, &welcome.checkpoints) {
             (Some(own), Some(kept)) => {
-                let keeper = Keeper::new(own.clone(), Arc::clone(&facts), kept.keep);
+                let keeper = Keeper::new(own.clone(), Arc::clone(&facts), (kept.keep, kept.exclusive));
                 Some(keeper.map_err(|error| Failure::fatal(format!("no thread for checkpoints: {error}")))?)
             }
             _ => None,
@@ -98,7 +107,8 @@ fn look(
         batch: welcome.batch,
         seed: welcome.seed,
     };
-    Ok((Places { own, from }, facts))
+    let exclusive = welcome.checkpoints.as_ref().is_some_and(|kept| kept.exclusive);
+    Ok((Places { own, from, exclusive }, facts))
 }
 
 impl<M: Model> Trainer<'_, M> {
@@ -177,3 +187,6 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 }
+
+/// No checkpoint has this name.
+const PROBE: &str = "probe";

@@ -9,7 +9,7 @@ use super::gpu::device_of;
 use super::{Stopped, Trainer, decode_all, ring};
 use crate::core::evaluation::{Plan, Scores};
 use crate::core::header;
-use crate::failure::{Failure, call_user};
+use crate::failure::{Failure, call_user, causes};
 use crate::model::{Metrics, Model};
 use crate::prefetch::{ReadError, read_piece};
 use crate::reader::{Dataset, Reader};
@@ -31,7 +31,8 @@ impl<R: Reader> Validation<R> {
             let end = first + file.records;
             let part = RecordRange { epoch: 0, start: range.start.max(first), end: range.end.min(end) };
             if !part.is_empty() {
-                records.extend(read_piece(&mut self.reader, &self.dataset, part)?);
+                records
+                    .extend(read_piece(&mut self.reader, &self.dataset, part).map_err(|error| error.text)?);
             }
             first = end;
         }
@@ -54,6 +55,8 @@ impl<M: Model> Trainer<'_, M> {
         let Self { model, tensors, validation, .. } = self;
         let validation = validation.as_mut().ok_or_else(|| "there is no validation data".to_owned())?;
         let most = model.micro_batch().unwrap_or(usize::MAX).max(1);
+        // Such a model is never the best one, whatever it makes of the records.
+        let is_finite = tensors.parameters_are_finite().map_err(|error| causes(&error))?;
         let records = validation.plan.records;
         let mut scores = Scores { records, first_block: blocks.start, blocks: Vec::new() };
         for block in blocks {
@@ -70,6 +73,9 @@ impl<M: Model> Trainer<'_, M> {
                     }
                     Tensors::Host(state) => model.evaluate(&state.parameters, batch, &mut metrics),
                 })?;
+            }
+            if !is_finite {
+                sums.values_mut().for_each(|sum| *sum = f64::NAN);
             }
             scores.blocks.push(sums);
         }

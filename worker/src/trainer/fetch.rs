@@ -143,7 +143,8 @@ impl<M: Model> Trainer<'_, M> {
             return Err(nonsense("another step's result"));
         }
         tensors.fill_reduced(|sum| source.take(sum).map_err(broke))?;
-        self.update(headers).map_err(FetchError::Stopped)?;
+        let is_finite = self.is_finite(&headers).map_err(FetchError::Stopped)?;
+        self.update(headers, is_finite).map_err(FetchError::Stopped)?;
         self.session.fetched(Generation(head.generation));
         self.session.fetch_advanced();
         if let (Some(source), Some(incoming)) = (&self.source, &self.incoming) {

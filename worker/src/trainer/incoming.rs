@@ -89,6 +89,7 @@ mod tests {
             ranges: Vec::new(),
             repeated: 0,
             evaluation: Default::default(),
+            steps_skipped: 0,
         };
         StateNote { record, from }
     }

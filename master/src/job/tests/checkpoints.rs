@@ -8,7 +8,10 @@ use super::directed::{actions, at, committed, connect, formed, say, started};
 
 fn kept() -> JobSpec {
     let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
-    JobSpec { checkpoints: Some(CheckpointSpec { dir: "/c".into(), every, keep: 3 }), ..spec() }
+    JobSpec {
+        checkpoints: Some(CheckpointSpec { dir: "/c".into(), every, keep: 3, exclusive: false }),
+        ..spec()
+    }
 }
 
 /// Who is asked for a checkpoint by these actions.

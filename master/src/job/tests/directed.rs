@@ -58,6 +58,7 @@ pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> Fr
         records,
         compute_us,
         times: StepTimes { steps: 1, step_us: 3000, reduce_us: 1000 },
+        steps_skipped: 0,
     })
 }
 
@@ -71,6 +72,10 @@ pub(super) fn finished(generation: u64, step: u64, digest: u64) -> FromWorker {
         records_trained: 40,
         stopped_early: false,
         summary: Some("loss 0.5".into()),
+        failure: None,
+        suspended: false,
+        steps_skipped: 0,
+        exported: false,
     })
 }
 

@@ -76,8 +76,17 @@ impl World {
         if speaks {
             let records = ranges.iter().map(RecordRange::len).sum();
             let loss_sum = 0.5 * records as f64;
-            let (compute_us, times) = (vec![1, 2, 3], StepTimes::default());
-            let report = Committed { generation: ring, step, ranges, loss_sum, records, compute_us, times };
+            let (compute_us, times, steps_skipped) = (vec![1, 2, 3], StepTimes::default(), 0);
+            let report = Committed {
+                generation: ring,
+                step,
+                ranges,
+                loss_sum,
+                records,
+                compute_us,
+                times,
+                steps_skipped,
+            };
             p.up.push_back(FromWorker::Committed(report));
         }
         if p.resumed != Some(ring) {

@@ -9,6 +9,7 @@ mod evaluations;
 mod group;
 mod histories;
 mod leases;
+mod loss;
 mod oracles;
 mod places;
 mod pod;

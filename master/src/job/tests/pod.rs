@@ -199,7 +199,7 @@ fn a_job_that_stops_spares_a_pod_of_which_one_is_needed() {
 #[test]
 fn a_pod_is_not_killed_for_one_that_has_gone_while_another_finishes() {
     let every = CheckpointEvery::Time(Duration::from_secs(60));
-    let checkpoints = Some(CheckpointSpec { dir: "kept".into(), every, keep: 1 });
+    let checkpoints = Some(CheckpointSpec { dir: "kept".into(), every, keep: 1, exclusive: false });
     let mut job = Job::new(JobSpec { checkpoints, ..pods() });
     (1..=2).for_each(|i| connect(&mut job, i));
     say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));

@@ -194,6 +194,10 @@ pub(super) fn last_word(generation: Generation, state: &State) -> FromWorker {
         records_trained,
         stopped_early: false,
         summary: None,
+        failure: None,
+        suspended: false,
+        steps_skipped: 0,
+        exported: false,
     })
 }
 

@@ -417,6 +417,7 @@ impl World {
             ToWorker::Describe => p.up.push_back(FromWorker::Described(Ok(dataset(&[records])))),
             ToWorker::Drain => p.drained = true,
             ToWorker::KeepCheckpoint => {}
+            ToWorker::Suspend => panic!("there is no place for checkpoints"),
             ToWorker::Fetch(donors) => {
                 let reached = |p: &Process| donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.cut;
                 if !self.processes[index(id)].cut && self.processes.iter().any(reached) {

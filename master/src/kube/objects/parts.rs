@@ -1,6 +1,7 @@
 //! What the master's and the workers' pods have in common.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
     Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, HTTPGetAction, KeyToPath, LocalObjectReference,
@@ -13,8 +14,8 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use super::{CA_FILE, LOST_NODE_S, TOKEN_FILE, Task, master_name};
 use crate::kube::options::{LIMITS, PodOptions, Resources};
 
-/// A pod's spec without containers.
-pub(super) fn pod_spec(pods: &PodOptions) -> PodSpec {
+/// A pod's spec without containers; `grace`: how long it may take to end.
+pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
     let secrets = pods.image_pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
     PodSpec {
         enable_service_links: Some(false),
@@ -31,8 +32,7 @@ pub(super) fn pod_spec(pods: &PodOptions) -> PodSpec {
             seccomp_profile: Some(SeccompProfile { type_: "RuntimeDefault".into(), localhost_profile: None }),
             ..PodSecurityContext::default()
         }),
-        // Short: who has to give way is waited for.
-        termination_grace_period_seconds: Some(10),
+        termination_grace_period_seconds: Some(i64::try_from(grace.as_secs().max(1)).unwrap_or(i64::MAX)),
         tolerations: Some(pods.tolerations.clone()).filter(|t| !t.is_empty()),
         ..PodSpec::default()
     }

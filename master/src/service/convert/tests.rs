@@ -41,6 +41,7 @@ fn commit() -> v1::Committed {
         records: 8,
         compute_us: vec![10, 20],
         times: Some(v1::StepTimes { steps: 2, step_us: 900, reduce_us: 300 }),
+        steps_skipped: 1,
     }
 }
 
@@ -53,6 +54,10 @@ fn end() -> v1::Finished {
         records_trained: 8,
         stopped_early: false,
         summary: Some("done".into()),
+        failure: Some(v1::FinishedFailure { error: "NaN".into(), ranges: vec![range(0, 0, 8)] }),
+        suspended: true,
+        steps_skipped: 1,
+        exported: true,
     }
 }
 
@@ -99,6 +104,7 @@ fn every_message_keeps_every_field() {
                 records: 8,
                 compute_us: vec![10, 20],
                 times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
+                steps_skipped: 1,
             }),
         ),
         (
@@ -177,6 +183,13 @@ fn every_message_keeps_every_field() {
                 records_trained: 8,
                 stopped_early: false,
                 summary: Some("done".into()),
+                failure: Some(Failure {
+                    error: "NaN".into(),
+                    ranges: vec![RecordRange { epoch: 0, start: 0, end: 8 }],
+                }),
+                suspended: true,
+                steps_skipped: 1,
+                exported: true,
             }),
         ),
     ];
@@ -271,6 +284,7 @@ fn a_welcome_carries_the_jobs_options() {
             dir: "/c".into(),
             every: CheckpointEvery::Time(Duration::from_secs(30)),
             keep: 4,
+            exclusive: true,
         }),
         resume_from: Some("s3://b".into()),
         validation: Some(ValidationSpec {
@@ -283,6 +297,9 @@ fn a_welcome_carries_the_jobs_options() {
         work: Work::Train { export: Some("/m".into()) },
         wire_dtype: WireDtype::F16,
         streams: 4,
+        on_nonfinite: OnNonfinite::Skip,
+        restart_without_checkpoint: false,
+        grace_period: Duration::from_secs(30),
     };
     let expected = |batch| v1::Welcome {
         worker: 8,
@@ -299,6 +316,7 @@ fn a_welcome_carries_the_jobs_options() {
                 dir: "/c".into(),
                 every: Some(v1::checkpoint_options::Every::Ms(30_000)),
                 keep: 4,
+                exclusive: true,
             }),
             resume_from: Some("s3://b".into()),
             work: Some(v1::options::Work::Train(v1::Train {
@@ -313,6 +331,8 @@ fn a_welcome_carries_the_jobs_options() {
             })),
             wire_dtype: v1::WireDtype::F16.into(),
             streams: 4,
+            skip_nonfinite: true,
+            leave_timeout_ms: Some(28_000),
         }),
         incarnation: 3,
     };
@@ -374,6 +394,7 @@ fn a_status_keeps_every_field() {
         state: "running",
         generation: Generation(4),
         step: 41,
+        steps_skipped: 0,
         epoch: 1,
         epochs: 3,
         records_counted: 100,

@@ -36,7 +36,16 @@ pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
         let compute_us = vec![1000; workers as usize];
         let generation = Generation(1);
         let times = StepTimes::default();
-        let report = Committed { generation, step, ranges, loss_sum: 1.0, records, compute_us, times };
+        let report = Committed {
+            generation,
+            step,
+            ranges,
+            loss_sum: 1.0,
+            records,
+            compute_us,
+            times,
+            steps_skipped: 0,
+        };
         say(&mut job, 1, FromWorker::Committed(report));
         // What a commit makes room for near the epoch's end is the next step's.
         let late = drain(&mut job);

@@ -202,6 +202,7 @@ impl Group {
             records,
             compute_us: vec![1000; self.members.len()],
             times: None,
+            steps_skipped: 0,
         }))
     }
 }

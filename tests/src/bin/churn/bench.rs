@@ -53,7 +53,8 @@ impl Bench {
             .option("num-workers", arguments.workers.to_string())
             .option("max-workers", (arguments.workers + 1).to_string())
             .option("global-batch-size", (arguments.workers * RECORDS_PER_WORKER).to_string())
-            .option("max-worker-restarts", "1000");
+            .option("max-worker-restarts", "1000")
+            .option("checkpoint-dir", "none");
         let workers = arguments.workers as usize;
         let mut bench = Self { job: job.start(), diaries, workers, rng: ChaCha8Rng::seed_from_u64(7) };
         bench.settle()?;

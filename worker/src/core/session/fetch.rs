@@ -226,6 +226,7 @@ mod tests {
             ranges: vec![range(0, 12)],
             repeated: 0,
             evaluation: Default::default(),
+            steps_skipped: 0,
         };
         assert!(session.install(state, None));
         session.fetched(Generation(1));
@@ -237,6 +238,8 @@ mod tests {
             held: Vec::new(),
             seen: 1,
             stop: false,
+            suspend: false,
+            halt: None,
             digest: 0,
             checkpoint: Default::default(),
             evaluation: Default::default(),

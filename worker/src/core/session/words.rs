@@ -147,6 +147,8 @@ pub struct Progress {
     pub records: u64,
     pub compute_us: Vec<u64>,
     pub times: StepTimes,
+    /// Steps without an update, of all that the state contains.
+    pub steps_skipped: u64,
 }
 
 /// What steps took on this rank. A group's first step is not among them: it is part of what the change cost.
@@ -169,6 +171,8 @@ pub struct State {
     /// Records that went into the steps, by the steps' own counts.
     pub records_trained: u64,
     pub evaluation: Evaluation,
+    /// Steps whose records were absorbed without an update.
+    pub steps_skipped: u64,
 }
 
 impl State {
@@ -181,6 +185,7 @@ impl State {
             ranges: self.ledger.ranges().collect(),
             repeated: self.ledger.repeated(),
             evaluation: self.evaluation,
+            steps_skipped: self.steps_skipped,
         }
     }
 }

@@ -52,6 +52,14 @@ impl Host {
         self.fold("word_sums", few.as_ptr() as u64, (FEW, 0), 1)[0]
     }
 
+    /// As [`Kernels::is_finite`].
+    fn is_finite(&self, slice: &[f32]) -> bool {
+        let all = threads(slice.len());
+        let parts = self.fold("nonfinite", slice.as_ptr() as u64, (slice.len(), 0), all);
+        let few = self.fold("word_sums", parts.as_ptr() as u64, (all, 0), FEW);
+        self.fold("word_sums", few.as_ptr() as u64, (FEW, 0), 1) == [0]
+    }
+
     /// As [`Kernels::clip`].
     fn clip_scale(&self, limit: f64, records: u64, sum: &[f32]) -> f32 {
         let all = threads(sum.len());
@@ -82,6 +90,22 @@ fn bits(numbers: &[f32]) -> Vec<u32> {
 
 /// More than one element for each of several blocks' threads, and a rest.
 const LEN: usize = 5003;
+
+#[test]
+fn nans_and_infinities_are_found_wherever_they_are() {
+    let host = Host::compile();
+    for len in [0, 1, 5, 1000, 3 * THREADS_MAX + 7] {
+        let mut values = numbers(len, 3);
+        assert!(host.is_finite(&values), "{len}");
+        for at in [0, len / 2, len.saturating_sub(1)].into_iter().filter(|at| *at < len) {
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let good = std::mem::replace(&mut values[at], bad);
+                assert!(!host.is_finite(&values), "{bad} at {at} of {len}");
+                values[at] = good;
+            }
+        }
+    }
+}
 
 #[test]
 fn a_step_has_the_same_bits_as_on_the_cpu() {
@@ -231,6 +255,12 @@ fn launched_on_a_device_they_do_the_same() {
     let slices = [stream.clone_htod(&first).unwrap(), stream.clone_htod(&second).unwrap()];
     let found = kernels.digests([slices[0].as_view(), slices[1].as_view()], [0, 77]).unwrap();
     assert_eq!(found, [host.digest(&first, 0), host.digest(&second, 77)]);
+    for bad in [None, Some(f32::NAN), Some(f32::NEG_INFINITY)] {
+        let mut values = first.clone();
+        *values.last_mut().unwrap() = bad.unwrap_or(f32::MAX);
+        let slice = stream.clone_htod(&values).unwrap();
+        assert_eq!(kernels.is_finite(&slice).unwrap(), bad.is_none(), "{bad:?}");
+    }
     let nothing = kernels.digests([slices[0].slice(..0), slices[1].slice(5..)], [0, 5]).unwrap();
     assert_eq!(nothing, [0, host.digest(&second[5..], 5)]);
 }

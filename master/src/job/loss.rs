@@ -1,0 +1,150 @@
+//! What becomes of a job whose state is lost with its workers, and how that is avoided where all of them leave.
+//!
+//! ```text
+//!   no worker holds the state ──no checkpoints, none to begin from──────────────► failed, or with the user's leave: again
+//!           └──► new workers ──from a checkpoint──► on        from nothing ─────► likewise
+//!   all members leave ──► checkpoint asked for ──replacements take over──► on
+//!                              └──none on their way, or half the grace──► suspended: last checkpoint, all go
+//! ```
+//!
+//! **Invariant:** a state that is lost is counted and told, whatever else becomes of the job.
+
+use elasticdl_proto::WorkerId;
+use serde::{Deserialize, Serialize};
+
+use super::action::{Outcome, ToWorker};
+use super::crew::Room;
+use super::job::{Job, Phase, Timer};
+use super::time::Time;
+
+/// How often all workers were lost with a state of which there was no checkpoint. The names of its fields are a public
+/// format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StateLoss {
+    /// How often.
+    pub count: u64,
+    /// Steps that the state contained, the last time.
+    pub at_step: u64,
+}
+
+impl Job {
+    /// Ends a job whose state is lost for good, as soon as that is certain; whether it has.
+    pub(super) fn ends_without_state(&mut self, now: Time) -> bool {
+        let spec = &self.spec;
+        let may_begin = spec.checkpoints.is_some() || spec.resume_from.is_some();
+        let is_lost = self.phase == Phase::Running
+            && spec.work.trains()
+            && self.step > 0
+            && self.story.has_formed()
+            && !(may_begin || spec.restart_without_checkpoint || self.may_hold_state());
+        if is_lost {
+            self.on_state_lost(now, self.step);
+        }
+        is_lost
+    }
+
+    /// The newest group has formed at step 0. Whether that ends the job, for it had a state before.
+    pub(super) fn begins_anew(&mut self, now: Time) -> bool {
+        // A group that carries its state may be one step behind what its lowest rank has told before it was lost.
+        let held = u64::from(self.group.carries_state);
+        if self.group.restored || self.step <= held {
+            return false;
+        }
+        self.on_state_lost(now, self.step);
+        !self.spec.restart_without_checkpoint
+    }
+
+    fn on_state_lost(&mut self, now: Time, step: u64) {
+        self.note_state_lost(step);
+        let cause =
+            self.story.last_failure.as_ref().map(|what| format!(" (last: {what})")).unwrap_or_default();
+        let what = format!(
+            "all workers are lost{cause}, and with them the state of step {step}, of which there is no checkpoint"
+        );
+        if self.spec.restart_without_checkpoint {
+            return self.say(format!("{what}; training starts again from nothing"));
+        }
+        let wanted = match self.spec.checkpoints {
+            Some(_) => "keep them more often with --checkpoint-every",
+            None => "keep some with --checkpoint-dir",
+        };
+        let error = format!(
+            "{what}; {wanted}, or let the job start again from nothing with --restart-without-checkpoint"
+        );
+        self.end(now, Outcome::Failed, Some(error));
+    }
+
+    /// A state of `step` is gone, and no checkpoint holds any.
+    pub(super) fn note_state_lost(&mut self, step: u64) {
+        let count = self.story.state_lost.map_or(0, |loss| loss.count) + 1;
+        self.story.state_lost = Some(StateLoss { count, at_step: step });
+        self.story.tally.state_losses += 1;
+        self.touch();
+    }
+
+    /// Whether somebody may have the group's state, or a part in a group that has.
+    fn may_hold_state(&self) -> bool {
+        let carries = self.group.carries_state;
+        let here = |w: &super::crew::Worker| w.holds_state || w.fetched || (w.rank.is_some() && carries);
+        let away =
+            |l: &super::crew::Launch| l.away.is_some_and(|away| away.holds_state || away.rank.is_some());
+        self.crew.workers.values().any(here) || self.crew.launches.values().any(away)
+    }
+
+    // ---- all members leave ----
+
+    /// Looks whether nobody will be left who holds the state. To be called when a member leaves, and when a group has formed.
+    pub(super) fn watch_leavers(&mut self, now: Time) {
+        if !self.all_leave() {
+            return;
+        }
+        if !self.checkpoint_asked {
+            self.say("all workers that hold the state leave: a checkpoint is kept".into());
+            self.checkpoint_asked = true;
+        }
+        self.ask_for_checkpoint();
+        let is_replaced = self.crew.launches.values().any(|l| l.stays() && l.room != Room::Waits);
+        match is_replaced {
+            true => self.timer(now + self.spec.leave_wait() / 2, Timer::Suspend),
+            false => self.suspend(),
+        }
+    }
+
+    /// Replacements have had their time to take the state over.
+    pub(super) fn on_suspend_due(&mut self) {
+        if self.all_leave() {
+            self.suspend();
+        }
+    }
+
+    fn all_leave(&self) -> bool {
+        let holders =
+            || self.crew.workers.values().filter(|w| w.rank.is_some() && w.holds_state && !w.released);
+        self.phase == Phase::Running
+            && self.spec.work.trains()
+            && self.spec.checkpoints.is_some()
+            && self.group.formed
+            && holders().next().is_some()
+            && holders().all(|w| w.leaving)
+    }
+
+    /// Has the group end at its next boundary, with a checkpoint.
+    fn suspend(&mut self) {
+        self.say("nobody takes the state over in time: the group ends with a checkpoint".into());
+        for id in self.group.members.clone() {
+            self.send(id, ToWorker::Suspend);
+        }
+    }
+
+    /// All members have ended with a checkpoint: others go on from it.
+    pub(super) fn let_suspended_go(&mut self, now: Time) {
+        self.step = self.group.finished.values().map(|(word, _)| word.step).max().unwrap_or(self.step);
+        self.say(format!("the group has ended at step {}, for all of its members leave", self.step));
+        self.group.finished.clear();
+        let members: Vec<WorkerId> = self.group.members.clone();
+        for id in members {
+            self.release(now, id, "it leaves, and the state is in a checkpoint");
+        }
+        self.launch_missing(now);
+    }
+}
