@@ -159,16 +159,16 @@ fn told(job: &mut Job, wanted: &ToWorker) -> Vec<u64> {
 fn where_all_members_leave_and_nobody_comes_the_group_is_suspended_at_once() {
     let mut job = started(JobSpec { num_workers: 2, max_workers: 2, ..alone(true) }, &[20]);
     say(&mut job, 1, FromWorker::Leaving);
-    assert_eq!(told(&mut job, &ToWorker::Suspend), [0; 0]);
+    // The first one is let go by a generation without it; the second one has to go while that forms.
     say(&mut job, 2, FromWorker::Leaving);
-    assert_eq!(told(&mut job, &ToWorker::Suspend), [1, 2]);
-    for worker in [1, 2] {
-        let FromWorker::Finished(mut word) = finished(1, 3, 9) else { unreachable!() };
-        word.suspended = true;
-        say(&mut job, worker, FromWorker::Finished(word));
-    }
+    assert_eq!(told(&mut job, &ToWorker::Suspend), [0; 0]);
+    say(&mut job, 2, formed(2, 2, &[(0, 8)]));
+    assert_eq!(told(&mut job, &ToWorker::Suspend), [2]);
+    let FromWorker::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
+    word.suspended = true;
+    say(&mut job, 2, FromWorker::Finished(word));
     let shut = |a: &Action| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. });
-    assert_eq!(actions(&mut job).iter().filter(|a| shut(a)).count(), 2);
+    assert_eq!(actions(&mut job).iter().filter(|a| shut(a)).count(), 1);
     // Others go on from the checkpoint.
     for worker in [1, 2] {
         lose(&mut job, worker);
@@ -178,7 +178,7 @@ fn where_all_members_leave_and_nobody_comes_the_group_is_suspended_at_once() {
     [3, 4].into_iter().for_each(|worker| say(&mut job, worker, FromWorker::Ready { parameters: 10 }));
     let news = CheckpointNews::Restored { step: 3, name: "step".into() };
     say(&mut job, 3, FromWorker::Checkpoint(news));
-    say(&mut job, 3, formed(2, 3, &[(0, 12)]));
+    say(&mut job, 3, formed(3, 3, &[(0, 12)]));
     let summary = job.summary(at(0));
     assert_eq!((summary.state_lost, summary.checkpoints.unwrap().restored[0].lost_steps), (None, 0));
     assert_eq!(job.status(at(0)).state, "running");

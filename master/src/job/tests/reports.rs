@@ -130,6 +130,8 @@ fn the_summarys_keys_are_stable() {
         "throughput",
         "sums_over",
         "failed_shards",
+        "state_lost",
+        "steps_skipped",
         "error",
         "model_summary",
         "checkpoints",

@@ -144,7 +144,7 @@ fn pods_may_do_as_little_as_possible() {
             "readOnlyRootFilesystem": true
         });
         assert_eq!(container, &expected);
-        assert_eq!(spec["terminationGracePeriodSeconds"], if reaches_the_api { 10 } else { 30 });
+        assert_eq!(spec["terminationGracePeriodSeconds"], if reaches_the_api { 10 } else { 14 });
         assert_eq!(spec["restartPolicy"], "Never");
     }
 }
