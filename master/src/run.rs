@@ -411,7 +411,9 @@ impl Master {
         // The stream may have ended while the job decided; its end is on the way then.
         if let Some(peer) = self.peers.get_mut(&connection) {
             peer.worker = Some(worker);
-            self.workers.insert(worker, connection);
+            if let Some(dead) = self.workers.insert(worker, connection) {
+                self.peers.remove(&dead);
+            }
             self.send(worker, Arc::new(service::welcome(worker, &self.spec, self.incarnation)));
         }
     }

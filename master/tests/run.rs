@@ -135,6 +135,7 @@ fn spec() -> JobSpec {
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
+        master_timeout: Duration::from_secs(30),
         checkpoints: None,
         resume_from: None,
         validation: None,

@@ -269,6 +269,25 @@ impl Running {
         child.wait().expect("a child can be waited for");
     }
 
+    /// Stops the master's process: it goes on with [`Running::continue_master`].
+    pub fn stop_master(&self) {
+        send(self.child.as_ref().expect("not waited for").id(), Signal::STOP);
+    }
+
+    /// See [`Running::stop_master`].
+    pub fn continue_master(&self) {
+        send(self.child.as_ref().expect("not waited for").id(), Signal::CONT);
+    }
+
+    /// Waits until `count` workers are members; the group's generation.
+    pub fn wait_for_group_of(&mut self, count: usize) -> Option<u64> {
+        let status = self.wait_for("all members", |status| {
+            let ranked = status["workers"].as_array().into_iter().flatten().filter(|w| w["rank"].is_u64());
+            ranked.count() == count
+        });
+        status["generation"].as_u64()
+    }
+
     /// Starts another master after [`Running::kill_master`]: `elasticdl train --resume`.
     ///
     /// # Panics
@@ -377,6 +396,16 @@ impl Ended {
     #[must_use]
     pub fn memberships(&self) -> &[Value] {
         self.summary["memberships"].as_array().expect("a job that ran has memberships")
+    }
+
+    /// Checks that no worker was lost or replaced, and that `generation` was the last one.
+    ///
+    /// # Panics
+    /// It was not so.
+    pub fn assert_undisturbed(&self, generation: Option<u64>) {
+        let last = self.memberships().last().and_then(|m| m["generation"].as_u64());
+        assert_eq!(last, generation, "{:?}", self.memberships());
+        assert_eq!((self.lost(), &self.summary["workers"]["restarts"]), (Vec::new(), &0.into()));
     }
 
     /// Workers that were lost, in the order of the memberships that say so.

@@ -22,6 +22,7 @@ pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> 
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
+        master_timeout: Duration::from_secs(30),
         checkpoints: None,
         resume_from: None,
         validation: None,

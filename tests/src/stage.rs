@@ -11,7 +11,7 @@ use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::{Command, Ended, Running, counting_data, send};
+use crate::{Command, Ended, Proxy, Running, counting_data, send};
 
 /// The programs under test, which only a test binary knows.
 #[derive(Clone, Copy, Debug)]
@@ -39,12 +39,14 @@ pub struct Stage {
     pub bucket: Option<u64>,
     /// Records of a step.
     pub global_batch_size: u64,
-    /// Generous, so that a busy machine takes nobody out whom the test did not stop.
-    pub worker_timeout: &'static str,
+    /// `None`: the default. Generous where a busy machine is to take nobody out whom the test did not stop.
+    pub worker_timeout: Option<&'static str>,
     /// Where the libraries of the GPUs are that workers compute on.
     pub gpu: Option<&'static Path>,
     /// Variables of the environment that all processes get.
     pub variables: Vec<(&'static str, OsString)>,
+    /// What stands between the workers and their master.
+    pub proxy: Option<std::sync::Arc<Proxy>>,
     /// Whether the master's kills reach only what starts a worker, as where it is on another machine.
     pub out_of_reach: bool,
 }
@@ -66,9 +68,10 @@ impl Stage {
             parameters: 0,
             bucket: None,
             global_batch_size: 48,
-            worker_timeout: "10s",
+            worker_timeout: Some("10s"),
             gpu: None,
             variables: Vec::new(),
+            proxy: None,
             out_of_reach: false,
         }
     }
@@ -83,6 +86,9 @@ impl Stage {
     #[must_use]
     pub fn command(&self, seed: u64) -> Command {
         let mut program: Vec<PathBuf> = Vec::new();
+        if let Some(proxy) = &self.proxy {
+            program.extend(["/bin/sh", "-c", &proxy.script(), "sh"].map(Into::into));
+        }
         if self.out_of_reach {
             program.extend(["/bin/sh", "-c", "setsid \"$@\" & wait $!", "sh"].map(Into::into));
         }
@@ -105,16 +111,19 @@ impl Stage {
             starter.push("env".into());
             starter.extend(variables.iter().map(|(name, value)| concat(name, value)));
         }
-        Command::new(self.programs.elasticdl, self.folder.path().join("job"), program)
+        let command = Command::new(self.programs.elasticdl, self.folder.path().join("job"), program)
             .option("training-data", self.folder.path().join("data"))
             .option("num-epochs", EPOCHS.to_string())
             .option("num-workers", self.num_workers.to_string())
             .option("global-batch-size", self.global_batch_size.to_string())
             .option("seed", seed.to_string())
-            .option("worker-timeout", self.worker_timeout)
             // A blow may take all workers at once.
             .flag("restart-without-checkpoint")
-            .started_by(starter)
+            .started_by(starter);
+        match self.worker_timeout {
+            Some(timeout) => command.option("worker-timeout", timeout),
+            None => command,
+        }
     }
 
     /// Starts it, and waits until it trains.

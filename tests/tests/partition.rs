@@ -26,14 +26,17 @@ struct Stage {
 }
 
 struct Timeouts {
-    worker: &'static str,
-    master: &'static str,
+    worker: Option<&'static str>,
+    master: Option<&'static str>,
 }
+
+/// Those that a user gets.
+const DEFAULTS: Timeouts = Timeouts { worker: None, master: None };
 
 impl Default for Timeouts {
     /// Longer than a busy machine keeps anybody waiting; a master that is silent is borne with for ever.
     fn default() -> Self {
-        Self { worker: "2s", master: "10min" }
+        Self { worker: Some("2s"), master: Some("10min") }
     }
 }
 
@@ -55,9 +58,10 @@ impl Stage {
             .option("training-data", folder.path().join("data"))
             .option("num-epochs", EPOCHS.to_string())
             .option("num-workers", num_workers.to_string())
-            .option("global-batch-size", "48")
-            .option("worker-timeout", timeouts.worker)
-            .option("master-timeout", timeouts.master);
+            .option("global-batch-size", "48");
+        let timeouts = [("worker-timeout", timeouts.worker), ("master-timeout", timeouts.master)];
+        let timeouts = timeouts.into_iter().filter_map(|(name, value)| Some((name, value?)));
+        let command = timeouts.fold(command, |command, (name, value)| command.option(name, value));
         let mut job = command.start();
         job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
         Some(Self { job, network, _folder: folder })
@@ -156,7 +160,9 @@ fn a_link_that_swallows_what_goes_one_way_is_found() {
 
 #[test]
 fn a_cut_that_heals_within_the_timeout_takes_nobody_out() {
-    let Some(mut stage) = Stage::start(3, Timeouts { worker: "10s", ..Timeouts::default() }) else { return };
+    let Some(mut stage) = Stage::start(3, Timeouts { worker: Some("10s"), ..Timeouts::default() }) else {
+        return;
+    };
     let (_, host) = stage.place_of(2);
     for _ in 0..3 {
         stage.cut(host, 0..HOSTS);
@@ -171,7 +177,9 @@ fn a_cut_that_heals_within_the_timeout_takes_nobody_out() {
 
 #[test]
 fn a_worker_that_is_cut_off_from_the_master_alone_is_replaced_and_ends_by_itself() {
-    let Some(mut stage) = Stage::start(3, Timeouts { master: "4s", ..Timeouts::default() }) else { return };
+    let Some(mut stage) = Stage::start(3, Timeouts { master: Some("4s"), ..Timeouts::default() }) else {
+        return;
+    };
     let (pid, host) = stage.place_of(2);
     stage.cut(host, [MASTER]);
     stage.wait_until_it_goes_on(&[2], 3);
@@ -191,4 +199,22 @@ fn a_worker_that_comes_back_after_it_was_given_up_is_fenced_and_ends() {
     wait_for_end_of(pid);
     let ended = stage.end("worker 1 cut off from everybody");
     assert_eq!(ended.lost(), [1]);
+}
+
+/// The ring is well, so nobody is lost: for less and more than `--worker-timeout`, than the keepalive of streams, and than
+/// half of `--master-timeout`.
+#[test]
+fn a_master_that_is_cut_off_from_all_workers_for_a_while_loses_none_of_them() {
+    let Some(mut stage) = Stage::start(4, DEFAULTS) else { return };
+    let (generation, before) = (stage.job.wait_for_group_of(4), stage.job.workers());
+    for ms in [1000, 2000, 10_000, 16_000] {
+        stage.cut(MASTER, 1..HOSTS);
+        std::thread::sleep(Duration::from_millis(ms));
+        stage.heal(MASTER, 1..HOSTS);
+        let step = stage.job.status()["step"].as_u64();
+        stage.job.wait_for("the next step", |status| status["step"].as_u64() > step);
+        assert_eq!(stage.job.workers(), before, "{ms} ms");
+    }
+    let ended = stage.end("a master that is cut off");
+    ended.assert_undisturbed(generation);
 }

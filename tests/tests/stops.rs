@@ -2,9 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticdl_tests::{Programs, Stage, is_alive, send};
+use elasticdl_tests::{Programs, Proxy, Stage, is_alive, send};
 use rustix::process::Signal;
 
 const PROGRAMS: Programs = Programs {
@@ -32,7 +33,7 @@ fn a_worker_that_is_stopped_for_less_than_the_timeout_is_not_taken_out() {
 #[test]
 fn a_stopped_worker_is_taken_out_and_another_takes_its_place() {
     for rank in 0..3 {
-        let mut job = Stage { worker_timeout: "800ms", ..Stage::new(PROGRAMS, 3) }.start(1);
+        let mut job = Stage { worker_timeout: Some("800ms"), ..Stage::new(PROGRAMS, 3) }.start(1);
         let (stopped, pid) = job.members()[rank];
         send(pid, Signal::STOP);
         job.wait_for("another in its place", |status| {
@@ -53,7 +54,7 @@ fn a_stopped_worker_is_taken_out_and_another_takes_its_place() {
 #[test]
 fn a_worker_that_wakes_after_it_was_taken_out_is_fenced_and_ends() {
     for rank in 0..3 {
-        let stage = Stage { worker_timeout: "800ms", out_of_reach: true, ..Stage::new(PROGRAMS, 3) };
+        let stage = Stage { worker_timeout: Some("800ms"), out_of_reach: true, ..Stage::new(PROGRAMS, 3) };
         let mut job = stage.start(1);
         let (stopped, pid) = job.members()[rank];
         send(pid, Signal::STOP);
@@ -76,10 +77,54 @@ fn a_worker_that_wakes_after_it_was_taken_out_is_fenced_and_ends() {
 #[test]
 fn workers_that_wait_for_a_slow_one_for_longer_than_the_timeout_are_not_taken_out_nor_is_that_one() {
     // Two records for one rank, one for the other, which waits for 1.5 s at each step.
-    let stage = Stage { worker_timeout: "1s", micros_per_record: 1_500_000, ..Stage::new(PROGRAMS, 2) };
+    let stage = Stage { worker_timeout: Some("1s"), micros_per_record: 1_500_000, ..Stage::new(PROGRAMS, 2) };
     let stage = Stage { global_batch_size: 3, ..stage };
     let command = stage.command(1).option("max-steps", "3");
     let ended = command.run();
     assert_eq!((ended.code, ended.summary["steps"].as_u64()), (Some(0), Some(3)), "{}", ended.output);
     assert_eq!(ended.memberships().len(), 1, "{}", ended.output);
+}
+
+/// Four workers with the timeouts that a user gets, for some seconds.
+fn undisturbed() -> Stage {
+    Stage { worker_timeout: None, micros_per_record: 2000, ..Stage::new(PROGRAMS, 4) }
+}
+
+/// Longer than its workers wait for an answer to their pings: they end their streams, and look for it.
+#[test]
+fn a_master_that_is_stopped_for_40_s_loses_nobody() {
+    let mut job = undisturbed().start(1);
+    let (generation, before) = (job.wait_for_group_of(4), job.workers());
+    job.stop_master();
+    std::thread::sleep(Duration::from_secs(40));
+    job.continue_master();
+    let step = job.status()["step"].as_u64();
+    job.wait_for("the next step", |status| status["step"].as_u64() > step);
+    assert_eq!(job.workers(), before);
+    let ended = job.wait();
+    ended.assert_exact("a stopped master");
+    ended.assert_undisturbed(generation);
+}
+
+#[test]
+fn streams_that_are_reset_one_by_one_and_all_at_once_cost_nobody() {
+    let stage = undisturbed();
+    let proxy = Arc::new(Proxy::start(stage.folder.path()));
+    let mut job = Stage { proxy: Some(Arc::clone(&proxy)), ..stage }.start(1);
+    let (generation, before) = (job.wait_for_group_of(4), job.workers());
+    for round in 0..6 {
+        let step = job.status()["step"].as_u64();
+        match round % 2 {
+            0 => assert_eq!(proxy.reset_all(), 4, "{round}"),
+            _ => proxy.reset_one(),
+        }
+        job.wait_for("all to be back, and another step", |status| {
+            let here = status["workers"].as_array().map_or(0, Vec::len);
+            here == 4 && status["step"].as_u64() > step
+        });
+    }
+    assert_eq!(job.workers(), before);
+    let ended = job.wait();
+    ended.assert_exact("reset streams");
+    ended.assert_undisturbed(generation);
 }

@@ -492,10 +492,12 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 /// For a master that does not want to hear anything: a day.
 const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// A dial that nobody answers may go to a master that is gone, where another is there by now.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A master that is cut off is not waited for, even where another may take long to come.
-const KEEP_ALIVE_MAX: Duration = Duration::from_secs(15);
+/// A dial that nobody answers may go to a master that is gone, where another is there by now. Longer than a lost SYN
+/// takes to be sent again (1 s).
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
+/// Interval of HTTP/2 pings, and how long an answer may take: a stream to a master that is cut off or stopped ends
+/// after the sum of both, and the worker looks for a master.
+const KEEP_ALIVE_MAX: Duration = Duration::from_secs(5);
 
 /// How long a worker without a stream waits before it looks for a master again: twice as long each time.
 const RETRY_FIRST: Duration = Duration::from_millis(50);

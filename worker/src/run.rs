@@ -8,7 +8,7 @@ use elasticdl_collective::{Endpoint, Secret};
 use crate::apart;
 use crate::control::{Control, ValidationOptions, Work};
 use crate::core::evaluation;
-use crate::core::session::{Exit, JobPlan, Session};
+use crate::core::session::{Exit, JobPlan, Report, Session};
 use crate::device::DeviceState;
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::failure::{Failure, call_user};
@@ -195,14 +195,17 @@ fn prepare<M: Model>(
             }
             Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
             Ok(FromMaster::Shutdown(reason)) => return Ok(Err(Exit::Shutdown(reason))),
-            // A master that comes back gives up workers that were no members yet.
+            // What follows is heard by this master, which asks again for what was lost with the stream.
+            Ok(FromMaster::Reconnected) => {
+                let nothing = Report::Holding { step: 0, ranges: Vec::new() };
+                control.outbox.send(ToMaster::Report(nothing));
+            }
             Ok(
                 FromMaster::Drain
                 | FromMaster::Fetch(_)
                 | FromMaster::KeepCheckpoint
                 | FromMaster::Lease(_)
                 | FromMaster::Membership(..)
-                | FromMaster::Reconnected
                 | FromMaster::Suspend,
             ) => {}
             Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),

@@ -191,6 +191,11 @@ impl<'a, M: Model> Trainer<'a, M> {
                 self.sums_over = None;
                 self.session.reconnected();
                 self.send_reports();
+                if self.session.is_newcomer() {
+                    // It may have been said to nobody.
+                    let parameters = self.tensors.sizes().0 as u64;
+                    self.outbox.send(ToMaster::Ready { parameters });
+                }
             }
             FromMaster::Shutdown(reason) => self.session.handle_shutdown(reason),
             FromMaster::Suspend => self.session.handle_suspend(),

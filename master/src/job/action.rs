@@ -11,7 +11,7 @@ use super::spec::Dataset;
 /// Something the shell is to do, in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// The stream is `worker`'s from now on: welcome it.
+    /// The stream is `worker`'s from now on: welcome it. A stream that it had before is dead.
     Admit {
         /// The stream.
         connection: ConnectionId,

@@ -26,19 +26,17 @@
 //! **Invariant:** nothing is leased while there is an [`Adoption`].
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
-use std::time::Duration;
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, WorkerId};
 
 use super::action::{Action, Membership, ToWorker};
 use super::crew::{Away, Launch};
-use super::event::{ConnectionId, LaunchId, Resume};
+use super::event::{ConnectionId, LaunchId};
 use super::group::Group;
 use super::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT, Timer};
 use super::queue::Records;
 use super::record::{EndingRecord, JobRecord};
-use super::restart::Restarts;
+use super::restart::{Budget, Restarts};
 use super::shards::Shards;
 use super::story::Story;
 use super::time::Time;
@@ -72,7 +70,12 @@ impl Job {
         job.parameters = record.parameters;
         job.step = record.step;
         job.masters = record.masters.max(1).saturating_add(1);
-        job.restarts = Restarts::new(job.spec.max_worker_restarts, record.failures);
+        let budget = Budget {
+            counted: record.failures,
+            since_progress: record.failures_since_progress,
+            progress: record.progress_at_failure,
+        };
+        job.restarts = Restarts::new(job.spec.max_worker_restarts, budget);
         job.story = Story::restore(record.story);
         job.crew.launches_made = record.launches_made;
         if let Some(dataset) = record.dataset {
@@ -90,7 +93,7 @@ impl Job {
             l.gone = gone.contains(&pod_of(l.launch));
             let rank = (0..).zip(&members).find(|(_, id)| id.0 == l.launch.0).map(|(rank, _)| rank);
             let may_return = !l.gone && (l.worker.is_some() || l.found);
-            let away = Away { rank, joined: l.joined, holds_state: l.holds_state };
+            let away = Away { rank, joined: l.joined, holds_state: l.holds_state, since: now, known: None };
             let launch = Launch {
                 worker: l.worker,
                 leaving: l.leaving || l.gone,
@@ -157,85 +160,17 @@ impl Job {
         }
         if !self.spec.work.trains() {
             // Who works apart is no member: it is replaced, and the shards that it held are done again.
-            self.timer(now + self.return_wait(), Timer::Return);
+            self.watch_returns(now);
         } else if !self.group.members.is_empty() || self.crew.away().next().is_some() {
             self.adoption = Some(Adoption { was_formed, ..Adoption::default() });
-            self.timer(now + self.return_wait(), Timer::Return);
+            self.watch_returns(now);
         }
         self.launch_missing(now);
         self.settle(now);
     }
 
-    /// Workers that look for their master look once a second at least; one that is stopped for less than the timeout
-    /// is to have its chance.
-    fn return_wait(&self) -> Duration {
-        let silence = self.spec.worker_timeout.unwrap_or_default();
-        (silence + RETURN_SLACK).max(RETURN_WAIT_MIN)
-    }
-
-    /// Whether the group can't be judged yet, because members may be on their way.
-    pub(super) fn awaits_members(&self) -> bool {
-        self.adoption.is_some() && self.crew.away().next().is_some()
-    }
-
-    /// A worker is back whose stream was open to the master before this one.
-    pub(super) fn on_returned(
-        &mut self,
-        now: Time,
-        connection: ConnectionId,
-        launch: LaunchId,
-        address: SocketAddr,
-        pid: u32,
-        resume: Resume,
-    ) {
-        let known = self.crew.launches.get(&launch).is_some_and(|l| l.away.is_some());
-        let generation = resume.generation();
-        if !known || resume.worker.0 != launch.0 {
-            self.pass_over(generation);
-            let reason = "this master has given this worker up, or never knew it";
-            return self.push(Action::Refuse { connection, reason: reason.into() });
-        }
-        if let Some(newer) = resume.membership.as_ref().filter(|m| m.generation > self.group.generation)
-            && !self.learn(now, newer)
-        {
-            self.pass_over(generation);
-            return self.dismiss(now, connection, launch, "this master has gone on with another group");
-        }
-        if self.parameters.is_some() && resume.parameters != self.parameters {
-            return self.dismiss(now, connection, launch, "its model is not that of the others");
-        }
-        if resume.membership.is_none() && self.crew.launches[&launch].away.is_none_or(|a| a.rank.is_none()) {
-            // It has not cost much yet.
-            return self.dismiss(now, connection, launch, "it was no member yet; another takes its place");
-        }
-        let Some(worker) = self.crew.readmit(now, launch, address, pid) else { return };
-        self.parameters = self.parameters.or(resume.parameters);
-        self.touch();
-        self.count_eligible();
-        self.watch_silence(now);
-        self.push(Action::Admit { connection, worker });
-        let published = self.group.published.clone().filter(|m| m.generation > generation);
-        if let Some(membership) = published {
-            self.send(worker, ToWorker::Membership(membership));
-        }
-        let w = self.crew.workers.get_mut(&worker).expect("it was just admitted");
-        if w.rank.is_some() {
-            w.joined.get_or_insert(self.group.generation);
-            if self.phase == Phase::Stopping {
-                self.send(worker, ToWorker::Drain);
-            }
-            if let Some(adoption) = &mut self.adoption {
-                adoption.mute.insert(worker);
-            }
-        } else {
-            // It was let go: it ends at the switch.
-            self.excuse(now, launch);
-        }
-        self.stop_awaiting(now);
-    }
-
     /// No generation is used twice.
-    fn pass_over(&mut self, generation: Generation) {
+    pub(super) fn pass_over(&mut self, generation: Generation) {
         if generation > self.group.passed {
             self.group.passed = generation;
             self.touch();
@@ -244,7 +179,7 @@ impl Job {
 
     /// Takes `theirs`, which a worker has heard of from the master before this one, for the newest membership; whether
     /// it may.
-    fn learn(&mut self, now: Time, theirs: &Membership) -> bool {
+    pub(super) fn learn(&mut self, now: Time, theirs: &Membership) -> bool {
         let Some(adoption) = self.adoption.as_mut().filter(|a| !a.has_published) else {
             return false;
         };
@@ -303,7 +238,7 @@ impl Job {
     }
 
     /// Refuses a worker that came back, for good: another takes its place.
-    fn dismiss(&mut self, now: Time, connection: ConnectionId, launch: LaunchId, reason: &str) {
+    pub(super) fn dismiss(&mut self, now: Time, connection: ConnectionId, launch: LaunchId, reason: &str) {
         self.push(Action::Refuse { connection, reason: reason.into() });
         self.miss(launch);
         self.excuse(now, launch);
@@ -315,55 +250,6 @@ impl Job {
     pub(super) fn stop_awaiting(&mut self, now: Time) {
         if self.adoption.is_some() && !self.awaits_members() && !self.group.members.is_empty() {
             self.say(format!("generation {}: all members that are left are back", self.group.generation));
-        }
-        self.settle(now);
-    }
-
-    /// A worker that is back says what it holds.
-    pub(super) fn on_holding(&mut self, now: Time, worker: WorkerId, step: u64, ranges: &[RecordRange]) {
-        let Self { adoption: Some(adoption), records: Some(records), .. } = self else {
-            return;
-        };
-        if !adoption.mute.contains(&worker) {
-            return;
-        }
-        if let Err(wrong) = records.hold(worker, ranges) {
-            return self.fail_worker(now, worker, &format!("it holds {wrong}, which can't be"));
-        }
-        adoption.mute.remove(&worker);
-        adoption.steps.insert(worker, step);
-        self.conclude_adoption(now);
-    }
-
-    /// A worker that was expected back is not coming.
-    pub(super) fn miss(&mut self, launch: LaunchId) {
-        let Some(l) = self.crew.launches.get_mut(&launch) else {
-            return;
-        };
-        let member = l.away.take().is_some_and(|away| away.rank.is_some());
-        let in_order = l.leaving || l.retired;
-        if member {
-            let worker = WorkerId(launch.0);
-            if in_order { &mut self.group.left } else { &mut self.group.lost }.push(worker);
-            self.touch();
-        }
-    }
-
-    /// Whoever is not back by now is lost.
-    pub(super) fn on_return_due(&mut self, now: Time) {
-        for launch in self.crew.away().collect::<Vec<_>>() {
-            let l = &self.crew.launches[&launch];
-            let is_member = l.away.is_some_and(|away| away.rank.is_some());
-            if l.worker.is_none() && !is_member {
-                // It may never have said hello.
-                self.miss(launch);
-                continue;
-            }
-            self.say(format!("worker {} has not come back and is taken out", launch.0));
-            self.miss(launch);
-            self.group.hung |= is_member;
-            self.take_pod_along(now, launch);
-            self.kill(launch);
         }
         self.settle(now);
     }
@@ -419,7 +305,3 @@ fn check(record: &JobRecord) -> Result<(), String> {
     }
     Ok(())
 }
-
-/// A worker without a master looks for one once a second, and then it has to be heard.
-const RETURN_SLACK: Duration = Duration::from_secs(2);
-const RETURN_WAIT_MIN: Duration = Duration::from_secs(3);

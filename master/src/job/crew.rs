@@ -33,7 +33,7 @@ pub(super) struct Launch {
     /// It goes because fewer workers are wanted; nothing takes its place.
     pub(super) retired: bool,
     pub(super) killed: bool,
-    /// It may have become a worker of the master before this one, which may come back.
+    /// Its worker has no stream to this master, and may come back.
     pub(super) away: Option<Away>,
     /// The lowest place that was free: see [`Action::Launch`](super::Action::Launch).
     pub(super) index: u32,
@@ -67,6 +67,21 @@ pub(super) struct Away {
     pub(super) joined: Option<Generation>,
     /// As [`Worker::holds_state`].
     pub(super) holds_state: bool,
+    /// When its stream ended; when this master began, if that was a stream to an earlier master.
+    pub(super) since: Time,
+    /// What this master knows of it; `None` where only an earlier master knew the worker.
+    pub(super) known: Option<Known>,
+}
+
+/// What a master keeps of a worker whose stream ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Known {
+    pub(super) stage: Stage,
+    /// As [`Worker::leaving`].
+    pub(super) leaving: bool,
+    pub(super) pid: u32,
+    /// Its usual step, in microseconds in its model's code.
+    pub(super) usual_us: Option<u64>,
 }
 
 /// What the end of a process will mean.
@@ -198,6 +213,17 @@ impl Crew {
         id
     }
 
+    /// The worker's stream ended at `now`; it may come back. Its launch.
+    pub(super) fn disconnect(&mut self, now: Time, worker: WorkerId) -> Option<LaunchId> {
+        let w = self.workers.remove(&worker)?;
+        let usual_us = w.pace.usual_us();
+        let known = Known { stage: w.stage, leaving: w.leaving, pid: w.pid, usual_us };
+        let Worker { rank, joined, holds_state, .. } = w;
+        let launch = self.launches.get_mut(&w.launch)?;
+        launch.away = Some(Away { rank, joined, holds_state, since: now, known: Some(known) });
+        Some(w.launch)
+    }
+
     /// A worker that was away is back: its stream is open again.
     pub(super) fn readmit(
         &mut self,
@@ -207,22 +233,22 @@ impl Crew {
         pid: u32,
     ) -> Option<WorkerId> {
         let l = self.launches.get_mut(&launch)?;
-        let Away { rank, joined, holds_state } = l.away.take()?;
+        let Away { rank, joined, holds_state, since: _, known } = l.away.take()?;
         let id = WorkerId(launch.0);
         l.worker = Some(id);
         let worker = Worker {
             launch,
             address,
             pid,
-            stage: Stage::Ready,
+            stage: known.map_or(Stage::Ready, |k| k.stage),
             credits: BTreeMap::new(),
             rank,
             joined,
             holds_state,
             fetched: false,
             // Who was told to end from outside says so again.
-            leaving: l.retired,
-            released: rank.is_none(),
+            leaving: l.retired || known.is_some_and(|k| k.leaving),
+            released: rank.is_none() && known.is_none(),
             pace: Pace::default(),
             stalled: None,
             heard: now,

@@ -30,6 +30,8 @@ pub(super) struct Group {
     pub(super) carries_state: bool,
     /// It began from a checkpoint.
     pub(super) restored: bool,
+    /// The lowest rank was disconnected, so it is to report the whole ledger again.
+    pub(super) report_is_due: bool,
     /// Members that hold the job's final state, in this generation.
     pub(super) finished: BTreeMap<WorkerId, (Finished, Ledger)>,
     /// Members that were lost since it was published.

@@ -1,19 +1,20 @@
 //! The job: its parts, and how events, time and actions pass through it.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
 use super::action::{Action, Outcome, ToWorker};
 use super::adoption::Adoption;
 use super::apart::Results;
 use super::crew::{Crew, Fate, Launch, Stage};
+use super::disconnected::Returned;
 use super::event::{ConnectionId, Event, Exit, Finished, LaunchId, Resume};
 use super::group::Group;
 use super::queue::Records;
-use super::restart::{Restarts, TooMany, describe, is_own_fault};
+use super::restart::{Budget, Restarts, TooMany, describe, is_own_fault};
 use super::spec::{Dataset, JobSpec};
 use super::story::Story;
 use super::tally::End;
@@ -32,6 +33,8 @@ pub struct Job {
     pub(super) group: Group,
     /// A group of a master before this one is being taken over.
     pub(super) adoption: Option<Adoption>,
+    /// Workers that came back to this master, until it is known what they hold.
+    pub(super) returned: BTreeMap<WorkerId, Returned>,
     /// Workers that records may be leased to; counted when one comes or goes, not at every lease.
     pub(super) eligible: u64,
     /// When a group that starts from nothing stops waiting for workers on their way.
@@ -114,6 +117,7 @@ impl Job {
             crew: Crew::new(spec.workers_per_pod),
             group: Group::default(),
             adoption: None,
+            returned: BTreeMap::new(),
             eligible: 0,
             window_until: None,
             describer: None,
@@ -124,7 +128,7 @@ impl Job {
             step: 0,
             checkpoint_asked: false,
             last_word: None,
-            restarts: Restarts::new(spec.max_worker_restarts, 0),
+            restarts: Restarts::new(spec.max_worker_restarts, Budget::default()),
             story: Story::default(),
             masters: 1,
             revision: 1,
@@ -270,25 +274,22 @@ impl Job {
         self.send(worker, message);
     }
 
-    fn on_disconnected(&mut self, now: Time, worker: WorkerId) {
-        if self.crew.workers.contains_key(&worker) {
-            self.give_up(now, worker, ZOMBIE_GRACE);
-            self.settle(now);
-        }
-    }
-
     /// Forgets a worker whose stream ended or that is not to be trusted. If its process still runs after `grace`, it is
     /// killed: not at once, for the stream of a dying process ends before its exit is known, and the kill would take
     /// the place of its exit code.
     pub(super) fn give_up(&mut self, now: Time, worker: WorkerId, grace: Duration) {
-        // The others of its pod are given the time to end by themselves.
-        let grace = if self.spec.workers_per_pod > 1 { grace.max(POD_GRACE) } else { grace };
+        let grace = self.exit_wait(grace);
         let Some(w) = self.crew.workers.get(&worker) else { return };
         let (launch, finished) = (w.launch, self.group.finished.contains_key(&worker));
         self.forget(now, worker, grace);
         if !finished {
             self.take_pod_along(now, launch);
         }
+    }
+
+    /// How long a process may outlive its worker: the others of its pod are given the time to end by themselves.
+    pub(super) fn exit_wait(&self, grace: Duration) -> Duration {
+        if self.spec.workers_per_pod > 1 { grace.max(POD_GRACE) } else { grace }
     }
 
     fn forget(&mut self, now: Time, worker: WorkerId, grace: Duration) {
@@ -303,14 +304,9 @@ impl Job {
         if let Some(records) = &mut self.records {
             records.forget(worker);
         }
+        self.returned.remove(&worker);
         self.count_eligible();
-        if self.describer == Some(worker) {
-            self.describer = None;
-            let next = self.crew.workers.iter().find(|(_, w)| w.stage == Stage::Joining && !w.released);
-            if let Some((&next, _)) = next {
-                self.welcome(next);
-            }
-        }
+        self.pass_describing_on(worker);
         let finished = self.group.finished.contains_key(&worker);
         let in_order = gone.leaving || gone.released;
         if gone.rank.is_some() && !finished {
@@ -330,6 +326,18 @@ impl Job {
         } else {
             self.timer(now + grace, Timer::Kill(gone.launch));
             self.say(format!("worker {worker} is gone"));
+        }
+    }
+
+    /// If `worker` was asked to describe the data set, asks another one.
+    pub(super) fn pass_describing_on(&mut self, worker: WorkerId) {
+        if self.describer != Some(worker) {
+            return;
+        }
+        self.describer = None;
+        let next = self.crew.workers.iter().find(|(_, w)| w.stage == Stage::Joining && !w.released);
+        if let Some((&next, _)) = next {
+            self.welcome(next);
         }
     }
 
@@ -368,7 +376,7 @@ impl Job {
                 if excused || counted {
                     self.say(format!("{name} has ended ({end})"));
                 } else if is_own_fault(exit) {
-                    self.count_failure(now, &format!("{name} {end}"));
+                    self.count_failure(now, &format!("{name} {end}"), &[]);
                     self.story.explain_error(ended.iter().find_map(|l| l.printed.as_deref()));
                 } else {
                     self.say(format!("{name} {end}, which is not counted as its failure"));
@@ -387,12 +395,13 @@ impl Job {
         silent.fate = Fate::Counted;
         self.take_pod_along(now, launch);
         self.kill(launch);
-        self.count_failure(now, &format!("launch {} said nothing for {} s", launch.0, HELLO_WAIT.as_secs()));
+        let what = format!("launch {} said nothing for {} s", launch.0, HELLO_WAIT.as_secs());
+        self.count_failure(now, &what, &[]);
         self.settle(now);
     }
 
-    /// Counts a failure; fails the job if it is one too many.
-    pub(super) fn count_failure(&mut self, now: Time, what: &str) {
+    /// Counts a failure, on these records if that is known; fails the job if it is one too many.
+    pub(super) fn count_failure(&mut self, now: Time, what: &str, ranges: &[RecordRange]) {
         match self.phase {
             Phase::Running => {}
             // Nothing is started in its place.
@@ -401,18 +410,25 @@ impl Job {
         }
         self.touch();
         self.story.last_failure = Some(what.to_owned());
-        match self.restarts.count(now) {
+        let max = self.spec.max_worker_restarts;
+        let counted = self.records.as_ref().map_or(0, |records| records.ledger().counted());
+        let progress = if self.spec.work.trains() { self.step } else { counted };
+        let error = match self.restarts.count(now, progress, ranges) {
             Ok(start) => {
-                let (counted, max) = (self.restarts.counted(), self.spec.max_worker_restarts);
-                self.say(format!("{what} (failure {counted} of at most {max})"));
-                self.timer(start, Timer::Relaunch);
+                let counted = self.restarts.budget().since_progress;
+                self.say(format!("{what} (failure {counted} of at most {max} without progress)"));
+                return self.timer(start, Timer::Relaunch);
             }
-            Err(TooMany { counted, max }) => {
-                let error =
-                    format!("{what}; this is failure {counted} of workers, and at most {max} are allowed");
-                self.end(now, Outcome::Failed, Some(error));
-            }
-        }
+            Err(TooMany::Failures(counted)) => format!(
+                "{what}; this is failure {counted} of workers since the job made progress, and at most {max} are \
+                 allowed (--max-worker-restarts)"
+            ),
+            Err(TooMany::OnRecord(counted)) => format!(
+                "{what}; {counted} workers have failed on the same record, and at most {max} may \
+                 (--max-worker-restarts)"
+            ),
+        };
+        self.end(now, Outcome::Failed, Some(error));
     }
 
     fn on_scale(&mut self, now: Time, num_workers: u32) {

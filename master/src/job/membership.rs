@@ -16,7 +16,11 @@ impl Job {
     /// Publishes the next generation if one is due, or ends the job if its group has finished. Called after whatever
     /// may have changed either.
     pub(super) fn settle(&mut self, now: Time) {
-        if !matches!(self.phase, Phase::Running | Phase::Stopping) || self.awaits_members() {
+        if !matches!(self.phase, Phase::Running | Phase::Stopping) {
+            return;
+        }
+        self.watch_returns(now);
+        if self.awaits_members() {
             return;
         }
         if !self.spec.work.trains() {
@@ -82,6 +86,9 @@ impl Job {
         };
         self.group.generation = generation;
         self.group.formed = false;
+        // Workers that are let go end their leases.
+        self.returned.retain(|id, _| self.group.members.contains(id));
+        self.group.report_is_due = false;
         if let Some(adoption) = &mut self.adoption {
             adoption.was_formed = false;
             adoption.has_published = true;

@@ -267,12 +267,19 @@ impl Records {
         self.leases.retain(|_, lease| lease.worker != worker);
     }
 
-    /// Takes in what a worker says that it holds, of which this master has no memory: leases, as far as the ledger lacks
-    /// them. What the ledger has may have been committed in a step that is not stable.
+    /// Takes in which records a worker holds, as it says after it has been disconnected: leases, as far as the ledger
+    /// lacks them. What the ledger has may have been committed in a step that is not stable. Returns the worker's
+    /// leases that it did not name; they stay leased to it.
     ///
     /// # Errors
-    /// The first range that lies outside the data set or is held already.
-    pub(super) fn hold(&mut self, worker: WorkerId, ranges: &[RecordRange]) -> Result<(), RecordRange> {
+    /// The first range that lies outside the data set, or that overlaps another worker's lease or an earlier range.
+    pub(super) fn reconcile(
+        &mut self,
+        worker: WorkerId,
+        ranges: &[RecordRange],
+    ) -> Result<Vec<RecordRange>, RecordRange> {
+        let before = self.leases_of(worker);
+        self.forget(worker);
         for &range in ranges {
             if !self.is_valid(&range) || self.overlapping(range).next().is_some() {
                 return Err(range);
@@ -285,7 +292,56 @@ impl Records {
                 start = end;
             }
         }
-        Ok(())
+        let mut unaccounted = Vec::new();
+        for lease in before {
+            unaccounted.extend(self.gaps_between_leases(lease));
+        }
+        for &range in &unaccounted {
+            self.hold_part(worker, range);
+        }
+        Ok(unaccounted)
+    }
+
+    /// Ends a worker's leases on these ranges, as far as the ledger lacks them; whether there were any. The records are
+    /// free after [`Records::requeue`].
+    pub(super) fn release_missing(&mut self, worker: WorkerId, ranges: &[RecordRange]) -> bool {
+        let settling = self.settling.len();
+        let leases = self.leases_of(worker);
+        let mut has_released = false;
+        for missing in ranges.iter().flat_map(|&range| self.ledger.missing_of(range)).collect::<Vec<_>>() {
+            for lease in leases.iter().filter(|lease| lease.epoch == missing.epoch) {
+                let (start, end) = (missing.start.max(lease.start), missing.end.min(lease.end));
+                if start < end {
+                    self.release(RecordRange { start, end, ..missing });
+                    has_released = true;
+                }
+            }
+        }
+        // They were never absorbed, so no step that is undone gives them back.
+        self.settling.truncate(settling);
+        has_released
+    }
+
+    fn leases_of(&self, worker: WorkerId) -> Vec<RecordRange> {
+        let of =
+            |(&(epoch, start), lease): (&(u32, u64), &Lease)| RecordRange { epoch, start, end: lease.end };
+        self.leases.iter().filter(|(_, lease)| lease.worker == worker).map(of).collect()
+    }
+
+    /// The parts of `range` that are leased to nobody.
+    fn gaps_between_leases(&self, range: RecordRange) -> Vec<RecordRange> {
+        let mut gaps = Vec::new();
+        let mut from = range.start;
+        for start in self.overlapping(range) {
+            if from < start {
+                gaps.push(RecordRange { start: from, end: start, ..range });
+            }
+            from = self.leases[&(range.epoch, start)].end;
+        }
+        if from < range.end {
+            gaps.push(RecordRange { start: from, ..range });
+        }
+        gaps
     }
 
     fn hold_part(&mut self, worker: WorkerId, part: RecordRange) {

@@ -34,6 +34,11 @@ pub struct JobRecord {
     pub(super) wanted: u32,
     pub(super) fresh: u32,
     pub(super) failures: u32,
+    #[serde(default)]
+    pub(super) failures_since_progress: u32,
+    /// The highest progress that the job had made by its last failure.
+    #[serde(default)]
+    pub(super) progress_at_failure: u64,
     pub(super) launches_made: u64,
     /// No launch after this one has been made, even where the record is old.
     pub(super) launches_reserved: u64,
@@ -201,7 +206,9 @@ impl Job {
             parameters: self.parameters,
             wanted: self.wanted,
             fresh: self.fresh,
-            failures: self.restarts.counted(),
+            failures: self.restarts.budget().counted,
+            failures_since_progress: self.restarts.budget().since_progress,
+            progress_at_failure: self.restarts.budget().progress,
             launches_made: self.crew.launches_made,
             launches_reserved: self.launches_reserved,
             launches: launches.collect(),

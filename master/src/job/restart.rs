@@ -1,9 +1,16 @@
-//! Whether the end of a worker's process is its own fault, and when another may take its place.
+//! Whose fault the end of a worker's process is, and when another may take its place.
 //!
-//! Preemption is not a failure: a process that somebody ended from outside is replaced at once, however often. What ends
-//! by its own doing is counted; too much of it fails the job, and each replacement waits longer than the one before.
+//! A process that somebody ended from outside is replaced at once, however often. What the user's code did to itself is
+//! a *failure*. Failures use up a budget of `max_worker_restarts`, which is full again as soon as the job makes progress:
+//! the group commits a step that no group of this job had reached before. So a worker that fails now and then, for a month, or on
+//! one bad node, never ends a job that trains; one that nothing comes of does. Records on which the user's code fails again
+//! and again end the job too, progress or not.
+//!
+//! Each replacement waits longer than the one before, until no worker has failed for some time.
 
 use std::time::Duration;
+
+use elasticdl_proto::RecordRange;
 
 use super::event::Exit;
 use super::time::Time;
@@ -12,38 +19,95 @@ use super::time::Time;
 #[derive(Debug)]
 pub(super) struct Restarts {
     max: u32,
-    counted: u32,
+    budget: Budget,
     /// When each waiting replacement may start.
     waiting: Vec<Time>,
+    /// Records that workers failed on, a list for each failure, the newest last.
+    failed_on: Vec<Vec<RecordRange>>,
+    /// Failures in a row, none of them long after the one before.
+    in_a_row: u32,
+    last: Option<Time>,
 }
 
-/// More failures than the job allows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct TooMany {
+/// What of it outlives a master.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Budget {
+    /// Failures since the job began.
     pub(super) counted: u32,
-    pub(super) max: u32,
+    /// Failures since the job made progress last.
+    pub(super) since_progress: u32,
+    /// How far the job had come at most by the last failure: steps, or records where nothing is trained.
+    pub(super) progress: u64,
+}
+
+/// Why the job has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TooMany {
+    /// The job has made no progress since so many failures.
+    Failures(u32),
+    /// So many workers have failed on the same record.
+    OnRecord(u32),
 }
 
 impl Restarts {
-    /// `counted`: failures before now.
-    pub(super) fn new(max: u32, counted: u32) -> Self {
-        Self { max, counted, waiting: Vec::new() }
+    pub(super) fn new(max: u32, budget: Budget) -> Self {
+        Self { max, budget, waiting: Vec::new(), failed_on: Vec::new(), in_a_row: 0, last: None }
     }
 
-    /// Counts a failure; returns when the replacement may start.
+    /// Counts a failure of a job that has come as far as `progress`. Returns when the replacement may start.
     ///
     /// # Errors
     /// The job has failed.
-    pub(super) fn count(&mut self, now: Time) -> Result<Time, TooMany> {
-        self.counted = self.counted.saturating_add(1);
-        if self.counted > self.max {
-            return Err(TooMany { counted: self.counted, max: self.max });
+    pub(super) fn count(
+        &mut self,
+        now: Time,
+        progress: u64,
+        ranges: &[RecordRange],
+    ) -> Result<Time, TooMany> {
+        let Self { max, budget, .. } = self;
+        budget.counted = budget.counted.saturating_add(1);
+        if progress > budget.progress {
+            (budget.progress, budget.since_progress) = (progress, 0);
         }
-        let start = now + delay(self.counted);
+        budget.since_progress = budget.since_progress.saturating_add(1);
+        if budget.since_progress > *max {
+            return Err(TooMany::Failures(budget.since_progress));
+        }
+        let on_record = self.count_on_record(ranges);
+        if on_record > self.max {
+            return Err(TooMany::OnRecord(on_record));
+        }
+        let is_in_a_row = self.last.is_some_and(|last| now.0.saturating_sub(last.0) < CALM);
+        self.in_a_row = if is_in_a_row { self.in_a_row.saturating_add(1) } else { 1 };
+        self.last = Some(now);
+        let start = now + delay(self.in_a_row);
         if start > now {
             self.waiting.push(start);
         }
         Ok(start)
+    }
+
+    /// The largest number of failures, this one included, that one of these records was part of.
+    fn count_on_record(&mut self, ranges: &[RecordRange]) -> u32 {
+        if ranges.is_empty() {
+            return 0;
+        }
+        if self.failed_on.len() == FAILURES_KEPT {
+            self.failed_on.remove(0);
+        }
+        self.failed_on.push(ranges.to_vec());
+        // The number can only change where a range begins.
+        let holds = |ranges: &[RecordRange], epoch, record| {
+            ranges.iter().any(|r| r.epoch == epoch && r.start <= record && record < r.end)
+        };
+        let begins = self.failed_on.iter().flatten().map(|r| (r.epoch, r.start));
+        let depth = |(epoch, record)| {
+            let of_this = holds(ranges, epoch, record);
+            let all = self.failed_on.iter().filter(|failed| holds(failed, epoch, record)).count();
+            if of_this { all } else { 0 }
+        };
+        let deepest = begins.map(depth).max().unwrap_or_default();
+        u32::try_from(deepest).unwrap_or(u32::MAX)
     }
 
     /// Replacements that may not start yet.
@@ -52,15 +116,16 @@ impl Restarts {
         self.waiting.len()
     }
 
-    /// Failures so far.
-    pub(super) fn counted(&self) -> u32 {
-        self.counted
+    /// What a master that takes the job over has to know.
+    pub(super) fn budget(&self) -> Budget {
+        self.budget
     }
 }
 
-/// Whether a process that was not told to end did so by its own doing.
+/// Whether the user's code, or what it may use, ended a process that was not told to end.
 pub(super) fn is_own_fault(exit: &Exit) -> bool {
     match exit {
+        Exit::Code(EXIT_MASTER_LOST | EXIT_TERMINATED) => false,
         Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
         Exit::Signal(signal) => !matches!(signal, &SIGHUP | &SIGINT | &SIGKILL | &SIGTERM),
         Exit::Taken(_) | Exit::Unknown => false,
@@ -89,6 +154,16 @@ fn delay(counted: u32) -> Duration {
         n => DELAY_FIRST.saturating_mul(1 << (n - 2).min(16)).min(DELAY_MAX),
     }
 }
+
+/// A worker ends with this code when it has found no master in time, or none that wants it.
+const EXIT_MASTER_LOST: i32 = 70;
+/// A worker ends with this code when it was told to end, and was not let go in time.
+const EXIT_TERMINATED: i32 = 143;
+
+/// A failure this long after the one before is the first in a row.
+const CALM: Duration = Duration::from_secs(300);
+/// Failures whose records are compared.
+const FAILURES_KEPT: usize = 64;
 
 const DELAY_FIRST: Duration = Duration::from_millis(250);
 const DELAY_MAX: Duration = Duration::from_secs(5);
@@ -119,7 +194,9 @@ mod tests {
         let table = [
             (Exit::Code(0), true),
             (Exit::Code(1), true),
+            (Exit::Code(70), false),
             (Exit::Code(101), true),
+            (Exit::Code(143), false),
             (Exit::NotStarted("no such file".into()), true),
             (Exit::OverLimit("memory".into()), true),
             (Exit::Taken("preempted".into()), false),
@@ -140,19 +217,57 @@ mod tests {
         }
     }
 
+    fn at(s: u64) -> Time {
+        Time(Duration::from_secs(s))
+    }
+
     #[test]
     fn replacements_wait_twice_as_long_each_time_and_never_over_5_s() {
-        let mut restarts = Restarts::new(40, 0);
-        let now = Time(Duration::from_secs(100));
+        let mut restarts = Restarts::new(40, Budget::default());
+        let now = at(100);
         let mut delays = Vec::new();
         for _ in 0..40 {
-            delays.push(restarts.count(now).unwrap().since(now).as_millis());
+            delays.push(restarts.count(now, 0, &[]).unwrap().since(now).as_millis());
         }
         assert_eq!(delays[..8], [0, 250, 500, 1000, 2000, 4000, 5000, 5000]);
         assert!(delays[8..].iter().all(|&ms| ms == 5000));
         assert_eq!(restarts.waiting(now), 39);
         assert_eq!(restarts.waiting(now + Duration::from_millis(250)), 38);
         assert_eq!(restarts.waiting(now + Duration::from_secs(5)), 0);
-        assert_eq!(restarts.count(now), Err(TooMany { counted: 41, max: 40 }));
+        assert_eq!(restarts.count(now, 0, &[]), Err(TooMany::Failures(41)));
+    }
+
+    #[test]
+    fn a_failure_after_a_calm_time_is_replaced_at_once() {
+        let mut restarts = Restarts::new(9, Budget::default());
+        assert_eq!(restarts.count(at(0), 0, &[]), Ok(at(0)));
+        assert!(restarts.count(at(299), 0, &[]).unwrap() > at(299));
+        assert_eq!(restarts.count(at(599), 0, &[]), Ok(at(599)));
+    }
+
+    #[test]
+    fn progress_refills_the_budget_and_steps_that_are_made_again_do_not() {
+        let mut restarts = Restarts::new(2, Budget::default());
+        for step in 1..=100 {
+            assert!(restarts.count(at(step), step, &[]).is_ok(), "{step}");
+        }
+        // The state was lost: steps up to 100 have been made before.
+        assert!(restarts.count(at(200), 5, &[]).is_ok());
+        let mut next = Restarts::new(2, restarts.budget());
+        assert_eq!(next.count(at(201), 100, &[]), Err(TooMany::Failures(3)));
+        assert_eq!(next.budget(), Budget { counted: 102, since_progress: 3, progress: 100 });
+    }
+
+    #[test]
+    fn a_record_on_which_every_worker_fails_ends_the_job_though_it_makes_progress() {
+        let records = |start, end| RecordRange { epoch: 0, start, end };
+        let mut restarts = Restarts::new(2, Budget::default());
+        assert!(restarts.count(at(0), 1, &[records(0, 10)]).is_ok());
+        assert!(restarts.count(at(1), 2, &[records(10, 20)]).is_ok());
+        assert!(restarts.count(at(2), 3, &[records(30, 40), records(8, 9)]).is_ok());
+        // Record 9 was part of the first failure alone, record 8 of two.
+        assert!(restarts.count(at(3), 4, &[records(9, 10)]).is_ok());
+        assert!(restarts.count(at(4), 5, &[RecordRange { epoch: 1, start: 0, end: 40 }]).is_ok());
+        assert_eq!(restarts.count(at(5), 6, &[records(5, 9)]), Err(TooMany::OnRecord(3)));
     }
 }

@@ -39,6 +39,9 @@ pub struct JobSpec {
     /// A worker that is stopped for less than this is never taken out, one that is stopped for a sixth longer always;
     /// `None`: nobody is.
     pub worker_timeout: Option<Duration>,
+    /// For so long a worker without a master trains on and looks for one; then it ends.
+    #[serde(default = "master_timeout")]
+    pub master_timeout: Duration,
     /// Where and when checkpoints are kept; `None`: nowhere.
     #[serde(default)]
     pub checkpoints: Option<CheckpointSpec>,
@@ -331,6 +334,11 @@ fn one<T: From<u8>>() -> T {
 
 /// How long workers that were told to end may take, unless the user says otherwise.
 const GRACE_PERIOD_DEFAULT: Duration = Duration::from_secs(30);
+/// The default of `--master-timeout`.
+fn master_timeout() -> Duration {
+    Duration::from_secs(30)
+}
+
 const STREAMS_MAX: u8 = 16;
 
 /// For a worker's last words, and for the system to end it.

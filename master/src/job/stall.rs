@@ -48,6 +48,16 @@ impl Stalled {
         Self { stall, since, last: now }
     }
 
+    /// How long no byte has moved, by its last heartbeat.
+    pub(super) fn since_last_byte(&self) -> Duration {
+        self.stall.since
+    }
+
+    /// When its last heartbeat came.
+    pub(super) fn last(&self) -> Time {
+        self.last
+    }
+
     /// What it waited for has come to pass, as far as others can see: from now on it waits for something else.
     pub(super) fn anew(&mut self, now: Time) {
         self.since = now;
@@ -93,7 +103,9 @@ impl Job {
     /// Takes out workers that the network has cut off from their neighbours, where all members wait for longer than
     /// the timeout and all have been heard just now: who is silent is not judged by the others' waiting.
     pub(super) fn look_for_stalls(&mut self, now: Time, timeout: Duration) {
-        if self.group.is_broken() || self.group.broken.is_some() {
+        // A member without a stream can't say where it waits.
+        let is_judged = self.crew.members_away().next().is_none();
+        if self.group.is_broken() || self.group.broken.is_some() || !is_judged {
             return;
         }
         let Some(suspects) = self.suspects(now, timeout) else { return };
@@ -153,9 +165,7 @@ impl Job {
         let mut waiting: BTreeMap<WorkerId, Stall> = BTreeMap::new();
         for id in self.taking_part().filter(|id| !finished(id)) {
             let stalled = self.crew.workers[&id].stalled.as_ref().filter(is_long)?;
-            let is_here = stalled.stall.generation == self.group.generation
-                || (self.group.before.is_some() && stalled.stall.generation.next() == self.group.generation);
-            is_here.then(|| waiting.insert(id, stalled.stall))?;
+            self.is_of_group(stalled).then(|| waiting.insert(id, stalled.stall))?;
         }
         if waiting.is_empty() {
             return None;
@@ -185,8 +195,14 @@ impl Job {
         Some(suspects)
     }
 
+    /// Whether a worker waits in the newest group, or in the one before that it has not left yet.
+    pub(super) fn is_of_group(&self, stalled: &Stalled) -> bool {
+        let (of, newest) = (stalled.stall.generation, self.group.generation);
+        of == newest || (self.group.before.is_some() && of.next() == newest)
+    }
+
     /// Live workers that are in the newest group's ring, or still in that of the group before.
-    fn taking_part(&self) -> impl Iterator<Item = WorkerId> + '_ {
+    pub(super) fn taking_part(&self) -> impl Iterator<Item = WorkerId> + '_ {
         let before = self.group.before.iter().flatten().filter(|id| !self.group.members.contains(id));
         let live = |id: &&WorkerId| self.crew.workers.contains_key(id);
         self.group.members.iter().chain(before).filter(live).copied()

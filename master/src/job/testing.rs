@@ -1,6 +1,7 @@
 //! What the tests of this module start from.
 
 use std::num::NonZeroU64;
+use std::time::Duration;
 
 use super::spec::{Batch, Dataset, File, JobSpec, OnNonfinite, WireDtype, Work};
 
@@ -21,6 +22,7 @@ pub(crate) fn spec() -> JobSpec {
         seed: 7,
         max_worker_restarts: 3,
         worker_timeout: None,
+        master_timeout: Duration::from_secs(30),
         checkpoints: None,
         resume_from: None,
         validation: None,
@@ -30,7 +32,7 @@ pub(crate) fn spec() -> JobSpec {
         on_nonfinite: OnNonfinite::default(),
         restart_without_checkpoint: true,
         // A leaver is let go after 10 s.
-        grace_period: std::time::Duration::from_secs(14),
+        grace_period: Duration::from_secs(14),
     }
 }
 

@@ -151,7 +151,8 @@ impl Job {
         step: u64,
         report: &LedgerReport,
     ) {
-        if !self.speaks_for_group(worker, generation) || self.group.formed {
+        let is_news = !self.group.formed || self.group.report_is_due;
+        if !self.speaks_for_group(worker, generation) || !is_news {
             return;
         }
         let Some(ledger) = self.check_ledger(now, worker, report) else {
@@ -172,7 +173,8 @@ impl Job {
         if outdated {
             return self.count_eligible();
         }
-        let keeps = |id| crew.workers.get(&id).is_some_and(|w| w.rank.is_some());
+        let is_member = |id| crew.workers.get(&id).is_some_and(|w| w.rank.is_some());
+        let keeps = |id| is_member(id) || awaited.contains(&id);
         records.rebuild(step, ledger, keeps);
         let stable = records.epoch_stable();
         for w in crew.workers.values_mut().filter(|w| w.rank.is_some()) {
@@ -183,15 +185,17 @@ impl Job {
             return;
         }
         self.step = step;
-        self.group.formed = true;
+        self.group.report_is_due = false;
+        let was_formed = std::mem::replace(&mut self.group.formed, true);
         self.group.before = None;
-        if !self.adoption.as_ref().is_some_and(|a| a.was_formed) {
+        if !was_formed && !self.adoption.as_ref().is_some_and(|a| a.was_formed) {
             let counted = self.records.as_ref().map_or(0, |records| records.ledger().counted());
             self.story.form(now, step, counted);
         }
         self.ask_for_checkpoint();
         self.watch_leavers(now);
         self.conclude_adoption(now);
+        self.conclude_returns();
         self.fill_all();
         self.settle(now);
     }
@@ -233,6 +237,7 @@ impl Job {
             self.say(format!("epoch {complete} of {} is complete at step {}", self.spec.epochs, self.step));
         }
         self.conclude_adoption(now);
+        self.conclude_returns();
         self.fill_all();
         if self.story.is_late(now) {
             self.say_recovered();
@@ -332,6 +337,10 @@ impl Job {
                 None => broken.is_explained |= blames_nobody,
             }
         }
+        if let Some(Suspicion { suspect, .. }) = suspicion {
+            self.lose_suspect(now, suspect);
+            self.settle(now);
+        }
     }
 
     /// The loss that would explain a broken link has not shown itself.
@@ -392,7 +401,7 @@ impl Job {
         }
         // It ends by itself.
         self.give_up(now, worker, FAILED_GRACE);
-        self.count_failure(now, &format!("worker {worker} failed: {error}"));
+        self.count_failure(now, &format!("worker {worker} failed: {error}"), ranges);
         self.settle(now);
     }
 
@@ -453,7 +462,7 @@ impl Job {
         self.send(worker, ToWorker::Shutdown(reason.to_owned()));
         self.push(Action::Disconnect { worker });
         self.give_up(now, worker, ZOMBIE_GRACE);
-        self.count_failure(now, &format!("worker {worker} is taken out: {reason}"));
+        self.count_failure(now, &format!("worker {worker} is taken out: {reason}"), &[]);
         self.settle(now);
     }
 

@@ -23,6 +23,8 @@ pub(super) struct Vault {
     /// By rank.
     parts: BTreeMap<Key, BTreeMap<usize, Vec<u8>>>,
     complete: BTreeMap<Key, (StateRecord, Vec<u8>)>,
+    /// Nothing can be written.
+    pub(super) is_away: bool,
 }
 
 /// What a worker's checkpoint thread does.

@@ -5,6 +5,7 @@
 //! What it breaks for a while heals by itself. When the last gust is over and all has healed, the job must come to its end.
 
 use std::collections::VecDeque;
+use std::mem;
 
 use elasticdl_master::job::{Event as JobEvent, Exit, JobSpec};
 
@@ -27,6 +28,8 @@ pub(super) struct Storm {
     pub(super) stopped: bool,
     /// Something has broken or ended that was not told to: links may break from now on.
     pub(super) has_harmed: bool,
+    /// Nothing but the master, its streams, its records and the storage suffers.
+    pub(super) is_of_control: bool,
 }
 
 #[derive(Debug)]
@@ -69,7 +72,10 @@ enum Fault {
     CutFromAll,
     CutFromMaster,
     CutFromPeer,
+    CutMasterFromAll,
     Fail,
+    KeepNoRecords,
+    LoseAllStreams,
     LoseLink,
     LoseStream,
     Pause,
@@ -77,6 +83,7 @@ enum Fault {
     Scale,
     Slow,
     Stop,
+    StoreAway,
     Terminate,
 }
 
@@ -101,16 +108,31 @@ enum Who {
 pub(super) enum Undo {
     Continue(usize),
     ContinueMaster,
+    KeepRecords,
     Mend(Vec<(Host, Host)>),
     RestartMaster,
     SpeedUp(Host),
+    StoreBack,
 }
 
 impl Storm {
     pub(super) fn draw(dice: &mut Dice, spec: &JobSpec) -> Self {
         let most = [0, 1, 2, 3, 4, 6, 8, 12][dice.below(8) as usize];
-        let gusts = (0..most).map(|_| Gust::draw(dice, spec)).collect();
-        Self { gusts, unhealed: 0, calm_since: None, stopped: false, has_harmed: false }
+        let mut gusts: VecDeque<Gust> = (0..most).map(|_| Gust::draw(dice, spec)).collect();
+        // From dice of their own: other runs stay as they are.
+        let mut dice = Dice::new(spec.seed.rotate_left(48));
+        let is_of_control = dice.chance(1, 6);
+        for gust in gusts.iter_mut().filter(|_| is_of_control) {
+            gust.fault = dice.pick(&CONTROL_FAULTS).unwrap_or(gust.fault);
+        }
+        Self {
+            is_of_control: is_of_control && !gusts.is_empty(),
+            gusts,
+            unhealed: 0,
+            calm_since: None,
+            stopped: false,
+            has_harmed: false,
+        }
     }
 }
 
@@ -118,7 +140,8 @@ impl Gust {
     fn draw(dice: &mut Dice, spec: &JobSpec) -> Self {
         use Fault::{
             Crash, CrashAll, CrashAllButOne, CrashMaster, CrashTwo, CutFromAll, CutFromMaster, CutFromPeer,
-            Fail, LoseLink, LoseStream, Pause, PauseMaster, Scale, Slow, Stop, Terminate,
+            CutMasterFromAll, Fail, LoseAllStreams, LoseLink, LoseStream, Pause, PauseMaster, Scale, Slow,
+            Stop, Terminate,
         };
         let fault = match dice.below(100) {
             0..20 => Crash,
@@ -130,9 +153,11 @@ impl Gust {
             42..52 => Terminate,
             52..62 => Pause,
             62..65 => PauseMaster,
-            65..71 => LoseLink,
-            71..74 => LoseStream,
-            74..80 => CutFromMaster,
+            65..70 => LoseLink,
+            70..72 => LoseAllStreams,
+            72..74 => LoseStream,
+            74..78 => CutFromMaster,
+            78..80 => CutMasterFromAll,
             80..85 => CutFromPeer,
             85..88 => CutFromAll,
             88..93 => Slow,
@@ -253,7 +278,8 @@ impl World {
     fn hit(&mut self, fault: Fault, p: usize) {
         tell!(self, "FAULT: {fault:?}, {}", self.name(p));
         let is_order = matches!(fault, Fault::Scale | Fault::Slow | Fault::Stop | Fault::Terminate);
-        self.storm.has_harmed |= !is_order && !matches!(fault, Fault::Pause | Fault::PauseMaster);
+        let is_of_control = CONTROL_FAULTS.iter().any(|f| mem::discriminant(f) == mem::discriminant(&fault));
+        self.storm.has_harmed |= !is_order && !is_of_control && !matches!(fault, Fault::Pause);
         match fault {
             Fault::Crash => self.crash(p),
             Fault::CrashAll => (0..self.processes.len()).for_each(|q| self.crash(q)),
@@ -276,7 +302,8 @@ impl World {
                 let cuts = others.map(|host| (host, p + 1)).collect();
                 self.cut(cuts);
             }
-            Fault::CutFromMaster => self.cut(vec![(MASTER, p + 1)]),
+            Fault::CutFromMaster => self.cut_master_from(vec![p]),
+            Fault::CutMasterFromAll => self.cut_master_from((0..self.processes.len()).collect()),
             Fault::CutFromPeer => {
                 let peers: Vec<usize> =
                     (0..self.processes.len()).filter(|&q| q != p && self.processes[q].is_alive()).collect();
@@ -288,6 +315,11 @@ impl World {
                 let exit = if self.dice.chance(1, 2) { Exit::Code(1) } else { Exit::Signal(11) };
                 self.die(p, exit, false);
             }
+            Fault::KeepNoRecords => {
+                self.master.keeps_records = false;
+                self.heal_later(Undo::KeepRecords);
+            }
+            Fault::LoseAllStreams => (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true)),
             Fault::LoseLink => self.lose_one_of(p, false),
             Fault::LoseStream => self.lose_one_of(p, true),
             Fault::Pause => {
@@ -298,7 +330,8 @@ impl World {
             Fault::PauseMaster if !self.master.is_alive => {}
             Fault::PauseMaster => {
                 self.master.paused = true;
-                self.heal_later(Undo::ContinueMaster);
+                (0..self.processes.len()).for_each(|q| self.lose_contact(q));
+                self.heal_much_later(Undo::ContinueMaster);
             }
             Fault::Scale => {
                 let (min, max) = (self.setting.spec.min_workers, self.setting.spec.max_workers);
@@ -317,6 +350,10 @@ impl World {
             Fault::Stop => {
                 self.storm.stopped = true;
                 self.order(JobEvent::Stop);
+            }
+            Fault::StoreAway => {
+                self.vault.is_away = true;
+                self.heal_later(Undo::StoreBack);
             }
             Fault::Terminate => {
                 for q in self.hit_with(p) {
@@ -345,6 +382,24 @@ impl World {
         self.heal_later(Undo::Mend(cuts));
     }
 
+    /// Nothing passes between the master and these processes.
+    fn cut_master_from(&mut self, processes: Vec<usize>) {
+        let cuts: Vec<(Host, Host)> = processes.iter().map(|p| (MASTER, p + 1)).collect();
+        for &(a, b) in &cuts {
+            self.net.cut(a, b);
+        }
+        processes.into_iter().for_each(|p| self.lose_contact(p));
+        self.heal_much_later(Undo::Mend(cuts));
+    }
+
+    /// What `p` and the master send each other is late or lost; a ping will find out.
+    fn lose_contact(&mut self, p: usize) {
+        self.processes[p].lost_contact = true;
+        if let Some(link) = self.processes[p].stream {
+            self.clock.after(KEEP_ALIVE_US, Event::KeepAlive { p, link });
+        }
+    }
+
     fn lose_one_of(&mut self, p: usize, is_control: bool) {
         let mut links = self.net.links_of(p + 1);
         // Whoever waits for a dial that was lost on its way is found by the silence that is tolerated, if it is limited.
@@ -356,7 +411,8 @@ impl World {
         let Some(link) = self.dice.pick(&links) else { return };
         for host in self.net.link(link).ends {
             if let Some(q) = host.checked_sub(1) {
-                self.processes[q].is_blemished = true;
+                self.processes[q].is_blemished |= !is_control;
+                self.processes[q].lost_contact |= is_control;
             }
         }
         self.lose(link);
@@ -373,6 +429,17 @@ impl World {
         self.clock.after(span, Event::Heal(undo));
     }
 
+    /// As [`Self::heal_later`], or long after: when streams have ended, but before workers end without a master.
+    fn heal_much_later(&mut self, undo: Undo) {
+        if self.dice.chance(2, 3) {
+            return self.heal_later(undo);
+        }
+        let span = self.dice.between(KEEP_ALIVE_US / 2, 2 * KEEP_ALIVE_US);
+        tell!(self, "this heals in {span} us");
+        self.storm.unhealed += 1;
+        self.clock.after(span, Event::Heal(undo));
+    }
+
     pub(super) fn restart_later(&mut self) {
         self.heal_later(Undo::RestartMaster);
     }
@@ -383,9 +450,29 @@ impl World {
         match undo {
             Undo::Continue(p) => self.resume(p),
             Undo::ContinueMaster => self.on_master_continued(),
+            Undo::KeepRecords => {
+                self.master.keeps_records = true;
+                self.master_acts();
+            }
             Undo::Mend(cuts) => cuts.into_iter().for_each(|(a, b)| self.heal(a, b)),
             Undo::RestartMaster => self.restart_master(),
             Undo::SpeedUp(host) => self.net.speed_up(host),
+            Undo::StoreBack => self.vault.is_away = false,
         }
     }
 }
+
+/// Faults of the master, of what is between it and the workers, and of storage: nobody may be lost by them.
+const CONTROL_FAULTS: [Fault; 8] = [
+    Fault::CrashMaster,
+    Fault::CutFromMaster,
+    Fault::CutMasterFromAll,
+    Fault::KeepNoRecords,
+    Fault::LoseAllStreams,
+    Fault::LoseStream,
+    Fault::PauseMaster,
+    Fault::StoreAway,
+];
+
+/// After so long without an answer to its pings a worker takes its stream for dead.
+const KEEP_ALIVE_US: Micros = 10_000_000;

@@ -33,6 +33,10 @@ pub(super) struct Master {
     pub(super) deferred: bool,
     pub(super) outcome: Option<Outcome>,
     pub(super) is_alive: bool,
+    /// Whether records are written; else actions that have to wait for one wait.
+    pub(super) keeps_records: bool,
+    /// Actions have waited for a record.
+    pub(super) has_waited: bool,
     /// It dies before it does so many actions more.
     pub(super) dies_after: Option<u64>,
     /// What a master that comes after this one may find, each as of its revision, the newest last: whatever was made
@@ -47,6 +51,8 @@ impl Master {
             records: [(job.revision(), job.record())].into(),
             job,
             is_alive: true,
+            keeps_records: true,
+            has_waited: false,
             dies_after: None,
             peers: BTreeMap::new(),
             workers: BTreeMap::new(),
@@ -163,6 +169,7 @@ impl World {
         tell!(self, "master: is killed");
         let master = &mut self.master;
         (master.paused, master.deferred, master.dies_after) = (false, false, None);
+        master.keeps_records = true;
         master.peers.clear();
         master.workers.clear();
         master.inputs.clear();
@@ -176,7 +183,7 @@ impl World {
         }
         self.books.on_master_crash();
         self.storm.has_harmed = true;
-        self.processes.iter_mut().for_each(|process| process.is_blemished = true);
+        self.processes.iter_mut().for_each(|process| process.lost_contact = true);
         self.restart_later();
     }
 
@@ -227,10 +234,14 @@ impl World {
         self.master.records[found].clone()
     }
 
-    /// Keeps what another master would have to know of what is done next.
-    fn keep_record(&mut self) {
-        let Master { job, records, .. } = &mut self.master;
-        if records.back().is_none_or(|(revision, _)| *revision != job.revision()) {
+    /// Writes what another master would have to know of what is done next; whether it may be done.
+    fn keep_record(&mut self) -> bool {
+        let Master { job, records, keeps_records, .. } = &mut self.master;
+        let newest = records.back().map_or(0, |(revision, _)| *revision);
+        if !*keeps_records {
+            return job.barrier() <= newest;
+        }
+        if newest != job.revision() {
             records.push_back((job.revision(), job.record()));
         }
         while records.front().is_some_and(|(revision, _)| *revision < job.barrier())
@@ -238,6 +249,7 @@ impl World {
         {
             records.pop_front();
         }
+        true
     }
 
     fn take_input(&mut self) {
@@ -263,7 +275,7 @@ impl World {
                     self.shut(link, MASTER);
                     if let Some(worker) = worker {
                         self.master.workers.remove(&worker);
-                        self.books.on_gone(worker);
+                        self.books.on_stream_end(worker);
                         self.master.job.handle(now, JobEvent::Disconnected { worker });
                     }
                 }
@@ -277,7 +289,10 @@ impl World {
         self.forget_told_off();
         while self.master.is_alive {
             // What another master would have to know of what is done next.
-            self.keep_record();
+            if !self.keep_record() {
+                self.master.has_waited = true;
+                return;
+            }
             match &mut self.master.dies_after {
                 Some(0) => return self.crash_master(),
                 Some(actions) => *actions -= 1,
@@ -320,7 +335,10 @@ impl World {
         // The stream may have ended while the job decided; its end is on the way then.
         if let Some(peer) = self.master.peers.get_mut(&link) {
             *peer = Some(worker);
-            self.master.workers.insert(worker, link);
+            if let Some(dead) = self.master.workers.insert(worker, link) {
+                self.master.peers.remove(&dead);
+                self.shut(dead, MASTER);
+            }
             self.send(link, MASTER, Packet::Welcome(worker));
         }
     }
@@ -349,6 +367,11 @@ impl World {
         let Some(p) = self.process_of(launch) else { return };
         let pod = self.pod(p);
         self.processes[pod.clone()].iter_mut().for_each(|process| process.is_doomed = true);
+        for p in pod.clone() {
+            if let Some(worker) = self.processes[p].worker {
+                self.books.on_killed(worker);
+            }
+        }
         let delay = match self.dice.chance(1, 4) {
             true => self.dice.below(self.setting.kill_us) + 50,
             false => self.dice.between(50, 2000),

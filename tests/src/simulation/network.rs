@@ -263,4 +263,4 @@ impl World {
 }
 
 /// No queue of a job this small grows longer.
-const QUEUE_MAX: usize = 400;
+const QUEUE_MAX: usize = 4000;

@@ -23,7 +23,8 @@
 //! **The fence.** What the dead say, what is said of older generations, and what is said for the group by another than its
 //! lowest rank changes nothing in the master.
 //!
-//! **Authority.** Generations grow by one. Joins and orderly leaves break no links. Nobody that no fault has touched is taken out. Nobody outlives the job.
+//! **Authority.** Generations grow by one. Joins and orderly leaves break no links. Nobody that no fault has touched is taken out.
+//! A group whose members and links are well is never aborted, whatever happens to the master and to its streams. Nobody outlives the job.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -31,6 +32,8 @@ use elasticdl_master::job::{Event as JobEvent, FromWorker, LaunchId, Membership,
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use elasticdl_worker::core::session::Exit;
 
+use super::clock::Micros;
+use super::process::Process;
 use super::world::World;
 
 /// What was said and done.
@@ -49,8 +52,10 @@ pub(super) struct Books {
     stable: BTreeMap<(u64, u64), u64>,
     leased: BTreeMap<WorkerId, Vec<RecordRange>>,
     processes: BTreeMap<WorkerId, usize>,
-    /// Whose end the master knows of.
+    /// Whose stream ended, at the master, and is not open again; and `lost`.
     gone: BTreeSet<WorkerId>,
+    /// Whom the master has evicted or told the system to kill, and whose process it knows to have ended.
+    lost: BTreeSet<WorkerId>,
     finals: BTreeMap<(usize, Generation), Final>,
     /// What workers said lately.
     heard: VecDeque<(WorkerId, FromWorker)>,
@@ -67,6 +72,7 @@ struct Line {
     era: u64,
     /// The era before, where this generation begins one with an older state.
     came_from: u64,
+    formed_at: Micros,
     members: Vec<WorkerId>,
     /// Step and digest that it began with.
     base: (u64, u64),
@@ -120,6 +126,10 @@ pub struct Tally {
     pub masters_crashed: u64,
     /// Workers that the master has taken out.
     pub evicted: u64,
+    /// Workers that came back to a master after their stream had ended.
+    pub returned: u64,
+    /// Storms in which nothing but the master, its streams, its records and the storage suffered.
+    pub control_storms: u64,
     /// Words said again to the master that the fence had to hold back.
     pub fenced: u64,
     /// Jobs that the user stopped before their end.
@@ -155,6 +165,8 @@ impl Tally {
         self.gone_back += other.gone_back;
         self.masters_crashed += other.masters_crashed;
         self.evicted += other.evicted;
+        self.returned += other.returned;
+        self.control_storms += other.control_storms;
         self.fenced += other.fenced;
         self.stopped += other.stopped;
         self.nccl_steps += other.nccl_steps;
@@ -177,6 +189,7 @@ impl Books {
             leased: BTreeMap::new(),
             processes: BTreeMap::new(),
             gone: BTreeSet::new(),
+            lost: BTreeSet::new(),
             finals: BTreeMap::new(),
             heard: VecDeque::new(),
             told_to_end: BTreeSet::new(),
@@ -185,14 +198,33 @@ impl Books {
         }
     }
 
-    /// Whether it was known to be gone.
+    /// Whether it was lost.
     pub(super) fn on_admitted(&mut self, worker: WorkerId, p: usize) -> bool {
         self.processes.insert(worker, p);
-        self.gone.remove(&worker)
+        self.tally.returned += u64::from(self.gone.remove(&worker));
+        self.lost.remove(&worker)
+    }
+
+    /// The worker may come back.
+    pub(super) fn on_stream_end(&mut self, worker: WorkerId) {
+        self.gone.insert(worker);
     }
 
     pub(super) fn on_gone(&mut self, worker: WorkerId) {
         self.gone.insert(worker);
+        self.lost.insert(worker);
+    }
+
+    /// A worker without a stream will not be taken back.
+    pub(super) fn on_killed(&mut self, worker: WorkerId) {
+        if self.gone.contains(&worker) {
+            self.lost.insert(worker);
+        }
+    }
+
+    /// The newest generation that has been published.
+    pub(super) fn newest_generation(&self) -> Generation {
+        self.newest.as_ref().map_or_else(Generation::default, |m| m.generation)
     }
 
     /// What the master said may not have been heard; what workers hold they tell the next one.
@@ -240,7 +272,9 @@ impl Books {
 impl World {
     pub(super) fn on_process_gone(&mut self, launch: LaunchId) {
         let pod = self.process_of(launch).map(|p| self.pod(p)).unwrap_or_default();
-        self.books.gone.extend(pod.filter_map(|p| self.processes[p].worker));
+        for worker in pod.filter_map(|p| self.processes[p].worker).collect::<Vec<_>>() {
+            self.books.on_gone(worker);
+        }
     }
 
     // ---- what the master says ----
@@ -265,7 +299,8 @@ impl World {
             | ToWorker::Prepare(_)
             | ToWorker::Suspend => {}
         }
-        if self.books.gone.contains(&worker) {
+        // What has waited for a record may be for somebody who has gone meanwhile.
+        if self.books.gone.contains(&worker) && !self.master.has_waited {
             self.violate(format!("the master speaks to worker {worker}, which is gone: {word:?}"));
         }
     }
@@ -298,11 +333,34 @@ impl World {
         } else {
             None
         };
+        let aborts_for_nothing = membership.abort && self.is_unharmed(last);
         self.books.generation = membership.generation;
         self.books.newest = Some(membership.clone());
         self.books.published.push(membership.clone());
         self.books.tally.generations += 1;
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
+        if aborts_for_nothing {
+            self.violate(format!("generation {next} aborts a group whose members and links are well"));
+        }
+    }
+
+    /// Whether a group has formed, all its members live, no fault has touched them or what is between them, and no link of theirs
+    /// has broken. What happens to the master, or between it and them, is no such fault.
+    fn is_unharmed(&self, group: Option<&Membership>) -> bool {
+        let is_well = |id: &WorkerId| {
+            let process = self.books.processes.get(id).map(|&p| &self.processes[p]);
+            process.is_some_and(|process| {
+                let is_intact = group.is_some_and(|m| process.broke_in < m.generation);
+                process.is_alive() && !process.is_doomed && !process.is_blemished && is_intact
+            })
+        };
+        // What the master knows of who waits is older than a heartbeat.
+        let grace = self.setting.spec.worker_timeout.unwrap_or_default().as_micros() as Micros / 4;
+        let has_formed = group.is_some_and(|m| {
+            let line = self.books.lines.get(&m.generation.0);
+            line.is_some_and(|line| line.formed_at + grace <= self.clock.now())
+        });
+        has_formed && group.is_some_and(|m| m.members.iter().all(|(id, _)| is_well(id)))
     }
 
     /// A master whose record is old goes on with an older group, if nobody who comes back has heard of a newer one.
@@ -355,8 +413,11 @@ impl World {
         {
             return self.violate(format!("the master does not believe worker {worker}: {reason}"));
         }
-        let p = self.books.processes.get(&worker).copied();
-        if p.is_some_and(|p| !self.processes[p].is_blemished) {
+        let Some(&p) = self.books.processes.get(&worker) else { return };
+        let Process { is_blemished, lost_contact, .. } = self.processes[p];
+        // A member that can't be heard goes where its group has come to a standstill.
+        let goes = lost_contact && !self.is_unharmed(self.books.newest.as_ref());
+        if !is_blemished && !goes {
             self.violate(format!("worker {worker} is taken out, and nothing is wrong with it"));
         }
     }
@@ -364,7 +425,7 @@ impl World {
     /// Says something to the master again that it must not listen to.
     pub(super) fn try_the_fence(&mut self) {
         let Some(generation) = self.books.newest.as_ref().map(|m| m.generation) else { return };
-        let is_deaf = self.master.outcome.is_some() || !self.master.is_alive;
+        let is_deaf = self.master.outcome.is_some() || !self.master.is_alive || !self.master.keeps_records;
         if is_deaf || !self.dice.chance(1, 24) || self.books.heard.is_empty() {
             return;
         }
@@ -390,7 +451,8 @@ impl World {
         }
         let p = self.books.processes.get(&worker).copied();
         // It would be heard, though not listened to.
-        if !self.books.gone.contains(&worker) && p.is_none_or(|p| self.processes[p].is_blemished) {
+        let is_touched = |p: usize| self.processes[p].is_blemished || self.processes[p].lost_contact;
+        if !self.books.gone.contains(&worker) && p.is_none_or(is_touched) {
             return;
         }
         self.books.tally.fenced += 1;
@@ -408,6 +470,7 @@ impl World {
 
     /// Who comes and goes in order breaks nobody's links.
     pub(super) fn check_break(&mut self, p: usize, why: &str) {
+        self.processes[p].broke_in = self.books.newest_generation();
         let is_over = self.books.told_to_end.contains(&p);
         if !self.storm.has_harmed && !is_over {
             self.violate(format!("the links of {} broke, {why}, and nothing has happened", self.name(p)));

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 
 use elasticdl_master::job::{Exit, FromWorker, LaunchId, Resume, ToWorker};
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{Generation, WorkerId};
 
 use super::clock::Micros;
 use super::network::{LinkId, MASTER, Packet};
@@ -29,6 +29,10 @@ pub(super) struct Process {
     pub(super) deferred: Vec<Event>,
     /// A fault has touched it, so the master may think ill of it.
     pub(super) is_blemished: bool,
+    /// A fault has touched what is between it and the master, or the master.
+    pub(super) lost_contact: bool,
+    /// The newest generation when its links broke last.
+    pub(super) broke_in: Generation,
     /// Another master than the one of now has started it.
     pub(super) is_adopted: bool,
     /// The master has told the system to kill it.
@@ -88,6 +92,8 @@ impl Process {
             paused: false,
             deferred: Vec::new(),
             is_blemished: false,
+            lost_contact: false,
+            broke_in: Generation::default(),
             is_adopted: false,
             is_doomed: false,
             control: Control::Starting,
@@ -339,6 +345,17 @@ impl World {
         process.control = Control::Returning { since, pause };
         let (launch, me) = (process.launch, process.me.clone());
         self.send(link, p + 1, Packet::Hello(launch, me));
+    }
+
+    /// A ping on the stream has not been answered for as long as one may take.
+    pub(super) fn on_keep_alive(&mut self, p: usize, link: LinkId) {
+        let process = &self.processes[p];
+        let is_open = matches!(process.control, Control::Open | Control::Returning { .. });
+        let is_mute = self.master.paused || self.net.is_cut(MASTER, p + 1);
+        if process.stream == Some(link) && is_open && is_mute {
+            self.shut(link, p + 1);
+            self.on_stream_end(p, false);
+        }
     }
 
     pub(super) fn on_close_due(&mut self, p: usize) {

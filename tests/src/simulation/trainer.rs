@@ -220,8 +220,10 @@ impl World {
                 Word::Said(ToWorker::Shutdown(_)) => {
                     return self.end_trainer(p, &Exit::Shutdown(String::new()));
                 }
-                // A master that comes back gives up workers that were no members yet.
-                Word::Said(_) | Word::Reconnected => {}
+                Word::Reconnected => {
+                    self.tell_master(p, FromWorker::Holding { step: 0, ranges: Vec::new() });
+                }
+                Word::Said(_) => {}
             }
         }
         self.processes[p].trainer.doing = Doing::Receiving;
@@ -318,7 +320,13 @@ impl World {
         let Some(session) = &mut self.processes[p].trainer.session else { return };
         let Word::Said(word) = word else {
             session.reconnected();
-            return self.report(p);
+            let is_newcomer = session.is_newcomer();
+            self.report(p);
+            if is_newcomer {
+                let parameters = self.setting.parameters() as u64;
+                self.tell_master(p, FromWorker::Ready { parameters });
+            }
+            return;
         };
         match word {
             ToWorker::Describe | ToWorker::Prepare(_) => {}

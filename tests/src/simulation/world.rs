@@ -33,6 +33,8 @@ pub(super) enum Event {
     Die { p: usize, signal: i32 },
     /// The storm may have something in store.
     Gust,
+    /// A ping on the stream `link` should have been answered by now.
+    KeepAlive { p: usize, link: LinkId },
     /// A part of a checkpoint, or its manifest, is written.
     Kept { p: usize, work: Box<Work> },
     /// What a fault did is undone.
@@ -64,6 +66,7 @@ impl Event {
             Self::Beat { p }
             | Self::CloseDue { p }
             | Self::Control { p }
+            | Self::KeepAlive { p, .. }
             | Self::Kept { p, .. }
             | Self::LeaveDue { p }
             | Self::Nccl { p, .. }
@@ -146,6 +149,7 @@ impl World {
     /// What should not have happened.
     pub(super) fn run(&mut self) -> Result<Tally, String> {
         tell!(self, "{:?}", self.setting);
+        self.books.tally.control_storms = u64::from(self.storm.is_of_control);
         self.master_acts();
         self.clock.after(0, Event::Gust);
         while self.master.outcome.is_none() {
@@ -204,6 +208,9 @@ impl World {
             Event::Die { p, signal } => self.die(p, Exit::Signal(signal), false),
             Event::Gust => {}
             Event::Heal(undo) => self.undo(undo),
+            Event::KeepAlive { p, link } => self.on_keep_alive(p, link),
+            // A store that is away is waited for.
+            Event::Kept { .. } if self.vault.is_away => self.clock.after(STORE_RETRY_US, event),
             Event::Kept { p, work } => self.on_kept(p, *work),
             Event::LeaveDue { p } => self.on_leave_due(p),
             Event::Master => self.on_master(),
@@ -325,5 +332,6 @@ fn checkpoints(dice: &mut Dice) -> Option<CheckpointSpec> {
 /// A job of a few steps is over long before; what takes longest are replacements that wait for one another, and a worker
 /// that is told to leave when nobody can take its place.
 const PATIENCE_US: Micros = 120_000_000;
+const STORE_RETRY_US: Micros = 100_000;
 const EVENTS_MAX: u64 = 400_000;
 const DUE_MAX: usize = 10_000;

@@ -475,6 +475,11 @@ impl Session {
         }
     }
 
+    /// Whether this worker has not been in a membership yet.
+    pub fn is_newcomer(&self) -> bool {
+        !self.was_member
+    }
+
     /// Whether this worker makes no more steps.
     pub fn is_over(&self) -> bool {
         matches!(self.phase, Phase::Over { .. } | Phase::Ended(_))

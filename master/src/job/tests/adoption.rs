@@ -5,7 +5,7 @@ use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
-    actions, address, ask, at, broken, committed, connect, finished, formed, launch_at, membership,
+    actions, address, ask, at, broken, committed, connect, finished, formed, launch_at, lose, membership,
     memberships, say, send, started,
 };
 
@@ -15,38 +15,38 @@ fn next_master(job: &Job, ms: u64) -> Job {
 }
 
 /// It has heard of this generation, whose members the job that it knew published last, if it has heard of any.
-fn come_back(job: &mut Job, ms: u64, i: u64, generation: u64) {
+pub(super) fn come_back(job: &mut Job, ms: u64, i: u64, generation: u64) {
     let members = job.group.published.clone().map_or(vec![], |m| m.members.iter().map(|m| m.0.0).collect());
     let heard = (generation > 0).then(|| membership(generation, &members, true));
     come_back_from(job, ms, i, heard);
 }
 
-fn come_back_from(job: &mut Job, ms: u64, i: u64, membership: Option<Membership>) {
+pub(super) fn come_back_from(job: &mut Job, ms: u64, i: u64, membership: Option<Membership>) {
     let resume = Resume { worker: WorkerId(i), membership, parameters: Some(10) };
     let (connection, launch, address) = (ConnectionId(i), LaunchId(i), address(i));
     let pid = 100 + i as u32;
     job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume: Some(resume) });
 }
 
-fn holding(step: u64, ranges: &[(u64, u64)]) -> FromWorker {
+pub(super) fn holding(step: u64, ranges: &[(u64, u64)]) -> FromWorker {
     let ranges = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
     FromWorker::Holding { step, ranges }
 }
 
-fn admit(i: u64) -> Action {
+pub(super) fn admit(i: u64) -> Action {
     Action::Admit { connection: ConnectionId(i), worker: WorkerId(i) }
 }
 
-fn refused(actions: &[Action]) -> bool {
+pub(super) fn refused(actions: &[Action]) -> bool {
     matches!(actions, [Action::Refuse { .. }])
 }
 
-fn lease(ranges: &[(u64, u64)]) -> ToWorker {
+pub(super) fn lease(ranges: &[(u64, u64)]) -> ToWorker {
     ToWorker::Lease(ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect())
 }
 
 /// Shards of one record each, in order: what is leased can be foretold.
-fn in_order(num_workers: u32) -> JobSpec {
+pub(super) fn in_order(num_workers: u32) -> JobSpec {
     JobSpec { num_workers, shuffle: false, ..spec() }
 }
 
@@ -96,7 +96,7 @@ fn records_of_a_step_that_is_undone_are_still_those_of_who_holds_them() {
     say(&mut job, 1, formed(1, 1, &[(0, 4)]));
     say(&mut job, 2, holding(0, &[(2, 4)]));
     assert_eq!(job.status(at(1010)).state, "running");
-    job.handle(at(1020), Event::Disconnected { worker: WorkerId(1) });
+    lose(&mut job, 1020, 1);
     say(&mut job, 2, formed(2, 0, &[]));
     actions(&mut job);
     say(&mut job, 2, ask(8));
@@ -132,7 +132,7 @@ fn whose_process_has_ended_is_lost_at_once_and_not_counted() {
     come_back(&mut job, 1020, 3, 1);
     let next = membership(2, &[1, 3], true);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
-    assert_eq!(job.restarts.counted(), 0);
+    assert_eq!(job.restarts.budget().counted, 0);
 }
 
 #[test]
@@ -148,27 +148,13 @@ fn newcomers_are_refused_and_replaced_and_names_are_not_used_again() {
     job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(70) });
     connect(&mut job, 4);
     assert_eq!(actions(&mut job)[0], admit(4));
-    assert_eq!(job.restarts.counted(), 0);
-}
-
-#[test]
-fn a_worker_whose_stream_broke_while_its_master_lives_was_given_up() {
-    let mut job = started(in_order(2), &[20]);
-    job.handle(at(1), Event::Disconnected { worker: WorkerId(2) });
-    actions(&mut job);
-    come_back(&mut job, 2, 2, 1);
-    assert!(refused(&actions(&mut job)));
-    // And the next master knows.
-    let mut job = next_master(&job, 1000);
-    assert_eq!(actions(&mut job)[0], Action::Kill { launch: LaunchId(2) });
-    come_back(&mut job, 1010, 2, 1);
-    assert!(refused(&actions(&mut job)));
+    assert_eq!(job.restarts.budget().counted, 0);
 }
 
 #[test]
 fn a_membership_that_not_all_have_heard_of_is_told_again() {
     let mut job = started(in_order(3), &[20]);
-    job.handle(at(1), Event::Disconnected { worker: WorkerId(2) });
+    lose(&mut job, 1, 2);
     let second = membership(2, &[1, 3], true);
     let mut job = next_master(&job, 1000);
     actions(&mut job);
@@ -243,7 +229,11 @@ fn who_is_out_of_the_newer_group_holds_nothing_that_its_members_say_is_theirs() 
         say(&mut job, 1, formed(2, 2, &[(0, 4)]));
         actions(&mut job);
         // Worker 3, which was further than they when it was taken out, holds nobody up.
-        assert_eq!((job.status(at(1030)).state, job.restarts.counted()), ("running", 0), "{out_is_mute}");
+        assert_eq!(
+            (job.status(at(1030)).state, job.restarts.budget().counted),
+            ("running", 0),
+            "{out_is_mute}"
+        );
         say(&mut job, 2, ask(1));
         assert_eq!(actions(&mut job), [send(2, lease(&[(6, 7)]))], "{out_is_mute}");
     }

@@ -113,7 +113,7 @@ fn what_a_worker_does_not_hold_it_has_not_done() {
         ask(&mut job, 2, 1);
         leased(&mut job);
         done(&mut job, 1, wrong, 1.0);
-        assert_eq!((job.restarts.counted(), job.summary(at(0)).records.counted), (1, 0), "{wrong}");
+        assert_eq!((job.restarts.budget().counted, job.summary(at(0)).records.counted), (1, 0), "{wrong}");
         assert!(!job.crew.workers.contains_key(&WorkerId(1)));
     }
 }

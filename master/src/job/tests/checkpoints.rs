@@ -4,7 +4,7 @@ use elasticdl_proto::WorkerId;
 
 use super::super::testing::spec;
 use super::super::*;
-use super::directed::{actions, at, committed, connect, formed, say, started};
+use super::directed::{actions, at, committed, connect, formed, lose, say, started};
 
 fn kept() -> JobSpec {
     let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
@@ -31,20 +31,16 @@ fn saved(step: u64) -> CheckpointNews {
     CheckpointNews::Saved { step, name: format!("step-{step}"), bytes: 8 }
 }
 
-fn lose(job: &mut Job, worker: u64) {
-    job.handle(at(0), Event::Disconnected { worker: WorkerId(worker) });
-}
-
 #[test]
 fn a_wish_goes_to_the_first_member_and_to_the_next_ones_until_it_is_fulfilled() {
     let mut job = started(kept(), &[20]);
     job.handle(at(0), Event::Checkpoint);
     assert_eq!(asked(&mut job), [1]);
-    lose(&mut job, 1);
+    lose(&mut job, 0, 1);
     say(&mut job, 2, formed(2, 0, &[]));
     assert_eq!(asked(&mut job), [2]);
     say(&mut job, 2, FromWorker::Checkpoint(saved(3)));
-    lose(&mut job, 2);
+    lose(&mut job, 0, 2);
     say(&mut job, 3, formed(3, 0, &[]));
     assert_eq!(asked(&mut job), [0; 0]);
     let mut without = started(spec(), &[20]);
@@ -79,7 +75,7 @@ fn the_course_of_checkpoints_is_kept_for_status_summary_and_the_next_master() {
 fn a_group_that_begins_from_a_checkpoint_is_taken_at_its_word() {
     let mut job = started(JobSpec { num_workers: 1, max_workers: 1, ..kept() }, &[20]);
     say(&mut job, 1, committed(1, 3, &[(0, 12)]));
-    lose(&mut job, 1);
+    lose(&mut job, 0, 1);
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
     connect(&mut job, 2);
     say(&mut job, 2, FromWorker::Ready { parameters: 10 });

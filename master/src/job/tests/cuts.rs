@@ -55,7 +55,9 @@ impl World {
         }
         for at in 0..self.processes.len() {
             let p = &self.processes[at];
-            let Some(worker) = p.worker.filter(|_| p.alive && !p.frozen && !p.closed) else { continue };
+            let Some(worker) = p.worker.filter(|_| p.alive && !p.frozen && !p.closed && !p.astray) else {
+                continue;
+            };
             let place = self.place_of_wait(p);
             let stuck =
                 place.map(|place| (place, p.stuck.filter(|(p, _)| *p == place).map_or(self.now, |(_, t)| t)));

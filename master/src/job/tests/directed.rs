@@ -84,6 +84,25 @@ pub(super) fn broken(generation: u64, suspect: u64) -> FromWorker {
     FromWorker::Broken { generation, suspect, error: "reset".into(), unreachable: false }
 }
 
+/// The worker's stream ends, and a member reports its link to it as broken; or, where there is no other member, its
+/// process ends.
+pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
+    let worker = WorkerId(i);
+    job.handle(at(ms), Event::Disconnected { worker });
+    let is_member = job.group.members.contains(&worker);
+    let other = job.crew.members().map(|(id, _)| id).find(|id| *id != worker);
+    if !is_member {
+        return;
+    }
+    match other {
+        Some(other) => {
+            let message = broken(job.group.generation.0, i);
+            job.handle(at(ms), Event::Message { worker: other, message });
+        }
+        None => job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(i), exit: Exit::Signal(9) }),
+    }
+}
+
 pub(super) fn ask(records: u64) -> FromWorker {
     FromWorker::LeaseRequest { epoch: 0, records }
 }
@@ -167,7 +186,7 @@ fn a_loss_is_published_at_once_and_its_leases_come_back_with_the_next_groups_wor
     let mut job = started(spec(), &[20]);
     say(&mut job, 2, ask(4));
     assert_eq!(job.status(at(0)).workers[1].leased_records, 4);
-    job.handle(at(5), Event::Disconnected { worker: WorkerId(2) });
+    lose(&mut job, 5, 2);
     let next = membership(2, &[1, 3], true);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
     let forgotten = job.records.as_ref().unwrap().leases().count();
@@ -191,7 +210,7 @@ fn a_loss_is_published_at_once_and_its_leases_come_back_with_the_next_groups_wor
 #[test]
 fn what_an_old_generation_committed_changes_nothing() {
     let mut job = started(spec(), &[20]);
-    job.handle(at(5), Event::Disconnected { worker: WorkerId(2) });
+    lose(&mut job, 5, 2);
     say(&mut job, 1, committed(1, 3, &[(0, 4)]));
     assert_eq!(job.status(at(5)).records_counted, 0);
     say(&mut job, 1, committed(2, 3, &[(0, 4)]));
@@ -216,7 +235,7 @@ fn a_request_for_an_epoch_that_ended_and_did_not_is_filled() {
     assert_eq!(job.status(at(0)).epoch, 1);
     say(&mut job, 2, ask(4));
     actions(&mut job);
-    job.handle(at(5), Event::Disconnected { worker: WorkerId(1) });
+    lose(&mut job, 5, 1);
     say(&mut job, 2, formed(2, 1, &[(0, 4)]));
     let lease = (4..8).map(|start| RecordRange { epoch: 0, start, end: start + 1 }).collect();
     assert_eq!(actions(&mut job).last(), Some(&send(2, ToWorker::Lease(lease))));
@@ -225,7 +244,7 @@ fn a_request_for_an_epoch_that_ended_and_did_not_is_filled() {
 #[test]
 fn a_dying_process_is_not_killed_before_its_exit_is_known() {
     let mut job = started(spec(), &[20]);
-    job.handle(at(5), Event::Disconnected { worker: WorkerId(2) });
+    lose(&mut job, 5, 2);
     assert!(!actions(&mut job).contains(&Action::Kill { launch: LaunchId(2) }));
     job.handle_timeout(at(255));
     assert_eq!(actions(&mut job), [Action::Kill { launch: LaunchId(2) }]);
@@ -247,7 +266,7 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
     say(&mut job, 4, FromWorker::Ready { parameters: 10 });
     say(&mut job, 4, FromWorker::Primed { step: 0 });
     assert_eq!(memberships(&mut job), []);
-    job.handle(at(2), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 2, 3);
     assert_eq!(memberships(&mut job)[0].1, membership(3, &[1, 2, 4], true));
     // The word of a group that is no more changes nothing.
     say(&mut job, 1, formed(2, 9, &[(0, 20)]));
@@ -264,7 +283,7 @@ fn a_newcomer_is_told_whom_to_fetch_from_and_joins_only_when_it_has_fetched() {
     say(&mut job, 4, FromWorker::Ready { parameters: 10 });
     // The first rank comes last: it has the master to speak to.
     assert_eq!(actions(&mut job), [send(4, donors(&[3, 2, 1]))]);
-    job.handle(at(2), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 2, 3);
     let told = actions(&mut job);
     assert!(told.contains(&send(1, ToWorker::Membership(membership(2, &[1, 2], true)))), "{told:?}");
     assert!(told.contains(&send(4, donors(&[2, 1]))), "{told:?}");
@@ -274,7 +293,7 @@ fn a_newcomer_is_told_whom_to_fetch_from_and_joins_only_when_it_has_fetched() {
     connect(&mut job, 4);
     say(&mut job, 4, FromWorker::Ready { parameters: 10 });
     actions(&mut job);
-    job.handle(at(2), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 2, 3);
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 4], true));
 }
 
@@ -349,7 +368,7 @@ fn scaling_down_takes_the_youngest() {
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1], false));
     job.handle(at(2), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(0) });
     assert_eq!(actions(&mut job), []);
-    assert_eq!((job.restarts.counted(), job.summary(at(2)).workers.restarts), (0, 0));
+    assert_eq!((job.restarts.budget().counted, job.summary(at(2)).workers.restarts), (0, 0));
 }
 
 #[test]
@@ -393,7 +412,7 @@ fn a_job_is_done_when_every_member_holds_the_same_final_state() {
     assert_eq!(actions(&mut job), []);
     say(&mut job, 3, finished(1, 10, 7));
     for i in 1..=3 {
-        job.handle(at(9), Event::Disconnected { worker: WorkerId(i) });
+        lose(&mut job, 9, i);
         job.handle(at(9), Event::ProcessEnded { launch: LaunchId(i), exit: Exit::Code(0) });
     }
     assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::Completed)));
@@ -458,7 +477,7 @@ fn a_launch_that_says_nothing_for_a_minute_is_killed_and_counted() {
     job.handle_timeout(at(60_000));
     assert_eq!(actions(&mut job), [launch(1), Action::Kill { launch: LaunchId(1) }]);
     job.handle(at(60_001), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
-    assert_eq!((actions(&mut job), job.restarts.counted()), (vec![launch_at(2, 0)], 1));
+    assert_eq!((actions(&mut job), job.restarts.budget().counted), (vec![launch_at(2, 0)], 1));
 }
 
 #[test]
@@ -483,7 +502,7 @@ fn a_model_of_another_size_is_refused() {
     assert!(
         matches!(&told[0], Action::Send { message: ToWorker::Shutdown(why), .. } if why.contains("11 parameters"))
     );
-    assert_eq!((&told[1], job.restarts.counted()), (&Action::Disconnect { worker: WorkerId(4) }, 1));
+    assert_eq!((&told[1], job.restarts.budget().counted), (&Action::Disconnect { worker: WorkerId(4) }, 1));
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Every short history, and many long ones.
 
 use std::num::NonZeroU64;
+use std::time::Duration;
 
 use rand::RngExt;
 
@@ -38,14 +39,22 @@ fn letter(world: &mut World, letter: usize) {
         10 => Some(Fault::MasterDies(None)),
         11 => Some(Fault::MasterDies(Some(1))),
         12 => oldest.map(Fault::Cut),
-        _ => youngest.map(Fault::Cut),
+        13 => youngest.map(Fault::Cut),
+        14 => oldest.map(Fault::Reset),
+        _ => {
+            return victims.iter().for_each(|&victim| {
+                if world.ended.is_none() {
+                    world.fault(Fault::Reset(victim));
+                }
+            });
+        }
     };
     if let Some(fault) = fault.filter(|_| world.ended.is_none()) {
         world.fault(fault);
     }
 }
 
-/// All but cuts, which need a spec of their own.
+/// All but cuts, which need a spec of their own, and resets.
 const LETTERS: usize = 12;
 
 /// Of these, five in a row: deaths, failures, leaves, broken links, steps, time and scaling.
@@ -78,12 +87,20 @@ fn every_history_of_four_events_and_cuts_ends_with_each_record_counted_once() {
     every_history_of(&spec, &WITH_CUTS, 4);
 }
 
+/// And of these, four in a row: what meets streams that are reset.
+const WITH_RESETS: [usize; 8] = [0, 2, 4, 6, 7, 10, 14, 15];
+
+#[test]
+fn every_history_of_four_events_and_resets_ends_with_each_record_counted_once() {
+    every_history(&WITH_RESETS, 4);
+}
+
 fn every_history(letters: &[usize], len: u32) {
     every_history_of(&small(), letters, len);
 }
 
 fn small() -> JobSpec {
-    JobSpec { num_workers: 2, min_workers: 1, max_workers: 3, epochs: 1, ..spec() }
+    JobSpec { num_workers: 2, min_workers: 1, max_workers: 3, epochs: 1, master_timeout: SHORT, ..spec() }
 }
 
 fn every_history_of(spec: &JobSpec, letters: &[usize], len: u32) {
@@ -132,6 +149,7 @@ fn seeded(seed: u64) -> Outcome {
         shuffle: rng.random(),
         seed,
         max_worker_restarts: rng.random_range(0..=8),
+        master_timeout: SHORT,
         worker_timeout: rng.random_ratio(1, 2).then_some(PATIENCE),
         ..spec()
     };
@@ -159,7 +177,7 @@ fn random_fault(world: &mut World, max_workers: u32) {
     let victim = victims[world.rng.random_range(0..victims.len())];
     let signals = [1, 2, 9, 9, 9, 9, 15, 6, 11];
     let cuts = if world.spec.worker_timeout.is_some() { 4 } else { 0 };
-    let fault = match world.rng.random_range(0..46 + cuts) {
+    let fault = match world.rng.random_range(0..52 + cuts) {
         0..12 => Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())])),
         12..15 => Fault::Exit(victim, Exit::Code(world.rng.random_range(0..2))),
         15..21 => Fault::Leave(victim),
@@ -170,10 +188,14 @@ fn random_fault(world: &mut World, max_workers: u32) {
         39 => Fault::Stop,
         40..43 => Fault::MasterDies(None),
         43..46 => Fault::MasterDies(Some(world.rng.random_range(0..6))),
+        46..52 => Fault::Reset(victim),
         _ => Fault::Cut(victim),
     };
     world.fault(fault);
 }
+
+/// Nobody waits for long in a history.
+const SHORT: Duration = Duration::from_secs(4);
 
 /// Says which history failed.
 struct Named(String);

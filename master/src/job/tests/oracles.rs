@@ -34,6 +34,7 @@ impl World {
                     p.reconnected = p.astray;
                     p.astray = false;
                     p.worker = Some(worker);
+                    self.gone.remove(&worker);
                 }
                 Action::Disconnect { worker } => {
                     self.gone.insert(worker);
@@ -73,7 +74,7 @@ impl World {
             }
         }
         self.check_leases();
-        assert_eq!(self.job.restarts.counted(), self.counted, "failures counted: {:#?}", self.said);
+        assert_eq!(self.job.restarts.budget().counted, self.counted, "failures counted: {:#?}", self.said);
         if let Some(outcome) = self.ended {
             self.check_end(outcome);
         }
@@ -131,7 +132,7 @@ impl World {
             _ => {}
         }
         let p = self.processes.iter_mut().find(|p| p.worker == Some(worker)).unwrap();
-        if p.alive {
+        if p.alive && !p.astray {
             p.down.push_back(message);
         }
     }
@@ -207,7 +208,9 @@ impl World {
         };
         let mut before: Option<RecordRange> = None;
         for (worker, range) in records.leases() {
-            assert!(!self.gone.contains(&worker), "worker {worker} is gone and holds {range}");
+            let is_away = self.job.crew.away().any(|launch| launch.0 == worker.0);
+            let is_lost = self.gone.contains(&worker) && !is_away;
+            assert!(!is_lost, "worker {worker} is lost and holds {range}");
             assert!(
                 before.is_none_or(|b| b.epoch < range.epoch || b.end <= range.start),
                 "{range} has two owners"

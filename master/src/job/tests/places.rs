@@ -50,7 +50,7 @@ fn a_full_cluster_is_probed_by_two_and_the_rest_is_withdrawn_from_the_highest_pl
     no_room(&mut job, 10, 3);
     assert_eq!(done(&mut job), [kill(5)]);
     [5, 6].iter().for_each(|&launch| ended(&mut job, 20, launch));
-    assert_eq!((done(&mut job), job.restarts.counted()), (vec![], 0));
+    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![], 0));
     // Not even when some time has passed: two still wait.
     job.handle_timeout(at(120_000));
     assert_eq!(done(&mut job), []);
@@ -87,7 +87,7 @@ fn probes_move_down_to_the_places_that_become_free() {
     ended(&mut job, 23, 5);
     (7..=8).for_each(|launch| no_room(&mut job, 24, launch));
     ended(&mut job, 25, 4);
-    assert_eq!((done(&mut job), job.restarts.counted()), (vec![], 0));
+    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![], 0));
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn a_worker_that_is_taken_away_leaves_at_a_boundary_and_its_place_is_filled_at_o
     say(&mut job, 2, FromWorker::Leaving);
     assert_eq!((actions(&mut job), memberships(&mut job)), (vec![], vec![]));
     job.handle(at(2), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
-    assert_eq!((actions(&mut job), job.restarts.counted()), (vec![], 0));
+    assert_eq!((actions(&mut job), job.restarts.budget().counted), (vec![], 0));
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn a_launch_that_is_taken_away_before_its_hello_is_replaced_and_refused() {
     connect(&mut job, 1);
     assert!(matches!(actions(&mut job)[..], [Action::Refuse { .. }]));
     ended(&mut job, 2, 1);
-    assert_eq!((actions(&mut job), job.restarts.counted()), (vec![], 0));
+    assert_eq!((actions(&mut job), job.restarts.budget().counted), (vec![], 0));
 }
 
 #[test]

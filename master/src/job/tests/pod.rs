@@ -7,7 +7,7 @@ use elasticdl_proto::WorkerId;
 use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
-    actions, address, at, connect, finished, formed, launch_at, membership, say, send, started,
+    actions, address, at, connect, finished, formed, launch_at, lose, membership, say, send, started,
 };
 
 /// Two pods; there may be a third.
@@ -24,7 +24,7 @@ fn ended(job: &mut Job, ms: u64, launch: u64, exit: Exit) {
 }
 
 fn gone(job: &mut Job, ms: u64, worker: u64) {
-    job.handle(at(ms), Event::Disconnected { worker: WorkerId(worker) });
+    lose(job, ms, worker);
 }
 
 /// What was done but for leases.
@@ -84,7 +84,7 @@ fn a_crash_takes_the_pod_along_and_counts_once() {
     gone(&mut job, 2, 2);
     assert_eq!(done(&mut job), []);
     ended(&mut job, 3, 1, Exit::Signal(11));
-    assert_eq!((done(&mut job), job.restarts.counted()), (vec![launch_at(5, 0)], 1));
+    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![launch_at(5, 0)], 1));
     assert_eq!(job.summary(at(3)).workers.restarts, 1);
     assert_eq!(job.story.tally.ends, [(End::Crashed, 1)].into());
 }
@@ -94,7 +94,7 @@ fn a_failure_that_a_worker_has_told_is_not_counted_again_at_its_pods_end() {
     let mut job = started(pods(), &[20]);
     say(&mut job, 2, FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false });
     ended(&mut job, 3, 1, Exit::Code(1));
-    assert_eq!(job.restarts.counted(), 1);
+    assert_eq!(job.restarts.budget().counted, 1);
     assert!(done(&mut job).contains(&launch_at(5, 0)));
 }
 
@@ -117,7 +117,7 @@ fn a_pod_that_ends_without_a_word_loses_all_its_workers_at_once() {
     let mut job = started(pods(), &[20]);
     ended(&mut job, 1, 3, Exit::Taken("its node is gone".into()));
     let expected = [vec![launch_at(5, 2)], tell(&[1, 2], &membership(2, &[1, 2], true))].concat();
-    assert_eq!((done(&mut job), job.restarts.counted()), (expected, 0));
+    assert_eq!((done(&mut job), job.restarts.budget().counted), (expected, 0));
     let summary = job.summary(at(1));
     assert_eq!(summary.memberships[1].lost, [WorkerId(3), WorkerId(4)]);
 }
@@ -133,7 +133,7 @@ fn one_that_leaves_takes_its_pod_along_and_its_place_is_filled_at_once() {
     job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(3), reason: "preempted".into() });
     assert_eq!(done(&mut job), []);
     ended(&mut job, 2, 3, Exit::Code(143));
-    assert_eq!((done(&mut job), job.restarts.counted()), (vec![], 0));
+    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![], 0));
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn a_pod_that_waits_for_room_counts_as_one_of_those_that_may() {
     [9, 11].iter().for_each(|&launch| ended(&mut job, 2, launch, Exit::Taken("withdrawn".into())));
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(3), wait: Wait::Start(None) });
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(5), wait: Wait::Start(None) });
-    assert_eq!((done(&mut job), job.restarts.counted()), (vec![launch_at(13, 8)], 0));
+    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![launch_at(13, 8)], 0));
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn a_launch_that_says_nothing_is_counted_and_its_pod_goes_in_order() {
     done(&mut job);
     job.handle_timeout(at(60_000));
     let shutdown = send(1, ToWorker::Shutdown("another worker of its pod goes".into()));
-    assert_eq!((done(&mut job), job.restarts.counted()), (vec![shutdown, kill(1)], 1));
+    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![shutdown, kill(1)], 1));
 }
 
 #[test]
@@ -269,7 +269,9 @@ fn a_pod_of_which_one_does_not_come_back_goes_in_order() {
     }
     say(&mut job, 1, formed(1, 0, &[]));
     done(&mut job);
-    job.handle_timeout(at(4000));
+    job.handle_timeout(at(32_999));
+    assert_eq!(done(&mut job), []);
+    job.handle_timeout(at(33_000));
     let expected = [vec![kill(3)], tell(&[1, 2, 3], &membership(2, &[1, 2], true))].concat();
     let mut done = done(&mut job);
     done.retain(|a| !matches!(a, Action::Launch { .. }));

@@ -84,6 +84,9 @@ impl Process {
         });
         let step = self.state.as_ref().map_or(0, |s| s.step);
         self.up.push_back(FromWorker::Holding { step, ranges: ranges.collect() });
+        if self.newest.is_none() && self.prepared {
+            self.up.push_back(FromWorker::Ready { parameters: 10 });
+        }
         match (self.ring, &self.state, &self.newest) {
             (Some(ring), Some(state), _) if self.finished == Some(ring) => {
                 self.up.push_back(last_word(ring, state));

@@ -7,7 +7,7 @@ use elasticdl_proto::{Generation, WorkerId};
 use super::super::testing::spec;
 use super::super::*;
 use super::directed::{
-    actions, ask, at, broken, committed, connect, finished, formed, membership, say, send, started,
+    actions, ask, at, broken, committed, connect, finished, formed, lose, membership, say, send, started,
 };
 
 #[test]
@@ -65,7 +65,7 @@ fn what_cannot_be_true_fails_the_worker_that_said_it() {
             other => other,
         };
         say(&mut job, 1, message);
-        assert_eq!(job.restarts.counted(), 1);
+        assert_eq!(job.restarts.budget().counted, 1);
         let next = ToWorker::Membership(membership(2, &[2, 3], true));
         assert!(actions(&mut job).contains(&send(2, next)));
     }
@@ -98,7 +98,7 @@ fn a_gap_is_the_largest_that_a_member_reports_and_the_start_has_none() {
         phases: Phases { detect_us, connect_us: 500, ..Phases::default() },
     };
     say(&mut job, 1, resumed(1, 10));
-    job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 1, 3);
     say(&mut job, 1, resumed(2, 1500));
     say(&mut job, 2, resumed(2, 2500));
     say(&mut job, 1, resumed(2, 500));

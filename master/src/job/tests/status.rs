@@ -10,7 +10,7 @@ use super::super::queue::{Records, Share};
 use super::super::shards::Shards;
 use super::super::testing::{dataset, spec};
 use super::super::*;
-use super::directed::{actions, ask, at, committed, connect, formed, say, started};
+use super::directed::{actions, ask, at, committed, connect, formed, lose, say, started};
 
 /// Where the shards are, record by record.
 pub(super) fn count_shards(records: &Records, epochs: u32) -> ShardCounts {
@@ -172,7 +172,7 @@ fn recoveries(job: &mut Job) -> Vec<String> {
 #[test]
 fn what_a_change_cost_is_said_in_one_line_when_all_survivors_have_resumed() {
     let mut job = started(spec(), &[20]);
-    job.handle(at(0), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 0, 3);
     say(&mut job, 1, formed(2, 0, &[]));
     say(&mut job, 1, resumed(2, 1, 100));
     assert_eq!(recoveries(&mut job), [""; 0]);
@@ -192,7 +192,7 @@ fn what_a_change_cost_is_said_in_one_line_when_all_survivors_have_resumed() {
 #[test]
 fn a_survivor_that_tells_nothing_does_not_hold_up_the_line() {
     let mut job = started(spec(), &[20]);
-    job.handle(at(0), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 0, 3);
     say(&mut job, 1, formed(2, 0, &[]));
     say(&mut job, 1, resumed(2, 1, 100));
     let report = |step| Event::Message { worker: WorkerId(1), message: committed(2, step, &[]) };
@@ -201,7 +201,7 @@ fn a_survivor_that_tells_nothing_does_not_hold_up_the_line() {
     job.handle(at(1000), report(3));
     assert_eq!(recoveries(&mut job).len(), 1);
     // And where the next change comes first, it is said before that.
-    job.handle(at(1100), Event::Disconnected { worker: WorkerId(2) });
+    lose(&mut job, 1100, 2);
     say(&mut job, 1, formed(3, 3, &[]));
     actions(&mut job);
     assert_eq!(recoveries(&mut job), [""; 0]);

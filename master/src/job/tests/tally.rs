@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::Generation;
 
 use super::super::testing::spec;
 use super::super::*;
@@ -32,7 +32,7 @@ fn steps_records_and_times_are_those_of_the_reports() {
 fn a_change_is_counted_once_with_the_largest_gap_and_the_start_is_none() {
     let mut job = started(spec(), &[20]);
     say(&mut job, 1, resumed(1, 10));
-    job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 1, 3);
     say(&mut job, 1, resumed(2, 1500));
     assert_eq!(tally(&job).recoveries, BTreeMap::new(), "not all have told");
     say(&mut job, 2, resumed(2, 7000));
@@ -49,22 +49,22 @@ fn a_change_is_counted_once_with_the_largest_gap_and_the_start_is_none() {
 #[test]
 fn a_change_that_is_overtaken_by_the_next_one_counts_if_anybody_has_told() {
     let mut job = started(spec(), &[20]);
-    job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 1, 3);
     say(&mut job, 1, formed(2, 0, &[]));
     say(&mut job, 1, resumed(2, 1500));
-    job.handle(at(2), Event::Disconnected { worker: WorkerId(2) });
+    lose(&mut job, 2, 2);
     assert_eq!(tally(&job).recoveries[&Cause::Lost].gap.count(), 1);
     say(&mut job, 1, formed(3, 0, &[]));
-    job.handle(at(3), Event::Disconnected { worker: WorkerId(1) });
+    lose(&mut job, 3, 1);
     assert_eq!(tally(&job).recoveries[&Cause::Lost].gap.count(), 1, "nobody has told of the third");
 }
 
 #[test]
 fn a_change_of_which_the_first_word_comes_late_counts_then_and_once() {
     let mut job = started(spec(), &[20]);
-    job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
+    lose(&mut job, 1, 3);
     say(&mut job, 1, formed(2, 0, &[]));
-    job.handle(at(2), Event::Disconnected { worker: WorkerId(2) });
+    lose(&mut job, 2, 2);
     assert_eq!(tally(&job).recoveries, BTreeMap::new());
     say(&mut job, 1, resumed(2, 1500));
     say(&mut job, 1, resumed(2, 2500));

@@ -43,6 +43,8 @@ pub(super) enum Fault {
     Leave(LaunchId),
     /// At once, or in the middle of what follows from the next event, after so many actions.
     MasterDies(Option<usize>),
+    /// The stream of a worker is reset, and the master notices it at once or when the worker is back.
+    Reset(LaunchId),
     Scale(u32),
     Stop,
 }
@@ -190,6 +192,7 @@ impl World {
             }
             Fault::MasterDies(None) => self.replace_master(),
             Fault::MasterDies(after) => self.dies_after = after,
+            Fault::Reset(launch) => self.reset(launch),
             Fault::Scale(num_workers) => self.event(Event::Scale { num_workers }),
             Fault::Stop => {
                 self.stopped = true;
@@ -486,6 +489,32 @@ impl World {
         self.event(Event::Message { worker, message });
     }
 
+    /// A part of what was on its way in either direction is lost.
+    fn reset(&mut self, id: LaunchId) {
+        let p = &self.processes[index(id)];
+        let is_open = p.alive && p.worker.is_some() && !p.closed && !p.astray && !p.reconnected;
+        if !is_open {
+            return;
+        }
+        for _ in 0..self.rng.random_range(0..=self.processes[index(id)].up.len()) {
+            if self.ended.is_none() && !self.processes[index(id)].up.is_empty() {
+                self.deliver_up(id);
+            }
+        }
+        let p = &mut self.processes[index(id)];
+        if !p.alive || self.ended.is_some() {
+            return;
+        }
+        let arrived = self.rng.random_range(0..=p.down.len());
+        let (was_orphan, worker) = (p.orphan, p.worker);
+        p.lose_master(arrived);
+        p.orphan = was_orphan;
+        if let Some(worker) = worker.filter(|_| self.rng.random()) {
+            self.gone.insert(worker);
+            self.event(Event::Disconnected { worker });
+        }
+    }
+
     fn reap(&mut self, id: LaunchId) {
         let p = &mut self.processes[index(id)];
         let exit = p.exit.take().map(|exit| if p.orphan { Exit::Unknown } else { exit }).unwrap();
@@ -495,6 +524,7 @@ impl World {
         // A member that is to go because fewer are wanted is excused before it is told; nobody outside can know.
         let retired = self.job.crew.launches[&id].retired;
         let own = match exit {
+            Exit::Code(70 | 143) => false,
             Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
             Exit::Signal(signal) => ![1, 2, 9, 15].contains(&signal),
             Exit::Taken(_) | Exit::Unknown => false,

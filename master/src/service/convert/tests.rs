@@ -280,6 +280,7 @@ fn a_welcome_carries_the_jobs_options() {
         seed: 5,
         max_worker_restarts: 1,
         worker_timeout: Some(Duration::from_secs(1)),
+        master_timeout: Duration::from_secs(30),
         checkpoints: Some(CheckpointSpec {
             dir: "/c".into(),
             every: CheckpointEvery::Time(Duration::from_secs(30)),

@@ -110,7 +110,8 @@ impl World {
         let of = if goes_back { books.eras } else { era };
         let membership = books.published.iter().find(|m| m.generation == generation);
         let members = membership.map(|m| m.members.iter().map(|(id, _)| *id).collect()).unwrap_or_default();
-        let line = Line { era: of, came_from: era, members, base, commits: BTreeMap::new() };
+        let formed_at = self.clock.now();
+        let line = Line { era: of, came_from: era, formed_at, members, base, commits: BTreeMap::new() };
         let line = books.lines.entry(generation.0).or_insert(line);
         self.processes[p].trainer.model.era = line.era;
         wrong.into_iter().for_each(|wrong| self.violate(wrong));

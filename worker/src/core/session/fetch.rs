@@ -74,6 +74,12 @@ impl Session {
         }
     }
 
+    pub(super) fn report_caught_up_again(&mut self) {
+        if self.fetch.primed && !self.was_member {
+            self.reports.push_back(Report::Primed { step: self.step() });
+        }
+    }
+
     /// The donor goes into `generation`, and this worker with it: there is no more to come.
     pub fn fetch_ended(&mut self, generation: Generation) {
         if self.phase != Phase::Fetching {

@@ -1,17 +1,21 @@
-//! What a worker says to a master that comes after the one that it knew.
+//! What a worker says to its master after it was disconnected, or to a new master.
 
 use super::{Phase, Report, Session, State};
 
 impl Session {
-    /// Another master is there, which knows nothing of what was said to the one before. It is told first which records
-    /// are this worker's, then what the one before may not have heard, and asked anew for what that one did not give.
+    /// The control stream is open again, to the same master or to another one. Messages of the stream before may be lost, and
+    /// another master knows none of them. The master is told first which records are this worker's, then what it may
+    /// not have heard, and is asked again for what it did not give.
     pub fn reconnected(&mut self) {
         self.reports.clear();
         self.leases.forget_asked();
         let ranges = self.pending.ranges.iter().copied().chain(self.leases.all()).collect();
         self.reports.push_back(Report::Holding { step: self.step(), ranges });
         match &mut self.phase {
-            Phase::Alone => self.report_broken_again(),
+            Phase::Alone => {
+                self.report_broken_again();
+                self.report_caught_up_again();
+            }
             Phase::Over { told, .. } => *told = false,
             Phase::Evaluating { group, .. } | Phase::Round { group, .. } => {
                 let (generation, rank, world_size) = (group.generation, group.rank, group.members.len());
@@ -22,12 +26,9 @@ impl Session {
                 }
                 self.ask(world_size);
             }
+            Phase::Fetching => self.report_caught_up_again(),
             // What comes of these is said when it is done.
-            Phase::Ended(_)
-            | Phase::Fetching
-            | Phase::Joining(_)
-            | Phase::Repairing(..)
-            | Phase::Syncing(_) => {}
+            Phase::Ended(_) | Phase::Joining(_) | Phase::Repairing(..) | Phase::Syncing(_) => {}
         }
     }
 

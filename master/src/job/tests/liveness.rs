@@ -15,9 +15,25 @@ fn watched() -> Job {
 
 /// Lets the time pass to `until` in looks of 50 ms; before each, `beating` are heard.
 fn pass(job: &mut Job, from: u64, until: u64, beating: &[u64]) {
+    pass_waiting(job, from, until, beating, None);
+}
+
+/// As [`pass`]; those that are heard wait for their neighbours since `stopped`.
+fn pass_waiting(job: &mut Job, from: u64, until: u64, beating: &[u64], stopped: Option<u64>) {
     for ms in (from..=until).step_by(50) {
         for &worker in beating {
-            job.handle(at(ms), Event::Message { worker: WorkerId(worker), message: FromWorker::Alive(None) });
+            let stall = stopped.filter(|&since| since <= ms).map(|since| Stall {
+                generation: job.group.generation,
+                operation: 5,
+                received: 0,
+                sent: 0,
+                waits_for_next: false,
+                since: Duration::from_millis(ms - since),
+            });
+            job.handle(
+                at(ms),
+                Event::Message { worker: WorkerId(worker), message: FromWorker::Alive(stall) },
+            );
         }
         job.handle_timeout(at(ms));
     }
@@ -39,9 +55,9 @@ fn nobody_is_out(actions: &[Action]) -> bool {
 #[test]
 fn a_silent_worker_is_taken_out_killed_and_replaced() {
     let mut job = watched();
-    pass(&mut job, 50, 1100, &[1, 3]);
-    assert_eq!(abort_of(&actions(&mut job)), None, "a second is not too long, nor a beat more");
-    pass(&mut job, 1150, 1150, &[1, 3]);
+    pass_waiting(&mut job, 50, 1100, &[1, 3], Some(100));
+    assert_eq!(abort_of(&actions(&mut job)), None, "a second is not too long, nor a heartbeat more");
+    pass_waiting(&mut job, 1150, 1150, &[1, 3], Some(100));
     let done = actions(&mut job);
     assert_eq!(abort_of(&done), Some((vec![WorkerId(1), WorkerId(3)], true)));
     assert!(done.contains(&Action::Disconnect { worker: WorkerId(2) }), "{done:?}");
@@ -82,8 +98,56 @@ fn a_worker_that_falls_silent_before_it_is_a_member_changes_no_group() {
     let (connection, launch) = (ConnectionId(4), LaunchId(4));
     job.handle(at(100), Event::Connected { connection, launch, address, pid: 104, resume: None });
     actions(&mut job);
-    pass(&mut job, 150, 1300, &[1, 2, 3]);
+    pass(&mut job, 150, 10_200, &[1, 2, 3]);
+    assert!(nobody_is_out(&actions(&mut job)), "it holds nobody up");
+    pass(&mut job, 10_250, 10_300, &[1, 2, 3]);
     let done = actions(&mut job);
     assert_eq!(abort_of(&done), None, "{done:?}");
     assert!(done.contains(&Action::Kill { launch: LaunchId(4) }), "{done:?}");
+}
+
+#[test]
+fn a_member_that_only_the_master_cannot_hear_stays() {
+    let mut job = watched();
+    pass(&mut job, 50, 30_000, &[1, 3]);
+    assert!(nobody_is_out(&actions(&mut job)), "the others make progress, so it lives");
+    // Without a master it ends after 30 s.
+    pass(&mut job, 30_050, 32_100, &[1, 3]);
+    assert_eq!(abort_of(&actions(&mut job)), Some((vec![WorkerId(1), WorkerId(3)], true)));
+}
+
+#[test]
+fn a_master_that_hears_nobody_takes_nobody_out() {
+    let mut job = watched();
+    pass(&mut job, 50, 200, &[1, 2, 3]);
+    pass(&mut job, 250, 29_000, &[]);
+    // Some are heard before others.
+    pass(&mut job, 29_050, 29_200, &[2]);
+    pass(&mut job, 29_250, 40_000, &[1, 2, 3]);
+    assert!(nobody_is_out(&actions(&mut job)));
+    assert_eq!(job.status(at(40_000)).generation.0, 1);
+}
+
+#[test]
+fn a_member_that_computes_for_long_is_not_taken_for_a_stopped_one() {
+    let mut job = watched();
+    for step in 1..=3 {
+        let ranges = vec![];
+        let compute_us = vec![3_000_000; 3];
+        let committed = Committed {
+            generation: job.group.generation,
+            step,
+            ranges,
+            loss_sum: 0.0,
+            records: 0,
+            compute_us,
+            times: StepTimes::default(),
+            steps_skipped: 0,
+        };
+        job.handle(at(0), Event::Message { worker: WorkerId(1), message: FromWorker::Committed(committed) });
+    }
+    pass_waiting(&mut job, 50, 3000, &[1, 3], Some(100));
+    assert!(nobody_is_out(&actions(&mut job)));
+    pass_waiting(&mut job, 3050, 3100, &[1, 3], Some(100));
+    assert_eq!(abort_of(&actions(&mut job)), Some((vec![WorkerId(1), WorkerId(3)], true)));
 }
