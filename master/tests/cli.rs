@@ -459,7 +459,7 @@ fn the_help_is_a_manual() {
         "Exit codes:",
         "Workers:",
         "Data and steps:",
-        "[default: 30s; with --image 5min]",
+        "[default: 30s; with --image 15min",
         "[default: 2]",
         "--workers-per-pod",
         "-- <PROGRAM> [ARGS]...",

@@ -97,15 +97,16 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
     pub max_workers: Option<u32>,
 
-    /// Crashes and errors of workers after which the job fails.
+    /// Crashes and errors of workers, without progress between them, after which the job fails.
     ///
     /// Each is followed by a new worker. Workers that someone kills are replaced without being counted.
     #[arg(long, value_name = "N", default_value = "3", help_heading = WORKERS)]
     pub max_worker_restarts: u32,
 
-    /// A worker that is stopped, swapped out or cut off for longer than this is taken out and replaced.
+    /// A worker that is stopped or cut off for longer than this, and holds the others up, is evicted and replaced.
     ///
-    /// By the default it is out within a second. A worker whose model computes is not silent, however long it takes.
+    /// By the default it is out within a second. A worker whose model computes is not silent, however long it takes, and one
+    /// that only the master cannot hear trains on.
     #[arg(long, value_name = "DURATION", default_value = "800ms", value_parser = plan::parse_worker_timeout,
           help_heading = WORKERS)]
     pub worker_timeout: Duration,
