@@ -70,7 +70,9 @@ impl Proxy {
 
     /// Resets the connection that was opened last.
     pub fn reset_one(&self) {
-        lock(&self.connections).pop().map(reset);
+        if let Some(ends) = lock(&self.connections).pop() {
+            reset(ends);
+        }
     }
 }
 

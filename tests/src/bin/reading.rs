@@ -70,7 +70,9 @@ fn main() -> ExitCode {
         ["idx", ..] => work(|| IdxImages::new(2, 2)),
         ["text", ..] => work(|| TextWindows::new(4)),
         ["speed", elasticdl] => speed(elasticdl, 1_000_000),
-        ["speed", elasticdl, rows] => rows.parse().map_or(ExitCode::from(2), |rows| speed(elasticdl, rows)),
+        ["speed", elasticdl, rows] => {
+            rows.parse().map_or_else(|_| ExitCode::from(2), |rows| speed(elasticdl, rows))
+        }
         _ => ExitCode::from(2),
     }
 }

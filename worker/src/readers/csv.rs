@@ -463,7 +463,7 @@ mod tests {
         assert!(matches!(&error, DataError::Changed { .. }), "{error}");
         assert!(error.to_string().starts_with(&other.path), "{error}");
         let copy = self::table("y,name,n\n1,a,1\n2,b,2\n");
-        let file = File { path: copy.path.clone(), records: 2, version };
+        let file = File { path: copy.path, records: 2, version };
         assert_eq!(columns().read(&file, 0..2).unwrap().len(), 2);
     }
 
