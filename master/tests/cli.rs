@@ -257,7 +257,8 @@ fn a_job_whose_program_fails_says_why_and_leaves_its_summary() {
     assert_eq!(said.code, Some(1), "{}{}", said.stdout, said.stderr);
     assert!(said.stdout.contains("failed after") && said.stdout.contains("mine.json"), "{}", said.stdout);
     // What the program said is not left to be found in its log.
-    let expected = "exited with code 3; this is failure 1 of workers, and at most 0 are allowed; its log ends with:\n    oh no\n";
+    let expected = "exited with code 3; this is failure 1 of workers since the job made progress, and at most 0 are allowed \
+                    (--max-worker-restarts); its log ends with:\n    oh no\n";
     assert!(said.stderr.contains("\nerror: launch ") && said.stderr.ends_with(expected), "{}", said.stderr);
     let summary = fs::read(home.path("mine.json")).unwrap();
     assert_eq!(fs::read(home.path("job/summary.json")).unwrap(), summary);

@@ -197,6 +197,7 @@ fn a_worker_that_ends_without_a_word_is_counted() {
         .command(&["--exit-at", "1234"])
         .option("num-workers", "2")
         .option("max-worker-restarts", "1")
+        .flag("restart-without-checkpoint")
         .run();
     assert_eq!(ended.code, Some(1), "{}", ended.output);
     let error = ended.summary["error"].as_str().unwrap();

@@ -364,9 +364,22 @@ impl Storage {
     fn error(&self, path: &str, error: object_store::Error) -> StorageError {
         match error {
             object_store::Error::NotFound { .. } => StorageError::NotFound { path: self.name(path) },
+            source if lies_below_a_file(&source) => StorageError::NotFound { path: self.name(path) },
             source => StorageError::Store { path: self.name(path), source: Box::new(source) },
         }
     }
+}
+
+/// Whether a path leads through something that is no folder, so that there is nothing.
+fn lies_below_a_file(error: &object_store::Error) -> bool {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(error) = error.downcast_ref::<std::io::Error>() {
+            return error.kind() == std::io::ErrorKind::NotADirectory;
+        }
+        cause = error.source();
+    }
+    false
 }
 
 impl Version {
@@ -462,6 +475,9 @@ mod tests {
         storage.remove("x/1").unwrap();
         let error = storage.read("x/1").unwrap_err();
         assert!(matches!(&error, StorageError::NotFound { path } if path.ends_with("c%d/x/1")), "{error}");
+        storage.write("file", vec![Bytes::from_static(b"1")]).unwrap();
+        let error = storage.read("file/below").unwrap_err();
+        assert!(matches!(&error, StorageError::NotFound { .. }), "{error}");
     }
 
     #[test]
