@@ -212,7 +212,10 @@ fn a_master_that_is_cut_off_from_all_workers_for_a_while_loses_none_of_them() {
         std::thread::sleep(Duration::from_millis(ms));
         stage.heal(MASTER, 1..HOSTS);
         let step = stage.job.status()["step"].as_u64();
-        stage.job.wait_for("the next step", |status| status["step"].as_u64() > step);
+        stage.job.wait_for("all to be back, and another step", |status| {
+            let here = status["workers"].as_array().map_or(0, Vec::len);
+            here == 4 && status["step"].as_u64() > step
+        });
         assert_eq!(stage.job.workers(), before, "{ms} ms");
     }
     let ended = stage.end("a master that is cut off");

@@ -99,7 +99,10 @@ fn a_master_that_is_stopped_for_40_s_loses_nobody() {
     std::thread::sleep(Duration::from_secs(40));
     job.continue_master();
     let step = job.status()["step"].as_u64();
-    job.wait_for("the next step", |status| status["step"].as_u64() > step);
+    job.wait_for("all to be back, and another step", |status| {
+        let here = status["workers"].as_array().map_or(0, Vec::len);
+        here == 4 && status["step"].as_u64() > step
+    });
     assert_eq!(job.workers(), before);
     let ended = job.wait();
     ended.assert_exact("a stopped master");
