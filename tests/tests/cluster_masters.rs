@@ -162,6 +162,8 @@ fn a_master_that_can_not_be_made_is_told_by_all_commands() {
     let look = |command: &str, args: &[&str]| text(&namespace.elasticdl(command, args).output().unwrap());
     job.wait_for("the list tells why", || look("list", &[]).contains(reason).then_some(()));
     assert!(look("status", &["count"]).contains(reason), "{}", look("status", &["count"]));
+    // It looks every few seconds.
+    std::thread::sleep(Duration::from_secs(8));
     send(job.following().pid(), Signal::INT);
     let (_, output) = job.wait();
     assert!(output.contains("the master waits: FailedCreate") && output.contains(reason), "{output}");

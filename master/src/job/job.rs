@@ -14,7 +14,7 @@ use super::disconnected::Returned;
 use super::event::{ConnectionId, Event, Exit, Finished, LaunchId, Resume};
 use super::group::Group;
 use super::queue::Records;
-use super::restart::{Budget, Restarts, TooMany, describe, is_own_fault};
+use super::restart::{Budget, EXIT_MASTER_LOST, Restarts, TooMany, describe, is_own_fault};
 use super::spec::{Dataset, JobSpec};
 use super::story::Story;
 use super::tally::End;
@@ -366,16 +366,20 @@ impl Job {
             Phase::Ending(_) if self.crew.launches.is_empty() => self.end_now(),
             Phase::Ending(_) => {}
             Phase::Running | Phase::Stopping => {
+                // A worker that has never come to its master is not on its way back to it.
+                let has_lost_way =
+                    *exit == Exit::Code(EXIT_MASTER_LOST) && ended.iter().all(|l| l.worker.is_none());
+                let is_own_fault = is_own_fault(exit) || has_lost_way;
                 let excused = ended.iter().all(|l| l.fate == Fate::Excused || l.leaving || l.retired);
                 let counted = ended.iter().any(|l| l.fate == Fate::Counted);
                 self.story.tally.end(match () {
                     () if excused => End::Told,
                     () if counted => End::Failed,
-                    () => End::of(exit, is_own_fault(exit)),
+                    () => End::of(exit, is_own_fault),
                 });
                 if excused || counted {
                     self.say(format!("{name} has ended ({end})"));
-                } else if is_own_fault(exit) {
+                } else if is_own_fault {
                     self.count_failure(now, &format!("{name} {end}"), &[]);
                     self.story.explain_error(ended.iter().find_map(|l| l.printed.as_deref()));
                 } else {

@@ -135,6 +135,9 @@ pub(super) fn is_own_fault(exit: &Exit) -> bool {
 /// How a process ended, for the user.
 pub(super) fn describe(exit: &Exit) -> String {
     match exit {
+        Exit::Code(code @ EXIT_MASTER_LOST) => {
+            format!("exited with code {code}: it found no master, or none that wants it")
+        }
         Exit::Code(code) => format!("exited with code {code}"),
         Exit::NotStarted(error) => format!("could not be started: {}", super::story::clip(error)),
         Exit::OverLimit(what) => format!("went over a limit: {}", super::story::clip(what)),
@@ -156,7 +159,7 @@ fn delay(counted: u32) -> Duration {
 }
 
 /// A worker ends with this code when it has found no master in time, or none that wants it.
-const EXIT_MASTER_LOST: i32 = 70;
+pub(super) const EXIT_MASTER_LOST: i32 = 70;
 /// A worker ends with this code when it was told to end, and was not let go in time.
 const EXIT_TERMINATED: i32 = 143;
 

@@ -524,7 +524,9 @@ impl World {
         // A member that is to go because fewer are wanted is excused before it is told; nobody outside can know.
         let retired = self.job.crew.launches[&id].retired;
         let own = match exit {
-            Exit::Code(70 | 143) => false,
+            // It may have been refused, but was never told why it should go.
+            Exit::Code(70) => p.worker.is_none(),
+            Exit::Code(143) => false,
             Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
             Exit::Signal(signal) => ![1, 2, 9, 15].contains(&signal),
             Exit::Taken(_) | Exit::Unknown => false,
