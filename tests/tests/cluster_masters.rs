@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use elasticdl_tests::cluster::{ApiServer, Job, Namespace, kubectl, must, name, text, uid};
+use elasticdl_tests::cluster::{Job, Namespace, kubectl, must, name, text, uid};
 use elasticdl_tests::send;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -81,32 +81,6 @@ fn masters_that_are_deleted_and_drained_again_and_again_are_followed_within_seco
         assert_eq!(uids(&job.wait_for_group(2)), workers, "round {round}: workers were restarted");
     }
     job.assert_completes(60);
-}
-
-#[test]
-fn the_master_of_a_node_that_does_not_answer_is_given_up_in_time_and_the_workers_train_on() {
-    let Some(namespace) = namespace("lost") else { return };
-    let options = ["--num-workers", "2", "--num-epochs", "100", "--max-worker-restarts", "0"];
-    let job = Job::start(&namespace, "count", &options, 4000);
-    let workers = uids(&job.wait_for_group(2));
-    let (old, step) = (namespace.leader("count").unwrap(), job.step());
-    // The node says nothing any more, and its master is gone; its workers are as on other nodes.
-    let kubelet = ApiServer::new().kubelet();
-    send(kubelet, Signal::STOP);
-    send(master_process(&namespace, "count"), Signal::KILL);
-    let masters = || namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
-    let another = || masters().into_iter().find(|pod| uid(pod) != uid(&old));
-    let since = Instant::now();
-    while another().is_none() && since.elapsed() < Duration::from_secs(110) {
-        std::thread::sleep(Duration::from_secs(1));
-    }
-    let made = another().is_some();
-    send(kubelet, Signal::CONT);
-    assert!(made, "the cluster made no other master for a node that does not answer");
-    job.wait_for("another master", || namespace.leader("count").filter(|new| uid(new) != uid(&old)));
-    assert_eq!(uids(&job.wait_for_group(2)), workers, "workers were restarted");
-    assert!(job.step() > step, "training began anew");
-    job.assert_completes(100);
 }
 
 #[test]

@@ -497,7 +497,7 @@ const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Interval of HTTP/2 pings, and how long an answer may take: a stream to a master that is cut off or stopped ends
 /// after the sum of both, and the worker looks for a master.
-const KEEP_ALIVE_MAX: Duration = Duration::from_secs(5);
+const KEEP_ALIVE_MAX: Duration = Duration::from_secs(10);
 
 /// How long a worker without a stream waits before it looks for a master again: twice as long each time.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
