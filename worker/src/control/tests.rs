@@ -270,7 +270,7 @@ fn an_older_master_than_the_one_known_is_not_accepted_and_the_search_goes_on() {
     assert!(control.inbox.try_recv().is_err(), "it went on with an older master");
     stage.incarnation.store(3, Relaxed);
     assert_eq!(control.inbox.recv().unwrap(), FromMaster::Reconnected);
-    let last = stage.streams.lock().unwrap().len() - 1;
+    let last = *stage.streams.lock().unwrap().keys().next_back().unwrap();
     stage.end(last);
     let newest = std::iter::repeat_with(|| stage.next()).find_map(|(_, said)| match said {
         Said::Hello(hello) => hello.resume.filter(|resume| resume.incarnation > 2),
