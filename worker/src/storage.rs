@@ -8,7 +8,7 @@
 //! | `az://container/path` | Azure Blob Storage | `AZURE_STORAGE_ACCOUNT_NAME`, … |
 //!
 //! Calls block, so they belong to threads that may wait; requests run on a small runtime of their own. Storage that does
-//! not answer is waited for ([`waits`]).
+//! not answer is waited for (see `waits.rs`).
 
 use std::fmt;
 use std::ops::Range;
