@@ -5,6 +5,8 @@ use std::error::Error;
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=elasticdl");
     let descriptors = protox::compile(["elasticdl/v1/master.proto"], ["."])?;
-    tonic_prost_build::configure().compile_fds(descriptors)?;
+    // A long list is sent to a thousand workers: all share one copy of it.
+    let builder = tonic_prost_build::configure().bytes(".elasticdl.v1.Dataset.packed");
+    builder.compile_fds(descriptors)?;
     Ok(())
 }

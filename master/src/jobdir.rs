@@ -6,7 +6,7 @@
 //!       master.json             where the running master listens; gone when it has ended
 //!       logs/master.log         what the master did
 //!       logs/worker-<launch>.log   what one worker printed
-//!       job.json, record.json, processes   what another master needs to go on: see `kept`
+//!       job.json, record.json, files.zst, processes   what another master needs to go on: see `kept`
 //!       program                 the training program as it was when the job began
 //!       checkpoints/            where the job keeps them, unless it was told another place
 //!       summary.json            how the job ended
@@ -383,6 +383,7 @@ pub fn worker_log(logs: &Path, launch: LaunchId) -> PathBuf {
 
 /// Where a job keeps checkpoints that has no other place for them.
 pub(crate) const CHECKPOINTS: &str = "checkpoints";
+const FILES: &str = "files.zst";
 const JOB: &str = "job.json";
 const LOCK: &str = "lock";
 const LOCK_ATTEMPTS: u32 = 5;

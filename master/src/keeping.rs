@@ -1,8 +1,8 @@
 //! Where what another master would need is kept: in a file, or in a cluster.
 
-use crate::job::Job;
+use crate::job::{Event, Job};
 use crate::jobdir::RecordFile;
-use crate::kube::kept::Keeper;
+use crate::kube::kept::{Keeper, Trouble};
 
 /// Where records go.
 #[derive(Debug)]
@@ -37,10 +37,13 @@ impl Keeping {
         }
     }
 
-    /// Waits until more may be allowed. Safe to drop at any time.
-    pub(crate) async fn changed(&mut self) {
+    /// Waits until more may be allowed, or the job is to be told something. Safe to drop at any time.
+    pub(crate) async fn changed(&mut self) -> Option<Event> {
         match self {
-            Self::Anchor(keeper) => keeper.changed().await,
+            Self::Anchor(keeper) => keeper.changed().await.map(|trouble| match trouble {
+                Trouble::Refused(reason) => Event::RecordRefused { reason },
+                Trouble::Waits(reason) => Event::RecordWaits { reason },
+            }),
             Self::File(_) | Self::Nothing => std::future::pending().await,
         }
     }

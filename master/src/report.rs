@@ -23,6 +23,42 @@ pub fn to_json(summary: &Summary) -> Vec<u8> {
     json
 }
 
+/// As [`to_json`], or in one line, or with less in it: in no more than `bytes`, which are 128 Ki at least. What tells how
+/// the job ended stays.
+#[must_use]
+pub fn to_json_within(mut summary: Summary, bytes: usize) -> String {
+    let text = |json: Vec<u8>| String::from_utf8(json).expect("JSON is UTF-8");
+    let pretty = text(to_json(&summary));
+    if pretty.len() <= bytes {
+        return pretty;
+    }
+    let line = |summary: &Summary| serde_json::to_string(summary).expect("a summary's keys are strings");
+    let mut json = line(&summary);
+    while json.len() > bytes {
+        let evaluations = summary.evaluations.as_mut().map(|known| &mut known.all);
+        let lengths = [
+            summary.memberships.len(),
+            summary.failed_shards.len(),
+            evaluations.as_ref().map_or(0, |all| all.len()),
+            summary.checkpoints.as_ref().map_or(0, |known| known.restored.len()),
+        ];
+        if lengths.iter().all(|len| *len == 0) {
+            break;
+        }
+        // The newest of each, and of failures the first.
+        summary.memberships.drain(..lengths[0].div_ceil(2));
+        summary.failed_shards.truncate(lengths[1] / 2);
+        if let Some(all) = evaluations {
+            all.drain(..lengths[2].div_ceil(2));
+        }
+        if let Some(known) = &mut summary.checkpoints {
+            known.restored.drain(..lengths[3].div_ceil(2));
+        }
+        json = line(&summary);
+    }
+    json + "\n"
+}
+
 /// Writes the summary as a table.
 ///
 /// # Errors
@@ -342,5 +378,30 @@ job mnist: completed after 1.50 s
         assert_eq!((&json["workers"]["final"], &json["state"]), (&2.into(), &"completed".into()));
         let read: Summary = serde_json::from_slice(&text).unwrap();
         assert_eq!(read, Summary { loss: LossSummary { first: Some(1.0), last: None }, ..summary() });
+    }
+
+    #[test]
+    fn a_summary_fits_into_its_part_of_an_anchor_and_keeps_what_tells_how_the_job_ended() {
+        assert_eq!(to_json_within(summary(), 128 << 10).as_bytes(), to_json(&summary()));
+        let mut long = summary();
+        let named =
+            MembershipRecord { joined: (0..3000).map(WorkerId).collect(), ..change(1, Cause::Join, None) };
+        long.memberships =
+            (0..200).map(|i| MembershipRecord { generation: Generation(i), ..named.clone() }).collect();
+        let failed = FailedShard {
+            worker: WorkerId(1),
+            epoch: 0,
+            file: "f".repeat(4096),
+            start: 0,
+            end: 1,
+            error: "\u{1}".repeat(4096),
+        };
+        long.failed_shards = vec![failed; 100];
+        let text = to_json_within(long.clone(), 256 << 10);
+        assert!(text.len() <= 256 << 10, "{} KiB", text.len() >> 10);
+        let read: Summary = serde_json::from_str(&text).unwrap();
+        assert_eq!((read.records, read.digest, read.error), (long.records, long.digest, long.error));
+        assert!(!read.memberships.is_empty() && !read.failed_shards.is_empty());
+        assert_eq!(read.memberships.last().unwrap().generation, Generation(199));
     }
 }

@@ -306,7 +306,9 @@ impl Master {
                         self.job.handle(self.now(), Event::Stop);
                     }
                 },
-                () = self.keeping.changed() => {}
+                event = self.keeping.changed() => if let Some(event) = event {
+                    self.job.handle(self.now(), event);
+                },
                 () = has_run_out(&mut self.warrant) => self.step_aside().await,
                 () = due, if timeout.is_some() => self.job.handle_timeout(self.now()),
                 _ = ticks.tick() => self.show(),

@@ -159,7 +159,8 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
     let Told::Welcome(welcome) = worker.told().await else { panic!("no welcome") };
     assert_eq!(welcome.options.unwrap().training_data, "d");
     assert_eq!(worker.told().await, Told::Describe(v1::Describe {}));
-    let dataset = v1::Dataset { files: vec![v1::File { path: "a".into(), records: 4, version: None }] };
+    let file = v1::File { path: "a".into(), records: 4, version: None };
+    let dataset = v1::Dataset { files: vec![file], ..Default::default() };
     worker.say(described(v1::described::Outcome::Dataset(dataset.clone()))).await;
     assert_eq!(worker.told().await, Told::Prepare(v1::Prepare { dataset: Some(dataset) }));
     worker.say(Said::LeaseRequest(v1::LeaseRequest { epoch: 0, records: 4 })).await;

@@ -2,9 +2,10 @@
 //! the ledger.
 //!
 //! **Invariant:** this crate does no IO and decides nothing. The generated types in [`v1`] stop at the files that speak
-//! gRPC; [`WorkerId`], [`Generation`], [`RecordRange`], [`RangeSet`] and [`Ledger`] are what the cores on both sides
+//! gRPC; [`WorkerId`], [`Generation`], [`RecordRange`], [`RangeSet`], [`Ledger`] and [`FileList`] are what the cores on both sides
 //! reckon with.
 
+mod files;
 mod ids;
 mod ledger;
 mod ranges;
@@ -15,6 +16,7 @@ pub mod v1 {
     tonic::include_proto!("elasticdl.v1");
 }
 
+pub use files::{FileLimits, FileList, FileListError, Files, ListedFile};
 pub use ids::{Generation, WorkerId};
 pub use ledger::Ledger;
 pub use ranges::{RangeSet, RecordRange};

@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-use elasticdl_tests::cluster::{Job, Namespace, uid};
+use elasticdl_tests::cluster::{Job, Namespace, assert_exactly_once, text, uid};
 use serde_json::Value;
 
 fn namespace(test: &str) -> Option<Namespace> {
@@ -141,4 +142,24 @@ fn workers_that_fit_nowhere_wait_and_the_status_says_why() {
     let (code, output) = job.wait();
     assert_eq!(code, Some(0), "{output}");
     job.assert_deletes();
+}
+
+#[test]
+fn fifteen_thousand_files_with_long_paths_are_no_limit() {
+    const FILES: u64 = 15_000;
+    let Some(namespace) = namespace("files") else { return };
+    let data = tempfile::tempdir().unwrap();
+    fs::set_permissions(data.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    for i in 0..FILES {
+        fs::write(data.path().join(format!("part-{i:085}")), i.to_le_bytes()).unwrap();
+    }
+    let volume = format!("host_path={},mount_path=/data,read_only=true", data.path().display());
+    let options =
+        ["--num-workers", "2", "--num-epochs", "1", "--global-batch-size", "500", "--volume", &volume];
+    let output = namespace.train("count", &options, &["--records", &FILES.to_string()]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    assert_exactly_once(&namespace.anchor("count", "summary"), FILES, 1);
+    assert!(text(&output).contains("15000 shards of 1 record"), "{}", text(&output));
+    assert!(namespace.elasticdl("delete", ["count"]).output().unwrap().status.success());
+    assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }

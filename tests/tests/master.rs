@@ -262,3 +262,34 @@ fn a_job_whose_master_never_returns_leaves_no_process_and_can_be_resumed_neverth
     let ended = job.wait();
     ended.assert_exactly_once("all gone", RECORDS, EPOCHS);
 }
+
+#[test]
+fn a_data_set_of_fifteen_thousand_files_survives_its_master() {
+    const FILES: u64 = 15_000;
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("data");
+    std::fs::create_dir(&data).unwrap();
+    for i in 0..FILES {
+        std::fs::write(data.join(format!("part-{i:090}.bin")), i.to_le_bytes()).unwrap();
+    }
+    let program = [
+        PathBuf::from(env!("CARGO_BIN_EXE_counting")),
+        "--records".into(),
+        FILES.to_string().into(),
+        "--micros-per-record".into(),
+        "200".into(),
+    ];
+    let job_dir = folder.path().join("job");
+    let mut job = Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), &job_dir, program)
+        .option("training-data", data)
+        .option("num-workers", "2")
+        .option("global-batch-size", "500")
+        .start();
+    job.wait_for("two members at work", |status| ranked(status) == 2 && status["step"].as_u64() > Some(1));
+    job.kill_master();
+    // The list is beside the record, which stays short.
+    let bytes = |name: &str| std::fs::metadata(job_dir.join(name)).unwrap().len();
+    assert!(bytes("record.json") < 16 << 10 && bytes("files.zst") > 0, "{} bytes", bytes("record.json"));
+    job.resume();
+    job.wait().assert_exactly_once("15,000 files", FILES, 1);
+}

@@ -23,11 +23,14 @@ use super::view::StatusJson;
 use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
 use crate::entrance::{Entrance, Identity};
 use crate::job::{JobRecord, Outcome, Snapshot, Status};
-use crate::kube::anchor::{Anchor, Data, INCARNATION, MASTER, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes};
+use crate::kube::anchor::{
+    Anchor, Data, INCARNATION, MASTER, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes, WriteError, Writer,
+};
 use crate::kube::client::{Choice, Cluster};
 use crate::kube::events::Recorder;
 use crate::kube::kept::{self, Keeper, Kept};
 use crate::kube::lease::{Holder, Lease, Warrant};
+use crate::kube::lists;
 use crate::kube::objects::{
     CERTIFICATE_FILE, KEY_FILE, METRICS_PORT, PORT, TASK, TOKEN_FILE, Task, WORKER_POD,
 };
@@ -166,7 +169,7 @@ impl Lead<'_> {
 async fn lead(
     args: &MasterArgs,
     (cluster, anchor): (&Cluster, &Anchor),
-    submitted: Submitted,
+    mut submitted: Submitted,
     warrant: Warrant,
     pages: &Pages,
     tell_keeper: oneshot::Sender<Kept>,
@@ -178,11 +181,18 @@ async fn lead(
         .ok_or_else(|| Failure::failed(format!("{} holds no token", args.token_file.display())))?;
     let identity =
         Identity::read(&args.tls_cert, &args.tls_key).map_err(|e| Failure::failed(e.to_string()))?;
-    let incarnation = Data::from([
-        (INCARNATION.into(), submitted.incarnation.to_string()),
-        (MASTER.into(), args.pod.pod.clone()),
-    ]);
-    anchor.write(&incarnation).await.map_err(to_failure)?;
+    let data = submitted.record.as_ref().and_then(JobRecord::data);
+    let seen = &submitted.anchor;
+    if let (Some(record), Some(mark)) = (&mut submitted.record, data) {
+        let uid = seen.metadata.uid.as_deref().unwrap_or_default();
+        let keys = seen.data.as_ref().expect("it has been read");
+        let list = lists::load(anchor, (&args.job_name, uid), keys, mark).await;
+        let list = list.map_err(|error| Failure::failed(error.to_string()))?;
+        record.attach(list).map_err(Failure::failed)?;
+    }
+    let writer = Writer::begin(anchor, seen, submitted.incarnation).await.map_err(not_written)?;
+    let name = Data::from([(MASTER.into(), args.pod.pod.clone())]);
+    writer.write(&name).await.map_err(not_written)?;
     succession::allow_many(cluster, &args.job_name).await;
     let address = submit::service_address(cluster, &args.job_name).await.map_err(to_failure)?;
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
@@ -210,11 +220,11 @@ async fn lead(
             left.len()
         )));
     }
-    let pods = Pods::new(cluster, mould, warrant.clone(), recorder);
+    let pods = Pods::new(cluster, mould, warrant.clone(), recorder.clone());
     if submitted.record.as_ref().is_some_and(|record| record.step() > 0) {
         pods.has_trained();
     }
-    let keeper = Keeper::new(anchor.clone(), warrant.clone());
+    let keeper = Keeper::new(writer.clone(), warrant.clone(), recorder, data);
     let _ = pages.lead.set(warrant.clone());
     let office = Office { incarnation: submitted.incarnation, warrant };
     // Who waits for it may have gone.
@@ -240,7 +250,7 @@ async fn lead(
         }
     };
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
-    let code = conduct(master, anchor, published, submitted.age, give_up).await;
+    let code = conduct(master, (anchor, &writer), published, submitted.age, give_up).await;
     if let Some(events) = events {
         // The last point.
         let _ = events.await;
@@ -301,7 +311,7 @@ async fn hand_over(
 /// Runs `master`, telling the anchor what it does, and it what the anchor asks for.
 async fn conduct(
     master: Master,
-    anchor: &Anchor,
+    (anchor, writer): (&Anchor, &Writer),
     mut published: watch::Receiver<Option<Snapshot>>,
     age: Duration,
     give_up: &Notify,
@@ -311,7 +321,7 @@ async fn conduct(
     let mut wishes = Wishes::default();
     let mut followed = anchor.follow();
     let times = RefCell::default();
-    let publishing = publish(anchor, published.clone(), age, &times);
+    let publishing = publish(writer, published.clone(), age, &times);
     tokio::pin!(publishing);
     let run = master.run(interrupted);
     tokio::pin!(run);
@@ -343,7 +353,7 @@ async fn conduct(
     let status = published.borrow_and_update().as_ref().map(|snapshot| snapshot.status.clone());
     let mut times = times.take();
     times.note(age + start.elapsed(), status.as_ref().map_or(0, |status| status.events_said));
-    write_end(anchor, &ended, status, &times).await?;
+    write_end(writer, &ended, status, &times).await?;
     Ok(code_of(ended.outcome))
 }
 
@@ -358,7 +368,7 @@ fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
 
 /// Writes the status of a job that is this old to the anchor whenever it is time; ends with the job.
 async fn publish(
-    anchor: &Anchor,
+    writer: &Writer,
     mut published: watch::Receiver<Option<Snapshot>>,
     age: Duration,
     times: &RefCell<Times>,
@@ -386,7 +396,7 @@ async fn publish(
             continue;
         }
         let text = status_json(status, &times.borrow());
-        if let Err(error) = anchor.write(&Data::from([(STATUS.into(), text)])).await {
+        if let Err(error) = writer.write(&Data::from([(STATUS.into(), text)])).await {
             // Training does not wait for it.
             warn!(%error, "the status was not written to the anchor");
         }
@@ -397,7 +407,7 @@ async fn publish(
 fn status_json(status: Status, times: &Times) -> String {
     let mut status = StatusJson::from(service::status_reply(status));
     status.events_at_s = times.of_last(status.events.len());
-    status.to_pretty_json()
+    status.to_json_within(STATUS_BYTES_MAX)
 }
 
 /// When the lines of a job's story were said, by its age.
@@ -437,7 +447,7 @@ fn news_of(status: &Status) -> u64 {
 }
 
 async fn write_end(
-    anchor: &Anchor,
+    writer: &Writer,
     ended: &Ended,
     status: Option<Status>,
     times: &Times,
@@ -446,14 +456,24 @@ async fn write_end(
     // An anchor holds a megabyte. The last changes tell most.
     let surplus = summary.memberships.len().saturating_sub(MEMBERSHIPS_MAX);
     summary.memberships.drain(..surplus);
-    let text = String::from_utf8(report::to_json(&summary)).expect("JSON is UTF-8");
-    let mut data = Data::from([(SUMMARY.into(), text)]);
+    let text = report::to_json_within(summary, SUMMARY_BYTES_MAX);
+    // Nobody goes on with a job that has ended.
+    let mut data = Data::from([(SUMMARY.into(), text), (RECORD.into(), String::new())]);
     data.extend(status.map(|status| (STATUS.into(), status_json(status, times))));
-    anchor.write_within(&data, END_TIMEOUT).await.map_err(to_failure)
+    writer.write_within(&data, END_TIMEOUT).await.map_err(not_written)
+}
+
+fn not_written(error: WriteError) -> Failure {
+    match error {
+        WriteError::Later(error) => to_failure(error),
+        error => Failure::failed(error.to_string()),
+    }
 }
 
 /// What the anchor says.
 struct Submitted {
+    /// As it was read.
+    anchor: ConfigMap,
     task: Task,
     template: Pod,
     meta: ObjectMeta,
@@ -469,6 +489,7 @@ struct Submitted {
 
 impl Submitted {
     fn read(anchor: ConfigMap) -> Result<Self, Failure> {
+        let seen = anchor.clone();
         let data = anchor.data.unwrap_or_default();
         let malformed = |key: &str, error: &dyn std::fmt::Display| {
             Failure::usage(format!("the anchor's {key} can't be read: {error}; submit the job again"))
@@ -485,14 +506,21 @@ impl Submitted {
             let summary: Option<serde_json::Value> = serde_json::from_str(text).ok();
             summary.as_ref().and_then(|s| s["state"].as_str()).map_or(EXIT_FAILED, code_of_state)
         });
-        let record =
-            data.get(RECORD).map(|text| kept::read(text).map_err(|e| malformed(RECORD, &e))).transpose()?;
+        // Before anything is done: what can't be read is left as it is, for a master that can read it.
+        let unreadable = |error| {
+            Failure::failed(format!(
+                "the anchor's {RECORD} can't be read: {error}; nothing was changed, and the workers train on for as long as \
+                 --master-timeout"
+            ))
+        };
+        let record = data.get(RECORD).filter(|_| ended.is_none());
+        let record = record.map(|text| kept::read(text).map_err(unreadable)).transpose()?;
         let incarnation = before.saturating_add(1);
         let meta = anchor.metadata;
         let born = meta.creation_timestamp.as_ref().map(|t| SystemTime::from(t.0));
         // The servers' clocks may be ahead of this one's.
         let age = born.and_then(|born| born.elapsed().ok()).unwrap_or_default();
-        Ok(Self { task, template, meta, incarnation, record, age, ended })
+        Ok(Self { anchor: seen, task, template, meta, incarnation, record, age, ended })
     }
 }
 
@@ -523,6 +551,9 @@ const INTERRUPTS_MAX: usize = 4;
 /// As many lines of its story has a status at most.
 const LINES_MAX: usize = 20;
 const MEMBERSHIPS_MAX: usize = 200;
+/// Parts of the 1 MiB that an anchor may have.
+const STATUS_BYTES_MAX: usize = 224 << 10;
+const SUMMARY_BYTES_MAX: usize = 256 << 10;
 
 #[cfg(test)]
 mod rest;

@@ -103,6 +103,41 @@ impl StatusJson {
         json.expect("a status's keys are strings") + "\n"
     }
 
+    /// As [`StatusJson::to_pretty_json`], or in one line, or with less in it: in no more than `bytes`, which are 64 Ki at
+    /// least.
+    pub(super) fn to_json_within(mut self, bytes: usize) -> String {
+        let pretty = self.to_pretty_json();
+        if pretty.len() <= bytes {
+            return pretty;
+        }
+        let mut json = self.to_json_line();
+        let mut round = 0;
+        while json.len() > bytes {
+            match round {
+                // Which workers came and went, in changes of long ago.
+                0 => {
+                    let older = self.memberships.len().saturating_sub(1);
+                    self.memberships.drain(..older);
+                }
+                1 => self.memberships.clear(),
+                2 => self.events.drain(..self.events.len() / 2).for_each(drop),
+                // Workers are told by their number, in `workers_wanted` and in metrics.
+                _ => {
+                    self.waiting.truncate(self.waiting.len() / 2);
+                    self.workers.truncate(self.workers.len() / 2);
+                    self.evaluated = None;
+                    self.events.drain(..self.events.len() / 2).for_each(drop);
+                }
+            }
+            round += 1;
+            json = self.to_json_line();
+            if round > ROUNDS_MAX {
+                break;
+            }
+        }
+        json
+    }
+
     /// In one line.
     pub(super) fn to_json_line(&self) -> String {
         serde_json::to_string(self).expect("a status's keys are strings") + "\n"
@@ -300,6 +335,9 @@ const MEMBERSHIPS_SHOWN: usize = 5;
 const PROCESS_COLUMN: &str = "     pid  ";
 const WORKER_COLUMNS: &str = "rank  state           step   ms/step";
 
+/// Halves of a thousand workers, and of twenty lines.
+const ROUNDS_MAX: u32 = 16;
+
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
@@ -481,5 +519,28 @@ events       generation 2: 1 worker
             "events": ["generation 2: 1 worker"], "events_said": 7,
         });
         assert_eq!(json, expected);
+    }
+
+    #[test]
+    fn a_status_fits_into_its_part_of_an_anchor_whatever_the_job_is() {
+        let mut status = StatusJson::from(reply());
+        assert_eq!(status.clone().to_json_within(64 << 10), status.to_pretty_json());
+        let worker = status.workers[0].clone();
+        status.workers = (0..1024).map(|i| WorkerJson { worker: i, ..worker.clone() }).collect();
+        let names = (0..3000).map(|i| WorkerId(1_000_000 + i));
+        for membership in &mut status.memberships {
+            (membership.lost, membership.joined) = (names.clone().collect(), names.clone().collect());
+        }
+        let shortened = status.clone().to_json_within(224 << 10);
+        assert!(shortened.len() <= 224 << 10, "{} KiB", shortened.len() >> 10);
+        let read: StatusJson = serde_json::from_str(&shortened).unwrap();
+        assert_eq!((read.workers.len(), read.events.len()), (1024, status.events.len()));
+        status.events = vec!["\u{1}".repeat(1000); 20];
+        status.waiting = vec![status.waiting[0].clone(); 1024];
+        status.waiting.iter_mut().for_each(|launch| launch.waits_for = Some("\u{1}".repeat(100)));
+        let shortened = status.clone().to_json_within(64 << 10);
+        assert!(shortened.len() <= 64 << 10, "{} KiB", shortened.len() >> 10);
+        let read: StatusJson = serde_json::from_str(&shortened).unwrap();
+        assert_eq!((read.step, read.state), (status.step, status.state));
     }
 }

@@ -2,11 +2,10 @@
 
 use std::net::SocketAddr;
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::event::{ConnectionId, LaunchId};
-use super::spec::Dataset;
 
 /// Something the shell is to do, in order.
 #[derive(Clone, Debug, PartialEq)]
@@ -72,7 +71,7 @@ pub enum ToWorker {
     /// The group changes.
     Membership(Membership),
     /// Get ready to be a member.
-    Prepare(Dataset),
+    Prepare(FileList),
     /// It is over for this worker.
     Shutdown(String),
     /// All members leave: finish the step, keep a checkpoint, then end together. Another group goes on.

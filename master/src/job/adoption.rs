@@ -291,6 +291,9 @@ fn check(record: &JobRecord) -> Result<(), String> {
     if record.dataset.is_none() && !members.is_empty() {
         return Err("there is a group, but no data set".into());
     }
+    if record.data.is_some() && record.dataset.is_none() {
+        return Err("the list of the data set's files is missing".into());
+    }
     let per_pod = spec.workers_per_pod;
     if !record.wanted.is_multiple_of(per_pod) || !launches_made.is_multiple_of(per_pod.into()) {
         return Err(format!("pods of {per_pod} workers are not whole"));

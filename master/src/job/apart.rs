@@ -59,9 +59,15 @@ impl Results {
 
     /// The records that are done, as far as a record of the job has room for them. Others are done again by the next master.
     pub(super) fn kept(&self) -> Self {
-        let later =
-            self.later.iter().take(LATER_KEPT_MAX).map(|(&start, done)| (start, done.clone())).collect();
-        Self { later, ..self.clone() }
+        let mut room = LATER_KEPT_BYTES_MAX;
+        let later = self.later.iter().take(LATER_KEPT_MAX).take_while(|(_, (_, sums))| {
+            let bytes = RESULT_BYTES + sums.keys().map(|name| name.len() + SUM_BYTES).sum::<usize>();
+            let fits = bytes <= room;
+            room = room.saturating_sub(bytes);
+            fits
+        });
+        let later = later.map(|(&start, done)| (start, done.clone())).collect();
+        Self { before: self.before, sums: self.sums.clone(), later, kept: self.kept }
     }
 
     pub(super) fn ranges(&self) -> impl Iterator<Item = RecordRange> + '_ {
@@ -181,6 +187,10 @@ impl Job {
 /// A worker needs one to work on, and one to read.
 const SHARDS_AHEAD_MAX: u64 = 4;
 const LATER_KEPT_MAX: usize = 1024;
+const LATER_KEPT_BYTES_MAX: usize = 96 << 10;
+/// What a shard's result takes in a record, besides its sums; and what a sum takes besides its name.
+const RESULT_BYTES: usize = 48;
+const SUM_BYTES: usize = 32;
 const METRICS_MAX: usize = 1024;
 /// A master that dies has the work of so much time repeated, where keeping costs something.
 const KEEP_EVERY: std::time::Duration = std::time::Duration::from_secs(10);

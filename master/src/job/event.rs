@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::action::Membership;
-use super::spec::Dataset;
 
 /// One opened stream, before and after it is a worker's. Given out by the shell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -23,6 +22,16 @@ pub struct LaunchId(pub u64);
 pub enum Event {
     /// The user wants a checkpoint now.
     Checkpoint,
+    /// The job's record was refused for good: whatever is done next, no other master could go on from there.
+    RecordRefused {
+        /// By whom, and why.
+        reason: String,
+    },
+    /// The job's record could not be written yet; it is tried again.
+    RecordWaits {
+        /// Why.
+        reason: String,
+    },
     /// A stream opened, proved the job's token and said hello.
     Connected {
         /// The stream.
@@ -164,7 +173,7 @@ pub enum FromWorker {
     /// The group has committed more (from its lowest rank).
     Committed(Committed),
     /// The data set as its reader sees it, or why it can't be used.
-    Described(Result<Dataset, String>),
+    Described(Result<FileList, String>),
     /// A shard that is worked on apart is done: its metrics summed over its records, or its predictions written.
     Done {
         /// The shard.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
 use super::action::{Action, Outcome, ToWorker};
 use super::adoption::Adoption;
@@ -15,8 +15,8 @@ use super::event::{ConnectionId, Event, Exit, Finished, LaunchId, Resume};
 use super::group::Group;
 use super::queue::Records;
 use super::restart::{Budget, EXIT_MASTER_LOST, Restarts, TooMany, describe, is_own_fault};
-use super::spec::{Dataset, JobSpec};
-use super::story::Story;
+use super::spec::JobSpec;
+use super::story::{Story, clip};
 use super::tally::End;
 use super::time::Time;
 
@@ -41,7 +41,7 @@ pub struct Job {
     pub(super) window_until: Option<Time>,
     /// The worker that was asked for the data set.
     pub(super) describer: Option<WorkerId>,
-    pub(super) dataset: Option<Dataset>,
+    pub(super) dataset: Option<FileList>,
     pub(super) records: Option<Records>,
     /// Of shards that are worked on apart.
     pub(super) results: Results,
@@ -152,12 +152,19 @@ impl Job {
         }
         match event {
             Event::Checkpoint => self.on_checkpoint_wish(),
+            Event::RecordRefused { reason } => {
+                let error = format!("the job's record can't be kept: {}", clip(&reason));
+                self.end(now, Outcome::Failed, Some(error));
+            }
+            Event::RecordWaits { reason } => {
+                self.say(format!("the job's record is not kept yet: {}", clip(&reason)));
+            }
             Event::Connected { connection, launch, address, pid, resume } => {
                 self.on_connected(now, connection, launch, address, pid, resume);
             }
             Event::Disconnected { worker } => self.on_disconnected(now, worker),
             Event::LaunchExplained { launch, words } => {
-                self.say(format!("{} was {}", self.crew.name(launch, true), super::story::clip(&words)));
+                self.say(format!("{} was {}", self.crew.name(launch, true), clip(&words)));
             }
             Event::LaunchLeaves { launch, reason } => self.on_launch_leaves(now, launch, &reason),
             Event::LaunchMade { launch, class } => self.on_launch_made(launch, class),

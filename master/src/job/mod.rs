@@ -71,10 +71,10 @@ pub use event::{
 };
 pub use job::Job;
 pub use loss::StateLoss;
-pub use record::JobRecord;
+pub use record::{DataMark, JobRecord};
 pub use spec::{
-    Batch, CheckpointEvery, CheckpointSpec, Dataset, File, Format, JobSpec, OnNonfinite, SpecError,
-    ValidationSpec, WireDtype, Work,
+    Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, OnNonfinite, SpecError, ValidationSpec,
+    WireDtype, Work,
 };
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};

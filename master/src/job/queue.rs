@@ -362,13 +362,22 @@ impl Records {
         self.queues.clear();
     }
 
-    /// The cached ledger as a group would report it.
-    pub(super) fn report(&self) -> LedgerReport {
-        LedgerReport {
-            epochs_complete: self.ledger.epoch(),
-            ranges: self.ledger.ranges().collect(),
-            repeated: self.ledger.repeated(),
+    /// A report with the same totals as the cached ledger and a few ranges at most, for a job that leases nothing any more:
+    /// half-way through a shuffled epoch the ledger itself has as many ranges as there are shards.
+    pub(super) fn totals(&self) -> LedgerReport {
+        let (first, records) = (self.ledger.epoch(), self.shards.records());
+        let mut rest = self.ledger.counted() - u64::from(first) * records;
+        let mut ranges = Vec::new();
+        for epoch in first..self.epochs {
+            // The first epoch that is not complete lacks a record at least.
+            let end = rest.min(records - u64::from(epoch == first));
+            rest -= end;
+            ranges.extend((end > 0).then_some(RecordRange { epoch, start: 0, end }));
+            if rest == 0 {
+                break;
+            }
         }
+        LedgerReport { epochs_complete: first, ranges, repeated: self.ledger.repeated() }
     }
 
     /// Whether `range` holds records of the job.

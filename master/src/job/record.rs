@@ -10,26 +10,34 @@
 //! them ([`JobRecord::find`]), and memberships are known to their members. Only what nobody else knows, what
 //! [`Job::barrier`] is for, has to be kept before anything more is done.
 //!
-//! **Invariant:** a record's length depends on the number of workers, not on the length of the job.
+//! **Invariant:** a record's length depends on the number of workers, not on the length of the job, nor on the number of
+//! files or the state of the ledger: the list of files is kept beside it ([`DataMark`]), the ledger is in the workers, a
+//! job that is over keeps its totals alone, and each part that tells of the job's course has a budget of bytes. For
+//! 1,024 workers a record is shorter than 640 KiB as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use elasticdl_proto::{Generation, WorkerId};
-use serde::{Deserialize, Serialize};
+use elasticdl_proto::{FileList, Generation, ListedFile, WorkerId};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::action::{Membership, Outcome};
 use super::apart::Results;
 use super::event::{Finished, LaunchId, LedgerReport};
 use super::job::{Job, Phase};
 use super::queue::Records;
-use super::spec::{Dataset, JobSpec};
-use super::story::StoryRecord;
+use super::spec::JobSpec;
+use super::story::{StoryRecord, clip};
 
 /// A job as its next master needs to know it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobRecord {
     pub(super) spec: JobSpec,
-    pub(super) dataset: Option<Dataset>,
+    /// Which list of files is trained on. The list itself is kept beside the record, for it may be long and never changes.
+    #[serde(default)]
+    pub(super) data: Option<DataMark>,
+    /// That list, once it is known; in records of version 1 it is part of the record.
+    #[serde(default, skip_serializing, deserialize_with = "list_of_version_1")]
+    pub(super) dataset: Option<FileList>,
     pub(super) parameters: Option<u64>,
     pub(super) wanted: u32,
     pub(super) fresh: u32,
@@ -65,6 +73,18 @@ pub struct JobRecord {
     /// Masters that the job has had, this record's included.
     #[serde(default)]
     pub(super) masters: u64,
+}
+
+/// Tells a list of files from others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataMark {
+    /// Number of files.
+    pub files: u64,
+    /// Records of one epoch.
+    pub records: u64,
+    /// Of the paths and the counts.
+    #[serde(with = "hexadecimal")]
+    pub digest: u64,
 }
 
 /// A process that was not known to have ended.
@@ -106,6 +126,46 @@ impl JobRecord {
         self.step
     }
 
+    /// Which list of files the job trains on; `None` before it is known.
+    #[must_use]
+    pub fn data(&self) -> Option<DataMark> {
+        self.data
+    }
+
+    /// The list of files, if it has been attached or was part of the record.
+    #[must_use]
+    pub fn file_list(&self) -> Option<&FileList> {
+        self.dataset.as_ref()
+    }
+
+    /// Gives up what only tells of the job's course. For records that are too long nevertheless.
+    pub fn shorten(&mut self) {
+        self.story.memberships.clear();
+        self.story.failed_shards.clear();
+        self.story.evaluations.all.clear();
+        self.story.checkpoints.restored.clear();
+    }
+
+    /// Completes a record that was read with the list of files that was kept beside it.
+    ///
+    /// # Errors
+    /// It is another list.
+    pub fn attach(&mut self, list: FileList) -> Result<(), String> {
+        let found = DataMark::of(&list);
+        match self.data {
+            Some(data) if data == found => {
+                self.dataset = Some(list);
+                Ok(())
+            }
+            Some(data) => Err(format!(
+                "the list of the data set's files is not the one that the job was started with: it has {} files with {} \
+                 records and digest {:016x}, the job's has {} files with {} records and digest {:016x}",
+                found.files, found.records, found.digest, data.files, data.records, data.digest
+            )),
+            None => Err("there is a list of the data set's files, and the job knows of none".into()),
+        }
+    }
+
     /// Takes in which pods are there, by their first launches, with these launches' places, where the record may be older
     /// than the last of them. Those that are given back belong to it no more: they are to be ended.
     #[must_use]
@@ -144,6 +204,14 @@ impl JobRecord {
     pub fn launches(&self) -> impl Iterator<Item = LaunchId> + '_ {
         let per_pod = u64::from(self.spec.workers_per_pod);
         self.launches.iter().map(|l| l.launch).filter(move |launch| launch.0 % per_pod == 1 % per_pod)
+    }
+}
+
+impl DataMark {
+    /// That of `list`.
+    #[must_use]
+    pub fn of(list: &FileList) -> Self {
+        Self { files: list.len() as u64, records: list.records(), digest: list.digest() }
     }
 }
 
@@ -195,13 +263,14 @@ impl Job {
             Phase::Ended(outcome) | Phase::Ending(outcome) => Some(EndingRecord {
                 outcome,
                 error: self.story.error.clone(),
-                ledger: self.records.as_ref().map(Records::report).unwrap_or_default(),
-                last_word: self.last_word.clone(),
+                ledger: self.records.as_ref().map(Records::totals).unwrap_or_default(),
+                last_word: self.last_word.as_ref().map(short_word),
             }),
             Phase::Running | Phase::Stopping => None,
         };
         JobRecord {
             spec: self.spec.clone(),
+            data: self.dataset.as_ref().map(DataMark::of),
             dataset: self.dataset.clone(),
             parameters: self.parameters,
             wanted: self.wanted,
@@ -260,3 +329,73 @@ impl Job {
 
 /// Names that may be used before a record has to be kept.
 const STRETCH: u64 = 16;
+
+/// A last word without its ledger, which was compared with those of the others before.
+fn short_word(word: &Finished) -> Finished {
+    Finished {
+        generation: word.generation,
+        step: word.step,
+        digest: word.digest,
+        ledger: LedgerReport::default(),
+        records_trained: word.records_trained,
+        stopped_early: word.stopped_early,
+        summary: word.summary.as_deref().map(|words| clip(words).to_owned()),
+        // The error is told by the job's own, the ranges by its failed shards.
+        failure: None,
+        suspended: word.suspended,
+        steps_skipped: word.steps_skipped,
+        exported: word.exported,
+    }
+}
+
+/// As many of `items`, from the first on, as take no more than `bytes` together in JSON.
+pub(super) fn first_within<'a, T: Serialize + Clone + 'a>(
+    items: impl Iterator<Item = &'a T>,
+    bytes: usize,
+) -> Vec<T> {
+    let mut left = bytes;
+    let fits = |item: &&T| {
+        let taken = serde_json::to_string(item).map_or(usize::MAX, |json| json.len() + 1);
+        let fits = taken <= left;
+        left = left.saturating_sub(taken);
+        fits
+    };
+    items.take_while(fits).cloned().collect()
+}
+
+/// Version 1 holds the files themselves.
+fn list_of_version_1<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<FileList>, D::Error> {
+    #[derive(Deserialize)]
+    struct Dataset {
+        files: Vec<File>,
+    }
+    #[derive(Deserialize)]
+    struct File {
+        path: String,
+        records: u64,
+        #[serde(default)]
+        version: Option<u32>,
+    }
+    let dataset = Option::<Dataset>::deserialize(deserializer)?;
+    Ok(dataset.map(|dataset| {
+        FileList::pack(dataset.files.into_iter().map(|f| ListedFile {
+            path: f.path,
+            records: f.records,
+            version: f.version,
+        }))
+    }))
+}
+
+/// Numbers that JSON would round.
+mod hexadecimal {
+    use serde::{Deserialize as _, Deserializer, Serializer, de::Error as _};
+
+    pub(super) fn serialize<S: Serializer>(number: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{number:016x}"))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        u64::from_str_radix(&text, 16).map_err(D::Error::custom)
+    }
+}

@@ -3,17 +3,21 @@
 //! **Invariants:** a shard is never empty and never crosses a file; the shards of a data set are disjoint and hold all
 //! of its records; an epoch's order depends on the seed and the epoch alone.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
+use elasticdl_proto::{FileList, RecordRange};
 use rand::SeedableRng;
 use rand::rngs::ChaCha8Rng;
 use rand::seq::SliceRandom;
 
-use super::spec::{Batch, Dataset, JobSpec};
+use super::spec::{Batch, JobSpec};
 
 /// A data set, cut.
 #[derive(Clone, Debug)]
 pub(super) struct Shards {
+    list: FileList,
+    /// Of the files that hold records. Their paths stay packed: they may take a hundred megabytes.
     files: Vec<FileSpan>,
     records: u64,
     records_per_shard: u64,
@@ -24,18 +28,18 @@ pub(super) struct Shards {
 
 #[derive(Clone, Debug)]
 struct FileSpan {
-    path: String,
     first_shard: u32,
-    records: Range<u64>,
+    /// Where its records end, and those of the next file begin.
+    end: u64,
 }
 
 impl Shards {
-    /// Cuts `dataset` for the job `spec`.
+    /// Cuts the data set of `list` for the job `spec`.
     ///
     /// # Errors
     /// Why the job can't run on it, for the user.
-    pub(super) fn cut(dataset: &Dataset, spec: &JobSpec) -> Result<Self, String> {
-        let records = check(dataset, spec)?;
+    pub(super) fn cut(list: &FileList, spec: &JobSpec) -> Result<Self, String> {
+        let records = check(list, spec)?;
         let records_per_shard = spec.records_per_shard.map_or_else(
             || {
                 if !spec.work.trains() {
@@ -47,23 +51,21 @@ impl Shards {
             },
             |n| n.get(),
         );
-        let shards: u64 = dataset.files.iter().map(|f| f.records.div_ceil(records_per_shard)).sum();
+        let (mut files, mut shards, mut end) = (Vec::new(), 0, 0);
+        for records in list.iter().map(|file| file.records).filter(|records| *records > 0) {
+            end += records;
+            files.push(FileSpan { first_shard: u32::try_from(shards).unwrap_or(u32::MAX), end });
+            shards += records.div_ceil(records_per_shard);
+        }
         if shards > u64::from(SHARDS_MAX) {
             return Err(format!(
                 "{records_per_shard} records per shard cut the data set's {records} records into {shards} shards; \
                  at most {SHARDS_MAX} are possible: choose larger shards"
             ));
         }
-        let (mut files, mut first_shard, mut start) = (Vec::new(), 0, 0);
-        for file in dataset.files.iter().filter(|f| f.records > 0) {
-            let records = start..start + file.records;
-            start = records.end;
-            files.push(FileSpan { path: file.path.clone(), first_shard, records });
-            first_shard +=
-                u32::try_from(file.records.div_ceil(records_per_shard)).expect("checked against SHARDS_MAX");
-        }
+        let shards = u32::try_from(shards).expect("checked against SHARDS_MAX");
         let shuffle_seed = spec.shuffle.then_some(spec.seed);
-        Ok(Self { files, records, records_per_shard, shards: first_shard, shuffle_seed })
+        Ok(Self { list: list.clone(), files, records, records_per_shard, shards, shuffle_seed })
     }
 
     /// Records of one epoch.
@@ -83,16 +85,18 @@ impl Shards {
 
     /// The records of shard `shard`, which is less than [`Shards::len`].
     pub(super) fn range(&self, shard: u32) -> Range<u64> {
-        let file = &self.files[self.files.partition_point(|f| f.first_shard <= shard) - 1];
-        let start = file.records.start + u64::from(shard - file.first_shard) * self.records_per_shard;
-        start..start.saturating_add(self.records_per_shard).min(file.records.end)
+        let file = self.files.partition_point(|f| f.first_shard <= shard) - 1;
+        let records = self.records_of(file);
+        let start = records.start + u64::from(shard - self.files[file].first_shard) * self.records_per_shard;
+        start..start.saturating_add(self.records_per_shard).min(records.end)
     }
 
     /// The shard that holds `record`, which lies in the data set.
     pub(super) fn of(&self, record: u64) -> u32 {
-        let file = &self.files[self.files.partition_point(|f| f.records.end <= record)];
-        let within = (record - file.records.start) / self.records_per_shard;
-        file.first_shard + u32::try_from(within).expect("a file has fewer shards than the data set")
+        let file = self.files.partition_point(|f| f.end <= record);
+        let within = (record - self.records_of(file).start) / self.records_per_shard;
+        let within = u32::try_from(within).expect("a file has fewer shards than the data set");
+        self.files[file].first_shard + within
     }
 
     /// How many shards lie in `records` as a whole.
@@ -117,37 +121,73 @@ impl Shards {
         Some(order)
     }
 
-    /// `records`, which lie in the data set, by file: its path, and the records counted within it.
-    pub(super) fn by_file(&self, records: Range<u64>) -> impl Iterator<Item = (&str, Range<u64>)> {
-        let first = self.files.partition_point(|f| f.records.end <= records.start);
-        self.files[first..].iter().map_while(move |file| {
-            let start = records.start.max(file.records.start);
-            let end = records.end.min(file.records.end);
-            let base = file.records.start;
-            (start < end).then(|| (file.path.as_str(), start - base..end - base))
-        })
+    /// In words, how many records shards hold: `1 record`, `8 records`, `up to 937 records`.
+    pub(super) fn sizes(&self) -> String {
+        let (mut least, mut most) = (u64::MAX, 0);
+        for file in 0..self.files.len() {
+            let records = self.records_of(file);
+            let records = records.end - records.start;
+            let rest = records % self.records_per_shard;
+            most = most.max(records.min(self.records_per_shard));
+            least = least.min(if rest == 0 { self.records_per_shard } else { rest });
+        }
+        let most_counted = counted(most, "record");
+        if least == most { most_counted } else { format!("up to {most_counted}") }
+    }
+
+    /// `ranges`, which lie in the data set, by file: its path, and the records counted within it; at most `max` parts. The
+    /// list of files is read through for it.
+    pub(super) fn by_file(
+        &self,
+        ranges: impl Iterator<Item = RecordRange>,
+        max: usize,
+    ) -> Vec<(String, RecordRange)> {
+        let mut parts: Vec<(usize, RecordRange)> = Vec::new();
+        for range in ranges {
+            let first = self.files.partition_point(|f| f.end <= range.start);
+            let files = (first..self.files.len()).take_while(|&i| self.records_of(i).start < range.end);
+            for file in files.take(max - parts.len()) {
+                let Range { start: base, end } = self.records_of(file);
+                let (start, end) = (range.start.max(base) - base, range.end.min(end) - base);
+                parts.push((file, RecordRange { start, end, ..range }));
+            }
+        }
+        let last = parts.iter().map(|(file, _)| *file + 1).max().unwrap_or_default();
+        let mut paths: BTreeMap<usize, String> =
+            parts.iter().map(|(file, _)| (*file, String::new())).collect();
+        let named = self.list.iter().filter(|file| file.records > 0).take(last);
+        for (file, listed) in named.enumerate() {
+            if let Some(known) = paths.get_mut(&file) {
+                *known = listed.path;
+            }
+        }
+        parts.into_iter().map(|(file, part)| (paths[&file].clone(), part)).collect()
+    }
+
+    /// The records of a file that has some, by its number among these.
+    fn records_of(&self, file: usize) -> Range<u64> {
+        let start = file.checked_sub(1).map_or(0, |before| self.files[before].end);
+        start..self.files[file].end
     }
 }
 
 /// The data set's records, or why the job can't run on it.
-fn check(dataset: &Dataset, spec: &JobSpec) -> Result<u64, String> {
+fn check(list: &FileList, spec: &JobSpec) -> Result<u64, String> {
     let data = &spec.training_data;
-    if dataset.files.is_empty() {
+    if list.is_empty() {
         return Err(format!("{data:?} holds no files; name a file, or a folder with at least one"));
     }
-    if dataset.files.len() > FILES_MAX {
-        return Err(format!(
-            "{data:?} holds {} files; at most {FILES_MAX} are possible",
-            dataset.files.len()
-        ));
+    if list.len() > FILES_MAX {
+        return Err(format!("{data:?} holds {} files; at most {FILES_MAX} are possible", list.len()));
     }
-    let too_many = || format!("{data:?} holds more records over {} epochs than can be counted", spec.epochs);
-    let sum = |sum: u64, file: &super::File| sum.checked_add(file.records);
-    let records = dataset.files.iter().try_fold(0, sum).ok_or_else(too_many)?;
+    // A sum that does not fit is shown as the largest number, which is too many.
+    let records = list.records();
     // Twice over, so that sums of what was counted and what was repeated can't overflow either.
-    records.checked_mul(u64::from(spec.epochs)).and_then(|n| n.checked_mul(2)).ok_or_else(too_many)?;
+    if records.checked_mul(u64::from(spec.epochs)).and_then(|n| n.checked_mul(2)).is_none() {
+        return Err(format!("{data:?} holds more records over {} epochs than can be counted", spec.epochs));
+    }
     if records == 0 {
-        return Err(format!("{data:?} holds {} files but no records", dataset.files.len()));
+        return Err(format!("{data:?} holds {} files but no records", list.len()));
     }
     let (name, batch) = match spec.batch {
         Batch::Global(records) => ("global batch", records.get()),
@@ -160,6 +200,11 @@ fn check(dataset: &Dataset, spec: &JobSpec) -> Result<u64, String> {
         ));
     }
     Ok(records)
+}
+
+/// `1 record`, `8 records`.
+pub(super) fn counted(count: u64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Shards per worker, where the size is chosen here: enough that one slow worker doesn't hold up an epoch's end.
@@ -193,11 +238,34 @@ mod tests {
                 let range = shards.range(shard);
                 assert_eq!(range.start, at);
                 assert!(range.end > range.start && range.end - range.start <= per_shard);
-                assert_eq!(shards.by_file(range.clone()).count(), 1, "{range:?} crosses a file");
+                let whole = RecordRange { epoch: 1, start: range.start, end: range.end };
+                let parts = shards.by_file(std::iter::once(whole), 9);
+                assert_eq!(parts.len(), 1, "{range:?} crosses a file");
+                assert_eq!(parts[0].1.len(), whole.len());
                 at = range.end;
             }
             assert_eq!(at, 23);
         }
+    }
+
+    #[test]
+    fn records_are_found_in_their_files_and_no_more_parts_than_there_is_room_for() {
+        let shards = cut(&[5, 0, 1, 7], Some(3));
+        let range = |start, end| RecordRange { epoch: 4, start, end };
+        let part = |file: &str, start, end| (file.to_owned(), range(start, end));
+        let parts = |max| shards.by_file([range(4, 8), range(0, 2)].into_iter(), max);
+        let all = [part("file-0", 4, 5), part("file-2", 0, 1), part("file-3", 0, 2), part("file-0", 0, 2)];
+        assert_eq!(parts(9), all);
+        assert_eq!(parts(2), all[..2]);
+        assert_eq!(parts(0), []);
+    }
+
+    #[test]
+    fn sizes_are_told_as_they_are() {
+        assert_eq!(cut(&[1; 50], Some(937)).sizes(), "1 record");
+        assert_eq!(cut(&[8, 16], Some(8)).sizes(), "8 records");
+        assert_eq!(cut(&[8, 17], Some(8)).sizes(), "up to 8 records");
+        assert_eq!(cut(&[2, 3], Some(8)).sizes(), "up to 3 records");
     }
 
     #[test]

@@ -191,33 +191,6 @@ pub enum Batch {
     PerWorker(NonZeroU64),
 }
 
-/// The files of a data set, in order, with their record counts.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Dataset {
-    /// The files; records are numbered through them in this order.
-    pub files: Vec<File>,
-}
-
-/// One file of a data set.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct File {
-    /// Path or URI.
-    pub path: String,
-    /// Records in it.
-    pub records: u64,
-    /// By which workers tell this version of it from others; `None`: they can't, or any will do.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub version: Option<u32>,
-}
-
-impl Dataset {
-    /// Records of one epoch; saturates.
-    #[must_use]
-    pub fn records(&self) -> u64 {
-        self.files.iter().map(|f| f.records).fold(0, u64::saturating_add)
-    }
-}
-
 impl JobSpec {
     /// How long a worker that was told to end waits for the group to let it go, before it ends by itself: inside the grace
     /// period, so that nobody has to kill it.
@@ -298,7 +271,33 @@ impl JobSpec {
         if self.max_steps == Some(0) {
             return one_of("max_steps", "0".into(), "at least 1");
         }
+        if let Some((field, text)) = self.places().into_iter().find(|(_, text)| text.len() > PLACE_BYTES_MAX)
+        {
+            let shown: String = text.chars().take(PLACE_SHOWN_MAX).collect();
+            return one_of(field, format!("{shown}…"), "at most 4096 bytes long");
+        }
         Ok(())
+    }
+}
+
+impl JobSpec {
+    /// Paths and addresses, with their fields' names: each becomes part of the job's record.
+    fn places(&self) -> Vec<(&'static str, &str)> {
+        let mut places = vec![("name", self.name.as_str()), ("training_data", self.training_data.as_str())];
+        places.extend(self.checkpoints.as_ref().map(|c| ("checkpoints.dir", c.dir.as_str())));
+        places.extend(self.resume_from.as_deref().map(|path| ("resume_from", path)));
+        if let Some(validation) = &self.validation {
+            places.push(("validation.data", &validation.data));
+            places.push(("validation.metric", &validation.metric));
+        }
+        match &self.work {
+            Work::Evaluate { model } => places.push(("model", model)),
+            Work::Predict { model, output, .. } => {
+                places.extend([("model", model.as_str()), ("output", output)])
+            }
+            Work::Train { export } => places.extend(export.as_deref().map(|path| ("export", path))),
+        }
+        places
     }
 }
 
@@ -340,6 +339,9 @@ fn master_timeout() -> Duration {
 }
 
 const STREAMS_MAX: u8 = 16;
+/// What systems allow for a path.
+const PLACE_BYTES_MAX: usize = 4096;
+const PLACE_SHOWN_MAX: usize = 60;
 
 /// For a worker's last words, and for the system to end it.
 const LEAVE_MARGIN: Duration = Duration::from_secs(2);

@@ -12,6 +12,7 @@ use super::checkpoints::CheckpointsSummary;
 use super::evaluations::EvaluationsSummary;
 use super::event::Phases;
 use super::loss::StateLoss;
+use super::record::first_within;
 use super::storage_waits::StorageWaits;
 use super::summary::{FailedShard, LossSummary, MembershipRecord, ThroughputSummary};
 use super::tally::Tally;
@@ -128,15 +129,15 @@ impl Story {
     }
 
     pub(super) fn record(&self) -> StoryRecord {
-        let mut named = 0;
-        let recorded = self.memberships.iter().rev().take(MEMBERSHIPS_RECORDED_MAX).take_while(|record| {
-            named += record.named();
-            named <= NAMED_RECORDED_MAX
-        });
-        let skipped = self.memberships.len() - recorded.count();
+        let newest = self.memberships.iter().rev().take(MEMBERSHIPS_RECORDED_MAX);
+        let mut memberships = first_within(newest, MEMBERSHIPS_RECORDED_BYTES_MAX);
+        memberships.reverse();
+        let evaluations = self.evaluations.all.iter().rev();
+        let mut evaluations = first_within(evaluations, EVALUATIONS_RECORDED_BYTES_MAX);
+        evaluations.reverse();
         StoryRecord {
-            memberships: self.memberships.iter().skip(skipped).cloned().collect(),
-            failed_shards: self.failed_shards.clone(),
+            memberships,
+            failed_shards: first_within(self.failed_shards.iter(), FAILED_RECORDED_BYTES_MAX),
             peak: self.peak,
             restarts: self.restarts,
             formed_first: self.formed_first,
@@ -144,7 +145,11 @@ impl Story {
             reported_last: self.reported_last,
             loss: self.loss,
             checkpoints: self.checkpoints.clone(),
-            evaluations: self.evaluations.clone(),
+            evaluations: EvaluationsSummary {
+                all: evaluations,
+                best: self.evaluations.best.clone(),
+                stopped_early: self.evaluations.stopped_early,
+            },
             steps_skipped: self.steps_skipped,
             state_lost: self.state_lost,
         }
@@ -352,13 +357,16 @@ impl Story {
         ThroughputSummary { records_per_s: per_second(counted, span), steps_per_s: per_second(steps, span) }
     }
 
-    /// Remembers what the user's code failed on; returns whether there was room.
-    pub(super) fn fail_on(&mut self, shard: FailedShard) -> bool {
-        let room = self.failed_shards.len() < FAILED_SHARDS_MAX;
-        if room {
+    /// How many more shards that the user's code failed on are remembered.
+    pub(super) fn room_for_failures(&self) -> usize {
+        FAILED_SHARDS_MAX.saturating_sub(self.failed_shards.len())
+    }
+
+    /// Remembers what the user's code failed on, if there is room.
+    pub(super) fn fail_on(&mut self, shard: FailedShard) {
+        if self.room_for_failures() > 0 {
             self.failed_shards.push(shard);
         }
-        room
     }
 
     pub(super) fn failed_shards(&self) -> Vec<FailedShard> {
@@ -419,7 +427,9 @@ const MEMBERSHIPS_SHOWN: usize = 20;
 const RESUME_WAIT: Duration = Duration::from_secs(1);
 /// A record is written at each change of membership, before the members hear of it.
 const MEMBERSHIPS_RECORDED_MAX: usize = 256;
-const NAMED_RECORDED_MAX: usize = 10_000;
+const MEMBERSHIPS_RECORDED_BYTES_MAX: usize = 96 << 10;
+const EVALUATIONS_RECORDED_BYTES_MAX: usize = 96 << 10;
+const FAILED_RECORDED_BYTES_MAX: usize = 64 << 10;
 const FAILED_SHARDS_MAX: usize = 100;
 const TEXT_BYTES_MAX: usize = 4096;
 const NAMED_MAX: usize = 8;

@@ -3,7 +3,16 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use super::spec::{Batch, Dataset, File, JobSpec, OnNonfinite, WireDtype, Work};
+use elasticdl_proto::{FileList, Generation, WorkerId};
+
+use super::action::{Membership, Outcome};
+use super::crew::{Away, Launch};
+use super::event::{Evaluated, Finished, LaunchId, LedgerReport};
+use super::job::{Job, Phase};
+use super::queue::Records;
+use super::shards::Shards;
+use super::spec::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
+use super::summary::{Cause, FailedShard, MembershipRecord};
 
 /// Three workers, two epochs, four records a step, shuffled with seed 7.
 pub(crate) fn spec() -> JobSpec {
@@ -37,7 +46,84 @@ pub(crate) fn spec() -> JobSpec {
 }
 
 /// Files of this many records.
-pub(super) fn dataset(files: &[u64]) -> Dataset {
-    let file = |(i, &records)| File { path: format!("file-{i}"), records, version: None };
-    Dataset { files: files.iter().enumerate().map(file).collect() }
+pub(super) fn dataset(files: &[u64]) -> FileList {
+    FileList::pack(files.iter().enumerate().map(|(i, &records)| (format!("file-{i}"), records)))
+}
+
+/// A job with as much in its record as there can be.
+pub(crate) fn largest() -> Job {
+    const WORKERS: u32 = 1024;
+    let long = |what: &str| format!("{what}{}", "\u{e4}\"".repeat(4096 / 3 - what.len()));
+    let id = |i: u32| u64::MAX / 4 - u64::from(i) * 7_777_777;
+    let mut job = Job::new(JobSpec {
+        num_workers: WORKERS,
+        max_workers: WORKERS,
+        training_data: long("data"),
+        resume_from: Some(long("from")),
+        work: Work::Train { export: Some(long("export")) },
+        ..spec()
+    });
+    let address = |i: u32| format!("[fd00:1234:5678:9abc:def0:1234:5678:{i:04x}]:65535").parse().unwrap();
+    job.crew.launches.clear();
+    for i in 0..WORKERS {
+        let away = Away {
+            rank: Some(i),
+            joined: Some(Generation(u64::MAX / 4)),
+            holds_state: false,
+            ..Away::default()
+        };
+        let launch =
+            Launch { index: i, worker: Some(WorkerId(id(i))), away: Some(away), ..Launch::default() };
+        job.crew.launches.insert(LaunchId(id(i)), launch);
+    }
+    let members = (0..WORKERS).map(|i| (WorkerId(id(i)), address(i))).collect();
+    job.group.published = Some(Membership { generation: Generation(u64::MAX / 4), members, abort: true });
+    job.group.before = Some((0..WORKERS).map(|i| WorkerId(id(i))).collect());
+    for generation in 0..10_000 {
+        let named = |n: u32| (0..n).map(|i| WorkerId(id(i + generation))).collect();
+        let record = MembershipRecord {
+            generation: Generation(generation.into()),
+            cause: Cause::Lost,
+            world_size: WORKERS,
+            at_step: u64::MAX / 4,
+            gap_ms: Some(98765.4375),
+            detect_ms: Some(98765.4375),
+            abort_ms: Some(98765.4375),
+            agree_ms: Some(98765.4375),
+            connect_ms: Some(98765.4375),
+            state_ms: Some(98765.4375),
+            first_step_ms: Some(98765.4375),
+            lost: named(if generation == 9990 { WORKERS } else { 2 }),
+            left: named(2),
+            joined: named(4),
+        };
+        job.story.publish(record, Default::default());
+    }
+    for i in 0..100 {
+        let (file, error) = (long("file"), "\u{1}".repeat(4096));
+        job.story.fail_on(FailedShard { worker: WorkerId(id(i)), epoch: 1, file, start: 0, end: 1, error });
+    }
+    let metrics = (0..100).map(|i| (format!("{i:0100}"), Some(f64::from(i) / 1024.0)));
+    let metrics = std::collections::BTreeMap::from_iter(metrics);
+    let evaluated = |step| Evaluated { step, records: u64::MAX / 4, metrics: metrics.clone() };
+    job.story.evaluations.all = (0..1000).map(evaluated).collect();
+    let list = dataset(&[200_000_000]);
+    job.records = Some(Records::new(Shards::cut(&list, &job.spec).unwrap(), 2));
+    job.dataset = Some(list);
+    job.last_word = Some(Finished {
+        generation: Generation(u64::MAX / 4),
+        step: u64::MAX / 4,
+        digest: u64::MAX,
+        ledger: LedgerReport::default(),
+        records_trained: u64::MAX / 4,
+        stopped_early: true,
+        summary: Some("\u{1}".repeat(64 << 10)),
+        failure: None,
+        suspended: false,
+        steps_skipped: u64::MAX / 4,
+        exported: true,
+    });
+    job.story.error = Some("\u{1}".repeat(4096));
+    job.phase = Phase::Ending(Outcome::Failed);
+    job
 }

@@ -3,7 +3,7 @@
 //! A worker may be wrong, old, or somebody else's: what does not fit the moment changes nothing, what can't be true
 //! fails the worker that said it.
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
 use super::action::{Action, Outcome, ToWorker};
 use super::crew::{Fate, Stage};
@@ -11,8 +11,8 @@ use super::event::{Committed, Finished, FromWorker, LedgerReport, Phases};
 use super::group::{Broken, Suspicion};
 use super::job::{Job, Phase, Timer, ZOMBIE_GRACE};
 use super::queue::{Records, Share};
-use super::shards::Shards;
-use super::spec::{Batch, Dataset};
+use super::shards::{Shards, counted};
+use super::spec::Batch;
 use super::story::clip;
 use super::summary::FailedShard;
 use super::time::Time;
@@ -57,7 +57,7 @@ impl Job {
 
     // ---- on the way to be a member ----
 
-    fn on_described(&mut self, now: Time, worker: WorkerId, outcome: Result<Dataset, String>) {
+    fn on_described(&mut self, now: Time, worker: WorkerId, outcome: Result<FileList, String>) {
         if self.describer != Some(worker) || self.dataset.is_some() {
             return;
         }
@@ -70,11 +70,11 @@ impl Job {
             }
         };
         self.say(format!(
-            "data set: {} records in {} files, {} shards of up to {} records",
-            shards.records(),
-            dataset.files.len(),
-            shards.len(),
-            shards.records_per_shard()
+            "data set: {} in {}, {} of {}",
+            counted(shards.records(), "record"),
+            counted(dataset.len() as u64, "file"),
+            counted(shards.len().into(), "shard"),
+            shards.sizes()
         ));
         self.records = Some(Records::new(shards, self.spec.epochs));
         self.dataset = Some(dataset);
@@ -409,14 +409,11 @@ impl Job {
         let Some(records) = &self.records else {
             return;
         };
-        for range in ranges.iter().filter(|r| records.is_valid(r)) {
-            for (file, part) in records.shards().by_file(range.records()) {
-                let (file, error, epoch) = (file.to_owned(), error.to_owned(), range.epoch);
-                let failed = FailedShard { worker, epoch, file, start: part.start, end: part.end, error };
-                if !self.story.fail_on(failed) {
-                    return;
-                }
-            }
+        let valid = ranges.iter().copied().filter(|r| records.is_valid(r));
+        let room = self.story.room_for_failures();
+        for (file, part) in records.shards().by_file(valid, room) {
+            let RecordRange { epoch, start, end } = part;
+            self.story.fail_on(FailedShard { worker, epoch, file, start, end, error: error.to_owned() });
         }
     }
 

@@ -161,7 +161,7 @@ fn names_or_none(folder: &Path) -> io::Result<Vec<OsString>> {
 }
 
 /// Every file that a job writes at the top of its directory. One that is missing here is never removed.
-const JOB_FILES: [&str; 9] = [JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN, "files.zst"];
+const JOB_FILES: [&str; 9] = [super::FILES, JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN];
 
 #[cfg(test)]
 mod tests {

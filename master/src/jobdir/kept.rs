@@ -3,6 +3,7 @@
 //! ```text
 //!  job.json      how the job was started: written once
 //!  record.json   what the core must not forget: replaced at each change, before anybody is told of it
+//!  files.zst     the list of the data set's files, packed: written once
 //!  processes     one line for each process that was started: launch, process id, the moment of its start
 //! ```
 //!
@@ -19,11 +20,12 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use elasticdl_proto::{FileLimits, FileList};
 use serde::{Deserialize, Serialize};
 use tracing::error;
 
-use super::{JOB, JobDir, JobDirError, PROCESSES, RECORD, SUMMARY, replace, take_lock};
-use crate::job::{JobRecord, LaunchId};
+use super::{FILES, JOB, JobDir, JobDirError, PROCESSES, RECORD, SUMMARY, replace, take_lock};
+use crate::job::{DataMark, JobRecord, LaunchId};
 use crate::local::{ProgramCopy, Started};
 use crate::token::Token;
 
@@ -70,15 +72,18 @@ pub struct Abandoned {
 #[derive(Debug)]
 pub struct RecordFile {
     path: PathBuf,
+    /// The list of files that is beside it.
+    stored: Option<DataMark>,
     failed: bool,
 }
 
 impl RecordFile {
     /// Replaces the record. A failure is logged: the job goes on, but no other master will be able to.
     pub(crate) fn write(&mut self, record: &JobRecord) {
-        let json = serde_json::to_vec(&Versioned { version: VERSION, content: record })
+        let json = serde_json::to_vec(&Versioned { version: RECORD_VERSION, content: record })
             .expect("a record's keys are strings");
-        let Err(failure) = replace(&self.path, &json) else {
+        let written = self.write_list(record).and_then(|()| replace(&self.path, &json));
+        let Err(failure) = written else {
             self.failed = false;
             return;
         };
@@ -88,6 +93,19 @@ impl RecordFile {
             let path = self.path.display();
             error!(%path, error = %failure, removed = removed.is_ok(), "can't keep the job's record; it can't be resumed");
         }
+    }
+}
+
+impl RecordFile {
+    /// Writes the list of files that the record names, if it is not there yet.
+    fn write_list(&mut self, record: &JobRecord) -> io::Result<()> {
+        if let Some(list) = record.file_list()
+            && self.stored != Some(DataMark::of(list))
+        {
+            replace(&self.path.with_file_name(FILES), list.packed())?;
+            self.stored = Some(DataMark::of(list));
+        }
+        Ok(())
     }
 }
 
@@ -106,7 +124,7 @@ impl JobDir {
     /// Where the job's record is to be kept.
     #[must_use]
     pub fn record_file(&self) -> RecordFile {
-        RecordFile { path: self.root.join(RECORD), failed: false }
+        RecordFile { path: self.root.join(RECORD), stored: None, failed: false }
     }
 
     /// Where started processes are to be noted.
@@ -134,8 +152,13 @@ impl JobDir {
         if summary.is_file() {
             return Err(ResumeError::Ended { path: root, summary });
         }
-        let start = read(&root, JOB)?;
-        let record = read(&root, RECORD)?;
+        let start = read(&root, JOB, VERSION)?;
+        let mut record: JobRecord = read(&root, RECORD, RECORD_VERSION)?;
+        if record.data().is_some() {
+            let list = read_list(&root)?;
+            let unreadable = |reason| ResumeError::Unreadable { path: root.join(FILES), reason };
+            record.attach(list).map_err(unreadable)?;
+        }
         let unreadable = |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
         let processes = read_notes(&root).map_err(|error| unreadable(PROCESSES, error.to_string()))?;
         let token = fs::read_to_string(root.join(super::TOKEN))
@@ -176,7 +199,16 @@ fn parse_note(line: &str) -> Option<(LaunchId, Started)> {
     Some((LaunchId(launch), Started { pid: u32::try_from(pid).ok()?, at }))
 }
 
-fn read<T: serde::de::DeserializeOwned>(root: &Path, name: &str) -> Result<T, ResumeError> {
+fn read_list(root: &Path) -> Result<FileList, ResumeError> {
+    let path = root.join(FILES);
+    let unlimited = FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
+    let list = fs::read(&path).map_err(|error| error.to_string());
+    let list = list.and_then(|bytes| FileList::unpack(bytes.into(), unlimited).map_err(|e| e.to_string()));
+    list.map_err(|reason| ResumeError::Unreadable { path, reason })
+}
+
+/// Reads a file of version `newest` or an older one.
+fn read<T: serde::de::DeserializeOwned>(root: &Path, name: &str, newest: u32) -> Result<T, ResumeError> {
     let path = root.join(name);
     let text = match fs::read(&path) {
         Ok(text) => text,
@@ -193,8 +225,8 @@ fn read<T: serde::de::DeserializeOwned>(root: &Path, name: &str) -> Result<T, Re
         |error: serde_json::Error| ResumeError::Unreadable { path: path.clone(), reason: error.to_string() };
     // The rest of another version may be anything.
     let Version { version } = serde_json::from_slice(&text).map_err(unreadable)?;
-    if version != VERSION {
-        return Err(ResumeError::OtherVersion { path, version });
+    if !(1..=newest).contains(&version) {
+        return Err(ResumeError::OtherVersion { path, version, newest });
     }
     let Versioned { content, .. } = serde_json::from_slice(&text).map_err(unreadable)?;
     Ok(content)
@@ -232,14 +264,16 @@ pub enum ResumeError {
     },
     /// Another version of this program keeps jobs in another way. Resume with the one that started the job.
     #[error(
-        "{} is of version {version}, and this program knows version {VERSION}; resume with the program that started \
-         the job", path.display()
+        "{} is of version {version}, and this program reads versions up to {newest}; resume with the program that \
+         started the job, or a newer one", path.display()
     )]
     OtherVersion {
         /// The file.
         path: PathBuf,
         /// Its version.
         version: u32,
+        /// The newest that can be read.
+        newest: u32,
     },
     /// Its master lives. Leave it alone.
     #[error(
@@ -264,6 +298,8 @@ pub enum ResumeError {
 
 /// Of the files; another one when an older program could not read them, or would read them wrong.
 const VERSION: u32 = 1;
+/// Of the record. Version 1 had the list of files in it.
+const RECORD_VERSION: u32 = 2;
 
 #[cfg(test)]
 mod tests {
@@ -314,6 +350,45 @@ mod tests {
     }
 
     #[test]
+    fn the_list_of_files_is_written_once_and_another_one_is_not_taken_for_it() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = kept(scratch.path());
+        let record = crate::job::testing::largest().record();
+        let list = record.file_list().unwrap().clone();
+        let mut file = dir.record_file();
+        file.write(&record);
+        let path = scratch.path().canonicalize().unwrap().join(FILES);
+        fs::remove_file(&path).unwrap();
+        file.write(&record);
+        assert!(!path.exists(), "it is written at each change");
+        drop(dir);
+        let unreadable = |words: &str| {
+            let error = JobDir::resume(scratch.path()).unwrap_err().to_string();
+            assert!(error.contains(FILES) && error.contains(words), "{error}");
+        };
+        unreadable("No such file");
+        fs::write(&path, "{}").unwrap();
+        unreadable("damaged");
+        fs::write(&path, FileList::pack([("other", 7)]).packed()).unwrap();
+        unreadable("not the one that the job was started with: it has 1 files with 7 records");
+        fs::write(&path, list.packed()).unwrap();
+        let (dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
+        assert!(abandoned.record == record);
+        drop(dir);
+        // As version 1 had it.
+        fs::remove_file(&path).unwrap();
+        let mut old: serde_json::Value =
+            serde_json::from_slice(&fs::read(scratch.path().join(RECORD)).unwrap()).unwrap();
+        old["version"] = 1.into();
+        old["content"].as_object_mut().unwrap().remove("data");
+        let file = serde_json::json!({"path": "file-0", "records": 200_000_000});
+        old["content"]["dataset"] = serde_json::json!({"files": [file]});
+        fs::write(scratch.path().join(RECORD), old.to_string()).unwrap();
+        let (_dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
+        assert_eq!(abandoned.record.file_list(), Some(&list));
+    }
+
+    #[test]
     fn only_a_job_without_end_and_without_master_is_resumed() {
         let scratch = tempfile::tempdir().unwrap();
         let root = scratch.path().join("job");
@@ -336,8 +411,8 @@ mod tests {
             assert!(matches!(error, ResumeError::Unreadable { .. }), "{error}");
             fs::write(root.join(name), before).unwrap();
         }
-        fs::write(root.join(RECORD), "{\"version\": 2, \"unheard\": []}").unwrap();
-        assert!(matches!(JobDir::resume(&root), Err(ResumeError::OtherVersion { version: 2, .. })));
+        fs::write(root.join(RECORD), "{\"version\": 3, \"unheard\": []}").unwrap();
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::OtherVersion { version: 3, .. })));
     }
 
     #[test]

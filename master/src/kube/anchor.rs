@@ -6,17 +6,32 @@
 //! | `num-workers`, `stop`, `checkpoint` | the user, later | what is to change |
 //! | `incarnation` | each master, when it starts | how many masters there have been |
 //! | `status` | the master | where the job stands, as `elasticdl status --json` |
-//! | `record` | the master | what the next master needs, as [`JobRecord`](crate::job::JobRecord) |
+//! | `record` | the master | what the next master needs, as [`JobRecord`](crate::job::JobRecord): see `kept` |
+//! | `files` | the master, once | the list of the data set's files, or where it is: see `lists` |
 //! | `summary` | the master, at the end | how the job ended |
 //!
-//! **Invariant:** who writes one key leaves the others alone, so nobody's word is lost.
+//! **Invariants:** who writes one key leaves the others alone, so nobody's word is lost. What a master writes
+//! ([`Writer`]) is taken only while its incarnation is the newest: a write that was sent before its lease ran out, and
+//! that the server looks at later, changes nothing.
+//!
+//! The server takes an object of 1 MiB. Each key has its part of that:
+//!
+//! | key | bytes at most | what keeps it so |
+//! |---|---|---|
+//! | `task`, `worker-pod` | 256 Ki | nothing yet: they are what the user wrote |
+//! | `record` | 416 Ki | `kept` packs it, and shortens it where that is not enough; empty once there is a summary |
+//! | `files` | 128 Ki | a longer list is in objects of its own |
+//! | `status` | 224 Ki | it is written in one line, and with less in it, where that is needed |
+//! | `summary` | 256 Ki | as for the status |
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Api;
-use kube::api::{ListParams, Patch, PatchParams};
+use kube::api::{ListParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 use tokio::time::Instant;
 use tracing::warn;
@@ -99,6 +114,147 @@ impl Anchor {
 
     fn absent(&self) -> ClusterError {
         ClusterError::NoSuchJob { job: self.job.clone(), namespace: self.cluster.namespace.clone() }
+    }
+}
+
+/// One of a job's masters, as the writer of its anchor.
+#[derive(Clone, Debug)]
+pub struct Writer {
+    anchor: Anchor,
+    /// Of the anchor, as it was read.
+    meta: ObjectMeta,
+    incarnation: u64,
+}
+
+/// Why a master's write was not taken.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WriteError {
+    /// Another master has begun since. Write nothing more.
+    #[error("another master of the job has begun since")]
+    Fenced,
+    /// Perhaps later.
+    #[error(transparent)]
+    Later(ClusterError),
+    /// The server will never take it.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl Writer {
+    /// Begins `incarnation` in an anchor that was read as `seen`.
+    ///
+    /// # Errors
+    /// [`WriteError::Fenced`]: another master has begun since the anchor was read.
+    pub async fn begin(anchor: &Anchor, seen: &ConfigMap, incarnation: u64) -> Result<Self, WriteError> {
+        let writer = Self { anchor: anchor.clone(), meta: seen.metadata.clone(), incarnation };
+        let before = seen.data.as_ref().and_then(|data| data.get(INCARNATION)).cloned();
+        let mut version = seen.metadata.resource_version.clone().unwrap_or_default();
+        loop {
+            let operations = json!([
+                {"op": "test", "path": "/metadata/resourceVersion", "value": version},
+                {"op": "add", "path": format!("/data/{INCARNATION}"), "value": incarnation.to_string()},
+            ]);
+            let Err(error) = writer.patch(&operations).await else { return Ok(writer) };
+            let now = anchor.read().await.map_err(WriteError::Later)?;
+            let version_now = now.metadata.resource_version.unwrap_or_default();
+            let found = now.data.as_ref().and_then(|data| data.get(INCARNATION)).cloned();
+            match found {
+                found if found.as_ref() == Some(&incarnation.to_string()) => return Ok(writer),
+                found if found != before => return Err(WriteError::Fenced),
+                // The user, or the status, was quicker.
+                _ if version_now != version => version = version_now,
+                _ => return Err(writer.explain(error)),
+            }
+        }
+    }
+
+    /// Sets some keys, if this is still the newest of the job's masters; the other keys stay.
+    ///
+    /// # Errors
+    /// [`WriteError`].
+    pub async fn write(&self, data: &Data) -> Result<(), WriteError> {
+        let mut operations = vec![json!({
+            "op": "test", "path": format!("/data/{INCARNATION}"), "value": self.incarnation.to_string()
+        })];
+        let set = |(key, value): (&String, &String)| json!({"op": "add", "path": format!("/data/{key}"), "value": value});
+        operations.extend(data.iter().map(set));
+        let Err(error) = self.patch(&operations.into()).await else { return Ok(()) };
+        if !is_code(&error, 422) {
+            return Err(self.explain(error));
+        }
+        // A test that fails and an object that is too long have the same code.
+        let now = self.anchor.read().await.map_err(WriteError::Later)?;
+        let newest = now.data.as_ref().and_then(|data| data.get(INCARNATION));
+        match newest == Some(&self.incarnation.to_string()) {
+            true => Err(self.explain(error)),
+            false => Err(WriteError::Fenced),
+        }
+    }
+
+    /// As [`Writer::write`], again and again until the server takes it, or refuses, or the time is up.
+    ///
+    /// # Errors
+    /// The last one.
+    pub async fn write_within(&self, data: &Data, limit: Duration) -> Result<(), WriteError> {
+        let start = Instant::now();
+        let mut failures = 0;
+        loop {
+            match self.write(data).await {
+                Err(WriteError::Later(ClusterError::Unreachable { .. })) if start.elapsed() < limit => {
+                    tokio::time::sleep(pause(failures)).await;
+                    failures += 1;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Makes a ConfigMap that goes with the anchor, for `role`. One of this name that is there already is left as it is.
+    pub(super) async fn make_part(&self, name: &str, role: &str, content: Vec<u8>) -> Result<(), WriteError> {
+        let part = ConfigMap {
+            metadata: objects::owned(&self.meta, name, role),
+            binary_data: Some([(PART.to_owned(), ByteString(content))].into()),
+            ..ConfigMap::default()
+        };
+        match self.anchor.api().create(&PostParams::default(), &part).await {
+            Ok(_) => Ok(()),
+            Err(error) if is_code(&error, 409) => Ok(()),
+            Err(error) => Err(self.explain(error)),
+        }
+    }
+
+    /// The uid of the anchor.
+    pub(super) fn uid(&self) -> &str {
+        self.meta.uid.as_deref().unwrap_or_default()
+    }
+
+    /// The job's name.
+    pub(super) fn job(&self) -> &str {
+        &self.anchor.job
+    }
+
+    async fn patch(&self, operations: &serde_json::Value) -> Result<(), kube::Error> {
+        let Anchor { cluster, job } = &self.anchor;
+        cluster.patch_json(&self.anchor.api(), job, operations).await.map(|_: ConfigMap| ())
+    }
+
+    fn explain(&self, error: kube::Error) -> WriteError {
+        let is_final = [400, 413, 422].into_iter().any(|code| is_code(&error, code));
+        let explained = match is_code(&error, 404) {
+            true => self.anchor.absent(),
+            false => self.anchor.cluster.explain("write to the job's anchor", error),
+        };
+        if is_final { WriteError::Refused(explained.to_string()) } else { WriteError::Later(explained) }
+    }
+}
+
+impl Anchor {
+    /// The content of one of the objects that [`Writer::make_part`] made; `None`: it is not there.
+    pub(super) async fn read_part(&self, name: &str) -> Result<Option<Vec<u8>>, ClusterError> {
+        let found = self.api().get_opt(name).await;
+        let found = found.map_err(|error| self.cluster.explain("read a part of the job's anchor", error))?;
+        Ok(found.and_then(|part| part.binary_data?.remove(PART)).map(|content| content.0))
     }
 }
 
@@ -202,6 +358,8 @@ fn is_anchor(config_map: &ConfigMap) -> bool {
 
 /// The user wants a checkpoint.
 pub const CHECKPOINT: &str = "checkpoint";
+/// The list of the data set's files, or where it is.
+pub const FILES: &str = "files";
 /// How many masters there have been.
 pub const INCARNATION: &str = "incarnation";
 /// The pod of the newest master that has led the job.
@@ -217,6 +375,8 @@ pub const STOP: &str = "stop";
 /// How the job ended.
 pub const SUMMARY: &str = "summary";
 
+/// The key of what a part holds.
+const PART: &str = "part";
 /// Between two writes.
 const NEWS_INTERVAL: Duration = Duration::from_secs(5);
 /// Between two writes when nothing but numbers has changed: with the lease's renewals that is eight calls a minute.

@@ -73,6 +73,24 @@ impl Cluster {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
 
+    /// Changes an object by a list of operations (RFC 6902), all of them or none: a `test` among them that fails is
+    /// answered with 422, as is a change that makes the object invalid.
+    pub(super) async fn patch_json<K>(
+        &self,
+        api: &Api<K>,
+        name: &str,
+        operations: &serde_json::Value,
+    ) -> Result<K, kube::Error>
+    where
+        K: Clone + kube::Resource + serde::de::DeserializeOwned,
+    {
+        let request = http::Request::patch(format!("{}/{name}", api.resource_url()))
+            .header(http::header::CONTENT_TYPE, JSON_PATCH)
+            .body(operations.to_string().into_bytes())
+            .map_err(kube::Error::HttpError)?;
+        self.client.request(request).await
+    }
+
     /// Puts the server's refusal of what was being done into the user's words.
     pub(super) fn explain(&self, doing: &str, error: kube::Error) -> ClusterError {
         match error {
@@ -172,4 +190,6 @@ fn innermost(error: &dyn std::error::Error) -> String {
     error.to_string()
 }
 
+/// The media type of a list of operations.
+const JSON_PATCH: &str = "application/json-patch+json";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

@@ -53,6 +53,12 @@ impl Recorder {
         Self { sender: Some(sender) }
     }
 
+    /// One that tells nobody.
+    #[cfg(test)]
+    pub(crate) fn silent() -> Self {
+        Self { sender: None }
+    }
+
     /// Tells it soon, if there is room for it.
     pub(crate) fn record(&self, reason: &'static str, message: String) {
         if let Some(sender) = &self.sender

@@ -20,6 +20,7 @@ pub(crate) mod events;
 pub(crate) mod kept;
 pub mod ladder;
 pub mod lease;
+pub(crate) mod lists;
 pub mod logs;
 pub mod masters;
 pub mod objects;

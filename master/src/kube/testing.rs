@@ -107,6 +107,12 @@ impl Fake {
         self.put("pods", name, pod);
     }
 
+    /// Removes a ConfigMap; watches hear of it.
+    pub(crate) fn remove_config_map(&self, name: &str) {
+        self.state().remove("configmaps", name);
+        self.changed.notify_waiters();
+    }
+
     /// Removes a pod; watches hear of it.
     pub(crate) fn remove(&self, name: &str) {
         self.state().remove("pods", name);
@@ -173,6 +179,8 @@ impl Fake {
             response.headers_mut().insert("Retry-After", after.into());
             return response;
         }
+        let is_json_patch =
+            parts.headers.get("content-type").is_some_and(|t| t == "application/json-patch+json");
         let body: Value = serde_json::from_slice(&body.collect_bytes().await.unwrap()).unwrap_or_default();
         match verb {
             "WATCH" => self.watch(resource, query),
@@ -182,7 +190,11 @@ impl Fake {
             }
             "POST" => self.create(resource, body),
             "PUT" => self.replace(resource, name, body),
-            "PATCH" => self.patch(resource, name, &body),
+            "PATCH" if is_json_patch => self.patch(resource, name, |object| operate(object, &body)),
+            "PATCH" => self.patch(resource, name, |object| {
+                merge(object, &body);
+                Ok(())
+            }),
             "DELETE" => self.delete(resource, name, &body),
             other => panic!("{other}"),
         }
@@ -211,6 +223,9 @@ impl Fake {
             object["metadata"]["name"] = format!("{start}{}", state.version).into();
         }
         let name = object["metadata"]["name"].as_str().unwrap().to_owned();
+        if let Err(message) = check(resource, &object) {
+            return failure(422, &message);
+        }
         if state.object(resource, &name).is_some() {
             return failure(409, "already exists");
         }
@@ -243,10 +258,18 @@ impl Fake {
         ok(&state.object(resource, name).unwrap())
     }
 
-    fn patch(&self, resource: &str, name: &str, patch: &Value) -> Response<Lines> {
+    fn patch(
+        &self,
+        resource: &str,
+        name: &str,
+        change: impl FnOnce(&mut Value) -> Result<(), String>,
+    ) -> Response<Lines> {
         let mut state = self.state();
         let Some(mut object) = state.object(resource, name) else { return failure(404, "not found") };
-        merge(&mut object, patch);
+        let changed = change(&mut object).and_then(|()| check(resource, &object));
+        if let Err(message) = changed {
+            return failure(422, &message);
+        }
         state.put((resource.into(), name.into()), object, "MODIFIED");
         self.changed.notify_waiters();
         ok(&state.object(resource, name).unwrap())
@@ -404,6 +427,36 @@ fn merge(object: &mut Value, patch: &Value) {
             }
         }
         (object, patch) => *object = patch.clone(),
+    }
+}
+
+/// Does a list of operations (RFC 6902), as far as they are used.
+fn operate(object: &mut Value, operations: &Value) -> Result<(), String> {
+    for operation in operations.as_array().unwrap() {
+        let (path, value) = (operation["path"].as_str().unwrap(), &operation["value"]);
+        match operation["op"].as_str().unwrap() {
+            "test" if object.pointer(path) == Some(value) => {}
+            "test" => return Err(format!("testing value {path} failed: test failed")),
+            "add" => {
+                let (parent, key) = path.rsplit_once('/').unwrap();
+                let parent =
+                    object.pointer_mut(parent).ok_or(format!("add operation does not apply: {path}"))?;
+                parent[key] = value.clone();
+            }
+            other => panic!("{other}"),
+        }
+    }
+    Ok(())
+}
+
+/// What the server checks of a ConfigMap: its size.
+fn check(resource: &str, object: &Value) -> Result<(), String> {
+    let values =
+        |key: &str| object[key].as_object().into_iter().flatten().map(|(_, v)| v.as_str().unwrap().len());
+    let bytes = values("data").sum::<usize>() + values("binaryData").sum::<usize>() / 4 * 3;
+    match resource == "configmaps" && bytes > 1 << 20 {
+        true => Err("ConfigMap is invalid: []: Too long: must have at most 1048576 bytes".into()),
+        false => Ok(()),
     }
 }
 

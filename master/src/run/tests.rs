@@ -13,7 +13,7 @@ use v1::master_message::Kind as Told;
 
 use super::*;
 use crate::job::testing::spec;
-use crate::kube::anchor::Anchor;
+use crate::kube::anchor::{Anchor, Writer};
 use crate::kube::events::Recorder;
 use crate::kube::pods::Mould;
 use crate::kube::testing::Fake;
@@ -44,8 +44,11 @@ impl Stage {
             min_workers: 1,
             ladder: None,
         };
-        let pods = Pods::new(&cluster, mould, warrant.clone(), recorder);
-        let keeper = Keeper::new(Anchor::new(&cluster, "job"), warrant.clone());
+        let pods = Pods::new(&cluster, mould, warrant.clone(), recorder.clone());
+        let anchor = Anchor::new(&cluster, "job");
+        let seen = anchor.read().await.unwrap();
+        let writer = Writer::begin(&anchor, &seen, 3).await.unwrap();
+        let keeper = Keeper::new(writer, warrant.clone(), recorder, None);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let (address, token) = (listener.local_addr().unwrap(), Token::random().unwrap());
         let entrance = Entrance { listener, token: token.clone(), identity: None };

@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use std::collections::BTreeMap;
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId, v1};
+use elasticdl_proto::{FileLimits, FileList, Generation, ListedFile, RecordRange, WorkerId, v1};
 use tonic::Status;
 use v1::{master_message, worker_message};
 
 use crate::job::{
-    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Dataset, Evaluated, Failure,
-    File, Finished, Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord,
-    OnNonfinite, Phases, Resume, Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
+    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Evaluated, Failure, Finished,
+    Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, OnNonfinite, Phases,
+    Resume, Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
 };
 use crate::limits::{
     DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
@@ -206,7 +206,7 @@ pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
             Kind::Lease(v1::Lease { ranges: ranges.into_iter().map(to_range).collect() })
         }
         ToWorker::Membership(membership) => Kind::Membership(to_membership(membership)),
-        ToWorker::Prepare(dataset) => Kind::Prepare(v1::Prepare { dataset: Some(to_dataset(dataset)) }),
+        ToWorker::Prepare(dataset) => Kind::Prepare(v1::Prepare { dataset: Some(to_dataset(&dataset)) }),
         ToWorker::Shutdown(reason) => Kind::Shutdown(v1::Shutdown { reason }),
         ToWorker::Suspend => Kind::Drain(v1::Drain { suspend: true }),
     })
@@ -353,15 +353,26 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Result<CheckpointNews, Status> {
     })
 }
 
-fn description(described: v1::Described) -> Result<Result<Dataset, String>, Status> {
+fn description(described: v1::Described) -> Result<Result<FileList, String>, Status> {
     match described.outcome {
         None => Err(invalid("described.outcome: must be a data set or an error")),
         Some(v1::described::Outcome::Error(error)) => Ok(Err(clip(error, ERROR_BYTES_MAX))),
-        Some(v1::described::Outcome::Dataset(described)) => dataset(described).map(Ok),
+        Some(v1::described::Outcome::Dataset(described)) if described.packed.is_empty() => {
+            file_list(described).map(Ok)
+        }
+        Some(v1::described::Outcome::Dataset(described)) => {
+            let limits = FileLimits {
+                files: DATASET_FILES_MAX,
+                path_bytes: PATH_BYTES_MAX,
+                records: DATASET_RECORDS_MAX,
+            };
+            let list = FileList::unpack(described.packed, limits);
+            Ok(list.map_err(|error| format!("the list of the data set's files can't be used: {error}")))
+        }
     }
 }
 
-fn dataset(described: v1::Dataset) -> Result<Dataset, Status> {
+fn file_list(described: v1::Dataset) -> Result<FileList, Status> {
     if described.files.len() > DATASET_FILES_MAX {
         return Err(invalid(&format!("described.dataset.files: at most {DATASET_FILES_MAX}")));
     }
@@ -373,12 +384,10 @@ fn dataset(described: v1::Dataset) -> Result<Dataset, Status> {
         total += within("file.records", file.records, 0, DATASET_RECORDS_MAX)?;
         within("records of all files", total, 0, DATASET_RECORDS_MAX)?;
     }
-    let files = described
-        .files
-        .into_iter()
-        .map(|f| File { path: f.path, records: f.records, version: f.version })
-        .collect();
-    Ok(Dataset { files })
+    Ok(FileList::pack(described.files.into_iter().map(|f| {
+        let v1::File { path, records, version } = f;
+        ListedFile { path, records, version }
+    })))
 }
 
 fn committed(message: v1::Committed) -> Result<Committed, Status> {
@@ -548,15 +557,25 @@ fn to_membership(membership: Membership) -> v1::Membership {
     }
 }
 
-fn to_dataset(dataset: Dataset) -> v1::Dataset {
-    let to_file = |file: File| v1::File { path: file.path, records: file.records, version: file.version };
-    v1::Dataset { files: dataset.files.into_iter().map(to_file).collect() }
+fn to_file(file: ListedFile) -> v1::File {
+    let ListedFile { path, records, version } = file;
+    v1::File { path, records, version }
+}
+
+fn to_dataset(list: &FileList) -> v1::Dataset {
+    if list.bytes() >= FILES_PACKED_FROM {
+        return v1::Dataset { files: Vec::new(), packed: list.packed().clone() };
+    }
+    let files = list.iter().map(to_file).collect();
+    v1::Dataset { files, ..v1::Dataset::default() }
 }
 
 fn to_range(range: RecordRange) -> v1::Range {
     v1::Range { epoch: range.epoch, start: range.start, end: range.end }
 }
 
+/// Bytes from which a list of files is sent packed.
+const FILES_PACKED_FROM: u64 = 4 << 20;
 const CHECKPOINT_NAME_BYTES_MAX: usize = 256;
 const METRICS_MAX: u64 = 100;
 const METRIC_NAME_BYTES_MAX: usize = 100;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::Duration;
 
-use elasticdl_master::job::{self, Dataset, File, FromWorker, LedgerReport, Phases, ToWorker};
-use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
+use elasticdl_master::job::{self, FromWorker, LedgerReport, Phases, ToWorker};
+use elasticdl_proto::{FileList, Generation, Ledger, RecordRange, WorkerId};
 use elasticdl_worker::core::checkpoint::Every;
 use elasticdl_worker::core::halt::Ending;
 use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
@@ -73,7 +73,7 @@ pub(super) enum Doing {
 
 #[derive(Debug)]
 pub(super) enum Busy {
-    Building(Dataset),
+    Building(FileList),
     Computing,
     Describing,
     /// Between two tasks.
@@ -168,9 +168,8 @@ impl World {
             }
             Doing::Busy(Busy::Describing) => {
                 let files = self.setting.files.iter().enumerate();
-                let file =
-                    |(i, &records): (usize, &u64)| File { path: format!("file-{i}"), records, version: None };
-                let dataset = Dataset { files: files.map(file).collect() };
+                let file = |(i, &records): (usize, &u64)| (format!("file-{i}"), records);
+                let dataset = FileList::pack(files.map(file));
                 self.tell_master(p, FromWorker::Described(Ok(dataset)));
                 self.turn(p);
             }
@@ -229,7 +228,7 @@ impl World {
         self.processes[p].trainer.doing = Doing::Receiving;
     }
 
-    fn built(&mut self, p: usize, dataset: &Dataset) {
+    fn built(&mut self, p: usize, dataset: &FileList) {
         let spec = &self.setting.spec;
         let plan = JobPlan {
             records: dataset.records(),

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::{Stall, WireDtype};
-use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId, v1};
+use elasticdl_proto::{FileLimits, FileList, Generation, Ledger, ListedFile, RecordRange, WorkerId, v1};
 
 use super::{CheckpointOptions, ValidationOptions, Welcome, Work};
 use crate::apart::Format;
@@ -91,10 +91,7 @@ pub(super) fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
             let members = membership.members.iter().map(member).collect::<Option<_>>()?;
             FromMaster::Membership(Membership { generation, members, abort: membership.abort }, arrived)
         }
-        Kind::Prepare(prepare) => {
-            let file = |f: v1::File| File { path: f.path, records: f.records, version: f.version };
-            FromMaster::Prepare(Dataset { files: prepare.dataset?.files.into_iter().map(file).collect() })
-        }
+        Kind::Prepare(prepare) => FromMaster::Prepare(decode_dataset(prepare.dataset?)?),
         Kind::Shutdown(shutdown) => FromMaster::Shutdown(shutdown.reason),
         Kind::Welcome(_) => return None,
     })
@@ -108,11 +105,8 @@ pub(super) fn encode(message: ToMaster) -> v1::worker_message::Kind {
         }
         ToMaster::Described(outcome) => {
             use v1::described::Outcome;
-            let file = |f: File| v1::File { path: f.path, records: f.records, version: f.version };
-            let outcome = match outcome {
-                Ok(dataset) => {
-                    Outcome::Dataset(v1::Dataset { files: dataset.files.into_iter().map(file).collect() })
-                }
+            let outcome = match outcome.and_then(encode_dataset) {
+                Ok(dataset) => Outcome::Dataset(dataset),
                 Err(error) => Outcome::Error(error),
             };
             Kind::Described(v1::Described { outcome: Some(outcome) })
@@ -145,6 +139,46 @@ pub(super) fn encode(message: ToMaster) -> v1::worker_message::Kind {
             }),
         }),
     }
+}
+
+fn decode_dataset(dataset: v1::Dataset) -> Option<Dataset> {
+    if dataset.packed.is_empty() {
+        let file = |f: v1::File| File { path: f.path, records: f.records, version: f.version };
+        return Some(Dataset { files: dataset.files.into_iter().map(file).collect() });
+    }
+    let unlimited = FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
+    let list = FileList::unpack(dataset.packed, unlimited).ok()?;
+    let file = |f: ListedFile| File { path: f.path, records: f.records, version: f.version };
+    Some(Dataset { files: list.iter().map(file).collect() })
+}
+
+/// The list of files as it is sent, or why it can't be.
+fn encode_dataset(dataset: Dataset) -> Result<v1::Dataset, String> {
+    let Dataset { files } = dataset;
+    let bytes: usize = files.iter().map(|f| f.path.len()).sum();
+    if bytes < FILES_PACKED_FROM {
+        let file = |f: File| v1::File { path: f.path, records: f.records, version: f.version };
+        return Ok(v1::Dataset { files: files.into_iter().map(file).collect(), ..v1::Dataset::default() });
+    }
+    let packed = FileList::pack(files.iter().map(|f| ListedFile {
+        path: f.path.clone(),
+        records: f.records,
+        version: f.version,
+    }))
+    .packed()
+    .clone();
+    if packed.len() > FILES_PACKED_MAX {
+        let mib = |bytes: usize| bytes.div_ceil(1 << 20);
+        return Err(format!(
+            "the data set has {} files, whose paths take {} MiB, and {} MiB when they are compressed; at most {} MiB \
+             can be sent to the master: put more records into each file, or shorten the paths",
+            files.len(),
+            mib(bytes),
+            mib(packed.len()),
+            mib(FILES_PACKED_MAX)
+        ));
+    }
+    Ok(v1::Dataset { files: Vec::new(), packed })
 }
 
 fn encode_report(report: Report) -> v1::worker_message::Kind {
@@ -235,3 +269,8 @@ fn encode_range(range: &RecordRange) -> v1::Range {
 fn decode_range(range: &v1::Range) -> RecordRange {
     RecordRange { epoch: range.epoch, start: range.start, end: range.end }
 }
+
+/// Bytes of paths from which a list of files is sent packed.
+const FILES_PACKED_FROM: usize = 4 << 20;
+/// What a message may hold, and a little less.
+const FILES_PACKED_MAX: usize = 60 << 20;

@@ -30,7 +30,8 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
     let mut followed = anchor.follow();
     let (publish, published) = watch::channel(None);
     let times = RefCell::default();
-    let writing = super::publish(&anchor, published, Duration::ZERO, &times);
+    let writer = Writer::begin(&anchor, &anchor.read().await.unwrap(), 1).await.unwrap();
+    let writing = super::publish(&writer, published, Duration::ZERO, &times);
     tokio::pin!(writing);
     for launch in 1..=3 {
         pods.start(LaunchId(launch), launch as u32 - 1);

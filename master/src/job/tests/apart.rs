@@ -151,8 +151,7 @@ fn another_master_goes_on_after_what_this_one_has_kept() {
     leased(&mut job);
     done(&mut job, 1, range(0, 4), 1.0);
     done(&mut job, 2, range(8, 12), 4.0);
-    let text = serde_json::to_string(&job.record()).unwrap();
-    let mut next = Job::restore(serde_json::from_str(&text).unwrap(), at(0)).unwrap();
+    let mut next = Job::restore(super::record::read_back(&job.record()), at(0)).unwrap();
     assert_eq!(next.summary(at(0)).records.counted, 8);
     // Nobody comes back: others are started.
     next.handle_timeout(at(60_000));
@@ -183,7 +182,9 @@ fn a_record_whose_results_can_t_be_true_is_refused() {
     let with = |results: serde_json::Value| {
         let mut record = record.clone();
         record["results"] = results;
-        Job::restore(serde_json::from_value(record).unwrap(), at(0)).map(drop)
+        let mut record: JobRecord = serde_json::from_value(record).unwrap();
+        record.attach(job.record().file_list().unwrap().clone()).unwrap();
+        Job::restore(record, at(0)).map(drop)
     };
     let sums = serde_json::json!({"loss": 1.0});
     assert_eq!(with(serde_json::json!({"before": 8, "sums": sums, "later": {"12": [16, sums]}})), Ok(()));

@@ -16,6 +16,7 @@ mod oracles;
 mod places;
 mod pod;
 mod process;
+mod record;
 mod reports;
 mod stall;
 mod status;

@@ -549,8 +549,8 @@ impl World {
         }
         // What it was told of final states the next one has to be told again.
         self.finished.clear();
-        let written = serde_json::to_string(&self.written.1).unwrap();
-        self.job = Job::restore(serde_json::from_str(&written).unwrap(), self.now).unwrap();
+        let record = super::record::read_back(&self.written.1);
+        self.job = Job::restore(record, self.now).unwrap();
         self.written = (0, self.job.record());
         self.drain_actions();
     }

@@ -1,49 +1,41 @@
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use http::{Request, Response};
-use kube::client::Body;
+use serde_json::json;
 
-use super::super::client::Cluster;
+use super::super::anchor::{Anchor, FILES, INCARNATION};
+use super::super::testing::Fake;
 use super::*;
-use crate::job::testing::spec;
+use crate::job::testing::{largest, spec};
 use crate::job::{Job, JobSpec};
 
-/// What was written, and how many of the next writes fail.
-#[derive(Default)]
-struct Server {
-    records: Mutex<Vec<(Instant, JobRecord)>>,
-    failing: Mutex<u32>,
+/// A server with the anchor of a new job.
+fn start() -> (Arc<Fake>, Anchor) {
+    let (fake, cluster) = Fake::start();
+    fake.put("configmaps", "job", json!({"metadata": {"name": "job", "uid": "u1"}, "data": {"task": "{}"}}));
+    (fake, Anchor::new(&cluster, "job"))
 }
 
-impl Server {
-    fn start() -> (Arc<Self>, Keeper) {
-        let server = Arc::new(Self::default());
-        let own = Arc::clone(&server);
-        let service = tower::service_fn(move |request: Request<Body>| {
-            let server = Arc::clone(&own);
-            async move { Ok::<_, std::convert::Infallible>(server.answer(request).await) }
-        });
-        let cluster = Cluster::with_client(kube::Client::new(service, "ns"), "ns");
-        (server, Keeper::new(Anchor::new(&cluster, "job"), Warrant::unlimited()))
-    }
+/// The writer of the next master of the job.
+async fn begin(anchor: &Anchor) -> Writer {
+    let seen = anchor.read().await.unwrap();
+    let before = seen.data.as_ref().unwrap().get(INCARNATION).map_or(0, |text| text.parse().unwrap());
+    Writer::begin(anchor, &seen, before + 1).await.unwrap()
+}
 
-    async fn answer(&self, request: Request<Body>) -> Response<Body> {
-        assert_eq!(request.uri().path(), "/api/v1/namespaces/ns/configmaps/job");
-        let body = request.into_body().collect_bytes().await.unwrap();
-        let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
-        let failing = *self.failing.lock().unwrap();
-        if failing > 0 {
-            *self.failing.lock().unwrap() = failing - 1;
-            return Response::builder().status(500).body(Body::empty()).unwrap();
-        }
-        let record = read(body["data"]["record"].as_str().unwrap()).unwrap();
-        self.records.lock().unwrap().push((Instant::now(), record));
-        Response::new(Body::from(b"{}".to_vec()))
-    }
+fn keeper(writer: Writer) -> Keeper {
+    Keeper::new(writer, Warrant::unlimited(), Recorder::silent(), None)
+}
 
-    fn seeds(&self) -> Vec<u64> {
-        self.records.lock().unwrap().iter().map(|(_, record)| record.spec().seed).collect()
-    }
+fn anchor_key(fake: &Fake, key: &str) -> Option<String> {
+    Some(fake.state().object("configmaps", "job")?["data"][key].as_str()?.to_owned())
+}
+
+fn seed(fake: &Fake) -> Option<u64> {
+    anchor_key(fake, RECORD).map(|text| read(&text).unwrap().spec().seed)
+}
+
+fn writes(fake: &Fake) -> usize {
+    fake.state().count("PATCH configmaps")
 }
 
 /// A record that is told from others by its seed.
@@ -53,52 +45,160 @@ fn record(seed: u64) -> JobRecord {
 
 async fn kept(keeper: &mut Keeper, revision: u64) {
     while keeper.kept() < revision {
-        keeper.changed().await;
+        assert_eq!(keeper.changed().await, None);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_newest_is_written_once_a_second_and_what_somebody_waits_for_at_once() {
-    let (server, mut keeper) = Server::start();
+    let (fake, anchor) = start();
+    let mut keeper = keeper(begin(&anchor).await);
+    let begun = writes(&fake);
     let start = Instant::now();
     keeper.offer(1, 0, record(1));
     kept(&mut keeper, 1).await;
     assert!(start.elapsed() < Duration::from_millis(100));
+    assert_eq!(seed(&fake), Some(1));
     keeper.offer(2, 0, record(2));
     keeper.offer(3, 0, record(3));
     kept(&mut keeper, 3).await;
     assert!(start.elapsed() >= INTERVAL);
+    assert_eq!((seed(&fake), writes(&fake) - begun), (Some(3), 2));
     keeper.offer(4, 4, record(4));
     let before = Instant::now();
     kept(&mut keeper, 4).await;
     assert!(before.elapsed() < Duration::from_millis(100));
-    assert_eq!(server.seeds(), [1, 3, 4]);
+    assert_eq!(seed(&fake), Some(4));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_is_away_gets_the_newest_when_it_is_back() {
-    let (server, keeper) = Server::start();
-    *server.failing.lock().unwrap() = 3;
+async fn a_server_that_is_away_gets_the_newest_when_it_is_back_and_it_is_told_once() {
+    let (fake, anchor) = start();
+    let mut keeper = keeper(begin(&anchor).await);
+    fake.state().throttles.extend([("PATCH configmaps", 500, 0); 3]);
     keeper.offer(1, 1, record(1));
-    tokio::time::sleep(Duration::from_millis(10)).await;
-    assert_eq!((keeper.kept(), server.seeds()), (0, vec![]));
+    let Some(Trouble::Waits(why)) = keeper.changed().await else { panic!("it was not told") };
+    assert!(why.contains("too many requests"), "{why}");
+    assert_eq!((keeper.kept(), seed(&fake)), (0, None));
     keeper.offer(2, 1, record(2));
     let mut all = keeper.watch();
     all.flush(Duration::from_secs(60)).await;
-    assert_eq!((keeper.kept(), server.seeds()), (2, vec![2]));
+    assert_eq!((keeper.kept(), seed(&fake)), (2, Some(2)));
+    assert_eq!(keeper.changed().await, None);
     // There is an end to waiting, too.
-    *server.failing.lock().unwrap() = u32::MAX;
+    fake.state().away = true;
     keeper.offer(3, 3, record(3));
     let before = Instant::now();
     all.flush(Duration::from_secs(3)).await;
     assert_eq!((before.elapsed(), keeper.kept()), (Duration::from_secs(3), 2));
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_the_server_will_never_take_is_told_and_waited_for_no_more() {
+    for code in [413, 422, 400] {
+        let (fake, anchor) = start();
+        let mut keeper = keeper(begin(&anchor).await);
+        fake.state().throttles.push_back(("PATCH configmaps", code, 0));
+        keeper.offer(1, 1, record(1));
+        let Some(Trouble::Refused(why)) = keeper.changed().await else { panic!("{code}: it was not told") };
+        assert!(why.contains("the API server answered: too many requests"), "{why}");
+        // The job's end is offered, too, and must not wait.
+        let before = writes(&fake);
+        keeper.offer(2, 2, record(2));
+        assert!(keeper.kept() >= 2);
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert_eq!(writes(&fake), before, "{code}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_right_that_is_missing_is_told_and_tried_again() {
+    let (fake, anchor) = start();
+    let mut keeper = keeper(begin(&anchor).await);
+    fake.state().throttles.push_back(("PATCH configmaps", 403, 0));
+    keeper.offer(1, 1, record(1));
+    let Some(Trouble::Waits(why)) = keeper.changed().await else { panic!("it was not told") };
+    assert!(why.contains("manifests/rbac.yaml"), "{why}");
+    kept(&mut keeper, 1).await;
+    assert_eq!(seed(&fake), Some(1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_write_of_a_master_that_another_one_has_followed_changes_nothing() {
+    let (fake, anchor) = start();
+    let first = begin(&anchor).await;
+    let mut old = keeper(first.clone());
+    old.offer(1, 1, record(1));
+    kept(&mut old, 1).await;
+    let mut new = keeper(begin(&anchor).await);
+    // Its lease holds, as far as it knows: the API server is slow, or its clock was stopped.
+    old.offer(2, 2, record(2));
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!((old.kept(), seed(&fake)), (1, Some(1)));
+    new.offer(1, 1, record(3));
+    kept(&mut new, 1).await;
+    old.offer(3, 3, record(4));
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!((old.kept(), seed(&fake)), (1, Some(3)));
+    // Nor does it write a status or a summary.
+    let data = Data::from([("summary".into(), "{}".into())]);
+    assert_eq!(first.write(&data).await, Err(WriteError::Fenced));
+    assert_eq!(anchor_key(&fake, "summary"), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_masters_that_saw_the_same_anchor_one_begins() {
+    let (fake, anchor) = start();
+    let seen = anchor.read().await.unwrap();
+    // What the user writes meanwhile is no other master.
+    anchor.write(&Data::from([("num-workers".into(), "3".into())])).await.unwrap();
+    let first = Writer::begin(&anchor, &seen, 1).await.unwrap();
+    assert_eq!(Writer::begin(&anchor, &anchor.read().await.unwrap(), 2).await.map(|_| ()), Ok(()));
+    assert_eq!(Writer::begin(&anchor, &seen, 1).await.map(|_| ()), Err(WriteError::Fenced));
+    assert_eq!(first.write(&Data::from([("status".into(), "{}".into())])).await, Err(WriteError::Fenced));
+    assert_eq!(
+        (anchor_key(&fake, INCARNATION).unwrap(), anchor_key(&fake, "num-workers").unwrap()),
+        ("2".into(), "3".into())
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_list_of_files_is_written_once_and_before_the_record_that_names_it() {
+    let (fake, anchor) = start();
+    let mut keeper = keeper(begin(&anchor).await);
+    let begun = writes(&fake);
+    let record = largest().record();
+    for revision in 1..=3 {
+        keeper.offer(revision, revision, record.clone());
+        kept(&mut keeper, revision).await;
+        assert_eq!(writes(&fake) - begun, 1 + revision as usize);
+    }
+    assert!(anchor_key(&fake, FILES).unwrap().starts_with("{\"packed\":"));
+    let mut read = read(&anchor_key(&fake, RECORD).unwrap()).unwrap();
+    read.attach(record.file_list().unwrap().clone()).unwrap();
+    assert!(read == record);
+}
+
 #[test]
-fn a_record_of_another_version_is_not_guessed_at() {
-    let text = serde_json::to_string(&Versioned { version: VERSION, content: record(7) }).unwrap();
+fn the_largest_record_is_packed_and_leaves_room_for_the_other_keys() {
+    let record = largest().record();
+    let text = write(record.clone()).unwrap();
+    assert!(text.starts_with("{\"version\":2,\"packed\":"), "{}", &text[..60]);
+    assert!(text.len() < RECORD_BYTES_MAX / 2, "{} KiB", text.len() >> 10);
+    let mut read = read(&text).unwrap();
+    read.attach(record.file_list().unwrap().clone()).unwrap();
+    assert!(read == record);
+}
+
+#[test]
+fn versions_that_can_be_read_are_and_others_are_not_guessed_at() {
+    let text = write(record(7)).unwrap();
     assert_eq!(read(&text), Ok(record(7)));
-    let other = text.replacen("\"version\":1", "\"version\":2", 1);
-    assert!(read(&other).unwrap_err().contains("version 2"));
-    assert!(read("{}").is_err() && read("").is_err());
+    let version_1 = text.replacen("\"version\":2", "\"version\":1", 1);
+    assert_eq!(read(&version_1), Ok(record(7)));
+    let error = read("{\"version\": 3, \"anything\": [1]}").unwrap_err();
+    assert!(error.contains("version 3") && error.contains("reads versions 1 to 2"), "{error}");
+    assert!(
+        read("{}").is_err() && read("").is_err() && read("{\"version\": 2, \"packed\": \"AAAA\"}").is_err()
+    );
 }

@@ -23,7 +23,7 @@ fn described(files: Vec<(&str, u64)>) -> Kind {
         .into_iter()
         .map(|(path, records)| v1::File { path: path.into(), records, version: None })
         .collect();
-    let dataset = v1::described::Outcome::Dataset(v1::Dataset { files });
+    let dataset = v1::described::Outcome::Dataset(v1::Dataset { files, ..Default::default() });
     Kind::Described(v1::Described { outcome: Some(dataset) })
 }
 
@@ -68,14 +68,13 @@ fn convert(kind: Kind) -> Result<FromWorker, String> {
 #[test]
 fn every_message_keeps_every_field() {
     let generation = Generation(4);
-    let file = |path: &str, records| File { path: path.into(), records, version: None };
     let error = v1::described::Outcome::Error("no such file".into());
     let phases =
         v1::Phases { detect_us: 1, abort_us: 6, agree_us: 2, connect_us: 3, state_us: 4, first_step_us: 5 };
     let table = [
         (
             described(vec![("a", 3), ("b", 0)]),
-            FromWorker::Described(Ok(Dataset { files: vec![file("a", 3), file("b", 0)] })),
+            FromWorker::Described(Ok(FileList::pack([("a", 3), ("b", 0)]))),
         ),
         (
             Kind::Described(v1::Described { outcome: Some(error) }),
@@ -515,4 +514,29 @@ fn an_evaluation_is_checked() {
     let Ok(FromWorker::Evaluated(Evaluated { step: 3, metrics, .. })) = said(100, 1) else { panic!() };
     assert!(metrics.len() == 100 && metrics.keys().all(|name| name.len() <= 100 + '…'.len_utf8()));
     assert!(said(101, 1).is_err() && said(1, 0).is_err());
+}
+
+#[test]
+fn a_long_list_of_files_travels_packed_and_a_short_one_as_it_is() {
+    let list =
+        |files: u64| FileList::pack((0..files).map(|i| (format!("/a/long/path/to/some/part-{i:080}"), i)));
+    let dataset = |list: &FileList| match to_worker(ToWorker::Prepare(list.clone())).kind {
+        Some(master_message::Kind::Prepare(prepare)) => prepare.dataset.unwrap(),
+        other => panic!("{other:?}"),
+    };
+    let short = list(10);
+    assert_eq!((dataset(&short).files.len(), dataset(&short).packed.len()), (10, 0));
+    let long = list(40_000);
+    assert!(long.bytes() > 4 << 20);
+    let sent = dataset(&long);
+    assert!(sent.files.is_empty() && sent.packed.len() < 1 << 20);
+    let described = |dataset| {
+        let outcome = Some(v1::described::Outcome::Dataset(dataset));
+        from_worker(v1::WorkerMessage { kind: Some(Kind::Described(v1::Described { outcome })) }).unwrap()
+    };
+    assert_eq!(described(sent), FromWorker::Described(Ok(long)));
+    // What can't be read is the data set's fault, and told as such.
+    let torn = v1::Dataset { packed: "nonsense".into(), ..v1::Dataset::default() };
+    let FromWorker::Described(Err(error)) = described(torn) else { panic!("it was taken") };
+    assert!(error.contains("the list of the data set's files can't be used"), "{error}");
 }

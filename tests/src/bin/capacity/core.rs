@@ -5,10 +5,10 @@ use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
-    Action, Batch, Committed, ConnectionId, Dataset, Event, File, FromWorker, Job, JobSpec, LaunchId,
-    LedgerReport, StepTimes, Time, ToWorker,
+    Action, Batch, Committed, ConnectionId, Event, FromWorker, Job, JobSpec, LaunchId, LedgerReport,
+    StepTimes, Time, ToWorker,
 };
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 use elasticdl_tests::job_spec;
 
 use crate::Fault;
@@ -94,8 +94,8 @@ fn spec(workers: u32) -> JobSpec {
     }
 }
 
-fn dataset(shards: u64) -> Dataset {
-    Dataset { files: vec![File { path: "none".into(), records: shards * SHARD_RECORDS, version: None }] }
+fn dataset(shards: u64) -> FileList {
+    FileList::pack([("none", shards * SHARD_RECORDS)])
 }
 
 fn connect(job: &mut Job, i: u64) {

@@ -53,7 +53,8 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
     told(&mut news, 1, |told| matches!(told, Told::Describe(_))).await?;
     let file =
         v1::File { path: "none".into(), records: u64::from(load.shards) * SHARD_RECORDS, version: None };
-    let dataset = v1::described::Outcome::Dataset(v1::Dataset { files: vec![file] });
+    let dataset = v1::Dataset { files: vec![file], ..v1::Dataset::default() };
+    let dataset = v1::described::Outcome::Dataset(dataset);
     workers[0].say(Said::Described(v1::Described { outcome: Some(dataset) }))?;
     // Its processes are named in the order in which they are wanted, before the first worker hears that the data is known.
     told(&mut news, 1, |told| matches!(told, Told::Prepare(_))).await?;

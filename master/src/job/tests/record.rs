@@ -1,0 +1,194 @@
+//! How long a record may be, and what it needs besides.
+
+use elasticdl_proto::{FileList, RecordRange};
+use serde_json::json;
+
+use super::super::queue::Records;
+use super::super::shards::Shards;
+use super::super::testing::{dataset, largest, spec};
+use super::super::*;
+use super::directed::{actions, at, started};
+
+fn json_bytes(record: &JobRecord) -> usize {
+    serde_json::to_string(record).unwrap().len()
+}
+
+fn read(record: &JobRecord) -> JobRecord {
+    serde_json::from_str(&serde_json::to_string(record).unwrap()).unwrap()
+}
+
+/// As another master has it, from where it was written.
+pub(super) fn read_back(record: &JobRecord) -> JobRecord {
+    let mut read = read(record);
+    if let Some(list) = record.file_list() {
+        read.attach(list.clone()).unwrap();
+    }
+    read
+}
+
+/// A job amid a shuffled epoch of 200 million records: every other shard is absorbed.
+fn half_way() -> Job {
+    let mut job = Job::new(JobSpec { num_workers: 3, ..spec() });
+    let list = dataset(&[200_000_000]);
+    let shards = Shards::cut(&list, &job.spec).unwrap();
+    let ranges: Vec<RecordRange> = (0..shards.len())
+        .step_by(2)
+        .map(|shard| shards.range(shard))
+        .map(|r| RecordRange { epoch: 0, start: r.start, end: r.end })
+        .collect();
+    assert!(ranges.len() > 20_000);
+    let mut records = Records::new(shards, job.spec.epochs);
+    records.commit(1000, &ranges).unwrap();
+    (job.records, job.dataset, job.step) = (Some(records), Some(list), 1000);
+    while job.poll_action().is_some() {}
+    job
+}
+
+#[test]
+fn the_largest_record_is_shorter_than_its_documentation_says() {
+    let record = largest().record();
+    let bytes = json_bytes(&record);
+    assert!(bytes < 640 << 10, "{} KiB", bytes >> 10);
+    // No part was left out, but for what is too long.
+    let json = serde_json::to_value(&record).unwrap();
+    let lens = [
+        "launches",
+        "membership/members",
+        "before",
+        "story/memberships",
+        "story/failed_shards",
+        "story/evaluations/all",
+    ]
+    .map(|path| json.pointer(&format!("/{path}")).unwrap().as_array().unwrap().len());
+    assert!(lens[..3] == [1024; 3] && lens[3..].iter().all(|len| *len > 0), "{lens:?}");
+    // The newest evaluations are those that stay, and the newest changes.
+    assert_eq!(json["story"]["evaluations"]["all"][lens[5] - 1]["step"], 999);
+    assert_eq!(json["story"]["memberships"][lens[3] - 1]["generation"], 9999);
+}
+
+#[test]
+fn a_job_that_is_over_amid_a_shuffled_epoch_keeps_its_totals_alone() {
+    let mut job = half_way();
+    let launch = LaunchId(1);
+    job.handle(
+        at(1),
+        Event::Connected {
+            connection: ConnectionId(1),
+            launch,
+            address: "127.0.0.1:1".parse().unwrap(),
+            pid: 7,
+            resume: None,
+        },
+    );
+    job.end(at(2), Outcome::Stopped, None);
+    let record = job.record();
+    assert!(json_bytes(&record) < 8 << 10, "{} bytes", json_bytes(&record));
+    let next = Job::restore(read_back(&record), at(3)).unwrap();
+    assert_eq!(next.summary(at(3)).records, job.summary(at(3)).records);
+    assert!(next.summary(at(3)).records.counted > 99_000_000);
+}
+
+#[test]
+fn totals_are_those_of_the_ledger_in_every_epoch() {
+    for files in [&[1][..], &[2, 3]] {
+        let spec = JobSpec { records_per_shard: std::num::NonZeroU64::new(1), ..spec() };
+        let list = dataset(files);
+        let records = list.records();
+        let per_worker = Batch::PerWorker(std::num::NonZeroU64::MIN);
+        let spec = JobSpec { batch: per_worker, epochs: 2, ..spec };
+        for mask in 0..1u32 << (2 * records) {
+            let mut all = Records::new(Shards::cut(&list, &spec).unwrap(), 2);
+            let absorbed = (0..2 * records).filter(|i| mask >> i & 1 == 1);
+            let range = |i: u64| RecordRange {
+                epoch: (i / records) as u32,
+                start: i % records,
+                end: i % records + 1,
+            };
+            all.commit(1, &absorbed.map(range).collect::<Vec<_>>()).unwrap();
+            let totals = all.check(&all.totals()).unwrap();
+            let counts = |l: &elasticdl_proto::Ledger| (l.epoch(), l.counted(), l.repeated());
+            assert_eq!(counts(&totals), counts(all.ledger()), "{mask:b}");
+        }
+    }
+}
+
+#[test]
+fn the_list_of_files_is_not_in_the_record_and_only_the_same_list_completes_it() {
+    let list = |n: u64| FileList::pack((0..n).map(|i| (format!("/data/{i:090}"), 1)));
+    let mut job = Job::new(JobSpec { shuffle: false, ..spec() });
+    job.describer = Some(elasticdl_proto::WorkerId(1));
+    job.records = Some(Records::new(Shards::cut(&list(15_000), &job.spec).unwrap(), 2));
+    job.dataset = Some(list(15_000));
+    let record = job.record();
+    assert!(json_bytes(&record) < 4 << 10, "{} bytes", json_bytes(&record));
+    let mut read = read(&record);
+    assert_eq!(read.data(), Some(DataMark::of(&list(15_000))));
+    assert!(
+        Job::restore(read.clone(), at(0)).unwrap_err().contains("list of the data set's files is missing")
+    );
+    let error = read.attach(list(15_001)).unwrap_err();
+    assert!(error.contains("15001 files") && error.contains("15000 files"), "{error}");
+    read.attach(list(15_000)).unwrap();
+    assert_eq!(Job::restore(read, at(0)).unwrap().record().data, record.data);
+}
+
+#[test]
+fn records_of_an_older_release_and_with_fields_of_a_newer_one_are_read() {
+    let mut job = started(JobSpec { num_workers: 2, shuffle: false, ..spec() }, &[8, 4]);
+    let record = job.record();
+    let mut old = serde_json::to_value(&record).unwrap();
+    // Version 1 had the list in it, and some fields came later.
+    for absent in ["data", "masters", "results"] {
+        old.as_object_mut().unwrap().remove(absent);
+    }
+    let file = |path: &str, records: u64| json!({"path": path, "records": records});
+    old["dataset"] = json!({"files": [file("file-0", 8), file("file-1", 4)]});
+    let mut read: JobRecord = serde_json::from_value(old).unwrap();
+    assert_eq!(read.file_list(), Some(&dataset(&[8, 4])));
+    assert_eq!(Job::restore(read.clone(), at(0)).unwrap().record().data, record.data);
+    (read.data, read.masters) = (record.data, record.masters);
+    assert_eq!(read, record);
+    let mut newer = serde_json::to_value(&record).unwrap();
+    newer["unheard_of"] = json!({"deep": [1, 2]});
+    newer["story"]["unheard_of"] = json!(7);
+    newer["launches"][0]["unheard_of"] = json!("text");
+    let mut read: JobRecord = serde_json::from_value(newer).unwrap();
+    read.attach(dataset(&[8, 4])).unwrap();
+    assert_eq!(read, record);
+    assert_eq!(actions(&mut job), []);
+}
+
+#[test]
+fn a_record_that_is_refused_fails_the_job_with_the_reason_and_nothing_waits_for_it() {
+    let mut job = started(JobSpec { num_workers: 2, shuffle: false, ..spec() }, &[8]);
+    job.handle(at(5), Event::RecordWaits { reason: "no answer".into() });
+    assert_eq!(job.status(at(5)).events.last().unwrap(), "the job's record is not kept yet: no answer");
+    assert_eq!(job.status(at(5)).state, "running");
+    job.handle(at(6), Event::RecordRefused { reason: "it takes 2000 KiB".into() });
+    let summary = job.summary(at(6));
+    assert_eq!(summary.error.unwrap(), "the job's record can't be kept: it takes 2000 KiB");
+    assert_eq!(job.status(at(6)).state, "ending");
+}
+
+#[test]
+fn sizes_of_shards_and_files_are_told_as_they_are() {
+    let mut job = Job::new(spec());
+    job.handle(
+        at(1),
+        Event::Connected {
+            connection: ConnectionId(1),
+            launch: LaunchId(1),
+            address: "127.0.0.1:1".parse().unwrap(),
+            pid: 7,
+            resume: None,
+        },
+    );
+    let worker = elasticdl_proto::WorkerId(1);
+    let message = FromWorker::Described(Ok(dataset(&[1; 15])));
+    job.handle(at(2), Event::Message { worker, message });
+    let events = job.status(at(2)).events;
+    assert!(
+        events.contains(&"data set: 15 records in 15 files, 15 shards of 1 record".to_owned()),
+        "{events:?}"
+    );
+}

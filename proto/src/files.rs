@@ -1,0 +1,342 @@
+//! The list of a data set's files, packed.
+//!
+//! A data set may have a million files. Their paths take a hundred megabytes as text, and a few when they are compressed, for
+//! most of each path repeats the one before. The list is packed once, by the worker that has described the data set or by
+//! the master that was told; from then on it is sent, kept and compared in that form, and read as a stream.
+//!
+//! **Invariant:** a [`FileList`] can be read to its end: whatever came from outside has been read once before.
+
+use std::fmt;
+use std::io::{self, Read as _, Write as _};
+
+use bytes::{Buf as _, Bytes, buf::Reader};
+use xxhash_rust::xxh3::Xxh3Default;
+
+/// The files of a data set, in order, with their record counts. A copy shares its bytes.
+#[derive(Clone)]
+pub struct FileList {
+    packed: Bytes,
+    len: usize,
+    bytes: u64,
+    records: u64,
+    digest: u64,
+}
+
+/// One file of a [`FileList`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedFile {
+    /// Path or URI.
+    pub path: String,
+    /// Records in it.
+    pub records: u64,
+    /// By which workers tell this version of it from others; `None`: they can't, or any will do.
+    pub version: Option<u32>,
+}
+
+/// How much a list from outside may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileLimits {
+    /// Files.
+    pub files: usize,
+    /// Bytes of a path.
+    pub path_bytes: usize,
+    /// Records of all files.
+    pub records: u64,
+}
+
+/// What is wrong with a list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileListError(String);
+
+impl FileList {
+    /// Packs a list.
+    pub fn pack<F: Into<ListedFile>>(files: impl IntoIterator<Item = F>) -> Self {
+        let mut packer = Packer::default();
+        let mut encoder = zstd::Encoder::new(Vec::new(), LEVEL).expect("the level is one that there is");
+        for file in files {
+            encoder.write_all(packer.entry(&file.into())).expect("memory takes what is written");
+        }
+        packer.done(encoder.finish().expect("memory takes what is written").into())
+    }
+
+    /// Reads a packed list through.
+    ///
+    /// # Errors
+    /// It is damaged, or holds more than `limits`.
+    pub fn unpack(packed: Bytes, limits: FileLimits) -> Result<Self, FileListError> {
+        let mut packer = Packer::default();
+        let mut files = Files::new(packed.clone())?;
+        while let Some(file) = files.read(limits.path_bytes)? {
+            if file.path.is_empty() {
+                return Err(FileListError("an empty path".into()));
+            }
+            if packer.len == limits.files {
+                return Err(FileListError(format!("more than {} files", limits.files)));
+            }
+            if packer.records.saturating_add(file.records) > limits.records {
+                return Err(FileListError(format!("more than {} records", limits.records)));
+            }
+            let _ = packer.entry(&file);
+        }
+        Ok(packer.done(packed))
+    }
+
+    /// The packed form.
+    #[must_use]
+    pub fn packed(&self) -> &Bytes {
+        &self.packed
+    }
+
+    /// How long it is unpacked, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Number of files.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it names no file.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Records of one epoch; saturates.
+    #[must_use]
+    pub fn records(&self) -> u64 {
+        self.records
+    }
+
+    /// Tells it from other lists: the same for the same paths and counts, however they are compressed.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    /// The files, unpacked one by one.
+    #[must_use]
+    pub fn iter(&self) -> Files {
+        Files::new(self.packed.clone()).expect("it was read before")
+    }
+}
+
+impl PartialEq for FileList {
+    fn eq(&self, other: &Self) -> bool {
+        (self.digest, self.bytes, self.len) == (other.digest, other.bytes, other.len)
+    }
+}
+
+impl Eq for FileList {}
+
+impl fmt::Debug for FileList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { packed, len, bytes, records, digest } = self;
+        let mut shown = f.debug_struct("FileList");
+        shown.field("len", len).field("records", records).field("bytes", bytes);
+        shown.field("packed", &packed.len()).field("digest", &format_args!("{digest:016x}")).finish()
+    }
+}
+
+impl<'a> IntoIterator for &'a FileList {
+    type Item = ListedFile;
+    type IntoIter = Files;
+
+    fn into_iter(self) -> Files {
+        self.iter()
+    }
+}
+
+/// The files of a [`FileList`], in order.
+pub struct Files {
+    decoder: zstd::Decoder<'static, io::BufReader<Reader<Bytes>>>,
+}
+
+impl Files {
+    fn new(packed: Bytes) -> Result<Self, FileListError> {
+        zstd::Decoder::new(packed.reader()).map(|decoder| Self { decoder }).map_err(damaged)
+    }
+
+    fn read(&mut self, path_bytes_max: usize) -> Result<Option<ListedFile>, FileListError> {
+        let (mut len, mut records, mut version) = ([0; 4], [0; 8], [0; 8]);
+        if self.decoder.read(&mut len[..1]).map_err(damaged)? == 0 {
+            return Ok(None);
+        }
+        self.decoder.read_exact(&mut len[1..]).map_err(damaged)?;
+        let len = u32::from_le_bytes(len) as usize;
+        if len > path_bytes_max {
+            return Err(FileListError(format!(
+                "a path of {len} bytes; at most {path_bytes_max} are possible"
+            )));
+        }
+        let mut path = vec![0; len];
+        self.decoder.read_exact(&mut path).map_err(damaged)?;
+        self.decoder.read_exact(&mut records).map_err(damaged)?;
+        self.decoder.read_exact(&mut version).map_err(damaged)?;
+        let path = String::from_utf8(path).map_err(|_| FileListError("a path is not UTF-8".into()))?;
+        let version = match u64::from_le_bytes(version) {
+            NO_VERSION => None,
+            version => {
+                Some(u32::try_from(version).map_err(|_| FileListError("a version that is none".into()))?)
+            }
+        };
+        Ok(Some(ListedFile { path, records: u64::from_le_bytes(records), version }))
+    }
+}
+
+impl Iterator for Files {
+    type Item = ListedFile;
+
+    fn next(&mut self) -> Option<ListedFile> {
+        self.read(usize::MAX).expect("a list is read through before it is used")
+    }
+}
+
+impl fmt::Debug for Files {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Files").finish_non_exhaustive()
+    }
+}
+
+impl<P: Into<String>> From<(P, u64)> for ListedFile {
+    fn from((path, records): (P, u64)) -> Self {
+        Self { path: path.into(), records, version: None }
+    }
+}
+
+impl fmt::Display for FileListError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for FileListError {}
+
+/// Counts what passes.
+#[derive(Default)]
+struct Packer {
+    len: usize,
+    bytes: u64,
+    records: u64,
+    hasher: Xxh3Default,
+    /// Used again for each file.
+    entry: Vec<u8>,
+}
+
+impl Packer {
+    /// One file's bytes.
+    fn entry(&mut self, file: &ListedFile) -> &[u8] {
+        let ListedFile { path, records, version } = file;
+        let len = u32::try_from(path.len()).expect("no system has paths of 4 GiB");
+        self.entry.clear();
+        self.entry.extend(len.to_le_bytes());
+        self.entry.extend(path.as_bytes());
+        self.entry.extend(records.to_le_bytes());
+        self.entry.extend(version.map_or(NO_VERSION, u64::from).to_le_bytes());
+        self.hasher.update(&self.entry);
+        self.bytes += self.entry.len() as u64;
+        self.len += 1;
+        self.records = self.records.saturating_add(*records);
+        &self.entry
+    }
+
+    fn done(self, packed: Bytes) -> FileList {
+        let Self { len, bytes, records, hasher, .. } = self;
+        FileList { packed, len, bytes, records, digest: hasher.digest() }
+    }
+}
+
+fn damaged(error: io::Error) -> FileListError {
+    FileListError(format!("it is damaged: {error}"))
+}
+
+/// In the place of a version that there is not.
+const NO_VERSION: u64 = u64::MAX;
+/// A hundred megabytes in half a second, to a tenth or less.
+const LEVEL: i32 = 3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: FileLimits = FileLimits { files: 1 << 20, path_bytes: 4096, records: 1 << 40 };
+
+    fn list(files: &[(&str, u64)]) -> FileList {
+        FileList::pack(files.iter().copied())
+    }
+
+    #[test]
+    fn a_list_is_what_was_packed_wherever_it_comes_from() {
+        let files = [("a", 3), ("b/\u{e4}\n", 0), ("c", u64::MAX)];
+        let packed = list(&files);
+        assert_eq!((packed.len(), packed.records()), (3, u64::MAX));
+        let unlimited = FileLimits { records: u64::MAX, ..LIMITS };
+        let other = FileList::unpack(packed.packed().clone(), unlimited).unwrap();
+        assert_eq!(other, packed);
+        assert_eq!(other.digest(), packed.digest());
+        let read: Vec<_> = other.iter().collect();
+        assert_eq!(read, files.map(ListedFile::from));
+        let empty = list(&[]);
+        assert!(empty.is_empty() && empty.iter().next().is_none());
+    }
+
+    #[test]
+    fn a_list_with_another_path_count_or_order_has_another_digest() {
+        let lists = [
+            list(&[]),
+            list(&[("a", 3), ("b", 4)]),
+            list(&[("b", 4), ("a", 3)]),
+            list(&[("a", 3), ("b", 5)]),
+            list(&[("a", 3), ("c", 4)]),
+            list(&[("a", 3)]),
+        ];
+        for (i, one) in lists.iter().enumerate() {
+            for (k, other) in lists.iter().enumerate() {
+                assert_eq!((one == other, one.digest() == other.digest()), (i == k, i == k), "{i} {k}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_damaged_or_too_large_is_refused_and_never_panics() {
+        let whole = list(&[("a", 3), ("bb", 4)]);
+        let refused =
+            |limits: FileLimits| FileList::unpack(whole.packed().clone(), limits).unwrap_err().to_string();
+        assert_eq!(refused(FileLimits { files: 1, ..LIMITS }), "more than 1 files");
+        assert_eq!(refused(FileLimits { records: 6, ..LIMITS }), "more than 6 records");
+        assert!(refused(FileLimits { path_bytes: 1, ..LIMITS }).contains("a path of 2 bytes"));
+        assert!(FileList::unpack(list(&[("", 1)]).packed().clone(), LIMITS).is_err());
+        assert!(FileList::unpack(Bytes::from_static(b"no list"), LIMITS).is_err());
+        let packed = whole.packed();
+        for cut in 0..packed.len() {
+            let result = FileList::unpack(packed.slice(..cut), LIMITS);
+            assert!(result.is_err() || cut == 0, "{cut}");
+        }
+        for at in 0..packed.len() {
+            let mut bytes = packed.to_vec();
+            bytes[at] ^= 0x40;
+            // Some bytes are of no meaning, or give another list, which has another digest.
+            if let Ok(other) = FileList::unpack(bytes.into(), LIMITS) {
+                assert!(at < 8 || other != whole, "{at}");
+            }
+        }
+    }
+
+    #[test]
+    fn long_paths_are_packed_to_a_tenth() {
+        let path = |i: u32| {
+            format!(
+                "s3://corpus/a-project-of-some-name/year=2026/month=07/part-{i:07}-of-1000000.snappy.parquet"
+            )
+        };
+        let packed = FileList::pack((0..50_000).map(|i| (path(i), 1000)));
+        assert!(packed.bytes() > 50_000 * 100, "{packed:?}");
+        assert!((packed.packed().len() as u64) < packed.bytes() / 10, "{packed:?}");
+        let last = packed.iter().last().unwrap();
+        let last = (last.path, last.records);
+        assert_eq!((packed.len(), last), (50_000, (path(49_999), 1000)));
+    }
+}
