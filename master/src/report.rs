@@ -26,7 +26,7 @@ pub fn to_json(summary: &Summary) -> Vec<u8> {
 /// As [`to_json`], or in one line, or with less in it: in no more than `bytes`, which are 128 Ki at least. What tells how
 /// the job ended stays.
 #[must_use]
-pub fn to_json_within(mut summary: Summary, bytes: usize) -> String {
+pub fn into_json_within(mut summary: Summary, bytes: usize) -> String {
     let text = |json: Vec<u8>| String::from_utf8(json).expect("JSON is UTF-8");
     let pretty = text(to_json(&summary));
     if pretty.len() <= bytes {
@@ -382,7 +382,7 @@ job mnist: completed after 1.50 s
 
     #[test]
     fn a_summary_fits_into_its_part_of_an_anchor_and_keeps_what_tells_how_the_job_ended() {
-        assert_eq!(to_json_within(summary(), 128 << 10).as_bytes(), to_json(&summary()));
+        assert_eq!(into_json_within(summary(), 128 << 10).as_bytes(), to_json(&summary()));
         let mut long = summary();
         let named =
             MembershipRecord { joined: (0..3000).map(WorkerId).collect(), ..change(1, Cause::Join, None) };
@@ -397,7 +397,7 @@ job mnist: completed after 1.50 s
             error: "\u{1}".repeat(4096),
         };
         long.failed_shards = vec![failed; 100];
-        let text = to_json_within(long.clone(), 256 << 10);
+        let text = into_json_within(long.clone(), 256 << 10);
         assert!(text.len() <= 256 << 10, "{} KiB", text.len() >> 10);
         let read: Summary = serde_json::from_str(&text).unwrap();
         assert_eq!((read.records, read.digest, read.error), (long.records, long.digest, long.error));

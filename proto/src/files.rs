@@ -141,7 +141,7 @@ impl fmt::Debug for FileList {
     }
 }
 
-impl<'a> IntoIterator for &'a FileList {
+impl IntoIterator for &FileList {
     type Item = ListedFile;
     type IntoIter = Files;
 

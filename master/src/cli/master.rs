@@ -407,7 +407,7 @@ async fn publish(
 fn status_json(status: Status, times: &Times) -> String {
     let mut status = StatusJson::from(service::status_reply(status));
     status.events_at_s = times.of_last(status.events.len());
-    status.to_json_within(STATUS_BYTES_MAX)
+    status.into_json_within(STATUS_BYTES_MAX)
 }
 
 /// When the lines of a job's story were said, by its age.
@@ -456,7 +456,7 @@ async fn write_end(
     // An anchor holds a megabyte. The last changes tell most.
     let surplus = summary.memberships.len().saturating_sub(MEMBERSHIPS_MAX);
     summary.memberships.drain(..surplus);
-    let text = report::to_json_within(summary, SUMMARY_BYTES_MAX);
+    let text = report::into_json_within(summary, SUMMARY_BYTES_MAX);
     // Nobody goes on with a job that has ended.
     let mut data = Data::from([(SUMMARY.into(), text), (RECORD.into(), String::new())]);
     data.extend(status.map(|status| (STATUS.into(), status_json(status, times))));

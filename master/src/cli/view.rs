@@ -105,7 +105,7 @@ impl StatusJson {
 
     /// As [`StatusJson::to_pretty_json`], or in one line, or with less in it: in no more than `bytes`, which are 64 Ki at
     /// least.
-    pub(super) fn to_json_within(mut self, bytes: usize) -> String {
+    pub(super) fn into_json_within(mut self, bytes: usize) -> String {
         let pretty = self.to_pretty_json();
         if pretty.len() <= bytes {
             return pretty;
@@ -524,21 +524,21 @@ events       generation 2: 1 worker
     #[test]
     fn a_status_fits_into_its_part_of_an_anchor_whatever_the_job_is() {
         let mut status = StatusJson::from(reply());
-        assert_eq!(status.clone().to_json_within(64 << 10), status.to_pretty_json());
+        assert_eq!(status.clone().into_json_within(64 << 10), status.to_pretty_json());
         let worker = status.workers[0].clone();
         status.workers = (0..1024).map(|i| WorkerJson { worker: i, ..worker.clone() }).collect();
         let names = (0..3000).map(|i| WorkerId(1_000_000 + i));
         for membership in &mut status.memberships {
             (membership.lost, membership.joined) = (names.clone().collect(), names.clone().collect());
         }
-        let shortened = status.clone().to_json_within(224 << 10);
+        let shortened = status.clone().into_json_within(224 << 10);
         assert!(shortened.len() <= 224 << 10, "{} KiB", shortened.len() >> 10);
         let read: StatusJson = serde_json::from_str(&shortened).unwrap();
         assert_eq!((read.workers.len(), read.events.len()), (1024, status.events.len()));
         status.events = vec!["\u{1}".repeat(1000); 20];
         status.waiting = vec![status.waiting[0].clone(); 1024];
         status.waiting.iter_mut().for_each(|launch| launch.waits_for = Some("\u{1}".repeat(100)));
-        let shortened = status.clone().to_json_within(64 << 10);
+        let shortened = status.clone().into_json_within(64 << 10);
         assert!(shortened.len() <= 64 << 10, "{} KiB", shortened.len() >> 10);
         let read: StatusJson = serde_json::from_str(&shortened).unwrap();
         assert_eq!((read.step, read.state), (status.step, status.state));

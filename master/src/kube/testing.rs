@@ -439,8 +439,9 @@ fn operate(object: &mut Value, operations: &Value) -> Result<(), String> {
             "test" => return Err(format!("testing value {path} failed: test failed")),
             "add" => {
                 let (parent, key) = path.rsplit_once('/').unwrap();
-                let parent =
-                    object.pointer_mut(parent).ok_or(format!("add operation does not apply: {path}"))?;
+                let parent = object
+                    .pointer_mut(parent)
+                    .ok_or_else(|| format!("add operation does not apply: {path}"))?;
                 parent[key] = value.clone();
             }
             other => panic!("{other}"),
