@@ -34,7 +34,12 @@ pub(crate) fn place(rank: usize, world: usize) -> Place {
     assert!(rank < world && world >= 2, "rank {rank} of {world}");
     let tip = world / 2;
     match rank {
-        0 => Place { parent: None, next_is_child: true, prev_is_child: tip + 1 < world, subtree: 0..world },
+        0 => Place {
+            parent: None,
+            next_is_child: true,
+            prev_is_child: tip + 1 < world,
+            subtree: 0..world,
+        },
         _ if rank <= tip => Place {
             parent: Some(Side::Prev),
             next_is_child: rank < tip,
@@ -61,13 +66,17 @@ mod tests {
                 let Place { parent, subtree, .. } = place(rank, world);
                 assert!(subtree.contains(&rank));
                 let (parent, is_child) = match parent.unwrap() {
-                    Side::Next => ((rank + 1) % world, place((rank + 1) % world, world).prev_is_child),
+                    Side::Next => {
+                        ((rank + 1) % world, place((rank + 1) % world, world).prev_is_child)
+                    }
                     Side::Prev => (rank - 1, place(rank - 1, world).next_is_child),
                 };
                 assert!(is_child, "rank {rank} of {world}");
                 let above = place(parent, world).subtree;
                 assert!(
-                    above.start <= subtree.start && subtree.end <= above.end && above.len() > subtree.len()
+                    above.start <= subtree.start
+                        && subtree.end <= above.end
+                        && above.len() > subtree.len()
                 );
             }
             let children = (0..world).map(|rank| place(rank, world));

@@ -50,7 +50,8 @@ mod tests {
             let chunk = start..start + len;
             for segment_len in 1..=10 {
                 let count = segment_count(&chunk, segment_len);
-                let segments: Vec<_> = (0..count).map(|index| segment(&chunk, segment_len, index)).collect();
+                let segments: Vec<_> =
+                    (0..count).map(|index| segment(&chunk, segment_len, index)).collect();
                 assert_eq!(segments[0].start, chunk.start);
                 assert_eq!(segments[count - 1].end, chunk.end);
                 assert!(segments.windows(2).all(|pair| pair[0].end == pair[1].start));

@@ -41,7 +41,8 @@ pub fn sums_are_exact_and_the_same_everywhere(form: Form<'_>, exact: bool) {
             let results = on_all(&mut group, move |ring| {
                 let src = part(ring.rank(), len);
                 let mut dst = vec![f32::NAN; len];
-                let headers = ring.all_reduce(&header(ring.rank()), &src, &mut dst).map_err(report)?;
+                let headers =
+                    ring.all_reduce(&header(ring.rank()), &src, &mut dst).map_err(report)?;
                 if src != part(ring.rank(), len) {
                     return Err("the source has changed".to_owned());
                 }
@@ -49,8 +50,10 @@ pub fn sums_are_exact_and_the_same_everywhere(form: Form<'_>, exact: bool) {
             });
             let headers: Vec<_> = (0..world).map(header).collect();
             let context = format!("world {world}, len {len}");
-            let results: Vec<_> =
-                results.into_iter().map(|r| r.unwrap_or_else(|e| panic!("{context}: {e}"))).collect();
+            let results: Vec<_> = results
+                .into_iter()
+                .map(|r| r.unwrap_or_else(|e| panic!("{context}: {e}")))
+                .collect();
             for (got, sums) in &results {
                 assert_eq!(got, &headers, "{context}");
                 let same = sums.iter().zip(&results[0].1).all(|(a, b)| a.to_bits() == b.to_bits());
@@ -73,15 +76,22 @@ pub fn numbers_that_are_none_are_the_same_everywhere(form: Form<'_>) {
         let mut group = form(world);
         for len in [3, 50_000] {
             let sums = on_all(&mut group, move |ring| {
-                let odd =
-                    [f32::from_bits(0x7fc0_0001 + ring.rank() as u32), f32::INFINITY, f32::NEG_INFINITY];
+                let odd = [
+                    f32::from_bits(0x7fc0_0001 + ring.rank() as u32),
+                    f32::INFINITY,
+                    f32::NEG_INFINITY,
+                ];
                 let src: Vec<f32> = (0..len).map(|index| odd[(index + ring.rank()) % 3]).collect();
                 let mut dst = vec![0.0; len];
                 ring.all_reduce(&[], &src, &mut dst).map_err(report)?;
                 Ok::<_, String>(dst.into_iter().map(f32::to_bits).collect::<Vec<_>>())
             });
-            let sums: Vec<_> = sums.into_iter().map(|sum| sum.unwrap_or_else(|e| panic!("{e}"))).collect();
-            assert!(sums.iter().all(|sum| *sum == sums[0]), "world {world}, len {len}: replicas differ");
+            let sums: Vec<_> =
+                sums.into_iter().map(|sum| sum.unwrap_or_else(|e| panic!("{e}"))).collect();
+            assert!(
+                sums.iter().all(|sum| *sum == sums[0]),
+                "world {world}, len {len}: replicas differ"
+            );
         }
     }
 }
@@ -109,10 +119,14 @@ pub fn who_leaves_after_an_operation_takes_nothing_from_the_others(form: Form<'_
                 let sums = on_each(form(world), move |mut rank| {
                     let src = vec![1.0; len];
                     let mut dst = vec![0.0; len];
-                    rank.communicator.all_reduce(b"last", &src, &mut dst).map(|_| dst).map_err(report)
+                    rank.communicator
+                        .all_reduce(b"last", &src, &mut dst)
+                        .map(|_| dst)
+                        .map_err(report)
                 });
                 for sum in sums {
-                    let sum = sum.unwrap_or_else(|error| panic!("world {world}, round {round}: {error}"));
+                    let sum =
+                        sum.unwrap_or_else(|error| panic!("world {world}, round {round}: {error}"));
                     assert!(sum == vec![world as f32; len], "world {world}, round {round}");
                 }
             }
@@ -151,12 +165,16 @@ pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) 
                 }
                 dst.fill(f32::NAN);
                 match ring.all_reduce(&[7], &src, &mut dst) {
-                    Ok(headers) if headers != vec![[7]; world] => return Err("wrong headers".to_owned()),
+                    Ok(headers) if headers != vec![[7]; world] => {
+                        return Err("wrong headers".to_owned());
+                    }
                     Ok(_) if dst.iter().any(|sum| *sum != world as f32) => {
                         return Err("a wrong sum".to_owned());
                     }
                     Ok(_) => rounds += 1,
-                    Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. }) => break,
+                    Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. }) => {
+                        break;
+                    }
                     Err(error) => return Err(report(error)),
                 }
             }
@@ -183,11 +201,15 @@ pub fn any_group_sums_right_or_ends(form: Form<'_>) {
         let world = 1 + random.below(9);
         let sums: Arc<Vec<(usize, Vec<usize>)>> = Arc::new(
             (0..6)
-                .map(|_| (random.length(400_000), (0..world).map(|_| random.length(40_000)).collect()))
+                .map(|_| {
+                    (random.length(400_000), (0..world).map(|_| random.length(40_000)).collect())
+                })
                 .collect(),
         );
-        let victim = (random.below(3) == 0).then(|| (random.below(world), random.below(sums.len())));
-        let (is_abort, delay) = (random.below(2) == 0, Duration::from_micros(random.below(3000) as u64));
+        let victim =
+            (random.below(3) == 0).then(|| (random.below(world), random.below(sums.len())));
+        let (is_abort, delay) =
+            (random.below(2) == 0, Duration::from_micros(random.below(3000) as u64));
         let group = form(world);
         let aborts: Vec<_> = group.iter().map(|rank| rank.abort.clone()).collect();
         let planned = sums.clone();
@@ -227,18 +249,23 @@ pub fn any_group_sums_right_or_ends(form: Form<'_>) {
             Ok(done)
         });
         let context = format!("seed {seed}, world {world}, victim {victim:?}, abort {is_abort}");
-        let all: Vec<_> =
-            results.into_iter().map(|r| r.unwrap_or_else(|error| panic!("{context}: {error}"))).collect();
+        let all: Vec<_> = results
+            .into_iter()
+            .map(|r| r.unwrap_or_else(|error| panic!("{context}: {error}")))
+            .collect();
         for (step, (len, headers)) in sums.iter().enumerate() {
             let mut right = vec![0.0; *len];
             for rank in 0..world {
                 right.iter_mut().zip(part(rank + step, *len)).for_each(|(sum, part)| *sum += part);
             }
-            let sent: Vec<_> = (0..world).map(|rank| vec![(rank + step) as u8; headers[rank]]).collect();
+            let sent: Vec<_> =
+                (0..world).map(|rank| vec![(rank + step) as u8; headers[rank]]).collect();
             for (rank, done) in all.iter().enumerate() {
                 let context = format!("{context}: rank {rank}, sum {step} of {len} elements");
                 match done.get(step) {
-                    Some((got, sum)) => assert!(*got == sent && *sum == right, "{context} is wrong"),
+                    Some((got, sum)) => {
+                        assert!(*got == sent && *sum == right, "{context} is wrong")
+                    }
                     None => assert!(victim.is_some_and(|(_, at)| at <= step), "{context} failed"),
                 }
             }
@@ -263,8 +290,10 @@ pub fn who_waits_can_be_aborted(form: Form<'_>) {
             ender.join().expect("it only sleeps");
             for result in results {
                 // Who hears of another's end first says so.
-                let is_expected =
-                    matches!(result, Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. }));
+                let is_expected = matches!(
+                    result,
+                    Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. })
+                );
                 assert!(is_expected, "world {world}, absent {absent}: {result:?}");
             }
             drop(away);
@@ -281,7 +310,10 @@ pub fn who_disagrees_fails_with_all(form: Form<'_>) {
                 let len = if ring.rank() == 1 { other } else { len };
                 ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).map(drop)
             });
-            assert!(results.iter().all(Result::is_err), "world {world}, {len} or {other}: {results:?}");
+            assert!(
+                results.iter().all(Result::is_err),
+                "world {world}, {len} or {other}: {results:?}"
+            );
             let named = results.iter().any(|r| matches!(r, Err(CollectiveError::Protocol { .. })));
             assert!(named, "world {world}, {len} or {other}: {results:?}");
         }
@@ -299,19 +331,26 @@ pub fn a_senseless_call_changes_nothing(form: Form<'_>) {
     for world in 1..=3 {
         let mut group = form(world);
         let results = on_all(&mut group, move |ring| {
-            let is_invalid = |result: Result<(), _>| matches!(result, Err(CollectiveError::Invalid(_)));
+            let is_invalid =
+                |result: Result<(), _>| matches!(result, Err(CollectiveError::Invalid(_)));
             let refused = is_invalid(ring.all_reduce(&[], &[1.0], &mut []).map(drop))
                 && is_invalid(ring.broadcast(world, &mut []))
                 && is_invalid(ring.broadcast_bytes(world + 5, &mut Vec::new()))
                 && is_invalid(ring.all_gather(&vec![0; BLOCK_BYTES_MAX + 1]).map(drop))
-                && is_invalid(ring.all_reduce(&vec![0; BLOCK_BYTES_MAX + 1], &[1.0], &mut [0.0]).map(drop));
+                && is_invalid(
+                    ring.all_reduce(&vec![0; BLOCK_BYTES_MAX + 1], &[1.0], &mut [0.0]).map(drop),
+                );
             (refused, ring.all_gather(b"still here").map_err(report))
         });
         assert_eq!(results, vec![(true, Ok(vec![b"still here".to_vec(); world])); world]);
     }
 }
 
-fn any_operation(ring: &mut dyn Communicator, random: &mut Random, step: usize) -> Result<(), String> {
+fn any_operation(
+    ring: &mut dyn Communicator,
+    random: &mut Random,
+    step: usize,
+) -> Result<(), String> {
     let (rank, world) = (ring.rank(), ring.world_size());
     let bytes = |rank: usize, len: usize| vec![(rank * 31 + len + step) as u8; len];
     let root = random.below(world);
@@ -325,7 +364,8 @@ fn any_operation(ring: &mut dyn Communicator, random: &mut Random, step: usize) 
         1 => {
             let mut dst = vec![f32::NAN; len];
             let all: Vec<_> = (0..world).map(|rank| bytes(rank, lens[rank])).collect();
-            let headers = ring.all_reduce(&all[rank], &vec![rank as f32; len], &mut dst).map_err(report)?;
+            let headers =
+                ring.all_reduce(&all[rank], &vec![rank as f32; len], &mut dst).map_err(report)?;
             let sum = (world * (world - 1) / 2) as f32;
             headers == all && dst == vec![sum; len]
         }
@@ -359,7 +399,10 @@ fn on_all<T: Send + 'static>(
 }
 
 /// Gives each rank to its own thread. A panic in one drops it, and so ends the others; a hang panics here.
-fn on_each<T: Send + 'static>(group: Group, act: impl Fn(Rank) -> T + Send + Sync + 'static) -> Vec<T> {
+fn on_each<T: Send + 'static>(
+    group: Group,
+    act: impl Fn(Rank) -> T + Send + Sync + 'static,
+) -> Vec<T> {
     let act = Arc::new(act);
     let (done, results) = mpsc::channel();
     let count = group.len();

@@ -18,8 +18,8 @@ use crate::progress::{Place, Progress};
 use crate::schedule::Seat;
 use crate::tcp::{Links, Neighbour, Plan};
 use crate::{
-    CollectiveError, Fence, GroupSpec, Member, Position, Secret, StateReceiver, TcpRing, Transport, Visitor,
-    WireDtype,
+    CollectiveError, Fence, GroupSpec, Member, Position, Secret, StateReceiver, TcpRing, Transport,
+    Visitor, WireDtype,
 };
 
 /// A worker's end of all links: its listener and its fence. One per worker process, and lives as long as it.
@@ -50,7 +50,8 @@ impl Endpoint {
     /// [`CollectiveError::Invalid`] if the secret is empty, [`CollectiveError::Bind`],
     /// [`CollectiveError::Io`].
     pub fn bind(ip: IpAddr, job: &str, me: u64, secret: Secret) -> Result<Self, CollectiveError> {
-        let listener = TcpListener::bind((ip, 0)).map_err(|source| CollectiveError::Bind { source })?;
+        let listener =
+            TcpListener::bind((ip, 0)).map_err(|source| CollectiveError::Bind { source })?;
         Self::from_listener(listener, job, me, secret)
     }
 
@@ -138,7 +139,8 @@ impl Endpoint {
     /// [`CollectiveError::Invalid`].
     pub fn with_streams(mut self, streams: u8) -> Result<Self, CollectiveError> {
         if !(1..=STREAMS_MAX).contains(&streams) {
-            let reason = format!("{streams} links between neighbours; 1 to {STREAMS_MAX} are possible");
+            let reason =
+                format!("{streams} links between neighbours; 1 to {STREAMS_MAX} are possible");
             return Err(CollectiveError::Invalid(reason));
         }
         self.streams = streams;
@@ -169,7 +171,11 @@ impl Endpoint {
     ///
     /// # Errors
     /// [`CollectiveError`]; nothing of the attempt is left open.
-    pub fn connect(&self, group: &GroupSpec, deadline: Duration) -> Result<TcpRing, CollectiveError> {
+    pub fn connect(
+        &self,
+        group: &GroupSpec,
+        deadline: Duration,
+    ) -> Result<TcpRing, CollectiveError> {
         let rank = group.rank_of(self.identity.me)?;
         let pass = self.fence.enter(group.generation)?;
         let world = group.members.len();
@@ -186,14 +192,16 @@ impl Endpoint {
             let [next, prev] = [at + 1, at + ranks.len() - 1].map(|at| ranks[at % ranks.len()]);
             let Self { identity, progress, dial_limit, .. } = self;
             let (pass, dial_limit) = (&pass, *dial_limit);
-            let attempt = Attempt { identity, group, pass, progress, dial_limit, purpose, next, prev, until };
+            let attempt =
+                Attempt { identity, group, pass, progress, dial_limit, purpose, next, prev, until };
             (ranks.len() > 1).then_some(attempt)
         };
         let ring = attempt(Purpose::Ring, (0..world).collect()).expect("this rank is in the group");
         let home = attempt(Purpose::Home, hosts.ranks(place.host).to_vec()).filter(|_| is_mixed);
         let leaders = attempt(Purpose::Leaders, hosts.leaders()).filter(|_| is_mixed);
         let further = if may_share { 0 } else { self.streams - 1 };
-        let lanes = (1..=further).map(|number| attempt(Purpose::Stream(number), (0..world).collect()));
+        let lanes =
+            (1..=further).map(|number| attempt(Purpose::Stream(number), (0..world).collect()));
         let attempts = [Some(ring), home, leaders].into_iter().chain(lanes).collect();
         let mut links = Attempt::run_all(attempts).inspect_err(|_| pass.shut_down())?.into_iter();
         let mut next = || links.next().flatten();
@@ -225,17 +233,20 @@ impl Endpoint {
     ) -> Result<StateReceiver, CollectiveError> {
         let lost = |source| CollectiveError::PeerLost { rank: 0, member: donor.id, source };
         let link =
-            dial(donor.address, None, Instant::now().checked_add(limit)).map_err(|error| match error {
-                DialError::Ended(error) => error,
-                DialError::Lost(source) => lost(source),
-                DialError::TimedOut | DialError::Unanswered(_) => {
-                    CollectiveError::Deadline { rank: 0, member: donor.id, waited: limit }
+            dial(donor.address, None, Instant::now().checked_add(limit)).map_err(|error| {
+                match error {
+                    DialError::Ended(error) => error,
+                    DialError::Lost(source) => lost(source),
+                    DialError::TimedOut | DialError::Unanswered(_) => {
+                        CollectiveError::Deadline { rank: 0, member: donor.id, waited: limit }
+                    }
                 }
             })?;
         let link = Arc::new(link);
         self.fence.watch(&link);
         let Identity { job, me, secret } = &*self.identity;
-        let hello = Hello { purpose: Purpose::State, job: *job, generation: 0, from: *me, to: donor.id };
+        let hello =
+            Hello { purpose: Purpose::State, job: *job, generation: 0, from: *me, to: donor.id };
         // A fresh socket's buffer holds many hellos, so this is one write and cannot block.
         (&*link).write_all(&hello.encode(secret)).map_err(lost)?;
         StateReceiver::new(donor.id, link, patience, position)
@@ -330,7 +341,9 @@ impl Attempt<'_> {
     /// A dial whose first packet is lost is only repeated by the system after a second, which may be longer than
     /// the limit: so a few are made within it.
     fn dial_within_limit(&self, address: SocketAddr) -> Result<TcpStream, DialError> {
-        let Some(limit) = self.dial_limit else { return dial(address, Some(self.pass), self.until.at) };
+        let Some(limit) = self.dial_limit else {
+            return dial(address, Some(self.pass), self.until.at);
+        };
         let started = Instant::now();
         for tries in 1..=DIALS_MAX {
             let until = started.checked_add(limit * tries / DIALS_MAX);
@@ -372,8 +385,10 @@ impl Attempt<'_> {
                 self.pass.register(&link);
                 return Ok(link);
             }
-            let mut fds =
-                [PollFd::new(self.pass.bell(), PollFlags::IN), PollFd::new(&**next, PollFlags::RDHUP)];
+            let mut fds = [
+                PollFd::new(self.pass.bell(), PollFlags::IN),
+                PollFd::new(&**next, PollFlags::RDHUP),
+            ];
             let in_time = poll_until(&mut fds, self.until.at)
                 .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
             if !in_time {
@@ -383,7 +398,9 @@ impl Attempt<'_> {
                 self.pass.check()?;
                 // What has been sent before the end does not matter any more.
                 let fault = next.take_error().ok().flatten();
-                return Err(self.lost(self.next, fault.unwrap_or_else(|| ErrorKind::UnexpectedEof.into())));
+                return Err(
+                    self.lost(self.next, fault.unwrap_or_else(|| ErrorKind::UnexpectedEof.into()))
+                );
             }
         }
     }
@@ -401,7 +418,11 @@ impl Attempt<'_> {
     }
 
     fn late(&self, rank: usize) -> CollectiveError {
-        CollectiveError::Deadline { rank, member: self.group.members[rank].id, waited: self.until.waited }
+        CollectiveError::Deadline {
+            rank,
+            member: self.group.members[rank].id,
+            waited: self.until.waited,
+        }
     }
 }
 

@@ -91,7 +91,12 @@ impl Fence {
     }
 
     /// Takes in a proven dial, for whoever builds that generation now or later.
-    pub(crate) fn admit(&self, dialler: Dialler, link: TcpStream, now: Duration) -> Result<(), Refusal> {
+    pub(crate) fn admit(
+        &self,
+        dialler: Dialler,
+        link: TcpStream,
+        now: Duration,
+    ) -> Result<(), Refusal> {
         let mut state = self.lock();
         if dialler.generation < state.oldest_welcome() {
             return Err(Refusal::Old);

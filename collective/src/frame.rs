@@ -123,8 +123,8 @@ impl TryFrom<u32> for Kind {
 
     fn try_from(number: u32) -> Result<Self, String> {
         use Kind::{
-            AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast, BroadcastBytes,
-            Device, Meeting,
+            AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast,
+            BroadcastBytes, Device, Meeting,
         };
         [
             AllGather,

@@ -11,7 +11,9 @@ use crate::link::set_up;
 use crate::progress::Progress;
 use crate::schedule::Seat;
 use crate::tcp::{Links, Neighbour};
-use crate::{CollectiveError, Communicator, Fence, Secret, StateReceiver, TcpRing, Visitor, WireDtype};
+use crate::{
+    CollectiveError, Communicator, Fence, Secret, StateReceiver, TcpRing, Visitor, WireDtype,
+};
 
 /// The first byte chooses the operation, the second the rank, the group's size and which links end; the rest is what comes, from the
 /// previous member or, in part, from the next. The operation must end, by itself and without a panic. Whether it has succeeded.
@@ -38,11 +40,15 @@ pub fn ring(data: &[u8]) -> bool {
     };
     let pass = Fence::new().enter(GENERATION).expect("it is the first one");
     let wire = [WireDtype::F32, WireDtype::Bf16, WireDtype::F16][usize::from(operation >> 4) % 3];
-    let mut ring = TcpRing::linked(pass, Progress::new(), Seat { rank, world }, links).with_wire_dtype(wire);
+    let mut ring =
+        TcpRing::linked(pass, Progress::new(), Seat { rank, world }, links).with_wire_dtype(wire);
     let result = run(&mut ring, operation & 15);
     if result.is_err() {
         let again = ring.all_gather(&[]);
-        assert!(matches!(again, Err(CollectiveError::Aborted { .. })), "{again:?} after {result:?}");
+        assert!(
+            matches!(again, Err(CollectiveError::Aborted { .. })),
+            "{again:?} after {result:?}"
+        );
     }
     result.is_ok()
 }
@@ -95,7 +101,8 @@ pub fn state_seeds() -> Vec<Vec<u8>> {
         [&head, note, bytemuck::cast_slice(floats)].concat()
     };
     vec![
-        [parcel(1, b"a record", &[]), parcel(5, b"a place", &[1.0; 64]), parcel(0, b"", &[])].concat(),
+        [parcel(1, b"a record", &[]), parcel(5, b"a place", &[1.0; 64]), parcel(0, b"", &[])]
+            .concat(),
         [word(b"EDLQ", 0, [0; 3]), word(b"EDLQ", 1, [7, 64, 7])].concat(),
     ]
 }
@@ -124,8 +131,9 @@ pub fn seeds() -> Vec<Vec<u8>> {
     };
     let half = RING_LEN as u32 / 2 * 4;
     let ring_bytes = RING_LEN as u64 * 4;
-    let input =
-        |operation: u8, shape: u8, frames: &[Vec<u8>]| [&[operation, shape][..], &frames.concat()].concat();
+    let input = |operation: u8, shape: u8, frames: &[Vec<u8>]| {
+        [&[operation, shape][..], &frames.concat()].concat()
+    };
     vec![
         input(0, 16, &[frame(head(Kind::AllGather, 0, 1, 3, 0, 0))]),
         input(1, 16, &[relayed(0, 1, 1)]),
@@ -150,7 +158,12 @@ pub fn seeds() -> Vec<Vec<u8>> {
         input(
             3,
             16,
-            &[[&head(Kind::Announcement, 0, 1, 10, 0, 0).encode()[..], &2_u64.to_le_bytes(), b"ab"].concat()],
+            &[[
+                &head(Kind::Announcement, 0, 1, 10, 0, 0).encode()[..],
+                &2_u64.to_le_bytes(),
+                b"ab",
+            ]
+            .concat()],
         ),
         input(4, 16, &[frame(head(Kind::Broadcast, 0, 1, 0, 400, 400))]),
     ]

@@ -83,7 +83,13 @@ impl Hello {
             let field = proven[at..].first_chunk().expect("a field lies within the proven bytes");
             u64::from_le_bytes(*field)
         };
-        Ok(Self { purpose, job: JobDigest(job), generation: number(40), from: number(48), to: number(56) })
+        Ok(Self {
+            purpose,
+            job: JobDigest(job),
+            generation: number(40),
+            from: number(48),
+            to: number(56),
+        })
     }
 }
 
@@ -114,7 +120,8 @@ pub(crate) const HELLO_BYTES: usize = PROVEN_BYTES + 32;
 const PROVEN_BYTES: usize = 64;
 
 fn mac(secret: &Secret, message: &[u8]) -> Hmac<Sha256> {
-    let mut mac = Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    let mut mac =
+        Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
     mac.update(message);
     mac
 }

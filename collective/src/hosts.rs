@@ -21,7 +21,8 @@ impl Hosts {
     pub(crate) fn of(members: &[Member]) -> Self {
         let mut hosts: Vec<Vec<usize>> = Vec::new();
         for (rank, member) in members.iter().enumerate() {
-            let is_there = |host: &&mut Vec<usize>| members[host[0]].address.ip() == member.address.ip();
+            let is_there =
+                |host: &&mut Vec<usize>| members[host[0]].address.ip() == member.address.ip();
             match hosts.iter_mut().find(is_there) {
                 Some(host) => host.push(rank),
                 None => hosts.push(vec![rank]),

@@ -85,6 +85,8 @@ pub use local::{LocalFence, LocalRank};
 pub use pages::zeros;
 pub use progress::{Progress, Stall};
 pub use secret::Secret;
-pub use state::{NOTE_BYTES_MAX, ParcelHead, Position, StateLink, StateReceiver, StateSender, Visitor};
+pub use state::{
+    NOTE_BYTES_MAX, ParcelHead, Position, StateLink, StateReceiver, StateSender, Visitor,
+};
 pub use tcp::{TcpRing, Transport};
 pub use wire::WireDtype;

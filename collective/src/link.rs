@@ -34,9 +34,13 @@ pub(crate) fn dial(
 ) -> Result<TcpStream, DialError> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None).map_err(|errno| {
-        DialError::Ended(CollectiveError::Io { action: "create a socket", source: errno.into() })
-    })?;
+    let socket =
+        rustix::net::socket_with(family, SocketType::STREAM, flags, None).map_err(|errno| {
+            DialError::Ended(CollectiveError::Io {
+                action: "create a socket",
+                source: errno.into(),
+            })
+        })?;
     if is_same_host(address) {
         calm(&socket);
     }
@@ -117,7 +121,8 @@ fn is_same_host(address: SocketAddr) -> bool {
 /// Polls until something happens (true) or `deadline` has passed (false).
 pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
     loop {
-        let timeout = deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
+        let timeout =
+            deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
         match poll(fds, timeout.as_ref()) {
             Ok(0) => return Ok(false),
             Ok(_) => return Ok(true),

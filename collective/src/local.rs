@@ -28,7 +28,8 @@ impl LocalRank {
     pub fn group(world: usize, generation: u64) -> Vec<Self> {
         assert!(world > 0, "a group has at least one rank");
         let state = State { operations: BTreeMap::new(), ends: vec![None; world] };
-        let group = Arc::new(Meeting { generation, state: Mutex::new(state), stirred: Condvar::new() });
+        let group =
+            Arc::new(Meeting { generation, state: Mutex::new(state), stirred: Condvar::new() });
         (0..world).map(|rank| Self { group: group.clone(), rank, sequence: 0 }).collect()
     }
 
@@ -56,7 +57,8 @@ impl LocalRank {
             self.group.stirred.notify_all();
         }
         loop {
-            let operation = state.operations.get_mut(&sequence).expect("it stays until all have taken it");
+            let operation =
+                state.operations.get_mut(&sequence).expect("it stays until all have taken it");
             if let Some(all) = operation.all.clone() {
                 operation.taken += 1;
                 if operation.taken == world {
@@ -83,7 +85,8 @@ impl LocalRank {
     /// Checks that all have brought the same kind and length.
     fn agree(&self, all: Arc<Vec<Part>>) -> Result<Arc<Vec<Part>>, CollectiveError> {
         let mine = &all[self.rank];
-        let Some(rank) = all.iter().position(|part| (part.kind, part.len) != (mine.kind, mine.len)) else {
+        let Some(rank) = all.iter().position(|part| (part.kind, part.len) != (mine.kind, mine.len))
+        else {
             return Ok(all);
         };
         self.group.lock().ends[self.rank] = Some(Ending::Failed);
@@ -146,7 +149,12 @@ impl Communicator for LocalRank {
             let reason = format!("a source of {} elements for a sum of {}", src.len(), dst.len());
             return Err(CollectiveError::Invalid(reason));
         }
-        let part = Part { kind: "all-reduce", len: src.len(), bytes: header.to_vec(), floats: src.to_vec() };
+        let part = Part {
+            kind: "all-reduce",
+            len: src.len(),
+            bytes: header.to_vec(),
+            floats: src.to_vec(),
+        };
         let all = self.meet(part)?;
         dst.copy_from_slice(&all[0].floats);
         for part in &all[1..] {
@@ -158,12 +166,17 @@ impl Communicator for LocalRank {
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
         self.check_root(root)?;
         if root == self.rank && bytes.len() > BROADCAST_BYTES_MAX {
-            let reason = format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
+            let reason =
+                format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
             return Err(CollectiveError::Invalid(reason));
         }
         let mine = if root == self.rank { bytes.clone() } else { Vec::new() };
-        let all =
-            self.meet(Part { kind: "broadcast of bytes", len: root, bytes: mine, floats: Vec::new() })?;
+        let all = self.meet(Part {
+            kind: "broadcast of bytes",
+            len: root,
+            bytes: mine,
+            floats: Vec::new(),
+        })?;
         bytes.clone_from(&all[root].bytes);
         Ok(())
     }
@@ -171,7 +184,8 @@ impl Communicator for LocalRank {
     fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
         self.check_root(root)?;
         let mine = if root == self.rank { buf.to_vec() } else { Vec::new() };
-        let all = self.meet(Part { kind: "broadcast", len: buf.len(), bytes: Vec::new(), floats: mine })?;
+        let all =
+            self.meet(Part { kind: "broadcast", len: buf.len(), bytes: Vec::new(), floats: mine })?;
         if all[root].floats.len() != buf.len() {
             let reason = "another rank broadcasts".to_owned();
             return Err(CollectiveError::Protocol { rank: root, member: root as u64, reason });
@@ -240,6 +254,7 @@ fn check_block(block: &[u8]) -> Result<(), CollectiveError> {
     if block.len() <= BLOCK_BYTES_MAX {
         return Ok(());
     }
-    let reason = format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", block.len());
+    let reason =
+        format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", block.len());
     Err(CollectiveError::Invalid(reason))
 }

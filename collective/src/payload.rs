@@ -105,7 +105,9 @@ impl<'a> Payload<'a> {
     /// there before they have left.
     fn sum_own(&mut self, segments: usize) -> Result<(), SharedFault> {
         let Some(front) = &mut self.front else { return Ok(()) };
-        let (Body::Rounded { src, dst, .. } | Body::Sum { src, dst }) = &mut self.body else { return Ok(()) };
+        let (Body::Rounded { src, dst, .. } | Body::Sum { src, dst }) = &mut self.body else {
+            return Ok(());
+        };
         while let Some(range) = front.next_own(segments) {
             front.sum_own(&src[range.clone()], &mut dst[range])?;
         }

@@ -50,7 +50,8 @@ impl Porter {
             let wake_at = [resume_at, expiry, oldest].into_iter().flatten().min();
 
             let door = if resume_at.is_none() { PollFlags::IN } else { PollFlags::empty() };
-            let mut fds = vec![PollFd::new(&*self.quit, PollFlags::IN), PollFd::new(&self.listener, door)];
+            let mut fds =
+                vec![PollFd::new(&*self.quit, PollFlags::IN), PollFd::new(&self.listener, door)];
             fds.extend(guests.iter().map(|guest| PollFd::new(&guest.link, PollFlags::IN)));
             if let Err(error) = link::poll_until(&mut fds, wake_at) {
                 warn!(%error, "no longer accepting peers");
@@ -76,7 +77,12 @@ impl Porter {
     }
 
     /// Lets in who stands at the door. After a refusal by the operating system, says when to try again.
-    fn accept(&self, guests: &mut VecDeque<Guest>, now: Instant, started: Instant) -> Option<Instant> {
+    fn accept(
+        &self,
+        guests: &mut VecDeque<Guest>,
+        now: Instant,
+        started: Instant,
+    ) -> Option<Instant> {
         for _ in 0..GUESTS_MAX {
             let (link, peer) = match self.listener.accept() {
                 Ok(accepted) => accepted,
@@ -122,8 +128,14 @@ impl Porter {
         None
     }
 
-    fn judge(&self, bytes: &[u8; HELLO_BYTES], link: TcpStream, now: Duration) -> Result<(), String> {
-        let hello = Hello::decode(bytes, &self.identity.secret).map_err(|error| error.to_string())?;
+    fn judge(
+        &self,
+        bytes: &[u8; HELLO_BYTES],
+        link: TcpStream,
+        now: Duration,
+    ) -> Result<(), String> {
+        let hello =
+            Hello::decode(bytes, &self.identity.secret).map_err(|error| error.to_string())?;
         if hello.job != self.identity.job {
             return Err("it is of another job".to_owned());
         }
@@ -159,6 +171,11 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 /// Errors of one connection that ended before it was accepted; the listener is fine.
 fn is_the_diallers(kind: ErrorKind) -> bool {
-    use ErrorKind::{ConnectionAborted, ConnectionReset, HostUnreachable, Interrupted, NetworkUnreachable};
-    matches!(kind, ConnectionAborted | ConnectionReset | HostUnreachable | Interrupted | NetworkUnreachable)
+    use ErrorKind::{
+        ConnectionAborted, ConnectionReset, HostUnreachable, Interrupted, NetworkUnreachable,
+    };
+    matches!(
+        kind,
+        ConnectionAborted | ConnectionReset | HostUnreachable | Interrupted | NetworkUnreachable
+    )
 }

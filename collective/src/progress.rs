@@ -78,7 +78,8 @@ impl Progress {
         cell.received.store(place.received, Ordering::Relaxed);
         cell.sent.store(place.sent, Ordering::Relaxed);
         cell.waits_for_next.store(place.waits_for_next, Ordering::Relaxed);
-        let now = u64::try_from(cell.started.elapsed().as_nanos()).expect("no process runs for centuries");
+        let now = u64::try_from(cell.started.elapsed().as_nanos())
+            .expect("no process runs for centuries");
         cell.since.store(now, Ordering::Release);
     }
 

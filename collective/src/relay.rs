@@ -67,7 +67,11 @@ impl<'a> Relay<'a> {
     }
 
     /// Returns with the sum in `dst` and the notes in rank order.
-    pub(crate) fn all_reduce(mut self, src: &[f32], dst: &mut [f32]) -> Result<Vec<Vec<u8>>, Fault> {
+    pub(crate) fn all_reduce(
+        mut self,
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, Fault> {
         match self.seat.world {
             2 => self.exchange(src, dst)?,
             _ => self.up_and_down(src, dst)?,
@@ -101,7 +105,9 @@ impl<'a> Relay<'a> {
         }
 
         let mut children = Vec::with_capacity(2);
-        for (side, is_child) in [(Side::Next, place.next_is_child), (Side::Prev, place.prev_is_child)] {
+        for (side, is_child) in
+            [(Side::Next, place.next_is_child), (Side::Prev, place.prev_is_child)]
+        {
             if is_child {
                 let ranks = arms::place(self.neighbour(side), world).subtree;
                 let incoming = Some(self.expect(UP, side, ranks, src.len()));
@@ -216,8 +222,10 @@ impl<'a> Relay<'a> {
     fn encode(&self, step: u32, ranks: Range<usize>, elements: &[f32]) -> Vec<u8> {
         let notes = &self.notes[ranks];
         let note_bytes = notes.iter().map(|note| NOTE_HEAD_BYTES + note.len()).sum();
-        let frame =
-            Frame { note_bytes: narrow(note_bytes), ..self.frame(step, self.seat.rank, elements.len()) };
+        let frame = Frame {
+            note_bytes: narrow(note_bytes),
+            ..self.frame(step, self.seat.rank, elements.len())
+        };
         let mut message = Vec::with_capacity(FRAME_BYTES + note_bytes + size_of_val(elements));
         message.extend_from_slice(&frame.encode());
         for note in notes {
@@ -263,10 +271,13 @@ impl<'a> Relay<'a> {
 
     fn take_notes(&mut self, ranks: Range<usize>, mut bytes: &[u8]) -> Result<(), String> {
         for rank in ranks {
-            let (length, rest) = bytes.split_first_chunk().ok_or("expected another note's length")?;
+            let (length, rest) =
+                bytes.split_first_chunk().ok_or("expected another note's length")?;
             let length = u32::from_le_bytes(*length) as usize;
             if length > BLOCK_BYTES_MAX.min(rest.len()) {
-                return Err(format!("expected the note of rank {rank}, got a length of {length} bytes"));
+                return Err(format!(
+                    "expected the note of rank {rank}, got a length of {length} bytes"
+                ));
             }
             let (note, rest) = rest.split_at(length);
             self.notes[rank] = note.to_vec();
@@ -353,7 +364,8 @@ impl Port<'_> {
     }
 
     fn receive(&mut self, course: &mut Course<'_>) -> Result<bool, LinkFault> {
-        let Some(incoming) = self.incoming.as_mut().filter(|incoming| !incoming.is_complete()) else {
+        let Some(incoming) = self.incoming.as_mut().filter(|incoming| !incoming.is_complete())
+        else {
             return Ok(false);
         };
         let mut link = self.link;
@@ -367,7 +379,11 @@ impl Port<'_> {
                 }
                 Ok(true)
             }
-            Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => Ok(false),
+            Err(error)
+                if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) =>
+            {
+                Ok(false)
+            }
             Err(error) => Err(LinkFault::Lost(error)),
         }
     }
@@ -419,7 +435,8 @@ impl Incoming {
 /// A neighbour that ended its link may have done so over a disagreement that shows in what others have sent, too; that
 /// says more than an end.
 fn root_of(fault: Fault, ports: &mut [Port<'_>], course: &mut Course<'_>, at: usize) -> Fault {
-    for port in ports.iter_mut().enumerate().filter(|(index, _)| *index != at).map(|(_, port)| port) {
+    for port in ports.iter_mut().enumerate().filter(|(index, _)| *index != at).map(|(_, port)| port)
+    {
         loop {
             match port.receive(course) {
                 Ok(true) => {}

@@ -82,12 +82,20 @@ impl Schedule {
     /// Every rank's note to every rank: `world − 1` steps without elements.
     pub fn all_gather(seat: Seat) -> Self {
         let steps = seat.world - 1;
-        Self::ring(seat, Extent { len: 0, segment_len: 1 }, Phases { steps, summing: 0, noting: steps })
+        Self::ring(
+            seat,
+            Extent { len: 0, segment_len: 1 },
+            Phases { steps, summing: 0, noting: steps },
+        )
     }
 
     /// Every rank's note to the next one.
     pub fn exchange(seat: Seat) -> Self {
-        Self::ring(seat, Extent { len: 0, segment_len: 1 }, Phases { steps: 1, summing: 0, noting: 1 })
+        Self::ring(
+            seat,
+            Extent { len: 0, segment_len: 1 },
+            Phases { steps: 1, summing: 0, noting: 1 },
+        )
     }
 
     /// Reduce-scatter in the first `world − 1` steps, which also carry the notes, and all-gather in the next
@@ -267,7 +275,10 @@ mod tests {
         }
         use Content::{Own, Sum, Total};
         assert_eq!(sends, [(0, Own, true), (2, Sum, true), (1, Total, false), (0, Total, false)]);
-        assert_eq!(receives, [(2, Sum, true), (1, Sum, true), (0, Total, false), (2, Total, false)]);
+        assert_eq!(
+            receives,
+            [(2, Sum, true), (1, Sum, true), (0, Total, false), (2, Total, false)]
+        );
     }
 
     #[test]
@@ -277,11 +288,17 @@ mod tests {
                 for rank in 0..world {
                     let extent = Extent { len, segment_len: 2 };
                     let mut sender = Schedule::all_reduce(Seat { rank, world }, extent);
-                    let mut taker = Schedule::all_reduce(Seat { rank: (rank + 1) % world, world }, extent);
+                    let mut taker =
+                        Schedule::all_reduce(Seat { rank: (rank + 1) % world, world }, extent);
                     loop {
-                        let position = |piece: Piece| (piece.step, piece.segment, piece.range, piece.note);
+                        let position =
+                            |piece: Piece| (piece.step, piece.segment, piece.range, piece.note);
                         let sent = sender.sends.piece().map(position);
-                        assert_eq!(sent, taker.next_receive().map(position), "world {world}, len {len}");
+                        assert_eq!(
+                            sent,
+                            taker.next_receive().map(position),
+                            "world {world}, len {len}"
+                        );
                         if sent.is_none() {
                             break;
                         }

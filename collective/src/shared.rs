@@ -137,7 +137,9 @@ impl Shared {
         let own = chunk(part.len(), self.seat.world, self.seat.rank);
         let (slot, src) = (self.layout.input(self.seat.rank, block), &src[part]);
         self.room.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
-        self.room.memory.write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
+        self.room
+            .memory
+            .write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
         self.room.publish(PutIn, block + 1);
     }
 
@@ -159,7 +161,11 @@ impl Shared {
             let offset = self.layout.input(other, block) + own.start * size_of::<f32>();
             let part = self.room.memory.floats(offset, own.len());
             match turn {
-                0 => sum.iter_mut().zip(src).zip(part).for_each(|((sum, own), part)| *sum = own + part),
+                0 => sum
+                    .iter_mut()
+                    .zip(src)
+                    .zip(part)
+                    .for_each(|((sum, own), part)| *sum = own + part),
                 _ => add(sum, part),
             }
         }
@@ -271,9 +277,12 @@ mod tests {
     fn threads_that_share_memory_have_the_same_sums_and_all_notes() {
         let world = 3;
         thread::scope(|scope| {
-            for (rank, memory) in Memory::of_threads(Shared::bytes(world), world).into_iter().enumerate() {
+            for (rank, memory) in
+                Memory::of_threads(Shared::bytes(world), world).into_iter().enumerate()
+            {
                 let room =
-                    Room::new(memory, Seat { rank, world }, (0..world).collect(), Vec::new()).sleepless();
+                    Room::new(memory, Seat { rank, world }, (0..world).collect(), Vec::new())
+                        .sleepless();
                 scope.spawn(move || {
                     let mut shared = Shared::new(room);
                     let (pass, progress) = (Fence::new().enter(1).unwrap(), Progress::new());
@@ -285,10 +294,14 @@ mod tests {
                         let watch = Watch { host: None, pass, progress, sequence: sequence as u64 };
                         let src: Vec<f32> = (0..len).map(|at| (rank + at % 7) as f32).collect();
                         let mut dst = vec![f32::NAN; len];
-                        let notes = shared.all_reduce(watch, &[rank as u8], &src, &mut dst).unwrap();
+                        let notes =
+                            shared.all_reduce(watch, &[rank as u8], &src, &mut dst).unwrap();
                         assert!(matches!(notes, Notes::All(notes) if notes == [[0], [1], [2]]));
                         let right = |at: usize| (3 * (at % 7) + 3) as f32;
-                        assert!(dst.iter().enumerate().all(|(at, sum)| *sum == right(at)), "len {len}");
+                        assert!(
+                            dst.iter().enumerate().all(|(at, sum)| *sum == right(at)),
+                            "len {len}"
+                        );
                     }
                 });
             }

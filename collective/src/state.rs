@@ -145,7 +145,13 @@ impl StateSender {
     /// # Errors
     /// The link's, `UnexpectedEof` where the newcomer has ended it, `InvalidData` where it sends no positions, or `TimedOut`
     /// where it has taken nothing and has said nothing for longer than the patience.
-    pub fn send(&mut self, kind: u32, generation: u64, note: &[u8], tensors: &[&[f32]]) -> io::Result<()> {
+    pub fn send(
+        &mut self,
+        kind: u32,
+        generation: u64,
+        note: &[u8],
+        tensors: &[&[f32]],
+    ) -> io::Result<()> {
         let floats: u64 = tensors.iter().map(|tensor| tensor.len() as u64).sum();
         let head = encode(MAGIC, kind, [generation, note.len() as u64, floats]);
         self.alive_at = Instant::now();
@@ -166,7 +172,9 @@ impl StateSender {
     pub fn finish(mut self) {
         let end = Instant::now() + self.patience;
         if self.link.shutdown(Shutdown::Write).is_ok() {
-            while Instant::now() < end && self.listen().is_ok() && self.wait(PollFlags::IN).is_ok() {}
+            while Instant::now() < end && self.listen().is_ok() && self.wait(PollFlags::IN).is_ok()
+            {
+            }
         }
     }
 
@@ -245,13 +253,26 @@ impl StateReceiver {
         position: Option<Position>,
     ) -> io::Result<Self> {
         let said = Said { position, unsent: Vec::new(), is_over: false };
-        let words = Arc::new(Words { link: Arc::clone(&link), said: Mutex::new(said), over: Condvar::new() });
+        let words = Arc::new(Words {
+            link: Arc::clone(&link),
+            said: Mutex::new(said),
+            over: Condvar::new(),
+        });
         words.say(&mut words.lock());
         let beating = Arc::clone(&words);
         std::thread::Builder::new()
             .name("state-beat".to_owned())
             .spawn(move || beating.beat_every(patience / BEATS_PER_PATIENCE))?;
-        Ok(Self { donor, link, words, patience, heard: None, head: [0; HEAD_BYTES], read: 0, floats_left: 0 })
+        Ok(Self {
+            donor,
+            link,
+            words,
+            patience,
+            heard: None,
+            head: [0; HEAD_BYTES],
+            read: 0,
+            floats_left: 0,
+        })
     }
 
     /// The member at the other end.
@@ -275,7 +296,10 @@ impl StateReceiver {
     /// `InvalidData` where these are no parcels.
     pub fn next(&mut self, wait: Duration) -> io::Result<Option<ParcelHead>> {
         if self.floats_left > 0 {
-            return Err(invalid(format!("{} floats of the parcel before were not taken", self.floats_left)));
+            return Err(invalid(format!(
+                "{} floats of the parcel before were not taken",
+                self.floats_left
+            )));
         }
         let until = Instant::now() + wait;
         loop {
@@ -319,8 +343,8 @@ impl StateReceiver {
 
     /// The head that has come, with its note; `None` for a beat.
     fn open(&mut self) -> io::Result<Option<ParcelHead>> {
-        let (kind, [generation, note_bytes, floats]) =
-            decode(MAGIC, &self.head).map_err(|got| invalid(format!("expected a parcel, got {got}")))?;
+        let (kind, [generation, note_bytes, floats]) = decode(MAGIC, &self.head)
+            .map_err(|got| invalid(format!("expected a parcel, got {got}")))?;
         if note_bytes > NOTE_BYTES_MAX as u64 {
             return Err(invalid(format!(
                 "a note of {note_bytes} bytes; at most {NOTE_BYTES_MAX} are possible"
@@ -451,10 +475,12 @@ fn encode(magic: u32, kind: u32, fields: [u64; 3]) -> [u8; HEAD_BYTES] {
 
 /// Kind and fields, or what these bytes are instead.
 fn decode(magic: u32, head: &[u8; HEAD_BYTES]) -> Result<(u32, [u64; 3]), String> {
-    let short =
-        |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"));
-    let long =
-        |at: usize| u64::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"));
+    let short = |at: usize| {
+        u32::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"))
+    };
+    let long = |at: usize| {
+        u64::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"))
+    };
     match short(0) {
         got if got == magic => Ok((short(4), [long(8), long(16), long(24)])),
         other => Err(format!("bytes that begin with {other:#010x}")),

@@ -121,7 +121,8 @@ impl TcpRing {
     /// One note per rank, of which this rank's is `mine`.
     fn notes(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         if mine.len() > BLOCK_BYTES_MAX {
-            let reason = format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", mine.len());
+            let reason =
+                format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", mine.len());
             return Err(CollectiveError::Invalid(reason));
         }
         let mut notes = vec![Vec::new(); self.seat.world];
@@ -150,7 +151,8 @@ impl TcpRing {
         payload: Payload<'_>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let Some(links) = &self.links else { return Ok(payload.into_notes()) };
-        let transfer = Transfer::new(links, &self.pass, &self.progress, self.stamp(kind), schedule, payload);
+        let transfer =
+            Transfer::new(links, &self.pass, &self.progress, self.stamp(kind), schedule, payload);
         let result = transfer.run();
         self.end(result)
     }
@@ -164,7 +166,8 @@ impl TcpRing {
         dst: &mut [f32],
     ) -> Result<Vec<Vec<u8>>, Fault> {
         let is_long = size_of_val(src) >= LANE_BYTES_MIN * (1 + self.lanes.len());
-        let lanes: Vec<&Links> = iter::once(links).chain(self.lanes.iter().filter(|_| is_long)).collect();
+        let lanes: Vec<&Links> =
+            iter::once(links).chain(self.lanes.iter().filter(|_| is_long)).collect();
         let none = || vec![Vec::new(); self.seat.world];
         let (mut notes, mut rest) = (Some(notes), dst);
         let mut transfers = Vec::with_capacity(lanes.len());
@@ -180,7 +183,14 @@ impl TcpRing {
             let payload = Payload::new(body, notes.take().unwrap_or_else(none));
             let schedule = Schedule::all_reduce(self.seat, payload.extent(self.segment_bytes));
             let stamp = self.stamp(self.sum_kind());
-            transfers.push(Transfer::new(links, &self.pass, &self.progress, stamp, schedule, payload));
+            transfers.push(Transfer::new(
+                links,
+                &self.pass,
+                &self.progress,
+                stamp,
+                schedule,
+                payload,
+            ));
         }
         transfer::run_all(transfers)
     }
@@ -251,7 +261,8 @@ impl Communicator for TcpRing {
         }
         let notes = self.notes(header)?;
         self.settle()?;
-        let is_small = size_of_val(src) < self.ring_bytes_min && self.seat.world <= relay::WORLD_MAX;
+        let is_small =
+            size_of_val(src) < self.ring_bytes_min && self.seat.world <= relay::WORLD_MAX;
         if self.is_hierarchical() && !is_small {
             self.agree(src.len())?;
             return self.sum_shared(header, src, dst);
@@ -279,13 +290,15 @@ impl Communicator for TcpRing {
         self.check_root(root)?;
         let is_root = self.seat.rank == root;
         if is_root && bytes.len() > BROADCAST_BYTES_MAX {
-            let reason = format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
+            let reason =
+                format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
             return Err(CollectiveError::Invalid(reason));
         }
         if self.links.is_none() {
             return Ok(());
         }
-        let announcement = if is_root { Announcement::encode(bytes, self.segment_bytes) } else { Vec::new() };
+        let announcement =
+            if is_root { Announcement::encode(bytes, self.segment_bytes) } else { Vec::new() };
         let mut notes = vec![Vec::new(); self.seat.world];
         notes[root] = announcement;
         let nothing = Extent { len: 0, segment_len: 1 };
@@ -311,7 +324,8 @@ impl Communicator for TcpRing {
             }
         };
         let payload = Payload::new(Body::Bytes(body), notes);
-        let schedule = Schedule::broadcast(self.seat, root, payload.extent(self.segment_bytes), false);
+        let schedule =
+            Schedule::broadcast(self.seat, root, payload.extent(self.segment_bytes), false);
         self.run(Kind::BroadcastBytes, schedule, payload).map(drop)
     }
 
@@ -319,7 +333,8 @@ impl Communicator for TcpRing {
         self.check()?;
         self.check_root(root)?;
         let payload = Payload::new(Body::Floats(buf), vec![Vec::new(); self.seat.world]);
-        let schedule = Schedule::broadcast(self.seat, root, payload.extent(self.segment_bytes), false);
+        let schedule =
+            Schedule::broadcast(self.seat, root, payload.extent(self.segment_bytes), false);
         self.run(Kind::Broadcast, schedule, payload).map(drop)
     }
 }

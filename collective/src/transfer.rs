@@ -166,8 +166,9 @@ impl<'a> Transfer<'a> {
                     self.incoming.read += bytes;
                     self.course.on_received(bytes);
                     if !head_complete && self.incoming.read >= FRAME_BYTES {
-                        let note_bytes =
-                            self.check(&piece).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+                        let note_bytes = self
+                            .check(&piece)
+                            .map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
                         self.incoming.note_bytes = note_bytes;
                         if piece.note {
                             self.payload.expect_note(&piece, note_bytes);
@@ -179,7 +180,9 @@ impl<'a> Transfer<'a> {
                 Err(error) => return Err(Fault::Prev(LinkFault::Lost(error))),
             }
             let Incoming { read, note_bytes, .. } = self.incoming;
-            if read >= FRAME_BYTES && read == FRAME_BYTES + note_bytes + self.payload.piece_bytes(&piece) {
+            if read >= FRAME_BYTES
+                && read == FRAME_BYTES + note_bytes + self.payload.piece_bytes(&piece)
+            {
                 self.incoming.read = 0;
                 self.payload.on_landed(&piece).map_err(Fault::Here)?;
                 self.schedule.on_received();
@@ -261,7 +264,8 @@ impl<'a> Transfer<'a> {
         if events[watched.others.clone()].iter().any(|events| !events.is_empty()) {
             self.look_around()?;
         }
-        let next_speaks = watched.next.is_some_and(|next| !(events[next] - PollFlags::OUT).is_empty());
+        let next_speaks =
+            watched.next.is_some_and(|next| !(events[next] - PollFlags::OUT).is_empty());
         if next_speaks { probe(&self.links.next.link).map_err(Fault::Next) } else { Ok(()) }
     }
 
@@ -418,7 +422,13 @@ impl<'a> Course<'a> {
     /// off what has come, from a start that is large enough: so the two ends of a link still differ by what is
     /// on its way, whichever way.
     pub(crate) fn both_ways(progress: &'a Progress) -> Self {
-        Self { progress, received: BOTH_WAYS_START, sent: BOTH_WAYS_START, waits: false, is_shown: true }
+        Self {
+            progress,
+            received: BOTH_WAYS_START,
+            sent: BOTH_WAYS_START,
+            waits: false,
+            is_shown: true,
+        }
     }
 
     pub(crate) fn on_received(&mut self, bytes: usize) {

@@ -25,12 +25,14 @@ conforms!(tcp_f16, true, |world| form(world, &|end| end
     .with_wire_dtype(WireDtype::F16)
     .with_transport(Transport::Tcp)));
 conforms!(tcp_streams, true, |world| form(world, &|end| streams(end)));
-conforms!(tcp_streams_bf16, true, |world| form(world, &|end| streams(end).with_wire_dtype(WireDtype::Bf16)));
+conforms!(tcp_streams_bf16, true, |world| form(world, &|end| streams(end)
+    .with_wire_dtype(WireDtype::Bf16)));
 
 // Hosts are played by addresses of loopback: two whose ranks take turns, three of different sizes.
 conforms!(hierarchy, true, |world| form_on(world, &|id| 1 + id % 2, &|end| end));
 conforms!(hierarchy_uneven, true, |world| form_on(world, &uneven, &|end| end));
-conforms!(hierarchy_bf16, true, |world| form_on(world, &uneven, &|end| end.with_wire_dtype(WireDtype::Bf16)));
+conforms!(hierarchy_bf16, true, |world| form_on(world, &uneven, &|end| end
+    .with_wire_dtype(WireDtype::Bf16)));
 
 /// Without this, all of the above might go over TCP.
 #[test]
@@ -90,7 +92,11 @@ fn form_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) 
     ranks.collect()
 }
 
-fn rings_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Vec<(TcpRing, Endpoint)> {
+fn rings_on(
+    world: usize,
+    host: Places<'_>,
+    with: &dyn Fn(Endpoint) -> Endpoint,
+) -> Vec<(TcpRing, Endpoint)> {
     let ends: Vec<_> = (0..world as u8)
         .map(|id| {
             let (ip, secret) = (Ipv4Addr::new(127, 0, 0, host(id)).into(), Secret::new("secret"));
@@ -100,8 +106,9 @@ fn rings_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint)
     let members = (0..).zip(&ends).map(|(id, end)| Member { id, address: end.address() }).collect();
     let spec = GroupSpec { generation: 1, members };
     let rings: Vec<TcpRing> = thread::scope(|scope| {
-        let connect =
-            |end: &Endpoint| end.connect(&spec, Duration::from_secs(60)).expect("all members connect");
+        let connect = |end: &Endpoint| {
+            end.connect(&spec, Duration::from_secs(60)).expect("all members connect")
+        };
         let rings: Vec<_> = ends.iter().map(|end| scope.spawn(move || connect(end))).collect();
         rings.into_iter().map(|ring| ring.join().expect("it does not panic")).collect()
     });

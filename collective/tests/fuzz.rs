@@ -58,7 +58,8 @@ fn change(data: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
     match rng.random_range(0..6) {
         0 => data[at] ^= 1 << rng.random_range(0..8),
         1 => {
-            let edge = [0_u32, 1, u32::MAX, i32::MAX as u32, 1 << 24][rng.random_range(0..5)].to_le_bytes();
+            let edge = [0_u32, 1, u32::MAX, i32::MAX as u32, 1 << 24][rng.random_range(0..5)]
+                .to_le_bytes();
             let end = (at + 4).min(data.len());
             data[at..end].copy_from_slice(&edge[..end - at]);
         }

@@ -9,7 +9,8 @@ use std::thread;
 use std::time::Duration;
 
 use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, Transport, WireDtype,
+    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, Transport,
+    WireDtype,
 };
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -37,7 +38,10 @@ fn an_all_reduce_gives_every_rank_the_same_bits_and_all_headers() {
             }
             for (index, sum) in results[0].1.iter().enumerate() {
                 let exact: f64 = parts.iter().map(|part| f64::from(part[index])).sum();
-                assert!((f64::from(*sum) - exact).abs() <= 1e-3, "world {world}, len {len}, at {index}");
+                assert!(
+                    (f64::from(*sum) - exact).abs() <= 1e-3,
+                    "world {world}, len {len}, at {index}"
+                );
             }
         }
     }
@@ -72,8 +76,13 @@ fn sums_that_travel_as_halves_are_the_same_everywhere_and_off_by_their_roundings
                 }
                 // It does travel as halves: not all of a large sum can be exact.
                 let exact = |index: usize| parts.iter().map(|part| part[index]).sum::<f32>();
-                let is_rounded = (0..len).any(|index| (results[0][index] - exact(index)).abs() > 1e-2);
-                assert_eq!(is_rounded, world > 1 && len > relayed, "{wire:?}, world {world}, len {len}");
+                let is_rounded =
+                    (0..len).any(|index| (results[0][index] - exact(index)).abs() > 1e-2);
+                assert_eq!(
+                    is_rounded,
+                    world > 1 && len > relayed,
+                    "{wire:?}, world {world}, len {len}"
+                );
             }
         }
     }
@@ -115,7 +124,11 @@ fn any_sequence_of_operations_does_what_it_says() {
                         let src = vec![rank as f32; lens[0]];
                         let mut dst = vec![0.0; lens[0]];
                         let all: Vec<_> = (0..world).map(|rank| bytes(rank, lens[rank])).collect();
-                        assert_eq!(ring.all_reduce(&all[rank], &src, &mut dst).unwrap(), all, "{context}");
+                        assert_eq!(
+                            ring.all_reduce(&all[rank], &src, &mut dst).unwrap(),
+                            all,
+                            "{context}"
+                        );
                         let sum = (world * (world - 1) / 2) as f32;
                         assert_eq!(dst, vec![sum; lens[0]], "{context}");
                     }
@@ -190,7 +203,10 @@ fn a_lost_rank_fails_the_operation_of_all_others_and_kills_their_rings() {
                     assert!(matches!(error, CollectiveError::PeerLost { .. }), "{error:?}");
                     assert_eq!(src, numbers(1, len));
                     let again = ring.all_gather(b"").unwrap_err();
-                    assert!(matches!(again, CollectiveError::Aborted { generation: 1 }), "{again:?}");
+                    assert!(
+                        matches!(again, CollectiveError::Aborted { generation: 1 }),
+                        "{again:?}"
+                    );
                 });
                 dropper.join().unwrap();
             }
@@ -292,12 +308,16 @@ fn an_invalid_call_sends_nothing_and_leaves_the_ring_as_it_was() {
 #[test]
 fn a_group_must_be_sound() {
     let ends = endpoints(2);
-    let connect = |members: Vec<Member>| ends[0].1.connect(&GroupSpec { generation: 1, members }, WATCHDOG);
+    let connect =
+        |members: Vec<Member>| ends[0].1.connect(&GroupSpec { generation: 1, members }, WATCHDOG);
     let members = spec(1, &ends).members;
     for group in [vec![], vec![members[1]], vec![members[0], members[0]]] {
         assert!(matches!(connect(group), Err(CollectiveError::Invalid(_))));
     }
-    assert!(matches!(Endpoint::bind(LOOPBACK, "job", 1, Secret::new("")), Err(CollectiveError::Invalid(_))));
+    assert!(matches!(
+        Endpoint::bind(LOOPBACK, "job", 1, Secret::new("")),
+        Err(CollectiveError::Invalid(_))
+    ));
 }
 
 #[test]
@@ -408,7 +428,9 @@ fn survivors_build_generation_after_generation_in_the_same_process() {
         }
         let victim = generation as usize % world;
         drop((rings.remove(victim), ends.remove(victim)));
-        on_all(&mut rings, move |ring| ring.all_reduce(b"", &[0.0; 100], &mut [0.0; 100]).unwrap_err());
+        on_all(&mut rings, move |ring| {
+            ring.all_reduce(b"", &[0.0; 100], &mut [0.0; 100]).unwrap_err()
+        });
         for (_, end) in &ends {
             end.fence().abort_before(generation + 1);
         }
@@ -424,8 +446,9 @@ fn endpoints(world: usize) -> Vec<Peer> {
 }
 
 fn endpoints_with(world: usize, wire: WireDtype) -> Vec<Peer> {
-    let bind =
-        |id| Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).expect("loopback has free ports");
+    let bind = |id| {
+        Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).expect("loopback has free ports")
+    };
     (100..)
         .take(world)
         .map(|id| (id, Arc::new(bind(id).with_wire_dtype(wire).with_transport(Transport::Tcp))))
@@ -433,13 +456,16 @@ fn endpoints_with(world: usize, wire: WireDtype) -> Vec<Peer> {
 }
 
 fn spec(generation: u64, peers: &[Peer]) -> GroupSpec {
-    let members = peers.iter().map(|(id, end)| Member { id: *id, address: end.address() }).collect();
+    let members =
+        peers.iter().map(|(id, end)| Member { id: *id, address: end.address() }).collect();
     GroupSpec { generation, members }
 }
 
 fn form(peers: &[Peer], generation: u64) -> Vec<TcpRing> {
     let group = spec(generation, peers);
-    on_each(peers.to_vec(), move |(_, end)| end.connect(&group, WATCHDOG).expect("all members connect"))
+    on_each(peers.to_vec(), move |(_, end)| {
+        end.connect(&group, WATCHDOG).expect("all members connect")
+    })
 }
 
 /// Runs `act` for every ring at once.
@@ -477,8 +503,9 @@ fn on_each<S: Send + 'static, T: Send + 'static>(
         });
     }
     drop(done);
-    let mut all: Vec<_> =
-        (0..count).map(|_| results.recv_timeout(WATCHDOG).expect("no rank hangs or panics")).collect();
+    let mut all: Vec<_> = (0..count)
+        .map(|_| results.recv_timeout(WATCHDOG).expect("no rank hangs or panics"))
+        .collect();
     all.sort_by_key(|(index, _)| *index);
     all.into_iter().map(|(_, result)| result).collect()
 }

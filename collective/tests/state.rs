@@ -4,7 +4,9 @@ use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::{Endpoint, Member, Position, Secret, StateReceiver, StateSender, Visitor};
+use elasticdl_collective::{
+    Endpoint, Member, Position, Secret, StateReceiver, StateSender, Visitor,
+};
 
 /// Far beyond what anything here takes; only a hang gets there.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -33,7 +35,10 @@ fn pair(patience: Duration) -> (StateSender, StateReceiver, (Endpoint, Endpoint)
 }
 
 /// The patience of the donor, and that of the newcomer, which says several times within its own that it lives.
-fn pair_of(donors: Duration, newcomers: Duration) -> (StateSender, StateReceiver, (Endpoint, Endpoint)) {
+fn pair_of(
+    donors: Duration,
+    newcomers: Duration,
+) -> (StateSender, StateReceiver, (Endpoint, Endpoint)) {
     let (donor, newcomer) = (endpoint(1), endpoint(2));
     let (visitor, receiver) = visit(&donor, &newcomer, newcomers);
     assert_eq!((visitor.member(), receiver.donor()), (2, 1));
@@ -169,7 +174,9 @@ fn nonsense_is_refused_and_takes_no_memory() {
     let head = |kind: u32, note: u64, floats: u64| {
         [&magic[..], &kind.to_le_bytes(), &long(1), &long(note), &long(floats)].concat()
     };
-    for nonsense in [vec![b'x'; 32], head(1, u64::MAX, 0), head(1, (64 << 20) + 1, 0), head(0, 0, 1)] {
+    for nonsense in
+        [vec![b'x'; 32], head(1, u64::MAX, 0), head(1, (64 << 20) + 1, 0), head(0, 0, 1)]
+    {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let newcomer = endpoint(2);
         let donor = Member { id: 1, address: listener.local_addr().unwrap() };
@@ -183,9 +190,11 @@ fn nonsense_is_refused_and_takes_no_memory() {
 fn who_does_not_know_the_secret_gets_nothing() {
     let donor = endpoint(1);
     let stranger =
-        Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 2, Secret::new("open barley")).unwrap();
-    let mut receiver =
-        stranger.fetch(Member { id: 1, address: donor.address() }, WATCHDOG, WATCHDOG, None).unwrap();
+        Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 2, Secret::new("open barley"))
+            .unwrap();
+    let mut receiver = stranger
+        .fetch(Member { id: 1, address: donor.address() }, WATCHDOG, WATCHDOG, None)
+        .unwrap();
     assert!(receiver.next(WATCHDOG).is_err());
     assert!(donor.visitor().is_none());
 }

@@ -29,7 +29,11 @@ fn gradients_equal_finite_differences() {
             linear.gradients(&parameters, rows.clone(), &mut [0.0; 3]).unwrap()
         };
         let expected = (loss_at(0.125) - loss_at(-0.125)) / 0.25;
-        assert!((f64::from(gradients[i]) - expected).abs() < 1e-4, "{i}: {} is not {expected}", gradients[i]);
+        assert!(
+            (f64::from(gradients[i]) - expected).abs() < 1e-4,
+            "{i}: {} is not {expected}",
+            gradients[i]
+        );
     }
 }
 
@@ -42,7 +46,9 @@ fn training_finds_the_plane_that_the_rows_lie_on() {
         let mut sum = [0.0; 3];
         linear.gradients(&parameters, rows.clone(), &mut sum).unwrap();
         let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
-        linear.update(Update { step, records: rows.len() as u64, sum: &sum, parameters, slots }).unwrap();
+        linear
+            .update(Update { step, records: rows.len() as u64, sum: &sum, parameters, slots })
+            .unwrap();
     }
     assert_eq!(linear.summary(&parameters).unwrap().unwrap(), "y = 2.0000·a + -1.0000·b + 3.0000");
 }

@@ -2,7 +2,9 @@
 //!
 //! All work on contiguous `f32` tensors, along the last dimension. Those on a GPU go through candle's own operations.
 
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
+};
 
 use crate::composed;
 
@@ -65,7 +67,8 @@ impl CustomOp1 for CausalSoftmax {
         let scores = f32s(storage, layout)?;
         let n = width(layout);
         let mut result = vec![0.0; scores.len()];
-        for (i, (row, result)) in scores.chunks_exact(n).zip(result.chunks_exact_mut(n)).enumerate() {
+        for (i, (row, result)) in scores.chunks_exact(n).zip(result.chunks_exact_mut(n)).enumerate()
+        {
             let seen = i % n + 1;
             softmax(&row[..seen], &mut result[..seen]);
         }
@@ -95,7 +98,8 @@ impl CustomOp2 for CausalSoftmaxBackward {
         let n = width(layout);
         let mut result = vec![0.0; weights.len()];
         let rows = weights.chunks_exact(n).zip(gradients.chunks_exact(n));
-        for (i, ((weights, gradients), result)) in rows.zip(result.chunks_exact_mut(n)).enumerate() {
+        for (i, ((weights, gradients), result)) in rows.zip(result.chunks_exact_mut(n)).enumerate()
+        {
             let seen = i % n + 1;
             let (weights, gradients) = (&weights[..seen], &gradients[..seen]);
             let mean = dot(weights, gradients);
@@ -142,7 +146,8 @@ impl CustomOp2 for CrossEntropy {
         _result: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradient = logits.apply_op3_no_bwd(targets, &gradient.contiguous()?, &CrossEntropyBackward)?;
+        let gradient =
+            logits.apply_op3_no_bwd(targets, &gradient.contiguous()?, &CrossEntropyBackward)?;
         Ok((Some(gradient), None))
     }
 }
@@ -290,20 +295,27 @@ mod tests {
 
     fn numbers(shape: &[usize]) -> Var {
         let len = shape.iter().product::<usize>();
-        let numbers: Vec<f32> = (0..len).map(|i| ((i * i * 7 + i * 3) % 23) as f32 / 8.0 - 1.4).collect();
+        let numbers: Vec<f32> =
+            (0..len).map(|i| ((i * i * 7 + i * 3) % 23) as f32 / 8.0 - 1.4).collect();
         Var::from_vec(numbers, shape, &Device::Cpu).unwrap()
     }
 
     /// The result and the gradient of a weighted sum of it.
-    fn result_and_gradient(variable: &Var, op: impl Fn(&Tensor) -> Result<Tensor>) -> [Vec<f32>; 2] {
+    fn result_and_gradient(
+        variable: &Var,
+        op: impl Fn(&Tensor) -> Result<Tensor>,
+    ) -> [Vec<f32>; 2] {
         let result = op(variable).unwrap();
         let weights = numbers(result.dims());
         // Weights that differ from element to element, so that no two gradients can be mistaken for one
         // another.
-        let weights = (weights.as_tensor() * 0.7).unwrap().flatten_all().unwrap().cumsum(0).unwrap();
-        let weighted = (&result * weights.reshape(result.shape()).unwrap()).unwrap().sum_all().unwrap();
+        let weights =
+            (weights.as_tensor() * 0.7).unwrap().flatten_all().unwrap().cumsum(0).unwrap();
+        let weighted =
+            (&result * weights.reshape(result.shape()).unwrap()).unwrap().sum_all().unwrap();
         let gradients = weighted.backward().unwrap();
-        [&result, gradients.get(variable).unwrap()].map(|t| t.flatten_all().unwrap().to_vec1().unwrap())
+        [&result, gradients.get(variable).unwrap()]
+            .map(|t| t.flatten_all().unwrap().to_vec1().unwrap())
     }
 
     /// That an operation equals one composed of candle's own, forward and back.
@@ -373,7 +385,10 @@ mod tests {
         let targets = Tensor::new(&[0u32, 3], &Device::Cpu).unwrap();
         assert!(causal_softmax(&matrix).is_err());
         assert!(cross_entropy(&matrix, &targets).is_err(), "a target beyond the last class");
-        assert!(cross_entropy(&matrix, &targets.narrow(0, 0, 1).unwrap()).is_err(), "too few targets");
+        assert!(
+            cross_entropy(&matrix, &targets.narrow(0, 0, 1).unwrap()).is_err(),
+            "too few targets"
+        );
         assert!(rms_norm(&matrix.t().unwrap()).is_err(), "not contiguous");
     }
 }

@@ -73,8 +73,8 @@ impl AdamW {
         }
         let squares = gradients.iter().flatten().map(|gradient| gradient.sqr()?.sum_all());
         let squares = squares.collect::<Result<Vec<_>, _>>()?;
-        let norm =
-            f64::from(Tensor::stack(&squares, 0)?.sum_all()?.to_scalar::<f32>()?).sqrt() / records as f64;
+        let norm = f64::from(Tensor::stack(&squares, 0)?.sum_all()?.to_scalar::<f32>()?).sqrt()
+            / records as f64;
         let scale = (self.options.clip_norm / (norm + 1e-6)).min(1.0) / records as f64;
         self.steps += 1;
         for (parameter, gradient) in self.parameters.iter_mut().zip(gradients) {
@@ -86,7 +86,13 @@ impl AdamW {
 }
 
 impl Parameter {
-    fn apply(&mut self, options: &Options, rate: f64, step: i32, gradient: &Tensor) -> Result<(), UserError> {
+    fn apply(
+        &mut self,
+        options: &Options,
+        rate: f64,
+        step: i32,
+        gradient: &Tensor,
+    ) -> Result<(), UserError> {
         let Options { beta1, beta2, epsilon, weight_decay, .. } = *options;
         self.mean = ((&self.mean * beta1)? + (gradient * (1.0 - beta1))?)?;
         self.square = ((&self.square * beta2)? + (gradient.sqr()? * (1.0 - beta2))?)?;

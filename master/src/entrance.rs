@@ -52,8 +52,9 @@ impl Identity {
     /// They can't be read, or as for [`Identity::from_pem`]; the text names them.
     pub fn read(certificate: &Path, key: &Path) -> Result<Self, IdentityError> {
         let read = |what: &str, path: &Path| {
-            std::fs::read_to_string(path)
-                .map_err(|e| IdentityError(format!("can't read the {what} {}: {e}", path.display())))
+            std::fs::read_to_string(path).map_err(|e| {
+                IdentityError(format!("can't read the {what} {}: {e}", path.display()))
+            })
         };
         let pem = (read("TLS certificate", certificate)?, read("TLS key", key)?);
         Self::from_pem(&pem.0, &pem.1).map_err(|IdentityError(why)| {

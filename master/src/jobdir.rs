@@ -62,13 +62,18 @@ impl JobDir {
         refuse_if_workers_live(&root)?;
         let logs = root.join(LOGS);
         let write = |path: &Path, source| JobDirError::Write { path: path.into(), source };
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&logs).map_err(|e| write(&logs, e))?;
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&logs)
+            .map_err(|e| write(&logs, e))?;
         for stale in contents::stale_files(&root).map_err(|e| write(&root, e))? {
             fs::remove_file(&stale).map_err(|e| write(&stale, e))?;
         }
         let token_path = root.join(TOKEN);
         let token = Token::random().map_err(|e| write(&token_path, e))?;
-        write_atomically(&token_path, token.to_hex().as_bytes()).map_err(|e| write(&token_path, e))?;
+        write_atomically(&token_path, token.to_hex().as_bytes())
+            .map_err(|e| write(&token_path, e))?;
         Ok(Self { root, token, _lock: lock })
     }
 
@@ -243,7 +248,8 @@ pub fn look_up(root: &Path) -> Result<(Endpoint, Token), LookupError> {
         let source = io::Error::new(io::ErrorKind::InvalidData, reason);
         LookupError::Unreadable { path: root.join(name), source }
     };
-    let endpoint = serde_json::from_str(&endpoint).map_err(|e| malformed(MASTER, &e.to_string()))?;
+    let endpoint =
+        serde_json::from_str(&endpoint).map_err(|e| malformed(MASTER, &e.to_string()))?;
     let token = Token::from_hex(&read(TOKEN)?).ok_or_else(|| malformed(TOKEN, "not a token"))?;
     Ok((endpoint, token))
 }
@@ -283,7 +289,8 @@ pub enum LookupError {
 /// the environment names neither a state directory nor a home.
 #[must_use]
 pub fn default_root() -> PathBuf {
-    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let absolute =
+        |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     absolute("XDG_STATE_HOME")
         .or_else(|| absolute("HOME").map(|home| home.join(".local/state")))
         .map_or_else(|| PathBuf::from(".elasticdl"), |state| state.join("elasticdl"))
@@ -303,7 +310,11 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_and_rename(path, bytes, |_| Ok(()))
 }
 
-fn write_and_rename(path: &Path, bytes: &[u8], sync: impl Fn(&File) -> io::Result<()>) -> io::Result<()> {
+fn write_and_rename(
+    path: &Path,
+    bytes: &[u8],
+    sync: impl Fn(&File) -> io::Result<()>,
+) -> io::Result<()> {
     let temporary = temporary_beside(path)?;
     let written = create_new(&temporary).and_then(|mut file| {
         file.write_all(bytes)?;
@@ -349,7 +360,8 @@ fn temporary_beside(path: &Path) -> io::Result<PathBuf> {
 fn take_lock(root: &Path) -> Result<File, JobDirError> {
     let path = root.join(LOCK);
     let options = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).clone();
-    let file = options.open(&path).map_err(|source| JobDirError::Create { path: root.into(), source })?;
+    let file =
+        options.open(&path).map_err(|source| JobDirError::Create { path: root.into(), source })?;
     let mut attempts = LOCK_ATTEMPTS;
     loop {
         attempts -= 1;
@@ -408,8 +420,10 @@ mod tests {
     }
 
     fn names(path: &Path) -> Vec<String> {
-        let mut names: Vec<String> =
-            fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        let mut names: Vec<String> = fs::read_dir(path)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }
@@ -421,7 +435,9 @@ mod tests {
         let first = JobDir::create(&root).unwrap();
         first.publish("127.0.0.1:1".parse().unwrap()).unwrap();
         let pid = std::process::id();
-        assert!(matches!(JobDir::create(&root), Err(JobDirError::Running { pid: Some(p), .. }) if p == pid));
+        assert!(
+            matches!(JobDir::create(&root), Err(JobDirError::Running { pid: Some(p), .. }) if p == pid)
+        );
         drop(first);
         assert!(JobDir::create(&root).is_ok());
     }

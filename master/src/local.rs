@@ -99,7 +99,12 @@ impl Launcher {
     /// Starts `program` with `args` for the job in `dir`. Workers end by themselves when their master has
     /// been gone for `master_timeout`.
     #[must_use]
-    pub fn new(program: PathBuf, args: Vec<OsString>, dir: &JobDir, master_timeout: Duration) -> Self {
+    pub fn new(
+        program: PathBuf,
+        args: Vec<OsString>,
+        dir: &JobDir,
+        master_timeout: Duration,
+    ) -> Self {
         let env = vec![
             ("ELASTICDL_TOKEN_FILE".into(), dir.token_path().into()),
             ("ELASTICDL_MASTER_TIMEOUT_MS".into(), master_timeout.as_millis().to_string().into()),
@@ -302,7 +307,11 @@ async fn supervise(
     let mut process = match launcher.spawn(launch, index) {
         Ok(child) => Process(child),
         Err(error) => {
-            return Ended { launch, exit: Exit::NotStarted(format!("{program}: {error}")), printed: None };
+            return Ended {
+                launch,
+                exit: Exit::NotStarted(format!("{program}: {error}")),
+                printed: None,
+            };
         }
     };
     let group = process.pid();
@@ -430,7 +439,10 @@ impl Drop for Process {
         if let Some(pid) = self.pid() {
             self.kill_group();
             // Not reaped here: that is left to the runtime, which holds the child.
-            let _ = rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
+            let _ = rustix::process::waitid(
+                WaitId::Pid(pid),
+                WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+            );
         }
     }
 }

@@ -11,7 +11,9 @@ mod server;
 use std::fmt;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder, NoLabelSet, text};
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeLabelSet, MetricEncoder, NoLabelSet, text,
+};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
@@ -58,12 +60,21 @@ impl Projection {
         page.gauge("stragglers", "Members markedly slower than their peers", stragglers as f64)?;
         page.gauge("step", "Steps that the model has absorbed", status.step as f64)?;
         page.gauge("epoch", "First epoch that is not complete", f64::from(status.epoch))?;
-        page.gauge("records_counted", "Records that the model has absorbed", status.records_counted as f64)?;
+        page.gauge(
+            "records_counted",
+            "Records that the model has absorbed",
+            status.records_counted as f64,
+        )?;
         page.gauge("records_expected", "Records of all epochs", status.records_expected as f64)?;
-        page.gauge("records_per_second", "Records committed per second, lately", status.records_per_s)?;
+        page.gauge(
+            "records_per_second",
+            "Records committed per second, lately",
+            status.records_per_s,
+        )?;
         page.gauge("progress", "How near the end is, 0 to 1", status.progress)?;
         page.gauge("leased_records", "Records leased to workers and not committed", leased as f64)?;
-        let help = "Steps of them that were left out, for their gradients or losses were not finite";
+        let help =
+            "Steps of them that were left out, for their gradients or losses were not finite";
         page.gauge("steps_skipped", help, status.steps_skipped as f64)?;
         if let Some(loss) = status.loss {
             page.gauge("loss", "Mean loss per record, smoothed over the last reports", loss)?;
@@ -75,7 +86,8 @@ impl Projection {
                 evaluated.step as f64,
             )?;
             page.gauges("validation", "Means of its metrics over the validation data", |labels| {
-                let mut known = evaluated.metrics.iter().filter_map(|(name, mean)| Some((name, (*mean)?)));
+                let mut known =
+                    evaluated.metrics.iter().filter_map(|(name, mean)| Some((name, (*mean)?)));
                 known.try_for_each(|(name, mean)| labels.one("metric", name, mean))
             })?;
         }
@@ -101,12 +113,18 @@ impl Projection {
         page.counter("step_seconds", help, seconds(tally.times.step_us))?;
         let help = "Of these, in the all-reduce: the wait for slower ranks, and the transfer";
         page.counter("all_reduce_seconds", help, seconds(tally.times.reduce_us))?;
-        page.counter("worker_restarts", "Workers started in the place of one", tally.restarts as f64)?;
-        let help = "Time that workers have waited for storage that did not answer, over all of them";
+        page.counter(
+            "worker_restarts",
+            "Workers started in the place of one",
+            tally.restarts as f64,
+        )?;
+        let help =
+            "Time that workers have waited for storage that did not answer, over all of them";
         page.counter("storage_wait_seconds", help, tally.storage_wait.as_secs_f64())?;
         let help = "States that were lost with all workers, and of which there was no checkpoint";
         page.counter("state_losses", help, tally.state_losses as f64)?;
-        let mut ends = page.family("worker_ends", "Worker processes that have ended", MetricType::Counter)?;
+        let mut ends =
+            page.family("worker_ends", "Worker processes that have ended", MetricType::Counter)?;
         for end in End::ALL {
             let count = tally.ends.get(&end).copied().unwrap_or_default();
             let labels = [("verdict", end.name())];
@@ -126,7 +144,11 @@ impl Projection {
         let mut parts = page.family("recovery_phase_seconds", help, MetricType::Histogram)?;
         for (cause, Recoveries { phases, .. }) in recoveries {
             for (phase, histogram) in PHASES.into_iter().zip(phases) {
-                encode_histogram(&mut parts, &[("cause", cause.name()), ("phase", phase)], histogram)?;
+                encode_histogram(
+                    &mut parts,
+                    &[("cause", cause.name()), ("phase", phase)],
+                    histogram,
+                )?;
             }
         }
         Ok(())

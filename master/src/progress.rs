@@ -34,7 +34,8 @@ impl Progress {
     #[must_use]
     pub fn on_stderr() -> Self {
         let (lines, received) = sync_channel(LINES_MAX);
-        let view = if stderr().is_terminal() { View::Bar(new_bar()) } else { View::Plain { last: None } };
+        let view =
+            if stderr().is_terminal() { View::Bar(new_bar()) } else { View::Plain { last: None } };
         let thread = std::thread::spawn(move || print(&received, view));
         Self { printer: Some((lines, thread)), published: None }
     }
@@ -236,10 +237,10 @@ mod tests {
 
     #[test]
     fn a_running_job_is_described_in_one_line() {
-        let line =
-            "running · epoch 2/2 · step 120 · loss 0.5300 · 12.3 k records/s · 2 workers · generation 3";
+        let line = "running · epoch 2/2 · step 120 · loss 0.5300 · 12.3 k records/s · 2 workers · generation 3";
         assert_eq!(describe(&running()), line);
-        let over = Status { epoch: 2, loss: None, workers: Vec::new(), records_per_s: 3.0, ..running() };
+        let over =
+            Status { epoch: 2, loss: None, workers: Vec::new(), records_per_s: 3.0, ..running() };
         let line = "running · epoch 2/2 · step 120 · 3.0 records/s · 0 workers · generation 3";
         assert_eq!(describe(&over), line);
         assert_eq!(

@@ -3,7 +3,9 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::job::{CheckpointsSummary, EvaluationsSummary, MembershipRecord, StateLoss, Summary, in_words};
+use crate::job::{
+    CheckpointsSummary, EvaluationsSummary, MembershipRecord, StateLoss, Summary, in_words,
+};
 use crate::progress::{one_line, short};
 
 /// Where the user finds more, on this machine.
@@ -32,7 +34,8 @@ pub fn into_json_within(mut summary: Summary, bytes: usize) -> String {
     if pretty.len() <= bytes {
         return pretty;
     }
-    let line = |summary: &Summary| serde_json::to_string(summary).expect("a summary's keys are strings");
+    let line =
+        |summary: &Summary| serde_json::to_string(summary).expect("a summary's keys are strings");
     let mut json = line(&summary);
     while json.len() > bytes {
         let evaluations = summary.evaluations.as_mut().map(|known| &mut known.all);
@@ -83,7 +86,11 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     )?;
     if summary.steps_skipped > 0 {
         let skipped = summary.steps_skipped;
-        row(out, "left out", &format!("{skipped} steps, whose gradients or losses were not finite"))?;
+        row(
+            out,
+            "left out",
+            &format!("{skipped} steps, whose gradients or losses were not finite"),
+        )?;
     }
     if let (Some(first), Some(last)) = (summary.loss.first, summary.loss.last) {
         row(out, "loss", &format!("{first:.4} -> {last:.4}"))?;
@@ -95,8 +102,10 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
         &format!("{} records/s, {:.1} steps/s", short(rate.records_per_s), rate.steps_per_s),
     )?;
     let workers = &summary.workers;
-    let counts =
-        format!("{} at most, {} at the end, {} restarts", workers.peak, workers.last, workers.restarts);
+    let counts = format!(
+        "{} at most, {} at the end, {} restarts",
+        workers.peak, workers.last, workers.restarts
+    );
     row(out, "workers", &counts)?;
     if let Some(digest) = &summary.digest {
         row(out, "digest", digest)?;
@@ -109,8 +118,10 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     }
     write_memberships(out, &summary.memberships)?;
     for failed in &summary.failed_shards {
-        let what =
-            format!("{} records {}..{} (epoch {})", failed.file, failed.start, failed.end, failed.epoch);
+        let what = format!(
+            "{} records {}..{} (epoch {})",
+            failed.file, failed.start, failed.end, failed.epoch
+        );
         row(
             out,
             "failed shard",
@@ -150,24 +161,30 @@ pub fn warnings(summary: &Summary) -> Vec<String> {
     let lost = summary.state_lost.as_ref().map(state_lost);
     let failed = summary.checkpoints.as_ref().and_then(|known| {
         let error = known.error.as_ref()?;
-        let newest =
-            known.newest.as_ref().map(|newest| format!("; the newest one is of step {}", newest.step));
+        let newest = known
+            .newest
+            .as_ref()
+            .map(|newest| format!("; the newest one is of step {}", newest.step));
         let newest = newest.unwrap_or_else(|| "; there is none".into());
         Some(format!("the last checkpoint could not be written: {}{newest}", one_line(error)))
     });
-    let skipped = (summary.steps_skipped > 0)
-        .then(|| format!("{} steps were left out, for they were not finite", summary.steps_skipped));
+    let skipped = (summary.steps_skipped > 0).then(|| {
+        format!("{} steps were left out, for they were not finite", summary.steps_skipped)
+    });
     [lost, failed, skipped].into_iter().flatten().collect()
 }
 
 fn state_lost(lost: &StateLoss) -> String {
     let StateLoss { count, at_step } = lost;
     let times = if *count > 1 { format!(" ({count} times; the last time)") } else { String::new() };
-    format!("STATE LOST{times} at step {at_step}: all workers were lost, and there was no checkpoint")
+    format!(
+        "STATE LOST{times} at step {at_step}: all workers were lost, and there was no checkpoint"
+    )
 }
 
 fn evaluations(known: &EvaluationsSummary) -> String {
-    let last = known.all.last().map(|e| format!("step {}: {}", e.step, one_line(&in_words(&e.metrics))));
+    let last =
+        known.all.last().map(|e| format!("step {}: {}", e.step, one_line(&in_words(&e.metrics))));
     let mut parts = vec![last.unwrap_or_else(|| "none".into())];
     parts.extend(
         known
@@ -185,11 +202,15 @@ fn checkpoints(known: &CheckpointsSummary) -> String {
     parts.extend(newest);
     parts.extend((known.failed > 0).then(|| format!("{} failed", known.failed)));
     parts.extend(
-        known.error.as_ref().map(|error| format!("the last one for this reason: {}", one_line(error))),
+        known
+            .error
+            .as_ref()
+            .map(|error| format!("the last one for this reason: {}", one_line(error))),
     );
     parts.extend((known.damaged > 0).then(|| format!("{} damaged", known.damaged)));
     for restored in &known.restored {
-        parts.push(format!("began at step {} ({} steps again)", restored.step, restored.lost_steps));
+        parts
+            .push(format!("began at step {} ({} steps again)", restored.step, restored.lost_steps));
     }
     parts.join(", ")
 }
@@ -220,7 +241,8 @@ pub(crate) fn membership(record: &MembershipRecord) -> String {
     let phases = record.phases().into_iter();
     let phases: Vec<String> =
         phases.filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}"))).collect();
-    let phases = if phases.is_empty() { String::new() } else { format!("  ({})", phases.join(", ")) };
+    let phases =
+        if phases.is_empty() { String::new() } else { format!("  ({})", phases.join(", ")) };
     format!(
         "{:>10}  {cause:<5}  {:>7}  {:>10}  {gap:>9}{phases}",
         record.generation.0, record.world_size, record.at_step
@@ -237,8 +259,8 @@ mod tests {
 
     use super::*;
     use crate::job::{
-        BestEvaluation, Cause, Evaluated, FailedShard, LossSummary, RecordsSummary, RestoredCheckpoint,
-        SavedCheckpoint, ThroughputSummary, WorkersSummary,
+        BestEvaluation, Cause, Evaluated, FailedShard, LossSummary, RecordsSummary,
+        RestoredCheckpoint, SavedCheckpoint, ThroughputSummary, WorkersSummary,
     };
 
     fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipRecord {
@@ -274,7 +296,11 @@ mod tests {
             throughput: ThroughputSummary { records_per_s: 250.0, steps_per_s: 66.6 },
             sums_over: None,
             evaluations: Some(EvaluationsSummary {
-                all: vec![Evaluated { step: 90, records: 5, metrics: [("loss".into(), Some(0.75))].into() }],
+                all: vec![Evaluated {
+                    step: 90,
+                    records: 5,
+                    metrics: [("loss".into(), Some(0.75))].into(),
+                }],
                 best: Some(BestEvaluation { step: 40, metric: "loss".into(), value: 0.5 }),
                 stopped_early: true,
             }),
@@ -282,7 +308,11 @@ mod tests {
                 newest: Some(SavedCheckpoint { step: 100, name: "step-100".into(), bytes: 4 }),
                 saved: 3,
                 failed: 1,
-                restored: vec![RestoredCheckpoint { step: 40, name: "step-40".into(), lost_steps: 2 }],
+                restored: vec![RestoredCheckpoint {
+                    step: 40,
+                    name: "step-40".into(),
+                    lost_steps: 2,
+                }],
                 ..CheckpointsSummary::default()
             }),
             failed_shards: vec![FailedShard {
@@ -307,7 +337,8 @@ mod tests {
     #[test]
     fn the_table_tells_the_whole_story() {
         let mut out = Vec::new();
-        let paths = Paths { logs: Some(Path::new("/j/logs")), summary: Some(Path::new("/j/summary.json")) };
+        let paths =
+            Paths { logs: Some(Path::new("/j/logs")), summary: Some(Path::new("/j/summary.json")) };
         write_table(&mut out, &summary(), paths).unwrap();
         let expected = "\
 job mnist: completed after 1.50 s
@@ -342,7 +373,10 @@ job mnist: completed after 1.50 s
         let lost = Summary {
             state_lost: Some(StateLoss { count: 2, at_step: 70 }),
             steps_skipped: 3,
-            checkpoints: Some(CheckpointsSummary { error: Some("disk\nfull".into()), ..Default::default() }),
+            checkpoints: Some(CheckpointsSummary {
+                error: Some("disk\nfull".into()),
+                ..Default::default()
+            }),
             ..summary()
         };
         let mut out = Vec::new();
@@ -360,7 +394,8 @@ job mnist: completed after 1.50 s
     #[test]
     fn of_many_memberships_the_newest_are_shown() {
         let mut out = Vec::new();
-        let many: Vec<_> = (1..=25).map(|generation| change(generation, Cause::Join, None)).collect();
+        let many: Vec<_> =
+            (1..=25).map(|generation| change(generation, Cause::Join, None)).collect();
         write_memberships(&mut out, &many).unwrap();
         let out = String::from_utf8(out).unwrap();
         assert_eq!(out.lines().count(), 22);
@@ -370,24 +405,31 @@ job mnist: completed after 1.50 s
 
     #[test]
     fn a_loss_that_is_not_a_number_still_makes_valid_json() {
-        let diverged = Summary { loss: LossSummary { first: Some(1.0), last: Some(f64::NAN) }, ..summary() };
+        let diverged =
+            Summary { loss: LossSummary { first: Some(1.0), last: Some(f64::NAN) }, ..summary() };
         let text = to_json(&diverged);
         let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(json["loss"]["first"], 1.0);
         assert!(json["loss"]["last"].is_null());
         assert_eq!((&json["workers"]["final"], &json["state"]), (&2.into(), &"completed".into()));
         let read: Summary = serde_json::from_slice(&text).unwrap();
-        assert_eq!(read, Summary { loss: LossSummary { first: Some(1.0), last: None }, ..summary() });
+        assert_eq!(
+            read,
+            Summary { loss: LossSummary { first: Some(1.0), last: None }, ..summary() }
+        );
     }
 
     #[test]
     fn a_summary_fits_into_its_part_of_an_anchor_and_keeps_what_tells_how_the_job_ended() {
         assert_eq!(into_json_within(summary(), 128 << 10).as_bytes(), to_json(&summary()));
         let mut long = summary();
-        let named =
-            MembershipRecord { joined: (0..3000).map(WorkerId).collect(), ..change(1, Cause::Join, None) };
-        long.memberships =
-            (0..200).map(|i| MembershipRecord { generation: Generation(i), ..named.clone() }).collect();
+        let named = MembershipRecord {
+            joined: (0..3000).map(WorkerId).collect(),
+            ..change(1, Cause::Join, None)
+        };
+        long.memberships = (0..200)
+            .map(|i| MembershipRecord { generation: Generation(i), ..named.clone() })
+            .collect();
         let failed = FailedShard {
             worker: WorkerId(1),
             epoch: 0,
@@ -400,7 +442,10 @@ job mnist: completed after 1.50 s
         let text = into_json_within(long.clone(), 256 << 10);
         assert!(text.len() <= 256 << 10, "{} KiB", text.len() >> 10);
         let read: Summary = serde_json::from_str(&text).unwrap();
-        assert_eq!((read.records, read.digest, read.error), (long.records, long.digest, long.error));
+        assert_eq!(
+            (read.records, read.digest, read.error),
+            (long.records, long.digest, long.error)
+        );
         assert!(!read.memberships.is_empty() && !read.failed_shards.is_empty());
         assert_eq!(read.memberships.last().unwrap().generation, Generation(199));
     }

@@ -26,8 +26,8 @@ use tracing::{info, warn};
 
 use crate::entrance::Entrance;
 use crate::job::{
-    Action, ConnectionId, Event, Job, JobRecord, JobSpec, LaunchId, Membership, Outcome, Summary, Time,
-    ToWorker,
+    Action, ConnectionId, Event, Job, JobRecord, JobSpec, LaunchId, Membership, Outcome, Summary,
+    Time, ToWorker,
 };
 use crate::jobdir::{Abandoned, RecordFile};
 use crate::keeping::Keeping;
@@ -153,7 +153,10 @@ impl Master {
         let launches: Vec<LaunchId> = record.launches().collect();
         let spec = record.spec().clone();
         let job = Job::restore(record, Time(age)).map_err(|reason| {
-            io::Error::new(io::ErrorKind::InvalidData, format!("the job's record can't be true: {reason}"))
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("the job's record can't be true: {reason}"),
+            )
         })?;
         let mut master = Self::with(job, spec, age, entrance, launcher, progress)?;
         for launch in launches {
@@ -194,7 +197,8 @@ impl Master {
         progress: Progress,
     ) -> Self {
         let job = Job::new(spec.clone());
-        let master = Self::assemble(job, spec, Duration::ZERO, entrance, Launches::Pods(pods), progress);
+        let master =
+            Self::assemble(job, spec, Duration::ZERO, entrance, Launches::Pods(pods), progress);
         master.in_cluster(keeper, office)
     }
 
@@ -217,8 +221,10 @@ impl Master {
         office: Office,
         progress: Progress,
     ) -> Result<Self, String> {
-        let mut left: BTreeMap<LaunchId, Pod> =
-            left.into_iter().filter_map(|pod| Some((objects::launch_and_index(&pod)?.0, pod))).collect();
+        let mut left: BTreeMap<LaunchId, Pod> = left
+            .into_iter()
+            .filter_map(|pod| Some((objects::launch_and_index(&pod)?.0, pod)))
+            .collect();
         let lives = |pod: &&Pod| !matches!(judge(pod), Verdict::Ended(_));
         let there = left.values().filter(lives).filter_map(objects::launch_and_index).collect();
         let strays = record.find(&there);
@@ -330,7 +336,9 @@ impl Master {
     /// that it waits for can happen.
     async fn step_aside(&mut self) {
         let since = Instant::now();
-        warn!("the job's lease is not renewed: workers are sent away, and none is taken until it is");
+        warn!(
+            "the job's lease is not renewed: workers are sent away, and none is taken until it is"
+        );
         self.server.close();
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
         for worker in workers {
@@ -347,7 +355,10 @@ impl Master {
         while self.inputs.try_recv().is_ok() {}
         self.start += since.elapsed();
         self.server.reopen();
-        info!(away_s = since.elapsed().as_secs(), "the job's lease is renewed: workers are taken again");
+        info!(
+            away_s = since.elapsed().as_secs(),
+            "the job's lease is renewed: workers are taken again"
+        );
     }
 
     fn now(&self) -> Time {
@@ -358,7 +369,8 @@ impl Master {
         let snapshot = self.job.snapshot(self.now());
         let status = &snapshot.status;
         // How far the job is need not be exact in its record, but not far behind either.
-        let is_behind = status.step != self.written.step && self.written.at.elapsed() >= RECORD_AGE_MAX;
+        let is_behind =
+            status.step != self.written.step && self.written.at.elapsed() >= RECORD_AGE_MAX;
         if is_behind && self.keeping.keeps_steps() {
             self.written.revision = 0;
         }
@@ -499,7 +511,9 @@ impl Master {
     /// Asks the group for a checkpoint; the step that it has reached.
     fn checkpoint(&mut self) -> Result<u64, String> {
         if self.spec.checkpoints.is_none() {
-            return Err("this job keeps no checkpoints: it was started without --checkpoint-dir".into());
+            return Err(
+                "this job keeps no checkpoints: it was started without --checkpoint-dir".into()
+            );
         }
         self.job.handle(self.now(), Event::Checkpoint);
         Ok(self.job.step())

@@ -117,7 +117,8 @@ impl Server {
             .add_service(InterceptedService::new(service, Gate(token)));
         let task = tokio::spawn(async move {
             let stopped = async { drop(stopped.await) };
-            let served = router.serve_with_incoming_shutdown(incoming::accept(listener, opened), stopped);
+            let served =
+                router.serve_with_incoming_shutdown(incoming::accept(listener, opened), stopped);
             if let Err(error) = served.await {
                 warn!(%error, "the server failed");
             }
@@ -152,7 +153,9 @@ impl Interceptor for Gate {
     fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
         let shown = request.metadata().get("authorization").map(|value| value.as_encoded_bytes());
         if !self.0.is_proven_by(shown.unwrap_or_default()) {
-            return Err(Status::unauthenticated("`authorization` must be `Bearer ` and the job's token"));
+            return Err(Status::unauthenticated(
+                "`authorization` must be `Bearer ` and the job's token",
+            ));
         }
         if let Some(proof) = request.extensions().get::<incoming::Proof>() {
             proof.give();
@@ -181,11 +184,13 @@ impl Master for Service {
         request: Request<Streaming<v1::WorkerMessage>>,
     ) -> Result<Response<Self::JoinStream>, Status> {
         if !*self.open.borrow() {
-            return Err(Status::unavailable("this master does not hold the job's lease now; try again"));
+            return Err(Status::unavailable(
+                "this master does not hold the job's lease now; try again",
+            ));
         }
-        let unnamed = Arc::clone(&self.unnamed)
-            .try_acquire_owned()
-            .map_err(|_| Status::resource_exhausted("too many streams wait to say hello; try again"))?;
+        let unnamed = Arc::clone(&self.unnamed).try_acquire_owned().map_err(|_| {
+            Status::resource_exhausted("too many streams wait to say hello; try again")
+        })?;
         let connection = ConnectionId(self.connections.fetch_add(1, Ordering::Relaxed));
         let (outbox, outgoing) = mpsc::channel(OUTBOX_MAX);
         let (job, inputs) = (self.job.clone(), self.inputs.clone());
@@ -203,7 +208,8 @@ impl Master for Service {
             read(connection, hello, stream, outbox, inputs).await;
         });
         // Copied no sooner than the connection takes it.
-        let outgoing = ReceiverStream::new(outgoing).map(|message| message.map(Arc::unwrap_or_clone));
+        let outgoing =
+            ReceiverStream::new(outgoing).map(|message| message.map(Arc::unwrap_or_clone));
         Ok(Response::new(Box::pin(outgoing)))
     }
 
@@ -227,7 +233,10 @@ impl Master for Service {
         Ok(Response::new(v1::CheckpointReply { step }))
     }
 
-    async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleReply>, Status> {
+    async fn scale(
+        &self,
+        request: Request<v1::ScaleRequest>,
+    ) -> Result<Response<v1::ScaleReply>, Status> {
         let num_workers = request.into_inner().num_workers;
         let (reply, answer) = oneshot::channel();
         self.inputs.send(Input::Scale { num_workers, reply }).await.map_err(|_| ending())?;
@@ -236,7 +245,10 @@ impl Master for Service {
     }
 }
 
-async fn first_message(stream: &mut Streaming<v1::WorkerMessage>, job: &str) -> Result<Hello, Status> {
+async fn first_message(
+    stream: &mut Streaming<v1::WorkerMessage>,
+    job: &str,
+) -> Result<Hello, Status> {
     let message = tokio::time::timeout(HELLO_TIMEOUT, stream.message())
         .await
         .map_err(|_| Status::deadline_exceeded("no `hello` came in time"))??

@@ -43,7 +43,8 @@ impl EventFile {
         let name = format!("events.out.tfevents.{seconds:010}.{job}.{}", std::process::id());
         let path = folder.join(name);
         let mut file = File::create_new(&path)?;
-        let version = Event { wall_time: wall(now), file_version: Some(VERSION.into()), ..Event::default() };
+        let version =
+            Event { wall_time: wall(now), file_version: Some(VERSION.into()), ..Event::default() };
         file.write_all(&framed(&version.encode_to_vec()))?;
         Ok(Self { file, path, step: None, times: StepTimes::default(), evaluated: None })
     }
@@ -54,9 +55,12 @@ impl EventFile {
     /// The system's word.
     pub fn add(&mut self, now: SystemTime, snapshot: &Snapshot) -> io::Result<()> {
         let status = &snapshot.status;
-        if let Some(evaluated) = status.evaluated.as_ref().filter(|e| self.evaluated != Some(e.step)) {
+        if let Some(evaluated) =
+            status.evaluated.as_ref().filter(|e| self.evaluated != Some(e.step))
+        {
             self.evaluated = Some(evaluated.step);
-            let means = evaluated.metrics.iter().map(|(name, mean)| (format!("validation/{name}"), *mean));
+            let means =
+                evaluated.metrics.iter().map(|(name, mean)| (format!("validation/{name}"), *mean));
             self.write(now, evaluated.step, means)?;
         }
         if status.step == 0 || self.step == Some(status.step) {
@@ -77,7 +81,11 @@ impl EventFile {
             ("step_ms", mean_ms(times.step_us, before.step_us)),
             ("all_reduce_ms", mean_ms(times.reduce_us, before.reduce_us)),
         ];
-        self.write(now, status.step, scalars.into_iter().map(|(tag, value)| (tag.to_owned(), value)))
+        self.write(
+            now,
+            status.step,
+            scalars.into_iter().map(|(tag, value)| (tag.to_owned(), value)),
+        )
     }
 
     fn write(
@@ -86,11 +94,13 @@ impl EventFile {
         step: u64,
         scalars: impl Iterator<Item = (String, Option<f64>)>,
     ) -> io::Result<()> {
-        let value =
-            |(tag, value): (String, Option<f64>)| Some(Value { tag, simple_value: Some(value? as f32) });
+        let value = |(tag, value): (String, Option<f64>)| {
+            Some(Value { tag, simple_value: Some(value? as f32) })
+        };
         let summary = Scalars { value: scalars.filter_map(value).collect() };
         let step = i64::try_from(step).unwrap_or(i64::MAX);
-        let event = Event { wall_time: wall(now), step, summary: Some(summary), ..Event::default() };
+        let event =
+            Event { wall_time: wall(now), step, summary: Some(summary), ..Event::default() };
         // One write: a reader sees an event as a whole, or the beginning of one, which it reads again later.
         self.file.write_all(&framed(&event.encode_to_vec()))
     }
@@ -170,7 +180,8 @@ fn wall(now: SystemTime) -> f64 {
 /// An event as it lies in a file.
 fn framed(event: &[u8]) -> Vec<u8> {
     let len = (event.len() as u64).to_le_bytes();
-    [&len[..], &masked(crc32c(&len)).to_le_bytes(), event, &masked(crc32c(event)).to_le_bytes()].concat()
+    [&len[..], &masked(crc32c(&len)).to_le_bytes(), event, &masked(crc32c(event)).to_le_bytes()]
+        .concat()
 }
 
 /// A checksum as it is kept: that of a text which has checksums in it would be weak.
@@ -244,7 +255,9 @@ mod tests {
         let name = file.path.file_name().unwrap().to_string_lossy().into_owned();
         assert!(name.starts_with("events.out.tfevents.") && name.contains(".mnist."), "{name}");
         file.add(at(5), &snapshot).unwrap();
-        let [version, third, fifth, seventh] = &events(&file.path)[..] else { panic!("four events") };
+        let [version, third, fifth, seventh] = &events(&file.path)[..] else {
+            panic!("four events")
+        };
         assert_eq!(version.file_version.as_deref(), Some("brain.Event:2"));
         let scalars = |event: &Event| -> Vec<(String, f32)> {
             let values = event.summary.clone().unwrap().value.into_iter();

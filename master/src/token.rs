@@ -91,8 +91,14 @@ mod tests {
         let mut last_changed = token.to_bearer();
         let last = if last_changed.pop() == Some('0') { '1' } else { '0' };
         last_changed.push(last);
-        let wrong =
-            [other.to_bearer(), bare, last_changed, String::new(), "Bearer ".into(), "Bearer 00".into()];
+        let wrong = [
+            other.to_bearer(),
+            bare,
+            last_changed,
+            String::new(),
+            "Bearer ".into(),
+            "Bearer 00".into(),
+        ];
         for shown in wrong {
             assert!(!token.is_proven_by(shown.as_bytes()), "{shown:?}");
         }

@@ -55,7 +55,10 @@ impl Home {
     }
 
     fn entries(&self) -> Vec<String> {
-        fs::read_dir(self.0.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+        fs::read_dir(self.0.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect()
     }
 }
 
@@ -98,7 +101,10 @@ fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
         (&["--job-name", "../x"], &["--job-name", "lower-case"]),
         (&["--checkpoint-dir", "ftp://a/b"], &["--checkpoint-dir", "s3://"]),
         (&["--checkpoint-dir", "none", "--checkpoint-every", "200"], &["--checkpoint-dir"]),
-        (&["--checkpoint-dir", "c", "--checkpoint-every", "0"], &["--checkpoint-every", "`200`", "`30s`"]),
+        (
+            &["--checkpoint-dir", "c", "--checkpoint-every", "0"],
+            &["--checkpoint-every", "`200`", "`30s`"],
+        ),
         (&["--checkpoint-dir", "c", "--checkpoint-keep", "0"], &["--checkpoint-keep", "0"]),
         (&["--resume-from", ""], &["--resume-from"]),
         (&["--evaluate-every", "10"], &["--validation-data"]),
@@ -121,7 +127,15 @@ fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
 fn in_a_cluster_checkpoints_are_where_all_workers_see_them() {
     let home = Home::new();
     let dry = |options: &[&str]| {
-        let image = ["--image", "team/model:1", "--namespace", "n", "--training-data", "/data", "--dry-run"];
+        let image = [
+            "--image",
+            "team/model:1",
+            "--namespace",
+            "n",
+            "--training-data",
+            "/data",
+            "--dry-run",
+        ];
         home.train(&[&image, options].concat())
     };
     let volume = ["--volume", "claim_name=c,mount_path=/data"];
@@ -147,7 +161,11 @@ fn only_a_job_without_master_and_without_end_is_resumed_and_as_it_was_started() 
         let said = home.run(&["train", "--resume", "./job", option, value]);
         said.assert_refused(&["--resume", option, "cannot be used with"]);
     }
-    home.train(&["--resume", "./job"]).assert_refused(&["--resume", "PROGRAM", "cannot be used with"]);
+    home.train(&["--resume", "./job"]).assert_refused(&[
+        "--resume",
+        "PROGRAM",
+        "cannot be used with",
+    ]);
     home.run(&["train", "--resume", "./job"]).assert_refused(&["no such job", "./job"]);
     assert_eq!(home.entries(), [""; 0]);
     let dir = JobDir::create(&home.path("job")).unwrap();
@@ -163,7 +181,11 @@ fn only_a_job_without_master_and_without_end_is_resumed_and_as_it_was_started() 
     fs::remove_file(home.path("job/summary.json")).unwrap();
     home.run(&["train", "--resume", "./job"]).assert_refused(&["/job", "start it again"]);
     fs::write(home.path("job/job.json"), "{\"version\": 9}").unwrap();
-    home.run(&["train", "--resume", "./job"]).assert_refused(&["job.json", "version 9", "version 1"]);
+    home.run(&["train", "--resume", "./job"]).assert_refused(&[
+        "job.json",
+        "version 9",
+        "version 1",
+    ]);
     fs::write(home.path("job/job.json"), "null").unwrap();
     home.run(&["train", "--resume", "./job"]).assert_refused(&["job.json", "can't resume"]);
 }
@@ -180,7 +202,8 @@ fn what_is_needed_is_asked_for() {
 #[test]
 fn a_program_that_cannot_run_is_refused() {
     let home = Home::new();
-    let train = |program: &str| home.run(&["train", "--local", "--training-data", "d", "--", program]);
+    let train =
+        |program: &str| home.run(&["train", "--local", "--training-data", "d", "--", program]);
     train("no-such-program").assert_refused(&[
         "`no-such-program`",
         "$PATH",
@@ -213,7 +236,8 @@ fn asking_a_job_that_is_not_there_says_so() {
     let home = Home::new();
     home.run(&["status", "nobody"]).assert_refused(&["no such job", "elasticdl/nobody"]);
     home.run(&["scale", "nobody", "--num-workers", "3"]).assert_refused(&["no such job"]);
-    home.run(&["scale", "nobody", "--num-workers", "0"]).assert_refused(&["--num-workers", "from 1"]);
+    home.run(&["scale", "nobody", "--num-workers", "0"])
+        .assert_refused(&["--num-workers", "from 1"]);
     home.run(&["scale", "nobody"]).assert_refused(&["--num-workers"]);
     let ended = JobDir::create(&home.path("state/elasticdl/mnist")).unwrap();
     fs::write(ended.summary_path(), "{}").unwrap();
@@ -255,11 +279,19 @@ fn a_job_whose_program_fails_says_why_and_leaves_its_summary() {
     let script = "echo oh no >&2; exit 3";
     let said = home.run(&job(&["--max-worker-restarts", "0", "--summary", "mine.json"], script));
     assert_eq!(said.code, Some(1), "{}{}", said.stdout, said.stderr);
-    assert!(said.stdout.contains("failed after") && said.stdout.contains("mine.json"), "{}", said.stdout);
+    assert!(
+        said.stdout.contains("failed after") && said.stdout.contains("mine.json"),
+        "{}",
+        said.stdout
+    );
     // What the program said is not left to be found in its log.
     let expected = "exited with code 3; this is failure 1 of workers since the job made progress, and at most 0 are allowed \
                     (--max-worker-restarts); its log ends with:\n    oh no\n";
-    assert!(said.stderr.contains("\nerror: launch ") && said.stderr.ends_with(expected), "{}", said.stderr);
+    assert!(
+        said.stderr.contains("\nerror: launch ") && said.stderr.ends_with(expected),
+        "{}",
+        said.stderr
+    );
     let summary = fs::read(home.path("mine.json")).unwrap();
     assert_eq!(fs::read(home.path("job/summary.json")).unwrap(), summary);
     let json: serde_json::Value = serde_json::from_slice(&summary).unwrap();
@@ -325,7 +357,8 @@ fn deleting_a_job_leaves_what_it_has_not_written() {
         "{}",
         said.stdout
     );
-    let left: Vec<_> = fs::read_dir(home.path("job")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let left: Vec<_> =
+        fs::read_dir(home.path("job")).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(left, ["notes.txt"]);
     home.run(&["delete", "./job"]).assert_refused(&["no such job"]);
     home.run(&job(&["--job-name", "j", "--max-worker-restarts", "0"], "exit 3"));
@@ -352,15 +385,25 @@ fn options_of_a_cluster_are_refused_without_one() {
         let resume = [&["train", "--resume", "./job"], option].concat();
         home.run(&resume).assert_refused(&["--resume", option[0], "cannot be used with"]);
     }
-    home.run(&["train", "--resume", "./job", "--dry-run"]).assert_refused(&["--resume", "--dry-run"]);
+    home.run(&["train", "--resume", "./job", "--dry-run"])
+        .assert_refused(&["--resume", "--dry-run"]);
     assert_eq!(home.entries(), [""; 0]);
 }
 
 #[test]
 fn a_dry_run_on_this_machine_says_what_would_be_started() {
     let home = Home::new();
-    let options =
-        ["--job-name", "mnist", "--max-steps", "7", "--checkpoint-dir", "/c", "--export", "m", "--dry-run"];
+    let options = [
+        "--job-name",
+        "mnist",
+        "--max-steps",
+        "7",
+        "--checkpoint-dir",
+        "/c",
+        "--export",
+        "m",
+        "--dry-run",
+    ];
     let said = home.train(&[&GOOD[..], &options].concat());
     assert_eq!((said.code, said.stderr.as_str()), (Some(0), ""));
     let directory = home.path("state/elasticdl/mnist");
@@ -380,11 +423,15 @@ fn a_dry_run_on_this_machine_says_what_would_be_started() {
 #[test]
 fn a_job_in_the_background_is_followed_and_stopped_by_its_name() {
     let home = Home::new();
-    let mut args = vec!["train", "--training-data", "d", "--local", "--detach", "--job-name", "mnist"];
+    let mut args =
+        vec!["train", "--training-data", "d", "--local", "--detach", "--job-name", "mnist"];
     args.extend(["--", "/bin/sh", "-c", "exec sleep 100000"]);
     let said = home.run(&args);
     assert_eq!((said.code, said.stderr.as_str()), (Some(0), ""), "{}", said.stdout);
-    assert!(said.stdout.contains("elasticdl status mnist") && said.stdout.contains("elasticdl stop mnist"));
+    assert!(
+        said.stdout.contains("elasticdl status mnist")
+            && said.stdout.contains("elasticdl stop mnist")
+    );
     let status = home.run(&["status", "mnist", "--json"]);
     assert!(status.stdout.contains(r#""job": "mnist""#), "{}{}", status.stdout, status.stderr);
     let pid = said.stdout.split("process ").nth(1).unwrap().lines().next().unwrap().to_owned();

@@ -76,19 +76,26 @@ fn all_options_reach_the_objects() {
             "    volumeMounts:\n        - mountPath: /etc/elasticdl\n          name: token\n          readOnly: true\n        - \
              mountPath: /tmp\n          name: tmp\n        - mountPath: /runs",
         ),
-        (&["--worker-pod-template", template.to_str().unwrap()], "\"runtimeClassName\": \"nvidia\""),
+        (
+            &["--worker-pod-template", template.to_str().unwrap()],
+            "\"runtimeClassName\": \"nvidia\"",
+        ),
     ];
     let (_, without, _) = dry_run(&[]);
     for (options, expected) in table {
         let (success, made, error) = dry_run(options);
         assert!(success, "{options:?}: {error}");
-        assert!(made.contains(expected) && !without.contains(expected), "{options:?}: {expected}\n{made}");
+        assert!(
+            made.contains(expected) && !without.contains(expected),
+            "{options:?}: {expected}\n{made}"
+        );
     }
 }
 
 #[test]
 fn other_work_than_training_reaches_the_task() {
-    let folder = ["--model", "s3://bucket/m", "--data", "/d", "--image", "i:1", "--dry-run", "-o", "yaml"];
+    let folder =
+        ["--model", "s3://bucket/m", "--data", "/d", "--image", "i:1", "--dry-run", "-o", "yaml"];
     let table: [(&str, &[&str], &str); 3] = [
         ("evaluate", &[], "\"Evaluate\": {"),
         ("evaluate", &[], "\"model\": \"s3://bucket/m\""),
@@ -125,7 +132,10 @@ fn options_that_no_server_takes_are_refused_by_name() {
             "--max-workers 9: a pod holds 2 workers (--workers-per-pod 2)",
         ),
         (&["--workers-per-pod", "65"], "from 1 to 64"),
-        (&["--worker-resources", "nvidia.com/gpu=100"], "at most 64; say how many with --workers-per-pod"),
+        (
+            &["--worker-resources", "nvidia.com/gpu=100"],
+            "at most 64; say how many with --workers-per-pod",
+        ),
     ];
     for (options, expected) in pods {
         let (success, _, error) = dry_run(options);
@@ -144,7 +154,10 @@ fn options_that_no_server_takes_are_refused_by_name() {
         (&["--metrics-port", "0"], "1 to 65535"),
         (&["--metrics-port", "7070"], "workers reach the master"),
         (&["--tensorboard-dir", "/runs"], "--volume"),
-        (&["--tensorboard-dir", "/r", "--volume", "claim_name=c,mount_path=/r,read_only=true"], "--volume"),
+        (
+            &["--tensorboard-dir", "/r", "--volume", "claim_name=c,mount_path=/r,read_only=true"],
+            "--volume",
+        ),
     ];
     for (options, expected) in table {
         let (success, _, error) = dry_run(options);
@@ -164,5 +177,8 @@ fn the_role_has_the_rights_that_the_master_needs_and_no_more() {
         })
         .collect();
     assert_eq!(role["rules"], Value::from(expected));
-    assert!(documents.iter().all(|d| d["metadata"]["namespace"] == "elasticdl"), "no right reaches further");
+    assert!(
+        documents.iter().all(|d| d["metadata"]["namespace"] == "elasticdl"),
+        "no right reaches further"
+    );
 }

@@ -63,7 +63,8 @@ impl Fixture {
     /// Waits for the next launch.
     async fn launched(&self) -> u64 {
         let pipe = self.pipe.clone();
-        let line = tokio::task::spawn_blocking(move || fs::read_to_string(pipe).unwrap()).await.unwrap();
+        let line =
+            tokio::task::spawn_blocking(move || fs::read_to_string(pipe).unwrap()).await.unwrap();
         line.trim().parse().unwrap()
     }
 
@@ -81,14 +82,21 @@ impl Fixture {
 
     fn proven<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
-        request.metadata_mut().insert("authorization", self.dir.token().to_bearer().parse().unwrap());
+        request
+            .metadata_mut()
+            .insert("authorization", self.dir.token().to_bearer().parse().unwrap());
         request
     }
 
     async fn join(&self, launch: u64) -> Worker {
         let (outgoing, received) = mpsc::channel(16);
-        let hello =
-            v1::Hello { job: "mnist".into(), launch, address: "127.0.0.1:9".into(), pid: 42, resume: None };
+        let hello = v1::Hello {
+            job: "mnist".into(),
+            launch,
+            address: "127.0.0.1:9".into(),
+            pid: 42,
+            resume: None,
+        };
         outgoing.send(v1::WorkerMessage { kind: Some(Said::Hello(hello)) }).await.unwrap();
         let request = self.proven(ReceiverStream::new(received));
         let incoming = self.client().await.join(request).await.unwrap().into_inner();
@@ -219,7 +227,10 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
         (Outcome::Completed, "completed", 1),
         "{summary:?}"
     );
-    assert_eq!((summary.records.counted, summary.records.missing, summary.records.repeated), (4, 0, 0));
+    assert_eq!(
+        (summary.records.counted, summary.records.missing, summary.records.repeated),
+        (4, 0, 0)
+    );
     assert_eq!(summary.model_summary.as_deref(), Some("accuracy 1"));
     assert_eq!(summary.loss.last, Some(2.0));
 }
@@ -235,7 +246,11 @@ async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
     job.let_end().await;
     let Ended { outcome, summary } = job.ended().await;
     assert_eq!((outcome, &*summary.state), (Outcome::Refused, "refused"));
-    assert!(summary.error.as_ref().is_some_and(|e| e.contains("d: no such file")), "{:?}", summary.error);
+    assert!(
+        summary.error.as_ref().is_some_and(|e| e.contains("d: no such file")),
+        "{:?}",
+        summary.error
+    );
 }
 
 #[tokio::test]

@@ -52,7 +52,8 @@ impl FileList {
     /// Packs a list.
     pub fn pack<F: Into<ListedFile>>(files: impl IntoIterator<Item = F>) -> Self {
         let mut packer = Packer::default();
-        let mut encoder = zstd::Encoder::new(Vec::new(), LEVEL).expect("the level is one that there is");
+        let mut encoder =
+            zstd::Encoder::new(Vec::new(), LEVEL).expect("the level is one that there is");
         for file in files {
             encoder.write_all(packer.entry(&file.into())).expect("memory takes what is written");
         }
@@ -137,7 +138,10 @@ impl fmt::Debug for FileList {
         let Self { packed, len, bytes, records, digest } = self;
         let mut shown = f.debug_struct("FileList");
         shown.field("len", len).field("records", records).field("bytes", bytes);
-        shown.field("packed", &packed.len()).field("digest", &format_args!("{digest:016x}")).finish()
+        shown
+            .field("packed", &packed.len())
+            .field("digest", &format_args!("{digest:016x}"))
+            .finish()
     }
 }
 
@@ -176,12 +180,14 @@ impl Files {
         self.decoder.read_exact(&mut path).map_err(damaged)?;
         self.decoder.read_exact(&mut records).map_err(damaged)?;
         self.decoder.read_exact(&mut version).map_err(damaged)?;
-        let path = String::from_utf8(path).map_err(|_| FileListError("a path is not UTF-8".into()))?;
+        let path =
+            String::from_utf8(path).map_err(|_| FileListError("a path is not UTF-8".into()))?;
         let version = match u64::from_le_bytes(version) {
             NO_VERSION => None,
-            version => {
-                Some(u32::try_from(version).map_err(|_| FileListError("a version that is none".into()))?)
-            }
+            version => Some(
+                u32::try_from(version)
+                    .map_err(|_| FileListError("a version that is none".into()))?,
+            ),
         };
         Ok(Some(ListedFile { path, records: u64::from_le_bytes(records), version }))
     }
@@ -295,7 +301,11 @@ mod tests {
         ];
         for (i, one) in lists.iter().enumerate() {
             for (k, other) in lists.iter().enumerate() {
-                assert_eq!((one == other, one.digest() == other.digest()), (i == k, i == k), "{i} {k}");
+                assert_eq!(
+                    (one == other, one.digest() == other.digest()),
+                    (i == k, i == k),
+                    "{i} {k}"
+                );
             }
         }
     }
@@ -303,8 +313,9 @@ mod tests {
     #[test]
     fn what_is_damaged_or_too_large_is_refused_and_never_panics() {
         let whole = list(&[("a", 3), ("bb", 4)]);
-        let refused =
-            |limits: FileLimits| FileList::unpack(whole.packed().clone(), limits).unwrap_err().to_string();
+        let refused = |limits: FileLimits| {
+            FileList::unpack(whole.packed().clone(), limits).unwrap_err().to_string()
+        };
         assert_eq!(refused(FileLimits { files: 1, ..LIMITS }), "more than 1 files");
         assert_eq!(refused(FileLimits { records: 6, ..LIMITS }), "more than 6 records");
         assert!(refused(FileLimits { path_bytes: 1, ..LIMITS }).contains("a path of 2 bytes"));

@@ -15,7 +15,9 @@ impl fmt::Display for WorkerId {
 }
 
 /// One membership of a job's group. Grows by one at every change; 0 is "none yet".
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 pub struct Generation(pub u64);
 
 impl Generation {

@@ -57,7 +57,8 @@ impl Ledger {
             self.absorbed.entry(range.epoch).or_default().insert(range.records())
         };
         self.repeated += repeated;
-        while self.absorbed.get(&self.epochs_complete).is_some_and(|set| set.len() >= self.records) {
+        while self.absorbed.get(&self.epochs_complete).is_some_and(|set| set.len() >= self.records)
+        {
             self.absorbed.remove(&self.epochs_complete);
             self.epochs_complete += 1;
         }
@@ -94,7 +95,11 @@ impl Ledger {
         let Some(set) = self.absorbed.get(&range.epoch) else {
             return vec![range];
         };
-        let part = |r: std::ops::Range<u64>| RecordRange { epoch: range.epoch, start: r.start, end: r.end };
+        let part = |r: std::ops::Range<u64>| RecordRange {
+            epoch: range.epoch,
+            start: r.start,
+            end: r.end,
+        };
         set.gaps(range.records()).into_iter().map(part).collect()
     }
 

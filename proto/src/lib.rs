@@ -10,7 +10,13 @@ mod ids;
 mod ledger;
 mod ranges;
 /// The generated schema: `proto/elasticdl/v1/master.proto`.
-#[allow(missing_docs, unnameable_types, unreachable_pub, unused_qualifications, reason = "generated")]
+#[allow(
+    missing_docs,
+    unnameable_types,
+    unreachable_pub,
+    unused_qualifications,
+    reason = "generated"
+)]
 #[allow(clippy::all, clippy::or_fun_call, clippy::use_self, reason = "generated")]
 pub mod v1 {
     tonic::include_proto!("elasticdl.v1");

@@ -183,7 +183,8 @@ mod tests {
                     let (mut set, mut bits) = (RangeSet::default(), [false; 7]);
                     for (insert, r) in [a, b, c] {
                         let there = r.clone().filter(|&i| bits[i as usize]).count() as u64;
-                        let said = if *insert { set.insert(r.clone()) } else { set.remove(r.clone()) };
+                        let said =
+                            if *insert { set.insert(r.clone()) } else { set.remove(r.clone()) };
                         assert_eq!(said, there, "{a:?} {b:?} {c:?}");
                         r.clone().for_each(|i| bits[i as usize] = *insert);
                     }

@@ -19,7 +19,8 @@ mod tests {
 
     #[test]
     fn a_quantile_is_one_of_the_values_and_the_least_with_enough_below() {
-        let of = |n: u32, part| quantile(&mut (1..=n).rev().map(f64::from).collect::<Vec<_>>(), part);
+        let of =
+            |n: u32, part| quantile(&mut (1..=n).rev().map(f64::from).collect::<Vec<_>>(), part);
         assert_eq!([of(1, 0.5), of(2, 0.5), of(3, 0.5), of(20, 0.5)], [1.0, 1.0, 2.0, 10.0]);
         assert_eq!(
             [of(20, 0.99), of(100, 0.99), of(100, 1.0), of(9, 0.0), of(0, 0.5)],

@@ -215,7 +215,8 @@ impl Running {
     pub fn workers(&self) -> BTreeMap<u64, u32> {
         let status = self.status();
         let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
-        let entry = |w: &Value| Some((w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?));
+        let entry =
+            |w: &Value| Some((w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?));
         workers.iter().filter_map(entry).collect()
     }
 
@@ -225,7 +226,10 @@ impl Running {
         let status = self.status();
         let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
         let entry = |w: &Value| {
-            Some((w["rank"].as_u64()?, (w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?)))
+            Some((
+                w["rank"].as_u64()?,
+                (w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?),
+            ))
         };
         let by_rank: BTreeMap<u64, (u64, u32)> = workers.iter().filter_map(entry).collect();
         by_rank.into_values().collect()
@@ -253,7 +257,8 @@ impl Running {
         let table = std::fs::read_to_string("/proc/net/tcp").expect("the system shows its sockets");
         let ports = pids.iter().flat_map(|pid| socket_inodes(*pid)).filter_map(|inode| {
             let is_mine = |fields: &Vec<&str>| fields[3] == LISTENING && fields[9] == inode;
-            let row = table.lines().skip(1).map(|l| l.split_whitespace().collect()).find(is_mine)?;
+            let row =
+                table.lines().skip(1).map(|l| l.split_whitespace().collect()).find(is_mine)?;
             u16::from_str_radix(row[1].rsplit(':').next()?, 16).ok()
         });
         ports.collect()
@@ -282,7 +287,8 @@ impl Running {
     /// Waits until `count` workers are members; the group's generation.
     pub fn wait_for_group_of(&mut self, count: usize) -> Option<u64> {
         let status = self.wait_for("all members", |status| {
-            let ranked = status["workers"].as_array().into_iter().flatten().filter(|w| w["rank"].is_u64());
+            let ranked =
+                status["workers"].as_array().into_iter().flatten().filter(|w| w["rank"].is_u64());
             ranked.count() == count
         });
         status["generation"].as_u64()
@@ -339,8 +345,10 @@ impl Running {
     }
 
     fn take_end(&mut self) -> Ended {
-        let output = self.child.take().expect("not waited for").wait_with_output().expect("it has ended");
-        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        let output =
+            self.child.take().expect("not waited for").wait_with_output().expect("it has ended");
+        let text = [output.stdout, output.stderr]
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         let summary = std::fs::read(self.job_dir.join("summary.json")).unwrap_or_default();
         Ended {
             code: output.status.code(),
@@ -420,7 +428,9 @@ fn socket_inodes(pid: u32) -> Vec<String> {
     let folder = Path::new("/proc").join(pid.to_string()).join("fd");
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let links = entries.filter_map(|entry| std::fs::read_link(entry.path()).ok());
-    links.filter_map(|l| Some(l.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned())).collect()
+    links
+        .filter_map(|l| Some(l.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
+        .collect()
 }
 
 /// The state of a listening socket in the system's table.

@@ -34,12 +34,16 @@ impl Network {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let network = Self { name: format!("edl-{}-{number}", std::process::id()), hosts };
-        let made = if geteuid().is_root() { network.make() } else { Err("this user is not root".into()) };
+        let made =
+            if geteuid().is_root() { network.make() } else { Err("this user is not root".into()) };
         let why = match made {
             Ok(()) => return Some(network),
             Err(why) => why,
         };
-        assert!(std::env::var_os("ELASTICDL_NETNS").is_none_or(|v| v != "1"), "no network namespaces: {why}");
+        assert!(
+            std::env::var_os("ELASTICDL_NETNS").is_none_or(|v| v != "1"),
+            "no network namespaces: {why}"
+        );
         eprintln!(
             "SKIPPED, for want of network namespaces: {why}. Run it as root with iproute2: ELASTICDL_NETNS=1 cargo \
              test -p elasticdl-tests --test partition"
@@ -66,8 +70,9 @@ impl Network {
     pub fn host_of(&self, pid: u32) -> Option<u8> {
         let inode = |path: String| std::fs::metadata(path).map(|file| file.ino()).ok();
         let here = inode(format!("/proc/{pid}/ns/net"))?;
-        (0..self.hosts)
-            .find(|host| inode(format!("/run/netns/{}", self.namespace(&host.to_string()))) == Some(here))
+        (0..self.hosts).find(|host| {
+            inode(format!("/run/netns/{}", self.namespace(&host.to_string()))) == Some(here)
+        })
     }
 
     /// The address of a host.
@@ -94,7 +99,8 @@ impl Network {
 
     fn rule(&self, verb: &str, from: u8, to: u8) {
         let (from, to) = (self.address(from), self.address(to));
-        let rule = format!("-n {} rule {verb} from {from} to {to} blackhole", self.namespace("hub"));
+        let rule =
+            format!("-n {} rule {verb} from {from} to {to} blackhole", self.namespace("hub"));
         ip(&rule).expect("rules can be made where namespaces can");
     }
 

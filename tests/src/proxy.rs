@@ -33,7 +33,8 @@ impl Proxy {
     pub fn start(folder: &Path) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback has a free port");
         let address = listener.local_addr().expect("a listener has an address");
-        let proxy = Self { address, upstream: folder.join("upstream"), connections: Arc::default() };
+        let proxy =
+            Self { address, upstream: folder.join("upstream"), connections: Arc::default() };
         let (upstream, connections) = (proxy.upstream.clone(), Arc::clone(&proxy.connections));
         std::thread::Builder::new()
             .name("proxy".into())

@@ -66,7 +66,8 @@ impl S3 {
     /// The system gives no port.
     #[must_use]
     pub fn start(weather: Weather, seed: u64) -> Self {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
+        let listener =
+            TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
         let address = listener.local_addr().expect("a listener has an address");
         let state = Arc::new(Mutex::new(State {
             objects: BTreeMap::new(),
@@ -225,8 +226,10 @@ impl Request {
             match name.to_ascii_lowercase().as_str() {
                 "content-length" => length = value.trim().parse().unwrap_or(0),
                 "range" => {
-                    let bounds = value.trim().strip_prefix("bytes=").and_then(|b| b.split_once('-'));
-                    request.range = bounds.and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+                    let bounds =
+                        value.trim().strip_prefix("bytes=").and_then(|b| b.split_once('-'));
+                    request.range =
+                        bounds.and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
                 }
                 _ => {}
             }
@@ -335,8 +338,11 @@ impl State {
                         return Reply::new(416, "<Error><Code>InvalidRange</Code></Error>");
                     }
                     let end = bytes.len().min(last + 1);
-                    let headers =
-                        format!("{etag}content-range: bytes {start}-{}/{}\r\n", end - 1, bytes.len());
+                    let headers = format!(
+                        "{etag}content-range: bytes {start}-{}/{}\r\n",
+                        end - 1,
+                        bytes.len()
+                    );
                     Reply { headers, ..Reply::new(206, &bytes[start..end]) }
                 }
             },
@@ -346,7 +352,8 @@ impl State {
 
     fn list(&self, bucket: &str, query: &BTreeMap<String, String>) -> Reply {
         let prefix = format!("{bucket}/{}", query.get("prefix").map_or("", String::as_str));
-        let found = self.objects.range(prefix.clone()..).take_while(|(name, _)| name.starts_with(&prefix));
+        let found =
+            self.objects.range(prefix.clone()..).take_while(|(name, _)| name.starts_with(&prefix));
         let entries: String = found
             .map(|(name, object)| {
                 let key = &name[bucket.len() + 1..];
@@ -360,7 +367,9 @@ impl State {
             .collect();
         Reply::new(
             200,
-            format!("<ListBucketResult>{entries}<IsTruncated>false</IsTruncated></ListBucketResult>"),
+            format!(
+                "<ListBucketResult>{entries}<IsTruncated>false</IsTruncated></ListBucketResult>"
+            ),
         )
     }
 
@@ -383,8 +392,9 @@ const PUT_ETAG: &str = "etag: \"x\"\r\n";
 fn decode(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::new(), text.as_bytes());
     while let Some((&first, after)) = rest.split_first() {
-        let code =
-            after.get(..2).and_then(|digits| u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok());
+        let code = after
+            .get(..2)
+            .and_then(|digits| u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok());
         match code.filter(|_| first == b'%') {
             Some(code) => {
                 bytes.push(code);

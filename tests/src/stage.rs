@@ -100,7 +100,9 @@ impl Stage {
         ] {
             program.extend([name.into(), value.to_string().into()]);
         }
-        program.extend(self.bucket.iter().flat_map(|bucket| ["--bucket".into(), bucket.to_string().into()]));
+        program.extend(
+            self.bucket.iter().flat_map(|bucket| ["--bucket".into(), bucket.to_string().into()]),
+        );
         let mut variables = self.variables.clone();
         if let Some(libraries) = self.gpu {
             program.push("--gpu".into());
@@ -111,15 +113,16 @@ impl Stage {
             starter.push("env".into());
             starter.extend(variables.iter().map(|(name, value)| concat(name, value)));
         }
-        let command = Command::new(self.programs.elasticdl, self.folder.path().join("job"), program)
-            .option("training-data", self.folder.path().join("data"))
-            .option("num-epochs", EPOCHS.to_string())
-            .option("num-workers", self.num_workers.to_string())
-            .option("global-batch-size", self.global_batch_size.to_string())
-            .option("seed", seed.to_string())
-            // A blow may take all workers at once.
-            .flag("restart-without-checkpoint")
-            .started_by(starter);
+        let command =
+            Command::new(self.programs.elasticdl, self.folder.path().join("job"), program)
+                .option("training-data", self.folder.path().join("data"))
+                .option("num-epochs", EPOCHS.to_string())
+                .option("num-workers", self.num_workers.to_string())
+                .option("global-batch-size", self.global_batch_size.to_string())
+                .option("seed", seed.to_string())
+                // A blow may take all workers at once.
+                .flag("restart-without-checkpoint")
+                .started_by(starter);
         match self.worker_timeout {
             Some(timeout) => command.option("worker-timeout", timeout),
             None => command,

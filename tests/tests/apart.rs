@@ -53,7 +53,8 @@ impl Stage {
     }
 
     fn evaluate(&self, workers: u32) -> Command {
-        self.command("evaluate", &["--apart-micros", "300"]).option("num-workers", workers.to_string())
+        self.command("evaluate", &["--apart-micros", "300"])
+            .option("num-workers", workers.to_string())
     }
 
     fn predict(&self, format: &str) -> Command {
@@ -65,12 +66,19 @@ impl Stage {
 
     /// The files of predictions, in the order of their names.
     fn files(&self) -> Vec<PathBuf> {
-        let mut files: Vec<_> =
-            std::fs::read_dir(self.path("out")).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let mut files: Vec<_> = std::fs::read_dir(self.path("out"))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
         files.sort();
         // Nothing of who was killed while it wrote.
         assert!(
-            files.iter().all(|path| path.file_name().unwrap().to_str().unwrap().starts_with("part-")),
+            files.iter().all(|path| path
+                .file_name()
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .starts_with("part-")),
             "{files:?}"
         );
         files
@@ -124,14 +132,24 @@ fn check_evaluated(ended: &Ended, what: &str) {
     assert_eq!(ended.code, Some(0), "{what}: {}", ended.output);
     let summary = &ended.summary;
     let mean = summary["metrics"]["harmonic"].as_f64().unwrap();
-    assert_eq!(mean.to_bits(), expected_mean().to_bits(), "{what}: {mean} is not {}", expected_mean());
+    assert_eq!(
+        mean.to_bits(),
+        expected_mean().to_bits(),
+        "{what}: {mean} is not {}",
+        expected_mean()
+    );
     assert_eq!(summary["metrics"]["loss"], 1.0, "{what}");
     check_counted(summary);
-    assert!(ended.output.contains("harmonic") && ended.output.contains("metrics"), "{}", ended.output);
+    assert!(
+        ended.output.contains("harmonic") && ended.output.contains("metrics"),
+        "{}",
+        ended.output
+    );
 }
 
 fn check_counted(summary: &Value) {
-    let counts = ["expected", "counted", "missing", "repeated"].map(|key| summary["records"][key].as_u64());
+    let counts =
+        ["expected", "counted", "missing", "repeated"].map(|key| summary["records"][key].as_u64());
     assert_eq!(counts, [Some(RECORDS), Some(RECORDS), Some(0), Some(0)]);
 }
 
@@ -145,7 +163,10 @@ fn check_rows(rows: impl Iterator<Item = (i64, f32, String)>) {
     assert_eq!(count, RECORDS);
 }
 
-fn rows<R: Reader<Record = Row>>(files: &[PathBuf], reader: impl Fn() -> R) -> Vec<(i64, f32, String)> {
+fn rows<R: Reader<Record = Row>>(
+    files: &[PathBuf],
+    reader: impl Fn() -> R,
+) -> Vec<(i64, f32, String)> {
     let mut rows = Vec::new();
     for path in files {
         let mut reader = reader();
@@ -205,8 +226,13 @@ fn data_model_and_predictions_may_be_in_a_bucket_whose_server_fails_and_delays()
         server.put(&name, std::fs::read(entry.path()).unwrap());
     }
     server.put("bucket/models/m", std::fs::read(stage.path("model")).unwrap());
-    let program =
-        [env!("CARGO_BIN_EXE_counting"), "--records", &RECORDS.to_string(), "--apart-micros", "300"];
+    let program = [
+        env!("CARGO_BIN_EXE_counting"),
+        "--records",
+        &RECORDS.to_string(),
+        "--apart-micros",
+        "300",
+    ];
     let job = Command::new(ELASTICDL, stage.path("job"), program)
         .verb("predict")
         .option("model", "s3://bucket/models/m")
@@ -223,7 +249,11 @@ fn data_model_and_predictions_may_be_in_a_bucket_whose_server_fails_and_delays()
     check_counted(&ended.summary);
     std::fs::create_dir(stage.path("out")).unwrap();
     for name in server.names().iter().filter(|name| name.starts_with("bucket/out/")) {
-        std::fs::write(stage.path("out").join(name.rsplit_once('/').unwrap().1), server.bytes(name)).unwrap();
+        std::fs::write(
+            stage.path("out").join(name.rsplit_once('/').unwrap().1),
+            server.bytes(name),
+        )
+        .unwrap();
     }
     let reader = || CsvRows::new().i64("record").f32("value").text("name");
     check_rows(rows(&stage.files(), reader).into_iter());
@@ -260,7 +290,10 @@ fn a_record_that_can_t_be_used_is_named() {
     let failed = &ended.summary["failed_shards"][0];
     let file = failed["file"].as_str().unwrap();
     let range = failed["start"].as_u64().unwrap()..failed["end"].as_u64().unwrap();
-    assert!(file.ends_with("part-001.bin") && range.contains(&(1700 - RECORDS / FILES)), "{failed}");
+    assert!(
+        file.ends_with("part-001.bin") && range.contains(&(1700 - RECORDS / FILES)),
+        "{failed}"
+    );
     assert!(failed["error"].as_str().unwrap().contains("record 1700"), "{failed}");
     assert_eq!(ended.summary["metrics"], Value::Null);
 }

@@ -104,7 +104,8 @@ fn after_the_loss_of_all_workers_training_starts_again_and_is_exact() {
         job.workers().values().for_each(|pid| send(*pid, Signal::KILL));
         job.wait_for("new workers", |status| {
             status["workers"].as_array().is_some_and(|w| {
-                w.len() == 3 && w.iter().all(|w| w["rank"].is_u64() && w["worker"].as_u64() > Some(3))
+                w.len() == 3
+                    && w.iter().all(|w| w["rank"].is_u64() && w["worker"].as_u64() > Some(3))
             })
         });
         job.wait().assert_exact(&format!("seed {seed}, all killed"));
@@ -122,7 +123,10 @@ fn a_worker_that_is_told_to_end_leaves_and_loses_nothing() {
     let ended = job.wait();
     ended.assert_exact("a leave");
     let memberships = ended.memberships();
-    assert!(memberships.iter().any(|m| m["cause"] == "leave" && m["left"][0] == leaver), "{memberships:?}");
+    assert!(
+        memberships.iter().any(|m| m["cause"] == "leave" && m["left"][0] == leaver),
+        "{memberships:?}"
+    );
     assert_eq!(ended.lost(), [0; 0], "{memberships:?}");
 }
 

@@ -46,7 +46,9 @@ fn storm(job: &mut Running, seed: u64, pause_ms: std::ops::Range<u64>) {
         // Enough, or it would never end on a busy machine.
         match rng.random_ratio(2, 3) && blow < 12 {
             true => kill_all(job),
-            false => job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL)),
+            false => {
+                job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL))
+            }
         }
     }
 }
@@ -83,10 +85,12 @@ fn after_the_loss_of_all_workers_again_and_again_each_record_is_in_the_model_onc
 fn the_same_where_the_checkpoints_are_in_a_bucket_whose_server_fails_and_delays() {
     let mut total = 0;
     for seed in seeds(2) {
-        let server = S3::start(Weather { errors: 10, cuts: 6, delay_ms: 20, ..Weather::default() }, seed);
+        let server =
+            S3::start(Weather { errors: 10, cuts: 6, delay_ms: 20, ..Weather::default() }, seed);
         let stage = Stage { micros_per_record: 600, ..Stage::new(PROGRAMS, 3) };
         let starter = [vec!["env".to_owned()], server.environment()].concat();
-        let mut job = kept(&stage, seed, "s3://bucket/a folder/of jobs").started_by(starter).start();
+        let mut job =
+            kept(&stage, seed, "s3://bucket/a folder/of jobs").started_by(starter).start();
         storm(&mut job, seed, 400..2500);
         server.set_weather(Weather::default());
         let ended = job.wait();
@@ -94,7 +98,8 @@ fn the_same_where_the_checkpoints_are_in_a_bucket_whose_server_fails_and_delays(
         total += ended.summary["checkpoints"]["restored"].as_array().unwrap().len();
         assert!(server.disturbed() > 0, "the weather was fine");
         // The final state is kept, and two before it; the last ones to be removed may have outlived that, in such weather.
-        let manifests = server.names().into_iter().filter(|name| name.ends_with("manifest.json")).count();
+        let manifests =
+            server.names().into_iter().filter(|name| name.ends_with("manifest.json")).count();
         assert!((1..=5).contains(&manifests), "{:?}", server.names());
     }
     assert!(total > 0, "nobody has begun from a checkpoint");
@@ -107,7 +112,12 @@ fn stopped(stage: &Stage) -> (PathBuf, u64) {
     job.wait_for("some checkpoints", |status| status["checkpoints"]["saved"].as_u64() > Some(1));
     job.signal(Signal::TERM);
     let ended = job.wait();
-    assert_eq!((ended.code, &ended.summary["state"]), (Some(143), &"stopped".into()), "{}", ended.output);
+    assert_eq!(
+        (ended.code, &ended.summary["state"]),
+        (Some(143), &"stopped".into()),
+        "{}",
+        ended.output
+    );
     let step = ended.summary["steps"].as_u64().unwrap();
     assert_eq!(ended.summary["checkpoints"]["newest"]["step"], step, "the final state is kept");
     (dir, step)
@@ -118,8 +128,11 @@ fn a_stopped_job_is_gone_on_with_by_another_with_other_workers_and_batch() {
     let stage = Stage { micros_per_record: 200, ..Stage::new(PROGRAMS, 3) };
     let (dir, step) = stopped(&stage);
     for (workers, batch) in [(1, 96), (5, 30)] {
-        let other =
-            Stage { global_batch_size: batch, micros_per_record: 20, ..Stage::new(PROGRAMS, workers) };
+        let other = Stage {
+            global_batch_size: batch,
+            micros_per_record: 20,
+            ..Stage::new(PROGRAMS, workers)
+        };
         let ended = other.command(7).option("resume-from", dir.to_str().unwrap()).run();
         ended.assert_exact(&format!("{workers} workers"));
         let restored = &ended.summary["checkpoints"]["restored"];
@@ -179,9 +192,15 @@ fn a_job_that_cannot_go_on_from_a_checkpoint_says_why() {
     let (dir, _) = stopped(&stage);
     let dir = dir.to_str().unwrap();
     let refused = |stage: &Stage, options: &[(&str, &str)], why: &str| {
-        let command = options.iter().fold(stage.command(7), |c, (name, value)| c.option(name, *value));
+        let command =
+            options.iter().fold(stage.command(7), |c, (name, value)| c.option(name, *value));
         let ended = command.run();
-        assert!(ended.code == Some(2) && ended.output.contains(why), "{:?}: {}", ended.code, ended.output);
+        assert!(
+            ended.code == Some(2) && ended.output.contains(why),
+            "{:?}: {}",
+            ended.code,
+            ended.output
+        );
         assert_eq!(ended.summary["state"], "refused");
     };
     let quick = Stage { micros_per_record: 20, ..Stage::new(PROGRAMS, 2) };
@@ -196,7 +215,8 @@ fn a_job_that_cannot_go_on_from_a_checkpoint_says_why() {
 fn a_checkpoint_is_written_when_it_is_asked_for() {
     let stage = Stage::new(PROGRAMS, 2);
     let dir = stage.folder.path().join("checkpoints");
-    let mut job = stage.command(1).option("checkpoint-dir", &dir).option("checkpoint-every", "1h").start();
+    let mut job =
+        stage.command(1).option("checkpoint-dir", &dir).option("checkpoint-every", "1h").start();
     let at = job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
     let path = job.checkpoint();
     assert!(PathBuf::from(&path).join("manifest.json").is_file(), "{path}");
@@ -213,7 +233,12 @@ fn a_folder_that_can_not_be_written_to_is_found_out_before_the_training() {
     let dir = stage.folder.path().join("checkpoints");
     std::fs::write(&dir, "in the way").unwrap();
     let ended = kept(&stage, 1, dir.to_str().unwrap()).run();
-    assert_eq!((ended.code, &ended.summary["state"]), (Some(2), &"refused".into()), "{}", ended.output);
+    assert_eq!(
+        (ended.code, &ended.summary["state"]),
+        (Some(2), &"refused".into()),
+        "{}",
+        ended.output
+    );
     assert!(ended.output.contains("--checkpoint-dir"), "{}", ended.output);
 }
 
@@ -221,8 +246,9 @@ fn a_folder_that_can_not_be_written_to_is_found_out_before_the_training() {
 fn training_goes_on_where_nothing_can_be_written_any_more_and_the_job_says_so() {
     let stage = Stage::new(PROGRAMS, 2);
     let dir = stage.folder.path().join("checkpoints");
-    let mut job =
-        kept(&stage, 1, dir.to_str().unwrap()).option("summary", stage.folder.path().join("s")).start();
+    let mut job = kept(&stage, 1, dir.to_str().unwrap())
+        .option("summary", stage.folder.path().join("s"))
+        .start();
     job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
     // What is at hand is taken away, and a file put in its place.
     while std::fs::rename(&dir, stage.folder.path().join("away")).is_err() {
@@ -231,7 +257,11 @@ fn training_goes_on_where_nothing_can_be_written_any_more_and_the_job_says_so() 
     std::fs::write(&dir, "in the way").unwrap();
     let ended = job.wait();
     ended.assert_exact("nothing can be written");
-    assert!(ended.output.contains("warning: the last checkpoint could not be written"), "{}", ended.output);
+    assert!(
+        ended.output.contains("warning: the last checkpoint could not be written"),
+        "{}",
+        ended.output
+    );
     let known = &ended.summary["checkpoints"];
     assert!(known["failed"].as_u64() > Some(2) && known["error"].is_string(), "{known}");
 }

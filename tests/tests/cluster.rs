@@ -49,8 +49,14 @@ fn pods_that_are_deleted_and_killed_cost_no_record() {
 #[test]
 fn pods_of_two_workers_train_each_record_once_and_go_together() {
     let Some(namespace) = namespace("pods") else { return };
-    let options =
-        ["--workers-per-pod", "2", "--num-workers", "4", "--worker-resources", "cpu=20m,memory=160Mi"];
+    let options = [
+        "--workers-per-pod",
+        "2",
+        "--num-workers",
+        "4",
+        "--worker-resources",
+        "cpu=20m,memory=160Mi",
+    ];
     let options = [&options[..], &["--num-epochs", "25", "--max-worker-restarts", "0"]].concat();
     let job = Job::start(&namespace, "count", &options, 8000);
     let pods = job.wait_for_pods(4, 2);
@@ -107,13 +113,16 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
     };
     let end = |how: &str, pod: &Value| match how {
         "deleted" => namespace.delete_pod(name(pod), &["--wait=false"]),
-        "force-deleted" => namespace.delete_pod(name(pod), &["--grace-period=0", "--force", "--wait=false"]),
+        "force-deleted" => {
+            namespace.delete_pod(name(pod), &["--grace-period=0", "--force", "--wait=false"])
+        }
         _ => send(Namespace::process_inside(pod, "elasticdl").unwrap(), Signal::KILL),
     };
     for how in ["deleted", "killed", "force-deleted"] {
         let number = |value: &Value| value.as_u64().unwrap_or(0);
         let incarnation = || number(&namespace.anchor("count", "incarnation"));
-        let (last, generation, step) = (incarnation(), number(&job.status()["generation"]), job.step());
+        let (last, generation, step) =
+            (incarnation(), number(&job.status()["generation"]), job.step());
         let old = job.wait_for("a master", master);
         end(how, &old);
         job.wait_for(&format!("a master after one that was {how}"), || {
@@ -123,7 +132,11 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
         assert_eq!(uids(&job.wait_for_group(3)), workers, "{how}: workers were restarted");
         let status = job.status();
         assert!(number(&status["step"]) > step, "{how}: training began anew: {status}");
-        assert!(number(&status["generation"]) <= generation + 1, "{how}: {}", status["memberships"]);
+        assert!(
+            number(&status["generation"]) <= generation + 1,
+            "{how}: {}",
+            status["memberships"]
+        );
     }
     job.assert_completes(30);
 }
@@ -131,7 +144,8 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
 #[test]
 fn a_job_that_is_deleted_midway_leaves_nothing() {
     let Some(namespace) = namespace("delete") else { return };
-    let mut job = Job::start(&namespace, "count", &["--num-workers", "2", "--num-epochs", "1000"], 1000);
+    let mut job =
+        Job::start(&namespace, "count", &["--num-workers", "2", "--num-epochs", "1000"], 1000);
     let _ = job.wait_for_group(2);
     let deleted = namespace.elasticdl("delete", ["count"]).output().unwrap();
     assert!(deleted.status.success(), "{}", text(&deleted));
@@ -146,7 +160,8 @@ fn a_job_that_is_deleted_midway_leaves_nothing() {
 #[test]
 fn a_job_is_resized_left_alone_and_stopped_from_outside() {
     let Some(namespace) = namespace("scale") else { return };
-    let mut job = Job::start(&namespace, "count", &["--num-workers", "1", "--num-epochs", "1000"], 1000);
+    let mut job =
+        Job::start(&namespace, "count", &["--num-workers", "1", "--num-epochs", "1000"], 1000);
     let _ = job.wait_for_group(1);
     let (code, output) = Job::start(&namespace, "count", &["--num-workers", "1"], 0).wait();
     assert_eq!(code, Some(2), "{output}");
@@ -159,7 +174,8 @@ fn a_job_is_resized_left_alone_and_stopped_from_outside() {
     let scaled = namespace.elasticdl("scale", ["count", "--num-workers", "3"]).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&scaled.stdout), "workers: 1 -> 3\n", "{}", text(&scaled));
     let _ = job.wait_for_group(3);
-    let too_many = namespace.elasticdl("scale", ["count", "--num-workers", "300"]).output().unwrap();
+    let too_many =
+        namespace.elasticdl("scale", ["count", "--num-workers", "300"]).output().unwrap();
     assert_eq!(too_many.status.code(), Some(2), "{}", text(&too_many));
     let scaled = namespace.elasticdl("scale", ["count", "--num-workers", "1"]).output().unwrap();
     assert!(scaled.status.success(), "{}", text(&scaled));
@@ -179,7 +195,8 @@ fn a_job_is_resized_left_alone_and_stopped_from_outside() {
 
 #[test]
 fn a_namespace_without_rights_is_refused_before_anything_is_made() {
-    let Some(namespace) = Namespace::new("rights", env!("CARGO_BIN_EXE_elasticdl-under-test")) else {
+    let Some(namespace) = Namespace::new("rights", env!("CARGO_BIN_EXE_elasticdl-under-test"))
+    else {
         return;
     };
     let (code, output) = Job::start(&namespace, "count", &["--num-workers", "1"], 0).wait();
@@ -187,7 +204,8 @@ fn a_namespace_without_rights_is_refused_before_anything_is_made() {
     for word in ["service account elasticdl", "manifests/rbac.yaml", namespace.name()] {
         assert!(output.contains(word), "{word}: {output}");
     }
-    let advice = output.split("manifests/rbac.yaml: ").nth(1).unwrap().lines().next().unwrap().to_owned();
+    let advice =
+        output.split("manifests/rbac.yaml: ").nth(1).unwrap().lines().next().unwrap().to_owned();
     // An account without a role.
     namespace.apply("apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: elasticdl}\n");
     let (code, output) = Job::start(&namespace, "count", &["--num-workers", "1"], 0).wait();
@@ -208,8 +226,12 @@ fn an_image_that_is_not_there_ends_the_command_with_its_name() {
     // The master's image is there, the workers' is not: the last --image counts.
     let image = namespace.image().to_owned();
     let options = ["--num-workers", "1", "--max-worker-restarts", "0", "--master-image", &image];
-    let mut job =
-        Job::start(&namespace, "count", &[&options[..], &["--image", "localhost/absent:1"]].concat(), 0);
+    let mut job = Job::start(
+        &namespace,
+        "count",
+        &[&options[..], &["--image", "localhost/absent:1"]].concat(),
+        0,
+    );
     let (code, output) = job.wait();
     assert_eq!(code, Some(1), "{output}");
     assert!(output.contains("localhost/absent:1"), "{output}");

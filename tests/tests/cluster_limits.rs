@@ -65,7 +65,10 @@ fn a_quota_holds_a_job_at_the_size_that_fits_until_it_is_raised() {
     job.wait_for_report("QuotaExceeded", "exceeded quota");
     quota(5);
     let many = job.wait_for_group(4);
-    assert!(few.iter().all(|pod| many.iter().any(|other| uid(other) == uid(pod))), "a worker was restarted");
+    assert!(
+        few.iter().all(|pod| many.iter().any(|other| uid(other) == uid(pod))),
+        "a worker was restarted"
+    );
     job.assert_completes(20);
 }
 
@@ -79,7 +82,11 @@ fn workers_over_their_memory_limit_end_the_job_with_the_option_that_helps() {
     assert_eq!(code, Some(1), "{output}");
     for words in ["more memory than its limit", "--worker-resources"] {
         assert!(output.contains(words), "{words}: {output}");
-        assert!(events(&namespace, "count").contains(words), "{words}: {}", events(&namespace, "count"));
+        assert!(
+            events(&namespace, "count").contains(words),
+            "{words}: {}",
+            events(&namespace, "count")
+        );
     }
     job.wait_for_report("WorkerOOMKilled", "memory");
     job.assert_deletes();
@@ -119,7 +126,8 @@ fn a_secret_that_is_missing_is_named_and_ends_the_job() {
     let environment = "env: [{name: KEY, valueFrom: {secretKeyRef: {name: absent, key: k}}}]";
     let file = template(&format!("containers: [{{name: worker, {environment}}}]"));
     let path = file.path().display().to_string();
-    let options = ["--num-workers", "1", "--max-worker-restarts", "0", "--worker-pod-template", &path];
+    let options =
+        ["--num-workers", "1", "--max-worker-restarts", "0", "--worker-pod-template", &path];
     let mut job = Job::start(&namespace, "count", &options, 0);
     job.wait_for_event(&["CreateContainerConfigError", "secret \"absent\" not found"]);
     let (code, output) = job.wait();
@@ -135,7 +143,11 @@ fn workers_that_fit_nowhere_wait_and_the_status_says_why() {
     let options = ["--num-workers", "2", "--worker-resources", "cpu=1000,memory=64Mi"];
     let mut job = Job::start(&namespace, "count", &options, 0);
     job.wait_for_event(&["Unschedulable", "Insufficient cpu"]);
-    assert!(events(&namespace, "count").contains("Insufficient cpu"), "{}", events(&namespace, "count"));
+    assert!(
+        events(&namespace, "count").contains("Insufficient cpu"),
+        "{}",
+        events(&namespace, "count")
+    );
     job.wait_for_report("Unschedulable", "Insufficient cpu");
     let stopped = namespace.elasticdl("stop", ["count"]).output().unwrap();
     assert!(stopped.status.success());
@@ -154,9 +166,18 @@ fn fifteen_thousand_files_with_long_paths_are_no_limit() {
         fs::write(data.path().join(format!("part-{i:085}")), i.to_le_bytes()).unwrap();
     }
     let volume = format!("host_path={},mount_path=/data,read_only=true", data.path().display());
-    let options =
-        ["--num-workers", "2", "--num-epochs", "1", "--global-batch-size", "500", "--volume", &volume];
-    let output = namespace.train("count", &options, &["--records", &FILES.to_string()]).output().unwrap();
+    let options = [
+        "--num-workers",
+        "2",
+        "--num-epochs",
+        "1",
+        "--global-batch-size",
+        "500",
+        "--volume",
+        &volume,
+    ];
+    let output =
+        namespace.train("count", &options, &["--records", &FILES.to_string()]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
     assert_exactly_once(&namespace.anchor("count", "summary"), FILES, 1);
     assert!(text(&output).contains("15000 shards of 1 record"), "{}", text(&output));

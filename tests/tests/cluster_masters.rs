@@ -41,8 +41,10 @@ fn a_master_that_is_cut_off_reset_or_stopped_costs_nobody() {
     let before = group(&job);
     let pid = master_process(&namespace, "count");
     let iptables = |verb: &str, rule: &str| {
-        let words = ["nsenter", "--net", "--target", &pid.to_string(), "iptables", verb].map(String::from);
-        let words: Vec<String> = words.into_iter().chain(rule.split(' ').map(String::from)).collect();
+        let words =
+            ["nsenter", "--net", "--target", &pid.to_string(), "iptables", verb].map(String::from);
+        let words: Vec<String> =
+            words.into_iter().chain(rule.split(' ').map(String::from)).collect();
         must(Command::new(&words[0]).args(&words[1..]));
     };
     let drops = "INPUT -p tcp --dport 7070 -j DROP";
@@ -73,7 +75,9 @@ fn masters_that_are_deleted_and_drained_again_and_again_are_followed_within_seco
             0 => namespace.delete_pod(name(&old), &["--wait=false"]),
             _ => namespace.evict(name(&old)),
         }
-        job.wait_for("another master", || namespace.leader("count").filter(|new| uid(new) != uid(&old)));
+        job.wait_for("another master", || {
+            namespace.leader("count").filter(|new| uid(new) != uid(&old))
+        });
         let took = since.elapsed();
         println!("round {round}: another master leads after {took:?}");
         // Ten seconds, and what a busy machine takes for a pod.
@@ -106,8 +110,17 @@ fn a_job_whose_masters_are_used_up_is_told_as_failed() {
     let mut job = Job::start(&namespace, "count", &options, 4000);
     let _ = job.wait_for_group(2);
     let patch = r#"{"spec": {"backoffLimit": 0}}"#;
-    let words =
-        ["--namespace", namespace.name(), "patch", "job", "count-master", "--type", "merge", "-p", patch];
+    let words = [
+        "--namespace",
+        namespace.name(),
+        "patch",
+        "job",
+        "count-master",
+        "--type",
+        "merge",
+        "-p",
+        patch,
+    ];
     must(kubectl().args(words));
     send(master_process(&namespace, "count"), Signal::KILL);
     let (code, output) = job.wait();
@@ -129,22 +142,28 @@ fn a_job_whose_masters_are_used_up_is_told_as_failed() {
 #[test]
 fn a_master_that_can_not_be_made_is_told_by_all_commands() {
     let Some(namespace) = namespace("unmade") else { return };
-    namespace
-        .apply("apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: q}\nspec: {hard: {limits.cpu: 4}}\n");
+    namespace.apply(
+        "apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: q}\nspec: {hard: {limits.cpu: 4}}\n",
+    );
     let mut job = Job::start(&namespace, "count", &["--num-workers", "1"], 0);
     let reason = "must specify limits.cpu";
-    let look = |command: &str, args: &[&str]| text(&namespace.elasticdl(command, args).output().unwrap());
+    let look =
+        |command: &str, args: &[&str]| text(&namespace.elasticdl(command, args).output().unwrap());
     job.wait_for("the list tells why", || look("list", &[]).contains(reason).then_some(()));
     assert!(look("status", &["count"]).contains(reason), "{}", look("status", &["count"]));
     // It looks every few seconds.
     std::thread::sleep(Duration::from_secs(8));
     send(job.following().pid(), Signal::INT);
     let (_, output) = job.wait();
-    assert!(output.contains("the master waits: FailedCreate") && output.contains(reason), "{output}");
+    assert!(
+        output.contains("the master waits: FailedCreate") && output.contains(reason),
+        "{output}"
+    );
     job.assert_deletes();
     // With limits it is made.
     let limits = "cpu=10m,memory=64Mi,limits.cpu=1";
-    let options = ["--num-workers", "1", "--master-resources", limits, "--worker-resources", limits];
+    let options =
+        ["--num-workers", "1", "--master-resources", limits, "--worker-resources", limits];
     Job::start(&namespace, "count", &options, 0).assert_completes(1);
 }
 

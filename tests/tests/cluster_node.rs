@@ -11,8 +11,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{
-    ApiServer, Following, Job, Namespace, Node, PriorityClass, RECORDS, assert_exactly_once, calls, kubectl,
-    must, name, uid,
+    ApiServer, Following, Job, Namespace, Node, PriorityClass, RECORDS, assert_exactly_once, calls,
+    kubectl, must, name, uid,
 };
 use elasticdl_tests::counting_data;
 use serde_json::Value;
@@ -54,9 +54,17 @@ fn training_goes_on_while_the_api_server_is_away() {
     // not trained in those 30 s, they would have no more than this.
     let steps_beside = (since.elapsed() - AWAY).as_millis() as u64 / 85;
     let steps = job.step() - step;
-    assert!(steps > steps_beside + 100, "{steps} steps, of which {steps_beside} may be from before or after");
+    assert!(
+        steps > steps_beside + 100,
+        "{steps} steps, of which {steps_beside} may be from before or after"
+    );
     assert_eq!(uids(&pods_after), uids(&pods), "a worker was replaced");
-    assert_eq!(job.status()["generation"].as_u64(), Some(generation), "{}", job.status()["memberships"]);
+    assert_eq!(
+        job.status()["generation"].as_u64(),
+        Some(generation),
+        "{}",
+        job.status()["memberships"]
+    );
     assert_eq!(namespace.workers("count").len(), 3, "a worker was created twice");
     assert_eq!(job.launches(), [1, 2, 3]);
     job.assert_completes(25);
@@ -86,7 +94,10 @@ fn drained_workers_come_back_with_the_node() {
     job.wait_for_event(&["Unschedulable", "unschedulable"]);
     drop(cordoned);
     let pods = job.wait_for_group(3);
-    assert!(pods.iter().any(|pod| uid(pod) == uid(&rest[0])), "the worker that stayed was restarted");
+    assert!(
+        pods.iter().any(|pod| uid(pod) == uid(&rest[0])),
+        "the worker that stayed was restarted"
+    );
     assert!(job.step() > step, "training began anew");
     job.assert_completes(25);
 }
@@ -192,9 +203,17 @@ fn thirty_workers_that_are_lost_at_once_are_replaced_in_parallel() {
     let job = Job::start(&namespace, "count", &[&options[..], &small].concat(), 10_000);
     let pods = job.wait_for_group(30);
     // One is left, and with it what they have trained.
-    let (kept, lost): (_, Vec<&str>) = (uid(&pods[0]).to_owned(), pods[1..].iter().map(name).collect());
-    let delete =
-        ["--namespace", namespace.name(), "delete", "pod", "--grace-period=0", "--force", "--wait=false"];
+    let (kept, lost): (_, Vec<&str>) =
+        (uid(&pods[0]).to_owned(), pods[1..].iter().map(name).collect());
+    let delete = [
+        "--namespace",
+        namespace.name(),
+        "delete",
+        "pod",
+        "--grace-period=0",
+        "--force",
+        "--wait=false",
+    ];
     must(kubectl().args(delete).args(&lost));
     let pods = job.wait_for_others(30, &pods[1..]);
     // All at once, not one after another.
@@ -219,11 +238,16 @@ fn a_job_at_rest_is_a_light_guest() {
     let _ = job.wait_for_group(4);
     // Right after its first step there may still be news.
     std::thread::sleep(Duration::from_secs(10));
-    let count = || calls(&log).into_iter().filter(|call| call.home == namespace.name()).collect::<Vec<_>>();
+    let count =
+        || calls(&log).into_iter().filter(|call| call.home == namespace.name()).collect::<Vec<_>>();
     let before = count().len();
     std::thread::sleep(Duration::from_secs(60));
     let asked = count().split_off(before);
-    assert!(!asked.is_empty() && asked.len() <= 10, "{} calls in a minute: {asked:#?}", asked.len());
+    assert!(
+        !asked.is_empty() && asked.len() <= 10,
+        "{} calls in a minute: {asked:#?}",
+        asked.len()
+    );
     let master = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master").remove(0);
     let pid = Namespace::process_inside(&master, "elasticdl").unwrap();
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -241,7 +265,9 @@ fn the_readmes_lines_are_enough_for_a_fresh_cluster() {
     let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
     let block = readme.split("## Train in a cluster").nth(1).unwrap().split("```").nth(1).unwrap();
     let lines = block.strip_prefix("sh\n").unwrap().replace("\\\n", " ");
-    let [apply, train] = lines.lines().collect::<Vec<_>>()[..] else { panic!("two commands: {lines}") };
+    let [apply, train] = lines.lines().collect::<Vec<_>>()[..] else {
+        panic!("two commands: {lines}")
+    };
     assert_eq!(apply, "kubectl apply -f manifests/");
     must(kubectl().args(["apply", "-f", "manifests/"]).current_dir(root));
     let namespace = Namespace::existing("elasticdl", env!("CARGO_BIN_EXE_elasticdl-under-test"));
@@ -252,7 +278,8 @@ fn the_readmes_lines_are_enough_for_a_fresh_cluster() {
     let _volume = Volume::new(&namespace, "data", data.path());
     // Its image: the test's, which has another program.
     let words = train.replace("team/model:1", namespace.image());
-    let (options, program) = words.strip_prefix("elasticdl train ").unwrap().split_once(" -- ").unwrap();
+    let (options, program) =
+        words.strip_prefix("elasticdl train ").unwrap().split_once(" -- ").unwrap();
     assert_eq!(program.trim(), "mnist");
     let mut command = Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"));
     command.arg("train").args(options.split_whitespace()).args(["--image-pull-policy", "Never"]);

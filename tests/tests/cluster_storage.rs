@@ -38,8 +38,14 @@ impl Stage {
 
     /// `evaluate` or `predict` with the model that `learned` has left, to its end under fire: its summary.
     fn apart(&self, command: &str, options: &[&str]) -> Value {
-        let model =
-            ["--model", "/kept/model.safetensors", "--num-workers", "3", "--records-per-shard", "100"];
+        let model = [
+            "--model",
+            "/kept/model.safetensors",
+            "--num-workers",
+            "3",
+            "--records-per-shard",
+            "100",
+        ];
         let options = self.options(&[&model, options].concat());
         let program = ["--records", &RECORDS.to_string(), "--apart-micros", "20000"];
         let job = command;
@@ -50,15 +56,21 @@ impl Stage {
                 let pods = self.namespace.running_workers(job);
                 (status["shards"]["done"].as_u64()? >= done && pods.len() == 3).then_some(pods)
             });
-            self.namespace.delete_pod(name(&pods[0]), &["--grace-period=0", "--force", "--wait=false"]);
+            self.namespace
+                .delete_pod(name(&pods[0]), &["--grace-period=0", "--force", "--wait=false"]);
             self.namespace.kill_inside(&pods[1]);
         }
         self.namespace.hurry(job);
         let (code, output) = following.wait();
         assert_eq!(code, Some(0), "{output}\n{}", self.namespace.master_log(job));
         let summary = self.namespace.anchor(job, "summary");
-        let expected = json!({"expected": RECORDS, "counted": RECORDS, "missing": 0, "repeated": 0});
-        assert_eq!((&summary["state"], &summary["records"]), (&"completed".into(), &expected), "{summary}");
+        let expected =
+            json!({"expected": RECORDS, "counted": RECORDS, "missing": 0, "repeated": 0});
+        assert_eq!(
+            (&summary["state"], &summary["records"]),
+            (&"completed".into(), &expected),
+            "{summary}"
+        );
         summary
     }
 }
@@ -69,8 +81,8 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     let namespace = &stage.namespace;
     let checkpoints = ["--checkpoint-dir", "/kept/checkpoints", "--num-epochs", "25"];
     // None is due by itself while this runs.
-    let options =
-        stage.options(&[&checkpoints[..], &["--num-workers", "3", "--checkpoint-every", "1h"]].concat());
+    let options = stage
+        .options(&[&checkpoints[..], &["--num-workers", "3", "--checkpoint-every", "1h"]].concat());
     let mut job = Job::start(namespace, "count", &options, 4000);
     let _ = job.wait_for_group(3);
     let said = namespace.elasticdl("checkpoint", ["count"]).output().unwrap();
@@ -86,7 +98,10 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     let (_, output) = job.wait();
     let summary = namespace.anchor("count", "summary");
     assert_eq!(summary["state"], "stopped", "{output}");
-    assert_eq!(summary["checkpoints"]["newest"]["step"], summary["steps"], "the final state is kept");
+    assert_eq!(
+        summary["checkpoints"]["newest"]["step"], summary["steps"],
+        "the final state is kept"
+    );
     job.assert_deletes();
 
     // Another job, of one worker, goes on where it was stopped; the model counts both jobs' records.
@@ -104,7 +119,8 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
 fn pods_evaluate_and_predict_each_record_once() {
     let Some(stage) = Stage::new("apart") else { return };
     let namespace = &stage.namespace;
-    let options = ["--num-workers", "2", "--num-epochs", "2", "--export", "/kept/model.safetensors"];
+    let options =
+        ["--num-workers", "2", "--num-epochs", "2", "--export", "/kept/model.safetensors"];
     Job::start(namespace, "learned", &stage.options(&options), 0).assert_completes(2);
 
     let summary = stage.apart("evaluate", &[]);
@@ -113,8 +129,10 @@ fn pods_evaluate_and_predict_each_record_once() {
 
     let summary = stage.apart("predict", &["--predictions", "/kept/out"]);
     assert_eq!(summary["output"], "/kept/out");
-    let mut files: Vec<PathBuf> =
-        fs::read_dir(stage.folder.path().join("out")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let mut files: Vec<PathBuf> = fs::read_dir(stage.folder.path().join("out"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
     files.sort();
     let mut next = 0;
     for path in files {

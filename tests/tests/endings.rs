@@ -30,11 +30,15 @@ impl Stage {
         let mut program = vec![PathBuf::from(env!("CARGO_BIN_EXE_counting"))];
         program.extend(["--records".into(), RECORDS.to_string().into()]);
         program.extend(arguments.iter().map(PathBuf::from));
-        Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), self.folder.path().join("job"), program)
-            .option("training-data", self.folder.path().join("data"))
-            .option("global-batch-size", "30")
-            // Generous, so that a busy machine takes nobody out.
-            .option("worker-timeout", "10s")
+        Command::new(
+            env!("CARGO_BIN_EXE_elasticdl-under-test"),
+            self.folder.path().join("job"),
+            program,
+        )
+        .option("training-data", self.folder.path().join("data"))
+        .option("global-batch-size", "30")
+        // Generous, so that a busy machine takes nobody out.
+        .option("worker-timeout", "10s")
     }
 
     /// A job that would take minutes, with its workers' processes.
@@ -46,8 +50,9 @@ impl Stage {
             .option("master-timeout", "2s")
             .start();
         job.wait_for("three members at work", |status| {
-            let ranked =
-                status["workers"].as_array().map(|w| w.iter().filter(|w| w["rank"].is_u64()).count());
+            let ranked = status["workers"]
+                .as_array()
+                .map(|w| w.iter().filter(|w| w["rank"].is_u64()).count());
             ranked == Some(3) && status["step"].as_u64() > Some(3)
         });
         let pids = job.workers().into_values().collect();
@@ -99,7 +104,8 @@ fn every_way_of_cutting_the_data_counts_every_record_once() {
     for (arguments, options) in ways {
         let stage = Stage::new();
         let command = stage.command(arguments).option("num-epochs", "2");
-        let command = options.iter().fold(command, |command, (name, value)| command.option(name, value));
+        let command =
+            options.iter().fold(command, |command, (name, value)| command.option(name, value));
         command.run().assert_exactly_once(&format!("{arguments:?} {options:?}"), RECORDS, 2);
     }
 }
@@ -107,15 +113,21 @@ fn every_way_of_cutting_the_data_counts_every_record_once() {
 #[test]
 fn a_batch_per_worker_grows_with_the_workers() {
     let stage = Stage::new();
-    let program =
-        [PathBuf::from(env!("CARGO_BIN_EXE_counting")), "--records".into(), RECORDS.to_string().into()];
-    let ended =
-        Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), stage.folder.path().join("job"), program)
-            .option("training-data", stage.folder.path().join("data"))
-            .option("minibatch-size", "50")
-            .option("min-workers", "3")
-            .option("num-workers", "3")
-            .run();
+    let program = [
+        PathBuf::from(env!("CARGO_BIN_EXE_counting")),
+        "--records".into(),
+        RECORDS.to_string().into(),
+    ];
+    let ended = Command::new(
+        env!("CARGO_BIN_EXE_elasticdl-under-test"),
+        stage.folder.path().join("job"),
+        program,
+    )
+    .option("training-data", stage.folder.path().join("data"))
+    .option("minibatch-size", "50")
+    .option("min-workers", "3")
+    .option("num-workers", "3")
+    .run();
     ended.assert_exactly_once("50 records per worker", RECORDS, 1);
     assert_eq!(ended.summary["steps"], RECORDS / 150);
 }
@@ -169,7 +181,8 @@ fn failing_code_is_reported_with_worker_and_records_and_fails_the_job() {
     ];
     for (arguments, message) in cases {
         let stage = Stage::new();
-        let command = stage.command(&arguments).option("num-workers", "2").option("max-worker-restarts", "2");
+        let command =
+            stage.command(&arguments).option("num-workers", "2").option("max-worker-restarts", "2");
         // Both workers may be gone at once.
         let ended = command.flag("restart-without-checkpoint").run();
         assert_eq!(ended.code, Some(1), "{}", ended.output);
@@ -206,7 +219,8 @@ fn a_worker_that_ends_without_a_word_is_counted() {
 
 /// As by a build in mid-job: a new file in the place of the program's.
 #[test]
-fn a_worker_that_is_replaced_after_the_program_was_built_again_runs_the_one_that_the_job_began_with() {
+fn a_worker_that_is_replaced_after_the_program_was_built_again_runs_the_one_that_the_job_began_with()
+ {
     let stage = Stage::new();
     let program = stage.folder.path().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_counting"), &program).unwrap();
@@ -239,8 +253,11 @@ fn a_worker_that_is_replaced_after_the_program_was_built_again_runs_the_one_that
 #[test]
 fn replicas_that_differ_end_the_job_with_ranks_and_step() {
     let stage = Stage::new();
-    let ended =
-        stage.command(&["--drift-at", "5"]).option("num-workers", "2").option("num-epochs", "10").run();
+    let ended = stage
+        .command(&["--drift-at", "5"])
+        .option("num-workers", "2")
+        .option("num-epochs", "10")
+        .run();
     assert_eq!(ended.code, Some(1), "{}", ended.output);
     let error = ended.summary["error"].as_str().unwrap();
     assert!(error.contains("replicas differ at step") && error.contains("ranks [1]"), "{error}");
@@ -261,8 +278,9 @@ fn a_stranger_with_random_bytes_changes_nothing() {
         let address = SocketAddr::from(([127, 0, 0, 1], port));
         for round in 0..20_u8 {
             let mut stream = TcpStream::connect(address).unwrap();
-            let bytes: Vec<u8> =
-                (0..2000_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 ^ round).collect();
+            let bytes: Vec<u8> = (0..2000_u32)
+                .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 ^ round)
+                .collect();
             // The other side may hang up in the middle.
             let _ = stream.write_all(&bytes);
         }

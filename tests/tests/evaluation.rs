@@ -53,7 +53,10 @@ fn each_record_is_judged_once_whoever_is_killed() {
             }
             match blow == 3 {
                 true => job.workers().values().for_each(|pid| send(*pid, Signal::KILL)),
-                false => job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL)),
+                false => job
+                    .any_worker(&mut rng)
+                    .into_iter()
+                    .for_each(|(_, pid)| send(pid, Signal::KILL)),
             }
         }
         let ended = job.wait();
@@ -81,7 +84,10 @@ fn the_best_model_stays_though_others_come_after_it() {
     ended.assert_exact("the best of all");
     // The first one after an epoch; none after it is better.
     let best = &ended.summary["evaluations"]["best"];
-    assert_eq!((&best["step"], &best["metric"], &best["value"]), (&140.into(), &"seen".into(), &1.0.into()));
+    assert_eq!(
+        (&best["step"], &best["metric"], &best["value"]),
+        (&140.into(), &"seen".into(), &1.0.into())
+    );
     let mut steps: Vec<u64> = std::fs::read_dir(&dir)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap()[5..17].parse().unwrap())
@@ -96,7 +102,12 @@ fn the_best_model_stays_though_others_come_after_it() {
 fn a_model_that_gets_no_better_is_trained_no_more() {
     let stage = Stage { micros_per_record: 50, ..Stage::new(PROGRAMS, 2) };
     let ended = evaluated(&stage, 1, 10).option("early-stopping", "2").run();
-    assert_eq!((ended.code, &ended.summary["state"]), (Some(0), &"completed".into()), "{}", ended.output);
+    assert_eq!(
+        (ended.code, &ended.summary["state"]),
+        (Some(0), &"completed".into()),
+        "{}",
+        ended.output
+    );
     assert_eq!(
         (&ended.summary["steps"], &ended.summary["evaluations"]["stopped_early"]),
         (&30.into(), &true.into())

@@ -13,7 +13,8 @@ const RECORDS: u64 = 600;
 
 fn job(folder: &TempDir, export: &Path) -> Command {
     counting_data(&folder.path().join("data"), RECORDS, 2).unwrap();
-    let program = ["--records", &RECORDS.to_string(), "--micros-per-record", "200"].map(PathBuf::from);
+    let program =
+        ["--records", &RECORDS.to_string(), "--micros-per-record", "200"].map(PathBuf::from);
     let program = std::iter::once(PathBuf::from(env!("CARGO_BIN_EXE_counting"))).chain(program);
     Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), folder.path().join("job"), program)
         .option("training-data", folder.path().join("data/../data"))
@@ -29,7 +30,11 @@ fn counts(path: &Path) -> Vec<f32> {
     assert_eq!(file.names(), ["parameters"]);
     let tensor = file.tensor("parameters").unwrap();
     assert_eq!(tensor.shape(), [RECORDS as usize]);
-    tensor.data().chunks_exact(4).map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect()
+    tensor
+        .data()
+        .chunks_exact(4)
+        .map(|value| f32::from_le_bytes(value.try_into().unwrap()))
+        .collect()
 }
 
 #[test]
@@ -82,7 +87,10 @@ fn a_folder_is_refused_before_the_training() {
     assert_eq!(ended.code, Some(2), "{}", ended.output);
     assert_eq!(ended.summary["steps"], 0);
     let error = ended.summary["error"].as_str().unwrap();
-    assert!(error.starts_with("--export: ") && error.contains("models/model.safetensors"), "{error}");
+    assert!(
+        error.starts_with("--export: ") && error.contains("models/model.safetensors"),
+        "{error}"
+    );
     assert_eq!(std::fs::read_dir(folder.path().join("models")).unwrap().count(), 0);
 }
 

@@ -56,7 +56,10 @@ fn a_group_goes_over_to_nccl_once_all_have_it_and_again_after_a_loss() {
 #[test]
 fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_says_why() {
     let what = sums_over(&with("ELASTICDL_NCCL", "off", stage(2)));
-    assert!(what.contains("by way of the hosts' memory") && what.contains("ELASTICDL_NCCL is off"), "{what}");
+    assert!(
+        what.contains("by way of the hosts' memory") && what.contains("ELASTICDL_NCCL is off"),
+        "{what}"
+    );
     let what = sums_over(&with("ELASTICDL_NCCL", "/nowhere/libnccl.so", stage(2)));
     assert!(what.contains("/nowhere/libnccl.so can't be loaded"), "{what}");
     let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("old"), stage(2)));
@@ -67,12 +70,15 @@ fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_says_why()
 
 #[test]
 fn where_nccl_fails_the_job_goes_on_without_and_gives_it_up() {
-    let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("init_fails"), stage(2)));
+    let what =
+        sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("init_fails"), stage(2)));
     assert!(what.contains("NCCL failed"), "{what}");
-    let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("init_hangs"), stage(2)));
+    let what =
+        sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("init_hangs"), stage(2)));
     assert!(what.contains("NCCL is being built"), "{what}");
     for fault in ["op_fails", "async_error"] {
-        let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with(fault), stage(2)));
+        let what =
+            sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with(fault), stage(2)));
         assert!(what.contains("NCCL is given up, it failed in 3 generations"), "{fault}: {what}");
     }
 }
@@ -84,18 +90,25 @@ fn a_worker_without_a_gpu_is_none_for_a_group_on_gpus() {
         "[ $ELASTICDL_INDEX = 1 ] || gpu=--gpu; exec {} --records 6000 --micros-per-record 400 $gpu",
         PROGRAMS.counting
     );
-    let ended =
-        Command::new(PROGRAMS.elasticdl, stage.folder.path().join("job"), ["/bin/sh", "-c", &program])
-            .option("training-data", stage.folder.path().join("data"))
-            .option("num-workers", "2")
-            .option("max-worker-restarts", "0")
-            .started_by([
-                "env".to_owned(),
-                format!("LD_LIBRARY_PATH={}", elasticdl_stand_ins::folder().display()),
-            ])
-            .run();
+    let ended = Command::new(
+        PROGRAMS.elasticdl,
+        stage.folder.path().join("job"),
+        ["/bin/sh", "-c", &program],
+    )
+    .option("training-data", stage.folder.path().join("data"))
+    .option("num-workers", "2")
+    .option("max-worker-restarts", "0")
+    .started_by([
+        "env".to_owned(),
+        format!("LD_LIBRARY_PATH={}", elasticdl_stand_ins::folder().display()),
+    ])
+    .run();
     let error = ended.summary["error"].as_str().unwrap_or_default().to_owned();
-    assert!(error.contains("all must compute on the same kind of device"), "{error}\n{}", ended.output);
+    assert!(
+        error.contains("all must compute on the same kind of device"),
+        "{error}\n{}",
+        ended.output
+    );
 }
 
 #[test]
@@ -116,7 +129,11 @@ fn what_is_on_gpus_is_evaluated_kept_begun_from_and_exported() {
     let ended = job.wait();
     ended.assert_exact("after the loss of all");
     let restored = ended.summary["checkpoints"]["restored"].as_array().unwrap();
-    assert!(!restored.is_empty() && ended.summary["checkpoints"]["damaged"] == 0, "{}", ended.output);
+    assert!(
+        !restored.is_empty() && ended.summary["checkpoints"]["damaged"] == 0,
+        "{}",
+        ended.output
+    );
     let evaluations = ended.summary["evaluations"]["all"].as_array().unwrap();
     let at_50 = evaluations.iter().find(|one| one["step"] == 50).unwrap();
     // 50 steps of 48 of 6000 records.

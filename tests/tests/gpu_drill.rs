@@ -28,14 +28,23 @@ fn the_drill_runs_through_and_says_what_it_has_measured() {
     let (_, table, all) = drill(&[]);
     let failures = all["failures"].as_object().unwrap();
     assert!(failures.keys().eq(["step"]), "{failures:?}\n{table}");
-    assert!(failures["step"].as_str().unwrap().starts_with("left out: name bytelm"), "{failures:?}");
+    assert!(
+        failures["step"].as_str().unwrap().starts_with("left out: name bytelm"),
+        "{failures:?}"
+    );
     let figures = all["figures"].as_array().unwrap();
     for phase in ["machine", "init", "nccl", "staged", "kill", "kill-host", "stop", "abandon"] {
-        assert!(figures.iter().any(|figure| figure["phase"] == phase), "{phase}: no figure\n{table}");
+        assert!(
+            figures.iter().any(|figure| figure["phase"] == phase),
+            "{phase}: no figure\n{table}"
+        );
     }
     for figure in figures {
         assert!(figure["value"].as_f64().unwrap() >= 0.0, "{figure}");
-        assert!(table.contains(figure["what"].as_str().unwrap()), "{figure} is not in the table:\n{table}");
+        assert!(
+            table.contains(figure["what"].as_str().unwrap()),
+            "{figure} is not in the table:\n{table}"
+        );
     }
 }
 

@@ -30,10 +30,13 @@ fn points() -> tempfile::TempDir {
 fn the_images_train_a_model_in_three_pods() {
     // Their tag.
     let Ok(tag) = std::env::var("ELASTICDL_IMAGES") else {
-        println!("skipped: ELASTICDL_IMAGES is not set; `.ci/cluster` builds the images and runs this");
+        println!(
+            "skipped: ELASTICDL_IMAGES is not set; `.ci/cluster` builds the images and runs this"
+        );
         return;
     };
-    let Some(namespace) = Namespace::new("images", env!("CARGO_BIN_EXE_elasticdl-under-test")) else {
+    let Some(namespace) = Namespace::new("images", env!("CARGO_BIN_EXE_elasticdl-under-test"))
+    else {
         return;
     };
     namespace.apply_rbac();
@@ -43,8 +46,16 @@ fn the_images_train_a_model_in_three_pods() {
         (format!("localhost/elasticdl-examples:{tag}"), format!("localhost/elasticdl:{tag}"));
     // First the examples' image alone, then with the small one for the master.
     for (job, master_image) in [("alone", &examples), ("both", &elasticdl)] {
-        let options =
-            ["--image", &examples, "--master-image", master_image, "--job-name", job, "--volume", &volume];
+        let options = [
+            "--image",
+            &examples,
+            "--master-image",
+            master_image,
+            "--job-name",
+            job,
+            "--volume",
+            &volume,
+        ];
         let mut command = namespace.elasticdl("train", options);
         command.args(["--training-data", "/data", "--image-pull-policy", "Never"]);
         command.args(["--num-workers", "3", "--num-epochs", "20", "--global-batch-size", "60"]);
@@ -54,7 +65,10 @@ fn the_images_train_a_model_in_three_pods() {
         assert_eq!(code, Some(0), "{output}\n{}", namespace.master_log(job));
         let summary = namespace.anchor(job, "summary");
         assert_eq!(summary["records"]["counted"], 20 * ROWS, "{summary}");
-        assert_eq!((&summary["records"]["missing"], &summary["records"]["repeated"]), (&0.into(), &0.into()));
+        assert_eq!(
+            (&summary["records"]["missing"], &summary["records"]["repeated"]),
+            (&0.into(), &0.into())
+        );
         assert_eq!(summary["workers"]["peak"], 3, "{summary}");
         assert_eq!(summary["model_summary"], "y = 2.0000·x + -0.5000", "{summary}");
         let deleted = namespace.elasticdl("delete", [job]).output().unwrap();

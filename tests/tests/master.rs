@@ -92,7 +92,12 @@ fn another_master_takes_over_the_running_group_as_it_is() {
     assert_eq!((workers(&after), &after["generation"]), (workers(&before), &before["generation"]));
     let ended = job.wait();
     ended.assert_exactly_once("a killed master", RECORDS, EPOCHS);
-    assert_eq!(ended.summary["memberships"].as_array().unwrap().len(), 1, "{}", ended.summary["memberships"]);
+    assert_eq!(
+        ended.summary["memberships"].as_array().unwrap().len(),
+        1,
+        "{}",
+        ended.summary["memberships"]
+    );
     assert_eq!(ended.summary["workers"]["restarts"], 0);
     let log = stage.master_log();
     assert_eq!(log.matches("master listens").count(), 2, "{log}");
@@ -146,7 +151,11 @@ fn masters_may_die_one_after_the_other_and_before_they_have_taken_over() {
             (workers(&before), &before["generation"]),
             "{seed}"
         );
-        job.wait().assert_exactly_once(&format!("four masters killed, seed {seed}"), RECORDS, EPOCHS);
+        job.wait().assert_exactly_once(
+            &format!("four masters killed, seed {seed}"),
+            RECORDS,
+            EPOCHS,
+        );
     }
 }
 
@@ -162,12 +171,23 @@ fn a_worker_that_dies_without_a_master_is_replaced_by_the_next_one() {
         job.resume();
         let after = taken_over(&mut job, before["step"].as_u64().unwrap());
         let (before, after) = (workers(&before), workers(&after));
-        assert!(!after.contains_key(&lost) && after.keys().max() > before.keys().max(), "{seed}: {after:?}");
-        assert!(before.iter().filter(|(id, _)| **id != lost).all(|kept| after.get(kept.0) == Some(kept.1)));
+        assert!(
+            !after.contains_key(&lost) && after.keys().max() > before.keys().max(),
+            "{seed}: {after:?}"
+        );
+        assert!(
+            before
+                .iter()
+                .filter(|(id, _)| **id != lost)
+                .all(|kept| after.get(kept.0) == Some(kept.1))
+        );
         let ended = job.wait();
         ended.assert_exactly_once(&format!("worker {lost} and the master killed"), RECORDS, EPOCHS);
         let memberships = ended.summary["memberships"].as_array().unwrap();
-        assert!(memberships.iter().any(|m| m["lost"] == serde_json::json!([lost])), "{memberships:?}");
+        assert!(
+            memberships.iter().any(|m| m["lost"] == serde_json::json!([lost])),
+            "{memberships:?}"
+        );
     }
 }
 
@@ -182,7 +202,10 @@ fn a_worker_that_is_told_to_end_without_a_master_leaves_under_the_next_one() {
     let ended = job.wait();
     ended.assert_exactly_once("a leave without a master", RECORDS, EPOCHS);
     let memberships = ended.summary["memberships"].as_array().unwrap();
-    assert!(memberships.iter().any(|m| m["left"] == serde_json::json!([leaver])), "{memberships:?}");
+    assert!(
+        memberships.iter().any(|m| m["left"] == serde_json::json!([leaver])),
+        "{memberships:?}"
+    );
 }
 
 #[test]
@@ -195,7 +218,12 @@ fn a_job_that_was_taken_over_is_stopped_like_any_other() {
     taken_over(&mut job, before["step"].as_u64().unwrap());
     job.signal(Signal::TERM);
     let ended = job.wait();
-    assert_eq!((ended.code, &ended.summary["state"]), (Some(143), &"stopped".into()), "{}", ended.output);
+    assert_eq!(
+        (ended.code, &ended.summary["state"]),
+        (Some(143), &"stopped".into()),
+        "{}",
+        ended.output
+    );
     let records = &ended.summary["records"];
     assert_eq!((&records["missing"], &records["repeated"]), (&0.into(), &0.into()), "{records}");
 }
@@ -236,8 +264,13 @@ fn records_are_counted_exactly_once_under_random_kills_of_master_and_workers() {
         let summary = std::fs::read(stage.folder.path().join("job/summary.json")).unwrap();
         let summary: Value = serde_json::from_slice(&summary).unwrap();
         let total = RECORDS * EPOCHS;
-        let expected = serde_json::json!({"expected": total, "counted": total, "missing": 0, "repeated": 0});
-        assert_eq!((&summary["records"], &summary["state"]), (&expected, &"completed".into()), "seed {seed}");
+        let expected =
+            serde_json::json!({"expected": total, "counted": total, "missing": 0, "repeated": 0});
+        assert_eq!(
+            (&summary["records"], &summary["state"]),
+            (&expected, &"completed".into()),
+            "seed {seed}"
+        );
         assert_eq!(
             summary["model_summary"],
             format!("{EPOCHS} {EPOCHS} {total}"),
@@ -285,11 +318,17 @@ fn a_data_set_of_fifteen_thousand_files_survives_its_master() {
         .option("num-workers", "2")
         .option("global-batch-size", "500")
         .start();
-    job.wait_for("two members at work", |status| ranked(status) == 2 && status["step"].as_u64() > Some(1));
+    job.wait_for("two members at work", |status| {
+        ranked(status) == 2 && status["step"].as_u64() > Some(1)
+    });
     job.kill_master();
     // The list is beside the record, which stays short.
     let bytes = |name: &str| std::fs::metadata(job_dir.join(name)).unwrap().len();
-    assert!(bytes("record.json") < 16 << 10 && bytes("files.zst") > 0, "{} bytes", bytes("record.json"));
+    assert!(
+        bytes("record.json") < 16 << 10 && bytes("files.zst") > 0,
+        "{} bytes",
+        bytes("record.json")
+    );
     job.resume();
     job.wait().assert_exactly_once("15,000 files", FILES, 1);
 }

@@ -31,22 +31,27 @@ fn scrape(address: &str) -> BTreeMap<String, f64> {
 fn a_job_is_seen_by_prometheus_and_tensorboard() {
     let folder = tempfile::tempdir().unwrap();
     counting_data(&folder.path().join("data"), RECORDS, 2).unwrap();
-    let program = ["--records", &RECORDS.to_string(), "--micros-per-record", "100"].map(PathBuf::from);
+    let program =
+        ["--records", &RECORDS.to_string(), "--micros-per-record", "100"].map(PathBuf::from);
     let program = std::iter::once(PathBuf::from(env!("CARGO_BIN_EXE_counting"))).chain(program);
     let runs = folder.path().join("runs");
-    let mut job =
-        Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"), folder.path().join("job"), program)
-            .option("training-data", folder.path().join("data"))
-            .option("job-name", "counted")
-            .option("global-batch-size", "30")
-            .option("num-epochs", "100000")
-            .option("num-workers", "3")
-            .option("worker-timeout", "10s")
-            .option("metrics-port", "0")
-            .option("tensorboard-dir", &runs)
-            .start();
+    let mut job = Command::new(
+        env!("CARGO_BIN_EXE_elasticdl-under-test"),
+        folder.path().join("job"),
+        program,
+    )
+    .option("training-data", folder.path().join("data"))
+    .option("job-name", "counted")
+    .option("global-batch-size", "30")
+    .option("num-epochs", "100000")
+    .option("num-workers", "3")
+    .option("worker-timeout", "10s")
+    .option("metrics-port", "0")
+    .option("tensorboard-dir", &runs)
+    .start();
     job.wait_for("three members at work", |status| {
-        let members = status["workers"].as_array().map(|w| w.iter().filter(|w| w["rank"].is_u64()).count());
+        let members =
+            status["workers"].as_array().map(|w| w.iter().filter(|w| w["rank"].is_u64()).count());
         status["step"].as_u64() > Some(3) && members == Some(3)
     });
     let log = std::fs::read_to_string(folder.path().join("job/logs/master.log")).unwrap();
@@ -57,13 +62,17 @@ fn a_job_is_seen_by_prometheus_and_tensorboard() {
     });
     let page = scrape(address);
     assert_eq!(page["elasticdl_worker_ends_total{,verdict=\"killed\"}"], 1.0);
-    assert!(page["elasticdl_steps_total{}"] > 3.0 && page["elasticdl_records_total{}"] > 90.0, "{page:?}");
-    let times =
-        ["elasticdl_step_seconds_total{}", "elasticdl_all_reduce_seconds_total{}"].map(|name| page[name]);
+    assert!(
+        page["elasticdl_steps_total{}"] > 3.0 && page["elasticdl_records_total{}"] > 90.0,
+        "{page:?}"
+    );
+    let times = ["elasticdl_step_seconds_total{}", "elasticdl_all_reduce_seconds_total{}"]
+        .map(|name| page[name]);
     assert!(times[0] > times[1] && times[1] > 0.0, "{times:?}");
     send(job.pid(), Signal::INT);
     assert_eq!(job.wait().code, Some(130));
-    let files: Vec<_> = std::fs::read_dir(&runs).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let files: Vec<_> =
+        std::fs::read_dir(&runs).unwrap().map(|entry| entry.unwrap().path()).collect();
     let [file] = &files[..] else { panic!("one file: {files:?}") };
     let bytes = std::fs::read(file).unwrap();
     for word in ["brain.Event:2", "loss", "records_per_s", "workers", "step_ms", "all_reduce_ms"] {

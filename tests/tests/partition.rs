@@ -50,15 +50,17 @@ impl Stage {
         let program = ["/bin/sh", "-c", &script, "sh", env!("CARGO_BIN_EXE_counting")];
         let (records, parameters) = (RECORDS.to_string(), (256 << 10).to_string());
         // Large enough for operations of several segments, which are cut anywhere.
-        let options = ["--records", &records, "--parameters", &parameters, "--micros-per-record", "800"];
+        let options =
+            ["--records", &records, "--parameters", &parameters, "--micros-per-record", "800"];
         let elasticdl = env!("CARGO_BIN_EXE_elasticdl-under-test");
-        let command = Command::new(elasticdl, folder.path().join("job"), program.into_iter().chain(options))
-            .started_by(network.on(MASTER))
-            .option("listen", network.address(MASTER))
-            .option("training-data", folder.path().join("data"))
-            .option("num-epochs", EPOCHS.to_string())
-            .option("num-workers", num_workers.to_string())
-            .option("global-batch-size", "48");
+        let command =
+            Command::new(elasticdl, folder.path().join("job"), program.into_iter().chain(options))
+                .started_by(network.on(MASTER))
+                .option("listen", network.address(MASTER))
+                .option("training-data", folder.path().join("data"))
+                .option("num-epochs", EPOCHS.to_string())
+                .option("num-workers", num_workers.to_string())
+                .option("global-batch-size", "48");
         let timeouts = [("worker-timeout", timeouts.worker), ("master-timeout", timeouts.master)];
         let timeouts = timeouts.into_iter().filter_map(|(name, value)| Some((name, value?)));
         let command = timeouts.fold(command, |command, (name, value)| command.option(name, value));
@@ -160,7 +162,8 @@ fn a_link_that_swallows_what_goes_one_way_is_found() {
 
 #[test]
 fn a_cut_that_heals_within_the_timeout_takes_nobody_out() {
-    let Some(mut stage) = Stage::start(3, Timeouts { worker: Some("10s"), ..Timeouts::default() }) else {
+    let Some(mut stage) = Stage::start(3, Timeouts { worker: Some("10s"), ..Timeouts::default() })
+    else {
         return;
     };
     let (_, host) = stage.place_of(2);
@@ -177,7 +180,8 @@ fn a_cut_that_heals_within_the_timeout_takes_nobody_out() {
 
 #[test]
 fn a_worker_that_is_cut_off_from_the_master_alone_is_replaced_and_ends_by_itself() {
-    let Some(mut stage) = Stage::start(3, Timeouts { master: Some("4s"), ..Timeouts::default() }) else {
+    let Some(mut stage) = Stage::start(3, Timeouts { master: Some("4s"), ..Timeouts::default() })
+    else {
         return;
     };
     let (pid, host) = stage.place_of(2);

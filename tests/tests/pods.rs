@@ -55,13 +55,15 @@ impl Running {
         args.extend(["--hurry-when".into(), hurry.clone().into()]);
         args.extend(program.iter().map(Into::into));
         let patience = Duration::from_secs(30);
-        let mut launcher = Launcher::new(env!("CARGO_BIN_EXE_counting").into(), args, &dir, patience);
+        let mut launcher =
+            Launcher::new(env!("CARGO_BIN_EXE_counting").into(), args, &dir, patience);
         launcher.env.push(("ELASTICDL_WORKERS".into(), "2".into()));
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
         let (publish, shown) = watch::channel(None);
         let progress = Progress::quiet().published(publish);
-        let master = Master::new(spec(data.to_str().unwrap()), entrance, launcher, progress).unwrap();
+        let master =
+            Master::new(spec(data.to_str().unwrap()), entrance, launcher, progress).unwrap();
         let (interrupts, interrupted) = mpsc::channel(4);
         let ended = tokio::spawn(master.run(interrupted));
         Self { _folder: folder, hurry, shown, interrupts, ended }
@@ -71,12 +73,16 @@ impl Running {
         let mut last = None;
         let found = tokio::time::timeout(Duration::from_secs(60), async {
             loop {
-                let status = self.shown.borrow_and_update().as_ref().map(|shown| shown.status.clone());
+                let status =
+                    self.shown.borrow_and_update().as_ref().map(|shown| shown.status.clone());
                 if let Some(status) = status.as_ref().filter(|status| is(status)) {
                     return status.clone();
                 }
                 last = status;
-                assert!(self.shown.changed().await.is_ok(), "the job has ended before {what}: {last:#?}");
+                assert!(
+                    self.shown.changed().await.is_ok(),
+                    "the job has ended before {what}: {last:#?}"
+                );
             }
         });
         let found = found.await;
@@ -92,7 +98,8 @@ impl Running {
             ids == members
         };
         let then = self.wait_for(&format!("group of {members:?}"), are).await.step;
-        self.wait_for(&format!("step of {members:?}"), |status| are(status) && status.step > then).await
+        self.wait_for(&format!("step of {members:?}"), |status| are(status) && status.step > then)
+            .await
     }
 
     /// Hurries to its end, which must be a whole one.
@@ -152,7 +159,8 @@ impl Lonely {
             let pids = fs::read_to_string(&children).unwrap();
             let pids: Vec<u32> = pids.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
             // Each has come to call its master, so it has seen to its supervisor's end.
-            let calls = |pid: &u32| fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|t| t.count() > 1);
+            let calls =
+                |pid: &u32| fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|t| t.count() > 1);
             (pids.len() == 2 && pids.iter().all(calls)).then_some(pids)
         });
         Self { _folder: folder, _master: master, supervisor, workers }
@@ -197,7 +205,10 @@ async fn the_workers_of_a_pod_are_ranks_like_others_and_each_has_an_index_of_its
     assert_eq!(pids.map(|pid| variable(pid, "ELASTICDL_INDEX").unwrap()), ["0", "1", "0", "1"]);
     assert_eq!(pids.map(|pid| variable(pid, "ELASTICDL_WORKERS")), [None, None, None, None]);
     let parents = pids.map(parent);
-    assert!(parents[0] == parents[1] && parents[2] == parents[3] && parents[1] != parents[2], "{parents:?}");
+    assert!(
+        parents[0] == parents[1] && parents[2] == parents[3] && parents[1] != parents[2],
+        "{parents:?}"
+    );
     let ended = job.assert_completes().await;
     assert_eq!((ended.summary.workers.peak, ended.summary.workers.restarts), (4, 0));
     assert_eq!(ended.summary.memberships.len(), 1, "{:?}", ended.summary.memberships);

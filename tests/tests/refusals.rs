@@ -24,7 +24,10 @@ fn assert_refused(folder: &TempDir, ended: &Ended, words: &[&str]) {
         assert!(error.contains(word), "{word:?} is not in: {error}");
         assert!(ended.output.contains(word), "{word:?} is not in: {}", ended.output);
     }
-    assert_eq!((&ended.summary["steps"], &ended.summary["workers"]["peak"]), (&0.into(), &0.into()));
+    assert_eq!(
+        (&ended.summary["steps"], &ended.summary["workers"]["peak"]),
+        (&0.into(), &0.into())
+    );
     assert!(!folder.path().join("job/logs/worker-2.log").exists(), "a second worker was started");
 }
 
@@ -77,7 +80,12 @@ fn a_wrong_magic_and_a_short_file_are_named() {
     assert_refused(&folder, &ended, &["train-images-idx3-ubyte", "55", "56"]);
     write([header(0x803, &[10, 2, 2]), vec![0; 40]].concat());
     let ended = train(&folder, "idx", &data).option("global-batch-size", "5").run();
-    assert_eq!((ended.code, &ended.summary["records"]["counted"]), (Some(0), &10.into()), "{}", ended.output);
+    assert_eq!(
+        (ended.code, &ended.summary["records"]["counted"]),
+        (Some(0), &10.into()),
+        "{}",
+        ended.output
+    );
 }
 
 #[test]

@@ -54,7 +54,8 @@ fn the_rank_that_speaks_for_the_group_may_die_again_and_again() {
             break;
         }
         job.wait_for("another speaker", |status| {
-            let speaker = status["workers"].as_array().into_iter().flatten().find(|w| w["rank"] == 0);
+            let speaker =
+                status["workers"].as_array().into_iter().flatten().find(|w| w["rank"] == 0);
             speaker.is_some_and(|w| w["worker"] != first)
         });
     }
@@ -74,8 +75,11 @@ fn a_newcomer_that_dies_on_its_way_into_the_group_holds_nobody_up() {
             // Whoever is newest: it is fetching the state, or has just joined.
             let known = job.workers().keys().copied().max();
             let status = job.wait_for("a newcomer", |status| {
-                let ids =
-                    status["workers"].as_array().into_iter().flatten().filter_map(|w| w["worker"].as_u64());
+                let ids = status["workers"]
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .filter_map(|w| w["worker"].as_u64());
                 ids.max() >= known && ids_of(status).len() >= 3
             });
             std::thread::sleep(Duration::from_micros(rng.random_range(0..40_000)));
@@ -93,7 +97,12 @@ fn a_newcomer_that_dies_on_its_way_into_the_group_holds_nobody_up() {
 }
 
 fn ids_of(status: &serde_json::Value) -> Vec<u64> {
-    status["workers"].as_array().into_iter().flatten().filter_map(|w| w["worker"].as_u64()).collect()
+    status["workers"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|w| w["worker"].as_u64())
+        .collect()
 }
 
 #[test]
@@ -121,7 +130,8 @@ fn survivors_of_two_kills_at_once_go_on_with_what_they_have() {
     victims.truncate(2);
     victims.iter().for_each(|(_, pid)| send(*pid, Signal::KILL));
     job.wait_for("replacements", |status| {
-        let members = status["workers"].as_array().into_iter().flatten().filter(|w| w["rank"].is_u64());
+        let members =
+            status["workers"].as_array().into_iter().flatten().filter(|w| w["rank"].is_u64());
         members.filter(|w| w["worker"].as_u64() > Some(4)).count() == 2
     });
     let ended = job.wait();

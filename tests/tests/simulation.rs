@@ -21,7 +21,10 @@ fn every_record_is_counted_once_whatever_fails_and_whenever() {
     assert!(tally.begun_again > 100 && tally.evicted > 100, "{tally:#?}");
     assert!(tally.returned > 1000 && tally.control_storms > 1000, "{tally:#?}");
     assert!(tally.kept > 1000 && tally.restored > 50, "{tally:#?}");
-    assert!(tally.nccl_steps > 20_000 && tally.nccl_failures > 200 && tally.nccl_given_up > 50, "{tally:#?}");
+    assert!(
+        tally.nccl_steps > 20_000 && tally.nccl_failures > 200 && tally.nccl_given_up > 50,
+        "{tally:#?}"
+    );
     assert!(tally.pods_failed > 500, "{tally:#?}");
     assert!(tally.fenced > 1000 && tally.stopped > 20 && tally.masters_crashed > 500, "{tally:#?}");
 }

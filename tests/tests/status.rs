@@ -18,7 +18,8 @@ const ELASTICDL: &str = env!("CARGO_BIN_EXE_elasticdl-under-test");
 fn start() -> (TempDir, Running) {
     let folder = tempfile::tempdir().unwrap();
     counting_data(&folder.path().join("data"), RECORDS, 2).unwrap();
-    let program = ["--records", &RECORDS.to_string(), "--micros-per-record", "100"].map(PathBuf::from);
+    let program =
+        ["--records", &RECORDS.to_string(), "--micros-per-record", "100"].map(PathBuf::from);
     let program = std::iter::once(PathBuf::from(env!("CARGO_BIN_EXE_counting"))).chain(program);
     let mut job = Command::new(ELASTICDL, folder.path().join("job"), program)
         .option("training-data", folder.path().join("data"))
@@ -35,7 +36,9 @@ fn start() -> (TempDir, Running) {
 }
 
 fn members(status: &Value) -> usize {
-    status["workers"].as_array().map_or(0, |workers| workers.iter().filter(|w| w["rank"].is_u64()).count())
+    status["workers"]
+        .as_array()
+        .map_or(0, |workers| workers.iter().filter(|w| w["rank"].is_u64()).count())
 }
 
 fn watch(folder: &TempDir, options: &[&str]) -> Child {
@@ -64,7 +67,9 @@ fn a_running_job_shows_its_workers_its_shards_and_what_a_loss_cost() {
     // The line is said, and the record is final, once all survivors have told.
     let status = job.wait_for("one line says so", |status| {
         let events = status["events"].as_array();
-        events.is_some_and(|e| e.iter().any(|l| l.as_str().is_some_and(|l| l.contains("(lost): step"))))
+        events.is_some_and(|e| {
+            e.iter().any(|l| l.as_str().is_some_and(|l| l.contains("(lost): step")))
+        })
     });
     let records = status["memberships"].as_array().unwrap();
     let record = records.iter().find(|record| record["cause"] == "lost").unwrap().clone();
@@ -87,11 +92,13 @@ fn watching_ends_with_the_job_and_says_how() {
     let lines = watch(&folder, &[]);
     job.signal(Signal::TERM);
     let ended = job.wait();
-    let documents: Vec<String> = std::iter::once(first).chain(documents.map(Result::unwrap)).collect();
+    let documents: Vec<String> =
+        std::iter::once(first).chain(documents.map(Result::unwrap)).collect();
     let json = json.wait_with_output().unwrap();
     let lines = lines.wait_with_output().unwrap();
     assert_eq!((json.status.code(), lines.status.code()), (Some(0), Some(0)));
-    let parse = |line: &String| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
+    let parse =
+        |line: &String| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
     let documents: Vec<Value> = documents.iter().map(parse).collect();
     assert_eq!(documents[0]["state"], "running");
     let last = documents.last().unwrap();

@@ -54,7 +54,8 @@ fn a_stopped_worker_is_taken_out_and_another_takes_its_place() {
 #[test]
 fn a_worker_that_wakes_after_it_was_taken_out_is_fenced_and_ends() {
     for rank in 0..3 {
-        let stage = Stage { worker_timeout: Some("800ms"), out_of_reach: true, ..Stage::new(PROGRAMS, 3) };
+        let stage =
+            Stage { worker_timeout: Some("800ms"), out_of_reach: true, ..Stage::new(PROGRAMS, 3) };
         let mut job = stage.start(1);
         let (stopped, pid) = job.members()[rank];
         send(pid, Signal::STOP);
@@ -75,13 +76,23 @@ fn a_worker_that_wakes_after_it_was_taken_out_is_fenced_and_ends() {
 }
 
 #[test]
-fn workers_that_wait_for_a_slow_one_for_longer_than_the_timeout_are_not_taken_out_nor_is_that_one() {
+fn workers_that_wait_for_a_slow_one_for_longer_than_the_timeout_are_not_taken_out_nor_is_that_one()
+{
     // Two records for one rank, one for the other, which waits for 1.5 s at each step.
-    let stage = Stage { worker_timeout: Some("1s"), micros_per_record: 1_500_000, ..Stage::new(PROGRAMS, 2) };
+    let stage = Stage {
+        worker_timeout: Some("1s"),
+        micros_per_record: 1_500_000,
+        ..Stage::new(PROGRAMS, 2)
+    };
     let stage = Stage { global_batch_size: 3, ..stage };
     let command = stage.command(1).option("max-steps", "3");
     let ended = command.run();
-    assert_eq!((ended.code, ended.summary["steps"].as_u64()), (Some(0), Some(3)), "{}", ended.output);
+    assert_eq!(
+        (ended.code, ended.summary["steps"].as_u64()),
+        (Some(0), Some(3)),
+        "{}",
+        ended.output
+    );
     assert_eq!(ended.memberships().len(), 1, "{}", ended.output);
 }
 

@@ -25,10 +25,16 @@ fn job(folder: &TempDir, server: &S3) -> Command {
         server.put(&format!("bucket/data/{name}"), std::fs::read(entry.path()).unwrap());
     }
     let never = folder.path().join("never");
-    let mut program: Vec<OsString> =
-        [env!("CARGO_BIN_EXE_counting"), "--records", "6000", "--micros-per-record", "2500", "--hurry-when"]
-            .map(Into::into)
-            .into();
+    let mut program: Vec<OsString> = [
+        env!("CARGO_BIN_EXE_counting"),
+        "--records",
+        "6000",
+        "--micros-per-record",
+        "2500",
+        "--hurry-when",
+    ]
+    .map(Into::into)
+    .into();
     program.push(never.into());
     Command::new(ELASTICDL, folder.path().join("job"), program)
         .option("training-data", "s3://bucket/data")
@@ -67,13 +73,19 @@ fn a_store_that_is_away_for_six_and_for_twenty_seconds_costs_no_worker_and_no_re
     let before = step(&job);
     go_away(&server, Duration::from_secs(20));
     let status = job.status();
-    let members = status["workers"].as_array().unwrap().iter().filter(|w| w["rank"].is_u64()).count();
+    let members =
+        status["workers"].as_array().unwrap().iter().filter(|w| w["rank"].is_u64()).count();
     assert_eq!(members, 3, "{status}");
     assert!(status["step"].as_u64() >= Some(before), "{status}");
     let ended = job.wait();
     ended.assert_exactly_once("20 s", RECORDS, 1);
     let workers = &ended.summary["workers"];
-    assert_eq!((&workers["restarts"], ended.memberships().len()), (&Value::from(0), 1), "{}", ended.summary);
+    assert_eq!(
+        (&workers["restarts"], ended.memberships().len()),
+        (&Value::from(0), 1),
+        "{}",
+        ended.summary
+    );
     assert_eq!(ended.summary["checkpoints"]["failed"], 0, "{}", ended.summary);
     assert_eq!(times(&ended, "waits for storage: s3://bucket/"), 2, "{}", ended.output);
     assert_eq!(times(&ended, "storage answers again"), 2, "{}", ended.output);
@@ -160,6 +172,11 @@ fn one_line_appended_to_a_table_ends_the_job_which_names_it() {
         "{}",
         ended.summary
     );
-    assert_eq!((&ended.summary["state"], restarts), (&"failed".into(), &0.into()), "{}", ended.summary);
+    assert_eq!(
+        (&ended.summary["state"], restarts),
+        (&"failed".into(), &0.into()),
+        "{}",
+        ended.summary
+    );
     assert!(ended.summary["steps"].as_u64() > Some(3), "{}", ended.summary);
 }

@@ -93,29 +93,44 @@ fn crates_know_only_whom_they_may_know() {
     for (name, may) in arrows {
         let manifest = fs::read_to_string(root().join(name).join("Cargo.toml")).unwrap();
         for other in crates() {
-            let knows = manifest.lines().any(|line| line.starts_with(&format!("elasticdl-{other}")));
-            assert!(!knows || may.contains(&other), "{name} may not know {other}; see the architecture page");
+            let knows =
+                manifest.lines().any(|line| line.starts_with(&format!("elasticdl-{other}")));
+            assert!(
+                !knows || may.contains(&other),
+                "{name} may not know {other}; see the architecture page"
+            );
         }
     }
     for name in crates() {
         let manifest = fs::read_to_string(root().join(name).join("Cargo.toml")).unwrap();
         let shipped = manifest.split("[dev-dependencies]").next().unwrap();
-        assert!(!shipped.contains("elasticdl-stand-ins"), "{name}: what stands in for a GPU is for tests");
+        assert!(
+            !shipped.contains("elasticdl-stand-ins"),
+            "{name}: what stands in for a GPU is for tests"
+        );
     }
     let collective = fs::read_to_string(root().join("collective/Cargo.toml")).unwrap();
     for word in ["tonic", "tokio", "kube"] {
-        assert!(!collective.contains(word), "collective: {word}: the ring blocks on threads of its own");
+        assert!(
+            !collective.contains(word),
+            "collective: {word}: the ring blocks on threads of its own"
+        );
     }
 }
 
 #[test]
 fn the_readme_shows_the_smallest_model_as_it_is() {
     let readme = fs::read_to_string(root().join("README.md")).unwrap();
-    let shown = readme.split("<!-- linear -->\n```rust\n").nth(1).unwrap().split("\n```").next().unwrap();
+    let shown =
+        readme.split("<!-- linear -->\n```rust\n").nth(1).unwrap().split("\n```").next().unwrap();
     let model = fs::read_to_string(root().join("examples/src/bin/linear.rs")).unwrap();
     let model = model.split("#[cfg(test)]").next().unwrap().trim_end();
     assert!(shown == model, "copy examples/src/bin/linear.rs into the README");
-    assert!(model.lines().count() < 80, "the smallest model has grown to {} lines", model.lines().count());
+    assert!(
+        model.lines().count() < 80,
+        "the smallest model has grown to {} lines",
+        model.lines().count()
+    );
 }
 
 #[test]
@@ -123,9 +138,14 @@ fn a_file_is_one_room() {
     for folder in crates().map(|name| root().join(name)) {
         for path in sources(&folder) {
             let lines = fs::read_to_string(&path).unwrap().lines().count();
-            let is_test = path.strip_prefix(&folder).unwrap().components().any(|c| c.as_os_str() == "tests");
+            let is_test =
+                path.strip_prefix(&folder).unwrap().components().any(|c| c.as_os_str() == "tests");
             let most = if is_test { 820 } else { 620 };
-            assert!(lines <= most, "{}: {lines} lines; two things live in one room", path.display());
+            assert!(
+                lines <= most,
+                "{}: {lines} lines; two things live in one room",
+                path.display()
+            );
         }
     }
 }
@@ -133,7 +153,8 @@ fn a_file_is_one_room() {
 #[test]
 fn nothing_is_left_open_in_the_code() {
     let this = Path::new(file!()).file_name().unwrap();
-    let marks = ["todo!(", "unimplemented!(", "#[ignore", "FIXME", "XXX", "TODO", "allow(dead_code)"];
+    let marks =
+        ["todo!(", "unimplemented!(", "#[ignore", "FIXME", "XXX", "TODO", "allow(dead_code)"];
     for path in crates().iter().flat_map(|name| sources(&root().join(name))) {
         if path.file_name() == Some(this) {
             continue;

@@ -31,13 +31,18 @@ fn spec(data: &Path) -> JobSpec {
 
 /// A job whose master shows `shown`, and whose workers look for `ca` and `name`, if for anything. Gives back the first
 /// worker's log as well.
-async fn run(shown: &Credentials, wanted: Option<(&str, &str)>, master_timeout: Duration) -> (Ended, String) {
+async fn run(
+    shown: &Credentials,
+    wanted: Option<(&str, &str)>,
+    master_timeout: Duration,
+) -> (Ended, String) {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("data");
     counting_data(&data, RECORDS, 3).unwrap();
     let dir = JobDir::create(&folder.path().join("job")).unwrap();
     let args = vec!["--records".into(), RECORDS.to_string().into()];
-    let mut launcher = Launcher::new(env!("CARGO_BIN_EXE_counting").into(), args, &dir, master_timeout);
+    let mut launcher =
+        Launcher::new(env!("CARGO_BIN_EXE_counting").into(), args, &dir, master_timeout);
     if let Some((ca, name)) = wanted {
         let file = folder.path().join("ca.crt");
         std::fs::write(&file, ca).unwrap();
@@ -59,7 +64,8 @@ async fn run(shown: &Credentials, wanted: Option<(&str, &str)>, master_timeout: 
 #[tokio::test]
 async fn workers_that_know_their_master_train_each_record_once() {
     let credentials = credentials();
-    let (ended, log) = run(&credentials, Some((&credentials.ca, NAME)), Duration::from_secs(30)).await;
+    let (ended, log) =
+        run(&credentials, Some((&credentials.ca, NAME)), Duration::from_secs(30)).await;
     assert_eq!(ended.outcome, Outcome::Completed, "{log}");
     let records = ended.summary.records;
     assert_eq!((records.counted, records.missing, records.repeated), (2 * RECORDS, 0, 0));

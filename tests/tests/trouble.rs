@@ -47,7 +47,12 @@ fn a_nan_in_the_last_gradient_ends_the_job_before_it_is_applied() {
     let folder = tempfile::tempdir().unwrap();
     let (command, export) = diverging(&folder);
     let ended = command.run();
-    assert_eq!((ended.code, &ended.summary["state"]), (Some(1), &"failed".into()), "{}", ended.output);
+    assert_eq!(
+        (ended.code, &ended.summary["state"]),
+        (Some(1), &"failed".into()),
+        "{}",
+        ended.output
+    );
     let error = ended.summary["error"].as_str().unwrap();
     let step = ended.summary["steps"].as_u64().unwrap();
     assert!(error.contains(&format!("of step {} is not finite", step + 1)), "{error}");
@@ -57,7 +62,8 @@ fn a_nan_in_the_last_gradient_ends_the_job_before_it_is_applied() {
     );
     let failed = ended.summary["failed_shards"].as_array().unwrap();
     // The second file's.
-    let holds_it = |s: &serde_json::Value| s["start"].as_u64() < Some(300) && s["end"].as_u64() == Some(300);
+    let holds_it =
+        |s: &serde_json::Value| s["start"].as_u64() < Some(300) && s["end"].as_u64() == Some(300);
     assert!(failed.iter().any(holds_it), "{failed:?}");
     // The state before that step is what is exported, and kept.
     let counted = ended.summary["records"]["counted"].as_u64().unwrap();
@@ -72,10 +78,19 @@ fn a_step_that_is_not_finite_is_left_out_and_counted_where_the_user_wants_that()
     let folder = tempfile::tempdir().unwrap();
     let (command, export) = diverging(&folder);
     let ended = command.option("on-nonfinite", "skip").run();
-    assert_eq!((ended.code, &ended.summary["state"]), (Some(0), &"completed".into()), "{}", ended.output);
+    assert_eq!(
+        (ended.code, &ended.summary["state"]),
+        (Some(0), &"completed".into()),
+        "{}",
+        ended.output
+    );
     assert_eq!(ended.summary["steps_skipped"], 1, "{}", ended.summary);
     let records = &ended.summary["records"];
-    assert_eq!((&records["counted"], &records["repeated"]), (&RECORDS.into(), &0.into()), "{records}");
+    assert_eq!(
+        (&records["counted"], &records["repeated"]),
+        (&RECORDS.into(), &0.into()),
+        "{records}"
+    );
     assert!(exported(&export).iter().all(|count| [0.0, 1.0].contains(count)));
     assert!(ended.output.contains("1 step was left out"), "{}", ended.output);
 }
@@ -107,7 +122,12 @@ fn a_state_that_is_lost_fails_the_job_and_is_said_first() {
     wait_for_steps(&mut job);
     kill_all(&job);
     let ended: Ended = job.wait();
-    assert_eq!((ended.code, &ended.summary["state"]), (Some(1), &"failed".into()), "{}", ended.output);
+    assert_eq!(
+        (ended.code, &ended.summary["state"]),
+        (Some(1), &"failed".into()),
+        "{}",
+        ended.output
+    );
     let lost = &ended.summary["state_lost"];
     assert!(lost["count"] == 1 && lost["at_step"].as_u64() > Some(0), "{}", ended.summary);
     assert!(ended.output.starts_with("STATE LOST at step "), "{}", ended.output);
@@ -122,7 +142,12 @@ fn workers_that_are_all_killed_are_gone_on_from_in_the_jobs_own_directory() {
     kill_all(&job);
     let ended = job.wait();
     ended.assert_exact("all killed");
-    assert_eq!(ended.summary["checkpoints"]["restored"].as_array().unwrap().len(), 1, "{}", ended.summary);
+    assert_eq!(
+        ended.summary["checkpoints"]["restored"].as_array().unwrap().len(),
+        1,
+        "{}",
+        ended.summary
+    );
     assert!(ended.summary["state_lost"].is_null());
     let dir = stage.folder.path().join("job/checkpoints");
     assert_eq!(ended.summary["checkpoints"]["dir"], dir.canonicalize().unwrap().to_str().unwrap());
@@ -146,6 +171,8 @@ fn workers_that_are_all_told_to_end_keep_a_checkpoint_and_no_step_is_lost() {
     // If one worker ends a step before the other, its replacement can fetch the state from the one that remains.
     match ended.summary["checkpoints"]["restored"].as_array().unwrap().as_slice() {
         [restored] => assert_eq!(restored["lost_steps"], 0, "{}", ended.summary),
-        restored => assert!(restored.is_empty() && ended.memberships().len() == 3, "{}", ended.summary),
+        restored => {
+            assert!(restored.is_empty() && ended.memberships().len() == 3, "{}", ended.summary)
+        }
     }
 }

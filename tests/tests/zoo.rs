@@ -68,7 +68,8 @@ fn nothing_is_overwritten() {
     let refused = init(&path, &[]);
     assert_eq!(refused.status.code(), Some(2), "{}", text(&refused));
     assert!(text(&refused).contains("has README.md already"), "{}", text(&refused));
-    let left: Vec<_> = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let left: Vec<_> =
+        fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["README.md"]);
     assert_eq!(fs::read_to_string(path.join("README.md")).unwrap(), "mine");
     let unnamed = init(&folder.path().join("My Line"), &[]);
@@ -92,7 +93,8 @@ fn tools(names: &[&str], code: u8) -> TempDir {
 /// Runs `elasticdl zoo ARGS` where only `tools` are in the path; gives back the exit code, what was printed, and what the
 /// tools were told.
 fn zoo(tools: &TempDir, args: &[&str]) -> (i32, String, String) {
-    let output = Command::new(ELASTICDL).arg("zoo").args(args).env("PATH", tools.path()).output().unwrap();
+    let output =
+        Command::new(ELASTICDL).arg("zoo").args(args).env("PATH", tools.path()).output().unwrap();
     let told = fs::read_to_string(tools.path().join("log")).unwrap_or_default();
     let _ = fs::remove_file(tools.path().join("log"));
     (output.status.code().unwrap(), text(&output), told)
@@ -123,7 +125,8 @@ fn a_container_tool_is_told_what_to_build_and_push() {
     // A crate that takes elasticdl from elsewhere needs no checkout.
     let other = folder.path().join("other");
     assert!(init(&other, &["--elasticdl", "0.1"]).status.success());
-    let (_, printed, told) = zoo(&tools, &["build", other.to_str().unwrap(), "--image", "team/line:1"]);
+    let (_, printed, told) =
+        zoo(&tools, &["build", other.to_str().unwrap(), "--image", "team/line:1"]);
     assert!(told.starts_with("docker build") && !told.contains("context"), "{told}{printed}");
 }
 

@@ -159,7 +159,8 @@ impl<M: Model> Apart<'_, M> {
             start = part.end;
         }
         if let Purpose::Predict { output, format } = &self.purpose {
-            files::write(output, *format, shard, &predictions).map_err(|error| fail(error, shard))?;
+            files::write(output, *format, shard, &predictions)
+                .map_err(|error| fail(error, shard))?;
         }
         Ok(Ok(sums))
     }
@@ -179,8 +180,12 @@ impl<M: Model> Apart<'_, M> {
         }
     }
 
-    fn predict(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<Predictions, String> {
-        let (model, parameters, count) = (&mut self.model, self.parameters.as_slice(), records.len());
+    fn predict(
+        &mut self,
+        records: Vec<<M::Reader as Reader>::Record>,
+    ) -> Result<Predictions, String> {
+        let (model, parameters, count) =
+            (&mut self.model, self.parameters.as_slice(), records.len());
         let batch = call_user("feed()", || model.feed(records))?;
         let predictions = call_user("predict()", || model.predict(parameters, batch))?;
         match predictions.rows() {

@@ -70,7 +70,10 @@ pub(crate) fn overlap<T>(
 }
 
 /// Sums what comes, until nothing comes any more.
-fn sum_all(ring: &mut impl Communicator, buckets: &Receiver<Bucket<'_>>) -> Result<usize, CollectiveError> {
+fn sum_all(
+    ring: &mut impl Communicator,
+    buckets: &Receiver<Bucket<'_>>,
+) -> Result<usize, CollectiveError> {
     let mut summed = 0;
     for (part, sum) in buckets {
         ring.all_reduce(&[], part, sum)?;
@@ -159,7 +162,11 @@ mod tests {
             self.0.all_reduce(header, src, dst)
         }
 
-        fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
+        fn broadcast_bytes(
+            &mut self,
+            root: usize,
+            bytes: &mut Vec<u8>,
+        ) -> Result<(), CollectiveError> {
             self.0.broadcast_bytes(root, bytes)
         }
 
@@ -186,7 +193,8 @@ mod tests {
                 gradients.rest()[at] += at as f32;
             }
         });
-        let headers = sum_rest(&mut ring, &header, &gradient, &mut sums, (4, summed.unwrap())).unwrap();
+        let headers =
+            sum_rest(&mut ring, &header, &gradient, &mut sums, (4, summed.unwrap())).unwrap();
         (headers, sums, ring.1)
     }
 

@@ -95,7 +95,10 @@ pub trait CandleModel: 'static {
     ///
     /// # Errors
     /// As [`Model::feed`].
-    fn feed(&mut self, records: Vec<<Self::Reader as Reader>::Record>) -> Result<Self::Batch, UserError>;
+    fn feed(
+        &mut self,
+        records: Vec<<Self::Reader as Reader>::Record>,
+    ) -> Result<Self::Batch, UserError>;
 
     /// The batch's loss, **summed over its records**: one `f32`.
     ///
@@ -150,7 +153,11 @@ pub trait CandleModel: 'static {
     ///
     /// # Errors
     /// As [`Model::predict`].
-    fn predict(&mut self, _network: &Self::Network, _batch: Self::Batch) -> Result<Predictions, UserError> {
+    fn predict(
+        &mut self,
+        _network: &Self::Network,
+        _batch: Self::Batch,
+    ) -> Result<Predictions, UserError> {
         Err("this model makes no predictions; fill in its method `predict`".into())
     }
 
@@ -248,7 +255,8 @@ impl<M: CandleModel> Model for Candle<M> {
         let loss = self.model.loss(network, batch)?;
         let value = value_of(&loss)?;
         let found = loss.backward()?;
-        for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables) {
+        for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
+        {
             // A parameter that the loss does not depend on has no gradient.
             if let Some(gradient) = found.get(variable) {
                 add(gradient, &mut gradients[declared.range.clone()])?;
@@ -333,14 +341,22 @@ impl Parameters {
     ///
     /// # Errors
     /// If the name is taken, or candle refuses.
-    pub fn declare(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor, UserError> {
+    pub fn declare(
+        &mut self,
+        name: &str,
+        shape: impl Into<Shape>,
+        init: Init,
+    ) -> Result<Tensor, UserError> {
         if !self.names.insert(name.to_owned()) {
-            return Err(format!("two parameters named {name:?}: each needs a name of its own").into());
+            return Err(
+                format!("two parameters named {name:?}: each needs a name of its own").into()
+            );
         }
         let variable = Var::zeros(shape, DType::F32, &self.device)?;
         let range = self.len..self.len + variable.elem_count();
         self.len = range.end;
-        let declared = Declared { name: name.to_owned(), shape: variable.dims().to_vec(), init, range };
+        let declared =
+            Declared { name: name.to_owned(), shape: variable.dims().to_vec(), init, range };
         self.declared.push(declared);
         self.variables.push(variable.clone());
         Ok(variable.into_inner())
@@ -411,7 +427,9 @@ impl Init {
                     }
                 }
             }
-            Self::Uniform { bound } => values.fill_with(|| (bound * (2.0 * uniform() - 1.0)) as f32),
+            Self::Uniform { bound } => {
+                values.fill_with(|| (bound * (2.0 * uniform() - 1.0)) as f32)
+            }
         }
     }
 }
@@ -420,7 +438,9 @@ impl Init {
 fn value_of(loss: &Tensor) -> Result<f64, UserError> {
     if loss.elem_count() != 1 || loss.dtype() != DType::F32 {
         let (shape, dtype) = (loss.dims(), loss.dtype().as_str());
-        return Err(format!("the loss has the shape {shape:?} of {dtype} where one f32 should be").into());
+        return Err(
+            format!("the loss has the shape {shape:?} of {dtype} where one f32 should be").into()
+        );
     }
     Ok(f64::from(loss.flatten_all()?.get(0)?.to_scalar::<f32>()?))
 }
@@ -439,14 +459,20 @@ impl InplaceOp1 for Overwrite<'_> {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
         match (storage, layout.contiguous_offsets()) {
-            (CpuStorage::F32(values), Some((start, end))) => values[start..end].copy_from_slice(self.0),
+            (CpuStorage::F32(values), Some((start, end))) => {
+                values[start..end].copy_from_slice(self.0)
+            }
             _ => candle_core::bail!("a parameter is a contiguous tensor of f32"),
         }
         Ok(())
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+    fn cuda_fwd(
+        &self,
+        storage: &mut candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<()> {
         cuda::overwrite(storage, layout, self.0)
     }
 }

@@ -138,8 +138,9 @@ impl Control {
             .name("control".into())
             .spawn(move || runtime.block_on(stream.run(from_trainer, tell_welcome)))
             .map_err(|error| format!("no thread for the control stream: {error}"))?;
-        let welcome =
-            welcome.blocking_recv().unwrap_or_else(|_| Err("the control stream's thread ended".into()))?;
+        let welcome = welcome
+            .blocking_recv()
+            .unwrap_or_else(|_| Err("the control stream's thread ended".into()))?;
         Ok(Self { welcome, inbox, outbox: Outbox(outbox), fence, progress, thread })
     }
 
@@ -202,17 +203,23 @@ impl Door {
     async fn open(&self) -> Result<(Link, Welcome), NotOpened> {
         let environment = &self.environment;
         let master = &environment.master;
-        let text = |what: &str, error: &dyn std::fmt::Display| format!("master at {master}: {what}: {error}");
-        let no_answer = |what: &str, error: &dyn std::fmt::Display| NotOpened::NoAnswer(text(what, error));
-        let refused = |what: &str, error: &dyn std::fmt::Display| NotOpened::Refused(text(what, error));
+        let text = |what: &str, error: &dyn std::fmt::Display| {
+            format!("master at {master}: {what}: {error}")
+        };
+        let no_answer =
+            |what: &str, error: &dyn std::fmt::Display| NotOpened::NoAnswer(text(what, error));
+        let refused =
+            |what: &str, error: &dyn std::fmt::Display| NotOpened::Refused(text(what, error));
         let status = |status: tonic::Status| match status.code() {
             Code::FailedPrecondition | Code::InvalidArgument | Code::Unauthenticated => {
                 refused("refused this worker", &status.message())
             }
             _ => no_answer("no welcome", &causes_of(&status)),
         };
-        let endpoint = endpoint(environment).map_err(|error| refused("can't be dialed", &causes(&error)))?;
-        let channel = endpoint.connect().await.map_err(|error| no_answer("no answer", &causes(&error)))?;
+        let endpoint =
+            endpoint(environment).map_err(|error| refused("can't be dialed", &causes(&error)))?;
+        let channel =
+            endpoint.connect().await.map_err(|error| no_answer("no answer", &causes(&error)))?;
         let mut client: MasterClient<Channel> =
             MasterClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let hello = v1::Hello {
@@ -232,9 +239,11 @@ impl Door {
         request.metadata_mut().insert("authorization", bearer);
         let mut incoming = client.join(request).await.map_err(status)?.into_inner();
         match incoming.next().await {
-            Some(Ok(v1::MasterMessage { kind: Some(v1::master_message::Kind::Welcome(welcome)) })) => {
-                let welcome =
-                    decode_welcome(welcome).ok_or_else(|| refused("welcome", &"options are missing"))?;
+            Some(Ok(v1::MasterMessage {
+                kind: Some(v1::master_message::Kind::Welcome(welcome)),
+            })) => {
+                let welcome = decode_welcome(welcome)
+                    .ok_or_else(|| refused("welcome", &"options are missing"))?;
                 if self.me.as_ref().is_some_and(|me| me.worker != welcome.worker.0) {
                     return Err(refused("welcome", &"it is for another worker"));
                 }
@@ -474,7 +483,8 @@ fn endpoint(environment: &Environment) -> Result<Endpoint, tonic::transport::Err
 /// A status's message, and what caused it.
 fn causes_of(status: &tonic::Status) -> String {
     let message = status.message();
-    std::error::Error::source(status).map_or_else(|| message.into(), |s| format!("{message}: {}", causes(s)))
+    std::error::Error::source(status)
+        .map_or_else(|| message.into(), |s| format!("{message}: {}", causes(s)))
 }
 
 /// Ends the process if the group hasn't let it go by then.

@@ -76,7 +76,13 @@ enum Parcel {
 impl Donor {
     /// `patience`: how long a newcomer may take nothing and say nothing.
     pub(crate) fn new(patience: Duration) -> Self {
-        Self { waiting: Vec::new(), prepared: None, fetchers: Vec::new(), held: Vec::new(), patience }
+        Self {
+            waiting: Vec::new(),
+            prepared: None,
+            fetchers: Vec::new(),
+            held: Vec::new(),
+            patience,
+        }
     }
 
     /// A newcomer has come to the door. One whose link broke goes on where it was.
@@ -101,7 +107,12 @@ impl Donor {
     }
 
     /// Whether a newcomer waits for the state of `step`, and there is room for a snapshot of `floats`.
-    pub(crate) fn wants_snapshot(&mut self, generation: Generation, step: u64, floats: usize) -> bool {
+    pub(crate) fn wants_snapshot(
+        &mut self,
+        generation: Generation,
+        step: u64,
+        floats: usize,
+    ) -> bool {
         if self.waiting.is_empty() {
             return false;
         }
@@ -143,7 +154,12 @@ impl Donor {
     }
 
     /// All ranks of the group of `generation` have said that they hold `step`, which this one is at: newcomers may have it.
-    pub(crate) fn release(&mut self, generation: Generation, step: u64, record: impl Fn() -> StateRecord) {
+    pub(crate) fn release(
+        &mut self,
+        generation: Generation,
+        step: u64,
+        record: impl Fn() -> StateRecord,
+    ) {
         if !self.is_prepared(generation, step) {
             return;
         }
@@ -171,7 +187,8 @@ impl Donor {
             Arc::clone(snapshot),
             (queue, next_links),
         );
-        match std::thread::Builder::new().name("donor".into()).spawn(move || delivery.run(visitor)) {
+        match std::thread::Builder::new().name("donor".into()).spawn(move || delivery.run(visitor))
+        {
             Ok(_) => {
                 tracing::info!(newcomer = member, step, "a newcomer fetches the state");
                 self.fetchers.push(fetcher);

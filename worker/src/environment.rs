@@ -59,7 +59,10 @@ impl std::fmt::Debug for Environment {
     /// Without the token.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { master, job, launch, token: _, tls: _, master_timeout } = self;
-        write!(f, "Environment {{ {job} launch {launch}, master {master}, timeout {master_timeout:?} }}")
+        write!(
+            f,
+            "Environment {{ {job} launch {launch}, master {master}, timeout {master_timeout:?} }}"
+        )
     }
 }
 
@@ -132,7 +135,8 @@ mod tests {
         let token = folder.path().join("token");
         std::fs::write(&token, "abc\n").unwrap();
         Environment::read(|name| {
-            let value = set.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).into());
+            let value =
+                set.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).into());
             value.or_else(|| match name {
                 "ELASTICDL_TOKEN_FILE" => Some(token.to_str().unwrap().into()),
                 "ELASTICDL_MASTER" => Some("127.0.0.1:9".into()),
@@ -176,7 +180,8 @@ mod tests {
     fn a_ca_that_is_none_is_refused_with_its_file_and_what_it_must_be() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let path = file.path().to_str().unwrap();
-        let read_as = |name| read_with(&[("ELASTICDL_CA_FILE", path), ("ELASTICDL_MASTER_NAME", name)]);
+        let read_as =
+            |name| read_with(&[("ELASTICDL_CA_FILE", path), ("ELASTICDL_MASTER_NAME", name)]);
         let ca = ca();
         let head = "-----BEGIN CERTIFICATE-----\n";
         let key = rcgen::KeyPair::generate().unwrap().serialize_pem();
@@ -191,7 +196,10 @@ mod tests {
         for (content, expected) in table {
             std::fs::write(&file, content).unwrap();
             let error = read_as("mnist-master").unwrap_err();
-            assert!(error.contains(path) && error.contains("in PEM") && error.contains(expected), "{error}");
+            assert!(
+                error.contains(path) && error.contains("in PEM") && error.contains(expected),
+                "{error}"
+            );
         }
         std::fs::write(&file, &ca).unwrap();
         let error = read_as("a master").unwrap_err();

@@ -49,7 +49,10 @@ pub(crate) fn causes(error: &dyn std::error::Error) -> String {
 }
 
 /// Calls the user's code; its error or panic becomes a text that says where it came from.
-pub(crate) fn call_user<T>(what: &str, code: impl FnOnce() -> Result<T, UserError>) -> Result<T, String> {
+pub(crate) fn call_user<T>(
+    what: &str,
+    code: impl FnOnce() -> Result<T, UserError>,
+) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(code)) {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(format!("{what} failed: {error}")),

@@ -48,7 +48,10 @@ pub trait Model: 'static {
     ///
     /// # Errors
     /// Reported with the records' range; the records go to another worker.
-    fn feed(&mut self, records: Vec<<Self::Reader as Reader>::Record>) -> Result<Self::Batch, UserError>;
+    fn feed(
+        &mut self,
+        records: Vec<<Self::Reader as Reader>::Record>,
+    ) -> Result<Self::Batch, UserError>;
 
     /// Adds the gradient of the batch's loss, **summed over its records**, to `gradients`; returns the loss summed
     /// over its records.
@@ -146,7 +149,11 @@ pub trait Model: 'static {
     ///
     /// # Errors
     /// Reported with the records' range; the records go to another worker.
-    fn predict(&mut self, _parameters: &[f32], _batch: Self::Batch) -> Result<Predictions, UserError> {
+    fn predict(
+        &mut self,
+        _parameters: &[f32],
+        _batch: Self::Batch,
+    ) -> Result<Predictions, UserError> {
         Err("this model makes no predictions; fill in its method `predict`".into())
     }
 

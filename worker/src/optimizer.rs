@@ -67,7 +67,9 @@ impl Optimizer {
         for beta in [beta1, beta2] {
             assert!((0.0..1.0).contains(&beta), "betas are at least 0 and below 1, not {beta}");
         }
-        let Rule::AdamW { epsilon, .. } = self.rule else { panic!("betas belong to AdamW, not SGD") };
+        let Rule::AdamW { epsilon, .. } = self.rule else {
+            panic!("betas belong to AdamW, not SGD")
+        };
         self.rule = Rule::AdamW { beta1, beta2, epsilon };
         self
     }
@@ -89,7 +91,9 @@ impl Optimizer {
     /// If this is not AdamW, or `epsilon` is not above 0.
     pub fn epsilon(mut self, epsilon: f64) -> Self {
         assert!(epsilon > 0.0, "epsilon is above 0, not {epsilon}");
-        let Rule::AdamW { beta1, beta2, .. } = self.rule else { panic!("epsilon belongs to AdamW, not SGD") };
+        let Rule::AdamW { beta1, beta2, .. } = self.rule else {
+            panic!("epsilon belongs to AdamW, not SGD")
+        };
         self.rule = Rule::AdamW { beta1, beta2, epsilon };
         self
     }
@@ -99,8 +103,13 @@ impl Optimizer {
     /// # Panics
     /// If this is not SGD, or `momentum` is not in [0, 1).
     pub fn momentum(mut self, momentum: f64) -> Self {
-        assert!((0.0..1.0).contains(&momentum), "momentum is at least 0 and below 1, not {momentum}");
-        let Rule::Sgd { nesterov, .. } = self.rule else { panic!("momentum belongs to SGD, not AdamW") };
+        assert!(
+            (0.0..1.0).contains(&momentum),
+            "momentum is at least 0 and below 1, not {momentum}"
+        );
+        let Rule::Sgd { nesterov, .. } = self.rule else {
+            panic!("momentum belongs to SGD, not AdamW")
+        };
         self.rule = Rule::Sgd { momentum, nesterov };
         self
     }
@@ -130,7 +139,10 @@ impl Optimizer {
     /// # Panics
     /// If `decay` is negative or not finite.
     pub fn weight_decay(mut self, decay: f64) -> Self {
-        assert!(decay >= 0.0 && decay.is_finite(), "weight decay is at least 0 and finite, not {decay}");
+        assert!(
+            decay >= 0.0 && decay.is_finite(),
+            "weight decay is at least 0 and finite, not {decay}"
+        );
         self.weight_decay = decay;
         self
     }
@@ -158,7 +170,11 @@ impl Optimizer {
         let Update { step, records, sum, parameters, slots } = update;
         assert!(records > 0, "a step has at least one record");
         assert_eq!(parameters.len(), sum.len(), "one gradient per parameter");
-        assert_eq!(slots.len(), self.slots() * sum.len(), "as many slots as the optimizer asked for");
+        assert_eq!(
+            slots.len(),
+            self.slots() * sum.len(),
+            "as many slots as the optimizer asked for"
+        );
         let Some(factor) = self.clip_factor(sum, records) else { return };
         let scale = (factor / records as f64) as f32;
         match self.arithmetic(step) {
@@ -166,8 +182,12 @@ impl Optimizer {
                 let (means, squares) = slots.split_at_mut(sum.len());
                 constants.apply(scale, sum, parameters, means, squares);
             }
-            Arithmetic::Momentum(constants) => constants.apply_momentum(scale, sum, parameters, slots),
-            Arithmetic::Nesterov(constants) => constants.apply_nesterov(scale, sum, parameters, slots),
+            Arithmetic::Momentum(constants) => {
+                constants.apply_momentum(scale, sum, parameters, slots)
+            }
+            Arithmetic::Nesterov(constants) => {
+                constants.apply_nesterov(scale, sum, parameters, slots)
+            }
             Arithmetic::Plain(constants) => constants.apply_plain(scale, sum, parameters),
         }
     }
@@ -190,8 +210,11 @@ impl Optimizer {
                 })
             }
             Rule::Sgd { momentum, nesterov } => {
-                let constants =
-                    Sgd { rate: rate as f32, decay: self.weight_decay as f32, momentum: momentum as f32 };
+                let constants = Sgd {
+                    rate: rate as f32,
+                    decay: self.weight_decay as f32,
+                    momentum: momentum as f32,
+                };
                 match (momentum > 0.0, nesterov) {
                     (false, _) => Arithmetic::Plain(constants),
                     (true, false) => Arithmetic::Momentum(constants),
@@ -207,7 +230,10 @@ impl Optimizer {
     }
 
     fn new(rule: Rule, rate: f64, weight_decay: f64) -> Self {
-        assert!(rate >= 0.0 && rate.is_finite(), "a learning rate is at least 0 and finite, not {rate}");
+        assert!(
+            rate >= 0.0 && rate.is_finite(),
+            "a learning rate is at least 0 and finite, not {rate}"
+        );
         Self { rule, rate, weight_decay, clip_norm: None, schedule: Schedule::constant() }
     }
 
@@ -275,7 +301,14 @@ pub(crate) struct AdamW {
 }
 
 impl AdamW {
-    fn apply(&self, scale: f32, sum: &[f32], parameters: &mut [f32], means: &mut [f32], squares: &mut [f32]) {
+    fn apply(
+        &self,
+        scale: f32,
+        sum: &[f32],
+        parameters: &mut [f32],
+        means: &mut [f32],
+        squares: &mut [f32],
+    ) {
         for (((p, m), v), &s) in parameters.iter_mut().zip(means).zip(squares).zip(sum) {
             let gradient = s * scale;
             *m = self.beta1 * *m + self.rest1 * gradient;
@@ -316,7 +349,13 @@ mod tests {
         let mut slots = vec![0.0; 3 * optimizer.slots()];
         [0, 1].map(|step| {
             let sum = &SUMS[step as usize];
-            optimizer.apply(Update { step, records: 2, sum, parameters: &mut parameters, slots: &mut slots });
+            optimizer.apply(Update {
+                step,
+                records: 2,
+                sum,
+                parameters: &mut parameters,
+                slots: &mut slots,
+            });
             parameters
         })
     }
@@ -387,7 +426,13 @@ mod tests {
         let apply = |optimizer: Optimizer| {
             let mut parameters = [0.0; 2];
             let sum = &[6.0, -8.0];
-            optimizer.apply(Update { step: 0, records: 2, sum, parameters: &mut parameters, slots: &mut [] });
+            optimizer.apply(Update {
+                step: 0,
+                records: 2,
+                sum,
+                parameters: &mut parameters,
+                slots: &mut [],
+            });
             parameters
         };
         // The mean is (3, -4), of norm 5.
@@ -403,7 +448,13 @@ mod tests {
             let (mut parameters, mut slots, sum) = ([1.0, 2.0], [0.5; 4], &[0.0, bad]);
             let optimizer = Optimizer::adam_w(0.1).clip_norm(1.0);
             let (parameters_, slots_) = (&mut parameters, &mut slots);
-            optimizer.apply(Update { step: 0, records: 1, sum, parameters: parameters_, slots: slots_ });
+            optimizer.apply(Update {
+                step: 0,
+                records: 1,
+                sum,
+                parameters: parameters_,
+                slots: slots_,
+            });
             assert_eq!((parameters, slots), ([1.0, 2.0], [0.5; 4]), "{bad}");
         }
     }
@@ -434,7 +485,10 @@ mod tests {
     #[test]
     fn slots_are_counted_and_their_length_is_checked() {
         let momentum = Optimizer::sgd(0.1).momentum(0.5);
-        assert_eq!([Optimizer::sgd(0.1), momentum, Optimizer::adam_w(0.1)].map(|o| o.slots()), [0, 1, 2]);
+        assert_eq!(
+            [Optimizer::sgd(0.1), momentum, Optimizer::adam_w(0.1)].map(|o| o.slots()),
+            [0, 1, 2]
+        );
         let wrong = || {
             momentum.apply(Update {
                 step: 0,

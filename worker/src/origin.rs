@@ -20,7 +20,11 @@ pub(crate) fn check(address: &str) -> Result<(), String> {
 ///
 /// # Errors
 /// The place's word; what is not as the model has it, or not as it was written.
-pub(crate) fn load(address: &str, layout: &[NamedTensor], parameters: &mut [f32]) -> Result<(), String> {
+pub(crate) fn load(
+    address: &str,
+    layout: &[NamedTensor],
+    parameters: &mut [f32],
+) -> Result<(), String> {
     match checkpoint_at(address)? {
         Some(folder) => checkpoint::load_parameters(&folder, parameters),
         None => weights::load(address, layout, parameters).map_err(|error| error.to_string()),

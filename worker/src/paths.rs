@@ -76,7 +76,10 @@ mod tests {
         }
         assert_eq!(absolute("/../../etc").unwrap(), Path::new("/etc"));
         let here = std::env::current_dir().unwrap();
-        assert_eq!(absolute("../x").unwrap(), here.canonicalize().unwrap().parent().unwrap().join("x"));
+        assert_eq!(
+            absolute("../x").unwrap(),
+            here.canonicalize().unwrap().parent().unwrap().join("x")
+        );
         assert_eq!(absolute("x").unwrap(), here.join("x"));
     }
 
@@ -84,7 +87,9 @@ mod tests {
     fn a_folder_is_told_from_a_file_to_come() {
         let folder = tempfile::tempdir().unwrap();
         let here = folder.path().to_str().unwrap();
-        for address in [here, &format!("file://{here}"), "new/", "/", "..", "s3://bucket", "gs://b/a/"] {
+        for address in
+            [here, &format!("file://{here}"), "new/", "/", "..", "s3://bucket", "gs://b/a/"]
+        {
             assert!(names_folder(address), "{address}");
         }
         for address in [&format!("{here}/m"), "m", "../m", "s3://bucket/m", "az://b/a/m"] {

@@ -89,14 +89,21 @@ impl Predictions {
             return Ok(());
         }
         let describe = |predictions: &Self| {
-            let column = |(name, column): &(String, Column)| format!("{name:?} ({})", column.kind());
+            let column =
+                |(name, column): &(String, Column)| format!("{name:?} ({})", column.kind());
             predictions.columns.iter().map(column).collect::<Vec<_>>().join(", ")
         };
         let same = self.columns.len() == other.columns.len()
-            && self.columns.iter().zip(&other.columns).all(|(a, b)| a.0 == b.0 && a.1.kind() == b.1.kind());
+            && self
+                .columns
+                .iter()
+                .zip(&other.columns)
+                .all(|(a, b)| a.0 == b.0 && a.1.kind() == b.1.kind());
         if !same {
             let (here, there) = (describe(self), describe(&other));
-            return Err(format!("predictions of one job have one set of columns: {there} come after {here}"));
+            return Err(format!(
+                "predictions of one job have one set of columns: {there} come after {here}"
+            ));
         }
         for ((_, column), (_, more)) in self.columns.iter_mut().zip(other.columns) {
             match (column, more) {
@@ -158,7 +165,10 @@ mod tests {
         let mut all = Predictions::new();
         all.append(two()).unwrap();
         all.append(Predictions::new().i64("class", vec![7]).f32("p", vec![1.0])).unwrap();
-        assert_eq!(all, Predictions::new().i64("class", vec![1, 2, 7]).f32("p", vec![0.5, 0.25, 1.0]));
+        assert_eq!(
+            all,
+            Predictions::new().i64("class", vec![1, 2, 7]).f32("p", vec![0.5, 0.25, 1.0])
+        );
         for other in [
             Predictions::new().i64("class", vec![1]),
             Predictions::new().f32("p", vec![1.0]).i64("class", vec![1]),

@@ -143,7 +143,10 @@ impl<R: Send + 'static> Prefetch<R> {
     ///
     /// # Errors
     /// The reader failed.
-    pub(crate) fn readable(&self, ranges: impl Iterator<Item = RecordRange>) -> Result<Option<u64>, NotRead> {
+    pub(crate) fn readable(
+        &self,
+        ranges: impl Iterator<Item = RecordRange>,
+    ) -> Result<Option<u64>, NotRead> {
         let mut state = self.shelf.lock();
         if let Some(failed) = state.failed.take() {
             return Err(failed);
@@ -320,7 +323,10 @@ pub(crate) fn read_piece<D: Reader>(
                 Ok(Ok(records)) => records,
                 Ok(Err(error)) => return Err(ReadError::from(error)),
                 Err(panic) => {
-                    return Err(ReadError::from(format!("the reader panicked: {}", panic_text(&*panic))));
+                    return Err(ReadError::from(format!(
+                        "the reader panicked: {}",
+                        panic_text(&*panic)
+                    )));
                 }
             };
             if records.len() as u64 != count {
@@ -506,7 +512,8 @@ mod tests {
             announced: VecDeque::new(),
             closed: false,
         };
-        prefetch.shelf = Arc::new(Shelf { state: Mutex::new(state), changed: Condvar::new(), waits });
+        prefetch.shelf =
+            Arc::new(Shelf { state: Mutex::new(state), changed: Condvar::new(), waits });
         let shelf = Arc::clone(&prefetch.shelf);
         thread::spawn(move || shelf.fill(reader, &dataset(), 16));
         prefetch.want(range(0, 12, 60));

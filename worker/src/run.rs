@@ -84,8 +84,8 @@ enum End {
 
 fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
     let address = address_towards(&environment.master).map_err(End::NoMaster)?;
-    let listener =
-        TcpListener::bind((address, 0)).map_err(|error| End::Failed(format!("{address}: {error}")))?;
+    let listener = TcpListener::bind((address, 0))
+        .map_err(|error| End::Failed(format!("{address}: {error}")))?;
     let address: SocketAddr =
         listener.local_addr().map_err(|error| End::Failed(format!("{address}: {error}")))?;
     let control = Control::open(environment, address).map_err(End::NoMaster)?;
@@ -106,9 +106,12 @@ fn train<M: Model>(
 ) -> Result<Exit, Failure> {
     let welcome = &control.welcome;
     let secret = Secret::new(environment.token.as_bytes());
-    let endpoint = Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret.clone())
-        .and_then(|endpoint| endpoint.with_wire_dtype(welcome.wire_dtype).with_streams(welcome.streams))
-        .map_err(|error| Failure::fatal(error.to_string()))?;
+    let endpoint =
+        Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret.clone())
+            .and_then(|endpoint| {
+                endpoint.with_wire_dtype(welcome.wire_dtype).with_streams(welcome.streams)
+            })
+            .map_err(|error| Failure::fatal(error.to_string()))?;
     let endpoint = match welcome.worker_timeout {
         Some(limit) => endpoint.with_dial_limit(limit),
         None => endpoint,
@@ -119,8 +122,8 @@ fn train<M: Model>(
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),
     };
-    let (parameters, slots) =
-        call_user("parameters()", || Ok((model.parameters(), model.slots()))).map_err(Failure::fatal)?;
+    let (parameters, slots) = call_user("parameters()", || Ok((model.parameters(), model.slots())))
+        .map_err(Failure::fatal)?;
     if parameters == 0 {
         // A model that could not be built says why in the first method that can.
         let why = call_user("initialize()", || model.initialize(welcome.seed, &mut [])).err();
@@ -157,7 +160,9 @@ fn train<M: Model>(
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
     let gpu = call_user("device()", || Ok(model.device().map(|on_gpu| on_gpu.device().clone())));
     let tensors = match gpu.map_err(Failure::fatal)? {
-        Some(gpu) => DeviceState::new(&gpu, parameters, slots).map(|state| Tensors::Device(Box::new(state))),
+        Some(gpu) => {
+            DeviceState::new(&gpu, parameters, slots).map(|state| Tensors::Device(Box::new(state)))
+        }
         None => Ok(Tensors::Host(HostState::new(parameters, slots))),
     };
     let tensors = tensors.map_err(|error| Failure { error, ranges: Vec::new(), fatal: false })?;
@@ -185,7 +190,8 @@ fn prepare<M: Model>(
         match control.inbox.recv() {
             Ok(FromMaster::Describe) => {
                 let source = &control.welcome.training_data;
-                let described = call_user("reading the data set", || Ok(model.reader().describe(source)?));
+                let described =
+                    call_user("reading the data set", || Ok(model.reader().describe(source)?));
                 let described = described.and_then(|dataset| {
                     check_places(&control.welcome.work)?;
                     Checkpointing::check(&control.welcome, whose, &dataset, model)?;
@@ -214,7 +220,10 @@ fn prepare<M: Model>(
 }
 
 /// The validation data, which each worker looks at for itself.
-fn validate<M: Model>(model: &M, options: &ValidationOptions) -> Result<Validation<M::Reader>, String> {
+fn validate<M: Model>(
+    model: &M,
+    options: &ValidationOptions,
+) -> Result<Validation<M::Reader>, String> {
     call_user("reading the validation data", || {
         let mut reader = model.reader();
         let dataset = reader.describe(&options.data)?;
@@ -236,7 +245,9 @@ fn check_places(work: &Work) -> Result<(), String> {
             weights::check_writable(export).map_err(|error| format!("--export: {error}"))
         }
         Work::Train { export: None, .. } => Ok(()),
-        Work::Evaluate { model } => origin::check(model).map_err(|error| format!("--model: {error}")),
+        Work::Evaluate { model } => {
+            origin::check(model).map_err(|error| format!("--model: {error}"))
+        }
         Work::Predict { model, output, .. } => {
             origin::check(model).map_err(|error| format!("--model: {error}"))?;
             apart::check_output(output).map_err(|error| format!("--predictions: {error}"))
@@ -260,7 +271,10 @@ fn address_towards(master: &str) -> Result<IpAddr, String> {
     Ok(socket.local_addr().map_err(failed)?.ip())
 }
 
-#[expect(clippy::print_stderr, reason = "the program's own words to the person who started it by hand")]
+#[expect(
+    clippy::print_stderr,
+    reason = "the program's own words to the person who started it by hand"
+)]
 fn usage(reason: &str) {
     let program = std::env::args().next().unwrap_or_else(|| "PROGRAM".into());
     eprintln!(

@@ -105,7 +105,9 @@ mod tests {
     #[test]
     fn a_cosine_rises_in_a_line_falls_along_the_curve_and_stays_at_its_floor() {
         let schedule = Schedule::Cosine { warm_up: 4, total: 12, floor: 0.2 };
-        for (step, expected) in [(0, 0.25), (1, 0.5), (3, 1.0), (4, 1.0), (8, 0.6), (12, 0.2), (13, 0.2)] {
+        for (step, expected) in
+            [(0, 0.25), (1, 0.5), (3, 1.0), (4, 1.0), (8, 0.6), (12, 0.2), (13, 0.2)]
+        {
             near(schedule.factor(step), expected);
         }
         // A quarter of the way down: (1 + cos 45°) / 2 of the distance is left.

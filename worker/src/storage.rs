@@ -22,8 +22,8 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme, PutPayload,
-    RetryConfig, WriteMultipart,
+    BackoffConfig, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme,
+    PutPayload, RetryConfig, WriteMultipart,
 };
 use tokio::runtime::Runtime;
 use url::Url;
@@ -96,15 +96,23 @@ impl Storage {
     pub fn open(address: &str) -> Result<Self, StorageError> {
         let wrong = |reason: String| StorageError::Address { address: address.to_owned(), reason };
         if address.is_empty() {
-            return Err(wrong("an empty address; it must be a path or s3://, gs:// or az://".into()));
+            return Err(wrong(
+                "an empty address; it must be a path or s3://, gs:// or az://".into(),
+            ));
         }
         if !address.contains("://") {
             let path = crate::paths::absolute(address).map_err(|error| wrong(error.to_string()))?;
             let root = Path::from_absolute_path(path).map_err(|error| wrong(error.to_string()))?;
-            return Ok(Self { store: local::store(), root, address: address.to_owned(), is_local: true });
+            return Ok(Self {
+                store: local::store(),
+                root,
+                address: address.to_owned(),
+                is_local: true,
+            });
         }
         let url = Url::parse(address).map_err(|error| wrong(error.to_string()))?;
-        let unknown = || wrong("not a place for files; it must be a path or s3://, gs:// or az://".into());
+        let unknown =
+            || wrong("not a place for files; it must be a path or s3://, gs:// or az://".into());
         let (scheme, path) = ObjectStoreScheme::parse(&url).map_err(|_| unknown())?;
         let failed = |error: object_store::Error| wrong(error.to_string());
         // The clients look for the process's way to do TLS; one that is set already is as good.
@@ -112,15 +120,18 @@ impl Storage {
         let store: Arc<dyn ObjectStore> = match scheme {
             ObjectStoreScheme::Local => local::store(),
             ObjectStoreScheme::AmazonS3 => {
-                let builder = aws::builder().map_err(wrong)?.with_url(address).with_retry(retries());
+                let builder =
+                    aws::builder().map_err(wrong)?.with_url(address).with_retry(retries());
                 Arc::new(builder.build().map_err(failed)?)
             }
             ObjectStoreScheme::GoogleCloudStorage => {
-                let builder = GoogleCloudStorageBuilder::from_env().with_url(address).with_retry(retries());
+                let builder =
+                    GoogleCloudStorageBuilder::from_env().with_url(address).with_retry(retries());
                 Arc::new(builder.build().map_err(failed)?)
             }
             ObjectStoreScheme::MicrosoftAzure => {
-                let builder = MicrosoftAzureBuilder::from_env().with_url(address).with_retry(retries());
+                let builder =
+                    MicrosoftAzureBuilder::from_env().with_url(address).with_retry(retries());
                 Arc::new(builder.build().map_err(failed)?)
             }
             _ => return Err(unknown()),
@@ -230,8 +241,9 @@ impl Storage {
         // Stores list in the order of names.
         let listed = || {
             let all = self.store.list_with_offset(Some(&self.root), &first);
-            let is_one =
-                |meta: &ObjectMeta| std::future::ready(Ok(meta.location.as_ref().starts_with(&begins)));
+            let is_one = |meta: &ObjectMeta| {
+                std::future::ready(Ok(meta.location.as_ref().starts_with(&begins)))
+            };
             all.try_take_while(is_one).try_collect::<Vec<_>>()
         };
         let found = self.found("", listed)?.into_iter();
@@ -248,7 +260,8 @@ impl Storage {
         let mut found = Vec::new();
         for name in names.filter(|name| name.starts_with(prefix)) {
             let inside = self.list(name)?.into_iter();
-            found.extend(inside.map(|file| Found { path: format!("{name}/{}", file.path), ..file }));
+            found
+                .extend(inside.map(|file| Found { path: format!("{name}/{}", file.path), ..file }));
         }
         found.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(found)
@@ -284,7 +297,9 @@ impl Storage {
         let at = self.at(path);
         if self.is_local {
             let name = self.name(path);
-            return patiently(&name, || local::write(&at, &parts).map_err(|error| self.error(path, error)));
+            return patiently(&name, || {
+                local::write(&at, &parts).map_err(|error| self.error(path, error))
+            });
         }
         self.ask(path, || self.put(&at, parts.clone()))
     }
@@ -358,13 +373,19 @@ impl Storage {
         path: &str,
         mut request: impl FnMut() -> F,
     ) -> Result<T, StorageError> {
-        patiently(&self.name(path), || runtime().block_on(request()).map_err(|error| self.error(path, error)))
+        patiently(&self.name(path), || {
+            runtime().block_on(request()).map_err(|error| self.error(path, error))
+        })
     }
 
     fn error(&self, path: &str, error: object_store::Error) -> StorageError {
         match error {
-            object_store::Error::NotFound { .. } => StorageError::NotFound { path: self.name(path) },
-            source if lies_below_a_file(&source) => StorageError::NotFound { path: self.name(path) },
+            object_store::Error::NotFound { .. } => {
+                StorageError::NotFound { path: self.name(path) }
+            }
+            source if lies_below_a_file(&source) => {
+                StorageError::NotFound { path: self.name(path) }
+            }
             source => StorageError::Store { path: self.name(path), source: Box::new(source) },
         }
     }
@@ -405,8 +426,11 @@ impl fmt::Display for Storage {
 
 /// A request that fails for an instant is made again at once, without a word.
 fn retries() -> RetryConfig {
-    let backoff =
-        BackoffConfig { init_backoff: Duration::from_millis(50), max_backoff: RETRY_TIME, base: 2.0 };
+    let backoff = BackoffConfig {
+        init_backoff: Duration::from_millis(50),
+        max_backoff: RETRY_TIME,
+        base: 2.0,
+    };
     RetryConfig { backoff, max_retries: RETRIES, retry_timeout: RETRY_TIME }
 }
 
@@ -462,7 +486,11 @@ mod tests {
         storage.write("x/1", vec![Bytes::from_static(b"abc"), Bytes::from_static(b"de")]).unwrap();
         storage.join("x").write("0", vec![Bytes::from_static(b"f")]).unwrap();
         let at = folder.path().join("a b/c%d/x/1");
-        assert_eq!(std::fs::read(at).unwrap(), b"abcde", "a path is the path that the system knows");
+        assert_eq!(
+            std::fs::read(at).unwrap(),
+            b"abcde",
+            "a path is the path that the system knows"
+        );
         assert_eq!(storage.read("x/1").unwrap(), "abcde");
         assert_eq!(
             (storage.read_range("x/1", 1..3).unwrap(), storage.bytes("x/1").unwrap()),
@@ -474,7 +502,10 @@ mod tests {
         storage.remove("x/1").unwrap();
         storage.remove("x/1").unwrap();
         let error = storage.read("x/1").unwrap_err();
-        assert!(matches!(&error, StorageError::NotFound { path } if path.ends_with("c%d/x/1")), "{error}");
+        assert!(
+            matches!(&error, StorageError::NotFound { path } if path.ends_with("c%d/x/1")),
+            "{error}"
+        );
         storage.write("file", vec![Bytes::from_static(b"1")]).unwrap();
         let error = storage.read("file/below").unwrap_err();
         assert!(matches!(&error, StorageError::NotFound { .. }), "{error}");
@@ -486,7 +517,8 @@ mod tests {
         let memory = object_store::memory::InMemory::new();
         for storage in [here, Storage::within(Arc::new(memory), Path::default(), "memory")] {
             let bytes: Vec<u8> = (0..PART_BYTES_MIN * 2 + 7).map(|i| (i % 251) as u8).collect();
-            let parts = vec![Bytes::copy_from_slice(&bytes[..100]), Bytes::copy_from_slice(&bytes[100..])];
+            let parts =
+                vec![Bytes::copy_from_slice(&bytes[..100]), Bytes::copy_from_slice(&bytes[100..])];
             storage.write("large", parts).unwrap();
             assert!(storage.read("large").unwrap() == bytes);
             assert_eq!(storage.list("").unwrap().len(), 1);

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, Signal, WaitOptions, WaitStatus, getpid, getppid, kill_process, set_parent_process_death_signal,
-    wait,
+    Pid, Signal, WaitOptions, WaitStatus, getpid, getppid, kill_process,
+    set_parent_process_death_signal, wait,
 };
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -54,7 +54,9 @@ impl Supervisor {
     /// What is wrong, for the user's eyes.
     pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let number = |name: &str| -> Result<Option<u64>, String> {
-            let parse = |text: String| text.parse().map_err(|_| format!("{name} is `{text}`, not a number"));
+            let parse = |text: String| {
+                text.parse().map_err(|_| format!("{name} is `{text}`, not a number"))
+            };
             variable(name).map(parse).transpose()
         };
         let Some(workers) = number(WORKERS)? else { return Ok(None) };
@@ -216,7 +218,9 @@ mod tests {
     use super::*;
 
     fn read(set: &[(&str, &str)]) -> Result<Option<Supervisor>, String> {
-        Supervisor::read(|name| set.iter().find(|(known, _)| *known == name).map(|(_, v)| (*v).into()))
+        Supervisor::read(|name| {
+            set.iter().find(|(known, _)| *known == name).map(|(_, v)| (*v).into())
+        })
     }
 
     fn crew() -> Crew {
@@ -238,7 +242,9 @@ mod tests {
         assert_eq!(threads(&[(CPUS, "9")]), Some(2));
         assert_eq!(threads(&[(CPUS, "1")]), Some(1));
         assert_eq!(threads(&[(CPUS, "8"), (THREADS, "3")]), None);
-        for (value, wanted) in [("0", "from 1 to 64"), ("65", "from 1 to 64"), ("two", "not a number")] {
+        for (value, wanted) in
+            [("0", "from 1 to 64"), ("65", "from 1 to 64"), ("two", "not a number")]
+        {
             let error = read(&[(WORKERS, value), launch]).unwrap_err();
             assert!(error.contains(WORKERS) && error.contains(wanted), "{error}");
         }

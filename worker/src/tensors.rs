@@ -100,7 +100,9 @@ impl Tensors {
                 fill(&mut floats)?;
                 Ok(state.load_at(tensor, at, &floats)?)
             }
-            (Self::Host(state), Tensor::Slots) => fill(&mut writable(&mut state.slots)[at..at + len]),
+            (Self::Host(state), Tensor::Slots) => {
+                fill(&mut writable(&mut state.slots)[at..at + len])
+            }
             (Self::Host(state), _) => fill(&mut writable(&mut state.parameters)[at..at + len]),
         }
     }
@@ -144,10 +146,14 @@ impl Tensors {
         match self {
             Self::Device(state) if is_alone => state.take_gradient_as_sum(),
             Self::Device(state) => return state.sum(ring, header, path),
-            Self::Host(state) if is_alone => std::mem::swap(&mut state.gradient, &mut state.reduced),
+            Self::Host(state) if is_alone => {
+                std::mem::swap(&mut state.gradient, &mut state.reduced)
+            }
             Self::Host(HostState { gradient, reduced, .. }) => {
                 return match buckets {
-                    Some(buckets) => buckets::sum_rest(ring.host_mut(), header, gradient, reduced, buckets),
+                    Some(buckets) => {
+                        buckets::sum_rest(ring.host_mut(), header, gradient, reduced, buckets)
+                    }
                     None => ring.host_mut().all_reduce(header, gradient, reduced),
                 };
             }
@@ -266,7 +272,8 @@ impl HostState {
         let reduced = Arc::new(std::mem::take(&mut self.reduced));
         let old = std::mem::replace(&mut self.kept, reduced);
         // A newcomer may not have been sent the old one yet.
-        self.reduced = Arc::try_unwrap(old).unwrap_or_else(|old| elasticdl_collective::zeros(old.len()));
+        self.reduced =
+            Arc::try_unwrap(old).unwrap_or_else(|old| elasticdl_collective::zeros(old.len()));
     }
 }
 
@@ -275,7 +282,9 @@ impl HostState {
 /// One pass over memory, in blocks without a branch, which the compiler turns into vector instructions.
 pub(crate) fn is_finite(values: &[f32]) -> bool {
     let is_bad = |value: &f32| u32::from(value.to_bits() & EXPONENT == EXPONENT);
-    values.chunks(FINITE_BLOCK).all(|block| block.iter().fold(0, |bad, value| bad | is_bad(value)) == 0)
+    values
+        .chunks(FINITE_BLOCK)
+        .all(|block| block.iter().fold(0, |bad, value| bad | is_bad(value)) == 0)
 }
 
 /// The elements of a tensor of `len` whose turn it is at `step`.
@@ -340,9 +349,13 @@ mod tests {
             values.iter_mut().step_by(5).for_each(|value| *value = f32::MIN_POSITIVE / 4.0);
             assert!(is_finite(&values), "{len}");
             for at in [0, len / 2, len.saturating_sub(1)].into_iter().filter(|at| *at < len) {
-                for bad in
-                    [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7f80_0001)]
-                {
+                for bad in [
+                    f32::NAN,
+                    -f32::NAN,
+                    f32::INFINITY,
+                    f32::NEG_INFINITY,
+                    f32::from_bits(0x7f80_0001),
+                ] {
                     let good = std::mem::replace(&mut values[at], bad);
                     assert!(!is_finite(&values), "{bad} at {at} of {len}");
                     values[at] = good;
@@ -370,10 +383,16 @@ mod tests {
             let mut other = Tensors::Host(other);
             assert_ne!(whole.digest(&state).unwrap(), other.digest(&state).unwrap());
             let mut differ = |digest: &dyn Fn(&mut Tensors, u64) -> u64| {
-                (0..WINDOWS).filter(|&step| digest(&mut whole, step) != digest(&mut other, step)).count()
+                (0..WINDOWS)
+                    .filter(|&step| digest(&mut whole, step) != digest(&mut other, step))
+                    .count()
             };
             let at_step = |step| State { step, ..state.clone() };
-            assert_eq!(differ(&|t, step| t.quick_digest(&at_step(step)).unwrap()), 1, "element {at}");
+            assert_eq!(
+                differ(&|t, step| t.quick_digest(&at_step(step)).unwrap()),
+                1,
+                "element {at}"
+            );
             assert_eq!(differ(&|t, step| t.window_digest(step).unwrap()), 1, "element {at}");
         }
     }

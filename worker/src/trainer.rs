@@ -8,7 +8,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::device::{DeviceRing, NcclPolicy};
-use elasticdl_collective::{CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver};
+use elasticdl_collective::{
+    CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver,
+};
 use elasticdl_proto::{RecordRange, WorkerId};
 
 use crate::core::halt::{Halt, Reason};
@@ -219,7 +221,9 @@ impl<'a, M: Model> Trainer<'a, M> {
             Task::Wait => {
                 match self.inbox.recv() {
                     Ok(message) => self.handle(message),
-                    Err(_) => self.session.handle_shutdown("the control stream's thread ended".into()),
+                    Err(_) => {
+                        self.session.handle_shutdown("the control stream's thread ended".into())
+                    }
                 }
                 Ok(())
             }
@@ -234,8 +238,11 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.gap.on_membership(Instant::now());
         let is_member = |id| membership.members.iter().any(|(member, _)| member.0 == id);
         self.donor.switch(membership.generation, is_member);
-        let members =
-            membership.members.iter().map(|(id, address)| Member { id: id.0, address: *address }).collect();
+        let members = membership
+            .members
+            .iter()
+            .map(|(id, address)| Member { id: id.0, address: *address })
+            .collect();
         let spec = GroupSpec { generation: membership.generation.0, members };
         let ring = self.endpoint.connect(&spec, CONNECT_DEADLINE).map_err(Stopped::Broken)?;
         self.ring = Some(match &self.tensors {
@@ -263,7 +270,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         while let Some(visitor) = self.endpoint.visitor() {
             self.donor.admit(visitor);
         }
-        let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) else {
+        let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state())
+        else {
             return Ok(());
         };
         let (parameters, slots) = self.tensors.sizes();
@@ -316,7 +324,11 @@ impl<'a, M: Model> Trainer<'a, M> {
 
     /// The donor passes its last step's headers and reduced gradient around; ranks behind apply them. Gives the headers
     /// to a rank that has passed them on, and now has the reduced gradient in `reduced`.
-    fn repair_by_result(&mut self, donor: usize, apply: bool) -> Result<Option<Vec<StepHeader>>, Stopped> {
+    fn repair_by_result(
+        &mut self,
+        donor: usize,
+        apply: bool,
+    ) -> Result<Option<Vec<StepHeader>>, Stopped> {
         let ring = ring(&mut self.ring)?;
         let donates = ring.host().rank() == donor;
         let mut bytes = match (donates, self.session.kept()) {
@@ -329,7 +341,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         if donates {
             return Ok(None);
         }
-        let headers: Vec<StepHeader> = header::decode(&bytes).ok_or_else(|| garbled("a step's headers"))?;
+        let headers: Vec<StepHeader> =
+            header::decode(&bytes).ok_or_else(|| garbled("a step's headers"))?;
         if !apply {
             return Ok(Some(headers));
         }
@@ -491,7 +504,9 @@ impl<'a, M: Model> Trainer<'a, M> {
                 }
                 Tensors::Host(state) => model.update(state.update(step, records)),
             })
-            .map_err(|error| Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false }))?;
+            .map_err(|error| {
+                Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false })
+            })?;
         }
         tensors.keep_reduced();
         if let (Some((generation, _)), true) = (self.session.place(), self.donor.is_serving()) {
@@ -565,7 +580,8 @@ fn decode_all<T: serde::de::DeserializeOwned>(headers: Vec<Vec<u8>>) -> Result<V
 
 /// What came over a link that proved the job's token makes no sense: other ranks run another program.
 fn garbled(what: &str) -> Stopped {
-    let error = format!("a peer sent {what} that can't be read; do all workers run the same program?");
+    let error =
+        format!("a peer sent {what} that can't be read; do all workers run the same program?");
     Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false })
 }
 
@@ -573,7 +589,8 @@ fn misfit_failure(misfit: &Misfit) -> Failure {
     match misfit {
         Misfit::Differs(differing) => mismatch(differing),
         Misfit::Elsewhere(Elsewhere { first_has_gpu }) => {
-            let (here, there) = if *first_has_gpu { ("the CPU", "a GPU") } else { ("a GPU", "the CPU") };
+            let (here, there) =
+                if *first_has_gpu { ("the CPU", "a GPU") } else { ("a GPU", "the CPU") };
             let error = format!(
                 "this worker computes on {here} and the group on {there}; all must compute on the same kind of device"
             );

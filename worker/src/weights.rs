@@ -94,8 +94,8 @@ pub(crate) fn load(
     check(tensors, parameters.len())?;
     let bytes = Storage::open(address)?.read("")?;
     let other = |reason: String| WeightsError::Other { path: address.into(), reason };
-    let file =
-        SafeTensors::deserialize(&bytes).map_err(|error| other(format!("no safetensors file: {error}")))?;
+    let file = SafeTensors::deserialize(&bytes)
+        .map_err(|error| other(format!("no safetensors file: {error}")))?;
     let mut rest = parameters;
     for NamedTensor { name, shape } in tensors {
         let tensor = file.tensor(name).map_err(|_| {
@@ -131,19 +131,23 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
         let values = shape.iter().try_fold(1usize, |values, &n| values.checked_mul(n));
         let bytes = values.and_then(|values| values.checked_mul(size_of::<f32>()));
         let range = bytes.and_then(|bytes| Some((end, end.checked_add(bytes)?)));
-        let data_offsets = range
-            .ok_or_else(|| WeightsError::Names(format!("{name:?} with too large a shape: {shape:?}")))?;
+        let data_offsets = range.ok_or_else(|| {
+            WeightsError::Names(format!("{name:?} with too large a shape: {shape:?}"))
+        })?;
         end = data_offsets.1;
         let info = TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets };
         infos.push((name.clone(), info));
     }
     if end / size_of::<f32>() != parameters {
         let named = end / size_of::<f32>();
-        return Err(WeightsError::Names(format!("{named} values in all where parameters() is {parameters}")));
+        return Err(WeightsError::Names(format!(
+            "{named} values in all where parameters() is {parameters}"
+        )));
     }
     // What PyTorch's loaders look for.
     let format = HashMap::from([("format".into(), "pt".into())]);
-    let metadata = Metadata::new(Some(format), infos).map_err(|e| WeightsError::Names(e.to_string()))?;
+    let metadata =
+        Metadata::new(Some(format), infos).map_err(|e| WeightsError::Names(e.to_string()))?;
     let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
     // So that the values are aligned in a file that is mapped into memory.
     json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');
@@ -199,8 +203,12 @@ mod tests {
     #[test]
     fn what_is_saved_is_loaded_by_name_and_shape() {
         let (_folder, path) = place();
-        let tensors =
-            [tensor("b", &[2, 3]), tensor("a", &[]), tensor("empty", &[0, 4]), tensor("ä \"", &[1])];
+        let tensors = [
+            tensor("b", &[2, 3]),
+            tensor("a", &[]),
+            tensor("empty", &[0, 4]),
+            tensor("ä \"", &[1]),
+        ];
         let parameters: Vec<f32> = (0..8).map(|i| i as f32 * 0.5).collect();
         save(&path, &tensors, &Arc::new(parameters.clone())).unwrap();
         let bytes = std::fs::read(&path).unwrap();
@@ -222,12 +230,14 @@ mod tests {
         let (folder, path) = place();
         save(&path, &[tensor("a", &[2, 2])], &Arc::new(vec![0.0; 4])).unwrap();
         let mut values = [0.0; 4];
-        let mut load =
-            |path: &str, tensors: &[NamedTensor]| load(path, tensors, &mut values).unwrap_err().to_string();
+        let mut load = |path: &str, tensors: &[NamedTensor]| {
+            load(path, tensors, &mut values).unwrap_err().to_string()
+        };
         let expected = format!("{path}: no tensor \"w\", which the model has; the file has a");
         assert_eq!(load(&path, &[tensor("w", &[4])]), expected);
-        let expected =
-            format!("{path}: tensor \"a\" is F32 of the shape [2, 2] where the model has F32 of [4]");
+        let expected = format!(
+            "{path}: tensor \"a\" is F32 of the shape [2, 2] where the model has F32 of [4]"
+        );
         assert_eq!(load(&path, &[tensor("a", &[4])]), expected);
         let whole = std::fs::read(&path).unwrap();
         let torn = folder.path().join("torn").to_str().unwrap().to_owned();

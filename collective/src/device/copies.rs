@@ -1,4 +1,7 @@
-#![allow(unsafe_code, reason = "page-locked memory comes unwritten, and copies go on beside each other")]
+#![allow(
+    unsafe_code,
+    reason = "page-locked memory comes unwritten, and copies go on beside each other"
+)]
 
 use std::time::Instant;
 

@@ -4,7 +4,9 @@ use half::{bf16, f16};
 /// What a device buffer is made of: `f32`, `bf16` or `f16`.
 ///
 /// Halves are summed as f32 and rounded once on the host's path; NCCL sums them as its version sees fit.
-pub trait Element: DeviceRepr + ValidAsZeroBits + bytemuck::Pod + Send + Sync + sealed::Sealed {
+pub trait Element:
+    DeviceRepr + ValidAsZeroBits + bytemuck::Pod + Send + Sync + sealed::Sealed
+{
     /// The element's type, as a value.
     const DTYPE: Dtype;
 

@@ -9,7 +9,9 @@ use cudarc::driver::DriverError;
 pub enum DeviceError {
     /// NCCL did not give a communicator back in time. Its kernel may still hold the device's stream: end the process, another one
     /// takes its place.
-    #[error("NCCL has not aborted its communicator within {waited:?}; this process can't go on with its GPU")]
+    #[error(
+        "NCCL has not aborted its communicator within {waited:?}; this process can't go on with its GPU"
+    )]
     Abandoned {
         /// How long its return was waited for.
         waited: Duration,

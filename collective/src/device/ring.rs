@@ -159,7 +159,8 @@ impl DeviceRing {
         }
         let stream = self.device.stream().clone();
         let len = src.len();
-        let ((src, _read), (dst, _written)) = (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
+        let ((src, _read), (dst, _written)) =
+            (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
         self.over_nccl(header, Call { kind: CallKind::AllReduce, buffers })
     }
@@ -210,7 +211,8 @@ impl DeviceRing {
         }
         let stream = self.device.stream().clone();
         let len = src.len();
-        let ((src, _read), (dst, _written)) = (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
+        let ((src, _read), (dst, _written)) =
+            (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
         self.over_nccl(&[], Call { kind: CallKind::AllGather, buffers }).map(drop)
     }
@@ -219,7 +221,9 @@ impl DeviceRing {
     /// end shows.
     fn over_nccl(&mut self, header: &[u8], call: Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let Nccl::Begun(communicator) = &self.nccl else {
-            return Err(CollectiveError::Invalid("this group has no communicator of NCCL".to_owned()));
+            return Err(CollectiveError::Invalid(
+                "this group has no communicator of NCCL".to_owned(),
+            ));
         };
         if communicator.state() != NcclState::Ready {
             return Err(CollectiveError::Invalid("NCCL is not ready".to_owned()));
@@ -250,7 +254,11 @@ impl DeviceRing {
     }
 }
 
-fn wait_for_nccl(ring: &TcpRing, communicator: &NcclCommunicator, len: usize) -> Result<(), CollectiveError> {
+fn wait_for_nccl(
+    ring: &TcpRing,
+    communicator: &NcclCommunicator,
+    len: usize,
+) -> Result<(), CollectiveError> {
     let mut patience = Patience::of(len * size_of::<f32>());
     let mut gone: Option<(Instant, CollectiveError)> = None;
     loop {
@@ -271,7 +279,9 @@ fn wait_for_nccl(ring: &TcpRing, communicator: &NcclCommunicator, len: usize) ->
         }
         if gone.is_some() {
             std::thread::sleep(left.min(Duration::from_micros(100)));
-        } else if let Beside::NeighbourGone(error) = ring.wait_beside(communicator.finished(), left)? {
+        } else if let Beside::NeighbourGone(error) =
+            ring.wait_beside(communicator.finished(), left)?
+        {
             // It may have left because all is done; then it is done here in a moment.
             gone = Some((Instant::now(), error));
         }
@@ -370,7 +380,11 @@ fn framed(header: &[u8], len: usize) -> Vec<u8> {
     [&(len as u64).to_le_bytes(), header].concat()
 }
 
-fn unframed(ring: &TcpRing, told: Vec<Vec<u8>>, len: usize) -> Result<Vec<Vec<u8>>, CollectiveError> {
+fn unframed(
+    ring: &TcpRing,
+    told: Vec<Vec<u8>>,
+    len: usize,
+) -> Result<Vec<Vec<u8>>, CollectiveError> {
     let unframe = |(rank, mut framed): (usize, Vec<u8>)| {
         let its = framed.first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
         if its != Some(len as u64) {
@@ -388,7 +402,8 @@ fn check_header(header: &[u8]) -> Result<(), CollectiveError> {
     if header.len() <= HEADER_BYTES_MAX {
         return Ok(());
     }
-    let reason = format!("a header of {} bytes; at most {HEADER_BYTES_MAX} are possible", header.len());
+    let reason =
+        format!("a header of {} bytes; at most {HEADER_BYTES_MAX} are possible", header.len());
     Err(CollectiveError::Invalid(reason))
 }
 

@@ -45,7 +45,8 @@ impl Staging {
     /// What is enqueued on `stream` from now on comes after what is being copied. On every way out of an operation: buffers are freed
     /// in the order of their stream.
     pub(crate) fn join(&self, stream: &Arc<CudaStream>) -> Result<(), DeviceError> {
-        let joined = stream.join(&self.outward.stream).and_then(|()| stream.join(&self.inward.stream));
+        let joined =
+            stream.join(&self.outward.stream).and_then(|()| stream.join(&self.inward.stream));
         joined.map_err(DeviceError::cuda("order two streams"))
     }
 }
@@ -88,7 +89,12 @@ impl Lane {
     ///
     /// # Safety
     /// As for [`begin_out`](Self::begin_out).
-    pub(crate) unsafe fn begin_in(&mut self, turn: usize, dst: u64, bytes: usize) -> Result<(), DeviceError> {
+    pub(crate) unsafe fn begin_in(
+        &mut self,
+        turn: usize,
+        dst: u64,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
         let Self { stream, slots } = self;
         let slot = &mut slots[turn % 2];
         let memory = slot.room(bytes)?;
@@ -116,7 +122,11 @@ impl Slot {
     fn wait<E: From<DeviceError>>(&mut self, is_over: impl Fn() -> Result<(), E>) -> Result<(), E> {
         let begun = Instant::now();
         while self.is_used {
-            if self.copied.try_is_complete().map_err(DeviceError::cuda("copy between host and device"))? {
+            if self
+                .copied
+                .try_is_complete()
+                .map_err(DeviceError::cuda("copy between host and device"))?
+            {
                 self.is_used = false;
             } else if begun.elapsed() < SPIN_TIME_MAX {
                 thread::yield_now();
@@ -134,13 +144,16 @@ impl Slot {
         if is_small {
             self.memory = None;
             // SAFETY: it is filled below. Not write-combined: the host reads it.
+            let memory = unsafe {
+                self.copied.context().alloc_pinned_with_flags(bytes.max(SLOT_BYTES_MIN), 0)
+            };
             let memory =
-                unsafe { self.copied.context().alloc_pinned_with_flags(bytes.max(SLOT_BYTES_MIN), 0) };
-            let memory = self.memory.insert(memory.map_err(DeviceError::cuda("lock memory of the host"))?);
+                self.memory.insert(memory.map_err(DeviceError::cuda("lock memory of the host"))?);
             memory.as_mut_slice().map_err(DeviceError::cuda("lock memory of the host"))?.fill(0);
         }
         let memory = self.memory.as_mut().expect("it was just made");
-        let all = memory.as_mut_slice().map_err(DeviceError::cuda("copy between host and device"))?;
+        let all =
+            memory.as_mut_slice().map_err(DeviceError::cuda("copy between host and device"))?;
         Ok(&mut all[..bytes])
     }
 

@@ -60,7 +60,9 @@ fn a_member_that_answers_no_dial_is_unreachable_long_before_the_deadline() {
     let end = endpoint(1).with_dial_limit(limit);
     let members = vec![member(&end), Member { id: 2, address: silent.address }];
     let outcome = end.connect(&GroupSpec { generation: 3, members }, WATCHDOG * 10).unwrap_err();
-    let CollectiveError::Unreachable { rank: 1, member: 2, waited } = outcome else { panic!("{outcome:?}") };
+    let CollectiveError::Unreachable { rank: 1, member: 2, waited } = outcome else {
+        panic!("{outcome:?}")
+    };
     assert_eq!((waited, outcome.member()), (limit, Some(2)));
     assert_eq!(end.fence().groups(), 0, "nothing of the attempt is left");
 }
@@ -86,7 +88,8 @@ fn who_waits_for_the_previous_members_dial_shows_it() {
 fn a_second_dial_of_a_linked_member_is_refused() {
     let (one, two) = (endpoint(1), endpoint(2));
     let group = GroupSpec { generation: 1, members: [&one, &two].map(member).to_vec() };
-    let hello = Hello { purpose: Purpose::Ring, job: JobDigest::of("job"), generation: 1, from: 1, to: 2 };
+    let hello =
+        Hello { purpose: Purpose::Ring, job: JobDigest::of("job"), generation: 1, from: 1, to: 2 };
     let mut rings = thread::scope(|scope| {
         let first = scope.spawn(|| one.connect(&group, WATCHDOG).unwrap());
         [two.connect(&group, WATCHDOG).unwrap(), first.join().unwrap()]
@@ -101,7 +104,8 @@ fn a_second_dial_of_a_linked_member_is_refused() {
 fn a_hello_must_be_proven_and_for_this_worker_of_this_job() {
     let end = endpoint(2);
     end.fence().abort_before(5);
-    let hello = Hello { purpose: Purpose::Ring, job: JobDigest::of("job"), generation: 5, from: 1, to: 2 };
+    let hello =
+        Hello { purpose: Purpose::Ring, job: JobDigest::of("job"), generation: 5, from: 1, to: 2 };
     assert_refused(&end, &hello.encode(&Secret::new("guess")));
     assert_refused(&end, &Hello { generation: 4, ..hello }.encode(&secret()));
     assert_refused(&end, &Hello { to: 3, ..hello }.encode(&secret()));

@@ -46,7 +46,8 @@ impl Bare {
         let ((src, _read), (dst, _written)) = (src.device_ptr(stream), dst.device_ptr_mut(stream));
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
         // SAFETY: the handle is this thread's; the buffers are borrowed until the stream is through.
-        let progress = unsafe { self.library.all_reduce(self.handle, buffers, stream.cu_stream().cast()) }?;
+        let progress =
+            unsafe { self.library.all_reduce(self.handle, buffers, stream.cu_stream().cast()) }?;
         self.follow(progress)?;
         stream.synchronize().map_err(DeviceError::cuda("end a sum of NCCL"))
     }

@@ -222,7 +222,11 @@ impl Shared {
         self.status.lock().expect("nothing under this lock panics")
     }
 
-    fn wait<'a>(&self, status: MutexGuard<'a, Status>, limit: Option<Duration>) -> MutexGuard<'a, Status> {
+    fn wait<'a>(
+        &self,
+        status: MutexGuard<'a, Status>,
+        limit: Option<Duration>,
+    ) -> MutexGuard<'a, Status> {
         let no_panic = "nothing under this lock panics";
         match limit {
             None => self.changed.wait(status).expect(no_panic),
@@ -328,7 +332,12 @@ impl Caller {
         }
         drop(status);
         let took = self.shared.begun.elapsed();
-        tracing::debug!(rank = self.place.rank, world = self.place.world, ?took, "NCCL communicator made");
+        tracing::debug!(
+            rank = self.place.rank,
+            world = self.place.world,
+            ?took,
+            "NCCL communicator made"
+        );
         for call in &self.to_do {
             let result = match self.perform(call, &event) {
                 Ok(()) => Ok(()),
@@ -429,7 +438,12 @@ impl Caller {
     }
 
     /// Asks until what was begun is done.
-    fn follow(&self, action: &'static str, mut progress: Progress, pause: &Pause) -> Result<(), Stop> {
+    fn follow(
+        &self,
+        action: &'static str,
+        mut progress: Progress,
+        pause: &Pause,
+    ) -> Result<(), Stop> {
         while progress == Progress::Underway {
             pause.rest();
             progress = self.poll(action)?;
@@ -443,7 +457,10 @@ impl Caller {
     }
 
     /// Makes one call with the communicator, unless it is being aborted: nobody else uses it meanwhile.
-    fn call<T>(&self, call: impl FnOnce(&Library, Handle) -> Result<T, DeviceError>) -> Result<T, Stop> {
+    fn call<T>(
+        &self,
+        call: impl FnOnce(&Library, Handle) -> Result<T, DeviceError>,
+    ) -> Result<T, Stop> {
         let mut status = self.shared.lock();
         let Some(handle) = status.handle else { return Err(Stop::Aborted) };
         if self.shared.abort.load(Ordering::Acquire) {

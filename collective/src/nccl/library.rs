@@ -116,7 +116,9 @@ impl Library {
         let (world, rank) = (narrow(world), narrow(rank));
         // SAFETY: the id is passed by value, as C does with a structure of this size; the configuration says its own size and version,
         // and the library looks at no field beyond those.
-        let code = unsafe { (self.calls.comm_init_rank_config)(&mut handle, world, *id, rank, &mut config) };
+        let code = unsafe {
+            (self.calls.comm_init_rank_config)(&mut handle, world, *id, rank, &mut config)
+        };
         let progress = self.progress("make a communicator", code)?;
         Ok((Handle(handle), progress))
     }
@@ -125,7 +127,11 @@ impl Library {
     ///
     /// # Safety
     /// `handle` has not been aborted, and no other thread uses it.
-    pub(crate) unsafe fn poll(&self, action: &'static str, handle: Handle) -> Result<Progress, DeviceError> {
+    pub(crate) unsafe fn poll(
+        &self,
+        action: &'static str,
+        handle: Handle,
+    ) -> Result<Progress, DeviceError> {
         let mut state = SUCCESS;
         // SAFETY: by the caller's promise; the state is written to a live place.
         let code = unsafe { (self.calls.comm_get_async_error)(handle.0, &mut state) };
@@ -146,7 +152,15 @@ impl Library {
         let Buffers { src, dst, len, dtype } = buffers;
         // SAFETY: by the caller's promise.
         let code = unsafe {
-            (self.calls.all_reduce)(address(src), address(dst), len, code_of(dtype), SUM, handle.0, stream)
+            (self.calls.all_reduce)(
+                address(src),
+                address(dst),
+                len,
+                code_of(dtype),
+                SUM,
+                handle.0,
+                stream,
+            )
         };
         self.progress("sum", code)
     }
@@ -165,8 +179,9 @@ impl Library {
         let Buffers { src, dst, len, dtype } = buffers;
         let (dtype, root) = (code_of(dtype), narrow(root));
         // SAFETY: by the caller's promise.
-        let code =
-            unsafe { (self.calls.broadcast)(address(src), address(dst), len, dtype, root, handle.0, stream) };
+        let code = unsafe {
+            (self.calls.broadcast)(address(src), address(dst), len, dtype, root, handle.0, stream)
+        };
         self.progress("broadcast", code)
     }
 
@@ -183,7 +198,14 @@ impl Library {
         let Buffers { src, dst, len, dtype } = buffers;
         // SAFETY: by the caller's promise.
         let code = unsafe {
-            (self.calls.all_gather)(address(src), address(dst), len, code_of(dtype), handle.0, stream)
+            (self.calls.all_gather)(
+                address(src),
+                address(dst),
+                len,
+                code_of(dtype),
+                handle.0,
+                stream,
+            )
         };
         self.progress("gather", code)
     }

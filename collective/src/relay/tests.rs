@@ -114,7 +114,10 @@ fn a_link_that_ends_while_it_is_needed_is_a_lost_peer() {
         prev.write_all(&part[..cut]).unwrap();
         drop(prev);
         let error = ring.all_reduce(b"zero", &[1.0], &mut [0.0]).unwrap_err();
-        assert!(matches!(error, CollectiveError::PeerLost { rank: 2, member: 12, .. }), "{cut}: {error:?}");
+        assert!(
+            matches!(error, CollectiveError::PeerLost { rank: 2, member: 12, .. }),
+            "{cut}: {error:?}"
+        );
     }
     // Of the parent, anywhere in the total.
     let total = message(DOWN, 0, &[b"", b"", b""], &[3.0]);
@@ -123,7 +126,10 @@ fn a_link_that_ends_while_it_is_needed_is_a_lost_peer() {
         prev.write_all(&total[..cut]).unwrap();
         drop(prev);
         let error = ring.all_reduce(b"one", &[1.0], &mut [0.0]).unwrap_err();
-        assert!(matches!(error, CollectiveError::PeerLost { rank: 0, member: 10, .. }), "{cut}: {error:?}");
+        assert!(
+            matches!(error, CollectiveError::PeerLost { rank: 0, member: 10, .. }),
+            "{cut}: {error:?}"
+        );
     }
 }
 
@@ -207,14 +213,19 @@ fn stage(rank: usize) -> Stage {
     let (to_prev, prev) = pair();
     pass.register(&to_next);
     pass.register(&to_prev);
-    let links = Links { next: neighbour((rank + 1) % 3, to_next), prev: neighbour((rank + 2) % 3, to_prev) };
+    let links = Links {
+        next: neighbour((rank + 1) % 3, to_next),
+        prev: neighbour((rank + 2) % 3, to_prev),
+    };
     let ring = TcpRing::linked(pass, Progress::new(), Seat { rank, world: 3 }, links);
     Stage { ring, next, prev, fence }
 }
 
 fn message(step: u32, origin: u32, notes: &[&[u8]], elements: &[f32]) -> Vec<u8> {
-    let notes: Vec<u8> =
-        notes.iter().flat_map(|note| [&(note.len() as u32).to_le_bytes(), *note].concat()).collect();
+    let notes: Vec<u8> = notes
+        .iter()
+        .flat_map(|note| [&(note.len() as u32).to_le_bytes(), *note].concat())
+        .collect();
     let bytes = elements.len() * 4;
     let frame = Frame {
         kind: Kind::AllReduce,

@@ -22,7 +22,8 @@ use crate::payload::{Body, Payload};
 fn every_interleaving_of_a_small_all_reduce_ends_in_the_same_bits() {
     let mut states = 0;
     for (world, len) in [(1, 2), (2, 0), (2, 1), (2, 2), (2, 4), (3, 0), (3, 2), (3, 3)] {
-        let case = Case { world, extent: Extent { len, segment_len: 1 }, operation: Operation::AllReduce };
+        let case =
+            Case { world, extent: Extent { len, segment_len: 1 }, operation: Operation::AllReduce };
         states += explore(case, None);
     }
     assert!(states > 1000, "only {states} states: the exploration is cut short");
@@ -33,8 +34,11 @@ fn a_kill_at_any_point_of_any_interleaving_never_fakes_a_success() {
     for (world, len) in [(2, 1), (2, 2), (3, 0), (3, 2)] {
         for victim in 0..world {
             for queue_is_lost in [false, true] {
-                let case =
-                    Case { world, extent: Extent { len, segment_len: 1 }, operation: Operation::AllReduce };
+                let case = Case {
+                    world,
+                    extent: Extent { len, segment_len: 1 },
+                    operation: Operation::AllReduce,
+                };
                 explore(case, Some(Kill { victim, queue_is_lost }));
             }
         }
@@ -86,7 +90,8 @@ fn a_kill_after_any_number_of_events_never_fakes_a_success() {
                 for victim in 0..world {
                     for policy in Policy::two(at_event + victim as u64) {
                         let kill = Kill { victim, queue_is_lost: at_event % 2 == 0 };
-                        killed |= play(Case { world, extent, operation }, policy, Some((at_event, kill)));
+                        killed |=
+                            play(Case { world, extent, operation }, policy, Some((at_event, kill)));
                     }
                 }
                 if !killed {
@@ -270,7 +275,8 @@ impl Ring {
     fn new(case: Case, capacity: usize) -> Self {
         let world = case.world;
         let ranks = (0..world).map(|rank| Rank::new(case, rank)).collect();
-        let mut ring = Self { case, ranks, links: vec![Link::default(); world], capacity, victim: None };
+        let mut ring =
+            Self { case, ranks, links: vec![Link::default(); world], capacity, victim: None };
         (0..world).for_each(|rank| ring.settle(rank));
         ring
     }
@@ -306,7 +312,8 @@ impl Ring {
         match event.what {
             What::BeginSend => {
                 let piece = rank.schedule.next_send().unwrap();
-                let bytes = rank.with_payload(self.case, |payload| payload.outgoing(&piece).1.to_vec());
+                let bytes =
+                    rank.with_payload(self.case, |payload| payload.outgoing(&piece).1.to_vec());
                 rank.sending = Some((piece, bytes[..bytes.len() / 2].to_vec()));
             }
             What::Fail => {
@@ -324,13 +331,18 @@ impl Ring {
                 self.links[event.rank].queue.push_back(Message { piece, note, body });
             }
             What::Receive => {
-                let Message { piece: sent, note, body } = self.links[prev].queue.pop_front().unwrap();
+                let Message { piece: sent, note, body } =
+                    self.links[prev].queue.pop_front().unwrap();
                 let piece = rank.schedule.next_receive().unwrap();
                 assert_eq!(
                     (sent.step, sent.segment, sent.origin, &sent.range, sent.note),
                     (piece.step, piece.segment, piece.origin, &piece.range, piece.note)
                 );
-                assert!(!rank.schedule.next_receive_is_early(), "{:?}: {piece:?} came early", self.case);
+                assert!(
+                    !rank.schedule.next_receive_is_early(),
+                    "{:?}: {piece:?} came early",
+                    self.case
+                );
                 rank.with_payload(self.case, |payload| {
                     if piece.note {
                         payload.expect_note(&piece, note.len());
@@ -397,15 +409,25 @@ impl Ring {
     /// All that decides what can happen and what comes out.
     fn fingerprint(&self) -> Vec<u64> {
         let mut all = Vec::new();
-        let bits = |floats: &[f32]| floats.iter().map(|float| float.to_bits().into()).collect::<Vec<u64>>();
+        let bits = |floats: &[f32]| {
+            floats.iter().map(|float| float.to_bits().into()).collect::<Vec<u64>>()
+        };
         let bytes = |bytes: &[u8]| bytes.iter().map(|byte| u64::from(*byte)).collect::<Vec<_>>();
         for (rank, link) in self.ranks.iter().zip(&self.links) {
-            all.extend([rank.schedule.sent as u64, rank.schedule.received as u64, rank.state as u64]);
+            all.extend([
+                rank.schedule.sent as u64,
+                rank.schedule.received as u64,
+                rank.state as u64,
+            ]);
             all.extend(bits(&rank.dst));
             all.extend(rank.notes.iter().map(|note| note.len() as u64));
             all.push(rank.sending.is_some().into());
             all.extend(rank.sending.iter().flat_map(|(_, half)| bytes(half)));
-            all.extend([link.sender_ended.into(), link.receiver_ended.into(), link.queue.len() as u64]);
+            all.extend([
+                link.sender_ended.into(),
+                link.receiver_ended.into(),
+                link.queue.len() as u64,
+            ]);
             all.extend(link.queue.iter().flat_map(|message| bytes(&message.body)));
         }
         all
@@ -419,7 +441,9 @@ impl Rank {
         let src = contribution(rank, extent.len);
         let (schedule, dst) = match operation {
             Operation::AllGather => (Schedule::all_gather(seat), Vec::new()),
-            Operation::AllReduce => (Schedule::all_reduce(seat, extent), vec![f32::NAN; extent.len]),
+            Operation::AllReduce => {
+                (Schedule::all_reduce(seat, extent), vec![f32::NAN; extent.len])
+            }
             Operation::Broadcast { root } => {
                 let dst = if rank == root { src.clone() } else { vec![f32::NAN; extent.len] };
                 (Schedule::broadcast(seat, root, extent, true), dst)
@@ -463,7 +487,9 @@ impl Rank {
 /// Numbers of such different size that another order of addition gives other bits.
 fn contribution(rank: usize, len: usize) -> Vec<f32> {
     let mut random = Random(rank as u64 + 1);
-    (0..len).map(|_| (random.below(1 << 20) as f32 + 0.1) * 2_f32.powi(random.below(24) as i32)).collect()
+    (0..len)
+        .map(|_| (random.below(1 << 20) as f32 + 0.1) * 2_f32.powi(random.below(24) as i32))
+        .collect()
 }
 
 fn note(rank: usize) -> Vec<u8> {

@@ -208,7 +208,9 @@ impl Home {
         self.wait(watch, Of::Followers, Reduced, (block + 1).saturating_sub(SLOTS))?;
         let (own, slot) = (self.own(src.len()), self.layout.input(self.room.seat.rank, block));
         self.room.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
-        self.room.memory.write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
+        self.room
+            .memory
+            .write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
         self.room.publish(PutIn, block + 1);
         Ok(())
     }
@@ -268,7 +270,13 @@ impl Home {
     }
 
     /// Until these have counted so far.
-    fn wait(&self, watch: Watch<'_>, of: Of, number: Number, count: u64) -> Result<(), SharedFault> {
+    fn wait(
+        &self,
+        watch: Watch<'_>,
+        of: Of,
+        number: Number,
+        count: u64,
+    ) -> Result<(), SharedFault> {
         self.room.wait(watch, Wish { of, number, count })
     }
 }

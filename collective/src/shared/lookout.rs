@@ -24,7 +24,8 @@ impl<'a> Lookout<'a> {
     pub(crate) fn new(watch: Watch<'a>) -> Self {
         let flags = PollFlags::IN | PollFlags::RDHUP;
         let both = |links: &'a Links| [&links.next, &links.prev];
-        let watched = watch.host.into_iter().flat_map(both).map(|neighbour| Watched { neighbour, flags });
+        let watched =
+            watch.host.into_iter().flat_map(both).map(|neighbour| Watched { neighbour, flags });
         let watched = watched.collect();
         Self { watched, sequence: watch.sequence }
     }
@@ -67,7 +68,9 @@ fn disagreement(link: &TcpStream, sequence: u64) -> Option<String> {
     }
     match Frame::decode(&head) {
         Ok(frame) if frame.sequence != sequence => None,
-        Ok(frame) => Some(format!("expected a sum over shared memory, got a frame of {:?}", frame.kind)),
+        Ok(frame) => {
+            Some(format!("expected a sum over shared memory, got a frame of {:?}", frame.kind))
+        }
         Err(reason) => Some(reason),
     }
 }

@@ -74,7 +74,8 @@ impl Address {
         let (address, rest) = bytes.split_first_chunk::<ADDRESS_BYTES>()?;
         let short = |at: usize| address[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
         let long = |at: usize| address[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
-        let found = Self { process: short(0)?, descriptor: short(4)?, device: long(8)?, inode: long(16)? };
+        let found =
+            Self { process: short(0)?, descriptor: short(4)?, device: long(8)?, inode: long(16)? };
         Some((found, rest))
     }
 }
@@ -88,8 +89,8 @@ impl Memory {
     pub(crate) fn create(len: usize) -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         // A strict system takes nothing that could be executed; an old one does not know the flag.
-        let file =
-            memfd_create(NAME, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(NAME, flags))?;
+        let file = memfd_create(NAME, flags | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|_| memfd_create(NAME, flags))?;
         let file = File::from(file);
         file.set_len(len as u64)?;
         fcntl_add_seals(&file, SEALS)?;
@@ -118,13 +119,25 @@ impl Memory {
         let Some(file) = self.backing.file() else { return Err(ErrorKind::Unsupported.into()) };
         let descriptor = file.as_raw_fd().cast_unsigned();
         let file = file.metadata()?;
-        Ok(Address { process: process::id(), descriptor, device: file.st_dev(), inode: file.st_ino() })
+        Ok(Address {
+            process: process::id(),
+            descriptor,
+            device: file.st_dev(),
+            inode: file.st_ino(),
+        })
     }
 
     fn map(file: File, len: usize) -> io::Result<Self> {
         // SAFETY: a new mapping, at an address that the system chooses, touches nothing that is there.
         let base = unsafe {
-            mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file.as_fd(), 0)?
+            mmap(
+                null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                file.as_fd(),
+                0,
+            )?
         };
         let base = NonNull::new(base.cast()).ok_or(ErrorKind::OutOfMemory)?;
         Ok(Self { base, len, backing: Backing::File(file) })
@@ -149,7 +162,9 @@ impl Memory {
         self.check(offset, bytes.len());
         // SAFETY: the target lies within the mapping, `bytes` is not part of it, and nobody else uses the target now, by the
         // invariant.
-        unsafe { self.base.as_ptr().add(offset).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        unsafe {
+            self.base.as_ptr().add(offset).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
+        };
     }
 
     pub(crate) fn read(&self, offset: usize, bytes: &mut [u8]) {

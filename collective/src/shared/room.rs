@@ -63,7 +63,12 @@ pub(crate) enum SharedFault {
 
 impl Room {
     /// `doorbells`, `ranks`: by seat.
-    pub(crate) fn new(memory: Memory, seat: Seat, ranks: Vec<usize>, doorbells: Vec<Doorbell>) -> Self {
+    pub(crate) fn new(
+        memory: Memory,
+        seat: Seat,
+        ranks: Vec<usize>,
+        doorbells: Vec<Doorbell>,
+    ) -> Self {
         Self { memory, seat, ranks, doorbells, patience: Cell::new(Patience::in_memory()) }
     }
 
@@ -100,8 +105,9 @@ impl Room {
             let said = self.wish(seat).load(Ordering::SeqCst);
             let has_come =
                 Wish::decode(said).is_some_and(|wish| wish.number == number && self.has_come(wish));
-            let is_first =
-                || self.wish(seat).compare_exchange(said, AWAKE, Ordering::SeqCst, Ordering::SeqCst);
+            let is_first = || {
+                self.wish(seat).compare_exchange(said, AWAKE, Ordering::SeqCst, Ordering::SeqCst)
+            };
             if has_come && is_first().is_ok() {
                 self.doorbells[seat].ring();
             }
@@ -150,7 +156,13 @@ impl Room {
         let Watch { pass, progress, sequence, .. } = watch;
         let generation = pass.generation();
         let (received, sent, waits_for_next) = (0, 0, false);
-        progress.wait_at(Place { generation, operation: sequence + 1, received, sent, waits_for_next });
+        progress.wait_at(Place {
+            generation,
+            operation: sequence + 1,
+            received,
+            sent,
+            waits_for_next,
+        });
         let mut lookout = Lookout::new(watch);
         let own = self.wish(self.seat.rank);
         self.sleepers().fetch_add(1, Ordering::SeqCst);
@@ -182,8 +194,10 @@ impl Room {
 
     /// Until something stirs.
     fn doze(&self, pass: &Pass, lookout: &Lookout<'_>) {
-        let mut fds =
-            vec![PollFd::new(pass.bell(), PollFlags::IN), PollFd::new(self.doorbell(), PollFlags::IN)];
+        let mut fds = vec![
+            PollFd::new(pass.bell(), PollFlags::IN),
+            PollFd::new(self.doorbell(), PollFlags::IN),
+        ];
         fds.extend(lookout.fds());
         // A poll that fails is as good as one that has ended: all is looked at again.
         let _ = poll_until(&mut fds, Instant::now().checked_add(LOOK_EVERY));

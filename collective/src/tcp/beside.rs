@@ -52,8 +52,13 @@ impl TcpRing {
     ///
     /// # Errors
     /// [`CollectiveError::Aborted`], [`CollectiveError::Io`].
-    pub(crate) fn wait_beside(&self, bell: &Bell, limit: Duration) -> Result<Beside, CollectiveError> {
-        let mut fds = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(self.pass.bell(), PollFlags::IN)];
+    pub(crate) fn wait_beside(
+        &self,
+        bell: &Bell,
+        limit: Duration,
+    ) -> Result<Beside, CollectiveError> {
+        let mut fds =
+            vec![PollFd::new(bell, PollFlags::IN), PollFd::new(self.pass.bell(), PollFlags::IN)];
         if let Some(links) = &self.links {
             // The previous member may be in the next operation already; only ends count here.
             fds.push(PollFd::new(&*links.prev.link, PollFlags::RDHUP));
@@ -76,7 +81,8 @@ impl TcpRing {
     /// A rank has said something that can't be.
     pub(crate) fn broken_by(&self, rank: usize, reason: String) -> CollectiveError {
         let of = |links: &super::Links| {
-            let known = [&links.prev, &links.next].into_iter().find(|neighbour| neighbour.rank == rank);
+            let known =
+                [&links.prev, &links.next].into_iter().find(|neighbour| neighbour.rank == rank);
             known.map_or(0, |neighbour| neighbour.member)
         };
         CollectiveError::Protocol { rank, member: self.links.as_ref().map_or(0, of), reason }

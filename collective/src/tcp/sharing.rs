@@ -76,14 +76,20 @@ impl TcpRing {
         let Place { host, index } = plan.hosts.place(self.seat.rank);
         let ranks = plan.hosts.ranks(host);
         let is_mixed = plan.hosts.count() > 1;
-        let bytes = if is_mixed { Hierarchy::bytes(ranks.len()) } else { Shared::bytes(ranks.len()) };
+        let bytes =
+            if is_mixed { Hierarchy::bytes(ranks.len()) } else { Shared::bytes(ranks.len()) };
         let mine = if ranks.len() > 1 { Offer::make(index == 0, bytes) } else { None };
         let said = mine.as_ref().and_then(Offer::encode).unwrap_or_default();
         let offers = self.gather(Kind::Meeting, &said)?;
         let offers: Vec<&[u8]> = ranks.iter().map(|rank| offers[*rank].as_slice()).collect();
         let room = mine.and_then(|mine| {
             let (memory, doorbells) = mine.open(index, bytes, &offers)?;
-            Some(Room::new(memory, Seat { rank: index, world: ranks.len() }, ranks.to_vec(), doorbells))
+            Some(Room::new(
+                memory,
+                Seat { rank: index, world: ranks.len() },
+                ranks.to_vec(),
+                doorbells,
+            ))
         });
         let is_ready = room.is_some() || ranks.len() == 1;
         let all = self.gather(Kind::Meeting, &[u8::from(is_ready)])?;

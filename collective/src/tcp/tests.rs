@@ -23,7 +23,10 @@ fn an_honest_peer_is_understood() {
         to_ring.write_all(&piece).unwrap();
     }
     let mut dst = [0.0; 2];
-    assert_eq!(ring.all_reduce(b"me", &[1.0, 2.0], &mut dst).unwrap(), [b"me".to_vec(), b"you".to_vec()]);
+    assert_eq!(
+        ring.all_reduce(b"me", &[1.0, 2.0], &mut dst).unwrap(),
+        [b"me".to_vec(), b"you".to_vec()]
+    );
     assert_eq!(dst, [11.0, 22.0]);
     let mut sent = [0; 2 * FRAME_BYTES + 2 + 2 * 4];
     from_ring.read_exact(&mut sent).unwrap();
@@ -58,7 +61,9 @@ fn frames_that_are_not_the_expected_ones_break_the_protocol() {
         to_ring.write_all(&bytes).unwrap();
         let src = [1.0, 2.0];
         let error = ring.all_reduce(b"me", &src, &mut [0.0; 2]).unwrap_err();
-        let CollectiveError::Protocol { rank: 1, member: 11, reason } = error else { panic!("{error:?}") };
+        let CollectiveError::Protocol { rank: 1, member: 11, reason } = error else {
+            panic!("{error:?}")
+        };
         assert!(reason.contains(expected), "{expected}: {reason}");
         assert_eq!(src, [1.0, 2.0]);
     }
@@ -83,7 +88,10 @@ fn a_link_that_ends_anywhere_in_an_operation_is_a_lost_peer() {
         to_ring.write_all(&whole[..cut]).unwrap();
         drop(to_ring);
         let error = ring.all_reduce(b"me", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
-        assert!(matches!(error, CollectiveError::PeerLost { rank: 1, member: 11, .. }), "{cut}: {error:?}");
+        assert!(
+            matches!(error, CollectiveError::PeerLost { rank: 1, member: 11, .. }),
+            "{cut}: {error:?}"
+        );
     }
 }
 
@@ -208,7 +216,8 @@ fn a_senseless_announcement_breaks_the_protocol() {
     let too_long = (BROADCAST_BYTES_MAX as u64 + 1).to_le_bytes();
     let more_than_said = [&1_u64.to_le_bytes()[..], b"ab"].concat();
     let behind_a_long_one = [&(1_u64 << 20).to_le_bytes()[..], b"a"].concat();
-    for note in [&b""[..], &too_long, &more_than_said, &behind_a_long_one, &u64::MAX.to_le_bytes()] {
+    for note in [&b""[..], &too_long, &more_than_said, &behind_a_long_one, &u64::MAX.to_le_bytes()]
+    {
         let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
         let frame = Frame {
             kind: Kind::Announcement,
@@ -227,12 +236,15 @@ fn a_senseless_announcement_breaks_the_protocol() {
 
 #[test]
 fn every_link_is_without_delay_at_both_ends() {
-    let bind = |me| Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", me, Secret::new("secret")).unwrap();
+    let bind =
+        |me| Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", me, Secret::new("secret")).unwrap();
     let ends = [bind(1), bind(2)];
-    let members = [(1, &ends[0]), (2, &ends[1])].map(|(id, end)| Member { id, address: end.address() });
+    let members =
+        [(1, &ends[0]), (2, &ends[1])].map(|(id, end)| Member { id, address: end.address() });
     let group = GroupSpec { generation: 1, members: members.to_vec() };
     thread::scope(|scope| {
-        let rings = ends.each_ref().map(|end| scope.spawn(|| end.connect(&group, WATCHDOG).unwrap()));
+        let rings =
+            ends.each_ref().map(|end| scope.spawn(|| end.connect(&group, WATCHDOG).unwrap()));
         for ring in rings.map(|ring| ring.join().unwrap()) {
             let links = ring.links.as_ref().unwrap();
             assert!(links.next.link.nodelay().unwrap() && links.prev.link.nodelay().unwrap());
@@ -292,7 +304,8 @@ fn an_operation_shows_where_it_waits_until_it_ends() {
 #[test]
 fn long_sums_take_all_links_and_short_ones_the_first() {
     let ends = [0, 1].map(|id| {
-        let end = Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", id, Secret::new("secret")).unwrap();
+        let end =
+            Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", id, Secret::new("secret")).unwrap();
         watch(end.fence());
         end.with_transport(Transport::Tcp).with_streams(3).unwrap()
     });
@@ -324,7 +337,8 @@ fn long_sums_take_all_links_and_short_ones_the_first() {
 #[test]
 fn a_number_of_links_that_is_not_possible_is_refused() {
     for streams in [0, 17, 255] {
-        let end = Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", 1, Secret::new("secret")).unwrap();
+        let end =
+            Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", 1, Secret::new("secret")).unwrap();
         let error = end.with_streams(streams).unwrap_err().to_string();
         assert!(error.contains("1 to 16"), "{error}");
     }

@@ -4,7 +4,10 @@
 //! nothing widened twice, 4 ranks on 2 cores took 35 ms outside the kernel for a sum of 16 MiB, and 38 before; what is left is
 //! memory. Sums of f32 wait for memory alone, and have no second version.
 
-#![allow(unsafe_code, reason = "to call what is compiled for a processor that has more than the least")]
+#![allow(
+    unsafe_code,
+    reason = "to call what is compiled for a processor that has more than the least"
+)]
 
 /// Rounds `floats` to the nearest, ties to even. Both are as long.
 pub(super) fn round(floats: &[f32], to: &mut [u16]) {
@@ -95,7 +98,9 @@ mod tests {
             for (rounded, between) in rounded.into_iter().zip(between) {
                 match between.is_nan() {
                     true => assert!(bf16::from_bits(rounded).is_nan()),
-                    false => assert_eq!(rounded, bf16::from_f32_const(between).to_bits(), "{between:e}"),
+                    false => {
+                        assert_eq!(rounded, bf16::from_f32_const(between).to_bits(), "{between:e}")
+                    }
                 }
             }
         }

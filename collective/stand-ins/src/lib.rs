@@ -39,7 +39,8 @@ pub fn bytes_copied() -> u64 {
     // SAFETY: it was made here, and has this function.
     unsafe {
         let library = libloading::Library::new("libcuda.so").expect("it was just loaded");
-        let copied: extern "C" fn() -> u64 = *library.get(b"standInCopied").expect("the stand-in has it");
+        let copied: extern "C" fn() -> u64 =
+            *library.get(b"standInCopied").expect("the stand-in has it");
         copied()
     }
 }

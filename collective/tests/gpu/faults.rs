@@ -34,7 +34,10 @@ fn a_library_that_is_not_there_or_lacks_something_or_is_old_is_a_value() {
     let missing = Library::open(File::new("/nowhere/libnccl.so.2")).unwrap_err();
     assert!(matches!(missing, DeviceError::NoLibrary { .. }), "{missing:?}");
     let lacking = Library::open(&elasticdl_stand_ins::nccl_with("no_abort")).unwrap_err();
-    assert!(matches!(lacking, DeviceError::NoSymbol { symbol: "ncclCommAbort", .. }), "{lacking:?}");
+    assert!(
+        matches!(lacking, DeviceError::NoSymbol { symbol: "ncclCommAbort", .. }),
+        "{lacking:?}"
+    );
     let old = Library::open(&elasticdl_stand_ins::nccl_with("old")).unwrap_err();
     assert!(matches!(old, DeviceError::NcclVersion { found: 21_708 }), "{old:?}");
     let other = Library::open(&elasticdl_stand_ins::folder().join("libcuda.so")).unwrap_err();
@@ -51,7 +54,8 @@ fn a_rank_without_nccl_keeps_all_on_the_hosts_ring_and_all_know_why() {
         gpu.ring.nccl_state()
     });
     let NcclState::Absent(reason) = &states[0] else { panic!("{states:?}") };
-    let expected = "rank 1: /nowhere/libnccl.so.2 can't be loaded: /nowhere/libnccl.so.2: cannot open";
+    let expected =
+        "rank 1: /nowhere/libnccl.so.2 can't be loaded: /nowhere/libnccl.so.2: cannot open";
     assert!(reason.starts_with(expected), "{reason}");
     assert!(states.iter().all(|state| state == &states[0]), "{states:?}");
     let sums = on_all(&mut group, |gpu| {
@@ -132,7 +136,10 @@ fn a_rank_that_goes_amid_a_sum_of_nccl_ends_it_for_all_though_nccl_would_wait_fo
     });
     assert!(ends.iter().all(|(_, aborted)| *aborted), "{ends:?}");
     assert!(matches!(ends[0].0, CollectiveError::Device { .. }), "{ends:?}");
-    assert!(ends[1..].iter().all(|(end, _)| matches!(end, CollectiveError::PeerLost { .. })), "{ends:?}");
+    assert!(
+        ends[1..].iter().all(|(end, _)| matches!(end, CollectiveError::PeerLost { .. })),
+        "{ends:?}"
+    );
 }
 
 #[test]

@@ -10,7 +10,9 @@ use cudarc::driver::CudaSlice;
 use elasticdl_collective::conformance::{Group, Rank};
 use elasticdl_collective::device::{Device, DeviceRing, Element, NcclOptions, NcclPolicy, Path};
 use elasticdl_collective::nccl::{Library, NcclState};
-use elasticdl_collective::{CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret};
+use elasticdl_collective::{
+    CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret,
+};
 
 /// One rank: its ring, and the endpoint that the ring must not outlive.
 pub(crate) struct Gpu {
@@ -25,7 +27,10 @@ pub(crate) fn group(world: usize) -> Vec<Gpu> {
     let ends: Vec<_> = (0..world as u64)
         .map(|id| {
             let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-            Arc::new(Endpoint::bind(ip, "job", id, Secret::new("secret")).expect("loopback has free ports"))
+            Arc::new(
+                Endpoint::bind(ip, "job", id, Secret::new("secret"))
+                    .expect("loopback has free ports"),
+            )
         })
         .collect();
     regroup(&ends.iter().collect::<Vec<_>>(), 1)
@@ -177,8 +182,10 @@ impl Communicator for OnDevice {
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let (from, mut to) = (self.gpu.put(src)?, self.gpu.put(dst)?);
         let (from_view, mut to_view) = (from.slice(..src.len()), to.slice_mut(..dst.len()));
-        let headers = self.gpu.ring.all_reduce_device(header, &from_view, &mut to_view, self.path)?;
-        let bits = |numbers: &[f32]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
+        let headers =
+            self.gpu.ring.all_reduce_device(header, &from_view, &mut to_view, self.path)?;
+        let bits =
+            |numbers: &[f32]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
         assert!(bits(&self.gpu.get(&from, src.len())) == bits(src), "the source has changed");
         dst.copy_from_slice(&self.gpu.get(&to, dst.len()));
         Ok(headers)

@@ -26,7 +26,9 @@ fn everywhere(act: impl Fn(&mut Gpu, Path) + Sync) {
 
 /// What a rank contributes: small whole numbers, exact in all types and in whatever order they are summed.
 fn part<T: Element>(rank: usize, len: usize) -> Vec<T> {
-    (0..len).map(|index| T::round(((index * 7 + index / 1009 + rank * 5) % 16) as f32 - 8.0)).collect()
+    (0..len)
+        .map(|index| T::round(((index * 7 + index / 1009 + rank * 5) % 16) as f32 - 8.0))
+        .collect()
 }
 
 /// A buffer that holds these numbers once what is on the device's stream is done, and not before.
@@ -48,14 +50,21 @@ fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
     // Over NCCL, and of one rank, nothing leaves the device; otherwise it goes out and comes in once.
     let stays = path == Path::Nccl || world == 1;
     let bytes = if stays { 0 } else { 2 * len * size_of::<T>() };
-    assert_eq!(elasticdl_stand_ins::bytes_copied() - before, bytes as u64, "{path:?}, world {world}");
+    assert_eq!(
+        elasticdl_stand_ins::bytes_copied() - before,
+        bytes as u64,
+        "{path:?}, world {world}"
+    );
     assert_eq!(headers, (0..world).map(|rank| vec![rank as u8; rank]).collect::<Vec<_>>());
     let parts: Vec<_> = (0..world).map(|rank| part::<T>(rank, len)).collect();
     let sum = |index: usize| parts.iter().map(|part| part[index].widen()).sum::<f32>();
     let got = gpu.get(&dst, len);
     let wrong = (0..len).find(|index| got[*index].widen() != sum(*index));
     assert_eq!(wrong, None, "{:?} over {path:?}, world {world}, len {len}", T::DTYPE);
-    assert!(gpu.get(&src, len).iter().zip(&mine).all(|(a, b)| a.widen() == b.widen()), "the source changed");
+    assert!(
+        gpu.get(&src, len).iter().zip(&mine).all(|(a, b)| a.widen() == b.widen()),
+        "the source changed"
+    );
 }
 
 fn moves<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {

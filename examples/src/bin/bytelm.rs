@@ -27,7 +27,10 @@ fn main() -> ExitCode {
     };
     match train_plainly(arguments, steps) {
         Ok(Plain { seconds_per_step, losses }) => {
-            println!("{}", serde_json::json!({ "seconds_per_step": seconds_per_step, "losses": losses }));
+            println!(
+                "{}",
+                serde_json::json!({ "seconds_per_step": seconds_per_step, "losses": losses })
+            );
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -150,12 +153,25 @@ impl CandleModel for ByteModel {
         let width = width as usize;
         // In the order in which the loss uses them: the gradient is complete from its end on.
         let embeddings = (0..tail)
-            .map(|i| parameters.declare(&format!("embedding.{i}"), (256, width), Init::Normal { std: 0.5 }))
+            .map(|i| {
+                parameters.declare(
+                    &format!("embedding.{i}"),
+                    (256, width),
+                    Init::Normal { std: 0.5 },
+                )
+            })
             .collect::<Result<_, _>>()?;
-        let positions =
-            parameters.declare("positions", (context as usize, width), Init::Normal { std: 0.02 })?;
+        let positions = parameters.declare(
+            "positions",
+            (context as usize, width),
+            Init::Normal { std: 0.02 },
+        )?;
         let mut matrix = |name: String, inputs: usize, outputs: usize, gain: f64| {
-            parameters.declare(&name, (inputs, outputs), Init::Normal { std: gain / (inputs as f64).sqrt() })
+            parameters.declare(
+                &name,
+                (inputs, outputs),
+                Init::Normal { std: gain / (inputs as f64).sqrt() },
+            )
         };
         let mut blocks = Vec::new();
         // What a block adds starts small, so that the sum over blocks starts no longer than one.
@@ -178,7 +194,8 @@ impl CandleModel for ByteModel {
     }
 
     fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Batch, UserError> {
-        let targets = records.iter().flat_map(|record| record[1..].iter().map(|&byte| u32::from(byte)));
+        let targets =
+            records.iter().flat_map(|record| record[1..].iter().map(|&byte| u32::from(byte)));
         let targets = Tensor::from_iter(targets, &self.device)?;
         let inputs: Vec<&[u8]> = records.iter().map(|record| &record[..record.len() - 1]).collect();
         Ok(Batch { windows: records.len(), inputs: self.inputs(&inputs)?, targets })
@@ -197,7 +214,8 @@ impl CandleModel for ByteModel {
         let Batch { windows, inputs, targets } = batch;
         let logits = self.logits(network, windows, &inputs, cuts)?;
         // A record's loss is the mean over its bytes: the job's loss is nats per byte.
-        let loss = (cross_entropy(&logits, &targets)?.sum_all()? / f64::from(self.arguments.context))?;
+        let loss =
+            (cross_entropy(&logits, &targets)?.sum_all()? / f64::from(self.arguments.context))?;
         let bits = f64::from(loss.to_scalar::<f32>()?) / windows as f64 / std::f64::consts::LN_2;
         let mean = self.bits_per_byte.unwrap_or(bits);
         self.bits_per_byte = Some(mean + (bits - mean) * (windows as f64 / 256.0).min(1.0));
@@ -223,8 +241,9 @@ impl CandleModel for ByteModel {
 
     fn summary(&mut self, network: &Network) -> Result<Option<String>, UserError> {
         let text = self.sample(network, SAMPLE_BYTES)?;
-        let bits =
-            self.bits_per_byte.map_or_else(|| "no record here".to_owned(), |bits| format!("{bits:.3}"));
+        let bits = self
+            .bits_per_byte
+            .map_or_else(|| "no record here".to_owned(), |bits| format!("{bits:.3}"));
         Ok(Some(format!("bits per byte: {bits}\nsample:\n{text}")))
     }
 }
@@ -238,7 +257,8 @@ impl ByteModel {
     fn inputs(&self, windows: &[&[u8]]) -> Result<Vec<Tensor>, UserError> {
         let shifted = |back: usize| {
             let bytes = windows.iter().flat_map(|window| {
-                (0..window.len()).map(move |i| if i < back { 0 } else { u32::from(window[i - back]) })
+                (0..window.len())
+                    .map(move |i| if i < back { 0 } else { u32::from(window[i - back]) })
             });
             Ok(Tensor::from_iter(bytes, &self.device)?)
         };
@@ -260,8 +280,10 @@ impl ByteModel {
         for (embedding, input) in network.embeddings.iter().zip(inputs).skip(1) {
             state = (state + embedding.index_select(input, 0)?)?;
         }
-        let mut state =
-            state.reshape((windows, length, width))?.broadcast_add(&positions)?.reshape(((), width))?;
+        let mut state = state
+            .reshape((windows, length, width))?
+            .broadcast_add(&positions)?
+            .reshape(((), width))?;
         for block in &network.blocks {
             state = cuts.cut(&state)?;
             state = (&state + self.attention(block, windows, &rms_norm(&state)?)?)?;
@@ -272,7 +294,12 @@ impl ByteModel {
         Ok(rms_norm(&state)?.matmul(&network.head)?)
     }
 
-    fn attention(&self, block: &Block, windows: usize, state: &Tensor) -> Result<Tensor, UserError> {
+    fn attention(
+        &self,
+        block: &Block,
+        windows: usize,
+        state: &Tensor,
+    ) -> Result<Tensor, UserError> {
         let heads = self.arguments.heads as usize;
         let (rows, width) = state.dims2()?;
         let (length, depth) = (rows / windows, width / heads);
@@ -282,9 +309,13 @@ impl ByteModel {
             part.reshape((windows * heads, length, depth))
         };
         let (queries, keys, values) = (part(0)?, part(1)?, part(2)?);
-        let scores = (queries.matmul(&keys.transpose(D::Minus1, D::Minus2)?)? / (depth as f64).sqrt())?;
+        let scores =
+            (queries.matmul(&keys.transpose(D::Minus1, D::Minus2)?)? / (depth as f64).sqrt())?;
         let seen = causal_softmax(&scores)?.matmul(&values)?;
-        let seen = seen.reshape((windows, heads, length, depth))?.transpose(1, 2)?.reshape((rows, width))?;
+        let seen = seen
+            .reshape((windows, heads, length, depth))?
+            .transpose(1, 2)?
+            .reshape((rows, width))?;
         Ok(seen.matmul(&block.merge)?)
     }
 
@@ -300,7 +331,8 @@ impl ByteModel {
             let logits = self.logits(network, 1, &self.inputs(&[window])?, &mut Cuts::none())?;
             let logits: Vec<f32> = logits.get(window.len() - 1)?.to_vec1()?;
             let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let weights: Vec<f32> = logits.iter().map(|logit| ((logit - max) / TEMPERATURE).exp()).collect();
+            let weights: Vec<f32> =
+                logits.iter().map(|logit| ((logit - max) / TEMPERATURE).exp()).collect();
             let uniform = (random.next_u32() >> 8) as f32 / (1u32 << 24) as f32;
             let mut rest = uniform * weights.iter().sum::<f32>();
             let drawn = weights.iter().position(|weight| {
@@ -328,7 +360,9 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
     let text = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
     let (window, batch) = (arguments.context as usize + 1, arguments.plain_batch as usize);
     if text.len() < window {
-        return Err(format!("{}: {} bytes; a window has {window}", path.display(), text.len()).into());
+        return Err(
+            format!("{}: {} bytes; a window has {window}", path.display(), text.len()).into()
+        );
     }
     let mut drawn = Candle::new(ByteModel::new(arguments.clone()));
     let mut values = vec![0.0; drawn.parameters()];
@@ -338,11 +372,20 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
     let network = model.build(&mut Parameters::on(device.clone()))?;
     let variables = network.variables();
     for (variable, declared) in variables.iter().zip(drawn.tensors()) {
-        let values = Tensor::from_slice(&values[declared.range.clone()], declared.shape.as_slice(), &device)?;
+        let values = Tensor::from_slice(
+            &values[declared.range.clone()],
+            declared.shape.as_slice(),
+            &device,
+        )?;
         Var::from_tensor(variable)?.set(&values)?;
     }
-    let options =
-        plain::Options { beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1, clip_norm: 1.0 };
+    let options = plain::Options {
+        beta1: 0.9,
+        beta2: 0.95,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        clip_norm: 1.0,
+    };
     let mut optimizer = plain::AdamW::new(&variables, options)?;
     let mut windows = text.chunks_exact(window).map(<[u8]>::to_vec).cycle();
     let (mut losses, mut started) = (Vec::new(), Instant::now());
@@ -420,8 +463,10 @@ mod tests {
         let mut network = model.build(&mut parameters).unwrap();
         let mut random = ChaCha8Rng::seed_from_u64(3);
         let mut draw = |tensor: &mut Tensor| {
-            let numbers = (0..tensor.elem_count()).map(|_| random.next_u32() as f32 / u32::MAX as f32 - 0.5);
-            *tensor = Tensor::from_iter(numbers, &Device::Cpu).unwrap().reshape(tensor.shape()).unwrap();
+            let numbers =
+                (0..tensor.elem_count()).map(|_| random.next_u32() as f32 / u32::MAX as f32 - 0.5);
+            *tensor =
+                Tensor::from_iter(numbers, &Device::Cpu).unwrap().reshape(tensor.shape()).unwrap();
         };
         network.embeddings.iter_mut().for_each(&mut draw);
         draw(&mut network.positions);
@@ -451,22 +496,31 @@ mod tests {
         for changed in 0..6 {
             let mut window = *b"abcdef";
             window[changed] = b'X';
-            assert_ne!(logits(&[&window])[5], before[5], "the last logits do not see byte {changed}");
+            assert_ne!(
+                logits(&[&window])[5],
+                before[5],
+                "the last logits do not see byte {changed}"
+            );
         }
     }
 
     #[test]
     fn inputs_are_shifted_within_their_window_and_targets_are_the_next_bytes() {
         let mut model = ByteModel::new(Arguments::parse_from(SMALL));
-        let batch = model.feed(vec![vec![1, 2, 3, 4, 5, 6, 7], vec![11, 12, 13, 14, 15, 16, 17]]).unwrap();
-        let inputs: Vec<Vec<u32>> = batch.inputs.iter().map(|input| input.to_vec1().unwrap()).collect();
+        let batch =
+            model.feed(vec![vec![1, 2, 3, 4, 5, 6, 7], vec![11, 12, 13, 14, 15, 16, 17]]).unwrap();
+        let inputs: Vec<Vec<u32>> =
+            batch.inputs.iter().map(|input| input.to_vec1().unwrap()).collect();
         let expected = [
             [1, 2, 3, 4, 5, 6, 11, 12, 13, 14, 15, 16],
             [0, 1, 2, 3, 4, 5, 0, 11, 12, 13, 14, 15],
             [0, 0, 1, 2, 3, 4, 0, 0, 11, 12, 13, 14],
         ];
         assert_eq!(inputs, expected);
-        assert_eq!(batch.targets.to_vec1::<u32>().unwrap(), [2, 3, 4, 5, 6, 7, 12, 13, 14, 15, 16, 17]);
+        assert_eq!(
+            batch.targets.to_vec1::<u32>().unwrap(),
+            [2, 3, 4, 5, 6, 7, 12, 13, 14, 15, 16, 17]
+        );
     }
 
     #[test]
@@ -501,7 +555,8 @@ mod tests {
         std::fs::write(&file, &text).unwrap();
         let file = format!("--plain-text={}", file.display());
         let more = [file.as_str(), "--plain-batch=20"];
-        let plain = train_plainly(Arguments::parse_from(SMALL.into_iter().chain(more)), steps).unwrap();
+        let plain =
+            train_plainly(Arguments::parse_from(SMALL.into_iter().chain(more)), steps).unwrap();
         let (mut model, _) = small();
         let mut parameters = vec![0.0; model.parameters()];
         model.initialize(0, &mut parameters).unwrap();
@@ -512,7 +567,13 @@ mod tests {
             let loss = model.gradients(&parameters, batch, &mut sum).unwrap() / 20.0;
             let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
             model
-                .update(elasticdl_worker::Update { step, records: 20, sum: &sum, parameters, slots })
+                .update(elasticdl_worker::Update {
+                    step,
+                    records: 20,
+                    sum: &sum,
+                    parameters,
+                    slots,
+                })
                 .unwrap();
             let its = plain.losses[step as usize];
             assert!((loss - its).abs() < 1e-4 * loss, "step {step}: {loss} and {its}");
@@ -533,8 +594,10 @@ mod tests {
         };
         // Along the gradient in single tensors' worth of stretches: each has many elements, so rounding
         // averages out.
-        for stretch in
-            sum.chunks(192).zip((0..).step_by(192)).filter(|(part, _)| part.iter().any(|&g| g != 0.0))
+        for stretch in sum
+            .chunks(192)
+            .zip((0..).step_by(192))
+            .filter(|(part, _)| part.iter().any(|&g| g != 0.0))
         {
             let (part, start) = stretch;
             let length = part.iter().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>().sqrt();
@@ -546,7 +609,10 @@ mod tests {
                 loss_at(&moved)
             };
             let slope = (move_by(0.02) - move_by(-0.02)) / 0.04;
-            assert!((slope - length).abs() < 0.02 * length + 1e-3, "from {start}: {slope} is not {length}");
+            assert!(
+                (slope - length).abs() < 0.02 * length + 1e-3,
+                "from {start}: {slope} is not {length}"
+            );
         }
     }
 
@@ -556,17 +622,23 @@ mod tests {
         let mut sum = vec![0.0; parameters.len()];
         let batch = model.feed(vec![b"abcdefg".to_vec()]).unwrap();
         model.gradients(&parameters, batch, &mut sum).unwrap();
-        let attend: Vec<_> = model.tensors().iter().filter(|t| t.name.ends_with("attend")).collect();
+        let attend: Vec<_> =
+            model.tensors().iter().filter(|t| t.name.ends_with("attend")).collect();
         assert_eq!(attend.len(), 2);
         for tensor in attend {
-            assert!(sum[tensor.range.clone()].iter().all(|&gradient| gradient != 0.0), "{}", tensor.name);
+            assert!(
+                sum[tensor.range.clone()].iter().all(|&gradient| gradient != 0.0),
+                "{}",
+                tensor.name
+            );
         }
     }
 
     #[cfg(not(feature = "cuda"))]
     #[test]
     fn a_program_without_cuda_says_what_to_build() {
-        let mut model = Candle::new(ByteModel::new(Arguments::parse_from(["bytelm", "--device=cuda"])));
+        let mut model =
+            Candle::new(ByteModel::new(Arguments::parse_from(["bytelm", "--device=cuda"])));
         let error = model.initialize(1, &mut []).unwrap_err().to_string();
         assert!(error.contains("build it with `--features cuda`"), "{error}");
         let auto = Candle::new(ByteModel::new(Arguments::parse_from(["bytelm", "--device=auto"])));
@@ -575,7 +647,9 @@ mod tests {
 
     #[test]
     fn arguments_are_checked() {
-        for wrong in ["--context=0", "--width=x", "--rate=0", "--rate=nan", "--tail=17", "--device=gpu"] {
+        for wrong in
+            ["--context=0", "--width=x", "--rate=0", "--rate=nan", "--tail=17", "--device=gpu"]
+        {
             assert!(Arguments::try_parse_from(["bytelm", wrong]).is_err(), "{wrong}");
         }
         let arguments = Arguments::parse_from(["bytelm", "--width=10", "--heads=4"]);

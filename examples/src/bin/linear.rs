@@ -50,11 +50,17 @@ impl Model for Linear {
     }
 
     // Summed over the rows: the mean is left to the update, which alone knows how many all workers had.
-    fn gradients(&mut self, parameters: &[f32], rows: Vec<Row>, sum: &mut [f32]) -> Result<f64, UserError> {
+    fn gradients(
+        &mut self,
+        parameters: &[f32],
+        rows: Vec<Row>,
+        sum: &mut [f32],
+    ) -> Result<f64, UserError> {
         let bias = self.columns.len();
         let mut loss = 0.0;
         for row in rows {
-            let predicted = (0..bias).map(|i| parameters[i] * row.f32(i)).sum::<f32>() + parameters[bias];
+            let predicted =
+                (0..bias).map(|i| parameters[i] * row.f32(i)).sum::<f32>() + parameters[bias];
             let error = predicted - row.f32(bias);
             loss += f64::from(error * error);
             (0..bias).for_each(|i| sum[i] += 2.0 * error * row.f32(i));

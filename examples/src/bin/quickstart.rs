@@ -29,7 +29,9 @@ struct Quickstart {
 
 fn main() -> ExitCode {
     match run(&Quickstart::parse()) {
-        Ok(status) => ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)),
+        Ok(status) => {
+            ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
+        }
         Err(error) => {
             say(&format!("error: {error}"));
             ExitCode::FAILURE
@@ -43,7 +45,10 @@ fn run(quickstart: &Quickstart) -> Result<ExitStatus, String> {
     let data = quickstart.data.clone().unwrap_or_else(|| text_at_hand(&programs));
     let filter: &[&str] = if quickstart.data.is_some() { &[] } else { &CODE };
     let job_dir = programs.join("quickstart-job");
-    say(&format!("learning {} with elasticdl train; one worker will be killed on the way", data.display()));
+    say(&format!(
+        "learning {} with elasticdl train; one worker will be killed on the way",
+        data.display()
+    ));
 
     let mut command = Command::new(&elasticdl);
     command.args(["train", "--local"]);
@@ -68,7 +73,8 @@ fn run(quickstart: &Quickstart) -> Result<ExitStatus, String> {
             _ => {}
         }
     }
-    let job = command.args(&quickstart.options).arg("--").arg(bytelm).args(LIMIT).args(filter).spawn();
+    let job =
+        command.args(&quickstart.options).arg("--").arg(bytelm).args(LIMIT).args(filter).spawn();
     let mut job = job.map_err(|error| format!("elasticdl did not start: {error}"))?;
     known.disturb(&mut job);
     job.wait().map_err(|error| format!("elasticdl train: {error}"))
@@ -101,8 +107,12 @@ impl Options {
 
     /// The job's state now; null while it has no answer.
     fn status(&self) -> Value {
-        let output = Command::new(&self.elasticdl).arg("status").arg(&self.job_dir).arg("--json").output();
-        output.ok().and_then(|output| serde_json::from_slice(&output.stdout).ok()).unwrap_or(Value::Null)
+        let output =
+            Command::new(&self.elasticdl).arg("status").arg(&self.job_dir).arg("--json").output();
+        output
+            .ok()
+            .and_then(|output| serde_json::from_slice(&output.stdout).ok())
+            .unwrap_or(Value::Null)
     }
 
     fn scale(&self, num_workers: u32) {
@@ -127,12 +137,18 @@ fn kill_one(status: &Value) {
 fn build() -> Result<PathBuf, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     // The whole workspace is selected, as it was for this program: so no dependency is built again with other features.
-    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or_else(|| Path::new("."));
+    let workspace =
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or_else(|| Path::new("."));
     let mut command = Command::new(cargo);
-    command.args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"]).current_dir(workspace);
+    command
+        .args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"])
+        .current_dir(workspace);
     // What cargo says to the program that it runs, build scripts would take for a change, and much would be built again.
     for (name, _) in std::env::vars_os() {
-        if ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|said| name.to_string_lossy().starts_with(said)) {
+        if ["CARGO_PKG_", "CARGO_MANIFEST_"]
+            .iter()
+            .any(|said| name.to_string_lossy().starts_with(said))
+        {
             command.env_remove(name);
         }
     }
@@ -148,7 +164,8 @@ fn build() -> Result<PathBuf, String> {
 fn text_at_hand(programs: &Path) -> PathBuf {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
-    let sources = home.map(|home| home.join("registry").join("src")).filter(|folder| folder.is_dir());
+    let sources =
+        home.map(|home| home.join("registry").join("src")).filter(|folder| folder.is_dir());
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_path_buf);
     sources.or(workspace).unwrap_or_else(|| programs.to_path_buf())
 }

@@ -80,7 +80,9 @@ fn without_training(arg: Arg) -> Arg {
         "training_data" => arg.long("data").help(DATA_HELP).long_help(DATA_HELP),
         "minibatch_size" => arg.help(BATCH_HELP).long_help(BATCH_HELP),
         "records_per_shard" => arg.help(SHARD_HELP).long_help(SHARD_HELP),
-        "num_workers" => arg.help("Workers to keep running; results do not depend on it. [default: 2]"),
+        "num_workers" => {
+            arg.help("Workers to keep running; results do not depend on it. [default: 2]")
+        }
         id if TRAINING.contains(&id) => arg.hide(true).conflicts_with("model"),
         _ => arg,
     }
@@ -111,8 +113,10 @@ const TRAINING: [&str; 21] = [
     "wire_dtype",
 ];
 
-const BATCH_HELP: &str = "Records that the model is given at once, unless it wants fewer. [default: 64]";
-const DATA_HELP: &str = "Where the data is, as PROGRAM's reader understands it: mostly a file or a folder.";
+const BATCH_HELP: &str =
+    "Records that the model is given at once, unless it wants fewer. [default: 64]";
+const DATA_HELP: &str =
+    "Where the data is, as PROGRAM's reader understands it: mostly a file or a folder.";
 const MODEL: &str = "Model";
 const SHARD_HELP: &str = "Records of a shard, the unit in which data is handed out and results come back. [default: 4096, more \
                           where there are billions of records]";
@@ -158,7 +162,8 @@ mod tests {
 
     #[test]
     fn each_option_of_train_has_a_meaning_without_training_or_is_refused() {
-        let (train, evaluate, predict) = (options("train"), options("evaluate"), options("predict"));
+        let (train, evaluate, predict) =
+            (options("train"), options("evaluate"), options("predict"));
         let refused: Vec<&str> = train.difference(&evaluate).map(String::as_str).collect();
         let expected = [
             "best-metric",

@@ -35,8 +35,9 @@ pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
             plan.job_dir
         }
     };
-    let failed =
-        |e: std::io::Error| Failure::failed(format!("can't start the master in the background: {e}"));
+    let failed = |e: std::io::Error| {
+        Failure::failed(format!("can't start the master in the background: {e}"))
+    };
     let mut master = Command::new(std::env::current_exe().map_err(failed)?)
         .args(arguments(std::env::args_os().skip(1), added))
         .env(DETACHED, std::process::id().to_string())
@@ -102,12 +103,16 @@ fn refusal(master: &mut Child, code: Option<i32>) -> Failure {
     let said = said.trim();
     let text = said.strip_prefix("error: ").unwrap_or(said);
     let text = if text.is_empty() { "the master ended without a word" } else { text };
-    Failure { code: code.and_then(|code| u8::try_from(code).ok()).unwrap_or(EXIT_FAILED), text: text.into() }
+    Failure {
+        code: code.and_then(|code| u8::try_from(code).ok()).unwrap_or(EXIT_FAILED),
+        text: text.into(),
+    }
 }
 
 /// How commands find the job in this directory.
 fn name_of(job_dir: &Path) -> String {
-    if let Some(name) = job_dir.file_name().filter(|name| directory_of(Path::new(name)) == job_dir) {
+    if let Some(name) = job_dir.file_name().filter(|name| directory_of(Path::new(name)) == job_dir)
+    {
         return name.display().to_string();
     }
     quoted(&std::path::absolute(job_dir).unwrap_or_else(|_| PathBuf::from(job_dir)))
@@ -125,10 +130,14 @@ mod tests {
     fn the_master_is_told_what_the_command_was_told() {
         let words = |text: &str| text.split_whitespace().map(OsString::from).collect::<Vec<_>>();
         let given = words("train --local --detach --training-data d -- model --detach");
-        let expected = words("train --local --training-data d --quiet --job-name j -- model --detach");
+        let expected =
+            words("train --local --training-data d --quiet --job-name j -- model --detach");
         assert_eq!(arguments(given.into_iter(), words("--quiet --job-name j")), expected);
         let expected = words("train --resume j --quiet");
-        assert_eq!(arguments(words("train --resume j --detach").into_iter(), words("--quiet")), expected);
+        assert_eq!(
+            arguments(words("train --resume j --detach").into_iter(), words("--quiet")),
+            expected
+        );
     }
 
     #[test]

@@ -77,12 +77,19 @@ impl CheckpointOptions {
         local: bool,
         absolute: impl Fn(&str, &str) -> Result<String, Failure>,
     ) -> Result<(Option<CheckpointSpec>, Option<String>), Failure> {
-        let whole = |option: &str, address: &Option<String>| {
-            address
-                .as_ref()
-                .map(|address| if is_path(address) { absolute(option, address) } else { Ok(address.clone()) })
-                .transpose()
-        };
+        let whole =
+            |option: &str, address: &Option<String>| {
+                address
+                    .as_ref()
+                    .map(|address| {
+                        if is_path(address) {
+                            absolute(option, address)
+                        } else {
+                            Ok(address.clone())
+                        }
+                    })
+                    .transpose()
+            };
         let dir = self.checkpoint_dir.clone().filter(|dir| dir != NONE);
         let has_place = dir.is_some() || (local && self.checkpoint_dir.is_none());
         let options = [
@@ -91,9 +98,12 @@ impl CheckpointOptions {
         ];
         if let Some((option, _)) = options.iter().find(|(_, is_given)| *is_given && !has_place) {
             let wanted = "give --checkpoint-dir a folder";
-            return Err(Failure::usage(format!("{option}: there is no place for checkpoints; {wanted}")));
+            return Err(Failure::usage(format!(
+                "{option}: there is no place for checkpoints; {wanted}"
+            )));
         }
-        let checkpoints = whole("--checkpoint-dir", &dir)?.map(|dir| self.kept_in(dir, KEEP_DEFAULT));
+        let checkpoints =
+            whole("--checkpoint-dir", &dir)?.map(|dir| self.kept_in(dir, KEEP_DEFAULT));
         Ok((checkpoints, whole("--resume-from", &self.resume_from)?))
     }
 
@@ -119,7 +129,8 @@ impl CheckpointOptions {
 
 /// On this machine, a path is taken from the current directory.
 pub(super) fn from_here(option: &str, path: &str) -> Result<String, Failure> {
-    let whole = std::path::absolute(path).map_err(|e| Failure::usage(format!("{option} {path}: {e}")))?;
+    let whole =
+        std::path::absolute(path).map_err(|e| Failure::usage(format!("{option} {path}: {e}")))?;
     whole
         .into_os_string()
         .into_string()
@@ -151,16 +162,20 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
         Found::Here(root) => root,
     };
     new_runtime()?.block_on(async {
-        let mut connection = Connection::open(&root).await.map_err(|error| error.to_failure(&root))?;
-        let ask = connection
-            .ask(v1::CheckpointRequest {}, async |client, request| client.checkpoint(request).await);
+        let mut connection =
+            Connection::open(&root).await.map_err(|error| error.to_failure(&root))?;
+        let ask = connection.ask(v1::CheckpointRequest {}, async |client, request| {
+            client.checkpoint(request).await
+        });
         let asked_at = ask.await.map_err(|status| to_failure(&root, &status))?.step;
         let mut wait = Wait::new(args.timeout);
         loop {
-            let ask =
-                connection.ask(v1::StatusRequest {}, async |client, request| client.status(request).await);
+            let ask = connection
+                .ask(v1::StatusRequest {}, async |client, request| client.status(request).await);
             let status = ask.await.map_err(|status| to_failure(&root, &status))?;
-            if let Some(code) = wait.look(asked_at, status.checkpoints.map(CheckpointsJson::from))? {
+            if let Some(code) =
+                wait.look(asked_at, status.checkpoints.map(CheckpointsJson::from))?
+            {
                 return Ok(code);
             }
             tokio::time::sleep(POLL).await;
@@ -213,7 +228,9 @@ fn is_path(address: &str) -> bool {
 fn parse_address(text: &str) -> Result<String, String> {
     let known = ["file", "s3", "gs", "az"];
     match text.split_once("://") {
-        None if text.is_empty() => Err("it must be a path, or s3://, gs:// or az:// and a bucket".into()),
+        None if text.is_empty() => {
+            Err("it must be a path, or s3://, gs:// or az:// and a bucket".into())
+        }
         None => Ok(text.into()),
         Some((scheme, rest)) if known.contains(&scheme) && !rest.is_empty() => Ok(text.into()),
         Some(_) => Err("it must be a path, or s3://, gs:// or az:// and a bucket".into()),
@@ -228,7 +245,8 @@ fn parse_every(text: &str) -> Result<CheckpointEvery, String> {
             .map(CheckpointEvery::Steps)
             .ok_or_else(|| wanted.into());
     }
-    let time = humantime::parse_duration(text).ok().filter(|time| (SHORTEST..=LONGEST).contains(time));
+    let time =
+        humantime::parse_duration(text).ok().filter(|time| (SHORTEST..=LONGEST).contains(time));
     time.map(CheckpointEvery::Time).ok_or_else(|| format!("{wanted}, from 1s to 30days"))
 }
 

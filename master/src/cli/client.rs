@@ -66,8 +66,10 @@ impl Connection {
     pub(super) async fn open(root: &Path) -> Result<Self, OpenError> {
         let (endpoint, token) = jobdir::look_up(root).map_err(OpenError::Lookup)?;
         let no_answer = |_| OpenError::NoAnswer(endpoint);
-        let address = Endpoint::from_shared(format!("http://{}", endpoint.address)).map_err(no_answer)?;
-        let channel = address.connect_timeout(TIMEOUT).timeout(TIMEOUT).connect().await.map_err(no_answer)?;
+        let address =
+            Endpoint::from_shared(format!("http://{}", endpoint.address)).map_err(no_answer)?;
+        let channel =
+            address.connect_timeout(TIMEOUT).timeout(TIMEOUT).connect().await.map_err(no_answer)?;
         let client = MasterClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
         Ok(Self { client, token })
     }
@@ -76,7 +78,10 @@ impl Connection {
     pub(super) async fn ask<Q, A>(
         &mut self,
         question: Q,
-        call: impl AsyncFnOnce(&mut MasterClient<Channel>, Request<Q>) -> Result<tonic::Response<A>, Status>,
+        call: impl AsyncFnOnce(
+            &mut MasterClient<Channel>,
+            Request<Q>,
+        ) -> Result<tonic::Response<A>, Status>,
     ) -> Result<A, Status> {
         let mut request = Request::new(question);
         let bearer = self.token.to_bearer().parse().expect("hexadecimal digits are a valid header");
@@ -89,7 +94,9 @@ impl OpenError {
     /// For the user, of the job in `root`.
     pub(super) fn to_failure(&self, root: &Path) -> Failure {
         match self {
-            Self::Lookup(error @ LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
+            Self::Lookup(error @ LookupError::NotRunning { .. }) => {
+                Failure::failed(error.to_string())
+            }
             Self::Lookup(error) => Failure::usage(error.to_string()),
             Self::NoAnswer(endpoint) if jobdir::is_abandoned(root) => Failure::failed(format!(
                 "the master of the job in {} (process {}) is gone; its workers go on for a while and wait for \
@@ -111,7 +118,11 @@ impl OpenError {
 pub(super) fn to_failure(root: &Path, status: &Status) -> Failure {
     match status.code() {
         Code::InvalidArgument => Failure::usage(status.message()),
-        _ => Failure::failed(format!("the master of {} answered: {}", root.display(), status.message())),
+        _ => Failure::failed(format!(
+            "the master of {} answered: {}",
+            root.display(),
+            status.message()
+        )),
     }
 }
 

@@ -254,8 +254,8 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
 }
 
 fn draw(request: &Request) -> Result<Drawn, Failure> {
-    let token =
-        Token::random().map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
+    let token = Token::random()
+        .map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
     let job = &request.task.job.name;
     let credentials = Credentials::draw(job, &objects::master_dns_names(job, &request.namespace))
         .map_err(|e| Failure::failed(e.to_string()))?;
@@ -273,7 +273,9 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
         None => plan::default_name(Path::new(program.first().map_or("", String::as_str)))?,
     };
     if program.first().is_none_or(String::is_empty) {
-        return Err(Failure::usage("the program's name is empty; give its path in the image after `--`"));
+        return Err(Failure::usage(
+            "the program's name is empty; give its path in the image after `--`",
+        ));
     }
     let ladder = match &pods.ladder {
         ladder::Choice::Auto => Some(Ladder::shipped()),
@@ -296,7 +298,8 @@ pub(super) fn workers_per_pod(args: &ClusterArgs) -> Result<(u32, String), Failu
     if let Some(workers) = args.workers_per_pod {
         return Ok((workers, format!("--workers-per-pod {workers}")));
     }
-    let gpus = args.image.as_ref().and_then(|_| args.worker_resources.get(GPUS)?.parse::<u32>().ok());
+    let gpus =
+        args.image.as_ref().and_then(|_| args.worker_resources.get(GPUS)?.parse::<u32>().ok());
     let gpus = gpus.unwrap_or(1).max(1);
     if gpus > MAX_WORKERS_PER_POD {
         return Err(Failure::usage(format!(
@@ -309,7 +312,9 @@ pub(super) fn workers_per_pod(args: &ClusterArgs) -> Result<(u32, String), Failu
 
 fn metrics_port(wanted: Option<u16>) -> Result<u16, Failure> {
     match wanted {
-        Some(0) => Err(Failure::usage("--metrics-port 0: in a cluster it must be a port from 1 to 65535")),
+        Some(0) => {
+            Err(Failure::usage("--metrics-port 0: in a cluster it must be a port from 1 to 65535"))
+        }
         Some(port) if i32::from(port) == objects::PORT => Err(Failure::usage(format!(
             "--metrics-port {port} is the port on which workers reach the master; choose another"
         ))),
@@ -320,7 +325,8 @@ fn metrics_port(wanted: Option<u16>) -> Result<u16, Failure> {
 /// The master's own file system ends with its pod.
 fn tensorboard_dir(wanted: Option<&Path>, pods: &PodOptions) -> Result<Option<PathBuf>, Failure> {
     let Some(folder) = wanted else { return Ok(None) };
-    let inside = |m: &&Mounted| m.mount.read_only != Some(true) && folder.starts_with(&m.mount.mount_path);
+    let inside =
+        |m: &&Mounted| m.mount.read_only != Some(true) && folder.starts_with(&m.mount.mount_path);
     match pods.volumes.iter().find(inside) {
         Some(_) => Ok(Some(folder.into())),
         None => Err(Failure::usage(format!(
@@ -350,7 +356,10 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
         master_resources: args.master_resources.clone(),
         worker_resources: args.worker_resources.clone(),
         priority_class: args.priority_class.clone(),
-        worker_priority_class: args.worker_priority_class.clone().or_else(|| args.priority_class.clone()),
+        worker_priority_class: args
+            .worker_priority_class
+            .clone()
+            .or_else(|| args.priority_class.clone()),
         ladder: args.priority_ladder.clone().unwrap_or(usual),
         scheduler_name: args.scheduler_name.clone(),
         env: args.env.clone(),
@@ -360,7 +369,9 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
         annotations: args.annotations.clone().unwrap_or_default(),
         volumes: args.volume.iter().flat_map(|v| v.0.clone()).collect(),
         ttl_s: args.ttl.map(|ttl| i32::try_from(ttl.as_secs()).expect("it is a year at most")),
-        active_deadline_s: args.active_deadline.map(|d| i64::try_from(d.as_secs()).expect("a year at most")),
+        active_deadline_s: args
+            .active_deadline
+            .map(|d| i64::try_from(d.as_secs()).expect("a year at most")),
         worker_pod_template: template,
     })
 }

@@ -116,16 +116,19 @@ fn detach(job: &str, namespace: &str) -> u8 {
 }
 
 fn end(manner: &Manner, text: &str) -> Result<u8, Failure> {
-    let summary: Summary = serde_json::from_str(text)
-        .map_err(|e| Failure::failed(format!("the summary in the job's anchor can't be read: {e}")))?;
+    let summary: Summary = serde_json::from_str(text).map_err(|e| {
+        Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
+    })?;
     if !manner.quiet {
         let mut table = Vec::new();
-        report::write_table(&mut table, &summary, Paths::default()).expect("a vector takes any bytes");
+        report::write_table(&mut table, &summary, Paths::default())
+            .expect("a vector takes any bytes");
         let _ = stdout().write_all(&table);
     }
     if let Some(path) = &manner.summary {
-        jobdir::write_atomically(path, text.as_bytes())
-            .map_err(|e| Failure::failed(format!("can't write the summary {}: {e}", path.display())))?;
+        jobdir::write_atomically(path, text.as_bytes()).map_err(|e| {
+            Failure::failed(format!("can't write the summary {}: {e}", path.display()))
+        })?;
     }
     if let Some(error) = &summary.error {
         super::print_error(error);
@@ -163,7 +166,13 @@ struct Printer {
 impl Printer {
     fn new(quiet: bool) -> Self {
         let progress = if quiet { Progress::quiet() } else { Progress::on_stderr() };
-        Self { progress, start: Instant::now(), events: Vec::new(), events_said: 0, last: String::new() }
+        Self {
+            progress,
+            start: Instant::now(),
+            events: Vec::new(),
+            events_said: 0,
+            last: String::new(),
+        }
     }
 
     fn now(&self) -> Time {
@@ -171,19 +180,25 @@ impl Printer {
     }
 
     fn show(&mut self, data: &Data) {
-        let Some(status) = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok())
+        let Some(status) =
+            data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok())
         else {
             return;
         };
         let new = unseen(&self.events, &status.events).to_vec();
         // The status holds the newest lines only, and comes now and then.
-        let missed = status.events_said.saturating_sub(self.events_said).saturating_sub(new.len() as u64);
+        let missed =
+            status.events_said.saturating_sub(self.events_said).saturating_sub(new.len() as u64);
         if missed > 0 {
             self.say(&format!("({missed} lines before this are in the master's log)"));
         }
         let first = status.events.len() - new.len();
         for (index, event) in new.iter().enumerate() {
-            let at = status.events_at_s.get(first + index).copied().filter(|at| at.is_finite() && *at >= 0.0);
+            let at = status
+                .events_at_s
+                .get(first + index)
+                .copied()
+                .filter(|at| at.is_finite() && *at >= 0.0);
             match at.and_then(|at| Duration::try_from_secs_f64(at).ok()) {
                 Some(at) => self.say_at(Time(at), event),
                 None => self.say(event),
@@ -224,7 +239,8 @@ fn glance(status: &StatusJson) -> Glance {
 
 /// What `now` has that `before` had not: both are the last lines of one story.
 fn unseen<'a>(before: &[String], now: &'a [String]) -> &'a [String] {
-    let overlap = (0..=before.len().min(now.len())).rev().find(|&len| before.ends_with(&now[..len]));
+    let overlap =
+        (0..=before.len().min(now.len())).rev().find(|&len| before.ends_with(&now[..len]));
     &now[overlap.unwrap_or(0)..]
 }
 

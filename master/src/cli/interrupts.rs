@@ -45,7 +45,10 @@ pub(super) struct Signals {
 
 impl Signals {
     pub(super) fn new() -> std::io::Result<Self> {
-        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+        })
     }
 
     pub(super) async fn next(&mut self) -> Stop {
@@ -63,8 +66,8 @@ mod tests {
     #[test]
     fn the_first_signal_stops_and_names_the_exit_code_and_the_second_ends_at_once() {
         let mut patience = Patience::default();
-        let said =
-            [Stop::Terminated, Stop::Interrupted, Stop::Interrupted].map(|stop| patience.interrupt(stop));
+        let said = [Stop::Terminated, Stop::Interrupted, Stop::Interrupted]
+            .map(|stop| patience.interrupt(stop));
         assert_eq!(said, [Interrupt::Stop, Interrupt::Kill, Interrupt::Kill]);
         assert_eq!(patience.first.map(Stop::exit_code), Some(143));
         assert_eq!(Stop::Interrupted.exit_code(), 130);

@@ -24,7 +24,8 @@ use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Fail
 use crate::entrance::{Entrance, Identity};
 use crate::job::{JobRecord, Outcome, Snapshot, Status};
 use crate::kube::anchor::{
-    Anchor, Data, INCARNATION, MASTER, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes, WriteError, Writer,
+    Anchor, Data, INCARNATION, MASTER, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes, WriteError,
+    Writer,
 };
 use crate::kube::client::{Choice, Cluster};
 use crate::kube::events::Recorder;
@@ -71,7 +72,8 @@ pub struct MasterArgs {
 
 /// Runs the master of a job to the job's end; the exit code.
 pub(super) fn master(args: &MasterArgs) -> Result<u8, Failure> {
-    let logging = tracing_subscriber::fmt().with_ansi(false).with_writer(std::io::stderr).try_init();
+    let logging =
+        tracing_subscriber::fmt().with_ansi(false).with_writer(std::io::stderr).try_init();
     // A test in this process may have set another subscriber.
     drop(logging);
     super::new_runtime()?.block_on(run(args))
@@ -79,8 +81,8 @@ pub(super) fn master(args: &MasterArgs) -> Result<u8, Failure> {
 
 async fn run(args: &MasterArgs) -> Result<u8, Failure> {
     // The first process of a container dies of no signal that it does not handle.
-    let mut terminate =
-        signal(SignalKind::terminate()).map_err(|e| Failure::failed(format!("can't handle signals: {e}")))?;
+    let mut terminate = signal(SignalKind::terminate())
+        .map_err(|e| Failure::failed(format!("can't handle signals: {e}")))?;
     let cluster = Cluster::connect(&Choice::default()).await.map_err(to_failure)?;
     let anchor = Anchor::new(&cluster, &args.job_name);
     let ConfigMap { metadata: meta, data, .. } = anchor.read().await.map_err(to_failure)?;
@@ -175,12 +177,13 @@ async fn lead(
     tell_keeper: oneshot::Sender<Kept>,
     give_up: &Notify,
 ) -> Result<u8, Failure> {
-    let token = std::fs::read_to_string(&args.token_file)
-        .map_err(|e| Failure::failed(format!("can't read the token {}: {e}", args.token_file.display())))?;
+    let token = std::fs::read_to_string(&args.token_file).map_err(|e| {
+        Failure::failed(format!("can't read the token {}: {e}", args.token_file.display()))
+    })?;
     let token = Token::from_hex(&token)
         .ok_or_else(|| Failure::failed(format!("{} holds no token", args.token_file.display())))?;
-    let identity =
-        Identity::read(&args.tls_cert, &args.tls_key).map_err(|e| Failure::failed(e.to_string()))?;
+    let identity = Identity::read(&args.tls_cert, &args.tls_key)
+        .map_err(|e| Failure::failed(e.to_string()))?;
     let data = submitted.record.as_ref().and_then(JobRecord::data);
     let seen = &submitted.anchor;
     if let (Some(record), Some(mark)) = (&mut submitted.record, data) {
@@ -208,9 +211,9 @@ async fn lead(
     };
     // Nothing is made before there is a record of it, and the first master finds none.
     let left = match submitted.incarnation {
-        2.. => {
-            pods::list(cluster, mould.anchor.uid.as_deref().unwrap_or_default()).await.map_err(to_failure)?
-        }
+        2.. => pods::list(cluster, mould.anchor.uid.as_deref().unwrap_or_default())
+            .await
+            .map_err(to_failure)?,
         _ => Vec::new(),
     };
     if submitted.record.is_none() && !left.is_empty() {
@@ -235,7 +238,10 @@ async fn lead(
     let events = match &submitted.task.tensorboard_dir {
         Some(folder) => {
             let events = EventFile::create(folder, &args.job_name).map_err(|e| {
-                Failure::failed(format!("can't write events for TensorBoard to {}: {e}", folder.display()))
+                Failure::failed(format!(
+                    "can't write events for TensorBoard to {}: {e}",
+                    folder.display()
+                ))
             })?;
             Some(tokio::spawn(tensorboard::follow(events, published.clone())))
         }
@@ -246,7 +252,9 @@ async fn lead(
         Some(record) => {
             let left = (record, left);
             Master::resume_with_pods(left, submitted.age, entrance, pods, keeper, office, progress)
-                .map_err(|reason| Failure::failed(format!("the job's record can't be true: {reason}")))?
+                .map_err(|reason| {
+                    Failure::failed(format!("the job's record can't be true: {reason}"))
+                })?
         }
     };
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
@@ -270,9 +278,9 @@ impl Pages {
     async fn serve(anchor: &Data) -> Result<Self, Failure> {
         let task = anchor.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
         let port = task.map_or(METRICS_PORT, |task| task.metrics_port);
-        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))
-            .await
-            .map_err(|e| Failure::failed(format!("can't listen on port {port} for metrics: {e}")))?;
+        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).await.map_err(|e| {
+            Failure::failed(format!("can't listen on port {port} for metrics: {e}"))
+        })?;
         let pages = Self { publish: watch::Sender::new(None), lead: Arc::default() };
         let lead = Arc::clone(&pages.lead);
         let ready: metrics::Ready = Arc::new(move || lead.get().is_some_and(Warrant::holds));
@@ -359,7 +367,8 @@ async fn conduct(
 
 /// What the master is to be told when the wishes change.
 fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
-    let scale = now.num_workers.filter(|_| now.num_workers != before.num_workers).map(Interrupt::Scale);
+    let scale =
+        now.num_workers.filter(|_| now.num_workers != before.num_workers).map(Interrupt::Scale);
     let stop = (now.stop && !before.stop).then_some(Interrupt::Stop);
     let asked = now.checkpoint.is_some() && now.checkpoint != before.checkpoint;
     let checkpoint = asked.then_some(Interrupt::Checkpoint);
@@ -430,7 +439,11 @@ impl Times {
     /// Of the last `count` lines, in seconds.
     fn of_last(&self, count: usize) -> Vec<f64> {
         let skipped = self.at.len().saturating_sub(count);
-        self.at.iter().skip(skipped).map(|at| (at.as_secs_f64() * 1000.0).round() / 1000.0).collect()
+        self.at
+            .iter()
+            .skip(skipped)
+            .map(|at| (at.as_secs_f64() * 1000.0).round() / 1000.0)
+            .collect()
     }
 }
 
@@ -439,7 +452,11 @@ fn news_of(status: &Status) -> u64 {
     let mut hasher = DefaultHasher::new();
     (status.state, status.generation.0, status.workers_wanted, &status.events).hash(&mut hasher);
     // One that is asked for is waited for.
-    status.checkpoints.as_ref().map(|known| (&known.error, known.newest.is_some())).hash(&mut hasher);
+    status
+        .checkpoints
+        .as_ref()
+        .map(|known| (&known.error, known.newest.is_some()))
+        .hash(&mut hasher);
     for worker in &status.workers {
         (worker.worker.0, worker.rank, worker.state).hash(&mut hasher);
     }
@@ -492,12 +509,15 @@ impl Submitted {
         let seen = anchor.clone();
         let data = anchor.data.unwrap_or_default();
         let malformed = |key: &str, error: &dyn std::fmt::Display| {
-            Failure::usage(format!("the anchor's {key} can't be read: {error}; submit the job again"))
+            Failure::usage(format!(
+                "the anchor's {key} can't be read: {error}; submit the job again"
+            ))
         };
         let need = |key: &str| data.get(key).ok_or_else(|| malformed(key, &"it is missing"));
         let task: Task = serde_json::from_str(need(TASK)?).map_err(|e| malformed(TASK, &e))?;
         task.job.check().map_err(|e| malformed(TASK, &e))?;
-        let template = serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
+        let template =
+            serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
         let before: u64 = match data.get(INCARNATION) {
             Some(text) => text.parse().map_err(|e| malformed(INCARNATION, &e))?,
             None => 0,

@@ -55,7 +55,10 @@ impl Plan {
         if let Some(path) = &args.summary {
             jobdir::check_writable(path).map_err(|e| {
                 let wanted = "give --summary a file in a directory that is there and writable";
-                Failure::usage(format!("can't write the summary to {}: {e}; {wanted}", path.display()))
+                Failure::usage(format!(
+                    "can't write the summary to {}: {e}; {wanted}",
+                    path.display()
+                ))
             })?;
         }
         let name = match &args.job_name {
@@ -99,7 +102,10 @@ pub(super) fn job_spec(
     let work = args.work.clone().unwrap_or_else(|| Work::Train { export: args.export.clone() });
     let spec = JobSpec {
         name,
-        training_data: args.training_data.clone().expect("clap asks for it where nothing is resumed"),
+        training_data: args
+            .training_data
+            .clone()
+            .expect("clap asks for it where nothing is resumed"),
         num_workers: workers.num,
         min_workers: workers.min,
         max_workers: workers.max,
@@ -141,10 +147,13 @@ impl Workers {
         let num = args.num_workers.unwrap_or_else(|| NUM_WORKERS_DEFAULT.next_multiple_of(per_pod));
         let min = args.min_workers.unwrap_or(per_pod);
         let max = args.max_workers.unwrap_or_else(|| {
-            let max = num.saturating_mul(MAX_WORKERS_FACTOR).clamp(MAX_WORKERS_DEFAULT_MIN, WORKERS_MAX);
+            let max =
+                num.saturating_mul(MAX_WORKERS_FACTOR).clamp(MAX_WORKERS_DEFAULT_MIN, WORKERS_MAX);
             max / per_pod * per_pod
         });
-        for (option, number) in [("--num-workers", num), ("--min-workers", min), ("--max-workers", max)] {
+        for (option, number) in
+            [("--num-workers", num), ("--min-workers", min), ("--max-workers", max)]
+        {
             if !number.is_multiple_of(per_pod) {
                 return Err(Failure::usage(format!(
                     "{option} {number}: a pod holds {per_pod} workers ({why}), so this must be a multiple of {per_pod}: {}",
@@ -180,19 +189,25 @@ fn find_program(program: &OsStr) -> Result<PathBuf, Failure> {
     if path.as_os_str().is_empty() {
         return Err(Failure::usage("the program's name is empty; give its path after `--`"));
     }
-    if path.components().count() > 1 || path.is_absolute() || program.as_encoded_bytes().contains(&b'/') {
+    if path.components().count() > 1
+        || path.is_absolute()
+        || program.as_encoded_bytes().contains(&b'/')
+    {
         return match executable(path) {
-            Ok(()) => {
-                std::path::absolute(path).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
+            Ok(()) => std::path::absolute(path)
+                .map_err(|e| Failure::usage(format!("{}: {e}", path.display()))),
+            Err(reason) => {
+                Err(Failure::usage(format!("can't run the program {}: {reason}", path.display())))
             }
-            Err(reason) => Err(Failure::usage(format!("can't run the program {}: {reason}", path.display()))),
         };
     }
     let folders = std::env::var_os("PATH").unwrap_or_default();
-    let found =
-        std::env::split_paths(&folders).map(|folder| folder.join(path)).find(|p| executable(p).is_ok());
+    let found = std::env::split_paths(&folders)
+        .map(|folder| folder.join(path))
+        .find(|p| executable(p).is_ok());
     found.ok_or_else(|| {
-        let here = if path.is_file() { " (there is one here: write ./ before its name)" } else { "" };
+        let here =
+            if path.is_file() { " (there is one here: write ./ before its name)" } else { "" };
         Failure::usage(format!(
             "the program `{}` is in no folder of $PATH{here}; \
              give its path, for example ./target/release/{0}",
@@ -207,15 +222,16 @@ fn executable(path: &Path) -> Result<(), String> {
         return Err("it is not a file".into());
     }
     // The bits first: some systems tell root that it may execute anything.
-    let executable =
-        metadata.permissions().mode() & 0o111 != 0 && rustix::fs::access(path, Access::EXEC_OK).is_ok();
+    let executable = metadata.permissions().mode() & 0o111 != 0
+        && rustix::fs::access(path, Access::EXEC_OK).is_ok();
     if executable { Ok(()) } else { Err("it is not executable; `chmod +x` it".into()) }
 }
 
 /// The program's name, made fit, and something to tell jobs apart.
 pub(super) fn default_name(program: &Path) -> Result<String, Failure> {
     let stem = program.file_stem().unwrap_or_default().to_string_lossy().to_lowercase();
-    let fit: String = stem.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+    let fit: String =
+        stem.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
     let fit = fit.trim_matches('-');
     let prefix = if fit.starts_with(|c: char| c.is_ascii_lowercase()) { "" } else { "job-" };
     let mut random = [0; 3];
@@ -261,10 +277,12 @@ pub(super) fn parse_place(text: &str) -> Result<String, String> {
     let known = ["s3", "gs", "az", "file"];
     match text.split_once("://") {
         _ if text.is_empty() => Err("it must not be empty".into()),
-        _ if text.len() > PATH_BYTES_MAX => Err(format!("it must have at most {PATH_BYTES_MAX} bytes")),
-        Some((scheme, _)) if !known.contains(&scheme) => {
-            Err(format!("`{scheme}://` is no place for files; it must be a path, or s3://, gs:// or az://"))
+        _ if text.len() > PATH_BYTES_MAX => {
+            Err(format!("it must have at most {PATH_BYTES_MAX} bytes"))
         }
+        Some((scheme, _)) if !known.contains(&scheme) => Err(format!(
+            "`{scheme}://` is no place for files; it must be a path, or s3://, gs:// or az://"
+        )),
         Some((scheme, "")) => Err(format!("there is nothing behind `{scheme}://`")),
         _ => Ok(text.into()),
     }
@@ -299,17 +317,29 @@ pub(super) fn parse_timeout(text: &str) -> Result<Duration, String> {
 }
 
 pub(super) fn parse_interval(text: &str) -> Result<Duration, String> {
-    parse_duration(text, INTERVAL_MIN, "for example `500ms` or `2s`, at least 50ms and at most 30days")
+    parse_duration(
+        text,
+        INTERVAL_MIN,
+        "for example `500ms` or `2s`, at least 50ms and at most 30days",
+    )
 }
 
 pub(super) fn parse_worker_timeout(text: &str) -> Result<Duration, String> {
-    parse_duration(text, WORKER_TIMEOUT_MIN, "for example `1s` or `500ms`, at least 100ms and at most 30days")
+    parse_duration(
+        text,
+        WORKER_TIMEOUT_MIN,
+        "for example `1s` or `500ms`, at least 100ms and at most 30days",
+    )
 }
 
 fn parse_duration(text: &str, min: Duration, wanted: &str) -> Result<Duration, String> {
-    let timeout =
-        humantime::parse_duration(text).map_err(|e| format!("{e}; it must be a duration, {wanted}"))?;
-    if (min..=TIMEOUT_MAX).contains(&timeout) { Ok(timeout) } else { Err(format!("it must be {wanted}")) }
+    let timeout = humantime::parse_duration(text)
+        .map_err(|e| format!("{e}; it must be a duration, {wanted}"))?;
+    if (min..=TIMEOUT_MAX).contains(&timeout) {
+        Ok(timeout)
+    } else {
+        Err(format!("it must be {wanted}"))
+    }
 }
 
 fn parse_count<T>(text: &str, what: &str, max: T) -> Result<T, String>
@@ -385,7 +415,10 @@ mod tests {
         };
         assert_eq!(plan.spec, expected);
         assert_eq!(plan.master_timeout, Duration::from_secs(30));
-        assert_eq!((plan.args, plan.quiet, plan.summary), (vec!["a".into(), "--b".into()], false, None));
+        assert_eq!(
+            (plan.args, plan.quiet, plan.summary),
+            (vec!["a".into(), "--b".into()], false, None)
+        );
         assert!(plan.program.is_absolute() && plan.program.ends_with("true"), "{:?}", plan.program);
         assert!(plan.job_dir.ends_with("elasticdl/j") || plan.job_dir.ends_with(".elasticdl/j"));
     }
@@ -404,14 +437,18 @@ mod tests {
     #[test]
     fn a_pod_holds_a_worker_for_each_of_its_gpus_unless_one_says_otherwise() {
         let numbers = |options: &str| {
-            let JobSpec { workers_per_pod, num_workers, min_workers, max_workers, .. } = pods(options);
+            let JobSpec { workers_per_pod, num_workers, min_workers, max_workers, .. } =
+                pods(options);
             [workers_per_pod, num_workers, min_workers, max_workers]
         };
         assert_eq!(numbers(""), [1, 2, 1, 8]);
         assert_eq!(numbers("--worker-resources cpu=8,nvidia.com/gpu=1"), [1, 2, 1, 8]);
         assert_eq!(numbers("--worker-resources nvidia.com/gpu=3"), [3, 3, 3, 6]);
         assert_eq!(numbers("--worker-resources nvidia.com/gpu=8 --num-workers 16"), [8, 16, 8, 32]);
-        assert_eq!(numbers("--worker-resources nvidia.com/gpu=8 --workers-per-pod 1"), [1, 2, 1, 8]);
+        assert_eq!(
+            numbers("--worker-resources nvidia.com/gpu=8 --workers-per-pod 1"),
+            [1, 2, 1, 8]
+        );
         assert_eq!(
             numbers("--workers-per-pod 2 --num-workers 6 --min-workers 4 --max-workers 6"),
             [2, 6, 4, 6]
@@ -437,7 +474,10 @@ mod tests {
         assert_eq!(spec("--local --streams 16").streams, 16);
         assert!(!spec("--local --no-shuffle").shuffle);
         assert!(spec("--local --no-shuffle --shuffle").shuffle);
-        assert_eq!(plan("--local --master-timeout 2min").unwrap().master_timeout, Duration::from_secs(120));
+        assert_eq!(
+            plan("--local --master-timeout 2min").unwrap().master_timeout,
+            Duration::from_secs(120)
+        );
     }
 
     #[test]
@@ -448,7 +488,10 @@ mod tests {
         );
         let kept = whole.checkpoints.unwrap();
         assert_eq!(kept.dir, here.join("c").to_str().unwrap());
-        assert_eq!((kept.every, kept.keep), (CheckpointEvery::Steps(NonZeroU64::new(200).unwrap()), 2));
+        assert_eq!(
+            (kept.every, kept.keep),
+            (CheckpointEvery::Steps(NonZeroU64::new(200).unwrap()), 2)
+        );
         assert_eq!(whole.resume_from.as_deref(), Some("s3://b/c"));
         let kept = spec("--local --checkpoint-dir /c").checkpoints.unwrap();
         assert_eq!((kept.every, kept.keep), (CheckpointEvery::Time(Duration::from_secs(300)), 3));
@@ -462,7 +505,8 @@ mod tests {
             plan.spec.checkpoints
         };
         let every = CheckpointEvery::Time(Duration::from_secs(300));
-        let own = CheckpointSpec { dir: "/jobs/j/checkpoints".into(), every, keep: 2, exclusive: true };
+        let own =
+            CheckpointSpec { dir: "/jobs/j/checkpoints".into(), every, keep: 2, exclusive: true };
         assert_eq!(kept("--local"), Some(own.clone()));
         let every = CheckpointEvery::Steps(NonZeroU64::new(200).unwrap());
         assert_eq!(
@@ -473,12 +517,17 @@ mod tests {
         assert!(kept("--local --checkpoint-dir ./none").unwrap().dir.ends_with("/none"));
         assert!(!kept("--local --checkpoint-dir /c").unwrap().exclusive);
         let error = plan("--local --checkpoint-dir none --checkpoint-every 200").unwrap_err();
-        assert!(error.contains("--checkpoint-every") && error.contains("--checkpoint-dir"), "{error}");
+        assert!(
+            error.contains("--checkpoint-every") && error.contains("--checkpoint-dir"),
+            "{error}"
+        );
     }
 
     #[test]
     fn workers_leave_within_the_grace_and_the_master_lets_them_go_before() {
-        for (grace, leave, wait) in [(30_000, 28_000, 26_000), (10_000, 8000, 6000), (1000, 800, 600)] {
+        for (grace, leave, wait) in
+            [(30_000, 28_000, 26_000), (10_000, 8000, 6000), (1000, 800, 600)]
+        {
             let spec = spec(&format!("--local --grace-period {grace}ms"));
             let millis = [spec.leave_timeout(), spec.leave_wait()].map(|time| time.as_millis());
             assert_eq!(millis, [leave, wait], "{grace}");
@@ -496,7 +545,8 @@ mod tests {
 
     #[test]
     fn a_place_is_a_path_or_in_a_store_that_is_known() {
-        for good in ["m.safetensors", "/a/b", "s3://bucket/a", "gs://b/c", "az://c/d", "file:///a"] {
+        for good in ["m.safetensors", "/a/b", "s3://bucket/a", "gs://b/c", "az://c/d", "file:///a"]
+        {
             assert_eq!(parse_place(good).as_deref(), Ok(good));
         }
         for bad in ["", "http://host/a", "ftp://x", "s3://", &"a".repeat(5000)] {
@@ -516,7 +566,8 @@ mod tests {
 
     #[test]
     fn a_default_name_is_a_valid_one_for_any_program() {
-        for program in ["quickstart", "My_Model.v2.bin", "7up", "ünïcode", "---", &"x".repeat(200)] {
+        for program in ["quickstart", "My_Model.v2.bin", "7up", "ünïcode", "---", &"x".repeat(200)]
+        {
             let name = default_name(Path::new(program)).unwrap();
             assert_eq!(parse_job_name(&name).as_ref(), Ok(&name), "{program}");
         }

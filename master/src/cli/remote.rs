@@ -129,14 +129,18 @@ impl ClusterJob {
         let anchor = self.runtime.block_on(self.anchor.read()).map_err(to_failure)?;
         let data = anchor.data.unwrap_or_default();
         let outlook = self.runtime.block_on(masters::look(&self.cluster, &self.name));
-        let failed = outlook.failed.filter(|_| !data.contains_key(SUMMARY)).map(|why| self.gave_up(&why));
+        let failed =
+            outlook.failed.filter(|_| !data.contains_key(SUMMARY)).map(|why| self.gave_up(&why));
         let Some(text) = data.get(STATUS) else {
             let why = failed.or(outlook.hindrance).unwrap_or_else(|| "is it running?".into());
             let name = &self.name;
-            return Err(Failure::failed(format!("the master of {name} has not said anything yet: {why}")));
+            return Err(Failure::failed(format!(
+                "the master of {name} has not said anything yet: {why}"
+            )));
         };
-        let mut status: StatusJson = serde_json::from_str(text)
-            .map_err(|e| Failure::failed(format!("the status in the job's anchor can't be read: {e}")))?;
+        let mut status: StatusJson = serde_json::from_str(text).map_err(|e| {
+            Failure::failed(format!("the status in the job's anchor can't be read: {e}"))
+        })?;
         if let Some(why) = failed {
             status.state = "failed".into();
             status.events.push(why);
@@ -148,8 +152,9 @@ impl ClusterJob {
         let listed = self.runtime.block_on(pods::list(&self.cluster, &uid)).unwrap_or_default();
         for worker in &mut status.workers {
             let launch = logs::first_of_pod(LaunchId(worker.worker), per_pod);
-            let pod =
-                listed.iter().find(|pod| objects::launch_and_index(pod).is_some_and(|(l, _)| l == launch));
+            let pod = listed
+                .iter()
+                .find(|pod| objects::launch_and_index(pod).is_some_and(|(l, _)| l == launch));
             worker.pod = Some(objects::worker_name(&self.name, launch));
             worker.node = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
         }
@@ -177,9 +182,11 @@ impl ClusterJob {
         let data = self.data()?;
         self.check_running(&data)?;
         let task = data.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
-        let spec = task.ok_or_else(|| Failure::failed("the task in the job's anchor can't be read"))?.job;
+        let spec =
+            task.ok_or_else(|| Failure::failed("the task in the job's anchor can't be read"))?.job;
         spec.check_scale(num_workers).map_err(Failure::usage)?;
-        let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
+        let status =
+            data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
         let was = status.map_or(spec.num_workers, |status| status.workers_wanted);
         self.wish(NUM_WORKERS, num_workers.to_string())?;
         print(&format!("workers: {was} -> {num_workers}\n"))
@@ -190,7 +197,8 @@ impl ClusterJob {
         let data = self.data()?;
         self.check_running(&data)?;
         let known = |data: &Data| {
-            let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
+            let status =
+                data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
             status.map(|status| (status.step, status.checkpoints)).unwrap_or_default()
         };
         let (asked_at, checkpoints) = known(&data);
@@ -218,7 +226,9 @@ impl ClusterJob {
     }
 
     fn wish(&self, key: &str, value: String) -> Result<(), Failure> {
-        self.runtime.block_on(self.anchor.write(&Data::from([(key.into(), value)]))).map_err(to_failure)
+        self.runtime
+            .block_on(self.anchor.write(&Data::from([(key.into(), value)])))
+            .map_err(to_failure)
     }
 
     fn data(&self) -> Result<Data, Failure> {
@@ -258,7 +268,11 @@ pub(super) fn delete(args: &DeleteArgs) -> Result<u8, Failure> {
                     "the job in {} is deleted; the folder stays, for what no job has written is in it: {}{}\n",
                     root.display(),
                     first.display(),
-                    if left.len() > 1 { format!(" and {} more", left.len() - 1) } else { String::new() }
+                    if left.len() > 1 {
+                        format!(" and {} more", left.len() - 1)
+                    } else {
+                        String::new()
+                    }
                 )),
             }
         }
@@ -299,12 +313,16 @@ pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
         Found::InCluster(job) => job.stop(),
         Found::Here(root) => {
             let told = jobdir::stop(&root).map_err(|error| match error {
-                StopError::Lookup(LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
+                StopError::Lookup(LookupError::NotRunning { .. }) => {
+                    Failure::failed(error.to_string())
+                }
                 StopError::Lookup(error) => Failure::usage(error.to_string()),
                 error => Failure::failed(error.to_string()),
             })?;
             print(&match told {
-                Told::Master => format!("the job in {} finishes its step and stops\n", root.display()),
+                Told::Master => {
+                    format!("the job in {} finishes its step and stops\n", root.display())
+                }
                 Told::Workers(workers) => format!(
                     "the master of the job in {} is gone; {workers} of its workers were told to end\n",
                     root.display()
@@ -318,7 +336,8 @@ pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
 pub(super) fn logs(args: &LogsArgs) -> Result<u8, Failure> {
     match find(&args.job, &args.place)? {
         Found::InCluster(job) => {
-            let source = args.launch.map_or(Source::Master, |launch| Source::Worker(LaunchId(launch)));
+            let source =
+                args.launch.map_or(Source::Master, |launch| Source::Worker(LaunchId(launch)));
             let copied = job.runtime.block_on(logs::copy(
                 &job.cluster,
                 &job.anchor,
@@ -363,7 +382,8 @@ fn copy_file(path: &Path, follow: Option<&PathBuf>) -> Result<u8, Failure> {
 type Row = [String; 5];
 
 fn local_rows(root: &Path) -> Vec<Row> {
-    let mut names: Vec<_> = fs::read_dir(root).into_iter().flatten().flatten().map(|e| e.path()).collect();
+    let mut names: Vec<_> =
+        fs::read_dir(root).into_iter().flatten().flatten().map(|e| e.path()).collect();
     names.sort();
     let row = |path: PathBuf| {
         let name = path.file_name()?.to_str()?.to_owned();
@@ -408,7 +428,8 @@ fn cluster_row(namespace: &str, anchor: ConfigMap, outlook: Outlook) -> Option<R
 fn to_table(rows: &[Row]) -> String {
     let head = ["NAMESPACE", "JOB", "STATE", "PROGRESS", "WORKERS"].map(String::from);
     let all: Vec<&Row> = std::iter::once(&head).chain(rows).collect();
-    let width = |column: usize| all.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width =
+        |column: usize| all.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..head.len()).map(width).collect();
     let mut text = String::new();
     for row in all {

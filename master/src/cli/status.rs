@@ -97,9 +97,11 @@ pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
         return runtime.block_on(watch::watch(&root, timing, args.json));
     }
     let answer = async {
-        let mut connection = Connection::open(&root).await.map_err(|error| error.to_failure(&root))?;
-        let answer =
-            connection.ask(v1::StatusRequest {}, async |client, request| client.status(request).await).await;
+        let mut connection =
+            Connection::open(&root).await.map_err(|error| error.to_failure(&root))?;
+        let answer = connection
+            .ask(v1::StatusRequest {}, async |client, request| client.status(request).await)
+            .await;
         answer.map_err(|status| to_failure(&root, &status))
     };
     let status = StatusJson::from(runtime.block_on(answer)?);

@@ -22,7 +22,9 @@ use super::interrupts::{Patience, Signals, Stop};
 use super::plan::{self, Plan};
 use super::resilience::ResilienceOptions;
 use super::validation::ValidationOptions;
-use super::{EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, preview, print_error, print_warning};
+use super::{
+    EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, preview, print_error, print_warning,
+};
 use crate::entrance::Entrance;
 use crate::job::{self, Outcome, Time, WireDtype};
 use crate::jobdir::{self, Abandoned, JobDir, Start};
@@ -365,7 +367,9 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
         })?,
         Task::Resume(abandoned) => {
             let address = abandoned.start.address;
-            bind_again(address).await.map_err(failed(&format!("listen at {address}, where workers look")))?
+            bind_again(address)
+                .await
+                .map_err(failed(&format!("listen at {address}, where workers look")))?
         }
     };
     let address = listener.local_addr().map_err(failed("learn the listener's address"))?;
@@ -378,7 +382,9 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
             (Ok(listener), _) => Some(listener),
             (Err(e), Task::Begin(_)) => {
                 let wanted = "choose another --metrics-port";
-                return Err(Failure::usage(format!("can't serve metrics at {address}: {e}; {wanted}")));
+                return Err(Failure::usage(format!(
+                    "can't serve metrics at {address}: {e}; {wanted}"
+                )));
             }
             (Err(error), Task::Resume(_)) => {
                 warn!(%error, %address, "metrics are not served");
@@ -454,7 +460,8 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
 fn event_file(folder: Option<&Path>, job: &str) -> Result<Option<EventFile>, Failure> {
     let create = |folder: &Path| {
         EventFile::create(folder, job).map_err(|e| {
-            let wanted = "give --tensorboard-dir a folder that is there, or can be made, and is writable";
+            let wanted =
+                "give --tensorboard-dir a folder that is there, or can be made, and is writable";
             Failure::usage(format!("can't write events to {}: {e}; {wanted}", folder.display()))
         })
     };
@@ -508,7 +515,8 @@ fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
         .mode(0o600)
         .open(&path)
         .map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
-    let logging = tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(file)).try_init();
+    let logging =
+        tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(file)).try_init();
     // A test in this process may have set another subscriber: its logs are its own affair.
     if let Err(error) = logging {
         warn!(%error, "the master's log is not written");
@@ -525,8 +533,9 @@ fn add_logs(error: &str, logs: &Path) -> String {
 fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &Ended) -> Result<(), Failure> {
     let json = report::to_json(&ended.summary);
     for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
-        jobdir::write_atomically(path, &json)
-            .map_err(|e| Failure::failed(format!("can't write the summary {}: {e}", path.display())))?;
+        jobdir::write_atomically(path, &json).map_err(|e| {
+            Failure::failed(format!("can't write the summary {}: {e}", path.display()))
+        })?;
     }
     Ok(())
 }

@@ -42,7 +42,9 @@ impl ValidationOptions {
     pub(super) fn plan(&self) -> Result<Option<ValidationSpec>, Failure> {
         let Some(data) = self.validation_data.clone() else { return Ok(None) };
         if data.is_empty() {
-            return Err(Failure::usage("--validation-data is empty; it must be a file or a folder"));
+            return Err(Failure::usage(
+                "--validation-data is empty; it must be a file or a folder",
+            ));
         }
         let lowest_loss = Metric { name: "loss".into(), highest: false };
         let Metric { name: metric, highest } = self.best_metric.clone().unwrap_or(lowest_loss);

@@ -158,7 +158,11 @@ impl From<v1::StatusReply> for StatusJson {
             records_expected: status.records_expected,
             records_per_s: status.records_per_s,
             loss: status.loss,
-            shards: status.shards.map(|s| ShardsJson { todo: s.todo, leased: s.leased, done: s.done }),
+            shards: status.shards.map(|s| ShardsJson {
+                todo: s.todo,
+                leased: s.leased,
+                done: s.done,
+            }),
             workers_wanted: status.workers_wanted,
             workers: status.workers.into_iter().map(WorkerJson::from).collect(),
             waiting: status.waiting.into_iter().map(LaunchJson::from).collect(),
@@ -167,7 +171,10 @@ impl From<v1::StatusReply> for StatusJson {
             evaluated: status.evaluated.map(|v1::Evaluated { step, records, metrics }| Evaluated {
                 step,
                 records,
-                metrics: metrics.into_iter().map(|(name, m)| (name, m.is_finite().then_some(m))).collect(),
+                metrics: metrics
+                    .into_iter()
+                    .map(|(name, m)| (name, m.is_finite().then_some(m)))
+                    .collect(),
             }),
             checkpoints: status.checkpoints.map(CheckpointsJson::from),
             memberships: status.memberships.into_iter().filter_map(to_record).collect(),
@@ -181,8 +188,11 @@ impl From<v1::StatusReply> for StatusJson {
 impl From<v1::CheckpointStatus> for CheckpointsJson {
     fn from(known: v1::CheckpointStatus) -> Self {
         let v1::CheckpointStatus { dir, newest, saved, failed, error } = known;
-        let newest =
-            newest.map(|v1::CheckpointSaved { step, name, bytes }| SavedCheckpoint { step, name, bytes });
+        let newest = newest.map(|v1::CheckpointSaved { step, name, bytes }| SavedCheckpoint {
+            step,
+            name,
+            bytes,
+        });
         Self { dir: Some(dir), newest, saved, failed, error }
     }
 }
@@ -220,7 +230,9 @@ impl From<v1::RungStatus> for RungJson {
 
 /// `None`: of a cause that this version does not know.
 fn to_record(record: v1::MembershipRecord) -> Option<MembershipRecord> {
-    let ms = |us: fn(&v1::Phases) -> u64| record.phases.as_ref().map(|phases| us(phases) as f64 / 1000.0);
+    let ms = |us: fn(&v1::Phases) -> u64| {
+        record.phases.as_ref().map(|phases| us(phases) as f64 / 1000.0)
+    };
     let ids = |workers: &[u64]| workers.iter().copied().map(WorkerId).collect();
     let gap_us = |p: &v1::Phases| {
         [p.detect_us, p.abort_us, p.agree_us, p.connect_us, p.state_us, p.first_step_us]
@@ -249,7 +261,8 @@ fn to_record(record: v1::MembershipRecord) -> Option<MembershipRecord> {
 pub(super) fn to_table(status: &StatusJson) -> String {
     let mut text = String::new();
     let mut row = |name: &str, value: &str| {
-        writeln!(text, "{}", format!("{name:<12} {value}").trim_end()).expect("a string takes any text");
+        writeln!(text, "{}", format!("{name:<12} {value}").trim_end())
+            .expect("a string takes any text");
     };
     row("job", &status.job);
     row("state", &format!("{} ({:.1} %)", status.state, status.progress * 100.0));
@@ -280,11 +293,13 @@ pub(super) fn to_table(status: &StatusJson) -> String {
     }
     for (index, launch) in status.waiting.iter().enumerate() {
         let waits_for = launch.waits_for.as_deref().map(|why| format!(": {}", one_line(why)));
-        let what = format!("worker {} {}{}", launch.launch, launch.state, waits_for.unwrap_or_default());
+        let what =
+            format!("worker {} {}{}", launch.launch, launch.state, waits_for.unwrap_or_default());
         row(if index == 0 { "waiting" } else { "" }, &what);
     }
     if !status.rungs.is_empty() {
-        let rungs = status.rungs.iter().map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
+        let rungs =
+            status.rungs.iter().map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
         row("rungs", &rungs.collect::<Vec<_>>().join(", "));
     }
     if let Some(Evaluated { step, metrics, .. }) = &status.evaluated {
@@ -307,15 +322,19 @@ pub(super) fn to_table(status: &StatusJson) -> String {
 }
 
 fn checkpoints_row(known: &CheckpointsJson) -> String {
-    let newest =
-        known.newest.as_ref().map_or_else(|| "none yet".into(), |newest| format!("step {}", newest.step));
-    let error = known.error.as_deref().map(|error| format!("; the last one failed: {}", one_line(error)));
+    let newest = known
+        .newest
+        .as_ref()
+        .map_or_else(|| "none yet".into(), |newest| format!("step {}", newest.step));
+    let error =
+        known.error.as_deref().map(|error| format!("; the last one failed: {}", one_line(error)));
     format!("{newest} in {}{}", known.dir.as_deref().unwrap_or_default(), error.unwrap_or_default())
 }
 
 /// In a pod each process has the same number, so its place is shown.
 fn worker_row(worker: &WorkerJson, in_pods: bool) -> String {
-    let or_dash = |number: Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
+    let or_dash =
+        |number: Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
     let process = if in_pods { String::new() } else { format!("{:>8}  ", worker.pid) };
     let node = worker.node.as_deref().map(|node| format!(" on {node}")).unwrap_or_default();
     let pod = worker.pod.as_deref().map(|pod| format!("  {pod}{node}")).unwrap_or_default();
@@ -442,7 +461,8 @@ memberships  generation  cause  workers     at step     gap ms
                         state 0.5, first step 1.5)
 events       generation 2: 1 worker
 ";
-        let expected = expected.replace("connect 0.4,                         state", "connect 0.4, state");
+        let expected =
+            expected.replace("connect 0.4,                         state", "connect 0.4, state");
         assert_eq!(to_table(&reply().into()), expected);
     }
 
@@ -463,7 +483,8 @@ events       generation 2: 1 worker
     #[test]
     fn of_many_memberships_the_table_shows_the_newest_and_json_all() {
         let one = reply().memberships.remove(0);
-        let many = (1..=20).map(|generation| v1::MembershipRecord { generation, ..one.clone() }).collect();
+        let many =
+            (1..=20).map(|generation| v1::MembershipRecord { generation, ..one.clone() }).collect();
         let status = StatusJson::from(v1::StatusReply { memberships: many, ..reply() });
         let shown = to_table(&status).lines().filter(|line| line.contains("  lost  ")).count();
         assert_eq!((shown, status.memberships.len()), (5, 20));
@@ -529,7 +550,8 @@ events       generation 2: 1 worker
         status.workers = (0..1024).map(|i| WorkerJson { worker: i, ..worker.clone() }).collect();
         let names = (0..3000).map(|i| WorkerId(1_000_000 + i));
         for membership in &mut status.memberships {
-            (membership.lost, membership.joined) = (names.clone().collect(), names.clone().collect());
+            (membership.lost, membership.joined) =
+                (names.clone().collect(), names.clone().collect());
         }
         let shortened = status.clone().into_json_within(224 << 10);
         assert!(shortened.len() <= 224 << 10, "{} KiB", shortened.len() >> 10);

@@ -42,7 +42,10 @@ pub(super) async fn watch(root: &Path, timing: Timing, json: bool) -> Result<u8,
             Look::NoMaster(_) if missed == 0 => missed = 1,
             Look::NoMaster(why) => {
                 if answered.elapsed() >= timing.master_timeout {
-                    return Err(Failure { text: format!("{}; no other has come", why.text), ..why });
+                    return Err(Failure {
+                        text: format!("{}; no other has come", why.text),
+                        ..why
+                    });
                 }
                 view.no_master(missed)?;
                 missed = missed.saturating_add(1);
@@ -52,7 +55,8 @@ pub(super) async fn watch(root: &Path, timing: Timing, json: bool) -> Result<u8,
                 view.show(*status)?;
             }
         }
-        tokio::time::sleep(if missed == 1 { timing.interval.min(SOON) } else { timing.interval }).await;
+        tokio::time::sleep(if missed == 1 { timing.interval.min(SOON) } else { timing.interval })
+            .await;
     }
 }
 
@@ -76,14 +80,19 @@ async fn look(root: &Path, connection: &mut Option<Connection>) -> Look {
             }
             Err(error) => {
                 let failure = error.to_failure(root);
-                return if may_pass(&error) { Look::NoMaster(failure) } else { Look::Failed(failure) };
+                return if may_pass(&error) {
+                    Look::NoMaster(failure)
+                } else {
+                    Look::Failed(failure)
+                };
             }
         }
     }
     let Some(open) = connection else {
         unreachable!("it was just opened");
     };
-    let answer = open.ask(v1::StatusRequest {}, async |client, request| client.status(request).await).await;
+    let answer =
+        open.ask(v1::StatusRequest {}, async |client, request| client.status(request).await).await;
     match answer {
         Ok(reply) => Look::Status(Box::new(reply.into())),
         Err(status) => {
@@ -98,7 +107,9 @@ fn may_pass(error: &OpenError) -> bool {
     match error {
         OpenError::NoAnswer(_) | OpenError::Lookup(LookupError::NotRunning { .. }) => true,
         // A new master has its token before it can be found; the old one's is gone for a moment.
-        OpenError::Lookup(LookupError::Unreadable { source, .. }) => source.kind() == io::ErrorKind::NotFound,
+        OpenError::Lookup(LookupError::Unreadable { source, .. }) => {
+            source.kind() == io::ErrorKind::NotFound
+        }
         OpenError::Lookup(_) => false,
     }
 }
@@ -138,7 +149,8 @@ impl Ending {
 
     /// In one line.
     fn describe(&self) -> String {
-        let error = self.error.as_ref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
+        let error =
+            self.error.as_ref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
         format!(
             "job {}: {} after {:.2} s, {} steps, {} of {} records{error}; the summary is in {}",
             self.job,
@@ -198,7 +210,8 @@ impl View {
             return Self::Lines { told: None };
         }
         let style = ProgressStyle::with_template("{msg}").expect("the template is valid");
-        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stdout()).with_style(style);
+        let bar =
+            ProgressBar::with_draw_target(None, ProgressDrawTarget::stdout()).with_style(style);
         Self::Table { bar, table: String::new() }
     }
 
@@ -273,12 +286,18 @@ fn lines(status: &StatusJson, told: Option<&Told>, now: &Told) -> String {
         text.push_str(&one_line(event));
         text.push('\n');
     }
-    let elsewhere = told.is_none_or(|told| Told { events_said: now.events_said, ..told.clone() } != *now);
+    let elsewhere =
+        told.is_none_or(|told| Told { events_said: now.events_said, ..told.clone() } != *now);
     if elsewhere {
         let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
         let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
-        let named: Vec<String> = now.stragglers.iter().take(STRAGGLERS_NAMED).map(u64::to_string).collect();
-        let slow = if named.is_empty() { String::new() } else { format!(" · slow: {}", named.join(", ")) };
+        let named: Vec<String> =
+            now.stragglers.iter().take(STRAGGLERS_NAMED).map(u64::to_string).collect();
+        let slow = if named.is_empty() {
+            String::new()
+        } else {
+            format!(" · slow: {}", named.join(", "))
+        };
         text.push_str(&format!(
             "{} · epoch {}/{} · step {} · {:.1} %{loss} · {} records/s · members {members} · generation {}{slow}\n",
             status.state,
@@ -319,7 +338,10 @@ mod tests {
         assert_eq!(lines(&replaced, Some(&told), &Told::of(&replaced)), "c\n");
         let waits = StatusJson { events_said: 9, state: "waiting".into(), ..more.clone() };
         let told = lines(&waits, Some(&Told::of(&more)), &Told::of(&waits));
-        assert!(told.starts_with("waiting · epoch 1/3 · step 11") && told.lines().count() == 1, "{told}");
+        assert!(
+            told.starts_with("waiting · epoch 1/3 · step 11") && told.lines().count() == 1,
+            "{told}"
+        );
     }
 
     #[test]
@@ -338,7 +360,10 @@ mod tests {
                         /j/summary.json";
         assert_eq!(ending.describe(), expected);
         let last = ending.to_status(Some(reply().into()));
-        assert_eq!((last.state.as_str(), last.step, last.epoch, last.progress), ("completed", 30, 3, 1.0));
+        assert_eq!(
+            (last.state.as_str(), last.step, last.epoch, last.progress),
+            ("completed", 30, 3, 1.0)
+        );
         assert_eq!((last.records_counted, last.workers, last.generation), (1920, Vec::new(), 2));
         let unseen = ending.to_status(None);
         assert_eq!((unseen.state.as_str(), unseen.records_expected), ("completed", 1920));
@@ -352,6 +377,9 @@ mod tests {
         assert!(may_pass(&unreadable(io::ErrorKind::NotFound)));
         assert!(!may_pass(&unreadable(io::ErrorKind::InvalidData)));
         assert!(!may_pass(&OpenError::Lookup(LookupError::NoSuchJob { path: "j".into() })));
-        assert!(may_pass(&OpenError::Lookup(LookupError::NotRunning { path: "j".into(), summary: None })));
+        assert!(may_pass(&OpenError::Lookup(LookupError::NotRunning {
+            path: "j".into(),
+            summary: None
+        })));
     }
 }

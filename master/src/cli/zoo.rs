@@ -96,22 +96,27 @@ pub(super) fn zoo(args: &ZooArgs) -> Result<u8, Failure> {
     match &args.command {
         ZooCommand::Build(args) => build(args),
         ZooCommand::Init(args) => init(args),
-        ZooCommand::Push(args) => tool::run(args.tool, vec!["push".into(), args.image.clone().into()]),
+        ZooCommand::Push(args) => {
+            tool::run(args.tool, vec!["push".into(), args.image.clone().into()])
+        }
     }
 }
 
 fn init(args: &InitArgs) -> Result<u8, Failure> {
     let at = args.path.display();
-    let failed =
-        |what: &str, error: &dyn std::fmt::Display| Failure::failed(format!("{at}: {what}: {error}"));
+    let failed = |what: &str, error: &dyn std::fmt::Display| {
+        Failure::failed(format!("{at}: {what}: {error}"))
+    };
     let name = match &args.name {
         Some(name) => name.clone(),
         None => name_of(&args.path)?,
     };
     let source = args.elasticdl.clone().unwrap_or_else(Source::own);
     let files = files(&name, &source);
-    let there: Vec<_> =
-        files.iter().filter(|(file, _)| fs::symlink_metadata(args.path.join(file)).is_ok()).collect();
+    let there: Vec<_> = files
+        .iter()
+        .filter(|(file, _)| fs::symlink_metadata(args.path.join(file)).is_ok())
+        .collect();
     if !there.is_empty() {
         let there: Vec<_> = there.iter().map(|(file, _)| *file).collect();
         return Err(Failure::usage(format!(
@@ -127,14 +132,16 @@ fn init(args: &InitArgs) -> Result<u8, Failure> {
         let made = fs::File::create_new(&path).and_then(|mut made| made.write_all(text.as_bytes()));
         made.map_err(|error| failed(&format!("can't write {file}"), &error))?;
     }
-    let _ = writeln!(stdout(), "{at} has the model `{name}` now; its README.md says how to train it");
+    let _ =
+        writeln!(stdout(), "{at} has the model `{name}` now; its README.md says how to train it");
     Ok(EXIT_OK)
 }
 
 /// The crate's files and what is in them.
 fn files(name: &str, source: &Source) -> [(&'static str, String); 6] {
     let fill = |template: &str| {
-        let filled = template.replace("{{name}}", name).replace("{{dependency}}", &source.dependency());
+        let filled =
+            template.replace("{{name}}", name).replace("{{dependency}}", &source.dependency());
         filled.replace("{{sources}}", &source.copies()).replace("{{command}}", &source.command())
     };
     [
@@ -180,11 +187,12 @@ fn build(args: &BuildArgs) -> Result<u8, Failure> {
 }
 
 fn name_of(path: &Path) -> Result<String, Failure> {
-    let absolute =
-        std::path::absolute(path).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))?;
+    let absolute = std::path::absolute(path)
+        .map_err(|e| Failure::usage(format!("{}: {e}", path.display())))?;
     let name = absolute.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    parse_name(&name)
-        .map_err(|why| Failure::usage(format!("`{name}` can't be the crate's name: {why}; say --name NAME")))
+    parse_name(&name).map_err(|why| {
+        Failure::usage(format!("`{name}` can't be the crate's name: {why}; say --name NAME"))
+    })
 }
 
 /// A name for a crate, a job and an image alike.
@@ -270,7 +278,8 @@ mod tests {
 
     #[test]
     fn templates_are_filled_to_the_last_blank() {
-        let sources = ["0.1", "https://example.com/e.git#v1", concat!(env!("CARGO_MANIFEST_DIR"), "/..")];
+        let sources =
+            ["0.1", "https://example.com/e.git#v1", concat!(env!("CARGO_MANIFEST_DIR"), "/..")];
         for source in sources {
             for (file, text) in files("my-model", &Source::parse(source).unwrap()) {
                 assert!(!text.contains("{{") && !text.contains("}}"), "{source}: {file}: {text}");

@@ -86,14 +86,22 @@ impl Job {
         let members = record.membership.as_ref().map_or(&[][..], |m| &m.members);
         let members: Vec<WorkerId> = members.iter().map(|(id, _)| *id).collect();
         // A pod of which one was given up goes as a whole.
-        let gone: BTreeSet<LaunchId> = record.launches.iter().filter(|l| l.gone).map(|l| l.launch).collect();
-        let pod_of = |launch: LaunchId| launch.0.saturating_sub(1) / u64::from(job.spec.workers_per_pod);
+        let gone: BTreeSet<LaunchId> =
+            record.launches.iter().filter(|l| l.gone).map(|l| l.launch).collect();
+        let pod_of =
+            |launch: LaunchId| launch.0.saturating_sub(1) / u64::from(job.spec.workers_per_pod);
         let gone: BTreeSet<u64> = gone.into_iter().map(pod_of).collect();
         for l in &mut record.launches {
             l.gone = gone.contains(&pod_of(l.launch));
             let rank = (0..).zip(&members).find(|(_, id)| id.0 == l.launch.0).map(|(rank, _)| rank);
             let may_return = !l.gone && (l.worker.is_some() || l.found);
-            let away = Away { rank, joined: l.joined, holds_state: l.holds_state, since: now, known: None };
+            let away = Away {
+                rank,
+                joined: l.joined,
+                holds_state: l.holds_state,
+                since: now,
+                known: None,
+            };
             let launch = Launch {
                 worker: l.worker,
                 leaving: l.leaving || l.gone,
@@ -113,7 +121,10 @@ impl Job {
             }
         }
         job.group = Group {
-            generation: record.membership.as_ref().map_or_else(Generation::default, |m| m.generation),
+            generation: record
+                .membership
+                .as_ref()
+                .map_or_else(Generation::default, |m| m.generation),
             passed: record.generation,
             published: record.membership,
             before: record.before,
@@ -144,7 +155,10 @@ impl Job {
         self.story.error = ending.error;
         self.last_word = ending.last_word;
         self.phase = Phase::Ending(ending.outcome);
-        self.say(format!("the job was {} when its master died", super::ending::name(ending.outcome)));
+        self.say(format!(
+            "the job was {} when its master died",
+            super::ending::name(ending.outcome)
+        ));
         self.end_now();
         Ok(())
     }
@@ -204,8 +218,9 @@ impl Job {
             }
             w.rank = rank;
         }
-        let may_live =
-            |id: &WorkerId| self.crew.workers.contains_key(id) || self.crew.members_away().any(|m| m == *id);
+        let may_live = |id: &WorkerId| {
+            self.crew.workers.contains_key(id) || self.crew.members_away().any(|m| m == *id)
+        };
         let lost = members.iter().filter(|id| !may_live(id)).copied().collect();
         let newest = members.iter().map(|id| id.0).max().unwrap_or_default();
         let newest = newest.next_multiple_of(u64::from(self.spec.workers_per_pod));
@@ -221,7 +236,10 @@ impl Job {
         };
         self.touch();
         self.count_eligible();
-        self.say(format!("generation {} has been published by the master before", theirs.generation));
+        self.say(format!(
+            "generation {} has been published by the master before",
+            theirs.generation
+        ));
         for id in self.crew.workers.keys().copied().collect::<Vec<_>>() {
             self.send(id, ToWorker::Membership(theirs.clone()));
         }
@@ -238,7 +256,13 @@ impl Job {
     }
 
     /// Refuses a worker that came back, for good: another takes its place.
-    pub(super) fn dismiss(&mut self, now: Time, connection: ConnectionId, launch: LaunchId, reason: &str) {
+    pub(super) fn dismiss(
+        &mut self,
+        now: Time,
+        connection: ConnectionId,
+        launch: LaunchId,
+        reason: &str,
+    ) {
         self.push(Action::Refuse { connection, reason: reason.into() });
         self.miss(launch);
         self.excuse(now, launch);
@@ -249,7 +273,10 @@ impl Job {
     /// One less is awaited.
     pub(super) fn stop_awaiting(&mut self, now: Time) {
         if self.adoption.is_some() && !self.awaits_members() && !self.group.members.is_empty() {
-            self.say(format!("generation {}: all members that are left are back", self.group.generation));
+            self.say(format!(
+                "generation {}: all members that are left are back",
+                self.group.generation
+            ));
         }
         self.settle(now);
     }
@@ -259,7 +286,8 @@ impl Job {
         let Self { adoption: Some(adoption), records: Some(records), crew, .. } = self else {
             return;
         };
-        let behind = |(id, step): (&WorkerId, &u64)| *step > self.step && crew.workers.contains_key(id);
+        let behind =
+            |(id, step): (&WorkerId, &u64)| *step > self.step && crew.workers.contains_key(id);
         let settled = self.group.formed && !self.group.is_broken() && adoption.mute.is_empty();
         if !settled || crew.members_away().next().is_some() || adoption.steps.iter().any(behind) {
             return;
@@ -285,7 +313,11 @@ fn check(record: &JobRecord) -> Result<(), String> {
     if distinct.len() != members.len() || members.len() > spec.max_workers as usize {
         return Err("the membership is no group".into());
     }
-    if record.membership.as_ref().is_some_and(|m| m.generation > record.generation || m.members.is_empty()) {
+    if record
+        .membership
+        .as_ref()
+        .is_some_and(|m| m.generation > record.generation || m.members.is_empty())
+    {
         return Err("the membership is not of this job".into());
     }
     if record.dataset.is_none() && !members.is_empty() {

@@ -42,11 +42,14 @@ impl Results {
     /// # Errors
     /// More metrics than can be kept.
     fn add(&mut self, range: RecordRange, sums: Sums) -> Result<(), String> {
-        if sums.keys().filter(|name| !self.sums.contains_key(*name)).count() + self.sums.len() > METRICS_MAX {
+        if sums.keys().filter(|name| !self.sums.contains_key(*name)).count() + self.sums.len()
+            > METRICS_MAX
+        {
             return Err(format!("with {range} there are more than {METRICS_MAX} metrics"));
         }
         self.later.insert(range.start, (range.end, sums));
-        while let Some(first) = self.later.first_entry().filter(|first| *first.key() == self.before) {
+        while let Some(first) = self.later.first_entry().filter(|first| *first.key() == self.before)
+        {
             let (end, sums) = first.remove();
             for (name, sum) in sums {
                 // Not from 0: adding to it would turn -0 around.
@@ -61,7 +64,8 @@ impl Results {
     pub(super) fn kept(&self) -> Self {
         let mut room = LATER_KEPT_BYTES_MAX;
         let later = self.later.iter().take(LATER_KEPT_MAX).take_while(|(_, (_, sums))| {
-            let bytes = RESULT_BYTES + sums.keys().map(|name| name.len() + SUM_BYTES).sum::<usize>();
+            let bytes =
+                RESULT_BYTES + sums.keys().map(|name| name.len() + SUM_BYTES).sum::<usize>();
             let fits = bytes <= room;
             room = room.saturating_sub(bytes);
             fits
@@ -71,7 +75,8 @@ impl Results {
     }
 
     pub(super) fn ranges(&self) -> impl Iterator<Item = RecordRange> + '_ {
-        let later = self.later.iter().map(|(&start, &(end, _))| RecordRange { epoch: 0, start, end });
+        let later =
+            self.later.iter().map(|(&start, &(end, _))| RecordRange { epoch: 0, start, end });
         let before = RecordRange { epoch: 0, start: 0, end: self.before };
         std::iter::once(before).filter(|range| !range.is_empty()).chain(later)
     }
@@ -100,7 +105,9 @@ impl Job {
         self.group.lost.clear();
         self.group.left.clear();
         records.requeue();
-        let ready = |w: &&mut super::crew::Worker| w.stage == Stage::Ready && w.rank.is_none() && !w.released;
+        let ready = |w: &&mut super::crew::Worker| {
+            w.stage == Stage::Ready && w.rank.is_none() && !w.released
+        };
         for w in self.crew.workers.values_mut().filter(ready) {
             // What it takes a member for a group, a worker has here from the start.
             w.rank = self.crew.launches.get(&w.launch).map(|l| l.index);
@@ -116,7 +123,10 @@ impl Job {
     /// Leases as many whole shards as `worker` has asked for and there are.
     pub(super) fn fill_apart(&mut self, worker: WorkerId) {
         let Self { records: Some(records), crew, .. } = self else { return };
-        let Some(w) = crew.workers.get_mut(&worker).filter(|w| w.is_eligible() && !w.leaving) else { return };
+        let Some(w) = crew.workers.get_mut(&worker).filter(|w| w.is_eligible() && !w.leaving)
+        else {
+            return;
+        };
         let Some(credit) = w.credits.get_mut(&0) else { return };
         *credit = (*credit).min(SHARDS_AHEAD_MAX);
         let mut leases = Vec::new();
@@ -136,9 +146,15 @@ impl Job {
 
     /// A worker has done a shard that it holds.
     pub(super) fn on_done(&mut self, now: Time, worker: WorkerId, range: RecordRange, sums: Sums) {
-        let Some(records) = self.records.as_mut().filter(|_| !self.spec.work.trains()) else { return };
+        let Some(records) = self.records.as_mut().filter(|_| !self.spec.work.trains()) else {
+            return;
+        };
         if !records.is_leased(worker, range) {
-            return self.fail_worker(now, worker, &format!("it has done {range}, which it does not hold"));
+            return self.fail_worker(
+                now,
+                worker,
+                &format!("it has done {range}, which it does not hold"),
+            );
         }
         let loss = sums.get("loss").copied();
         if let Err(reason) = self.results.add(range, sums) {
@@ -178,7 +194,9 @@ impl Job {
         let Some(records) = &mut self.records else {
             return Err("there are results, but no data set".into());
         };
-        records.commit(self.step, &ranges).map_err(|wrong| format!("there are results of {wrong}"))?;
+        records
+            .commit(self.step, &ranges)
+            .map_err(|wrong| format!("there are results of {wrong}"))?;
         self.results = results;
         Ok(())
     }

@@ -80,7 +80,8 @@ impl Job {
     pub(super) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
         let step = self.step;
         let known = &mut self.story.checkpoints;
-        let is_written = matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
+        let is_written =
+            matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
         let line = match news {
             CheckpointNews::Damaged { name, reason } => {
                 known.damaged += 1;
@@ -99,7 +100,8 @@ impl Job {
                     steps => format!("; {steps} steps are made again"),
                 };
                 self.group.restored = true;
-                let line = format!("the group begins at step {from}, from checkpoint {name}{again}");
+                let line =
+                    format!("the group begins at step {from}, from checkpoint {name}{again}");
                 known.restored.push(RestoredCheckpoint { step: from, name, lost_steps });
                 let surplus = known.restored.len().saturating_sub(RESTORED_MAX);
                 known.restored.drain(..surplus);

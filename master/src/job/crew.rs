@@ -154,7 +154,8 @@ impl Crew {
         let first = LaunchId(self.launches_made + 1);
         for index in (index..).take(self.workers_per_pod) {
             self.launches_made += 1;
-            self.launches.insert(LaunchId(self.launches_made), Launch { index, ..Launch::default() });
+            self.launches
+                .insert(LaunchId(self.launches_made), Launch { index, ..Launch::default() });
         }
         first
     }
@@ -187,7 +188,13 @@ impl Crew {
 
     /// `launch` has become a worker. A launch becomes one at most, so its number is the worker's: no name is used twice,
     /// by whichever master.
-    pub(super) fn admit(&mut self, now: Time, launch: LaunchId, address: SocketAddr, pid: u32) -> WorkerId {
+    pub(super) fn admit(
+        &mut self,
+        now: Time,
+        launch: LaunchId,
+        address: SocketAddr,
+        pid: u32,
+    ) -> WorkerId {
         let id = WorkerId(launch.0);
         let worker = Worker {
             launch,

@@ -80,8 +80,9 @@ impl Job {
         self.pass_describing_on(worker);
         self.say(format!("worker {worker} is disconnected"));
         let broken = self.group.broken.as_ref();
-        if broken.is_some_and(|b| b.suspects.contains(&worker) || b.unanswered.iter().any(|s| s.1 == worker))
-        {
+        if broken.is_some_and(|b| {
+            b.suspects.contains(&worker) || b.unanswered.iter().any(|s| s.1 == worker)
+        }) {
             self.lose(now, launch);
         }
     }
@@ -102,7 +103,9 @@ impl Job {
             return;
         }
         let stands_still = self.stands_still(now, Time::default());
-        if let Some(due) = self.crew.away().map(|launch| self.return_due(launch, stands_still)).min() {
+        if let Some(due) =
+            self.crew.away().map(|launch| self.return_due(launch, stands_still)).min()
+        {
             self.timer(due.max(now), Timer::Return);
         }
     }
@@ -202,11 +205,17 @@ impl Job {
             let reason = "this master has given this worker up, or never knew it";
             return self.push(Action::Refuse { connection, reason: reason.into() });
         };
-        if let Some(newer) = resume.membership.as_ref().filter(|m| m.generation > self.group.generation)
+        if let Some(newer) =
+            resume.membership.as_ref().filter(|m| m.generation > self.group.generation)
             && !self.learn(now, newer)
         {
             self.pass_over(generation);
-            return self.dismiss(now, connection, launch, "this master has gone on with another group");
+            return self.dismiss(
+                now,
+                connection,
+                launch,
+                "this master has gone on with another group",
+            );
         }
         let away = self.crew.launches[&launch].away.unwrap_or(away);
         let is_ready = away.rank.is_some() || resume.parameters.is_some();
@@ -215,7 +224,12 @@ impl Job {
         }
         if resume.membership.is_none() && away.rank.is_none() && away.known.is_none() {
             // It has not cost much yet.
-            return self.dismiss(now, connection, launch, "it was no member yet; another takes its place");
+            return self.dismiss(
+                now,
+                connection,
+                launch,
+                "it was no member yet; another takes its place",
+            );
         }
         let Some(worker) = self.crew.readmit(now, launch, address, pid) else { return };
         if away.rank.is_some() {
@@ -263,7 +277,9 @@ impl Job {
         self.returned.insert(worker, Returned::Silent);
         let w = self.crew.workers.get_mut(&worker).expect("it was just admitted");
         match w.stage {
-            Stage::Joining | Stage::Describing | Stage::Preparing if resume.parameters.is_none() => {
+            Stage::Joining | Stage::Describing | Stage::Preparing
+                if resume.parameters.is_none() =>
+            {
                 w.stage = Stage::Joining;
                 self.welcome(worker);
             }
@@ -290,7 +306,13 @@ impl Job {
     }
 
     /// A worker that is back says what it holds.
-    pub(super) fn on_holding(&mut self, now: Time, worker: WorkerId, step: u64, ranges: &[RecordRange]) {
+    pub(super) fn on_holding(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        step: u64,
+        ranges: &[RecordRange],
+    ) {
         let is_mute = match &self.adoption {
             Some(adoption) => adoption.mute.contains(&worker),
             None => matches!(self.returned.get(&worker), Some(Returned::Silent)),
@@ -300,7 +322,9 @@ impl Job {
         };
         let unaccounted = match records.reconcile(worker, ranges) {
             Ok(unaccounted) => unaccounted,
-            Err(wrong) => return self.fail_worker(now, worker, &format!("it holds {wrong}, which can't be")),
+            Err(wrong) => {
+                return self.fail_worker(now, worker, &format!("it holds {wrong}, which can't be"));
+            }
         };
         match &mut self.adoption {
             // Nothing is leased before the ledger has reached its step.
@@ -319,7 +343,10 @@ impl Job {
 
     /// Leases anew what returned workers did not name and the group has not absorbed.
     pub(super) fn conclude_returns(&mut self) {
-        if self.returned.is_empty() || !self.group.formed || self.group.is_broken() || self.adoption.is_some()
+        if self.returned.is_empty()
+            || !self.group.formed
+            || self.group.is_broken()
+            || self.adoption.is_some()
         {
             return;
         }

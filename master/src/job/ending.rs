@@ -26,7 +26,8 @@ impl Job {
         self.timer(now + self.stop_wait(), Timer::Stop);
         // Who is away is told when it is back.
         let here = self.crew.launches.iter().filter(|(_, l)| l.away.is_none());
-        let launches: Vec<(LaunchId, Option<WorkerId>)> = here.map(|(&id, l)| (id, l.worker)).collect();
+        let launches: Vec<(LaunchId, Option<WorkerId>)> =
+            here.map(|(&id, l)| (id, l.worker)).collect();
         for (launch, worker) in launches {
             let w = worker.and_then(|id| Some((id, self.crew.workers.get(&id)?)));
             match w.map(|(id, w)| (id, w.rank.is_some(), w.released)) {
@@ -35,7 +36,8 @@ impl Job {
                 Some((_, false, true)) => {}
                 Some((id, false, false)) => self.release(now, id, "the job is stopping"),
                 // As long as none of its pod is needed.
-                None if self.crew.is_heard(launch) || self.crew.any_of_pod(launch, |l| l.away.is_some()) => {}
+                None if self.crew.is_heard(launch)
+                    || self.crew.any_of_pod(launch, |l| l.away.is_some()) => {}
                 None => self.kill(launch),
             }
         }
@@ -56,7 +58,8 @@ impl Job {
 
     /// Every member holds the final state.
     pub(super) fn conclude(&mut self, now: Time) {
-        let words: Vec<_> = self.group.members.iter().map(|m| (m, &self.group.finished[m])).collect();
+        let words: Vec<_> =
+            self.group.members.iter().map(|m| (m, &self.group.finished[m])).collect();
         let (first, ledger) = words[0].1;
         let same = |(word, other): &(super::Finished, elasticdl_proto::Ledger)| {
             (word.digest, word.step, word.records_trained)
@@ -77,7 +80,8 @@ impl Job {
         };
         let missing = records.expected() - ledger.counted();
         records.rebuild(first.step, ledger, |_| false);
-        let at_max = first.stopped_early || self.spec.max_steps.is_some_and(|max| first.step >= max);
+        let at_max =
+            first.stopped_early || self.spec.max_steps.is_some_and(|max| first.step >= max);
         self.step = first.step;
         self.story.steps_skipped = first.steps_skipped;
         self.last_word = Some(first);
@@ -125,7 +129,8 @@ impl Job {
         for worker in self.crew.workers.keys().copied().collect::<Vec<_>>() {
             self.send(worker, ToWorker::Shutdown(format!("the job is {state}")));
         }
-        let mute: Vec<LaunchId> = self.crew.pods().filter(|&pod| !self.crew.is_heard(pod)).collect();
+        let mute: Vec<LaunchId> =
+            self.crew.pods().filter(|&pod| !self.crew.is_heard(pod)).collect();
         for launch in mute {
             self.kill(launch);
         }

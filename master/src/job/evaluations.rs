@@ -46,14 +46,19 @@ impl Job {
         let Evaluated { step, records, metrics } = &report;
         let line = format!("step {step} evaluated on {records} records: {}", in_words(metrics));
         known.all.push(report);
-        let is_better = |value: f64, best: f64| if spec.highest { value > best } else { value < best };
+        let is_better =
+            |value: f64, best: f64| if spec.highest { value > best } else { value < best };
         let mut best: Option<BestEvaluation> =
             known.best.take().filter(|b| known.all.iter().all(|e| e.step > b.step));
         for evaluated in &known.all {
             if let Some(&Some(value)) = evaluated.metrics.get(&spec.metric)
                 && best.as_ref().is_none_or(|best| is_better(value, best.value))
             {
-                best = Some(BestEvaluation { step: evaluated.step, metric: spec.metric.clone(), value });
+                best = Some(BestEvaluation {
+                    step: evaluated.step,
+                    metric: spec.metric.clone(),
+                    value,
+                });
             }
         }
         known.best = best;

@@ -363,9 +363,11 @@ impl Job {
             }
             self.miss(*launch);
         }
-        let ended: Vec<Launch> = pod.iter().filter_map(|launch| self.crew.launches.remove(launch)).collect();
+        let ended: Vec<Launch> =
+            pod.iter().filter_map(|launch| self.crew.launches.remove(launch)).collect();
         self.touch();
-        let is_of_pod = |t| pod.iter().any(|&launch| t == Timer::Kill(launch) || t == Timer::Hello(launch));
+        let is_of_pod =
+            |t| pod.iter().any(|&launch| t == Timer::Kill(launch) || t == Timer::Hello(launch));
         self.timers.retain(|&(_, t)| !is_of_pod(t));
         let end = describe(exit);
         match self.phase {
@@ -374,10 +376,11 @@ impl Job {
             Phase::Ending(_) => {}
             Phase::Running | Phase::Stopping => {
                 // A worker that has never come to its master is not on its way back to it.
-                let has_lost_way =
-                    *exit == Exit::Code(EXIT_MASTER_LOST) && ended.iter().all(|l| l.worker.is_none());
+                let has_lost_way = *exit == Exit::Code(EXIT_MASTER_LOST)
+                    && ended.iter().all(|l| l.worker.is_none());
                 let is_own_fault = is_own_fault(exit) || has_lost_way;
-                let excused = ended.iter().all(|l| l.fate == Fate::Excused || l.leaving || l.retired);
+                let excused =
+                    ended.iter().all(|l| l.fate == Fate::Excused || l.leaving || l.retired);
                 let counted = ended.iter().any(|l| l.fate == Fate::Counted);
                 self.story.tally.end(match () {
                     () if excused => End::Told,
@@ -399,7 +402,8 @@ impl Job {
     }
 
     fn on_hello_due(&mut self, now: Time, launch: LaunchId) {
-        let Some(silent) = self.crew.launches.get_mut(&launch).filter(|l| l.worker.is_none() && !l.killed)
+        let Some(silent) =
+            self.crew.launches.get_mut(&launch).filter(|l| l.worker.is_none() && !l.killed)
         else {
             return;
         };
@@ -444,7 +448,10 @@ impl Job {
 
     fn on_scale(&mut self, now: Time, num_workers: u32) {
         let allowed = self.spec.min_workers..=self.spec.max_workers;
-        if self.phase != Phase::Running || !allowed.contains(&num_workers) || num_workers == self.wanted {
+        if self.phase != Phase::Running
+            || !allowed.contains(&num_workers)
+            || num_workers == self.wanted
+        {
             return;
         }
         self.say(format!("{num_workers} workers are wanted in place of {}", self.wanted));
@@ -466,7 +473,9 @@ impl Job {
         }
         match () {
             // A member goes at the end of a step, with the next membership.
-            () if self.crew.is_heard(launch) => self.let_pod_go(now, launch, "fewer workers are wanted"),
+            () if self.crew.is_heard(launch) => {
+                self.let_pod_go(now, launch, "fewer workers are wanted")
+            }
             // It goes when it is back.
             () if self.crew.any_of_pod(launch, |l| l.away.is_some()) => {}
             () => self.kill(launch),

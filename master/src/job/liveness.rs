@@ -67,7 +67,9 @@ impl Job {
             let is_broken = self.group.is_broken() || self.group.broken.is_some();
             return is_broken && self.taking_part().next().is_some();
         };
-        let heard = || self.taking_part().map(|id| &self.crew.workers[&id]).filter(|w| w.is_heard(now, beat));
+        let heard = || {
+            self.taking_part().map(|id| &self.crew.workers[&id]).filter(|w| w.is_heard(now, beat))
+        };
         if !self.spec.work.trains() || heard().next().is_none() {
             return false;
         }
@@ -75,7 +77,8 @@ impl Job {
             return true;
         }
         let long = (timeout / 2).max(self.longest_step());
-        let waits = |s: Stalled| self.is_of_group(&s) && s.since_last_byte() >= long && s.last() >= after;
+        let waits =
+            |s: Stalled| self.is_of_group(&s) && s.since_last_byte() >= long && s.last() >= after;
         heard().all(|w| w.stalled.is_some_and(waits))
     }
 

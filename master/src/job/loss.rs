@@ -56,8 +56,12 @@ impl Job {
 
     fn on_state_lost(&mut self, now: Time, step: u64) {
         self.note_state_lost(step);
-        let cause =
-            self.story.last_failure.as_ref().map(|what| format!(" (last: {what})")).unwrap_or_default();
+        let cause = self
+            .story
+            .last_failure
+            .as_ref()
+            .map(|what| format!(" (last: {what})"))
+            .unwrap_or_default();
         let what = format!(
             "all workers are lost{cause}, and with them the state of step {step}, of which there is no checkpoint"
         );
@@ -85,9 +89,11 @@ impl Job {
     /// Whether somebody may have the group's state, or a part in a group that has.
     fn may_hold_state(&self) -> bool {
         let carries = self.group.carries_state;
-        let here = |w: &super::crew::Worker| w.holds_state || w.fetched || (w.rank.is_some() && carries);
-        let away =
-            |l: &super::crew::Launch| l.away.is_some_and(|away| away.holds_state || away.rank.is_some());
+        let here =
+            |w: &super::crew::Worker| w.holds_state || w.fetched || (w.rank.is_some() && carries);
+        let away = |l: &super::crew::Launch| {
+            l.away.is_some_and(|away| away.holds_state || away.rank.is_some())
+        };
         self.crew.workers.values().any(here) || self.crew.launches.values().any(away)
     }
 
@@ -118,8 +124,9 @@ impl Job {
     }
 
     fn all_leave(&self) -> bool {
-        let holders =
-            || self.crew.workers.values().filter(|w| w.rank.is_some() && w.holds_state && !w.released);
+        let holders = || {
+            self.crew.workers.values().filter(|w| w.rank.is_some() && w.holds_state && !w.released)
+        };
         self.phase == Phase::Running
             && self.spec.work.trains()
             && self.spec.checkpoints.is_some()
@@ -138,8 +145,12 @@ impl Job {
 
     /// All members have ended with a checkpoint: others go on from it.
     pub(super) fn let_suspended_go(&mut self, now: Time) {
-        self.step = self.group.finished.values().map(|(word, _)| word.step).max().unwrap_or(self.step);
-        self.say(format!("the group has ended at step {}, for all of its members leave", self.step));
+        self.step =
+            self.group.finished.values().map(|(word, _)| word.step).max().unwrap_or(self.step);
+        self.say(format!(
+            "the group has ended at step {}, for all of its members leave",
+            self.step
+        ));
         self.group.finished.clear();
         let members: Vec<WorkerId> = self.group.members.clone();
         for id in members {

@@ -55,7 +55,8 @@ impl Job {
 
     /// Where a group starts from nothing, it waits a little for those who are on their way.
     fn watch_window(&mut self, now: Time) {
-        let from_nothing = self.crew.members().next().is_none() && self.crew.joiners().next().is_some();
+        let from_nothing =
+            self.crew.members().next().is_none() && self.crew.joiners().next().is_some();
         if !from_nothing {
             self.window_until = None;
         } else if self.window_until.is_none() {
@@ -72,7 +73,8 @@ impl Job {
             self.group.members.iter().partition(|id| before.contains(id));
         self.group.before = (!abort && !before.is_empty()).then_some(before);
         let generation = self.group.generation.max(self.group.passed).next();
-        let (lost, mut left) = (std::mem::take(&mut self.group.lost), std::mem::take(&mut self.group.left));
+        let (lost, mut left) =
+            (std::mem::take(&mut self.group.lost), std::mem::take(&mut self.group.left));
         let excluded: Vec<WorkerId> = self.excluded();
         left.extend(&excluded);
         let hung = std::mem::take(&mut self.group.hung);
@@ -98,7 +100,8 @@ impl Job {
         self.window_until = None;
 
         self.assign_ranks();
-        let world_size = u32::try_from(self.group.members.len()).expect("members are limited by max_workers");
+        let world_size =
+            u32::try_from(self.group.members.len()).expect("members are limited by max_workers");
         let record = MembershipRecord {
             generation,
             cause,
@@ -115,7 +118,8 @@ impl Job {
             left,
             joined,
         };
-        let from = if self.spec.checkpoints.is_some() { "from the newest checkpoint" } else { "again" };
+        let from =
+            if self.spec.checkpoints.is_some() { "from the newest checkpoint" } else { "again" };
         let keeps_state = self.crew.members().any(|(_, w)| w.holds_state);
         self.group.carries_state = self.crew.members().any(|(_, w)| w.holds_state || w.fetched);
         self.group.restored = false;
@@ -129,7 +133,11 @@ impl Job {
 
     /// Members of the generation before that live and are not in the new one.
     fn excluded(&self) -> Vec<WorkerId> {
-        self.crew.members().map(|(id, _)| id).filter(|id| !self.group.members.contains(id)).collect()
+        self.crew
+            .members()
+            .map(|(id, _)| id)
+            .filter(|id| !self.group.members.contains(id))
+            .collect()
     }
 
     fn assign_ranks(&mut self) {
@@ -173,8 +181,9 @@ impl Job {
     /// The members that have the group's state, in the order in which `newcomer` is to ask them: newcomers are spread
     /// over them, and the first rank, which speaks for the group, comes last.
     pub(super) fn donors(&self, newcomer: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
-        let holds_state =
-            |id: &&WorkerId| self.crew.workers.get(id).is_some_and(|w| w.holds_state && !w.released);
+        let holds_state = |id: &&WorkerId| {
+            self.crew.workers.get(id).is_some_and(|w| w.holds_state && !w.released)
+        };
         let mut donors: Vec<(WorkerId, SocketAddr)> = self
             .group
             .members
@@ -208,7 +217,8 @@ impl Job {
 
 /// One line for the user.
 fn describe(record: &MembershipRecord, keeps_state: bool, from: &str) -> String {
-    let MembershipRecord { generation, world_size, at_step, lost, left, joined, cause, .. } = record;
+    let MembershipRecord { generation, world_size, at_step, lost, left, joined, cause, .. } =
+        record;
     let workers = if *world_size == 1 { "1 worker" } else { &format!("{world_size} workers") };
     if *cause == Cause::Start {
         return format!("generation {generation}: {workers} start");
@@ -224,10 +234,14 @@ fn describe(record: &MembershipRecord, keeps_state: bool, from: &str) -> String 
     }
     let parts = parts.join(", ");
     match (keeps_state, *world_size) {
-        (true, 1) => format!("generation {generation}: {parts}; {workers} goes on at step {at_step}"),
+        (true, 1) => {
+            format!("generation {generation}: {parts}; {workers} goes on at step {at_step}")
+        }
         (true, _) => format!("generation {generation}: {parts}; {workers} go on at step {at_step}"),
         (false, _) => {
-            format!("generation {generation}: {parts}; nobody holds the state, {workers} to start {from}")
+            format!(
+                "generation {generation}: {parts}; nobody holds the state, {workers} to start {from}"
+            )
         }
     }
 }

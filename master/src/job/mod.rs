@@ -66,15 +66,15 @@ pub use checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
 pub(crate) use evaluations::in_words;
 pub use evaluations::{BestEvaluation, EvaluationsSummary};
 pub use event::{
-    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, FromWorker, LaunchId,
-    LedgerReport, Phases, Resume, Stall, StepTimes, Wait,
+    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, FromWorker,
+    LaunchId, LedgerReport, Phases, Resume, Stall, StepTimes, Wait,
 };
 pub use job::Job;
 pub use loss::StateLoss;
 pub use record::{DataMark, JobRecord};
 pub use spec::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, OnNonfinite, SpecError, ValidationSpec,
-    WireDtype, Work,
+    Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, OnNonfinite, SpecError,
+    ValidationSpec, WireDtype, Work,
 };
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};

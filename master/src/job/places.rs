@@ -51,14 +51,15 @@ impl Job {
     fn may_ask(&self, now: Time, index: u32) -> bool {
         let core = self.spec.min_workers;
         let waits = |l: &Launch| l.stays() && l.room == Room::Waits;
-        let tight =
-            self.tight_until.is_some_and(|until| now < until) || self.crew.launches.values().any(waits);
+        let tight = self.tight_until.is_some_and(|until| now < until)
+            || self.crew.launches.values().any(waits);
         index < core || !tight || self.crew.roomless(core).len() < self.probes()
     }
 
     /// How many pods beyond the core may wait for room at once.
     fn probes(&self) -> usize {
-        (self.wanted as usize / self.crew.workers_per_pod / PROBES_PART).clamp(PROBES_MIN, PROBES_MAX)
+        (self.wanted as usize / self.crew.workers_per_pod / PROBES_PART)
+            .clamp(PROBES_MIN, PROBES_MAX)
     }
 
     pub(super) fn on_launch_made(&mut self, launch: LaunchId, class: Option<String>) {
@@ -117,7 +118,8 @@ impl Job {
     fn lower_probes(&mut self) {
         let free = self.crew.free_places().skip_while(|&place| place < self.spec.min_workers);
         let higher = |&(launch, place): &(LaunchId, u32)| self.crew.launches[&launch].index > place;
-        let high: Vec<_> = self.waiting_probes().into_iter().rev().zip(free).take_while(higher).collect();
+        let high: Vec<_> =
+            self.waiting_probes().into_iter().rev().zip(free).take_while(higher).collect();
         high.into_iter().for_each(|(launch, _)| self.withdraw(launch));
     }
 
@@ -165,7 +167,8 @@ impl Job {
         }
         let name = self.crew.name(launch, self.crew.any_of_pod(launch, |l| l.worker.is_some()));
         self.say(format!("{name} is taken away: {}", clip(reason)));
-        let heard = self.crew.pod(launch).into_iter().filter_map(|id| self.crew.launches[&id].worker);
+        let heard =
+            self.crew.pod(launch).into_iter().filter_map(|id| self.crew.launches[&id].worker);
         let heard: Vec<WorkerId> = heard.filter(|id| self.crew.workers.contains_key(id)).collect();
         if !heard.is_empty() {
             // They may not have heard of it: a shell that runs them need not pass the signal on.

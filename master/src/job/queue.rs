@@ -62,7 +62,18 @@ impl Records {
         let ledger = Ledger::new(shards.records());
         let (queues, leases, leased) = Default::default();
         let (settling, step, epoch_stable, shards_done) = Default::default();
-        Self { shards, epochs, ledger, queues, leases, settling, step, epoch_stable, leased, shards_done }
+        Self {
+            shards,
+            epochs,
+            ledger,
+            queues,
+            leases,
+            settling,
+            step,
+            epoch_stable,
+            leased,
+            shards_done,
+        }
     }
 
     pub(super) fn shards(&self) -> &Shards {
@@ -128,9 +139,11 @@ impl Records {
     ) -> Vec<RecordRange> {
         debug_assert!(self.is_open(epoch));
         let Self { shards, ledger, leases, leased, queues, .. } = self;
-        let queue = queues.entry(epoch).or_insert_with(|| Queue::new(shards, epoch, ledger, leases));
+        let queue =
+            queues.entry(epoch).or_insert_with(|| Queue::new(shards, epoch, ledger, leases));
         let held = leased.entry((worker, epoch)).or_default();
-        let guided = queue.unleased.div_ceil(share.workers.saturating_mul(2).max(1)).max(share.records);
+        let guided =
+            queue.unleased.div_ceil(share.workers.saturating_mul(2).max(1)).max(share.records);
         let mut wanted = wanted.min(guided.saturating_sub(*held));
         let mut ranges = Vec::new();
         while wanted > 0
@@ -201,7 +214,10 @@ impl Records {
     /// What is wrong with it.
     pub(super) fn check(&self, report: &LedgerReport) -> Result<Ledger, String> {
         if report.epochs_complete > self.epochs {
-            return Err(format!("a ledger of {} complete epochs of {}", report.epochs_complete, self.epochs));
+            return Err(format!(
+                "a ledger of {} complete epochs of {}",
+                report.epochs_complete, self.epochs
+            ));
         }
         if report.repeated > u64::MAX / 4 {
             return Err(format!("a ledger of {} repeated records", report.repeated));
@@ -224,10 +240,12 @@ impl Records {
         self.shards_done.clear();
         for range in self.ledger.ranges() {
             // The ledger's ranges do not touch: a shard that is absorbed lies in one of them.
-            *self.shards_done.entry(range.epoch).or_default() += self.shards.count_in(&range.records());
+            *self.shards_done.entry(range.epoch).or_default() +=
+                self.shards.count_in(&range.records());
         }
         let leases = std::mem::take(&mut self.leases).into_iter();
-        let leases = leases.map(|((epoch, start), l)| (RecordRange { epoch, start, end: l.end }, l.worker));
+        let leases =
+            leases.map(|((epoch, start), l)| (RecordRange { epoch, start, end: l.end }, l.worker));
         let mut kept = Vec::new();
         for (range, worker) in leases.chain(std::mem::take(&mut self.settling)) {
             if keeps(worker) {
@@ -253,8 +271,11 @@ impl Records {
     /// Ends the leases of a worker that is gone. Their records are in limbo until the next rebuild.
     pub(super) fn forget(&mut self, worker: WorkerId) {
         self.settling.retain(|&(_, owner)| owner != worker);
-        let epochs: Vec<u32> =
-            self.leased.range((worker, 0)..=(worker, u32::MAX)).map(|(&(_, epoch), _)| epoch).collect();
+        let epochs: Vec<u32> = self
+            .leased
+            .range((worker, 0)..=(worker, u32::MAX))
+            .map(|(&(_, epoch), _)| epoch)
+            .collect();
         if epochs.is_empty() {
             return;
         }
@@ -308,7 +329,9 @@ impl Records {
         let settling = self.settling.len();
         let leases = self.leases_of(worker);
         let mut has_released = false;
-        for missing in ranges.iter().flat_map(|&range| self.ledger.missing_of(range)).collect::<Vec<_>>() {
+        for missing in
+            ranges.iter().flat_map(|&range| self.ledger.missing_of(range)).collect::<Vec<_>>()
+        {
             for lease in leases.iter().filter(|lease| lease.epoch == missing.epoch) {
                 let (start, end) = (missing.start.max(lease.start), missing.end.min(lease.end));
                 if start < end {
@@ -323,8 +346,11 @@ impl Records {
     }
 
     fn leases_of(&self, worker: WorkerId) -> Vec<RecordRange> {
-        let of =
-            |(&(epoch, start), lease): (&(u32, u64), &Lease)| RecordRange { epoch, start, end: lease.end };
+        let of = |(&(epoch, start), lease): (&(u32, u64), &Lease)| RecordRange {
+            epoch,
+            start,
+            end: lease.end,
+        };
         self.leases.iter().filter(|(_, lease)| lease.worker == worker).map(of).collect()
     }
 
@@ -388,17 +414,19 @@ impl Records {
     /// All leases, by epoch and record.
     #[cfg(test)]
     pub(super) fn leases(&self) -> impl Iterator<Item = (WorkerId, RecordRange)> + '_ {
-        self.leases
-            .iter()
-            .map(|(&(epoch, start), lease)| (lease.worker, RecordRange { epoch, start, end: lease.end }))
+        self.leases.iter().map(|(&(epoch, start), lease)| {
+            (lease.worker, RecordRange { epoch, start, end: lease.end })
+        })
     }
 
     fn release(&mut self, range: RecordRange) {
         let epoch = range.epoch;
         let overlapping: Vec<u64> = self.overlapping(range).collect();
         for start in overlapping {
-            let Lease { end, worker } = self.leases.remove(&(epoch, start)).expect("key was just read");
-            let ended = RecordRange { epoch, start: start.max(range.start), end: end.min(range.end) };
+            let Lease { end, worker } =
+                self.leases.remove(&(epoch, start)).expect("key was just read");
+            let ended =
+                RecordRange { epoch, start: start.max(range.start), end: end.min(range.end) };
             self.settling.push((ended, worker));
             if start < range.start {
                 self.leases.insert((epoch, start), Lease { end: range.start, worker });
@@ -406,7 +434,8 @@ impl Records {
             if end > range.end {
                 self.leases.insert((epoch, range.end), Lease { end, worker });
             }
-            let held = self.leased.get_mut(&(worker, epoch)).expect("a worker with a lease has a count");
+            let held =
+                self.leased.get_mut(&(worker, epoch)).expect("a worker with a lease has a count");
             *held -= ended.len();
             if *held == 0 {
                 self.leased.remove(&(worker, epoch));
@@ -462,10 +491,16 @@ struct Queue {
 }
 
 impl Queue {
-    fn new(shards: &Shards, epoch: u32, ledger: &Ledger, leases: &BTreeMap<(u32, u64), Lease>) -> Self {
+    fn new(
+        shards: &Shards,
+        epoch: u32,
+        ledger: &Ledger,
+        leases: &BTreeMap<(u32, u64), Lease>,
+    ) -> Self {
         let mut ranges: Vec<Range<u64>> =
             ledger.ranges().filter(|r| r.epoch == epoch).map(|r| r.records()).collect();
-        ranges.extend(leases.range((epoch, 0)..=(epoch, u64::MAX)).map(|(k, lease)| k.1..lease.end));
+        ranges
+            .extend(leases.range((epoch, 0)..=(epoch, u64::MAX)).map(|(k, lease)| k.1..lease.end));
         // In order each one is appended; out of order each would shift those behind it.
         ranges.sort_unstable_by_key(|r| r.start);
         let mut taken = RangeSet::default();

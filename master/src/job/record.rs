@@ -162,7 +162,9 @@ impl JobRecord {
                  records and digest {:016x}, the job's has {} files with {} records and digest {:016x}",
                 found.files, found.records, found.digest, data.files, data.records, data.digest
             )),
-            None => Err("there is a list of the data set's files, and the job knows of none".into()),
+            None => {
+                Err("there is a list of the data set's files, and the job knows of none".into())
+            }
         }
     }
 
@@ -188,8 +190,17 @@ impl JobRecord {
             let (joined, found) = (None, true);
             let (holds_state, leaving, retired, gone) = (false, false, false, false);
             let worker = None;
-            let made =
-                LaunchRecord { launch, index, worker, joined, holds_state, leaving, retired, gone, found };
+            let made = LaunchRecord {
+                launch,
+                index,
+                worker,
+                joined,
+                holds_state,
+                leaving,
+                retired,
+                gone,
+                found,
+            };
             self.launches.push(made);
         }
         let strays = strays.into_iter().map(|(&launch, _)| launch);
@@ -203,7 +214,10 @@ impl JobRecord {
     /// Pods, or processes, that may still run: the first launch of each.
     pub fn launches(&self) -> impl Iterator<Item = LaunchId> + '_ {
         let per_pod = u64::from(self.spec.workers_per_pod);
-        self.launches.iter().map(|l| l.launch).filter(move |launch| launch.0 % per_pod == 1 % per_pod)
+        self.launches
+            .iter()
+            .map(|l| l.launch)
+            .filter(move |launch| launch.0 % per_pod == 1 % per_pod)
     }
 }
 
@@ -364,7 +378,9 @@ pub(super) fn first_within<'a, T: Serialize + Clone + 'a>(
 }
 
 /// Version 1 holds the files themselves.
-fn list_of_version_1<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<FileList>, D::Error> {
+fn list_of_version_1<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<FileList>, D::Error> {
     #[derive(Deserialize)]
     struct Dataset {
         files: Vec<File>,

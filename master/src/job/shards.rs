@@ -47,7 +47,9 @@ impl Shards {
                     return RECORDS_PER_SHARD_APART.max(records / u64::from(SHARDS_AUTO_MAX));
                 }
                 let wanted = records / (u64::from(spec.num_workers.max(1)) * SHARDS_PER_WORKER);
-                wanted.clamp(1, RECORDS_PER_SHARD_AUTO_MAX).max(records / u64::from(SHARDS_AUTO_MAX))
+                wanted
+                    .clamp(1, RECORDS_PER_SHARD_AUTO_MAX)
+                    .max(records / u64::from(SHARDS_AUTO_MAX))
             },
             |n| n.get(),
         );
@@ -87,7 +89,8 @@ impl Shards {
     pub(super) fn range(&self, shard: u32) -> Range<u64> {
         let file = self.files.partition_point(|f| f.first_shard <= shard) - 1;
         let records = self.records_of(file);
-        let start = records.start + u64::from(shard - self.files[file].first_shard) * self.records_per_shard;
+        let start = records.start
+            + u64::from(shard - self.files[file].first_shard) * self.records_per_shard;
         start..start.saturating_add(self.records_per_shard).min(records.end)
     }
 
@@ -145,7 +148,8 @@ impl Shards {
         let mut parts: Vec<(usize, RecordRange)> = Vec::new();
         for range in ranges {
             let first = self.files.partition_point(|f| f.end <= range.start);
-            let files = (first..self.files.len()).take_while(|&i| self.records_of(i).start < range.end);
+            let files =
+                (first..self.files.len()).take_while(|&i| self.records_of(i).start < range.end);
             for file in files.take(max - parts.len()) {
                 let Range { start: base, end } = self.records_of(file);
                 let (start, end) = (range.start.max(base) - base, range.end.min(end) - base);
@@ -178,13 +182,19 @@ fn check(list: &FileList, spec: &JobSpec) -> Result<u64, String> {
         return Err(format!("{data:?} holds no files; name a file, or a folder with at least one"));
     }
     if list.len() > FILES_MAX {
-        return Err(format!("{data:?} holds {} files; at most {FILES_MAX} are possible", list.len()));
+        return Err(format!(
+            "{data:?} holds {} files; at most {FILES_MAX} are possible",
+            list.len()
+        ));
     }
     // A sum that does not fit is shown as the largest number, which is too many.
     let records = list.records();
     // Twice over, so that sums of what was counted and what was repeated can't overflow either.
     if records.checked_mul(u64::from(spec.epochs)).and_then(|n| n.checked_mul(2)).is_none() {
-        return Err(format!("{data:?} holds more records over {} epochs than can be counted", spec.epochs));
+        return Err(format!(
+            "{data:?} holds more records over {} epochs than can be counted",
+            spec.epochs
+        ));
     }
     if records == 0 {
         return Err(format!("{data:?} holds {} files but no records", list.len()));
@@ -254,7 +264,12 @@ mod tests {
         let range = |start, end| RecordRange { epoch: 4, start, end };
         let part = |file: &str, start, end| (file.to_owned(), range(start, end));
         let parts = |max| shards.by_file([range(4, 8), range(0, 2)].into_iter(), max);
-        let all = [part("file-0", 4, 5), part("file-2", 0, 1), part("file-3", 0, 2), part("file-0", 0, 2)];
+        let all = [
+            part("file-0", 4, 5),
+            part("file-2", 0, 1),
+            part("file-3", 0, 2),
+            part("file-0", 0, 2),
+        ];
         assert_eq!(parts(9), all);
         assert_eq!(parts(2), all[..2]);
         assert_eq!(parts(0), []);
@@ -294,7 +309,8 @@ mod tests {
 
     #[test]
     fn data_that_no_job_can_run_on_is_refused_with_the_numbers() {
-        let refused = |files: &[u64], spec: &JobSpec| Shards::cut(&dataset(files), spec).unwrap_err();
+        let refused =
+            |files: &[u64], spec: &JobSpec| Shards::cut(&dataset(files), spec).unwrap_err();
         assert!(refused(&[], &spec()).contains("no files"));
         assert!(refused(&[0, 0], &spec()).contains("2 files but no records"));
         let error = refused(&[3], &spec());

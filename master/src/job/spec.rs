@@ -247,7 +247,11 @@ impl JobSpec {
             return one_of("max_workers", self.max_workers.to_string(), "at most 65536");
         }
         if !(self.min_workers..=self.max_workers).contains(&self.num_workers) {
-            return one_of("num_workers", self.num_workers.to_string(), "from min_workers to max_workers");
+            return one_of(
+                "num_workers",
+                self.num_workers.to_string(),
+                "from min_workers to max_workers",
+            );
         }
         if !(1..=MAX_WORKERS_PER_POD).contains(&self.workers_per_pod) {
             return one_of("workers_per_pod", self.workers_per_pod.to_string(), "from 1 to 64");
@@ -271,7 +275,8 @@ impl JobSpec {
         if self.max_steps == Some(0) {
             return one_of("max_steps", "0".into(), "at least 1");
         }
-        if let Some((field, text)) = self.places().into_iter().find(|(_, text)| text.len() > PLACE_BYTES_MAX)
+        if let Some((field, text)) =
+            self.places().into_iter().find(|(_, text)| text.len() > PLACE_BYTES_MAX)
         {
             let shown: String = text.chars().take(PLACE_SHOWN_MAX).collect();
             return one_of(field, format!("{shown}…"), "at most 4096 bytes long");
@@ -283,7 +288,8 @@ impl JobSpec {
 impl JobSpec {
     /// Paths and addresses, with their fields' names: each becomes part of the job's record.
     fn places(&self) -> Vec<(&'static str, &str)> {
-        let mut places = vec![("name", self.name.as_str()), ("training_data", self.training_data.as_str())];
+        let mut places =
+            vec![("name", self.name.as_str()), ("training_data", self.training_data.as_str())];
         places.extend(self.checkpoints.as_ref().map(|c| ("checkpoints.dir", c.dir.as_str())));
         places.extend(self.resume_from.as_deref().map(|path| ("resume_from", path)));
         if let Some(validation) = &self.validation {

@@ -85,12 +85,16 @@ impl Blame {
         }
         let mut out = Vec::new();
         loop {
-            let links = |id: WorkerId| suspects.iter().filter(|(from, to)| *from == id || *to == id).count();
+            let links = |id: WorkerId| {
+                suspects.iter().filter(|(from, to)| *from == id || *to == id).count()
+            };
             let worst = (0_usize..)
                 .zip(ring)
                 .map(|(rank, &id)| (id, rank, links(id)))
                 .filter(|&(id, _, links)| links > 0 && may_go(id))
-                .max_by_key(|&(id, rank, links)| (links + past.get(&id).copied().unwrap_or(0), rank));
+                .max_by_key(|&(id, rank, links)| {
+                    (links + past.get(&id).copied().unwrap_or(0), rank)
+                });
             let Some((worst, ..)) = worst else { return out };
             suspects.retain(|(from, to)| *from != worst && *to != worst);
             self.0.remove(&worst);
@@ -177,7 +181,8 @@ impl Job {
         ];
         let mut suspects = Vec::new();
         for (generation, ring) in rings.into_iter().flatten() {
-            let links = ring.iter().zip(ring.iter().cycle().skip(1)).filter(|(from, to)| from != to);
+            let links =
+                ring.iter().zip(ring.iter().cycle().skip(1)).filter(|(from, to)| from != to);
             for (&from, &to) in links {
                 let Some(receiver) = waiting.get(&to).filter(|s| s.generation == generation) else {
                     continue;
@@ -203,7 +208,8 @@ impl Job {
 
     /// Live workers that are in the newest group's ring, or still in that of the group before.
     pub(super) fn taking_part(&self) -> impl Iterator<Item = WorkerId> + '_ {
-        let before = self.group.before.iter().flatten().filter(|id| !self.group.members.contains(id));
+        let before =
+            self.group.before.iter().flatten().filter(|id| !self.group.members.contains(id));
         let live = |id: &&WorkerId| self.crew.workers.contains_key(id);
         self.group.members.iter().chain(before).filter(live).copied()
     }

@@ -146,7 +146,8 @@ impl Job {
         let ledger = self.records.as_ref().map(Records::ledger);
         let usual = self.crew.members().filter_map(|(_, w)| w.pace.usual_us()).collect();
         let limit_us = pace::straggler_limit_us(usual).unwrap_or(u64::MAX);
-        let workers = self.crew.workers.iter().map(|(&id, w)| self.worker_status(id, w, limit_us)).collect();
+        let workers =
+            self.crew.workers.iter().map(|(&id, w)| self.worker_status(id, w, limit_us)).collect();
         Status {
             job: self.spec.name.clone(),
             state: self.state(),
@@ -179,7 +180,9 @@ impl Job {
             Phase::Ended(outcome) => ending::name(outcome),
             Phase::Ending(_) => "ending",
             Phase::Running if self.adoption.is_some() => "resuming",
-            Phase::Running if !self.spec.work.trains() && self.crew.members().next().is_some() => "running",
+            Phase::Running if !self.spec.work.trains() && self.crew.members().next().is_some() => {
+                "running"
+            }
             Phase::Running if self.group.generation == Generation::default() => "starting",
             Phase::Running if self.group.is_broken() => "waiting",
             Phase::Running => "running",
@@ -210,13 +213,15 @@ impl Job {
             state,
             step: (worker.rank.is_some() && worker.holds_state).then_some(self.step),
             compute_us: worker.pace.last_us,
-            straggler: worker.rank.is_some() && worker.pace.usual_us().is_some_and(|us| us > limit_us),
+            straggler: worker.rank.is_some()
+                && worker.pace.usual_us().is_some_and(|us| us > limit_us),
             leased_records: self.records.as_ref().map_or(0, |r| r.leased_to(id)),
         }
     }
 
     fn waiting(&self) -> Vec<LaunchStatus> {
-        let wordless = self.crew.launches.iter().filter(|(_, l)| l.worker.is_none() && l.away.is_none());
+        let wordless =
+            self.crew.launches.iter().filter(|(_, l)| l.worker.is_none() && l.away.is_none());
         let status = |(&launch, l): (&LaunchId, &Launch)| LaunchStatus {
             launch,
             index: l.index,
@@ -252,7 +257,8 @@ impl Job {
             return 1.0;
         }
         let part = |done: u64, all: u64| if all == 0 { 0.0 } else { done as f64 / all as f64 };
-        let records = self.records.as_ref().map_or(0.0, |r| part(r.ledger().counted(), r.expected()));
+        let records =
+            self.records.as_ref().map_or(0.0, |r| part(r.ledger().counted(), r.expected()));
         let steps = self.spec.max_steps.map_or(0.0, |max| part(self.step, max));
         records.max(steps).min(1.0)
     }

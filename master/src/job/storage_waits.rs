@@ -19,7 +19,12 @@ pub(super) struct StorageWaits {
 }
 
 impl Job {
-    pub(super) fn on_storage_wait(&mut self, worker: WorkerId, storage: Option<String>, waited: Duration) {
+    pub(super) fn on_storage_wait(
+        &mut self,
+        worker: WorkerId,
+        storage: Option<String>,
+        waited: Duration,
+    ) {
         self.story.tally.storage_wait += waited;
         let Self { story, crew, .. } = self;
         let waits = &mut story.storage_waits;
@@ -42,7 +47,9 @@ impl Job {
                 if was_away && waits.waiting.is_empty() {
                     let longest = std::mem::take(&mut waits.longest);
                     let seconds = longest.as_secs_f64();
-                    self.say(format!("storage answers again; workers waited for up to {seconds:.1} s"));
+                    self.say(format!(
+                        "storage answers again; workers waited for up to {seconds:.1} s"
+                    ));
                 }
             }
         }

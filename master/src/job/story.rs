@@ -166,7 +166,9 @@ impl Story {
         let before = std::mem::replace(&mut self.steps_skipped, total);
         let is_told = total > before && total.checked_ilog2() > before.checked_ilog2();
         let times = if total == 1 { "1 step was" } else { &format!("{total} steps were") };
-        is_told.then(|| format!("{times} left out so far, for their gradients or losses were not finite"))
+        is_told.then(|| {
+            format!("{times} left out so far, for their gradients or losses were not finite")
+        })
     }
 
     pub(super) fn say(&mut self, line: &str) {
@@ -200,7 +202,8 @@ impl Story {
     /// A generation in which `survivors` go on.
     pub(super) fn publish(&mut self, record: MembershipRecord, survivors: BTreeSet<WorkerId>) {
         self.count_change();
-        self.change = Some(Change { generation: record.generation, waiting: survivors, resumed: None });
+        self.change =
+            Some(Change { generation: record.generation, waiting: survivors, resumed: None });
         self.named += record.named();
         self.memberships.push_back(record);
         while self.memberships.len() > MEMBERSHIPS_MAX
@@ -286,8 +289,10 @@ impl Story {
     /// What the newest change cost is not going to get any clearer.
     fn count_change(&mut self) {
         let resumed = self.change.as_ref().filter(|change| change.resumed.is_some());
-        let record =
-            self.memberships.back().filter(|r| resumed.is_some_and(|c| c.generation == r.generation));
+        let record = self
+            .memberships
+            .back()
+            .filter(|r| resumed.is_some_and(|c| c.generation == r.generation));
         if let Some(record) = record {
             self.tally.recover(record);
         }
@@ -353,8 +358,12 @@ impl Story {
         let span = self.reported_last.since(formed);
         // What came with a checkpoint of another job is not this one's work.
         let (counted_before, steps_before) = self.begun_with;
-        let (counted, steps) = (counted.saturating_sub(counted_before), steps.saturating_sub(steps_before));
-        ThroughputSummary { records_per_s: per_second(counted, span), steps_per_s: per_second(steps, span) }
+        let (counted, steps) =
+            (counted.saturating_sub(counted_before), steps.saturating_sub(steps_before));
+        ThroughputSummary {
+            records_per_s: per_second(counted, span),
+            steps_per_s: per_second(steps, span),
+        }
     }
 
     /// How many more shards that the user's code failed on are remembered.

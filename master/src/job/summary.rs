@@ -162,7 +162,9 @@ impl Cause {
     /// The one of that name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Start, Self::Join, Self::Leave, Self::Lost, Self::Hung].into_iter().find(|c| c.name() == name)
+        [Self::Start, Self::Join, Self::Leave, Self::Lost, Self::Hung]
+            .into_iter()
+            .find(|c| c.name() == name)
     }
 }
 
@@ -223,7 +225,9 @@ impl Job {
     pub fn summary(&self, now: Time) -> Summary {
         let records = self.records_summary();
         let last = match self.spec.work.trains() {
-            true => u32::try_from(self.group.members.len()).expect("members are limited by max_workers"),
+            true => {
+                u32::try_from(self.group.members.len()).expect("members are limited by max_workers")
+            }
             false => self.story.apart,
         };
         Summary {
@@ -261,7 +265,8 @@ impl Job {
             return RecordsSummary::default();
         };
         let (whole, counted) = (records.expected(), records.ledger().counted());
-        let stopped = matches!(self.phase, Phase::Ending(Outcome::Stopped) | Phase::Ended(Outcome::Stopped));
+        let stopped =
+            matches!(self.phase, Phase::Ending(Outcome::Stopped) | Phase::Ended(Outcome::Stopped));
         let expected = match &self.last_word {
             _ if counted == whole => whole,
             Some(word)

@@ -106,8 +106,10 @@ impl Tally {
 
 impl Histogram {
     /// Upper bounds of the buckets.
-    pub const BOUNDS_MS: [f64; 14] =
-        [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 60_000.0];
+    pub const BOUNDS_MS: [f64; 14] = [
+        1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0,
+        60_000.0,
+    ];
 
     fn observe(&mut self, ms: f64) {
         let bucket = Self::BOUNDS_MS.iter().position(|&bound| ms <= bound);

@@ -63,7 +63,8 @@ pub(crate) fn largest() -> Job {
         work: Work::Train { export: Some(long("export")) },
         ..spec()
     });
-    let address = |i: u32| format!("[fd00:1234:5678:9abc:def0:1234:5678:{i:04x}]:65535").parse().unwrap();
+    let address =
+        |i: u32| format!("[fd00:1234:5678:9abc:def0:1234:5678:{i:04x}]:65535").parse().unwrap();
     job.crew.launches.clear();
     for i in 0..WORKERS {
         let away = Away {
@@ -72,12 +73,17 @@ pub(crate) fn largest() -> Job {
             holds_state: false,
             ..Away::default()
         };
-        let launch =
-            Launch { index: i, worker: Some(WorkerId(id(i))), away: Some(away), ..Launch::default() };
+        let launch = Launch {
+            index: i,
+            worker: Some(WorkerId(id(i))),
+            away: Some(away),
+            ..Launch::default()
+        };
         job.crew.launches.insert(LaunchId(id(i)), launch);
     }
     let members = (0..WORKERS).map(|i| (WorkerId(id(i)), address(i))).collect();
-    job.group.published = Some(Membership { generation: Generation(u64::MAX / 4), members, abort: true });
+    job.group.published =
+        Some(Membership { generation: Generation(u64::MAX / 4), members, abort: true });
     job.group.before = Some((0..WORKERS).map(|i| WorkerId(id(i))).collect());
     for generation in 0..10_000 {
         let named = |n: u32| (0..n).map(|i| WorkerId(id(i + generation))).collect();
@@ -101,7 +107,14 @@ pub(crate) fn largest() -> Job {
     }
     for i in 0..100 {
         let (file, error) = (long("file"), "\u{1}".repeat(4096));
-        job.story.fail_on(FailedShard { worker: WorkerId(id(i)), epoch: 1, file, start: 0, end: 1, error });
+        job.story.fail_on(FailedShard {
+            worker: WorkerId(id(i)),
+            epoch: 1,
+            file,
+            start: 0,
+            end: 1,
+            error,
+        });
     }
     let metrics = (0..100).map(|i| (format!("{i:0100}"), Some(f64::from(i) / 1024.0)));
     let metrics = std::collections::BTreeMap::from_iter(metrics);

@@ -43,12 +43,18 @@ impl Job {
                 self.on_formed(now, worker, generation, step, &ledger);
             }
             FromWorker::Holding { step, ranges } => self.on_holding(now, worker, step, &ranges),
-            FromWorker::LeaseRequest { epoch, records } => self.on_lease_request(now, worker, epoch, records),
+            FromWorker::LeaseRequest { epoch, records } => {
+                self.on_lease_request(now, worker, epoch, records)
+            }
             FromWorker::Leaving => self.on_leaving(now, worker),
             FromWorker::Primed { step } => self.on_primed(now, worker, step),
             FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
-            FromWorker::StorageWait { storage, waited } => self.on_storage_wait(worker, storage, waited),
-            FromWorker::SumsOver { generation, what } => self.on_sums_over(worker, generation, &what),
+            FromWorker::StorageWait { storage, waited } => {
+                self.on_storage_wait(worker, storage, waited)
+            }
+            FromWorker::SumsOver { generation, what } => {
+                self.on_sums_over(worker, generation, &what)
+            }
             FromWorker::Resumed { generation, step, phases } => {
                 self.on_resumed(now, worker, generation, step, phases)
             }
@@ -97,7 +103,8 @@ impl Job {
         }
         let expected = *self.parameters.get_or_insert(parameters);
         if parameters != expected {
-            let reason = format!("its model has {parameters} parameters, the first worker's has {expected}");
+            let reason =
+                format!("its model has {parameters} parameters, the first worker's has {expected}");
             return self.fail_worker(now, worker, &reason);
         }
         let donors = if self.group.is_broken() { Vec::new() } else { self.donors(worker) };
@@ -132,7 +139,8 @@ impl Job {
             return;
         }
         if w.credits.len() >= EPOCHS_ASKED_MAX && !w.credits.contains_key(&epoch) {
-            let reason = format!("it asks for records of more than {EPOCHS_ASKED_MAX} epochs at once");
+            let reason =
+                format!("it asks for records of more than {EPOCHS_ASKED_MAX} epochs at once");
             return self.fail_worker(now, worker, &reason);
         }
         let credit = w.credits.entry(epoch).or_default();
@@ -213,7 +221,11 @@ impl Job {
         }
         let before = records.ledger().epoch();
         if let Err(wrong) = records.commit(report.step, &report.ranges) {
-            return self.fail_worker(now, worker, &format!("it reports {wrong}, outside the data set"));
+            return self.fail_worker(
+                now,
+                worker,
+                &format!("it reports {wrong}, outside the data set"),
+            );
         }
         let complete = records.ledger().epoch();
         let steps = report.step - std::mem::replace(&mut self.step, report.step);
@@ -234,7 +246,10 @@ impl Job {
             self.say(line);
         }
         if complete > before {
-            self.say(format!("epoch {complete} of {} is complete at step {}", self.spec.epochs, self.step));
+            self.say(format!(
+                "epoch {complete} of {} is complete at step {}",
+                self.spec.epochs, self.step
+            ));
         }
         self.conclude_adoption(now);
         self.conclude_returns();
@@ -246,13 +261,22 @@ impl Job {
 
     fn on_sums_over(&mut self, worker: WorkerId, generation: Generation, what: &str) {
         let what = clip(what);
-        if self.speaks_for_group(worker, generation) && self.story.sums_over.as_deref() != Some(what) {
+        if self.speaks_for_group(worker, generation)
+            && self.story.sums_over.as_deref() != Some(what)
+        {
             self.story.sums_over = Some(what.to_owned());
             self.say(format!("generation {generation}: gradients are summed over {what}"));
         }
     }
 
-    fn on_resumed(&mut self, now: Time, worker: WorkerId, generation: Generation, step: u64, phases: Phases) {
+    fn on_resumed(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        generation: Generation,
+        step: u64,
+        phases: Phases,
+    ) {
         let joined = self.crew.workers.get(&worker).and_then(|w| w.rank.and(w.joined));
         if joined.is_none_or(|joined| generation < joined) {
             return;
@@ -278,7 +302,11 @@ impl Job {
         if let Some(ledger) = self.check_ledger(now, worker, &report.ledger) {
             self.group.finished.entry(worker).or_insert((report, ledger));
             // The others have what they waited for, or it is on its way, though their last beats say that they wait.
-            self.crew.workers.values_mut().filter_map(|w| w.stalled.as_mut()).for_each(|s| s.anew(now));
+            self.crew
+                .workers
+                .values_mut()
+                .filter_map(|w| w.stalled.as_mut())
+                .for_each(|s| s.anew(now));
             self.settle(now);
         }
     }
@@ -325,14 +353,21 @@ impl Job {
             }
             self.timer(until, Timer::Broken(generation));
             self.group.broken = Some(Broken { until, ..Broken::default() });
-            self.say(format!("generation {generation}: a link of worker {worker} broke: {}", clip(error)));
+            self.say(format!(
+                "generation {generation}: a link of worker {worker} broke: {}",
+                clip(error)
+            ));
         }
         let blames_nobody = suspicion.is_none();
-        let suspicion = suspicion.filter(|s| s.suspect != worker && self.group.members.contains(&s.suspect));
-        if let Some(broken) = self.group.broken.as_mut().filter(|b| !b.reporters.contains(&worker)) {
+        let suspicion =
+            suspicion.filter(|s| s.suspect != worker && self.group.members.contains(&s.suspect));
+        if let Some(broken) = self.group.broken.as_mut().filter(|b| !b.reporters.contains(&worker))
+        {
             broken.reporters.push(worker);
             match suspicion {
-                Some(Suspicion { suspect, unreachable: true }) => broken.unanswered.push((worker, suspect)),
+                Some(Suspicion { suspect, unreachable: true }) => {
+                    broken.unanswered.push((worker, suspect))
+                }
                 Some(Suspicion { suspect, .. }) => broken.suspects.push(suspect),
                 None => broken.is_explained |= blames_nobody,
             }
@@ -345,8 +380,10 @@ impl Job {
 
     /// The loss that would explain a broken link has not shown itself.
     pub(super) fn on_broken_due(&mut self, now: Time, generation: Generation) {
-        let due = self.group.broken.take_if(|b| generation == self.group.generation && b.until <= now);
-        let Some(broken) = due.filter(|_| matches!(self.phase, Phase::Running | Phase::Stopping)) else {
+        let due =
+            self.group.broken.take_if(|b| generation == self.group.generation && b.until <= now);
+        let Some(broken) = due.filter(|_| matches!(self.phase, Phase::Running | Phase::Stopping))
+        else {
             return;
         };
         if !broken.unanswered.is_empty() {
@@ -361,7 +398,8 @@ impl Job {
         // Who has reported is alive and speaking. Among equals the highest rank, so that two workers that blame each
         // other don't do so in turns.
         let by_rank = |s: &&WorkerId| self.group.members.iter().position(|m| m == *s);
-        let silent = broken.suspects.iter().filter(|s| !broken.reporters.contains(s)).max_by_key(by_rank);
+        let silent =
+            broken.suspects.iter().filter(|s| !broken.reporters.contains(s)).max_by_key(by_rank);
         if let Some(&suspect) = silent.or_else(|| broken.suspects.iter().max_by_key(by_rank)) {
             let times = match self.group.suspicion {
                 Some((before, times)) if before == suspect => times + 1,
@@ -387,7 +425,14 @@ impl Job {
         self.kill(launch);
     }
 
-    fn on_failed(&mut self, now: Time, worker: WorkerId, error: &str, ranges: &[RecordRange], fatal: bool) {
+    fn on_failed(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        error: &str,
+        ranges: &[RecordRange],
+        fatal: bool,
+    ) {
         let error = clip(error);
         self.touch();
         self.keep_failed(worker, error, ranges);
@@ -413,12 +458,20 @@ impl Job {
         let room = self.story.room_for_failures();
         for (file, part) in records.shards().by_file(valid, room) {
             let RecordRange { epoch, start, end } = part;
-            self.story.fail_on(FailedShard { worker, epoch, file, start, end, error: error.to_owned() });
+            self.story.fail_on(FailedShard {
+                worker,
+                epoch,
+                file,
+                start,
+                end,
+                error: error.to_owned(),
+            });
         }
     }
 
     pub(super) fn on_leaving(&mut self, now: Time, worker: WorkerId) {
-        let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| !w.leaving && !w.released) else {
+        let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| !w.leaving && !w.released)
+        else {
             return;
         };
         w.leaving = true;
@@ -477,8 +530,10 @@ impl Job {
     /// Leases to everybody what they asked for and what there is.
     pub(super) fn fill_all(&mut self) {
         let share = self.share();
-        let asking = |(_, w): &(&WorkerId, &super::crew::Worker)| w.is_eligible() && !w.credits.is_empty();
-        let workers: Vec<WorkerId> = self.crew.workers.iter().filter(asking).map(|(&id, _)| id).collect();
+        let asking =
+            |(_, w): &(&WorkerId, &super::crew::Worker)| w.is_eligible() && !w.credits.is_empty();
+        let workers: Vec<WorkerId> =
+            self.crew.workers.iter().filter(asking).map(|(&id, _)| id).collect();
         for worker in workers {
             self.fill(worker, share);
         }

@@ -9,8 +9,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::{
-    CHECKPOINTS, JOB, JobDirError, LOCK, LOGS, LookupError, MASTER, MASTER_LOG, PROCESSES, PROGRAM, RECORD,
-    SUMMARY, TOKEN, take_lock,
+    CHECKPOINTS, JOB, JobDirError, LOCK, LOGS, LookupError, MASTER, MASTER_LOG, PROCESSES, PROGRAM,
+    RECORD, SUMMARY, TOKEN, take_lock,
 };
 
 /// Checks that a job may use `root`: that it is absent, empty, or a job's directory. Writes nothing.
@@ -31,8 +31,10 @@ pub(super) fn check_usable(root: &Path) -> Result<(), JobDirError> {
 
 /// Whether a job has run in `root`: its lock is there, which is an empty file, and nothing else or what a job has written.
 pub(super) fn is_job_dir(root: &Path) -> bool {
-    let is_file = |name: &str| fs::symlink_metadata(root.join(name)).is_ok_and(|found| found.is_file());
-    let has_lock = fs::symlink_metadata(root.join(LOCK)).is_ok_and(|lock| lock.is_file() && lock.len() == 0);
+    let is_file =
+        |name: &str| fs::symlink_metadata(root.join(name)).is_ok_and(|found| found.is_file());
+    let has_lock =
+        fs::symlink_metadata(root.join(LOCK)).is_ok_and(|lock| lock.is_file() && lock.len() == 0);
     let is_sole = || names(root).is_ok_and(|names| names.iter().all(|name| is_known(name)));
     has_lock && (is_file(TOKEN) || is_sole())
 }
@@ -48,7 +50,9 @@ pub fn delete(root: &Path) -> Result<Vec<PathBuf>, DeleteError> {
     let lock = take_lock(root)?;
     super::refuse_if_workers_live(root)?;
     let remove = |path: PathBuf| match fs::remove_file(&path) {
-        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(DeleteError::Remove { path, source }),
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(DeleteError::Remove { path, source })
+        }
         _ => Ok(()),
     };
     let failed = |path: &Path, source| DeleteError::Remove { path: path.into(), source };
@@ -116,7 +120,8 @@ pub(super) fn stale_files(root: &Path) -> io::Result<Vec<PathBuf>> {
 /// The logs in the folder at `path` that jobs write; none if there is no such folder.
 fn job_logs(path: &Path) -> io::Result<Vec<PathBuf>> {
     let is_log = |name: &OsString| {
-        let launch = name.to_str().and_then(|name| name.strip_prefix("worker-")?.strip_suffix(".log"));
+        let launch =
+            name.to_str().and_then(|name| name.strip_prefix("worker-")?.strip_suffix(".log"));
         name == MASTER_LOG || launch.is_some_and(is_number)
     };
     Ok(names_or_none(path)?.into_iter().filter(is_log).map(|name| path.join(name)).collect())
@@ -161,7 +166,8 @@ fn names_or_none(folder: &Path) -> io::Result<Vec<OsString>> {
 }
 
 /// Every file that a job writes at the top of its directory. One that is missing here is never removed.
-const JOB_FILES: [&str; 9] = [super::FILES, JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN];
+const JOB_FILES: [&str; 9] =
+    [super::FILES, JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN];
 
 #[cfg(test)]
 mod tests {
@@ -181,7 +187,9 @@ mod tests {
                 if entry.path().is_dir() {
                     folders.push(entry.path());
                 } else {
-                    found.push(entry.path().strip_prefix(root).unwrap().to_str().unwrap().to_owned());
+                    found.push(
+                        entry.path().strip_prefix(root).unwrap().to_str().unwrap().to_owned(),
+                    );
                 }
             }
         }
@@ -193,7 +201,9 @@ mod tests {
     fn ended(root: &Path) {
         let dir = JobDir::create(root).unwrap();
         dir.publish("127.0.0.1:1".parse().unwrap()).unwrap();
-        for file in JOB_FILES.into_iter().chain([".record.json.0123abcd.tmp"]).filter(|&file| file != LOCK) {
+        for file in
+            JOB_FILES.into_iter().chain([".record.json.0123abcd.tmp"]).filter(|&file| file != LOCK)
+        {
             fs::write(root.join(file), "").unwrap();
         }
         for log in [dir.master_log(), worker_log(&dir.logs(), LaunchId(12))] {
@@ -247,7 +257,12 @@ mod tests {
 
     #[test]
     fn a_directory_that_is_no_jobs_is_neither_used_nor_removed() {
-        for own in [&["main.rs"][..], &["lock", "main.rs"], &["token", "lock", "x"], &["logs/app.log", "x"]] {
+        for own in [
+            &["main.rs"][..],
+            &["lock", "main.rs"],
+            &["token", "lock", "x"],
+            &["logs/app.log", "x"],
+        ] {
             let scratch = scratch();
             for file in own {
                 fs::create_dir_all(scratch.path().join(file).parent().unwrap()).unwrap();

@@ -141,9 +141,10 @@ impl JobDir {
         if !super::contents::is_job_dir(root) {
             return Err(ResumeError::NoSuchJob { path: root.into() });
         }
-        let root = root
-            .canonicalize()
-            .map_err(|source| ResumeError::Unreadable { path: root.into(), reason: source.to_string() })?;
+        let root = root.canonicalize().map_err(|source| ResumeError::Unreadable {
+            path: root.into(),
+            reason: source.to_string(),
+        })?;
         let lock = take_lock(&root).map_err(|error| match error {
             JobDirError::Running { path, pid } => ResumeError::Running { path, pid },
             other => ResumeError::Unreadable { path: root.clone(), reason: other.to_string() },
@@ -159,11 +160,14 @@ impl JobDir {
             let unreadable = |reason| ResumeError::Unreadable { path: root.join(FILES), reason };
             record.attach(list).map_err(unreadable)?;
         }
-        let unreadable = |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
-        let processes = read_notes(&root).map_err(|error| unreadable(PROCESSES, error.to_string()))?;
+        let unreadable =
+            |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
+        let processes =
+            read_notes(&root).map_err(|error| unreadable(PROCESSES, error.to_string()))?;
         let token = fs::read_to_string(root.join(super::TOKEN))
             .map_err(|e| unreadable(super::TOKEN, e.to_string()))?;
-        let token = Token::from_hex(&token).ok_or_else(|| unreadable(super::TOKEN, "not a token".into()))?;
+        let token = Token::from_hex(&token)
+            .ok_or_else(|| unreadable(super::TOKEN, "not a token".into()))?;
         Ok((Self { root, token, _lock: lock }, Abandoned { start, record, processes }))
     }
 }
@@ -171,7 +175,8 @@ impl JobDir {
 /// Whether the job in `root` has not ended, and has no master: another one can go on with it.
 #[must_use]
 pub fn is_abandoned(root: &Path) -> bool {
-    let kept = root.join(JOB).is_file() && root.join(RECORD).is_file() && !root.join(SUMMARY).is_file();
+    let kept =
+        root.join(JOB).is_file() && root.join(RECORD).is_file() && !root.join(SUMMARY).is_file();
     // The lock is free again at once.
     kept && take_lock(root).is_ok()
 }
@@ -201,14 +206,20 @@ fn parse_note(line: &str) -> Option<(LaunchId, Started)> {
 
 fn read_list(root: &Path) -> Result<FileList, ResumeError> {
     let path = root.join(FILES);
-    let unlimited = FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
+    let unlimited =
+        FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
     let list = fs::read(&path).map_err(|error| error.to_string());
-    let list = list.and_then(|bytes| FileList::unpack(bytes.into(), unlimited).map_err(|e| e.to_string()));
+    let list =
+        list.and_then(|bytes| FileList::unpack(bytes.into(), unlimited).map_err(|e| e.to_string()));
     list.map_err(|reason| ResumeError::Unreadable { path, reason })
 }
 
 /// Reads a file of version `newest` or an older one.
-fn read<T: serde::de::DeserializeOwned>(root: &Path, name: &str, newest: u32) -> Result<T, ResumeError> {
+fn read<T: serde::de::DeserializeOwned>(
+    root: &Path,
+    name: &str,
+    newest: u32,
+) -> Result<T, ResumeError> {
     let path = root.join(name);
     let text = match fs::read(&path) {
         Ok(text) => text,
@@ -221,8 +232,10 @@ fn read<T: serde::de::DeserializeOwned>(root: &Path, name: &str, newest: u32) ->
     struct Version {
         version: u32,
     }
-    let unreadable =
-        |error: serde_json::Error| ResumeError::Unreadable { path: path.clone(), reason: error.to_string() };
+    let unreadable = |error: serde_json::Error| ResumeError::Unreadable {
+        path: path.clone(),
+        reason: error.to_string(),
+    };
     // The rest of another version may be anything.
     let Version { version } = serde_json::from_slice(&text).map_err(unreadable)?;
     if !(1..=newest).contains(&version) {
@@ -333,12 +346,18 @@ mod tests {
     fn what_a_dead_master_kept_is_there_for_the_next_one() {
         let scratch = tempfile::tempdir().unwrap();
         let dir = kept(scratch.path());
-        let (token, log) = (dir.token().to_hex(), super::super::worker_log(&dir.logs(), LaunchId(1)));
+        let (token, log) =
+            (dir.token().to_hex(), super::super::worker_log(&dir.logs(), LaunchId(1)));
         fs::write(&log, "said").unwrap();
         note_process(&dir.processes_path(), LaunchId(1), Started { pid: 70, at: 9 }).unwrap();
         note_process(&dir.processes_path(), LaunchId(2), Started { pid: 71, at: 10 }).unwrap();
         // A note that was torn is none.
-        fs::File::options().append(true).open(dir.processes_path()).unwrap().write_all(b"3 72").unwrap();
+        fs::File::options()
+            .append(true)
+            .open(dir.processes_path())
+            .unwrap()
+            .write_all(b"3 72")
+            .unwrap();
         drop(dir);
         let (dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
         assert_eq!(dir.token().to_hex(), token);

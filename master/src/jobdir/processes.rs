@@ -176,7 +176,9 @@ mod tests {
         let path = root.canonicalize().unwrap();
         let line = format!("elasticdl train --resume {}", path.display());
         assert!(error.to_string().contains(&line), "{error}");
-        assert!(super::super::delete(&root).is_err_and(|error| error.to_string().contains("1 worker")));
+        assert!(
+            super::super::delete(&root).is_err_and(|error| error.to_string().contains("1 worker"))
+        );
         assert!(root.join("token").is_file());
         assert_eq!(stop(&root).unwrap(), Told::Workers(1));
         assert_eq!(worker.ended_by(), Some(15));

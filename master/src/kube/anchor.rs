@@ -146,7 +146,11 @@ impl Writer {
     ///
     /// # Errors
     /// [`WriteError::Fenced`]: another master has begun since the anchor was read.
-    pub async fn begin(anchor: &Anchor, seen: &ConfigMap, incarnation: u64) -> Result<Self, WriteError> {
+    pub async fn begin(
+        anchor: &Anchor,
+        seen: &ConfigMap,
+        incarnation: u64,
+    ) -> Result<Self, WriteError> {
         let writer = Self { anchor: anchor.clone(), meta: seen.metadata.clone(), incarnation };
         let before = seen.data.as_ref().and_then(|data| data.get(INCARNATION)).cloned();
         let mut version = seen.metadata.resource_version.clone().unwrap_or_default();
@@ -201,7 +205,9 @@ impl Writer {
         let mut failures = 0;
         loop {
             match self.write(data).await {
-                Err(WriteError::Later(ClusterError::Unreachable { .. })) if start.elapsed() < limit => {
+                Err(WriteError::Later(ClusterError::Unreachable { .. }))
+                    if start.elapsed() < limit =>
+                {
                     tokio::time::sleep(pause(failures)).await;
                     failures += 1;
                 }
@@ -211,7 +217,12 @@ impl Writer {
     }
 
     /// Makes a ConfigMap that goes with the anchor, for `role`. One of this name that is there already is left as it is.
-    pub(super) async fn make_part(&self, name: &str, role: &str, content: Vec<u8>) -> Result<(), WriteError> {
+    pub(super) async fn make_part(
+        &self,
+        name: &str,
+        role: &str,
+        content: Vec<u8>,
+    ) -> Result<(), WriteError> {
         let part = ConfigMap {
             metadata: objects::owned(&self.meta, name, role),
             binary_data: Some([(PART.to_owned(), ByteString(content))].into()),
@@ -245,7 +256,11 @@ impl Writer {
             true => self.anchor.absent(),
             false => self.anchor.cluster.explain("write to the job's anchor", error),
         };
-        if is_final { WriteError::Refused(explained.to_string()) } else { WriteError::Later(explained) }
+        if is_final {
+            WriteError::Refused(explained.to_string())
+        } else {
+            WriteError::Later(explained)
+        }
     }
 }
 
@@ -253,7 +268,8 @@ impl Anchor {
     /// The content of one of the objects that [`Writer::make_part`] made; `None`: it is not there.
     pub(super) async fn read_part(&self, name: &str) -> Result<Option<Vec<u8>>, ClusterError> {
         let found = self.api().get_opt(name).await;
-        let found = found.map_err(|error| self.cluster.explain("read a part of the job's anchor", error))?;
+        let found = found
+            .map_err(|error| self.cluster.explain("read a part of the job's anchor", error))?;
         Ok(found.and_then(|part| part.binary_data?.remove(PART)).map(|content| content.0))
     }
 }
@@ -265,7 +281,10 @@ impl Anchor {
 pub async fn all(cluster: &Cluster) -> Result<Vec<ConfigMap>, ClusterError> {
     let api: Api<ConfigMap> = cluster.api();
     let params = ListParams::default().labels(&objects::anchors_selector());
-    api.list(&params).await.map(|list| list.items).map_err(|error| cluster.explain("list jobs", error))
+    api.list(&params)
+        .await
+        .map(|list| list.items)
+        .map_err(|error| cluster.explain("list jobs", error))
 }
 
 /// An anchor that is watched.
@@ -388,9 +407,11 @@ mod tests {
 
     #[test]
     fn wishes_are_read_and_nonsense_wishes_nothing() {
-        let data =
-            |pairs: &[(&str, &str)]| pairs.iter().map(|&(k, v)| (k.into(), v.into())).collect::<Data>();
-        let all = Wishes::read(&data(&[("num-workers", " 4 "), ("stop", "true"), ("checkpoint", "7")]));
+        let data = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|&(k, v)| (k.into(), v.into())).collect::<Data>()
+        };
+        let all =
+            Wishes::read(&data(&[("num-workers", " 4 "), ("stop", "true"), ("checkpoint", "7")]));
         assert_eq!(all, Wishes { num_workers: Some(4), stop: true, checkpoint: Some(7) });
         for nonsense in [
             data(&[]),

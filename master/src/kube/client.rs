@@ -37,9 +37,13 @@ impl Cluster {
         let config = match &choice.context {
             None => Config::infer().await.map_err(|e| ClusterError::NoConfig(e.to_string()))?,
             Some(context) => {
-                let options =
-                    KubeConfigOptions { context: Some(context.clone()), ..KubeConfigOptions::default() };
-                Config::from_kubeconfig(&options).await.map_err(|e| ClusterError::NoConfig(e.to_string()))?
+                let options = KubeConfigOptions {
+                    context: Some(context.clone()),
+                    ..KubeConfigOptions::default()
+                };
+                Config::from_kubeconfig(&options)
+                    .await
+                    .map_err(|e| ClusterError::NoConfig(e.to_string()))?
             }
         };
         Self::from_config(config, choice.namespace.as_deref())
@@ -157,7 +161,9 @@ pub enum ClusterError {
         message: String,
     },
     /// The server does not know who asks.
-    #[error("the API server does not know you: {message}; are the credentials of the kubeconfig still good?")]
+    #[error(
+        "the API server does not know you: {message}; are the credentials of the kubeconfig still good?"
+    )]
     Unknown {
         /// The server's words.
         message: String,

@@ -88,14 +88,18 @@ pub(crate) fn reason_of(cause: Cause) -> Option<&'static str> {
 
 /// The word for what keeps a worker from starting, by the kubelet's own words.
 pub(crate) fn reason_of_stuck(why: &str) -> &'static str {
-    let image = ["ErrImage", "Image", "InvalidImageName"].iter().any(|start| why.starts_with(start));
+    let image =
+        ["ErrImage", "Image", "InvalidImageName"].iter().any(|start| why.starts_with(start));
     if image { "ImagePullFailed" } else { "ConfigError" }
 }
 
 /// By whom pods were preempted, by uid, in the scheduler's words: servers before 1.26 say it nowhere else.
 pub(crate) async fn preemptors(api: &Api<Event>) -> BTreeMap<String, String> {
-    let params = ListParams::default().fields("reason=Preempted,involvedObject.kind=Pod").limit(LIST_MAX);
-    let Ok(Ok(list)) = timeout(CALL_TIMEOUT, api.list(&params)).await else { return BTreeMap::new() };
+    let params =
+        ListParams::default().fields("reason=Preempted,involvedObject.kind=Pod").limit(LIST_MAX);
+    let Ok(Ok(list)) = timeout(CALL_TIMEOUT, api.list(&params)).await else {
+        return BTreeMap::new();
+    };
     let uid_and_words = |event: Event| Some((event.involved_object.uid?, event.message?));
     list.items.into_iter().filter_map(uid_and_words).collect()
 }
@@ -268,7 +272,10 @@ mod tests {
         assert_eq!(failed["involvedObject"]["uid"], "job");
         assert_eq!(failed["involvedObject"]["kind"], "Job");
         let told = ["reason", "message", "type", "count"].map(|key| failed[key].clone());
-        assert_eq!(told, [json!("WorkerFailed"), json!("j-w-3 failed"), json!("Warning"), json!(3)]);
+        assert_eq!(
+            told,
+            [json!("WorkerFailed"), json!("j-w-3 failed"), json!("Warning"), json!(3)]
+        );
         assert_eq!(events[1]["type"], "Normal");
     }
 
@@ -315,9 +322,14 @@ mod tests {
 
     #[test]
     fn what_keeps_a_worker_from_starting_is_its_image_or_its_configuration() {
-        for why in ["ErrImagePull: x", "ImagePullBackOff: x", "InvalidImageName: x", "ImageInspectError"] {
+        for why in
+            ["ErrImagePull: x", "ImagePullBackOff: x", "InvalidImageName: x", "ImageInspectError"]
+        {
             assert_eq!(reason_of_stuck(why), "ImagePullFailed", "{why}");
         }
-        assert_eq!(reason_of_stuck("CreateContainerConfigError: secret \"x\" not found"), "ConfigError");
+        assert_eq!(
+            reason_of_stuck("CreateContainerConfigError: secret \"x\" not found"),
+            "ConfigError"
+        );
     }
 }

@@ -183,9 +183,11 @@ fn write(mut record: JobRecord) -> Result<String, String> {
     let text = pack(&record);
     match text.len() {
         0..=RECORD_BYTES_MAX => Ok(text),
-        bytes => {
-            Err(format!("it takes {} KiB, and at most {} are possible", bytes >> 10, RECORD_BYTES_MAX >> 10))
-        }
+        bytes => Err(format!(
+            "it takes {} KiB, and at most {} are possible",
+            bytes >> 10,
+            RECORD_BYTES_MAX >> 10
+        )),
     }
 }
 
@@ -222,7 +224,9 @@ impl Clerk {
             }
             let mut failures = 0;
             loop {
-                let Offer { record: Some(record), revision, .. } = offers.borrow_and_update().clone() else {
+                let Offer { record: Some(record), revision, .. } =
+                    offers.borrow_and_update().clone()
+                else {
                     break;
                 };
                 let why = match self.try_keep(record).await {
@@ -233,7 +237,9 @@ impl Clerk {
                         break;
                     }
                     Some(Err(WriteError::Fenced)) => {
-                        warn!("another master keeps the job's record: this one's is not written any more");
+                        warn!(
+                            "another master keeps the job's record: this one's is not written any more"
+                        );
                         return std::future::pending().await;
                     }
                     Some(Err(WriteError::Refused(why))) => {
@@ -272,7 +278,10 @@ impl Clerk {
         let written = self.warrant.during(timeout(WRITE_TIMEOUT, self.writer.write(&data))).await?;
         Some(written.unwrap_or_else(|_| {
             let doing = "write to the job's anchor".into();
-            Err(WriteError::Later(ClusterError::Unreachable { doing, message: "it took too long".into() }))
+            Err(WriteError::Later(ClusterError::Unreachable {
+                doing,
+                message: "it took too long".into(),
+            }))
         }))
     }
 

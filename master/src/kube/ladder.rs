@@ -66,7 +66,11 @@ impl Ladder {
 /// The class that the server says is missing.
 #[must_use]
 pub fn missing_class(message: &str) -> Option<&str> {
-    message.split_once("no PriorityClass with name ")?.1.split_once(" was found").map(|(name, _)| name)
+    message
+        .split_once("no PriorityClass with name ")?
+        .1
+        .split_once(" was found")
+        .map(|(name, _)| name)
 }
 
 /// Reads `auto`, `off` or `CORE,RUNG,RUNG`.
@@ -84,7 +88,8 @@ pub fn parse(text: &str) -> Result<Choice, String> {
     let classes: Result<Vec<String>, String> = text
         .split(',')
         .map(|name| {
-            super::options::parse_object_name(name.trim()).map_err(|e| format!("`{name}`: {e}; {wanted}"))
+            super::options::parse_object_name(name.trim())
+                .map_err(|e| format!("`{name}`: {e}; {wanted}"))
         })
         .collect();
     let classes = classes?;
@@ -133,7 +138,11 @@ mod tests {
         ];
         for (places, min_workers, class) in table {
             for place in places {
-                assert_eq!(ladder.class(place, min_workers), class, "{place} of at least {min_workers}");
+                assert_eq!(
+                    ladder.class(place, min_workers),
+                    class,
+                    "{place} of at least {min_workers}"
+                );
             }
         }
     }
@@ -159,7 +168,8 @@ mod tests {
 
     #[test]
     fn the_servers_words_name_the_missing_class() {
-        let message = "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-core was found";
+        let message =
+            "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-core was found";
         assert_eq!(missing_class(message), Some("elasticdl-core"));
         assert_eq!(missing_class("pods \"j-w-1\" is forbidden: exceeded quota: q"), None);
     }

@@ -114,7 +114,8 @@ impl Lease {
 
     /// Waits until another master holds the lease; which one. Safe to drop at any time.
     pub(crate) async fn lost(&mut self) -> String {
-        let standing = self.standing.wait_for(|standing| matches!(standing, Standing::Fenced(_))).await;
+        let standing =
+            self.standing.wait_for(|standing| matches!(standing, Standing::Fenced(_))).await;
         match standing.as_deref() {
             Ok(Standing::Fenced(holder)) => holder.clone(),
             // Only a panic ends the task while this is here.
@@ -250,8 +251,10 @@ impl Desk {
             let written = match claim.decide(sent, record.as_ref(), is_over) {
                 Move::Create => self.write(&identity.to_string(), 0, None).await,
                 Move::Take => {
-                    let Record { transitions, version, .. } = record.expect("it was just decided on");
-                    self.write(&identity.to_string(), transitions.saturating_add(1), Some(version)).await
+                    let Record { transitions, version, .. } =
+                        record.expect("it was just decided on");
+                    self.write(&identity.to_string(), transitions.saturating_add(1), Some(version))
+                        .await
                 }
                 Move::Wait(pause) => {
                     if told != holder {
@@ -322,7 +325,10 @@ impl Desk {
                     break;
                 }
             }
-            let Ok(Ok(found)) = timeout(CALL_TIMEOUT, self.leases.get_opt(self.name())).await else { break };
+            let Ok(Ok(found)) = timeout(CALL_TIMEOUT, self.leases.get_opt(self.name())).await
+            else {
+                break;
+            };
             version = match tenure.on_changed(found.map(read)) {
                 Outlook::Create => None,
                 Outlook::Fenced(holder) => return Err(holder),
@@ -365,7 +371,9 @@ impl Desk {
     /// not answer.
     async fn is_over(&self, holder: &str) -> bool {
         let Ok(Holder { pod, uid }) = holder.parse() else { return false };
-        let Ok(Ok(Some(pod))) = timeout(CALL_TIMEOUT, self.pods.get_opt(&pod)).await else { return false };
+        let Ok(Ok(Some(pod))) = timeout(CALL_TIMEOUT, self.pods.get_opt(&pod)).await else {
+            return false;
+        };
         pod.metadata.uid == Some(uid) && is_over(&pod)
     }
 

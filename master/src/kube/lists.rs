@@ -75,18 +75,21 @@ pub(crate) async fn load(
     mark: DataMark,
 ) -> Result<FileList, LoadError> {
     let damaged = |what: String| LoadError::Damaged(what);
-    let place = data.get(FILES).ok_or_else(|| damaged(format!("is gone (the anchor's key {FILES})")))?;
+    let place =
+        data.get(FILES).ok_or_else(|| damaged(format!("is gone (the anchor's key {FILES})")))?;
     let place = serde_json::from_str(place).map_err(|e| damaged(format!("can't be read: {e}")))?;
     let packed: Vec<u8> = match place {
-        Place::Packed(text) => BASE64.decode(text).map_err(|e| damaged(format!("can't be read: {e}")))?,
+        Place::Packed(text) => {
+            BASE64.decode(text).map_err(|e| damaged(format!("can't be read: {e}")))?
+        }
         Place::Parts(parts) => {
             let mut packed = Vec::new();
             for index in 0..parts {
                 let name = part_name(job, uid, mark, index);
                 let part = anchor.read_part(&name).await?;
-                packed.extend(
-                    part.ok_or_else(|| damaged(format!("is not complete: ConfigMap {name} is gone")))?,
-                );
+                packed.extend(part.ok_or_else(|| {
+                    damaged(format!("is not complete: ConfigMap {name} is gone"))
+                })?);
             }
             packed
         }

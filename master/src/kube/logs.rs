@@ -36,10 +36,13 @@ pub async fn copy(
     let (selector, what) = match source {
         Source::Master => (objects::master_selector(job), "a pod of the master".to_owned()),
         Source::Worker(launch) => {
-            let task =
-                anchor.data.as_ref().and_then(|data| serde_json::from_str::<Task>(data.get(TASK)?).ok());
+            let task = anchor
+                .data
+                .as_ref()
+                .and_then(|data| serde_json::from_str::<Task>(data.get(TASK)?).ok());
             let launch = task.map_or(launch, |task| first_of_pod(launch, task.job.workers_per_pod));
-            let selector = format!("{},{LAUNCH_LABEL}={}", objects::worker_selector(&uid), launch.0);
+            let selector =
+                format!("{},{LAUNCH_LABEL}={}", objects::worker_selector(&uid), launch.0);
             (selector, format!("a pod of the launch {}", launch.0))
         }
     };
@@ -47,7 +50,8 @@ pub async fn copy(
     let doing = format!("read the logs of {what}");
     let list = pods.list(&ListParams::default().labels(&selector)).await;
     let list = list.map_err(|e| cluster.explain(&doing, e))?;
-    let leader = anchor.data.as_ref().and_then(|data| data.get(MASTER)).filter(|_| source == Source::Master);
+    let leader =
+        anchor.data.as_ref().and_then(|data| data.get(MASTER)).filter(|_| source == Source::Master);
     let newest = newest(list.items, leader.map(String::as_str));
     let name = newest.and_then(|pod| pod.metadata.name).ok_or_else(|| ClusterError::Refused {
         doing: doing.clone(),
@@ -62,7 +66,9 @@ pub async fn copy(
             Ok(0) => return Ok(()),
             Ok(len) if write(&buffer[..len]) => {}
             Ok(_) => return Ok(()),
-            Err(error) => return Err(ClusterError::Unreachable { doing, message: error.to_string() }),
+            Err(error) => {
+                return Err(ClusterError::Unreachable { doing, message: error.to_string() });
+            }
         }
     }
 }
@@ -72,7 +78,8 @@ pub async fn copy(
 fn newest(pods: Vec<Pod>, leader: Option<&str>) -> Option<Pod> {
     pods.into_iter().max_by_key(|pod| {
         let leads = leader.is_some() && pod.metadata.name.as_deref() == leader;
-        let has_run = !matches!(pod.status.as_ref().and_then(|s| s.phase.as_deref()), None | Some("Pending"));
+        let has_run =
+            !matches!(pod.status.as_ref().and_then(|s| s.phase.as_deref()), None | Some("Pending"));
         (leads, has_run, pod.metadata.creation_timestamp.clone())
     })
 }
@@ -92,8 +99,10 @@ mod tests {
         let pod = |name: &str, second: u32, phase: &str| {
             let created = format!("2024-05-01T10:00:{second:02}Z");
             let meta = serde_json::json!({"name": name, "creationTimestamp": created});
-            serde_json::from_value::<Pod>(serde_json::json!({"metadata": meta, "status": {"phase": phase}}))
-                .unwrap()
+            serde_json::from_value::<Pod>(
+                serde_json::json!({"metadata": meta, "status": {"phase": phase}}),
+            )
+            .unwrap()
         };
         let pods = || vec![pod("a", 1, "Failed"), pod("b", 2, "Failed"), pod("c", 3, "Pending")];
         let name = |leader| newest(pods(), leader).and_then(|pod| pod.metadata.name).unwrap();

@@ -51,7 +51,10 @@ impl MasterPods {
         Self {
             job: Watch::start(cluster.api(), Selection { fields, labels: None }),
             pods: Watch::start(cluster.api(), Selection { fields: None, labels }),
-            events: Watch::start(cluster.api(), Selection { fields: Some(TROUBLE.into()), labels: None }),
+            events: Watch::start(
+                cluster.api(),
+                Selection { fields: Some(TROUBLE.into()), labels: None },
+            ),
             known: Known::default(),
         }
     }
@@ -91,7 +94,8 @@ impl Known {
     /// What an Event says that keeps a master from being made or started.
     fn trouble(&self, event: &Event) -> Option<String> {
         let is_ours = event.involved_object.uid.as_ref().is_some_and(|uid| self.uids.contains(uid));
-        let reason = event.reason.as_deref().filter(|reason| is_ours && REASONS.contains(reason))?;
+        let reason =
+            event.reason.as_deref().filter(|reason| is_ours && REASONS.contains(reason))?;
         let message = event.message.as_deref().unwrap_or_default();
         Some(format!("{reason}: {message}"))
     }
@@ -110,7 +114,9 @@ pub struct Outlook {
 pub async fn look(cluster: &Cluster, job: &str) -> Outlook {
     let mut known = Known::default();
     let jobs: Api<Job> = cluster.api();
-    let Ok(Some(found)) = jobs.get_opt(&objects::master_name(job)).await else { return Outlook::default() };
+    let Ok(Some(found)) = jobs.get_opt(&objects::master_name(job)).await else {
+        return Outlook::default();
+    };
     known.uids.extend(found.metadata.uid.clone());
     let failed = succession::verdict(&found);
     let pods: Api<Pod> = cluster.api();
@@ -176,7 +182,8 @@ mod tests {
     #[test]
     fn a_job_that_gave_up_is_told_from_one_that_goes_on() {
         let job = |conditions: serde_json::Value| {
-            let job: Job = serde_json::from_value(json!({"status": {"conditions": conditions}})).unwrap();
+            let job: Job =
+                serde_json::from_value(json!({"status": {"conditions": conditions}})).unwrap();
             of_job(&job)
         };
         let failed = json!([{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "too many"}]);
@@ -192,8 +199,7 @@ mod tests {
         known.uids.extend(["job".to_owned()]);
         let event = |uid: &str, reason: &str| {
             let about = json!({"kind": "Job", "uid": uid});
-            let event =
-                json!({"metadata": {}, "involvedObject": about, "reason": reason, "message": "no quota"});
+            let event = json!({"metadata": {}, "involvedObject": about, "reason": reason, "message": "no quota"});
             known.trouble(&serde_json::from_value(event).unwrap())
         };
         assert_eq!(event("job", "FailedCreate").unwrap(), "FailedCreate: no quota");

@@ -20,8 +20,8 @@ use std::time::Duration;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::batch::v1::{Job, JobSpec as BatchJobSpec};
 use k8s_openapi::api::core::v1::{
-    ConfigMap, Container, ContainerPort, Pod, PodSpec, PodTemplateSpec, Secret, Service, ServicePort,
-    ServiceSpec, Volume, VolumeMount,
+    ConfigMap, Container, ContainerPort, Pod, PodSpec, PodTemplateSpec, Secret, Service,
+    ServicePort, ServiceSpec, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -95,10 +95,11 @@ impl Objects {
     /// The workers' pod template does not fit.
     pub fn new(request: &Request, drawn: Drawn) -> Result<Self, TemplateError> {
         let name = &request.task.job.name;
-        let worker =
-            serde_json::to_string_pretty(&worker_template(request)?).expect("a pod's keys are strings");
+        let worker = serde_json::to_string_pretty(&worker_template(request)?)
+            .expect("a pod's keys are strings");
         let task = serde_json::to_string_pretty(&request.task).expect("a task's keys are strings");
-        let mut anchor = ConfigMap { metadata: metadata(request, name, "anchor"), ..ConfigMap::default() };
+        let mut anchor =
+            ConfigMap { metadata: metadata(request, name, "anchor"), ..ConfigMap::default() };
         anchor.data = Some(BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), worker)]));
         let mut selector = own_labels(name, "master");
         selector.retain(|key, _| [JOB_LABEL, ROLE_LABEL].contains(&key.as_str()));
@@ -168,7 +169,13 @@ pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
 /// A worker's pod: `template` with its own name, for `launch` at the job's place `index`, whose master listens at `master`.
 /// Of a pod of several workers, these are the first one's.
 #[must_use]
-pub fn worker_pod(template: &Pod, launch: LaunchId, index: u32, anchor: &ObjectMeta, master: &str) -> Pod {
+pub fn worker_pod(
+    template: &Pod,
+    launch: LaunchId,
+    index: u32,
+    anchor: &ObjectMeta,
+    master: &str,
+) -> Pod {
     let mut pod = template.clone();
     let job = anchor.name.as_deref().unwrap_or_default();
     pod.metadata.name = Some(worker_name(job, launch));
@@ -190,7 +197,10 @@ pub fn worker_pod(template: &Pod, launch: LaunchId, index: u32, anchor: &ObjectM
 #[must_use]
 pub fn launch_and_index(pod: &Pod) -> Option<(LaunchId, u32)> {
     let labels = pod.metadata.labels.as_ref()?;
-    Some((LaunchId(labels.get(LAUNCH_LABEL)?.parse().ok()?), labels.get(INDEX_LABEL)?.parse().ok()?))
+    Some((
+        LaunchId(labels.get(LAUNCH_LABEL)?.parse().ok()?),
+        labels.get(INDEX_LABEL)?.parse().ok()?,
+    ))
 }
 
 /// The name of a worker's pod. Launches are numbered through all masters of a job, so it is used once.
@@ -242,7 +252,8 @@ fn master_job(request: &Request) -> Job {
         name: Some(name.into()),
         ..ContainerPort::default()
     };
-    let (mut mounts, mut volumes) = (parts::mounts(), parts::volumes(name, &[TOKEN, CERTIFICATE, KEY]));
+    let (mut mounts, mut volumes) =
+        (parts::mounts(), parts::volumes(name, &[TOKEN, CERTIFICATE, KEY]));
     if request.task.tensorboard_dir.is_some() {
         add_volumes(pods, &mut volumes, &mut mounts);
     }
@@ -251,8 +262,15 @@ fn master_job(request: &Request) -> Job {
         image: Some(pods.master_image.clone()),
         image_pull_policy: pods.image_pull_policy.clone(),
         command: Some(vec![ELASTICDL.into()]),
-        args: Some(["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"].map(Into::into).into()),
-        env: Some(vec![parts::field("POD_NAME", "metadata.name"), parts::field("POD_UID", "metadata.uid")]),
+        args: Some(
+            ["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"]
+                .map(Into::into)
+                .into(),
+        ),
+        env: Some(vec![
+            parts::field("POD_NAME", "metadata.name"),
+            parts::field("POD_UID", "metadata.uid"),
+        ]),
         ports: Some(vec![port("grpc", PORT), port(METRICS, request.task.metrics_port.into())]),
         liveness_probe: Some(parts::liveness(METRICS)),
         readiness_probe: Some(parts::readiness(METRICS)),

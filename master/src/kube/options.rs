@@ -102,10 +102,14 @@ pub fn parse_env(text: &str) -> Result<Pair, String> {
     let (name, value) = text.split_once('=').ok_or("it must be NAME=VALUE")?;
     let fit = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     if name.is_empty() || !name.chars().all(fit) || name.starts_with(|c: char| c.is_ascii_digit()) {
-        return Err(format!("`{name}` can't be a variable's name: letters, digits and `_`, no digit first"));
+        return Err(format!(
+            "`{name}` can't be a variable's name: letters, digits and `_`, no digit first"
+        ));
     }
     if name.starts_with(RESERVED) {
-        return Err(format!("{name}: names that start with {RESERVED} are set by elasticdl itself"));
+        return Err(format!(
+            "{name}: names that start with {RESERVED} are set by elasticdl itself"
+        ));
     }
     Ok((name.into(), value.into()))
 }
@@ -162,14 +166,18 @@ pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
         if let Some(effect) = effect
             && !EFFECTS.contains(&effect)
         {
-            return Err(format!("`{effect}` is no taint's effect; it must be one of {}", EFFECTS.join(", ")));
+            return Err(format!(
+                "`{effect}` is no taint's effect; it must be one of {}",
+                EFFECTS.join(", ")
+            ));
         }
         let (key, value) = match taint.split_once('=') {
             Some((key, value)) => (key, Some(value)),
             None => (taint, None),
         };
-        check_label_key(key)
-            .map_err(|e| format!("taint `{key}`: {e}; for example `nvidia.com/gpu=present:NoSchedule`"))?;
+        check_label_key(key).map_err(|e| {
+            format!("taint `{key}`: {e}; for example `nvidia.com/gpu=present:NoSchedule`")
+        })?;
         Ok(Toleration {
             key: Some(key.into()),
             operator: Some(if value.is_some() { "Equal" } else { "Exists" }.into()),
@@ -235,7 +243,8 @@ fn parse_volume(text: &str) -> Result<Mounted, String> {
 /// # Errors
 /// What is wrong, and where.
 pub fn parse_pod_template(text: &str) -> Result<Value, String> {
-    let mut value: Value = serde_saphyr::from_str(text).map_err(|e| format!("it is not YAML: {e}"))?;
+    let mut value: Value =
+        serde_saphyr::from_str(text).map_err(|e| format!("it is not YAML: {e}"))?;
     // A whole pod, or a template of one, is as good as its spec.
     if let Some(spec) = value.get_mut("spec") {
         value = spec.take();
@@ -277,7 +286,11 @@ pub fn parse_namespace(text: &str) -> Result<String, String> {
 /// What would be right.
 pub fn parse_image(text: &str) -> Result<String, String> {
     let fit = |c: char| c.is_ascii_graphic() && !matches!(c, '"' | '\'' | '\\' | '$' | '`');
-    if text.is_empty() || !text.chars().all(fit) || text.starts_with('-') || text.ends_with(['/', ':', '@']) {
+    if text.is_empty()
+        || !text.chars().all(fit)
+        || text.starts_with('-')
+        || text.ends_with(['/', ':', '@'])
+    {
         return Err("it must be an image's name, for example `team/model:1`".into());
     }
     Ok(text.into())
@@ -288,8 +301,7 @@ pub fn parse_image(text: &str) -> Result<String, String> {
 /// # Errors
 /// What would be right.
 pub fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let wanted =
-        "it must be a duration in whole seconds, for example `90s`, `10min` or `2days`, at most 1 year";
+    let wanted = "it must be a duration in whole seconds, for example `90s`, `10min` or `2days`, at most 1 year";
     let duration = humantime::parse_duration(text).map_err(|e| format!("{e}; {wanted}"))?;
     let whole = duration.subsec_nanos() == 0 && duration <= Duration::from_secs(366 * 24 * 3600);
     if whole { Ok(duration) } else { Err(wanted.into()) }
@@ -298,7 +310,9 @@ pub fn parse_seconds(text: &str) -> Result<Duration, String> {
 fn parse_pairs(text: &str) -> Result<Vec<Pair>, String> {
     text.split(',')
         .map(|part| match part.trim().split_once('=') {
-            Some((key, value)) if !key.trim().is_empty() => Ok((key.trim().into(), value.trim().into())),
+            Some((key, value)) if !key.trim().is_empty() => {
+                Ok((key.trim().into(), value.trim().into()))
+            }
             _ => Err(format!("`{}` is not KEY=VALUE", part.trim())),
         })
         .collect()
@@ -346,7 +360,8 @@ const EFFECTS: [&str; 3] = ["NoExecute", "NoSchedule", "PreferNoSchedule"];
 /// Labels that the job's own objects are found by.
 const OWN_LABELS: [&str; 2] = ["app.kubernetes.io/", "elasticdl/"];
 const RESERVED: &str = "ELASTICDL_";
-const VOLUME_KEYS: [&str; 6] = ["claim_name", "host_path", "mount_path", "read_only", "sub_path", "type"];
+const VOLUME_KEYS: [&str; 6] =
+    ["claim_name", "host_path", "mount_path", "read_only", "sub_path", "type"];
 
 #[cfg(test)]
 mod tests {
@@ -407,13 +422,14 @@ mod tests {
 
     #[test]
     fn tolerations_read_like_taints() {
-        let toleration = |key: &str, operator: &str, value: Option<&str>, effect: Option<&str>| Toleration {
-            key: Some(key.into()),
-            operator: Some(operator.into()),
-            value: value.map(Into::into),
-            effect: effect.map(Into::into),
-            toleration_seconds: None,
-        };
+        let toleration =
+            |key: &str, operator: &str, value: Option<&str>, effect: Option<&str>| Toleration {
+                key: Some(key.into()),
+                operator: Some(operator.into()),
+                value: value.map(Into::into),
+                effect: effect.map(Into::into),
+                toleration_seconds: None,
+            };
         let expected = [
             toleration("spot", "Exists", None, None),
             toleration("nvidia.com/gpu", "Equal", Some("present"), Some("NoSchedule")),
@@ -461,7 +477,9 @@ mod tests {
             assert!(parse_object_name(bad).is_err(), "{bad}");
         }
         assert!(parse_object_name("a.b-1").is_ok() && parse_namespace("a.b").is_err());
-        assert!(parse_namespace(&"a".repeat(64)).is_err() && parse_namespace(&"a".repeat(63)).is_ok());
+        assert!(
+            parse_namespace(&"a".repeat(64)).is_err() && parse_namespace(&"a".repeat(63)).is_ok()
+        );
         for bad in ["", "a b", "a:", "a/", "-a", "a@", "$(x)"] {
             assert!(parse_image(bad).is_err(), "{bad}");
         }

@@ -75,7 +75,12 @@ enum Order {
 
 impl Pods {
     /// Watches the job's pods from now on; makes and deletes them while the warrant holds. Must be called within a runtime.
-    pub(crate) fn new(cluster: &Cluster, mould: Mould, warrant: Warrant, recorder: Recorder) -> Self {
+    pub(crate) fn new(
+        cluster: &Cluster,
+        mould: Mould,
+        warrant: Warrant,
+        recorder: Recorder,
+    ) -> Self {
         let (orders, ordered) = mpsc::unbounded_channel();
         let (happen, happenings) = mpsc::unbounded_channel();
         let api: Api<Pod> = cluster.api();
@@ -280,13 +285,15 @@ impl Foreman {
         let Some(launched) = self.launches.get_mut(&launch) else { return };
         let Mould { template, anchor, master, min_workers, ladder } = &self.mould;
         let mut pod = objects::worker_pod(template, launch, launched.index, anchor, master);
-        launched.class = ladder.as_ref().map(|ladder| ladder.class(launched.index, *min_workers).into());
+        launched.class =
+            ladder.as_ref().map(|ladder| ladder.class(launched.index, *min_workers).into());
         if launched.class.is_some() {
             pod.spec.get_or_insert_default().priority_class_name.clone_from(&launched.class);
         }
         let unwanted = Arc::clone(&launched.unwanted);
         let (owner, has_run) = (anchor.uid.clone().unwrap_or_default(), Arc::clone(&self.has_run));
-        let (counter, happen, recorder) = (self.counter.clone(), self.happen.clone(), self.recorder.clone());
+        let (counter, happen, recorder) =
+            (self.counter.clone(), self.happen.clone(), self.recorder.clone());
         self.calls.spawn(async move {
             let tell = |wait: Wait| {
                 if let Wait::Room(why) = &wait {
@@ -312,7 +319,9 @@ impl Foreman {
             (Made::Classless(class), Some(_)) => self.without_class(launch, &class),
             (Made::Refused(why), Some(_)) => self.ended(launch, Exit::NotStarted(why)),
             // It was killed meanwhile.
-            (Made::Pod(pod), None) => self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default()),
+            (Made::Pod(pod), None) => {
+                self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default())
+            }
             (Made::Classless(_) | Made::Nothing | Made::Refused(_), _) => {}
         }
     }
@@ -326,14 +335,20 @@ impl Foreman {
             return self.ended(launch, Exit::NotStarted(no_class));
         }
         // Another launch may have shortened it meanwhile.
-        let has = |ladder: &&Ladder| ladder.core == class || ladder.rungs.iter().any(|rung| rung == class);
+        let has = |ladder: &&Ladder| {
+            ladder.core == class || ladder.rungs.iter().any(|rung| rung == class)
+        };
         if let Some(ladder) = self.mould.ladder.as_ref().filter(has) {
             let shorter = ladder.without(class);
             let instead = match &shorter {
-                Some(Ladder { core, rungs }) => format!("workers have {core} or {}", rungs.join(", ")),
+                Some(Ladder { core, rungs }) => {
+                    format!("workers have {core} or {}", rungs.join(", "))
+                }
                 None => "workers have no class by place".into(),
             };
-            let words = format!("{no_class} in this cluster (see manifests/priorityclasses.yaml): {instead}");
+            let words = format!(
+                "{no_class} in this cluster (see manifests/priorityclasses.yaml): {instead}"
+            );
             warn!("{words}");
             let _ = self.happen.send((launch, Happening::Waits(Wait::Answer(Some(words)))));
             self.mould.ladder = shorter;
@@ -359,8 +374,12 @@ impl Foreman {
                     Some((uid, Some(known))) => *known < asked && !uids.contains(uid),
                     _ => false,
                 };
-                let gone: Vec<_> =
-                    self.launches.iter().filter(|(_, l)| is_gone(l)).map(|(&launch, _)| launch).collect();
+                let gone: Vec<_> = self
+                    .launches
+                    .iter()
+                    .filter(|(_, l)| is_gone(l))
+                    .map(|(&launch, _)| launch)
+                    .collect();
                 for launch in gone {
                     let name = self.name_of_launch(launch);
                     self.report(Cause::Deleted, &name, &vanished().detail);
@@ -377,7 +396,11 @@ impl Foreman {
         let verdict = judge(pod);
         match &verdict {
             Verdict::CannotStart(why) => {
-                launched.stuck.get_or_insert_with(|| (Instant::now(), String::new())).1.clone_from(why);
+                launched
+                    .stuck
+                    .get_or_insert_with(|| (Instant::now(), String::new()))
+                    .1
+                    .clone_from(why);
             }
             _ => launched.stuck = None,
         }
@@ -452,7 +475,12 @@ impl Foreman {
     /// Why was it deleted? The scheduler of a server before 1.26 says so in an Event, after the deletion.
     fn wonder(&mut self, launch: LaunchId, pod: &Pod) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        self.unexplained.push(Unexplained { launch, name: name_of(pod), uid, seen: Instant::now() });
+        self.unexplained.push(Unexplained {
+            launch,
+            name: name_of(pod),
+            uid,
+            seen: Instant::now(),
+        });
     }
 
     /// Asks once, for all whose time has come.
@@ -477,7 +505,12 @@ impl Foreman {
                     let words = words
                         .strip_prefix("Preempted ")
                         .map_or_else(|| words.clone(), |w| format!("preempted {w}"));
-                    info!(launch = launch.0, pod = name, words, "a deleted worker pod was preempted");
+                    info!(
+                        launch = launch.0,
+                        pod = name,
+                        words,
+                        "a deleted worker pod was preempted"
+                    );
                     self.report(Cause::Preempted, &name, &words);
                     let _ = self.happen.send((launch, Happening::Explained(words.clone())));
                     if let Some(launched) = self.launches.get_mut(&launch) {
@@ -530,7 +563,9 @@ impl Foreman {
     /// Ends one that need not end by itself. Where it has a node, a moment is waited: most are killed because they have ended,
     /// which the cluster tells a little later, as it tells late that they run, and how they did is worth to be known.
     fn kill_soon(&mut self, launch: LaunchId) {
-        let waits = |l: &Launched| matches!(l.said, Some(Happening::Waits(Wait::Answer(_) | Wait::Room(_))));
+        let waits = |l: &Launched| {
+            matches!(l.said, Some(Happening::Waits(Wait::Answer(_) | Wait::Room(_))))
+        };
         let has_node = |l: &Launched| l.pod.is_some() && !waits(l);
         if !self.launches.get(&launch).is_some_and(has_node) {
             return self.kill(launch, "it is not wanted any more");
@@ -573,9 +608,10 @@ fn exit_of(end: End) -> Exit {
     match end.cause {
         Cause::Exited(code) => Exit::Code(code),
         Cause::Signalled(signal) => Exit::Signal(signal),
-        Cause::OutOfMemory | Cause::OverLimit => {
-            Exit::OverLimit(format!("{}; --worker-resources sets what a worker may use", end.detail))
-        }
+        Cause::OutOfMemory | Cause::OverLimit => Exit::OverLimit(format!(
+            "{}; --worker-resources sets what a worker may use",
+            end.detail
+        )),
         _ => Exit::Taken(end.detail),
     }
 }

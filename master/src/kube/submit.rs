@@ -33,7 +33,11 @@ pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
 ///
 /// # Errors
 /// A job of this name is there, a right is missing, or the server refuses something; what was made is removed then.
-pub async fn submit(cluster: &Cluster, request: &Request, mut objects: Objects) -> Result<(), ClusterError> {
+pub async fn submit(
+    cluster: &Cluster,
+    request: &Request,
+    mut objects: Objects,
+) -> Result<(), ClusterError> {
     let name = &request.task.job.name;
     check_service_account(cluster, &request.pods.service_account).await?;
     prefer_master_class(cluster, request, &mut objects.job).await;
@@ -46,7 +50,8 @@ pub async fn submit(cluster: &Cluster, request: &Request, mut objects: Objects) 
     let made = make_rest(cluster, name, &mut objects, &job.metadata).await;
     if made.is_err() {
         // The garbage collector takes along what it owns already.
-        let params = DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
+        let params =
+            DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
         if let Err(error) = jobs.delete(&objects::master_name(name), &params).await {
             warn!(%error, "what had been made of the job can't be removed");
         }
@@ -121,16 +126,19 @@ async fn prefer_master_class(cluster: &Cluster, request: &Request, job: &mut Job
 pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
     let jobs: Api<Job> = cluster.api();
     let doing = "delete the job";
-    let absent = || ClusterError::NoSuchJob { job: name.into(), namespace: cluster.namespace.clone() };
+    let absent =
+        || ClusterError::NoSuchJob { job: name.into(), namespace: cluster.namespace.clone() };
     let master = objects::master_name(name);
-    let job = jobs.get_opt(&master).await.map_err(|e| cluster.explain(doing, e))?.ok_or_else(absent)?;
+    let job =
+        jobs.get_opt(&master).await.map_err(|e| cluster.explain(doing, e))?.ok_or_else(absent)?;
     let ours = job.metadata.labels.iter().flatten().any(|(k, v)| k == "elasticdl/job" && v == name);
     if !ours {
         return Err(absent());
     }
     let anchors: Api<ConfigMap> = cluster.api();
     let anchor = anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e))?;
-    let params = DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
+    let params =
+        DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
     match jobs.delete(&master, &params).await {
         Ok(_) => {}
         // Somebody else was faster.
@@ -141,25 +149,38 @@ pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
     wait_until_gone(cluster, name, &uid).await
 }
 
-async fn wait_until_gone(cluster: &Cluster, name: &str, anchor_uid: &str) -> Result<(), ClusterError> {
+async fn wait_until_gone(
+    cluster: &Cluster,
+    name: &str,
+    anchor_uid: &str,
+) -> Result<(), ClusterError> {
     let pods: Api<Pod> = cluster.api();
     let anchors: Api<ConfigMap> = cluster.api();
     let deadline = Instant::now() + GONE_TIMEOUT;
     loop {
         let doing = "see what is left of the job";
         let anchor = anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e))?;
-        let mut left: Vec<String> = anchor.map(|_| format!("ConfigMap {name}")).into_iter().collect();
+        let mut left: Vec<String> =
+            anchor.map(|_| format!("ConfigMap {name}")).into_iter().collect();
         for selector in [objects::master_selector(name), objects::worker_selector(anchor_uid)] {
             let list = pods.list(&ListParams::default().labels(&selector)).await;
             let list = list.map_err(|e| cluster.explain(doing, e))?;
-            left.extend(list.items.into_iter().filter_map(|pod| Some(format!("pod {}", pod.metadata.name?))));
+            left.extend(
+                list.items
+                    .into_iter()
+                    .filter_map(|pod| Some(format!("pod {}", pod.metadata.name?))),
+            );
         }
         if left.is_empty() {
             return Ok(());
         }
         if Instant::now() >= deadline {
-            let message = format!("it has been deleted, and these are still there: {}", left.join(", "));
-            return Err(ClusterError::Refused { doing: "wait any longer for the job's end".into(), message });
+            let message =
+                format!("it has been deleted, and these are still there: {}", left.join(", "));
+            return Err(ClusterError::Refused {
+                doing: "wait any longer for the job's end".into(),
+                message,
+            });
         }
         tokio::time::sleep(GONE_INTERVAL).await;
     }
@@ -191,7 +212,8 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
             reviews.spawn(async move {
                 let answer = api.create(&PostParams::default(), &review).await.ok()?.status?;
                 // No answer is no refusal: the user may not be allowed to ask.
-                (!answer.allowed && answer.evaluation_error.is_none()).then(|| format!("{verb} {resource}"))
+                (!answer.allowed && answer.evaluation_error.is_none())
+                    .then(|| format!("{verb} {resource}"))
             });
         }
     }
@@ -243,11 +265,16 @@ fn review(
 pub async fn service_address(cluster: &Cluster, job: &str) -> Result<String, ClusterError> {
     let services: Api<Service> = cluster.api();
     let doing = "find the job's service";
-    let service =
-        services.get(&objects::master_name(job)).await.map_err(|error| cluster.explain(doing, error))?;
-    let ip = service.spec.and_then(|spec| spec.cluster_ip).filter(|ip| !ip.is_empty() && ip != "None");
+    let service = services
+        .get(&objects::master_name(job))
+        .await
+        .map_err(|error| cluster.explain(doing, error))?;
     let ip =
-        ip.ok_or_else(|| ClusterError::Refused { doing: doing.into(), message: "it has no address".into() })?;
+        service.spec.and_then(|spec| spec.cluster_ip).filter(|ip| !ip.is_empty() && ip != "None");
+    let ip = ip.ok_or_else(|| ClusterError::Refused {
+        doing: doing.into(),
+        message: "it has no address".into(),
+    })?;
     // An address of the newer kind stands in brackets before a port.
     let host = if ip.contains(':') { format!("[{ip}]") } else { ip };
     Ok(format!("{host}:{}", objects::PORT))

@@ -45,7 +45,8 @@ pub(crate) async fn provide(
     let name = anchor.name.as_deref().unwrap_or_default();
     let doing = "make the next master";
     let jobs: Api<Job> = cluster.api();
-    let job = jobs.get_opt(&objects::master_name(name)).await.map_err(|e| cluster.explain(doing, e))?;
+    let job =
+        jobs.get_opt(&objects::master_name(name)).await.map_err(|e| cluster.explain(doing, e))?;
     let Some(job) = job.filter(|job| job.metadata.deletion_timestamp.is_none()) else {
         return Ok(Next::Nothing("the job is being deleted".into()));
     };
@@ -61,7 +62,9 @@ pub(crate) async fn provide(
     let list = list.map_err(|e| cluster.explain(doing, e))?;
     let follows = |pod: &Pod| {
         let is_other = pod.metadata.uid.as_ref() != Some(&holder.uid);
-        is_other && pod.metadata.deletion_timestamp.is_none() && !matches!(judge(pod), Verdict::Ended(_))
+        is_other
+            && pod.metadata.deletion_timestamp.is_none()
+            && !matches!(judge(pod), Verdict::Ended(_))
     };
     if list.items.iter().any(follows) {
         return Ok(Next::Master);
@@ -197,9 +200,15 @@ mod tests {
         let (next, made) = told_to_end(job(&json!({"parallelism": 1}), &json!({})), &[]).await;
         assert_eq!((next, made.len()), (Next::Master, 1));
         let meta = &made[0]["metadata"];
-        assert_eq!((&meta["generateName"], &meta["annotations"]), (&json!("j-master-"), &json!({"a": "b"})));
+        assert_eq!(
+            (&meta["generateName"], &meta["annotations"]),
+            (&json!("j-master-"), &json!({"a": "b"}))
+        );
         let labels = &meta["labels"];
-        assert_eq!((&labels["controller-uid"], &labels["elasticdl/role"]), (&Value::Null, &json!("master")));
+        assert_eq!(
+            (&labels["controller-uid"], &labels["elasticdl/role"]),
+            (&Value::Null, &json!("master"))
+        );
         assert_eq!(labels["elasticdl/job"], "j");
         let owner = &meta["ownerReferences"][0];
         assert_eq!((&owner["kind"], &owner["uid"]), (&json!("ConfigMap"), &json!("anchor")));
@@ -221,8 +230,20 @@ mod tests {
         // The Job's specification, its status, another pod, what follows, and how many are made.
         let table = [
             (spec.clone(), json!({}), Some(master("two", &runs)), Next::Master, 0),
-            (spec.clone(), json!({}), Some(master("two", &json!({"phase": "Pending"}))), Next::Master, 0),
-            (spec.clone(), json!({}), Some(master("two", &json!({"phase": "Failed"}))), Next::Master, 1),
+            (
+                spec.clone(),
+                json!({}),
+                Some(master("two", &json!({"phase": "Pending"}))),
+                Next::Master,
+                0,
+            ),
+            (
+                spec.clone(),
+                json!({}),
+                Some(master("two", &json!({"phase": "Failed"}))),
+                Next::Master,
+                1,
+            ),
             (spec.clone(), json!({}), Some(dying), Next::Master, 1),
             (json!({"parallelism": 1, "suspend": true}), json!({}), None, Next::Master, 0),
             (spec.clone(), failed, None, nothing("BackoffLimitExceeded: m"), 0),
@@ -239,10 +260,12 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_failed_job_allows_as_many_lost_masters_as_there_were_and_its_end_that_is_seen_again_none() {
+    async fn a_failed_job_allows_as_many_lost_masters_as_there_were_and_its_end_that_is_seen_again_none()
+     {
         let (fake, cluster) = Fake::start();
         fake.put("jobs", "j-master", job(&json!({"backoffLimit": 6}), &json!({"failed": 4})));
-        let limit = || fake.state().object("jobs", "j-master").unwrap()["spec"]["backoffLimit"].clone();
+        let limit =
+            || fake.state().object("jobs", "j-master").unwrap()["spec"]["backoffLimit"].clone();
         allow_many(&cluster, "j").await;
         assert_eq!(limit(), 1_000_000);
         allow_no_more(&cluster, "j", true).await;

@@ -142,8 +142,13 @@ impl Fake {
 
     async fn answer(self: Arc<Self>, request: Request<Body>) -> Response<Lines> {
         let (parts, body) = request.into_parts();
-        let path =
-            parts.uri.path().split_once("/namespaces/ns/").expect("a path in a namespace").1.to_owned();
+        let path = parts
+            .uri
+            .path()
+            .split_once("/namespaces/ns/")
+            .expect("a path in a namespace")
+            .1
+            .to_owned();
         let (resource, name) = path.split_once('/').unwrap_or((&path, ""));
         let query = parts.uri.query().unwrap_or_default();
         let verb = match parts.method {
@@ -181,13 +186,15 @@ impl Fake {
         }
         let is_json_patch =
             parts.headers.get("content-type").is_some_and(|t| t == "application/json-patch+json");
-        let body: Value = serde_json::from_slice(&body.collect_bytes().await.unwrap()).unwrap_or_default();
+        let body: Value =
+            serde_json::from_slice(&body.collect_bytes().await.unwrap()).unwrap_or_default();
         match verb {
             "WATCH" => self.watch(resource, query),
             "LIST" => self.list(resource, query),
-            "GET" => {
-                self.state().object(resource, name).map_or_else(|| failure(404, "not found"), |o| ok(&o))
-            }
+            "GET" => self
+                .state()
+                .object(resource, name)
+                .map_or_else(|| failure(404, "not found"), |o| ok(&o)),
             "POST" => self.create(resource, body),
             "PUT" => self.replace(resource, name, body),
             "PATCH" if is_json_patch => self.patch(resource, name, |object| operate(object, &body)),
@@ -203,11 +210,17 @@ impl Fake {
     fn list(&self, resource: &str, query: &str) -> Response<Lines> {
         let state = self.state();
         // Of field selectors only the one that events are found by.
-        let about =
-            query.split("involvedObject.uid%3D").nth(1).map(|rest| rest.split(['&', '%']).next().unwrap());
+        let about = query
+            .split("involvedObject.uid%3D")
+            .nth(1)
+            .map(|rest| rest.split(['&', '%']).next().unwrap());
         let fits = |object: &Value| about.is_none_or(|uid| object["involvedObject"]["uid"] == uid);
-        let items: Vec<_> =
-            state.objects.iter().filter(|((of, _), o)| of == resource && fits(o)).map(|(_, o)| o).collect();
+        let items: Vec<_> = state
+            .objects
+            .iter()
+            .filter(|((of, _), o)| of == resource && fits(o))
+            .map(|(_, o)| o)
+            .collect();
         let metadata = json!({"resourceVersion": state.version.to_string()});
         ok(&json!({"apiVersion": "v1", "kind": "List", "metadata": metadata, "items": items}))
     }
@@ -265,7 +278,9 @@ impl Fake {
         change: impl FnOnce(&mut Value) -> Result<(), String>,
     ) -> Response<Lines> {
         let mut state = self.state();
-        let Some(mut object) = state.object(resource, name) else { return failure(404, "not found") };
+        let Some(mut object) = state.object(resource, name) else {
+            return failure(404, "not found");
+        };
         let changed = change(&mut object).and_then(|()| check(resource, &object));
         if let Err(message) = changed {
             return failure(422, &message);
@@ -293,7 +308,8 @@ impl Fake {
 
     /// Tells what happens until the client's time is up, with a bookmark a minute.
     fn watch(self: Arc<Self>, resource: &str, query: &str) -> Response<Lines> {
-        let value = |key: &str| query.split('&').find_map(|pair| pair.strip_prefix(key)?.strip_prefix('='));
+        let value =
+            |key: &str| query.split('&').find_map(|pair| pair.strip_prefix(key)?.strip_prefix('='));
         let mut from: u64 = value("resourceVersion").unwrap().parse().unwrap();
         let limit = Duration::from_secs(value("timeoutSeconds").unwrap().parse().unwrap());
         if self.state().deaf {
@@ -305,7 +321,8 @@ impl Fake {
             let end = tokio::time::sleep(limit);
             tokio::pin!(end);
             let mut bookmarks = tokio::time::interval_at(Instant::now() + BOOKMARKS, BOOKMARKS);
-            let tell = |event: &Value| sender.send(format!("{event}\n").into_bytes().into()).is_ok();
+            let tell =
+                |event: &Value| sender.send(format!("{event}\n").into_bytes().into()).is_ok();
             loop {
                 let changed = self.changed.notified();
                 let mut heard = true;
@@ -316,7 +333,9 @@ impl Fake {
                     let state = self.state();
                     if from < state.floor {
                         // As servers do: well, and then not.
-                        tell(&json!({"type": "ERROR", "object": status(410, "too old resource version")}));
+                        tell(
+                            &json!({"type": "ERROR", "object": status(410, "too old resource version")}),
+                        );
                         return;
                     }
                     for (at, of, event) in &state.events {
@@ -358,7 +377,11 @@ impl State {
         let mut object = self.objects.remove(&(resource.into(), name.into())).unwrap();
         self.version += 1;
         object["metadata"]["resourceVersion"] = self.version.to_string().into();
-        self.events.push((self.version, resource.into(), json!({"type": "DELETED", "object": object})));
+        self.events.push((
+            self.version,
+            resource.into(),
+            json!({"type": "DELETED", "object": object}),
+        ));
     }
 
     pub(crate) fn object(&self, resource: &str, name: &str) -> Option<Value> {
@@ -366,7 +389,11 @@ impl State {
     }
 
     pub(crate) fn all(&self, resource: &str) -> Vec<Value> {
-        self.objects.iter().filter(|((of, _), _)| of == resource).map(|(_, object)| object.clone()).collect()
+        self.objects
+            .iter()
+            .filter(|((of, _), _)| of == resource)
+            .map(|(_, object)| object.clone())
+            .collect()
     }
 
     pub(crate) fn pod(&self, name: &str) -> Value {
@@ -452,8 +479,9 @@ fn operate(object: &mut Value, operations: &Value) -> Result<(), String> {
 
 /// What the server checks of a ConfigMap: its size.
 fn check(resource: &str, object: &Value) -> Result<(), String> {
-    let values =
-        |key: &str| object[key].as_object().into_iter().flatten().map(|(_, v)| v.as_str().unwrap().len());
+    let values = |key: &str| {
+        object[key].as_object().into_iter().flatten().map(|(_, v)| v.as_str().unwrap().len())
+    };
     let bytes = values("data").sum::<usize>() + values("binaryData").sum::<usize>() / 4 * 3;
     match resource == "configmaps" && bytes > 1 << 20 {
         true => Err("ConfigMap is invalid: []: Too long: must have at most 1048576 bytes".into()),

@@ -26,7 +26,9 @@
 
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{ContainerState, ContainerStateTerminated, Pod, PodCondition, PodStatus};
+use k8s_openapi::api::core::v1::{
+    ContainerState, ContainerStateTerminated, Pod, PodCondition, PodStatus,
+};
 
 /// What one look at a pod says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -166,7 +168,8 @@ pub fn vanished() -> End {
 
 /// The cluster says that it took the pod's place.
 fn taken(status: &PodStatus) -> Option<End> {
-    let condition = ["DisruptionTarget", "TerminationTarget"].iter().find_map(|name| holds(status, name));
+    let condition =
+        ["DisruptionTarget", "TerminationTarget"].iter().find_map(|name| holds(status, name));
     if let Some(condition) = condition {
         let reason = condition.reason.as_deref().unwrap_or("no reason given");
         let told = [condition.message.as_deref(), status.message.as_deref()];
@@ -204,7 +207,8 @@ fn taken(status: &PodStatus) -> Option<End> {
 /// The node's kubelet did not admit the pod.
 fn refused(status: &PodStatus) -> Option<End> {
     let reason = status.reason.as_deref()?;
-    let known = ["NodeAffinity", "UnexpectedAdmissionError", "PodOSNotSupported", "TopologyAffinityError"];
+    let known =
+        ["NodeAffinity", "UnexpectedAdmissionError", "PodOSNotSupported", "TopologyAffinityError"];
     (reason.starts_with("OutOf") || known.contains(&reason))
         .then(|| End { cause: Cause::Refused, detail: words(reason, status.message.as_deref()) })
 }
@@ -224,7 +228,9 @@ fn how_it_ended(ended: &ContainerStateTerminated) -> End {
     let (cause, what) = match (reason, signal) {
         ("OOMKilled", _) => (Cause::OutOfMemory, "it used more memory than its limit".to_owned()),
         // The kubelet has lost sight of it; the code is made up.
-        ("ContainerStatusUnknown", _) => (Cause::Lost, "its node does not know how it ended".to_owned()),
+        ("ContainerStatusUnknown", _) => {
+            (Cause::Lost, "its node does not know how it ended".to_owned())
+        }
         (_, Some(signal)) => (Cause::Signalled(signal), format!("ended by signal {signal}")),
         (_, None) => (Cause::Exited(code), format!("exited with code {code}")),
     };
@@ -246,7 +252,9 @@ fn waiting(status: &PodStatus) -> Option<Verdict> {
     }
     let waiting = container(status)?.waiting.as_ref()?;
     let reason = waiting.reason.as_deref()?;
-    CANNOT_START.contains(&reason).then(|| Verdict::CannotStart(words(reason, waiting.message.as_deref())))
+    CANNOT_START
+        .contains(&reason)
+        .then(|| Verdict::CannotStart(words(reason, waiting.message.as_deref())))
 }
 
 /// The state of the pod's own container, which others may stand beside.

@@ -273,8 +273,8 @@ pub(super) fn pause(failures: u32) -> Duration {
     let most = PAUSE_FIRST.saturating_mul(1 << failures.min(16)).min(PAUSE_MAX);
     let mut random = [0; 2];
     // Without randomness: the longest pause.
-    let share =
-        getrandom::fill(&mut random).map_or(1.0, |()| f64::from(u16::from_le_bytes(random)) / 65536.0);
+    let share = getrandom::fill(&mut random)
+        .map_or(1.0, |()| f64::from(u16::from_le_bytes(random)) / 65536.0);
     most.mul_f64(0.5 + share / 2.0)
 }
 
@@ -336,9 +336,15 @@ mod tests {
         let same = serde_json::to_value(pod("a", "1")).unwrap();
         assert_eq!(known.take(event("ADDED", same)), Taken::Nothing);
         let changed = serde_json::to_value(pod("a", "11")).unwrap();
-        assert_eq!(known.take(event("MODIFIED", changed)), Taken::Change(Change::Seen(pod("a", "11"))));
+        assert_eq!(
+            known.take(event("MODIFIED", changed)),
+            Taken::Change(Change::Seen(pod("a", "11")))
+        );
         let gone = serde_json::to_value(pod("a", "12")).unwrap();
-        assert_eq!(known.take(event("DELETED", gone.clone())), Taken::Change(Change::Gone(pod("a", "12"))));
+        assert_eq!(
+            known.take(event("DELETED", gone.clone())),
+            Taken::Change(Change::Gone(pod("a", "12")))
+        );
         assert_eq!(known.take(event("DELETED", gone)), Taken::Nothing);
         assert_eq!(known.version, "12");
     }

@@ -9,7 +9,8 @@ pub(super) fn last_lines(path: &Path) -> Option<String> {
     // A log that can't be read is no reason not to tell the process's end.
     let bytes = read_end(path).ok()?;
     let text = String::from_utf8_lossy(&bytes);
-    let printed: Vec<String> = text.lines().map(plain).filter(|line| !line.trim().is_empty()).collect();
+    let printed: Vec<String> =
+        text.lines().map(plain).filter(|line| !line.trim().is_empty()).collect();
     let last = printed[printed.len().saturating_sub(LINES_MAX)..].join("\n");
     (!last.is_empty()).then_some(last)
 }

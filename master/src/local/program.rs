@@ -69,7 +69,8 @@ impl ProgramCopy {
             fs::set_permissions(&path, fs::Permissions::from_mode(0o700))?;
         }
         // Files of some file systems can't be executed.
-        let usable = rustix::fs::access(&path, Access::EXEC_OK).is_ok() && FileId::of(&program)? == original;
+        let usable =
+            rustix::fs::access(&path, Access::EXEC_OK).is_ok() && FileId::of(&program)? == original;
         if !usable {
             fs::remove_file(&path)?;
             return Ok(None);

@@ -235,7 +235,8 @@ async fn a_started_process_is_noted() {
     let shell = Shell::new();
     let mut processes = shell.start("read line < $PIPE; exit 0");
     let pipe = shell.pipe();
-    let opened = tokio::task::spawn_blocking(move || File::options().write(true).open(pipe).unwrap());
+    let opened =
+        tokio::task::spawn_blocking(move || File::options().write(true).open(pipe).unwrap());
     let pipe = opened.await.unwrap();
     let note = fs::read_to_string(shell.folder.path().join("processes")).unwrap();
     let fields: Vec<u64> = note.split_whitespace().map(|f| f.parse().unwrap()).collect();

@@ -29,12 +29,14 @@ pub(crate) type Ready = Arc<dyn Fn() -> bool + Send + Sync>;
 pub(crate) async fn serve(listener: TcpListener, known: Known, ready: Ready) -> Infallible {
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
-        let place = Arc::clone(&places).acquire_owned().await.expect("nobody closes this semaphore");
+        let place =
+            Arc::clone(&places).acquire_owned().await.expect("nobody closes this semaphore");
         match listener.accept().await {
             Ok((stream, _)) => {
                 let (known, ready) = (known.clone(), Arc::clone(&ready));
                 tokio::spawn(async move {
-                    let served = tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, known, ready));
+                    let served =
+                        tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, known, ready));
                     match served.await {
                         Ok(Ok(())) => {}
                         Ok(Err(error)) => debug!(%error, "a request for metrics was not answered"),
@@ -71,17 +73,26 @@ async fn answer(stream: TcpStream, known: Known, ready: Ready) -> Result<(), hyp
 fn respond(request: &Request<Incoming>, known: &Known, is_ready: bool) -> Response<String> {
     let path = request.uri().path();
     if ![HEALTH, PATH, READY].contains(&path) {
-        return text(StatusCode::NOT_FOUND, format!("there are only {PATH}, {HEALTH} and {READY} here\n"));
+        return text(
+            StatusCode::NOT_FOUND,
+            format!("there are only {PATH}, {HEALTH} and {READY} here\n"),
+        );
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let mut refusal = text(StatusCode::METHOD_NOT_ALLOWED, format!("{path} can only be read\n"));
+        let mut refusal =
+            text(StatusCode::METHOD_NOT_ALLOWED, format!("{path} can only be read\n"));
         refusal.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return refusal;
     }
     match path {
         HEALTH => return text(StatusCode::OK, "ok\n".into()),
         READY if is_ready => return text(StatusCode::OK, "ok\n".into()),
-        READY => return text(StatusCode::SERVICE_UNAVAILABLE, "this master does not lead the job\n".into()),
+        READY => {
+            return text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "this master does not lead the job\n".into(),
+            );
+        }
         _ => {}
     }
     let page = known.borrow().as_ref().map(super::to_text);

@@ -17,7 +17,8 @@ fn snapshot() -> Snapshot {
     snapshot.tally.steps = 6;
     snapshot.tally.times = StepTimes { steps: 5, step_us: 2_500_000, reduce_us: 500_000 };
     snapshot.tally.ends.insert(End::Killed, 3);
-    let gap = Histogram { buckets: [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], sum_ms: 90_004.0 };
+    let gap =
+        Histogram { buckets: [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], sum_ms: 90_004.0 };
     snapshot.tally.recoveries.insert(Cause::Lost, Recoveries { gap, ..Recoveries::default() });
     snapshot
 }
@@ -43,10 +44,22 @@ fn a_snapshot_is_a_page_that_scrapers_read() {
         ("# TYPE elasticdl_recovery_seconds histogram", ""),
         ("elasticdl_recovery_seconds_sum{training_job=\"NAME\",cause=\"lost\"}", " 90.004"),
         ("elasticdl_recovery_seconds_count{training_job=\"NAME\",cause=\"lost\"}", " 3"),
-        ("elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"0.002\",cause=\"lost\"}", " 0"),
-        ("elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"0.005\",cause=\"lost\"}", " 1"),
-        ("elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"60.0\",cause=\"lost\"}", " 2"),
-        ("elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"+Inf\",cause=\"lost\"}", " 3"),
+        (
+            "elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"0.002\",cause=\"lost\"}",
+            " 0",
+        ),
+        (
+            "elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"0.005\",cause=\"lost\"}",
+            " 1",
+        ),
+        (
+            "elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"60.0\",cause=\"lost\"}",
+            " 2",
+        ),
+        (
+            "elasticdl_recovery_seconds_bucket{training_job=\"NAME\",le=\"+Inf\",cause=\"lost\"}",
+            " 3",
+        ),
     ];
     for (start, end) in expected {
         let line = start.replace("NAME", &name) + end;

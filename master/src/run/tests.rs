@@ -38,7 +38,8 @@ impl Stage {
         let (warrant, hold) = Warrant::for_test();
         let recorder = Recorder::start(&cluster, &meta);
         let mould = Mould {
-            template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
+            template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
+                .unwrap(),
             anchor: meta,
             master: "10.0.0.1:7070".into(),
             min_workers: 1,
@@ -67,7 +68,13 @@ impl Stage {
             parameters: None,
             incarnation,
         });
-        let hello = v1::Hello { job: "job".into(), launch: 1, address: "127.0.0.1:9".into(), pid: 1, resume };
+        let hello = v1::Hello {
+            job: "job".into(),
+            launch: 1,
+            address: "127.0.0.1:9".into(),
+            pid: 1,
+            resume,
+        };
         let (sender, outgoing) = mpsc::channel(1);
         let kind = Some(v1::worker_message::Kind::Hello(hello));
         sender.send(v1::WorkerMessage { kind }).await.unwrap();
@@ -106,14 +113,18 @@ async fn a_master_whose_lease_is_not_renewed_sends_its_workers_away_until_it_is(
 }
 
 #[tokio::test]
-async fn a_master_that_hears_of_a_newer_one_listens_no_more_until_the_server_says_that_it_is_the_one() {
+async fn a_master_that_hears_of_a_newer_one_listens_no_more_until_the_server_says_that_it_is_the_one()
+ {
     let stage = Stage::start().await;
     // As old as this one: nothing is wrong with that.
     let mut told = stage.join(Some(3)).await;
     while let Ok(Some(_)) = told.message().await {}
     assert!(stage.listens().await);
     let mut told = stage.join(Some(4)).await;
-    assert!(told.message().await.is_ok_and(|word| word.is_none()), "a worker of a newer master was answered");
+    assert!(
+        told.message().await.is_ok_and(|word| word.is_none()),
+        "a worker of a newer master was answered"
+    );
     stage.until(false).await;
     (stage.hold)(Duration::from_secs(1_000_000_000_000));
     stage.until(true).await;

@@ -15,13 +15,13 @@ use tonic::Status;
 use v1::{master_message, worker_message};
 
 use crate::job::{
-    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Evaluated, Failure, Finished,
-    Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord, OnNonfinite, Phases,
-    Resume, Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
+    self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Evaluated, Failure,
+    Finished, Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord,
+    OnNonfinite, Phases, Resume, Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
 };
 use crate::limits::{
-    DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX, PATH_BYTES_MAX,
-    PHASE_US_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
+    DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PARAMETERS_MAX,
+    PATH_BYTES_MAX, PHASE_US_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
 };
 
 /// What a stream says first.
@@ -42,7 +42,9 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
     };
     if hello.job != job {
         let theirs = clip(hello.job, JOB_NAME_SHOWN_MAX);
-        return Err(invalid(&format!("hello.job: this is the master of `{job}`, not of `{theirs}`")));
+        return Err(invalid(&format!(
+            "hello.job: this is the master of `{job}`, not of `{theirs}`"
+        )));
     }
     let address = peer_address("hello.address", &hello.address)?;
     if hello.pid == 0 {
@@ -51,8 +53,9 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
     let incarnation = hello.resume.as_ref().map_or(0, |resume| resume.incarnation);
     let resume = match hello.resume {
         Some(v1::Resume { worker, membership, parameters, incarnation: _ }) => {
-            let parameters =
-                parameters.map(|n| within("hello.resume.parameters", n, 1, PARAMETERS_MAX)).transpose()?;
+            let parameters = parameters
+                .map(|n| within("hello.resume.parameters", n, 1, PARAMETERS_MAX))
+                .transpose()?;
             let membership = membership.map(|m| heard_membership(&m)).transpose()?;
             Some(Resume { worker: WorkerId(worker), membership, parameters })
         }
@@ -63,8 +66,12 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
 
 /// The newest membership that a worker has heard of.
 fn heard_membership(membership: &v1::Membership) -> Result<Membership, Status> {
-    let generation =
-        Generation(within("hello.resume.membership.generation", membership.generation, 1, STEPS_MAX)?);
+    let generation = Generation(within(
+        "hello.resume.membership.generation",
+        membership.generation,
+        1,
+        STEPS_MAX,
+    )?);
     let name = "hello.resume.membership.members";
     within(name, membership.members.len() as u64, 1, u64::from(WORKERS_MAX))?;
     let member = |m: &v1::Member| Ok((WorkerId(m.worker), peer_address(name, &m.address)?));
@@ -77,7 +84,8 @@ fn heard_membership(membership: &v1::Membership) -> Result<Membership, Status> {
 }
 
 fn peer_address(name: &str, text: &str) -> Result<SocketAddr, Status> {
-    let address: SocketAddr = text.parse().map_err(|_| invalid(&format!("{name}: must be `ip:port`")))?;
+    let address: SocketAddr =
+        text.parse().map_err(|_| invalid(&format!("{name}: must be `ip:port`")))?;
     if address.port() == 0 || address.ip().is_unspecified() {
         return Err(invalid(&format!("{name}: must be one that peers can dial, not a wildcard")));
     }
@@ -87,13 +95,14 @@ fn peer_address(name: &str, text: &str) -> Result<SocketAddr, Status> {
 /// Checks any later message of a worker.
 pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Status> {
     use worker_message::Kind;
-    let kind = message.kind.ok_or_else(|| invalid("a message must have a kind that this master knows"))?;
+    let kind =
+        message.kind.ok_or_else(|| invalid("a message must have a kind that this master knows"))?;
     Ok(match kind {
         Kind::Hello(_) => return Err(invalid("`hello` comes first, and once")),
         Kind::Described(described) => FromWorker::Described(description(described)?),
-        Kind::Ready(ready) => {
-            FromWorker::Ready { parameters: within("ready.parameters", ready.parameters, 1, PARAMETERS_MAX)? }
-        }
+        Kind::Ready(ready) => FromWorker::Ready {
+            parameters: within("ready.parameters", ready.parameters, 1, PARAMETERS_MAX)?,
+        },
         Kind::LeaseRequest(request) => FromWorker::LeaseRequest {
             epoch: epoch("lease_request.epoch", request.epoch)?,
             records: within("lease_request.records", request.records, 1, DATASET_RECORDS_MAX)?,
@@ -167,7 +176,9 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec, incarnation: u64) -> v1:
         checkpoints: spec.checkpoints.as_ref().map(to_checkpoint_options),
         resume_from: spec.resume_from.clone(),
         work: Some(match &spec.work {
-            Work::Evaluate { model } => v1::options::Work::Evaluate(v1::Evaluate { model: model.clone() }),
+            Work::Evaluate { model } => {
+                v1::options::Work::Evaluate(v1::Evaluate { model: model.clone() })
+            }
             Work::Predict { model, output, format } => v1::options::Work::Predict(v1::Predict {
                 model: model.clone(),
                 output: output.clone(),
@@ -206,7 +217,9 @@ pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
             Kind::Lease(v1::Lease { ranges: ranges.into_iter().map(to_range).collect() })
         }
         ToWorker::Membership(membership) => Kind::Membership(to_membership(membership)),
-        ToWorker::Prepare(dataset) => Kind::Prepare(v1::Prepare { dataset: Some(to_dataset(&dataset)) }),
+        ToWorker::Prepare(dataset) => {
+            Kind::Prepare(v1::Prepare { dataset: Some(to_dataset(&dataset)) })
+        }
         ToWorker::Shutdown(reason) => Kind::Shutdown(v1::Shutdown { reason }),
         ToWorker::Suspend => Kind::Drain(v1::Drain { suspend: true }),
     })
@@ -251,7 +264,10 @@ pub(crate) fn status_reply(status: job::Status) -> v1::StatusReply {
         events_said: status.events_said,
         sums_over: status.sums_over,
         evaluated: status.evaluated.map(to_evaluated),
-        checkpoints: status.checkpoints.filter(|known| known.dir.is_some()).map(to_checkpoint_status),
+        checkpoints: status
+            .checkpoints
+            .filter(|known| known.dir.is_some())
+            .map(to_checkpoint_status),
     }
 }
 
@@ -281,8 +297,11 @@ fn to_checkpoint_options(spec: &CheckpointSpec) -> v1::CheckpointOptions {
 
 fn to_checkpoint_status(known: job::CheckpointsSummary) -> v1::CheckpointStatus {
     let job::CheckpointsSummary { dir, newest, saved, failed, error, .. } = known;
-    let newest =
-        newest.map(|job::SavedCheckpoint { step, name, bytes }| v1::CheckpointSaved { step, name, bytes });
+    let newest = newest.map(|job::SavedCheckpoint { step, name, bytes }| v1::CheckpointSaved {
+        step,
+        name,
+        bytes,
+    });
     v1::CheckpointStatus { dir: dir.unwrap_or_default(), newest, saved, failed, error }
 }
 
@@ -338,18 +357,25 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Result<CheckpointNews, Status> {
     use v1::checkpoint_news::Kind;
     let step = |step| within("checkpoint.step", step, 0, STEPS_MAX);
     let name = |name| clip(name, CHECKPOINT_NAME_BYTES_MAX);
-    let kind = news.kind.ok_or_else(|| invalid("checkpoint.kind: must be one that this master knows"))?;
+    let kind =
+        news.kind.ok_or_else(|| invalid("checkpoint.kind: must be one that this master knows"))?;
     Ok(match kind {
-        Kind::Damaged(news) => {
-            CheckpointNews::Damaged { name: name(news.name), reason: clip(news.reason, ERROR_BYTES_MAX) }
+        Kind::Damaged(news) => CheckpointNews::Damaged {
+            name: name(news.name),
+            reason: clip(news.reason, ERROR_BYTES_MAX),
+        },
+        Kind::Failed(news) => CheckpointNews::Failed {
+            step: step(news.step)?,
+            error: clip(news.error, ERROR_BYTES_MAX),
+        },
+        Kind::Restored(news) => {
+            CheckpointNews::Restored { step: step(news.step)?, name: name(news.name) }
         }
-        Kind::Failed(news) => {
-            CheckpointNews::Failed { step: step(news.step)?, error: clip(news.error, ERROR_BYTES_MAX) }
-        }
-        Kind::Restored(news) => CheckpointNews::Restored { step: step(news.step)?, name: name(news.name) },
-        Kind::Saved(news) => {
-            CheckpointNews::Saved { step: step(news.step)?, name: name(news.name), bytes: news.bytes }
-        }
+        Kind::Saved(news) => CheckpointNews::Saved {
+            step: step(news.step)?,
+            name: name(news.name),
+            bytes: news.bytes,
+        },
     })
 }
 
@@ -367,7 +393,9 @@ fn description(described: v1::Described) -> Result<Result<FileList, String>, Sta
                 records: DATASET_RECORDS_MAX,
             };
             let list = FileList::unpack(described.packed, limits);
-            Ok(list.map_err(|error| format!("the list of the data set's files can't be used: {error}")))
+            Ok(list.map_err(|error| {
+                format!("the list of the data set's files can't be used: {error}")
+            }))
         }
     }
 }
@@ -391,7 +419,12 @@ fn file_list(described: v1::Dataset) -> Result<FileList, Status> {
 }
 
 fn committed(message: v1::Committed) -> Result<Committed, Status> {
-    within("committed.compute_us (ranks)", message.compute_us.len() as u64, 0, u64::from(WORKERS_MAX))?;
+    within(
+        "committed.compute_us (ranks)",
+        message.compute_us.len() as u64,
+        0,
+        u64::from(WORKERS_MAX),
+    )?;
     Ok(Committed {
         generation: generation("committed.generation", message.generation)?,
         step: within("committed.step", message.step, 0, STEPS_MAX)?,
@@ -415,7 +448,9 @@ fn done(message: v1::Done) -> Result<FromWorker, Status> {
             )));
         }
         if !sum.is_finite() {
-            return Err(invalid(&format!("done.metrics: {name} is {sum} where a finite number should be")));
+            return Err(invalid(&format!(
+                "done.metrics: {name} is {sum} where a finite number should be"
+            )));
         }
     }
     let [range] = ranges("done.range", message.range.into_iter().collect())?
@@ -450,7 +485,10 @@ fn finished(message: v1::Finished) -> Result<Finished, Status> {
 
 fn failure(message: v1::FinishedFailure) -> Result<Failure, Status> {
     let v1::FinishedFailure { error, ranges: found } = message;
-    Ok(Failure { error: clip(error, ERROR_BYTES_MAX), ranges: ranges("finished.failure.ranges", found)? })
+    Ok(Failure {
+        error: clip(error, ERROR_BYTES_MAX),
+        ranges: ranges("finished.failure.ranges", found)?,
+    })
 }
 
 fn phases(phases: Option<v1::Phases>) -> Result<Phases, Status> {
@@ -526,7 +564,8 @@ fn within(name: &str, value: u64, min: u64, max: u64) -> Result<u64, Status> {
 /// The first `bytes_max` bytes of `text`, rounded down to a whole character.
 fn clip(mut text: String, bytes_max: usize) -> String {
     if text.len() > bytes_max {
-        let end = (0..=bytes_max).rev().find(|&end| text.is_char_boundary(end)).expect("0 is a boundary");
+        let end =
+            (0..=bytes_max).rev().find(|&end| text.is_char_boundary(end)).expect("0 is a boundary");
         text.truncate(end);
         text.push('…');
     }

@@ -29,7 +29,8 @@ pub(super) fn accept(
     tokio::spawn(async move {
         let unproven = Arc::new(Semaphore::new(UNPROVEN_MAX));
         loop {
-            let permit = Arc::clone(&unproven).acquire_owned().await.expect("nobody closes this semaphore");
+            let permit =
+                Arc::clone(&unproven).acquire_owned().await.expect("nobody closes this semaphore");
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 () = connections.closed() => return,
@@ -149,7 +150,11 @@ impl AsyncRead for Connection {
 }
 
 impl AsyncWrite for Connection {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }
 

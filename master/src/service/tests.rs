@@ -34,10 +34,16 @@ struct Stream {
 
 impl Edge {
     async fn start() -> Self {
-        Self::start_with(None, |address| Endpoint::from_shared(format!("http://{address}")).unwrap()).await
+        Self::start_with(None, |address| {
+            Endpoint::from_shared(format!("http://{address}")).unwrap()
+        })
+        .await
     }
 
-    async fn start_with(identity: Option<Identity>, endpoint: impl Fn(SocketAddr) -> Endpoint) -> Self {
+    async fn start_with(
+        identity: Option<Identity>,
+        endpoint: impl Fn(SocketAddr) -> Endpoint,
+    ) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
         let token = Token::random().unwrap();
@@ -85,7 +91,9 @@ impl Edge {
     async fn assert_nothing_reached_the_queue(&mut self) {
         let (mut client, bearer) = (self.client().await, self.token.to_bearer());
         let asked =
-            tokio::spawn(async move { client.status(with_token(v1::StatusRequest {}, &bearer)).await });
+            tokio::spawn(
+                async move { client.status(with_token(v1::StatusRequest {}, &bearer)).await },
+            );
         match self.inputs.recv().await {
             Some(Input::Status { reply }) => drop(reply),
             other => panic!("{other:?}"),
@@ -118,8 +126,13 @@ fn said(kind: Kind) -> v1::WorkerMessage {
 }
 
 fn hello() -> v1::WorkerMessage {
-    let hello =
-        v1::Hello { job: "mnist".into(), launch: 7, address: "127.0.0.1:9".into(), pid: 42, resume: None };
+    let hello = v1::Hello {
+        job: "mnist".into(),
+        launch: 7,
+        address: "127.0.0.1:9".into(),
+        pid: 42,
+        resume: None,
+    };
     said(Kind::Hello(hello))
 }
 
@@ -140,7 +153,11 @@ async fn without_the_jobs_token_no_call_is_served() {
             tonic::Extensions::default(),
             v1::ScaleRequest { num_workers: 1 },
         );
-        assert_eq!(client.scale(scale).await.unwrap_err().code(), Code::Unauthenticated, "{wrong:?}");
+        assert_eq!(
+            client.scale(scale).await.unwrap_err().code(),
+            Code::Unauthenticated,
+            "{wrong:?}"
+        );
         let join = Request::from_parts(
             request(v1::StatusRequest {}).metadata().clone(),
             tonic::Extensions::default(),
@@ -164,7 +181,10 @@ async fn a_streams_life_reaches_the_queue_in_order() {
     );
     drop(stream);
     let closed = edge.inputs.recv().await;
-    assert!(matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection), "{closed:?}");
+    assert!(
+        matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection),
+        "{closed:?}"
+    );
     drop(line);
 }
 
@@ -197,7 +217,9 @@ async fn a_worker_that_does_not_read_fills_its_outbox_and_no_more() {
     let mut edge = Edge::start().await;
     let (_stream, _, line) = edge.admitted().await;
     // The server's tasks don't run in between: nothing is awaited.
-    let taken = (0..10 * OUTBOX_MAX).take_while(|_| line.send(Arc::new(to_worker(ToWorker::Drain)))).count();
+    let taken = (0..10 * OUTBOX_MAX)
+        .take_while(|_| line.send(Arc::new(to_worker(ToWorker::Drain))))
+        .count();
     assert_eq!(taken, OUTBOX_MAX);
 }
 
@@ -254,7 +276,10 @@ async fn a_malformed_message_ends_its_stream_alone() {
     let (stream, connection, _line) = edge.admitted().await;
     stream.outgoing.send(said(Kind::Ready(v1::Ready { parameters: 0 }))).await.unwrap();
     let closed = edge.inputs.recv().await;
-    assert!(matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection), "{closed:?}");
+    assert!(
+        matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection),
+        "{closed:?}"
+    );
     assert_eq!(stream.end().await, Code::InvalidArgument);
     edge.assert_nothing_reached_the_queue().await;
 }
@@ -267,7 +292,10 @@ async fn a_message_over_the_limit_ends_its_stream() {
     let failed = v1::Failed { error, ranges: Vec::new(), fatal: false };
     stream.outgoing.send(said(Kind::Failed(failed))).await.unwrap();
     let closed = edge.inputs.recv().await;
-    assert!(matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection), "{closed:?}");
+    assert!(
+        matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection),
+        "{closed:?}"
+    );
 }
 
 #[tokio::test]
@@ -329,7 +357,8 @@ fn resume(membership: v1::Membership, parameters: Option<u64>) -> v1::Resume {
 
 /// Members 1, 2 and so on.
 fn heard(generation: u64, addresses: &[&str]) -> v1::Membership {
-    let member = |(worker, address): (u64, &&str)| v1::Member { worker, address: (*address).into() };
+    let member =
+        |(worker, address): (u64, &&str)| v1::Member { worker, address: (*address).into() };
     v1::Membership { generation, members: (1..).zip(addresses).map(member).collect(), abort: true }
 }
 
@@ -338,7 +367,8 @@ async fn a_hello_is_handed_over_field_by_field() {
     let mut edge = Edge::start().await;
     let Some(Kind::Hello(mut again)) = hello().kind else { unreachable!() };
     again.resume = Some(resume(heard(5, &["127.0.0.1:8", "127.0.0.1:9"]), Some(9)));
-    let members = [(1, 8), (2, 9)].map(|(id, port)| (WorkerId(id), ([127, 0, 0, 1], port).into())).to_vec();
+    let members =
+        [(1, 8), (2, 9)].map(|(id, port)| (WorkerId(id), ([127, 0, 0, 1], port).into())).to_vec();
     let membership = Some(Membership { generation: Generation(5), members, abort: true });
     let resume = Resume { worker: WorkerId(3), membership, parameters: Some(9) };
     for (message, resume) in [(hello(), None), (said(Kind::Hello(again)), Some(resume))] {
@@ -346,7 +376,10 @@ async fn a_hello_is_handed_over_field_by_field() {
         match edge.inputs.recv().await {
             Some(Input::Connected { hello, .. }) => {
                 let address = "127.0.0.1:9".parse().unwrap();
-                assert_eq!(hello, Hello { launch: LaunchId(7), address, pid: 42, resume, incarnation: 0 });
+                assert_eq!(
+                    hello,
+                    Hello { launch: LaunchId(7), address, pid: 42, resume, incarnation: 0 }
+                );
             }
             other => panic!("{other:?}"),
         }

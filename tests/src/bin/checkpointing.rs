@@ -70,7 +70,12 @@ impl Model for Timed {
         numbers(records)
     }
 
-    fn gradients(&mut self, _: &[f32], batch: Vec<u64>, gradients: &mut [f32]) -> Result<f64, UserError> {
+    fn gradients(
+        &mut self,
+        _: &[f32],
+        batch: Vec<u64>,
+        gradients: &mut [f32],
+    ) -> Result<f64, UserError> {
         if let Some(updated) = self.updated.take() {
             let file = match &mut self.file {
                 Some(file) => file,
@@ -145,7 +150,9 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     ));
     let (ours, theirs) = (quantile(&mut ours, 0.5), quantile(&mut theirs, 0.5));
     let ratio = quantile(&mut ratios, 0.5);
-    print(&format!("written at {ours:.2} GB/s, by dd at {theirs:.2} GB/s; ratio {ratio:.2} (medians)"));
+    print(&format!(
+        "written at {ours:.2} GB/s, by dd at {theirs:.2} GB/s; ratio {ratio:.2} (medians)"
+    ));
     Ok(())
 }
 
@@ -178,7 +185,8 @@ fn written(logs: &Path, checkpoint: &str) -> Result<f64, Box<dyn Error>> {
     let (mut bytes, mut slowest) = (0.0, 0.0_f64);
     for entry in std::fs::read_dir(logs)? {
         let text = std::fs::read_to_string(entry?.path())?;
-        for line in text.lines().filter(|line| line.contains("part written") && line.contains(name)) {
+        for line in text.lines().filter(|line| line.contains("part written") && line.contains(name))
+        {
             let field = |field: &str| {
                 let rest = line.split_once(&format!(" {field}="))?.1;
                 rest.split(' ').next()?.parse::<f64>().ok()
@@ -233,8 +241,10 @@ fn pauses(notes: &Path, checkpoints: usize) -> Result<Pauses, Box<dyn Error>> {
     let (mut with, mut without) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(notes)? {
         let text = std::fs::read_to_string(entry?.path())?;
-        let mut times: Vec<f64> =
-            text.lines().map(|line| line.parse::<f64>().map(|us| us / 1e3)).collect::<Result<_, _>>()?;
+        let mut times: Vec<f64> = text
+            .lines()
+            .map(|line| line.parse::<f64>().map(|us| us / 1e3))
+            .collect::<Result<_, _>>()?;
         times.sort_by(f64::total_cmp);
         let longest = times.split_off(times.len().saturating_sub(checkpoints));
         with.extend(longest);

@@ -58,12 +58,14 @@ fn main() -> ExitCode {
 
 /// Resources, with their group, and verbs that the Role of manifests/rbac.yaml allows.
 fn role() -> BTreeSet<Right> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate lies in its workspace");
+    let root =
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate lies in its workspace");
     let file = root.join("manifests/rbac.yaml").display().to_string();
     let output = must(kubectl().args(["create", "--dry-run=client", "-o", "json", "-f", &file]));
     let stream = serde_json::Deserializer::from_slice(&output.stdout).into_iter::<Value>();
     let objects = stream.map(|object| object.expect("kubectl prints JSON"));
-    let rules = objects.filter(|object| object["kind"] == "Role").flat_map(|role| list(&role["rules"]));
+    let rules =
+        objects.filter(|object| object["kind"] == "Role").flat_map(|role| list(&role["rules"]));
     let mut rights = BTreeSet::new();
     for rule in rules {
         for (group, resource) in pairs(&rule["apiGroups"], &rule["resources"]) {
@@ -77,7 +79,10 @@ fn role() -> BTreeSet<Right> {
 
 fn pairs(left: &Value, right: &Value) -> Vec<(String, String)> {
     let right = list(right);
-    list(left).iter().flat_map(|l| right.iter().map(|r| (text(l), text(r))).collect::<Vec<_>>()).collect()
+    list(left)
+        .iter()
+        .flat_map(|l| right.iter().map(|r| (text(l), text(r))).collect::<Vec<_>>())
+        .collect()
 }
 
 fn list(value: &Value) -> Vec<Value> {

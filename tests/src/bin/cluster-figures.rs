@@ -6,7 +6,8 @@ use std::time::{Duration, SystemTime};
 
 use clap::Parser;
 use elasticdl_tests::cluster::{
-    FIRST_GRADIENT, FIRST_UPDATE, Job, Namespace, Sightings, must, name, since_midnight, time_of_line, uid,
+    FIRST_GRADIENT, FIRST_UPDATE, Job, Namespace, Sightings, must, name, since_midnight,
+    time_of_line, uid,
 };
 use serde_json::Value;
 
@@ -23,8 +24,9 @@ struct Options {
 #[expect(clippy::print_stdout, reason = "it is what the command is for")]
 fn main() {
     let options = Options::parse();
-    let elasticdl =
-        std::env::current_exe().expect("a program has a path").with_file_name("elasticdl-under-test");
+    let elasticdl = std::env::current_exe()
+        .expect("a program has a path")
+        .with_file_name("elasticdl-under-test");
     must(std::process::Command::new(&elasticdl).arg("--version"));
     let Some(namespace) = Namespace::new("figures", elasticdl) else { return };
     namespace.apply_rbac();
@@ -32,14 +34,18 @@ fn main() {
     let workers = options.workers.to_string();
     let begin = since_midnight(SystemTime::now());
     // Steps of 16 ms for four workers.
-    let job = Job::start(&namespace, "count", &["--num-workers", &workers, "--num-epochs", "200"], 1000);
+    let job =
+        Job::start(&namespace, "count", &["--num-workers", &workers, "--num-epochs", "200"], 1000);
     let pods = job.wait_for_group(options.workers);
     let master = master(&namespace);
     println!("seconds from submission, {workers} workers:");
     let show = |what: &str, times: &[Duration]| {
         let seconds = |t: &Duration| format!("{:.2}", t.saturating_sub(begin).as_secs_f64());
         let [first, .., last] = times else {
-            return println!("  {what:<16} {}", times.first().map_or_else(|| "not seen".into(), seconds));
+            return println!(
+                "  {what:<16} {}",
+                times.first().map_or_else(|| "not seen".into(), seconds)
+            );
         };
         println!("  {what:<16} {} to {}", seconds(first), seconds(last));
     };

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::{counting_reader, counts_summary, numbers};
-use elasticdl_worker::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
+use elasticdl_worker::device::{
+    self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate,
+};
 use elasticdl_worker::readers::FixedRecords;
 use elasticdl_worker::{Gradients, Metrics, Model, Optimizer, Predictions, Update, UserError};
 
@@ -84,7 +86,9 @@ impl Counting {
     /// Takes as long as it should, and fails where it should.
     fn look_at(&self, batch: &[u64]) -> Result<(), UserError> {
         if !self.hurries() {
-            std::thread::sleep(Duration::from_micros(self.apart_micros.unwrap_or(0) * batch.len() as u64));
+            std::thread::sleep(Duration::from_micros(
+                self.apart_micros.unwrap_or(0) * batch.len() as u64,
+            ));
         }
         if let Some(record) = batch.iter().find(|record| self.fail_at == Some(**record)) {
             return Err(format!("record {record} can't be learned").into());
@@ -121,8 +125,13 @@ impl Model for Counting {
         gradients: &mut [f32],
     ) -> Result<f64, UserError> {
         self.say_once(|model| &mut model.has_computed, FIRST_GRADIENT);
-        assert!(self.micro_batch.is_none_or(|most| batch.len() <= most), "{} records at once", batch.len());
-        let until = Instant::now() + Duration::from_micros(self.micros_per_record * batch.len() as u64);
+        assert!(
+            self.micro_batch.is_none_or(|most| batch.len() <= most),
+            "{} records at once",
+            batch.len()
+        );
+        let until =
+            Instant::now() + Duration::from_micros(self.micros_per_record * batch.len() as u64);
         for record in &batch {
             assert!(self.panic_at != Some(*record), "record {record} is not to my liking");
             if self.fail_at == Some(*record) {
@@ -131,7 +140,8 @@ impl Model for Counting {
             if self.exit_at == Some(*record) {
                 std::process::exit(9);
             }
-            gradients[*record as usize] += if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
+            gradients[*record as usize] +=
+                if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
         }
         match &self.hurry_when {
             Some(_) if self.hurries() => {}
@@ -202,7 +212,8 @@ impl Model for Counting {
         if self.apart_micros.is_some() {
             self.look_at(&batch)?;
             // Its last bits depend on the order in which it is added.
-            let of = |record: &u64| f64::from(parameters[*record as usize]) / (*record as f64 + 3.0);
+            let of =
+                |record: &u64| f64::from(parameters[*record as usize]) / (*record as f64 + 3.0);
             metrics.add("harmonic", batch.iter().map(of).fold(0.0, |sum, one| sum + one));
         }
         Ok(())
@@ -256,12 +267,19 @@ impl DeviceModel for Counting {
         Model::evaluate(self, &parameters, batch, metrics)
     }
 
-    fn update(&mut self, update: DeviceUpdate<'_>, _optimizer: &Optimizer) -> Result<(), UserError> {
+    fn update(
+        &mut self,
+        update: DeviceUpdate<'_>,
+        _optimizer: &Optimizer,
+    ) -> Result<(), UserError> {
         let (stream, records) = (update.sum.stream().clone(), update.records);
         let mut parameters = stream.clone_dtoh(update.parameters)?;
         let sum = stream.clone_dtoh(update.sum)?;
         let (step, slots) = (update.step, &mut [][..]);
-        Model::update(self, Update { step, records, sum: &sum, parameters: &mut parameters, slots })?;
+        Model::update(
+            self,
+            Update { step, records, sum: &sum, parameters: &mut parameters, slots },
+        )?;
         Ok(stream.memcpy_htod(&parameters, update.parameters)?)
     }
 }

@@ -108,7 +108,8 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         print(&format!("round {round}: bare {b:.0} records/s, one worker {e:.0} records/s"));
     }
     // The two of a round stand side by side in time, so what else the machine does touches both.
-    let mut overheads: Vec<f64> = bare.iter().zip(&elastic).map(|(b, e)| (b / e - 1.0) * 100.0).collect();
+    let mut overheads: Vec<f64> =
+        bare.iter().zip(&elastic).map(|(b, e)| (b / e - 1.0) * 100.0).collect();
     let overhead = quantile(&mut overheads, 0.5);
     let (bare, elastic) = (quantile(&mut bare, 0.5), quantile(&mut elastic, 0.5));
     let result = serde_json::json!({
@@ -174,5 +175,7 @@ fn train_elastic(arguments: &Arguments, data: &Path, folder: &Path) -> Result<f6
         return Err(format!("the job ended with {status}").into());
     }
     let summary: Value = serde_json::from_slice(&std::fs::read(summary)?)?;
-    summary["throughput"]["records_per_s"].as_f64().ok_or_else(|| "no throughput in the summary".into())
+    summary["throughput"]["records_per_s"]
+        .as_f64()
+        .ok_or_else(|| "no throughput in the summary".into())
 }

@@ -92,7 +92,9 @@ fn speed(elasticdl: &str, rows: usize) -> ExitCode {
                 };
                 server.put(&format!("bucket/table-{file}.{kind}"), bytes);
             }
-            let Some((per_s, steps)) = train(elasticdl, kind, &server) else { return ExitCode::FAILURE };
+            let Some((per_s, steps)) = train(elasticdl, kind, &server) else {
+                return ExitCode::FAILURE;
+            };
             let part = per_s / near.get_or_insert(per_s).max(1.0) * 100.0;
             let requests = server.requests();
             println!(
@@ -131,24 +133,33 @@ fn csv(rows: std::ops::Range<usize>) -> Vec<u8> {
 }
 
 fn parquet(rows: std::ops::Range<usize>) -> ParquetResult<Vec<u8>> {
-    let schema = "message table { required float x; required binary name (UTF8); required float y; }";
+    let schema =
+        "message table { required float x; required binary name (UTF8); required float y; }";
     let properties = Arc::new(WriterProperties::builder().set_dictionary_enabled(false).build());
-    let mut file = SerializedFileWriter::new(Vec::new(), Arc::new(parse_message_type(schema)?), properties)?;
+    let mut file =
+        SerializedFileWriter::new(Vec::new(), Arc::new(parse_message_type(schema)?), properties)?;
     let all: Vec<usize> = rows.collect();
     for rows in all.chunks(100_000) {
         let mut group = file.next_row_group()?;
         let floats = |value: fn(usize) -> f32| Vec::from_iter(rows.iter().map(|&row| value(row)));
-        let names =
-            rows.iter().map(|row| ByteArray::from(format!("the name of row {row}, and more").as_str()));
+        let names = rows
+            .iter()
+            .map(|row| ByteArray::from(format!("the name of row {row}, and more").as_str()));
         let names = Vec::from_iter(names);
         for place in 0..3 {
             let Some(mut column) = group.next_column()? else { break };
             match place {
-                0 => column.typed::<FloatType>().write_batch(&floats(|row| row as f32), None, None)?,
+                0 => column.typed::<FloatType>().write_batch(
+                    &floats(|row| row as f32),
+                    None,
+                    None,
+                )?,
                 1 => column.typed::<ByteArrayType>().write_batch(&names, None, None)?,
-                _ => {
-                    column.typed::<FloatType>().write_batch(&floats(|row| (row % 1000) as f32), None, None)?
-                }
+                _ => column.typed::<FloatType>().write_batch(
+                    &floats(|row| (row % 1000) as f32),
+                    None,
+                    None,
+                )?,
             };
             column.close()?;
         }

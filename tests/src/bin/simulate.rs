@@ -46,7 +46,8 @@ fn main() -> ExitCode {
     let minutes = arguments.minutes.or_else(|| (seeds.end == u64::MAX).then_some(1));
     let time = minutes.map(|minutes| Duration::from_secs(minutes.saturating_mul(60)));
     let one = NonZero::<usize>::MIN;
-    let threads = arguments.threads.unwrap_or_else(|| std::thread::available_parallelism().unwrap_or(one));
+    let threads =
+        arguments.threads.unwrap_or_else(|| std::thread::available_parallelism().unwrap_or(one));
     // A core's panic is told with its seed; its trace would only hide that.
     std::panic::set_hook(Box::new(|_| {}));
     let started = Instant::now();
@@ -54,12 +55,17 @@ fn main() -> ExitCode {
     failures.iter().for_each(|failure| println!("{failure}\n"));
     println!("{tally:#?}");
     let (runs, seconds) = (tally.runs + failures.len() as u64, started.elapsed().as_secs_f64());
-    println!("{runs} seeds, {} failed, {seconds:.1} s, {:.0} seeds/s", failures.len(), runs as f64 / seconds);
+    println!(
+        "{runs} seeds, {} failed, {seconds:.1} s, {:.0} seeds/s",
+        failures.len(),
+        runs as f64 / seconds
+    );
     if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn parse_seeds(text: &str) -> Result<Range<u64>, String> {
-    let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
+    let range =
+        text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
     range
         .filter(|range: &Range<u64>| range.start < range.end)
         .ok_or_else(|| "expected A..B, A less than B".into())

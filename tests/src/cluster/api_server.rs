@@ -24,11 +24,17 @@ impl ApiServer {
     /// It is none of this machine's processes.
     #[must_use]
     pub fn new() -> Self {
-        let kubeconfig = std::env::var_os("KUBECONFIG").expect("a namespace was made, so there is a cluster");
-        let dir = Path::new(&kubeconfig).parent().expect("a file lies in a directory").to_path_buf();
+        let kubeconfig =
+            std::env::var_os("KUBECONFIG").expect("a namespace was made, so there is a cluster");
+        let dir =
+            Path::new(&kubeconfig).parent().expect("a file lies in a directory").to_path_buf();
         let server = Self { dir };
-        let named = fs::read_to_string(format!("/proc/{}/cmdline", server.pid())).unwrap_or_default();
-        assert!(named.contains("kube-apiserver"), "the API server does not run on this machine: {named}");
+        let named =
+            fs::read_to_string(format!("/proc/{}/cmdline", server.pid())).unwrap_or_default();
+        assert!(
+            named.contains("kube-apiserver"),
+            "the API server does not run on this machine: {named}"
+        );
         server
     }
 
@@ -93,7 +99,8 @@ impl ApiServer {
 
     /// Its command line.
     fn words(&self) -> Vec<String> {
-        let line = fs::read(format!("/proc/{}/cmdline", self.pid())).expect("a process has a command line");
+        let line = fs::read(format!("/proc/{}/cmdline", self.pid()))
+            .expect("a process has a command line");
         let words = line.split(|&b| b == 0).filter(|word| !word.is_empty());
         words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()
     }
@@ -120,7 +127,8 @@ impl ApiServer {
             .process_group(0)
             .spawn()
             .expect("the API server starts");
-        fs::write(self.dir.join("pids/kube-apiserver"), child.id().to_string()).expect("its id can be kept");
+        fs::write(self.dir.join("pids/kube-apiserver"), child.id().to_string())
+            .expect("its id can be kept");
         while !is_ready() {
             assert!(Instant::now() < deadline, "the API server does not come back");
             std::thread::sleep(Duration::from_millis(200));

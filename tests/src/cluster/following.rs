@@ -41,7 +41,8 @@ impl Following {
             assert!(Instant::now() < deadline, "the command does not end");
             std::thread::sleep(Duration::from_millis(20));
         }
-        let output = self.0.take().expect("not waited for").wait_with_output().expect("it has ended");
+        let output =
+            self.0.take().expect("not waited for").wait_with_output().expect("it has ended");
         (output.status.code(), text(&output))
     }
 }

@@ -19,7 +19,12 @@ pub struct Job<'a> {
 impl<'a> Job<'a> {
     /// Submits it and follows it. A worker sleeps `micros_per_record` for each record, until [`Job::hurry`].
     #[must_use]
-    pub fn start(namespace: &'a Namespace, name: &str, options: &[&str], micros_per_record: u32) -> Self {
+    pub fn start(
+        namespace: &'a Namespace,
+        name: &str,
+        options: &[&str],
+        micros_per_record: u32,
+    ) -> Self {
         Self::start_program(
             namespace,
             name,
@@ -30,7 +35,12 @@ impl<'a> Job<'a> {
 
     /// As [`Job::start`], with these options of the model.
     #[must_use]
-    pub fn start_program(namespace: &'a Namespace, name: &str, options: &[&str], program: &[&str]) -> Self {
+    pub fn start_program(
+        namespace: &'a Namespace,
+        name: &str,
+        options: &[&str],
+        program: &[&str],
+    ) -> Self {
         let records = RECORDS.to_string();
         let program: Vec<&str> = ["--records", &records].iter().chain(program).copied().collect();
         let following = Following::start(namespace.train(name, options, &program));
@@ -70,7 +80,8 @@ impl<'a> Job<'a> {
         let before = self.step();
         self.wait_for(&format!("a group of {members} that trains"), || {
             let status = self.status();
-            let ranked = status["workers"].as_array()?.iter().filter(|w| !w["rank"].is_null()).count();
+            let ranked =
+                status["workers"].as_array()?.iter().filter(|w| !w["rank"].is_null()).count();
             if ranked != members || status["step"].as_u64()? <= before {
                 return None;
             }
@@ -99,23 +110,34 @@ impl<'a> Job<'a> {
         self.wait_for(&format!("an event that says {words:?}"), || {
             let status = self.status();
             let events = status["events"].as_array()?;
-            let says =
-                |event: &Value| event.as_str().is_some_and(|e| words.iter().all(|word| e.contains(word)));
+            let says = |event: &Value| {
+                event.as_str().is_some_and(|e| words.iter().all(|word| e.contains(word)))
+            };
             events.iter().any(says).then_some(())
         });
     }
 
     /// Waits for an Event about the master's Job with this reason, that says this: what `kubectl describe job` shows.
     pub fn wait_for_report(&self, reason: &str, words: &str) {
-        let about =
-            format!("involvedObject.kind=Job,involvedObject.name={}-master,reason={reason}", self.name);
+        let about = format!(
+            "involvedObject.kind=Job,involvedObject.name={}-master,reason={reason}",
+            self.name
+        );
         self.wait_for(&format!("an Event {reason}: {words}"), || {
-            let get =
-                ["--namespace", self.namespace.name(), "get", "events", "-o", "json", "--field-selector"];
+            let get = [
+                "--namespace",
+                self.namespace.name(),
+                "get",
+                "events",
+                "-o",
+                "json",
+                "--field-selector",
+            ];
             let output = must(kubectl().args(get).arg(&about));
             let list: Value = serde_json::from_slice(&output.stdout).expect("kubectl prints JSON");
-            let says =
-                |event: &Value| event["message"].as_str().is_some_and(|message| message.contains(words));
+            let says = |event: &Value| {
+                event["message"].as_str().is_some_and(|message| message.contains(words))
+            };
             list["items"].as_array()?.iter().any(says).then_some(())
         });
     }
@@ -135,7 +157,8 @@ impl<'a> Job<'a> {
     pub fn launches(&self) -> Vec<u64> {
         let log = self.namespace.master_log(&self.name);
         let created = log.lines().filter(|line| line.contains("worker pod created"));
-        let launch = |line: &str| line.split("launch=").nth(1)?.split_whitespace().next()?.parse().ok();
+        let launch =
+            |line: &str| line.split("launch=").nth(1)?.split_whitespace().next()?.parse().ok();
         let mut launches: Vec<u64> = created.filter_map(launch).collect();
         launches.sort_unstable();
         launches
@@ -169,11 +192,17 @@ impl<'a> Job<'a> {
     /// # Panics
     /// It was otherwise.
     pub fn assert_deletes(self) {
-        let deleted = self.namespace.elasticdl("delete", [&self.name]).output().expect("the command starts");
+        let deleted =
+            self.namespace.elasticdl("delete", [&self.name]).output().expect("the command starts");
         assert!(deleted.status.success(), "{}", text(&deleted));
         let mine = format!("\"{}", self.name);
-        let left =
-            || self.namespace.leftovers().into_iter().filter(|left| left.contains(&mine)).collect::<Vec<_>>();
+        let left = || {
+            self.namespace
+                .leftovers()
+                .into_iter()
+                .filter(|left| left.contains(&mine))
+                .collect::<Vec<_>>()
+        };
         let deadline = Instant::now() + Duration::from_secs(30);
         while !left().is_empty() {
             assert!(Instant::now() < deadline, "these are left: {:?}", left());
@@ -209,7 +238,11 @@ pub fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
     let expected = json!({"expected": total, "counted": total, "missing": 0, "repeated": 0});
     assert_eq!(summary["records"], expected, "{summary}");
     assert_eq!(summary["state"], "completed", "{summary}");
-    assert_eq!(summary["model_summary"], format!("{epochs} {epochs} {total}").as_str(), "{summary}");
+    assert_eq!(
+        summary["model_summary"],
+        format!("{epochs} {epochs} {total}").as_str(),
+        "{summary}"
+    );
 }
 
 /// Records in the test image's `/data`.

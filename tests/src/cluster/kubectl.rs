@@ -42,5 +42,7 @@ pub(super) fn apply(manifest: &str, options: &[&str]) {
 /// What a command printed, both ways.
 #[must_use]
 pub fn text(output: &Output) -> String {
-    [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
+    [&output.stdout, &output.stderr]
+        .map(|bytes| String::from_utf8_lossy(bytes).into_owned())
+        .concat()
 }

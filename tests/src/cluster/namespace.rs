@@ -31,7 +31,9 @@ impl Namespace {
     #[expect(clippy::print_stdout, reason = "a test that was skipped says so to its reader")]
     pub fn new(test: &str, elasticdl: impl Into<PathBuf>) -> Option<Self> {
         if std::env::var_os("KUBECONFIG").is_none() {
-            println!("skipped: {test}: KUBECONFIG is not set; `.ci/cluster` starts a cluster and runs this");
+            println!(
+                "skipped: {test}: KUBECONFIG is not set; `.ci/cluster` starts a cluster and runs this"
+            );
             return None;
         }
         let name = format!("e2e-{test}-{}", std::process::id());
@@ -49,7 +51,8 @@ impl Namespace {
         let image = image.unwrap_or_else(|_| "localhost/elasticdl-tests:dev".into());
         let signs = tempfile::tempdir().expect("there is room for a directory");
         // Pods run as nobody.
-        fs::set_permissions(signs.path(), fs::Permissions::from_mode(0o755)).expect("it is this user's");
+        fs::set_permissions(signs.path(), fs::Permissions::from_mode(0o755))
+            .expect("it is this user's");
         Self { name: name.into(), elasticdl: elasticdl.into(), image, signs }
     }
 
@@ -58,8 +61,10 @@ impl Namespace {
     /// # Panics
     /// It can't be applied.
     pub fn apply_rbac(&self) {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate lies in its workspace");
-        let text = fs::read_to_string(root.join("manifests/rbac.yaml")).expect("the manifest is there");
+        let root =
+            Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate lies in its workspace");
+        let text =
+            fs::read_to_string(root.join("manifests/rbac.yaml")).expect("the manifest is there");
         self.apply(&text.replace("namespace: elasticdl", &format!("namespace: {}", self.name)));
     }
 
@@ -79,7 +84,11 @@ impl Namespace {
 
     /// `elasticdl COMMAND ARGS --namespace NAME`.
     #[must_use]
-    pub fn elasticdl<A: AsRef<OsStr>>(&self, command: &str, args: impl IntoIterator<Item = A>) -> Command {
+    pub fn elasticdl<A: AsRef<OsStr>>(
+        &self,
+        command: &str,
+        args: impl IntoIterator<Item = A>,
+    ) -> Command {
         let mut elasticdl = Command::new(&self.elasticdl);
         elasticdl.arg(command).args(args).args(["--namespace", &self.name]).stdin(Stdio::null());
         elasticdl
@@ -111,7 +120,8 @@ impl Namespace {
         options: &[&str],
         program: &[&str],
     ) -> Command {
-        let signs = format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display());
+        let signs =
+            format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display());
         let mut command = self.elasticdl(command, ["--job-name", job]);
         command.args([data, "/data", "--image-pull-policy", "Never", "--volume", &signs]);
         // Small, so that many fit on one small node, which may have other things to do for seconds.
@@ -170,7 +180,9 @@ impl Namespace {
     #[must_use]
     pub fn running_workers(&self, job: &str) -> Vec<Value> {
         let mut pods = self.workers(job);
-        pods.retain(|p| p["status"]["phase"] == "Running" && p["metadata"]["deletionTimestamp"].is_null());
+        pods.retain(|p| {
+            p["status"]["phase"] == "Running" && p["metadata"]["deletionTimestamp"].is_null()
+        });
         pods
     }
 
@@ -205,18 +217,32 @@ impl Namespace {
             let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
             conditions.iter().any(|c| c["type"] == "Ready" && c["status"] == "True")
         };
-        masters.into_iter().find(|pod| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod))
+        masters
+            .into_iter()
+            .find(|pod| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod))
     }
 
     /// What the anchor holds under a key, as JSON; null where there is none.
     #[must_use]
     pub fn anchor(&self, job: &str, key: &str) -> Value {
         let output = kubectl()
-            .args(["--namespace", &self.name, "get", "configmap", job, "-o", "json", "--ignore-not-found"])
+            .args([
+                "--namespace",
+                &self.name,
+                "get",
+                "configmap",
+                job,
+                "-o",
+                "json",
+                "--ignore-not-found",
+            ])
             .output()
             .expect("kubectl starts");
         let anchor: Value = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
-        anchor["data"][key].as_str().and_then(|text| serde_json::from_str(text).ok()).unwrap_or(Value::Null)
+        anchor["data"][key]
+            .as_str()
+            .and_then(|text| serde_json::from_str(text).ok())
+            .unwrap_or(Value::Null)
     }
 
     /// The master's log, whole.
@@ -231,7 +257,8 @@ impl Namespace {
     /// # Panics
     /// It is not found on this machine, which is the node.
     pub fn kill_inside(&self, pod: &Value) {
-        let pid = Self::process_inside(pod, "counting").expect("the worker's program runs on this machine");
+        let pid = Self::process_inside(pod, "counting")
+            .expect("the worker's program runs on this machine");
         crate::send(pid, rustix::process::Signal::KILL);
     }
 
@@ -252,7 +279,8 @@ impl Namespace {
     pub fn processes_inside(pod: &Value, command: &str) -> Vec<u32> {
         let uid = super::uid(pod);
         let is_inside = |pid: &u32| {
-            let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+            let read =
+                |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
             read("cgroup").contains(uid) && read("comm").trim() == command
         };
         let processes = fs::read_dir("/proc").expect("the system shows its processes").flatten();
@@ -273,8 +301,16 @@ impl Namespace {
                 return found;
             }
             if Instant::now() >= deadline {
-                let pods = self.get("pods", "").iter().map(|p| p["status"].to_string()).collect::<Vec<_>>();
-                panic!("not within two minutes: {what}\n{}\n{}", pods.join("\n"), self.master_log(job));
+                let pods = self
+                    .get("pods", "")
+                    .iter()
+                    .map(|p| p["status"].to_string())
+                    .collect::<Vec<_>>();
+                panic!(
+                    "not within two minutes: {what}\n{}\n{}",
+                    pods.join("\n"),
+                    self.master_log(job)
+                );
             }
             std::thread::sleep(Duration::from_millis(300));
         }
@@ -285,8 +321,9 @@ impl Namespace {
     pub fn leftovers(&self) -> Vec<String> {
         let selector = "app.kubernetes.io/managed-by=elasticdl";
         let kinds = ["jobs", "pods", "configmaps", "secrets", "services", "leases"];
-        let objects =
-            kinds.iter().flat_map(|kind| self.get(kind, selector).into_iter().map(move |o| (kind, o)));
+        let objects = kinds
+            .iter()
+            .flat_map(|kind| self.get(kind, selector).into_iter().map(move |o| (kind, o)));
         objects.map(|(kind, o)| format!("{kind} {}", o["metadata"]["name"])).collect()
     }
 }

@@ -34,8 +34,8 @@ impl Sightings {
         let seen = Arc::new(Mutex::new(BTreeMap::new()));
         let noted = Arc::clone(&seen);
         std::thread::spawn(move || {
-            let pods =
-                serde_json::Deserializer::from_reader(std::io::BufReader::new(stdout)).into_iter::<Value>();
+            let pods = serde_json::Deserializer::from_reader(std::io::BufReader::new(stdout))
+                .into_iter::<Value>();
             for pod in pods.map_while(Result::ok) {
                 let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
                 let key = (word(&pod["metadata"]["name"]), word(&pod["status"]["phase"]));
@@ -80,7 +80,8 @@ pub fn since_midnight(time: SystemTime) -> Duration {
 /// kubectl fails.
 #[must_use]
 pub fn time_of_line(namespace: &Namespace, pod: &str, words: &str) -> Option<Duration> {
-    let output = must(kubectl().args(["--namespace", namespace.name(), "logs", "--timestamps", pod]));
+    let output =
+        must(kubectl().args(["--namespace", namespace.name(), "logs", "--timestamps", pod]));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let line = text.lines().find(|line| line.contains(words))?;
     let time = line.split('T').nth(1)?.split('Z').next()?;

@@ -37,19 +37,24 @@ pub(super) enum Work {
 impl World {
     /// Hands what there is to do for checkpoints over. To be called before the state changes again.
     pub(super) fn tend_checkpoints(&mut self, p: usize) {
-        while let Some(task) = self.processes[p].trainer.session.as_mut().and_then(Session::poll_checkpoint) {
+        while let Some(task) =
+            self.processes[p].trainer.session.as_mut().and_then(Session::poll_checkpoint)
+        {
             let trainer = &mut self.processes[p].trainer;
             let work = match task {
                 Task::Commit { step, parts } => {
-                    let Some((generation, record)) = trainer.keeps.take_if(|(_, r)| r.step == step) else {
+                    let Some((generation, record)) = trainer.keeps.take_if(|(_, r)| r.step == step)
+                    else {
                         continue;
                     };
                     Work::Manifest { key: (step, generation), record, world_size: parts.len() }
                 }
                 Task::Write { step, generation, rank, world_size } => {
                     let Some(state) = trainer.state().filter(|state| state.step == step) else {
-                        return self
-                            .violate(format!("{} is to keep step {step}, and is elsewhere", self.name(p)));
+                        return self.violate(format!(
+                            "{} is to keep step {step}, and is elsewhere",
+                            self.name(p)
+                        ));
                     };
                     let record = state.record();
                     let all = &trainer.model.parameters;
@@ -101,7 +106,9 @@ impl World {
 
     /// The state that a group without one begins with, where there is a checkpoint; whether there is.
     pub(super) fn restore(&mut self, p: usize) -> bool {
-        let Some((key, (record, parameters))) = self.vault.complete.last_key_value() else { return false };
+        let Some((key, (record, parameters))) = self.vault.complete.last_key_value() else {
+            return false;
+        };
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &mut trainer.session else { return false };
         let is_true = session.restore(record.clone(), true);

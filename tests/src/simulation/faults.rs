@@ -139,9 +139,9 @@ impl Storm {
 impl Gust {
     fn draw(dice: &mut Dice, spec: &JobSpec) -> Self {
         use Fault::{
-            Crash, CrashAll, CrashAllButOne, CrashMaster, CrashTwo, CutFromAll, CutFromMaster, CutFromPeer,
-            CutMasterFromAll, Fail, LoseAllStreams, LoseLink, LoseStream, Pause, PauseMaster, Scale, Slow,
-            Stop, Terminate,
+            Crash, CrashAll, CrashAllButOne, CrashMaster, CrashTwo, CutFromAll, CutFromMaster,
+            CutFromPeer, CutMasterFromAll, Fail, LoseAllStreams, LoseLink, LoseStream, Pause,
+            PauseMaster, Scale, Slow, Stop, Terminate,
         };
         let fault = match dice.below(100) {
             0..20 => Crash,
@@ -254,7 +254,8 @@ impl World {
         };
         let Some((generation, step)) = place(p) else { return false };
         (0..self.processes.len()).any(|q| {
-            self.processes[q].is_alive() && place(q).is_some_and(|(g, s)| g == generation && s < step)
+            self.processes[q].is_alive()
+                && place(q).is_some_and(|(g, s)| g == generation && s < step)
         })
     }
 
@@ -268,7 +269,9 @@ impl World {
                 living.iter().copied().filter(|p| step(p).is_some()).max_by_key(step)
             }
             Who::First => self.books.first_member().filter(|p| living.contains(p)),
-            Who::Giver => living.iter().copied().find(|&p| self.processes[p].trainer.donor.is_giving()),
+            Who::Giver => {
+                living.iter().copied().find(|&p| self.processes[p].trainer.donor.is_giving())
+            }
             Who::Matching => matching,
             Who::Youngest => living.last().copied(),
         };
@@ -278,7 +281,8 @@ impl World {
     fn hit(&mut self, fault: Fault, p: usize) {
         tell!(self, "FAULT: {fault:?}, {}", self.name(p));
         let is_order = matches!(fault, Fault::Scale | Fault::Slow | Fault::Stop | Fault::Terminate);
-        let is_of_control = CONTROL_FAULTS.iter().any(|f| mem::discriminant(f) == mem::discriminant(&fault));
+        let is_of_control =
+            CONTROL_FAULTS.iter().any(|f| mem::discriminant(f) == mem::discriminant(&fault));
         self.storm.has_harmed |= !is_order && !is_of_control && !matches!(fault, Fault::Pause);
         match fault {
             Fault::Crash => self.crash(p),
@@ -305,8 +309,9 @@ impl World {
             Fault::CutFromMaster => self.cut_master_from(vec![p]),
             Fault::CutMasterFromAll => self.cut_master_from((0..self.processes.len()).collect()),
             Fault::CutFromPeer => {
-                let peers: Vec<usize> =
-                    (0..self.processes.len()).filter(|&q| q != p && self.processes[q].is_alive()).collect();
+                let peers: Vec<usize> = (0..self.processes.len())
+                    .filter(|&q| q != p && self.processes[q].is_alive())
+                    .collect();
                 if let Some(q) = self.dice.pick(&peers) {
                     self.cut(vec![(q + 1, p + 1)]);
                 }
@@ -319,7 +324,9 @@ impl World {
                 self.master.keeps_records = false;
                 self.heal_later(Undo::KeepRecords);
             }
-            Fault::LoseAllStreams => (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true)),
+            Fault::LoseAllStreams => {
+                (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true))
+            }
             Fault::LoseLink => self.lose_one_of(p, false),
             Fault::LoseStream => self.lose_one_of(p, true),
             Fault::Pause => {
@@ -421,8 +428,8 @@ impl World {
     /// Around the time after which a worker is taken out, on both sides of it.
     fn heal_later(&mut self, undo: Undo) {
         let timeout = self.setting.spec.worker_timeout.map_or(400_000, |t| t.as_micros() as Micros);
-        let most =
-            [timeout / 20, timeout / 2, timeout, timeout * 2, timeout * 4][self.dice.below(5) as usize];
+        let most = [timeout / 20, timeout / 2, timeout, timeout * 2, timeout * 4]
+            [self.dice.below(5) as usize];
         let span = self.dice.between(1, most);
         tell!(self, "this heals in {span} us");
         self.storm.unhealed += 1;

@@ -95,13 +95,19 @@ impl World {
         while let Some((member, link)) = self.processes[p].trainer.donor.lobby.pop_front() {
             let trainer = &mut self.processes[p].trainer;
             let fetchers = &mut trainer.donor.fetchers;
-            let former: Vec<LinkId> = fetchers.iter().filter(|f| f.0 == member).map(|f| f.1).collect();
+            let former: Vec<LinkId> =
+                fetchers.iter().filter(|f| f.0 == member).map(|f| f.1).collect();
             fetchers.retain(|f| f.0 != member);
             fetchers.push((member, link));
             let (parameters, era) = (trainer.model.parameters.clone(), trainer.model.era);
             let parcel = Parcel::State { generation, record: record.clone(), parameters, era };
             former.into_iter().for_each(|link| self.shut(link, p + 1));
-            tell!(self, "{}: gives worker {member} the state of step {}", self.name(p), record.step);
+            tell!(
+                self,
+                "{}: gives worker {member} the state of step {}",
+                self.name(p),
+                record.step
+            );
             self.give(p, link, parcel);
         }
     }
@@ -117,13 +123,19 @@ impl World {
         let slow = |net: &super::network::Network, link| net.waiting(link, p + 1) > AHEAD_MAX;
         let Self { processes, net, .. } = self;
         let fetchers = &mut processes[p].trainer.donor.fetchers;
-        let too_slow: Vec<LinkId> = fetchers.iter().map(|f| f.1).filter(|&link| slow(net, link)).collect();
+        let too_slow: Vec<LinkId> =
+            fetchers.iter().map(|f| f.1).filter(|&link| slow(net, link)).collect();
         fetchers.retain(|f| !too_slow.contains(&f.1));
         too_slow.into_iter().for_each(|link| self.shut(link, p + 1));
     }
 
     /// This worker goes into `generation`. Newcomers that are in it too have got everything; the others follow it.
-    pub(super) fn switch_fetchers(&mut self, p: usize, generation: Generation, members: &[WorkerId]) {
+    pub(super) fn switch_fetchers(
+        &mut self,
+        p: usize,
+        generation: Generation,
+        members: &[WorkerId],
+    ) {
         let fetchers = &mut self.processes[p].trainer.donor.fetchers;
         let (done, rest) = fetchers.drain(..).partition(|f| members.contains(&f.0));
         *fetchers = rest;
@@ -222,7 +234,8 @@ impl World {
                 trainer.model.parameters.clone_from(parameters);
                 trainer.model.era = *era;
                 if !session.install(record.clone(), None) {
-                    return self.violate(format!("{}: a fetched state makes no sense", self.name(p)));
+                    return self
+                        .violate(format!("{}: a fetched state makes no sense", self.name(p)));
                 }
                 session.fetched(*generation);
                 self.books.tally.fetched += 1;

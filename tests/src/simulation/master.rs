@@ -201,7 +201,9 @@ impl World {
         tell!(self, "master: another one goes on with the job");
         match Job::restore(record, self.time()) {
             Ok(job) => self.master.job = job,
-            Err(wrong) => return self.violate(format!("the master's record can't be true: {wrong}")),
+            Err(wrong) => {
+                return self.violate(format!("the master's record can't be true: {wrong}"));
+            }
         }
         let master = &mut self.master;
         master.records = [(master.job.revision(), master.job.record())].into();
@@ -261,7 +263,8 @@ impl World {
                 self.master.peers.insert(link, None);
                 let Some(p) = self.process_of(launch) else { return };
                 let (connection, pid) = (ConnectionId(link as u64), 1000 + p as u32);
-                let event = JobEvent::Connected { connection, launch, address: address_of(p), pid, resume };
+                let event =
+                    JobEvent::Connected { connection, launch, address: address_of(p), pid, resume };
                 self.master.job.handle(now, event);
             }
             Packet::Up(message) => {

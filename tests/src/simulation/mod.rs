@@ -89,7 +89,10 @@ impl fmt::Display for Failure {
         writeln!(f, "seed {seed}: {what}")?;
         writeln!(f, "its last lines of {}:", story.len())?;
         story[tail..].iter().try_for_each(|line| writeln!(f, "  {line}"))?;
-        write!(f, "the whole story: cargo run -p elasticdl-tests --bin simulate -- --seed {seed} --story")
+        write!(
+            f,
+            "the whole story: cargo run -p elasticdl-tests --bin simulate -- --seed {seed} --story"
+        )
     }
 }
 

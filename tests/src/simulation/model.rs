@@ -61,5 +61,7 @@ pub(super) fn count(counts: &mut [u8], ranges: &[RecordRange], records: u64) {
 }
 
 pub(super) fn digest(counts: &[u8]) -> u64 {
-    counts.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &n| (hash ^ u64::from(n)).wrapping_mul(0x100_0000_01b3))
+    counts
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, &n| (hash ^ u64::from(n)).wrapping_mul(0x100_0000_01b3))
 }

@@ -139,7 +139,8 @@ impl World {
             let fails = self.dice.chance(gpus.builds_failing, 100);
             for q in begun {
                 // Where it fails, some may not notice.
-                let build = if fails && self.dice.chance(2, 3) { Build::Failed } else { Build::Ready };
+                let build =
+                    if fails && self.dice.chance(2, 3) { Build::Failed } else { Build::Ready };
                 let delay = self.dice.between(1, gpus.build_us);
                 self.clock.after(delay, Event::Nccl { p: q, generation, build });
             }
@@ -149,7 +150,8 @@ impl World {
 
     pub(super) fn on_nccl(&mut self, p: usize, generation: u64, build: Build) {
         let ring = self.processes[p].trainer.ring.as_mut();
-        let Some(ring) = ring.filter(|r| r.generation() == generation && r.nccl == Build::Building) else {
+        let Some(ring) = ring.filter(|r| r.generation() == generation && r.nccl == Build::Building)
+        else {
             return;
         };
         ring.nccl = build;
@@ -162,7 +164,9 @@ impl World {
     /// Says how far NCCL is on `p`, and which way its next step goes.
     pub(super) fn path_of(&mut self, p: usize) -> Path {
         let trainer = &mut self.processes[p].trainer;
-        let (Some(session), Some(ring)) = (&mut trainer.session, &trainer.ring) else { return Path::Host };
+        let (Some(session), Some(ring)) = (&mut trainer.session, &trainer.ring) else {
+            return Path::Host;
+        };
         session.nccl_is_at(ring.nccl);
         let path = session.path();
         self.check_what_all_said(p, path);
@@ -173,7 +177,9 @@ impl World {
         let all_ready = self.communicators.heard.get(&p).is_some_and(|heard| heard.all_ready);
         if (path == Path::Nccl) != all_ready {
             let name = self.name(p);
-            self.violate(format!("{name} goes over {path:?}; all have said that NCCL is there: {all_ready}"));
+            self.violate(format!(
+                "{name} goes over {path:?}; all have said that NCCL is there: {all_ready}"
+            ));
         }
     }
 
@@ -232,7 +238,8 @@ impl World {
 impl Operation {
     /// Whether it is NCCL's turn to fail.
     pub(super) fn nccl_fails(&self) -> bool {
-        self.path == Path::Nccl && self.nccl_fails_after.is_some_and(|pieces| self.received >= pieces)
+        self.path == Path::Nccl
+            && self.nccl_fails_after.is_some_and(|pieces| self.received >= pieces)
     }
 }
 

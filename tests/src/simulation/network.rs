@@ -90,7 +90,13 @@ impl Network {
 
     pub(super) fn open(&mut self, from: Host, to: Host, is_control: bool) -> LinkId {
         let lanes = Default::default();
-        self.links.push(Link { ends: [from, to], is_control, is_settled: is_control, is_lost: false, lanes });
+        self.links.push(Link {
+            ends: [from, to],
+            is_control,
+            is_settled: is_control,
+            is_lost: false,
+            lanes,
+        });
         self.links.len() - 1
     }
 
@@ -150,7 +156,12 @@ impl Network {
 
     fn factor(&self, link: LinkId) -> u64 {
         let ends = self.links[link].ends;
-        self.slow.iter().filter(|(host, _)| ends.contains(host)).map(|&(_, factor)| factor).max().unwrap_or(1)
+        self.slow
+            .iter()
+            .filter(|(host, _)| ends.contains(host))
+            .map(|&(_, factor)| factor)
+            .max()
+            .unwrap_or(1)
     }
 }
 

@@ -179,7 +179,9 @@ impl World {
             }
             _ if is_root => self.donated(p, &what),
             What::Result { .. } | What::State { .. } => (None, vec![0; len]),
-            What::NcclId | What::ResultHeaders { .. } | What::StateRecord { .. } => (None, Vec::new()),
+            What::NcclId | What::ResultHeaders { .. } | What::StateRecord { .. } => {
+                (None, Vec::new())
+            }
         };
         let mut notes = vec![None; seat.world];
         notes[seat.rank] = note.map(Rc::new);
@@ -215,7 +217,8 @@ impl World {
                 self.operated(p, Done { what, notes, body, is_root });
             }
             Ok(false) => {
-                let generation = self.processes[p].trainer.ring.as_ref().map_or(0, Ring::generation);
+                let generation =
+                    self.processes[p].trainer.ring.as_ref().map_or(0, Ring::generation);
                 let Operation { sequence, received, sent, .. } = *operation;
                 self.wait_at(p, [generation, sequence + 1, received, sent]);
                 self.processes[p].trainer.doing = Doing::Operating(operation);
@@ -269,7 +272,12 @@ impl World {
     }
 
     /// Whether a piece has come.
-    fn receive(&mut self, p: usize, operation: &mut Operation, prev: LinkId) -> Result<bool, Fault> {
+    fn receive(
+        &mut self,
+        p: usize,
+        operation: &mut Operation,
+        prev: LinkId,
+    ) -> Result<bool, Fault> {
         let Some(piece) = operation.schedule.next_receive() else { return Ok(false) };
         if self.net.has_ended(prev, p + 1) {
             return Err(Fault::Prev);
@@ -282,7 +290,10 @@ impl World {
         let expected = self.stamp(p, operation, &piece);
         let Frame { generation, sequence, kind, step, segment, origin, .. } = *frame;
         if expected != (generation, sequence, kind, step, segment, origin) {
-            self.violate(format!("{} expects {expected:?} in its ring, got {frame:?}", self.name(p)));
+            self.violate(format!(
+                "{} expects {expected:?} in its ring, got {frame:?}",
+                self.name(p)
+            ));
             return Err(Fault::Prev);
         }
         if operation.schedule.next_receive_is_early() {
@@ -293,7 +304,8 @@ impl World {
         }
         let model = &mut self.processes[p].trainer.model;
         if operation.what == What::Step {
-            let (own, sum) = (&model.gradient[piece.range.clone()], &mut model.reduced[piece.range.clone()]);
+            let (own, sum) =
+                (&model.gradient[piece.range.clone()], &mut model.reduced[piece.range.clone()]);
             sum.copy_from_slice(&frame.body);
             if piece.content == Content::Sum {
                 sum.iter_mut().zip(own).for_each(|(sum, own)| *sum = sum.saturating_add(*own));
@@ -319,7 +331,12 @@ impl World {
         Frame { generation, sequence, kind, step, segment, origin, note, body }
     }
 
-    fn stamp(&self, p: usize, operation: &Operation, piece: &Piece) -> (u64, u64, u8, usize, usize, usize) {
+    fn stamp(
+        &self,
+        p: usize,
+        operation: &Operation,
+        piece: &Piece,
+    ) -> (u64, u64, u8, usize, usize, usize) {
         let generation = self.processes[p].trainer.ring.as_ref().map_or(0, Ring::generation);
         (generation, operation.sequence, operation.kind(), piece.step, piece.segment, piece.origin)
     }

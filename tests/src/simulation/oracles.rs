@@ -28,7 +28,9 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use elasticdl_master::job::{Event as JobEvent, FromWorker, LaunchId, Membership, Outcome, ToWorker};
+use elasticdl_master::job::{
+    Event as JobEvent, FromWorker, LaunchId, Membership, Outcome, ToWorker,
+};
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use elasticdl_worker::core::session::Exit;
 
@@ -248,7 +250,9 @@ impl Books {
     /// Whether a group has committed this step so.
     pub(super) fn has_committed(&self, generation: u64, step: u64, digest: u64) -> bool {
         let line = self.lines.get(&generation);
-        line.is_some_and(|line| line.base == (step, digest) || line.commits.get(&step) == Some(&digest))
+        line.is_some_and(|line| {
+            line.base == (step, digest) || line.commits.get(&step) == Some(&digest)
+        })
     }
 
     pub(super) fn begin_era(&mut self) -> u64 {
@@ -314,7 +318,10 @@ impl World {
             // Those after it nobody has heard of who is left.
             self.books.newest = Some(membership.clone());
             if !self.setting.keeps_late {
-                self.violate(format!("generation {} is published a second time", membership.generation));
+                self.violate(format!(
+                    "generation {} is published a second time",
+                    membership.generation
+                ));
             }
             return;
         }
@@ -323,7 +330,8 @@ impl World {
         // One that a master has written down and told to nobody is told by the next one, or is used up; whoever is lost
         // meanwhile is in it.
         let is_first_master = self.books.tally.masters_crashed == 0;
-        let is_next = membership.generation == next || (membership.generation > next && !is_first_master);
+        let is_next =
+            membership.generation == next || (membership.generation > next && !is_first_master);
         let wrong = if !is_next {
             Some(format!("generation {} is published, and {next} is due", membership.generation))
         } else if (is_first_master && gone(membership)) || membership.members.is_empty() {
@@ -340,7 +348,9 @@ impl World {
         self.books.tally.generations += 1;
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
         if aborts_for_nothing {
-            self.violate(format!("generation {next} aborts a group whose members and links are well"));
+            self.violate(format!(
+                "generation {next} aborts a group whose members and links are well"
+            ));
         }
     }
 
@@ -380,15 +390,22 @@ impl World {
             None => Vec::new(),
         };
         if !members.contains(&worker) {
-            return self.violate(format!("{ranges:?} are leased to worker {worker}, which is no member"));
+            return self
+                .violate(format!("{ranges:?} are leased to worker {worker}, which is no member"));
         }
         for &range in ranges {
             for member in &members {
-                let state = self.books.processes.get(member).and_then(|&p| self.processes[p].trainer.state());
-                let missing = state.map_or_else(|| vec![range], |state| state.ledger.missing_of(range));
+                let state = self
+                    .books
+                    .processes
+                    .get(member)
+                    .and_then(|&p| self.processes[p].trainer.state());
+                let missing =
+                    state.map_or_else(|| vec![range], |state| state.ledger.missing_of(range));
                 if missing != [range] {
-                    let what =
-                        format!("{range} is leased to worker {worker}; worker {member} has absorbed it");
+                    let what = format!(
+                        "{range} is leased to worker {worker}; worker {member} has absorbed it"
+                    );
                     return self.violate(what);
                 }
                 let leased = self.books.leased.get(member).map_or(&[][..], Vec::as_slice);
@@ -396,7 +413,9 @@ impl World {
                     other.epoch == range.epoch && other.start < range.end && range.start < other.end
                 };
                 if let Some(held) = leased.iter().find(overlaps) {
-                    let what = format!("{range} is leased to worker {worker}; worker {member} holds {held}");
+                    let what = format!(
+                        "{range} is leased to worker {worker}; worker {member} holds {held}"
+                    );
                     return self.violate(what);
                 }
             }
@@ -425,7 +444,8 @@ impl World {
     /// Says something to the master again that it must not listen to.
     pub(super) fn try_the_fence(&mut self) {
         let Some(generation) = self.books.newest.as_ref().map(|m| m.generation) else { return };
-        let is_deaf = self.master.outcome.is_some() || !self.master.is_alive || !self.master.keeps_records;
+        let is_deaf =
+            self.master.outcome.is_some() || !self.master.is_alive || !self.master.keeps_records;
         if is_deaf || !self.dice.chance(1, 24) || self.books.heard.is_empty() {
             return;
         }
@@ -451,7 +471,8 @@ impl World {
         }
         let p = self.books.processes.get(&worker).copied();
         // It would be heard, though not listened to.
-        let is_touched = |p: usize| self.processes[p].is_blemished || self.processes[p].lost_contact;
+        let is_touched =
+            |p: usize| self.processes[p].is_blemished || self.processes[p].lost_contact;
         if !self.books.gone.contains(&worker) && p.is_none_or(is_touched) {
             return;
         }
@@ -462,7 +483,9 @@ impl World {
         let after = (self.master.job.status(now), self.master.job.poll_timeout());
         let action = self.master.job.poll_action();
         if before != after || action.is_some() {
-            self.violate(format!("the fence lets through {message:?} of worker {worker}: {action:?}"));
+            self.violate(format!(
+                "the fence lets through {message:?} of worker {worker}: {action:?}"
+            ));
         }
     }
 
@@ -473,7 +496,10 @@ impl World {
         self.processes[p].broke_in = self.books.newest_generation();
         let is_over = self.books.told_to_end.contains(&p);
         if !self.storm.has_harmed && !is_over {
-            self.violate(format!("the links of {} broke, {why}, and nothing has happened", self.name(p)));
+            self.violate(format!(
+                "the links of {} broke, {why}, and nothing has happened",
+                self.name(p)
+            ));
         }
     }
 
@@ -489,7 +515,9 @@ impl World {
         let Some(state) = trainer.state() else { return };
         let parameters = trainer.model.parameters.clone();
         let (counted, repeated) = (state.ledger.counted(), state.ledger.repeated());
-        self.books.finals.insert((p, generation), Final { parameters, step: state.step, counted, repeated });
+        self.books
+            .finals
+            .insert((p, generation), Final { parameters, step: state.step, counted, repeated });
     }
 
     // ---- the end ----
@@ -497,8 +525,8 @@ impl World {
     /// The job has ended: was it right to, and who is left?
     pub(super) fn check_end(&mut self) -> Result<(), String> {
         self.books.tally.events = self.events;
-        let orphans =
-            (0..self.processes.len()).find(|&p| self.processes[p].is_alive() && !self.processes[p].is_doomed);
+        let orphans = (0..self.processes.len())
+            .find(|&p| self.processes[p].is_alive() && !self.processes[p].is_doomed);
         if let Some(p) = orphans {
             return Err(format!("the job has ended, and {} lives", self.name(p)));
         }
@@ -508,7 +536,10 @@ impl World {
                 self.books.tally.stopped += 1;
                 Ok(())
             }
-            other => Err(format!("the job ends {other:?}: {:?}", self.master.job.summary(self.time()).error)),
+            other => Err(format!(
+                "the job ends {other:?}: {:?}",
+                self.master.job.summary(self.time()).error
+            )),
         }?;
         if self.books.seed.is_multiple_of(32) {
             let bytes = format!("{:?}", self.master.job).len();
@@ -527,10 +558,15 @@ impl World {
         let mut first: Option<&Final> = None;
         for (worker, _) in &newest.members {
             let key = (self.books.processes[worker], newest.generation);
-            let last =
-                self.books.finals.get(&key).ok_or_else(|| format!("worker {worker} has not finished"))?;
+            let last = self
+                .books
+                .finals
+                .get(&key)
+                .ok_or_else(|| format!("worker {worker} has not finished"))?;
             if first.is_some_and(|first| first != last) {
-                return Err(format!("worker {worker} ends with another state: {last:?}, not {first:?}"));
+                return Err(format!(
+                    "worker {worker} ends with another state: {last:?}, not {first:?}"
+                ));
             }
             first = Some(last);
         }

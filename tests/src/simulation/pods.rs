@@ -31,7 +31,9 @@ impl World {
     pub(super) fn supervise(&mut self, p: usize) {
         let pod = self.pod(p);
         let failed = self.processes[p].exit.clone().filter(|exit| *exit != Exit::Code(0));
-        let Some(exit) = failed.filter(|_| self.processes[pod.start].pod_failure.is_none()) else { return };
+        let Some(exit) = failed.filter(|_| self.processes[pod.start].pod_failure.is_none()) else {
+            return;
+        };
         self.processes[pod.start].pod_failure = Some(exit);
         let others: Vec<usize> = pod.filter(|&q| self.processes[q].is_alive()).collect();
         if !others.is_empty() {

@@ -234,7 +234,9 @@ impl World {
                 self.shut(stream, p + 1);
                 self.clock.after(CLOSE_TIMEOUT_US, Event::CloseDue { p });
             }
-            Control::Returning { .. } | Control::Searching { .. } => self.die(p, Exit::Code(code), false),
+            Control::Returning { .. } | Control::Searching { .. } => {
+                self.die(p, Exit::Code(code), false)
+            }
             Control::Closing(_) | Control::Greeting | Control::Starting => {}
         }
     }
@@ -313,10 +315,14 @@ impl World {
 
     fn on_stream_end(&mut self, p: usize, is_refused: bool) {
         match self.processes[p].control {
-            Control::Starting | Control::Greeting => self.die(p, Exit::Code(EXIT_MASTER_LOST), false),
+            Control::Starting | Control::Greeting => {
+                self.die(p, Exit::Code(EXIT_MASTER_LOST), false)
+            }
             Control::Closing(code) => self.die(p, Exit::Code(code), false),
             Control::Searching { .. } => {}
-            Control::Returning { .. } if is_refused => self.die(p, Exit::Code(EXIT_MASTER_LOST), false),
+            Control::Returning { .. } if is_refused => {
+                self.die(p, Exit::Code(EXIT_MASTER_LOST), false)
+            }
             Control::Returning { since, pause } => self.search(p, since, pause),
             Control::Open => {
                 tell!(self, "{}: has lost the master", self.name(p));
@@ -326,7 +332,8 @@ impl World {
     }
 
     fn search(&mut self, p: usize, since: Micros, pause: Micros) {
-        self.processes[p].control = Control::Searching { since, pause: (pause * 2).min(RETRY_MAX_US) };
+        self.processes[p].control =
+            Control::Searching { since, pause: (pause * 2).min(RETRY_MAX_US) };
         self.clock.after(pause, Event::Probe { p });
         self.wake_control(p);
     }

@@ -12,7 +12,12 @@ use super::world::World;
 impl World {
     /// Brings this rank to its new group's state, as all ranks have planned it.
     pub(super) fn repair(&mut self, p: usize, plan: &Repair) {
-        let rank = self.processes[p].trainer.session.as_ref().and_then(Session::place).map_or(0, |(_, r)| r);
+        let rank = self.processes[p]
+            .trainer
+            .session
+            .as_ref()
+            .and_then(Session::place)
+            .map_or(0, |(_, r)| r);
         if plan.step.is_none() && rank == 0 {
             self.begin_from_nothing(p);
         }
@@ -71,7 +76,9 @@ impl World {
             return (None, Vec::new());
         };
         match what {
-            What::ResultHeaders { .. } => (session.kept().map(|h| Note::Headers(h.to_vec())), Vec::new()),
+            What::ResultHeaders { .. } => {
+                (session.kept().map(|h| Note::Headers(h.to_vec())), Vec::new())
+            }
             What::Result { .. } => (None, model.kept.clone()),
             What::StateRecord { .. } => {
                 (session.state().map(|s| Note::Record(s.record(), model.era)), Vec::new())
@@ -85,7 +92,9 @@ impl World {
     pub(super) fn take_state(&mut self, p: usize, parameters: Vec<u8>) {
         self.books.tally.repaired_by_state += 1;
         let trainer = &mut self.processes[p].trainer;
-        let Some((record, era)) = trainer.ring.as_mut().and_then(|ring| ring.record.take()) else { return };
+        let Some((record, era)) = trainer.ring.as_mut().and_then(|ring| ring.record.take()) else {
+            return;
+        };
         trainer.model.parameters = parameters;
         trainer.model.era = era;
         let passed = trainer.passed.take();

@@ -108,7 +108,9 @@ impl World {
 
     /// A dialler has said who it is.
     pub(super) fn on_porter(&mut self, p: usize, link: LinkId) {
-        let Some(Packet::Introduction { generation, from }) = self.net.take(link, p + 1) else { return };
+        let Some(Packet::Introduction { generation, from }) = self.net.take(link, p + 1) else {
+            return;
+        };
         let Some(generation) = generation else {
             return match self.processes[p].endpoint.open {
                 true => self.on_visitor(p, from, link),
@@ -120,7 +122,8 @@ impl World {
         if !endpoint.open || generation < endpoint.oldest_welcome() || is_taken {
             return self.shut(link, p + 1);
         }
-        let before = endpoint.parked.iter().position(|&(g, member, _)| (g, member) == (generation, from));
+        let before =
+            endpoint.parked.iter().position(|&(g, member, _)| (g, member) == (generation, from));
         let given_up = before.map(|at| endpoint.parked.remove(at).2);
         endpoint.parked.push((generation, from, link));
         self.net.settle(link);
@@ -155,7 +158,8 @@ impl World {
             self.leave_source(p);
             self.wake_trainer(p);
         }
-        if let Some(ring) = self.processes[p].trainer.ring.as_mut().filter(|r| r.generation < floor) {
+        if let Some(ring) = self.processes[p].trainer.ring.as_mut().filter(|r| r.generation < floor)
+        {
             ring.aborted = true;
             self.shut_ring(p);
             self.wake_trainer(p);
@@ -217,7 +221,11 @@ impl World {
                 Some(Packet::Accepted) => {
                     ring.introduced = true;
                     let (generation, from) = (ring.generation, ring.members[ring.seat.rank]);
-                    self.send(next, p + 1, Packet::Introduction { generation: Some(generation), from });
+                    self.send(
+                        next,
+                        p + 1,
+                        Packet::Introduction { generation: Some(generation), from },
+                    );
                 }
                 Some(_) => {
                     let suspect = ring.neighbour(&Fault::Next);

@@ -182,7 +182,12 @@ impl World {
             Doing::Pausing => {
                 if let Some(word) = self.processes[p].inbox.pop_front() {
                     self.hand_over(p, word);
-                    if self.processes[p].trainer.session.as_mut().is_some_and(|s| s.poll() != Task::Talk) {
+                    if self.processes[p]
+                        .trainer
+                        .session
+                        .as_mut()
+                        .is_some_and(|s| s.poll() != Task::Talk)
+                    {
                         return self.turn_later(p);
                     }
                 }
@@ -305,7 +310,9 @@ impl World {
     }
 
     fn report(&mut self, p: usize) {
-        while let Some(report) = self.processes[p].trainer.session.as_mut().and_then(Session::poll_report) {
+        while let Some(report) =
+            self.processes[p].trainer.session.as_mut().and_then(Session::poll_report)
+        {
             self.tell_master(p, from_report(report));
         }
     }
@@ -355,7 +362,9 @@ impl World {
     fn finish(&mut self, p: usize) {
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &mut trainer.session else { return };
-        let (Some((generation, rank)), Some(state)) = (session.place(), session.state()) else { return };
+        let (Some((generation, rank)), Some(state)) = (session.place(), session.state()) else {
+            return;
+        };
         let finished = job::Finished {
             generation,
             step: state.step,
@@ -419,7 +428,8 @@ impl World {
             What::NcclId => self.begin_nccl(p),
             What::ResultHeaders { .. } => {
                 if !is_root
-                    && let Some(Note::Headers(headers)) = notes.iter().flatten().next().map(Rc::as_ref)
+                    && let Some(Note::Headers(headers)) =
+                        notes.iter().flatten().next().map(Rc::as_ref)
                 {
                     self.processes[p].trainer.passed = Some(headers.clone());
                 }
@@ -436,7 +446,9 @@ impl World {
                 self.go_on_repairing(p);
             }
             What::StateRecord { .. } => {
-                if let Some(Note::Record(record, era)) = notes.iter().flatten().next().map(Rc::as_ref) {
+                if let Some(Note::Record(record, era)) =
+                    notes.iter().flatten().next().map(Rc::as_ref)
+                {
                     let ring = self.processes[p].trainer.ring.as_mut();
                     ring.into_iter().for_each(|ring| ring.record = Some((record.clone(), *era)));
                 }
@@ -490,7 +502,11 @@ impl World {
     }
 
     fn are_at_one_step(&self, p: usize, headers: &[StepHeader]) -> bool {
-        self.processes[p].trainer.session.as_ref().is_some_and(|session| session.check(headers).is_ok())
+        self.processes[p]
+            .trainer
+            .session
+            .as_ref()
+            .is_some_and(|session| session.check(headers).is_ok())
     }
 
     fn synchronized(&mut self, p: usize, notes: &[Option<Rc<Note>>]) {

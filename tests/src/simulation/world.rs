@@ -248,7 +248,10 @@ impl World {
     fn check_time(&self) -> Result<(), String> {
         let calm = self.storm.calm_since;
         if calm.is_some_and(|since| self.clock.now() > since + PATIENCE_US) {
-            return Err(format!("no end in sight, {} s after the last fault", PATIENCE_US / 1_000_000));
+            return Err(format!(
+                "no end in sight, {} s after the last fault",
+                PATIENCE_US / 1_000_000
+            ));
         }
         if self.events > EVENTS_MAX {
             return Err(format!("no end in sight after {EVENTS_MAX} events"));
@@ -300,7 +303,11 @@ impl Setting {
         Self {
             spec,
             files,
-            segment_len: if dice.chance(1, 6) { dice.between(2, 6) as usize } else { usize::MAX >> 1 },
+            segment_len: if dice.chance(1, 6) {
+                dice.between(2, 6) as usize
+            } else {
+                usize::MAX >> 1
+            },
             build_us: if dice.chance(1, 4) { 50_000 } else { 5_000 },
             record_us: dice.between(10, 800),
             kill_us: if dice.chance(1, 3) { 1_000_000 } else { 5_000 },
@@ -326,7 +333,12 @@ fn checkpoints(dice: &mut Dice) -> Option<CheckpointSpec> {
         true => CheckpointEvery::Steps(steps),
         false => CheckpointEvery::Time(Duration::from_millis(steps.get())),
     };
-    dice.chance(1, 2).then(|| CheckpointSpec { dir: "vault".into(), every, keep: 1, exclusive: false })
+    dice.chance(1, 2).then(|| CheckpointSpec {
+        dir: "vault".into(),
+        every,
+        keep: 1,
+        exclusive: false,
+    })
 }
 
 /// A job of a few steps is over long before; what takes longest are replacements that wait for one another, and a worker

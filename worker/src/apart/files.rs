@@ -53,7 +53,8 @@ pub(crate) fn check_output(address: &str) -> Result<(), String> {
             first.path
         ));
     }
-    weights::probe(&format!("{}/part", address.trim_end_matches('/'))).map_err(|error| error.to_string())
+    weights::probe(&format!("{}/part", address.trim_end_matches('/')))
+        .map_err(|error| error.to_string())
 }
 
 impl Output {
@@ -153,7 +154,8 @@ fn to_csv(predictions: &Predictions) -> Vec<u8> {
 /// Numbers that are not finite are `null`: JSON has no others.
 fn to_jsonl(predictions: &Predictions) -> Vec<u8> {
     let columns = predictions.columns();
-    let names: Vec<String> = columns.iter().map(|(name, _)| serde_json::json!(name).to_string()).collect();
+    let names: Vec<String> =
+        columns.iter().map(|(name, _)| serde_json::json!(name).to_string()).collect();
     let mut lines = String::new();
     for i in 0..columns.first().map_or(0, |(_, column)| column.len()) {
         for (k, ((_, column), name)) in columns.iter().zip(&names).enumerate() {
@@ -194,7 +196,8 @@ fn to_parquet(predictions: &Predictions) -> Result<Vec<u8>, ParquetError> {
             Column::F32(values) => writer.typed::<FloatType>().write_batch(values, None, None)?,
             Column::I64(values) => writer.typed::<Int64Type>().write_batch(values, None, None)?,
             Column::Text(values) => {
-                let values: Vec<ByteArray> = values.iter().map(|text| text.as_str().into()).collect();
+                let values: Vec<ByteArray> =
+                    values.iter().map(|text| text.as_str().into()).collect();
                 writer.typed::<ByteArrayType>().write_batch(&values, None, None)?
             }
         };
@@ -222,7 +225,8 @@ mod tests {
         let output = folder.path().join("out").to_str().unwrap().to_owned();
         let shard = RecordRange { epoch: 0, start: 40, end: 43 };
         write(&Output::open(&output).unwrap(), format, shard, &predictions()).unwrap();
-        let files: Vec<_> = fs::read_dir(&output).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let files: Vec<_> =
+            fs::read_dir(&output).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert_eq!(files.len(), 1);
         let path = files[0].to_str().unwrap().to_owned();
         assert!(path.contains("/part-0000000000040-0000000000043."), "{path}");
@@ -255,7 +259,10 @@ mod tests {
             (&lines[0]["class, \"it\""], &lines[0]["words"]),
             (&i64::MIN.into(), &"a\nb,\"c\"".into())
         );
-        assert!(text.starts_with("{\"class, \\\"it\\\"\":-9223372036854775808,\"p\":0.1,"), "{text}");
+        assert!(
+            text.starts_with("{\"class, \\\"it\\\"\":-9223372036854775808,\"p\":0.1,"),
+            "{text}"
+        );
         let nan = to_jsonl(&Predictions::new().f32("p", vec![f32::NAN]));
         assert_eq!(nan, b"{\"p\":null}\n");
     }
@@ -268,7 +275,8 @@ mod tests {
             fs::write(folder.path().join(name), "torn").unwrap();
         }
         // Another worker, on another machine, may have this one's process id.
-        fs::write(folder.path().join(format!(".part-1.csv.{}", std::process::id())), "half").unwrap();
+        fs::write(folder.path().join(format!(".part-1.csv.{}", std::process::id())), "half")
+            .unwrap();
         replace(folder.path(), "part-1.csv", b"whole").unwrap();
         assert!(folder.path().join(format!(".part-1.csv.{}", std::process::id())).exists());
         assert_eq!(fs::read(folder.path().join("part-1.csv")).unwrap(), b"whole");

@@ -25,7 +25,8 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
         let loss = self.model.loss(network, batch)?;
         let value = value_of(&loss)?;
         let found = loss.backward()?;
-        for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables) {
+        for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
+        {
             // A parameter that the loss does not depend on has no gradient.
             let Some(gradient) = found.get(variable) else { continue };
             let gradient = gradient.contiguous()?;
@@ -35,7 +36,12 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
                     let values = storage.as_cuda_slice::<f32>()?.slice(start..end);
                     gradients.add(declared.range.clone(), &values)?;
                 }
-                _ => return Err("a parameter's gradient is a tensor of f32 on the parameter's device".into()),
+                _ => {
+                    return Err(
+                        "a parameter's gradient is a tensor of f32 on the parameter's device"
+                            .into(),
+                    );
+                }
             }
         }
         Ok(value)

@@ -87,7 +87,11 @@ impl Uses {
     /// After this part: behind the last parameter that an earlier part uses.
     pub(super) fn complete_from(&self, parameters: &Parameters, part: usize) -> usize {
         let pairs = parameters.declared.iter().zip(&self.first);
-        pairs.filter(|(_, first)| **first < part).map(|(declared, _)| declared.range.end).max().unwrap_or(0)
+        pairs
+            .filter(|(_, first)| **first < part)
+            .map(|(declared, _)| declared.range.end)
+            .max()
+            .unwrap_or(0)
     }
 }
 
@@ -98,11 +102,15 @@ fn add_all(
     gradients: &mut Gradients<'_>,
     mut on_found: impl FnMut(usize),
 ) -> Result<(), UserError> {
-    for (index, (declared, variable)) in parameters.declared.iter().zip(&parameters.variables).enumerate() {
+    for (index, (declared, variable)) in
+        parameters.declared.iter().zip(&parameters.variables).enumerate()
+    {
         let Some(gradient) = found.get(variable) else { continue };
         let Some(place) = gradients.rest().get_mut(declared.range.clone()) else {
             let name = &declared.name;
-            return Err(format!("{name:?} is used before a cut, and was not in the pass before").into());
+            return Err(
+                format!("{name:?} is used before a cut, and was not in the pass before").into()
+            );
         };
         add(gradient, place)?;
         on_found(index);

@@ -29,7 +29,11 @@ impl CandleModel for TwoLayers {
         Ok((inputs, Tensor::from_iter(targets, &Device::Cpu)?))
     }
 
-    fn loss(&mut self, network: &[Tensor; 3], batch: (Tensor, Tensor)) -> Result<Tensor, UserError> {
+    fn loss(
+        &mut self,
+        network: &[Tensor; 3],
+        batch: (Tensor, Tensor),
+    ) -> Result<Tensor, UserError> {
         self.loss_in_parts(network, batch, &mut Cuts::none())
     }
 
@@ -59,7 +63,11 @@ fn start(seed: u64) -> (Candle<TwoLayers>, Vec<f32>) {
     (model, parameters)
 }
 
-fn gradients(model: &mut Candle<TwoLayers>, parameters: &[f32], records: Vec<Vec<u8>>) -> (f64, Vec<f32>) {
+fn gradients(
+    model: &mut Candle<TwoLayers>,
+    parameters: &[f32],
+    records: Vec<Vec<u8>>,
+) -> (f64, Vec<f32>) {
     let mut gradients = vec![0.0; parameters.len()];
     let batch = model.feed(records).unwrap();
     let loss = model.gradients(parameters, batch, &mut gradients).unwrap();
@@ -78,9 +86,15 @@ fn gradients_equal_finite_differences() {
             gradients(&mut model, &moved, records()).0
         };
         let expected = (loss_at(step) - loss_at(-step)) / f64::from(2.0 * step);
-        assert!((f64::from(found) - expected).abs() < 2e-3, "parameter {i}: {found} is not {expected}");
+        assert!(
+            (f64::from(found) - expected).abs() < 2e-3,
+            "parameter {i}: {found} is not {expected}"
+        );
     }
-    assert!(found[15..22].iter().all(|&unused| unused == 0.0) && found[22..].iter().all(|&used| used != 0.0));
+    assert!(
+        found[15..22].iter().all(|&unused| unused == 0.0)
+            && found[22..].iter().all(|&used| used != 0.0)
+    );
 }
 
 #[test]
@@ -92,9 +106,10 @@ fn a_backward_pass_in_parts_finds_the_same_and_says_what_is_complete() {
     for early in [0, 6] {
         let (mut gradient, mut sums) = (vec![0.0; whole.len()], vec![0.0; whole.len()]);
         let batch = model.feed(records()).unwrap();
-        let (found, summed) = crate::buckets::overlap(&mut ring, &mut gradient, &mut sums, 4, |gradients| {
-            model.gradients_in_buckets(&parameters, batch, gradients).unwrap()
-        });
+        let (found, summed) =
+            crate::buckets::overlap(&mut ring, &mut gradient, &mut sums, 4, |gradients| {
+                model.gradients_in_buckets(&parameters, batch, gradients).unwrap()
+            });
         assert_eq!((found, summed.unwrap()), (loss, early));
         assert!(
             gradient.iter().zip(&whole).all(|(a, b)| (a - b).abs() < 1e-6),
@@ -103,7 +118,11 @@ fn a_backward_pass_in_parts_finds_the_same_and_says_what_is_complete() {
         assert_eq!(gradient[28 - 4 * early..], sums[28 - 4 * early..]);
     }
     let complete = |part| model.uses.complete_from(&model.parameters, part);
-    assert_eq!([complete(1), complete(0)], [15, 0], "behind the first layer, when the second is done");
+    assert_eq!(
+        [complete(1), complete(0)],
+        [15, 0],
+        "behind the first layer, when the second is done"
+    );
 }
 
 #[test]
@@ -125,8 +144,11 @@ fn gradients_and_losses_of_micro_batches_add_up() {
 #[test]
 fn tensors_lie_one_after_the_other_in_the_order_of_their_declaration() {
     let model = Candle::new(TwoLayers);
-    let found: Vec<_> =
-        model.tensors().iter().map(|t| (t.name.as_str(), t.shape.as_slice(), t.range.clone())).collect();
+    let found: Vec<_> = model
+        .tensors()
+        .iter()
+        .map(|t| (t.name.as_str(), t.shape.as_slice(), t.range.clone()))
+        .collect();
     let expected: [(&str, &[usize], Range<usize>); 4] = [
         ("first", &[3, 5], 0..15),
         ("unused", &[7], 15..22),
@@ -145,16 +167,23 @@ fn a_saved_model_is_loaded_and_used_by_plain_candle() {
     let flat = std::sync::Arc::new(parameters.clone());
     crate::weights::save(path.to_str().unwrap(), &model.layout(), &flat).unwrap();
     let tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
-    let mut names: Vec<(&str, &[usize])> = tensors.iter().map(|(n, t)| (n.as_str(), t.dims())).collect();
+    let mut names: Vec<(&str, &[usize])> =
+        tensors.iter().map(|(n, t)| (n.as_str(), t.dims())).collect();
     names.sort_unstable();
-    assert_eq!(names, [("first", &[3, 5][..]), ("second", &[1, 5]), ("shift", &[]), ("unused", &[7])]);
+    assert_eq!(
+        names,
+        [("first", &[3, 5][..]), ("second", &[1, 5]), ("shift", &[]), ("unused", &[7])]
+    );
     // The network again, without a line of this crate's.
     let (inputs, targets) = TwoLayers.feed(records()).unwrap();
     let hidden = inputs.matmul(&tensors["first"]).unwrap().tanh().unwrap();
     let outputs = hidden.matmul(&tensors["second"].t().unwrap()).unwrap().squeeze(1).unwrap();
     let residual = (outputs.broadcast_add(&tensors["shift"]).unwrap() - targets).unwrap();
     let loss = residual.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
-    assert_eq!(f64::from(loss).to_bits(), gradients(&mut model, &parameters, records()).0.to_bits());
+    assert_eq!(
+        f64::from(loss).to_bits(),
+        gradients(&mut model, &parameters, records()).0.to_bits()
+    );
 }
 
 #[test]
@@ -185,7 +214,10 @@ fn drawn_values_have_the_moments_of_their_distribution() {
         let found = moments(init);
         assert!(found[0].abs() < 0.02, "{init:?}: mean {}", found[0]);
         for k in [1, 2] {
-            assert!((found[k] / expected[k] - 1.0).abs() < 0.03, "{init:?}: {found:?} is not {expected:?}");
+            assert!(
+                (found[k] / expected[k] - 1.0).abs() < 0.03,
+                "{init:?}: {found:?} is not {expected:?}"
+            );
         }
     }
 }

@@ -105,7 +105,8 @@ impl Keeper {
             at(start)..at(end)
         };
         let (of_parameters, of_slots) = (of(parameters, 0), of(slots, parameters.len()));
-        let header = header(&[("parameters", of_parameters.len()), ("slots", of_slots.len())], start);
+        let header =
+            header(&[("parameters", of_parameters.len()), ("slots", of_slots.len())], start);
         let mut floats = self.spare.take().unwrap_or_default();
         floats.clear();
         floats.extend_from_slice(&parameters[of_parameters]);
@@ -117,8 +118,11 @@ impl Keeper {
 
     /// Has the manifest of the checkpoint written that this rank takes part in, all of whose parts are there.
     pub(crate) fn commit(&mut self, step: u64, parts: &[Written]) {
-        let Some((name, record)) = self.current.take_if(|(name, _)| name.step == step) else { return };
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let Some((name, record)) = self.current.take_if(|(name, _)| name.step == step) else {
+            return;
+        };
+        let now =
+            SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
         let manifest = Box::new(Manifest::new(&self.facts, record, parts, now));
         self.order(Order::Commit { name, manifest });
     }
@@ -168,7 +172,11 @@ impl Clerk {
                     self.clear(&name, manifest.state.evaluation.best.map(|(step, _)| step));
                 }
                 let result = result.map(|()| bytes).map_err(|error| error.to_string());
-                answer(Answer::Done(Done::Committed { step: name.step, name: name.to_string(), result }));
+                answer(Answer::Done(Done::Committed {
+                    step: name.step,
+                    name: name.to_string(),
+                    result,
+                }));
             }
             Order::Prepare { floats } => answer(Answer::Buffer(zeros(floats))),
             Order::Write { name, file, header, floats } => {
@@ -188,10 +196,17 @@ impl Clerk {
         }
     }
 
-    fn write(&self, path: &str, header: Vec<u8>, floats: &Arc<Vec<f32>>) -> Result<Written, String> {
+    fn write(
+        &self,
+        path: &str,
+        header: Vec<u8>,
+        floats: &Arc<Vec<f32>>,
+    ) -> Result<Written, String> {
         // Here, where the trainer does not wait for it.
         if !is_finite(floats) {
-            return Err("the state holds a NaN or an infinity, so no checkpoint is made of it".into());
+            return Err(
+                "the state holds a NaN or an infinity, so no checkpoint is made of it".into()
+            );
         }
         let header = Bytes::from(header);
         let data = Bytes::from_owner(Floats(Arc::clone(floats)));
@@ -214,8 +229,11 @@ impl Clerk {
     /// Removes what `newest` makes superfluous. What can't be removed now will be the next time.
     fn clear(&self, newest: &Name, best: Option<u64>) {
         let result = self.storage.list_folders(name::PREFIX).and_then(|files| {
-            let names = name::to_remove(&Name::all(&files), newest, (self.keep, self.exclusive), best);
-            names.iter().try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
+            let names =
+                name::to_remove(&Name::all(&files), newest, (self.keep, self.exclusive), best);
+            names
+                .iter()
+                .try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
         });
         if let Err(error) = result {
             tracing::warn!(%error, "old checkpoints can't be removed");
@@ -240,7 +258,8 @@ fn header(tensors: &[(&str, usize)], start: usize) -> Vec<u8> {
     let mut at = 0;
     for (name, floats) in tensors.iter().filter(|(_, floats)| *floats > 0) {
         let end = at + floats * size_of::<f32>();
-        let tensor = serde_json::json!({ "dtype": "F32", "shape": [floats], "data_offsets": [at, end] });
+        let tensor =
+            serde_json::json!({ "dtype": "F32", "shape": [floats], "data_offsets": [at, end] });
         fields.insert((*name).into(), tensor);
         at = end;
     }

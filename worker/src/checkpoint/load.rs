@@ -48,8 +48,9 @@ pub(crate) fn restore(
     (parameters, slots): (&mut [f32], &mut [f32]),
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<Restored>, RestoreError> {
-    let mut take =
-        |folder: &Storage, is_new_job| load(folder, facts, (&mut *parameters, &mut *slots), is_new_job);
+    let mut take = |folder: &Storage, is_new_job| {
+        load(folder, facts, (&mut *parameters, &mut *slots), is_new_job)
+    };
     search(places, facts, &mut take, damaged)
 }
 
@@ -76,7 +77,9 @@ fn search(
                 return Ok(Some(Restored { record, name: name.to_string(), ours: true }));
             }
         }
-        if let Some(other) = names.last().filter(|_| !found && places.from.is_none() && !places.exclusive) {
+        if let Some(other) =
+            names.last().filter(|_| !found && places.from.is_none() && !places.exclusive)
+        {
             return Err(RestoreError::Refused(format!(
                 "{own} holds checkpoints of another job, of which {other} is the furthest; to go on from them add \
                  --resume-from {own}, to begin anew name another --checkpoint-dir"
@@ -132,7 +135,9 @@ fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadE
     let middle = parameters.len();
     if manifest.parameters != middle as u64 {
         let had = manifest.parameters;
-        return Err(LoadError::Refused(format!("its model has {had} parameters, and this one has {middle}")));
+        return Err(LoadError::Refused(format!(
+            "its model has {had} parameters, and this one has {middle}"
+        )));
     }
     let mut optimizer = Vec::new();
     for shard in manifest.shards.iter().filter(|shard| shard.start < manifest.parameters) {
@@ -155,7 +160,11 @@ fn is_one(folder: &Storage) -> Result<bool, StorageError> {
 /// Complete checkpoints in `place`, those with the fewest steps first.
 fn names(place: &Storage) -> Result<Vec<Name>, RestoreError> {
     let files = place.list_folders(PREFIX).map_err(unreachable)?;
-    Ok(Name::all(&files).into_iter().filter(|(_, is_complete)| *is_complete).map(|(name, _)| name).collect())
+    Ok(Name::all(&files)
+        .into_iter()
+        .filter(|(_, is_complete)| *is_complete)
+        .map(|(name, _)| name)
+        .collect())
 }
 
 /// The checkpoint that `from` is, or those that are in it, as they were written: of more than one job, or of one that went
@@ -165,7 +174,11 @@ fn newest_first(
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Vec<(String, Storage)>, RestoreError> {
     if is_one(from).map_err(unreachable)? {
-        let name = Path::new(from.address()).file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let name = Path::new(from.address())
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         return Ok(vec![(name, from.clone())]);
     }
     let mut found = Vec::new();

@@ -87,7 +87,12 @@ impl Shard {
 }
 
 impl Manifest {
-    pub(super) fn new(facts: &Facts, state: StateRecord, parts: &[Written], written_at: u64) -> Self {
+    pub(super) fn new(
+        facts: &Facts,
+        state: StateRecord,
+        parts: &[Written],
+        written_at: u64,
+    ) -> Self {
         let (global, per_worker) = match facts.batch {
             Batch::Global(records) => (Some(records), None),
             Batch::PerWorker(records) => (None, Some(records)),
@@ -140,14 +145,18 @@ impl Manifest {
     /// It is torn or changed, or of a version that is not known.
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, String> {
         let text = str::from_utf8(bytes).map_err(|_| "it is no text")?;
-        let (head, digest) = text.rsplit_once(DIGEST).ok_or("it has no digest: it is torn, or none")?;
+        let (head, digest) =
+            text.rsplit_once(DIGEST).ok_or("it has no digest: it is torn, or none")?;
         let whole = format!("{head}}}");
         if digest != format!("{:032x}\"}}", xxh3_128(whole.as_bytes())) {
             return Err("its digest is another one: it was changed".into());
         }
         let manifest: Self = serde_json::from_str(&whole).map_err(|error| error.to_string())?;
         if manifest.format != FORMAT {
-            return Err(format!("its format is `{}`; this program reads `{FORMAT}`", manifest.format));
+            return Err(format!(
+                "its format is `{}`; this program reads `{FORMAT}`",
+                manifest.format
+            ));
         }
         manifest.check_shards()?;
         Ok(manifest)
@@ -159,7 +168,9 @@ impl Manifest {
         for Shard { file, bytes, start, end, .. } in &self.shards {
             let floats = end.checked_sub(*start).filter(|_| *start == at);
             if floats.is_none_or(|floats| floats.saturating_mul(4) > *bytes) {
-                return Err(format!("{file} holds floats {start}..{end} in {bytes} bytes, behind {at}"));
+                return Err(format!(
+                    "{file} holds floats {start}..{end} in {bytes} bytes, behind {at}"
+                ));
             }
             at = *end;
         }
@@ -187,7 +198,8 @@ impl Manifest {
         }
         let same = |(a, b): (&DataFile, &crate::reader::File)| {
             // Where it lies may change, from one machine to another; its order may not.
-            Path::new(&a.path).file_name() == Path::new(&b.path).file_name() && a.records == b.records
+            Path::new(&a.path).file_name() == Path::new(&b.path).file_name()
+                && a.records == b.records
         };
         let files = &facts.dataset.files;
         if self.files.len() != files.len() {
@@ -219,9 +231,9 @@ impl Manifest {
         }
         match facts.max_steps.filter(|max| step >= max) {
             None => Ok(()),
-            Some(max) => {
-                Err(format!("it is at step {step}; --max-steps {max} leaves nothing to train, raise it"))
-            }
+            Some(max) => Err(format!(
+                "it is at step {step}; --max-steps {max} leaves nothing to train, raise it"
+            )),
         }
     }
 }
@@ -273,7 +285,8 @@ pub(super) mod tests {
     }
 
     fn manifest() -> Manifest {
-        let part = |floats: u64| Written { bytes: 128 + 4 * floats, digest: u128::from(floats) << 90 };
+        let part =
+            |floats: u64| Written { bytes: 128 + 4 * floats, digest: u128::from(floats) << 90 };
         Manifest::new(&facts(), record(30), &[part(10), part(10), part(10)], 1_700_000_000)
     }
 
@@ -334,7 +347,10 @@ pub(super) mod tests {
             change(&mut facts);
             manifest().check_options(&facts).err().unwrap_or_default()
         };
-        assert_eq!(refused(|f| (f.epochs, f.max_steps, f.batch) = (2, Some(31), Batch::PerWorker(9))), "");
+        assert_eq!(
+            refused(|f| (f.epochs, f.max_steps, f.batch) = (2, Some(31), Batch::PerWorker(9))),
+            ""
+        );
         assert!(refused(|f| f.epochs = 1).contains("--num-epochs 1"));
         assert!(refused(|f| f.max_steps = Some(30)).contains("--max-steps 30"));
     }

@@ -95,9 +95,13 @@ mod tests {
         let known = name(200, 3, "7f3a9c21");
         assert_eq!(known.to_string(), "step-000000000200-7f3a9c21-g3");
         assert_eq!(Name::parse(&known.to_string()), Some(known));
-        for other in
-            ["", "step-200-7f3a9c21-g3", "step-000000000200-7f3a9c21", "step-000000000200-a-g1-b", "x"]
-        {
+        for other in [
+            "",
+            "step-200-7f3a9c21-g3",
+            "step-000000000200-7f3a9c21",
+            "step-000000000200-a-g1-b",
+            "x",
+        ] {
             assert_eq!(Name::parse(other), None, "{other}");
         }
         assert!(name(9, 9, "b") < name(10, 1, "a") && name(9, 8, "b") < name(9, 9, "a"));
@@ -106,9 +110,14 @@ mod tests {
     #[test]
     fn the_last_ones_are_kept_and_what_is_torn_goes_and_other_runs_stay() {
         let mut files = vec![file("readme".into()), file("old/manifest.json".into())];
-        for (step, run, complete) in
-            [(1, "a", true), (2, "a", true), (3, "a", false), (4, "a", true), (5, "a", true), (6, "a", false)]
-        {
+        for (step, run, complete) in [
+            (1, "a", true),
+            (2, "a", true),
+            (3, "a", false),
+            (4, "a", true),
+            (5, "a", true),
+            (6, "a", false),
+        ] {
             files.push(file(format!("{}/{}", name(step, 1, run), shard(0, 1))));
             files.extend(complete.then(|| file(format!("{}/{MANIFEST}", name(step, 1, run)))));
         }
@@ -116,7 +125,10 @@ mod tests {
         let names = Name::all(&files);
         let removed = |keep| to_remove(&names, &name(5, 1, "a"), (keep, false), None);
         assert_eq!(removed(2), [name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
-        assert_eq!(removed(1), [name(4, 1, "a"), name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
+        assert_eq!(
+            removed(1),
+            [name(4, 1, "a"), name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]
+        );
         assert_eq!(removed(9), [name(3, 1, "a")]);
         // A newer group has gone back to an earlier step; an evicted rank completes a later one.
         for part in [shard(0, 2), MANIFEST.into()] {
@@ -126,7 +138,11 @@ mod tests {
         let with_newer = to_remove(&Name::all(&files), &name(5, 1, "a"), (1, false), None);
         assert_eq!(with_newer, removed(1));
         let with_others = to_remove(&names, &name(5, 1, "a"), (9, true), None);
-        assert_eq!(with_others, [name(3, 1, "a"), name(1, 1, "b")], "of a folder that is this job's own");
+        assert_eq!(
+            with_others,
+            [name(3, 1, "a"), name(1, 1, "b")],
+            "of a folder that is this job's own"
+        );
         let but_the_best = to_remove(&names, &name(5, 1, "a"), (1, false), Some(2));
         assert_eq!(but_the_best, [name(4, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]);
     }

@@ -22,7 +22,8 @@ use crate::storage::Storage;
 
 /// Parameters and slots of step `step`.
 fn state(facts: &Facts, step: u64) -> (Vec<f32>, Vec<f32>) {
-    let floats = |len: usize, of: u64| (0..len).map(|i| (i as u64 * 31 + step * 7 + of) as f32).collect();
+    let floats =
+        |len: usize, of: u64| (0..len).map(|i| (i as u64 * 31 + step * 7 + of) as f32).collect();
     (floats(facts.parameters, 1), floats(facts.slots, 2))
 }
 
@@ -78,7 +79,8 @@ type Outcome = (Result<Option<Restored>, RestoreError>, Vec<(String, String)>);
 /// What a job of `facts` begins with, checked float by float, and what was found damaged.
 fn begin(facts: &Facts, own: Option<&Storage>, from: Option<&Storage>) -> Outcome {
     let places = Places { own: own.cloned(), from: from.cloned(), exclusive: false };
-    let (mut parameters, mut slots) = (vec![f32::NAN; facts.parameters], vec![f32::NAN; facts.slots]);
+    let (mut parameters, mut slots) =
+        (vec![f32::NAN; facts.parameters], vec![f32::NAN; facts.slots]);
     let mut damaged = Vec::new();
     let mut note = |name: &str, reason: &str| damaged.push((name.to_owned(), reason.to_owned()));
     let restored = restore(&places, facts, (&mut parameters, &mut slots), &mut note);
@@ -172,7 +174,8 @@ fn the_last_ones_are_kept_and_attempts_that_came_to_nothing_go() {
     storage.write("step-000000000099-7f3a9c21-g1/shard", vec!["x".into()]).unwrap();
     storage.write("step-000000000001-00000000-g1/manifest.json", vec!["x".into()]).unwrap();
     // As a process leaves it that is killed while it writes.
-    std::fs::write(folder.path().join("kept here/step-000000000027-7f3a9c21-g1/shard#1"), "x").unwrap();
+    std::fs::write(folder.path().join("kept here/step-000000000027-7f3a9c21-g1/shard#1"), "x")
+        .unwrap();
     for step in [26, 28, 30] {
         ranks.write(step).unwrap();
     }
@@ -216,7 +219,10 @@ fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
         if name != name::MANIFEST {
             std::fs::remove_file(&file).unwrap();
             let outcome = begin(&facts(), Some(&storage), None);
-            assert_eq!((step_of(&outcome), outcome.1[0].1.ends_with("it is gone")), (Some(28), true));
+            assert_eq!(
+                (step_of(&outcome), outcome.1[0].1.ends_with("it is gone")),
+                (Some(28), true)
+            );
         }
         std::fs::write(&file, &whole).unwrap();
     }
@@ -258,12 +264,17 @@ fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
     assert_eq!(check(&new, &storage), Ok(()));
     let (_empty, nowhere) = folder();
     let (refused, _) = begin(&new, None, Some(&nowhere));
-    assert!(matches!(&refused, Err(RestoreError::Refused(why)) if why.contains("no whole checkpoint")));
+    assert!(
+        matches!(&refused, Err(RestoreError::Refused(why)) if why.contains("no whole checkpoint"))
+    );
     assert_eq!(check(&new, &nowhere), begin(&new, None, Some(&nowhere)).0.map(drop));
     let other = Facts { parameters: 11, ..new };
     assert_eq!(check(&other, &one), begin(&other, None, Some(&one)).0.map(drop));
     let (refused, _) = begin(&other, None, Some(&one));
-    assert!(matches!(&refused, Err(RestoreError::Refused(why)) if why.contains(&names[0])), "{refused:?}");
+    assert!(
+        matches!(&refused, Err(RestoreError::Refused(why)) if why.contains(&names[0])),
+        "{refused:?}"
+    );
 }
 
 /// A store whose writer is killed after so many bytes: what it was writing is left half-done, and nothing comes after it.
@@ -312,7 +323,11 @@ impl ObjectStore for Dying {
         panic!("these checkpoints are small")
     }
 
-    async fn get_opts(&self, location: &Path, options: GetOptions) -> object_store::Result<GetResult> {
+    async fn get_opts(
+        &self,
+        location: &Path,
+        options: GetOptions,
+    ) -> object_store::Result<GetResult> {
         self.store.get_opts(location, options).await
     }
 
@@ -334,7 +349,12 @@ impl ObjectStore for Dying {
         self.store.list_with_delimiter(prefix).await
     }
 
-    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> object_store::Result<()> {
+    async fn copy_opts(
+        &self,
+        from: &Path,
+        to: &Path,
+        options: CopyOptions,
+    ) -> object_store::Result<()> {
         self.store.copy_opts(from, to, options).await
     }
 }
@@ -352,19 +372,28 @@ fn a_writer_that_dies_at_any_byte_leaves_a_checkpoint_that_is_whole() {
     let (mut at, mut survived) = (0, 0);
     while at <= whole + 2 {
         let store = Arc::new(InMemory::new());
-        let storage = Storage::within(Arc::clone(&store) as Arc<dyn ObjectStore>, Path::default(), "memory");
+        let storage =
+            Storage::within(Arc::clone(&store) as Arc<dyn ObjectStore>, Path::default(), "memory");
         Ranks::new(&storage, facts.clone(), 3, 1).write(28).unwrap();
         let dying = Dying { store: Arc::clone(&store), bytes_left: AtomicI64::new(at) };
         let dies = Storage::within(Arc::new(dying), Path::default(), "dying");
         let written = Ranks::new(&dies, facts.clone(), 3, 1).write(29);
         let outcome = begin(&facts, Some(&storage), None);
-        assert_eq!(step_of(&outcome), Some(if written.is_ok() { 29 } else { 28 }), "killed at {at}");
+        assert_eq!(
+            step_of(&outcome),
+            Some(if written.is_ok() { 29 } else { 28 }),
+            "killed at {at}"
+        );
         survived += u64::from(written.is_err());
         // Another group goes on from there, and clears away.
         let mut next = Ranks { generation: 2, ..Ranks::new(&storage, facts.clone(), 2, 1) };
         next.write(30).unwrap();
         let names: Vec<Name> = Name::all(&storage.list("").unwrap()).into_keys().collect();
-        assert_eq!(names, [Name { step: 30, generation: 2, run: "7f3a9c21".into() }], "killed at {at}");
+        assert_eq!(
+            names,
+            [Name { step: 30, generation: 2, run: "7f3a9c21".into() }],
+            "killed at {at}"
+        );
         at += if whole - at < 8 { 1 } else { (64 << 10).min(whole - at - 4) };
     }
     assert!(survived >= 24, "{survived}");

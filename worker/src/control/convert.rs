@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::{Stall, WireDtype};
-use elasticdl_proto::{FileLimits, FileList, Generation, Ledger, ListedFile, RecordRange, WorkerId, v1};
+use elasticdl_proto::{
+    FileLimits, FileList, Generation, Ledger, ListedFile, RecordRange, WorkerId, v1,
+};
 
 use super::{CheckpointOptions, ValidationOptions, Welcome, Work};
 use crate::apart::Format;
@@ -82,14 +84,19 @@ pub(super) fn decode(message: v1::MasterMessage) -> Option<FromMaster> {
         Kind::Describe(_) => FromMaster::Describe,
         Kind::Drain(v1::Drain { suspend: true }) => FromMaster::Suspend,
         Kind::Drain(_) => FromMaster::Drain,
-        Kind::Fetch(fetch) => FromMaster::Fetch(fetch.donors.iter().map(member).collect::<Option<_>>()?),
+        Kind::Fetch(fetch) => {
+            FromMaster::Fetch(fetch.donors.iter().map(member).collect::<Option<_>>()?)
+        }
         Kind::KeepCheckpoint(_) => FromMaster::KeepCheckpoint,
         Kind::Lease(lease) => FromMaster::Lease(lease.ranges.iter().map(decode_range).collect()),
         Kind::Membership(membership) => {
             let arrived = Instant::now();
             let generation = Generation(membership.generation);
             let members = membership.members.iter().map(member).collect::<Option<_>>()?;
-            FromMaster::Membership(Membership { generation, members, abort: membership.abort }, arrived)
+            FromMaster::Membership(
+                Membership { generation, members, abort: membership.abort },
+                arrived,
+            )
         }
         Kind::Prepare(prepare) => FromMaster::Prepare(decode_dataset(prepare.dataset?)?),
         Kind::Shutdown(shutdown) => FromMaster::Shutdown(shutdown.reason),
@@ -146,7 +153,8 @@ fn decode_dataset(dataset: v1::Dataset) -> Option<Dataset> {
         let file = |f: v1::File| File { path: f.path, records: f.records, version: f.version };
         return Some(Dataset { files: dataset.files.into_iter().map(file).collect() });
     }
-    let unlimited = FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
+    let unlimited =
+        FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
     let list = FileList::unpack(dataset.packed, unlimited).ok()?;
     let file = |f: ListedFile| File { path: f.path, records: f.records, version: f.version };
     Some(Dataset { files: list.iter().map(file).collect() })
@@ -158,7 +166,10 @@ fn encode_dataset(dataset: Dataset) -> Result<v1::Dataset, String> {
     let bytes: usize = files.iter().map(|f| f.path.len()).sum();
     if bytes < FILES_PACKED_FROM {
         let file = |f: File| v1::File { path: f.path, records: f.records, version: f.version };
-        return Ok(v1::Dataset { files: files.into_iter().map(file).collect(), ..v1::Dataset::default() });
+        return Ok(v1::Dataset {
+            files: files.into_iter().map(file).collect(),
+            ..v1::Dataset::default()
+        });
     }
     let packed = FileList::pack(files.iter().map(|f| ListedFile {
         path: f.path.clone(),
@@ -203,24 +214,36 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
         Report::Evaluated { step, records, means } => {
             Kind::Evaluated(v1::Evaluated { step, records, metrics: means.into_iter().collect() })
         }
-        Report::Formed { generation, step, ledger } => {
-            Kind::Formed(v1::Formed { generation: generation.0, step, ledger: Some(encode_ledger(&ledger)) })
-        }
+        Report::Formed { generation, step, ledger } => Kind::Formed(v1::Formed {
+            generation: generation.0,
+            step,
+            ledger: Some(encode_ledger(&ledger)),
+        }),
         Report::Holding { step, ranges } => {
             Kind::Holding(v1::Holding { step, ranges: ranges.iter().map(encode_range).collect() })
         }
         Report::Primed { step } => Kind::Primed(v1::Primed { step }),
-        Report::LeaseRequest { epoch, records } => Kind::LeaseRequest(v1::LeaseRequest { epoch, records }),
+        Report::LeaseRequest { epoch, records } => {
+            Kind::LeaseRequest(v1::LeaseRequest { epoch, records })
+        }
     }
 }
 
 fn encode_checkpoint(news: CheckpointNews) -> v1::checkpoint_news::Kind {
     use v1::checkpoint_news::Kind;
     match news {
-        CheckpointNews::Damaged { name, reason } => Kind::Damaged(v1::CheckpointDamaged { name, reason }),
-        CheckpointNews::Failed { step, error } => Kind::Failed(v1::CheckpointFailed { step, error }),
-        CheckpointNews::Restored { step, name } => Kind::Restored(v1::CheckpointRestored { step, name }),
-        CheckpointNews::Saved { step, name, bytes } => Kind::Saved(v1::CheckpointSaved { step, name, bytes }),
+        CheckpointNews::Damaged { name, reason } => {
+            Kind::Damaged(v1::CheckpointDamaged { name, reason })
+        }
+        CheckpointNews::Failed { step, error } => {
+            Kind::Failed(v1::CheckpointFailed { step, error })
+        }
+        CheckpointNews::Restored { step, name } => {
+            Kind::Restored(v1::CheckpointRestored { step, name })
+        }
+        CheckpointNews::Saved { step, name, bytes } => {
+            Kind::Saved(v1::CheckpointSaved { step, name, bytes })
+        }
     }
 }
 

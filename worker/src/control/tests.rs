@@ -63,7 +63,10 @@ impl Master for Desk {
         Ok(Response::new(UnboundedReceiverStream::new(incoming)))
     }
 
-    async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
+    async fn status(
+        &self,
+        _: Request<v1::StatusRequest>,
+    ) -> Result<Response<v1::StatusReply>, Status> {
         Err(Status::unimplemented("nobody asks"))
     }
 
@@ -74,7 +77,10 @@ impl Master for Desk {
         Err(Status::unimplemented("nobody asks"))
     }
 
-    async fn scale(&self, _: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleReply>, Status> {
+    async fn scale(
+        &self,
+        _: Request<v1::ScaleRequest>,
+    ) -> Result<Response<v1::ScaleReply>, Status> {
         Err(Status::unimplemented("nobody asks"))
     }
 }
@@ -94,11 +100,17 @@ impl Stage {
     /// One that is known by the returned certificate, under the name `master`.
     fn over_tls() -> (Self, String) {
         let key = rcgen::KeyPair::generate().unwrap();
-        let shown =
-            rcgen::CertificateParams::new(["master".into()]).unwrap().self_signed(&key).unwrap().pem();
+        let shown = rcgen::CertificateParams::new(["master".into()])
+            .unwrap()
+            .self_signed(&key)
+            .unwrap()
+            .pem();
         let identity = tonic::transport::Identity::from_pem(&shown, key.serialize_pem());
         let config = tonic::transport::ServerTlsConfig::new().identity(identity);
-        (Self::with(usize::MAX, tonic::transport::Server::builder().tls_config(config).unwrap()), shown)
+        (
+            Self::with(usize::MAX, tonic::transport::Server::builder().tls_config(config).unwrap()),
+            shown,
+        )
     }
 
     fn with(refuse_from: usize, mut server: tonic::transport::Server) -> Self {
@@ -124,10 +136,16 @@ impl Stage {
             master_timeout: Duration::from_secs(60),
         };
         std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
-                let incoming = TcpListenerStream::new(tokio::net::TcpListener::from_std(listener).unwrap());
-                server.add_service(MasterServer::new(desk)).serve_with_incoming(incoming).await.unwrap();
+                let incoming =
+                    TcpListenerStream::new(tokio::net::TcpListener::from_std(listener).unwrap());
+                server
+                    .add_service(MasterServer::new(desk))
+                    .serve_with_incoming(incoming)
+                    .await
+                    .unwrap();
             });
         });
         Self { environment, said, streams, incarnation }
@@ -147,7 +165,9 @@ impl Stage {
     }
 
     fn tell(&self, number: usize, told: Told) {
-        self.streams.lock().unwrap()[&number].send(Ok(v1::MasterMessage { kind: Some(told) })).unwrap();
+        self.streams.lock().unwrap()[&number]
+            .send(Ok(v1::MasterMessage { kind: Some(told) }))
+            .unwrap();
     }
 
     fn end(&self, number: usize) {
@@ -180,7 +200,8 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
     assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
     stage.end(0);
     assert_eq!(control.inbox.recv().unwrap(), FromMaster::Reconnected);
-    let resume = v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5), incarnation: 2 };
+    let resume =
+        v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5), incarnation: 2 };
     assert_eq!(stage.next(), (1, stage.hello(Some(resume))));
     // The trainer has not looked into its inbox yet.
     control.outbox.send(asks(0));
@@ -195,7 +216,12 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
 #[test]
 fn a_master_that_does_not_want_this_worker_ends_its_search_and_one_that_is_silent_does_not() {
     let stage = Stage::new(0);
-    let me = Some(v1::Resume { worker: 7, membership: Some(heard(4)), parameters: Some(5), incarnation: 2 });
+    let me = Some(v1::Resume {
+        worker: 7,
+        membership: Some(heard(4)),
+        parameters: Some(5),
+        incarnation: 2,
+    });
     let door = Door { environment: stage.environment, address: Stage::address(), me };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let refused = runtime.block_on(door.search()).err().unwrap();
@@ -237,7 +263,10 @@ fn over_tls_a_master_is_known_by_ca_and_name_and_by_nothing_else() {
     assert_eq!(open(Some((&ca, "master"))), Ok(()));
     assert_eq!(stage.next(), (0, stage.hello(None)));
     let why = open(Some((&other, "master"))).unwrap_err();
-    assert!(why.contains("invalid peer certificate") && why.contains(&stage.environment.master), "{why}");
+    assert!(
+        why.contains("invalid peer certificate") && why.contains(&stage.environment.master),
+        "{why}"
+    );
     let why = open(Some((&ca, "cifar-master"))).unwrap_err();
     assert!(why.contains("not valid for name \"cifar-master\""), "{why}");
     assert!(open(None).is_err());

@@ -193,7 +193,13 @@ impl Checkpoints {
     }
 
     /// Begins one of `step`, which was just committed by the group of `generation`.
-    pub fn begin(&mut self, step: u64, generation: Generation, members: &[WorkerId], now: Duration) {
+    pub fn begin(
+        &mut self,
+        step: u64,
+        generation: Generation,
+        members: &[WorkerId],
+        now: Duration,
+    ) {
         let Some(rank) = members.iter().position(|m| *m == self.me) else { return };
         (self.asked, self.overdue, self.busy) = (false, false, true);
         self.current = Some(Current {
@@ -212,8 +218,7 @@ impl Checkpoints {
         let since = *self.base_at.get_or_insert(now);
         let is_first = self.complete.is_none() && self.failed.is_none();
         let after = |time: Duration| if is_first { time.min(FIRST_AFTER) } else { time };
-        self.overdue |=
-            matches!(self.every, Some(Every::Time(time)) if now.saturating_sub(since) >= after(time));
+        self.overdue |= matches!(self.every, Some(Every::Time(time)) if now.saturating_sub(since) >= after(time));
     }
 
     /// A new group has formed. Whose member is lost is not completed any more, unless only the first one's work is left.
@@ -527,7 +532,10 @@ mod tests {
         // A new group's first round is a talk.
         let words: Vec<Word> = ranks.ranks.iter().map(|(_, c)| c.word(26)).collect();
         let members = ranks.members();
-        ranks.ranks.iter_mut().for_each(|(_, c)| c.heard(&members, &words.iter().collect::<Vec<_>>()));
+        ranks
+            .ranks
+            .iter_mut()
+            .for_each(|(_, c)| c.heard(&members, &words.iter().collect::<Vec<_>>()));
         ranks.step_to(36);
         assert_eq!(ranks.begun, [35]);
     }

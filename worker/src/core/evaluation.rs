@@ -121,7 +121,13 @@ mod tests {
     use super::*;
 
     fn plan() -> Plan {
-        Plan { records: 1000, every: Some(10), metric: "loss".into(), highest: false, patience: Some(2) }
+        Plan {
+            records: 1000,
+            every: Some(10),
+            metric: "loss".into(),
+            highest: false,
+            patience: Some(2),
+        }
     }
 
     fn means(loss: f64) -> BTreeMap<String, f64> {
@@ -149,7 +155,10 @@ mod tests {
             (40, f64::NEG_INFINITY, 20, true),
         ] {
             plan.note(&mut known, step, &means(loss));
-            assert_eq!((known.at, known.best.unwrap().0, plan.gives_up(&known)), (step, best, gives_up));
+            assert_eq!(
+                (known.at, known.best.unwrap().0, plan.gives_up(&known)),
+                (step, best, gives_up)
+            );
         }
         plan.note(&mut known, 50, &means(1.0));
         assert_eq!(known, Evaluation { at: 50, best: Some((50, 1.0)), stale: 0 });
@@ -169,7 +178,8 @@ mod tests {
                 let first_block = share.start;
                 Scores { records: 1000, first_block, blocks: share.map(score).collect() }
             };
-            plan.combine(&(0..world_size).map(scores).collect::<Vec<_>>()).unwrap()["loss"].to_bits()
+            plan.combine(&(0..world_size).map(scores).collect::<Vec<_>>()).unwrap()["loss"]
+                .to_bits()
         };
         assert!((1..9).all(|world_size| combined(world_size) == combined(1)));
         let records: Vec<u64> = (0..4).flat_map(|block| plan.block(block)).collect();

@@ -52,9 +52,11 @@ pub fn explain(step: u64, members: &[WorkerId], halts: &[Option<&Halt>]) -> Opti
     });
     let mut parts: Vec<String> = errors.take(RANKS_NAMED_MAX).collect();
     if said().any(|(_, halt)| halt.reason == Reason::Nonfinite) {
-        let at_fault = said().filter(|(_, halt)| halt.reason == Reason::Nonfinite && !halt.ranges.is_empty());
-        let at_fault: Vec<String> =
-            at_fault.map(|(rank, halt)| format!("{} with {}", name(rank), records(&halt.ranges))).collect();
+        let at_fault =
+            said().filter(|(_, halt)| halt.reason == Reason::Nonfinite && !halt.ranges.is_empty());
+        let at_fault: Vec<String> = at_fault
+            .map(|(rank, halt)| format!("{} with {}", name(rank), records(&halt.ranges)))
+            .collect();
         let of = match at_fault.is_empty() {
             true => "every rank's own gradient is finite, so their sum has overflowed (what travels as f16 \
                      is infinite above 65504)"
@@ -97,7 +99,8 @@ mod tests {
     const MEMBERS: [WorkerId; 3] = [WorkerId(4), WorkerId(7), WorkerId(9)];
 
     fn nonfinite(ranges: &[(u64, u64)]) -> Halt {
-        let ranges = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
+        let ranges =
+            ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
         Halt { reason: Reason::Nonfinite, ranges }
     }
 
@@ -115,12 +118,16 @@ mod tests {
     fn a_sum_that_overflows_is_no_ranks_fault() {
         let good = nonfinite(&[]);
         let text = explain(0, &MEMBERS, &[Some(&good); 3]).unwrap();
-        assert!(text.contains("of step 1 is not finite: every rank's own gradient is finite"), "{text}");
+        assert!(
+            text.contains("of step 1 is not finite: every rank's own gradient is finite"),
+            "{text}"
+        );
     }
 
     #[test]
     fn an_error_names_its_rank_and_long_lists_are_cut() {
-        let error = Halt { reason: Reason::Error("data.csv has changed".into()), ranges: Vec::new() };
+        let error =
+            Halt { reason: Reason::Error("data.csv has changed".into()), ranges: Vec::new() };
         let text = explain(5, &MEMBERS, &[None, None, Some(&error)]);
         assert_eq!(text.as_deref(), Some("rank 2 (worker 9): data.csv has changed"));
         assert_eq!(explain(5, &MEMBERS, &[None; 3]), None);
@@ -128,7 +135,9 @@ mod tests {
         let many = nonfinite(&many);
         let text = explain(5, &[], &vec![Some(&many); 1000]).unwrap();
         assert!(
-            text.len() < 4096 && text.contains("and 996 ranges more") && text.contains("and 992 more"),
+            text.len() < 4096
+                && text.contains("and 996 ranges more")
+                && text.contains("and 992 more"),
             "{text}"
         );
     }

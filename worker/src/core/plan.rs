@@ -74,8 +74,9 @@ fn split(records: u64, ranks: &[Holding]) -> Vec<u64> {
             share.saturating_sub(r.pending).min(r.held)
         })
         .collect();
-    let total =
-        |quotas: &[u64]| -> u64 { quotas.iter().sum::<u64>() + ranks.iter().map(|r| r.pending).sum::<u64>() };
+    let total = |quotas: &[u64]| -> u64 {
+        quotas.iter().sum::<u64>() + ranks.iter().map(|r| r.pending).sum::<u64>()
+    };
     // Pending gradients alone may fill the step, or more: they can't be split.
     while total(&quotas) < records {
         let short = records - total(&quotas);
@@ -132,7 +133,8 @@ mod tests {
 
     #[test]
     fn pending_gradients_count_and_are_topped_up() {
-        let ranks = [Holding { pending: 3, held: 9 }, Holding { pending: 3, held: 9 }, Holding::default()];
+        let ranks =
+            [Holding { pending: 3, held: 9 }, Holding { pending: 3, held: 9 }, Holding::default()];
         assert_eq!(quotas(Batch::Global(9), 1000, &ranks), Some(vec![2, 1, 0]));
         let over = [Holding { pending: 20, held: 9 }, Holding { pending: 0, held: 9 }];
         assert_eq!(quotas(Batch::Global(9), 1000, &over), Some(vec![0, 0]));
@@ -152,7 +154,11 @@ mod tests {
                         };
                         assert!(plan[0] <= a && plan[1] <= b);
                         let total = plan[0] + plan[1] + pending;
-                        assert_eq!(total, batch.max(pending).min(at_hand), "{ranks:?} {batch} {plan:?}");
+                        assert_eq!(
+                            total,
+                            batch.max(pending).min(at_hand),
+                            "{ranks:?} {batch} {plan:?}"
+                        );
                     }
                 }
             }

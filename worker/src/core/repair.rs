@@ -45,14 +45,16 @@ impl Repair {
         };
         let tops = at(step);
         let digest = |rank: usize| states[rank].map(|s| s.digest);
-        let differing: Vec<usize> = tops.iter().copied().filter(|&r| digest(r) != digest(tops[0])).collect();
+        let differing: Vec<usize> =
+            tops.iter().copied().filter(|&r| digest(r) != digest(tops[0])).collect();
         if !differing.is_empty() {
             return Err(Mismatch { step, ranks: differing, from: tops[0] });
         }
         let donor = tops.iter().copied().find(|&r| states[r].is_some_and(|s| s.kept));
         let behind = step.checked_sub(1).map(at).unwrap_or_default();
         let result = donor.filter(|_| !behind.is_empty()).map(|donor| (donor, behind.clone()));
-        let served = |rank: usize| tops.contains(&rank) || (result.is_some() && behind.contains(&rank));
+        let served =
+            |rank: usize| tops.contains(&rank) || (result.is_some() && behind.contains(&rank));
         let takers: Vec<usize> = (0..states.len()).filter(|&r| !served(r)).collect();
         let state = (!takers.is_empty()).then(|| (tops[0], takers));
         Ok(Self { step: Some(step), result, state })
@@ -76,7 +78,12 @@ mod tests {
     use super::*;
 
     fn header(state: Option<(u64, u64, bool)>) -> SyncHeader {
-        let state = state.map(|(step, digest, kept)| StateHeader { step, digest, kept, was_in_group: true });
+        let state = state.map(|(step, digest, kept)| StateHeader {
+            step,
+            digest,
+            kept,
+            was_in_group: true,
+        });
         SyncHeader { state, swap: Default::default() }
     }
 
@@ -100,7 +107,10 @@ mod tests {
             header(Some((7, 2, true))),
         ];
         let plan = Repair::plan(&headers);
-        assert_eq!(plan, Ok(Repair { step: Some(7), result: Some((1, vec![0])), state: Some((1, vec![2])) }));
+        assert_eq!(
+            plan,
+            Ok(Repair { step: Some(7), result: Some((1, vec![0])), state: Some((1, vec![2])) })
+        );
     }
 
     #[test]

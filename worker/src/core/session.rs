@@ -23,7 +23,9 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use self::fetch::Fetch;
-pub use self::words::{Exit, JobPlan, Membership, Misfit, Progress, Report, State, StepTimes, Task};
+pub use self::words::{
+    Exit, JobPlan, Membership, Misfit, Progress, Report, State, StepTimes, Task,
+};
 use crate::core::checkpoint::{self, Checkpoints, Last};
 use crate::core::evaluation::Evaluation;
 use crate::core::halt::{Ending, Halt};
@@ -173,7 +175,8 @@ impl Session {
             Phase::Alone | Phase::Over { told: true, .. } => Task::Wait,
             Phase::Ended(exit) => Task::Exit(exit.clone()),
             Phase::Evaluating { group, .. } => {
-                let plan = self.job.evaluation.as_ref().expect("there is a plan where it is evaluated");
+                let plan =
+                    self.job.evaluation.as_ref().expect("there is a plan where it is evaluated");
                 Task::Evaluate(plan.share(group.rank, group.members.len()))
             }
             Phase::Fetching => {
@@ -235,7 +238,8 @@ impl Session {
     /// The links of the membership stand.
     pub fn connected(&mut self) {
         if let Phase::Joining(membership) = &self.phase {
-            let rank = membership.rank_of(self.me).expect("only memberships with this worker are joined");
+            let rank =
+                membership.rank_of(self.me).expect("only memberships with this worker are joined");
             let members: Vec<WorkerId> = membership.members.iter().map(|(id, _)| *id).collect();
             self.swap.regrouped(&members);
             let group = Group { generation: membership.generation, members, rank };
@@ -279,7 +283,8 @@ impl Session {
         if let Phase::Syncing(group) = &self.phase {
             self.swap.synced(&headers.iter().map(|h| h.swap).collect::<Vec<_>>())?;
             let repair = Repair::plan(&swapping::without_misfits(headers))?;
-            let takes = repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
+            let takes =
+                repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
             // Survivors of a failure differ by one step at most, so this rank was away; what it has consumed of its
             // leases is known to nobody. A new worker in its place starts from nothing. (One that only has fetched has
             // consumed none.)
@@ -319,7 +324,8 @@ impl Session {
             evaluation,
             steps_skipped,
         } = record;
-        let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated) else {
+        let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated)
+        else {
             return false;
         };
         self.state = Some(State { step, ledger, records_trained, evaluation, steps_skipped });
@@ -526,7 +532,8 @@ impl Session {
 
     fn at_end(&self) -> bool {
         self.state.as_ref().is_some_and(|s| {
-            s.ledger.epoch() >= self.job.epochs || self.job.max_steps.is_some_and(|max| s.step >= max)
+            s.ledger.epoch() >= self.job.epochs
+                || self.job.max_steps.is_some_and(|max| s.step >= max)
         }) || self.stops_early()
     }
 
@@ -550,7 +557,10 @@ impl Session {
             && self.checkpoints.are_kept()
             && checkpoint::last(&words, self.step()) != Last::Nothing;
         let is_free = checkpoint::last(&words, self.step()) == Last::Begin;
-        if last == Last::Begin || (best && is_free) || (committed.is_some() && checkpoint::begins(&words)) {
+        if last == Last::Begin
+            || (best && is_free)
+            || (committed.is_some() && checkpoint::begins(&words))
+        {
             let (step, generation) = (self.step(), group.generation);
             self.checkpoints.begin(step, generation, &group.members, committed.unwrap_or_default());
         }

@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut,
-    DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+    CudaContext, CudaFunction, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr,
+    DevicePtrMut, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
 };
 use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use elasticdl_collective::device::{Device, DeviceError};
@@ -201,7 +201,13 @@ impl Kernels {
         let Self { stream, functions, parts, few, sums, .. } = self;
         for (turn, (slice, start)) in slices.iter().zip(starts).enumerate() {
             let all = threads(slice.len());
-            fold(stream, &functions.digests, (slice.device_ptr(stream), slice.len(), start), parts, all)?;
+            fold(
+                stream,
+                &functions.digests,
+                (slice.device_ptr(stream), slice.len(), start),
+                parts,
+                all,
+            )?;
             fold(stream, &functions.word_sums, (parts.device_ptr(stream), all, 0), few, FEW)?;
             let mut sum = sums.slice_mut(turn..turn + 1);
             fold(stream, &functions.word_sums, (few.device_ptr(stream), FEW, 0), &mut sum, 1)?;
@@ -221,7 +227,9 @@ impl Kernels {
         let mut sum = sums.slice_mut(..1);
         fold(stream, &functions.word_sums, (few.device_ptr(stream), FEW, 0), &mut sum, 1)?;
         let mut found = [0];
-        stream.memcpy_dtoh(&sums.slice(..1), &mut found[..]).map_err(cuda("copy a count to the host"))?;
+        stream
+            .memcpy_dtoh(&sums.slice(..1), &mut found[..])
+            .map_err(cuda("copy a count to the host"))?;
         stream.synchronize().map_err(cuda("come to the end of its work"))?;
         Ok(found == [0])
     }
@@ -244,8 +252,11 @@ impl Functions {
     fn load(context: &Arc<CudaContext>) -> Result<Self, String> {
         find_compiler()?;
         // Of the oldest GPU that the compiler knows: the driver makes the best of it for its own.
-        let options =
-            CompileOptions { fmad: Some(false), name: Some("kernels.cu".into()), ..Default::default() };
+        let options = CompileOptions {
+            fmad: Some(false),
+            name: Some("kernels.cu".into()),
+            ..Default::default()
+        };
         let compiled = compile_ptx_with_opts(SOURCE, options).map_err(|error| match error {
             CompileError::CompileError { log, .. } => {
                 format!("NVRTC could not compile elasticdl's kernels: {}", log.to_string_lossy())
@@ -256,7 +267,9 @@ impl Functions {
             format!("the GPU's driver does not take what NVRTC compiles ({error}); NVRTC may not be newer than the driver")
         })?;
         let load = |name: &str| {
-            module.load_function(name).map_err(|error| format!("the kernel {name} can't be loaded: {error}"))
+            module
+                .load_function(name)
+                .map_err(|error| format!("the kernel {name} can't be loaded: {error}"))
         };
         Ok(Self {
             adam_w: load("adam_w")?,
@@ -285,7 +298,17 @@ impl AdamW {
     fn fill(self, step: Step) -> Step {
         let Self { keep, beta1, beta2, rest1, rest2, rate, correction, epsilon } = self;
         let (decay_or_keep, momentum_or_beta1) = (keep, beta1);
-        Step { rate, decay_or_keep, momentum_or_beta1, beta2, rest1, rest2, correction, epsilon, ..step }
+        Step {
+            rate,
+            decay_or_keep,
+            momentum_or_beta1,
+            beta2,
+            rest1,
+            rest2,
+            correction,
+            epsilon,
+            ..step
+        }
     }
 }
 
@@ -352,7 +375,8 @@ fn find_compiler() -> Result<(), String> {
 const SOURCE: &str = include_str!("kernels.cu");
 
 /// In the order in which cudarc looks.
-const COMPILER_NAMES: [&str; 4] = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11"];
+const COMPILER_NAMES: [&str; 4] =
+    ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11"];
 
 /// Threads of a block.
 const BLOCK: usize = 256;

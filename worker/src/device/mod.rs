@@ -98,7 +98,11 @@ impl DeviceGradients<'_> {
     ///
     /// # Panics
     /// If they are not as many, or not all there.
-    pub fn add(&mut self, range: Range<usize>, values: &CudaView<'_, f32>) -> Result<(), DeviceError> {
+    pub fn add(
+        &mut self,
+        range: Range<usize>,
+        values: &CudaView<'_, f32>,
+    ) -> Result<(), DeviceError> {
         self.kernels.add(values, &mut self.sum.slice_mut(range))
     }
 }

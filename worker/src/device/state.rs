@@ -85,7 +85,9 @@ impl DeviceState {
         let mut floats = vec![0.0; len];
         if len > 0 {
             let stream = self.stream();
-            stream.memcpy_dtoh(&slice.slice(..len), &mut floats).map_err(cuda("copy to the host"))?;
+            stream
+                .memcpy_dtoh(&slice.slice(..len), &mut floats)
+                .map_err(cuda("copy to the host"))?;
             stream.synchronize().map_err(cuda("copy to the host"))?;
         }
         Ok(Arc::new(floats))
@@ -104,7 +106,12 @@ impl DeviceState {
     }
 
     /// Takes a part of a tensor's values, from element `at` on, from the host.
-    pub(crate) fn load_at(&mut self, tensor: Tensor, at: usize, floats: &[f32]) -> Result<(), DeviceError> {
+    pub(crate) fn load_at(
+        &mut self,
+        tensor: Tensor,
+        at: usize,
+        floats: &[f32],
+    ) -> Result<(), DeviceError> {
         let stream = self.stream().clone();
         let mut part = self.slice(tensor).slice_mut(at..at + floats.len());
         stream.memcpy_htod(floats, &mut part).map_err(cuda("copy from the host"))?;

@@ -10,8 +10,8 @@ use elasticdl_collective::{Position, StateSender, Visitor};
 use elasticdl_proto::Generation;
 
 use super::{
-    AHEAD_MAX, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, KIND_TIP, PART_FLOATS_MAX, Parcel, PartNote,
-    Snapshot, StateNote, digest,
+    AHEAD_MAX, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, KIND_TIP, PART_FLOATS_MAX, Parcel,
+    PartNote, Snapshot, StateNote, digest,
 };
 use crate::core::header;
 use crate::core::header::StateRecord;
@@ -72,7 +72,9 @@ impl Delivery {
                     drop(self);
                     return sender.finish();
                 }
-                Err(error) => tracing::info!(newcomer = self.newcomer, %error, "a newcomer is gone"),
+                Err(error) => {
+                    tracing::info!(newcomer = self.newcomer, %error, "a newcomer is gone")
+                }
             }
             drop(sender);
             match self.links.recv_timeout(RETURN_WINDOW) {
@@ -117,7 +119,8 @@ impl Delivery {
 
     /// Sends from the newcomer's position on what is not sent of the snapshot.
     fn send_snapshot(&mut self, sender: &mut StateSender) -> io::Result<()> {
-        let Some(snapshot) = self.snapshot.clone().filter(|_| self.sent_floats < self.floats) else {
+        let Some(snapshot) = self.snapshot.clone().filter(|_| self.sent_floats < self.floats)
+        else {
             return Ok(());
         };
         let (parameters, slots) = snapshot.tensors.wait();
@@ -146,7 +149,8 @@ impl Delivery {
             Some(Position { floats, step, .. }) if floats == self.floats as u64 => {
                 self.sent_floats = self.floats;
                 self.snapshot = None;
-                let applied = self.results.iter().take_while(|result| is_before(result, step)).count();
+                let applied =
+                    self.results.iter().take_while(|result| is_before(result, step)).count();
                 self.results.drain(..applied);
                 self.first_step += applied as u64;
                 step == self.first_step
@@ -175,7 +179,10 @@ impl Delivery {
         self.snapshot = None;
         // A newcomer that never says what it has applied can't come again, and takes no more memory than others.
         while self.sent_results > 0
-            && self.results.front().is_some_and(|r| is_before(r, step) || self.results.len() > AHEAD_MAX)
+            && self
+                .results
+                .front()
+                .is_some_and(|r| is_before(r, step) || self.results.len() > AHEAD_MAX)
         {
             self.results.pop_front();
             self.sent_results -= 1;

@@ -191,7 +191,8 @@ fn the_trainer_gets_its_buffers_back_and_newcomers_of_one_step_share_a_snapshot(
     let mut donor = Donor::new(WATCHDOG);
     let ends = ends();
     let mut source = visit(&mut donor, &ends, None);
-    let third = Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 3, Secret::new("open sesame"));
+    let third =
+        Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 3, Secret::new("open sesame"));
     let mut other = visit(&mut donor, &[ends.into_iter().next().unwrap(), third.unwrap()], None);
     let parameters = Arc::new(vec![1.0; LEN]);
     // However large it is, there is room for one.

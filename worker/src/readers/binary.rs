@@ -88,7 +88,8 @@ mod tests {
 
     #[test]
     fn records_follow_one_another() {
-        let folder = folder(&[("a.bin", b"aabbcc"), ("b.bin", b""), ("c.bin", b"dd"), ("d.txt", b"odd")]);
+        let folder =
+            folder(&[("a.bin", b"aabbcc"), ("b.bin", b""), ("c.bin", b"dd"), ("d.txt", b"odd")]);
         let mut records = FixedRecords::new(2).extensions(&["bin"]);
         let dataset = records.describe(folder.path().to_str().unwrap()).unwrap();
         assert_eq!(dataset.files.iter().map(|file| file.records).collect::<Vec<_>>(), [3, 1]);
@@ -102,7 +103,8 @@ mod tests {
         let folder = folder(&[("a", b"aabbc")]);
         let path = folder.path().join("a").to_str().unwrap().to_owned();
         let error = FixedRecords::new(2).describe(&path).unwrap_err();
-        let text = format!("{path}: 5 bytes where a multiple of the record's 2 should be: 1 too many");
+        let text =
+            format!("{path}: 5 bytes where a multiple of the record's 2 should be: 1 too many");
         assert_eq!(error.to_string(), text);
     }
 
@@ -112,7 +114,10 @@ mod tests {
         let source = folder.path().to_str().unwrap();
         let error = FixedRecords::new(2).describe(source).unwrap_err();
         assert_eq!(error.to_string(), format!("{source}: no record of 2 bytes"));
-        assert!(matches!(FixedRecords::new(2).describe("/nowhere/at all"), Err(DataError::Io { .. })));
+        assert!(matches!(
+            FixedRecords::new(2).describe("/nowhere/at all"),
+            Err(DataError::Io { .. })
+        ));
     }
 
     #[test]
@@ -120,6 +125,9 @@ mod tests {
         let folder = folder(&[("a", b"aabb")]);
         let path = folder.path().join("a").to_str().unwrap().to_owned();
         let error = FixedRecords::new(2).read(&File::new(path, 3), 1..3).unwrap_err();
-        assert!(error.to_string().contains("4 bytes where data was to be read up to byte 6"), "{error}");
+        assert!(
+            error.to_string().contains("4 bytes where data was to be read up to byte 6"),
+            "{error}"
+        );
     }
 }

@@ -85,7 +85,8 @@ impl Blocks {
         let Some(start) = wanted.clone().find(|index| !blocks.contains_key(index)) else {
             return wanted.end..wanted.end;
         };
-        let end = (start..wanted.end).find(|index| blocks.contains_key(index)).unwrap_or(wanted.end);
+        let end =
+            (start..wanted.end).find(|index| blocks.contains_key(index)).unwrap_or(wanted.end);
         blocks.extend((start..end).map(|index| (index, Slot::Claimed)));
         start..end
     }
@@ -123,8 +124,9 @@ impl State {
     fn note(&mut self, object: &Path, index: u64) -> Range<u64> {
         self.looks += 1;
         let looks = self.looks;
-        let is_of =
-            |stream: &Stream| stream.object == object && (stream.next == index || stream.next == index + 1);
+        let is_of = |stream: &Stream| {
+            stream.object == object && (stream.next == index || stream.next == index + 1)
+        };
         let Some(stream) = self.streams.iter_mut().find(|stream| is_of(stream)) else {
             return self.begin(object, index);
         };
@@ -133,9 +135,11 @@ impl State {
             return 0..0;
         }
         stream.next = index + 1;
-        let recent = self.streams.iter().filter(|s| looks - s.looked_at < STREAM_LOOKS).count() as u64;
+        let recent =
+            self.streams.iter().filter(|s| looks - s.looked_at < STREAM_LOOKS).count() as u64;
         let most = (BLOCKS_MAX as u64 / 2 / recent).clamp(1, WINDOW_MAX);
-        let stream = self.streams.iter_mut().find(|stream| is_of(stream)).expect("it was just found");
+        let stream =
+            self.streams.iter_mut().find(|stream| is_of(stream)).expect("it was just found");
         stream.window = (stream.window * 4).min(most);
         let (begins, ends) = (stream.asked.max(stream.next), stream.next + stream.window);
         // A few large requests rather than one for each block.
@@ -155,7 +159,13 @@ impl State {
         // Who begins at an object's beginning mostly reads it all.
         let window = if index == 0 { WINDOW_FIRST } else { 1 };
         let (next, asked) = (index + 1, index + 1 + window);
-        self.streams.push(Stream { object: object.into(), next, window, asked, looked_at: self.looks });
+        self.streams.push(Stream {
+            object: object.into(),
+            next,
+            window,
+            asked,
+            looked_at: self.looks,
+        });
         next..asked
     }
 

@@ -86,7 +86,8 @@ impl CsvRows {
             return Err(files::malformed(path, "compressed with gzip: unpack it first"));
         }
         let places = self.places(&header).map_err(|reason| error_at(path, 0, reason))?;
-        let mut index = Index { bytes, rows: 0, positions: Vec::new(), columns: header.len(), places };
+        let mut index =
+            Index { bytes, rows: 0, positions: Vec::new(), columns: header.len(), places };
         let mut record = ByteRecord::new();
         while next(path, &mut rows, &room, &mut record)? {
             let position = record.position().expect("a record that was read has a position");
@@ -101,8 +102,9 @@ impl CsvRows {
 
     /// For each wanted column its place in the header.
     fn places(&self, header: &ByteRecord) -> Result<Vec<usize>, String> {
-        let names =
-            || files::shown(&header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", "));
+        let names = || {
+            files::shown(&header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", "))
+        };
         let place = |(name, _): &(String, Kind)| {
             let mut places = (0..header.len()).filter(|&place| header[place] == *name.as_bytes());
             match (places.next(), places.next()) {
@@ -123,19 +125,23 @@ impl CsvRows {
     fn row(&self, record: &ByteRecord, index: &Index) -> Result<Row, String> {
         index.check_width(record)?;
         let value = |((name, kind), &place): (&(String, Kind), &usize)| {
-            let text =
-                std::str::from_utf8(&record[place]).map_err(|_| format!("column {name:?} is not UTF-8"))?;
+            let text = std::str::from_utf8(&record[place])
+                .map_err(|_| format!("column {name:?} is not UTF-8"))?;
             let shown = || files::shown(text);
             match kind {
                 Kind::F32 => match text.trim().parse::<f32>() {
                     Ok(number) if number.is_finite() => Ok(Value::F32(number)),
-                    _ => Err(format!("column {name:?} is \"{}\" where a finite number should be", shown())),
+                    _ => Err(format!(
+                        "column {name:?} is \"{}\" where a finite number should be",
+                        shown()
+                    )),
                 },
                 Kind::I64 => match text.trim().parse::<i64>() {
                     Ok(number) => Ok(Value::I64(number)),
-                    Err(_) => {
-                        Err(format!("column {name:?} is \"{}\" where a whole number should be", shown()))
-                    }
+                    Err(_) => Err(format!(
+                        "column {name:?} is \"{}\" where a whole number should be",
+                        shown()
+                    )),
                 },
                 Kind::Text => Ok(Value::Text(text.to_owned())),
             }
@@ -163,7 +169,11 @@ impl Reader for CsvRows {
             let index = self.scan(&path, |record, index| self.row(record, index).map(drop))?;
             if index.rows > 0 {
                 let version = Some(files::version(&[&path])?);
-                dataset.files.push(File { path: files::text(&path)?, records: index.rows, version });
+                dataset.files.push(File {
+                    path: files::text(&path)?,
+                    records: index.rows,
+                    version,
+                });
             }
             self.indices.insert(files::text(&path)?, index);
         }
@@ -172,8 +182,9 @@ impl Reader for CsvRows {
 
     fn read_ahead(&mut self, file: &File, range: Range<u64>) {
         if let Some(index) = self.indices.get(&file.path) {
-            let at =
-                |row: u64| index.positions.get((row / STRIDE) as usize).map_or(index.bytes, Position::byte);
+            let at = |row: u64| {
+                index.positions.get((row / STRIDE) as usize).map_or(index.bytes, Position::byte)
+            };
             let (start, end) = (at(range.start), at(range.end + STRIDE));
             files::read_ahead(Path::new(&file.path), start, end.saturating_sub(start));
         }
@@ -187,7 +198,8 @@ impl Reader for CsvRows {
             self.indices.insert(file.path.clone(), index);
         }
         let index = &self.indices[&file.path];
-        let changed = |found: String| files::malformed(path, &format!("{found}: was it changed since?"));
+        let changed =
+            |found: String| files::malformed(path, &format!("{found}: was it changed since?"));
         let bytes = files::length(path)?;
         if bytes != index.bytes {
             return Err(changed(format!("{bytes} bytes where {} were", index.bytes)));
@@ -258,7 +270,12 @@ fn open(path: &Path) -> Result<(Rows, Arc<AtomicU64>), DataError> {
 }
 
 /// Reads the next row; `false` at the file's end.
-fn next(path: &Path, rows: &mut Rows, room: &AtomicU64, record: &mut ByteRecord) -> Result<bool, DataError> {
+fn next(
+    path: &Path,
+    rows: &mut Rows,
+    room: &AtomicU64,
+    record: &mut ByteRecord,
+) -> Result<bool, DataError> {
     room.store(RECORD_BYTES_MAX, Ordering::Relaxed);
     let begins = rows.position().byte();
     rows.read_byte_record(record).map_err(|error| match error.kind() {
@@ -342,7 +359,10 @@ mod tests {
     fn refusal(text: impl AsRef<[u8]>) -> String {
         let table = table(text);
         let error = columns().describe(&table.path).unwrap_err().to_string();
-        error.strip_prefix(&table.path).unwrap_or_else(|| panic!("{error} does not name the file")).to_owned()
+        error
+            .strip_prefix(&table.path)
+            .unwrap_or_else(|| panic!("{error} does not name the file"))
+            .to_owned()
     }
 
     #[test]
@@ -368,9 +388,13 @@ mod tests {
         let table = table(text);
         let file = File::new(table.path, 5000);
         let all = columns().read(&file, 0..5000).unwrap();
-        assert_eq!(all.iter().map(|row| row.i64(2)).collect::<Vec<_>>(), (0..5000).collect::<Vec<_>>());
+        assert_eq!(
+            all.iter().map(|row| row.i64(2)).collect::<Vec<_>>(),
+            (0..5000).collect::<Vec<_>>()
+        );
         let mut rows = columns();
-        for range in [0..1, 1023..1025, 1024..1024, 1024..2048, 2047..2050, 4999..5000, 5000..5000] {
+        for range in [0..1, 1023..1025, 1024..1024, 1024..2048, 2047..2050, 4999..5000, 5000..5000]
+        {
             let expected = &all[range.start as usize..range.end as usize];
             assert_eq!(rows.read(&file, range.clone()).unwrap(), expected, "{range:?}");
         }
@@ -403,7 +427,10 @@ mod tests {
             ("1e99,b,3\n", " line 3: column \"y\" is \"1e99\" where a finite number should be"),
             (",b,3\n", " line 3: column \"y\" is \"\" where a finite number should be"),
             ("2,b,3.5\n", " line 3: column \"n\" is \"3.5\" where a whole number should be"),
-            ("2,\"b\nb\",3\n2,b,?\n", " line 5: column \"n\" is \"?\" where a whole number should be"),
+            (
+                "2,\"b\nb\",3\n2,b,?\n",
+                " line 5: column \"n\" is \"?\" where a whole number should be",
+            ),
         ];
         for (rest, expected) in cases {
             assert_eq!(refusal(format!("{start}{rest}")), expected);
@@ -442,7 +469,8 @@ mod tests {
         let table = table("y,name,n\n1,a,1\n2,b,2\n");
         let mut rows = columns();
         let file = rows.describe(&table.path).unwrap().files[0].clone();
-        let error = columns().read(&File { records: 5, ..file.clone() }, 0..5).unwrap_err().to_string();
+        let error =
+            columns().read(&File { records: 5, ..file.clone() }, 0..5).unwrap_err().to_string();
         assert_eq!(error, format!("{}: 2 rows where 5 were: was it changed since?", table.path));
         fs::write(&table.path, "y,name,n\n1,a,1\n").unwrap();
         let error = rows.read(&file, 0..1).unwrap_err().to_string();
@@ -471,7 +499,8 @@ mod tests {
     fn a_stray_quote_does_not_read_the_rest_of_the_file_into_memory() {
         let mut text = b"y,name,n\n1,a,1\n2,\"b,2\n".to_vec();
         text.extend(b"3,c,3\n".repeat(4 << 20));
-        let reason = " line 3: a row of more than 16 MiB begins here; is a quote missing, or one too many?";
+        let reason =
+            " line 3: a row of more than 16 MiB begins here; is a quote missing, or one too many?";
         assert_eq!(refusal(text), reason);
     }
 
@@ -480,8 +509,14 @@ mod tests {
         let gz = [&[0x1f, 0x8b, 8, 0][..], &[0x1b; 1000]].concat();
         assert_eq!(refusal(gz), ": compressed with gzip: unpack it first");
         let told = refusal([&b"a\x1b[2J"[..], &[b'x'; 2000], b",n\n"].concat());
-        assert!(told.len() < 500 && !told.contains('\x1b') && told.contains("a\\u{1b}[2J"), "{told}");
+        assert!(
+            told.len() < 500 && !told.contains('\x1b') && told.contains("a\\u{1b}[2J"),
+            "{told}"
+        );
         let told = refusal("y,name,n\n\x1b[31m,a,1\n");
-        assert_eq!(told, " line 2: column \"y\" is \"\\u{1b}[31m\" where a finite number should be");
+        assert_eq!(
+            told,
+            " line 2: column \"y\" is \"\\u{1b}[31m\" where a finite number should be"
+        );
     }
 }

@@ -20,7 +20,8 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, 
         found.retain(|path| is_file || has_extension(path, extensions));
         return sorted(root, found, extensions);
     }
-    let kind = patiently(source, || fs::metadata(&root)).map_err(|source| io_error(&root, source))?;
+    let kind =
+        patiently(source, || fs::metadata(&root)).map_err(|source| io_error(&root, source))?;
     if !kind.is_dir() {
         return Ok(vec![root]);
     }
@@ -46,7 +47,11 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, 
     sorted(root, found, extensions)
 }
 
-fn sorted(root: PathBuf, mut found: Vec<PathBuf>, extensions: &[String]) -> Result<Vec<PathBuf>, DataError> {
+fn sorted(
+    root: PathBuf,
+    mut found: Vec<PathBuf>,
+    extensions: &[String],
+) -> Result<Vec<PathBuf>, DataError> {
     if found.is_empty() {
         let reason = match extensions {
             [] => "no file in this folder".to_owned(),
@@ -59,7 +64,11 @@ fn sorted(root: PathBuf, mut found: Vec<PathBuf>, extensions: &[String]) -> Resu
 }
 
 /// The files of `dataset`, unless there is no record in them.
-pub(super) fn not_empty(source: &str, dataset: Dataset, reason: &str) -> Result<Dataset, DataError> {
+pub(super) fn not_empty(
+    source: &str,
+    dataset: Dataset,
+    reason: &str,
+) -> Result<Dataset, DataError> {
     if dataset.files.iter().all(|file| file.records == 0) {
         return Err(DataError::Empty { path: source.into(), reason: reason.to_owned() });
     }
@@ -146,8 +155,9 @@ pub(super) fn read(path: &Path, start: u64, length: u64) -> Result<Vec<u8>, Data
     let end = start.checked_add(length).filter(|end| *end <= held);
     let Some(end) = end else {
         let end = start.saturating_add(length);
-        let reason =
-            format!("{held} bytes where data was to be read up to byte {end}: was it changed since?");
+        let reason = format!(
+            "{held} bytes where data was to be read up to byte {end}: was it changed since?"
+        );
         return Err(malformed(path, &reason));
     };
     if let Some(object) = remote::object(path)? {
@@ -267,7 +277,8 @@ mod tests {
 
     #[test]
     fn a_folder_is_searched_to_the_bottom_in_the_order_of_paths() {
-        let folder = folder(&["b.rs", "a/z.rs", "a/b/c.md", "c", ".git/x.rs", "a/.hidden.rs", "x.rst"]);
+        let folder =
+            folder(&["b.rs", "a/z.rs", "a/b/c.md", "c", ".git/x.rs", "a/.hidden.rs", "x.rst"]);
         assert_eq!(names(&folder, &[]), ["a/b/c.md", "a/z.rs", "b.rs", "c", "x.rst"]);
         assert_eq!(names(&folder, &["rs"]), ["a/z.rs", "b.rs"]);
         assert_eq!(names(&folder, &["rs", "md"]), ["a/b/c.md", "a/z.rs", "b.rs"]);
@@ -278,7 +289,8 @@ mod tests {
     fn links_to_files_are_read_and_links_to_folders_are_not_followed() {
         let folder = folder(&["a/b.txt"]);
         std::os::unix::fs::symlink(folder.path(), folder.path().join("a/up")).unwrap();
-        std::os::unix::fs::symlink(folder.path().join("a/b.txt"), folder.path().join("link.txt")).unwrap();
+        std::os::unix::fs::symlink(folder.path().join("a/b.txt"), folder.path().join("link.txt"))
+            .unwrap();
         assert_eq!(names(&folder, &[]), ["a/b.txt", "link.txt"]);
     }
 
@@ -287,10 +299,16 @@ mod tests {
         let folder = folder(&["a.txt"]);
         let source = folder.path().to_str().unwrap();
         let error = list(source, &["rs".to_owned(), "md".to_owned()]).unwrap_err();
-        assert_eq!(error.to_string(), format!("{source}: no file ending in .rs or .md in this folder"));
+        assert_eq!(
+            error.to_string(),
+            format!("{source}: no file ending in .rs or .md in this folder")
+        );
         let empty = tempfile::tempdir().unwrap();
         let source = empty.path().to_str().unwrap();
-        assert_eq!(list(source, &[]).unwrap_err().to_string(), format!("{source}: no file in this folder"));
+        assert_eq!(
+            list(source, &[]).unwrap_err().to_string(),
+            format!("{source}: no file in this folder")
+        );
     }
 
     #[test]
@@ -298,7 +316,10 @@ mod tests {
         let folder = folder(&[]);
         let source = folder.path().join("nowhere").to_str().unwrap().to_owned();
         let error = list(&source, &[]).unwrap_err();
-        assert!(matches!(&error, DataError::Io { path, .. } if path == Path::new(&source)), "{error}");
+        assert!(
+            matches!(&error, DataError::Io { path, .. } if path == Path::new(&source)),
+            "{error}"
+        );
     }
 
     #[test]

@@ -53,7 +53,8 @@ impl IdxImages {
         let shapes = [shape(images, &[self.rows, self.columns])?, shape(labels, &[])?];
         let [of_images, of_labels] = [shapes[0].records, shapes[1].records];
         if of_images != of_labels {
-            let reason = format!("{of_labels} labels for the {of_images} images of {}", images.display());
+            let reason =
+                format!("{of_labels} labels for the {of_images} images of {}", images.display());
             return Err(files::malformed(labels, &reason));
         }
         Ok(shapes)
@@ -69,7 +70,8 @@ impl Reader for IdxImages {
         let [shape, _] = self.shapes(&images, &labels)?;
         let path = format!("{},{}", files::text(&images)?, files::text(&labels)?);
         let version = Some(files::version(&[&images, &labels])?);
-        let dataset = Dataset { files: vec![File { path, records: shape.records.into(), version }] };
+        let dataset =
+            Dataset { files: vec![File { path, records: shape.records.into(), version }] };
         files::not_empty(source, dataset, "no image")
     }
 
@@ -98,7 +100,9 @@ fn pair(source: &str) -> Result<(PathBuf, PathBuf), DataError> {
         [folder] if files::is_folder(folder)? => {
             Ok((Path::new(folder).join(IMAGES), Path::new(folder).join(LABELS)))
         }
-        [images, labels] if !images.is_empty() && !labels.is_empty() => Ok((images.into(), labels.into())),
+        [images, labels] if !images.is_empty() && !labels.is_empty() => {
+            Ok((images.into(), labels.into()))
+        }
         [path] => {
             files::length(Path::new(path))?;
             Err(files::malformed(Path::new(path), &format!("one file: {right}")))
@@ -121,25 +125,29 @@ fn shape(path: &Path, inner: &[u32]) -> Result<Shape, DataError> {
     let magic = [0, 0, UNSIGNED_BYTE, inner.len() as u8 + 1];
     if !head.starts_with(&magic) {
         let found = hex(&head[..head.len().min(4)]);
-        let reason = format!("begins with {found} where the IDX magic number {} should be", hex(&magic));
+        let reason =
+            format!("begins with {found} where the IDX magic number {} should be", hex(&magic));
         return Err(files::malformed(path, &reason));
     }
     if length < start {
         let reason = format!("{length} bytes where the header alone has {start}");
         return Err(files::malformed(path, &reason));
     }
-    let mut sizes =
-        head[4..].chunks_exact(4).map(|size| u32::from_be_bytes([size[0], size[1], size[2], size[3]]));
+    let mut sizes = head[4..]
+        .chunks_exact(4)
+        .map(|size| u32::from_be_bytes([size[0], size[1], size[2], size[3]]));
     let records = sizes.next().expect("the header has one size more than `inner`");
     let found: Vec<u32> = sizes.collect();
     if found != inner {
-        let reason = format!("images of {} pixels where they should be of {}", times(&found), times(inner));
+        let reason =
+            format!("images of {} pixels where they should be of {}", times(&found), times(inner));
         return Err(files::malformed(path, &reason));
     }
-    let wanted =
-        inner.iter().fold(u128::from(records), |bytes, &size| bytes * u128::from(size)) + u128::from(start);
+    let wanted = inner.iter().fold(u128::from(records), |bytes, &size| bytes * u128::from(size))
+        + u128::from(start);
     if u128::from(length) != wanted {
-        let reason = format!("{length} bytes where the {records} records that it declares need {wanted}");
+        let reason =
+            format!("{length} bytes where the {records} records that it declares need {wanted}");
         return Err(files::malformed(path, &reason));
     }
     Ok(Shape { records, start })
@@ -200,7 +208,10 @@ mod tests {
         let mut reader = IdxImages::new(2, 3);
         let dataset = reader.describe(&pair.source()).unwrap();
         let both = format!("{},{}", pair.path(IMAGES), pair.path(LABELS));
-        assert_eq!((dataset.files.len(), &dataset.files[0].path, dataset.files[0].records), (1, &both, 3));
+        assert_eq!(
+            (dataset.files.len(), &dataset.files[0].path, dataset.files[0].records),
+            (1, &both, 3)
+        );
         assert_eq!(reader.describe(&both).unwrap(), dataset);
         let expected = [
             LabeledImage { pixels: (6..12).collect(), label: 8 },
@@ -234,7 +245,10 @@ mod tests {
         let expected = "12 bytes where the 3 records that it declares need 11";
         assert_eq!(long.refusal(), format!("{}: {expected}", long.path(LABELS)));
         let cut = pair(|images, _| images.truncate(10));
-        assert_eq!(cut.refusal(), format!("{}: 10 bytes where the header alone has 16", cut.path(IMAGES)));
+        assert_eq!(
+            cut.refusal(),
+            format!("{}: 10 bytes where the header alone has 16", cut.path(IMAGES))
+        );
         let huge = pair(|images, _| images[4..8].fill(0xff));
         let expected = "34 bytes where the 4294967295 records that it declares need 25769803786";
         assert_eq!(huge.refusal(), format!("{}: {expected}", huge.path(IMAGES)));
@@ -254,7 +268,8 @@ mod tests {
             labels[7] = 2;
             labels.pop();
         });
-        let expected = format!("{}: 2 labels for the 3 images of {}", pair.path(LABELS), pair.path(IMAGES));
+        let expected =
+            format!("{}: 2 labels for the 3 images of {}", pair.path(LABELS), pair.path(IMAGES));
         assert_eq!(pair.refusal(), expected);
     }
 
@@ -269,11 +284,17 @@ mod tests {
         assert_eq!(pair.refusal(), format!("{}: no image", pair.source()));
         let refusal = |source: &str| IdxImages::new(2, 3).describe(source).unwrap_err().to_string();
         let right = "give a folder or two files as images,labels";
-        assert_eq!(refusal(&pair.path(IMAGES)), format!("{}: one file: {right}", pair.path(IMAGES)));
+        assert_eq!(
+            refusal(&pair.path(IMAGES)),
+            format!("{}: one file: {right}", pair.path(IMAGES))
+        );
         assert_eq!(refusal("a,b,c"), format!("a,b,c: 2 commas where one should be: {right}"));
         std::fs::remove_file(pair.path(LABELS)).unwrap();
         for source in ["/nowhere/at all", "/nowhere/at all,/nowhere/either", &pair.source()] {
-            assert!(matches!(IdxImages::new(2, 3).describe(source), Err(DataError::Io { .. })), "{source}");
+            assert!(
+                matches!(IdxImages::new(2, 3).describe(source), Err(DataError::Io { .. })),
+                "{source}"
+            );
         }
     }
 }

@@ -103,7 +103,8 @@ impl ParquetRows {
         let place = |(name, kind): &(String, Kind)| {
             let place = columns.iter().position(|column| column.path().string() == *name);
             let place = place.ok_or_else(|| {
-                let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
+                let names: Vec<String> =
+                    columns.iter().map(|column| column.path().string()).collect();
                 format!("no column {name:?}: the file has {}", files::shown(&names.join(", ")))
             })?;
             check(&columns[place], *kind).map_err(|reason| format!("column {name:?} {reason}"))?;
@@ -118,7 +119,8 @@ impl ParquetRows {
         let file = self.file(path)?;
         let places = self.places(path, file.metadata())?;
         if group >= file.num_row_groups() {
-            let reason = format!("the file has {} row groups: was it changed since?", file.num_row_groups());
+            let reason =
+                format!("the file has {} row groups: was it changed since?", file.num_row_groups());
             return Err(malformed(path, Some(group), &reason));
         }
         let rows = file
@@ -141,8 +143,10 @@ impl ParquetRows {
         let mut rows: Vec<Vec<Value>> = Vec::new();
         rows.resize_with(count, || Vec::with_capacity(self.columns.len()));
         for ((name, kind), column) in self.columns.iter().zip(&mut cursor.columns) {
-            let at = || format!("column {name:?}, rows {}..{}", cursor.at, cursor.at + count as u64);
-            let values = values(column, *kind, count).map_err(|e| failed(path, Some(group), &at(), e))?;
+            let at =
+                || format!("column {name:?}, rows {}..{}", cursor.at, cursor.at + count as u64);
+            let values =
+                values(column, *kind, count).map_err(|e| failed(path, Some(group), &at(), e))?;
             if values.len() != count {
                 let found = values.len();
                 let reason = format!("{}: {found} rows where {count} should be", at());
@@ -188,8 +192,10 @@ impl Reader for ParquetRows {
     }
 
     fn read_ahead(&mut self, file: &File, range: Range<u64>) {
-        let named = file.path.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
-        let Some((path, group)) = named.map(|(path, group): (_, usize)| (Path::new(path), group)) else {
+        let named =
+            file.path.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
+        let Some((path, group)) = named.map(|(path, group): (_, usize)| (Path::new(path), group))
+        else {
             return;
         };
         let Some(open) = self.files.get(path).cloned() else { return };
@@ -200,23 +206,31 @@ impl Reader for ParquetRows {
         for place in places {
             let (start, bytes) = open.metadata().row_group(group).column(place).byte_range();
             // Where a row lies in a column is not known; rows are of about the same size.
-            let at =
-                |row: u64| (u128::from(bytes) * u128::from(row) / u128::from(file.records.max(1))) as u64;
+            let at = |row: u64| {
+                (u128::from(bytes) * u128::from(row) / u128::from(file.records.max(1))) as u64
+            };
             let (from, to) = (at(range.start), at(range.end));
             files::read_ahead(path, start + from, to.saturating_sub(from).max(1));
         }
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
-        let named = file.path.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
+        let named =
+            file.path.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
         let Some((path, group)) = named else {
-            return Err(malformed(Path::new(&file.path), None, "the path names no row group, as `FILE#0`"));
+            return Err(malformed(
+                Path::new(&file.path),
+                None,
+                "the path names no row group, as `FILE#0`",
+            ));
         };
         let path = Path::new(path);
         files::check(file, &[path])?;
-        let count = usize::try_from(range.end.saturating_sub(range.start))
-            .map_err(|_| malformed(path, Some(group), "more rows at once than memory has addresses"))?;
-        let goes_on = self.cursor.as_ref().is_some_and(|c| c.group == file.path && c.at <= range.start);
+        let count = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| {
+            malformed(path, Some(group), "more rows at once than memory has addresses")
+        })?;
+        let goes_on =
+            self.cursor.as_ref().is_some_and(|c| c.group == file.path && c.at <= range.start);
         if !goes_on {
             let columns = self.open(path, group)?;
             self.cursor = Some(Cursor { group: file.path.clone(), at: 0, columns });
@@ -228,8 +242,9 @@ impl Reader for ParquetRows {
                 .map_err(|error| failed(path, Some(group), &format!("column {name:?}"), error))?;
             if done as u64 != skipped {
                 let rows = cursor.at + done as u64;
-                let reason =
-                    format!("column {name:?}: {rows} rows where more should be: was it changed since?");
+                let reason = format!(
+                    "column {name:?}: {rows} rows where more should be: was it changed since?"
+                );
                 return Err(malformed(path, Some(group), &reason));
             }
         }
@@ -253,9 +268,10 @@ fn check(column: &ColumnDescriptor, kind: Kind) -> Result<(), String> {
     }
     let (fits, wanted) = match kind {
         Kind::F32 => (&[Physical::FLOAT, Physical::DOUBLE][..], "f32: FLOAT or DOUBLE"),
-        Kind::I64 => {
-            (&[Physical::INT32, Physical::INT64, Physical::BOOLEAN][..], "i64: INT32, INT64 or BOOLEAN")
-        }
+        Kind::I64 => (
+            &[Physical::INT32, Physical::INT64, Physical::BOOLEAN][..],
+            "i64: INT32, INT64 or BOOLEAN",
+        ),
         Kind::Text => (&[Physical::BYTE_ARRAY][..], "text: BYTE_ARRAY"),
     };
     let physical = column.physical_type();
@@ -297,11 +313,19 @@ fn values(column: &mut Column, kind: Kind, count: usize) -> ParquetResult<Vec<Ch
         Err(_) => Err("bytes that are not UTF-8".into()),
     };
     match (&mut column.reader, kind) {
-        (ColumnReader::FloatColumnReader(c), Kind::F32) => each(c, shape, |&v| number(f64::from(v), v)),
-        (ColumnReader::DoubleColumnReader(c), Kind::F32) => each(c, shape, |&v| number(v, v as f32)),
-        (ColumnReader::Int32ColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v.into()))),
+        (ColumnReader::FloatColumnReader(c), Kind::F32) => {
+            each(c, shape, |&v| number(f64::from(v), v))
+        }
+        (ColumnReader::DoubleColumnReader(c), Kind::F32) => {
+            each(c, shape, |&v| number(v, v as f32))
+        }
+        (ColumnReader::Int32ColumnReader(c), Kind::I64) => {
+            each(c, shape, |&v| Ok(Value::I64(v.into())))
+        }
         (ColumnReader::Int64ColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v))),
-        (ColumnReader::BoolColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v.into()))),
+        (ColumnReader::BoolColumnReader(c), Kind::I64) => {
+            each(c, shape, |&v| Ok(Value::I64(v.into())))
+        }
         (ColumnReader::ByteArrayColumnReader(c), Kind::Text) => each(c, shape, text),
         _ => Err(ParquetError::General("its type has changed since it was checked".into())),
     }

@@ -39,8 +39,9 @@ impl Object {
     /// The addresses below this one, or this one alone, if it is an object itself.
     pub(super) fn list(&self) -> Result<Vec<PathBuf>, DataError> {
         let address = self.address.to_string_lossy();
-        let has_path =
-            address.split_once("://").is_none_or(|(_, rest)| rest.trim_end_matches('/').contains('/'));
+        let has_path = address
+            .split_once("://")
+            .is_none_or(|(_, rest)| rest.trim_end_matches('/').contains('/'));
         // A store as a whole is no object, whatever it answers.
         if has_path {
             match self.version() {
@@ -51,7 +52,8 @@ impl Object {
             }
         }
         let is_hidden = |path: &str| path.split('/').any(|part| part.starts_with('.'));
-        let found = self.storage.list_versions("")?.into_iter().filter(|(path, _)| !is_hidden(path));
+        let found =
+            self.storage.list_versions("")?.into_iter().filter(|(path, _)| !is_hidden(path));
         let root = address.trim_end_matches('/');
         let mut addresses = Vec::new();
         for (path, version) in found {
@@ -122,7 +124,8 @@ impl Object {
         let blocks = blocks.start..blocks.end.min(version.bytes.div_ceil(BLOCK_BYTES));
         let mut rest = blocks;
         while !rest.is_empty() {
-            let run = BLOCKS.claim(&self.address, rest.start..rest.end.min(rest.start + RUN_BLOCKS));
+            let run =
+                BLOCKS.claim(&self.address, rest.start..rest.end.min(rest.start + RUN_BLOCKS));
             rest.start = run.end.max(rest.start + 1);
             if run.is_empty() {
                 continue;
@@ -140,7 +143,8 @@ impl Object {
     /// Asks the store, and waits for it.
     fn fetch(&self, range: Range<u64>) -> Result<Bytes, DataError> {
         let address = self.address.to_string_lossy();
-        let fetched = patiently(&address, || runtime().block_on(self.storage.fetch("", range.clone())));
+        let fetched =
+            patiently(&address, || runtime().block_on(self.storage.fetch("", range.clone())));
         match fetched {
             Ok((bytes, found)) => {
                 versions::compare(&self.address, &found)?;
@@ -211,7 +215,8 @@ fn storage(address: &str) -> Result<Storage, StorageError> {
     let (scheme, rest) = address.split_once("://").expect("a remote address has a scheme");
     let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
     let root = format!("{scheme}://{host}");
-    let mut stores = STORES.get_or_init(Default::default).lock().unwrap_or_else(PoisonError::into_inner);
+    let mut stores =
+        STORES.get_or_init(Default::default).lock().unwrap_or_else(PoisonError::into_inner);
     let store = match stores.get(&root) {
         Some(store) => store.clone(),
         None => {
@@ -266,7 +271,10 @@ mod tests {
             ("a/t.parquet", &parquet),
             ("a/w.bin", b"aabbccdd"),
             ("a/.hidden.bin", b"zz"),
-            ("i/train-images-idx3-ubyte", &[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 2, 1, 2, 3, 4]),
+            (
+                "i/train-images-idx3-ubyte",
+                &[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 2, 1, 2, 3, 4],
+            ),
             ("i/train-labels-idx1-ubyte", &[0, 0, 8, 1, 0, 0, 0, 2, 7, 8]),
         ];
         mount("every", &files);
@@ -299,10 +307,15 @@ mod tests {
     #[test]
     fn what_a_store_lacks_is_named_with_its_whole_address() {
         mount("lacks", &[("a.csv", b"n,y\n1,x\n"), ("b.bin", b"123")]);
-        let describe = |source: &str| CsvRows::new().f32("y").describe(source).unwrap_err().to_string();
-        let expected = "s3://lacks/a.csv line 2: column \"y\" is \"x\" where a finite number should be";
+        let describe =
+            |source: &str| CsvRows::new().f32("y").describe(source).unwrap_err().to_string();
+        let expected =
+            "s3://lacks/a.csv line 2: column \"y\" is \"x\" where a finite number should be";
         assert_eq!(describe("s3://lacks"), expected);
-        assert_eq!(describe("s3://lacks/none"), "s3://lacks/none: no file ending in .csv in this folder");
+        assert_eq!(
+            describe("s3://lacks/none"),
+            "s3://lacks/none: no file ending in .csv in this folder"
+        );
         let file = crate::File::new("s3://lacks/b.bin", 2);
         let error = FixedRecords::new(2).read(&file, 0..2).unwrap_err().to_string();
         assert_eq!(
@@ -322,7 +335,8 @@ mod tests {
     fn object(bytes: &[u8]) -> Object {
         // Blocks are kept by address: each test's is its own.
         let address = format!("mem://{:p}", &raw const *bytes);
-        let storage = Storage::within(Arc::new(InMemory::new()), StorePath::default(), address).join("a");
+        let storage =
+            Storage::within(Arc::new(InMemory::new()), StorePath::default(), address).join("a");
         storage.write("", vec![Bytes::copy_from_slice(bytes)]).unwrap();
         object_in(storage)
     }
@@ -336,7 +350,9 @@ mod tests {
         let bytes = numbered(2 * BLOCK_BYTES as usize + 100);
         let object = object(&bytes);
         let (block, len) = (BLOCK_BYTES, bytes.len() as u64);
-        for range in [0..10, block - 1..block + 1, block..block + 5, 5..len, len - 7..len, 3..3 + block] {
+        for range in
+            [0..10, block - 1..block + 1, block..block + 5, 5..len, len - 7..len, 3..3 + block]
+        {
             let expected = &bytes[range.start as usize..range.end as usize];
             assert!(object.read(range.clone()).unwrap() == expected, "{range:?}");
         }
@@ -354,7 +370,10 @@ mod tests {
         found.clear();
         file.read_to_end(&mut found).unwrap();
         assert_eq!(found, bytes[bytes.len() - 3..]);
-        assert_eq!(file.seek(SeekFrom::Start(9)).unwrap() + file.seek(SeekFrom::Current(-2)).unwrap(), 16);
+        assert_eq!(
+            file.seek(SeekFrom::Start(9)).unwrap() + file.seek(SeekFrom::Current(-2)).unwrap(),
+            16
+        );
         assert!(file.seek(SeekFrom::Current(-100)).is_err());
         assert_eq!(file.seek(SeekFrom::End(10)).unwrap(), bytes.len() as u64 + 10);
         assert_eq!(file.read(&mut [0; 4]).unwrap(), 0);
@@ -363,12 +382,16 @@ mod tests {
     #[test]
     fn a_folder_is_what_lies_below_it_and_an_object_is_itself() {
         let object = object(b"1");
-        let root = Storage::within(Arc::new(InMemory::new()), StorePath::default(), "s3://bucket/data/");
+        let root =
+            Storage::within(Arc::new(InMemory::new()), StorePath::default(), "s3://bucket/data/");
         for path in ["x/b.csv", "a.csv", ".hidden/c.csv", "x/.tmp"] {
             root.write(path, vec![Bytes::from_static(b"1")]).unwrap();
         }
         let found = object_in(root).list().unwrap();
-        assert_eq!(found, [PathBuf::from("s3://bucket/data/a.csv"), "s3://bucket/data/x/b.csv".into()]);
+        assert_eq!(
+            found,
+            [PathBuf::from("s3://bucket/data/a.csv"), "s3://bucket/data/x/b.csv".into()]
+        );
         assert_eq!(object.list().unwrap(), std::slice::from_ref(&object.address));
     }
 }

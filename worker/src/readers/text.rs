@@ -94,7 +94,8 @@ mod tests {
 
     fn counts(folder: &tempfile::TempDir, mut windows: TextWindows) -> Vec<(String, u64)> {
         let dataset = windows.describe(folder.path().to_str().unwrap()).unwrap();
-        let name = |file: &File| Path::new(&file.path).file_name().unwrap().to_str().unwrap().to_owned();
+        let name =
+            |file: &File| Path::new(&file.path).file_name().unwrap().to_str().unwrap().to_owned();
         dataset.files.iter().map(|file| (name(file), file.records)).collect()
     }
 
@@ -112,8 +113,15 @@ mod tests {
 
     #[test]
     fn a_file_counts_from_the_first_whole_window_on() {
-        let folder = folder(&[("3", "abc"), ("4", "abcd"), ("6", "abcdef"), ("7", "abcdefg"), ("empty", "")]);
-        let expected = [("4", 1), ("6", 1), ("7", 2)].map(|(name, records)| (name.to_owned(), records));
+        let folder = folder(&[
+            ("3", "abc"),
+            ("4", "abcd"),
+            ("6", "abcdef"),
+            ("7", "abcdefg"),
+            ("empty", ""),
+        ]);
+        let expected =
+            [("4", 1), ("6", 1), ("7", 2)].map(|(name, records)| (name.to_owned(), records));
         assert_eq!(counts(&folder, TextWindows::new(3)), expected);
     }
 
@@ -137,8 +145,14 @@ mod tests {
         let source = folder.path().to_str().unwrap();
         let error = TextWindows::new(3).describe(source).unwrap_err();
         assert_eq!(error.to_string(), format!("{source}: no text as long as a window, 4 bytes"));
-        assert!(matches!(TextWindows::new(2).limit_bytes(0).describe(source), Err(DataError::Empty { .. })));
-        assert!(matches!(TextWindows::new(2).describe("/nowhere/at all"), Err(DataError::Io { .. })));
+        assert!(matches!(
+            TextWindows::new(2).limit_bytes(0).describe(source),
+            Err(DataError::Empty { .. })
+        ));
+        assert!(matches!(
+            TextWindows::new(2).describe("/nowhere/at all"),
+            Err(DataError::Io { .. })
+        ));
     }
 
     #[test]
@@ -146,7 +160,9 @@ mod tests {
         let folder = folder(&[("a", "abcdefg")]);
         let path = folder.path().join("a").to_str().unwrap().to_owned();
         let error = TextWindows::new(3).read(&File::new(&*path, 3), 2..3).unwrap_err();
-        let text = format!("{path}: 7 bytes where data was to be read up to byte 10: was it changed since?");
+        let text = format!(
+            "{path}: 7 bytes where data was to be read up to byte 10: was it changed since?"
+        );
         assert_eq!(error.to_string(), text);
     }
 }

@@ -54,7 +54,8 @@ pub(super) fn known(path: &Path) -> Option<Version> {
 /// What a file of this machine is told apart by.
 pub(super) fn of_file(metadata: &fs::Metadata) -> Version {
     let written = metadata.modified().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
-    let tag = written.map_or_else(String::new, |at| format!("{}.{:09}", at.as_secs(), at.subsec_nanos()));
+    let tag =
+        written.map_or_else(String::new, |at| format!("{}.{:09}", at.as_secs(), at.subsec_nanos()));
     Version { bytes: metadata.len(), tag }
 }
 
@@ -128,7 +129,10 @@ mod tests {
         compare(path, &version(7, "\"x\"")).unwrap();
         let refused = |found| compare(path, &found).unwrap_err().to_string();
         let end = "it was changed since the job began";
-        assert_eq!(refused(version(9, "\"x\"")), format!("s3://versions/a.csv: 9 bytes where 7 were; {end}"));
+        assert_eq!(
+            refused(version(9, "\"x\"")),
+            format!("s3://versions/a.csv: 9 bytes where 7 were; {end}")
+        );
         assert_eq!(
             refused(version(7, "\"y\x1b\"")),
             format!("s3://versions/a.csv: version y\\u{{1b}} where x was; {end}")

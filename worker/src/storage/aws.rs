@@ -59,7 +59,8 @@ fn settings(
             (AmazonS3ConfigKey::SecretAccessKey, "aws_secret_access_key"),
             (AmazonS3ConfigKey::Token, "aws_session_token"),
         ];
-        let found = keys.into_iter().filter_map(|(key, name)| Some((key, profile.get(name)?.clone())));
+        let found =
+            keys.into_iter().filter_map(|(key, name)| Some((key, profile.get(name)?.clone())));
         settings.extend(found);
         let other = ELSEWHERE.iter().find(|name| profile.contains_key(**name));
         if let (true, Some(other)) = (settings.is_empty(), other) {
@@ -70,13 +71,17 @@ fn settings(
         }
     }
     let region = ["AWS_REGION", "AWS_DEFAULT_REGION"].iter().any(|name| variable(name).is_some());
-    settings
-        .extend(profile.get("region").filter(|_| !region).map(|r| (AmazonS3ConfigKey::Region, r.clone())));
+    settings.extend(
+        profile.get("region").filter(|_| !region).map(|r| (AmazonS3ConfigKey::Region, r.clone())),
+    );
     let endpoint = ENDPOINTS.iter().find_map(|name| variable(name));
     let from_profile = endpoint.is_none().then(|| profile.get("endpoint_url").cloned()).flatten();
     settings.extend(from_profile.clone().map(|url| (AmazonS3ConfigKey::Endpoint, url)));
     if endpoint.or(from_profile).is_some_and(|url| url.starts_with("http://")) {
-        settings.push((AmazonS3ConfigKey::Client(object_store::ClientConfigKey::AllowHttp), "true".into()));
+        settings.push((
+            AmazonS3ConfigKey::Client(object_store::ClientConfigKey::AllowHttp),
+            "true".into(),
+        ));
     }
     Ok(settings)
 }
@@ -97,7 +102,9 @@ fn section(text: &str, profile: &str) -> Option<BTreeMap<String, String>> {
             if is_ours {
                 found.get_or_insert_default();
             }
-        } else if let (true, false, Some((name, value))) = (is_ours, is_nested, line.split_once('=')) {
+        } else if let (true, false, Some((name, value))) =
+            (is_ours, is_nested, line.split_once('='))
+        {
             let value = value.trim().to_owned();
             found.get_or_insert_default().insert(name.trim().to_ascii_lowercase(), value);
         }
@@ -114,7 +121,8 @@ const CREDENTIALS: [&str; 6] = [
     "AWS_SKIP_SIGNATURE",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
 ];
-const ENDPOINTS: [&str; 4] = ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT"];
+const ENDPOINTS: [&str; 4] =
+    ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT"];
 /// Ways to keys that only the AWS tools can go.
 const ELSEWHERE: [&str; 4] = ["credential_process", "role_arn", "sso_session", "sso_start_url"];
 
@@ -141,7 +149,10 @@ mod tests {
             _ => variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()),
         };
         let read = |path: PathBuf| {
-            FILES.iter().find(|(name, _)| path.as_os_str() == *name).map(|(_, text)| (*text).to_owned())
+            FILES
+                .iter()
+                .find(|(name, _)| path.as_os_str() == *name)
+                .map(|(_, text)| (*text).to_owned())
         };
         let settings = settings(variable, read)?;
         Ok(settings.into_iter().map(|(key, value)| (key.as_ref().to_owned(), value)).collect())
@@ -153,7 +164,11 @@ mod tests {
 
     #[test]
     fn the_files_of_the_aws_tools_are_read_where_the_environment_says_nothing() {
-        let keys = [("aws_access_key_id", "A"), ("aws_secret_access_key", "B="), ("aws_region", "eu-west-1")];
+        let keys = [
+            ("aws_access_key_id", "A"),
+            ("aws_secret_access_key", "B="),
+            ("aws_region", "eu-west-1"),
+        ];
         assert_eq!(found(&[]).unwrap(), pairs(&keys));
         let work = found(&[("AWS_PROFILE", "work")]).unwrap();
         let expected = [
@@ -172,13 +187,19 @@ mod tests {
     fn the_environment_comes_first() {
         let set = [("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "y"), ("AWS_REGION", "z")];
         assert_eq!(found(&set).unwrap(), []);
-        assert_eq!(found(&[("AWS_WEB_IDENTITY_TOKEN_FILE", "f"), ("AWS_REGION", "z")]).unwrap(), []);
+        assert_eq!(
+            found(&[("AWS_WEB_IDENTITY_TOKEN_FILE", "f"), ("AWS_REGION", "z")]).unwrap(),
+            []
+        );
     }
 
     #[test]
     fn an_endpoint_without_tls_is_taken_at_its_word() {
-        let set =
-            [("AWS_ACCESS_KEY_ID", "x"), ("AWS_REGION", "z"), ("AWS_ENDPOINT_URL", "http://localhost:9000")];
+        let set = [
+            ("AWS_ACCESS_KEY_ID", "x"),
+            ("AWS_REGION", "z"),
+            ("AWS_ENDPOINT_URL", "http://localhost:9000"),
+        ];
         assert_eq!(found(&set).unwrap().last().unwrap().1, "true");
     }
 

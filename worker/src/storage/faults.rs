@@ -24,7 +24,8 @@ pub(super) fn may_pass(error: &object_store::Error) -> bool {
     let text = source.to_string();
     match status(&text) {
         Some(status) => {
-            matches!(status, 408 | 429 | 500..) || (status == 400 && text.contains("RequestTimeout"))
+            matches!(status, 408 | 429 | 500..)
+                || (status == 400 && text.contains("RequestTimeout"))
         }
         None => text.contains(ANSWERED_WITH_ERROR),
     }
@@ -47,7 +48,9 @@ pub(super) fn reason(error: &object_store::Error) -> String {
     }
     let text = error.to_string();
     match error {
-        object_store::Error::PermissionDenied { .. } => format!("permission denied: {}", body(&text)),
+        object_store::Error::PermissionDenied { .. } => {
+            format!("permission denied: {}", body(&text))
+        }
         object_store::Error::Unauthenticated { .. } => {
             format!("not authenticated; are the credentials right and not expired? {}", body(&text))
         }
@@ -98,8 +101,10 @@ fn status(text: &str) -> Option<u16> {
 
 /// What the store said, as far as it is worth a line.
 fn body(text: &str) -> String {
-    let said = text.split_once("status code: ").map_or(text, |(_, rest)| rest.get(3..).unwrap_or(rest));
-    let line: String = said.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(300).collect();
+    let said =
+        text.split_once("status code: ").map_or(text, |(_, rest)| rest.get(3..).unwrap_or(rest));
+    let line: String =
+        said.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(300).collect();
     line
 }
 
@@ -116,8 +121,10 @@ mod tests {
 
     #[test]
     fn only_what_may_pass_is_waited_for() {
-        let refused =
-            HttpError::new(HttpErrorKind::Connect, io::Error::from(io::ErrorKind::ConnectionRefused));
+        let refused = HttpError::new(
+            HttpErrorKind::Connect,
+            io::Error::from(io::ErrorKind::ConnectionRefused),
+        );
         assert!(may_pass(&generic(refused)));
         for (status, passes) in
             [(503, true), (500, true), (429, true), (408, true), (400, false), (416, false)]
@@ -129,7 +136,8 @@ mod tests {
         assert!(!may_pass(&generic("Header: no etag")));
         assert!(may_pass(&generic(io::Error::from_raw_os_error(Errno::STALE.raw_os_error()))));
         assert!(!may_pass(&generic(io::Error::from_raw_os_error(Errno::NOSPC.raw_os_error()))));
-        let refused = object_store::Error::PermissionDenied { path: "a".into(), source: "403".into() };
+        let refused =
+            object_store::Error::PermissionDenied { path: "a".into(), source: "403".into() };
         assert!(!may_pass(&refused));
     }
 
@@ -138,10 +146,14 @@ mod tests {
         let io = io::Error::other("connection refused");
         let refused = generic(HttpError::new(HttpErrorKind::Connect, io));
         assert_eq!(reason(&refused), "no answer: connection refused");
-        let busy =
-            generic("Server returned non-2xx status code: 503 Service Unavailable: <Code>\nSlow</Code>");
+        let busy = generic(
+            "Server returned non-2xx status code: 503 Service Unavailable: <Code>\nSlow</Code>",
+        );
         let told = reason(&busy);
-        assert!(told.starts_with("the store answered with status 503: Service Unavailable"), "{told}");
+        assert!(
+            told.starts_with("the store answered with status 503: Service Unavailable"),
+            "{told}"
+        );
         assert!(!told.contains('\n'));
     }
 }

@@ -28,12 +28,13 @@ pub(super) fn write(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
     // No list shows a name that ends so. It is random: writers on other machines may have the same process id.
     let mut staged = path.clone().into_os_string();
     staged.push(format!("#{}", RandomState::new().hash_one(std::process::id())));
-    let written =
-        std::fs::OpenOptions::new().write(true).create_new(true).open(&staged).and_then(|mut file| {
+    let written = std::fs::OpenOptions::new().write(true).create_new(true).open(&staged).and_then(
+        |mut file| {
             parts.iter().try_for_each(|part| file.write_all(part))?;
             file.sync_all()?;
             std::fs::rename(&staged, &path)
-        });
+        },
+    );
     if written.is_err() {
         drop(std::fs::remove_file(&staged));
     }

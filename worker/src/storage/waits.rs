@@ -95,7 +95,8 @@ struct State {
 
 impl Waits {
     const fn new() -> Self {
-        let state = State { threads: 0, since: None, waited: Duration::ZERO, storage: String::new() };
+        let state =
+            State { threads: 0, since: None, waited: Duration::ZERO, storage: String::new() };
         Self(Mutex::new(state))
     }
 
@@ -105,7 +106,8 @@ impl Waits {
 
     fn waiting(&self, now: Instant) -> Waiting {
         let state = self.lock();
-        let current = state.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+        let current =
+            state.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         let storage = state.since.map(|_| state.storage.clone());
         Waiting { storage, waited: state.waited + current }
     }
@@ -152,7 +154,11 @@ impl<'a> Waiter<'a> {
         let waited_ms = waited.as_millis() as u64;
         match is_answered {
             true => tracing::info!(waited_ms, "storage answers again"),
-            false => tracing::error!(waited_ms, storage = state.storage, "storage is waited for no longer"),
+            false => tracing::error!(
+                waited_ms,
+                storage = state.storage,
+                "storage is waited for no longer"
+            ),
         }
     }
 }

@@ -41,7 +41,8 @@ impl Checkpointing {
         }
         let parameters = call_user("parameters()", || Ok(model.parameters()))?;
         let size = (parameters, parameters * call_user("slots()", || Ok(model.slots()))?);
-        let (places, facts) = look(welcome, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;
+        let (places, facts) =
+            look(welcome, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;
         check(&places, &facts).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
         })?;
@@ -67,8 +68,11 @@ impl Checkpointing {
         let facts = Arc::new(facts);
         let keeper = match (&places.own, &welcome.checkpoints) {
             (Some(own), Some(kept)) => {
-                let keeper = Keeper::new(own.clone(), Arc::clone(&facts), (kept.keep, kept.exclusive));
-                Some(keeper.map_err(|error| Failure::fatal(format!("no thread for checkpoints: {error}")))?)
+                let keeper =
+                    Keeper::new(own.clone(), Arc::clone(&facts), (kept.keep, kept.exclusive));
+                Some(keeper.map_err(|error| {
+                    Failure::fatal(format!("no thread for checkpoints: {error}"))
+                })?)
             }
             _ => None,
         };
@@ -93,7 +97,8 @@ fn look(
     let open = |option: &str, address: &str| {
         Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
     };
-    let own = welcome.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
+    let own =
+        welcome.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
     let from = welcome.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
     let facts = Facts {
         job: job.to_owned(),
@@ -160,16 +165,17 @@ impl<M: Model> Trainer<'_, M> {
         let Checkpointing { places, facts, .. } = checkpoints;
         let seed = self.seed;
         let restored = tensors.fill_state(|parameters, slots| {
-            let restored =
-                restore(places, facts, (&mut *parameters, &mut *slots), &mut damaged).map_err(|error| {
-                    match error {
-                        RestoreError::Refused(error) => Failure::fatal(error),
-                        RestoreError::Storage(error) => Failure { error, ranges: Vec::new(), fatal: false },
+            let restored = restore(places, facts, (&mut *parameters, &mut *slots), &mut damaged)
+                .map_err(|error| match error {
+                    RestoreError::Refused(error) => Failure::fatal(error),
+                    RestoreError::Storage(error) => {
+                        Failure { error, ranges: Vec::new(), fatal: false }
                     }
                 })?;
             if restored.is_none() {
                 slots.fill(0.0);
-                call_user("initialize()", || model.initialize(seed, parameters)).map_err(Failure::fatal)?;
+                call_user("initialize()", || model.initialize(seed, parameters))
+                    .map_err(Failure::fatal)?;
             }
             Ok::<_, Failure>(restored)
         })?;
@@ -180,7 +186,8 @@ impl<M: Model> Trainer<'_, M> {
                 return Err(Stopped::Failed(Failure::fatal(error)));
             }
             tracing::info!(step, name = restored.name, "the group begins from a checkpoint");
-            outbox.send(ToMaster::Checkpoint(CheckpointNews::Restored { step, name: restored.name }));
+            outbox
+                .send(ToMaster::Checkpoint(CheckpointNews::Restored { step, name: restored.name }));
             return Ok(());
         }
         session.begin();

@@ -19,7 +19,8 @@ impl<M: Model> Trainer<'_, M> {
         if headers.iter().all(|header| header.ranges.is_empty()) {
             return Ok(true);
         }
-        Ok(headers.iter().all(|header| header.loss_sum.is_finite()) && self.tensors.sum_is_finite()?)
+        Ok(headers.iter().all(|header| header.loss_sum.is_finite())
+            && self.tensors.sum_is_finite()?)
     }
 
     /// Leaves a step unapplied, for good: a rank halts, or the step is not finite and such steps end the job. Then this rank
@@ -28,9 +29,14 @@ impl<M: Model> Trainer<'_, M> {
         if !Session::is_withheld(headers) {
             let mine = &headers[self.rank()];
             let is_alone = ring(&mut self.ring)?.host().world_size() == 1;
-            let is_mine = is_alone || !mine.loss_sum.is_finite() || !self.tensors.gradient_is_finite()?;
+            let is_mine =
+                is_alone || !mine.loss_sum.is_finite() || !self.tensors.gradient_is_finite()?;
             let ranges = if is_mine { mine.ranges.clone() } else { Vec::new() };
-            tracing::error!(step = mine.step + 1, is_mine, "the gradient is not finite; the job ends");
+            tracing::error!(
+                step = mine.step + 1,
+                is_mine,
+                "the gradient is not finite; the job ends"
+            );
             self.session.halt(Halt { reason: Reason::Nonfinite, ranges });
         }
         self.session.withheld(headers);

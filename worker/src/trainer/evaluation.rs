@@ -29,10 +29,13 @@ impl<R: Reader> Validation<R> {
         let (mut records, mut first) = (Vec::new(), 0);
         for file in &self.dataset.files {
             let end = first + file.records;
-            let part = RecordRange { epoch: 0, start: range.start.max(first), end: range.end.min(end) };
+            let part =
+                RecordRange { epoch: 0, start: range.start.max(first), end: range.end.min(end) };
             if !part.is_empty() {
-                records
-                    .extend(read_piece(&mut self.reader, &self.dataset, part).map_err(|error| error.text)?);
+                records.extend(
+                    read_piece(&mut self.reader, &self.dataset, part)
+                        .map_err(|error| error.text)?,
+                );
             }
             first = end;
         }
@@ -43,9 +46,13 @@ impl<R: Reader> Validation<R> {
 impl<M: Model> Trainer<'_, M> {
     /// Evaluates these blocks, and hears what the others make of theirs.
     pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
-        let failed =
-            |error: ReadError| Failure { error: error.text, ranges: Vec::new(), fatal: error.ends_job };
-        let mine = header::encode(&self.scores(blocks).map_err(|error| Stopped::Failed(failed(error)))?);
+        let failed = |error: ReadError| Failure {
+            error: error.text,
+            ranges: Vec::new(),
+            fatal: error.ends_job,
+        };
+        let mine =
+            header::encode(&self.scores(blocks).map_err(|error| Stopped::Failed(failed(error)))?);
         let ring = ring(&mut self.ring)?.host_mut();
         let scores: Vec<Scores> = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
         self.session.evaluated(&scores).map_err(|error| Stopped::Failed(Failure::fatal(error)))
@@ -53,7 +60,8 @@ impl<M: Model> Trainer<'_, M> {
 
     fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, ReadError> {
         let Self { model, tensors, validation, .. } = self;
-        let validation = validation.as_mut().ok_or_else(|| "there is no validation data".to_owned())?;
+        let validation =
+            validation.as_mut().ok_or_else(|| "there is no validation data".to_owned())?;
         let most = model.micro_batch().unwrap_or(usize::MAX).max(1);
         // Such a model is never the best one, whatever it makes of the records.
         let is_finite = tensors.parameters_are_finite().map_err(|error| causes(&error))?;

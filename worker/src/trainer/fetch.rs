@@ -11,7 +11,8 @@ use super::incoming::Incoming;
 use super::{Stopped, Trainer};
 use crate::core::header::{self, StepHeader};
 use crate::donor::{
-    self, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, KIND_TIP, PartNote, StateNote, TRANSFER_PATIENCE,
+    self, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, KIND_TIP, PartNote, StateNote,
+    TRANSFER_PATIENCE,
 };
 use crate::model::Model;
 
@@ -65,7 +66,8 @@ impl<M: Model> Trainer<'_, M> {
 
     fn fetch_next(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), FetchError> {
         let Self { endpoint, source, incoming, session, .. } = self;
-        let is_lost = |i: &mut Incoming| i.donor != donor || (i.is_complete() && session.state().is_none());
+        let is_lost =
+            |i: &mut Incoming| i.donor != donor || (i.is_complete() && session.state().is_none());
         drop(incoming.take_if(is_lost));
         let source = match source.take_if(|source| source.donor() == donor.0) {
             Some(link) => source.insert(link),
@@ -102,7 +104,8 @@ impl<M: Model> Trainer<'_, M> {
             self.session.fetch_resumed();
             return Ok(());
         }
-        let incoming = Incoming::begin(donor, Generation(head.generation), note, self.tensors.sizes());
+        let incoming =
+            Incoming::begin(donor, Generation(head.generation), note, self.tensors.sizes());
         self.incoming = Some(incoming.ok_or_else(|| nonsense("a state from its middle on"))?);
         self.session.fetch_begins();
         Ok(())

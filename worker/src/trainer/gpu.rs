@@ -40,7 +40,9 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Has the master know what the step's sum went over, if it was something else the last time.
     pub(super) fn tell_sums_over(&mut self, path: Path) {
-        let (Some((generation, 0)), Some(ring)) = (self.session.place(), &self.ring) else { return };
+        let (Some((generation, 0)), Some(ring)) = (self.session.place(), &self.ring) else {
+            return;
+        };
         let what = sums_over(ring, path, self.session.nccl_obstacle(), &self.nccl);
         if self.sums_over.as_ref() != Some(&what) {
             self.sums_over = Some(what.clone());

@@ -56,7 +56,10 @@ impl Incoming {
     pub(super) fn check(&self, note: PartNote, floats: u64) -> Result<(), String> {
         let end = if note.from < self.parameters { self.parameters } else { self.floats };
         if note.from != self.received {
-            return Err(format!("floats from {} on, where {} was expected", note.from, self.received));
+            return Err(format!(
+                "floats from {} on, where {} was expected",
+                note.from, self.received
+            ));
         }
         let most = (end - self.received).min(PART_FLOATS_MAX as u64);
         if floats == 0 || floats > most {

@@ -21,7 +21,8 @@ impl<M: Model> Trainer<'_, M> {
         bucket: usize,
     ) -> Result<(f64, Duration), String> {
         let started = Instant::now();
-        let (Tensors::Host(state), Some(Ring::Host(ring))) = (&mut self.tensors, &mut self.ring) else {
+        let (Tensors::Host(state), Some(Ring::Host(ring))) = (&mut self.tensors, &mut self.ring)
+        else {
             return Ok((self.gradients(records)?, started.elapsed()));
         };
         if ring.world_size() == 1 {
@@ -31,7 +32,9 @@ impl<M: Model> Trainer<'_, M> {
         let batch = call_user("feed()", || model.feed(records))?;
         let HostState { parameters, gradient, reduced, .. } = state;
         let (computed, summed) = buckets::overlap(ring, gradient, reduced, bucket, |gradients| {
-            let loss = call_user("gradients()", || model.gradients_in_buckets(parameters, batch, gradients));
+            let loss = call_user("gradients()", || {
+                model.gradients_in_buckets(parameters, batch, gradients)
+            });
             (loss, started.elapsed())
         });
         self.summed = summed;

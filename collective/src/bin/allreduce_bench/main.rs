@@ -117,7 +117,8 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
         let mut latest = [0.0_f64; 3];
         for rank in 0..victim {
             for latest in &mut latest {
-                let gap = Event::decode(&ranks.line(rank)?)?.at.saturating_sub(killed).as_secs_f64();
+                let gap =
+                    Event::decode(&ranks.line(rank)?)?.at.saturating_sub(killed).as_secs_f64();
                 *latest = latest.max(gap);
             }
         }
@@ -151,7 +152,9 @@ impl Ranks {
         let mut ranks = Self { children: Vec::new() };
         for rank in 0..arguments.world {
             let mut command = Command::new(std::env::current_exe()?);
-            command.args(["--rank", &rank.to_string(), "--peers", rank::ASK]).args(arguments.for_a_rank());
+            command
+                .args(["--rank", &rank.to_string(), "--peers", rank::ASK])
+                .args(arguments.for_a_rank());
             let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
             let lines = BufReader::new(child.stdout.take().expect("it is piped"));
             ranks.children.push((child, lines));
@@ -199,7 +202,18 @@ impl Drop for Ranks {
 
 impl Arguments {
     fn for_a_rank(&self) -> Vec<String> {
-        let Self { world, bytes, iters, transport, hosts, wire, streams, recover, rank: _, peers: _ } = self;
+        let Self {
+            world,
+            bytes,
+            iters,
+            transport,
+            hosts,
+            wire,
+            streams,
+            recover,
+            rank: _,
+            peers: _,
+        } = self;
         let mut all = vec![
             format!("--world={world}"),
             format!("--bytes={bytes}"),

@@ -38,20 +38,29 @@ impl Event {
 pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<()> {
     let (listener, addresses) = listen(rank, peers, arguments.hosts)?;
     let world = addresses.len();
-    let members: Vec<Member> = (0..).zip(addresses).map(|(id, address)| Member { id, address }).collect();
-    let endpoint =
-        Endpoint::from_listener(listener, "allreduce_bench", rank as u64, Secret::new("allreduce_bench"))?
-            .with_wire_dtype(arguments.wire.dtype())
-            .with_transport(arguments.transport.choice())
-            .with_streams(arguments.streams)?;
+    let members: Vec<Member> =
+        (0..).zip(addresses).map(|(id, address)| Member { id, address }).collect();
+    let endpoint = Endpoint::from_listener(
+        listener,
+        "allreduce_bench",
+        rank as u64,
+        Secret::new("allreduce_bench"),
+    )?
+    .with_wire_dtype(arguments.wire.dtype())
+    .with_transport(arguments.transport.choice())
+    .with_streams(arguments.streams)?;
     let ring = connect_all(&endpoint, &GroupSpec { generation: 1, members: members.clone() })?;
     let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
     bench.warm_up()?;
     if arguments.transport == Transport::Shm && !bench.ring.shares_memory() {
-        return Err("the ranks do not share memory: are they processes of one user, on one host?".into());
+        return Err(
+            "the ranks do not share memory: are they processes of one user, on one host?".into()
+        );
     }
     if arguments.transport == Transport::Hier && !bench.ring.is_hierarchical() {
-        return Err("the ranks do not share memory inside hosts: are several on each, of one user?".into());
+        return Err(
+            "the ranks do not share memory inside hosts: are several on each, of one user?".into(),
+        );
     }
     if !arguments.recover {
         let times = iter::repeat_with(|| bench.timed())
@@ -64,7 +73,8 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
         return Ok(());
     }
 
-    let [median, _] = quantiles(iter::repeat_with(|| bench.timed()).take(5).collect::<Result<Vec<_>, _>>()?);
+    let [median, _] =
+        quantiles(iter::repeat_with(|| bench.timed()).take(5).collect::<Result<Vec<_>, _>>()?);
     bench.ring.all_gather(&[])?;
     if rank + 1 == world {
         thread::spawn(move || {
@@ -107,7 +117,8 @@ fn connect_all(endpoint: &Endpoint, group: &GroupSpec) -> Fallible<TcpRing> {
 
 /// The listener and every rank's address.
 fn listen(rank: usize, peers: &str, hosts: u8) -> Fallible<(TcpListener, Vec<SocketAddr>)> {
-    let parse = |list: &str| list.trim().split(',').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>();
+    let parse =
+        |list: &str| list.trim().split(',').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>();
     if peers != ASK {
         let addresses = parse(peers)?;
         let own = addresses.get(rank).ok_or("--rank is not the index of one of --peers")?;

@@ -19,9 +19,11 @@ impl Offer {
     pub(super) fn of(policy: &NcclPolicy, uuid: [u8; 16]) -> Self {
         match policy {
             NcclPolicy::Off(reason) => Self::Off(reason.clone()),
-            NcclPolicy::On(library, options) => {
-                Self::On { version: library.version(), uuid, on_shared_gpus: options.on_shared_gpus }
-            }
+            NcclPolicy::On(library, options) => Self::On {
+                version: library.version(),
+                uuid,
+                on_shared_gpus: options.on_shared_gpus,
+            },
         }
     }
 
@@ -48,9 +50,14 @@ impl Offer {
                 Self::Off(String::from_utf8_lossy(reason).into_owned())
             }
             [1, rest @ ..] if rest.len() == ON_BYTES => {
-                let (version, rest) = rest.split_first_chunk().expect("the length was just checked");
+                let (version, rest) =
+                    rest.split_first_chunk().expect("the length was just checked");
                 let (uuid, shared) = rest.split_first_chunk().expect("the length was just checked");
-                Self::On { version: i32::from_le_bytes(*version), uuid: *uuid, on_shared_gpus: shared == [1] }
+                Self::On {
+                    version: i32::from_le_bytes(*version),
+                    uuid: *uuid,
+                    on_shared_gpus: shared == [1],
+                }
             }
             _ => Self::Off("it said something that can't be read".to_owned()),
         }
@@ -93,10 +100,14 @@ mod tests {
         for offer in [ON, Offer::Off(String::new()), Offer::Off("no libnccl.so.2".to_owned())] {
             assert_eq!(Offer::decode(&offer.encode()), offer);
         }
-        let Offer::Off(cut) = Offer::decode(&Offer::Off(long.clone()).encode()) else { panic!("it was off") };
+        let Offer::Off(cut) = Offer::decode(&Offer::Off(long.clone()).encode()) else {
+            panic!("it was off")
+        };
         assert!(long.starts_with(&cut) && cut.len() == REASON_BYTES_MAX);
         for bytes in [&[][..], &[1], &[2], &[1; 21], &[1; 23], &vec![0; REASON_BYTES_MAX + 2]] {
-            assert!(matches!(Offer::decode(bytes), Offer::Off(reason) if reason.contains("can't be read")));
+            assert!(
+                matches!(Offer::decode(bytes), Offer::Off(reason) if reason.contains("can't be read"))
+            );
         }
     }
 
@@ -107,7 +118,10 @@ mod tests {
         assert_eq!(agree(&[ON]), Ok(()));
         assert_eq!(agree(&[ON, other(22_809, 2)]), Ok(()));
         let error = |offers: &[Offer]| agree(offers).expect_err("it can't be");
-        assert_eq!(error(&[ON, other(22_809, 2), Offer::Off("no library".to_owned())]), "rank 2: no library");
+        assert_eq!(
+            error(&[ON, other(22_809, 2), Offer::Off("no library".to_owned())]),
+            "rank 2: no library"
+        );
         assert_eq!(error(&[ON, other(21_803, 2)]), "rank 0 has version 22809, rank 1 has 21803");
         assert_eq!(error(&[other(22_809, 2), ON, ON]), "ranks 1 and 2 share a GPU");
         assert_eq!(agree(&[shared(1), shared(1)]), Ok(()));

@@ -29,7 +29,8 @@ impl DeviceRing {
             return Ok(vec![header.to_vec()]);
         }
         let cut = Cut::of::<T>(src.len());
-        let ((from, _read), (to, _written)) = (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
+        let ((from, _read), (to, _written)) =
+            (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
         self.with_staging(|ring, staging| {
             let mut scratch = Scratch::default();
             let mut headers = Vec::new();
@@ -95,7 +96,8 @@ impl DeviceRing {
         let stream = self.device.stream().clone();
         let cut = Cut::of::<T>(src.len());
         let whole = cut.len * cut.element_bytes;
-        let ((from, _read), (to, _written)) = (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
+        let ((from, _read), (to, _written)) =
+            (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
         self.with_staging(|ring, staging| {
             agree_on_len(ring, cut.len)?;
             let mut landings = 0;
@@ -106,14 +108,20 @@ impl DeviceRing {
                 let all = ring.gather_beside(input)?;
                 for (rank, block) in all.iter().enumerate() {
                     if block.len() != range.len() {
-                        let reason =
-                            format!("expected a block of {} bytes, got {}", range.len(), block.len());
+                        let reason = format!(
+                            "expected a block of {} bytes, got {}",
+                            range.len(),
+                            block.len()
+                        );
                         return Err(ring.broken_by(rank, reason));
                     }
                     if range.is_empty() {
                         continue;
                     }
-                    staging.inward.slot(landings, block.len(), || ring.check_alive())?.copy_from_slice(block);
+                    staging
+                        .inward
+                        .slot(landings, block.len(), || ring.check_alive())?
+                        .copy_from_slice(block);
                     let to = to + (rank * whole + range.start) as u64;
                     // SAFETY: inside `dst`, which has room for all; it is borrowed until the streams are joined.
                     unsafe { staging.inward.begin_in(landings, to, block.len()) }?;
@@ -210,9 +218,14 @@ fn sum_block<T: Element>(
     scratch: &mut Scratch,
 ) -> Result<Vec<Vec<u8>>, CollectiveError> {
     if T::DTYPE == Dtype::F32 {
-        return ring.all_reduce(header, bytemuck::cast_slice(input), bytemuck::cast_slice_mut(output));
+        return ring.all_reduce(
+            header,
+            bytemuck::cast_slice(input),
+            bytemuck::cast_slice_mut(output),
+        );
     }
-    let (halves, sums) = (bytemuck::cast_slice::<u8, T>(input), bytemuck::cast_slice_mut::<u8, T>(output));
+    let (halves, sums) =
+        (bytemuck::cast_slice::<u8, T>(input), bytemuck::cast_slice_mut::<u8, T>(output));
     scratch.input.clear();
     scratch.input.extend(halves.iter().map(|half| half.widen()));
     scratch.output.resize(halves.len(), 0.0);

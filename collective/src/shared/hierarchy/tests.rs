@@ -16,14 +16,16 @@ fn every_rank_of_every_host_has_the_same_total_and_all_notes() {
     let len = 2 * (4 * BLOCK_LEN_MAX + 5) + 1;
     for sizes in [&[3, 1][..], &[2, 4]] {
         let hosts = Hosts::of_sizes(sizes);
-        let (senders, mut receivers): (Vec<_>, Vec<_>) = sizes.iter().map(|_| mpsc::channel()).unzip();
+        let (senders, mut receivers): (Vec<_>, Vec<_>) =
+            sizes.iter().map(|_| mpsc::channel()).unzip();
         receivers.rotate_right(1);
         thread::scope(|scope| {
             let mut ranks = Vec::new();
             for (host, link) in senders.into_iter().zip(receivers).enumerate() {
                 let mut link = Some(link);
                 for room in rooms(hosts.ranks(host)) {
-                    let (rank, link) = (hosts.ranks(host)[ranks.len() - hosts.ranks(host)[0]], link.take());
+                    let (rank, link) =
+                        (hosts.ranks(host)[ranks.len() - hosts.ranks(host)[0]], link.take());
                     let hierarchy = Hierarchy::new(hosts.clone(), host, room);
                     ranks.push(scope.spawn(move || run(hierarchy, rank, len, link)));
                 }
@@ -31,7 +33,10 @@ fn every_rank_of_every_host_has_the_same_total_and_all_notes() {
             let world = ranks.len();
             for rank in ranks {
                 let (notes, sum) = rank.join().unwrap();
-                assert!(notes.iter().enumerate().all(|(rank, note)| *note == [rank as u8; 3]), "{sizes:?}");
+                assert!(
+                    notes.iter().enumerate().all(|(rank, note)| *note == [rank as u8; 3]),
+                    "{sizes:?}"
+                );
                 let right = |at: usize| (world * (at % 7) + world * (world - 1) / 2) as f32;
                 assert!(sum.iter().enumerate().all(|(at, sum)| *sum == right(at)), "{sizes:?}");
             }
@@ -40,7 +45,12 @@ fn every_rank_of_every_host_has_the_same_total_and_all_notes() {
 }
 
 /// Two sums of one rank, the second one's notes and total.
-fn run(mut hierarchy: Hierarchy, rank: usize, len: usize, link: Option<Link>) -> (Vec<Vec<u8>>, Vec<f32>) {
+fn run(
+    mut hierarchy: Hierarchy,
+    rank: usize,
+    len: usize,
+    link: Option<Link>,
+) -> (Vec<Vec<u8>>, Vec<f32>) {
     let (pass, progress) = (Fence::new().enter(1).unwrap(), Progress::new());
     let src: Vec<f32> = (0..len).map(|at| (rank + at % 7) as f32).collect();
     let (mut dst, mut notes) = (vec![f32::NAN; len], Notes::TooLong);
@@ -103,8 +113,9 @@ fn rooms(ranks: &[usize]) -> Vec<Option<Room>> {
         return vec![None];
     }
     let memories = Memory::of_threads(Hierarchy::bytes(world), world).into_iter().enumerate();
-    let room =
-        |(rank, memory)| Room::new(memory, Seat { rank, world }, ranks.to_vec(), Vec::new()).sleepless();
+    let room = |(rank, memory)| {
+        Room::new(memory, Seat { rank, world }, ranks.to_vec(), Vec::new()).sleepless()
+    };
     memories.map(room).map(Some).collect()
 }
 
@@ -118,7 +129,8 @@ type Parcel = (Vec<u8>, Vec<u8>);
 fn a_host_meets_blocks_as_its_leaders_schedule_does() {
     for hosts in 2..=5 {
         for host in 0..hosts {
-            let (seat, extent) = (Seat { rank: host, world: hosts }, Extent { len: 103, segment_len: 4 });
+            let (seat, extent) =
+                (Seat { rank: host, world: hosts }, Extent { len: 103, segment_len: 4 });
             let mut schedule = Schedule::all_reduce(seat, extent);
             let (mut sums, mut totals) = (Vec::new(), Vec::new());
             while let Some(piece) = schedule.next_send().filter(|piece| piece.step == 0) {
@@ -143,7 +155,9 @@ fn a_host_meets_blocks_as_its_leaders_schedule_does() {
 #[test]
 fn notes_that_make_no_sense_are_no_notes() {
     let all = encode(&Notes::All(vec![b"one".to_vec(), Vec::new()]));
-    assert!(matches!(notes_of(&all, 2), Ok(Notes::All(notes)) if notes == [b"one".to_vec(), vec![]]));
+    assert!(
+        matches!(notes_of(&all, 2), Ok(Notes::All(notes)) if notes == [b"one".to_vec(), vec![]])
+    );
     for cut in 1..all.len() {
         assert!(notes_of(&all[..cut], 2).is_err(), "{cut}");
     }

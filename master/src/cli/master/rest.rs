@@ -19,7 +19,8 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
     let identity = Holder { pod: "one".into(), uid: "u".into() };
     let lease = Lease::acquire(&cluster, &meta, &identity).await.unwrap();
     let mould = Mould {
-        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
+        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
+            .unwrap(),
         anchor: meta.clone(),
         master: "10.0.0.1:7070".into(),
         min_workers: 1,

@@ -24,9 +24,11 @@ enum Kind {
 impl Source {
     /// Reads `--elasticdl`.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
-        let wanted = "it must be a version such as `0.1`, a git URL, or the folder of an elasticdl checkout";
-        let is_quotable =
-            |c: char| !c.is_control() && !c.is_whitespace() && !matches!(c, '"' | '\\' | '$' | '\'');
+        let wanted =
+            "it must be a version such as `0.1`, a git URL, or the folder of an elasticdl checkout";
+        let is_quotable = |c: char| {
+            !c.is_control() && !c.is_whitespace() && !matches!(c, '"' | '\\' | '$' | '\'')
+        };
         if text.is_empty() || !text.chars().all(is_quotable) {
             return Err(format!("{wanted}, without spaces and quotes"));
         }
@@ -46,9 +48,10 @@ impl Source {
         }
         let root = fs::canonicalize(text).map_err(|error| format!("{text}: {error}; {wanted}"))?;
         let root = root.to_str().filter(|root| root.chars().all(is_quotable));
-        let root = root.ok_or_else(|| format!("{text}: its path has spaces or quotes; {wanted}"))?;
-        let members =
-            members(Path::new(root)).ok_or_else(|| format!("{text} is no elasticdl checkout; {wanted}"))?;
+        let root =
+            root.ok_or_else(|| format!("{text}: its path has spaces or quotes; {wanted}"))?;
+        let members = members(Path::new(root))
+            .ok_or_else(|| format!("{text} is no elasticdl checkout; {wanted}"))?;
         Ok(Self(Kind::Path { root: root.into(), members }))
     }
 
@@ -110,7 +113,8 @@ fn members(root: &Path) -> Option<Vec<String>> {
         return None;
     }
     let workspace = fs::read_to_string(root.join("Cargo.toml")).ok()?;
-    let list = workspace.lines().find_map(|line| line.strip_prefix("members = [")?.strip_suffix(']'))?;
+    let list =
+        workspace.lines().find_map(|line| line.strip_prefix("members = [")?.strip_suffix(']'))?;
     let members = list.split(',').map(|member| member.trim().trim_matches('"').to_owned());
     Some(members.filter(|member| !member.is_empty()).collect())
 }
@@ -127,7 +131,8 @@ mod tests {
         let checkout = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
         let root = fs::canonicalize(checkout).unwrap();
         let root = root.to_str().unwrap();
-        let (path, install) = (format!("{{ path = \"{root}/worker\" }}"), format!("--path {root}/master"));
+        let (path, install) =
+            (format!("{{ path = \"{root}/worker\" }}"), format!("--path {root}/master"));
         let table = [
             ("0.1", "\"0.1\"", "elasticdl-master --version 0.1"),
             (
@@ -144,7 +149,10 @@ mod tests {
         ];
         for (text, dependency, command) in table {
             let source = Source::parse(text).unwrap();
-            assert_eq!((source.dependency().as_str(), source.command().as_str()), (dependency, command));
+            assert_eq!(
+                (source.dependency().as_str(), source.command().as_str()),
+                (dependency, command)
+            );
             assert_eq!(context(&source.copies()), (text == root).then_some(root));
         }
         assert_eq!(Source::own(), Source::parse(root).unwrap());
@@ -155,7 +163,10 @@ mod tests {
         let source = Source::own();
         let copies = source.copies();
         for member in ["collective", "examples", "master", "proto", "tests", "worker"] {
-            assert!(copies.contains(&format!("COPY --from=elasticdl {member} /")), "{member}: {copies}");
+            assert!(
+                copies.contains(&format!("COPY --from=elasticdl {member} /")),
+                "{member}: {copies}"
+            );
         }
     }
 
@@ -165,7 +176,10 @@ mod tests {
         let empty = folder.path().to_str().unwrap();
         for bad in ["", "0.1\"", "1/2", "/no such", "/absent", empty, "a'b"] {
             let error = Source::parse(bad).unwrap_err();
-            assert!(error.contains("a version such as `0.1`, a git URL, or the folder"), "{bad}: {error}");
+            assert!(
+                error.contains("a version such as `0.1`, a git URL, or the folder"),
+                "{bad}: {error}"
+            );
         }
     }
 }

@@ -39,7 +39,9 @@ impl Tool {
 
     fn find(self) -> Option<PathBuf> {
         let path = std::env::var_os("PATH")?;
-        std::env::split_paths(&path).map(|folder| folder.join(self.name())).find(|file| is_program(file))
+        std::env::split_paths(&path)
+            .map(|folder| folder.join(self.name()))
+            .find(|file| is_program(file))
     }
 }
 
@@ -47,8 +49,9 @@ impl Tool {
 pub(super) fn run(chosen: Option<Tool>, words: Vec<OsString>) -> Result<u8, Failure> {
     let there: Vec<(Tool, PathBuf)> =
         Tool::value_variants().iter().filter_map(|&tool| Some((tool, tool.find()?))).collect();
-    let names =
-        |there: &[(Tool, PathBuf)]| there.iter().map(|(tool, _)| tool.name()).collect::<Vec<_>>().join(", ");
+    let names = |there: &[(Tool, PathBuf)]| {
+        there.iter().map(|(tool, _)| tool.name()).collect::<Vec<_>>().join(", ")
+    };
     let found = match chosen {
         Some(chosen) => there.iter().find(|(tool, _)| *tool == chosen).ok_or_else(|| {
             let others = match there.is_empty() {

@@ -5,8 +5,8 @@ use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
-    actions, address, ask, at, broken, committed, connect, finished, formed, launch_at, lose, membership,
-    memberships, say, send, started,
+    actions, address, ask, at, broken, committed, connect, finished, formed, launch_at, lose,
+    membership, memberships, say, send, started,
 };
 
 /// The job of another master that knows of this one what it wrote.
@@ -16,7 +16,8 @@ fn next_master(job: &Job, ms: u64) -> Job {
 
 /// It has heard of this generation, whose members the job that it knew published last, if it has heard of any.
 pub(super) fn come_back(job: &mut Job, ms: u64, i: u64, generation: u64) {
-    let members = job.group.published.clone().map_or(vec![], |m| m.members.iter().map(|m| m.0.0).collect());
+    let members =
+        job.group.published.clone().map_or(vec![], |m| m.members.iter().map(|m| m.0.0).collect());
     let heard = (generation > 0).then(|| membership(generation, &members, true));
     come_back_from(job, ms, i, heard);
 }
@@ -42,7 +43,9 @@ pub(super) fn refused(actions: &[Action]) -> bool {
 }
 
 pub(super) fn lease(ranges: &[(u64, u64)]) -> ToWorker {
-    ToWorker::Lease(ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect())
+    ToWorker::Lease(
+        ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect(),
+    )
 }
 
 /// Shards of one record each, in order: what is leased can be foretold.
@@ -65,7 +68,10 @@ fn a_group_is_taken_over_in_its_generation_and_nothing_that_it_holds_is_leased_a
     assert_eq!((actions(&mut job), job.status(at(1020)).state), (vec![], "resuming"));
     say(&mut job, 1, committed(1, 3, &[(2, 4)]));
     assert_eq!(actions(&mut job), [send(1, lease(&[(6, 7)]))]);
-    assert_eq!((job.status(at(1020)).state, job.status(at(1020)).generation), ("running", Generation(1)));
+    assert_eq!(
+        (job.status(at(1020)).state, job.status(at(1020)).generation),
+        ("running", Generation(1))
+    );
     assert_eq!(job.summary(at(1020)).memberships.len(), 1);
 }
 
@@ -204,7 +210,10 @@ fn who_is_not_in_the_newest_membership_is_let_go_and_who_is_and_is_gone_is_lost(
     let next = membership(18, &[1, 3], true);
     let expected = [(2, second.clone()), (3, second), (1, next.clone()), (3, next)];
     assert_eq!(told, expected);
-    assert_eq!(job.status(at(1010)).workers.iter().find(|w| w.worker.0 == 2).unwrap().state, "ending");
+    assert_eq!(
+        job.status(at(1010)).workers.iter().find(|w| w.worker.0 == 2).unwrap().state,
+        "ending"
+    );
     // No name of the master before is used again.
     job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(0) });
     assert!(actions(&mut job).contains(&launch_at(18, 1)));
@@ -240,7 +249,8 @@ fn who_is_out_of_the_newer_group_holds_nothing_that_its_members_say_is_theirs() 
 }
 
 #[test]
-fn a_membership_that_is_heard_of_after_this_masters_own_is_refused_and_its_generation_is_not_used_again() {
+fn a_membership_that_is_heard_of_after_this_masters_own_is_refused_and_its_generation_is_not_used_again()
+ {
     let mut job = late_master(&started(in_order(2), &[20]), &[1, 2, 3], 1000);
     actions(&mut job);
     come_back(&mut job, 1010, 1, 1);
@@ -263,7 +273,10 @@ fn a_launch_of_which_the_record_knows_nothing_may_be_on_its_way_or_a_stray() {
     assert_eq!(record.find(&there), []);
     let mut job = Job::restore(record.clone(), at(1000)).unwrap();
     // It waits for room, so it is no member and not waited for.
-    job.handle(at(1000), Event::LaunchWaits { launch: LaunchId(4), wait: Wait::Room("full".into()) });
+    job.handle(
+        at(1000),
+        Event::LaunchWaits { launch: LaunchId(4), wait: Wait::Room("full".into()) },
+    );
     come_back(&mut job, 1010, 1, 1);
     come_back(&mut job, 1010, 2, 1);
     [1, 2].iter().for_each(|&i| say(&mut job, i, holding(0, &[])));
@@ -298,7 +311,10 @@ fn what_a_worker_cannot_hold_fails_it() {
         come_back(&mut job, 1010, 1, 1);
         come_back(&mut job, 1010, 2, 1);
         say(&mut job, 2, holding(0, &wrong));
-        assert!(actions(&mut job).contains(&Action::Disconnect { worker: WorkerId(2) }), "{wrong:?}");
+        assert!(
+            actions(&mut job).contains(&Action::Disconnect { worker: WorkerId(2) }),
+            "{wrong:?}"
+        );
     }
     let mut job = next_master(&started(in_order(2), &[20]), 1000);
     come_back(&mut job, 1010, 1, 1);
@@ -326,7 +342,10 @@ fn a_job_that_was_over_ends_under_the_next_master_as_it_would_have() {
     say(&mut job, 1, finished(1, 10, 5));
     assert_eq!(job.status(at(0)).state, "ending");
     let mut next = next_master(&job, 1000);
-    assert_eq!(actions(&mut next), [Action::Kill { launch: LaunchId(1) }, Action::End(Outcome::Completed)]);
+    assert_eq!(
+        actions(&mut next),
+        [Action::Kill { launch: LaunchId(1) }, Action::End(Outcome::Completed)]
+    );
     job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(0) });
     assert_eq!(next.summary(at(1000)), job.summary(at(1000)));
 }

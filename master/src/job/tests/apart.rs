@@ -62,7 +62,8 @@ fn whole_shards_are_leased_in_order_as_many_as_are_asked_for() {
     // The third file's last shard is a short one, and no shard crosses a file.
     let expected = [(2, range(0, 4)), (2, range(4, 8)), (1, range(8, 10)), (3, range(10, 14))];
     assert_eq!(leased(&mut job), expected);
-    let no_group = |action: &Action| matches!(action, Action::Send { message: ToWorker::Membership(_), .. });
+    let no_group =
+        |action: &Action| matches!(action, Action::Send { message: ToWorker::Membership(_), .. });
     assert!(!actions(&mut job).iter().any(no_group));
 }
 
@@ -82,7 +83,10 @@ fn a_lost_workers_shards_go_to_who_has_asked_and_count_once() {
     done(&mut job, 3, range(4, 8), 2.0);
     done(&mut job, 2, range(8, 12), 3.0);
     let summary = job.summary(at(2));
-    assert_eq!((&*summary.state, summary.records.counted, summary.records.repeated), ("ending", 12, 0));
+    assert_eq!(
+        (&*summary.state, summary.records.counted, summary.records.repeated),
+        ("ending", 12, 0)
+    );
     assert_eq!(summary.metrics, Some(BTreeMap::from([("loss".into(), Some(0.5))])));
     let ends = actions(&mut job)
         .iter()
@@ -97,8 +101,10 @@ fn who_leaves_or_is_too_many_goes_at_once() {
     ask(&mut job, 1, 1);
     leased(&mut job);
     say(&mut job, 1, FromWorker::Leaving);
-    let bye =
-        |worker| Action::Send { worker: WorkerId(worker), message: ToWorker::Shutdown("it leaves".into()) };
+    let bye = |worker| Action::Send {
+        worker: WorkerId(worker),
+        message: ToWorker::Shutdown("it leaves".into()),
+    };
     assert!(actions(&mut job).contains(&bye(1)));
     job.handle(at(1), Event::Scale { num_workers: 1 });
     let reason = ToWorker::Shutdown("fewer workers are wanted".into());
@@ -113,7 +119,11 @@ fn what_a_worker_does_not_hold_it_has_not_done() {
         ask(&mut job, 2, 1);
         leased(&mut job);
         done(&mut job, 1, wrong, 1.0);
-        assert_eq!((job.restarts.budget().counted, job.summary(at(0)).records.counted), (1, 0), "{wrong}");
+        assert_eq!(
+            (job.restarts.budget().counted, job.summary(at(0)).records.counted),
+            (1, 0),
+            "{wrong}"
+        );
         assert!(!job.crew.workers.contains_key(&WorkerId(1)));
     }
 }
@@ -160,7 +170,10 @@ fn another_master_goes_on_after_what_this_one_has_kept() {
         _ => None,
     };
     for launch in 1..=3 {
-        next.handle(at(60_000), Event::ProcessEnded { launch: LaunchId(launch), exit: Exit::Unknown });
+        next.handle(
+            at(60_000),
+            Event::ProcessEnded { launch: LaunchId(launch), exit: Exit::Unknown },
+        );
     }
     let new: Vec<u64> = actions(&mut next).iter().filter_map(launched).collect();
     assert_eq!(new, [4, 5, 6]);
@@ -172,7 +185,10 @@ fn another_master_goes_on_after_what_this_one_has_kept() {
     for (shard, loss) in [(range(16, 20), 16.0), (range(4, 8), 2.0), (range(12, 16), 8.0)] {
         done(&mut next, 4, shard, loss);
     }
-    assert_eq!(next.summary(at(0)).metrics, Some(BTreeMap::from([("loss".into(), Some(31.0 / 20.0))])));
+    assert_eq!(
+        next.summary(at(0)).metrics,
+        Some(BTreeMap::from([("loss".into(), Some(31.0 / 20.0))]))
+    );
 }
 
 #[test]
@@ -187,7 +203,10 @@ fn a_record_whose_results_can_t_be_true_is_refused() {
         Job::restore(record, at(0)).map(drop)
     };
     let sums = serde_json::json!({"loss": 1.0});
-    assert_eq!(with(serde_json::json!({"before": 8, "sums": sums, "later": {"12": [16, sums]}})), Ok(()));
+    assert_eq!(
+        with(serde_json::json!({"before": 8, "sums": sums, "later": {"12": [16, sums]}})),
+        Ok(())
+    );
     for wrong in [
         serde_json::json!({"before": 24, "sums": sums, "later": {}}),
         serde_json::json!({"before": 8, "sums": sums, "later": {"4": [16, sums]}}),
@@ -233,7 +252,10 @@ fn whatever_happens_to_workers_each_shard_counts_once_and_the_mean_is_the_same_t
                     Action::Send { worker, message: ToWorker::Shutdown(_) } => {
                         held.remove(&worker.0);
                         let exit = Exit::Code(0);
-                        job.handle(at(now), Event::ProcessEnded { launch: LaunchId(worker.0), exit });
+                        job.handle(
+                            at(now),
+                            Event::ProcessEnded { launch: LaunchId(worker.0), exit },
+                        );
                     }
                     _ => {}
                 }

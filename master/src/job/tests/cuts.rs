@@ -34,7 +34,8 @@ impl World {
     /// It is to build its links, and the next member answers no dial.
     pub(super) fn dials_in_vain(&self, p: &Process) -> bool {
         let Some(generation) = p.newest.as_ref().map(|m| m.generation) else { return false };
-        let builds = p.ring.is_none() && p.broke != Some(generation) && self.is_member(p, generation);
+        let builds =
+            p.ring.is_none() && p.broke != Some(generation) && self.is_member(p, generation);
         builds && self.is_severed(generation) && (p.cut || self.neighbours(p, generation).1.cut)
     }
 
@@ -55,12 +56,14 @@ impl World {
         }
         for at in 0..self.processes.len() {
             let p = &self.processes[at];
-            let Some(worker) = p.worker.filter(|_| p.alive && !p.frozen && !p.closed && !p.astray) else {
+            let Some(worker) = p.worker.filter(|_| p.alive && !p.frozen && !p.closed && !p.astray)
+            else {
                 continue;
             };
             let place = self.place_of_wait(p);
-            let stuck =
-                place.map(|place| (place, p.stuck.filter(|(p, _)| *p == place).map_or(self.now, |(_, t)| t)));
+            let stuck = place.map(|place| {
+                (place, p.stuck.filter(|(p, _)| *p == place).map_or(self.now, |(_, t)| t))
+            });
             self.processes[at].stuck = stuck;
             let stall = stuck.map(|((generation, operation, received, sent), from)| Stall {
                 generation,
@@ -80,7 +83,8 @@ impl World {
             let waits = self.is_severed(ring) && p.finished != Some(ring);
             let step = p.state.as_ref().map_or(0, |s| s.step);
             let (prev, _) = self.neighbours(p, ring);
-            let is_with_prev = prev.ring == Some(ring) && prev.state.as_ref().map_or(0, |s| s.step) == step;
+            let is_with_prev =
+                prev.ring == Some(ring) && prev.state.as_ref().map_or(0, |s| s.step) == step;
             let received = u64::from(is_with_prev && !self.hears_nobody(p, ring));
             return waits.then_some((ring, 2 + step, received, 1));
         }
@@ -102,7 +106,8 @@ impl World {
     /// It builds its links, and has dialled the next member.
     fn has_dialled(&self, p: &Process, generation: Generation) -> bool {
         let knows = p.newest.as_ref().is_some_and(|m| m.generation == generation);
-        let builds = p.ring.is_none() && p.broke != Some(generation) && self.is_member(p, generation);
+        let builds =
+            p.ring.is_none() && p.broke != Some(generation) && self.is_member(p, generation);
         knows && builds && p.alive && !p.frozen && !self.dials_in_vain(p)
     }
 

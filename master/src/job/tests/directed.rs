@@ -28,7 +28,10 @@ pub(super) fn at(ms: u64) -> Time {
 pub(super) fn connect(job: &mut Job, i: u64) {
     let address = address(i);
     let (connection, launch) = (ConnectionId(i), LaunchId(i));
-    job.handle(at(0), Event::Connected { connection, launch, address, pid: 100 + i as u32, resume: None });
+    job.handle(
+        at(0),
+        Event::Connected { connection, launch, address, pid: 100 + i as u32, resume: None },
+    );
 }
 
 pub(super) fn address(i: u64) -> SocketAddr {
@@ -46,7 +49,8 @@ pub(super) fn formed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> FromW
 }
 
 pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> FromWorker {
-    let ranges: Vec<_> = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
+    let ranges: Vec<_> =
+        ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
     let records = ranges.iter().map(RecordRange::len).sum();
     let compute_us = vec![5, 6, 7];
     let generation = Generation(generation);
@@ -99,7 +103,9 @@ pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
             let message = broken(job.group.generation.0, i);
             job.handle(at(ms), Event::Message { worker: other, message });
         }
-        None => job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(i), exit: Exit::Signal(9) }),
+        None => {
+            job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(i), exit: Exit::Signal(9) })
+        }
     }
 }
 
@@ -115,7 +121,9 @@ pub(super) fn actions(job: &mut Job) -> Vec<Action> {
 
 pub(super) fn memberships(job: &mut Job) -> Vec<(u64, Membership)> {
     let sent = actions(job).into_iter().filter_map(|action| match action {
-        Action::Send { worker, message: ToWorker::Membership(membership) } => Some((worker.0, membership)),
+        Action::Send { worker, message: ToWorker::Membership(membership) } => {
+            Some((worker.0, membership))
+        }
         _ => None,
     });
     sent.collect()
@@ -170,8 +178,14 @@ fn the_first_group_waits_one_second_for_workers_on_their_way() {
     connect(&mut job, 1);
     say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
     connect(&mut job, 2);
-    job.handle(at(50), Event::Message { worker: WorkerId(1), message: FromWorker::Ready { parameters: 1 } });
-    job.handle(at(90), Event::Message { worker: WorkerId(2), message: FromWorker::Ready { parameters: 1 } });
+    job.handle(
+        at(50),
+        Event::Message { worker: WorkerId(1), message: FromWorker::Ready { parameters: 1 } },
+    );
+    job.handle(
+        at(90),
+        Event::Message { worker: WorkerId(2), message: FromWorker::Ready { parameters: 1 } },
+    );
     actions(&mut job);
     assert_eq!(job.poll_timeout(), Some(at(1050)));
     job.handle_timeout(at(1049));
@@ -285,7 +299,10 @@ fn a_newcomer_is_told_whom_to_fetch_from_and_joins_only_when_it_has_fetched() {
     assert_eq!(actions(&mut job), [send(4, donors(&[3, 2, 1]))]);
     lose(&mut job, 2, 3);
     let told = actions(&mut job);
-    assert!(told.contains(&send(1, ToWorker::Membership(membership(2, &[1, 2], true)))), "{told:?}");
+    assert!(
+        told.contains(&send(1, ToWorker::Membership(membership(2, &[1, 2], true)))),
+        "{told:?}"
+    );
     assert!(told.contains(&send(4, donors(&[2, 1]))), "{told:?}");
     // Where too few are left to go on, all wait: it comes as it is.
     let mut job = started(JobSpec { min_workers: 3, max_workers: 6, ..spec() }, &[20]);
@@ -374,7 +391,10 @@ fn scaling_down_takes_the_youngest() {
 #[test]
 fn one_failure_too_many_fails_the_job_with_the_users_words() {
     let mut job = started(JobSpec { max_worker_restarts: 0, ..spec() }, &[6, 14]);
-    let ranges = vec![RecordRange { epoch: 1, start: 4, end: 8 }, RecordRange { epoch: 9, start: 0, end: 1 }];
+    let ranges = vec![
+        RecordRange { epoch: 1, start: 4, end: 8 },
+        RecordRange { epoch: 9, start: 0, end: 1 },
+    ];
     say(&mut job, 2, FromWorker::Failed { error: "bad record".into(), ranges, fatal: false });
     let summary = job.summary(at(1));
     assert!(summary.error.unwrap().contains("bad record"));
@@ -398,7 +418,9 @@ fn a_fatal_failure_ends_the_job_at_once() {
     say(&mut job, 2, FromWorker::Failed { error, ranges: Vec::new(), fatal: true });
     let told = actions(&mut job);
     assert_eq!(
-        told.iter().filter(|a| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. })).count(),
+        told.iter()
+            .filter(|a| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. }))
+            .count(),
         3
     );
     assert!(job.summary(at(0)).error.unwrap().len() < 5000);
@@ -431,7 +453,9 @@ fn replicas_that_differ_fail_the_job_by_name() {
     (1..=3).for_each(|i| say(&mut job, i, finished(1, 10, i / 3)));
     let error = job.summary(at(0)).error.unwrap();
     assert!(
-        error.contains("replica mismatch") && error.contains("worker 1") && error.contains("worker 3"),
+        error.contains("replica mismatch")
+            && error.contains("worker 1")
+            && error.contains("worker 3"),
         "{error}"
     );
 }
@@ -502,14 +526,20 @@ fn a_model_of_another_size_is_refused() {
     assert!(
         matches!(&told[0], Action::Send { message: ToWorker::Shutdown(why), .. } if why.contains("11 parameters"))
     );
-    assert_eq!((&told[1], job.restarts.budget().counted), (&Action::Disconnect { worker: WorkerId(4) }, 1));
+    assert_eq!(
+        (&told[1], job.restarts.budget().counted),
+        (&Action::Disconnect { worker: WorkerId(4) }, 1)
+    );
 }
 
 #[test]
 fn a_launch_that_waits_for_a_place_is_not_silent() {
     let mut job = Job::new(spec());
     assert_eq!(actions(&mut job), [launch(1)]);
-    job.handle(at(0), Event::LaunchWaits { launch: LaunchId(1), wait: Wait::Room("no room".into()) });
+    job.handle(
+        at(0),
+        Event::LaunchWaits { launch: LaunchId(1), wait: Wait::Room("no room".into()) },
+    );
     assert_eq!(job.status(at(0)).events, ["launch 1 waits: no room"]);
     job.handle_timeout(at(3_600_000));
     assert_eq!(actions(&mut job), []);

@@ -6,8 +6,8 @@ use super::super::testing::dataset;
 use super::super::*;
 use super::adoption::{admit, come_back, come_back_from, holding, in_order, lease, refused};
 use super::directed::{
-    actions, ask, at, broken, committed, connect, finished, formed, launch_at, membership, memberships, say,
-    send, started,
+    actions, ask, at, broken, committed, connect, finished, formed, launch_at, membership,
+    memberships, say, send, started,
 };
 
 fn disconnect(job: &mut Job, ms: u64, i: u64) {
@@ -164,7 +164,8 @@ fn newcomers_return_too_and_are_told_again_what_they_may_not_have_heard() {
     let unprepared = Resume { worker: WorkerId(1), membership: None, parameters: None };
     let return_unprepared = |job: &mut Job, i: u64| {
         let resume = Some(Resume { worker: WorkerId(i), ..unprepared.clone() });
-        let (connection, launch, address) = (ConnectionId(i), LaunchId(i), super::directed::address(i));
+        let (connection, launch, address) =
+            (ConnectionId(i), LaunchId(i), super::directed::address(i));
         job.handle(at(50), Event::Connected { connection, launch, address, pid: 1, resume });
     };
     return_unprepared(&mut job, 1);

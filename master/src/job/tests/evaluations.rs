@@ -7,7 +7,13 @@ use super::directed::{actions, at, finished, say, started};
 fn judged() -> JobSpec {
     let (data, metric) = ("v".into(), "loss".into());
     JobSpec {
-        validation: Some(ValidationSpec { data, every: Some(10), metric, highest: false, patience: Some(2) }),
+        validation: Some(ValidationSpec {
+            data,
+            every: Some(10),
+            metric,
+            highest: false,
+            patience: Some(2),
+        }),
         ..spec()
     }
 }
@@ -16,7 +22,11 @@ fn evaluated(job: &mut Job, step: u64, loss: Option<f64>) {
     say(
         job,
         1,
-        FromWorker::Evaluated(Evaluated { step, records: 5, metrics: [("loss".into(), loss)].into() }),
+        FromWorker::Evaluated(Evaluated {
+            step,
+            records: 5,
+            metrics: [("loss".into(), loss)].into(),
+        }),
     );
 }
 
@@ -28,7 +38,8 @@ fn known(job: &Job) -> (Vec<u64>, Option<u64>) {
 #[test]
 fn the_best_is_remembered_and_what_is_made_again_is_judged_again() {
     let mut job = started(judged(), &[20]);
-    for (step, loss, best) in [(10, Some(3.0), 10), (20, Some(1.0), 20), (30, Some(2.0), 20), (40, None, 20)]
+    for (step, loss, best) in
+        [(10, Some(3.0), 10), (20, Some(1.0), 20), (30, Some(2.0), 20), (40, None, 20)]
     {
         evaluated(&mut job, step, loss);
         assert_eq!(known(&job).1, Some(best));

@@ -10,8 +10,10 @@ use super::world::{World, index};
 impl World {
     pub(super) fn form(&mut self, generation: Generation) {
         let ids = self.launches_of(generation).to_vec();
-        let best =
-            ids.iter().filter_map(|id| self.processes[index(*id)].state.clone()).max_by_key(|s| s.step);
+        let best = ids
+            .iter()
+            .filter_map(|id| self.processes[index(*id)].state.clone())
+            .max_by_key(|s| s.step);
         let fresh = State { step: 0, ledger: Ledger::new(self.records), added: Vec::new() };
         let state = best.unwrap_or(fresh);
         for (rank, id) in ids.iter().enumerate() {

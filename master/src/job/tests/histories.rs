@@ -100,7 +100,14 @@ fn every_history(letters: &[usize], len: u32) {
 }
 
 fn small() -> JobSpec {
-    JobSpec { num_workers: 2, min_workers: 1, max_workers: 3, epochs: 1, master_timeout: SHORT, ..spec() }
+    JobSpec {
+        num_workers: 2,
+        min_workers: 1,
+        max_workers: 3,
+        epochs: 1,
+        master_timeout: SHORT,
+        ..spec()
+    }
 }
 
 fn every_history_of(spec: &JobSpec, letters: &[usize], len: u32) {
@@ -178,7 +185,9 @@ fn random_fault(world: &mut World, max_workers: u32) {
     let signals = [1, 2, 9, 9, 9, 9, 15, 6, 11];
     let cuts = if world.spec.worker_timeout.is_some() { 4 } else { 0 };
     let fault = match world.rng.random_range(0..52 + cuts) {
-        0..12 => Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())])),
+        0..12 => {
+            Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())]))
+        }
         12..15 => Fault::Exit(victim, Exit::Code(world.rng.random_range(0..2))),
         15..21 => Fault::Leave(victim),
         21..23 => Fault::Fail(victim),

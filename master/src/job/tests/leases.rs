@@ -173,9 +173,13 @@ fn a_lease_is_found_without_looking_at_all_shards() {
     let mut leased = 0;
     for i in 0..200_000 {
         let message = FromWorker::LeaseRequest { epoch: 0, records: 1 };
-        job.handle(Time(Duration::from_secs(9)), Event::Message { worker: WorkerId(i % 1000 + 1), message });
+        job.handle(
+            Time(Duration::from_secs(9)),
+            Event::Message { worker: WorkerId(i % 1000 + 1), message },
+        );
         while let Some(action) = job.poll_action() {
-            leased += usize::from(matches!(action, Action::Send { message: ToWorker::Lease(_), .. }));
+            leased +=
+                usize::from(matches!(action, Action::Send { message: ToWorker::Lease(_), .. }));
         }
     }
     assert_eq!(leased, 200_000);

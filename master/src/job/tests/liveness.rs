@@ -56,7 +56,11 @@ fn nobody_is_out(actions: &[Action]) -> bool {
 fn a_silent_worker_is_taken_out_killed_and_replaced() {
     let mut job = watched();
     pass_waiting(&mut job, 50, 1100, &[1, 3], Some(100));
-    assert_eq!(abort_of(&actions(&mut job)), None, "a second is not too long, nor a heartbeat more");
+    assert_eq!(
+        abort_of(&actions(&mut job)),
+        None,
+        "a second is not too long, nor a heartbeat more"
+    );
     pass_waiting(&mut job, 1150, 1150, &[1, 3], Some(100));
     let done = actions(&mut job);
     assert_eq!(abort_of(&done), Some((vec![WorkerId(1), WorkerId(3)], true)));
@@ -91,8 +95,10 @@ fn a_master_that_was_kept_from_running_takes_nobody_out() {
 
 #[test]
 fn a_worker_that_falls_silent_before_it_is_a_member_changes_no_group() {
-    let mut job =
-        started(JobSpec { worker_timeout: Some(Duration::from_secs(1)), max_workers: 4, ..spec() }, &[20]);
+    let mut job = started(
+        JobSpec { worker_timeout: Some(Duration::from_secs(1)), max_workers: 4, ..spec() },
+        &[20],
+    );
     job.handle(at(100), Event::Scale { num_workers: 4 });
     let address = super::directed::address(4);
     let (connection, launch) = (ConnectionId(4), LaunchId(4));
@@ -144,7 +150,10 @@ fn a_member_that_computes_for_long_is_not_taken_for_a_stopped_one() {
             times: StepTimes::default(),
             steps_skipped: 0,
         };
-        job.handle(at(0), Event::Message { worker: WorkerId(1), message: FromWorker::Committed(committed) });
+        job.handle(
+            at(0),
+            Event::Message { worker: WorkerId(1), message: FromWorker::Committed(committed) },
+        );
     }
     pass_waiting(&mut job, 50, 3000, &[1, 3], Some(100));
     assert!(nobody_is_out(&actions(&mut job)));

@@ -76,7 +76,8 @@ fn where_checkpoints_are_kept_the_next_group_tells_whether_there_was_one() {
 #[test]
 fn with_the_users_leave_training_starts_again_and_each_loss_is_counted() {
     for checkpoints in [false, true] {
-        let mut job = started(JobSpec { restart_without_checkpoint: true, ..alone(checkpoints) }, &[20]);
+        let mut job =
+            started(JobSpec { restart_without_checkpoint: true, ..alone(checkpoints) }, &[20]);
         say(&mut job, 1, committed(1, 3, &[(0, 12)]));
         lose(&mut job, 1);
         replaced(&mut job, 2, 2, 0);
@@ -108,13 +109,15 @@ fn a_newcomer_that_has_fetched_the_state_may_bring_it() {
 
 #[test]
 fn a_group_that_says_that_it_can_not_go_on_fails_the_job_with_its_words_and_records() {
-    let mut job = started(JobSpec { work: Work::Train { export: Some("/m".into()) }, ..spec() }, &[20]);
+    let mut job =
+        started(JobSpec { work: Work::Train { export: Some("/m".into()) }, ..spec() }, &[20]);
     for worker in 1..=3 {
         let FromWorker::Finished(mut word) = finished(1, 4, 9) else { unreachable!() };
         word.ledger = LedgerReport { epochs_complete: 0, ranges: Vec::new(), repeated: 0 };
         let at_fault = RecordRange { epoch: 0, start: 4, end: 6 };
         let ranges = if worker == 2 { vec![at_fault] } else { Vec::new() };
-        word.failure = Some(Failure { error: "the gradient of step 5 is not finite".into(), ranges });
+        word.failure =
+            Some(Failure { error: "the gradient of step 5 is not finite".into(), ranges });
         word.steps_skipped = 2;
         word.exported = worker == 1;
         say(&mut job, worker, FromWorker::Finished(word));
@@ -122,7 +125,10 @@ fn a_group_that_says_that_it_can_not_go_on_fails_the_job_with_its_words_and_reco
     let error = ends(&mut job);
     assert_eq!(error.as_deref(), Some("the gradient of step 5 is not finite"));
     let summary = job.summary(at(0));
-    assert_eq!((summary.steps, summary.steps_skipped, summary.export.as_deref()), (4, 2, Some("/m")));
+    assert_eq!(
+        (summary.steps, summary.steps_skipped, summary.export.as_deref()),
+        (4, 2, Some("/m"))
+    );
     let failed: Vec<_> = summary.failed_shards.iter().map(|s| (s.worker, s.start, s.end)).collect();
     assert_eq!(failed, [(WorkerId(2), 4, 6)]);
 }
@@ -133,7 +139,9 @@ fn steps_that_are_left_out_are_told_now_and_then() {
     let mut lines = 0;
     for step in 1..=5 {
         let start = 4 * (step - 1);
-        let FromWorker::Committed(report) = committed(1, step, &[(start, start + 4)]) else { unreachable!() };
+        let FromWorker::Committed(report) = committed(1, step, &[(start, start + 4)]) else {
+            unreachable!()
+        };
         let report = Committed { steps_skipped: step, loss_sum: f64::NAN, ..report };
         say(&mut job, 1, FromWorker::Committed(report));
         let told = |a: &&Action| matches!(a, Action::Say(line) if line.contains("left out"));
@@ -175,12 +183,17 @@ fn where_all_members_leave_and_nobody_comes_the_group_is_suspended_at_once() {
     }
     assert_eq!(actions(&mut job).iter().filter(|a| matches!(a, Action::Launch { .. })).count(), 2);
     [3, 4].into_iter().for_each(|worker| connect(&mut job, worker));
-    [3, 4].into_iter().for_each(|worker| say(&mut job, worker, FromWorker::Ready { parameters: 10 }));
+    [3, 4]
+        .into_iter()
+        .for_each(|worker| say(&mut job, worker, FromWorker::Ready { parameters: 10 }));
     let news = CheckpointNews::Restored { step: 3, name: "step".into() };
     say(&mut job, 3, FromWorker::Checkpoint(news));
     say(&mut job, 3, formed(3, 3, &[(0, 12)]));
     let summary = job.summary(at(0));
-    assert_eq!((summary.state_lost, summary.checkpoints.unwrap().restored[0].lost_steps), (None, 0));
+    assert_eq!(
+        (summary.state_lost, summary.checkpoints.unwrap().restored[0].lost_steps),
+        (None, 0)
+    );
     assert_eq!(job.status(at(0)).state, "running");
 }
 
@@ -190,7 +203,10 @@ fn where_replacements_are_on_their_way_the_group_waits_for_half_of_the_grace() {
     say(&mut job, 1, FromWorker::Leaving);
     let sent = actions(&mut job);
     let asks = |a: &Action| matches!(a, Action::Send { message: ToWorker::KeepCheckpoint, .. });
-    assert!(sent.iter().any(asks) && sent.iter().any(|a| matches!(a, Action::Launch { .. })), "{sent:?}");
+    assert!(
+        sent.iter().any(asks) && sent.iter().any(|a| matches!(a, Action::Launch { .. })),
+        "{sent:?}"
+    );
     job.handle_timeout(at(4999));
     assert_eq!(told(&mut job, &ToWorker::Suspend), [0; 0]);
     job.handle_timeout(at(5000));

@@ -42,7 +42,8 @@ impl World {
                 Action::End(outcome) => self.ended = Some(outcome),
                 Action::Kill { launch } => {
                     let p = &mut self.processes[index(launch)];
-                    let silent = !p.said_hello && self.now.since(p.launched) >= Duration::from_secs(60);
+                    let silent =
+                        !p.said_hello && self.now.since(p.launched) >= Duration::from_secs(60);
                     p.silent_for_long = silent && !self.stopped;
                     self.counted += u32::from(p.silent_for_long);
                     if self.at(launch).astray {
@@ -57,7 +58,11 @@ impl World {
                     self.running += 1;
                     assert!(self.running <= self.spec.max_workers as usize, "too many processes");
                     assert_eq!(index(launch), self.processes.len());
-                    self.processes.push(Process { alive: true, launched: self.now, ..Process::default() });
+                    self.processes.push(Process {
+                        alive: true,
+                        launched: self.now,
+                        ..Process::default()
+                    });
                 }
                 Action::Refuse { connection, .. } => {
                     self.at(LaunchId(connection.0)).die(Exit::Code(70));
@@ -74,7 +79,12 @@ impl World {
             }
         }
         self.check_leases();
-        assert_eq!(self.job.restarts.budget().counted, self.counted, "failures counted: {:#?}", self.said);
+        assert_eq!(
+            self.job.restarts.budget().counted,
+            self.counted,
+            "failures counted: {:#?}",
+            self.said
+        );
         if let Some(outcome) = self.ended {
             self.check_end(outcome);
         }
@@ -104,10 +114,13 @@ impl World {
             Action::Launch { launch, .. } => {
                 self.running += 1;
                 assert_eq!(index(launch), self.processes.len());
-                let never = Process { exit: Some(Exit::Unknown), end_seen: true, ..Process::default() };
+                let never =
+                    Process { exit: Some(Exit::Unknown), end_seen: true, ..Process::default() };
                 self.processes.push(never);
             }
-            Action::Refuse { connection, .. } => self.at(LaunchId(connection.0)).die(Exit::Code(70)),
+            Action::Refuse { connection, .. } => {
+                self.at(LaunchId(connection.0)).die(Exit::Code(70))
+            }
             // Nobody has heard of it, but the next master knows it.
             Action::Send { message: ToWorker::Membership(membership), .. } => {
                 self.check_membership(&membership)
@@ -159,7 +172,11 @@ impl World {
         if membership.abort {
             assert!(dead || broken, "generation {} aborts without a loss", membership.generation);
         } else {
-            assert!(!dead, "generation {} does not abort, but a member is lost", membership.generation);
+            assert!(
+                !dead,
+                "generation {} does not abort, but a member is lost",
+                membership.generation
+            );
             assert!(self.formed.contains(&last.generation), "two switches in flight");
         }
         let survivors: Vec<WorkerId> =
@@ -169,7 +186,8 @@ impl World {
     }
 
     fn publish(&mut self, membership: &Membership) {
-        let launch = |w| self.numbered().find(|(_, p)| p.worker == Some(w)).expect("it was admitted").0;
+        let launch =
+            |w| self.numbered().find(|(_, p)| p.worker == Some(w)).expect("it was admitted").0;
         self.rings.push(membership.members.iter().map(|(w, _)| launch(*w)).collect());
         self.published.push(membership.clone());
     }
@@ -179,14 +197,20 @@ impl World {
         assert!(newest.members.iter().any(|(w, _)| *w == worker), "worker {worker} is no member");
         let has = |m: &Membership| m.members.iter().any(|(w, _)| *w == worker);
         let formed = self.published.iter().any(|m| self.formed.contains(&m.generation) && has(m));
-        assert!(formed, "worker {worker} has not formed a group yet, and another one may need {ranges:?}");
+        assert!(
+            formed,
+            "worker {worker} has not formed a group yet, and another one may need {ranges:?}"
+        );
         for &range in ranges {
-            assert!(!range.is_empty() && range.end <= self.records && range.epoch < self.spec.epochs);
+            assert!(
+                !range.is_empty() && range.end <= self.records && range.epoch < self.spec.epochs
+            );
             for (other, _) in &newest.members {
                 let Some(p) = self.process(*other).filter(|_| !self.gone.contains(other)) else {
                     continue;
                 };
-                let mut count = p.held.get(&range.epoch).map_or(0, |set| set.count_in(range.records()));
+                let mut count =
+                    p.held.get(&range.epoch).map_or(0, |set| set.count_in(range.records()));
                 for message in &p.down {
                     if let ToWorker::Lease(others) = message {
                         let set = others.iter().filter(|r| r.epoch == range.epoch);

@@ -4,7 +4,9 @@ use elasticdl_proto::WorkerId;
 
 use super::super::testing::{dataset, spec};
 use super::super::*;
-use super::directed::{actions, at, connect, launch, launch_at, membership, memberships, say, send, started};
+use super::directed::{
+    actions, at, connect, launch, launch_at, membership, memberships, say, send, started,
+};
 
 /// Launches 2 to `wanted` have just been asked for; the first has a worker.
 fn asked(wanted: u32, min: u32) -> Job {
@@ -175,15 +177,22 @@ fn a_launch_that_is_taken_away_before_its_hello_is_replaced_and_refused() {
 fn a_status_says_what_launches_wait_for_and_which_classes_they_have() {
     let mut job = asked(3, 1);
     for (launch, class) in [(1, "core"), (2, "rung-1"), (3, "rung-1")] {
-        job.handle(at(1), Event::LaunchMade { launch: LaunchId(launch), class: Some(class.into()) });
+        job.handle(
+            at(1),
+            Event::LaunchMade { launch: LaunchId(launch), class: Some(class.into()) },
+        );
     }
     no_room(&mut job, 2, 3);
     let status = job.status(at(3));
     let waiting: Vec<_> =
         status.waiting.iter().map(|l| (l.launch.0, l.state, l.waits_for.as_deref())).collect();
     assert_eq!(waiting, [(2, "asked", None), (3, "no room", Some("0/3 nodes are available"))]);
-    let rungs: Vec<_> = status.rungs.iter().map(|r| (r.class.as_str(), r.launches, r.workers)).collect();
+    let rungs: Vec<_> =
+        status.rungs.iter().map(|r| (r.class.as_str(), r.launches, r.workers)).collect();
     assert_eq!(rungs, [("core", 1, 1), ("rung-1", 2, 0)]);
-    job.handle(at(4), Event::LaunchExplained { launch: LaunchId(9), words: "preempted by a/b".into() });
+    job.handle(
+        at(4),
+        Event::LaunchExplained { launch: LaunchId(9), words: "preempted by a/b".into() },
+    );
     assert!(job.status(at(4)).events.last().unwrap().ends_with("worker 9 was preempted by a/b"));
 }

@@ -7,7 +7,8 @@ use elasticdl_proto::WorkerId;
 use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
-    actions, address, at, connect, finished, formed, launch_at, lose, membership, say, send, started,
+    actions, address, at, connect, finished, formed, launch_at, lose, membership, say, send,
+    started,
 };
 
 /// Two pods; there may be a third.
@@ -60,9 +61,16 @@ fn the_numbers_of_workers_are_multiples_of_a_pods() {
         JobSpec { num_workers: 3, ..pods() },
         JobSpec { max_workers: 5, ..pods() },
         JobSpec { workers_per_pod: 0, ..pods() },
-        JobSpec { num_workers: 65, min_workers: 65, max_workers: 65, workers_per_pod: 65, ..pods() },
+        JobSpec {
+            num_workers: 65,
+            min_workers: 65,
+            max_workers: 65,
+            workers_per_pod: 65,
+            ..pods()
+        },
     ];
-    let fields = ["min_workers", "num_workers", "max_workers", "workers_per_pod", "workers_per_pod"];
+    let fields =
+        ["min_workers", "num_workers", "max_workers", "workers_per_pod", "workers_per_pod"];
     assert_eq!(wrong.map(|spec| spec.check().unwrap_err().field), fields);
 }
 
@@ -126,7 +134,8 @@ fn a_pod_that_ends_without_a_word_loses_all_its_workers_at_once() {
 fn one_that_leaves_takes_its_pod_along_and_its_place_is_filled_at_once() {
     let mut job = started(pods(), &[20]);
     say(&mut job, 4, FromWorker::Leaving);
-    let expected = [vec![launch_at(5, 2)], tell(&[1, 2, 3, 4], &membership(2, &[1, 2], false))].concat();
+    let expected =
+        [vec![launch_at(5, 2)], tell(&[1, 2, 3, 4], &membership(2, &[1, 2], false))].concat();
     assert_eq!(done(&mut job), expected);
     // It has been told to end, too; that is no news.
     say(&mut job, 3, FromWorker::Leaving);
@@ -190,7 +199,10 @@ fn a_job_that_stops_spares_a_pod_of_which_one_is_needed() {
     let shutdown = send(3, ToWorker::Shutdown("the job is stopping".into()));
     assert_eq!(done(&mut job), [drained[0].clone(), drained[1].clone(), shutdown]);
     connect(&mut job, 4);
-    assert!(matches!(done(&mut job)[..], [Action::Admit { .. }, Action::Send { worker: WorkerId(4), .. }]));
+    assert!(matches!(
+        done(&mut job)[..],
+        [Action::Admit { .. }, Action::Send { worker: WorkerId(4), .. }]
+    ));
     (1..=2).for_each(|worker| say(&mut job, worker, finished(1, 10, 5)));
     assert_eq!(job.status(at(3)).state, "ending");
 }
@@ -220,7 +232,8 @@ fn a_pod_is_not_killed_for_one_that_has_gone_while_another_finishes() {
 fn come_back(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
     let membership = Some(membership(1, members, true));
     let resume = Some(Resume { worker: WorkerId(i), membership, parameters: Some(10) });
-    let (connection, launch, address, pid) = (ConnectionId(i), LaunchId(i), address(i), 100 + i as u32);
+    let (connection, launch, address, pid) =
+        (ConnectionId(i), LaunchId(i), address(i), 100 + i as u32);
     job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume });
 }
 

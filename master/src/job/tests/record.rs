@@ -124,7 +124,9 @@ fn the_list_of_files_is_not_in_the_record_and_only_the_same_list_completes_it() 
     let mut read = read(&record);
     assert_eq!(read.data(), Some(DataMark::of(&list(15_000))));
     assert!(
-        Job::restore(read.clone(), at(0)).unwrap_err().contains("list of the data set's files is missing")
+        Job::restore(read.clone(), at(0))
+            .unwrap_err()
+            .contains("list of the data set's files is missing")
     );
     let error = read.attach(list(15_001)).unwrap_err();
     assert!(error.contains("15001 files") && error.contains("15000 files"), "{error}");
@@ -162,7 +164,10 @@ fn records_of_an_older_release_and_with_fields_of_a_newer_one_are_read() {
 fn a_record_that_is_refused_fails_the_job_with_the_reason_and_nothing_waits_for_it() {
     let mut job = started(JobSpec { num_workers: 2, shuffle: false, ..spec() }, &[8]);
     job.handle(at(5), Event::RecordWaits { reason: "no answer".into() });
-    assert_eq!(job.status(at(5)).events.last().unwrap(), "the job's record is not kept yet: no answer");
+    assert_eq!(
+        job.status(at(5)).events.last().unwrap(),
+        "the job's record is not kept yet: no answer"
+    );
     assert_eq!(job.status(at(5)).state, "running");
     job.handle(at(6), Event::RecordRefused { reason: "it takes 2000 KiB".into() });
     let summary = job.summary(at(6));

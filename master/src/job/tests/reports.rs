@@ -7,7 +7,8 @@ use elasticdl_proto::{Generation, WorkerId};
 use super::super::testing::spec;
 use super::super::*;
 use super::directed::{
-    actions, ask, at, broken, committed, connect, finished, formed, lose, membership, say, send, started,
+    actions, ask, at, broken, committed, connect, finished, formed, lose, membership, say, send,
+    started,
 };
 
 #[test]
@@ -106,7 +107,10 @@ fn a_gap_is_the_largest_that_a_member_reports_and_the_start_has_none() {
     assert_eq!(memberships[0].gap_ms, None);
     let second = &memberships[1];
     assert_eq!(second.abort_ms, Some(0.0));
-    assert_eq!((second.gap_ms, second.detect_ms, second.connect_ms), (Some(3.0), Some(2.5), Some(0.5)));
+    assert_eq!(
+        (second.gap_ms, second.detect_ms, second.connect_ms),
+        (Some(3.0), Some(2.5), Some(0.5))
+    );
     assert_eq!((second.cause, &second.lost), (Cause::Lost, &vec![WorkerId(3)]));
 }
 
@@ -115,7 +119,8 @@ fn the_summarys_keys_are_stable() {
     let mut job = started(spec(), &[20]);
     say(&mut job, 1, committed(1, 1, &[(0, 4)]));
     let json = serde_json::to_value(job.summary(at(1000))).unwrap();
-    let keys = |value: &serde_json::Value| BTreeSet::from_iter(value.as_object().unwrap().keys().cloned());
+    let keys =
+        |value: &serde_json::Value| BTreeSet::from_iter(value.as_object().unwrap().keys().cloned());
     let set = |keys: &[&str]| BTreeSet::from_iter(keys.iter().map(ToString::to_string));
     let top = [
         "job",

@@ -43,7 +43,10 @@ fn beat(job: &mut Job, ms: u64, worker: u64, waits: Option<(Place, u64)>) {
         waits_for_next: false,
         since: Duration::from_millis(since),
     });
-    job.handle(at(ms), Event::Message { worker: WorkerId(worker), message: FromWorker::Alive(stall) });
+    job.handle(
+        at(ms),
+        Event::Message { worker: WorkerId(worker), message: FromWorker::Alive(stall) },
+    );
 }
 
 /// Who was taken out so far, and the members of the newest generation if one was published.
@@ -77,7 +80,8 @@ const NOBODY: (Vec<u64>, Option<(Vec<u64>, bool)>) = (Vec::new(), None);
 fn who_is_cut_off_from_both_neighbours_is_taken_out_when_all_have_waited_for_the_timeout() {
     let mut job = watched();
     // Links 2-3 and 3-4 keep what is sent; 4 and 1 can send nothing more before they hear of it.
-    let beats = [(1, (1, 9, 30, 40)), (2, (1, 9, 40, 50)), (3, (1, 9, 20, 30)), (4, (1, 9, 20, 30))];
+    let beats =
+        [(1, (1, 9, 30, 40)), (2, (1, 9, 40, 50)), (3, (1, 9, 20, 30)), (4, (1, 9, 20, 30))];
     let beats = beats.map(|(worker, place)| (worker, Some(place)));
     pass(&mut job, 100, 1050, &beats);
     assert_eq!(outcome(&mut job), NOBODY, "a second is not too long");
@@ -133,7 +137,8 @@ fn a_silent_worker_is_the_one_to_go_whatever_its_neighbours_wait_for() {
 fn of_two_halves_the_later_ranks_go() {
     let mut job = watched();
     // Links 2-3 and 4-1 keep what is sent.
-    let beats = [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 40)), (3, (1, 9, 20, 30)), (4, (1, 9, 30, 40))];
+    let beats =
+        [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 40)), (3, (1, 9, 20, 30)), (4, (1, 9, 30, 40))];
     pass(&mut job, 100, 1100, &beats.map(|(worker, place)| (worker, Some(place))));
     assert_eq!(outcome(&mut job), (vec![4, 3], Some((vec![1, 2], true))));
 }
@@ -142,7 +147,8 @@ fn of_two_halves_the_later_ranks_go() {
 fn who_was_let_off_at_anothers_cost_goes_at_once_the_next_time() {
     let mut job = watched();
     // Worker 1 is cut off, but only what 4 sends it shows.
-    let beats = [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 30)), (3, (1, 9, 30, 30)), (4, (1, 9, 30, 30))];
+    let beats =
+        [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 30)), (3, (1, 9, 30, 30)), (4, (1, 9, 30, 30))];
     pass(&mut job, 100, 1100, &beats.map(|(worker, place)| (worker, Some(place))));
     assert_eq!(outcome(&mut job), (vec![4], Some((vec![1, 2, 3], true))));
     // The next generation can't even be linked; 1 is busy and has not dialled yet.
@@ -154,7 +160,8 @@ fn who_was_let_off_at_anothers_cost_goes_at_once_the_next_time() {
 #[test]
 fn a_commit_forgives() {
     let mut job = watched();
-    let beats = [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 30)), (3, (1, 9, 30, 30)), (4, (1, 9, 30, 30))];
+    let beats =
+        [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 30)), (3, (1, 9, 30, 30)), (4, (1, 9, 30, 30))];
     pass(&mut job, 100, 1100, &beats.map(|(worker, place)| (worker, Some(place))));
     assert_eq!(outcome(&mut job).0, [4]);
     say(&mut job, 1, formed(2, 0, &[]));
@@ -174,7 +181,10 @@ fn dials_that_nobody_answers_take_out_the_one_that_they_have_in_common() {
     pass(&mut job, 1050, 1050, &calm);
     job.handle(at(1050), Event::Message { worker: WorkerId(1), message: unreachable(1, 2) });
     // Who hears of it ends its links: that is nobody's fault.
-    job.handle(at(1050), Event::Message { worker: WorkerId(3), message: super::directed::broken(1, 4) });
+    job.handle(
+        at(1050),
+        Event::Message { worker: WorkerId(3), message: super::directed::broken(1, 4) },
+    );
     pass(&mut job, 1100, 1200, &calm);
     assert_eq!(outcome(&mut job), (vec![1], Some((vec![2, 3, 4], true))));
 }
@@ -221,8 +231,13 @@ fn a_switch_that_some_have_made_and_one_can_not_is_no_way_to_wait_for_ever() {
     say(&mut job, 5, FromWorker::Primed { step: 0 });
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4, 5], false))));
     // The end of the step has not come from 1 to 2: 2 is still in generation 1, and 3 waits for its dial in vain.
-    let beats =
-        [(1, (2, 1, 0, 9)), (2, (1, 9, 20, 30)), (3, (2, 0, 0, 0)), (4, (2, 1, 0, 9)), (5, (2, 1, 0, 9))];
+    let beats = [
+        (1, (2, 1, 0, 9)),
+        (2, (1, 9, 20, 30)),
+        (3, (2, 0, 0, 0)),
+        (4, (2, 1, 0, 9)),
+        (5, (2, 1, 0, 9)),
+    ];
     let beats = beats.map(|(worker, place)| (worker, Some(place)));
     pass(&mut job, 100, 1100, &beats);
     let (out, published) = outcome(&mut job);
@@ -265,7 +280,8 @@ fn whose_last_beat_came_before_the_others_ends_is_not_judged_by_it() {
 #[test]
 fn workers_that_were_all_kept_from_running_are_not_taken_for_waiting() {
     let mut job = watched();
-    let beats = [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 40)), (3, (1, 9, 20, 30)), (4, (1, 9, 30, 40))];
+    let beats =
+        [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 40)), (3, (1, 9, 20, 30)), (4, (1, 9, 30, 40))];
     pass(&mut job, 100, 300, &beats.map(|(worker, place)| (worker, Some(place))));
     // All are stopped for 700 ms, then go on: the first beats say how long no byte has moved.
     for ms in (350..=950).step_by(50) {

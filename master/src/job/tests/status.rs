@@ -39,7 +39,8 @@ fn every_shard_is_counted_where_its_records_are() {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let per_shard = NonZeroU64::new(rng.random_range(1..=9));
         let spec = JobSpec { seed, records_per_shard: per_shard, shuffle: rng.random(), ..spec() };
-        let mut records = Records::new(Shards::cut(&dataset(&[13, 0, 29, 1, 8]), &spec).unwrap(), 2);
+        let mut records =
+            Records::new(Shards::cut(&dataset(&[13, 0, 29, 1, 8]), &spec).unwrap(), 2);
         let mut held: Vec<(WorkerId, RecordRange)> = Vec::new();
         for step in 1..150 {
             let worker = WorkerId(rng.random_range(1..=3));
@@ -185,7 +186,10 @@ fn what_a_change_cost_is_said_in_one_line_when_all_survivors_have_resumed() {
     assert_eq!(recoveries(&mut job), [""; 0]);
     let memberships = job.status(at(0)).memberships;
     let second = &memberships[1];
-    assert_eq!((second.gap_ms, second.abort_ms, &second.lost), (Some(3.1), Some(0.2), &vec![WorkerId(3)]));
+    assert_eq!(
+        (second.gap_ms, second.abort_ms, &second.lost),
+        (Some(3.1), Some(0.2), &vec![WorkerId(3)])
+    );
     assert_eq!(memberships, job.summary(at(0)).memberships);
 }
 
@@ -265,7 +269,11 @@ fn the_speed_is_that_of_the_last_seconds_also_where_a_step_takes_longer() {
     story.form(at(1000), 0, 0);
     assert_eq!(story.records_per_s(at(2000)), 0.0);
     (1..=100).for_each(|i| story.commit(at(1000 + i * 100), 10, 1.0));
-    assert!((story.records_per_s(at(11_000)) - 100.0).abs() < 3.0, "{}", story.records_per_s(at(11_000)));
+    assert!(
+        (story.records_per_s(at(11_000)) - 100.0).abs() < 3.0,
+        "{}",
+        story.records_per_s(at(11_000))
+    );
     (1..=10).for_each(|i| story.commit(at(11_000 + i * 10_000), 500, 1.0));
     assert_eq!(story.records_per_s(at(111_000)), 50.0);
     // It neither falls to nothing between two such steps, nor stays where nothing comes.

@@ -9,7 +9,10 @@ use super::super::*;
 use super::directed::*;
 
 fn waits(storage: Option<&str>, ms: u64) -> FromWorker {
-    FromWorker::StorageWait { storage: storage.map(str::to_owned), waited: Duration::from_millis(ms) }
+    FromWorker::StorageWait {
+        storage: storage.map(str::to_owned),
+        waited: Duration::from_millis(ms),
+    }
 }
 
 /// What was said of storage.

@@ -116,13 +116,18 @@ impl World {
             }
             self.turn();
         }
-        panic!("the job goes on for ever: {:#?}\n{:#?}", self.said.last_chunk::<30>(), self.processes);
+        panic!(
+            "the job goes on for ever: {:#?}\n{:#?}",
+            self.said.last_chunk::<30>(),
+            self.processes
+        );
     }
 
     /// One thing happens; if nothing can, time passes.
     pub(super) fn turn(&mut self) {
         let ops = self.ops();
-        let silent = |p: &&mut Process| p.frozen && p.alive && p.worker.is_some() && !p.closed && !p.astray;
+        let silent =
+            |p: &&mut Process| p.frozen && p.alive && p.worker.is_some() && !p.closed && !p.astray;
         if ops.is_empty()
             && (self.spec.worker_timeout.is_none() || self.rng.random())
             && let Some(p) = self.processes.iter_mut().find(silent)
@@ -131,7 +136,12 @@ impl World {
             p.close();
         } else if ops.is_empty() {
             let due = self.job.poll_timeout();
-            assert!(due.is_some(), "nothing can happen any more: {:#?}\n{:#?}", self.said, self.processes);
+            assert!(
+                due.is_some(),
+                "nothing can happen any more: {:#?}\n{:#?}",
+                self.said,
+                self.processes
+            );
             self.wait();
         } else if self.rng.random_ratio(1, 200) {
             self.now = self.now + Duration::from_millis(300);
@@ -172,7 +182,11 @@ impl World {
                     set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
                 });
                 let ranges = ranges.collect();
-                p.up.push_back(FromWorker::Failed { error: "user's error".into(), ranges, fatal: false });
+                p.up.push_back(FromWorker::Failed {
+                    error: "user's error".into(),
+                    ranges,
+                    fatal: false,
+                });
                 p.die(Exit::Code(1));
             }
             Fault::Cut(launch) => self.at(launch).cut = true,
@@ -257,8 +271,9 @@ impl World {
     fn ring_ops(&self, ring: Generation) -> Vec<Op> {
         let members = self.members(ring);
         let first = members.clone().next().expect("no group is empty");
-        let intact =
-            members.clone().all(|p| p.alive && !p.frozen && p.ring == Some(ring) && p.half.is_none());
+        let intact = members
+            .clone()
+            .all(|p| p.alive && !p.frozen && p.ring == Some(ring) && p.half.is_none());
         let Some(state) = first.state.as_ref().filter(|_| intact && !self.is_severed(ring)) else {
             return Vec::new();
         };
@@ -278,7 +293,8 @@ impl World {
             }
         } else {
             let epoch = state.ledger.epoch();
-            let held: u64 = members.clone().filter_map(|p| p.held.get(&epoch)).map(RangeSet::len).sum();
+            let held: u64 =
+                members.clone().filter_map(|p| p.held.get(&epoch)).map(RangeSet::len).sum();
             if held >= self.batch().min(state.ledger.remaining(epoch)) {
                 ops.push(Op::Step(ring));
             }
@@ -290,8 +306,13 @@ impl World {
         let members = self.members(membership.generation);
         !self.is_severed(membership.generation)
             && members.clone().all(|p| {
-                let knows = p.newest.as_ref().is_some_and(|m| m.generation == membership.generation);
-                p.alive && !p.frozen && p.ring.is_none() && knows && p.broke != Some(membership.generation)
+                let knows =
+                    p.newest.as_ref().is_some_and(|m| m.generation == membership.generation);
+                p.alive
+                    && !p.frozen
+                    && p.ring.is_none()
+                    && knows
+                    && p.broke != Some(membership.generation)
             })
     }
 
@@ -387,7 +408,8 @@ impl World {
             Op::Return(id) => {
                 let p = self.at(id);
                 let (worker, membership) = (p.worker.unwrap(), p.heard());
-                let resume = Some(Resume { worker, membership, parameters: p.prepared.then_some(10) });
+                let resume =
+                    Some(Resume { worker, membership, parameters: p.prepared.then_some(10) });
                 let address = SocketAddr::from(([127, 0, 0, 1], 1000 + id.0 as u16));
                 let (connection, pid) = (ConnectionId(id.0), id.0 as u32);
                 self.event(Event::Connected { connection, launch: id, address, pid, resume });
@@ -422,7 +444,8 @@ impl World {
             ToWorker::KeepCheckpoint => {}
             ToWorker::Suspend => panic!("there is no place for checkpoints"),
             ToWorker::Fetch(donors) => {
-                let reached = |p: &Process| donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.cut;
+                let reached =
+                    |p: &Process| donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.cut;
                 if !self.processes[index(id)].cut && self.processes.iter().any(reached) {
                     self.at(id).up.push_back(FromWorker::Primed { step: 0 });
                 }
@@ -467,7 +490,9 @@ impl World {
         let heard = !self.gone.contains(&worker);
         let newest = self.published.last().map(|m| (m.generation, m.members[0].0));
         match &message {
-            FromWorker::Formed { generation, .. } if heard && newest == Some((*generation, worker)) => {
+            FromWorker::Formed { generation, .. }
+                if heard && newest == Some((*generation, worker)) =>
+            {
                 self.formed.insert(*generation);
             }
             FromWorker::Broken { generation, .. } if heard => {
@@ -520,7 +545,8 @@ impl World {
         let exit = p.exit.take().map(|exit| if p.orphan { Exit::Unknown } else { exit }).unwrap();
         let newest = self.published.last().map(|m| m.generation);
         let done = p.worker.zip(newest).is_some_and(|key| self.finished.contains(&key));
-        let excused = done || p.silent_for_long || p.worker.is_some_and(|w| self.excused.contains(&w));
+        let excused =
+            done || p.silent_for_long || p.worker.is_some_and(|w| self.excused.contains(&w));
         // A member that is to go because fewer are wanted is excused before it is told; nobody outside can know.
         let retired = self.job.crew.launches[&id].retired;
         let own = match exit {

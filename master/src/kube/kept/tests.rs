@@ -11,14 +11,19 @@ use crate::job::{Job, JobSpec};
 /// A server with the anchor of a new job.
 fn start() -> (Arc<Fake>, Anchor) {
     let (fake, cluster) = Fake::start();
-    fake.put("configmaps", "job", json!({"metadata": {"name": "job", "uid": "u1"}, "data": {"task": "{}"}}));
+    fake.put(
+        "configmaps",
+        "job",
+        json!({"metadata": {"name": "job", "uid": "u1"}, "data": {"task": "{}"}}),
+    );
     (fake, Anchor::new(&cluster, "job"))
 }
 
 /// The writer of the next master of the job.
 async fn begin(anchor: &Anchor) -> Writer {
     let seen = anchor.read().await.unwrap();
-    let before = seen.data.as_ref().unwrap().get(INCARNATION).map_or(0, |text| text.parse().unwrap());
+    let before =
+        seen.data.as_ref().unwrap().get(INCARNATION).map_or(0, |text| text.parse().unwrap());
     Writer::begin(anchor, &seen, before + 1).await.unwrap()
 }
 
@@ -100,7 +105,9 @@ async fn what_the_server_will_never_take_is_told_and_waited_for_no_more() {
         let mut keeper = keeper(begin(&anchor).await);
         fake.state().throttles.push_back(("PATCH configmaps", code, 0));
         keeper.offer(1, 1, record(1));
-        let Some(Trouble::Refused(why)) = keeper.changed().await else { panic!("{code}: it was not told") };
+        let Some(Trouble::Refused(why)) = keeper.changed().await else {
+            panic!("{code}: it was not told")
+        };
         assert!(why.contains("the API server answered: too many requests"), "{why}");
         // The job's end is offered, too, and must not wait.
         let before = writes(&fake);
@@ -155,7 +162,10 @@ async fn of_two_masters_that_saw_the_same_anchor_one_begins() {
     let first = Writer::begin(&anchor, &seen, 1).await.unwrap();
     assert_eq!(Writer::begin(&anchor, &anchor.read().await.unwrap(), 2).await.map(|_| ()), Ok(()));
     assert_eq!(Writer::begin(&anchor, &seen, 1).await.map(|_| ()), Err(WriteError::Fenced));
-    assert_eq!(first.write(&Data::from([("status".into(), "{}".into())])).await, Err(WriteError::Fenced));
+    assert_eq!(
+        first.write(&Data::from([("status".into(), "{}".into())])).await,
+        Err(WriteError::Fenced)
+    );
     assert_eq!(
         (anchor_key(&fake, INCARNATION).unwrap(), anchor_key(&fake, "num-workers").unwrap()),
         ("2".into(), "3".into())
@@ -199,6 +209,8 @@ fn versions_that_can_be_read_are_and_others_are_not_guessed_at() {
     let error = read("{\"version\": 3, \"anything\": [1]}").unwrap_err();
     assert!(error.contains("version 3") && error.contains("reads versions 1 to 2"), "{error}");
     assert!(
-        read("{}").is_err() && read("").is_err() && read("{\"version\": 2, \"packed\": \"AAAA\"}").is_err()
+        read("{}").is_err()
+            && read("").is_err()
+            && read("{\"version\": 2, \"packed\": \"AAAA\"}").is_err()
     );
 }

@@ -153,7 +153,10 @@ mod tests {
         let table: [(&str, Vec<Row>); 7] = [
             ("absent", vec![(7, None, false, Move::Create)]),
             ("released", vec![(7, Some(record("", "1")), false, Move::Take)]),
-            ("mine, though the answer was lost", vec![(7, Some(record("me", "1")), false, Move::Take)]),
+            (
+                "mine, though the answer was lost",
+                vec![(7, Some(record("me", "1")), false, Move::Take)],
+            ),
             ("its holder has ended", vec![(7, Some(other.clone()), true, Move::Take)]),
             (
                 "silent",
@@ -183,7 +186,11 @@ mod tests {
         for (name, rows) in table {
             let mut claim = Claim::new("me".into());
             for (now, record, is_over, expected) in rows {
-                assert_eq!(claim.decide(s(now), record.as_ref(), is_over), expected, "{name} at {now}");
+                assert_eq!(
+                    claim.decide(s(now), record.as_ref(), is_over),
+                    expected,
+                    "{name} at {now}"
+                );
             }
         }
     }

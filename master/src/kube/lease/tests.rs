@@ -32,7 +32,8 @@ fn spec(fake: &Fake) -> Value {
 fn take(fake: &Fake, holder: &str) {
     let mut lease = fake.state().object("leases", "j").unwrap();
     lease["spec"]["holderIdentity"] = holder.into();
-    lease["spec"]["leaseTransitions"] = (lease["spec"]["leaseTransitions"].as_i64().unwrap() + 1).into();
+    lease["spec"]["leaseTransitions"] =
+        (lease["spec"]["leaseTransitions"].as_i64().unwrap() + 1).into();
     fake.put("leases", "j", lease);
 }
 

@@ -89,8 +89,9 @@ async fn another_list_than_the_jobs_is_refused() {
 #[tokio::test]
 async fn a_part_that_may_not_be_made_is_told_with_the_right_that_is_missing() {
     let (fake, _anchor, writer) = start().await;
-    let list =
-        list(60_000, |i| format!("{:08x}{:08x}", i.wrapping_mul(0x9e37_79b9), i.wrapping_mul(0x85eb_ca6b)));
+    let list = list(60_000, |i| {
+        format!("{:08x}{:08x}", i.wrapping_mul(0x9e37_79b9), i.wrapping_mul(0x85eb_ca6b))
+    });
     assert!(list.packed().len() > WHOLE_BYTES_MAX);
     fake.state().throttles.push_back(("POST configmaps", 403, 0));
     let Err(WriteError::Later(error)) = store(&writer, &list).await else { panic!("it was taken") };

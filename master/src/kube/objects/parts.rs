@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, HTTPGetAction, KeyToPath, LocalObjectReference,
-    ObjectFieldSelector, PodSecurityContext, PodSpec, Probe, ResourceFieldSelector, ResourceRequirements,
-    SeccompProfile, SecretVolumeSource, SecurityContext, Toleration, Volume, VolumeMount,
+    Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, HTTPGetAction, KeyToPath,
+    LocalObjectReference, ObjectFieldSelector, PodSecurityContext, PodSpec, Probe,
+    ResourceFieldSelector, ResourceRequirements, SeccompProfile, SecretVolumeSource,
+    SecurityContext, Toleration, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -16,7 +17,8 @@ use crate::kube::options::{LIMITS, PodOptions, Resources};
 
 /// A pod's spec without containers; `grace`: how long it may take to end.
 pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
-    let secrets = pods.image_pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
+    let secrets =
+        pods.image_pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
     PodSpec {
         enable_service_links: Some(false),
         image_pull_secrets: Some(secrets.collect()).filter(|s: &Vec<_>| !s.is_empty()),
@@ -29,10 +31,15 @@ pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
             run_as_group: Some(USER),
             run_as_non_root: Some(true),
             run_as_user: Some(USER),
-            seccomp_profile: Some(SeccompProfile { type_: "RuntimeDefault".into(), localhost_profile: None }),
+            seccomp_profile: Some(SeccompProfile {
+                type_: "RuntimeDefault".into(),
+                localhost_profile: None,
+            }),
             ..PodSecurityContext::default()
         }),
-        termination_grace_period_seconds: Some(i64::try_from(grace.as_secs().max(1)).unwrap_or(i64::MAX)),
+        termination_grace_period_seconds: Some(
+            i64::try_from(grace.as_secs().max(1)).unwrap_or(i64::MAX),
+        ),
         tolerations: Some(pods.tolerations.clone()).filter(|t| !t.is_empty()),
         ..PodSpec::default()
     }
@@ -40,13 +47,14 @@ pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
 
 /// The user's, and those for nodes that don't answer, unless the user has said something about these.
 pub(super) fn master_tolerations(own: &[Toleration]) -> Vec<Toleration> {
-    let lost = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"].map(|key| Toleration {
-        key: Some(key.into()),
-        operator: Some("Exists".into()),
-        effect: Some("NoExecute".into()),
-        toleration_seconds: Some(LOST_NODE_S),
-        value: None,
-    });
+    let lost =
+        ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"].map(|key| Toleration {
+            key: Some(key.into()),
+            operator: Some("Exists".into()),
+            effect: Some("NoExecute".into()),
+            toleration_seconds: Some(LOST_NODE_S),
+            value: None,
+        });
     let is_own = |toleration: &Toleration| own.iter().any(|other| other.key == toleration.key);
     own.iter().cloned().chain(lost.into_iter().filter(|toleration| !is_own(toleration))).collect()
 }
@@ -98,7 +106,11 @@ pub(super) fn volumes(job: &str, keys: &[&str]) -> Vec<Volume> {
     };
     vec![
         Volume { name: "token".into(), secret: Some(secret), ..Volume::default() },
-        Volume { name: "tmp".into(), empty_dir: Some(EmptyDirVolumeSource::default()), ..Volume::default() },
+        Volume {
+            name: "tmp".into(),
+            empty_dir: Some(EmptyDirVolumeSource::default()),
+            ..Volume::default()
+        },
     ]
 }
 
@@ -120,7 +132,8 @@ pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMo
     if mounts.iter().any(|mount| mount.mount_path == SHARED_MEMORY) {
         return;
     }
-    let memory = EmptyDirVolumeSource { medium: Some("Memory".into()), ..EmptyDirVolumeSource::default() };
+    let memory =
+        EmptyDirVolumeSource { medium: Some("Memory".into()), ..EmptyDirVolumeSource::default() };
     volumes.push(Volume { name: "shm".into(), empty_dir: Some(memory), ..Volume::default() });
     let mount_path = SHARED_MEMORY.into();
     mounts.push(VolumeMount { name: "shm".into(), mount_path, ..VolumeMount::default() });
@@ -130,10 +143,11 @@ pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMo
 /// all others, unless there is a limit of the user's own (`limits.cpu`).
 pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
     let amounts = |limits: bool| {
-        let own = resources.iter().filter_map(move |(name, amount)| match name.strip_prefix(LIMITS) {
-            Some(name) => limits.then_some((name, amount)),
-            None => (!limits).then_some((name.as_str(), amount)),
-        });
+        let own =
+            resources.iter().filter_map(move |(name, amount)| match name.strip_prefix(LIMITS) {
+                Some(name) => limits.then_some((name, amount)),
+                None => (!limits).then_some((name.as_str(), amount)),
+            });
         own.map(|(name, amount)| (name.to_owned(), Quantity(amount.clone())))
     };
     let requests: BTreeMap<String, Quantity> = amounts(false).collect();

@@ -17,14 +17,17 @@ pub struct TemplateError(String);
 pub(super) fn merge(spec: &PodSpec, template: &Value) -> Result<PodSpec, TemplateError> {
     let mut value = serde_json::to_value(spec).expect("a pod's keys are strings");
     merge_value(&mut value, template);
-    let merged: PodSpec = serde_json::from_value(value).map_err(|error| TemplateError(error.to_string()))?;
+    let merged: PodSpec =
+        serde_json::from_value(value).map_err(|error| TemplateError(error.to_string()))?;
     // What the types don't know is lost on the way through them.
     let through = serde_json::to_value(&merged).expect("a pod's keys are strings");
     if let Some(path) = first_lost(template, &through, "spec") {
         return Err(TemplateError(format!("{path} is no field of a pod's spec")));
     }
     if merged.restart_policy.as_deref() != Some("Never") {
-        return Err(TemplateError("restartPolicy must be Never: the master starts workers anew".into()));
+        return Err(TemplateError(
+            "restartPolicy must be Never: the master starts workers anew".into(),
+        ));
     }
     if !merged.containers.iter().any(|c| c.name == WORKER) {
         return Err(TemplateError(format!("there is no container with the name {WORKER}")));
@@ -36,7 +39,10 @@ pub(super) fn merge(spec: &PodSpec, template: &Value) -> Result<PodSpec, Templat
     };
     for variable in ours.filter(|v| v.name.starts_with("ELASTICDL_")) {
         if written(&variable.name) {
-            return Err(TemplateError(format!("the variable {} is set by elasticdl itself", variable.name)));
+            return Err(TemplateError(format!(
+                "the variable {} is set by elasticdl itself",
+                variable.name
+            )));
         }
     }
     Ok(merged)
@@ -70,7 +76,10 @@ fn merge_field(ours: &mut Map<String, Value>, key: &str, theirs: &Value) {
 }
 
 fn merge_entry(list: &mut Vec<Value>, name: &str, theirs: &Value) {
-    match list.iter_mut().find(|ours| theirs.get(name).is_some() && ours.get(name) == theirs.get(name)) {
+    match list
+        .iter_mut()
+        .find(|ours| theirs.get(name).is_some() && ours.get(name) == theirs.get(name))
+    {
         Some(ours) => merge_value(ours, theirs),
         None => list.push(theirs.clone()),
     }
@@ -88,23 +97,28 @@ fn name_key(list: &str) -> Option<&'static str> {
 /// The path of the first key of `wanted` that is not in `got`.
 fn first_lost(wanted: &Value, got: &Value, path: &str) -> Option<String> {
     match (wanted, got) {
-        (Value::Object(wanted), _) => wanted.iter().filter(|(_, v)| !v.is_null()).find_map(|(key, value)| {
-            let path = format!("{path}.{key}");
-            match got.get(key) {
-                // An empty list or mapping is as good as none.
-                None if value.as_array().is_some_and(Vec::is_empty) => None,
-                None if value.as_object().is_some_and(Map::is_empty) => None,
-                None => Some(path),
-                Some(got) => first_lost(value, got, &path),
-            }
-        }),
-        (Value::Array(wanted), Value::Array(got)) => wanted.iter().enumerate().find_map(|(index, value)| {
-            let path = format!("{path}[{index}]");
-            let same =
-                |key: &str| got.iter().find(|g| value.get(key).is_some() && g.get(key) == value.get(key));
-            let got = same("mountPath").or_else(|| same("name")).or_else(|| got.get(index));
-            got.map_or_else(|| Some(path.clone()), |got| first_lost(value, got, &path))
-        }),
+        (Value::Object(wanted), _) => {
+            wanted.iter().filter(|(_, v)| !v.is_null()).find_map(|(key, value)| {
+                let path = format!("{path}.{key}");
+                match got.get(key) {
+                    // An empty list or mapping is as good as none.
+                    None if value.as_array().is_some_and(Vec::is_empty) => None,
+                    None if value.as_object().is_some_and(Map::is_empty) => None,
+                    None => Some(path),
+                    Some(got) => first_lost(value, got, &path),
+                }
+            })
+        }
+        (Value::Array(wanted), Value::Array(got)) => {
+            wanted.iter().enumerate().find_map(|(index, value)| {
+                let path = format!("{path}[{index}]");
+                let same = |key: &str| {
+                    got.iter().find(|g| value.get(key).is_some() && g.get(key) == value.get(key))
+                };
+                let got = same("mountPath").or_else(|| same("name")).or_else(|| got.get(index));
+                got.map_or_else(|| Some(path.clone()), |got| first_lost(value, got, &path))
+            })
+        }
         _ => None,
     }
 }

@@ -55,7 +55,11 @@ fn template(objects: &Objects) -> Pod {
 }
 
 fn anchor_meta() -> ObjectMeta {
-    ObjectMeta { name: Some("mnist".into()), uid: Some("anchor-uid".into()), ..ObjectMeta::default() }
+    ObjectMeta {
+        name: Some("mnist".into()),
+        uid: Some("anchor-uid".into()),
+        ..ObjectMeta::default()
+    }
 }
 
 fn worker(request: &Request, launch: u64, index: u32) -> Value {
@@ -91,11 +95,17 @@ fn what_is_secret_is_in_the_secret_alone() {
     let request = request();
     let objects = objects(&request);
     let secret = objects.secret.data.clone().unwrap();
-    let values: Vec<_> =
-        secret.iter().map(|(key, value)| (key.as_str(), str::from_utf8(&value.0).unwrap())).collect();
+    let values: Vec<_> = secret
+        .iter()
+        .map(|(key, value)| (key.as_str(), str::from_utf8(&value.0).unwrap()))
+        .collect();
     let token = "5ec4e7cd".repeat(8);
-    let expected =
-        [("ca.crt", "vouching"), ("tls.crt", "shown"), ("tls.key", "5ec4e7"), ("token", token.as_str())];
+    let expected = [
+        ("ca.crt", "vouching"),
+        ("tls.crt", "shown"),
+        ("tls.key", "5ec4e7"),
+        ("token", token.as_str()),
+    ];
     assert_eq!(values, expected);
     let others = [
         serde_json::to_string(&objects.job).unwrap(),
@@ -120,9 +130,13 @@ fn each_pod_sees_of_the_secret_what_it_needs() {
         [(master, &["token", "tls.crt", "tls.key"]), (worker, &["token", "ca.crt"])];
     for (spec, keys) in sees {
         let volumes = spec["volumes"].as_array().unwrap();
-        let secrets: Vec<&Value> = volumes.iter().map(|v| &v["secret"]).filter(|s| !s.is_null()).collect();
+        let secrets: Vec<&Value> =
+            volumes.iter().map(|v| &v["secret"]).filter(|s| !s.is_null()).collect();
         let items: Vec<Value> = keys.iter().map(|key| json!({"key": key, "path": key})).collect();
-        assert_eq!(secrets, [&json!({"secretName": "mnist", "defaultMode": 0o440, "items": items})]);
+        assert_eq!(
+            secrets,
+            [&json!({"secretName": "mnist", "defaultMode": 0o440, "items": items})]
+        );
     }
 }
 
@@ -160,7 +174,10 @@ fn a_workers_pod_says_who_it_is_and_where_its_master_is_and_nothing_that_changes
         (&json!("7"), &json!("anchor-uid"), &json!("x"))
     );
     let container = &pod["spec"]["containers"][0];
-    assert_eq!((&container["command"], &container["args"]), (&json!(["/bin/train"]), &json!(["--hidden"])));
+    assert_eq!(
+        (&container["command"], &container["args"]),
+        (&json!(["/bin/train"]), &json!(["--hidden"]))
+    );
     let env = container["env"].as_array().unwrap();
     let value = |name: &str| env.iter().find(|v| v["name"] == name).map(|v| v["value"].clone());
     assert_eq!(value("ELASTICDL_JOB"), Some(json!("mnist")));
@@ -172,13 +189,17 @@ fn a_workers_pod_says_who_it_is_and_where_its_master_is_and_nothing_that_changes
     let [name, _] = master_dns_names("mnist", "ml");
     assert_eq!(value("ELASTICDL_MASTER_NAME"), Some(json!(name)));
     assert_eq!(value("A"), Some(json!("b")));
-    assert!(!env.iter().any(|v| v["name"].as_str().unwrap().contains("RANK") || v["name"] == "WORLD_SIZE"));
+    assert!(
+        !env.iter()
+            .any(|v| v["name"].as_str().unwrap().contains("RANK") || v["name"] == "WORLD_SIZE")
+    );
     let resources = json!({
         "requests": {"cpu": "2", "memory": "1Gi", "nvidia.com/gpu": "1"},
         "limits": {"memory": "1Gi", "nvidia.com/gpu": "1"}
     });
     assert_eq!(container["resources"], resources);
-    let data = container["volumeMounts"].as_array().unwrap().iter().find(|m| m["mountPath"] == "/data");
+    let data =
+        container["volumeMounts"].as_array().unwrap().iter().find(|m| m["mountPath"] == "/data");
     assert_eq!(data.unwrap()["name"], "volume-0");
 }
 
@@ -187,7 +208,10 @@ fn a_pod_says_which_launch_and_which_place_it_is() {
     let pod = worker(&request(), 12, 3);
     assert_eq!(pod["metadata"]["name"], format!("{}-w-12", request().task.job.name));
     let labels = &pod["metadata"]["labels"];
-    assert_eq!((&labels["elasticdl/launch"], &labels["elasticdl/index"]), (&json!("12"), &json!("3")));
+    assert_eq!(
+        (&labels["elasticdl/launch"], &labels["elasticdl/index"]),
+        (&json!("12"), &json!("3"))
+    );
     let pod = serde_json::from_value(pod).unwrap();
     assert_eq!(launch_and_index(&pod), Some((LaunchId(12), 3)));
 }
@@ -212,11 +236,15 @@ fn a_pod_of_several_workers_is_told_so_and_they_share_processors_and_memory() {
     assert_eq!(variable(&pod, "ELASTICDL_CPUS").unwrap()["valueFrom"], cpus);
     assert_eq!(variable(&pod, "RAYON_NUM_THREADS"), None);
     assert_eq!(variable(&one, "RAYON_NUM_THREADS").unwrap()["valueFrom"], cpus);
-    assert_eq!((variable(&one, "ELASTICDL_WORKERS"), variable(&one, "ELASTICDL_CPUS")), (None, None));
+    assert_eq!(
+        (variable(&one, "ELASTICDL_WORKERS"), variable(&one, "ELASTICDL_CPUS")),
+        (None, None)
+    );
     let memory = |pod: &Value| {
         let volumes = pod["spec"]["volumes"].as_array().unwrap();
         let is_memory = |v: &&Value| v["emptyDir"]["medium"] == "Memory";
-        let names: Vec<String> = volumes.iter().filter(is_memory).map(|v| v["name"].to_string()).collect();
+        let names: Vec<String> =
+            volumes.iter().filter(is_memory).map(|v| v["name"].to_string()).collect();
         let mounts = pod["spec"]["containers"][0]["volumeMounts"].as_array().unwrap();
         let mounts = mounts.iter().filter(|m| m["mountPath"] == "/dev/shm").count();
         (names.len(), mounts)
@@ -237,7 +265,8 @@ fn nothing_runs_until_all_is_there() {
 fn the_service_finds_the_master_and_no_worker() {
     let objects = objects(&request());
     let selector = objects.service.spec.unwrap().selector.unwrap();
-    let matches = |labels: &Value| selector.iter().all(|(key, value)| labels[key] == value.as_str());
+    let matches =
+        |labels: &Value| selector.iter().all(|(key, value)| labels[key] == value.as_str());
     let master = serde_json::to_value(objects.job.spec.unwrap().template.metadata).unwrap();
     assert!(matches(&master["labels"]));
     assert!(!matches(&worker(&request(), 1, 1)["metadata"]["labels"]));
@@ -313,14 +342,19 @@ fn a_template_is_merged_by_name() {
     assert_eq!(spec["securityContext"]["runAsUser"], 1000);
     assert_eq!(spec["securityContext"]["fsGroup"], Value::Null);
     assert_eq!(spec["securityContext"]["runAsNonRoot"], true);
-    let names: Vec<&str> =
-        spec["containers"].as_array().unwrap().iter().map(|c| c["name"].as_str().unwrap()).collect();
+    let names: Vec<&str> = spec["containers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|c| c["name"].as_str().unwrap())
+        .collect();
     assert_eq!(names, ["worker", "side"]);
     let worker = &spec["containers"][0];
     assert_eq!((&worker["image"], &worker["workingDir"]), (&json!("train:1"), &json!("/w")));
     let env = worker["env"].as_array().unwrap();
-    let values =
-        |name: &str| env.iter().filter(|v| v["name"] == name).map(|v| v["value"].clone()).collect::<Vec<_>>();
+    let values = |name: &str| {
+        env.iter().filter(|v| v["name"] == name).map(|v| v["value"].clone()).collect::<Vec<_>>()
+    };
     assert_eq!((values("A"), values("B")), (vec![json!("c")], vec![json!("d")]));
     assert_eq!(values("ELASTICDL_JOB"), [json!("mnist")]);
     let tmp = spec["volumes"].as_array().unwrap().iter().find(|v| v["name"] == "tmp").unwrap();
@@ -331,7 +365,10 @@ fn a_template_is_merged_by_name() {
 fn a_template_that_does_not_fit_is_refused_with_the_place() {
     let table = [
         (json!({"nodeNmae": "n"}), "spec.nodeNmae is no field"),
-        (json!({"containers": [{"name": "worker", "imagee": "x"}]}), "spec.containers[0].imagee is no field"),
+        (
+            json!({"containers": [{"name": "worker", "imagee": "x"}]}),
+            "spec.containers[0].imagee is no field",
+        ),
         (json!({"restartPolicy": "Always"}), "restartPolicy must be Never"),
         (json!({"containers": null}), "can't be used"),
         (

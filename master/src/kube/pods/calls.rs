@@ -71,13 +71,19 @@ impl Counter {
                 continue;
             };
             let why = match outcome {
-                Ok(Made::Refused(text)) if has_run.load(Ordering::Relaxed) => Why { text, is_quota: false },
+                Ok(Made::Refused(text)) if has_run.load(Ordering::Relaxed) => {
+                    Why { text, is_quota: false }
+                }
                 Ok(made) => return made,
                 Err(why) => why,
             };
             drop(slot);
             if failures == 0 || why.is_quota {
-                tell(if why.is_quota { Wait::Room(why.text) } else { Wait::Answer(Some(why.text)) });
+                tell(if why.is_quota {
+                    Wait::Room(why.text)
+                } else {
+                    Wait::Answer(Some(why.text))
+                });
             }
             let least = if why.is_quota { QUOTA_PAUSE } else { Duration::ZERO };
             tokio::time::sleep(pause(failures).max(least)).await;
@@ -138,10 +144,12 @@ async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<Made, Why>
         kube::Error::Api(status) if status.code == 403 && is_quota(&status.message) => {
             Err(Why { text: with_hint(&status.message), is_quota: true })
         }
-        kube::Error::Api(status) if is_final(&error) => Ok(match ladder::missing_class(&status.message) {
-            Some(class) => Made::Classless(class.into()),
-            None => Made::Refused(status.message.clone()),
-        }),
+        kube::Error::Api(status) if is_final(&error) => {
+            Ok(match ladder::missing_class(&status.message) {
+                Some(class) => Made::Classless(class.into()),
+                None => Made::Refused(status.message.clone()),
+            })
+        }
         error => later(format!("the API server can't be reached: {error}")),
     }
 }
@@ -159,8 +167,10 @@ async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<Made> 
     let name = name_of(wanted);
     let there = api.get_opt(&name).await.ok()??;
     let owners = there.metadata.owner_references.iter().flatten();
-    let launch = |pod: &Pod| pod.metadata.labels.as_ref().and_then(|l| l.get(LAUNCH_LABEL)).cloned();
-    let is_ours = owners.map(|o| o.uid.as_str()).any(|uid| uid == owner) && launch(&there) == launch(wanted);
+    let launch =
+        |pod: &Pod| pod.metadata.labels.as_ref().and_then(|l| l.get(LAUNCH_LABEL)).cloned();
+    let is_ours =
+        owners.map(|o| o.uid.as_str()).any(|uid| uid == owner) && launch(&there) == launch(wanted);
     Some(if is_ours {
         Made::Pod(Box::new(there))
     } else {

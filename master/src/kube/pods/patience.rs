@@ -17,19 +17,24 @@ impl Foreman {
             true => STUCK_MAX.saturating_mul(1 << self.stuck.min(8)).min(STUCK_PATIENCE_MAX),
             false => STUCK_MAX,
         };
-        let is_stuck =
-            |l: &Launched| l.stuck.as_ref().filter(|(since, _)| since.elapsed() >= patience).cloned();
-        let stuck: Vec<_> = self.launches.iter().filter_map(|(&id, l)| Some((id, is_stuck(l)?.1))).collect();
+        let is_stuck = |l: &Launched| {
+            l.stuck.as_ref().filter(|(since, _)| since.elapsed() >= patience).cloned()
+        };
+        let stuck: Vec<_> =
+            self.launches.iter().filter_map(|(&id, l)| Some((id, is_stuck(l)?.1))).collect();
         self.stuck = self.stuck.saturating_add(u32::from(!stuck.is_empty()));
         for (launch, why) in stuck {
             let pod = self.launches.get(&launch).and_then(|launched| launched.pod.clone());
             if let Some((uid, _)) = pod {
                 let name = self.name_of_launch(launch);
-                self.recorder.record(events::reason_of_stuck(&why), format!("worker pod {name}: {why}"));
+                self.recorder
+                    .record(events::reason_of_stuck(&why), format!("worker pod {name}: {why}"));
                 self.delete(name, uid);
             }
             let exit = match has_run {
-                true => Exit::Taken(format!("it could not start in {} s: {why}", patience.as_secs())),
+                true => {
+                    Exit::Taken(format!("it could not start in {} s: {why}", patience.as_secs()))
+                }
                 false => Exit::NotStarted(why),
             };
             self.ended(launch, exit);
@@ -39,9 +44,13 @@ impl Foreman {
     /// Whoever is still there long after it was to be killed is on a node that does not answer.
     pub(super) fn give_up_leaving(&mut self) {
         let is_lost = |l: &Launched| {
-            l.leaving.as_ref().filter(|(since, leave)| since.elapsed() >= leave.grace + GRACE_SLACK).cloned()
+            l.leaving
+                .as_ref()
+                .filter(|(since, leave)| since.elapsed() >= leave.grace + GRACE_SLACK)
+                .cloned()
         };
-        let lost: Vec<_> = self.launches.iter().filter_map(|(&id, l)| Some((id, is_lost(l)?.1))).collect();
+        let lost: Vec<_> =
+            self.launches.iter().filter_map(|(&id, l)| Some((id, is_lost(l)?.1))).collect();
         for (launch, leave) in lost {
             let state = if leave.ready { "says that it runs" } else { "does not answer" };
             let words = format!(

@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use serde_json::json;
 
-use super::tests::{ONE, WAITS, container, ended, exited, next, pods, pods_of, running, started, until};
+use super::tests::{
+    ONE, WAITS, container, ended, exited, next, pods, pods_of, running, started, until,
+};
 use super::*;
 use crate::job::testing::spec;
 use crate::job::{Action, Event as JobEvent, Job, JobSpec, Time};
@@ -76,7 +78,8 @@ async fn a_node_that_does_not_answer_is_given_a_little_more_than_the_grace_perio
 async fn an_older_servers_scheduler_is_asked_once_why_a_pod_was_deleted() {
     let (fake, mut pods) = started().await;
     let words = "Preempted by ns/high on node n";
-    let event = json!({"metadata": {"name": "e"}, "involvedObject": {"uid": "uid-1"}, "message": words});
+    let event =
+        json!({"metadata": {"name": "e"}, "involvedObject": {"uid": "uid-1"}, "message": words});
     fake.terminate("j-w-1");
     // Nobody waits for the reason.
     assert_eq!(next(&mut pods).await, leaves());
@@ -240,7 +243,8 @@ async fn a_call_that_is_not_answered_is_made_again() {
 #[tokio::test(start_paused = true)]
 async fn a_master_without_its_lease_neither_makes_nor_deletes_pods() {
     let (fake, cluster) = Fake::start();
-    let anchor = serde_json::from_value(json!({"name": "j", "namespace": "ns", "uid": "anchor"})).unwrap();
+    let anchor =
+        serde_json::from_value(json!({"name": "j", "namespace": "ns", "uid": "anchor"})).unwrap();
     let identity = Holder { pod: "one".into(), uid: "u".into() };
     let mut lease = Lease::acquire(&cluster, &anchor, &identity).await.unwrap();
     let mut pods = pods_of(&cluster, lease.warrant(), None);
@@ -268,7 +272,8 @@ async fn a_pod_has_the_class_of_its_place() {
         pods.start(LaunchId(launch), index);
     }
     let core = Some("elasticdl-core".to_owned());
-    let expected = [core.clone(), core, Some("elasticdl-rung-1".into()), Some("elasticdl-rung-10".into())];
+    let expected =
+        [core.clone(), core, Some("elasticdl-rung-1".into()), Some("elasticdl-rung-10".into())];
     assert!(classes(&mut pods, 4).await.into_values().eq(expected));
     assert_eq!(fake.state().pod("j-w-4")["spec"]["priorityClassName"], "elasticdl-rung-10");
 }
@@ -277,7 +282,8 @@ async fn a_pod_has_the_class_of_its_place() {
 async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() {
     let (fake, cluster) = Fake::start();
     let mut pods = pods_of(&cluster, Warrant::unlimited(), Some(Ladder::shipped()));
-    let no_rung = "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-rung-1 was found";
+    let no_rung =
+        "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-rung-1 was found";
     fake.state().refusals.extend([(403, no_rung), (403, no_rung)]);
     pods.start(LaunchId(1), 2);
     pods.start(LaunchId(2), 3);
@@ -292,7 +298,8 @@ async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() 
     assert_eq!(classes, ["elasticdl-rung-10", "elasticdl-rung-10"]);
     assert_eq!(words.len(), 1, "{words:?}");
     // The last one goes too: no class for anybody.
-    let no_core = "pods \"j-w-3\" is forbidden: no PriorityClass with name elasticdl-core was found";
+    let no_core =
+        "pods \"j-w-3\" is forbidden: no PriorityClass with name elasticdl-core was found";
     fake.state().refusals.push_back((403, no_core));
     pods.start(LaunchId(3), 0);
     assert_eq!(self::classes(&mut pods, 1).await, BTreeMap::from([(3, None)]));
@@ -307,7 +314,10 @@ async fn a_class_of_the_users_own_that_is_missing_ends_the_launch() {
     fake.state().refusals.push_back((403, message));
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
-    assert_eq!(next(&mut pods).await, ended(Exit::NotStarted("there is no priority class mine".into())));
+    assert_eq!(
+        next(&mut pods).await,
+        ended(Exit::NotStarted("there is no priority class mine".into()))
+    );
     assert_eq!(fake.state().count("POST pods"), 1);
 }
 
@@ -315,7 +325,8 @@ async fn a_class_of_the_users_own_that_is_missing_ends_the_launch() {
 #[tokio::test(start_paused = true)]
 async fn pods_of_several_workers_are_made_and_replaced_as_one() {
     let (fake, mut pods) = pods();
-    let spec = JobSpec { num_workers: 4, max_workers: 4, workers_per_pod: 2, min_workers: 2, ..spec() };
+    let spec =
+        JobSpec { num_workers: 4, max_workers: 4, workers_per_pod: 2, min_workers: 2, ..spec() };
     let mut job = Job::new(spec);
     let act = |job: &mut Job, pods: &Pods| {
         while let Some(action) = job.poll_action() {
@@ -340,5 +351,8 @@ async fn pods_of_several_workers_are_made_and_replaced_as_one() {
     act(&mut job, &pods);
     until(|| fake.state().names() == ["j-w-1", "j-w-3"]).await;
     let labels = fake.state().pod("j-w-3")["metadata"]["labels"].clone();
-    assert_eq!((&labels["elasticdl/launch"], &labels["elasticdl/index"]), (&json!("3"), &json!("0")));
+    assert_eq!(
+        (&labels["elasticdl/launch"], &labels["elasticdl/index"]),
+        (&json!("3"), &json!("0"))
+    );
 }

@@ -21,7 +21,8 @@ pub(super) fn pods_of(cluster: &Cluster, warrant: Warrant, ladder: Option<Ladder
     let anchor: ObjectMeta = serde_json::from_value(anchor).unwrap();
     let recorder = Recorder::start(cluster, &anchor);
     let mould = Mould {
-        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}})).unwrap(),
+        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
+            .unwrap(),
         anchor,
         master: "10.0.0.1:7070".into(),
         min_workers: 2,
@@ -52,7 +53,8 @@ pub(super) fn ended(exit: Exit) -> (LaunchId, Happening) {
 /// The next thing that happens, within an hour of the tests' own time; not that a pod was made.
 pub(super) async fn next(pods: &mut Pods) -> (LaunchId, Happening) {
     loop {
-        let happening = timeout(Duration::from_secs(3600), pods.next()).await.expect("something happens");
+        let happening =
+            timeout(Duration::from_secs(3600), pods.next()).await.expect("something happens");
         if !matches!(happening.1, Happening::Made(_)) {
             return happening;
         }
@@ -189,7 +191,10 @@ async fn a_killed_launch_may_have_run_before_its_node_says_so() {
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     until(|| fake.state().names() == ["j-w-1"]).await;
-    fake.set_status("j-w-1", container("Pending", json!({"waiting": {"reason": "ContainerCreating"}})));
+    fake.set_status(
+        "j-w-1",
+        container("Pending", json!({"waiting": {"reason": "ContainerCreating"}})),
+    );
     assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Wait::Start(None))));
     pods.kill(ONE);
     tokio::time::sleep(END_WAIT / 2).await;
@@ -263,12 +268,16 @@ async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
     let before = Instant::now();
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     let waited = before.elapsed();
-    assert!(waited >= patience::STUCK_MAX - TICK && waited <= patience::STUCK_MAX + TICK, "{waited:?}");
+    assert!(
+        waited >= patience::STUCK_MAX - TICK && waited <= patience::STUCK_MAX + TICK,
+        "{waited:?}"
+    );
     until(|| fake.state().deleted == ["j-w-1"]).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_ever_later_and_nobody_is_blamed() {
+async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_ever_later_and_nobody_is_blamed()
+{
     // By this master, or by one before it.
     for by_this_master in [true, false] {
         let (fake, mut pods) = if by_this_master {
@@ -316,7 +325,9 @@ async fn a_quota_that_wants_limits_is_waited_for_with_the_option_that_helps() {
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     match next(&mut pods).await {
-        (ONE, Happening::Waits(Wait::Room(why))) => assert!(why.contains("--worker-resources"), "{why}"),
+        (ONE, Happening::Waits(Wait::Room(why))) => {
+            assert!(why.contains("--worker-resources"), "{why}")
+        }
         other => panic!("{other:?}"),
     }
     until(|| fake.state().names() == ["j-w-1"]).await;

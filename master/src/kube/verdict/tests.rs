@@ -5,7 +5,8 @@ use serde_json::{Value, json};
 use super::*;
 
 fn pod(status: Value) -> Pod {
-    serde_json::from_value(json!({"metadata": {"name": "j-w-1", "uid": "u"}, "status": status})).unwrap()
+    serde_json::from_value(json!({"metadata": {"name": "j-w-1", "uid": "u"}, "status": status}))
+        .unwrap()
 }
 
 fn deleted_pod(status: Value) -> Pod {
@@ -33,7 +34,8 @@ fn container(state: Value) -> Value {
 }
 
 fn unscheduled(reason: &str, message: &str) -> Value {
-    let condition = json!({"type": "PodScheduled", "status": "False", "reason": reason, "message": message});
+    let condition =
+        json!({"type": "PodScheduled", "status": "False", "reason": reason, "message": message});
     json!({"phase": "Pending", "conditions": [condition]})
 }
 
@@ -75,7 +77,12 @@ fn what_the_cluster_takes_leaves_and_then_has_ended_in_the_clusters_words() {
             "Taint manager: deleting due to NoExecute taint",
             Cause::Drained,
         ),
-        ("DisruptionTarget", "TerminationByKubelet", "The node was low on resource: memory", Cause::Evicted),
+        (
+            "DisruptionTarget",
+            "TerminationByKubelet",
+            "The node was low on resource: memory",
+            Cause::Evicted,
+        ),
         ("TerminationTarget", "WorkloadEvictedDueToPreempted", "queue", Cause::Taken),
     ];
     for (name, reason, message, cause) in table {
@@ -88,7 +95,11 @@ fn what_the_cluster_takes_leaves_and_then_has_ended_in_the_clusters_words() {
         for code in [0, 137, 143] {
             let state = json!({"terminated": {"exitCode": code, "reason": "Error"}});
             status["containerStatuses"] = json!([container(state)]);
-            assert_eq!(judge(&deleted_pod(status.clone())), ended(cause, &detail), "{code}: {status}");
+            assert_eq!(
+                judge(&deleted_pod(status.clone())),
+                ended(cause, &detail),
+                "{code}: {status}"
+            );
         }
         assert!(!cause.is_own_fault());
     }
@@ -117,7 +128,11 @@ fn what_its_node_took_has_ended_when_the_phase_says_so() {
 fn deletion_is_stronger_than_how_the_container_ended() {
     for code in [0, 1, 137, 143] {
         let status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
-        assert_eq!(judge(&deleted_pod(status)), ended(Cause::Deleted, "its pod is being deleted"), "{code}");
+        assert_eq!(
+            judge(&deleted_pod(status)),
+            ended(Cause::Deleted, "its pod is being deleted"),
+            "{code}"
+        );
     }
     // A condition that is not there any more says nothing.
     let mut status = terminated("Succeeded", json!({"exitCode": 0, "reason": "Completed"}));
@@ -175,7 +190,8 @@ fn processes_are_over_only_if_their_end_was_seen() {
     assert!(is_over(&pod(terminated("Succeeded", json!({"exitCode": 0})))));
     // Others may run on, or start again.
     assert!(!is_over(&pod(terminated("Running", exited))));
-    let unknown = terminated("Failed", json!({"exitCode": 137, "reason": "ContainerStatusUnknown"}));
+    let unknown =
+        terminated("Failed", json!({"exitCode": 137, "reason": "ContainerStatusUnknown"}));
     let by_collector = json!({"phase": "Failed", "containerStatuses": [running()]});
     for status in [unknown, by_collector, failed("Evicted", ""), json!({"phase": "Unknown"})] {
         assert!(!is_over(&pod(status.clone())), "{status}");
@@ -185,9 +201,15 @@ fn processes_are_over_only_if_their_end_was_seen() {
 #[test]
 fn a_node_that_does_not_let_a_pod_start_is_not_its_fault() {
     let table = [
-        ("OutOfcpu", "Node didn't have enough resource: cpu, requested: 1000, used: 1900, capacity: 2000"),
+        (
+            "OutOfcpu",
+            "Node didn't have enough resource: cpu, requested: 1000, used: 1900, capacity: 2000",
+        ),
         ("OutOfmemory", "Node didn't have enough resource: memory"),
-        ("OutOfpods", "Node didn't have enough capacity: pods, requested: 1, used: 110, capacity: 110"),
+        (
+            "OutOfpods",
+            "Node didn't have enough capacity: pods, requested: 1, used: 110, capacity: 110",
+        ),
         ("NodeAffinity", "Predicate NodeAffinity failed"),
         (
             "UnexpectedAdmissionError",
@@ -262,8 +284,7 @@ fn an_end_without_a_word_is_a_loss() {
         "Failed",
         json!({"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "The container could not be located when the pod was terminated"}),
     );
-    let detail =
-        "its node does not know how it ended: The container could not be located when the pod was terminated";
+    let detail = "its node does not know how it ended: The container could not be located when the pod was terminated";
     assert_eq!(judge(&pod(unknown)), ended(Cause::Lost, detail));
     let silent = ended(Cause::Lost, "it ended, and its node does not say how");
     assert_eq!(judge(&pod(json!({"phase": "Failed"}))), silent);
@@ -272,7 +293,10 @@ fn an_end_without_a_word_is_a_loss() {
             "DeadlineExceeded",
             "Pod was active on the node longer than the specified deadline"
         ))),
-        ended(Cause::Lost, "DeadlineExceeded: Pod was active on the node longer than the specified deadline")
+        ended(
+            Cause::Lost,
+            "DeadlineExceeded: Pod was active on the node longer than the specified deadline"
+        )
     );
 }
 
@@ -292,7 +316,8 @@ fn what_waiting_does_not_mend_is_told_from_what_it_does() {
         assert_eq!(judge(&pod(waiting(reason, ""))), Verdict::Starts, "{reason}");
     }
     assert_eq!(judge(&pod(json!({"phase": "Pending"}))), Verdict::Asked);
-    let bound = json!({"spec": {"nodeName": "n", "containers": []}, "status": {"phase": "Pending"}});
+    let bound =
+        json!({"spec": {"nodeName": "n", "containers": []}, "status": {"phase": "Pending"}});
     assert_eq!(judge(&serde_json::from_value(bound).unwrap()), Verdict::Starts);
     assert_eq!(judge(&Pod::default()), Verdict::Asked);
     let running = json!({"phase": "Running", "containerStatuses": [container(json!({"running": {"startedAt": "2024-05-01T10:00:00Z"}}))]});

@@ -69,8 +69,14 @@ fn convert(kind: Kind) -> Result<FromWorker, String> {
 fn every_message_keeps_every_field() {
     let generation = Generation(4);
     let error = v1::described::Outcome::Error("no such file".into());
-    let phases =
-        v1::Phases { detect_us: 1, abort_us: 6, agree_us: 2, connect_us: 3, state_us: 4, first_step_us: 5 };
+    let phases = v1::Phases {
+        detect_us: 1,
+        abort_us: 6,
+        agree_us: 2,
+        connect_us: 3,
+        state_us: 4,
+        first_step_us: 5,
+    };
     let table = [
         (
             described(vec![("a", 3), ("b", 0)]),
@@ -157,7 +163,11 @@ fn every_message_keeps_every_field() {
             },
         ),
         (
-            Kind::Failed(v1::Failed { error: "bad".into(), ranges: vec![range(1, 2, 3)], fatal: true }),
+            Kind::Failed(v1::Failed {
+                error: "bad".into(),
+                ranges: vec![range(1, 2, 3)],
+                fatal: true,
+            }),
             FromWorker::Failed {
                 error: "bad".into(),
                 ranges: vec![RecordRange { epoch: 1, start: 2, end: 3 }],
@@ -218,7 +228,10 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         (Kind::Ready(v1::Ready { parameters: 0 }), "ready.parameters"),
         (Kind::Ready(v1::Ready { parameters: u64::MAX }), "ready.parameters"),
         (Kind::LeaseRequest(v1::LeaseRequest { epoch: 0, records: 0 }), "lease_request.records"),
-        (Kind::LeaseRequest(v1::LeaseRequest { epoch: EPOCHS_MAX, records: 1 }), "lease_request.epoch"),
+        (
+            Kind::LeaseRequest(v1::LeaseRequest { epoch: EPOCHS_MAX, records: 1 }),
+            "lease_request.epoch",
+        ),
         (formed(None), "formed.ledger"),
         (formed(Some(v1::Ledger { epochs_complete: u32::MAX, ..full_ledger() })), "formed.ledger"),
         (Kind::Formed(v1::Formed { generation: 0, step: 1, ledger: None }), "formed.generation"),
@@ -227,9 +240,15 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         (with_ranges(vec![range(0, 4, 3)]), "committed.ranges"),
         (with_ranges(vec![range(0, 0, huge + 1)]), "committed.ranges"),
         (with_ranges(vec![range(u32::MAX, 0, 1)]), "committed.ranges"),
-        (Kind::Committed(v1::Committed { generation: u64::MAX, ..commit() }), "committed.generation"),
+        (
+            Kind::Committed(v1::Committed { generation: u64::MAX, ..commit() }),
+            "committed.generation",
+        ),
         (Kind::Committed(v1::Committed { records: u64::MAX, ..commit() }), "committed.records"),
-        (Kind::Committed(v1::Committed { compute_us: vec![0; 2000], ..commit() }), "committed.compute_us"),
+        (
+            Kind::Committed(v1::Committed { compute_us: vec![0; 2000], ..commit() }),
+            "committed.compute_us",
+        ),
         (Kind::Committed(v1::Committed { times: Some(endless), ..commit() }), "times.reduce_us"),
         (Kind::Done(v1::Done::default()), "done.range"),
         (done(&[("", 1.0)]), "done.metrics: names"),
@@ -238,7 +257,10 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         (done(&many), "done.metrics"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 0, phases: None }), "resumed.step"),
         (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: None }), "resumed.phases"),
-        (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: Some(slow) }), "phases.state_us"),
+        (
+            Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: Some(slow) }),
+            "phases.state_us",
+        ),
         (Kind::Broken(v1::Broken::default()), "broken.generation"),
         (Kind::SumsOver(v1::SumsOver::default()), "sums_over.generation"),
         (Kind::Heartbeat(v1::Heartbeat { stall: Some(v1::Stall::default()) }), "stall.generation"),
@@ -346,8 +368,10 @@ fn a_welcome_carries_the_jobs_options() {
 
 #[test]
 fn a_membership_names_members_in_ring_order() {
-    let members =
-        vec![(WorkerId(2), "127.0.0.1:2".parse().unwrap()), (WorkerId(1), "127.0.0.1:1".parse().unwrap())];
+    let members = vec![
+        (WorkerId(2), "127.0.0.1:2".parse().unwrap()),
+        (WorkerId(1), "127.0.0.1:1".parse().unwrap()),
+    ];
     let membership = Membership { generation: Generation(3), members, abort: true };
     let member = |worker, address: &str| v1::Member { worker, address: address.into() };
     let expected = v1::Membership {
@@ -377,8 +401,12 @@ fn a_status_keeps_every_field() {
         left: vec![WorkerId(5)],
         joined: vec![WorkerId(6), WorkerId(7)],
     };
-    let unfinished =
-        MembershipRecord { generation: Generation(4), gap_ms: None, abort_ms: None, ..record.clone() };
+    let unfinished = MembershipRecord {
+        generation: Generation(4),
+        gap_ms: None,
+        abort_ms: None,
+        ..record.clone()
+    };
     let worker = job::WorkerStatus {
         worker: WorkerId(6),
         pid: 77,
@@ -410,7 +438,11 @@ fn a_status_keeps_every_field() {
         }],
         rungs: vec![job::RungStatus { class: "core".into(), launches: 3, workers: 2 }],
         sums_over: Some("TCP".into()),
-        evaluated: Some(Evaluated { step: 40, records: 5, metrics: [("loss".into(), Some(0.5))].into() }),
+        evaluated: Some(Evaluated {
+            step: 40,
+            records: 5,
+            metrics: [("loss".into(), Some(0.5))].into(),
+        }),
         checkpoints: Some(job::CheckpointsSummary {
             dir: Some("/c".into()),
             newest: Some(job::SavedCheckpoint { step: 40, name: "n".into(), bytes: 9 }),
@@ -477,10 +509,17 @@ fn a_status_keeps_every_field() {
         events: vec!["generation 3".into()],
         progress: 0.25,
         shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
-        memberships: vec![record.clone(), v1::MembershipRecord { generation: 4, phases: None, ..record }],
+        memberships: vec![
+            record.clone(),
+            v1::MembershipRecord { generation: 4, phases: None, ..record },
+        ],
         events_said: 30,
         sums_over: Some("TCP".into()),
-        evaluated: Some(v1::Evaluated { step: 40, records: 5, metrics: [("loss".into(), 0.5)].into() }),
+        evaluated: Some(v1::Evaluated {
+            step: 40,
+            records: 5,
+            metrics: [("loss".into(), 0.5)].into(),
+        }),
         checkpoints: Some(v1::CheckpointStatus {
             dir: "/c".into(),
             newest: Some(v1::CheckpointSaved { step: 40, name: "n".into(), bytes: 9 }),
@@ -498,28 +537,36 @@ fn news_of_checkpoints_are_checked_and_cut() {
     let said = |kind| convert(Kind::Checkpoint(v1::CheckpointNews { kind }));
     let name = "x".repeat(300);
     let saved = said(Some(News::Saved(v1::CheckpointSaved { step: 3, name, bytes: 9 })));
-    let Ok(FromWorker::Checkpoint(CheckpointNews::Saved { step: 3, name, bytes: 9 })) = saved else {
+    let Ok(FromWorker::Checkpoint(CheckpointNews::Saved { step: 3, name, bytes: 9 })) = saved
+    else {
         panic!("{saved:?}")
     };
     assert_eq!(name, format!("{}…", "x".repeat(256)));
     assert!(said(None).is_err());
-    let restored = |step| said(Some(News::Restored(v1::CheckpointRestored { step, name: "n".into() })));
+    let restored =
+        |step| said(Some(News::Restored(v1::CheckpointRestored { step, name: "n".into() })));
     assert!(restored(STEPS_MAX).is_ok() && restored(STEPS_MAX + 1).is_err());
 }
 
 #[test]
 fn an_evaluation_is_checked() {
-    let metrics = |n: usize| (0..n).map(|i| (format!("{i}{}", "x".repeat(200)), f64::NAN)).collect();
-    let said = |n, records| convert(Kind::Evaluated(v1::Evaluated { step: 3, records, metrics: metrics(n) }));
-    let Ok(FromWorker::Evaluated(Evaluated { step: 3, metrics, .. })) = said(100, 1) else { panic!() };
+    let metrics =
+        |n: usize| (0..n).map(|i| (format!("{i}{}", "x".repeat(200)), f64::NAN)).collect();
+    let said = |n, records| {
+        convert(Kind::Evaluated(v1::Evaluated { step: 3, records, metrics: metrics(n) }))
+    };
+    let Ok(FromWorker::Evaluated(Evaluated { step: 3, metrics, .. })) = said(100, 1) else {
+        panic!()
+    };
     assert!(metrics.len() == 100 && metrics.keys().all(|name| name.len() <= 100 + '…'.len_utf8()));
     assert!(said(101, 1).is_err() && said(1, 0).is_err());
 }
 
 #[test]
 fn a_long_list_of_files_travels_packed_and_a_short_one_as_it_is() {
-    let list =
-        |files: u64| FileList::pack((0..files).map(|i| (format!("/a/long/path/to/some/part-{i:080}"), i)));
+    let list = |files: u64| {
+        FileList::pack((0..files).map(|i| (format!("/a/long/path/to/some/part-{i:080}"), i)))
+    };
     let dataset = |list: &FileList| match to_worker(ToWorker::Prepare(list.clone())).kind {
         Some(master_message::Kind::Prepare(prepare)) => prepare.dataset.unwrap(),
         other => panic!("{other:?}"),
@@ -532,7 +579,8 @@ fn a_long_list_of_files_travels_packed_and_a_short_one_as_it_is() {
     assert!(sent.files.is_empty() && sent.packed.len() < 1 << 20);
     let described = |dataset| {
         let outcome = Some(v1::described::Outcome::Dataset(dataset));
-        from_worker(v1::WorkerMessage { kind: Some(Kind::Described(v1::Described { outcome })) }).unwrap()
+        from_worker(v1::WorkerMessage { kind: Some(Kind::Described(v1::Described { outcome })) })
+            .unwrap()
     };
     assert_eq!(described(sent), FromWorker::Described(Ok(long)));
     // What can't be read is the data set's fault, and told as such.

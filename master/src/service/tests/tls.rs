@@ -62,7 +62,9 @@ async fn another_ca_and_another_name_are_not_taken_for_it() {
 async fn nothing_is_said_in_the_open() {
     let mut edge = start(&credentials()).await;
     // A channel may exist before the server has hung up.
-    if let Ok(channel) = Endpoint::from_shared(format!("http://{}", edge.address)).unwrap().connect().await {
+    if let Ok(channel) =
+        Endpoint::from_shared(format!("http://{}", edge.address)).unwrap().connect().await
+    {
         let request = with_token(v1::StatusRequest {}, &edge.token.to_bearer());
         let mut client = MasterClient::new(channel);
         let answer = tokio::time::timeout(PATIENCE, client.status(request)).await;

@@ -5,8 +5,8 @@ use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
-    Action, Batch, Committed, ConnectionId, Event, FromWorker, Job, JobSpec, LaunchId, LedgerReport,
-    StepTimes, Time, ToWorker,
+    Action, Batch, Committed, ConnectionId, Event, FromWorker, Job, JobSpec, LaunchId,
+    LedgerReport, StepTimes, Time, ToWorker,
 };
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 use elasticdl_tests::job_spec;

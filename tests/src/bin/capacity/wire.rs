@@ -51,8 +51,11 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
     let crowd = Crowd { target, news: news_sender };
     let mut workers = vec![crowd.join(1).await?];
     told(&mut news, 1, |told| matches!(told, Told::Describe(_))).await?;
-    let file =
-        v1::File { path: "none".into(), records: u64::from(load.shards) * SHARD_RECORDS, version: None };
+    let file = v1::File {
+        path: "none".into(),
+        records: u64::from(load.shards) * SHARD_RECORDS,
+        version: None,
+    };
     let dataset = v1::Dataset { files: vec![file], ..v1::Dataset::default() };
     let dataset = v1::described::Outcome::Dataset(dataset);
     workers[0].say(Said::Described(v1::Described { outcome: Some(dataset) }))?;
@@ -81,8 +84,10 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
     let mut told_ms = Vec::new();
     for _ in 0..load.changes {
         let (first, last) = group.ends()?;
-        let at =
-            workers.iter().position(|w| w.id == last && last != first).ok_or("too few workers are left")?;
+        let at = workers
+            .iter()
+            .position(|w| w.id == last && last != first)
+            .ok_or("too few workers are left")?;
         let gone = workers.swap_remove(at);
         let started = Instant::now();
         gone.end();
@@ -117,14 +122,20 @@ async fn lease(
     }
     let mut pending = Vec::new();
     while committed < operations {
-        let (id, told, _) = tokio::time::timeout(PATIENCE, news.recv()).await?.ok_or("all streams ended")?;
+        let (id, told, _) =
+            tokio::time::timeout(PATIENCE, news.recv()).await?.ok_or("all streams ended")?;
         let Told::Lease(lease) = told else {
             continue;
         };
         pending.extend(lease.ranges);
         if asked < operations {
             asked += 1;
-            by_id.get(usize::try_from(id)?).copied().flatten().ok_or("a lease for nobody")?.say(ask())?;
+            by_id
+                .get(usize::try_from(id)?)
+                .copied()
+                .flatten()
+                .ok_or("a lease for nobody")?
+                .say(ask())?;
         }
         let all = committed + pending.len() as u64 >= operations;
         if all || reported.elapsed() >= REPORT_INTERVAL {
@@ -188,7 +199,11 @@ impl Group {
 
     fn form(&self, workers: &[Worker], step: u64, ranges: Vec<v1::Range>) -> Result<(), Fault> {
         let ledger = Some(v1::Ledger { epochs_complete: 0, ranges, repeated_records: 0 });
-        self.speaker(workers)?.say(Said::Formed(v1::Formed { generation: self.generation, step, ledger }))
+        self.speaker(workers)?.say(Said::Formed(v1::Formed {
+            generation: self.generation,
+            step,
+            ledger,
+        }))
     }
 
     fn commit(&mut self, workers: &[Worker], ranges: Vec<v1::Range>) -> Result<(), Fault> {
@@ -213,7 +228,8 @@ type News = mpsc::UnboundedReceiver<(u64, Told, Instant)>;
 
 async fn told(news: &mut News, worker: u64, wanted: impl Fn(&Told) -> bool) -> Result<(), Fault> {
     loop {
-        let (id, told, _) = tokio::time::timeout(PATIENCE, news.recv()).await?.ok_or("all streams ended")?;
+        let (id, told, _) =
+            tokio::time::timeout(PATIENCE, news.recv()).await?.ok_or("all streams ended")?;
         if id == worker && wanted(&told) {
             return Ok(());
         }
@@ -239,7 +255,8 @@ impl Crowd {
     async fn join(&self, launch: u64) -> Result<Worker, Fault> {
         let Target { address, bearer } = &self.target;
         let endpoint = tonic::transport::Endpoint::from_shared(address.clone())?.tcp_nodelay(true);
-        let mut client = MasterClient::new(endpoint.connect().await?).max_decoding_message_size(64 << 20);
+        let mut client =
+            MasterClient::new(endpoint.connect().await?).max_decoding_message_size(64 << 20);
         let (outgoing, received) = mpsc::unbounded_channel();
         let hello = v1::Hello {
             job: JOB.into(),
@@ -252,7 +269,9 @@ impl Crowd {
         let mut request = Request::new(UnboundedReceiverStream::new(received));
         request.metadata_mut().insert("authorization", bearer.parse()?);
         let mut incoming = client.join(request).await?.into_inner();
-        let Some(v1::MasterMessage { kind: Some(Told::Welcome(welcome)) }) = incoming.message().await? else {
+        let Some(v1::MasterMessage { kind: Some(Told::Welcome(welcome)) }) =
+            incoming.message().await?
+        else {
             return Err("no welcome".into());
         };
         let reader = tokio::spawn(read(welcome.worker, incoming, self.news.clone()));
@@ -324,7 +343,14 @@ impl Master {
         let child = Command::new(std::env::current_exe()?)
             .args(["train", "--local", "--quiet", "--job-name", JOB, "--training-data", "none"])
             .args(["--num-workers", &workers, "--max-workers", &workers, "--min-workers", &stay])
-            .args(["--minibatch-size", &records, "--records-per-shard", &records, "--num-epochs", "2"])
+            .args([
+                "--minibatch-size",
+                &records,
+                "--records-per-shard",
+                &records,
+                "--num-epochs",
+                "2",
+            ])
             // Streams of this program do not beat.
             .args(["--worker-timeout", "1day", "--max-worker-restarts", "0"])
             .arg("--job-dir")

@@ -56,7 +56,8 @@ impl Bench {
             .option("max-worker-restarts", "1000")
             .option("checkpoint-dir", "none");
         let workers = arguments.workers as usize;
-        let mut bench = Self { job: job.start(), diaries, workers, rng: ChaCha8Rng::seed_from_u64(7) };
+        let mut bench =
+            Self { job: job.start(), diaries, workers, rng: ChaCha8Rng::seed_from_u64(7) };
         bench.settle()?;
         Ok(bench)
     }
@@ -67,7 +68,8 @@ impl Bench {
         self.wait_whole()?;
         let (since, from) = (now(), self.step());
         // Not always at the same part of a step.
-        let pause = REST + Duration::from_micros(self.rng.random_range(0..REST_VARIES.as_micros() as u64));
+        let pause =
+            REST + Duration::from_micros(self.rng.random_range(0..REST_VARIES.as_micros() as u64));
         self.wait_for("some more steps", |bench| {
             bench.step() >= from + REST_STEPS && now() - since >= pause
         })?;
@@ -98,7 +100,8 @@ impl Bench {
         let (members, others): (Vec<_>, Vec<_>) =
             self.diaries.living().partition(|diary| diary.contribution().is_some());
         let victims = if members.len() > 1 { members } else { others };
-        let victim = victims.iter().map(|d| d.pid).choose(&mut self.rng).ok_or("nobody to disturb")?;
+        let victim =
+            victims.iter().map(|d| d.pid).choose(&mut self.rng).ok_or("nobody to disturb")?;
         send(victim, signal);
         Ok(victim)
     }
@@ -150,10 +153,13 @@ impl Ended {
     /// Records that should have been counted and were not, and those counted more than once: the worse of what the
     /// job says of itself and what the model counted.
     pub(crate) fn records_lost_and_repeated(&self) -> Result<(u64, u64), Box<dyn Error>> {
-        let said = |name: &str| self.summary["records"][name].as_u64().ok_or("no records in the summary");
+        let said =
+            |name: &str| self.summary["records"][name].as_u64().ok_or("no records in the summary");
         let words = self.summary["model_summary"].as_str().ok_or("the model said nothing")?;
         let counts: Vec<f64> = words.split(' ').map(str::parse).collect::<Result<_, _>>()?;
-        let [least, _, total] = counts[..] else { return Err("the model said something else".into()) };
+        let [least, _, total] = counts[..] else {
+            return Err("the model said something else".into());
+        };
         let epochs = self.summary["epochs"].as_u64().ok_or("no epochs in the summary")?;
         let over = |a: u64, b: u64| a.saturating_sub(b);
         let mut out_of_turn = BTreeMap::new();

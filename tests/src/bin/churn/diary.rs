@@ -122,7 +122,8 @@ impl Diary {
         let first = self.commits.iter().position(|(_, commit)| commit.own > 0);
         let commits = &self.commits[first.unwrap_or(self.commits.len())..];
         let undone = commits.iter().filter(|(_, commit)| commit.undone > 0);
-        let twice = commits.windows(2).filter(|pair| pair[1].1.step <= pair[0].1.step).map(|pair| &pair[1]);
+        let twice =
+            commits.windows(2).filter(|pair| pair[1].1.step <= pair[0].1.step).map(|pair| &pair[1]);
         undone.chain(twice).map(|(_, commit)| commit.step).collect()
     }
 
@@ -211,7 +212,8 @@ fn birth() -> io::Result<Duration> {
     // After the command's name in brackets comes the third field; the 22nd is the start in ticks.
     let field = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(22 - 3));
     let ticks: Option<u64> = field.and_then(|field| field.parse().ok());
-    let ticks = ticks.ok_or_else(|| io::Error::other("the system does not tell this process's start"))?;
+    let ticks =
+        ticks.ok_or_else(|| io::Error::other("the system does not tell this process's start"))?;
     let born = Duration::from_secs(ticks) / rustix::param::clock_ticks_per_second() as u32;
     // The system counts from the start of the machine with the time that it slept, the clock without.
     let slept = since_start(ClockId::Boottime).saturating_sub(now());

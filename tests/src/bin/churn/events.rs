@@ -47,7 +47,11 @@ struct Event {
 }
 
 /// Starts a job in `folder` and disturbs it as many times as asked for, each time when it is whole and at rest.
-pub(crate) fn disturb(arguments: &Arguments, kind: Kind, folder: &Path) -> Result<Measured, Box<dyn Error>> {
+pub(crate) fn disturb(
+    arguments: &Arguments,
+    kind: Kind,
+    folder: &Path,
+) -> Result<Measured, Box<dyn Error>> {
     let mut bench = Bench::start(arguments, folder)?;
     let mut events = Vec::new();
     for _ in 0..arguments.events {
@@ -124,7 +128,8 @@ impl Measured {
             newcomers.iter().map(|(.., step)| *step).max().ok_or("an event without a newcomer")?;
         // The generations that the event led to, each with the step from which it counts.
         let steps = first.steps_before(event.at)..=joined_by;
-        let records = ended.summary["memberships"].as_array().ok_or("no memberships in the summary")?;
+        let records =
+            ended.summary["memberships"].as_array().ok_or("no memberships in the summary")?;
         let records: Vec<(u64, &Value)> = records
             .iter()
             .filter(|record| record["cause"] != "start")
@@ -152,7 +157,8 @@ impl Measured {
         self.gaps.push(longest(from, to));
         if let Some((step, record)) = switch {
             // A join's generation is that of the two commits around it; another event's lasts until the newcomer works.
-            let after = time_of(step.saturating_sub(1)).filter(|_| kind == Kind::Join).unwrap_or(to);
+            let after =
+                time_of(step.saturating_sub(1)).filter(|_| kind == Kind::Join).unwrap_or(to);
             self.switches.push(longest(after, event.until));
             take_phases(&mut self.switch_phases, record);
         }

@@ -28,7 +28,8 @@ impl Goodput {
     pub(crate) fn measure(arguments: &Arguments, folder: &Path) -> Result<Self, Box<dyn Error>> {
         let mut bench = Bench::start(arguments, folder)?;
         let windows = arguments.goodput_seconds.div_ceil(WINDOW.as_secs()).max(1);
-        let kills_each = arguments.goodput_seconds.div_ceil(windows).div_ceil(PERIOD.as_secs()).max(1);
+        let kills_each =
+            arguments.goodput_seconds.div_ceil(windows).div_ceil(PERIOD.as_secs()).max(1);
         let length = PERIOD * kills_each as u32;
         let (mut peaceful, mut disturbed, mut victims) = (Vec::new(), Vec::new(), Vec::new());
         for window in 0..=windows {
@@ -49,7 +50,8 @@ impl Goodput {
         }
         let ended = bench.stop()?;
         let (records_lost, records_repeated) = ended.records_lost_and_repeated()?;
-        let rates = |starts: &[Duration]| starts.iter().map(|start| rate(&ended, *start, length)).collect();
+        let rates =
+            |starts: &[Duration]| starts.iter().map(|start| rate(&ended, *start, length)).collect();
         Ok(Self {
             peaceful: rates(&peaceful),
             disturbed: rates(&disturbed),
@@ -63,7 +65,11 @@ impl Goodput {
     /// The part of peace's records that the disturbed windows committed: each against the mean of its neighbours.
     pub(crate) fn parts(&self) -> Vec<f64> {
         let around = self.peaceful.windows(2).map(|pair| f64::midpoint(pair[0], pair[1]));
-        self.disturbed.iter().zip(around).map(|(disturbed, peaceful)| disturbed / peaceful).collect()
+        self.disturbed
+            .iter()
+            .zip(around)
+            .map(|(disturbed, peaceful)| disturbed / peaceful)
+            .collect()
     }
 
     /// Their mean.

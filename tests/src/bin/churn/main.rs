@@ -74,7 +74,10 @@ impl Kind {
 }
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).is_some_and(|word| ["train", "status", "scale"].contains(&word.as_str())) {
+    if std::env::args()
+        .nth(1)
+        .is_some_and(|word| ["train", "status", "scale"].contains(&word.as_str()))
+    {
         return elasticdl_master::cli::main();
     }
     let done = match std::env::var_os("ELASTICDL_MASTER") {

@@ -65,7 +65,12 @@ impl Model for Counting {
         numbers(records)
     }
 
-    fn gradients(&mut self, _: &[f32], batch: Vec<u64>, gradients: &mut [f32]) -> Result<f64, UserError> {
+    fn gradients(
+        &mut self,
+        _: &[f32],
+        batch: Vec<u64>,
+        gradients: &mut [f32],
+    ) -> Result<f64, UserError> {
         // What was computed before and is in no update must still be in the buffer; else it was for nothing.
         let pending = self.pending.len();
         self.pending.retain(|&record| gradients[record] > 0.0);
@@ -92,8 +97,13 @@ impl Model for Counting {
         let own = (pending - self.pending.len()) as u64;
         update.parameters.iter_mut().zip(update.sum).for_each(|(parameter, sum)| *parameter += sum);
         let undone = std::mem::take(&mut self.undone);
-        let commit =
-            Commit { step: update.step, records: update.records, own, undone, repeated: repeated as u64 };
+        let commit = Commit {
+            step: update.step,
+            records: update.records,
+            own,
+            undone,
+            repeated: repeated as u64,
+        };
         Ok(self.diary.write(Entry::Committed(commit))?)
     }
 

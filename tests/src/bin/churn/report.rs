@@ -78,18 +78,33 @@ impl Report {
             let name = kind.name();
             print(&format!("{name:<14}{}", row(&measured.phases)));
             if *kind != Kind::Join {
-                print(&format!("{:<14}{}", format!("{name}, return"), row(&measured.switch_phases)));
+                print(&format!(
+                    "{:<14}{}",
+                    format!("{name}, return"),
+                    row(&measured.switch_phases)
+                ));
             }
         }
         let all = |values: fn(&Measured) -> &[f64]| {
-            self.kinds.iter().flat_map(|(_, measured)| values(measured)).copied().collect::<Vec<f64>>()
+            self.kinds
+                .iter()
+                .flat_map(|(_, measured)| values(measured))
+                .copied()
+                .collect::<Vec<f64>>()
         };
-        let mut steps: Vec<f64> = self.kinds.iter().map(|(_, measured)| measured.median_step).collect();
+        let mut steps: Vec<f64> =
+            self.kinds.iter().map(|(_, measured)| measured.median_step).collect();
         let mut latencies = all(|measured| &measured.latencies);
-        let kinds: Map<String, Value> =
-            self.kinds.iter().map(|(kind, measured)| (kind.name().to_owned(), measured.json())).collect();
-        let lost =
-            self.kinds.iter().map(|(_, m)| m.records_lost).chain(self.goodput.iter().map(|g| g.records_lost));
+        let kinds: Map<String, Value> = self
+            .kinds
+            .iter()
+            .map(|(kind, measured)| (kind.name().to_owned(), measured.json()))
+            .collect();
+        let lost = self
+            .kinds
+            .iter()
+            .map(|(_, m)| m.records_lost)
+            .chain(self.goodput.iter().map(|g| g.records_lost));
         let repeated = self
             .kinds
             .iter()

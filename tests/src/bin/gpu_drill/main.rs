@@ -102,7 +102,8 @@ fn main() -> ExitCode {
         failures: BTreeMap::new(),
     };
     for (name, phase) in phases::ALL {
-        if !drill.arguments.only.is_empty() && !drill.arguments.only.iter().any(|only| only == name) {
+        if !drill.arguments.only.is_empty() && !drill.arguments.only.iter().any(|only| only == name)
+        {
             continue;
         }
         if drill.left().is_zero() {
@@ -124,7 +125,13 @@ fn main() -> ExitCode {
 }
 
 impl Drill {
-    fn add(&mut self, phase: &'static str, what: impl Into<String>, value: f64, unit: &'static str) {
+    fn add(
+        &mut self,
+        phase: &'static str,
+        what: impl Into<String>,
+        value: f64,
+        unit: &'static str,
+    ) {
         self.figures.push(Figure { phase, what: what.into(), value, unit });
     }
 
@@ -135,7 +142,11 @@ impl Drill {
 
     /// What can't be over in time is not begun.
     fn check_time(&self) -> Fallible<()> {
-        if self.left().is_zero() { Err("left out from here: the time is up".into()) } else { Ok(()) }
+        if self.left().is_zero() {
+            Err("left out from here: the time is up".into())
+        } else {
+            Ok(())
+        }
     }
 
     /// Of the whole time.

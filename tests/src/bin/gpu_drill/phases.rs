@@ -29,12 +29,22 @@ fn machine(drill: &mut Drill) -> Fallible<()> {
     let bytes = drill.arguments.bytes_max.min(256 << 20);
     let found = ranks.all(&json!({ "do": "machine", "bytes": bytes }))?.remove(0);
     drill.devices = found["devices"].as_u64().unwrap_or(0) as usize;
-    drill.add("machine", format!("GPUs: {}", found["name"].as_str().unwrap_or("")), drill.devices as f64, "");
+    drill.add(
+        "machine",
+        format!("GPUs: {}", found["name"].as_str().unwrap_or("")),
+        drill.devices as f64,
+        "",
+    );
     drill.add("machine", "NCCL, as it counts its versions", number(&found["nccl"])?, "");
     drill.copy_rate = number(&found["rates"][2])? * 1e9;
     let names = ["host to device", "device to host", "both at once, each way", "within the device"];
     for (index, name) in names.into_iter().enumerate() {
-        drill.add("machine", format!("{name}, {}", size(bytes)), number(&found["rates"][index])?, "GB/s");
+        drill.add(
+            "machine",
+            format!("{name}, {}", size(bytes)),
+            number(&found["rates"][index])?,
+            "GB/s",
+        );
     }
     Ok(())
 }
@@ -97,12 +107,18 @@ fn staged(drill: &mut Drill) -> Fallible<()> {
                 let once = slowest(&ranks.all(&command(2))?, "s")?;
                 medians.push(slowest(&ranks.all(&command(drill.iterations(once)))?, "s")?);
                 let median = medians.last().copied().unwrap_or_default();
-                drill.add("staged", format!("{world} ranks, {}, {name}", size(bytes)), median * 1e3, "ms");
+                drill.add(
+                    "staged",
+                    format!("{world} ranks, {}, {name}", size(bytes)),
+                    median * 1e3,
+                    "ms",
+                );
             }
             // All share the way to one GPU.
             let copies = (world * bytes) as f64 / drill.copy_rate;
             let share = 100.0 * medians[1].max(copies) / medians[0];
-            let what = format!("{world} ranks, {}, of the slower of host's ring and copies", size(bytes));
+            let what =
+                format!("{world} ranks, {}, of the slower of host's ring and copies", size(bytes));
             drill.add("staged", what, share, "%");
         }
     }
@@ -158,7 +174,12 @@ fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> F
     let since = |answers: &[Value]| {
         Ok::<_, Box<dyn std::error::Error>>((slowest(answers, "at")? - lost as f64) / 1e6)
     };
-    drill.add(phase, format!("{}: to the error on all, NCCL aborted", size(bytes)), since(&ends)?, "ms");
+    drill.add(
+        phase,
+        format!("{}: to the error on all, NCCL aborted", size(bytes)),
+        since(&ends)?,
+        "ms",
+    );
     drill.add(phase, "of which ncclCommAbort", slowest(&ends, "abort_ms")?, "ms");
     ranks.connect(2)?;
     let stepped = ranks.all(&host_step)?;
@@ -178,7 +199,10 @@ fn abandon(drill: &mut Drill) -> Fallible<()> {
     let mut ranks = Ranks::start(drill, 2, false)?;
     ranks.connect(1)?;
     ranks.all(&json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 0 }))?;
-    ranks.tell(0, &json!({ "do": "until_lost", "bytes": drill.arguments.bytes_lost, "path": "nccl" }))?;
+    ranks.tell(
+        0,
+        &json!({ "do": "until_lost", "bytes": drill.arguments.bytes_lost, "path": "nccl" }),
+    )?;
     ranks.tell(1, &json!({ "do": "stay_away" }))?;
     let answers = [ranks.answer(0)?, ranks.answer(1)?];
     let story = answers[0]["lost"].as_str().unwrap_or("");
@@ -201,7 +225,8 @@ fn worlds(drill: &Drill) -> [usize; 2] {
 
 /// From 4 KiB to `most`, fourfold each.
 fn sizes(most: usize) -> impl Iterator<Item = usize> {
-    std::iter::successors(Some(4096), |bytes| Some(bytes * 4)).take_while(move |bytes| *bytes <= most)
+    std::iter::successors(Some(4096), |bytes| Some(bytes * 4))
+        .take_while(move |bytes| *bytes <= most)
 }
 
 fn slowest(answers: &[Value], name: &str) -> Fallible<f64> {

@@ -64,7 +64,14 @@ impl Rank {
         let device = Device::open(ordinal)?;
         let secret = Secret::new("gpu_drill");
         let endpoint = Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "gpu_drill", me, secret)?;
-        Ok(Self { endpoint, device, policy: NcclPolicy::auto(), ring: None, bare: None, buffers: None })
+        Ok(Self {
+            endpoint,
+            device,
+            policy: NcclPolicy::auto(),
+            ring: None,
+            bare: None,
+            buffers: None,
+        })
     }
 
     fn perform(&mut self, command: &Value) -> Fallible<Value> {
@@ -105,10 +112,12 @@ impl Rank {
             Some(Member { id, address })
         };
         let members = command["members"].as_array().ok_or("no members")?;
-        let members = members.iter().map(member).collect::<Option<Vec<_>>>().ok_or("no list of members")?;
+        let members =
+            members.iter().map(member).collect::<Option<Vec<_>>>().ok_or("no list of members")?;
         let generation = command["generation"].as_u64().ok_or("no generation")?;
         self.endpoint.fence().abort_before(generation);
-        let ring = self.endpoint.connect(&GroupSpec { generation, members }, Duration::from_secs(20))?;
+        let ring =
+            self.endpoint.connect(&GroupSpec { generation, members }, Duration::from_secs(20))?;
         self.ring = Some(DeviceRing::new(ring, self.device.clone()));
         Ok(json!({}))
     }
@@ -129,7 +138,9 @@ impl Rank {
         loop {
             match ring.nccl_state() {
                 NcclState::Building => thread::sleep(Duration::from_millis(1)),
-                NcclState::Ready => return Ok(json!({ "s": begun.elapsed().as_secs_f64(), "at": now() })),
+                NcclState::Ready => {
+                    return Ok(json!({ "s": begun.elapsed().as_secs_f64(), "at": now() }));
+                }
                 NcclState::Absent(reason) | NcclState::Failed(reason) => return Err(reason.into()),
             }
         }
@@ -157,7 +168,8 @@ impl Rank {
         if self.buffers.as_ref().is_none_or(|(src, _)| src.len() != len) {
             self.buffers = None;
             let stream = self.device.stream();
-            self.buffers = Some((stream.clone_htod(&vec![1.0_f32; len])?, stream.alloc_zeros(len)?));
+            self.buffers =
+                Some((stream.clone_htod(&vec![1.0_f32; len])?, stream.alloc_zeros(len)?));
         }
         Ok(())
     }
@@ -225,7 +237,8 @@ impl Rank {
                 Ok(_) => say(&json!({ "turn": now() })),
                 Err(error) => {
                     let at = now();
-                    let abort_ms = ring.nccl_abort_took().map_or(0.0, |took| took.as_secs_f64() * 1e3);
+                    let abort_ms =
+                        ring.nccl_abort_took().map_or(0.0, |took| took.as_secs_f64() * 1e3);
                     return Ok(json!({ "lost": story(&error), "at": at, "abort_ms": abort_ms }));
                 }
             }

@@ -48,7 +48,9 @@ impl Ranks {
             let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
             let (said, lines) = mpsc::channel();
             let output = BufReader::new(child.stdout.take().expect("it is piped"));
-            thread::spawn(move || output.lines().map_while(Result::ok).try_for_each(|line| said.send(line)));
+            thread::spawn(move || {
+                output.lines().map_while(Result::ok).try_for_each(|line| said.send(line))
+            });
             let input = child.stdin.take().expect("it is piped");
             ranks.ranks.push(Rank { id, child, input, lines, address: String::new() });
         }
@@ -74,8 +76,10 @@ impl Ranks {
 
     /// Has those that are there build a group.
     pub(crate) fn connect(&mut self, generation: u64) -> Fallible<()> {
-        let members: Vec<_> = self.ranks.iter().map(|rank| json!([rank.id, rank.address])).collect();
-        self.all(&json!({ "do": "connect", "generation": generation, "members": members })).map(drop)
+        let members: Vec<_> =
+            self.ranks.iter().map(|rank| json!([rank.id, rank.address])).collect();
+        self.all(&json!({ "do": "connect", "generation": generation, "members": members }))
+            .map(drop)
     }
 
     pub(crate) fn tell(&mut self, index: usize, command: &Value) -> Fallible<()> {

@@ -17,7 +17,8 @@ pub(crate) fn step(drill: &mut Drill) -> Fallible<()> {
     };
     let folder = tempfile::tempdir()?;
     let text = folder.path().join("text");
-    let words = ["the ", "group ", "is ", "a ", "database, ", "and ", "its ", "log ", "never ", "ends.\n"];
+    let words =
+        ["the ", "group ", "is ", "a ", "database, ", "and ", "its ", "log ", "never ", "ends.\n"];
     let text_bytes = 4 << 20;
     let all: String = (0..text_bytes / 4).map(|i: usize| words[i * i % 97 % words.len()]).collect();
     fs::write(&text, all)?;
@@ -35,7 +36,12 @@ pub(crate) fn step(drill: &mut Drill) -> Fallible<()> {
         plain.iter().zip(&job).map(|(plain, job)| (job / plain - 1.0) * 100.0).collect();
     drill.add("step", "bytelm, a job of one worker", 1.0 / quantile(&mut job, 0.5), "steps/s");
     drill.add("step", "bytelm, a plain loop of candle", 1.0 / quantile(&mut plain, 0.5), "steps/s");
-    drill.add("step", "how much slower the job is, median of the rounds", quantile(&mut overheads, 0.5), "%");
+    drill.add(
+        "step",
+        "how much slower the job is, median of the rounds",
+        quantile(&mut overheads, 0.5),
+        "%",
+    );
     Ok(())
 }
 
@@ -43,7 +49,13 @@ pub(crate) fn step(drill: &mut Drill) -> Fallible<()> {
 fn plain_step(model: &Path, arguments: &[&str], text: &Path) -> Fallible<f64> {
     let output = Command::new(model)
         .args(arguments)
-        .args(["--plain-steps", &STEPS[1].to_string(), "--plain-batch", &BATCH.to_string(), "--plain-text"])
+        .args([
+            "--plain-steps",
+            &STEPS[1].to_string(),
+            "--plain-batch",
+            &BATCH.to_string(),
+            "--plain-text",
+        ])
         .arg(text)
         .output()?;
     if !output.status.success() {
@@ -74,7 +86,13 @@ fn job_time(
             "--training-data",
         ])
         .arg(text)
-        .args(["--global-batch-size", &BATCH.to_string(), "--max-steps", &steps.to_string(), "--job-dir"])
+        .args([
+            "--global-batch-size",
+            &BATCH.to_string(),
+            "--max-steps",
+            &steps.to_string(),
+            "--job-dir",
+        ])
         .arg(folder.join(format!("job-{round}-{steps}")))
         .arg("--summary")
         .arg(&summary)
@@ -87,7 +105,8 @@ fn job_time(
         return Err(String::from_utf8_lossy(&output.stderr).into_owned().into());
     }
     let summary: Value = serde_json::from_slice(&fs::read(summary)?)?;
-    let rate = summary["throughput"]["records_per_s"].as_f64().ok_or("no throughput in the summary")?;
+    let rate =
+        summary["throughput"]["records_per_s"].as_f64().ok_or("no throughput in the summary")?;
     Ok((steps * BATCH) as f64 / rate)
 }
 

@@ -29,13 +29,23 @@ impl World {
     }
 
     /// `p` has committed a step on top of a state with digest `before`.
-    pub(in crate::simulation) fn check_commit(&mut self, p: usize, generation: Generation, before: u64) {
+    pub(in crate::simulation) fn check_commit(
+        &mut self,
+        p: usize,
+        generation: Generation,
+        before: u64,
+    ) {
         let process = &self.processes[p];
         let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else { return };
-        let (step, after, era) = (state.step, process.trainer.model.digest(), process.trainer.model.era);
+        let (step, after, era) =
+            (state.step, process.trainer.model.digest(), process.trainer.model.era);
         let held = self.books.leased.get_mut(&worker);
         held.into_iter().for_each(|held| held.retain(|r| state.ledger.absorbed_of(*r) < r.len()));
-        tell!(self, "{}: commits step {step} in generation {generation}, {after:016x}", self.name(p));
+        tell!(
+            self,
+            "{}: commits step {step} in generation {generation}, {after:016x}",
+            self.name(p)
+        );
         let books = &mut self.books;
         books.tally.commits += 1;
         let newer = books.lines.range(generation.0 + 1..).find(|(_, line)| line.era == era);
@@ -51,7 +61,9 @@ impl World {
             Some(format!("commits another step {step} than the one that was built upon"))
         } else if own.is_none() && !books.lines.values().any(known) {
             Some(format!("repairs itself with a step {step} that nobody has committed"))
-        } else if own.is_some_and(|line| line.commits.get(&step).is_some_and(|digest| *digest != after)) {
+        } else if own
+            .is_some_and(|line| line.commits.get(&step).is_some_and(|digest| *digest != after))
+        {
             Some(format!("commits another step {step} than other ranks of generation {generation}"))
         } else {
             None
@@ -65,7 +77,8 @@ impl World {
             books.stable.insert((era, step - 1), before);
         }
         let others = books.lines.values().filter(|line| line.era == era);
-        let redone = others.filter_map(|line| line.commits.get(&step)).any(|digest| *digest != after);
+        let redone =
+            others.filter_map(|line| line.commits.get(&step)).any(|digest| *digest != after);
         if let Some(line) = books.lines.get_mut(&generation.0)
             && line.commits.insert(step, after).is_none()
         {
@@ -81,7 +94,13 @@ impl World {
         };
         let model = &process.trainer.model;
         let (base, era) = ((state.step, model.digest()), model.era);
-        tell!(self, "{}: is at step {} in generation {generation}, {:016x}", self.name(p), base.0, base.1);
+        tell!(
+            self,
+            "{}: is at step {} in generation {generation}, {:016x}",
+            self.name(p),
+            base.0,
+            base.1
+        );
         let newer = self.books.lines.range(generation.0 + 1..).find(|(_, line)| line.era == era);
         let newer = newer.map(|(newer, line)| (*newer, line.members.contains(&worker)));
         let stable = self.books.stable.range((era, 0)..(era + 1, 0)).next_back();
@@ -93,12 +112,16 @@ impl World {
         let line = books.lines.get(&generation.0);
         let goes_back = newer.is_none() && line.is_none() && is_older;
         let wrong = if let Some((newer, true)) = newer {
-            Some(format!("worker {worker} begins generation {generation}, and is a member of {newer}"))
+            Some(format!(
+                "worker {worker} begins generation {generation}, and is a member of {newer}"
+            ))
         } else if goes_back && carrier.is_some() {
             Some(format!(
                 "generation {generation} begins with {base:?}; {stable:?} is stable, {carrier:?} has it"
             ))
-        } else if line.is_some_and(|line| line.base != base || (line.era != era && line.came_from != era)) {
+        } else if line
+            .is_some_and(|line| line.base != base || (line.era != era && line.came_from != era))
+        {
             Some(format!("generation {generation} begins with two states"))
         } else {
             None
@@ -109,22 +132,33 @@ impl World {
         }
         let of = if goes_back { books.eras } else { era };
         let membership = books.published.iter().find(|m| m.generation == generation);
-        let members = membership.map(|m| m.members.iter().map(|(id, _)| *id).collect()).unwrap_or_default();
+        let members =
+            membership.map(|m| m.members.iter().map(|(id, _)| *id).collect()).unwrap_or_default();
         let formed_at = self.clock.now();
-        let line = Line { era: of, came_from: era, formed_at, members, base, commits: BTreeMap::new() };
+        let line =
+            Line { era: of, came_from: era, formed_at, members, base, commits: BTreeMap::new() };
         let line = books.lines.entry(generation.0).or_insert(line);
         self.processes[p].trainer.model.era = line.era;
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
     }
 
     /// `p` gives newcomers the state of `step`, in the group of `generation`: all its members must have come to that step.
-    pub(in crate::simulation) fn check_given(&mut self, p: usize, generation: Generation, step: u64) {
+    pub(in crate::simulation) fn check_given(
+        &mut self,
+        p: usize,
+        generation: Generation,
+        step: u64,
+    ) {
         let membership = self.books.published.iter().find(|m| m.generation == generation);
-        let members = membership.into_iter().flat_map(|m| &m.members).map(|(id, _)| self.books.processes[id]);
-        let lags = |q: &usize| self.processes[*q].trainer.state().is_none_or(|state| state.step < step);
+        let members =
+            membership.into_iter().flat_map(|m| &m.members).map(|(id, _)| self.books.processes[id]);
+        let lags =
+            |q: &usize| self.processes[*q].trainer.state().is_none_or(|state| state.step < step);
         if let Some(q) = members.into_iter().find(lags) {
             let (giver, member) = (self.name(p), self.name(q));
-            self.violate(format!("{giver} gives the state of step {step}, which {member} has not committed"));
+            self.violate(format!(
+                "{giver} gives the state of step {step}, which {member} has not committed"
+            ));
         }
     }
 
@@ -146,11 +180,16 @@ impl World {
         // A group that is not the newest any more may still begin, on its own.
         let newest = self.books.newest.as_ref();
         let membership = newest.filter(|m| Some(m.generation) == place.map(|(g, _)| g));
-        let members = membership.into_iter().flat_map(|m| &m.members).map(|(id, _)| self.books.processes[id]);
+        let members =
+            membership.into_iter().flat_map(|m| &m.members).map(|(id, _)| self.books.processes[id]);
         let holder = members.filter(|&q| q != p && self.processes[q].is_alive());
         let holder = holder.into_iter().find(|&q| self.processes[q].trainer.state().is_some());
         if let Some(q) = holder {
-            self.violate(format!("{} begins from nothing, and {} holds a state", self.name(p), self.name(q)));
+            self.violate(format!(
+                "{} begins from nothing, and {} holds a state",
+                self.name(p),
+                self.name(q)
+            ));
         }
     }
 }

@@ -152,7 +152,8 @@ impl Session {
         let Some(latest) = &self.latest else { return };
         let Fetch { generation, ended, broken, interrupted, .. } = self.fetch;
         let (donor, _) = self.fetch.donor();
-        let comes_along = !broken && !interrupted && ended.is_none() && latest.rank_of(donor).is_some();
+        let comes_along =
+            !broken && !interrupted && ended.is_none() && latest.rank_of(donor).is_some();
         if generation.is_some() && comes_along {
             // It sends what is left of its group's steps, and then the end.
             return;

@@ -79,8 +79,14 @@ mod tests {
     impl Pair {
         fn new(checkpoints: Option<Every>) -> Self {
             let batch = Batch::Global(4);
-            let plan =
-                JobPlan { records: 100, epochs: 1, max_steps: None, batch, checkpoints, evaluation: None };
+            let plan = JobPlan {
+                records: 100,
+                epochs: 1,
+                max_steps: None,
+                batch,
+                checkpoints,
+                evaluation: None,
+            };
             let mut pair = Self([1, 2].map(|id| Session::new(WorkerId(id), plan.clone())));
             pair.regroup(1);
             for (session, start) in pair.0.iter_mut().zip([0, 4]) {
@@ -91,10 +97,15 @@ mod tests {
 
         /// Both meet in a new generation.
         fn regroup(&mut self, generation: u64) {
-            let members = [1, 2].map(|id| (WorkerId(id), ([127, 0, 0, 1], id as u16).into())).to_vec();
+            let members =
+                [1, 2].map(|id| (WorkerId(id), ([127, 0, 0, 1], id as u16).into())).to_vec();
             let generation = Generation(generation);
             for session in &mut self.0 {
-                session.handle_membership(Membership { generation, members: members.clone(), abort: true });
+                session.handle_membership(Membership {
+                    generation,
+                    members: members.clone(),
+                    abort: true,
+                });
                 session.connected();
             }
             let words = self.0.each_ref().map(|session| session.sync_header(0));
@@ -154,7 +165,8 @@ mod tests {
         };
         assert_eq!(text, same);
         assert!(
-            text.contains("step 1 is not finite") && text.contains("rank 1 (worker 2) with records 4..6"),
+            text.contains("step 1 is not finite")
+                && text.contains("rank 1 (worker 2) with records 4..6"),
             "{text}"
         );
         for session in &mut pair.0 {
@@ -168,7 +180,8 @@ mod tests {
         let mut pair = Pair::new(None);
         pair.talk();
         pair.compute();
-        pair.0[1].halt(Halt { reason: Reason::Error("a.csv has changed".into()), ranges: Vec::new() });
+        pair.0[1]
+            .halt(Halt { reason: Reason::Error("a.csv has changed".into()), ranges: Vec::new() });
         let headers = pair.headers();
         assert!(Session::is_withheld(&headers));
         pair.0.iter_mut().for_each(|session| session.withheld(&headers));
@@ -220,7 +233,10 @@ mod tests {
             session.wrote_part(1, Ok(Written { bytes: 1, digest: 1 }));
         }
         pair.talk();
-        assert!(matches!(pair.0[0].poll_checkpoint(), Some(checkpoint::Task::Commit { step: 1, .. })));
+        assert!(matches!(
+            pair.0[0].poll_checkpoint(),
+            Some(checkpoint::Task::Commit { step: 1, .. })
+        ));
         pair.0[0].committed_checkpoint(1, true);
         pair.talk();
         assert_eq!(pair.endings(), [Some(Ending::Suspended), Some(Ending::Suspended)]);

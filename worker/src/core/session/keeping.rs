@@ -25,7 +25,11 @@ impl Session {
         plan.note(&mut state.evaluation, state.step, &means);
         let (group, headers, committed) = (group.clone(), headers.clone(), *committed);
         if group.rank == 0 {
-            self.reports.push_back(Report::Evaluated { step: state.step, records: plan.records, means });
+            self.reports.push_back(Report::Evaluated {
+                step: state.step,
+                records: plan.records,
+                means,
+            });
         }
         self.phase = Phase::Round { group, quotas: None, computed: false };
         self.end_round(&headers, committed);
@@ -81,7 +85,8 @@ impl Session {
         if let Some(state) = &mut self.state {
             // Who has evaluated further than others has done it with the same parameters.
             let newest = headers.iter().map(|h| h.evaluation).max_by_key(|e| e.at);
-            state.evaluation = newest.filter(|e| e.at > state.evaluation.at).unwrap_or(state.evaluation);
+            state.evaluation =
+                newest.filter(|e| e.at > state.evaluation.at).unwrap_or(state.evaluation);
         }
         if let Phase::Round { group, .. } = &self.phase {
             self.checkpoints.heard(&group.members, &words_of(headers));

@@ -24,7 +24,8 @@ impl Session {
             range.epoch == rest.epoch && range.end == rest.end && range.start <= rest.start
         };
         for rest in unread {
-            let computed = self.pending.ranges.iter_mut().rev().find(|range| ends_with(range, rest));
+            let computed =
+                self.pending.ranges.iter_mut().rev().find(|range| ends_with(range, rest));
             computed.expect("what is computed is pending").end = rest.start;
         }
         self.pending.ranges.retain(|range| !range.is_empty());
@@ -36,5 +37,7 @@ impl Session {
 pub(super) fn limited(held: Vec<(u32, u64)>, epoch: u32, readable: Option<u64>) -> Vec<(u32, u64)> {
     let Some(readable) = readable else { return held };
     let now = held.into_iter().filter(|&(of, _)| of == epoch);
-    now.map(|(of, records)| (of, records.min(readable))).filter(|&(_, records)| records > 0).collect()
+    now.map(|(of, records)| (of, records.min(readable)))
+        .filter(|&(_, records)| records > 0)
+        .collect()
 }

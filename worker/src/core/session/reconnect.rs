@@ -18,7 +18,8 @@ impl Session {
             }
             Phase::Over { told, .. } => *told = false,
             Phase::Evaluating { group, .. } | Phase::Round { group, .. } => {
-                let (generation, rank, world_size) = (group.generation, group.rank, group.members.len());
+                let (generation, rank, world_size) =
+                    (group.generation, group.rank, group.members.len());
                 if let (0, Some(State { step, ledger, .. })) = (rank, &self.state) {
                     let (step, ledger) = (*step, ledger.clone());
                     // What is gathered for the next report is in this ledger, too; the master takes it in once.
@@ -34,11 +35,18 @@ impl Session {
 
     /// A member without links waits for a new generation, and the master may not know.
     fn report_broken_again(&mut self) {
-        let latest =
-            self.latest.as_ref().filter(|latest| self.was_member && latest.rank_of(self.me).is_some());
+        let latest = self
+            .latest
+            .as_ref()
+            .filter(|latest| self.was_member && latest.rank_of(self.me).is_some());
         if let Some(generation) = latest.map(|latest| latest.generation) {
             let error = "links broke before this master came".into();
-            self.reports.push_back(Report::Broken { generation, suspect: None, error, unreachable: false });
+            self.reports.push_back(Report::Broken {
+                generation,
+                suspect: None,
+                error,
+                unreachable: false,
+            });
         }
     }
 }
@@ -103,12 +111,17 @@ mod tests {
         // What is being computed is held; what is committed is in the ledger, and not said a second time.
         let holding = Report::Holding { step: 1, ranges: vec![records(2, 4), records(4, 6)] };
         let wanted = Report::LeaseRequest { epoch: 0, records: 14 };
-        assert_eq!(reports(&mut session), [holding.clone(), formed(1, records(0, 2)), wanted.clone()]);
+        assert_eq!(
+            reports(&mut session),
+            [holding.clone(), formed(1, records(0, 2)), wanted.clone()]
+        );
         session.reconnected();
         assert_eq!(reports(&mut session), [holding, formed(1, records(0, 2)), wanted]);
         session.computed(0.0, 0);
         session.commit(vec![session.header(0)], Duration::from_secs(9));
-        let Some(Report::Committed(progress)) = session.poll_report() else { panic!("no progress") };
+        let Some(Report::Committed(progress)) = session.poll_report() else {
+            panic!("no progress")
+        };
         assert_eq!((progress.step, progress.ranges), (2, vec![records(2, 4)]));
     }
 
@@ -123,7 +136,9 @@ mod tests {
             session.commit(vec![session.header(0)], Duration::from_millis(at));
         }
         let times = |report| match report {
-            Report::Committed(Progress { times, .. }) => Some((times.steps, times.step_us, times.reduce_us)),
+            Report::Committed(Progress { times, .. }) => {
+                Some((times.steps, times.step_us, times.reduce_us))
+            }
             _ => None,
         };
         let told: Vec<_> = reports(&mut session).into_iter().filter_map(times).collect();
@@ -137,8 +152,9 @@ mod tests {
         reports(&mut session);
         session.reconnected();
         let said = reports(&mut session);
-        let broken =
-            |r: &Report| matches!(r, Report::Broken { generation: Generation(1), suspect: None, .. });
+        let broken = |r: &Report| {
+            matches!(r, Report::Broken { generation: Generation(1), suspect: None, .. })
+        };
         assert_eq!(said[0], Report::Holding { step: 0, ranges: vec![records(0, 6)] });
         assert!(broken(&said[1]) && said.len() == 2, "{said:?}");
     }

@@ -35,11 +35,17 @@ impl Session {
 
     /// What is left of the epoch is no more than what the group likes to have leased.
     fn epoch_ends_soon(&self, world_size: usize) -> bool {
-        let leased = self.job.batch.share(world_size).saturating_mul(2 * STEPS_AHEAD * world_size as u64);
+        let leased =
+            self.job.batch.share(world_size).saturating_mul(2 * STEPS_AHEAD * world_size as u64);
         self.state.as_ref().is_some_and(|s| s.ledger.remaining(s.ledger.epoch()) <= leased)
     }
 
-    pub(super) fn note_progress(&mut self, generation: Generation, headers: &[StepHeader], now: Duration) {
+    pub(super) fn note_progress(
+        &mut self,
+        generation: Generation,
+        headers: &[StepHeader],
+        now: Duration,
+    ) {
         self.progress.generation = generation;
         self.progress.ranges.extend(headers.iter().flat_map(|h| &h.ranges));
         self.progress.loss_sum += headers.iter().map(|h| h.loss_sum).sum::<f64>();

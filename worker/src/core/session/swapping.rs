@@ -54,7 +54,8 @@ mod tests {
             swap: Word { gpu, failures: 0 },
         };
         let headers = [header(1, true), header(2, false), header(1, true)];
-        let found: Vec<_> = without_misfits(&headers).iter().map(|h| h.state.map(|s| s.digest)).collect();
+        let found: Vec<_> =
+            without_misfits(&headers).iter().map(|h| h.state.map(|s| s.digest)).collect();
         assert_eq!(found, [Some(1), None, Some(1)]);
         assert_eq!(without_misfits(&headers[1..2]), headers[1..2]);
     }

@@ -211,7 +211,8 @@ impl World {
             self.rings.get_mut(&generation.0).expect("a ring per generation").broken = true;
         }
         if let Phase::Joining(membership) = &node.session.phase {
-            self.rings.get_mut(&membership.generation.0).expect("a ring per generation").broken = true;
+            self.rings.get_mut(&membership.generation.0).expect("a ring per generation").broken =
+                true;
         }
         if self.members.contains(&node.id) {
             // The news of a loss reaches the links and the master independently; here the master is told at once.
@@ -236,8 +237,10 @@ impl World {
             }
         }
         // The inbox is looked at between two tasks.
-        let idle = matches!(self.nodes[index].doing, Doing::Nothing) && self.nodes[index].repair.is_empty();
-        let deliver = if idle { self.rng.random_range(0..3).min(self.nodes[index].inbox.len()) } else { 0 };
+        let idle = matches!(self.nodes[index].doing, Doing::Nothing)
+            && self.nodes[index].repair.is_empty();
+        let deliver =
+            if idle { self.rng.random_range(0..3).min(self.nodes[index].inbox.len()) } else { 0 };
         for _ in 0..deliver {
             let node = &mut self.nodes[index];
             match node.inbox.pop_front().expect("counted") {
@@ -362,9 +365,14 @@ impl World {
         let (bytes, gradient) = match &what {
             What::Evaluate(blocks) => {
                 // What a block scores depends on the parameters.
-                let score = |block| BTreeMap::from([("loss".to_owned(), (digest % 1000 + block) as f64)]);
+                let score =
+                    |block| BTreeMap::from([("loss".to_owned(), (digest % 1000 + block) as f64)]);
                 let blocks_scores = blocks.clone().map(score).collect();
-                let scores = Scores { records: VALIDATION, first_block: blocks.start, blocks: blocks_scores };
+                let scores = Scores {
+                    records: VALIDATION,
+                    first_block: blocks.start,
+                    blocks: blocks_scores,
+                };
                 (encode(&scores), Vec::new())
             }
             What::Result { .. } => {
@@ -413,11 +421,19 @@ impl World {
         self.finish_operation(index, &what, from.and_then(|from| entries[from].clone()), &entries);
     }
 
-    fn finish_operation(&mut self, index: usize, what: &What, donor: Option<Entry>, all: &[Option<Entry>]) {
+    fn finish_operation(
+        &mut self,
+        index: usize,
+        what: &What,
+        donor: Option<Entry>,
+        all: &[Option<Entry>],
+    ) {
         let seed = self.seed;
         let node = &mut self.nodes[index];
         let headers = || -> Vec<StepHeader> {
-            all.iter().map(|e| decode(&e.as_ref().expect("complete").bytes).expect("a header")).collect()
+            all.iter()
+                .map(|e| decode(&e.as_ref().expect("complete").bytes).expect("a header"))
+                .collect()
         };
         match what {
             What::Evaluate(_) => {
@@ -450,8 +466,10 @@ impl World {
                 }
             }
             What::Step => {
-                let sum: Absorbed =
-                    all.iter().flat_map(|e| e.as_ref().expect("complete").gradient.iter().copied()).collect();
+                let sum: Absorbed = all
+                    .iter()
+                    .flat_map(|e| e.as_ref().expect("complete").gradient.iter().copied())
+                    .collect();
                 let headers = headers();
                 node.session.check(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
                 let said: Absorbed = headers.iter().flat_map(|h| h.ranges.clone()).collect();
@@ -460,7 +478,10 @@ impl World {
                 let node = &mut self.nodes[index];
                 if sum.is_empty() {
                     assert!(self.storage_fails, "seed {seed}: a step of no records");
-                    return node.session.talked(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                    return node
+                        .session
+                        .talked(&headers)
+                        .unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
                 }
                 node.parameters.extend(&sum);
                 node.kept.clone_from(&sum);
@@ -485,7 +506,9 @@ impl World {
                 node.session.talked(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
             }
         }
-        if matches!(what, What::Result { .. } | What::State { .. }) && self.nodes[index].repair.is_empty() {
+        if matches!(what, What::Result { .. } | What::State { .. })
+            && self.nodes[index].repair.is_empty()
+        {
             self.repaired(index);
         }
     }
@@ -501,7 +524,8 @@ impl World {
             }
             let is_member = |n: &&Node| self.members.contains(&n.id);
             let done = |n: &Node| n.finished == Some(self.generation);
-            if self.formed && self.ready.is_empty() && self.nodes.iter().filter(is_member).all(done) {
+            if self.formed && self.ready.is_empty() && self.nodes.iter().filter(is_member).all(done)
+            {
                 return self.check();
             }
             let index = self.rng.random_range(0..self.nodes.len());
@@ -545,9 +569,19 @@ impl World {
                     seen[(u64::from(range.epoch) * RECORDS + record) as usize] += 1;
                 }
             }
-            assert!(seen.iter().all(|&n| n == 1), "seed {}: worker {}: {seen:?}", self.seed, node.id);
+            assert!(
+                seen.iter().all(|&n| n == 1),
+                "seed {}: worker {}: {seen:?}",
+                self.seed,
+                node.id
+            );
             let ledger = &node.session.state().expect("finished with a state").ledger;
-            assert_eq!((ledger.counted(), ledger.repeated()), (seen.len() as u64, 0), "seed {}", self.seed);
+            assert_eq!(
+                (ledger.counted(), ledger.repeated()),
+                (seen.len() as u64, 0),
+                "seed {}",
+                self.seed
+            );
             let first = self.nodes.iter().find(is_member).expect("a group has members");
             assert_eq!(node.parameters, first.parameters, "seed {}: replicas differ", self.seed);
         }
@@ -561,7 +595,9 @@ fn cut(ranges: &[RecordRange], mut records: u64) -> (Absorbed, Absorbed) {
         let middle = range.start + range.len().min(records);
         records -= middle - range.start;
         first.extend(Some(RecordRange { end: middle, ..*range }).filter(|range| !range.is_empty()));
-        rest.extend(Some(RecordRange { start: middle, ..*range }).filter(|range| !range.is_empty()));
+        rest.extend(
+            Some(RecordRange { start: middle, ..*range }).filter(|range| !range.is_empty()),
+        );
     }
     (first, rest)
 }

@@ -18,8 +18,14 @@ impl Host {
         let folder = tempfile::tempdir().unwrap();
         let (source, library) = (folder.path().join("kernels.c"), folder.path().join("kernels.so"));
         std::fs::write(&source, SOURCE).unwrap();
-        let options = ["-shared", "-fPIC", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Werror"];
-        let output = Command::new("cc").args(options).arg("-o").args([&library, &source]).arg("-lm").output();
+        let options =
+            ["-shared", "-fPIC", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Werror"];
+        let output = Command::new("cc")
+            .args(options)
+            .arg("-o")
+            .args([&library, &source])
+            .arg("-lm")
+            .output();
         let output = output.expect("there is a C compiler");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         // SAFETY: the library has no code that runs when it is loaded.
@@ -30,16 +36,24 @@ impl Host {
     /// What a launch does; addresses are the host's.
     fn launch<A: DeviceRepr>(&self, name: &str, threads: usize, arguments: &A) {
         // SAFETY: the type is that of all kernels, compiled for a host.
-        let kernel = unsafe { self.library.get::<unsafe extern "C" fn(*mut *const c_void, u64)>(name) };
+        let kernel =
+            unsafe { self.library.get::<unsafe extern "C" fn(*mut *const c_void, u64)>(name) };
         let kernel = kernel.unwrap_or_else(|error| panic!("{name}: {error}"));
         let mut arguments = [std::ptr::from_ref(arguments).cast::<c_void>()];
         // SAFETY: the test's arguments point to slices as long as they say.
         unsafe { kernel(arguments.as_mut_ptr(), threads as u64) }
     }
 
-    fn fold(&self, name: &str, values: u64, (len, start): (usize, usize), threads: usize) -> Vec<u64> {
+    fn fold(
+        &self,
+        name: &str,
+        values: u64,
+        (len, start): (usize, usize),
+        threads: usize,
+    ) -> Vec<u64> {
         let mut parts = vec![0u64; threads];
-        let fold = Fold { values, parts: parts.as_mut_ptr() as u64, len: len as u64, start: start as u64 };
+        let fold =
+            Fold { values, parts: parts.as_mut_ptr() as u64, len: len as u64, start: start as u64 };
         self.launch(name, threads, &fold);
         parts
     }
@@ -153,7 +167,9 @@ fn a_clipped_step_takes_its_scale_from_where_the_norm_left_it() {
     let host = Host::compile();
     let sum = numbers(LEN, 3);
     let norm = sum.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>().sqrt();
-    for (limit, records, expected) in [(1.0, 4, 1.0 / (norm / 4.0 + 1e-6) / 4.0), (norm, 4, 1.0 / 4.0)] {
+    for (limit, records, expected) in
+        [(1.0, 4, 1.0 / (norm / 4.0 + 1e-6) / 4.0), (norm, 4, 1.0 / 4.0)]
+    {
         let scale = host.clip_scale(limit, records, &sum);
         let expected = expected as f32;
         assert!((scale - expected).abs() < 1e-6 * expected, "{scale} is not {expected}");
@@ -179,7 +195,8 @@ fn every_element_is_added_once() {
     for len in [1, 255, 256, 257, LEN, 1 << 20] {
         let (values, before) = (numbers(len, 1), numbers(len, 2));
         let mut sum = before.clone();
-        let add = Add { values: values.as_ptr() as u64, sum: sum.as_mut_ptr() as u64, len: len as u64 };
+        let add =
+            Add { values: values.as_ptr() as u64, sum: sum.as_mut_ptr() as u64, len: len as u64 };
         host.launch("add", threads(len), &add);
         let expected: Vec<f32> = before.iter().zip(&values).map(|(a, b)| a + b).collect();
         assert_eq!(bits(&sum), bits(&expected), "{len} elements");
@@ -207,7 +224,8 @@ fn a_digest_changes_with_each_bit_each_place_and_each_start() {
 
 #[test]
 fn how_many_threads_there_are_depends_on_the_length_and_has_bounds() {
-    for (len, expected) in [(0, 256), (1, 256), (1024, 256), (1025, 512), (LEN, 1280), (1 << 30, THREADS_MAX)]
+    for (len, expected) in
+        [(0, 256), (1, 256), (1024, 256), (1025, 512), (LEN, 1280), (1 << 30, THREADS_MAX)]
     {
         assert_eq!(threads(len), expected, "{len} elements");
     }
@@ -235,7 +253,9 @@ fn launched_on_a_device_they_do_the_same() {
         for step in 0..3 {
             let sum = numbers(LEN, 10 + step);
             let on_device = stream.clone_htod(&sum).unwrap();
-            kernels.apply(&optimizer, (step, 7), &on_device, (&mut parameters, &mut slots)).unwrap();
+            kernels
+                .apply(&optimizer, (step, 7), &on_device, (&mut parameters, &mut slots))
+                .unwrap();
             let (parameters, slots) = (&mut on_cpu.0[..], &mut on_cpu.1[..]);
             optimizer.apply(Update { step, records: 7, sum: &sum, parameters, slots });
         }

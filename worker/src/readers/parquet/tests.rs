@@ -33,7 +33,11 @@ fn write_group(
     let levels: Vec<i16> = rows.clone().map(|i| i16::from(!is_null(i))).collect();
     let rooms: Vec<i32> = rows.clone().filter(|&i| !is_null(i)).collect();
     let text = |i: i32| ByteArray::from(format!("c{i}").as_str());
-    column::<FloatType>(&mut group, &Vec::from_iter(rows.clone().map(|i| i as f32 / 2.0)), (None, None));
+    column::<FloatType>(
+        &mut group,
+        &Vec::from_iter(rows.clone().map(|i| i as f32 / 2.0)),
+        (None, None),
+    );
     column::<Int32Type>(&mut group, &rooms, (Some(&levels), None));
     column::<ByteArrayType>(&mut group, &Vec::from_iter(rows.clone().map(text)), (None, None));
     let prices: Vec<f64> =
@@ -61,7 +65,8 @@ fn table_with(groups: &[Range<i32>], is_null: impl Fn(i32) -> bool) -> Vec<u8> {
         .set_data_page_row_count_limit(10)
         .set_write_batch_size(5);
     let mut bytes = Vec::new();
-    let mut writer = SerializedFileWriter::new(&mut bytes, schema, Arc::new(properties.build())).unwrap();
+    let mut writer =
+        SerializedFileWriter::new(&mut bytes, schema, Arc::new(properties.build())).unwrap();
     for rows in groups {
         write_group(writer.next_row_group().unwrap(), rows.clone(), &is_null);
     }
@@ -83,7 +88,8 @@ fn reader() -> ParquetRows {
 
 fn row(i: i32) -> Row {
     let (price, whole) = (Value::F32(1000.0 * i as f32), Value::I64(i.into()));
-    let values = vec![Value::Text(format!("c{i}")), price, whole.clone(), whole, Value::F32(i as f32 / 2.0)];
+    let values =
+        vec![Value::Text(format!("c{i}")), price, whole.clone(), whole, Value::F32(i as f32 / 2.0)];
     Row::new(values)
 }
 
@@ -101,8 +107,12 @@ fn row_groups_are_files_and_any_rows_of_them_are_read_in_any_order() {
     let mut reader = reader();
     let dataset = reader.describe(folder.path().to_str().unwrap()).unwrap();
     let name = |file: &File| (file.path.rsplit_once('/').unwrap().1.to_owned(), file.records);
-    let expected = [("a.parquet#0", 33), ("a.parquet#1", 1), ("a.parquet#2", 26), ("b.parquet#0", 7)];
-    assert_eq!(dataset.files.iter().map(name).collect::<Vec<_>>(), expected.map(|(n, r)| (n.to_owned(), r)));
+    let expected =
+        [("a.parquet#0", 33), ("a.parquet#1", 1), ("a.parquet#2", 26), ("b.parquet#0", 7)];
+    assert_eq!(
+        dataset.files.iter().map(name).collect::<Vec<_>>(),
+        expected.map(|(n, r)| (n.to_owned(), r))
+    );
     let [first, second, third, fourth] = &dataset.files[..] else { panic!() };
     assert_eq!(reader.read(first, 0..33).unwrap(), rows(0..33));
     for (file, range, found) in [
@@ -115,7 +125,12 @@ fn row_groups_are_files_and_any_rows_of_them_are_read_in_any_order() {
         (fourth, 3..3, 0..0),
         (fourth, 0..7, 100..107),
     ] {
-        assert_eq!(reader.read(file, range.clone()).unwrap(), rows(found), "{} {range:?}", file.path);
+        assert_eq!(
+            reader.read(file, range.clone()).unwrap(),
+            rows(found),
+            "{} {range:?}",
+            file.path
+        );
     }
 }
 
@@ -125,20 +140,26 @@ fn a_value_that_can_t_be_used_is_an_error_with_its_file_row_group_column_and_row
     let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
     let mut reader = reader();
     let error = reader.describe(&path).unwrap_err().to_string();
-    let expected = "column \"rooms\" has a null where a value should be in each row; fill it before";
+    let expected =
+        "column \"rooms\" has a null where a value should be in each row; fill it before";
     assert_eq!(error, format!("{path}: row group 1: {expected}"), "its footer counts nulls");
     let files = [File::new(format!("{path}#0"), 20), File::new(format!("{path}#1"), 70)];
     let mut refusal = |range| reader.read(&files[1], range).unwrap_err().to_string();
-    let expected = format!("{path}: row group 1: column \"rooms\", row 15: a null where a value should be");
+    let expected =
+        format!("{path}: row group 1: column \"rooms\", row 15: a null where a value should be");
     assert_eq!(refusal(10..20), expected);
-    let expected = format!("{path}: row group 1: column \"price\", row 57: NaN where a finite f32 should be");
+    let expected =
+        format!("{path}: row group 1: column \"price\", row 57: NaN where a finite f32 should be");
     assert_eq!(refusal(50..60), expected);
     // A reader that has failed reads what can be read.
     assert_eq!(refusal(15..16), refusal(15..16));
     assert_eq!(reader.read(&files[1], 16..18).unwrap(), rows(36..38));
     let mut raw = ParquetRows::new().text("raw");
     let error = raw.read(&files[0], 3..4).unwrap_err().to_string();
-    assert_eq!(error, format!("{path}: row group 0: column \"raw\", row 3: bytes that are not UTF-8"));
+    assert_eq!(
+        error,
+        format!("{path}: row group 0: column \"raw\", row 3: bytes that are not UTF-8")
+    );
 }
 
 #[test]
@@ -185,8 +206,12 @@ fn a_file_that_is_torn_or_was_changed_is_an_error_that_names_it_and_never_a_pani
     );
     let other = File::new(format!("{text}#7"), 1);
     let error = reader().read(&other, 0..1).unwrap_err().to_string();
-    assert_eq!(error, format!("{text}: row group 7: the file has 1 row groups: was it changed since?"));
-    let error = reader().describe(folder.path().join("empty.parquet").to_str().unwrap()).unwrap_err();
+    assert_eq!(
+        error,
+        format!("{text}: row group 7: the file has 1 row groups: was it changed since?")
+    );
+    let error =
+        reader().describe(folder.path().join("empty.parquet").to_str().unwrap()).unwrap_err();
     assert!(matches!(error, DataError::Empty { .. }), "{error}");
     for len in (0..whole.len()).step_by(97) {
         std::fs::write(&path, &whole[..len]).unwrap();

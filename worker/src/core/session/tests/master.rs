@@ -6,7 +6,8 @@ impl World {
     /// Members whose group has come to one state.
     pub(super) fn donors(&self) -> Vec<(WorkerId, SocketAddr)> {
         let holds_state = |id: &&WorkerId| {
-            self.nodes.iter().any(|n| n.id == **id && n.session.was_in_group) && self.members.contains(id)
+            self.nodes.iter().any(|n| n.id == **id && n.session.was_in_group)
+                && self.members.contains(id)
         };
         self.members.iter().filter(holds_state).map(|id| (*id, address())).collect()
     }
@@ -72,7 +73,9 @@ impl World {
 
     pub(super) fn handle_report(&mut self, from: WorkerId, report: Report) {
         match report {
-            Report::Broken { generation, .. } if generation == self.generation => self.publish(true),
+            Report::Broken { generation, .. } if generation == self.generation => {
+                self.publish(true)
+            }
             Report::Broken { .. } | Report::Committed(_) | Report::Holding { .. } => {}
             Report::Evaluated { step, records, means } => {
                 assert_eq!(records, VALIDATION, "seed {}", self.seed);
@@ -116,7 +119,8 @@ impl World {
     }
 
     pub(super) fn grant(&mut self) {
-        let wanted: Vec<_> = self.credit.iter().filter(|(_, n)| **n > 0).map(|(k, n)| (*k, *n)).collect();
+        let wanted: Vec<_> =
+            self.credit.iter().filter(|(_, n)| **n > 0).map(|(k, n)| (*k, *n)).collect();
         for ((worker, epoch), mut records) in wanted {
             while records > 0 {
                 let Some(queue) = self.queue.get_mut(&epoch) else { break };

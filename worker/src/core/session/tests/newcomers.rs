@@ -25,11 +25,18 @@ impl World {
     /// too slow, or a link breaks.
     pub(super) fn serve(&mut self, index: usize) {
         let node = &self.nodes[index];
-        let (Some(generation), Some(state)) = (node.session.in_round(), node.session.state()) else { return };
+        let (Some(generation), Some(state)) = (node.session.in_round(), node.session.state())
+        else {
+            return;
+        };
         for stream in self.streams.values_mut().filter(|s| s.donor == node.id && !s.broken) {
             if !stream.served {
                 stream.served = true;
-                stream.parcels.push_back(Parcel::State(generation, state.record(), node.parameters.clone()));
+                stream.parcels.push_back(Parcel::State(
+                    generation,
+                    state.record(),
+                    node.parameters.clone(),
+                ));
                 stream.parcels.push_back(Parcel::Tip);
             } else if self.rng.random_ratio(1, 500) {
                 stream.broken = true;
@@ -54,7 +61,8 @@ impl World {
 
     pub(super) fn end_streams(&mut self, index: usize, membership: &Membership) {
         let id = self.nodes[index].id;
-        for (newcomer, stream) in self.streams.iter_mut().filter(|(_, s)| s.donor == id && s.served) {
+        for (newcomer, stream) in self.streams.iter_mut().filter(|(_, s)| s.donor == id && s.served)
+        {
             if membership.rank_of(*newcomer).is_some() && !stream.broken {
                 stream.parcels.push_back(Parcel::End(membership.generation));
                 stream.broken = true;
