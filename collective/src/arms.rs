@@ -5,8 +5,9 @@
 //!              2 ◀─ 1 ◀─ 0 ─▶ 4 ─▶ 3      down: the total
 //! ```
 //!
-//! All links are the ring's, used both ways: 2·(world−1) messages in all, at most `world` of them one after the
-//! other. The ring needs world·2·(world−1), 2·(world−1) of them one after the other, but of shorter ones.
+//! All links are the ring's, used both ways: 2·(world−1) messages in all, at most `world` of them
+//! one after the other. The ring needs world·2·(world−1), 2·(world−1) of them one after the other,
+//! but of shorter ones.
 
 use std::ops::Range;
 

@@ -3,8 +3,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io;
 
-/// Wakes a thread that polls. Rung from any thread, at any time, it stays readable until it is cleared: a
-/// ring before the poll is not lost.
+/// Wakes a thread that polls. Rung from any thread, at any time, it stays readable until it is
+/// cleared: a ring before the poll is not lost.
 #[derive(Debug)]
 pub(crate) struct Bell(OwnedFd);
 

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-/// Chunk `index` of `world` of a buffer of `len` elements. Chunks cover the buffer in order; their lengths
-/// differ by at most one, the longer ones first; with fewer elements than ranks the last ones are empty.
+/// Chunk `index` of `world` of a buffer of `len` elements. Chunks cover the buffer in order; their
+/// lengths differ by at most one, the longer ones first; with fewer elements than ranks the last
+/// ones are empty.
 pub(crate) fn chunk(len: usize, world: usize, index: usize) -> Range<usize> {
     assert!(index < world, "chunk {index} of {world}");
     let (base, longer) = (len / world, len % world);
@@ -11,8 +12,8 @@ pub(crate) fn chunk(len: usize, world: usize, index: usize) -> Range<usize> {
     start..start + base + usize::from(index < longer)
 }
 
-/// How many segments a chunk has: at least one, as an empty chunk, too, is sent, so that every rank hears
-/// from its neighbour in every ring step.
+/// How many segments a chunk has: at least one, as an empty chunk, too, is sent, so that every rank
+/// hears from its neighbour in every ring step.
 pub(crate) fn segment_count(chunk: &Range<usize>, segment_len: usize) -> usize {
     chunk.len().div_ceil(segment_len).max(1)
 }

@@ -1,7 +1,8 @@
 //! What every [`Communicator`] must do, as tests that any backend can run.
 //!
-//! A backend says how a [`Group`] is [formed](Form), and calls these functions from its tests; what is wrong panics. Every
-//! rank has a thread of its own. Nothing here waits for longer than a minute.
+//! A backend says how a [`Group`] is [formed](Form), and calls these functions from its tests; what
+//! is wrong panics. Every rank has a thread of its own. Nothing here waits for longer than a
+//! minute.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Barrier};
@@ -30,8 +31,8 @@ impl std::fmt::Debug for Rank {
     }
 }
 
-/// Sums of all lengths, in all worlds from 1 to 9: exact, the same bits everywhere, headers in rank order, sources untouched.
-/// `exact`: whether the elements travel as they are.
+/// Sums of all lengths, in all worlds from 1 to 9: exact, the same bits everywhere, headers in rank
+/// order, sources untouched. `exact`: whether the elements travel as they are.
 pub fn sums_are_exact_and_the_same_everywhere(form: Form<'_>, exact: bool) {
     for world in 1..=9 {
         let mut group = form(world);
@@ -134,7 +135,8 @@ pub fn who_leaves_after_an_operation_takes_nothing_from_the_others(form: Form<'_
     }
 }
 
-/// One rank leaves, or is aborted, at any point of any operation: all end, with an error, and what they had before that is right.
+/// One rank leaves, or is aborted, at any point of any operation: all end, with an error, and what
+/// they had before that is right.
 pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) {
     for seed in 0..40_u64 {
         let mut random = Random(seed);
@@ -192,9 +194,10 @@ pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) 
     }
 }
 
-/// Properties of any group, from a seed: of any size, with sums of any length and headers of any length, one after the other, in some of
-/// which a rank leaves or is aborted at any moment. What succeeds is right on every rank, to the bit the same, and has all
-/// headers; what fails ends, on all.
+/// Properties of any group, from a seed: of any size, with sums of any length and headers of any
+/// length, one after the other, in some of which a rank leaves or is aborted at any moment. What
+/// succeeds is right on every rank, to the bit the same, and has all headers; what fails ends, on
+/// all.
 pub fn any_group_sums_right_or_ends(form: Form<'_>) {
     for seed in 0..24_u64 {
         let mut random = Random(seed);
@@ -398,7 +401,8 @@ fn on_all<T: Send + 'static>(
     results
 }
 
-/// Gives each rank to its own thread. A panic in one drops it, and so ends the others; a hang panics here.
+/// Gives each rank to its own thread. A panic in one drops it, and so ends the others; a hang
+/// panics here.
 fn on_each<T: Send + 'static>(
     group: Group,
     act: impl Fn(Rank) -> T + Send + Sync + 'static,
@@ -431,7 +435,8 @@ fn header(rank: usize) -> Vec<u8> {
     vec![rank as u8; rank * 1000]
 }
 
-/// What a rank contributes: whole numbers from -8 to 7, so that every sum is exact, in whatever order and dtype.
+/// What a rank contributes: whole numbers from -8 to 7, so that every sum is exact, in whatever
+/// order and dtype.
 fn part(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|index| ((index * 7 + index / 16 + rank * 5) % 16) as f32 - 8.0).collect()
 }
@@ -440,7 +445,8 @@ fn part(rank: usize, len: usize) -> Vec<f32> {
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// Up to `most`, each order of magnitude as likely, and often beside a power of two, where ways of summing begin and end.
+    /// Up to `most`, each order of magnitude as likely, and often beside a power of two, where ways
+    /// of summing begin and end.
     fn length(&mut self, most: usize) -> usize {
         let power = 1_usize << self.below(most.ilog2() as usize + 1);
         let len = match self.below(3) {

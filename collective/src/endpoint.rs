@@ -22,9 +22,11 @@ use crate::{
     Visitor, WireDtype,
 };
 
-/// A worker's end of all links: its listener and its fence. One per worker process, and lives as long as it.
+/// A worker's end of all links: its listener and its fence. One per worker process, and lives as
+/// long as it.
 ///
-/// Peers' dials are taken in by a thread of its own, so that they never wait for a worker that is computing.
+/// Peers' dials are taken in by a thread of its own, so that they never wait for a worker that is
+/// computing.
 #[derive(Debug)]
 pub struct Endpoint {
     identity: Arc<Identity>,
@@ -44,7 +46,8 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Listens on a free port of `ip` as worker `me` of `job`, and starts the thread that takes in dials.
+    /// Listens on a free port of `ip` as worker `me` of `job`, and starts the thread that takes in
+    /// dials.
     ///
     /// # Errors
     /// [`CollectiveError::Invalid`] if the secret is empty, [`CollectiveError::Bind`],
@@ -55,8 +58,8 @@ impl Endpoint {
         Self::from_listener(listener, job, me, secret)
     }
 
-    /// As [`bind`](Self::bind), on a listener that is there already: a worker tells its master where peers
-    /// reach it before it learns its own id.
+    /// As [`bind`](Self::bind), on a listener that is there already: a worker tells its master
+    /// where peers reach it before it learns its own id.
     ///
     /// # Errors
     /// As for [`bind`](Self::bind).
@@ -108,16 +111,17 @@ impl Endpoint {
         })
     }
 
-    /// Sets how long a dial waits for an answer. The member's system answers whatever the member is busy with, so
-    /// this can be much shorter than the wait for the previous member, which may have to finish something first.
+    /// Sets how long a dial waits for an answer. The member's system answers whatever the member is
+    /// busy with, so this can be much shorter than the wait for the previous member, which may have
+    /// to finish something first.
     #[must_use]
     pub fn with_dial_limit(mut self, limit: Duration) -> Self {
         self.dial_limit = Some(limit);
         self
     }
 
-    /// Sets as what the elements of sums travel, in groups to come. It must be the same on all members: an operation of two
-    /// that differ fails.
+    /// Sets as what the elements of sums travel, in groups to come. It must be the same on all
+    /// members: an operation of two that differ fails.
     #[must_use]
     pub fn with_wire_dtype(mut self, wire: WireDtype) -> Self {
         self.wire = wire;
@@ -131,9 +135,10 @@ impl Endpoint {
         self
     }
 
-    /// Sets over how many links at once two neighbours send the parts of long sums, in groups to come: 1 to 16. It must be the same
-    /// on all members. A network that gives each connection a share of its own, or that loses packets, carries more over several;
-    /// within a host they only cost. Groups that share memory on some host have one.
+    /// Sets over how many links at once two neighbours send the parts of long sums, in groups to
+    /// come: 1 to 16. It must be the same on all members. A network that gives each connection a
+    /// share of its own, or that loses packets, carries more over several; within a host they only
+    /// cost. Groups that share memory on some host have one.
     ///
     /// # Errors
     /// [`CollectiveError::Invalid`].
@@ -162,12 +167,13 @@ impl Endpoint {
         self.progress.clone()
     }
 
-    /// Builds the ring of one generation: dials the next member and takes the dial of the previous one, both
-    /// within `deadline`, the former within the [dial limit](Self::with_dial_limit) too. From here on, dials of older generations are refused; older rings live on until
-    /// they are dropped or the fence is raised.
+    /// Builds the ring of one generation: dials the next member and takes the dial of the previous
+    /// one, both within `deadline`, the former within the [dial limit](Self::with_dial_limit) too.
+    /// From here on, dials of older generations are refused; older rings live on until they are
+    /// dropped or the fence is raised.
     ///
-    /// Success says nothing about the other links of the ring; whether they stand shows in the first
-    /// operation.
+    /// Success says nothing about the other links of the ring; whether they stand shows in the
+    /// first operation.
     ///
     /// # Errors
     /// [`CollectiveError`]; nothing of the attempt is left open.
@@ -219,11 +225,12 @@ impl Endpoint {
         self.lobby.next()
     }
 
-    /// Dials `donor` for its state, within `limit`. `patience`: how long it may be silent once it has begun. `position`: how
-    /// far an earlier fetch from it has come, if its link broke.
+    /// Dials `donor` for its state, within `limit`. `patience`: how long it may be silent once it
+    /// has begun. `position`: how far an earlier fetch from it has come, if its link broke.
     ///
     /// # Errors
-    /// [`CollectiveError::Deadline`], [`CollectiveError::PeerLost`] (both with rank 0), [`CollectiveError::Io`].
+    /// [`CollectiveError::Deadline`], [`CollectiveError::PeerLost`] (both with rank 0),
+    /// [`CollectiveError::Io`].
     pub fn fetch(
         &self,
         donor: Member,
@@ -338,8 +345,8 @@ impl Attempt<'_> {
         Ok(link)
     }
 
-    /// A dial whose first packet is lost is only repeated by the system after a second, which may be longer than
-    /// the limit: so a few are made within it.
+    /// A dial whose first packet is lost is only repeated by the system after a second, which may
+    /// be longer than the limit: so a few are made within it.
     fn dial_within_limit(&self, address: SocketAddr) -> Result<TcpStream, DialError> {
         let Some(limit) = self.dial_limit else {
             return dial(address, Some(self.pass), self.until.at);
@@ -350,7 +357,8 @@ impl Attempt<'_> {
             let until = until.into_iter().chain(self.until.at).min();
             match dial(address, Some(self.pass), until) {
                 Err(DialError::TimedOut) => {}
-                // A router's word, or a neighbour's silence to the question for its address: it may pass.
+                // A router's word, or a neighbour's silence to the question for its address: it may
+                // pass.
                 Err(DialError::Lost(error)) if is_no_way(error.kind()) => self.pause(until)?,
                 done => return done,
             }
@@ -373,8 +381,9 @@ impl Attempt<'_> {
         }
     }
 
-    /// Waits for the previous member's dial, and for the end of the link to the next member meanwhile. Bytes may come
-    /// from there: the next member may have all its links, and have begun.
+    /// Waits for the previous member's dial, and for the end of the link to the next member
+    /// meanwhile. Bytes may come from there: the next member may have all its links, and have
+    /// begun.
     fn take_prev(&self, next: &Arc<TcpStream>) -> Result<Arc<TcpStream>, CollectiveError> {
         let member = self.group.members[self.prev].id;
         loop {

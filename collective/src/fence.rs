@@ -12,12 +12,12 @@ use crate::parking::{Dialler, Parking};
 
 /// Ends everything older than a generation, at once, from any thread. All clones are one fence.
 ///
-/// **Invariant:** generations are compared here and nowhere else; frames are only checked for being of their
-/// link's.
+/// **Invariant:** generations are compared here and nowhere else; frames are only checked for being
+/// of their link's.
 ///
-/// **Invariant:** what is ended is marked before its sockets are shut down and its bell is rung, under the
-/// lock under which links are registered and handed over. No wake-up is lost, whatever the other side is
-/// about to do.
+/// **Invariant:** what is ended is marked before its sockets are shut down and its bell is rung,
+/// under the lock under which links are registered and handed over. No wake-up is lost, whatever
+/// the other side is about to do.
 #[derive(Clone, Debug)]
 pub struct Fence {
     state: Arc<Mutex<State>>,
@@ -25,8 +25,8 @@ pub struct Fence {
 
 impl Fence {
     /// Makes every `connect` and every operation of a generation below `generation` return
-    /// [`CollectiveError::Aborted`], those in progress and those to come, and shuts down their links, so that
-    /// peers hear of it. Never blocks. Lowering the fence again is not possible.
+    /// [`CollectiveError::Aborted`], those in progress and those to come, and shuts down their
+    /// links, so that peers hear of it. Never blocks. Lowering the fence again is not possible.
     pub fn abort_before(&self, generation: u64) {
         let mut state = self.lock();
         state.floor = state.floor.max(generation);
@@ -58,8 +58,8 @@ impl Fence {
     /// Begins to build a group. From now on dials of older generations are refused.
     ///
     /// # Errors
-    /// [`CollectiveError::Aborted`], if the fence is above `generation` or a newer group has been begun;
-    /// [`CollectiveError::Io`].
+    /// [`CollectiveError::Aborted`], if the fence is above `generation` or a newer group has been
+    /// begun; [`CollectiveError::Io`].
     pub(crate) fn enter(&self, generation: u64) -> Result<Pass, CollectiveError> {
         let bell = Bell::new().map_err(|errno| CollectiveError::Io {
             action: "create an event descriptor",
@@ -79,8 +79,8 @@ impl Fence {
         Ok(Pass { fence: self.clone(), id, generation, signal })
     }
 
-    /// Has `link`, which is of no generation, shut down when everything is over: when the fence is raised above all
-    /// generations.
+    /// Has `link`, which is of no generation, shut down when everything is over: when the fence is
+    /// raised above all generations.
     pub(crate) fn watch(&self, link: &Arc<TcpStream>) {
         let mut state = self.lock();
         state.watched.retain(|link| link.strong_count() > 0);

@@ -8,7 +8,8 @@
 //! All little endian. The body is elements of the operation's buffer as they are in memory (f32, or
 //! halves where the kind says so, little endian).
 //!
-//! **Invariant:** a receiver knows every field but the note's length beforehand, and takes nothing else.
+//! **Invariant:** a receiver knows every field but the note's length beforehand, and takes nothing
+//! else.
 
 use std::fmt::Debug;
 

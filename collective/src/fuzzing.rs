@@ -15,8 +15,9 @@ use crate::{
     CollectiveError, Communicator, Fence, Secret, StateReceiver, TcpRing, Visitor, WireDtype,
 };
 
-/// The first byte chooses the operation, the second the rank, the group's size and which links end; the rest is what comes, from the
-/// previous member or, in part, from the next. The operation must end, by itself and without a panic. Whether it has succeeded.
+/// The first byte chooses the operation, the second the rank, the group's size and which links end;
+/// the rest is what comes, from the previous member or, in part, from the next. The operation must
+/// end, by itself and without a panic. Whether it has succeeded.
 pub fn ring(data: &[u8]) -> bool {
     let Some((&[operation, shape], bytes)) = data.split_first_chunk() else { return false };
     let bytes = &bytes[..bytes.len().min(BYTES_MAX)];
@@ -61,8 +62,8 @@ pub fn hello(data: &[u8]) {
     }
 }
 
-/// Bytes that come instead of a state's parcels, and instead of a newcomer's positions. Both ends must stop, by themselves and
-/// without a panic. How many parcels and positions there were.
+/// Bytes that come instead of a state's parcels, and instead of a newcomer's positions. Both ends
+/// must stop, by themselves and without a panic. How many parcels and positions there were.
 pub fn state(data: &[u8]) -> (usize, usize) {
     let data = &data[..data.len().min(BYTES_MAX)];
     let mut counts = (0, 0);
@@ -89,7 +90,8 @@ pub fn state(data: &[u8]) -> (usize, usize) {
     counts
 }
 
-/// An input of [`state`] to start from: what an honest donor sends, and what an honest newcomer does.
+/// An input of [`state`] to start from: what an honest donor sends, and what an honest newcomer
+/// does.
 #[must_use]
 pub fn state_seeds() -> Vec<Vec<u8>> {
     let word = |magic: &[u8; 4], kind: u32, fields: [u64; 3]| {

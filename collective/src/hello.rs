@@ -1,16 +1,17 @@
-//! The first bytes on every link: who dials whom, in which generation, and the proof that the dialler is of
-//! the job. Pure.
+//! The first bytes on every link: who dials whom, in which generation, and the proof that the
+//! dialler is of the job. Pure.
 //!
 //! ```text
 //! purpose     job (SHA-256 of its name)  generation  from  to  proof (HMAC-SHA256 over all before it)
 //! 8 bytes                      32 bytes         u64   u64  u64                              32 bytes
 //! ```
 //!
-//! **Invariant:** the secret never travels, and nothing behind the purpose is looked at before the proof is
-//! verified.
+//! **Invariant:** the secret never travels, and nothing behind the purpose is looked at before the
+//! proof is verified.
 //!
-//! The proof keeps strangers out; it does not protect the bytes that follow from who can read or change the
-//! network's traffic. A recorded hello is worth nothing in another generation, nor to another worker.
+//! The proof keeps strangers out; it does not protect the bytes that follow from who can read or
+//! change the network's traffic. A recorded hello is worth nothing in another generation, nor to
+//! another worker.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};

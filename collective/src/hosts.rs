@@ -2,8 +2,8 @@
 
 use crate::Member;
 
-/// A group's ranks by host: the hosts in the order of their first ranks, each with its ranks in ascending order. Ranks of one host
-/// need not be neighbours.
+/// A group's ranks by host: the hosts in the order of their first ranks, each with its ranks in
+/// ascending order. Ranks of one host need not be neighbours.
 ///
 /// What says the same address may be one host; whether it is shows when it shares memory.
 #[derive(Clone, Debug, Eq, PartialEq)]

@@ -81,9 +81,10 @@ pub(crate) fn set_up(link: &TcpStream) -> io::Result<()> {
     link.set_nonblocking(true)?;
     link.set_nodelay(true)?;
     if link.local_addr()?.ip() == link.peer_addr()?.ip() {
-        // Within a host there is no delay to bridge, and a short queue stays in the cache. The receiving side is
-        // left to the system: a window that a few of loopback's large segments fill closes again and again, and
-        // opens, at the worst, only to a probe a fifth of a second later. A system that refuses is only slower.
+        // Within a host there is no delay to bridge, and a short queue stays in the cache. The
+        // receiving side is left to the system: a window that a few of loopback's large segments
+        // fill closes again and again, and opens, at the worst, only to a probe a fifth of a second
+        // later. A system that refuses is only slower.
         let _ = sockopt::set_socket_send_buffer_size(link, SAME_HOST_BUFFER_BYTES);
         calm(link);
     }
@@ -99,9 +100,10 @@ pub(crate) fn set_up_listener(listener: &TcpListener) -> io::Result<()> {
     Ok(())
 }
 
-/// Chooses a congestion control that does not pace: within a host there is nothing to pace for. It has to be chosen
-/// before the socket is connected: one that was bbr for a moment is paced by timers for all its life, which took a
-/// fifth of the time of large sums. A system that refuses is only slower.
+/// Chooses a congestion control that does not pace: within a host there is nothing to pace for. It
+/// has to be chosen before the socket is connected: one that was bbr for a moment is paced by
+/// timers for all its life, which took a fifth of the time of large sums. A system that refuses is
+/// only slower.
 fn calm(socket: impl AsFd) {
     let _ = sockopt::set_tcp_congestion(socket, "reno");
 }

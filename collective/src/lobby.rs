@@ -5,8 +5,8 @@ use crate::Visitor;
 
 /// Where newcomers wait for a donor that is in the middle of a step.
 ///
-/// **Invariant:** at most [`VISITORS_MAX`]; a newcomer that dials again has given up its former link, and when all places
-/// are taken, the oldest goes.
+/// **Invariant:** at most [`VISITORS_MAX`]; a newcomer that dials again has given up its former
+/// link, and when all places are taken, the oldest goes.
 #[derive(Debug, Default)]
 pub(crate) struct Lobby {
     visitors: Mutex<VecDeque<Visitor>>,

@@ -3,8 +3,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator};
 
-/// One rank of a group within a process: threads that meet under a lock. For tests of what is built on a [`Communicator`], without
-/// sockets; slow, and simple enough to compare others with.
+/// One rank of a group within a process: threads that meet under a lock. For tests of what is built
+/// on a [`Communicator`], without sockets; slow, and simple enough to compare others with.
 ///
 /// Who comes last to an operation does it for all.
 #[derive(Debug)]
@@ -112,7 +112,8 @@ impl LocalRank {
 }
 
 impl LocalFence {
-    /// Makes the rank's operation in progress, and all to come, return [`CollectiveError::Aborted`].
+    /// Makes the rank's operation in progress, and all to come, return
+    /// [`CollectiveError::Aborted`].
     pub fn abort(&self) {
         self.group.lock().ends[self.rank] = Some(Ending::Aborted);
         self.group.stirred.notify_all();

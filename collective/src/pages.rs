@@ -4,11 +4,13 @@
 
 use rustix::mm::{Advice, madvise};
 
-/// `len` zeros, of which the long ones are in large pages where the system has such. They are handed out when they are first written.
+/// `len` zeros, of which the long ones are in large pages where the system has such. They are
+/// handed out when they are first written.
 ///
-/// A process that is killed closes its links after its memory has been freed, page by page: with 4 ranks and buffers of 64 MiB in
-/// shared memory the others were in a new group 9 ms after the kill, and are 3.5 ms after it with pages of 2 MiB; over TCP 12 and 7 ms
-/// (`allreduce_bench --recover`). And sums find their way in them faster: up to a tenth.
+/// A process that is killed closes its links after its memory has been freed, page by page: with 4
+/// ranks and buffers of 64 MiB in shared memory the others were in a new group 9 ms after the kill,
+/// and are 3.5 ms after it with pages of 2 MiB; over TCP 12 and 7 ms (`allreduce_bench --recover`).
+/// And sums find their way in them faster: up to a tenth.
 #[must_use]
 pub fn zeros(len: usize) -> Vec<f32> {
     let mut zeros = vec![0.0; len];

@@ -7,8 +7,8 @@ use crate::hello::Purpose;
 
 /// Links by generation and dialler, oldest first.
 ///
-/// **Invariant:** at most [`PARKED_MAX`] links, each for at most [`PARKED_TIME_MAX`], one per generation and
-/// dialler, for each purpose.
+/// **Invariant:** at most [`PARKED_MAX`] links, each for at most [`PARKED_TIME_MAX`], one per
+/// generation and dialler, for each purpose.
 #[derive(Debug)]
 pub(crate) struct Parking<T> {
     slots: VecDeque<Slot<T>>,
@@ -27,8 +27,8 @@ impl<T> Parking<T> {
         Self { slots: VecDeque::new() }
     }
 
-    /// Keeps `link` until it is taken. A dialler that dials again has given up its former link; when all
-    /// slots are taken, the oldest goes.
+    /// Keeps `link` until it is taken. A dialler that dials again has given up its former link;
+    /// when all slots are taken, the oldest goes.
     pub(crate) fn park(&mut self, dialler: Dialler, link: T, now: Duration) {
         self.slots.retain(|slot| slot.dialler != dialler);
         if self.slots.len() == PARKED_MAX {

@@ -1,11 +1,13 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a rank looks again and again for what it waits for, before it lets the system put it to sleep.
+/// How long a rank looks again and again for what it waits for, before it lets the system put it to
+/// sleep.
 ///
-/// To be woken costs more than a small message: on an idle core, several times its flight. Whoever else has
-/// something to do on this core gets it meanwhile, and keeps it for its turn; who has slept gets it back sooner. So who
-/// has got its core back late too often does not look again for a while.
+/// To be woken costs more than a small message: on an idle core, several times its flight. Whoever
+/// else has something to do on this core gets it meanwhile, and keeps it for its turn; who has
+/// slept gets it back sooner. So who has got its core back late too often does not look again for a
+/// while.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
     limit: Duration,
@@ -75,22 +77,24 @@ impl Patience {
     }
 }
 
-/// Two ranks on two cores: 4 KiB took 20 µs without, 14 µs with 20, 50 or 200 µs of it. With more ranks than cores
-/// more of it only takes time from others.
+/// Two ranks on two cores: 4 KiB took 20 µs without, 14 µs with 20, 50 or 200 µs of it. With more
+/// ranks than cores more of it only takes time from others.
 const LIMIT: Duration = Duration::from_micros(20);
 
-/// 16 MiB at four ranks on two cores took 17.4 ms without, 10.2 ms with 20 µs, 11.0 with 100, 9.6 with 500; 1 MiB at eight 1.66,
-/// 1.67, 1.59 and 1.12 ms.
+/// 16 MiB at four ranks on two cores took 17.4 ms without, 10.2 ms with 20 µs, 11.0 with 100, 9.6
+/// with 500; 1 MiB at eight 1.66, 1.67, 1.59 and 1.12 ms.
 const LIMIT_IN_MEMORY: Duration = Duration::from_micros(200);
 
-/// 1 MiB at two ranks took 422 µs without and 372 with it; 16 MiB no less with it, and on a machine that others keep busy almost
-/// twice as long.
+/// 1 MiB at two ranks took 422 µs without and 372 with it; 16 MiB no less with it, and on a machine
+/// that others keep busy almost twice as long.
 const BYTES_MAX: usize = 1 << 20;
 
-/// Ranks that share a core leave it to each other within a fraction of this, others after a slice of the scheduler's: 3 or 4 ms.
+/// Ranks that share a core leave it to each other within a fraction of this, others after a slice
+/// of the scheduler's: 3 or 4 ms.
 const LATE: Duration = Duration::from_millis(1);
 
-/// Where half of this is lost, others need the core for good: some housekeeper takes a slice now and then.
+/// Where half of this is lost, others need the core for good: some housekeeper takes a slice now
+/// and then.
 const WINDOW: Duration = Duration::from_millis(40);
 
 /// A tenth of the time is lost at most.

@@ -1,4 +1,5 @@
-//! What the pieces of an operation are made of: the caller's buffers, and the notes that ride along. No IO.
+//! What the pieces of an operation are made of: the caller's buffers, and the notes that ride
+//! along. No IO.
 
 use crate::schedule::{Content, Extent, Piece};
 use crate::shared::{Front, SharedFault};
@@ -6,8 +7,8 @@ use crate::wire::Half;
 
 /// The buffers of one operation on one rank.
 ///
-/// **Invariant:** elements are received where they belong and summed there; there is no other copy of them, but of a segment
-/// each way where they travel as halves.
+/// **Invariant:** elements are received where they belong and summed there; there is no other copy
+/// of them, but of a segment each way where they travel as halves.
 #[derive(Debug)]
 pub(crate) struct Payload<'a> {
     body: Body<'a>,
@@ -101,8 +102,8 @@ impl<'a> Payload<'a> {
         Ok(())
     }
 
-    /// Sums the parts of this host's ranks, where it has several, of the first segments of the own chunk, in `dst`: nothing comes
-    /// there before they have left.
+    /// Sums the parts of this host's ranks, where it has several, of the first segments of the own
+    /// chunk, in `dst`: nothing comes there before they have left.
     fn sum_own(&mut self, segments: usize) -> Result<(), SharedFault> {
         let Some(front) = &mut self.front else { return Ok(()) };
         let (Body::Rounded { src, dst, .. } | Body::Sum { src, dst }) = &mut self.body else {
@@ -136,7 +137,8 @@ impl<'a> Payload<'a> {
         self.notes[piece.origin] = vec![0; bytes];
     }
 
-    /// Where `piece` is to be received: the note's place, empty if none rides along, and the elements'.
+    /// Where `piece` is to be received: the note's place, empty if none rides along, and the
+    /// elements'.
     pub(crate) fn landing(&mut self, piece: &Piece) -> (&mut [u8], &mut [u8]) {
         let note: &mut [u8] = if piece.note { &mut self.notes[piece.origin] } else { &mut [] };
         let range = piece.range.clone();
@@ -155,7 +157,8 @@ impl<'a> Payload<'a> {
 
     /// `piece` has been received: adds the own part to a sum.
     ///
-    /// The order of addition is the ring's, from the chunk's origin on, the same wherever the chunk is.
+    /// The order of addition is the ring's, from the chunk's origin on, the same wherever the chunk
+    /// is.
     ///
     /// # Errors
     /// Only where this rank sums for others of its host, too.
@@ -180,7 +183,8 @@ impl<'a> Payload<'a> {
         }
     }
 
-    /// Adds the parts of this host's other ranks to a sum that has landed, and gives them the totals.
+    /// Adds the parts of this host's other ranks to a sum that has landed, and gives them the
+    /// totals.
     fn share(&mut self, piece: &Piece) -> Result<(), SharedFault> {
         // They put in what is sent first before what comes first.
         self.sum_own(usize::MAX)?;

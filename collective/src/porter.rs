@@ -14,10 +14,12 @@ use crate::lobby::Lobby;
 use crate::parking::Dialler;
 use crate::{Secret, Visitor, link};
 
-/// Opens the door: accepts, reads hellos, and hands what is proven to the fence. Runs on its own thread.
+/// Opens the door: accepts, reads hellos, and hands what is proven to the fence. Runs on its own
+/// thread.
 ///
-/// **Invariant:** nobody is waited for. All unproven connections are polled together; each has a deadline,
-/// and when there are too many, the oldest goes. A stranger's bytes, or silence, delay no one.
+/// **Invariant:** nobody is waited for. All unproven connections are polled together; each has a
+/// deadline, and when there are too many, the oldest goes. A stranger's bytes, or silence, delay no
+/// one.
 #[derive(Debug)]
 pub(crate) struct Porter {
     pub(crate) listener: TcpListener,
@@ -76,7 +78,8 @@ impl Porter {
         }
     }
 
-    /// Lets in who stands at the door. After a refusal by the operating system, says when to try again.
+    /// Lets in who stands at the door. After a refusal by the operating system, says when to try
+    /// again.
     fn accept(
         &self,
         guests: &mut VecDeque<Guest>,

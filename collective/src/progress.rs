@@ -2,13 +2,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// Shows whoever looks, from any thread, where an endpoint waits for its peers. All clones show the same.
+/// Shows whoever looks, from any thread, where an endpoint waits for its peers. All clones show the
+/// same.
 ///
-/// A neighbour that is gone ends its links, and that is an error. One that the network has cut off, or that
-/// has stopped, ends nothing: all wait. What is seen here of all members together tells where it hangs.
+/// A neighbour that is gone ends its links, and that is an error. One that the network has cut off,
+/// or that has stopped, ends nothing: all wait. What is seen here of all members together tells
+/// where it hangs.
 ///
-/// One thread at a time builds and uses the rings of an endpoint; were there more, the last one to wait is
-/// shown.
+/// One thread at a time builds and uses the rings of an endpoint; were there more, the last one to
+/// wait is shown.
 #[derive(Clone, Debug)]
 pub struct Progress {
     cell: Arc<Cell>,
@@ -19,16 +21,17 @@ pub struct Progress {
 pub struct Stall {
     /// The generation of its group.
     pub generation: u64,
-    /// Operations begun in this generation, this one included. 0: the next member has been dialled, and the
-    /// dial of the previous one is awaited.
+    /// Operations begun in this generation, this one included. 0: the next member has been dialled,
+    /// and the dial of the previous one is awaited.
     pub operation: u64,
-    /// Bytes of this operation that came from the previous member. What the next one has received of it is
-    /// less than `sent` only while something is on its way.
+    /// Bytes of this operation that came from the previous member. What the next one has received
+    /// of it is less than `sent` only while something is on its way.
     pub received: u64,
     /// Bytes of this operation that the system has taken for the next member.
     pub sent: u64,
-    /// What is awaited comes from the next member. Then, and whenever the operation's bytes run both ways on the ring's
-    /// links, `sent` and `received` are counted so that the two ends of a link still differ by what is on its way.
+    /// What is awaited comes from the next member. Then, and whenever the operation's bytes run
+    /// both ways on the ring's links, `sent` and `received` are counted so that the two ends of a
+    /// link still differ by what is on its way.
     pub waits_for_next: bool,
     /// How long no byte has moved.
     pub since: Duration,
@@ -49,7 +52,8 @@ impl Progress {
         Self { cell: Arc::new(cell) }
     }
 
-    /// Where the endpoint waits; `None` while it moves bytes, and while it waits for no peer at all.
+    /// Where the endpoint waits; `None` while it moves bytes, and while it waits for no peer at
+    /// all.
     #[must_use]
     pub fn stall(&self) -> Option<Stall> {
         let cell = &*self.cell;
@@ -63,7 +67,8 @@ impl Progress {
             since: cell.started.elapsed().saturating_sub(Duration::from_nanos(since)),
         };
         fence(Ordering::Acquire);
-        // Each wait begins at another moment: the same one twice, and nothing has changed in between.
+        // Each wait begins at another moment: the same one twice, and nothing has changed in
+        // between.
         let is_whole = cell.since.load(Ordering::Relaxed) == since;
         (since != MOVING && is_whole).then_some(stall)
     }

@@ -1,24 +1,26 @@
-//! Moves a small sum: partial sums up the ring's two [arms](crate::arms), the total down. Two ranks just tell each
-//! other their parts.
+//! Moves a small sum: partial sums up the ring's two [arms](crate::arms), the total down. Two ranks
+//! just tell each other their parts.
 //!
 //! ```text
 //! up, down, to each other:  frame | the notes that are in it, each behind its length (u32) | the elements
 //! ```
 //!
-//! What binds are the writes, with each of which the system delivers into the other's socket, and the wake-ups: 4 KiB take
-//! 3 to 6 µs at 2 ranks on 2 cores (14 around the ring), 25 at 4 (100), 95 at 8 (450). Then the ring's shorter
-//! messages begin to win: 64 KiB take 111 µs at 3 ranks (ring 86), 128 at 4 (97), 221 at 6 (319), 280 at 8 (419); 96 KiB take
-//! 502 µs at 6 (321), 575 at 8 (489). With α for a message and β
-//! for a byte, a relay takes world·(α + β·bytes), a ring 2·(world−1)·(α + β·bytes/world): equal at about α/β bytes:
-//! 20 KB at 20 µs and 1 GB/s, more where ranks share cores and α grows.
+//! What binds are the writes, with each of which the system delivers into the other's socket, and
+//! the wake-ups: 4 KiB take 3 to 6 µs at 2 ranks on 2 cores (14 around the ring), 25 at 4 (100), 95
+//! at 8 (450). Then the ring's shorter messages begin to win: 64 KiB take 111 µs at 3 ranks (ring
+//! 86), 128 at 4 (97), 221 at 6 (319), 280 at 8 (419); 96 KiB take 502 µs at 6 (321), 575 at 8
+//! (489). With α for a message and β for a byte, a relay takes world·(α + β·bytes), a ring
+//! 2·(world−1)·(α + β·bytes/world): equal at about α/β bytes: 20 KB at 20 µs and 1 GB/s, more where
+//! ranks share cores and α grows.
 //!
-//! **Invariant:** the total is computed once, at rank 0, and copied from there; of two ranks, both add the same
-//! two parts in the same order.
+//! **Invariant:** the total is computed once, at rank 0, and copied from there; of two ranks, both
+//! add the same two parts in the same order.
 //!
 //! **Invariant:** a rank has the total only when every rank's part is in it.
 //!
-//! **Invariant:** who sends on a link waits for an answer on the same link before it sends there again. So
-//! nothing comes that is not awaited, and what can be read without that is the link's end.
+//! **Invariant:** who sends on a link waits for an answer on the same link before it sends there
+//! again. So nothing comes that is not awaited, and what can be read without that is the link's
+//! end.
 
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
@@ -46,8 +48,9 @@ pub(crate) struct Relay<'a> {
     stamp: Stamp,
     seat: Seat,
     course: Course<'a>,
-    /// The link to this rank that no relay uses, between the ends of the arms. A frame of this operation on it is one of a
-    /// rank that believes in another operation, and may not show anywhere else.
+    /// The link to this rank that no relay uses, between the ends of the arms. A frame of this
+    /// operation on it is one of a rank that believes in another operation, and may not show
+    /// anywhere else.
     unused: Option<&'a TcpStream>,
     /// By rank; what has not arrived yet is empty.
     notes: Vec<Vec<u8>>,
@@ -88,7 +91,8 @@ impl<'a> Relay<'a> {
         ports[1].incoming = Some(self.expect(UP, Side::Prev, other..other + 1, src.len()));
         self.pump(&mut ports)?;
         let theirs = self.open(&mut ports[1])?;
-        // The first rank's part comes first on both: which of two NaNs a sum is depends on their order.
+        // The first rank's part comes first on both: which of two NaNs a sum is depends on their
+        // order.
         let (first, second) = if rank == 0 { (src, &*theirs) } else { (&*theirs, src) };
         for ((sum, first), second) in dst.iter_mut().zip(first).zip(second) {
             *sum = first + second;
@@ -200,7 +204,8 @@ impl<'a> Relay<'a> {
         Ok(())
     }
 
-    /// What is there may be of the next operation, from a rank that is done with this one; then it is left for later.
+    /// What is there may be of the next operation, from a rank that is done with this one; then it
+    /// is left for later.
     fn look_at_unused(&mut self) -> Result<(), String> {
         let Some(unused) = self.unused.take() else { return Ok(()) };
         let mut head = [0; FRAME_BYTES];
@@ -319,8 +324,8 @@ impl Side {
 struct Port<'a> {
     side: Side,
     link: &'a TcpStream,
-    /// The operation needs it later, so that its end counts even if nothing is under way on it. A neighbour that has
-    /// all it needs may leave.
+    /// The operation needs it later, so that its end counts even if nothing is under way on it. A
+    /// neighbour that has all it needs may leave.
     needed: bool,
     /// A message, and how much of it has left.
     outgoing: Option<(Vec<u8>, usize)>,
@@ -432,8 +437,8 @@ impl Incoming {
     }
 }
 
-/// A neighbour that ended its link may have done so over a disagreement that shows in what others have sent, too; that
-/// says more than an end.
+/// A neighbour that ended its link may have done so over a disagreement that shows in what others
+/// have sent, too; that says more than an end.
 fn root_of(fault: Fault, ports: &mut [Port<'_>], course: &mut Course<'_>, at: usize) -> Fault {
     for port in ports.iter_mut().enumerate().filter(|(index, _)| *index != at).map(|(_, port)| port)
     {

@@ -1,9 +1,9 @@
-//! Who sends what, when: the ring's schedule as two lanes of pieces. Pure; knows nothing about sockets or
-//! numbers.
+//! Who sends what, when: the ring's schedule as two lanes of pieces. Pure; knows nothing about
+//! sockets or numbers.
 //!
-//! A **piece** is one segment in one ring step. In step `t` rank `r` sends chunk `r−t` to rank `r+1` and
-//! receives chunk `r−1−t` from rank `r−1`. What it receives in step `t` is what it sends in step `t+1`, so
-//! that both lanes, flattened, are one stream:
+//! A **piece** is one segment in one ring step. In step `t` rank `r` sends chunk `r−t` to rank
+//! `r+1` and receives chunk `r−1−t` from rank `r−1`. What it receives in step `t` is what it sends
+//! in step `t+1`, so that both lanes, flattened, are one stream:
 //!
 //! ```text
 //! all-reduce, world 3, rank 0                   step 0     step 1     step 2     step 3
@@ -11,17 +11,18 @@
 //!   receives  sums, then totals                 c2 (sum)   c1 (total) c0 (total) c2 (total)
 //! ```
 //!
-//! (In step `world−2`, the last of the reduce-scatter, the sum that arrives plus the own part is the total.)
+//! (In step `world−2`, the last of the reduce-scatter, the sum that arrives plus the own part is
+//! the total.)
 //!
-//! **Invariant:** the first `free` sends, the rank's own data, need nothing; send `free + m` needs receive
-//! `m` done. A segment thus moves on as soon as it is reduced, across steps; there is no barrier between
-//! steps or phases.
+//! **Invariant:** the first `free` sends, the rank's own data, need nothing; send `free + m` needs
+//! receive `m` done. A segment thus moves on as soon as it is reduced, across steps; there is no
+//! barrier between steps or phases.
 //!
-//! **Invariant:** pieces are sent and received in the lane's order, so both ends know each next piece
-//! exactly.
+//! **Invariant:** pieces are sent and received in the lane's order, so both ends know each next
+//! piece exactly.
 //!
-//! **Invariant:** a total is received into memory whose partial sum, or own part, has left before: the total
-//! contains it.
+//! **Invariant:** a total is received into memory whose partial sum, or own part, has left before:
+//! the total contains it.
 //!
 //! Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009).
 
@@ -98,15 +99,15 @@ impl Schedule {
         )
     }
 
-    /// Reduce-scatter in the first `world − 1` steps, which also carry the notes, and all-gather in the next
-    /// ones.
+    /// Reduce-scatter in the first `world − 1` steps, which also carry the notes, and all-gather in
+    /// the next ones.
     pub fn all_reduce(seat: Seat, extent: Extent) -> Self {
         let half = seat.world - 1;
         Self::ring(seat, extent, Phases { steps: 2 * half, summing: half, noting: half })
     }
 
-    /// The buffer of `root` down the chain `root → root+1 → … → root−1`, as one stream of segments; with
-    /// `note` the root's note rides on the first.
+    /// The buffer of `root` down the chain `root → root+1 → … → root−1`, as one stream of segments;
+    /// with `note` the root's note rides on the first.
     pub fn broadcast(seat: Seat, root: usize, extent: Extent, note: bool) -> Self {
         let Seat { rank, world } = seat;
         let hops = (rank + world - root) % world;
@@ -139,8 +140,8 @@ impl Schedule {
         self.receives.piece()
     }
 
-    /// Whether the piece that arrives next would overwrite what this rank still has to send. Peers that keep
-    /// to the schedule can't send it yet.
+    /// Whether the piece that arrives next would overwrite what this rank still has to send. Peers
+    /// that keep to the schedule can't send it yet.
     pub fn next_receive_is_early(&self) -> bool {
         let Lane { step, segment, phases, .. } = self.receives;
         step >= phases.summing
@@ -203,7 +204,8 @@ struct Lane {
     segment: usize,
 }
 
-/// How many ring steps there are in all, and how many of them, from the first, carry sums and notes.
+/// How many ring steps there are in all, and how many of them, from the first, carry sums and
+/// notes.
 #[derive(Clone, Copy, Debug)]
 struct Phases {
     steps: usize,

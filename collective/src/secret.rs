@@ -3,7 +3,8 @@ use std::fmt;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use sha2::Sha256;
 
-/// The job's secret; proves membership in every hello. It never travels, and `Debug` shows nothing of it.
+/// The job's secret; proves membership in every hello. It never travels, and `Debug` shows nothing
+/// of it.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
 

@@ -6,17 +6,22 @@
 //!            out     each rank copies the others' chunks out of their result slots
 //! ```
 //!
-//! A buffer goes through in blocks that stay in the cache, the three stages of successive blocks side by side. What binds are
-//! passes over memory: 2·(n−1)/n copies and one sum, about three passes over the buffer, where sockets take four copies through
-//! the kernel. Sums of up to 16 KiB take one stage: each rank puts its part into its slot and sums all of them itself.
+//! A buffer goes through in blocks that stay in the cache, the three stages of successive blocks
+//! side by side. What binds are passes over memory: 2·(n−1)/n copies and one sum, about three
+//! passes over the buffer, where sockets take four copies through the kernel. Sums of up to 16 KiB
+//! take one stage: each rank puts its part into its slot and sums all of them itself.
 //!
-//! Each rank counts the blocks that it has put in and reduced, and waits for the others' [numbers](room).
+//! Each rank counts the blocks that it has put in and reduced, and waits for the others'
+//! [numbers](room).
 //!
-//! **Invariant:** a slot is written again only when all are done with what was in it; see [`SLOTS`].
+//! **Invariant:** a slot is written again only when all are done with what was in it; see
+//! [`SLOTS`].
 //!
-//! **Invariant:** every element is summed in the same order on all ranks: by its chunk's rank alone, or by all from rank 0 on.
+//! **Invariant:** every element is summed in the same order on all ranks: by its chunk's rank
+//! alone, or by all from rank 0 on.
 //!
-//! **Invariant:** a rank that has finished an operation waits for nobody to have read what it has written: it may leave.
+//! **Invariant:** a rank that has finished an operation waits for nobody to have read what it has
+//! written: it may leave.
 
 use std::ops::Range;
 
@@ -205,8 +210,8 @@ fn block_of(index: usize, len: usize) -> Range<usize> {
     index * block_len..len.min((index + 1) * block_len)
 }
 
-/// How many elements of a buffer make a block: enough blocks for the stages to run side by side, and not more counting than
-/// needed.
+/// How many elements of a buffer make a block: enough blocks for the stages to run side by side,
+/// and not more counting than needed.
 fn block_len(len: usize) -> usize {
     (len / 16).clamp(BLOCK_LEN_MIN, BLOCK_LEN_MAX)
 }
@@ -250,15 +255,17 @@ const SMALL_BYTES: usize = 16 << 10;
 
 const BLOCK_BYTES: usize = BLOCK_LEN_MAX * size_of::<f32>();
 
-/// 1 MiB at two ranks took 189 µs in blocks of 64 KiB, 264 in blocks of 256 KiB; 16 MiB the other way round.
+/// 1 MiB at two ranks took 189 µs in blocks of 64 KiB, 264 in blocks of 256 KiB; 16 MiB the other
+/// way round.
 const BLOCK_LEN_MIN: usize = if cfg!(miri) { 256 } else { 16 << 10 };
 
 /// Miri takes as long for an element as a processor for thousands.
 const BLOCK_LEN_MAX: usize = if cfg!(miri) { 1 << 10 } else { 64 << 10 };
 
-/// Blocks under way. A rank puts block `k` in before it reduces `k−1`, and that before it takes out `k−2`. So who puts `k` in has taken
-/// `k−3` out, and all had reduced it: its slots are free. And who reduces `k`, when all have put it in, knows that all have taken `k−3`
-/// out: its result slot is free.
+/// Blocks under way. A rank puts block `k` in before it reduces `k−1`, and that before it takes out
+/// `k−2`. So who puts `k` in has taken `k−3` out, and all had reduced it: its slots are free. And
+/// who reduces `k`, when all have put it in, knows that all have taken `k−3` out: its result slot
+/// is free.
 const SLOTS: u64 = 3;
 
 /// The largest group that shares memory.

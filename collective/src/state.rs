@@ -11,13 +11,15 @@
 //!                u32   u32         u64         u64     u64
 //! ```
 //!
-//! What kinds, notes and floats of parcels mean is the caller's affair; kind 0 is the one that is not, a beat: it says that
-//! the donor lives, and the receiver keeps it to itself. A newcomer's [`Position`] is both its beat and the place at which a
-//! transfer goes on when its link breaks. A thread sends it, so a newcomer that is busy with what it has received is not
-//! taken for one that is gone.
+//! What kinds, notes and floats of parcels mean is the caller's affair; kind 0 is the one that is
+//! not, a beat: it says that the donor lives, and the receiver keeps it to itself. A newcomer's
+//! [`Position`] is both its beat and the place at which a transfer goes on when its link breaks. A
+//! thread sends it, so a newcomer that is busy with what it has received is not taken for one that
+//! is gone.
 //!
-//! **Invariant:** neither side waits for the other for longer than its patience without a sign of life, but for a newcomer
-//! that waits for its first parcel: a donor begins between two steps, and those may be long.
+//! **Invariant:** neither side waits for the other for longer than its patience without a sign of
+//! life, but for a newcomer that waits for its first parcel: a donor begins between two steps, and
+//! those may be long.
 
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -52,7 +54,8 @@ impl Visitor {
         StateLink(Arc::clone(&self.link))
     }
 
-    /// Begins to serve it. `patience`: how long it may take no byte and send no position before it is given up.
+    /// Begins to serve it. `patience`: how long it may take no byte and send no position before it
+    /// is given up.
     #[must_use]
     pub fn serve(self, patience: Duration) -> StateSender {
         StateSender {
@@ -98,7 +101,8 @@ pub struct Position {
     pub snapshot: u64,
     /// Floats of the snapshot that the newcomer has received and verified.
     pub floats: u64,
-    /// Steps of the newcomer's state, once it has all floats of the snapshot; until then the snapshot's step.
+    /// Steps of the newcomer's state, once it has all floats of the snapshot; until then the
+    /// snapshot's step.
     pub step: u64,
 }
 
@@ -140,11 +144,13 @@ impl StateSender {
         Ok(self.position.flatten())
     }
 
-    /// Sends one parcel: `tensors` one behind the other, each f32 in host memory, and counted together.
+    /// Sends one parcel: `tensors` one behind the other, each f32 in host memory, and counted
+    /// together.
     ///
     /// # Errors
-    /// The link's, `UnexpectedEof` where the newcomer has ended it, `InvalidData` where it sends no positions, or `TimedOut`
-    /// where it has taken nothing and has said nothing for longer than the patience.
+    /// The link's, `UnexpectedEof` where the newcomer has ended it, `InvalidData` where it sends no
+    /// positions, or `TimedOut` where it has taken nothing and has said nothing for longer than the
+    /// patience.
     pub fn send(
         &mut self,
         kind: u32,
@@ -167,8 +173,8 @@ impl StateSender {
         self.send(BEAT, 0, &[], &[])
     }
 
-    /// Waits until the newcomer has taken everything and ended the link, or for the patience. A link that is closed before
-    /// may be reset, and then the newcomer loses what it has not read.
+    /// Waits until the newcomer has taken everything and ended the link, or for the patience. A
+    /// link that is closed before may be reset, and then the newcomer loses what it has not read.
     pub fn finish(mut self) {
         let end = Instant::now() + self.patience;
         if self.link.shutdown(Shutdown::Write).is_ok() {
@@ -244,8 +250,8 @@ pub struct StateReceiver {
 }
 
 impl StateReceiver {
-    /// On a link on which the hello is sent. Tells the donor at once how far this newcomer is, and then several times within
-    /// `patience`, from a thread.
+    /// On a link on which the hello is sent. Tells the donor at once how far this newcomer is, and
+    /// then several times within `patience`, from a thread.
     pub(crate) fn new(
         donor: u64,
         link: Arc<TcpStream>,
@@ -288,12 +294,12 @@ impl StateReceiver {
         self.words.say(&mut said);
     }
 
-    /// The next parcel's head, if it comes within `wait`. The floats of the one before must have been
-    /// [taken](Self::take).
+    /// The next parcel's head, if it comes within `wait`. The floats of the one before must have
+    /// been [taken](Self::take).
     ///
     /// # Errors
-    /// The link's; `UnexpectedEof` at its end; `TimedOut` where the donor has been silent for longer than the patience;
-    /// `InvalidData` where these are no parcels.
+    /// The link's; `UnexpectedEof` at its end; `TimedOut` where the donor has been silent for
+    /// longer than the patience; `InvalidData` where these are no parcels.
     pub fn next(&mut self, wait: Duration) -> io::Result<Option<ParcelHead>> {
         if self.floats_left > 0 {
             return Err(invalid(format!(
@@ -333,7 +339,8 @@ impl StateReceiver {
     /// Takes the next `buf.len()` floats of the current parcel.
     ///
     /// # Errors
-    /// As for [`next`](Self::next); `InvalidData` where the parcel has not as many; `buf` then holds unspecified values.
+    /// As for [`next`](Self::next); `InvalidData` where the parcel has not as many; `buf` then
+    /// holds unspecified values.
     pub fn take(&mut self, buf: &mut [f32]) -> io::Result<()> {
         self.floats_left = self.floats_left.checked_sub(buf.len() as u64).ok_or_else(|| {
             invalid(format!("a parcel with {} floats too few", buf.len() as u64 - self.floats_left))
@@ -414,7 +421,8 @@ impl Words {
         self.said.lock().expect("nothing under this lock panics")
     }
 
-    /// Sends the position as far as the link takes it. Reading finds out what is wrong with the link.
+    /// Sends the position as far as the link takes it. Reading finds out what is wrong with the
+    /// link.
     fn say(&self, said: &mut Said) {
         if !said.unsent.is_empty() && !self.send_rest(said) {
             // The link holds earlier words, and those are signs of life, too.
@@ -444,7 +452,8 @@ impl Words {
     }
 }
 
-/// The kind of a parcel that says nothing but that the donor lives, and of a position of a newcomer that has nothing.
+/// The kind of a parcel that says nothing but that the donor lives, and of a position of a newcomer
+/// that has nothing.
 const BEAT: u32 = 0;
 
 /// The kind of a newcomer's position.

@@ -22,10 +22,11 @@ pub(crate) use beside::Beside;
 ///
 /// A group of one is an ordinary state: no links, and operations copy.
 ///
-/// **Invariant:** after a failed operation both links are shut down and nothing more is sent or received.
+/// **Invariant:** after a failed operation both links are shut down and nothing more is sent or
+/// received.
 ///
-/// Dropping a ring whose operations have succeeded takes nothing from the peers: what they still have to read
-/// is in the kernel's hands.
+/// Dropping a ring whose operations have succeeded takes nothing from the peers: what they still
+/// have to read is in the kernel's hands.
 #[derive(Debug)]
 pub struct TcpRing {
     pass: Pass,
@@ -48,9 +49,10 @@ pub struct TcpRing {
 /// What sums go over. All else goes around the ring.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Transport {
-    /// Memory between members on one host that can open each other's, TCP between hosts. What shares memory has one
-    /// address, sees the same processes, and may look into them: the processes of one user in one container. Where the members
-    /// of some host can't, all go over TCP.
+    /// Memory between members on one host that can open each other's, TCP between hosts. What
+    /// shares memory has one address, sees the same processes, and may look into them: the
+    /// processes of one user in one container. Where the members of some host can't, all go over
+    /// TCP.
     #[default]
     Auto,
     /// TCP.
@@ -157,7 +159,8 @@ impl TcpRing {
         self.end(result)
     }
 
-    /// A sum around the ring. A long one goes in parts, each around a ring of its own, side by side.
+    /// A sum around the ring. A long one goes in parts, each around a ring of its own, side by
+    /// side.
     fn sum_along(
         &self,
         links: &Links,
@@ -405,8 +408,8 @@ fn ring_bytes_min(world: usize) -> usize {
     }
 }
 
-/// Small enough to stay in a core's cache while it is received, reduced and sent on; large enough for system
-/// calls not to matter.
+/// Small enough to stay in a core's cache while it is received, reduced and sent on; large enough
+/// for system calls not to matter.
 const SEGMENT_BYTES: usize = 256 << 10;
 
 /// A link's part of a sum: below that it is waited for more than worked on.

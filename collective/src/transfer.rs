@@ -4,21 +4,22 @@
 //!   prev ── frame | note | body ──▶ this rank ── frame | note | body ──▶ next
 //! ```
 //!
-//! One thread, two non-blocking sockets (or several pairs of them, a part of the sum each), one poll: with a core per rank this beats a thread
-//! per direction.
+//! One thread, two non-blocking sockets (or several pairs of them, a part of the sum each), one
+//! poll: with a core per rank this beats a thread per direction.
 //!
-//! What binds, on loopback and two cores: up to about 1 MiB system calls and wake-ups, of which there are `2·(n−1)` writes
-//! and reads per rank one behind the other; above that the two copies of each byte, into the kernel and out of it. Of
-//! the processor time of 4 ranks and 16 MiB, 33 ms, they take 47 %, the additions, which wait for memory, 16 %, the way through the
-//! stack and all else 37 %; on an idle machine both cores are busy with it for 16 ms, 1.6 GB/s of bus bandwidth. To save
-//! the copy into the kernel would take pages that nobody changes until the neighbour has read them, and an operation that is
-//! aborted can't wait for that. Over a network the wire binds.
+//! What binds, on loopback and two cores: up to about 1 MiB system calls and wake-ups, of which
+//! there are `2·(n−1)` writes and reads per rank one behind the other; above that the two copies of
+//! each byte, into the kernel and out of it. Of the processor time of 4 ranks and 16 MiB, 33 ms,
+//! they take 47 %, the additions, which wait for memory, 16 %, the way through the stack and all
+//! else 37 %; on an idle machine both cores are busy with it for 16 ms, 1.6 GB/s of bus bandwidth.
+//! To save the copy into the kernel would take pages that nobody changes until the neighbour has
+//! read them, and an operation that is aborted can't wait for that. Over a network the wire binds.
 //!
-//! **Invariant:** a frame, its note and its body leave in one system call, unless the socket's buffer is
-//! full.
+//! **Invariant:** a frame, its note and its body leave in one system call, unless the socket's
+//! buffer is full.
 //!
-//! **Invariant:** a link's end counts only while the operation still needs the link. A neighbour that has all
-//! it needs may leave.
+//! **Invariant:** a link's end counts only while the operation still needs the link. A neighbour
+//! that has all it needs may leave.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
 use std::net::TcpStream;
@@ -108,13 +109,14 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// The next member can't be done before this rank is: its end is that of the operation, even if all is sent.
+    /// The next member can't be done before this rank is: its end is that of the operation, even if
+    /// all is sent.
     pub(crate) fn needing_next(self) -> Self {
         Self { needs_next: true, ..self }
     }
 
-    /// Among leaders of hosts: their ring is not the group's. So neither are its bytes shown, which would be taken for those
-    /// between neighbours of the group.
+    /// Among leaders of hosts: their ring is not the group's. So neither are its bytes shown, which
+    /// would be taken for those between neighbours of the group.
     pub(crate) fn beside(self, lookout: Lookout<'a>, room: Option<&'a Room>) -> Self {
         let course = Course { is_shown: false, ..Course::one_way(self.course.progress) };
         Self { lookout: Some(lookout), room, course, ..self }
@@ -191,8 +193,8 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// One read: the rest of the head and, where its length is sure, the body with it; or what is left behind
-    /// the head.
+    /// One read: the rest of the head and, where its length is sure, the body with it; or what is
+    /// left behind the head.
     fn read(&mut self, piece: &Piece) -> io::Result<usize> {
         let Self { links, schedule, payload, incoming, .. } = self;
         let mut prev: &TcpStream = &links.prev.link;
@@ -279,8 +281,8 @@ impl<'a> Transfer<'a> {
         fault.map_or(Ok(()), |fault| Err(Fault::Here(fault)))
     }
 
-    /// A next member that ended the link may have done so over a disagreement that shows in what the previous
-    /// one has sent, too; that says more than an end.
+    /// A next member that ended the link may have done so over a disagreement that shows in what
+    /// the previous one has sent, too; that says more than an end.
     fn root_of(&mut self, fault: Fault) -> Fault {
         loop {
             match self.receive() {
@@ -292,8 +294,8 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// Runs transfers side by side, of one operation, each over links of its own to the same neighbours. Returns when all
-/// pieces are sent and received, with the first one's notes.
+/// Runs transfers side by side, of one operation, each over links of its own to the same
+/// neighbours. Returns when all pieces are sent and received, with the first one's notes.
 pub(crate) fn run_all(mut lanes: Vec<Transfer<'_>>) -> Result<Vec<Vec<u8>>, Fault> {
     let bytes = lanes.iter().map(|lane| lane.payload.total_bytes()).sum();
     let mut patience = Patience::of(bytes);
@@ -400,8 +402,8 @@ impl Outgoing {
     }
 }
 
-/// How far the operation has come, and what is shown of it. The clock is read once a wait, and nothing is shown
-/// between two waits.
+/// How far the operation has come, and what is shown of it. The clock is read once a wait, and
+/// nothing is shown between two waits.
 pub(crate) struct Course<'a> {
     progress: &'a Progress,
     received: u64,
@@ -418,9 +420,9 @@ impl<'a> Course<'a> {
         Self { progress, received: 0, sent: 0, waits: false, is_shown: true }
     }
 
-    /// Of an operation that uses links both ways. What comes back is taken off what was sent, and what is sent back
-    /// off what has come, from a start that is large enough: so the two ends of a link still differ by what is
-    /// on its way, whichever way.
+    /// Of an operation that uses links both ways. What comes back is taken off what was sent, and
+    /// what is sent back off what has come, from a start that is large enough: so the two ends of a
+    /// link still differ by what is on its way, whichever way.
     pub(crate) fn both_ways(progress: &'a Progress) -> Self {
         Self {
             progress,

@@ -1,23 +1,25 @@
 //! What the elements of a sum are on their way. Pure.
 //!
-//! bf16 and f16 halve the bytes. Sums stay f32 where they are added; each time a partial sum leaves a rank, and once more when
-//! the total does, it is rounded to the nearest. The rank that owns a chunk keeps what it has sent, not what it had, so
-//! that all ranks hold the same bits.
+//! bf16 and f16 halve the bytes. Sums stay f32 where they are added; each time a partial sum leaves
+//! a rank, and once more when the total does, it is rounded to the nearest. The rank that owns a
+//! chunk keeps what it has sent, not what it had, so that all ranks hold the same bits.
 //!
-//! With `n` ranks an element is off by at most `n` roundings of the largest partial sum `s` on its way: `n·s/256` for
-//! bf16 (8 bits of precision, the range of f32), `n·s/2048` for f16 (11 bits). Above 65504 an f16 is infinite, and so is then the sum, on
-//! every rank; what is below 6e-8 is zero.
+//! With `n` ranks an element is off by at most `n` roundings of the largest partial sum `s` on its
+//! way: `n·s/256` for bf16 (8 bits of precision, the range of f32), `n·s/2048` for f16 (11 bits).
+//! Above 65504 an f16 is infinite, and so is then the sum, on every rank; what is below 6e-8 is
+//! zero.
 
 use half::f16;
 
 mod bf16;
 use half::slice::HalfFloatSliceExt;
 
-/// What the elements of a sum are on their way: f32, or rounded to 16 bits each time they leave a rank.
+/// What the elements of a sum are on their way: f32, or rounded to 16 bits each time they leave a
+/// rank.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum WireDtype {
-    /// 8 bits of precision, the range of f32: an element of a sum over `n` ranks is off by at most `n/256` of the largest partial
-    /// sum.
+    /// 8 bits of precision, the range of f32: an element of a sum over `n` ranks is off by at most
+    /// `n/256` of the largest partial sum.
     Bf16,
     /// 11 bits of precision, up to 65504; what is larger is infinite.
     F16,

@@ -485,8 +485,8 @@ fn on_all<T: Send + 'static>(
         .collect()
 }
 
-/// Gives each item to its own thread. A panic in one drops its ring, and so frees the others; a hang fails
-/// the test.
+/// Gives each item to its own thread. A panic in one drops its ring, and so frees the others; a
+/// hang fails the test.
 fn on_each<S: Send + 'static, T: Send + 'static>(
     items: Vec<S>,
     act: impl Fn(S) -> T + Send + Sync + 'static,

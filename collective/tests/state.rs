@@ -1,4 +1,5 @@
-//! State transfer over real sockets: what a donor sends arrives, and who is silent or speaks nonsense is given up.
+//! State transfer over real sockets: what a donor sends arrives, and who is silent or speaks
+//! nonsense is given up.
 
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
@@ -34,7 +35,8 @@ fn pair(patience: Duration) -> (StateSender, StateReceiver, (Endpoint, Endpoint)
     pair_of(patience, patience)
 }
 
-/// The patience of the donor, and that of the newcomer, which says several times within its own that it lives.
+/// The patience of the donor, and that of the newcomer, which says several times within its own
+/// that it lives.
 fn pair_of(
     donors: Duration,
     newcomers: Duration,

@@ -1,4 +1,5 @@
-//! The operations of [`ops`](crate::ops), composed of candle's own: for devices that those are not written for.
+//! The operations of [`ops`](crate::ops), composed of candle's own: for devices that those are not
+//! written for.
 
 use candle_core::{D, DType, Result, Tensor};
 

@@ -1,6 +1,8 @@
-//! Operations that candle would make of many small ones: here each is one pass forward and one pass back.
+//! Operations that candle would make of many small ones: here each is one pass forward and one pass
+//! back.
 //!
-//! All work on contiguous `f32` tensors, along the last dimension. Those on a GPU go through candle's own operations.
+//! All work on contiguous `f32` tensors, along the last dimension. Those on a GPU go through
+//! candle's own operations.
 
 use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
@@ -8,8 +10,8 @@ use candle_core::{
 
 use crate::composed;
 
-/// Softmax over the first `i + 1` elements of row `i` of each square matrix, and 0 for the others: attention
-/// that sees no later position.
+/// Softmax over the first `i + 1` elements of row `i` of each square matrix, and 0 for the others:
+/// attention that sees no later position.
 ///
 /// `scores`: `[…, n, n]`.
 ///
@@ -26,8 +28,8 @@ pub fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// For each row of `logits` the negative logarithm of the probability that their softmax gives the row's
-/// target.
+/// For each row of `logits` the negative logarithm of the probability that their softmax gives the
+/// row's target.
 ///
 /// `logits`: `[n, classes]`; `targets`: `[n]` of u32, each below `classes`; result: `[n]`.
 ///
@@ -45,7 +47,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 
 /// Scales each row to a mean square of 1.
 ///
-/// `rows`: `[…, n]`. Zhang & Sennrich, Root Mean Square Layer Normalization (2019), without the gain.
+/// `rows`: `[…, n]`. Zhang & Sennrich, Root Mean Square Layer Normalization (2019), without the
+/// gain.
 ///
 /// # Errors
 /// If `rows` is not what is described.
@@ -307,8 +310,8 @@ mod tests {
     ) -> [Vec<f32>; 2] {
         let result = op(variable).unwrap();
         let weights = numbers(result.dims());
-        // Weights that differ from element to element, so that no two gradients can be mistaken for one
-        // another.
+        // Weights that differ from element to element, so that no two gradients can be mistaken for
+        // one another.
         let weights =
             (weights.as_tensor() * 0.7).unwrap().flatten_all().unwrap().cumsum(0).unwrap();
         let weighted =

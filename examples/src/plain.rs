@@ -47,8 +47,8 @@ impl AdamW {
         Ok(Self { options, parameters, steps: 0 })
     }
 
-    /// One step with the mean gradient of `losses`, one of each part of the batch, each summed over its records; `records` in all. Returns
-    /// their sum.
+    /// One step with the mean gradient of `losses`, one of each part of the batch, each summed over
+    /// its records; `records` in all. Returns their sum.
     ///
     /// # Errors
     /// If candle refuses, or the loss fails.

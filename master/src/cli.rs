@@ -38,8 +38,9 @@ pub use zoo::{BuildArgs, InitArgs, PushArgs, Source, Tool, ZooArgs, ZooCommand};
 
 /// Elastic synchronous training: workers may come and go, every record counts exactly once.
 ///
-/// A job is one master and a changing number of workers. The workers run your program, sum their gradients,
-/// and take every step together; when one is killed or joins, the others go on within milliseconds.
+/// A job is one master and a changing number of workers. The workers run your program, sum their
+/// gradients, and take every step together; when one is killed or joins, the others go on within
+/// milliseconds.
 #[derive(Debug, Parser)]
 #[command(
     name = "elasticdl",
@@ -58,12 +59,14 @@ pub struct Cli {
 pub enum Command {
     /// Have a running job write a checkpoint now, and wait for it; prints where it is.
     Checkpoint(CheckpointArgs),
-    /// Remove a job and all that it has left: its pods and objects, or what it has written to its directory.
+    /// Remove a job and all that it has left: its pods and objects, or what it has written to its
+    /// directory.
     Delete(DeleteArgs),
     /// Measure a model: the means of its metrics over a data set.
     ///
-    /// PROGRAM is your training program, and the model one that it has trained and exported. Workers take shards of the
-    /// data one by one; one that is killed is replaced, and the result stays the same to the bit.
+    /// PROGRAM is your training program, and the model one that it has trained and exported.
+    /// Workers take shards of the data one by one; one that is killed is replaced, and the result
+    /// stays the same to the bit.
     Evaluate(Box<EvaluateArgs>),
     /// Show the jobs of this machine and of the cluster.
     List(ListArgs),
@@ -74,13 +77,14 @@ pub enum Command {
     Master(MasterArgs),
     /// Write what a model predicts for each record of a data set.
     ///
-    /// PROGRAM is your training program, and the model one that it has trained and exported. Workers take shards of the
-    /// data one by one and write a file for each; one that is killed is replaced, and no row is missing or there twice.
+    /// PROGRAM is your training program, and the model one that it has trained and exported.
+    /// Workers take shards of the data one by one and write a file for each; one that is killed is
+    /// replaced, and no row is missing or there twice.
     Predict(Box<PredictArgs>),
     /// Change the number of workers of a running job.
     ///
-    /// The master starts workers, or lets the youngest ones finish their step and end, until there are as
-    /// many. No step is lost either way.
+    /// The master starts workers, or lets the youngest ones finish their step and end, until there
+    /// are as many. No step is lost either way.
     Scale(ScaleArgs),
     /// Show what a running job is doing.
     Status(StatusArgs),
@@ -88,10 +92,11 @@ pub enum Command {
     Stop(StopArgs),
     /// Train a model: start a job, show its progress, wait for its end.
     ///
-    /// PROGRAM is your training program, built with the elasticdl worker library. It is started once per
-    /// worker; the master tells the workers who is in the group and which records to train, and they take
-    /// every step together. A worker that crashes or is killed is replaced, and the others go on meanwhile;
-    /// every record of an epoch is counted exactly once all the same.
+    /// PROGRAM is your training program, built with the elasticdl worker library. It is started
+    /// once per worker; the master tells the workers who is in the group and which records to
+    /// train, and they take every step together. A worker that crashes or is killed is replaced,
+    /// and the others go on meanwhile; every record of an epoch is counted exactly once all the
+    /// same.
     Train(Box<TrainArgs>),
     /// Make a model of your own: a crate, and its image.
     Zoo(ZooArgs),

@@ -18,7 +18,8 @@ pub struct Entrance {
     pub listener: TcpListener,
     /// What all must prove.
     pub token: Token,
-    /// What it shows; `None` where what is said needs no cover, as between processes of one machine.
+    /// What it shows; `None` where what is said needs no cover, as between processes of one
+    /// machine.
     pub identity: Option<Identity>,
 }
 

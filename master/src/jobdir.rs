@@ -12,7 +12,8 @@
 //!       summary.json            how the job ended
 //! ```
 //!
-//! **Invariant:** whoever holds the lock is the only one that writes here. Files appear whole or not at all.
+//! **Invariant:** whoever holds the lock is the only one that writes here. Files appear whole or
+//! not at all.
 
 mod contents;
 mod kept;
@@ -48,8 +49,8 @@ pub struct JobDir {
 }
 
 impl JobDir {
-    /// Makes `root` the directory of a new run: takes its lock, clears what an earlier run left, draws a
-    /// token.
+    /// Makes `root` the directory of a new run: takes its lock, clears what an earlier run left,
+    /// draws a token.
     ///
     /// # Errors
     /// [`JobDirError`]; nothing has been cleared then, nor written to a directory that is no job's.
@@ -219,7 +220,8 @@ pub struct Endpoint {
     pub address: SocketAddr,
     /// Its process.
     pub pid: u32,
-    /// When that was started, in the system's ticks since it came up; unknown where an older program has written it.
+    /// When that was started, in the system's ticks since it came up; unknown where an older
+    /// program has written it.
     #[serde(default)]
     pub started: Option<u64>,
 }
@@ -285,8 +287,8 @@ pub enum LookupError {
     },
 }
 
-/// Where jobs' directories are by default: `elasticdl` in the user's state directory, or `.elasticdl` here if
-/// the environment names neither a state directory nor a home.
+/// Where jobs' directories are by default: `elasticdl` in the user's state directory, or
+/// `.elasticdl` here if the environment names neither a state directory nor a home.
 #[must_use]
 pub fn default_root() -> PathBuf {
     let absolute =
@@ -296,8 +298,8 @@ pub fn default_root() -> PathBuf {
         .map_or_else(|| PathBuf::from(".elasticdl"), |state| state.join("elasticdl"))
 }
 
-/// Replaces `path` with `bytes`, readable by its owner alone: a reader, or a crash at any time, sees the old
-/// file or the new one.
+/// Replaces `path` with `bytes`, readable by its owner alone: a reader, or a crash at any time,
+/// sees the old file or the new one.
 ///
 /// # Errors
 /// The system's; the old file is still there.
@@ -305,7 +307,8 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_and_rename(path, bytes, File::sync_all)
 }
 
-/// As [`write_atomically`], but a crash of the whole machine may lose the new file, or what is in it.
+/// As [`write_atomically`], but a crash of the whole machine may lose the new file, or what is in
+/// it.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_and_rename(path, bytes, |_| Ok(()))
 }
@@ -343,8 +346,8 @@ fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
 }
 
-/// A name in the same directory (so that a rename is atomic), drawn at random: process ids are not unique where several
-/// containers share a folder.
+/// A name in the same directory (so that a rename is atomic), drawn at random: process ids are not
+/// unique where several containers share a folder.
 fn temporary_beside(path: &Path) -> io::Result<PathBuf> {
     let name = path
         .file_name()

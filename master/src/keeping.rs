@@ -24,7 +24,8 @@ impl Keeping {
         }
     }
 
-    /// Whether records are kept for the sake of the step alone: not where each is a call to a server that others need.
+    /// Whether records are kept for the sake of the step alone: not where each is a call to a
+    /// server that others need.
     pub(crate) fn keeps_steps(&self) -> bool {
         matches!(self, Self::File(_))
     }
@@ -37,7 +38,8 @@ impl Keeping {
         }
     }
 
-    /// Waits until more may be allowed, or the job is to be told something. Safe to drop at any time.
+    /// Waits until more may be allowed, or the job is to be told something. Safe to drop at any
+    /// time.
     pub(crate) async fn changed(&mut self) -> Option<Event> {
         match self {
             Self::Anchor(keeper) => keeper.changed().await.map(|trouble| match trouble {

@@ -28,7 +28,8 @@ pub(crate) enum Happening {
 }
 
 impl Launches {
-    /// Starts one, at the place `index` of the job's. Never fails here: what can't be started ends at once, as [`Exit::NotStarted`].
+    /// Starts one, at the place `index` of the job's. Never fails here: what can't be started ends
+    /// at once, as [`Exit::NotStarted`].
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         match self {
             Self::Pods(pods) => pods.start(launch, index),

@@ -11,9 +11,9 @@
 //!  report                                          how it ended
 //! ```
 //!
-//! **Invariants:** everything but [`job`] is shell and decides nothing. Knows nothing about gradients or
-//! CUDA, and does not link the worker crate: workers are programs that it starts. Prost types stop at
-//! `service` and at the commands' client.
+//! **Invariants:** everything but [`job`] is shell and decides nothing. Knows nothing about
+//! gradients or CUDA, and does not link the worker crate: workers are programs that it starts.
+//! Prost types stop at `service` and at the commands' client.
 
 pub mod cli;
 pub mod entrance;

@@ -1,7 +1,7 @@
 //! How much of anything a job may be asked to handle.
 //!
-//! Far above what makes sense, and small enough that no sum or product of them overflows: records of all
-//! epochs stay below 2^60.
+//! Far above what makes sense, and small enough that no sum or product of them overflows: records
+//! of all epochs stay below 2^60.
 
 use std::time::Duration;
 

@@ -1,11 +1,12 @@
 //! Workers as processes of this machine.
 //!
-//! Each worker leads a process group of its own, so that a Ctrl-C at the terminal reaches the master alone,
-//! and so that whatever a worker started goes with it.
+//! Each worker leads a process group of its own, so that a Ctrl-C at the terminal reaches the
+//! master alone, and so that whatever a worker started goes with it.
 //!
-//! **Invariant:** no process outlives `Processes`, however it ends: each one is owned by a task that kills
-//! its group when it is dropped. (A master that is killed itself can't see to that: its workers look for another master
-//! for a while, and one that comes takes over their processes, which are not its children.)
+//! **Invariant:** no process outlives `Processes`, however it ends: each one is owned by a task
+//! that kills its group when it is dropped. (A master that is killed itself can't see to that: its
+//! workers look for another master for a while, and one that comes takes over their processes,
+//! which are not its children.)
 
 mod log;
 mod program;
@@ -45,7 +46,8 @@ pub struct Launcher {
     pub program: PathBuf,
     /// Its arguments.
     pub args: Vec<OsString>,
-    /// Added to the master's own environment; `ELASTICDL_LAUNCH` and `ELASTICDL_INDEX` are added to it for each launch.
+    /// Added to the master's own environment; `ELASTICDL_LAUNCH` and `ELASTICDL_INDEX` are added to
+    /// it for each launch.
     pub env: Vec<(OsString, OsString)>,
     /// Folder of their logs.
     pub logs: PathBuf,
@@ -68,7 +70,8 @@ impl Started {
     /// The process `pid`; `None` if it has ended.
     pub(crate) fn look_up(pid: u32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // After the name, which is in brackets and may hold anything: the third field, the state, and what follows.
+        // After the name, which is in brackets and may hold anything: the third field, the state,
+        // and what follows.
         let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
         let runs = !matches!(fields.next()?, "Z" | "X");
         let at = fields.nth(STAT_STARTTIME - STAT_STATE - 1)?.parse().ok()?;
@@ -96,8 +99,8 @@ impl Started {
 }
 
 impl Launcher {
-    /// Starts `program` with `args` for the job in `dir`. Workers end by themselves when their master has
-    /// been gone for `master_timeout`.
+    /// Starts `program` with `args` for the job in `dir`. Workers end by themselves when their
+    /// master has been gone for `master_timeout`.
     #[must_use]
     pub fn new(
         program: PathBuf,
@@ -144,7 +147,8 @@ impl Launcher {
             .stdout(log.try_clone()?)
             .stderr(log)
             .process_group(0);
-        // One rank computes with one thread unless the user says otherwise: ranks share this machine's cores.
+        // One rank computes with one thread unless the user says otherwise: ranks share this
+        // machine's cores.
         if std::env::var_os(RAYON_THREADS).is_none() {
             command.env(RAYON_THREADS, "1");
         }
@@ -199,7 +203,8 @@ impl Processes {
         }
     }
 
-    /// Starts one, at the place `index` of the job's. Never fails here: a process that can't be started ends at once, as [`Exit::NotStarted`].
+    /// Starts one, at the place `index` of the job's. Never fails here: a process that can't be
+    /// started ends at once, as [`Exit::NotStarted`].
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         let (kill, killed) = oneshot::channel();
         self.running.insert(launch, kill);
@@ -232,7 +237,8 @@ impl Processes {
         self.silent = None;
     }
 
-    /// Takes over one that another master has started, if it still runs; its end is reported like that of any other.
+    /// Takes over one that another master has started, if it still runs; its end is reported like
+    /// that of any other.
     pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<Started>) {
         let (kill, killed) = oneshot::channel();
         self.running.insert(launch, kill);
@@ -253,7 +259,8 @@ impl Processes {
         }
     }
 
-    /// Waits for the next thing to happen to a process; for ever, if none runs. Safe to drop at any time.
+    /// Waits for the next thing to happen to a process; for ever, if none runs. Safe to drop at any
+    /// time.
     pub(crate) async fn next(&mut self) -> Notice {
         if let Some(ready) = self.ready.pop_front() {
             return ready;
@@ -340,7 +347,8 @@ async fn supervise(
         }
         () = hint => unreachable!("it never ends"),
     };
-    // What it started does not outlive it. (A group's number is not given out again while it has a member.)
+    // What it started does not outlive it. (A group's number is not given out again while it has a
+    // member.)
     if let Some(group) = group {
         let _ = rustix::process::kill_process_group(group, Signal::KILL);
     }
@@ -361,7 +369,8 @@ async fn watch(launch: LaunchId, started: Started, killed: oneshot::Receiver<()>
     let Some(pid) = i32::try_from(started.pid).ok().and_then(Pid::from_raw) else {
         return;
     };
-    // In this order: what the descriptor stands for keeps its id, so it is the one that is looked at.
+    // In this order: what the descriptor stands for keeps its id, so it is the one that is looked
+    // at.
     let descriptor = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from);
     if Started::look_up(started.pid) != Some(started) {
         return;
@@ -388,8 +397,8 @@ async fn watch(launch: LaunchId, started: Started, killed: oneshot::Receiver<()>
     info!(launch = launch.0, pid = started.pid, "worker process ended");
 }
 
-/// The end of the process that `descriptor` stands for. A thread waits for it, which ends with the process: a descriptor
-/// of a process can be polled and nothing else.
+/// The end of the process that `descriptor` stands for. A thread waits for it, which ends with the
+/// process: a descriptor of a process can be polled and nothing else.
 fn end_of(descriptor: OwnedFd) -> io::Result<oneshot::Receiver<()>> {
     let (ended, end) = oneshot::channel();
     std::thread::Builder::new().name("process".into()).spawn(move || {

@@ -1,10 +1,11 @@
 //! A job's metrics, for Prometheus: what its master knows anyway, as text over HTTP.
 //!
-//! The text is a projection of one [`Snapshot`], made when somebody asks: nothing is counted twice, and a job that nobody
-//! asks pays nothing. `prometheus-client` (of the Prometheus project) writes it, so that names, escapes and histograms
-//! are what scrapers expect.
+//! The text is a projection of one [`Snapshot`], made when somebody asks: nothing is counted twice,
+//! and a job that nobody asks pays nothing. `prometheus-client` (of the Prometheus project) writes
+//! it, so that names, escapes and histograms are what scrapers expect.
 //!
-//! **Invariant:** read-only, and open to all who reach the port, as is usual for metrics: there is nothing secret in them.
+//! **Invariant:** read-only, and open to all who reach the port, as is usual for metrics: there is
+//! nothing secret in them.
 
 mod server;
 
@@ -45,7 +46,8 @@ impl Collector for Projection {
 }
 
 impl Projection {
-    /// Where the job stands. Some of it falls when all workers are lost at once and training starts again.
+    /// Where the job stands. Some of it falls when all workers are lost at once and training starts
+    /// again.
     fn encode_state(&self, page: &mut Page<'_>) -> fmt::Result {
         let status = &self.0.status;
         let members = status.workers.iter().filter(|worker| worker.rank.is_some());

@@ -1,10 +1,10 @@
 //! What the user sees of a running job, on standard error.
 //!
-//! A terminal gets a bar with notices above it; anything else gets notices and, now and then, a line of
-//! progress.
+//! A terminal gets a bar with notices above it; anything else gets notices and, now and then, a
+//! line of progress.
 //!
-//! **Invariant:** the job never waits for the terminal. A thread of its own prints; what it can't print in
-//! time is dropped (notices are in the master's log too).
+//! **Invariant:** the job never waits for the terminal. A thread of its own prints; what it can't
+//! print in time is dropped (notices are in the master's log too).
 
 use std::io::{IsTerminal as _, Write as _, stderr};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};

@@ -25,8 +25,8 @@ pub fn to_json(summary: &Summary) -> Vec<u8> {
     json
 }
 
-/// As [`to_json`], or in one line, or with less in it: in no more than `bytes`, which are 128 Ki at least. What tells how
-/// the job ended stays.
+/// As [`to_json`], or in one line, or with less in it: in no more than `bytes`, which are 128 Ki at
+/// least. What tells how the job ended stays.
 #[must_use]
 pub fn into_json_within(mut summary: Summary, bytes: usize) -> String {
     let text = |json: Vec<u8>| String::from_utf8(json).expect("JSON is UTF-8");

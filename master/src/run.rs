@@ -6,10 +6,10 @@
 //!  interrupts, time ──┘    (one task)    actions   └─► Progress
 //! ```
 //!
-//! **Invariants:** the job is touched by this task alone. The task never waits for a worker, a terminal or a
-//! disk between an event and the actions that follow from it; the job's record, which comes before the actions, is
-//! handed on and not waited for, but for what nobody else could tell. When [`Master::run`] returns, or is dropped, no
-//! process that it started is left.
+//! **Invariants:** the job is touched by this task alone. The task never waits for a worker, a
+//! terminal or a disk between an event and the actions that follow from it; the job's record, which
+//! comes before the actions, is handed on and not waited for, but for what nobody else could tell.
+//! When [`Master::run`] returns, or is dropped, no process that it started is left.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -61,11 +61,13 @@ pub struct Master {
     workers: BTreeMap<WorkerId, ConnectionId>,
     /// The newest membership as it is sent: the same to all, and long where these are many.
     membership: Option<(Generation, Arc<MasterMessage>)>,
-    /// Which of the job's masters this is, from 1. Workers accept none that is older than one that they know.
+    /// Which of the job's masters this is, from 1. Workers accept none that is older than one that
+    /// they know.
     incarnation: u64,
     /// In a cluster: whether this master holds the job's lease.
     warrant: Option<Warrant>,
-    /// A worker has told of a newer master: the server is to say whether this one still holds the lease.
+    /// A worker has told of a newer master: the server is to say whether this one still holds the
+    /// lease.
     is_doubted: bool,
 }
 
@@ -120,8 +122,8 @@ impl std::fmt::Debug for Peer {
 }
 
 impl Master {
-    /// A master at `entrance`, whose workers are started by `launcher`. Must be called within a tokio runtime; nothing is
-    /// started before [`Master::run`].
+    /// A master at `entrance`, whose workers are started by `launcher`. Must be called within a
+    /// tokio runtime; nothing is started before [`Master::run`].
     ///
     /// `spec` has passed [`JobSpec::check`].
     ///
@@ -137,8 +139,8 @@ impl Master {
         Self::with(job, spec, Duration::ZERO, entrance, launcher, progress)
     }
 
-    /// A master that goes on with a job whose master died, `age` after the job began. `entrance` is where its workers
-    /// look for it; the rest as for [`Master::new`].
+    /// A master that goes on with a job whose master died, `age` after the job began. `entrance` is
+    /// where its workers look for it; the rest as for [`Master::new`].
     ///
     /// # Errors
     /// The listener has no address, or no job can be made of the record.
@@ -187,7 +189,8 @@ impl Master {
         Ok(Self::assemble(job, spec, age, entrance, launches, progress))
     }
 
-    /// A master whose workers are `pods`, and which keeps what another one would need with `keeper`.
+    /// A master whose workers are `pods`, and which keeps what another one would need with
+    /// `keeper`.
     pub(crate) fn with_pods(
         spec: JobSpec,
         entrance: Entrance,
@@ -207,8 +210,8 @@ impl Master {
         Self { keeping: Keeping::Anchor(keeper), incarnation, warrant: Some(warrant), ..self }
     }
 
-    /// As [`Master::with_pods`], going on with a job whose master died, `age` after the job began: `record` is what that
-    /// one has kept, `left` are the pods that it has made.
+    /// As [`Master::with_pods`], going on with a job whose master died, `age` after the job began:
+    /// `record` is what that one has kept, `left` are the pods that it has made.
     ///
     /// # Errors
     /// What in the record can't be; no job can be made of it.
@@ -331,9 +334,9 @@ impl Master {
         Ended { outcome, summary }
     }
 
-    /// The lease can't be renewed, so another master may have the job: workers are sent away, and nobody listens until the
-    /// server has answered. Workers train on and look for a master meanwhile. The job's clock stands still, for nothing
-    /// that it waits for can happen.
+    /// The lease can't be renewed, so another master may have the job: workers are sent away, and
+    /// nobody listens until the server has answered. Workers train on and look for a master
+    /// meanwhile. The job's clock stands still, for nothing that it waits for can happen.
     async fn step_aside(&mut self) {
         let since = Instant::now();
         warn!(

@@ -5,9 +5,10 @@
 //!         ◄──────────────── outbox (bounded) ◄──────── Line ◄─────────────────┘
 //! ```
 //!
-//! **Invariants:** nothing of a request is decoded before its token is proved. Everything that reaches the
-//! inputs has been checked field by field. Nobody waits for a worker that doesn't read: its outbox overflows
-//! and it is cut off. A stream's end reaches the inputs at once, by the connection's own error or end.
+//! **Invariants:** nothing of a request is decoded before its token is proved. Everything that
+//! reaches the inputs has been checked field by field. Nobody waits for a worker that doesn't read:
+//! its outbox overflows and it is cut off. A stream's end reaches the inputs at once, by the
+//! connection's own error or end.
 
 mod convert;
 mod incoming;
@@ -52,7 +53,8 @@ pub(crate) enum Input {
     Status { reply: oneshot::Sender<job::Status> },
 }
 
-/// The master's end of a worker's stream. The stream ends when it is dropped, after what was sent before.
+/// The master's end of a worker's stream. The stream ends when it is dropped, after what was sent
+/// before.
 #[derive(Debug)]
 pub(crate) struct Line {
     outbox: Outbox,
@@ -61,8 +63,8 @@ pub(crate) struct Line {
 }
 
 impl Line {
-    /// Queues a message, which may be in many lines' queues at once; `false` if the worker doesn't read what it is sent
-    /// (or has gone).
+    /// Queues a message, which may be in many lines' queues at once; `false` if the worker doesn't
+    /// read what it is sent (or has gone).
     pub(crate) fn send(&self, message: Arc<v1::MasterMessage>) -> bool {
         self.outbox.try_send(Ok(message)).is_ok()
     }
@@ -74,7 +76,8 @@ impl Line {
     }
 }
 
-/// What waits for a worker to read it. A membership of a thousand is in a thousand of these, and there only once.
+/// What waits for a worker to read it. A membership of a thousand is in a thousand of these, and
+/// there only once.
 type Outbox = mpsc::Sender<Result<Arc<v1::MasterMessage>, Status>>;
 
 /// A running server; see [`Server::end`].
@@ -86,8 +89,9 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Serves `job` at `entrance` from now on. `inputs` is the job's queue: when it is full, streams wait.
-    /// Connections whose other end is silent for much longer than `worker_timeout` are ended.
+    /// Serves `job` at `entrance` from now on. `inputs` is the job's queue: when it is full,
+    /// streams wait. Connections whose other end is silent for much longer than `worker_timeout`
+    /// are ended.
     pub(crate) fn start(
         entrance: Entrance,
         job: &str,
@@ -110,8 +114,9 @@ impl Server {
         let router = identity
             .map_or_else(tonic::transport::Server::builder, Identity::into_server)
             .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
-            // The job judges by its own clock who is silent; this is for connections that are nobody's any more, which
-            // the network has swallowed. It comes later, for a worker that is only stopped has an open connection.
+            // The job judges by its own clock who is silent; this is for connections that are
+            // nobody's any more, which the network has swallowed. It comes later, for a worker that
+            // is only stopped has an open connection.
             .http2_keepalive_interval(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
             .http2_keepalive_timeout(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
             .add_service(InterceptedService::new(service, Gate(token)));
@@ -126,7 +131,8 @@ impl Server {
         Self { open, stop, task }
     }
 
-    /// Stops listening, and takes no stream on connections that are open. Streams that there are end with their lines.
+    /// Stops listening, and takes no stream on connections that are open. Streams that there are
+    /// end with their lines.
     pub(crate) fn close(&self) {
         self.open.send_replace(false);
     }

@@ -1,8 +1,9 @@
 //! Event files for TensorBoard: scalars over steps.
 //!
-//! An event file is a row of records, each a length, a checksum of it, an event (a protobuf message of four fields), and a
-//! checksum of that. The crates that write them are years old and bring an image library or another protobuf; these are
-//! two messages and a checksum, so they are written here.
+//! An event file is a row of records, each a length, a checksum of it, an event (a protobuf message
+//! of four fields), and a checksum of that. The crates that write them are years old and bring an
+//! image library or another protobuf; these are two messages and a checksum, so they are written
+//! here.
 //!
 //! **Invariant:** what can't be written costs the job nothing but these files; it is said once.
 
@@ -38,8 +39,8 @@ impl EventFile {
         std::fs::create_dir_all(folder)?;
         let now = SystemTime::now();
         let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        // TensorBoard looks for `tfevents` in names, and reads files in their order. A master that goes on with a job
-        // has another process id.
+        // TensorBoard looks for `tfevents` in names, and reads files in their order. A master that
+        // goes on with a job has another process id.
         let name = format!("events.out.tfevents.{seconds:010}.{job}.{}", std::process::id());
         let path = folder.join(name);
         let mut file = File::create_new(&path)?;
@@ -49,7 +50,8 @@ impl EventFile {
         Ok(Self { file, path, step: None, times: StepTimes::default(), evaluated: None })
     }
 
-    /// Adds a point for the snapshot's step, unless that is the newest point's already, and one for its evaluation.
+    /// Adds a point for the snapshot's step, unless that is the newest point's already, and one for
+    /// its evaluation.
     ///
     /// # Errors
     /// The system's word.
@@ -101,7 +103,8 @@ impl EventFile {
         let step = i64::try_from(step).unwrap_or(i64::MAX);
         let event =
             Event { wall_time: wall(now), step, summary: Some(summary), ..Event::default() };
-        // One write: a reader sees an event as a whole, or the beginning of one, which it reads again later.
+        // One write: a reader sees an event as a whole, or the beginning of one, which it reads
+        // again later.
         self.file.write_all(&framed(&event.encode_to_vec()))
     }
 }

@@ -6,8 +6,8 @@ use subtle::ConstantTimeEq;
 
 /// 32 random bytes, one set per run of a job.
 ///
-/// **Invariant:** never logged, compared in constant time, and on disk only in a file that its owner alone
-/// can read.
+/// **Invariant:** never logged, compared in constant time, and on disk only in a file that its
+/// owner alone can read.
 #[derive(Clone)]
 pub struct Token([u8; BYTES]);
 
@@ -22,7 +22,8 @@ impl Token {
         Ok(Self(bytes))
     }
 
-    /// Reads what [`Token::to_hex`] wrote; white space around it doesn't matter. `None` for anything else.
+    /// Reads what [`Token::to_hex`] wrote; white space around it doesn't matter. `None` for
+    /// anything else.
     #[must_use]
     pub fn from_hex(text: &str) -> Option<Self> {
         let digits = text.trim().as_bytes();
@@ -48,7 +49,8 @@ impl Token {
         format!("{SCHEME}{}", self.to_hex())
     }
 
-    /// Whether `authorization` (`Bearer <hex>`) proves this token. Takes the same time for every wrong one.
+    /// Whether `authorization` (`Bearer <hex>`) proves this token. Takes the same time for every
+    /// wrong one.
     #[must_use]
     pub fn is_proven_by(&self, authorization: &[u8]) -> bool {
         let Some(digits) = authorization.strip_prefix(SCHEME.as_bytes()) else {

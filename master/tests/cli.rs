@@ -1,5 +1,5 @@
-//! The `elasticdl` command as a user meets it: what it refuses, how it says so, and that it then has started
-//! nothing.
+//! The `elasticdl` command as a user meets it: what it refuses, how it says so, and that it then
+//! has started nothing.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -1,4 +1,5 @@
-//! A whole master in this process: its processes are shell scripts, and the test speaks for them on the wire.
+//! A whole master in this process: its processes are shell scripts, and the test speaks for them on
+//! the wire.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -25,8 +26,8 @@ use v1::master_client::MasterClient;
 use v1::master_message::Kind as Told;
 use v1::worker_message::Kind as Said;
 
-/// A running job. Its processes write their launch into a named pipe, then wait until that pipe is written
-/// to.
+/// A running job. Its processes write their launch into a named pipe, then wait until that pipe is
+/// written to.
 struct Fixture {
     _folder: tempfile::TempDir,
     dir: JobDir,
@@ -274,7 +275,8 @@ async fn a_stop_before_there_is_a_group_ends_the_job() {
 async fn a_worker_whose_stream_ends_is_replaced_or_fails_the_job() {
     let job = Fixture::start().await;
     let worker = job.join(job.launched().await).await;
-    // Its process runs on, and is ended for it: someone else's doing, so it is replaced without counting.
+    // Its process runs on, and is ended for it: someone else's doing, so it is replaced without
+    // counting.
     drop(worker);
     assert!(job.launched().await > 0);
     job.interrupts.send(Interrupt::Kill).await.unwrap();

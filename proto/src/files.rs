@@ -1,10 +1,12 @@
 //! The list of a data set's files, packed.
 //!
-//! A data set may have a million files. Their paths take a hundred megabytes as text, and a few when they are compressed, for
-//! most of each path repeats the one before. The list is packed once, by the worker that has described the data set or by
-//! the master that was told; from then on it is sent, kept and compared in that form, and read as a stream.
+//! A data set may have a million files. Their paths take a hundred megabytes as text, and a few
+//! when they are compressed, for most of each path repeats the one before. The list is packed once,
+//! by the worker that has described the data set or by the master that was told; from then on it is
+//! sent, kept and compared in that form, and read as a stream.
 //!
-//! **Invariant:** a [`FileList`] can be read to its end: whatever came from outside has been read once before.
+//! **Invariant:** a [`FileList`] can be read to its end: whatever came from outside has been read
+//! once before.
 
 use std::fmt;
 use std::io::{self, Read as _, Write as _};
@@ -112,7 +114,8 @@ impl FileList {
         self.records
     }
 
-    /// Tells it from other lists: the same for the same paths and counts, however they are compressed.
+    /// Tells it from other lists: the same for the same paths and counts, however they are
+    /// compressed.
     #[must_use]
     pub fn digest(&self) -> u64 {
         self.digest

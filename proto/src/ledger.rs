@@ -1,7 +1,8 @@
 //! The record of what the parameters have absorbed.
 //!
-//! The group owns it: a step's commit adds every rank's ranges to it together with the update of the parameters, so
-//! on every rank it says exactly what those parameters have seen. The master keeps a copy, as a cache.
+//! The group owns it: a step's commit adds every rank's ranges to it together with the update of
+//! the parameters, so on every rank it says exactly what those parameters have seen. The master
+//! keeps a copy, as a cache.
 //!
 //! **Invariant:** two ranks at the same step hold equal ledgers.
 
@@ -16,7 +17,8 @@ pub struct Ledger {
     records: u64,
     /// All epochs before this one are absorbed completely.
     epochs_complete: u32,
-    /// What is absorbed of the epochs from `epochs_complete` on; no entry is empty or, at the front, full.
+    /// What is absorbed of the epochs from `epochs_complete` on; no entry is empty or, at the
+    /// front, full.
     absorbed: BTreeMap<u32, RangeSet>,
     /// Records absorbed more than once.
     repeated: u64,
@@ -49,7 +51,8 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// Adds `range`; returns how many of its records had been absorbed before (0, or something is wrong).
+    /// Adds `range`; returns how many of its records had been absorbed before (0, or something is
+    /// wrong).
     pub fn absorb(&mut self, range: RecordRange) -> u64 {
         let repeated = if range.epoch < self.epochs_complete {
             range.len()

@@ -1,9 +1,9 @@
-//! What master and workers must agree on: the gRPC schema, the names they use for one another, and the arithmetic of
-//! the ledger.
+//! What master and workers must agree on: the gRPC schema, the names they use for one another, and
+//! the arithmetic of the ledger.
 //!
-//! **Invariant:** this crate does no IO and decides nothing. The generated types in [`v1`] stop at the files that speak
-//! gRPC; [`WorkerId`], [`Generation`], [`RecordRange`], [`RangeSet`], [`Ledger`] and [`FileList`] are what the cores on both sides
-//! reckon with.
+//! **Invariant:** this crate does no IO and decides nothing. The generated types in [`v1`] stop at
+//! the files that speak gRPC; [`WorkerId`], [`Generation`], [`RecordRange`], [`RangeSet`],
+//! [`Ledger`] and [`FileList`] are what the cores on both sides reckon with.
 
 mod files;
 mod ids;

@@ -1,7 +1,7 @@
 //! Ranges of records and sets of them.
 //!
-//! **Invariant:** a [`RangeSet`] holds sorted, disjoint, non-empty, non-touching ranges, so equal sets have equal
-//! representations.
+//! **Invariant:** a [`RangeSet`] holds sorted, disjoint, non-empty, non-touching ranges, so equal
+//! sets have equal representations.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -46,8 +46,9 @@ impl fmt::Display for RecordRange {
     }
 }
 
-/// A set of records of one epoch. Adding, taking out and looking up a range is `O(log n)` in the set's ranges, besides
-/// those that it touches: an epoch in random order has very many of them half-way through.
+/// A set of records of one epoch. Adding, taking out and looking up a range is `O(log n)` in the
+/// set's ranges, besides those that it touches: an epoch in random order has very many of them
+/// half-way through.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RangeSet {
     /// End by start.

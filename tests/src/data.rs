@@ -34,7 +34,8 @@ pub fn numbers(records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
     records.into_iter().map(|bytes| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?))).collect()
 }
 
-/// What a model says of parameters that count records: the least and the greatest count, and their sum.
+/// What a model says of parameters that count records: the least and the greatest count, and their
+/// sum.
 #[must_use]
 pub fn counts_summary(counts: &[f32]) -> String {
     let least = counts.iter().copied().fold(f32::INFINITY, f32::min);

@@ -1,5 +1,5 @@
-//! What the cross-crate tests and benchmarks share: jobs as real processes, their data, networks that can be cut, figures;
-//! and whole jobs in one thread.
+//! What the cross-crate tests and benchmarks share: jobs as real processes, their data, networks
+//! that can be cut, figures; and whole jobs in one thread.
 
 pub mod cluster;
 mod data;

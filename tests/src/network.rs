@@ -6,7 +6,8 @@
 //!   host 1 ───────────────┘          └── host 3 …
 //! ```
 //!
-//! What the hub is told to swallow disappears without a word to anybody, as in a network that is cut.
+//! What the hub is told to swallow disappears without a word to anybody, as in a network that is
+//! cut.
 
 use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
@@ -14,7 +15,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::process::{Signal, geteuid};
 
-/// Hosts that reach each other, until they are cut off. Dropping it removes them, and ends what still runs there.
+/// Hosts that reach each other, until they are cut off. Dropping it removes them, and ends what
+/// still runs there.
 #[derive(Debug)]
 pub struct Network {
     /// What all namespaces' names begin with.
@@ -23,8 +25,8 @@ pub struct Network {
 }
 
 impl Network {
-    /// A network of `hosts` hosts. `None`, with a line that says so, where this machine or this user can't make one;
-    /// unless ELASTICDL_NETNS=1 demands it.
+    /// A network of `hosts` hosts. `None`, with a line that says so, where this machine or this
+    /// user can't make one; unless ELASTICDL_NETNS=1 demands it.
     ///
     /// # Panics
     /// It is demanded, and can't be made.
@@ -57,8 +59,8 @@ impl Network {
         ["ip", "netns", "exec", &self.namespace(&host.to_string())].map(Into::into).to_vec()
     }
 
-    /// A script for `sh -c` that runs its arguments on the host whose number is the launch's. Out of reach of signals to
-    /// the launch, as on another machine.
+    /// A script for `sh -c` that runs its arguments on the host whose number is the launch's. Out
+    /// of reach of signals to the launch, as on another machine.
     #[must_use]
     pub fn on_the_launchs_host(&self) -> String {
         let namespace = self.namespace("$ELASTICDL_LAUNCH");

@@ -53,7 +53,8 @@ impl Proxy {
         proxy
     }
 
-    /// A script for `sh -c` that runs its arguments as a worker whose way to the master leads through this proxy.
+    /// A script for `sh -c` that runs its arguments as a worker whose way to the master leads
+    /// through this proxy.
     #[must_use]
     pub fn script(&self) -> String {
         let Self { address, upstream, .. } = self;

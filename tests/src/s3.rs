@@ -1,4 +1,5 @@
-//! A server that speaks as much of S3 as checkpoints, readers and predictions need, on loopback, and fails and delays as it is told.
+//! A server that speaks as much of S3 as checkpoints, readers and predictions need, on loopback,
+//! and fails and delays as it is told.
 //!
 //! One thread per connection. Objects are in memory; who asks is not looked at.
 
@@ -23,7 +24,8 @@ pub struct S3 {
 pub struct Weather {
     /// Of a hundred requests, so many are answered with an error that says "again".
     pub errors: u32,
-    /// Of a hundred, so many connections end without an answer: of a write, half of them after it was done.
+    /// Of a hundred, so many connections end without an answer: of a write, half of them after it
+    /// was done.
     pub cuts: u32,
     /// Each is answered within so many milliseconds.
     pub delay_ms: u64,

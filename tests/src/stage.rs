@@ -39,7 +39,8 @@ pub struct Stage {
     pub bucket: Option<u64>,
     /// Records of a step.
     pub global_batch_size: u64,
-    /// `None`: the default. Generous where a busy machine is to take nobody out whom the test did not stop.
+    /// `None`: the default. Generous where a busy machine is to take nobody out whom the test did
+    /// not stop.
     pub worker_timeout: Option<&'static str>,
     /// Where the libraries of the GPUs are that workers compute on.
     pub gpu: Option<&'static Path>,
@@ -47,7 +48,8 @@ pub struct Stage {
     pub variables: Vec<(&'static str, OsString)>,
     /// What stands between the workers and their master.
     pub proxy: Option<std::sync::Arc<Proxy>>,
-    /// Whether the master's kills reach only what starts a worker, as where it is on another machine.
+    /// Whether the master's kills reach only what starts a worker, as where it is on another
+    /// machine.
     pub out_of_reach: bool,
 }
 
@@ -137,7 +139,8 @@ impl Stage {
         job
     }
 
-    /// Starts it, and kills a worker now and then, until it has ended as it should. `pauses_ms`: between two kills.
+    /// Starts it, and kills a worker now and then, until it has ended as it should. `pauses_ms`:
+    /// between two kills.
     ///
     /// # Panics
     /// It hasn't, or was over before the second kill.

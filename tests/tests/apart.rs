@@ -1,4 +1,5 @@
-//! Jobs without a group, as real processes under fire: the same metrics to the bit, each row once and in order.
+//! Jobs without a group, as real processes under fire: the same metrics to the bit, each row once
+//! and in order.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -89,7 +90,8 @@ fn value(record: u64) -> f32 {
     (record as f32).sqrt() + 0.1
 }
 
-/// The mean of `harmonic`, added as the README says: batch by batch within a shard, then shard by shard.
+/// The mean of `harmonic`, added as the README says: batch by batch within a shard, then shard by
+/// shard.
 fn expected_mean() -> f64 {
     let mut all = None;
     for file in 0..FILES {

@@ -1,6 +1,8 @@
-//! Real processes under fire: whatever is killed and whenever, every record is counted exactly once.
+//! Real processes under fire: whatever is killed and whenever, every record is counted exactly
+//! once.
 //!
-//! The model's parameters count records, so the final parameters are the proof; the ledger's word is compared with it.
+//! The model's parameters count records, so the final parameters are the proof; the ledger's word
+//! is compared with it.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -1,5 +1,5 @@
-//! Jobs whose workers are all lost go on from a checkpoint, and new jobs from those of others: every record is in the
-//! final model exactly once, which the counting model proves.
+//! Jobs whose workers are all lost go on from a checkpoint, and new jobs from those of others:
+//! every record is in the final model exactly once, which the counting model proves.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -17,7 +17,8 @@ const PROGRAMS: Programs = Programs {
 };
 
 const EVERY: u64 = 15;
-/// Steps that may be made while a checkpoint is written: its parts, word of them, the manifest, word of it.
+/// Steps that may be made while a checkpoint is written: its parts, word of them, the manifest,
+/// word of it.
 const ON_THE_WAY: u64 = 25;
 
 /// `ELASTICDL_CHAOS_SEEDS=20` runs as many.
@@ -97,7 +98,8 @@ fn the_same_where_the_checkpoints_are_in_a_bucket_whose_server_fails_and_delays(
         ended.assert_exact(&format!("seed {seed}"));
         total += ended.summary["checkpoints"]["restored"].as_array().unwrap().len();
         assert!(server.disturbed() > 0, "the weather was fine");
-        // The final state is kept, and two before it; the last ones to be removed may have outlived that, in such weather.
+        // The final state is kept, and two before it; the last ones to be removed may have outlived
+        // that, in such weather.
         let manifests =
             server.names().into_iter().filter(|name| name.ends_with("manifest.json")).count();
         assert!((1..=5).contains(&manifests), "{:?}", server.names());

@@ -1,4 +1,5 @@
-//! Jobs in a real cluster that meet its limits: memory, disk, quotas, configuration, room; and each other.
+//! Jobs in a real cluster that meet its limits: memory, disk, quotas, configuration, room; and each
+//! other.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

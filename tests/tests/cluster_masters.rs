@@ -1,5 +1,5 @@
-//! Masters in a real cluster that are cut off, stopped, evicted and lost, with the options that users have by default; and
-//! jobs whose masters are used up.
+//! Masters in a real cluster that are cut off, stopped, evicted and lost, with the options that
+//! users have by default; and jobs whose masters are used up.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -50,8 +50,8 @@ fn training_goes_on_while_the_api_server_is_away() {
     // Then its connections break too.
     server.restart();
     let pods_after = job.wait_for_group(3);
-    // Three workers, 64 records a step, 4 ms a record: one that holds a third of them is done after 85 ms. Had they
-    // not trained in those 30 s, they would have no more than this.
+    // Three workers, 64 records a step, 4 ms a record: one that holds a third of them is done after
+    // 85 ms. Had they not trained in those 30 s, they would have no more than this.
     let steps_beside = (since.elapsed() - AWAY).as_millis() as u64 / 85;
     let steps = job.step() - step;
     assert!(

@@ -36,7 +36,8 @@ impl Stage {
         [&["--volume", &self.volume], options].concat()
     }
 
-    /// `evaluate` or `predict` with the model that `learned` has left, to its end under fire: its summary.
+    /// `evaluate` or `predict` with the model that `learned` has left, to its end under fire: its
+    /// summary.
     fn apart(&self, command: &str, options: &[&str]) -> Value {
         let model = [
             "--model",
@@ -104,7 +105,8 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     );
     job.assert_deletes();
 
-    // Another job, of one worker, goes on where it was stopped; the model counts both jobs' records.
+    // Another job, of one worker, goes on where it was stopped; the model counts both jobs'
+    // records.
     let options = stage.options(&["--resume-from", "/kept/checkpoints", "--num-epochs", "25"]);
     let job = Job::start(namespace, "on", &options, 4000);
     let output = job.assert_completes(25);

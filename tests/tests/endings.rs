@@ -149,7 +149,8 @@ fn sigterm_is_like_ctrl_c() {
     assert_all_end(&pids, Duration::from_secs(5));
 }
 
-/// Workers that are stopped finish no step, so whoever waits for that says in the end that it was not finished.
+/// Workers that are stopped finish no step, so whoever waits for that says in the end that it was
+/// not finished.
 #[test]
 fn ctrl_c_twice_ends_at_once() {
     let ((_stage, mut job), pids) = Stage::new().start_long_kept();
@@ -193,7 +194,8 @@ fn failing_code_is_reported_with_worker_and_records_and_fails_the_job() {
         for shard in failed {
             assert!(shard["error"].as_str().unwrap().contains(message), "{shard}");
             workers.insert(shard["worker"].as_u64().unwrap());
-            // A step's records may come in several ranges; one of them holds the record in question.
+            // A step's records may come in several ranges; one of them holds the record in
+            // question.
             let (start, end) = (shard["start"].as_u64().unwrap(), shard["end"].as_u64().unwrap());
             let is_first_file = shard["file"].as_str().unwrap().ends_with("part-000.bin");
             culprits += usize::from(is_first_file && start <= 1234 && 1234 < end);

@@ -1,5 +1,6 @@
-//! Jobs that evaluate their model while they train it: each record of the validation data is judged once, whatever becomes of
-//! workers; the best model's checkpoint stays; a model that gets no better is trained no more.
+//! Jobs that evaluate their model while they train it: each record of the validation data is judged
+//! once, whatever becomes of workers; the best model's checkpoint stays; a model that gets no
+//! better is trained no more.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -61,7 +62,8 @@ fn each_record_is_judged_once_whoever_is_killed() {
         }
         let ended = job.wait();
         ended.assert_exact(&format!("seed {seed}"));
-        // Of the first epoch it is known what had been absorbed. Word of one may be lost with the lowest rank.
+        // Of the first epoch it is known what had been absorbed. Word of one may be lost with the
+        // lowest rank.
         let seen = seen(&ended.summary);
         assert!(seen.len() > 12 && seen.last() == Some(&(2 * EPOCH, 1.0)), "seed {seed}: {seen:?}");
         for (step, seen) in seen {

@@ -1,6 +1,8 @@
-//! Jobs whose workers compute on GPUs. There are none: libraries that do on the host what a GPU's would stand in for them.
+//! Jobs whose workers compute on GPUs. There are none: libraries that do on the host what a GPU's
+//! would stand in for them.
 //!
-//! The model's parameters count records, so the final parameters are the proof, wherever they were kept.
+//! The model's parameters count records, so the final parameters are the proof, wherever they were
+//! kept.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -1,4 +1,5 @@
-//! The images that `.docker/images` builds, in a real cluster; `.ci/cluster` builds them, starts one, and runs this.
+//! The images that `.docker/images` builds, in a real cluster; `.ci/cluster` builds them, starts
+//! one, and runs this.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -1,5 +1,5 @@
-//! The master is killed, and another one goes on with the job: the group keeps its processes, and without another loss
-//! its generation; every record is counted exactly once all the same.
+//! The master is killed, and another one goes on with the job: the group keeps its processes, and
+//! without another loss its generation; every record is counted exactly once all the same.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -1,7 +1,8 @@
-//! Networks that are cut, without a word to anybody: the job goes on with those who can go on together, and is exact.
+//! Networks that are cut, without a word to anybody: the job goes on with those who can go on
+//! together, and is exact.
 //!
-//! Workers run on hosts of their own (network namespaces; needs root and iproute2) and out of reach of the master's kills:
-//! one that is taken out has to end by itself.
+//! Workers run on hosts of their own (network namespaces; needs root and iproute2) and out of reach
+//! of the master's kills: one that is taken out has to end by itself.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -34,7 +35,8 @@ struct Timeouts {
 const DEFAULTS: Timeouts = Timeouts { worker: None, master: None };
 
 impl Default for Timeouts {
-    /// Longer than a busy machine keeps anybody waiting; a master that is silent is borne with for ever.
+    /// Longer than a busy machine keeps anybody waiting; a master that is silent is borne with for
+    /// ever.
     fn default() -> Self {
         Self { worker: Some("2s"), master: Some("10min") }
     }
@@ -90,7 +92,8 @@ impl Stage {
         }
     }
 
-    /// Waits until none of these is a worker any more, `count` are members, and more has been committed since.
+    /// Waits until none of these is a worker any more, `count` are members, and more has been
+    /// committed since.
     fn wait_until_it_goes_on(&mut self, without: &[u64], count: usize) {
         let is_out = |worker: &Value| without.iter().all(|out| worker["worker"] != *out);
         let status = self.job.wait_for("a group without those who were cut off", |status| {
@@ -205,8 +208,8 @@ fn a_worker_that_comes_back_after_it_was_given_up_is_fenced_and_ends() {
     assert_eq!(ended.lost(), [1]);
 }
 
-/// The ring is well, so nobody is lost: for less and more than `--worker-timeout`, than the keepalive of streams, and than
-/// half of `--master-timeout`.
+/// The ring is well, so nobody is lost: for less and more than `--worker-timeout`, than the
+/// keepalive of streams, and than half of `--master-timeout`.
 #[test]
 fn a_master_that_is_cut_off_from_all_workers_for_a_while_loses_none_of_them() {
     let Some(mut stage) = Stage::start(4, DEFAULTS) else { return };

@@ -1,4 +1,5 @@
-//! Jobs whose workers run several to a pod: the master in this process, each pod a supervisor with real workers.
+//! Jobs whose workers run several to a pod: the master in this process, each pod a supervisor with
+//! real workers.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

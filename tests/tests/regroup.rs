@@ -1,4 +1,5 @@
-//! Losses while a group is still busy with an earlier one, and of those that others need most at the moment.
+//! Losses while a group is still busy with an earlier one, and of those that others need most at
+//! the moment.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

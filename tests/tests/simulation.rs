@@ -12,7 +12,8 @@ fn every_record_is_counted_once_whatever_fails_and_whenever() {
     if let Some(failure) = failures.first() {
         panic!("{failure}");
     }
-    // The storms come into every corner; where they no longer do, their dice have to be thrown otherwise.
+    // The storms come into every corner; where they no longer do, their dice have to be thrown
+    // otherwise.
     let Tally { runs, faults, generations, redone, zombie_commits, .. } = tally;
     assert!(runs == 10_000 && faults > runs && generations > runs, "{tally:#?}");
     assert!(redone > 20 && zombie_commits > 20, "{tally:#?}");

@@ -101,7 +101,8 @@ fn undisturbed() -> Stage {
     Stage { worker_timeout: None, micros_per_record: 2000, ..Stage::new(PROGRAMS, 4) }
 }
 
-/// Longer than its workers wait for an answer to their pings: they end their streams, and look for it.
+/// Longer than its workers wait for an answer to their pings: they end their streams, and look for
+/// it.
 #[test]
 fn a_master_that_is_stopped_for_40_s_loses_nobody() {
     let mut job = undisturbed().start(1);

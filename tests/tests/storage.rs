@@ -1,4 +1,5 @@
-//! Jobs whose storage goes away for a while wait for it, and lose nothing; jobs whose data is changed under them end.
+//! Jobs whose storage goes away for a while wait for it, and lose nothing; jobs whose data is
+//! changed under them end.
 //!
 //! All with the options that jobs have by default.
 
@@ -16,7 +17,8 @@ use tempfile::TempDir;
 const ELASTICDL: &str = env!("CARGO_BIN_EXE_elasticdl-under-test");
 const RECORDS: u64 = 6000;
 
-/// A store whose data is in many objects, so that workers always have some to read, and a job of three workers on it.
+/// A store whose data is in many objects, so that workers always have some to read, and a job of
+/// three workers on it.
 fn job(folder: &TempDir, server: &S3) -> Command {
     let data = folder.path().join("data");
     counting_data(&data, RECORDS, 300).unwrap();

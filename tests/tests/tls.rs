@@ -1,4 +1,5 @@
-//! Jobs whose master is spoken to over TLS, as in a cluster: the master in this process, real workers.
+//! Jobs whose master is spoken to over TLS, as in a cluster: the master in this process, real
+//! workers.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -29,8 +30,8 @@ fn spec(data: &Path) -> JobSpec {
     job_spec("count", data.to_str().unwrap(), 2, Batch::Global(NonZeroU64::new(20).unwrap()))
 }
 
-/// A job whose master shows `shown`, and whose workers look for `ca` and `name`, if for anything. Gives back the first
-/// worker's log as well.
+/// A job whose master shows `shown`, and whose workers look for `ca` and `name`, if for anything.
+/// Gives back the first worker's log as well.
 async fn run(
     shown: &Credentials,
     wanted: Option<(&str, &str)>,

@@ -1,5 +1,5 @@
-//! What is not finite is never applied, kept or exported; a state is never lost without a word, and not at all where all workers
-//! are told to end.
+//! What is not finite is never applied, kept or exported; a state is never lost without a word, and
+//! not at all where all workers are told to end.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -168,7 +168,8 @@ fn workers_that_are_all_told_to_end_keep_a_checkpoint_and_no_step_is_lost() {
     ended.assert_exact("all told to end");
     assert_eq!(ended.lost(), [0; 0], "{:?}", ended.memberships());
     assert!(ended.summary["state_lost"].is_null(), "{}", ended.summary);
-    // If one worker ends a step before the other, its replacement can fetch the state from the one that remains.
+    // If one worker ends a step before the other, its replacement can fetch the state from the one
+    // that remains.
     match ended.summary["checkpoints"]["restored"].as_array().unwrap().as_slice() {
         [restored] => assert_eq!(restored["lost_steps"], 0, "{}", ended.summary),
         restored => {

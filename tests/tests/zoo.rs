@@ -1,4 +1,5 @@
-//! `elasticdl zoo`: what it scaffolds builds and trains, and container tools are called as they should be.
+//! `elasticdl zoo`: what it scaffolds builds and trains, and container tools are called as they
+//! should be.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -29,7 +30,8 @@ fn init(path: &Path, options: &[&str]) -> Output {
     Command::new(ELASTICDL).args(["zoo", "init"]).arg(path).args(options).output().unwrap()
 }
 
-/// The crate's cargo, with what this workspace has fetched and built: its versions, its target folder, its profile.
+/// The crate's cargo, with what this workspace has fetched and built: its versions, its target
+/// folder, its profile.
 fn cargo(crate_path: &Path, command: &str) -> Command {
     fs::copy(root().join("Cargo.lock"), crate_path.join("Cargo.lock")).unwrap();
     let target = Path::new(ELASTICDL).ancestors().nth(2).unwrap();
@@ -90,8 +92,8 @@ fn tools(names: &[&str], code: u8) -> TempDir {
     folder
 }
 
-/// Runs `elasticdl zoo ARGS` where only `tools` are in the path; gives back the exit code, what was printed, and what the
-/// tools were told.
+/// Runs `elasticdl zoo ARGS` where only `tools` are in the path; gives back the exit code, what was
+/// printed, and what the tools were told.
 fn zoo(tools: &TempDir, args: &[&str]) -> (i32, String, String) {
     let output =
         Command::new(ELASTICDL).arg("zoo").args(args).env("PATH", tools.path()).output().unwrap();

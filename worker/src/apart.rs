@@ -1,8 +1,9 @@
-//! Work without a group: shards that are leased to this worker alone are evaluated, or predicted for, one after the other.
+//! Work without a group: shards that are leased to this worker alone are evaluated, or predicted
+//! for, one after the other.
 //!
-//! **Invariant:** what comes of a shard depends on the model and the shard: its records are taken in order, in batches of one
-//! size, and their metrics added in that order.
-//! **Invariant:** a shard is said to be done after all that was to be written of it is.
+//! **Invariant:** what comes of a shard depends on the model and the shard: its records are taken
+//! in order, in batches of one size, and their metrics added in that order. **Invariant:** a shard
+//! is said to be done after all that was to be written of it is.
 
 mod files;
 

@@ -6,11 +6,12 @@
 //! summed meanwhile                            ◀── ◀───────────   bucket 2 comes last, with the header
 //! ```
 //!
-//! **Invariant:** all ranks sum the same buckets in the same order, whatever a model announces, and when: that only says how early.
-//! A rank without records sums zeros.
+//! **Invariant:** all ranks sum the same buckets in the same order, whatever a model announces, and
+//! when: that only says how early. A rank without records sums zeros.
 //!
-//! **Invariant:** the last bucket is never summed early: with it comes the header, and only a rank that has all of that commits. So
-//! a failure in any bucket is one of the step, which is contributed again, whole, by the gradient that no sum writes to.
+//! **Invariant:** the last bucket is never summed early: with it comes the header, and only a rank
+//! that has all of that commits. So a failure in any bucket is one of the step, which is
+//! contributed again, whole, by the gradient that no sum writes to.
 
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -18,7 +19,8 @@ use std::{mem, thread};
 
 use elasticdl_collective::{CollectiveError, Communicator};
 
-/// A gradient that is computed from its end to its start, and summed over all ranks behind the place where that is.
+/// A gradient that is computed from its end to its start, and summed over all ranks behind the
+/// place where that is.
 #[derive(Debug)]
 pub struct Gradients<'a> {
     /// What may still be written to.
@@ -33,8 +35,9 @@ pub struct Gradients<'a> {
 type Bucket<'a> = (&'a [f32], &'a mut [f32]);
 
 impl<'a> Gradients<'a> {
-    /// The flat gradient, from its start up to some place behind all that is not complete: `[parameters()]` at first. To be added
-    /// to, as in [`Model::gradients`](crate::Model::gradients).
+    /// The flat gradient, from its start up to some place behind all that is not complete:
+    /// `[parameters()]` at first. To be added to, as in
+    /// [`Model::gradients`](crate::Model::gradients).
     pub fn rest(&mut self) -> &mut [f32] {
         self.rest
     }
@@ -51,7 +54,8 @@ impl<'a> Gradients<'a> {
     }
 }
 
-/// Has `compute` fill the gradient while what is complete is summed into `sums`; gives its result, and how many buckets are summed.
+/// Has `compute` fill the gradient while what is complete is summed into `sums`; gives its result,
+/// and how many buckets are summed.
 pub(crate) fn overlap<T>(
     ring: &mut (impl Communicator + Send),
     gradient: &mut [f32],
@@ -175,7 +179,8 @@ mod tests {
         }
     }
 
-    /// One rank's step over 10 elements in buckets of 4, with `announced` said to be complete, one after the other.
+    /// One rank's step over 10 elements in buckets of 4, with `announced` said to be complete, one
+    /// after the other.
     fn step(rank: LocalRank, announced: &[usize]) -> (Vec<Vec<u8>>, Vec<f32>, Vec<usize>) {
         let header = vec![rank.rank() as u8];
         let mut ring = Counting(rank, Vec::new());

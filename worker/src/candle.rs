@@ -1,13 +1,14 @@
 //! Adapter for models written with candle.
 //!
-//! [`CandleModel`] asks for parameters by name and shape and for a loss; [`Candle`] makes a [`Model`] of it:
-//! the flat slices are copied into candle's variables before each loss, and its gradients are added to the
-//! flat gradient after.
+//! [`CandleModel`] asks for parameters by name and shape and for a loss; [`Candle`] makes a
+//! [`Model`] of it: the flat slices are copied into candle's variables before each loss, and its
+//! gradients are added to the flat gradient after.
 //!
-//! A model that computes [elsewhere](CandleModel::device) than on the CPU has its variables there. On a GPU the flat slices are there, too.
+//! A model that computes [elsewhere](CandleModel::device) than on the CPU has its variables there.
+//! On a GPU the flat slices are there, too.
 //!
-//! candle uses as many threads as the environment variable `RAYON_NUM_THREADS` says, or one per core, in
-//! every process. Several workers on one machine are best given one thread each.
+//! candle uses as many threads as the environment variable `RAYON_NUM_THREADS` says, or one per
+//! core, in every process. Several workers on one machine are best given one thread each.
 
 use std::collections::BTreeSet;
 use std::f64::consts::TAU;
@@ -74,14 +75,15 @@ pub trait CandleModel: 'static {
 
     /// Declares the parameters, always the same in the same order, and arranges their tensors.
     ///
-    /// Called once, when the worker starts. The tensors are candle variables: keep them, and use them in the
-    /// loss; their values change from step to step.
+    /// Called once, when the worker starts. The tensors are candle variables: keep them, and use
+    /// them in the loss; their values change from step to step.
     ///
     /// # Errors
     /// Ends the job.
     fn build(&self, parameters: &mut Parameters) -> Result<Self::Network, UserError>;
 
-    /// Where the model computes: its parameters are there, and `feed` makes its batches there. Default: the CPU.
+    /// Where the model computes: its parameters are there, and `feed` makes its batches there.
+    /// Default: the CPU.
     ///
     /// Called once, before [`build`](Self::build).
     ///
@@ -106,7 +108,8 @@ pub trait CandleModel: 'static {
     /// As [`Model::gradients`].
     fn loss(&mut self, network: &Self::Network, batch: Self::Batch) -> Result<Tensor, UserError>;
 
-    /// As [`loss`](Self::loss), with [cuts](Cuts::cut) between the layers, where there are [buckets](Self::bucket). Default: without.
+    /// As [`loss`](Self::loss), with [cuts](Cuts::cut) between the layers, where there are
+    /// [buckets](Self::bucket). Default: without.
     ///
     /// # Errors
     /// As [`Model::gradients`].
@@ -119,7 +122,8 @@ pub trait CandleModel: 'static {
         self.loss(network, batch)
     }
 
-    /// As [`Model::bucket`]: a model whose parameters are declared in the order in which the loss uses them gains by it.
+    /// As [`Model::bucket`]: a model whose parameters are declared in the order in which the loss
+    /// uses them gains by it.
     fn bucket(&self) -> Option<usize> {
         None
     }
@@ -184,8 +188,8 @@ pub struct Candle<M: CandleModel> {
 }
 
 impl<M: CandleModel> Candle<M> {
-    /// Builds the model's network, with all parameters 0. An error of [`CandleModel::build`] ends the job
-    /// that it is for.
+    /// Builds the model's network, with all parameters 0. An error of [`CandleModel::build`] ends
+    /// the job that it is for.
     pub fn new(mut model: M) -> Self {
         let device = model.device();
         let mut parameters = Parameters::on(device.as_ref().unwrap_or(&Device::Cpu).clone());
@@ -337,7 +341,8 @@ impl Parameters {
         Self { device, declared: Vec::new(), variables: Vec::new(), names: BTreeSet::new(), len: 0 }
     }
 
-    /// Declares an `f32` parameter tensor on the model's [device](CandleModel::device) and returns it; its values are set later.
+    /// Declares an `f32` parameter tensor on the model's [device](CandleModel::device) and returns
+    /// it; its values are set later.
     ///
     /// # Errors
     /// If the name is taken, or candle refuses.
@@ -390,8 +395,8 @@ pub struct Declared {
 
 /// Initial values of a parameter.
 ///
-/// What is drawn depends on the job's seed, the parameter's place among the declared and its size, and
-/// nothing else.
+/// What is drawn depends on the job's seed, the parameter's place among the declared and its size,
+/// and nothing else.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// The same everywhere.
@@ -411,14 +416,15 @@ pub enum Init {
 impl Init {
     fn draw(&self, seed: u64, stream: u64, values: &mut [f32]) {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
-        // One stream for each tensor: what one draws does not depend on the sizes of those before it.
+        // One stream for each tensor: what one draws does not depend on the sizes of those before
+        // it.
         random.set_stream(stream);
         let mut uniform = || (random.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
         match *self {
             Self::Constant(value) => values.fill(value),
             Self::Normal { std } => {
-                // Box & Muller, A Note on the Generation of Random Normal Deviates (1958); ln of (0, 1], not
-                // of 0.
+                // Box & Muller, A Note on the Generation of Random Normal Deviates (1958); ln of
+                // (0, 1], not of 0.
                 for pair in values.chunks_mut(2) {
                     let radius = std * (-2.0 * (1.0 - uniform()).ln()).sqrt();
                     let (sin, cos) = (TAU * uniform()).sin_cos();

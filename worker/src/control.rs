@@ -1,9 +1,9 @@
 //! The control stream: one thread that speaks gRPC with the master, so that the trainer need not.
 //!
-//! **Invariant:** generated types stop here.
-//! **Invariant:** a master that is gone for longer than the timeout ends this process: no worker outlives its job. One
-//! that is there but can't be heard is gone, too: the connection is tried now and then, so that its end is noticed.
-//! **Invariant:** what the trainer said to one master is never told to the next.
+//! **Invariant:** generated types stop here. **Invariant:** a master that is gone for longer than
+//! the timeout ends this process: no worker outlives its job. One that is there but can't be heard
+//! is gone, too: the connection is tried now and then, so that its end is noticed. **Invariant:**
+//! what the trainer said to one master is never told to the next.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
@@ -259,7 +259,8 @@ impl Door {
         }
     }
 
-    /// Opens a stream as soon as there is a master; the text says why one that is there does not want this worker.
+    /// Opens a stream as soon as there is a master; the text says why one that is there does not
+    /// want this worker.
     async fn search(&self) -> Result<(Link, Welcome), String> {
         let mut pause = RETRY_FIRST;
         loop {
@@ -273,7 +274,8 @@ impl Door {
         }
     }
 
-    /// Opens the first stream. A cluster may take a moment to know the way to a master that has just started.
+    /// Opens the first stream. A cluster may take a moment to know the way to a master that has
+    /// just started.
     async fn open_first(&self) -> Result<(Link, Welcome), String> {
         let why = match self.open().await {
             Ok(opened) => return Ok(opened),
@@ -372,8 +374,9 @@ impl Stream {
         let _ = tokio::time::timeout(Duration::from_secs(1), drained).await;
     }
 
-    /// The stream is gone: the group goes on without a master, and this worker looks for one until the timeout. `None`
-    /// when the trainer has ended meanwhile. Ends the process where there is no master, or none that wants it.
+    /// The stream is gone: the group goes on without a master, and this worker looks for one until
+    /// the timeout. `None` when the trainer has ended meanwhile. Ends the process where there is no
+    /// master, or none that wants it.
     async fn reopen(
         &mut self,
         why: &str,
@@ -413,8 +416,8 @@ impl Stream {
         std::process::exit(EXIT_MASTER_LOST);
     }
 
-    /// Tells the master what the trainer says. What the trainer said before it knew of this master is dropped: it says
-    /// again what still matters, and first what it holds.
+    /// Tells the master what the trainer says. What the trainer said before it knew of this master
+    /// is dropped: it says again what still matters, and first what it holds.
     fn pass_on(&mut self, link: &mut Link, message: ToMaster) {
         self.door.note(&message);
         let first = matches!(message, ToMaster::Report(Report::Holding { .. })) && !link.current;
@@ -502,14 +505,15 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 /// For a master that does not want to hear anything: a day.
 const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// A dial that nobody answers may go to a master that is gone, where another is there by now. Longer than a lost SYN
-/// takes to be sent again (1 s).
+/// A dial that nobody answers may go to a master that is gone, where another is there by now.
+/// Longer than a lost SYN takes to be sent again (1 s).
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
-/// Interval of HTTP/2 pings, and how long an answer may take: a stream to a master that is cut off or stopped ends
-/// after the sum of both, and the worker looks for a master.
+/// Interval of HTTP/2 pings, and how long an answer may take: a stream to a master that is cut off
+/// or stopped ends after the sum of both, and the worker looks for a master.
 const KEEP_ALIVE_MAX: Duration = Duration::from_secs(10);
 
-/// How long a worker without a stream waits before it looks for a master again: twice as long each time.
+/// How long a worker without a stream waits before it looks for a master again: twice as long each
+/// time.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(1);
 

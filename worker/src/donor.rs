@@ -1,15 +1,18 @@
-//! Serves newcomers: a snapshot of the state, and every step's result after it, beside the training.
+//! Serves newcomers: a snapshot of the state, and every step's result after it, beside the
+//! training.
 //!
 //! ```text
 //!   trainer ── buffers, shared ──► snapshot ── one thread per newcomer ── parcels ──► newcomer
 //! ```
 //!
-//! **Invariant:** the trainer never waits for a newcomer. It shares its buffers, which are only read until the next update;
-//! while a thread still copies them, the trainer goes on with copies of its own.
-//! **Invariant:** a newcomer gets the state of a step that all ranks of the group hold, and the result of every step that
-//! this rank commits after it. So a newcomer that is ahead of a survivor can hand on the reduced gradient of its last step.
-//! **Invariant:** a newcomer that is too slow is dropped: no more than [`AHEAD_BYTES`] of results wait for it, or few of
-//! them. Newcomers of one step share a snapshot; while there is one, others wait, unless all fit into [`SNAPSHOTS_BYTES`].
+//! **Invariant:** the trainer never waits for a newcomer. It shares its buffers, which are only
+//! read until the next update; while a thread still copies them, the trainer goes on with copies of
+//! its own. **Invariant:** a newcomer gets the state of a step that all ranks of the group hold,
+//! and the result of every step that this rank commits after it. So a newcomer that is ahead of a
+//! survivor can hand on the reduced gradient of its last step. **Invariant:** a newcomer that is
+//! too slow is dropped: no more than [`AHEAD_BYTES`] of results wait for it, or few of them.
+//! Newcomers of one step share a snapshot; while there is one, others wait, unless all fit into
+//! [`SNAPSHOTS_BYTES`].
 
 mod delivery;
 
@@ -106,7 +109,8 @@ impl Donor {
         }
     }
 
-    /// Whether a newcomer waits for the state of `step`, and there is room for a snapshot of `floats`.
+    /// Whether a newcomer waits for the state of `step`, and there is room for a snapshot of
+    /// `floats`.
     pub(crate) fn wants_snapshot(
         &mut self,
         generation: Generation,
@@ -153,7 +157,8 @@ impl Donor {
         self.prepared.as_ref().is_some_and(|p| (p.generation, p.step) == (generation, step))
     }
 
-    /// All ranks of the group of `generation` have said that they hold `step`, which this one is at: newcomers may have it.
+    /// All ranks of the group of `generation` have said that they hold `step`, which this one is
+    /// at: newcomers may have it.
     pub(crate) fn release(
         &mut self,
         generation: Generation,
@@ -202,7 +207,8 @@ impl Donor {
         !self.fetchers.is_empty()
     }
 
-    /// The group of `generation` has committed the step after `step`; its reduced gradient is `sum`.
+    /// The group of `generation` has committed the step after `step`; its reduced gradient is
+    /// `sum`.
     pub(crate) fn committed(
         &mut self,
         generation: Generation,
@@ -217,7 +223,8 @@ impl Donor {
         }
     }
 
-    /// This worker goes into `generation`. Newcomers that are in it too have got everything; the others follow it.
+    /// This worker goes into `generation`. Newcomers that are in it too have got everything; the
+    /// others follow it.
     pub(crate) fn switch(&mut self, generation: Generation, is_member: impl Fn(u64) -> bool) {
         self.prepared = None;
         self.waiting.retain(|visitor| !is_member(visitor.member()));
@@ -255,7 +262,8 @@ impl Fetcher {
     }
 }
 
-/// The shared buffer itself, if nobody else has it any more; else a copy, and the trainer gets its buffer back.
+/// The shared buffer itself, if nobody else has it any more; else a copy, and the trainer gets its
+/// buffer back.
 fn into_own(shared: Arc<Vec<f32>>) -> Vec<f32> {
     Arc::try_unwrap(shared).unwrap_or_else(|shared| {
         let mut own = elasticdl_collective::zeros(shared.len());
@@ -300,8 +308,8 @@ pub(crate) const KIND_PART: u32 = 5;
 /// Floats of a part, at most: 16 MiB, so that a newcomer looks into its inbox now and then.
 pub(crate) const PART_FLOATS_MAX: usize = 4 << 20;
 
-/// How long a link between a donor and a newcomer may show no sign of life. A stopped or lost process is noticed by the
-/// master, and much earlier; this is for networks that pause.
+/// How long a link between a donor and a newcomer may show no sign of life. A stopped or lost
+/// process is noticed by the master, and much earlier; this is for networks that pause.
 pub(crate) const TRANSFER_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Snapshots in memory, in bytes, unless there is only one.

@@ -16,7 +16,8 @@ pub(crate) struct Environment {
     pub(crate) launch: u64,
     /// The job's secret, in hex.
     pub(crate) token: String,
-    /// How the master is known; `None` where it is spoken to in the open, as between processes of one machine.
+    /// How the master is known; `None` where it is spoken to in the open, as between processes of
+    /// one machine.
     pub(crate) tls: Option<Tls>,
     /// A master that is gone for longer ends this process.
     pub(crate) master_timeout: Duration,
@@ -87,7 +88,8 @@ impl Environment {
         })
     }
 
-    /// How long a worker that was told to end waits for the group to let it go, unless its master says otherwise.
+    /// How long a worker that was told to end waits for the group to let it go, unless its master
+    /// says otherwise.
     pub(crate) fn leave_timeout(&self) -> Duration {
         self.master_timeout.min(Duration::from_secs(5))
     }

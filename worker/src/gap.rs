@@ -6,8 +6,9 @@ use elasticdl_proto::Generation;
 
 use crate::messages::Phases;
 
-/// Stopwatch of one worker. Moments are those of the last attempt, save for the trouble and the stop, which are the first
-/// ones: a regroup that fails itself is a part of the gap that it was to end.
+/// Stopwatch of one worker. Moments are those of the last attempt, save for the trouble and the
+/// stop, which are the first ones: a regroup that fails itself is a part of the gap that it was to
+/// end.
 #[derive(Debug, Default)]
 pub(crate) struct Gap {
     committed: Option<(Generation, Instant)>,
@@ -19,13 +20,14 @@ pub(crate) struct Gap {
 }
 
 impl Gap {
-    /// A sign of trouble at `at`: a link's error, or a membership that aborts the step, which the control thread may have
-    /// received while this one computed. The earliest counts.
+    /// A sign of trouble at `at`: a link's error, or a membership that aborts the step, which the
+    /// control thread may have received while this one computed. The earliest counts.
     pub(crate) fn on_trouble(&mut self, at: Instant) {
         self.trouble = Some(self.trouble.map_or(at, |known| known.min(at)));
     }
 
-    /// The training thread is out of the collective call, or of the user's code, and its links are down.
+    /// The training thread is out of the collective call, or of the user's code, and its links are
+    /// down.
     pub(crate) fn on_stopped(&mut self, now: Instant) {
         self.trouble.get_or_insert(now);
         self.stopped.get_or_insert(now);
@@ -44,8 +46,8 @@ impl Gap {
         self.repaired = Some(now);
     }
 
-    /// A step was committed in `generation`; if it is the first one since this worker saw the generation change, the
-    /// phases.
+    /// A step was committed in `generation`; if it is the first one since this worker saw the
+    /// generation change, the phases.
     pub(crate) fn on_commit(&mut self, generation: Generation, now: Instant) -> Option<Phases> {
         let Self { trouble, stopped, membership, connected, repaired, committed } =
             std::mem::replace(self, Self { committed: Some((generation, now)), ..Self::default() });

@@ -51,8 +51,9 @@
 //!   prefetch ── reads, one thread ──► shelf ──┘                     blocks, one thread
 //! ```
 //!
-//! **Invariants:** knows nothing about processes, pods or how it was launched beyond its environment. Generated types stop
-//! at `control`. What decides is in `core` (the session, and what it reckons with) and has no IO and no clock.
+//! **Invariants:** knows nothing about processes, pods or how it was launched beyond its
+//! environment. Generated types stop at `control`. What decides is in `core` (the session, and what
+//! it reckons with) and has no IO and no clock.
 
 mod apart;
 mod buckets;

@@ -105,7 +105,8 @@ pub(crate) struct FinishedFailure {
 pub(crate) struct Phases {
     /// Last commit until the first sign of trouble, or until the switch was agreed.
     pub(crate) detect_us: u64,
-    /// Until the training thread was out of the collective call or the user's code and its links were down.
+    /// Until the training thread was out of the collective call or the user's code and its links
+    /// were down.
     pub(crate) abort_us: u64,
     /// Until the new membership was known.
     pub(crate) agree_us: u64,
@@ -117,13 +118,15 @@ pub(crate) struct Phases {
     pub(crate) first_step_us: u64,
 }
 
-/// Where the trainer puts what the master is to hear. Sending never blocks; without a master it is lost.
+/// Where the trainer puts what the master is to hear. Sending never blocks; without a master it is
+/// lost.
 #[derive(Clone, Debug)]
 pub(crate) struct Outbox(pub(crate) UnboundedSender<ToMaster>);
 
 impl Outbox {
     pub(crate) fn send(&self, message: ToMaster) {
-        // The control stream's thread ends the process when it ends itself, so a closed channel needs no answer.
+        // The control stream's thread ends the process when it ends itself, so a closed channel
+        // needs no answer.
         let _ = self.0.send(message);
     }
 }

@@ -8,16 +8,19 @@ use crate::optimizer::Optimizer;
 use crate::predictions::Predictions;
 use crate::reader::Reader;
 
-/// Any error of the user's code. Its text reaches the summary, with the worker and the records it was working on.
+/// Any error of the user's code. Its text reaches the summary, with the worker and the records it
+/// was working on.
 pub type UserError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A model to train: the blanks that a user fills in.
 ///
-/// Parameters and gradients are flat `f32` slices of the same length, `parameters()` elements, in an order that the
-/// model chooses; what they mean is the model's business. The same program runs on every worker, so what a method
-/// returns must depend on its arguments alone, or replicas drift apart (they are compared, and drift is an error).
+/// Parameters and gradients are flat `f32` slices of the same length, `parameters()` elements, in
+/// an order that the model chooses; what they mean is the model's business. The same program runs
+/// on every worker, so what a method returns must depend on its arguments alone, or replicas drift
+/// apart (they are compared, and drift is an error).
 ///
-/// Any error or panic in a method ends this worker and is reported with the records it was working on.
+/// Any error or panic in a method ends this worker and is reported with the records it was working
+/// on.
 pub trait Model: 'static {
     /// Reads the training data.
     type Reader: Reader;
@@ -30,8 +33,9 @@ pub trait Model: 'static {
     /// Number of parameters, the same on every worker.
     fn parameters(&self) -> usize;
 
-    /// The tensors that the parameters consist of, in the order in which they lie in the flat slice: how they are called
-    /// where the model is exported, and where it is loaded again. Default: one, `parameters`, of one dimension.
+    /// The tensors that the parameters consist of, in the order in which they lie in the flat
+    /// slice: how they are called where the model is exported, and where it is loaded again.
+    /// Default: one, `parameters`, of one dimension.
     fn layout(&self) -> Vec<NamedTensor> {
         vec![NamedTensor { name: "parameters".into(), shape: vec![self.parameters()] }]
     }
@@ -53,11 +57,11 @@ pub trait Model: 'static {
         records: Vec<<Self::Reader as Reader>::Record>,
     ) -> Result<Self::Batch, UserError>;
 
-    /// Adds the gradient of the batch's loss, **summed over its records**, to `gradients`; returns the loss summed
-    /// over its records.
+    /// Adds the gradient of the batch's loss, **summed over its records**, to `gradients`; returns
+    /// the loss summed over its records.
     ///
-    /// `parameters`, `gradients`: `[parameters()]`. `gradients` already holds what other micro-batches of this step
-    /// added.
+    /// `parameters`, `gradients`: `[parameters()]`. `gradients` already holds what other
+    /// micro-batches of this step added.
     ///
     /// # Errors
     /// Reported with the records' range; the records go to another worker.
@@ -73,14 +77,16 @@ pub trait Model: 'static {
         Optimizer::sgd(0.01)
     }
 
-    /// How many `f32`s of state per parameter `update` keeps in [`Update::slots`]. Default: what the optimizer needs.
+    /// How many `f32`s of state per parameter `update` keeps in [`Update::slots`]. Default: what
+    /// the optimizer needs.
     fn slots(&self) -> usize {
         self.optimizer().slots()
     }
 
     /// Applies one step's gradient. Default: the optimizer, on the mean over the step's records.
     ///
-    /// A model that wants the sum and the count themselves overrides this, and [`slots`](Self::slots) with it.
+    /// A model that wants the sum and the count themselves overrides this, and
+    /// [`slots`](Self::slots) with it.
     ///
     /// # Errors
     /// Ends this worker.
@@ -89,21 +95,24 @@ pub trait Model: 'static {
         Ok(())
     }
 
-    /// Records that fit into memory at once: a larger share is computed in micro-batches. Default: any number.
+    /// Records that fit into memory at once: a larger share is computed in micro-batches. Default:
+    /// any number.
     fn micro_batch(&self) -> Option<usize> {
         None
     }
 
-    /// Elements of a bucket, for a model that knows when parts of its gradient are complete: then the gradient is summed over the workers
-    /// in buckets, from its end on, and [`gradients_in_buckets`](Self::gradients_in_buckets) says how early. The same on every
+    /// Elements of a bucket, for a model that knows when parts of its gradient are complete: then
+    /// the gradient is summed over the workers in buckets, from its end on, and
+    /// [`gradients_in_buckets`](Self::gradients_in_buckets) says how early. The same on every
     /// worker. Default: none, for a gradient that is summed as a whole, when it is complete.
     fn bucket(&self) -> Option<usize> {
         None
     }
 
-    /// As [`gradients`](Self::gradients), called in its place for the last records of a step where there are [buckets](Self::bucket)
-    /// and other workers: what is said to be complete is summed while the rest is computed. So a model whose parameters lie in the order
-    /// of its layers, which a backward pass takes from the last one on, spends less time waiting for the network.
+    /// As [`gradients`](Self::gradients), called in its place for the last records of a step where
+    /// there are [buckets](Self::bucket) and other workers: what is said to be complete is summed
+    /// while the rest is computed. So a model whose parameters lie in the order of its layers,
+    /// which a backward pass takes from the last one on, spends less time waiting for the network.
     ///
     /// # Errors
     /// As for [`gradients`](Self::gradients).
@@ -116,18 +125,20 @@ pub trait Model: 'static {
         self.gradients(parameters, batch, gradients.rest())
     }
 
-    /// The model on a GPU, if it computes there: then this is called in place of [`gradients`](Self::gradients), [`update`](Self::update) and,
-    /// while it trains, of [`evaluate`](Self::evaluate). Default: none, for a model that computes on the CPU.
+    /// The model on a GPU, if it computes there: then this is called in place of
+    /// [`gradients`](Self::gradients), [`update`](Self::update) and, while it trains, of
+    /// [`evaluate`](Self::evaluate). Default: none, for a model that computes on the CPU.
     ///
     /// It may not change its mind.
     fn device(&mut self) -> Option<&mut dyn DeviceModel<Batch = Self::Batch>> {
         None
     }
 
-    /// Judges the model on a batch of validation data: adds metrics to `metrics`, **summed over its records**.
+    /// Judges the model on a batch of validation data: adds metrics to `metrics`, **summed over its
+    /// records**.
     ///
-    /// Default: `loss`, by [`gradients`](Self::gradients), whose gradient is thrown away; a model that knows how to do
-    /// without, or has other metrics, fills this in.
+    /// Default: `loss`, by [`gradients`](Self::gradients), whose gradient is thrown away; a model
+    /// that knows how to do without, or has other metrics, fills this in.
     ///
     /// # Errors
     /// As for [`gradients`](Self::gradients).
@@ -157,7 +168,8 @@ pub trait Model: 'static {
         Err("this model makes no predictions; fill in its method `predict`".into())
     }
 
-    /// The model's closing words, shown with the job's summary: a sample, a score. Called on one worker, at the end.
+    /// The model's closing words, shown with the job's summary: a sample, a score. Called on one
+    /// worker, at the end.
     ///
     /// # Errors
     /// Shown in place of the words; the job has completed all the same.
@@ -175,7 +187,8 @@ pub struct NamedTensor {
     pub shape: Vec<usize>,
 }
 
-/// What [`Model::evaluate`] finds. What the user sees is the mean over all records of the validation data.
+/// What [`Model::evaluate`] finds. What the user sees is the mean over all records of the
+/// validation data.
 #[derive(Debug)]
 pub struct Metrics<'a> {
     sums: &'a mut BTreeMap<String, f64>,

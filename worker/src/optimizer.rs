@@ -1,7 +1,8 @@
 //! Optimizers: how a step's gradient changes the parameters.
 //!
-//! **Invariant:** [`Optimizer::apply`] is a pure function of its arguments: same bits in, same bits out, on
-//! any processor. It allocates nothing and reads the gradient once (twice when it is clipped).
+//! **Invariant:** [`Optimizer::apply`] is a pure function of its arguments: same bits in, same bits
+//! out, on any processor. It allocates nothing and reads the gradient once (twice when it is
+//! clipped).
 
 use crate::model::Update;
 use crate::schedule::{Schedule, power};
@@ -32,8 +33,8 @@ enum Rule {
 }
 
 impl Optimizer {
-    /// AdamW as `torch.optim.AdamW` defines it, with its defaults: betas 0.9 and 0.999, epsilon 1e-8, weight
-    /// decay 0.01.
+    /// AdamW as `torch.optim.AdamW` defines it, with its defaults: betas 0.9 and 0.999, epsilon
+    /// 1e-8, weight decay 0.01.
     ///
     /// With g the mean gradient and t the step from 1:
     /// `p ← p·(1 − rate·decay)`, `m ← β₁m + (1−β₁)g`, `v ← β₂v + (1−β₂)g²`,
@@ -48,10 +49,11 @@ impl Optimizer {
         Self::new(rule, rate, 0.01)
     }
 
-    /// Stochastic gradient descent as `torch.optim.SGD` defines it, without momentum or weight decay.
+    /// Stochastic gradient descent as `torch.optim.SGD` defines it, without momentum or weight
+    /// decay.
     ///
-    /// With g the mean gradient: `g ← g + decay·p`, `b ← momentum·b + g`, `p ← p − rate·b`, or `p − rate·(g +
-    /// momentum·b)` with [`nesterov`](Self::nesterov). One slot, b, if there is momentum.
+    /// With g the mean gradient: `g ← g + decay·p`, `b ← momentum·b + g`, `p ← p − rate·b`, or `p −
+    /// rate·(g + momentum·b)` with [`nesterov`](Self::nesterov). One slot, b, if there is momentum.
     ///
     /// # Panics
     /// If `rate` is negative or not finite.
@@ -160,12 +162,12 @@ impl Optimizer {
         self.rate * self.schedule.factor(step)
     }
 
-    /// Applies the mean gradient, `sum / records`, to the parameters and the slots. Where it is to be clipped and has no finite
-    /// norm, nothing is changed.
+    /// Applies the mean gradient, `sum / records`, to the parameters and the slots. Where it is to
+    /// be clipped and has no finite norm, nothing is changed.
     ///
     /// # Panics
-    /// If `records` is 0, or `parameters` and `slots` are not as long as `sum` and [`slots`](Self::slots)
-    /// say.
+    /// If `records` is 0, or `parameters` and `slots` are not as long as `sum` and
+    /// [`slots`](Self::slots) say.
     pub fn apply(&self, update: Update<'_>) {
         let Update { step, records, sum, parameters, slots } = update;
         assert!(records > 0, "a step has at least one record");
@@ -237,7 +239,8 @@ impl Optimizer {
         Self { rule, rate, weight_decay, clip_norm: None, schedule: Schedule::constant() }
     }
 
-    /// What the mean gradient is to be multiplied with; `None` where that can't be told, for its norm is not finite.
+    /// What the mean gradient is to be multiplied with; `None` where that can't be told, for its
+    /// norm is not finite.
     fn clip_factor(&self, sum: &[f32], records: u64) -> Option<f64> {
         let Some(limit) = self.clip_norm else { return Some(1.0) };
         let norm = norm(sum);
@@ -246,7 +249,8 @@ impl Optimizer {
     }
 }
 
-/// One step's arithmetic. `scale`, where it is used, makes the mean gradient of the sum, and clips it.
+/// One step's arithmetic. `scale`, where it is used, makes the mean gradient of the sum, and clips
+/// it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arithmetic {
     AdamW(AdamW),
@@ -318,8 +322,8 @@ impl AdamW {
     }
 }
 
-/// Euclidean norm, in f64, in one fixed order whose lanes are independent so that they can be computed side
-/// by side.
+/// Euclidean norm, in f64, in one fixed order whose lanes are independent so that they can be
+/// computed side by side.
 fn norm(values: &[f32]) -> f64 {
     let mut lanes = [0.0f64; 8];
     let (chunks, rest) = values.as_chunks::<8>();
@@ -339,8 +343,8 @@ mod tests {
     use super::*;
 
     const START: [f32; 3] = [1.0, -2.0, 0.5];
-    /// Sums over two records: the means of the first step are 0.5, -0.25 and 0, of the second -0.1, 0.2 and
-    /// 0.3.
+    /// Sums over two records: the means of the first step are 0.5, -0.25 and 0, of the second -0.1,
+    /// 0.2 and 0.3.
     const SUMS: [[f32; 3]; 2] = [[1.0, -0.5, 0.0], [-0.2, 0.4, 0.6]];
 
     /// The parameters after each of two steps.

@@ -31,7 +31,8 @@ pub(crate) fn load(
     }
 }
 
-/// The checkpoint whose folder this is. Of several, each worker could find another one to be the newest.
+/// The checkpoint whose folder this is. Of several, each worker could find another one to be the
+/// newest.
 fn checkpoint_at(address: &str) -> Result<Option<Storage>, String> {
     let text = |error: StorageError| error.to_string();
     let folder = Storage::open(address).map_err(text)?;

@@ -7,8 +7,8 @@ use std::path::{Component, Path, PathBuf};
 
 /// `path` from the root on and without `.` and `..`, naming what the system would find by `path`.
 ///
-/// `..` behind a symbolic link leads to the parent of the link's target, so what is before it is resolved as far as it
-/// exists. A path without `..` keeps its links.
+/// `..` behind a symbolic link leads to the parent of the link's target, so what is before it is
+/// resolved as far as it exists. A path without `..` keeps its links.
 pub(crate) fn absolute(path: &str) -> io::Result<PathBuf> {
     let whole = std::path::absolute(path)?;
     let mut clean = PathBuf::new();
@@ -31,8 +31,8 @@ pub(crate) fn absolute(path: &str) -> io::Result<PathBuf> {
     Ok(clean)
 }
 
-/// Whether `address` names a folder where a file is wanted: one of this machine that is there, or any place whose name ends
-/// with `/` or is missing.
+/// Whether `address` names a folder where a file is wanted: one of this machine that is there, or
+/// any place whose name ends with `/` or is missing.
 pub(crate) fn names_folder(address: &str) -> bool {
     let (is_path, path) = match address.split_once("://") {
         None => (true, address),
@@ -44,7 +44,8 @@ pub(crate) fn names_folder(address: &str) -> bool {
     path.ends_with('/') || !is_named || (is_path && Path::new(path).is_dir())
 }
 
-/// Sixteen digits that no other writer draws: process ids are not unique where several containers share a folder.
+/// Sixteen digits that no other writer draws: process ids are not unique where several containers
+/// share a folder.
 pub(crate) fn random_digits() -> String {
     format!("{:016x}", RandomState::new().hash_one(OsStr::new("staged")))
 }

@@ -1,6 +1,7 @@
 //! What models predict.
 
-/// What a model predicts for some records: named columns, each with one value for each record, in the records' order.
+/// What a model predicts for some records: named columns, each with one value for each record, in
+/// the records' order.
 ///
 /// ```
 /// use elasticdl_worker::Predictions;

@@ -1,10 +1,12 @@
 //! Records, read ahead of need by a thread of their own.
 //!
-//! The trainer says which ranges it will want ([`Prefetch::want`]), in the order in which it expects to; the thread
-//! reads them, some records ahead; [`Prefetch::take`] hands them over. What is taken out of order is read at once.
+//! The trainer says which ranges it will want ([`Prefetch::want`]), in the order in which it
+//! expects to; the thread reads them, some records ahead; [`Prefetch::take`] hands them over. What
+//! is taken out of order is read at once.
 //!
-//! While storage does not answer, the thread waits for it. The trainer gets what has been read and is told that the rest
-//! is not there yet, so that it can go on with the group; what was not read is read when storage answers again.
+//! While storage does not answer, the thread waits for it. The trainer gets what has been read and
+//! is told that the rest is not there yet, so that it can go on with the group; what was not read
+//! is read when storage answers again.
 //!
 //! **Invariant:** a record is handed over only by the `take` that names it.
 
@@ -138,8 +140,8 @@ impl<R: Send + 'static> Prefetch<R> {
         Ok(Taken { records, rest: None })
     }
 
-    /// While the thread waits for storage: how many records of `ranges`, which are wanted in this order, can be taken
-    /// without a wait. Else `None`: all can, sooner or later.
+    /// While the thread waits for storage: how many records of `ranges`, which are wanted in this
+    /// order, can be taken without a wait. Else `None`: all can, sooner or later.
     ///
     /// # Errors
     /// The reader failed.
@@ -181,7 +183,8 @@ impl<R> Shelf<R> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The reading thread: one piece after the other, at most `ahead` records ahead of what is taken.
+    /// The reading thread: one piece after the other, at most `ahead` records ahead of what is
+    /// taken.
     fn fill<D: Reader<Record = R>>(&self, mut reader: D, dataset: &Dataset, ahead: u64) {
         let piece_max = ahead.div_ceil(2);
         flag_waits(Arc::clone(&self.waits));
@@ -195,7 +198,8 @@ impl<R> Shelf<R> {
             drop(state);
             for range in upcoming {
                 if let Some((file, range)) = within_file(dataset, range) {
-                    // What it does not do now it does later; its panic comes again, where it is told.
+                    // What it does not do now it does later; its panic comes again, where it is
+                    // told.
                     drop(catch_unwind(AssertUnwindSafe(|| reader.read_ahead(file, range))));
                 }
             }
@@ -220,7 +224,8 @@ impl<R> State<R> {
         (key.0 == epoch && key.1 + records.len() as u64 > at).then_some(key)
     }
 
-    /// Takes what is to be read next off the list: what the trainer waits for, else what it will want.
+    /// Takes what is to be read next off the list: what the trainer waits for, else what it will
+    /// want.
     fn next_piece(&mut self, piece_max: u64, ahead: u64) -> Option<RecordRange> {
         if self.failed.is_some() {
             return None;
@@ -359,7 +364,8 @@ impl From<String> for ReadError {
 const UPCOMING: usize = 2;
 /// While storage is away the trainer looks so often whether it is back,
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// and goes on without the records after so long: a step is not made smaller for a moment's trouble.
+/// and goes on without the records after so long: a step is not made smaller for a moment's
+/// trouble.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -19,8 +19,9 @@ pub struct File {
     pub path: String,
     /// Records in it.
     pub records: u64,
-    /// Which version of the file was described: a digest of what tells it from others (its length, and an ETag or its
-    /// last bytes). The readers of this crate refuse another one. `None`: any version will do.
+    /// Which version of the file was described: a digest of what tells it from others (its length,
+    /// and an ETag or its last bytes). The readers of this crate refuse another one. `None`: any
+    /// version will do.
     pub version: Option<u32>,
 }
 
@@ -34,20 +35,22 @@ impl File {
 
 /// Describes a data set and reads ranges of it.
 ///
-/// One reader describes; every worker has one of its own that reads, in a background thread, ahead of need.
+/// One reader describes; every worker has one of its own that reads, in a background thread, ahead
+/// of need.
 pub trait Reader: Send + 'static {
     /// One record.
     type Record: Send + 'static;
 
-    /// Lists the files behind `source` (the job's `--training-data`) with their record counts, in a fixed order, and
-    /// checks them: everything that can be found wrong before training is found here.
+    /// Lists the files behind `source` (the job's `--training-data`) with their record counts, in a
+    /// fixed order, and checks them: everything that can be found wrong before training is found
+    /// here.
     ///
     /// # Errors
     /// What is wrong, where, and what would be right.
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError>;
 
-    /// Says that records `range` of `file` will be read soon, so that a reader may have them on the way while others are
-    /// read. Default: does nothing.
+    /// Says that records `range` of `file` will be read soon, so that a reader may have them on the
+    /// way while others are read. Default: does nothing.
     fn read_ahead(&mut self, _file: &File, _range: Range<u64>) {}
 
     /// Reads records `range` of `file` in order: exactly `range.end - range.start` of them.
@@ -77,8 +80,8 @@ pub enum DataError {
         /// What was looked for.
         reason: String,
     },
-    /// What is read is not what was described when the job began: no worker can go on with it, and the job ends with the
-    /// state that it has. Bring the data back as it was, or begin a new job.
+    /// What is read is not what was described when the job began: no worker can go on with it, and
+    /// the job ends with the state that it has. Bring the data back as it was, or begin a new job.
     #[error("{path}: {reason}; it was changed since the job began", path = path.display())]
     Changed {
         /// The file.
@@ -105,8 +108,8 @@ pub enum DataError {
 }
 
 impl DataError {
-    /// Whether no worker could read on, so that the job ends as failed, with its newest state kept and exported. Otherwise
-    /// the worker fails, and another one tries.
+    /// Whether no worker could read on, so that the job ends as failed, with its newest state kept
+    /// and exported. Otherwise the worker fails, and another one tries.
     #[must_use]
     pub fn ends_job(&self) -> bool {
         matches!(self, Self::Changed { .. } | Self::Malformed { .. })

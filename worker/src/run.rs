@@ -22,10 +22,12 @@ use crate::tensors::{HostState, Tensors};
 use crate::trainer::{Checkpointing, Export, Trainer, Validation};
 use crate::weights;
 
-/// Runs this process as a worker of the job that launched it, training `model`: the whole `main` of a user's program.
+/// Runs this process as a worker of the job that launched it, training `model`: the whole `main` of
+/// a user's program.
 ///
-/// Returns when the job is over for this worker. Without a launcher it says how to start one. Where the launcher wants
-/// several workers, as in a pod with several GPUs, this process starts them, and `model` is dropped: let it open nothing before.
+/// Returns when the job is over for this worker. Without a launcher it says how to start one. Where
+/// the launcher wants several workers, as in a pod with several GPUs, this process starts them, and
+/// `model` is dropped: let it open nothing before.
 pub fn run<M: Model>(model: M) -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,object_store=warn"));
@@ -201,7 +203,8 @@ fn prepare<M: Model>(
             }
             Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
             Ok(FromMaster::Shutdown(reason)) => return Ok(Err(Exit::Shutdown(reason))),
-            // What follows is heard by this master, which asks again for what was lost with the stream.
+            // What follows is heard by this master, which asks again for what was lost with the
+            // stream.
             Ok(FromMaster::Reconnected) => {
                 let nothing = Report::Holding { step: 0, ranges: Vec::new() };
                 control.outbox.send(ToMaster::Report(nothing));
@@ -284,7 +287,8 @@ fn usage(reason: &str) {
     );
 }
 
-/// How long the dial of a donor may take, at least: a first packet that is lost is repeated after a second.
+/// How long the dial of a donor may take, at least: a first packet that is lost is repeated after a
+/// second.
 const DIAL_LIMIT: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// The reader keeps about two steps of a rank's share ready, as in a group of this size.

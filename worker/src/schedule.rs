@@ -1,28 +1,29 @@
 //! Learning rates over time.
 //!
-//! **Invariant:** a schedule is a pure function of the step, computed from IEEE-exact operations alone (`+ −
-//! × ÷`): the system's `cos` and `pow` differ in the last bit between processors, and replicas must not.
+//! **Invariant:** a schedule is a pure function of the step, computed from IEEE-exact operations
+//! alone (`+ − × ÷`): the system's `cos` and `pow` differ in the last bit between processors, and
+//! replicas must not.
 
 /// What the learning rate is multiplied by at each step.
 ///
-/// A step is one update of the parameters, counted from 0, whatever the number of workers: schedules mean the
-/// same at any size, as long as the global batch is the same.
+/// A step is one update of the parameters, counted from 0, whatever the number of workers:
+/// schedules mean the same at any size, as long as the global batch is the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Schedule {
     /// 1 throughout.
     #[default]
     Constant,
-    /// Rises in a line to 1 during `warm_up` steps, then falls along half a cosine to `floor` at step
-    /// `total`, and stays there.
+    /// Rises in a line to 1 during `warm_up` steps, then falls along half a cosine to `floor` at
+    /// step `total`, and stays there.
     ///
-    /// Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), without the
-    /// restarts.
+    /// Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), without
+    /// the restarts.
     Cosine {
         /// Steps until the full rate: step `s < warm_up` has `(s + 1) / warm_up` of it.
         warm_up: u64,
-        /// The step at which the floor is reached, warm-up included. Not above `warm_up`: there is no fall in
-        /// between.
+        /// The step at which the floor is reached, warm-up included. Not above `warm_up`: there is
+        /// no fall in between.
         total: u64,
         /// The last factor, 0 to 1.
         floor: f64,
@@ -78,8 +79,8 @@ pub(crate) fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// cos(π·x) for x in [0, 1], within 1e-15: the series around 0, reached by symmetry from up to half a turn's
-/// quarter.
+/// cos(π·x) for x in [0, 1], within 1e-15: the series around 0, reached by symmetry from up to half
+/// a turn's quarter.
 fn cosine_of_half_turns(x: f64) -> f64 {
     use std::f64::consts::PI;
     if x > 0.5 {

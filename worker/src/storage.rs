@@ -7,8 +7,8 @@
 //! | `gs://bucket/path` | Google Cloud Storage | `GOOGLE_SERVICE_ACCOUNT`, … |
 //! | `az://container/path` | Azure Blob Storage | `AZURE_STORAGE_ACCOUNT_NAME`, … |
 //!
-//! Calls block, so they belong to threads that may wait; requests run on a small runtime of their own. Storage that does
-//! not answer is waited for (see `waits.rs`).
+//! Calls block, so they belong to threads that may wait; requests run on a small runtime of their
+//! own. Storage that does not answer is waited for (see `waits.rs`).
 
 use std::fmt;
 use std::ops::Range;
@@ -30,8 +30,8 @@ use url::Url;
 
 pub(crate) use self::waits::{Fault, Waiting, flag_waits, patiently, waiting};
 
-/// A place for files: paths given to its methods are relative to it, with `/` between their parts; the empty path is
-/// the place itself.
+/// A place for files: paths given to its methods are relative to it, with `/` between their parts;
+/// the empty path is the place itself.
 #[derive(Clone, Debug)]
 pub struct Storage {
     store: Arc<dyn ObjectStore>,
@@ -88,8 +88,8 @@ pub enum StorageError {
 }
 
 impl Storage {
-    /// The place at `address`: a plain path, `file://`, `s3://`, `gs://` or `az://`. Nothing is asked of it yet; a folder
-    /// that is not there is made when something is written to it.
+    /// The place at `address`: a plain path, `file://`, `s3://`, `gs://` or `az://`. Nothing is
+    /// asked of it yet; a folder that is not there is made when something is written to it.
     ///
     /// # Errors
     /// The address can't be one, or settings that it needs are missing or wrong.
@@ -183,8 +183,8 @@ impl Storage {
         self.ask(path, || self.store.get_range(&at, range.clone()))
     }
 
-    /// As [`read_range`](Self::read_range), once, in any runtime; with which version of the file it was. Who wants it asked
-    /// again does so.
+    /// As [`read_range`](Self::read_range), once, in any runtime; with which version of the file it
+    /// was. Who wants it asked again does so.
     pub(crate) async fn fetch(
         &self,
         path: &str,
@@ -214,7 +214,8 @@ impl Storage {
         self.ask(path, || async { Ok(Version::of(&self.store.head(&at).await?)) })
     }
 
-    /// All files below `path`, at any depth, in the order of their paths; none where there is no such folder.
+    /// All files below `path`, at any depth, in the order of their paths; none where there is no
+    /// such folder.
     ///
     /// # Errors
     /// The store's.
@@ -229,7 +230,8 @@ impl Storage {
         self.found(path, || self.store.list(Some(&below)).try_collect::<Vec<_>>())
     }
 
-    /// Files in folders of this place whose names begin with `prefix`. What else lies here is not looked at, however much it is.
+    /// Files in folders of this place whose names begin with `prefix`. What else lies here is not
+    /// looked at, however much it is.
     ///
     /// # Errors
     /// The store's.
@@ -287,7 +289,8 @@ impl Storage {
         Ok(found)
     }
 
-    /// Writes a whole file: it is there with all of `parts`, one behind the other, or as it was before.
+    /// Writes a whole file: it is there with all of `parts`, one behind the other, or as it was
+    /// before.
     ///
     /// Parts are not copied where the store takes them as they are.
     ///
@@ -315,7 +318,8 @@ impl Storage {
         for mut part in parts {
             while !part.is_empty() {
                 if let Err(error) = upload.wait_for_capacity(PARTS_AT_ONCE).await {
-                    // What was written of it is paid for until it is given up, and no list shows it.
+                    // What was written of it is paid for until it is given up, and no list shows
+                    // it.
                     drop(upload.abort().await);
                     return Err(error);
                 }

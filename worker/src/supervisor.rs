@@ -5,11 +5,12 @@
 //!       SIGTERM, SIGINT ────────────passed on──►
 //! ```
 //!
-//! They go together, for their pod is replaced as a whole. When one fails, the others are told to leave, which those of
-//! other pods need not wait for, and are killed if they take too long. What the supervisor ends with is what the first
-//! that failed has ended with: the pod's end tells how.
+//! They go together, for their pod is replaced as a whole. When one fails, the others are told to
+//! leave, which those of other pods need not wait for, and are killed if they take too long. What
+//! the supervisor ends with is what the first that failed has ended with: the pod's end tells how.
 //!
-//! **Invariants:** no worker outlives the supervisor, however that ends. Knows nothing about the job.
+//! **Invariants:** no worker outlives the supervisor, however that ends. Knows nothing about the
+//! job.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -48,7 +49,8 @@ struct Crew {
 }
 
 impl Supervisor {
-    /// Reads what `variable` (usually the process's environment) says; `None` if this process is a worker itself.
+    /// Reads what `variable` (usually the process's environment) says; `None` if this process is a
+    /// worker itself.
     ///
     /// # Errors
     /// What is wrong, for the user's eyes.
@@ -140,7 +142,8 @@ impl Supervisor {
 }
 
 impl Crew {
-    /// A process has ended: a worker, or what a worker has left behind. Whether the others are to leave.
+    /// A process has ended: a worker, or what a worker has left behind. Whether the others are to
+    /// leave.
     fn on_ended(&mut self, now: Instant, pid: i32, code: u8) -> bool {
         if !self.running.remove(&pid) {
             return false;
@@ -208,8 +211,8 @@ const CPUS: &str = "ELASTICDL_CPUS";
 /// Says to a worker which process started it.
 const SUPERVISOR: &str = "ELASTICDL_SUPERVISOR";
 const THREADS: &str = "RAYON_NUM_THREADS";
-/// How long those that are left may take to leave: well within the time after which the master deletes their pod, which
-/// would hide how it ended.
+/// How long those that are left may take to leave: well within the time after which the master
+/// deletes their pod, which would hide how it ended.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 const WORKERS_MAX: u64 = 64;
 

@@ -20,8 +20,9 @@ pub(crate) enum Tensors {
     Host(HostState),
 }
 
-/// The buffers on the host, each of as many `f32`s as the model has parameters, `slots` of as many times that. Newcomers are
-/// sent copies of the shared ones; whoever writes to one that is still being copied writes to a copy of its own.
+/// The buffers on the host, each of as many `f32`s as the model has parameters, `slots` of as many
+/// times that. Newcomers are sent copies of the shared ones; whoever writes to one that is still
+/// being copied writes to a copy of its own.
 #[derive(Debug)]
 pub(crate) struct HostState {
     pub(crate) parameters: Arc<Vec<f32>>,
@@ -82,8 +83,8 @@ impl Tensors {
         }
     }
 
-    /// Has `fill` write `len` floats of the parameters or of the optimizer's state, from float `from` of both on. They lie within
-    /// one of them.
+    /// Has `fill` write `len` floats of the parameters or of the optimizer's state, from float
+    /// `from` of both on. They lie within one of them.
     pub(crate) fn fill_part<E: From<DeviceError>>(
         &mut self,
         from: usize,
@@ -132,8 +133,9 @@ impl Tensors {
         }
     }
 
-    /// Puts the sum of all ranks' gradients into `reduced`, with their headers beside it. `buckets`: their length, and how many are
-    /// there already, for a model on the host that has buckets.
+    /// Puts the sum of all ranks' gradients into `reduced`, with their headers beside it.
+    /// `buckets`: their length, and how many are there already, for a model on the host that has
+    /// buckets.
     pub(crate) fn sum(
         &mut self,
         ring: &mut Ring,
@@ -169,7 +171,8 @@ impl Tensors {
         }
     }
 
-    /// As [`sum_is_finite`](Self::sum_is_finite), for this worker's own gradient, which is the sum where there is nobody else.
+    /// As [`sum_is_finite`](Self::sum_is_finite), for this worker's own gradient, which is the sum
+    /// where there is nobody else.
     pub(crate) fn gradient_is_finite(&mut self) -> Result<bool, DeviceError> {
         match self {
             Self::Device(state) => state.gradient_is_finite(),
@@ -222,7 +225,8 @@ impl Tensors {
         Ok(digest.digest())
     }
 
-    /// As [`Tensors::digest`], but of the tensors only that part whose turn it is: for a group that waits for it.
+    /// As [`Tensors::digest`], but of the tensors only that part whose turn it is: for a group that
+    /// waits for it.
     pub(crate) fn quick_digest(&mut self, state: &State) -> Result<u64, DeviceError> {
         let mut digest = Xxh3Default::new();
         digest.update(&self.window_digest(state.step)?.to_le_bytes());
@@ -230,8 +234,9 @@ impl Tensors {
         Ok(digest.digest())
     }
 
-    /// Digest of the part of the state whose turn it is at `step`: all of it over [`WINDOWS`] steps, so that comparing
-    /// replicas at every step costs next to nothing. On a GPU another one than on the host.
+    /// Digest of the part of the state whose turn it is at `step`: all of it over [`WINDOWS`]
+    /// steps, so that comparing replicas at every step costs next to nothing. On a GPU another one
+    /// than on the host.
     pub(crate) fn window_digest(&mut self, step: u64) -> Result<u64, DeviceError> {
         Ok(match self {
             Self::Device(state) => {
@@ -250,8 +255,8 @@ impl Tensors {
 }
 
 impl HostState {
-    /// Takes the memory at once: a page that the system hands out at its first use would be waited for by the whole group,
-    /// in the first step.
+    /// Takes the memory at once: a page that the system hands out at its first use would be waited
+    /// for by the whole group, in the first step.
     pub(crate) fn new(parameters: usize, slots: usize) -> Self {
         Self {
             parameters: Arc::new(zeros(parameters)),
@@ -279,7 +284,8 @@ impl HostState {
 
 /// Whether all values are numbers: none is NaN or infinite.
 ///
-/// One pass over memory, in blocks without a branch, which the compiler turns into vector instructions.
+/// One pass over memory, in blocks without a branch, which the compiler turns into vector
+/// instructions.
 pub(crate) fn is_finite(values: &[f32]) -> bool {
     let is_bad = |value: &f32| u32::from(value.to_bits() & EXPONENT == EXPONENT);
     values
@@ -296,7 +302,8 @@ pub(crate) fn window(step: u64, len: usize) -> Range<usize> {
 /// `len` zeros in memory that is there.
 pub(crate) fn zeros(len: usize) -> Vec<f32> {
     let mut zeros = elasticdl_collective::zeros(len);
-    // Zeroed memory is handed out lazily; a write that the compiler can't see through makes it be there.
+    // Zeroed memory is handed out lazily; a write that the compiler can't see through makes it be
+    // there.
     zeros.iter_mut().step_by(PAGE_FLOATS).for_each(|first| *first = std::hint::black_box(0.0));
     zeros
 }

@@ -1,7 +1,7 @@
 //! Does what the session decides: computes, talks to the group, applies updates.
 //!
-//! One thread, blocking calls. What the master says arrives in an inbox between two tasks; what can't wait (a lost
-//! member) reaches a blocked collective call through the group's fence.
+//! One thread, blocking calls. What the master says arrives in an inbox between two tasks; what
+//! can't wait (a lost member) reaches a blocked collective call through the group's fence.
 
 use std::mem;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -136,7 +136,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         Self { export, ..self }
     }
 
-    /// Leaves steps out whose gradients are not finite, where `skips`; otherwise the first one ends the job.
+    /// Leaves steps out whose gradients are not finite, where `skips`; otherwise the first one ends
+    /// the job.
     pub(crate) fn skipping_nonfinite(self, skips: bool) -> Self {
         Self { skips_nonfinite: skips, ..self }
     }
@@ -260,8 +261,9 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// Takes in newcomers that have come to the door, and begins to copy the state for them while this rank computes or waits
-    /// for others. They get it when all ranks have said that they hold its step.
+    /// Takes in newcomers that have come to the door, and begins to copy the state for them while
+    /// this rank computes or waits for others. They get it when all ranks have said that they hold
+    /// its step.
     fn receive_visitors(&mut self) -> Result<(), Failure> {
         if self.session.is_over() {
             self.donor.dismiss();
@@ -283,7 +285,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// Gives newcomers the state as it is: all ranks have said that they hold its step, and no update has changed it yet.
+    /// Gives newcomers the state as it is: all ranks have said that they hold its step, and no
+    /// update has changed it yet.
     fn serve_visitors(&mut self) {
         if let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) {
             self.donor.release(generation, state.step, || state.record());
@@ -322,8 +325,9 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// The donor passes its last step's headers and reduced gradient around; ranks behind apply them. Gives the headers
-    /// to a rank that has passed them on, and now has the reduced gradient in `reduced`.
+    /// The donor passes its last step's headers and reduced gradient around; ranks behind apply
+    /// them. Gives the headers to a rank that has passed them on, and now has the reduced gradient
+    /// in `reduced`.
     fn repair_by_result(
         &mut self,
         donor: usize,
@@ -351,8 +355,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(None)
     }
 
-    /// The donor passes its state around; ranks without one take it. The others hold the same bits. `result`: headers of
-    /// the last step, where its reduced gradient has passed through this rank.
+    /// The donor passes its state around; ranks without one take it. The others hold the same bits.
+    /// `result`: headers of the last step, where its reduced gradient has passed through this rank.
     fn repair_by_state(
         &mut self,
         donor: usize,
@@ -491,8 +495,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// Applies a step's reduced gradient, which is in `reduced`, and takes the step's records into the ledger. One that is
-    /// not [finite](Self::is_finite) is not applied.
+    /// Applies a step's reduced gradient, which is in `reduced`, and takes the step's records into
+    /// the ledger. One that is not [finite](Self::is_finite) is not applied.
     fn update(&mut self, headers: Vec<StepHeader>, is_finite: bool) -> Result<(), Stopped> {
         let records: u64 = headers.iter().map(StepHeader::records).sum();
         let (model, tensors, step) = (&mut self.model, &mut self.tensors, self.session.step());
@@ -578,7 +582,8 @@ fn decode_all<T: serde::de::DeserializeOwned>(headers: Vec<Vec<u8>>) -> Result<V
     headers.iter().map(|bytes| header::decode(bytes).ok_or_else(|| garbled("a header"))).collect()
 }
 
-/// What came over a link that proved the job's token makes no sense: other ranks run another program.
+/// What came over a link that proved the job's token makes no sense: other ranks run another
+/// program.
 fn garbled(what: &str) -> Stopped {
     let error =
         format!("a peer sent {what} that can't be read; do all workers run the same program?");
@@ -620,9 +625,11 @@ pub(crate) use self::evaluation::Validation;
 use self::gpu::{device_of, nccl_policy};
 use self::incoming::Incoming;
 
-/// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays nobody; a peer that
-/// finishes its step first does. The master ends the wait for peers that never come.
+/// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays
+/// nobody; a peer that finishes its step first does. The master ends the wait for peers that never
+/// come.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(600);
 
-/// How long a rank without records waits for some before it tells the others again that it has none.
+/// How long a rank without records waits for some before it tells the others again that it has
+/// none.
 const TALK_PAUSE: Duration = Duration::from_millis(5);

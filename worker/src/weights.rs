@@ -1,7 +1,7 @@
 //! A model's parameters as a safetensors file: what is left of a job, and what others load.
 //!
-//! The file is what candle and PyTorch read as they are: one tensor of `F32` for each of [`Model::layout`], by its name and
-//! in its shape, little-endian, row by row.
+//! The file is what candle and PyTorch read as they are: one tensor of `F32` for each of
+//! [`Model::layout`], by its name and in its shape, little-endian, row by row.
 //!
 //! [`Model::layout`]: crate::Model::layout
 
@@ -18,10 +18,12 @@ use crate::storage::{Storage, StorageError};
 /// Why parameters were not written or read. The text names the file and the tensor.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WeightsError {
-    /// The model's layout is no description of its parameters: mend [`Model::layout`](crate::Model::layout).
+    /// The model's layout is no description of its parameters: mend
+    /// [`Model::layout`](crate::Model::layout).
     #[error("layout() names {0}")]
     Names(String),
-    /// The file is of another model, or none: give another file, or the options that it was made with.
+    /// The file is of another model, or none: give another file, or the options that it was made
+    /// with.
     #[error("{path}: {reason}")]
     Other { path: String, reason: String },
     #[error(transparent)]
@@ -60,7 +62,8 @@ pub(crate) fn probe(address: &str) -> Result<(), StorageError> {
     probe.remove("")
 }
 
-/// Writes `parameters` to `address`: the file is there as a whole, or as it was before. Nothing is copied.
+/// Writes `parameters` to `address`: the file is there as a whole, or as it was before. Nothing is
+/// copied.
 ///
 /// # Errors
 /// [`WeightsError::Names`], or the place's word.
@@ -82,7 +85,8 @@ pub(crate) fn check_there(address: &str) -> Result<(), StorageError> {
     Storage::open(address)?.bytes("").map(drop)
 }
 
-/// Reads `parameters` of such a file, which may have been written by another program; what else is in it is ignored.
+/// Reads `parameters` of such a file, which may have been written by another program; what else is
+/// in it is ignored.
 ///
 /// # Errors
 /// The place's word; what in the file is not as the model has it.

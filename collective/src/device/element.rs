@@ -3,7 +3,8 @@ use half::{bf16, f16};
 
 /// What a device buffer is made of: `f32`, `bf16` or `f16`.
 ///
-/// Halves are summed as f32 and rounded once on the host's path; NCCL sums them as its version sees fit.
+/// Halves are summed as f32 and rounded once on the host's path; NCCL sums them as its version sees
+/// fit.
 pub trait Element:
     DeviceRepr + ValidAsZeroBits + bytemuck::Pod + Send + Sync + sealed::Sealed
 {

@@ -7,8 +7,8 @@ use cudarc::driver::DriverError;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// NCCL did not give a communicator back in time. Its kernel may still hold the device's stream: end the process, another one
-    /// takes its place.
+    /// NCCL did not give a communicator back in time. Its kernel may still hold the device's
+    /// stream: end the process, another one takes its place.
     #[error(
         "NCCL has not aborted its communicator within {waited:?}; this process can't go on with its GPU"
     )]
@@ -41,7 +41,8 @@ pub enum DeviceError {
         /// What the system's loader said.
         reason: String,
     },
-    /// The library lacks a function that is needed: it is too old, or something else. Go on without it.
+    /// The library lacks a function that is needed: it is too old, or something else. Go on without
+    /// it.
     #[error("{library} has no {symbol}")]
     NoSymbol {
         /// The library's name.

@@ -26,7 +26,8 @@ impl Device {
     /// How many GPUs this process can see; 0 where the driver says that there is none.
     ///
     /// # Errors
-    /// [`DeviceError::NoLibrary`] without a driver; [`DeviceError::NoSymbol`], [`DeviceError::Cuda`].
+    /// [`DeviceError::NoLibrary`] without a driver; [`DeviceError::NoSymbol`],
+    /// [`DeviceError::Cuda`].
     pub fn count() -> Result<usize, DeviceError> {
         find_driver()?;
         match CudaContext::device_count() {
@@ -52,7 +53,8 @@ impl Device {
         Self::of_stream(stream)
     }
 
-    /// The GPU of a stream that somebody else has opened: a framework's, so that what is enqueued here comes in its order.
+    /// The GPU of a stream that somebody else has opened: a framework's, so that what is enqueued
+    /// here comes in its order.
     ///
     /// # Errors
     /// [`DeviceError::Cuda`].
@@ -77,7 +79,8 @@ impl Device {
     }
 
     pub(crate) fn staging(&self) -> MutexGuard<'_, Staging> {
-        // Who panicked while it held it has left slots whose copies are awaited before they are used again.
+        // Who panicked while it held it has left slots whose copies are awaited before they are
+        // used again.
         self.inner.staging.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
@@ -91,7 +94,8 @@ fn find_driver() -> Result<(), DeviceError> {
 fn load_driver() -> Result<(), DeviceError> {
     let mut reason = String::new();
     for name in NAMES {
-        // SAFETY: what a system has under this name is its driver, made to be loaded by whoever wants.
+        // SAFETY: what a system has under this name is its driver, made to be loaded by whoever
+        // wants.
         match unsafe { libloading::Library::new(name) } {
             Ok(library) => {
                 // Not unloaded again: cudarc keeps pointers into it.

@@ -6,17 +6,19 @@
 //!        block k+1        block k        block k−1      headers: TcpRing; its links' ends abort NCCL
 //! ```
 //!
-//! A [`Device`] is one GPU with the stream on which its owner computes. A [`DeviceRing`] is a group's ring with a device at each rank:
-//! sums, broadcasts and gathers on device memory go over the host ring from the first step on, and over NCCL once a communicator has
-//! been [built](DeviceRing::begin_nccl) in the background and all ranks have agreed to use it.
+//! A [`Device`] is one GPU with the stream on which its owner computes. A [`DeviceRing`] is a
+//! group's ring with a device at each rank: sums, broadcasts and gathers on device memory go over
+//! the host ring from the first step on, and over NCCL once a communicator has been
+//! [built](DeviceRing::begin_nccl) in the background and all ranks have agreed to use it.
 //!
-//! **Invariant:** nothing of CUDA is needed to build this, nor to run it: libraries are looked for at run time, and what is missing is a
-//! [`DeviceError`].
+//! **Invariant:** nothing of CUDA is needed to build this, nor to run it: libraries are looked for
+//! at run time, and what is missing is a [`DeviceError`].
 //!
-//! **Invariant:** as on the host, inputs are never written to, all ranks get the same bits, and a failed operation ends the group.
+//! **Invariant:** as on the host, inputs are never written to, all ranks get the same bits, and a
+//! failed operation ends the group.
 //!
-//! **Invariant:** an operation that has returned leaves nothing behind on the caller's stream that could hang; where it can't say so
-//! ([`DeviceError::Abandoned`]), the process has to end.
+//! **Invariant:** an operation that has returned leaves nothing behind on the caller's stream that
+//! could hang; where it can't say so ([`DeviceError::Abandoned`]), the process has to end.
 
 mod copies;
 mod element;

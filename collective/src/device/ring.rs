@@ -14,10 +14,12 @@ mod staged;
 
 use offer::Offer;
 
-/// A group's ring whose ranks have a GPU each: the operations of [`Communicator`] on host memory, and those below on the device's.
+/// A group's ring whose ranks have a GPU each: the operations of [`Communicator`] on host memory,
+/// and those below on the device's.
 ///
-/// All of the group have one; all say the same [`Path`] in an operation. Operations come behind what is on the [device's
-/// stream](Device::stream), and what is enqueued there after them finds their result.
+/// All of the group have one; all say the same [`Path`] in an operation. Operations come behind
+/// what is on the [device's stream](Device::stream), and what is enqueued there after them finds
+/// their result.
 #[derive(Debug)]
 pub struct DeviceRing {
     /// Dropped first: what NCCL does must not outlive the links that tell of a peer's end.
@@ -31,7 +33,8 @@ pub struct DeviceRing {
 pub enum Path {
     /// Page-locked memory and the host's ring. Always there.
     Host,
-    /// NCCL. Only once every rank has said in an operation that its [state](DeviceRing::nccl_state) is ready.
+    /// NCCL. Only once every rank has said in an operation that its [state](DeviceRing::nccl_state)
+    /// is ready.
     Nccl,
 }
 
@@ -49,9 +52,11 @@ pub enum NcclPolicy {
 pub struct NcclOptions {
     /// How long a communicator may take to be made before the group does without.
     pub init_limit: Duration,
-    /// How long NCCL may take to give a communicator back before it is [given up](crate::nccl::abandoned).
+    /// How long NCCL may take to give a communicator back before it is [given
+    /// up](crate::nccl::abandoned).
     pub abort_limit: Duration,
-    /// Also where two ranks share a GPU, which NCCL refuses unless its environment says that they are on different hosts. To try out.
+    /// Also where two ranks share a GPU, which NCCL refuses unless its environment says that they
+    /// are on different hosts. To try out.
     pub on_shared_gpus: bool,
 }
 
@@ -80,10 +85,12 @@ impl DeviceRing {
         &self.ring
     }
 
-    /// Agrees with all others whether the group gets a communicator of NCCL, and begins to make it in the background. An operation of
-    /// the group: all ranks call it at the same place, whatever their policy. What was begun before is ended.
+    /// Agrees with all others whether the group gets a communicator of NCCL, and begins to make it
+    /// in the background. An operation of the group: all ranks call it at the same place, whatever
+    /// their policy. What was begun before is ended.
     ///
-    /// The group does without ([`NcclState::Absent`]) where a rank would not use it, where versions differ, and where ranks share a GPU.
+    /// The group does without ([`NcclState::Absent`]) where a rank would not use it, where versions
+    /// differ, and where ranks share a GPU.
     ///
     /// # Errors
     /// [`CollectiveError`], of the host's ring. That NCCL can't be used is no error.
@@ -118,7 +125,8 @@ impl DeviceRing {
         Ok(())
     }
 
-    /// How far this rank is with NCCL. Cheap: to be asked at every step's end, and told to the others.
+    /// How far this rank is with NCCL. Cheap: to be asked at every step's end, and told to the
+    /// others.
     #[must_use]
     pub fn nccl_state(&self) -> NcclState {
         match &self.nccl {
@@ -127,7 +135,8 @@ impl DeviceRing {
         }
     }
 
-    /// How long NCCL took to give back this group's communicator, if it was aborted and that has returned.
+    /// How long NCCL took to give back this group's communicator, if it was aborted and that has
+    /// returned.
     #[must_use]
     pub fn nccl_abort_took(&self) -> Option<Duration> {
         match &self.nccl {
@@ -136,14 +145,17 @@ impl DeviceRing {
         }
     }
 
-    /// Puts the element-wise sum of all ranks' `src` into every rank's `dst`, and returns every rank's `header` in rank order. `src` is
-    /// only read, so that a failed step can be contributed again. All ranks get the same bits.
+    /// Puts the element-wise sum of all ranks' `src` into every rank's `dst`, and returns every
+    /// rank's `header` in rank order. `src` is only read, so that a failed step can be contributed
+    /// again. All ranks get the same bits.
     ///
-    /// `header`: at most [`HEADER_BYTES_MAX`] bytes. `src`, `dst`: `[len]`, the same on every rank, on this ring's device.
+    /// `header`: at most [`HEADER_BYTES_MAX`] bytes. `src`, `dst`: `[len]`, the same on every rank,
+    /// on this ring's device.
     ///
     /// # Errors
-    /// [`CollectiveError`]; `dst` then holds unspecified values. [`CollectiveError::Device`] with [`DeviceError::Abandoned`]: NCCL
-    /// still holds the device's stream, so that the process has to end.
+    /// [`CollectiveError`]; `dst` then holds unspecified values. [`CollectiveError::Device`] with
+    /// [`DeviceError::Abandoned`]: NCCL still holds the device's stream, so that the process has to
+    /// end.
     pub fn all_reduce_device<T: Element>(
         &mut self,
         header: &[u8],
@@ -194,7 +206,8 @@ impl DeviceRing {
 
     /// Puts every rank's `src`, in rank order, into every rank's `dst`.
     ///
-    /// `src`: `[len]`, the same on every rank; `dst`: `[world_size · len]`; both on this ring's device.
+    /// `src`: `[len]`, the same on every rank; `dst`: `[world_size · len]`; both on this ring's
+    /// device.
     ///
     /// # Errors
     /// As for [`all_reduce_device`](Self::all_reduce_device).
@@ -217,8 +230,8 @@ impl DeviceRing {
         self.over_nccl(&[], Call { kind: CallKind::AllGather, buffers }).map(drop)
     }
 
-    /// NCCL's thread moves the elements while this one tells the headers, and then watches the links: their ends are how a peer's
-    /// end shows.
+    /// NCCL's thread moves the elements while this one tells the headers, and then watches the
+    /// links: their ends are how a peer's end shows.
     fn over_nccl(&mut self, header: &[u8], call: Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let Nccl::Begun(communicator) = &self.nccl else {
             return Err(CollectiveError::Invalid(
@@ -238,7 +251,8 @@ impl DeviceRing {
         done.map_err(|error| self.stop_nccl(error))
     }
 
-    /// Ends the group after an operation over NCCL has failed. What is on the device's stream then ends, or this says that it does not.
+    /// Ends the group after an operation over NCCL has failed. What is on the device's stream then
+    /// ends, or this says that it does not.
     fn stop_nccl(&mut self, error: CollectiveError) -> CollectiveError {
         self.ring.give_up();
         let Nccl::Begun(communicator) = &self.nccl else { return error };
@@ -354,8 +368,8 @@ impl Communicator for DeviceRing {
 }
 
 impl Drop for DeviceRing {
-    /// Who leaves when all is done may be ahead of others, which are still in NCCL's last sum and take an end of a link for a loss: the
-    /// links stay a little longer.
+    /// Who leaves when all is done may be ahead of others, which are still in NCCL's last sum and
+    /// take an end of a link for a loss: the links stay a little longer.
     fn drop(&mut self) {
         if self.nccl_state() == NcclState::Ready && self.ring.check_alive().is_ok() {
             let links = self.ring.links_to_hold();
@@ -419,7 +433,8 @@ pub const HEADER_BYTES_MAX: usize = BLOCK_BYTES_MAX - FRAMING_BYTES;
 
 const FRAMING_BYTES: usize = size_of::<u64>();
 
-/// How long a rank that has heard of a neighbour's end lets NCCL come to its own: who leaves after an operation has had its part in it.
+/// How long a rank that has heard of a neighbour's end lets NCCL come to its own: who leaves after
+/// an operation has had its part in it.
 const LEAVER_TIME_MAX: Duration = Duration::from_millis(20);
 
 /// Far beyond what ranks are apart at the end of a sum.

@@ -1,7 +1,7 @@
 //! The way of device buffers over the host: page-locked memory on both sides of the host's ring.
 //!
-//! Two slots each way: while the ring works on block k, block k+1 is copied to the host and block k−1 to the device, by the device's
-//! copy engines on streams of their own.
+//! Two slots each way: while the ring works on block k, block k+1 is copied to the host and block
+//! k−1 to the device, by the device's copy engines on streams of their own.
 #![allow(
     unsafe_code,
     reason = "copies that go on while the host works; whose memory it is when is decided here"
@@ -42,8 +42,8 @@ impl Staging {
         Ok(Self { outward: Lane::new(context)?, inward: Lane::new(context)? })
     }
 
-    /// What is enqueued on `stream` from now on comes after what is being copied. On every way out of an operation: buffers are freed
-    /// in the order of their stream.
+    /// What is enqueued on `stream` from now on comes after what is being copied. On every way out
+    /// of an operation: buffers are freed in the order of their stream.
     pub(crate) fn join(&self, stream: &Arc<CudaStream>) -> Result<(), DeviceError> {
         let joined =
             stream.join(&self.outward.stream).and_then(|()| stream.join(&self.inward.stream));
@@ -66,7 +66,8 @@ impl Lane {
         self.stream.join(stream).map_err(DeviceError::cuda("order two streams"))
     }
 
-    /// Begins to copy `bytes` bytes from the device's memory at `src` into slot `turn`, which must be free.
+    /// Begins to copy `bytes` bytes from the device's memory at `src` into slot `turn`, which must
+    /// be free.
     ///
     /// # Safety
     /// That many bytes are there, and stay there until whoever frees them has waited for this lane.
@@ -79,7 +80,8 @@ impl Lane {
         let Self { stream, slots } = self;
         let slot = &mut slots[turn % 2];
         let memory = slot.room(bytes)?;
-        // SAFETY: by the caller's promise; the slot is not touched before the event that is recorded behind the copy.
+        // SAFETY: by the caller's promise; the slot is not touched before the event that is
+        // recorded behind the copy.
         unsafe { result::memcpy_dtoh_async(memory, src, stream.cu_stream()) }
             .map_err(DeviceError::cuda("copy to the host"))?;
         slot.mark(stream)
@@ -104,7 +106,8 @@ impl Lane {
         slot.mark(stream)
     }
 
-    /// The first `bytes` bytes of slot `turn`, once its last copy is done. `is_over`: asked now and then whether to give up.
+    /// The first `bytes` bytes of slot `turn`, once its last copy is done. `is_over`: asked now and
+    /// then whether to give up.
     pub(crate) fn slot<E: From<DeviceError>>(
         &mut self,
         turn: usize,

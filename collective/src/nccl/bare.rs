@@ -45,7 +45,8 @@ impl Bare {
         let (len, stream) = (src.len(), &self.stream);
         let ((src, _read), (dst, _written)) = (src.device_ptr(stream), dst.device_ptr_mut(stream));
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
-        // SAFETY: the handle is this thread's; the buffers are borrowed until the stream is through.
+        // SAFETY: the handle is this thread's; the buffers are borrowed until the stream is
+        // through.
         let progress =
             unsafe { self.library.all_reduce(self.handle, buffers, stream.cu_stream().cast()) }?;
         self.follow(progress)?;

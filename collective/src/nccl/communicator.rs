@@ -27,7 +27,8 @@ pub enum NcclState {
     Ready,
 }
 
-/// One rank's communicator. Dropping it never blocks: what works is brought to rest in the background, what does not is aborted.
+/// One rank's communicator. Dropping it never blocks: what works is brought to rest in the
+/// background, what does not is aborted.
 #[derive(Debug)]
 pub(crate) struct NcclCommunicator {
     shared: Arc<Shared>,
@@ -66,8 +67,8 @@ pub(crate) enum CallKind {
     Broadcast { root: usize },
 }
 
-/// The communicators of this process that NCCL did not give back in time. Where there are any, the process should end when it can: they
-/// hold threads and memory of the device, and may hold more.
+/// The communicators of this process that NCCL did not give back in time. Where there are any, the
+/// process should end when it can: they hold threads and memory of the device, and may hold more.
 #[must_use]
 pub fn abandoned() -> usize {
     let now = Instant::now();
@@ -119,7 +120,8 @@ impl NcclCommunicator {
         let _ = self.calls.send(call);
     }
 
-    /// The result of the operation, once there is one. `None` again and again if the communicator has ended otherwise.
+    /// The result of the operation, once there is one. `None` again and again if the communicator
+    /// has ended otherwise.
     pub(crate) fn result(&self) -> Option<Result<(), DeviceError>> {
         self.shared.finished.clear();
         match self.results.try_recv() {
@@ -198,8 +200,8 @@ struct Shared {
     changed: Condvar,
 }
 
-/// **Invariant:** the handle is used by the calling thread while `in_call`, and by the watchdog after `abort` is set and that call is over
-/// or is thought to hang.
+/// **Invariant:** the handle is used by the calling thread while `in_call`, and by the watchdog
+/// after `abort` is set and that call is over or is thought to hang.
 #[derive(Debug)]
 struct Status {
     phase: Phase,
@@ -395,7 +397,8 @@ impl Caller {
             CallKind::AllGather => (
                 "gather",
                 self.call(|nccl, handle| {
-                    // SAFETY: this thread's turn, see `call`; the buffers are by the caller's promise.
+                    // SAFETY: this thread's turn, see `call`; the buffers are by the caller's
+                    // promise.
                     unsafe { nccl.all_gather(handle, buffers, raw) }
                 })?,
             ),
@@ -456,7 +459,8 @@ impl Caller {
         self.call(|nccl, handle| unsafe { nccl.poll(action, handle) })
     }
 
-    /// Makes one call with the communicator, unless it is being aborted: nobody else uses it meanwhile.
+    /// Makes one call with the communicator, unless it is being aborted: nobody else uses it
+    /// meanwhile.
     fn call<T>(
         &self,
         call: impl FnOnce(&Library, Handle) -> Result<T, DeviceError>,
@@ -479,7 +483,8 @@ impl Caller {
     }
 }
 
-/// Between two looks: short at first, as operations are, then long enough to leave the core to others.
+/// Between two looks: short at first, as operations are, then long enough to leave the core to
+/// others.
 struct Pause {
     begun: Instant,
 }

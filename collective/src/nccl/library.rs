@@ -18,7 +18,8 @@ pub struct Library {
     _library: ManuallyDrop<libloading::Library>,
 }
 
-/// What the ranks of a new communicator find each other by. Drawn on one of them, and good for one communicator.
+/// What the ranks of a new communicator find each other by. Drawn on one of them, and good for one
+/// communicator.
 #[derive(Clone, Copy, Eq, PartialEq)]
 #[repr(C)]
 pub struct UniqueId([u8; UNIQUE_ID_BYTES]);
@@ -44,8 +45,8 @@ pub(crate) enum Progress {
     Underway,
 }
 
-// SAFETY: NCCL's functions may be called from any thread; the handle of a communicator is an address to this side, and its owner takes
-// care that calls come one at a time.
+// SAFETY: NCCL's functions may be called from any thread; the handle of a communicator is an
+// address to this side, and its owner takes care that calls come one at a time.
 unsafe impl Send for Handle {}
 
 impl Library {
@@ -82,7 +83,8 @@ impl Library {
         self.version
     }
 
-    /// Draws what a new communicator's ranks find each other by. This process has to live until they have.
+    /// Draws what a new communicator's ranks find each other by. This process has to live until
+    /// they have.
     ///
     /// # Errors
     /// [`DeviceError::Nccl`].
@@ -94,7 +96,8 @@ impl Library {
         Ok(UniqueId(id))
     }
 
-    /// Begins to make a communicator on the thread's current device, and returns it at once, whatever comes of it.
+    /// Begins to make a communicator on the thread's current device, and returns it at once,
+    /// whatever comes of it.
     pub(crate) fn begin(
         &self,
         id: &UniqueId,
@@ -114,8 +117,9 @@ impl Library {
         };
         let mut handle = ptr::null_mut();
         let (world, rank) = (narrow(world), narrow(rank));
-        // SAFETY: the id is passed by value, as C does with a structure of this size; the configuration says its own size and version,
-        // and the library looks at no field beyond those.
+        // SAFETY: the id is passed by value, as C does with a structure of this size; the
+        // configuration says its own size and version, and the library looks at no field beyond
+        // those.
         let code = unsafe {
             (self.calls.comm_init_rank_config)(&mut handle, world, *id, rank, &mut config)
         };
@@ -142,7 +146,8 @@ impl Library {
     /// Enqueues a sum of all ranks' `src` into `dst` on `stream`.
     ///
     /// # Safety
-    /// As for [`poll`](Self::poll). The buffers stay until the stream is through with them, and have that many elements.
+    /// As for [`poll`](Self::poll). The buffers stay until the stream is through with them, and
+    /// have that many elements.
     pub(crate) unsafe fn all_reduce(
         &self,
         handle: Handle,
@@ -210,7 +215,8 @@ impl Library {
         self.progress("gather", code)
     }
 
-    /// Begins to bring a communicator to rest: what it has been asked for is done, also for its peers.
+    /// Begins to bring a communicator to rest: what it has been asked for is done, also for its
+    /// peers.
     ///
     /// # Safety
     /// As for [`poll`](Self::poll).
@@ -223,7 +229,8 @@ impl Library {
     /// Ends what the communicator does, and frees it. May block.
     ///
     /// # Safety
-    /// `handle` has not been aborted before. Another thread may be in a call with it, and not begin one.
+    /// `handle` has not been aborted before. Another thread may be in a call with it, and not begin
+    /// one.
     pub(crate) unsafe fn abort(&self, handle: Handle) -> Result<(), DeviceError> {
         // SAFETY: by the caller's promise.
         let code = unsafe { (self.calls.comm_abort)(handle.0) };
@@ -231,7 +238,8 @@ impl Library {
     }
 
     fn load(name: &OsStr) -> Result<libloading::Library, String> {
-        // SAFETY: what a system has under this name, or a user has named, is made to be loaded by whoever wants.
+        // SAFETY: what a system has under this name, or a user has named, is made to be loaded by
+        // whoever wants.
         unsafe { libloading::Library::new(name) }.map_err(|error| DeviceError::loader_said(&error))
     }
 
@@ -312,7 +320,8 @@ macro_rules! calls {
             fn of(name: &str, library: &libloading::Library) -> Result<Self, DeviceError> {
                 let missing = |symbol| DeviceError::NoSymbol { library: name.to_owned(), symbol };
                 Ok(Self {
-                    // SAFETY: the function of this name has had this type in all versions since 2.18.
+                    // SAFETY: the function of this name has had this type in all versions since
+                    // 2.18.
                     $($name: *unsafe { library.get($symbol.as_bytes()) }.map_err(|_| missing($symbol))?,)*
                 })
             }
@@ -337,8 +346,8 @@ calls! {
     get_version: "ncclGetVersion" = fn(*mut c_int) -> c_int;
 }
 
-/// `ncclConfig_t` as of 2.18. Later versions have more fields behind these, and set those of a configuration that says this version to
-/// their defaults.
+/// `ncclConfig_t` as of 2.18. Later versions have more fields behind these, and set those of a
+/// configuration that says this version to their defaults.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -371,7 +380,8 @@ fn narrow(rank: usize) -> c_int {
 /// PyPI's package has the first name only.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// The first with non-blocking communicators that can be brought to rest, and with this configuration.
+/// The first with non-blocking communicators that can be brought to rest, and with this
+/// configuration.
 const VERSION_MIN: i32 = 21_800;
 const CONFIG_VERSION: c_uint = 21_800;
 const CONFIG_MAGIC: c_uint = 0xcafe_beef;

@@ -1,4 +1,5 @@
-//! NCCL, where it is: found at run time, called through a binding of a few functions, from a thread of its own.
+//! NCCL, where it is: found at run time, called through a binding of a few functions, from a thread
+//! of its own.
 //!
 //! ```text
 //!   DeviceRing ──operation──▶ thread "nccl" ──▶ ncclAllReduce … asks the stream and the communicator until the end
@@ -6,13 +7,15 @@
 //!       └── end of a link, fence ──▶ thread "nccl-watchdog" ──▶ ncclCommAbort, with a deadline
 //! ```
 //!
-//! **Invariant:** no call here blocks the ring's thread: what NCCL does is followed by asking, and given up after a deadline or when the
-//! host's ring says that a peer is gone. NCCL itself notices hardly any loss of a peer.
+//! **Invariant:** no call here blocks the ring's thread: what NCCL does is followed by asking, and
+//! given up after a deadline or when the host's ring says that a peer is gone. NCCL itself notices
+//! hardly any loss of a peer.
 //!
-//! **Invariant:** results are numbers, of whatever version; the functions that a library has are what it can do.
+//! **Invariant:** results are numbers, of whatever version; the functions that a library has are
+//! what it can do.
 //!
-//! **Invariant:** a communicator is given back in one way only, `ncclCommAbort`, after it has been brought to rest if it still works:
-//! `ncclCommDestroy` may wait for peers that are gone.
+//! **Invariant:** a communicator is given back in one way only, `ncclCommAbort`, after it has been
+//! brought to rest if it still works: `ncclCommDestroy` may wait for peers that are gone.
 
 mod bare;
 mod communicator;

@@ -1,15 +1,17 @@
 //! The schedule and the payload under adversarial interleavings, over queues instead of sockets.
 //!
-//! A send takes its bytes in two halves, with anything in between, as a socket does that takes half a frame.
-//! A killed rank ends its links; what it had sent still arrives (its process died) or is lost (its machine
-//! did). A rank that notices an ended link that it still needs fails, and ends its own links.
+//! A send takes its bytes in two halves, with anything in between, as a socket does that takes half
+//! a frame. A killed rank ends its links; what it had sent still arrives (its process died) or is
+//! lost (its machine did). A rank that notices an ended link that it still needs fails, and ends
+//! its own links.
 //!
 //! What is asserted:
 //! * at the end every rank is done, failed or killed: nothing hangs;
-//! * a rank that is done has the reference result, bit for bit, and every rank's note. As every rank's part
-//!   is in the reference, **no rank reports success without every rank's contribution**;
-//! * nobody fails without a kill; and with one, the next rank is not done unless the victim had sent it
-//!   everything.
+//! * a rank that is done has the reference result, bit for bit, and every rank's note. As every
+//!   rank's part is in the reference, **no rank reports success without every rank's
+//!   contribution**;
+//! * nobody fails without a kill; and with one, the next rank is not done unless the victim had
+//!   sent it everything.
 
 use std::collections::{HashSet, VecDeque};
 

@@ -12,9 +12,11 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::memory::Address;
 
-/// A pipe without a name, which every rank of the host can write to and one polls: it stays readable until it is cleared.
+/// A pipe without a name, which every rank of the host can write to and one polls: it stays
+/// readable until it is cleared.
 ///
-/// Whoever has it has both ends of it, so that to ring at a rank that is gone is no error, and no signal.
+/// Whoever has it has both ends of it, so that to ring at a rank that is gone is no error, and no
+/// signal.
 #[derive(Debug)]
 pub(crate) struct Doorbell {
     pipe: File,

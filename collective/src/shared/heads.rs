@@ -1,9 +1,10 @@
-//! What each rank says when it begins an operation: which one it is, how long its buffer is, and a note.
+//! What each rank says when it begins an operation: which one it is, how long its buffer is, and a
+//! note.
 
 use super::room::{Room, SharedFault, Watch};
 
-/// Where ranks say it: two places per rank, by turns. Who begins the operation after the next has seen all others begin the next,
-/// and so be done with this one.
+/// Where ranks say it: two places per rank, by turns. Who begins the operation after the next has
+/// seen all others begin the next, and so be done with this one.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Heads {
     /// In the memory, in bytes.

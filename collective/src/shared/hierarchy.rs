@@ -6,26 +6,29 @@
 //!   rank ─┘ ◀─ totals ◀──┘      over TCP, as f32 or halves           └─ rank
 //! ```
 //!
-//! Between hosts every byte crosses as often as a ring of one rank per host would have it, `2·(h−1)/h` times for `h` hosts, however
-//! many ranks there are and in whatever order. One leader per host, and not a ring for every rank of a host: hosts may have
-//! different numbers of ranks, and up to tens of Gbit/s one link is enough.
+//! Between hosts every byte crosses as often as a ring of one rank per host would have it,
+//! `2·(h−1)/h` times for `h` hosts, however many ranks there are and in whatever order. One leader
+//! per host, and not a ring for every rank of a host: hosts may have different numbers of ranks,
+//! and up to tens of Gbit/s one link is enough.
 //!
-//! The buffer goes through in blocks, the segments of the leaders' [schedule](crate::schedule), in the order in which that
-//! needs them: the leader takes a block's sum when the ring's partial sum of it is there, and gives totals back as they
-//! come. So memory and network work side by side, and the leader, which has the network to serve, adds, and sums for
-//! nobody.
+//! The buffer goes through in blocks, the segments of the leaders' [schedule](crate::schedule), in
+//! the order in which that needs them: the leader takes a block's sum when the ring's partial sum
+//! of it is there, and gives totals back as they come. So memory and network work side by side, and
+//! the leader, which has the network to serve, adds, and sums for nobody.
 //!
 //! ```text
 //! host 0 of 3, sums:    c0 (its own, sent first)   c2   c1 (the last to be summed here)
 //!              totals:  c1 (complete here)         c0   c2
 //! ```
 //!
-//! **Invariant:** who waits for a rank of its own host waits for no network: the others' next steps depend on what the leader
-//! has done, never on what it is in. So the leader may wait for them in the middle of a transfer.
+//! **Invariant:** who waits for a rank of its own host waits for no network: the others' next steps
+//! depend on what the leader has done, never on what it is in. So the leader may wait for them in
+//! the middle of a transfer.
 //!
 //! **Invariant:** a total is computed once among all hosts and copied from there.
 //!
-//! **Invariant:** a rank leaves an operation only when all totals and notes are in this host's memory.
+//! **Invariant:** a rank leaves an operation only when all totals and notes are in this host's
+//! memory.
 
 use std::ops::Range;
 
@@ -170,8 +173,9 @@ impl Hierarchy {
         home.begin(watch, note, src.len())?;
         let sums = order(self.host, host, extent);
         let totals = order(self.host, host + 1, extent);
-        // The first total is the one of the last chunk's first block. Who puts in goes on beside it as far as slots
-        // reach: the leader may wait for a total to be taken before it takes another sum.
+        // The first total is the one of the last chunk's first block. Who puts in goes on beside it
+        // as far as slots reach: the leader may wait for a total to be taken before it takes
+        // another sum.
         let last = chunk(extent.len, hosts, (host + 1) % hosts);
         let lag = sums.len() - segment_count(&last, extent.segment_len) + SLOTS as usize;
         for index in 0..sums.len() + lag {
@@ -246,7 +250,8 @@ impl Home {
         Ok(())
     }
 
-    /// The leader gives the others the notes of all. All have read those of the operation before: they have begun this one.
+    /// The leader gives the others the notes of all. All have read those of the operation before:
+    /// they have begun this one.
     fn tell(&self, notes: &Notes) {
         let bytes = encode(notes);
         self.room.memory.write(self.layout.notes(), &(bytes.len() as u64).to_le_bytes());
@@ -281,7 +286,8 @@ impl Home {
     }
 }
 
-/// The leader's side of its host's memory, in one sum. Sums and totals go through it in the order that all of the host expect.
+/// The leader's side of its host's memory, in one sum. Sums and totals go through it in the order
+/// that all of the host expect.
 #[derive(Debug)]
 pub(crate) struct Front<'a> {
     home: &'a Home,
@@ -305,7 +311,8 @@ impl<'a> Front<'a> {
         Self { home, watch, own, segment_len, own_summed: 0, hosts: host.world, sent, told }
     }
 
-    /// The next segment of this host's own chunk that is not summed yet, if it is among the first `count`.
+    /// The next segment of this host's own chunk that is not summed yet, if it is among the first
+    /// `count`.
     pub(crate) fn next_own(&self, count: usize) -> Option<Range<usize>> {
         let all = segment_count(&self.own, self.segment_len);
         let is_left = self.own_summed < count.min(all);
@@ -350,7 +357,8 @@ fn extent(len: usize) -> Extent {
     Extent { len, segment_len: BLOCK_LEN_MAX }
 }
 
-/// The blocks of a buffer, as they come at a host: chunk by chunk, from the one of host `first` down.
+/// The blocks of a buffer, as they come at a host: chunk by chunk, from the one of host `first`
+/// down.
 fn order(host: Seat, first: usize, extent: Extent) -> Vec<Range<usize>> {
     let hosts = host.world;
     let chunks = (0..hosts).map(|step| chunk(extent.len, hosts, (first + hosts - step) % hosts));

@@ -8,8 +8,9 @@ use crate::frame::{FRAME_BYTES, Frame};
 use crate::link::poll_until;
 use crate::tcp::{Links, Neighbour};
 
-/// The links to ranks of this host, watched while one waits for something else. The end of one ends an operation over their memory,
-/// if anything is still missing there; and a frame of this very operation is one of a rank that believes in another.
+/// The links to ranks of this host, watched while one waits for something else. The end of one ends
+/// an operation over their memory, if anything is still missing there; and a frame of this very
+/// operation is one of a rank that believes in another.
 pub(crate) struct Lookout<'a> {
     watched: Vec<Watched<'a>>,
     sequence: u64,
@@ -59,7 +60,8 @@ impl<'a> Lookout<'a> {
     }
 }
 
-/// What has come may be of the next operation; if it is of this one, its sender believes in another.
+/// What has come may be of the next operation; if it is of this one, its sender believes in
+/// another.
 fn disagreement(link: &TcpStream, sequence: u64) -> Option<String> {
     let mut head = [0; FRAME_BYTES];
     match link.peek(&mut head) {

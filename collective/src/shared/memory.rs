@@ -1,7 +1,8 @@
 //! Memory that processes of one host share.
 //!
-//! An anonymous file, mapped by all. It has no name, so that nothing is left of it when the last process that maps it is
-//! gone, however it ends; and its size is sealed, so that no access can fail.
+//! An anonymous file, mapped by all. It has no name, so that nothing is left of it when the last
+//! process that maps it is gone, however it ends; and its size is sealed, so that no access can
+//! fail.
 
 #![allow(unsafe_code, reason = "memory that others write to is outside what the language knows")]
 
@@ -19,8 +20,9 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 /// A mapping of an anonymous file, readable and writable.
 ///
-/// **Invariant:** whoever maps it keeps to the [protocol](super): what one process writes here, no other reads or writes until
-/// the writer has said so by one of the atomic numbers, which are apart from all else.
+/// **Invariant:** whoever maps it keeps to the [protocol](super): what one process writes here, no
+/// other reads or writes until the writer has said so by one of the atomic numbers, which are apart
+/// from all else.
 #[derive(Debug)]
 pub(crate) struct Memory {
     base: NonNull<u8>,
@@ -49,8 +51,8 @@ impl Backing {
     }
 }
 
-/// Where to find the memory, for processes that see the same processes under the same ids. What is found there is only taken
-/// if it is this very file.
+/// Where to find the memory, for processes that see the same processes under the same ids. What is
+/// found there is only taken if it is this very file.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Address {
     pub(crate) process: u32,
@@ -80,8 +82,8 @@ impl Address {
     }
 }
 
-// SAFETY: the mapping is of this process, not of a thread, and all that is done with it from `&self` is either atomic or, by the
-// invariant, not done by two at once.
+// SAFETY: the mapping is of this process, not of a thread, and all that is done with it from
+// `&self` is either atomic or, by the invariant, not done by two at once.
 unsafe impl Send for Memory {}
 
 impl Memory {
@@ -128,7 +130,8 @@ impl Memory {
     }
 
     fn map(file: File, len: usize) -> io::Result<Self> {
-        // SAFETY: a new mapping, at an address that the system chooses, touches nothing that is there.
+        // SAFETY: a new mapping, at an address that the system chooses, touches nothing that is
+        // there.
         let base = unsafe {
             mmap(
                 null_mut(),
@@ -146,8 +149,9 @@ impl Memory {
     pub(crate) fn word32(&self, offset: usize) -> &AtomicU32 {
         self.check(offset, size_of::<AtomicU32>());
         assert!(offset.is_multiple_of(align_of::<AtomicU32>()), "offset {offset}");
-        // SAFETY: it lies within the mapping, which is aligned to pages and lives as long as `self`; all its bits are valid; and
-        // whoever else writes there does so atomically, by the invariant.
+        // SAFETY: it lies within the mapping, which is aligned to pages and lives as long as
+        // `self`; all its bits are valid; and whoever else writes there does so atomically, by the
+        // invariant.
         unsafe { self.base.add(offset).cast().as_ref() }
     }
 
@@ -160,8 +164,8 @@ impl Memory {
 
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
         self.check(offset, bytes.len());
-        // SAFETY: the target lies within the mapping, `bytes` is not part of it, and nobody else uses the target now, by the
-        // invariant.
+        // SAFETY: the target lies within the mapping, `bytes` is not part of it, and nobody else
+        // uses the target now, by the invariant.
         unsafe {
             self.base.as_ptr().add(offset).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
         };
@@ -178,7 +182,8 @@ impl Memory {
 
     fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         self.check(offset, len);
-        // SAFETY: it lies within the mapping, all its bits are valid, and nobody writes there now, by the invariant.
+        // SAFETY: it lies within the mapping, all its bits are valid, and nobody writes there now,
+        // by the invariant.
         unsafe { slice::from_raw_parts(self.base.as_ptr().add(offset), len) }
     }
 
@@ -192,8 +197,8 @@ impl Drop for Memory {
     fn drop(&mut self) {
         match &self.backing {
             Backing::File(_) => {
-                // SAFETY: it is this mapping, and with `self` all references into it are gone. It can't fail for a mapping that
-                // is there.
+                // SAFETY: it is this mapping, and with `self` all references into it are gone. It
+                // can't fail for a mapping that is there.
                 let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
             }
             #[cfg(test)]
@@ -220,8 +225,8 @@ struct Heap {
 
 #[cfg(test)]
 impl Memory {
-    /// The same zeros for so many threads: what Miri can look at, and a sanitizer, for which mappings of one file are different
-    /// memory.
+    /// The same zeros for so many threads: what Miri can look at, and a sanitizer, for which
+    /// mappings of one file are different memory.
     pub(crate) fn of_threads(len: usize, threads: usize) -> Vec<Self> {
         let layout = std::alloc::Layout::from_size_align(len, 4096).unwrap();
         // SAFETY: no memory of a group is empty.

@@ -1,14 +1,16 @@
 //! What ranks that share memory do to meet: they count, and wait for each other's numbers.
 //!
-//! Each rank counts in numbers that only it writes. There is no lock: a rank that is killed, at whatever instruction, just counts no
-//! further. That it is gone shows at links, which are watched while one waits, and who sees it says so in the memory and rings.
+//! Each rank counts in numbers that only it writes. There is no lock: a rank that is killed, at
+//! whatever instruction, just counts no further. That it is gone shows at links, which are watched
+//! while one waits, and who sees it says so in the memory and rings.
 //!
-//! Who sleeps has said what for, and only the rank with whose count that has come to pass rings: 4 ranks on 2 cores that were woken
-//! by every count took a quarter longer for 1 MiB.
+//! Who sleeps has said what for, and only the rank with whose count that has come to pass rings: 4
+//! ranks on 2 cores that were woken by every count took a quarter longer for 1 MiB.
 //!
-//! **Invariant:** who sleeps has said so before it looked for the last time, and who has counted looks for sleepers after that: so
-//! either the count is seen, or the sleeper; and of two that count at once, one sees both counts. A rank that is killed
-//! before it rings leaves the others asleep; they look again now and then.
+//! **Invariant:** who sleeps has said so before it looked for the last time, and who has counted
+//! looks for sleepers after that: so either the count is seen, or the sleeper; and of two that
+//! count at once, one sees both counts. A rank that is killed before it rings leaves the others
+//! asleep; they look again now and then.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

@@ -57,14 +57,16 @@ impl TcpRing {
         matches!(self.sharing, Sharing::On(_, Way::Shared(_)))
     }
 
-    /// Whether sums go through memory inside hosts and over TCP between them. Known after the first one.
+    /// Whether sums go through memory inside hosts and over TCP between them. Known after the first
+    /// one.
     #[must_use]
     pub fn is_hierarchical(&self) -> bool {
         matches!(self.sharing, Sharing::On(_, Way::Hierarchy(_)))
     }
 
-    /// Finds out, once and with all others, whether the ranks of each host share memory: the first of them makes it, all make bells,
-    /// and say where; all try to open the others', and say how that went. All use it, or nobody.
+    /// Finds out, once and with all others, whether the ranks of each host share memory: the first
+    /// of them makes it, all make bells, and say where; all try to open the others', and say how
+    /// that went. All use it, or nobody.
     pub(super) fn settle(&mut self) -> Result<(), CollectiveError> {
         let plan = match mem::take(&mut self.sharing) {
             Sharing::Open(plan) => plan,
@@ -105,8 +107,9 @@ impl TcpRing {
         Ok(())
     }
 
-    /// Tells the next rank how long the sum is that begins, and hears it from the previous one. In a hierarchy not all neighbours
-    /// of the ring speak with each other, so that a rank in another operation might wait for one that waits for it.
+    /// Tells the next rank how long the sum is that begins, and hears it from the previous one. In
+    /// a hierarchy not all neighbours of the ring speak with each other, so that a rank in another
+    /// operation might wait for one that waits for it.
     pub(super) fn agree(&mut self, len: usize) -> Result<(), CollectiveError> {
         let mine = (len as u64).to_le_bytes();
         let payload = Payload::new(Body::Empty, self.notes(&mine)?);
@@ -210,7 +213,8 @@ impl Offer {
         Some(bytes)
     }
 
-    /// Opens what the others offer; `index`: the own one's place among them. None if one can't be opened.
+    /// Opens what the others offer; `index`: the own one's place among them. None if one can't be
+    /// opened.
     fn open(self, index: usize, bytes: usize, offers: &[&[u8]]) -> Option<(Memory, Vec<Doorbell>)> {
         let Self { doorbell, memory } = self;
         let mut mine = Some(doorbell);

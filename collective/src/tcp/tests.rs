@@ -393,7 +393,8 @@ pub(crate) fn watch(fence: Fence) {
     WATCHED.send((Instant::now() + WATCHDOG, fence)).unwrap();
 }
 
-/// What rank 1 sends in an all-reduce of `[1, 2]` and `[10, 20]`: its own chunk 1, then the total of chunk 0.
+/// What rank 1 sends in an all-reduce of `[1, 2]` and `[10, 20]`: its own chunk 1, then the total
+/// of chunk 0.
 fn reduce_frames(sequence: u64) -> [Vec<u8>; 2] {
     [(1, 20_f32, b"you".as_slice()), (0, 11_f32, b"")].map(|(origin, number, note)| {
         let frame = Frame {

@@ -1,8 +1,9 @@
 //! Rounding to bf16 and back, many at once.
 //!
-//! The loops are plain; where the processor has AVX2 they are compiled for it a second time. With the additions in one pass, and
-//! nothing widened twice, 4 ranks on 2 cores took 35 ms outside the kernel for a sum of 16 MiB, and 38 before; what is left is
-//! memory. Sums of f32 wait for memory alone, and have no second version.
+//! The loops are plain; where the processor has AVX2 they are compiled for it a second time. With
+//! the additions in one pass, and nothing widened twice, 4 ranks on 2 cores took 35 ms outside the
+//! kernel for a sum of 16 MiB, and 38 before; what is left is memory. Sums of f32 wait for memory
+//! alone, and have no second version.
 
 #![allow(
     unsafe_code,

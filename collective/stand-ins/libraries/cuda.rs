@@ -1,11 +1,14 @@
-//! A stand-in for `libcuda.so`: the calls of the CUDA driver that are made here, on the host's memory.
+//! A stand-in for `libcuda.so`: the calls of the CUDA driver that are made here, on the host's
+//! memory.
 //!
-//! Devices are numbers, and memory is the host's. What is enqueued on a stream is done as late as can be: when somebody asks for it or
-//! waits. So what is read or written too early shows. Copies from and to memory of the host that is not page-locked are waited for, as the
-//! driver does. Another stand-in can put something on a stream that takes time: it takes a ticket, and hands it in when it is done.
+//! Devices are numbers, and memory is the host's. What is enqueued on a stream is done as late as
+//! can be: when somebody asks for it or waits. So what is read or written too early shows. Copies
+//! from and to memory of the host that is not page-locked are waited for, as the driver does.
+//! Another stand-in can put something on a stream that takes time: it takes a ticket, and hands it
+//! in when it is done.
 //!
-//! A module's image is the path of a shared library whose functions `void NAME(void **arguments, u64 threads)` do what all threads of
-//! the kernel NAME do; `nvrtc.rs` makes them.
+//! A module's image is the path of a shared library whose functions `void NAME(void **arguments,
+//! u64 threads)` do what all threads of the kernel NAME do; `nvrtc.rs` makes them.
 
 #![allow(non_snake_case, reason = "the driver's names")]
 
@@ -143,7 +146,8 @@ fn number(stream: *mut c_void) -> usize {
     if stream.addr() <= 2 { 0 } else { stream.addr() }
 }
 
-/// For other stand-ins: what is enqueued after this waits until [`standInDone`]. Returns the ticket.
+/// For other stand-ins: what is enqueued after this waits until [`standInDone`]. Returns the
+/// ticket.
 #[unsafe(no_mangle)]
 pub extern "C" fn standInTake(stream: *mut c_void) -> u64 {
     queues().push(stream, Work::Ticket(false)).done

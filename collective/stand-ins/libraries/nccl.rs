@@ -1,8 +1,10 @@
-//! A stand-in for `libnccl.so`: the calls of NCCL that are made here, between threads and processes of one host.
+//! A stand-in for `libnccl.so`: the calls of NCCL that are made here, between threads and processes
+//! of one host.
 //!
-//! Who draws the unique id runs a hub: a thread that the ranks connect to, and that does each operation for all once all have brought
-//! their part. A rank has a thread that does what was enqueued, one after the other, while the stream that it is on (of the stand-in
-//! `cuda.rs`) waits. A rank that is gone is not noticed: as with NCCL, the others wait until they are aborted.
+//! Who draws the unique id runs a hub: a thread that the ranks connect to, and that does each
+//! operation for all once all have brought their part. A rank has a thread that does what was
+//! enqueued, one after the other, while the stream that it is on (of the stand-in `cuda.rs`) waits.
+//! A rank that is gone is not noticed: as with NCCL, the others wait until they are aborted.
 //!
 //! Faults are planned in the library's file name, `libnccl.FAULT.so`: see [`fault`].
 
@@ -21,8 +23,9 @@ use std::{process, ptr, slice};
 
 /// What a library of this file name does wrong:
 ///
-/// `abort_blocks`: an abort never returns. `async_error`: the second operation ends with a remote error, and never. `init_blocks`: the call
-/// that begins a communicator never returns. `init_fails`: its making ends with an error. `init_hangs`: its making never ends. `old`: its
+/// `abort_blocks`: an abort never returns. `async_error`: the second operation ends with a remote
+/// error, and never. `init_blocks`: the call that begins a communicator never returns.
+/// `init_fails`: its making ends with an error. `init_hangs`: its making never ends. `old`: its
 /// version is 2.17.8. `op_fails`: the second operation is refused.
 fn fault() -> &'static str {
     static FAULT: OnceLock<String> = OnceLock::new();

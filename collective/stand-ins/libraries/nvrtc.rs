@@ -1,5 +1,6 @@
-//! A stand-in for `libnvrtc.so`: compiles a program with the host's C compiler to a shared library, whose path is the image for
-//! `cuda.rs`. The program sees no `__CUDACC__`, and makes functions of its kernels itself.
+//! A stand-in for `libnvrtc.so`: compiles a program with the host's C compiler to a shared library,
+//! whose path is the image for `cuda.rs`. The program sees no `__CUDACC__`, and makes functions of
+//! its kernels itself.
 
 #![allow(non_snake_case, reason = "the library's names")]
 

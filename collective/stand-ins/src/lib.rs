@@ -8,13 +8,15 @@ use std::mem;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Where the stand-ins are, as `libcuda.so`, `libnccl.so.2` and `libnvrtc.so`: a folder for `LD_LIBRARY_PATH`.
+/// Where the stand-ins are, as `libcuda.so`, `libnccl.so.2` and `libnvrtc.so`: a folder for
+/// `LD_LIBRARY_PATH`.
 #[must_use]
 pub fn folder() -> &'static Path {
     Path::new(env!("OUT_DIR"))
 }
 
-/// Has this process take the stand-ins of the driver and of NVRTC for the real ones, unless it has loaded others already.
+/// Has this process take the stand-ins of the driver and of NVRTC for the real ones, unless it has
+/// loaded others already.
 ///
 /// # Panics
 /// If they can't be loaded.
@@ -22,7 +24,8 @@ pub fn load() {
     static LOADED: OnceLock<()> = OnceLock::new();
     LOADED.get_or_init(|| {
         for name in ["libcuda.so", "libnvrtc.so"] {
-            // SAFETY: it was made here. Who asks for the name later is given the library that says that name of itself.
+            // SAFETY: it was made here. Who asks for the name later is given the library that says
+            // that name of itself.
             let library = unsafe { libloading::Library::new(folder().join(name)) };
             mem::forget(library.unwrap_or_else(|error| panic!("{name} can't be loaded: {error}")));
         }
@@ -45,7 +48,8 @@ pub fn bytes_copied() -> u64 {
     }
 }
 
-/// The stand-in of NCCL with a planned fault; see `libraries/nccl.rs` for what there is, and `no_abort`, which lacks a function.
+/// The stand-in of NCCL with a planned fault; see `libraries/nccl.rs` for what there is, and
+/// `no_abort`, which lacks a function.
 #[must_use]
 pub fn nccl_with(fault: &str) -> PathBuf {
     folder().join(format!("libnccl.{fault}.so"))

@@ -1,4 +1,5 @@
-//! Rings of GPUs, on libraries that stand in for the driver and NCCL: the suite, and what goes wrong.
+//! Rings of GPUs, on libraries that stand in for the driver and NCCL: the suite, and what goes
+//! wrong.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

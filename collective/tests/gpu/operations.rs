@@ -24,7 +24,8 @@ fn everywhere(act: impl Fn(&mut Gpu, Path) + Sync) {
     }
 }
 
-/// What a rank contributes: small whole numbers, exact in all types and in whatever order they are summed.
+/// What a rank contributes: small whole numbers, exact in all types and in whatever order they are
+/// summed.
 fn part<T: Element>(rank: usize, len: usize) -> Vec<T> {
     (0..len)
         .map(|index| T::round(((index * 7 + index / 1009 + rank * 5) % 16) as f32 - 8.0))
@@ -47,7 +48,8 @@ fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
     let (from, mut to) = (src.slice(..len), dst.slice_mut(..len));
     let before = elasticdl_stand_ins::bytes_copied();
     let headers = gpu.ring.all_reduce_device(&header, &from, &mut to, path).unwrap();
-    // Over NCCL, and of one rank, nothing leaves the device; otherwise it goes out and comes in once.
+    // Over NCCL, and of one rank, nothing leaves the device; otherwise it goes out and comes in
+    // once.
     let stays = path == Path::Nccl || world == 1;
     let bytes = if stays { 0 } else { 2 * len * size_of::<T>() };
     assert_eq!(

@@ -1,9 +1,10 @@
 //! A small language model of bytes.
 //!
-//! A transformer as of today, scaled down to learn something visible within a minute on two cores: blocks of
-//! causal attention and a feed-forward network, normalised before each. What is unusual is the input: the
-//! embedding of a byte is summed with embeddings of the few bytes before it, each from a table of its own.
-//! That costs next to nothing and saves the attention from having to learn what letters stand side by side.
+//! A transformer as of today, scaled down to learn something visible within a minute on two cores:
+//! blocks of causal attention and a feed-forward network, normalised before each. What is unusual
+//! is the input: the embedding of a byte is summed with embeddings of the few bytes before it, each
+//! from a table of its own. That costs next to nothing and saves the attention from having to learn
+//! what letters stand side by side.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -76,10 +77,12 @@ struct Arguments {
     /// Where to compute: cpu, cuda, or auto, which is a GPU where there is one
     #[arg(long, default_value = "cpu")]
     device: Place,
-    /// Elements of the gradient that are summed over workers at once, while the rest is computed; 0: all, when it is
+    /// Elements of the gradient that are summed over workers at once, while the rest is computed;
+    /// 0: all, when it is
     #[arg(long, default_value_t = 1 << 18)]
     bucket: usize,
-    /// Train so many steps in a plain loop of candle instead, to compare with, and print seconds per step and the losses
+    /// Train so many steps in a plain loop of candle instead, to compare with, and print seconds
+    /// per step and the losses
     #[arg(long, requires = "plain_text")]
     plain_steps: Option<u64>,
     /// The text that the plain loop reads
@@ -354,7 +357,8 @@ struct Plain {
     losses: Vec<f64>,
 }
 
-/// Trains in a plain loop of candle, as one would without this project: the same model, batches and optimizer.
+/// Trains in a plain loop of candle, as one would without this project: the same model, batches and
+/// optimizer.
 fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
     let path = arguments.plain_text.clone().ok_or("a plain loop needs --plain-text")?;
     let text = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
@@ -456,7 +460,8 @@ mod tests {
         (model, parameters)
     }
 
-    /// The logits, `[windows · length][256]`, of a network whose initial parameters are drawn, not 0.
+    /// The logits, `[windows · length][256]`, of a network whose initial parameters are drawn, not
+    /// 0.
     fn logits(windows: &[&[u8]]) -> Vec<Vec<f32>> {
         let model = ByteModel::new(Arguments::parse_from(SMALL));
         let mut parameters = Parameters::on(Device::Cpu);
@@ -484,8 +489,8 @@ mod tests {
         let before = logits(&[b"abcdef", b"ghijkl"]);
         let after = logits(&[b"abcdXf", b"ghijkl"]);
         for (place, (before, after)) in before.iter().zip(&after).enumerate() {
-            // Of the first window the fifth byte and the one after it see the change; the second window sees
-            // nothing.
+            // Of the first window the fifth byte and the one after it see the change; the second
+            // window sees nothing.
             assert_eq!(before != after, place == 4 || place == 5, "place {place}");
         }
     }
@@ -592,8 +597,8 @@ mod tests {
             let batch = model.feed(records()).unwrap();
             model.gradients(parameters, batch, &mut vec![0.0; parameters.len()]).unwrap()
         };
-        // Along the gradient in single tensors' worth of stretches: each has many elements, so rounding
-        // averages out.
+        // Along the gradient in single tensors' worth of stretches: each has many elements, so
+        // rounding averages out.
         for stretch in sum
             .chunks(192)
             .zip((0..).step_by(192))

@@ -1,8 +1,8 @@
 //! `cargo quickstart`: an elastic job that learns on real text while its workers come and go.
 //!
-//! Builds the command and the example, starts a job of four workers, kills one of them at a third of the way (the
-//! master replaces it), and adds another one at two thirds. Everything between is the user's own command line:
-//! `elasticdl train`, `elasticdl status`, `elasticdl scale`.
+//! Builds the command and the example, starts a job of four workers, kills one of them at a third
+//! of the way (the master replaces it), and adds another one at two thirds. Everything between is
+//! the user's own command line: `elasticdl train`, `elasticdl status`, `elasticdl scale`.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -12,8 +12,8 @@ use std::time::Duration;
 use clap::Parser;
 use serde_json::Value;
 
-/// Trains a small language model of bytes on real text with four workers; kills one at a third of the way and adds one at
-/// two thirds.
+/// Trains a small language model of bytes on real text with four workers; kills one at a third of
+/// the way and adds one at two thirds.
 #[derive(Parser)]
 #[command(
     after_help = "All other options go to `elasticdl train`, for example --summary FILE or --num-workers 3."
@@ -136,14 +136,16 @@ fn kill_one(status: &Value) {
 /// Builds the command and the example in release mode; the folder they are in.
 fn build() -> Result<PathBuf, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    // The whole workspace is selected, as it was for this program: so no dependency is built again with other features.
+    // The whole workspace is selected, as it was for this program: so no dependency is built again
+    // with other features.
     let workspace =
         Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or_else(|| Path::new("."));
     let mut command = Command::new(cargo);
     command
         .args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"])
         .current_dir(workspace);
-    // What cargo says to the program that it runs, build scripts would take for a change, and much would be built again.
+    // What cargo says to the program that it runs, build scripts would take for a change, and much
+    // would be built again.
     for (name, _) in std::env::vars_os() {
         if ["CARGO_PKG_", "CARGO_MANIFEST_"]
             .iter()
@@ -160,7 +162,8 @@ fn build() -> Result<PathBuf, String> {
     Ok(this.parent().map(Path::to_path_buf).unwrap_or_default())
 }
 
-/// Text that is on every machine that has just built this: the sources of our dependencies, else our own.
+/// Text that is on every machine that has just built this: the sources of our dependencies, else
+/// our own.
 fn text_at_hand(programs: &Path) -> PathBuf {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));

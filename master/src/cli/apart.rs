@@ -1,7 +1,7 @@
 //! `elasticdl evaluate` and `elasticdl predict`: jobs whose workers need no group.
 //!
-//! Where and with which workers a job runs is asked as for `elasticdl train`. What only training has is hidden here, and
-//! refused.
+//! Where and with which workers a job runs is asked as for `elasticdl train`. What only training
+//! has is hidden here, and refused.
 
 use clap::{Arg, Args, ValueEnum};
 
@@ -13,8 +13,8 @@ use crate::job::{Format, Work};
 #[derive(Args, Debug)]
 #[command(mut_args(without_training), override_usage = EVALUATE_USAGE, after_long_help = EVALUATE_HELP)]
 pub struct EvaluateArgs {
-    /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of one checkpoint, a path or
-    /// s3://, gs://, az://.
+    /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of
+    /// one checkpoint, a path or s3://, gs://, az://.
     #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
     pub model: String,
 
@@ -27,15 +27,16 @@ pub struct EvaluateArgs {
 #[derive(Args, Debug)]
 #[command(mut_args(without_training), override_usage = PREDICT_USAGE, after_long_help = PREDICT_HELP)]
 pub struct PredictArgs {
-    /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of one checkpoint, a path or
-    /// s3://, gs://, az://.
+    /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of
+    /// one checkpoint, a path or s3://, gs://, az://.
     #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
     pub model: String,
 
-    /// The folder for the predictions: a path or s3://, gs://, az://. It must be empty, or not there.
+    /// The folder for the predictions: a path or s3://, gs://, az://. It must be empty, or not
+    /// there.
     ///
-    /// Each shard has a file, `part-START-END`, named after the records that its rows are for. Workers write them, so in a
-    /// cluster a path must lie in a --volume.
+    /// Each shard has a file, `part-START-END`, named after the records that its rows are for.
+    /// Workers write them, so in a cluster a path must lie in a --volume.
     #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
     pub predictions: String,
 

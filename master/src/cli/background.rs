@@ -12,8 +12,8 @@ use super::train::TrainArgs;
 use super::{EXIT_FAILED, EXIT_OK, Failure};
 use crate::jobdir::{self, JobDir, quoted};
 
-/// Starts the job that this process's arguments ask for in the background, and returns when its master listens; the exit
-/// code.
+/// Starts the job that this process's arguments ask for in the background, and returns when its
+/// master listens; the exit code.
 pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
     let mut added: Vec<OsString> = Vec::new();
     if !args.quiet {
@@ -25,7 +25,8 @@ pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
             let is_named = (args.job_name.is_some(), args.job_dir.is_some());
             let plan = Plan::new(args)?;
             JobDir::check(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
-            // A name that was drawn at random, and a folder that follows from it, are what is printed.
+            // A name that was drawn at random, and a folder that follows from it, are what is
+            // printed.
             if !is_named.0 {
                 added.extend(["--job-name".into(), plan.spec.name.into()]);
             }
@@ -66,8 +67,8 @@ pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
     Ok(EXIT_OK)
 }
 
-/// Gives this process a session of its own, if it was started in the background: a terminal that goes does not take it
-/// along.
+/// Gives this process a session of its own, if it was started in the background: a terminal that
+/// goes does not take it along.
 pub(super) fn leave_terminal() -> Result<(), Failure> {
     let starter = std::env::var(DETACHED).ok().and_then(|pid| pid.parse().ok());
     // Not the variable alone: what this process starts inherits that.

@@ -38,16 +38,18 @@ pub struct CheckpointArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub struct CheckpointOptions {
-    /// Keep checkpoints in this folder: a path, or s3://, gs:// or az:// and a bucket; or `none`. [default: with --local,
-    /// `checkpoints` in the job's directory]
+    /// Keep checkpoints in this folder: a path, or s3://, gs:// or az:// and a bucket; or `none`.
+    /// [default: with --local, `checkpoints` in the job's directory]
     ///
-    /// A checkpoint is the whole state: parameters, optimizer, and the ledger of the records that they have absorbed. Workers
-    /// write it while they train on. When all workers are lost, new ones begin from the newest whole one. Workers must see
-    /// the folder: in a cluster a path is one of a --volume; buckets are opened with the usual variables (AWS_ACCESS_KEY_ID,
-    /// AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, …; see --env), S3 also with the profile
-    /// AWS_PROFILE of ~/.aws. One more is written at the job's end, when it is stopped, when all workers are told to end, and
-    /// by `elasticdl checkpoint`. Those in the job's directory stay until the next job there has one of its own. A folder
-    /// that is called `none` is written ./none.
+    /// A checkpoint is the whole state: parameters, optimizer, and the ledger of the records that
+    /// they have absorbed. Workers write it while they train on. When all workers are lost, new
+    /// ones begin from the newest whole one. Workers must see the folder: in a cluster a path is
+    /// one of a --volume; buckets are opened with the usual variables (AWS_ACCESS_KEY_ID,
+    /// AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, …; see --env),
+    /// S3 also with the profile AWS_PROFILE of ~/.aws. One more is written at the job's end, when
+    /// it is stopped, when all workers are told to end, and by `elasticdl checkpoint`. Those in the
+    /// job's directory stay until the next job there has one of its own. A folder that is called
+    /// `none` is written ./none.
     #[arg(long, value_name = "URI", value_parser = parse_address)]
     pub checkpoint_dir: Option<String>,
 
@@ -63,15 +65,17 @@ pub struct CheckpointOptions {
 
     /// Begin with the newest whole checkpoint in this folder, or with the one that it is.
     ///
-    /// The model and the data set must be those of the checkpoint; the number of workers, the batch, the epochs, the steps and
-    /// what PROGRAM is told (a learning rate) may be others. Records that it has absorbed are not trained again.
+    /// The model and the data set must be those of the checkpoint; the number of workers, the
+    /// batch, the epochs, the steps and what PROGRAM is told (a learning rate) may be others.
+    /// Records that it has absorbed are not trained again.
     #[arg(long, value_name = "URI", value_parser = parse_address)]
     pub resume_from: Option<String>,
 }
 
 impl CheckpointOptions {
-    /// Where and when checkpoints are kept, and what the job begins with. Paths are made whole by `absolute`. A `local` job
-    /// without a folder may keep them [in its directory](Self::in_job_dir).
+    /// Where and when checkpoints are kept, and what the job begins with. Paths are made whole by
+    /// `absolute`. A `local` job without a folder may keep them [in its
+    /// directory](Self::in_job_dir).
     pub(super) fn plan(
         &self,
         local: bool,
@@ -107,7 +111,8 @@ impl CheckpointOptions {
         Ok((checkpoints, whole("--resume-from", &self.resume_from)?))
     }
 
-    /// As a job keeps them in its own directory that has no other place; `None` where the user wants none.
+    /// As a job keeps them in its own directory that has no other place; `None` where the user
+    /// wants none.
     pub(super) fn in_job_dir(&self, job_dir: &Path) -> Option<CheckpointSpec> {
         if self.checkpoint_dir.is_some() {
             return None;
@@ -196,7 +201,8 @@ impl Wait {
         Self { until: Instant::now() + limit, limit, failed: None }
     }
 
-    /// What to make of the newest status, of a job that was at step `asked_at` when it was asked; the exit code, at the end.
+    /// What to make of the newest status, of a job that was at step `asked_at` when it was asked;
+    /// the exit code, at the end.
     pub(super) fn look(
         &mut self,
         asked_at: u64,

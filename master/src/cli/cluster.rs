@@ -27,7 +27,8 @@ use crate::token::Token;
 pub struct ClusterArgs {
     /// Run master and workers as pods of this image.
     ///
-    /// It has PROGRAM and, unless there is a --master-image, the `elasticdl` command (in its $PATH).
+    /// It has PROGRAM and, unless there is a --master-image, the `elasticdl` command (in its
+    /// $PATH).
     #[arg(long, value_name = "IMG", value_parser = options::parse_image, conflicts_with_all = ["local", "job_dir", "listen"])]
     pub image: Option<String>,
 
@@ -56,10 +57,11 @@ pub struct ClusterArgs {
           value_parser = options::parse_resources, requires = "image")]
     pub worker_resources: Resources,
 
-    /// Workers of each pod, each a process and a rank of its own. [default: a pod's nvidia.com/gpu, else 1]
+    /// Workers of each pod, each a process and a rank of its own. [default: a pod's nvidia.com/gpu,
+    /// else 1]
     ///
-    /// They share what --worker-resources asks for, and are started, ended and replaced together. The numbers of workers
-    /// are multiples of it.
+    /// They share what --worker-resources asks for, and are started, ended and replaced together.
+    /// The numbers of workers are multiples of it.
     #[arg(long, value_name = "K", value_parser = plan::parse_workers_per_pod, requires = "image",
           conflicts_with = "local")]
     pub workers_per_pod: Option<u32>,
@@ -95,9 +97,10 @@ pub struct ClusterArgs {
 
     /// Priority classes of the workers by place: auto, off, or CORE,RUNG,RUNG,… from high to low.
     ///
-    /// The first --min-workers workers have CORE, the others the lower a rung the more workers there are, so that jobs
-    /// share a cluster fairly. auto: those of manifests/priorityclasses.yaml, as far as the cluster has them.
-    /// [default: off with --priority-class or --worker-priority-class, else auto]
+    /// The first --min-workers workers have CORE, the others the lower a rung the more workers
+    /// there are, so that jobs share a cluster fairly. auto: those of
+    /// manifests/priorityclasses.yaml, as far as the cluster has them. [default: off with
+    /// --priority-class or --worker-priority-class, else auto]
     #[arg(long, value_name = "CLASSES", value_parser = ladder::parse, requires = "image",
           conflicts_with = "worker_priority_class")]
     pub priority_ladder: Option<ladder::Choice>,
@@ -124,11 +127,13 @@ pub struct ClusterArgs {
 
     /// Volumes of the workers, as claim_name=C,mount_path=/P;host_path=/H,mount_path=/Q.
     ///
-    /// Each has either claim_name or host_path (perhaps with type); sub_path and read_only=true are possible.
+    /// Each has either claim_name or host_path (perhaps with type); sub_path and read_only=true are
+    /// possible.
     #[arg(long, value_name = "VOLUMES", value_parser = parse_volumes, requires = "image")]
     pub volume: Vec<Volumes>,
 
-    /// A YAML file with a partial pod spec that is merged into the workers'; their container is `worker`.
+    /// A YAML file with a partial pod spec that is merged into the workers'; their container is
+    /// `worker`.
     #[arg(long, value_name = "FILE", requires = "image")]
     pub worker_pod_template: Option<PathBuf>,
 

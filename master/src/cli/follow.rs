@@ -1,4 +1,5 @@
-//! What the user sees of a job in a cluster, by way of the API server: the master's own port is not reached from outside.
+//! What the user sees of a job in a cluster, by way of the API server: the master's own port is not
+//! reached from outside.
 
 use std::io::{Write as _, stderr, stdout};
 use std::path::PathBuf;

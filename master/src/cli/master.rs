@@ -289,8 +289,8 @@ impl Pages {
     }
 }
 
-/// Waits until what the next master needs is kept, and another master is made, for as long as that usually takes. Where
-/// none is to come, the job is ended: the future is not ready before that.
+/// Waits until what the next master needs is kept, and another master is made, for as long as that
+/// usually takes. Where none is to come, the job is ended: the future is not ready before that.
 async fn hand_over(
     cluster: &Cluster,
     meta: &ObjectMeta,
@@ -375,7 +375,8 @@ fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
     scale.into_iter().chain(checkpoint).chain(stop).collect()
 }
 
-/// Writes the status of a job that is this old to the anchor whenever it is time; ends with the job.
+/// Writes the status of a job that is this old to the anchor whenever it is time; ends with the
+/// job.
 async fn publish(
     writer: &Writer,
     mut published: watch::Receiver<Option<Snapshot>>,
@@ -526,7 +527,8 @@ impl Submitted {
             let summary: Option<serde_json::Value> = serde_json::from_str(text).ok();
             summary.as_ref().and_then(|s| s["state"].as_str()).map_or(EXIT_FAILED, code_of_state)
         });
-        // Before anything is done: what can't be read is left as it is, for a master that can read it.
+        // Before anything is done: what can't be read is left as it is, for a master that can read
+        // it.
         let unreadable = |error| {
             Failure::failed(format!(
                 "the anchor's {RECORD} can't be read: {error}; nothing was changed, and the workers train on for as long as \

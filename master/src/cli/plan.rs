@@ -83,7 +83,8 @@ impl Plan {
         })
     }
 
-    /// Has a job that trains keep checkpoints in its own directory, `job_dir`, unless the user has another place or wants none.
+    /// Has a job that trains keep checkpoints in its own directory, `job_dir`, unless the user has
+    /// another place or wants none.
     pub(super) fn keep_checkpoints_in(&mut self, job_dir: &Path) {
         if self.spec.checkpoints.is_none() && self.spec.work.trains() {
             self.spec.checkpoints = self.checkpoints.in_job_dir(job_dir);
@@ -91,7 +92,8 @@ impl Plan {
     }
 }
 
-/// The job that `args` ask for, under this name. `absolute`: makes a path of checkpoints, which an option names, whole.
+/// The job that `args` ask for, under this name. `absolute`: makes a path of checkpoints, which an
+/// option names, whole.
 pub(super) fn job_spec(
     args: &TrainArgs,
     name: String,
@@ -243,7 +245,8 @@ pub(super) fn default_name(program: &Path) -> Result<String, Failure> {
     Ok(format!("{}-{digits}", name.trim_end_matches('-')))
 }
 
-/// Names become parts of file names and, in a cluster, of its objects' names; those are the strictest.
+/// Names become parts of file names and, in a cluster, of its objects' names; those are the
+/// strictest.
 pub(super) fn parse_job_name(text: &str) -> Result<String, String> {
     let fit = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     let wanted = if text.is_empty() {

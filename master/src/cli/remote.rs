@@ -1,7 +1,8 @@
 //! `elasticdl list`, `logs`, `stop` and `delete`, and how a job is found.
 //!
-//! A job with a `/` is a directory. With --namespace or --context it is one of that cluster. Any other name is looked for
-//! among the jobs of this machine first, and then in the configured cluster.
+//! A job with a `/` is a directory. With --namespace or --context it is one of that cluster. Any
+//! other name is looked for among the jobs of this machine first, and then in the configured
+//! cluster.
 
 use std::fmt::Write as _;
 use std::fs;

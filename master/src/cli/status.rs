@@ -26,8 +26,8 @@ pub struct StatusArgs {
 
     /// Go on until the job ends, and say how.
     ///
-    /// On a terminal the table is drawn anew in its place. Elsewhere each change is a line. With --json each look at the
-    /// job is one line.
+    /// On a terminal the table is drawn anew in its place. Elsewhere each change is a line. With
+    /// --json each look at the job is one line.
     #[arg(long, short)]
     pub watch: bool,
 

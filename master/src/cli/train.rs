@@ -53,8 +53,8 @@ pub struct TrainArgs {
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
     pub cluster: ClusterArgs,
 
-    /// The job's name: lower-case letters, digits and `-`, at most 40. [default: PROGRAM's name and 6 random
-    /// digits]
+    /// The job's name: lower-case letters, digits and `-`, at most 40. [default: PROGRAM's name and
+    /// 6 random digits]
     ///
     /// `elasticdl status` and `elasticdl scale` find the job by it.
     #[arg(long, value_name = "NAME", value_parser = plan::parse_job_name, help_heading = WHERE)]
@@ -62,24 +62,27 @@ pub struct TrainArgs {
 
     /// Directory for the job's logs, summary and token. [default: ~/.local/state/elasticdl/NAME]
     ///
-    /// Made if it is not there. The default follows $XDG_STATE_HOME; without it and without $HOME it is
-    /// ./.elasticdl/NAME. It must be empty, or a job's: one job can run in a directory at a time, and the next one replaces
-    /// what that has written. `elasticdl delete` removes what the job has written, and nothing else.
+    /// Made if it is not there. The default follows $XDG_STATE_HOME; without it and without $HOME
+    /// it is ./.elasticdl/NAME. It must be empty, or a job's: one job can run in a directory at a
+    /// time, and the next one replaces what that has written. `elasticdl delete` removes what the
+    /// job has written, and nothing else.
     #[arg(long, value_name = "DIR", help_heading = WHERE)]
     pub job_dir: Option<PathBuf>,
 
-    /// This machine's address on which the master is reached, by workers and by `elasticdl status` and `scale`.
+    /// This machine's address on which the master is reached, by workers and by `elasticdl status`
+    /// and `scale`.
     ///
-    /// Workers that PROGRAM starts elsewhere (a container, a network namespace) need one that they can reach. They
-    /// take part with their own address on the way to it. The port is a free one.
+    /// Workers that PROGRAM starts elsewhere (a container, a network namespace) need one that they
+    /// can reach. They take part with their own address on the way to it. The port is a free one.
     #[arg(long, value_name = "IP", default_value = "127.0.0.1", value_parser = plan::parse_listen,
           help_heading = WHERE)]
     pub listen: IpAddr,
 
     /// Go on with a job whose master died: its name, or the path of its directory (with a `/`).
     ///
-    /// Its workers have gone on meanwhile, for up to --master-timeout; they keep what they have trained, and nobody is
-    /// restarted. The job goes on as it was started, so that no other option is taken but --quiet.
+    /// Its workers have gone on meanwhile, for up to --master-timeout; they keep what they have
+    /// trained, and nobody is restarted. The job goes on as it was started, so that no other option
+    /// is taken but --quiet.
     #[arg(long, value_name = "JOB", conflicts_with_all = JOB_OPTIONS, help_heading = WHERE)]
     pub resume: Option<PathBuf>,
 
@@ -101,40 +104,46 @@ pub struct TrainArgs {
 
     /// Crashes and errors of workers, without progress between them, after which the job fails.
     ///
-    /// Each is followed by a new worker. Workers that someone kills are replaced without being counted.
+    /// Each is followed by a new worker. Workers that someone kills are replaced without being
+    /// counted.
     #[arg(long, value_name = "N", default_value = "3", help_heading = WORKERS)]
     pub max_worker_restarts: u32,
 
-    /// A worker that is stopped or cut off for longer than this, and holds the others up, is evicted and replaced.
+    /// A worker that is stopped or cut off for longer than this, and holds the others up, is
+    /// evicted and replaced.
     ///
-    /// By the default it is out within a second. A worker whose model computes is not silent, however long it takes, and one
-    /// that only the master cannot hear trains on.
+    /// By the default it is out within a second. A worker whose model computes is not silent,
+    /// however long it takes, and one that only the master cannot hear trains on.
     #[arg(long, value_name = "DURATION", default_value = "800ms", value_parser = plan::parse_worker_timeout,
           help_heading = WORKERS)]
     pub worker_timeout: Duration,
 
-    /// Workers end by themselves when their master has been gone for this long, e.g. `30s` or `2min`.
+    /// Workers end by themselves when their master has been gone for this long, e.g. `30s` or
+    /// `2min`.
     ///
     /// Until then they train the records that they have, and wait for another one (see --resume).
-    /// In a cluster, another one is there as soon as it has a place and its predecessor is known to be gone.
-    /// [default: 30s; with --image 15min, which is more than a cluster takes to replace a lost node's master]
+    /// In a cluster, another one is there as soon as it has a place and its predecessor is known to
+    /// be gone. [default: 30s; with --image 15min, which is more than a cluster takes to replace a
+    /// lost node's master]
     #[arg(long, value_name = "DURATION", default_value = "30s", hide_default_value = true,
           default_value_if("image", ArgPredicate::IsPresent, "15min"), value_parser = plan::parse_timeout,
           help_heading = WORKERS)]
     pub master_timeout: Duration,
 
-    /// As what gradients travel between workers: bf16 and f16 halve the bytes, for networks that are slow.
+    /// As what gradients travel between workers: bf16 and f16 halve the bytes, for networks that
+    /// are slow.
     ///
-    /// Sums are f32 where they are added, and rounded each time they leave a worker: over N workers an element is off by at
-    /// most N/256 of the largest partial sum with bf16, N/2048 with f16, which is infinite above 65504. All workers get the
-    /// same bits.
+    /// Sums are f32 where they are added, and rounded each time they leave a worker: over N workers
+    /// an element is off by at most N/256 of the largest partial sum with bf16, N/2048 with f16,
+    /// which is infinite above 65504. All workers get the same bits.
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32", help_heading = WORKERS)]
     pub wire_dtype: WireDtype,
 
-    /// Connections between two workers that are neighbours in the ring, 1 to 16: for networks that give each one a share of its own,
-    /// or lose packets.
+    /// Connections between two workers that are neighbours in the ring, 1 to 16: for networks that
+    /// give each one a share of its own, or lose packets.
     ///
-    /// Each carries a part of every gradient of 256 KiB per connection or more. Workers that share memory do without.
+    /// Each carries a part of every gradient of 256 KiB per connection or more. Workers that share
+    /// memory do without.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16),
           help_heading = WORKERS)]
     pub streams: u8,
@@ -161,8 +170,8 @@ pub struct TrainArgs {
     #[arg(long, value_name = "RECORDS", value_parser = plan::parse_batch, help_heading = DATA)]
     pub minibatch_size: Option<u64>,
 
-    /// Records of a shard, the unit in which data is shuffled and handed out. [default: from the size of the
-    /// data]
+    /// Records of a shard, the unit in which data is shuffled and handed out. [default: from the
+    /// size of the data]
     #[arg(long, value_name = "RECORDS", value_parser = plan::parse_shard, help_heading = DATA)]
     pub records_per_shard: Option<u64>,
 
@@ -196,20 +205,22 @@ pub struct TrainArgs {
 
     /// Write the final model here: a safetensors file, a path or s3://, gs://, az://.
     ///
-    /// Workers write it, so in a cluster the path must lie in a --volume. It is there as a whole or not at all, also when
-    /// the job is stopped before its end; what cannot be written to is found out before the training.
+    /// Workers write it, so in a cluster the path must lie in a --volume. It is there as a whole or
+    /// not at all, also when the job is stopped before its end; what cannot be written to is found
+    /// out before the training.
     #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = OUTPUT)]
     pub export: Option<String>,
 
-    /// Serve metrics for Prometheus on this port, at /metrics; 0 takes a free one. [default: with --image 7071, else
-    /// none]
+    /// Serve metrics for Prometheus on this port, at /metrics; 0 takes a free one. [default: with
+    /// --image 7071, else none]
     ///
-    /// With --local the address is that of --listen. In a cluster the master's pod and Service name the port `metrics`,
-    /// and the pod has the usual annotations.
+    /// With --local the address is that of --listen. In a cluster the master's pod and Service name
+    /// the port `metrics`, and the pod has the usual annotations.
     #[arg(long, value_name = "PORT", help_heading = OUTPUT)]
     pub metrics_port: Option<u16>,
 
-    /// Write loss, speed and number of workers for TensorBoard into this folder, a point each second at most.
+    /// Write loss, speed and number of workers for TensorBoard into this folder, a point each
+    /// second at most.
     ///
     /// In a cluster the folder must lie in a --volume.
     #[arg(long, value_name = "DIR", help_heading = OUTPUT)]
@@ -223,7 +234,8 @@ pub struct TrainArgs {
     #[arg(skip)]
     pub(super) work: Option<job::Work>,
 
-    /// The training program (looked up in $PATH if it has no `/`; in a cluster: in the image) and its arguments.
+    /// The training program (looked up in $PATH if it has no `/`; in a cluster: in the image) and
+    /// its arguments.
     #[arg(last = true, required_unless_present = "resume", value_names = ["PROGRAM", "ARGS"])]
     pub program: Vec<OsString>,
 }
@@ -445,7 +457,8 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
         tokio::select! {
             ended = &mut run => break ended,
             stop = signals.next() => {
-                // Full only if the master has not yet taken those before, which ask for the end already.
+                // Full only if the master has not yet taken those before, which ask for the end
+                // already.
                 let _ = interrupts.try_send(patience.interrupt(stop));
             }
         }
@@ -490,8 +503,8 @@ fn start_of(
     })
 }
 
-/// Listens where the master before listened. A worker that looks for its master may have been given just this port for
-/// its own end of the connection, and then gives it back when it has failed.
+/// Listens where the master before listened. A worker that looks for its master may have been given
+/// just this port for its own end of the connection, and then gives it back when it has failed.
 async fn bind_again(address: SocketAddr) -> std::io::Result<TcpListener> {
     let mut attempts = BIND_ATTEMPTS;
     loop {

@@ -11,8 +11,8 @@ use crate::job::ValidationSpec;
 pub struct ValidationOptions {
     /// Evaluate the model on this data: as --training-data, read by the same reader.
     ///
-    /// Training pauses meanwhile. The data is split over all workers; each record is evaluated once, and the result is the same
-    /// to the bit for any number of workers.
+    /// Training pauses meanwhile. The data is split over all workers; each record is evaluated
+    /// once, and the result is the same to the bit for any number of workers.
     #[arg(long, value_name = "URI")]
     pub validation_data: Option<String>,
 
@@ -20,7 +20,8 @@ pub struct ValidationOptions {
     #[arg(long, value_name = "STEPS", value_parser = plan::parse_steps, requires = "validation_data")]
     pub evaluate_every: Option<u64>,
 
-    /// The metric that tells which model is the best; with `:max` the highest is, else the lowest. [default: loss]
+    /// The metric that tells which model is the best; with `:max` the highest is, else the lowest.
+    /// [default: loss]
     ///
     /// The best model's checkpoint stays (with --checkpoint-dir), whatever --checkpoint-keep is.
     #[arg(long, value_name = "NAME[:max]", value_parser = parse_metric, requires = "validation_data")]

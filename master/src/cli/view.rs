@@ -103,8 +103,8 @@ impl StatusJson {
         json.expect("a status's keys are strings") + "\n"
     }
 
-    /// As [`StatusJson::to_pretty_json`], or in one line, or with less in it: in no more than `bytes`, which are 64 Ki at
-    /// least.
+    /// As [`StatusJson::to_pretty_json`], or in one line, or with less in it: in no more than
+    /// `bytes`, which are 64 Ki at least.
     pub(super) fn into_json_within(mut self, bytes: usize) -> String {
         let pretty = self.to_pretty_json();
         if pretty.len() <= bytes {

@@ -1,7 +1,7 @@
 //! `elasticdl status --watch`: looks at a job again and again, until it ends.
 //!
-//! A master that does not answer may have been killed, and another may take its place: that is waited for. A job has ended
-//! when its directory names no master any more and holds a summary.
+//! A master that does not answer may have been killed, and another may take its place: that is
+//! waited for. A job has ended when its directory names no master any more and holds a summary.
 
 use std::fs;
 use std::io::{self, IsTerminal as _, stdout};
@@ -275,7 +275,8 @@ impl Told {
     }
 }
 
-/// What has changed since `told`: the lines that were said, and where the job stands if that is something else.
+/// What has changed since `told`: the lines that were said, and where the job stands if that is
+/// something else.
 fn lines(status: &StatusJson, told: Option<&Told>, now: &Told) -> String {
     // A new master counts from 0 again.
     let known = told.map_or(0, |told| told.events_said);

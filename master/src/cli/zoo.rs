@@ -1,7 +1,8 @@
 //! `elasticdl zoo`: from an idea to an image.
 //!
-//! `init` writes a crate with a model, its tests, data and a Dockerfile; `build` and `push` call the container tool that is
-//! there. Nothing of a crate is kept anywhere else: what `build` needs to know, the Dockerfile says.
+//! `init` writes a crate with a model, its tests, data and a Dockerfile; `build` and `push` call
+//! the container tool that is there. Nothing of a crate is kept anywhere else: what `build` needs
+//! to know, the Dockerfile says.
 
 mod source;
 mod tool;
@@ -35,7 +36,8 @@ pub enum ZooCommand {
     Build(BuildArgs),
     /// Write a crate with a small model, to be made yours.
     ///
-    /// It has tests, sample data, a Dockerfile and a README that says how to train it. Nothing is overwritten.
+    /// It has tests, sample data, a Dockerfile and a README that says how to train it. Nothing is
+    /// overwritten.
     Init(InitArgs),
     /// Push an image to its registry.
     Push(PushArgs),
@@ -52,9 +54,11 @@ pub struct InitArgs {
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     pub name: Option<String>,
 
-    /// Where the crate takes elasticdl from: a checkout's folder, a version, or a git URL, perhaps with #REVISION.
+    /// Where the crate takes elasticdl from: a checkout's folder, a version, or a git URL, perhaps
+    /// with #REVISION.
     ///
-    /// By default the checkout that this command was built from, if it is still there, or else this command's version.
+    /// By default the checkout that this command was built from, if it is still there, or else this
+    /// command's version.
     #[arg(long, value_name = "PATH-OR-VERSION", value_parser = Source::parse)]
     pub elasticdl: Option<Source>,
 }

@@ -29,12 +29,13 @@ pub enum Action {
         /// The launch; of a pod, the first.
         launch: LaunchId,
     },
-    /// Start a process, or a pod of [`workers_per_pod`](super::JobSpec::workers_per_pod), whose launches and places follow this one's.
+    /// Start a process, or a pod of [`workers_per_pod`](super::JobSpec::workers_per_pod), whose
+    /// launches and places follow this one's.
     Launch {
         /// Its name for this job's life.
         launch: LaunchId,
-        /// The lowest place that nobody who stays has. The lower, the less the job can do without it: those below the
-        /// least number of workers are its core.
+        /// The lowest place that nobody who stays has. The lower, the less the job can do without
+        /// it: those below the least number of workers are its core.
         index: u32,
     },
     /// End a stream that is no worker's.
@@ -74,7 +75,8 @@ pub enum ToWorker {
     Prepare(FileList),
     /// It is over for this worker.
     Shutdown(String),
-    /// All members leave: finish the step, keep a checkpoint, then end together. Another group goes on.
+    /// All members leave: finish the step, keep a checkpoint, then end together. Another group goes
+    /// on.
     Suspend,
 }
 
@@ -85,7 +87,8 @@ pub struct Membership {
     pub generation: Generation,
     /// Its members in ring order, with where their peers reach them.
     pub members: Vec<(WorkerId, SocketAddr)>,
-    /// A member of an earlier generation is lost: leave the step at once. Else switch together at a step's end.
+    /// A member of an earlier generation is lost: leave the step at once. Else switch together at a
+    /// step's end.
     pub abort: bool,
 }
 

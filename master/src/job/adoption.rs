@@ -1,8 +1,9 @@
 //! How a master takes over the group of one that died.
 //!
-//! The group has gone on without a master, or waits for records. Its members come back one by one, each under the name
-//! that it had. When all have, the group is this master's, in the generation that it was in; whoever does not come back
-//! in time is lost, and there is a new generation as after any loss.
+//! The group has gone on without a master, or waits for records. Its members come back one by one,
+//! each under the name that it had. When all have, the group is this master's, in the generation
+//! that it was in; whoever does not come back in time is lost, and there is a new generation as
+//! after any loss.
 //!
 //! ```text
 //!  record ──restore──► launches away ──Connected{resume}──► back ──Holding──► told what it holds ─┐
@@ -10,18 +11,21 @@
 //!                              lowest rank: Formed (its ledger), Committed up to their steps ─────┘
 //! ```
 //!
-//! **The record may be older than the group**, where keeping it takes time. Then the group knows better: each worker says
-//! which membership it has heard of, and the newest of these counts, as long as this master has not published one of its
-//! own. Whoever belongs to it is told, and whoever does not is let go.
+//! **The record may be older than the group**, where keeping it takes time. Then the group knows
+//! better: each worker says which membership it has heard of, and the newest of these counts, as
+//! long as this master has not published one of its own. Whoever belongs to it is told, and whoever
+//! does not is let go.
 //!
-//! **What may be leased** is what is neither in the ledger nor held by a member. The ledger is the lowest rank's word, at
-//! step `f`; what each member holds is its own word, at its step `s`; they come at different times. Once `f ≥ s` for
-//! all members nothing is overlooked: what a member has put into a step that the ledger lacks, into step `f + 1` or later,
-//! it had not committed when it spoke, so it still named these records; and it is leased nothing after it spoke. Before
-//! that, a record could be in a step between `f` and `s`, and in neither word.
+//! **What may be leased** is what is neither in the ledger nor held by a member. The ledger is the
+//! lowest rank's word, at step `f`; what each member holds is its own word, at its step `s`; they
+//! come at different times. Once `f ≥ s` for all members nothing is overlooked: what a member has
+//! put into a step that the ledger lacks, into step `f + 1` or later, it had not committed when it
+//! spoke, so it still named these records; and it is leased nothing after it spoke. Before that, a
+//! record could be in a step between `f` and `s`, and in neither word.
 //!
-//! A step that the lowest rank has committed alone may be undone by its loss. Records that are in the ledger and also
-//! named by a member are therefore kept as that member's until the next step, as after any report.
+//! A step that the lowest rank has committed alone may be undone by its loss. Records that are in
+//! the ledger and also named by a member are therefore kept as that member's until the next step,
+//! as after any report.
 //!
 //! **Invariant:** nothing is leased while there is an [`Adoption`].
 
@@ -55,8 +59,8 @@ pub(super) struct Adoption {
 }
 
 impl Job {
-    /// The job of `record`, whose master died, at `now` since its start. Of each of [`JobRecord::launches`] that does not
-    /// run any more the end is to be told next.
+    /// The job of `record`, whose master died, at `now` since its start. Of each of
+    /// [`JobRecord::launches`] that does not run any more the end is to be told next.
     ///
     /// # Errors
     /// What in the record can't be; no job can be made of it.
@@ -173,7 +177,8 @@ impl Job {
             ));
         }
         if !self.spec.work.trains() {
-            // Who works apart is no member: it is replaced, and the shards that it held are done again.
+            // Who works apart is no member: it is replaced, and the shards that it held are done
+            // again.
             self.watch_returns(now);
         } else if !self.group.members.is_empty() || self.crew.away().next().is_some() {
             self.adoption = Some(Adoption { was_formed, ..Adoption::default() });
@@ -191,8 +196,8 @@ impl Job {
         }
     }
 
-    /// Takes `theirs`, which a worker has heard of from the master before this one, for the newest membership; whether
-    /// it may.
+    /// Takes `theirs`, which a worker has heard of from the master before this one, for the newest
+    /// membership; whether it may.
     pub(super) fn learn(&mut self, now: Time, theirs: &Membership) -> bool {
         let Some(adoption) = self.adoption.as_mut().filter(|a| !a.has_published) else {
             return false;

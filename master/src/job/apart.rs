@@ -1,14 +1,17 @@
 //! Jobs whose workers work apart: they evaluate a model, or predict with it.
 //!
-//! There is no group: each shard is one worker's, from its lease to the word that it is done. So there are no generations and
-//! no steps either; what counts as a step is a shard. All else, from the first launch to the last word, is as in training.
+//! There is no group: each shard is one worker's, from its lease to the word that it is done. So
+//! there are no generations and no steps either; what counts as a step is a shard. All else, from
+//! the first launch to the last word, is as in training.
 //!
-//! A shard's result depends on the shard alone, not on who computes it, and results are added in the order of the shards.
-//! So the whole is the same, bit for bit, for any number of workers, whoever is killed. A shard whose worker is lost is done
-//! again from its beginning; where its result had been written, the same is written once more.
+//! A shard's result depends on the shard alone, not on who computes it, and results are added in
+//! the order of the shards. So the whole is the same, bit for bit, for any number of workers,
+//! whoever is killed. A shard whose worker is lost is done again from its beginning; where its
+//! result had been written, the same is written once more.
 //!
 //! **Invariant:** a shard counts once: for the worker that holds its lease, when it says so.
-//! **Invariant:** what is kept of results does not grow with the job, but for those that wait for a slower one before them.
+//! **Invariant:** what is kept of results does not grow with the job, but for those that wait for a
+//! slower one before them.
 
 use std::collections::BTreeMap;
 
@@ -60,7 +63,8 @@ impl Results {
         Ok(())
     }
 
-    /// The records that are done, as far as a record of the job has room for them. Others are done again by the next master.
+    /// The records that are done, as far as a record of the job has room for them. Others are done
+    /// again by the next master.
     pub(super) fn kept(&self) -> Self {
         let mut room = LATER_KEPT_BYTES_MAX;
         let later = self.later.iter().take(LATER_KEPT_MAX).take_while(|(_, (_, sums))| {
@@ -206,7 +210,8 @@ impl Job {
 const SHARDS_AHEAD_MAX: u64 = 4;
 const LATER_KEPT_MAX: usize = 1024;
 const LATER_KEPT_BYTES_MAX: usize = 96 << 10;
-/// What a shard's result takes in a record, besides its sums; and what a sum takes besides its name.
+/// What a shard's result takes in a record, besides its sums; and what a sum takes besides its
+/// name.
 const RESULT_BYTES: usize = 48;
 const SUM_BYTES: usize = 32;
 const METRICS_MAX: usize = 1024;

@@ -1,7 +1,9 @@
-//! What is known of a job's checkpoints. The group decides when, and writes them; nothing here decides anything.
+//! What is known of a job's checkpoints. The group decides when, and writes them; nothing here
+//! decides anything.
 //!
-//! **Invariant:** a checkpoint holds ledger and parameters of one step, so whichever a group begins from, records are
-//! counted exactly once in it. The master takes the group's word for where it begins, as ever.
+//! **Invariant:** a checkpoint holds ledger and parameters of one step, so whichever a group begins
+//! from, records are counted exactly once in it. The master takes the group's word for where it
+//! begins, as ever.
 
 use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
@@ -70,7 +72,8 @@ impl Job {
         self.ask_for_checkpoint();
     }
 
-    /// Passes the user's wish on to the group, of which one tells the others. To be called again for each new group.
+    /// Passes the user's wish on to the group, of which one tells the others. To be called again
+    /// for each new group.
     pub(super) fn ask_for_checkpoint(&mut self) {
         if let Some(&first) = self.group.members.first().filter(|_| self.checkpoint_asked) {
             self.send(first, ToWorker::KeepCheckpoint);

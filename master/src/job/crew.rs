@@ -1,7 +1,7 @@
 //! The processes that were started and the workers that they became.
 //!
-//! **Invariant:** a worker is in [`Crew::workers`] exactly while its stream is open and it is not given up: whatever is
-//! sent goes to one of these. Its launch stays until the process has ended.
+//! **Invariant:** a worker is in [`Crew::workers`] exactly while its stream is open and it is not
+//! given up: whatever is sent goes to one of these. Its launch stays until the process has ended.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -186,8 +186,8 @@ impl Crew {
         roomless.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// `launch` has become a worker. A launch becomes one at most, so its number is the worker's: no name is used twice,
-    /// by whichever master.
+    /// `launch` has become a worker. A launch becomes one at most, so its number is the worker's:
+    /// no name is used twice, by whichever master.
     pub(super) fn admit(
         &mut self,
         now: Time,
@@ -297,14 +297,15 @@ impl Crew {
         self.workers.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
     }
 
-    /// How many pods may be made so that `wanted` workers stay and no more than `max` processes run.
+    /// How many pods may be made so that `wanted` workers stay and no more than `max` processes
+    /// run.
     pub(super) fn vacancies(&self, wanted: usize, max: usize) -> usize {
         let (wanted, max) = (wanted.div_ceil(self.workers_per_pod), max / self.workers_per_pod);
         wanted.saturating_sub(self.staying().count()).min(max.saturating_sub(self.pods().count()))
     }
 
-    /// The pods that are to go so that `wanted` workers stay: those that have become no worker yet, then the others, each
-    /// from the highest place down.
+    /// The pods that are to go so that `wanted` workers stay: those that have become no worker yet,
+    /// then the others, each from the highest place down.
     pub(super) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
         let cost = |id: LaunchId| {
             let is_heard = self.any_of_pod(id, |l| l.worker.is_some());
@@ -337,8 +338,8 @@ impl Worker {
             && !self.released
     }
 
-    /// Whether records may be leased to it: not before its group has formed, for until then the group before, of which
-    /// it is no member, may need these records to finish a step.
+    /// Whether records may be leased to it: not before its group has formed, for until then the
+    /// group before, of which it is no member, may need these records to finish a step.
     pub(super) fn is_eligible(&self) -> bool {
         self.rank.is_some() && self.holds_state && !self.released
     }

@@ -1,9 +1,9 @@
 //! Workers whose control stream ended.
 //!
-//! A stream ends when its worker dies, and also when something between the worker and this master resets it, when a
-//! cut network lasts longer than the keepalive, and when the master changes. In the last three cases the worker trains on,
-//! and looks for its master until `master_timeout`. So a worker without a stream is *disconnected*, and lost only by
-//! evidence:
+//! A stream ends when its worker dies, and also when something between the worker and this master
+//! resets it, when a cut network lasts longer than the keepalive, and when the master changes. In
+//! the last three cases the worker trains on, and looks for its master until `master_timeout`. So a
+//! worker without a stream is *disconnected*, and lost only by evidence:
 //!
 //! ```text
 //!                    ┌─ Connected{resume} ──► returned ── Holding ──► as before, in the same generation
@@ -15,13 +15,14 @@
 //!
 //! While a member is disconnected no generation is published: the member could not hear of it.
 //!
-//! **What a returned worker holds.** The master keeps a disconnected worker's leases. Messages may have been lost with the
-//! stream, so the worker says at which step it is and what it holds. Of the leases that it does not name, some are
-//! in steps up to its own, and the others never arrived. Once the group's ledger has reached the worker's step, those that
-//! are not absorbed never arrived, and are leased anew.
+//! **What a returned worker holds.** The master keeps a disconnected worker's leases. Messages may
+//! have been lost with the stream, so the worker says at which step it is and what it holds. Of the
+//! leases that it does not name, some are in steps up to its own, and the others never arrived.
+//! Once the group's ledger has reached the worker's step, those that are not absorbed never
+//! arrived, and are leased anew.
 //!
-//! **Reports that were lost.** The lowest rank reports what its group commits. When it returns it sends the
-//! whole ledger, which replaces the master's.
+//! **Reports that were lost.** The lowest rank reports what its group commits. When it returns it
+//! sends the whole ledger, which replaces the master's.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -87,7 +88,8 @@ impl Job {
         }
     }
 
-    /// A member reports its link to `suspect` as broken. If that one has no stream either, it is lost.
+    /// A member reports its link to `suspect` as broken. If that one has no stream either, it is
+    /// lost.
     pub(super) fn lose_suspect(&mut self, now: Time, suspect: WorkerId) {
         let launch = LaunchId(suspect.0);
         let away = self.crew.launches.get(&launch).and_then(|l| l.away);
@@ -124,8 +126,9 @@ impl Job {
         away.since + wait
     }
 
-    /// How long a worker is waited for that nothing shows to be alive. Workers look for their master once a second at
-    /// least; one that is stopped for less than the timeout is to have its chance.
+    /// How long a worker is waited for that nothing shows to be alive. Workers look for their
+    /// master once a second at least; one that is stopped for less than the timeout is to have its
+    /// chance.
     fn return_wait(&self) -> Duration {
         let silence = self.spec.worker_timeout.unwrap_or_default();
         (silence + RETURN_SLACK).max(RETURN_WAIT_MIN)
@@ -271,7 +274,8 @@ impl Job {
         }
     }
 
-    /// A worker is back that is on its way to be a member: messages in both directions may have been lost.
+    /// A worker is back that is on its way to be a member: messages in both directions may have
+    /// been lost.
     fn on_newcomer_returned(&mut self, worker: WorkerId, resume: &Resume) {
         self.say(format!("worker {worker} is connected again"));
         self.returned.insert(worker, Returned::Silent);

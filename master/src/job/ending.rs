@@ -98,7 +98,8 @@ impl Job {
         }
     }
 
-    /// Why the group can't go on, if it says so, though it holds a state. Remembers the records that are at fault.
+    /// Why the group can't go on, if it says so, though it holds a state. Remembers the records
+    /// that are at fault.
     fn failure_told(&mut self) -> Option<String> {
         let words = self.group.finished.iter();
         let failures: Vec<_> =

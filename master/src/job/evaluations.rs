@@ -1,4 +1,5 @@
-//! What is known of evaluations. The group makes them, and decides what follows; nothing here decides anything.
+//! What is known of evaluations. The group makes them, and decides what follows; nothing here
+//! decides anything.
 
 use std::collections::BTreeMap;
 

@@ -13,7 +13,8 @@ use super::action::Membership;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(pub u64);
 
-/// One process that the master started, in a pod perhaps. Given out by the core. A pod of several is known by its first.
+/// One process that the master started, in a pod perhaps. Given out by the core. A pod of several
+/// is known by its first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaunchId(pub u64);
 
@@ -22,7 +23,8 @@ pub struct LaunchId(pub u64);
 pub enum Event {
     /// The user wants a checkpoint now.
     Checkpoint,
-    /// The job's record was refused for good: whatever is done next, no other master could go on from there.
+    /// The job's record was refused for good: whatever is done next, no other master could go on
+    /// from there.
     RecordRefused {
         /// By whom, and why.
         reason: String,
@@ -64,7 +66,8 @@ pub enum Event {
         /// What was done to it, and by whom.
         words: String,
     },
-    /// A launch is being taken away, but its program still runs: its worker can leave in order. Its end follows.
+    /// A launch is being taken away, but its program still runs: its worker can leave in order. Its
+    /// end follows.
     LaunchLeaves {
         /// The launch.
         launch: LaunchId,
@@ -174,7 +177,8 @@ pub enum FromWorker {
     Committed(Committed),
     /// The data set as its reader sees it, or why it can't be used.
     Described(Result<FileList, String>),
-    /// A shard that is worked on apart is done: its metrics summed over its records, or its predictions written.
+    /// A shard that is worked on apart is done: its metrics summed over its records, or its
+    /// predictions written.
     Done {
         /// The shard.
         range: RecordRange,
@@ -302,12 +306,13 @@ impl Resume {
 pub struct Stall {
     /// The ring's generation.
     pub generation: Generation,
-    /// Operations begun in this generation, this one included; 0 while the previous member's dial is awaited.
+    /// Operations begun in this generation, this one included; 0 while the previous member's dial
+    /// is awaited.
     pub operation: u64,
     /// Bytes of it that came from the previous member.
     pub received: u64,
-    /// Bytes of it that were sent to the next member. Where an operation's bytes run both ways, `sent` and `received` are
-    /// counted so that a link's two ends differ by what is on its way.
+    /// Bytes of it that were sent to the next member. Where an operation's bytes run both ways,
+    /// `sent` and `received` are counted so that a link's two ends differ by what is on its way.
     pub sent: u64,
     /// What is awaited comes from the next member.
     pub waits_for_next: bool,
@@ -336,7 +341,8 @@ pub struct Committed {
     pub steps_skipped: u64,
 }
 
-/// What steps took on the lowest rank. A group's first step is not among them: it is part of what the change cost.
+/// What steps took on the lowest rank. A group's first step is not among them: it is part of what
+/// the change cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTimes {
     /// Steps that were timed.
@@ -413,10 +419,11 @@ pub struct LedgerReport {
 /// Microseconds from a group's last commit to its first one in a new generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Phases {
-    /// Last commit until the first sign of trouble (a link's error, or the arrival of a membership that aborts the
-    /// step), or until the switch was agreed.
+    /// Last commit until the first sign of trouble (a link's error, or the arrival of a membership
+    /// that aborts the step), or until the switch was agreed.
     pub detect_us: u64,
-    /// Until the training thread was out of the collective call or the user's code, and its links were down.
+    /// Until the training thread was out of the collective call or the user's code, and its links
+    /// were down.
     pub abort_us: u64,
     /// Until the new membership was known.
     pub agree_us: u64,

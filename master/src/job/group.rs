@@ -15,12 +15,13 @@ use super::time::Time;
 pub(super) struct Group {
     /// 0 before the first.
     pub(super) generation: Generation,
-    /// Generations up to this one are not to be published, though this job's master may not have done it.
+    /// Generations up to this one are not to be published, though this job's master may not have
+    /// done it.
     pub(super) passed: Generation,
     /// In ring order, whether they live or not.
     pub(super) members: Vec<WorkerId>,
-    /// The ring of the generation before, in which members may still be: the switch waits for a step's end, and the
-    /// newest group has not formed yet.
+    /// The ring of the generation before, in which members may still be: the switch waits for a
+    /// step's end, and the newest group has not formed yet.
     pub(super) before: Option<Vec<WorkerId>>,
     /// As it was told to the members; `None` before the first.
     pub(super) published: Option<Membership>,
@@ -97,8 +98,8 @@ impl Group {
 
     /// The generation that should be published now, if any.
     ///
-    /// Survivors keep their order, joiners come behind. Leavers stay while nobody else holds the state, or too few
-    /// would be left.
+    /// Survivors keep their order, joiners come behind. Leavers stay while nobody else holds the
+    /// state, or too few would be left.
     pub(super) fn next(&self, crew: &Crew, limits: Limits) -> Option<Change> {
         let alive = |id: &&WorkerId| crew.workers.get(id).is_some_and(|w| !w.released);
         let survivors: Vec<WorkerId> = self.members.iter().filter(alive).copied().collect();
@@ -106,8 +107,8 @@ impl Group {
         let holds_state = |id: &WorkerId| crew.workers[id].holds_state;
         let stayers: Vec<WorkerId> = survivors.iter().filter(|id| !leaving(id)).copied().collect();
         let room = if limits.admits { limits.wanted.saturating_sub(stayers.len()) } else { 0 };
-        // While a group trains, a newcomer fetches its state first, so that nobody waits for that. Where all wait anyway,
-        // or nobody has a state, it comes as it is.
+        // While a group trains, a newcomer fetches its state first, so that nobody waits for that.
+        // Where all wait anyway, or nobody has a state, it comes as it is.
         let primed: Vec<WorkerId> = crew.primed().take(room).collect();
         let group_waits = self.is_broken() && survivors.len() + primed.len() < limits.min;
         let joiners = match group_waits || !survivors.iter().any(holds_state) {

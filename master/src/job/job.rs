@@ -144,8 +144,8 @@ impl Job {
 
     /// Takes in something that happened at `now`.
     ///
-    /// Whatever no longer fits (a message of a worker that is gone, the end of a process that is not known) changes
-    /// nothing.
+    /// Whatever no longer fits (a message of a worker that is gone, the end of a process that is
+    /// not known) changes nothing.
     pub fn handle(&mut self, now: Time, event: Event) {
         if matches!(self.phase, Phase::Ended(_)) {
             return;
@@ -281,9 +281,9 @@ impl Job {
         self.send(worker, message);
     }
 
-    /// Forgets a worker whose stream ended or that is not to be trusted. If its process still runs after `grace`, it is
-    /// killed: not at once, for the stream of a dying process ends before its exit is known, and the kill would take
-    /// the place of its exit code.
+    /// Forgets a worker whose stream ended or that is not to be trusted. If its process still runs
+    /// after `grace`, it is killed: not at once, for the stream of a dying process ends before its
+    /// exit is known, and the kill would take the place of its exit code.
     pub(super) fn give_up(&mut self, now: Time, worker: WorkerId, grace: Duration) {
         let grace = self.exit_wait(grace);
         let Some(w) = self.crew.workers.get(&worker) else { return };
@@ -294,7 +294,8 @@ impl Job {
         }
     }
 
-    /// How long a process may outlive its worker: the others of its pod are given the time to end by themselves.
+    /// How long a process may outlive its worker: the others of its pod are given the time to end
+    /// by themselves.
     pub(super) fn exit_wait(&self, grace: Duration) -> Duration {
         if self.spec.workers_per_pod > 1 { grace.max(POD_GRACE) } else { grace }
     }

@@ -1,7 +1,8 @@
 //! Heartbeats: which silent workers are lost.
 //!
-//! A silence has two ends. Either the worker is stopped or cut off, or this master is: its network was away, or it was
-//! stopped itself. The ring tells which. Every heartbeat says whether its worker waits for its neighbours, so:
+//! A silence has two ends. Either the worker is stopped or cut off, or this master is: its network
+//! was away, or it was stopped itself. The ring tells which. Every heartbeat says whether its
+//! worker waits for its neighbours, so:
 //!
 //! | members that were heard just now | a silent member is |
 //! |---|---|
@@ -9,10 +10,12 @@
 //! | some, and one of them makes progress | alive: no step is committed without it |
 //! | some, and all of them wait, or their group is broken | evicted |
 //!
-//! A member that waits may wait for a silent one that computes for long, so its wait has to be longer than the longest
-//! usual step. A control thread sends heartbeats whatever its model computes: slow is not silent.
+//! A member that waits may wait for a silent one that computes for long, so its wait has to be
+//! longer than the longest usual step. A control thread sends heartbeats whatever its model
+//! computes: slow is not silent.
 //!
-//! The same evidence decides about members whose stream ended; see [`disconnected`](super::disconnected).
+//! The same evidence decides about members whose stream ended; see
+//! [`disconnected`](super::disconnected).
 
 use std::time::Duration;
 
@@ -41,7 +44,8 @@ impl Job {
             return;
         }
         if now.0.saturating_sub(at.0) > look_every(timeout) {
-            // This master itself was kept from running: what workers sent meanwhile has not been read yet.
+            // This master itself was kept from running: what workers sent meanwhile has not been
+            // read yet.
             for w in self.crew.workers.values_mut() {
                 (w.heard, w.stalled) = (now, None);
             }
@@ -60,8 +64,9 @@ impl Job {
         self.settle(now);
     }
 
-    /// Whether the members that can be heard have all come to a standstill: they wait for those that can't, or their group
-    /// is broken. `false` where no member can be heard. A heartbeat from before `after` shows nothing.
+    /// Whether the members that can be heard have all come to a standstill: they wait for those
+    /// that can't, or their group is broken. `false` where no member can be heard. A heartbeat from
+    /// before `after` shows nothing.
     pub(super) fn stands_still(&self, now: Time, after: Time) -> bool {
         let (Some(timeout), Some(beat)) = (self.spec.worker_timeout, self.spec.heartbeat()) else {
             let is_broken = self.group.is_broken() || self.group.broken.is_some();
@@ -96,7 +101,8 @@ impl Job {
         if silence <= timeout + beat {
             return None;
         }
-        // A worker that stops just before its next heartbeat has already been silent for one interval.
+        // A worker that stops just before its next heartbeat has already been silent for one
+        // interval.
         let limit = match (w.rank.is_some() || w.released, self.spec.work.trains()) {
             (true, true) if self.stands_still(now, w.heard + timeout + beat) => timeout + beat,
             // Without a master it ends by itself.

@@ -1,4 +1,5 @@
-//! What becomes of a job whose state is lost with its workers, and how that is avoided where all of them leave.
+//! What becomes of a job whose state is lost with its workers, and how that is avoided where all of
+//! them leave.
 //!
 //! ```text
 //!   no worker holds the state ──no checkpoints, none to begin from──────────────► failed, or with the user's leave: again
@@ -17,8 +18,8 @@ use super::crew::Room;
 use super::job::{Job, Phase, Timer};
 use super::time::Time;
 
-/// How often all workers were lost with a state of which there was no checkpoint. The names of its fields are a public
-/// format.
+/// How often all workers were lost with a state of which there was no checkpoint. The names of its
+/// fields are a public format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StateLoss {
     /// How often.
@@ -45,7 +46,8 @@ impl Job {
 
     /// The newest group has formed at step 0. Whether that ends the job, for it had a state before.
     pub(super) fn begins_anew(&mut self, now: Time) -> bool {
-        // A group that carries its state may be one step behind what its lowest rank has told before it was lost.
+        // A group that carries its state may be one step behind what its lowest rank has told
+        // before it was lost.
         let held = u64::from(self.group.carries_state);
         if self.group.restored || self.step <= held {
             return false;
@@ -99,7 +101,8 @@ impl Job {
 
     // ---- all members leave ----
 
-    /// Looks whether nobody will be left who holds the state. To be called when a member leaves, and when a group has formed.
+    /// Looks whether nobody will be left who holds the state. To be called when a member leaves,
+    /// and when a group has formed.
     pub(super) fn watch_leavers(&mut self, now: Time) {
         if !self.all_leave() {
             return;

@@ -13,8 +13,8 @@ use super::summary::{Cause, MembershipRecord};
 use super::time::Time;
 
 impl Job {
-    /// Publishes the next generation if one is due, or ends the job if its group has finished. Called after whatever
-    /// may have changed either.
+    /// Publishes the next generation if one is due, or ends the job if its group has finished.
+    /// Called after whatever may have changed either.
     pub(super) fn settle(&mut self, now: Time) {
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
@@ -178,8 +178,8 @@ impl Job {
         }
     }
 
-    /// The members that have the group's state, in the order in which `newcomer` is to ask them: newcomers are spread
-    /// over them, and the first rank, which speaks for the group, comes last.
+    /// The members that have the group's state, in the order in which `newcomer` is to ask them:
+    /// newcomers are spread over them, and the first rank, which speaks for the group, comes last.
     pub(super) fn donors(&self, newcomer: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
         let holds_state = |id: &&WorkerId| {
             self.crew.workers.get(id).is_some_and(|w| w.holds_state && !w.released)
@@ -246,8 +246,8 @@ fn describe(record: &MembershipRecord, keeps_state: bool, from: &str) -> String 
     }
 }
 
-/// A newcomer that none of these serves hears of others with the next membership. All members in every newcomer's list would
-/// be a million names where a thousand join.
+/// A newcomer that none of these serves hears of others with the next membership. All members in
+/// every newcomer's list would be a million names where a thousand join.
 const DONORS_MAX: usize = 8;
 /// How long a group that starts from nothing waits for workers on their way.
 const START_WINDOW: std::time::Duration = std::time::Duration::from_secs(1);

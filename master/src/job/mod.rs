@@ -1,6 +1,8 @@
-//! One training job's brain: which workers live, who is in the group, who holds a lease on which records, when it ends.
+//! One training job's brain: which workers live, who is in the group, who holds a lease on which
+//! records, when it ends.
 //!
-//! A deterministic state machine. Events and the time go in, actions come out; the same inputs give the same outputs.
+//! A deterministic state machine. Events and the time go in, actions come out; the same inputs give
+//! the same outputs.
 //!
 //! ```text
 //!                handle(now, Event)            poll_action() -> Action
@@ -12,17 +14,20 @@
 //!          handle_timeout(now) ◄── poll_timeout()         status(now), summary(now)
 //! ```
 //!
-//! What the group's parameters have absorbed is the group's own word; the ledger here is a cache of it.
+//! What the group's parameters have absorbed is the group's own word; the ledger here is a cache of
+//! it.
 //!
 //! **Invariants**
-//! * No async, sockets, clock, environment or entropy under `job/`; what is drawn is drawn from the job's seed.
+//! * No async, sockets, clock, environment or entropy under `job/`; what is drawn is drawn from the
+//!   job's seed.
 //! * A record is leased to at most one live worker, and only to a member of the newest generation.
-//! * A lost worker's leases come back into the queue only with the next group's own report of its ledger
-//!   ([`FromWorker::Formed`]), less what that report holds.
+//! * A lost worker's leases come back into the queue only with the next group's own report of its
+//!   ledger ([`FromWorker::Formed`]), less what that report holds.
 //! * Generations grow by one. While one is published and not formed, only a loss publishes another.
-//! * A master that comes after another one leases nothing before it knows what the group has absorbed and what each of
-//!   its members holds.
-//! * Nothing that a worker says can make this code panic: it is checked, and changes nothing or fails that worker.
+//! * A master that comes after another one leases nothing before it knows what the group has
+//!   absorbed and what each of its members holds.
+//! * Nothing that a worker says can make this code panic: it is checked, and changes nothing or
+//!   fails that worker.
 //! * Whatever grows with a worker's words has a limit.
 
 mod action;

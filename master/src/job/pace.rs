@@ -1,10 +1,10 @@
 //! Who is slow.
 //!
-//! A worker that computes markedly longer than its peers holds all of them up at every step. It is shown, and nothing
-//! else: it lives, and its work counts.
+//! A worker that computes markedly longer than its peers holds all of them up at every step. It is
+//! shown, and nothing else: it lives, and its work counts.
 //!
-//! **Invariant:** one slow step marks nobody. What is compared is the median of a worker's last reported steps, and most
-//! of these must be slow.
+//! **Invariant:** one slow step marks nobody. What is compared is the median of a worker's last
+//! reported steps, and most of these must be slow.
 
 /// How long a worker's last reported steps took it.
 #[derive(Debug, Default)]
@@ -35,8 +35,8 @@ impl Pace {
     }
 }
 
-/// Above this, a usual step is a straggler's, where `usual_us` are those of all members: 1.5 times their median, and 5 ms
-/// more than it.
+/// Above this, a usual step is a straggler's, where `usual_us` are those of all members: 1.5 times
+/// their median, and 5 ms more than it.
 pub(super) fn straggler_limit_us(mut usual_us: Vec<u64>) -> Option<u64> {
     let median = median(&mut usual_us)?;
     Some(median.saturating_add(median / 2).max(median.saturating_add(MARGIN_US)))

@@ -1,8 +1,10 @@
-//! Places to run at: how many pods are asked for, and what becomes of one until its workers say hello.
+//! Places to run at: how many pods are asked for, and what becomes of one until its workers say
+//! hello.
 //!
-//! Processes start wherever they are asked for. Pods may find no room. Then a few of them, the probes, wait for it: when one
-//! gets a place, another is asked for, so a job grows as room comes, and a cluster is never flooded with pods that can't
-//! run. The core, which is as many as the job can't do without, always asks.
+//! Processes start wherever they are asked for. Pods may find no room. Then a few of them, the
+//! probes, wait for it: when one gets a place, another is asked for, so a job grows as room comes,
+//! and a cluster is never flooded with pods that can't run. The core, which is as many as the job
+//! can't do without, always asks.
 
 use std::time::Duration;
 
@@ -113,8 +115,8 @@ impl Job {
         probes.into_iter().skip(self.probes()).for_each(|launch| self.withdraw(launch));
     }
 
-    /// Probes wait at the lowest places that are free: one at a higher place may be of a lesser class, and wait while
-    /// others of its place's class, or a job beside it, get the room.
+    /// Probes wait at the lowest places that are free: one at a higher place may be of a lesser
+    /// class, and wait while others of its place's class, or a job beside it, get the room.
     fn lower_probes(&mut self) {
         let free = self.crew.free_places().skip_while(|&place| place < self.spec.min_workers);
         let higher = |&(launch, place): &(LaunchId, u32)| self.crew.launches[&launch].index > place;

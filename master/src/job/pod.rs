@@ -1,12 +1,13 @@
 //! Pods of several workers: launches that are made together, run in one place, and go together.
 //!
-//! A worker is a worker, whatever its pod holds. But a pod is asked for, waits for room, is taken away, killed and replaced
-//! as a whole. So its launches have consecutive numbers and consecutive places; whoever starts and ends them names the
-//! first; and when one of them goes, for whatever reason, the others go too: members with the next membership, so that
-//! the group changes once. A pod that fails counts as one failure.
+//! A worker is a worker, whatever its pod holds. But a pod is asked for, waits for room, is taken
+//! away, killed and replaced as a whole. So its launches have consecutive numbers and consecutive
+//! places; whoever starts and ends them names the first; and when one of them goes, for whatever
+//! reason, the others go too: members with the next membership, so that the group changes once. A
+//! pod that fails counts as one failure.
 //!
-//! **Invariants:** launches are made and forgotten in whole pods. A pod keeps its place as long as one of its launches
-//! stays. Where a pod holds one worker, nothing here does anything.
+//! **Invariants:** launches are made and forgotten in whole pods. A pod keeps its place as long as
+//! one of its launches stays. Where a pod holds one worker, nothing here does anything.
 
 use std::ops::RangeInclusive;
 
@@ -70,8 +71,8 @@ impl Crew {
 }
 
 impl Job {
-    /// Lets the workers of this launch's pod go in order: members with the next membership; who is none, when no member is
-    /// left that it would take with it.
+    /// Lets the workers of this launch's pod go in order: members with the next membership; who is
+    /// none, when no member is left that it would take with it.
     pub(super) fn let_pod_go(&mut self, now: Time, launch: LaunchId, reason: &str) {
         let workers = self.crew.workers_of_pod(launch);
         let is_member = |id: &WorkerId| self.crew.workers[id].rank.is_some();

@@ -1,14 +1,16 @@
 //! Which records are leased to whom, which are next, and the cached ledger.
 //!
-//! A record of an epoch is in one of four places: absorbed (the ledger), leased, queued, or limbo. Limbo is where the
-//! leases of lost workers are: their owner may have put them into the parameters in its last step, so they are neither
-//! leased nor queued until the next group has said what its parameters hold ([`Records::rebuild`]).
+//! A record of an epoch is in one of four places: absorbed (the ledger), leased, queued, or limbo.
+//! Limbo is where the leases of lost workers are: their owner may have put them into the parameters
+//! in its last step, so they are neither leased nor queued until the next group has said what its
+//! parameters hold ([`Records::rebuild`]).
 //!
-//! A queue is not a list of shards. It is the epoch's order, a position in it, and the set of records that were absorbed
-//! or leased when the queue was last rebuilt; shards are cut out of these as they are asked for.
+//! A queue is not a list of shards. It is the epoch's order, a position in it, and the set of
+//! records that were absorbed or leased when the queue was last rebuilt; shards are cut out of
+//! these as they are asked for.
 //!
-//! **Invariant:** a range that [`Records::lease`] gave is not given again before a rebuild that found it neither
-//! absorbed nor leased.
+//! **Invariant:** a range that [`Records::lease`] gave is not given again before a rebuild that
+//! found it neither absorbed nor leased.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,8 +31,8 @@ pub(super) struct Records {
     queues: BTreeMap<u32, Queue>,
     /// By epoch and first record.
     leases: BTreeMap<(u32, u64), Lease>,
-    /// Leases that the last report ended. Its last step may have been committed on its reporter alone; if that one is
-    /// lost, the group goes on without that step, and these leases with it.
+    /// Leases that the last report ended. Its last step may have been committed on its reporter
+    /// alone; if that one is lost, the group goes on without that step, and these leases with it.
     settling: Vec<(RecordRange, WorkerId)>,
     /// The step of the last report.
     step: u64,
@@ -100,8 +102,8 @@ impl Records {
         self.leased.range((worker, 0)..=(worker, u32::MAX)).map(|(_, &records)| records).sum()
     }
 
-    /// Where the shards of the first epoch that is not complete are; when all are, those of the last. `O(n log n)` in the
-    /// epoch's leases.
+    /// Where the shards of the first epoch that is not complete are; when all are, those of the
+    /// last. `O(n log n)` in the epoch's leases.
     pub(super) fn shard_counts(&self) -> ShardCounts {
         let (epoch, shards) = (self.ledger.epoch(), self.shards.len());
         if epoch >= self.epochs {
@@ -125,11 +127,12 @@ impl Records {
 
     /// Leases up to `wanted` records of an open `epoch` to `worker`.
     ///
-    /// Towards an epoch's end a worker holds at most its part of half of what is left, so that all end together; but
-    /// always as much as one step takes. Each epoch is reckoned for itself: what a worker holds of the next one must
-    /// not keep it from the last records of this one.
+    /// Towards an epoch's end a worker holds at most its part of half of what is left, so that all
+    /// end together; but always as much as one step takes. Each epoch is reckoned for itself: what
+    /// a worker holds of the next one must not keep it from the last records of this one.
     ///
-    /// Each range lies in one shard. `O(log n)` for each, besides shards that turn out to be absorbed.
+    /// Each range lies in one shard. `O(log n)` for each, besides shards that turn out to be
+    /// absorbed.
     pub(super) fn lease(
         &mut self,
         worker: WorkerId,
@@ -182,8 +185,8 @@ impl Records {
 
     /// Adds what the group committed up to `step` to the ledger and ends the leases on it.
     ///
-    /// A step is stable when the next one commits anywhere: only then can its leases, and its epoch's end, not come
-    /// back.
+    /// A step is stable when the next one commits anywhere: only then can its leases, and its
+    /// epoch's end, not come back.
     ///
     /// # Errors
     /// The first range that lies outside the data set; nothing is changed then.
@@ -230,10 +233,12 @@ impl Records {
             .map_err(|wrong| format!("a ledger that repeats {wrong}"))
     }
 
-    /// Puts the group's ledger, as of `step`, in place of the cached one. Every queue is made anew: all shards in order, less the
-    /// ledger, less the leases of workers for which `keeps` holds; the leases of others end.
+    /// Puts the group's ledger, as of `step`, in place of the cached one. Every queue is made anew:
+    /// all shards in order, less the ledger, less the leases of workers for which `keeps` holds;
+    /// the leases of others end.
     ///
-    /// The reporter may be the only one that has this step: leases that it ends, and the end of its epoch, can come back.
+    /// The reporter may be the only one that has this step: leases that it ends, and the end of its
+    /// epoch, can come back.
     pub(super) fn rebuild(&mut self, step: u64, ledger: Ledger, keeps: impl Fn(WorkerId) -> bool) {
         self.epoch_stable = self.epoch_stable.min(ledger.epoch());
         (self.step, self.ledger) = (step, ledger);
@@ -288,12 +293,13 @@ impl Records {
         self.leases.retain(|_, lease| lease.worker != worker);
     }
 
-    /// Takes in which records a worker holds, as it says after it has been disconnected: leases, as far as the ledger
-    /// lacks them. What the ledger has may have been committed in a step that is not stable. Returns the worker's
-    /// leases that it did not name; they stay leased to it.
+    /// Takes in which records a worker holds, as it says after it has been disconnected: leases, as
+    /// far as the ledger lacks them. What the ledger has may have been committed in a step that is
+    /// not stable. Returns the worker's leases that it did not name; they stay leased to it.
     ///
     /// # Errors
-    /// The first range that lies outside the data set, or that overlaps another worker's lease or an earlier range.
+    /// The first range that lies outside the data set, or that overlaps another worker's lease or
+    /// an earlier range.
     pub(super) fn reconcile(
         &mut self,
         worker: WorkerId,
@@ -323,8 +329,8 @@ impl Records {
         Ok(unaccounted)
     }
 
-    /// Ends a worker's leases on these ranges, as far as the ledger lacks them; whether there were any. The records are
-    /// free after [`Records::requeue`].
+    /// Ends a worker's leases on these ranges, as far as the ledger lacks them; whether there were
+    /// any. The records are free after [`Records::requeue`].
     pub(super) fn release_missing(&mut self, worker: WorkerId, ranges: &[RecordRange]) -> bool {
         let settling = self.settling.len();
         let leases = self.leases_of(worker);
@@ -388,8 +394,9 @@ impl Records {
         self.queues.clear();
     }
 
-    /// A report with the same totals as the cached ledger and a few ranges at most, for a job that leases nothing any more:
-    /// half-way through a shuffled epoch the ledger itself has as many ranges as there are shards.
+    /// A report with the same totals as the cached ledger and a few ranges at most, for a job that
+    /// leases nothing any more: half-way through a shuffled epoch the ledger itself has as many
+    /// ranges as there are shards.
     pub(super) fn totals(&self) -> LedgerReport {
         let (first, records) = (self.ledger.epoch(), self.shards.records());
         let mut rest = self.ledger.counted() - u64::from(first) * records;

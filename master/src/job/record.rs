@@ -1,19 +1,23 @@
 //! What of a job must outlive its master, so that another one can go on with the same group.
 //!
-//! The group itself holds what is trained: parameters, ledger, leases. What it can't know stands here: who belongs to
-//! it, which processes there are, which names are used up, what the user asked for.
+//! The group itself holds what is trained: parameters, ledger, leases. What it can't know stands
+//! here: who belongs to it, which processes there are, which names are used up, what the user asked
+//! for.
 //!
-//! **Invariant:** whatever an action tells somebody is in the record that [`Job::record`] gave before that action was
-//! done. So a master that knows the record knows of every generation, worker and launch that anybody has heard of.
+//! **Invariant:** whatever an action tells somebody is in the record that [`Job::record`] gave
+//! before that action was done. So a master that knows the record knows of every generation, worker
+//! and launch that anybody has heard of.
 //!
-//! Where keeping a record takes longer than the group should wait, an older one will do: launches are seen by who looks for
-//! them ([`JobRecord::find`]), and memberships are known to their members. Only what nobody else knows, what
-//! [`Job::barrier`] is for, has to be kept before anything more is done.
+//! Where keeping a record takes longer than the group should wait, an older one will do: launches
+//! are seen by who looks for them ([`JobRecord::find`]), and memberships are known to their
+//! members. Only what nobody else knows, what [`Job::barrier`] is for, has to be kept before
+//! anything more is done.
 //!
-//! **Invariant:** a record's length depends on the number of workers, not on the length of the job, nor on the number of
-//! files or the state of the ledger: the list of files is kept beside it ([`DataMark`]), the ledger is in the workers, a
-//! job that is over keeps its totals alone, and each part that tells of the job's course has a budget of bytes. For
-//! 1,024 workers a record is shorter than 640 KiB as JSON.
+//! **Invariant:** a record's length depends on the number of workers, not on the length of the job,
+//! nor on the number of files or the state of the ledger: the list of files is kept beside it
+//! ([`DataMark`]), the ledger is in the workers, a job that is over keeps its totals alone, and
+//! each part that tells of the job's course has a budget of bytes. For 1,024 workers a record is
+//! shorter than 640 KiB as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,7 +36,8 @@ use super::story::{StoryRecord, clip};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobRecord {
     pub(super) spec: JobSpec,
-    /// Which list of files is trained on. The list itself is kept beside the record, for it may be long and never changes.
+    /// Which list of files is trained on. The list itself is kept beside the record, for it may be
+    /// long and never changes.
     #[serde(default)]
     pub(super) data: Option<DataMark>,
     /// That list, once it is known; in records of version 1 it is part of the record.
@@ -168,8 +173,9 @@ impl JobRecord {
         }
     }
 
-    /// Takes in which pods are there, by their first launches, with these launches' places, where the record may be older
-    /// than the last of them. Those that are given back belong to it no more: they are to be ended.
+    /// Takes in which pods are there, by their first launches, with these launches' places, where
+    /// the record may be older than the last of them. Those that are given back belong to it no
+    /// more: they are to be ended.
     #[must_use]
     pub fn find(&mut self, there: &BTreeMap<LaunchId, u32>) -> Vec<LaunchId> {
         let per_pod = self.spec.workers_per_pod;
@@ -230,8 +236,8 @@ impl DataMark {
 }
 
 impl Job {
-    /// Grows whenever the next [`Job::record`] would differ in something that must outlive this master. Cheap: to be
-    /// compared before each action is done.
+    /// Grows whenever the next [`Job::record`] would differ in something that must outlive this
+    /// master. Cheap: to be compared before each action is done.
     #[must_use]
     pub fn revision(&self) -> u64 {
         self.revision
@@ -243,8 +249,8 @@ impl Job {
         self.step
     }
 
-    /// The [revision](Self::revision) that must be kept before any further action is done: what there is to train, and
-    /// that it is done, nobody else could tell.
+    /// The [revision](Self::revision) that must be kept before any further action is done: what
+    /// there is to train, and that it is done, nobody else could tell.
     #[must_use]
     pub fn barrier(&self) -> u64 {
         self.barrier
@@ -315,7 +321,8 @@ impl Job {
         self.masters
     }
 
-    /// Sees to it that whoever knows this record, or an older one, uses no name again: they are kept a stretch ahead.
+    /// Sees to it that whoever knows this record, or an older one, uses no name again: they are
+    /// kept a stretch ahead.
     pub(super) fn reserve(&mut self) {
         let (launch, generation) = (self.crew.launches_made, self.group.generation);
         if launch > self.launches_reserved {

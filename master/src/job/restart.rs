@@ -1,10 +1,11 @@
 //! Whose fault the end of a worker's process is, and when another may take its place.
 //!
-//! A process that somebody ended from outside is replaced at once, however often. What the user's code did to itself is
-//! a *failure*. Failures use up a budget of `max_worker_restarts`, which is full again as soon as the job makes progress:
-//! the group commits a step that no group of this job had reached before. So a worker that fails now and then, for a month, or on
-//! one bad node, never ends a job that trains; one that nothing comes of does. Records on which the user's code fails again
-//! and again end the job too, progress or not.
+//! A process that somebody ended from outside is replaced at once, however often. What the user's
+//! code did to itself is a *failure*. Failures use up a budget of `max_worker_restarts`, which is
+//! full again as soon as the job makes progress: the group commits a step that no group of this job
+//! had reached before. So a worker that fails now and then, for a month, or on one bad node, never
+//! ends a job that trains; one that nothing comes of does. Records on which the user's code fails
+//! again and again end the job too, progress or not.
 //!
 //! Each replacement waits longer than the one before, until no worker has failed for some time.
 
@@ -36,7 +37,8 @@ pub(super) struct Budget {
     pub(super) counted: u32,
     /// Failures since the job made progress last.
     pub(super) since_progress: u32,
-    /// How far the job had come at most by the last failure: steps, or records where nothing is trained.
+    /// How far the job had come at most by the last failure: steps, or records where nothing is
+    /// trained.
     pub(super) progress: u64,
 }
 
@@ -54,7 +56,8 @@ impl Restarts {
         Self { max, budget, waiting: Vec::new(), failed_on: Vec::new(), in_a_row: 0, last: None }
     }
 
-    /// Counts a failure of a job that has come as far as `progress`. Returns when the replacement may start.
+    /// Counts a failure of a job that has come as far as `progress`. Returns when the replacement
+    /// may start.
     ///
     /// # Errors
     /// The job has failed.

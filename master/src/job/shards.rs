@@ -1,7 +1,7 @@
 //! How a data set is cut, and in which order an epoch goes through the pieces.
 //!
-//! **Invariants:** a shard is never empty and never crosses a file; the shards of a data set are disjoint and hold all
-//! of its records; an epoch's order depends on the seed and the epoch alone.
+//! **Invariants:** a shard is never empty and never crosses a file; the shards of a data set are
+//! disjoint and hold all of its records; an epoch's order depends on the seed and the epoch alone.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -43,7 +43,8 @@ impl Shards {
         let records_per_shard = spec.records_per_shard.map_or_else(
             || {
                 if !spec.work.trains() {
-                    // Of the data alone: results are added shard by shard, and must not depend on who computes them.
+                    // Of the data alone: results are added shard by shard, and must not depend on
+                    // who computes them.
                     return RECORDS_PER_SHARD_APART.max(records / u64::from(SHARDS_AUTO_MAX));
                 }
                 let wanted = records / (u64::from(spec.num_workers.max(1)) * SHARDS_PER_WORKER);
@@ -138,8 +139,8 @@ impl Shards {
         if least == most { most_counted } else { format!("up to {most_counted}") }
     }
 
-    /// `ranges`, which lie in the data set, by file: its path, and the records counted within it; at most `max` parts. The
-    /// list of files is read through for it.
+    /// `ranges`, which lie in the data set, by file: its path, and the records counted within it;
+    /// at most `max` parts. The list of files is read through for it.
     pub(super) fn by_file(
         &self,
         ranges: impl Iterator<Item = RecordRange>,
@@ -217,10 +218,12 @@ pub(super) fn counted(count: u64, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
-/// Shards per worker, where the size is chosen here: enough that one slow worker doesn't hold up an epoch's end.
+/// Shards per worker, where the size is chosen here: enough that one slow worker doesn't hold up an
+/// epoch's end.
 const SHARDS_PER_WORKER: u64 = 8;
 const RECORDS_PER_SHARD_AUTO_MAX: u64 = 4096;
-/// Where shards are worked on apart: one is little to repeat, and a file of its predictions not too small.
+/// Where shards are worked on apart: one is little to repeat, and a file of its predictions not too
+/// small.
 const RECORDS_PER_SHARD_APART: u64 = 4096;
 const SHARDS_AUTO_MAX: u32 = 1 << 22;
 /// An epoch's order takes 4 bytes for each.

@@ -6,7 +6,8 @@ use std::time::Duration;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// A job as submitted. [`JobSpec::check`] has been passed before a [`Job`](super::Job) is made of it.
+/// A job as submitted. [`JobSpec::check`] has been passed before a [`Job`](super::Job) is made of
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobSpec {
     /// The job's name.
@@ -34,10 +35,11 @@ pub struct JobSpec {
     pub shuffle: bool,
     /// Seed of everything that is drawn.
     pub seed: u64,
-    /// Failures of workers (crashes and errors of the user's code, not preemption) after which the job fails.
+    /// Failures of workers (crashes and errors of the user's code, not preemption) after which the
+    /// job fails.
     pub max_worker_restarts: u32,
-    /// A worker that is stopped for less than this is never taken out, one that is stopped for a sixth longer always;
-    /// `None`: nobody is.
+    /// A worker that is stopped for less than this is never taken out, one that is stopped for a
+    /// sixth longer always; `None`: nobody is.
     pub worker_timeout: Option<Duration>,
     /// For so long a worker without a master trains on and looks for one; then it ends.
     #[serde(default = "master_timeout")]
@@ -63,8 +65,8 @@ pub struct JobSpec {
     /// What becomes of a step whose gradient is not finite.
     #[serde(default)]
     pub on_nonfinite: OnNonfinite,
-    /// Where all workers are lost, and with them a state of which there is no checkpoint, the job starts again from nothing.
-    /// Otherwise it fails.
+    /// Where all workers are lost, and with them a state of which there is no checkpoint, the job
+    /// starts again from nothing. Otherwise it fails.
     #[serde(default)]
     pub restart_without_checkpoint: bool,
     /// How long workers that were told to end may take, from outside (SIGTERM) to their end.
@@ -72,7 +74,8 @@ pub struct JobSpec {
     pub grace_period: Duration,
 }
 
-/// What becomes of a step whose gradient, summed over all workers, or whose loss holds a NaN or an infinity.
+/// What becomes of a step whose gradient, summed over all workers, or whose loss holds a NaN or an
+/// infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub enum OnNonfinite {
     /// The job fails before the step is applied, with the state before it kept.
@@ -106,7 +109,8 @@ pub struct CheckpointSpec {
     pub every: CheckpointEvery,
     /// How many complete ones stay; at least 1.
     pub keep: u32,
-    /// The folder is this job's own: checkpoints of runs before it neither hinder it nor outlive its first one.
+    /// The folder is this job's own: checkpoints of runs before it neither hinder it nor outlive
+    /// its first one.
     #[serde(default)]
     pub exclusive: bool,
 }
@@ -192,14 +196,15 @@ pub enum Batch {
 }
 
 impl JobSpec {
-    /// How long a worker that was told to end waits for the group to let it go, before it ends by itself: inside the grace
-    /// period, so that nobody has to kill it.
+    /// How long a worker that was told to end waits for the group to let it go, before it ends by
+    /// itself: inside the grace period, so that nobody has to kill it.
     #[must_use]
     pub fn leave_timeout(&self) -> Duration {
         self.grace_period - (self.grace_period / 5).min(LEAVE_MARGIN)
     }
 
-    /// How long the group may take to let a leaving worker go, before it goes nevertheless: a little less than it waits.
+    /// How long the group may take to let a leaving worker go, before it goes nevertheless: a
+    /// little less than it waits.
     #[must_use]
     pub fn leave_wait(&self) -> Duration {
         self.grace_period - (self.grace_period / 5 * 2).min(LEAVE_MARGIN * 2)

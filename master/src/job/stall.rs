@@ -1,16 +1,18 @@
 //! A group in which everybody waits and nobody fails.
 //!
-//! A network that swallows what two workers send each other breaks no link and silences nobody: both reach the master,
-//! and the whole ring waits. Each member then says where it waits. As long as one computes, the others wait for that;
-//! when all wait, some link keeps what was sent into it, and what its two ends say shows which.
+//! A network that swallows what two workers send each other breaks no link and silences nobody:
+//! both reach the master, and the whole ring waits. Each member then says where it waits. As long
+//! as one computes, the others wait for that; when all wait, some link keeps what was sent into it,
+//! and what its two ends say shows which.
 //!
 //! ```text
 //!      P ── sent 40 bytes of operation 7 ──▶ M      M has received 32 of these, for longer than the timeout:
 //!                                                   the link keeps 8 bytes
 //! ```
 //!
-//! Which of a link's two ends is at fault nobody can know. The worker in most such links goes; a worker that was let off
-//! at another's cost goes at once when it is in such a link again before anything has been committed.
+//! Which of a link's two ends is at fault nobody can know. The worker in most such links goes; a
+//! worker that was let off at another's cost goes at once when it is in such a link again before
+//! anything has been committed.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -41,8 +43,8 @@ pub(super) struct Blame(BTreeMap<WorkerId, usize>);
 pub(super) type Suspect = (WorkerId, WorkerId);
 
 impl Stalled {
-    /// `before`: what the same worker said last. A long silence since then is not taken for waiting: all workers may
-    /// have been kept from running.
+    /// `before`: what the same worker said last. A long silence since then is not taken for
+    /// waiting: all workers may have been kept from running.
     pub(super) fn after(before: Option<Self>, now: Time, stall: Stall, beat: Duration) -> Self {
         let since = before.filter(|b| is_fresh(b.last, now, beat)).map_or(now, |b| b.since);
         Self { stall, since, last: now }
@@ -58,7 +60,8 @@ impl Stalled {
         self.last
     }
 
-    /// What it waited for has come to pass, as far as others can see: from now on it waits for something else.
+    /// What it waited for has come to pass, as far as others can see: from now on it waits for
+    /// something else.
     pub(super) fn anew(&mut self, now: Time) {
         self.since = now;
     }
@@ -70,8 +73,9 @@ impl Blame {
         self.0.clear();
     }
 
-    /// Whoever has to go so that none of `suspects` is left: those in most links first, those of earlier generations
-    /// counted in; among equals the highest rank. `may_go` lacks those whose work is done.
+    /// Whoever has to go so that none of `suspects` is left: those in most links first, those of
+    /// earlier generations counted in; among equals the highest rank. `may_go` lacks those whose
+    /// work is done.
     fn cover(
         &mut self,
         mut suspects: Vec<Suspect>,
@@ -104,8 +108,9 @@ impl Blame {
 }
 
 impl Job {
-    /// Takes out workers that the network has cut off from their neighbours, where all members wait for longer than
-    /// the timeout and all have been heard just now: who is silent is not judged by the others' waiting.
+    /// Takes out workers that the network has cut off from their neighbours, where all members wait
+    /// for longer than the timeout and all have been heard just now: who is silent is not judged by
+    /// the others' waiting.
     pub(super) fn look_for_stalls(&mut self, now: Time, timeout: Duration) {
         // A member without a stream can't say where it waits.
         let is_judged = self.crew.members_away().next().is_none();
@@ -146,8 +151,8 @@ impl Job {
         self.settle(now);
     }
 
-    /// Takes out who has to go so that none of these links is left. Where that is nobody, new links are what there is to
-    /// give.
+    /// Takes out who has to go so that none of these links is left. Where that is nobody, new links
+    /// are what there is to give.
     fn cut_off(&mut self, now: Time, suspects: Vec<Suspect>) {
         let ring: Vec<WorkerId> = self.taking_part().collect();
         let Self { group, crew, .. } = self;
@@ -216,13 +221,15 @@ impl Job {
 }
 
 impl Stall {
-    /// Whether something is on its way between the worker that stands here and its next one, `receiver`.
+    /// Whether something is on its way between the worker that stands here and its next one,
+    /// `receiver`.
     fn has_more_on_the_way_to(&self, receiver: &Self) -> bool {
         if self.generation != receiver.generation {
             return self.generation > receiver.generation;
         }
         match self.operation.cmp(&receiver.operation) {
-            // Who is in a later operation has all that it needed, and has sent on what the others need.
+            // Who is in a later operation has all that it needed, and has sent on what the others
+            // need.
             Ordering::Less => self.waits_for_next,
             Ordering::Greater => !receiver.waits_for_next,
             // Who waits before the first operation has dialled.
@@ -252,7 +259,8 @@ mod tests {
             waits_for_next,
             since: Duration::ZERO,
         };
-        // Of 100 bytes that were sent, 60 have come; or all have, and of 40 that were sent back none.
+        // Of 100 bytes that were sent, 60 have come; or all have, and of 40 that were sent back
+        // none.
         assert!(stall(7, 1100, 1000, true).has_more_on_the_way_to(&stall(7, 1000, 1060, false)));
         assert!(!stall(7, 1060, 1000, true).has_more_on_the_way_to(&stall(7, 1000, 1060, false)));
         // The next one is done, and must have sent what is awaited from it.

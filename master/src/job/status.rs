@@ -19,8 +19,9 @@ use super::time::Time;
 pub struct Status {
     /// The job's name.
     pub job: String,
-    /// `starting`, `resuming` (after a master's death), `waiting` (too few workers for a group), `running`, `stopping`, `ending`, or, once it has ended,
-    /// `completed`, `failed`, `refused`, `stopped`.
+    /// `starting`, `resuming` (after a master's death), `waiting` (too few workers for a group),
+    /// `running`, `stopping`, `ending`, or, once it has ended, `completed`, `failed`, `refused`,
+    /// `stopped`.
     pub state: &'static str,
     /// The newest generation; 0 before the first.
     pub generation: Generation,
@@ -30,7 +31,8 @@ pub struct Status {
     pub epoch: u32,
     /// Passes over the data.
     pub epochs: u32,
-    /// Of these, steps whose records count as absorbed and whose gradients were left out, for they were not finite.
+    /// Of these, steps whose records count as absorbed and whose gradients were left out, for they
+    /// were not finite.
     pub steps_skipped: u64,
     /// Records absorbed over all epochs, as last reported.
     pub records_counted: u64,
@@ -42,7 +44,8 @@ pub struct Status {
     pub records_per_s: f64,
     /// Workers to keep.
     pub workers_wanted: u32,
-    /// Shards of `epoch`; of the last epoch when all are complete. `None` until the data set is known.
+    /// Shards of `epoch`; of the last epoch when all are complete. `None` until the data set is
+    /// known.
     pub shards: Option<ShardCounts>,
     /// The last 20 changes of membership, oldest first, with what they cost.
     pub memberships: Vec<MembershipRecord>,
@@ -50,7 +53,8 @@ pub struct Status {
     pub workers: Vec<WorkerStatus>,
     /// Launches that have become no worker yet, by id.
     pub waiting: Vec<LaunchStatus>,
-    /// How the launches that stay are spread over priority classes, from the lowest place up; empty where there are none.
+    /// How the launches that stay are spread over priority classes, from the lowest place up; empty
+    /// where there are none.
     pub rungs: Vec<RungStatus>,
     /// What gradients are summed over, in words; `None` before the first step.
     pub sums_over: Option<String>,
@@ -69,8 +73,9 @@ pub struct Status {
 /// An epoch's shards; each is in one of these.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShardCounts {
-    /// Not done, and no record of it is leased: it is handed out when its turn comes. After a loss it may be a shard of
-    /// which a part is absorbed, or one whose lost owner's last step is still to be accounted for.
+    /// Not done, and no record of it is leased: it is handed out when its turn comes. After a loss
+    /// it may be a shard of which a part is absorbed, or one whose lost owner's last step is still
+    /// to be accounted for.
     pub todo: u32,
     /// Some record of it is leased to a worker that is here. (A lease may be a part of a shard.)
     pub leased: u32,
@@ -87,14 +92,16 @@ pub struct WorkerStatus {
     pub pid: u32,
     /// Its place in the newest generation's ring; `None` while it is no member.
     pub rank: Option<u32>,
-    /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `leaving`, `finished` or `ending`.
+    /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `leaving`, `finished`
+    /// or `ending`.
     pub state: &'static str,
-    /// Steps that its state contains, which are the group's; `None` while it does not have the group's state.
+    /// Steps that its state contains, which are the group's; `None` while it does not have the
+    /// group's state.
     pub step: Option<u64>,
     /// Microseconds in the model's code in the last reported step.
     pub compute_us: u64,
-    /// It is markedly slower than its peers: the median of its last 7 reported steps is over 1.5 times the members'
-    /// median, and over 5 ms more.
+    /// It is markedly slower than its peers: the median of its last 7 reported steps is over 1.5
+    /// times the members' median, and over 5 ms more.
     pub straggler: bool,
     /// Records that it holds a lease for and that are not committed.
     pub leased_records: u64,

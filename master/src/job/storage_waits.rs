@@ -1,5 +1,5 @@
-//! Workers that wait for storage which does not answer. They stay what they are, and nothing is counted against them; it is
-//! said once that they wait, and once that they no longer do.
+//! Workers that wait for storage which does not answer. They stay what they are, and nothing is
+//! counted against them; it is said once that they wait, and once that they no longer do.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -160,8 +160,8 @@ impl Story {
         self.formed_first.is_some()
     }
 
-    /// The state contains `total` steps without an update; a line for the user now and then: of many, the 1st, 2nd, 4th, 8th and
-    /// so on.
+    /// The state contains `total` steps without an update; a line for the user now and then: of
+    /// many, the 1st, 2nd, 4th, 8th and so on.
     pub(super) fn skip(&mut self, total: u64) -> Option<String> {
         let before = std::mem::replace(&mut self.steps_skipped, total);
         let is_told = total > before && total.checked_ilog2() > before.checked_ilog2();
@@ -225,8 +225,8 @@ impl Story {
         }
     }
 
-    /// `worker`'s first commit in `generation`; of all members' the one that lost the most time counts. Returns whether all
-    /// survivors have told.
+    /// `worker`'s first commit in `generation`; of all members' the one that lost the most time
+    /// counts. Returns whether all survivors have told.
     pub(super) fn resume(
         &mut self,
         now: Time,
@@ -259,8 +259,8 @@ impl Story {
         change.waiting.is_empty()
     }
 
-    /// Whether members have resumed a while ago and others will hardly tell any more: who had never committed a step has
-    /// nothing to tell.
+    /// Whether members have resumed a while ago and others will hardly tell any more: who had never
+    /// committed a step has nothing to tell.
     pub(super) fn is_late(&self, now: Time) -> bool {
         let resumed = self.change.as_ref().and_then(|change| change.resumed);
         resumed.is_some_and(|(at, _)| now.since(at) >= RESUME_WAIT)
@@ -329,8 +329,8 @@ impl Story {
         }
     }
 
-    /// Records committed per second over the last few seconds; of steps that take longer, over the last two reports. Falls
-    /// towards 0 while none come.
+    /// Records committed per second over the last few seconds; of steps that take longer, over the
+    /// last two reports. Falls towards 0 while none come.
     pub(super) fn records_per_s(&self, now: Time) -> f64 {
         let Some(formed) = self.formed_first else {
             return 0.0;
@@ -429,7 +429,8 @@ fn per_second(count: u64, span: Duration) -> f64 {
 
 const EVENTS_MAX: usize = 20;
 const MEMBERSHIPS_MAX: usize = 10_000;
-/// One record can name every worker: all of them together name no more than this (but for the newest).
+/// One record can name every worker: all of them together name no more than this (but for the
+/// newest).
 const NAMED_TOTAL_MAX: usize = 100_000;
 const MEMBERSHIPS_SHOWN: usize = 20;
 /// After a change, how long a member's word of its first step is waited for once another has come.

@@ -31,7 +31,8 @@ pub struct Summary {
     pub records: RecordsSummary,
     /// How many workers there were.
     pub workers: WorkersSummary,
-    /// Every generation, in order; of very many the newest: 10,000 at most, and no more than name 100,000 workers.
+    /// Every generation, in order; of very many the newest: 10,000 at most, and no more than name
+    /// 100,000 workers.
     pub memberships: Vec<MembershipRecord>,
     /// Mean loss per record.
     pub loss: LossSummary,
@@ -45,7 +46,8 @@ pub struct Summary {
     pub checkpoints: Option<CheckpointsSummary>,
     /// What the user's code failed on; the first 100.
     pub failed_shards: Vec<FailedShard>,
-    /// Steps whose records count as trained, and whose gradients were left out, for they were not finite.
+    /// Steps whose records count as trained, and whose gradients were left out, for they were not
+    /// finite.
     #[serde(default)]
     pub steps_skipped: u64,
     /// Set where all workers were lost with a state of which there was no checkpoint.
@@ -55,7 +57,8 @@ pub struct Summary {
     pub error: Option<String>,
     /// The model's closing words.
     pub model_summary: Option<String>,
-    /// Means over all records, by name, of a model that was evaluated; `None` for what is no number.
+    /// Means over all records, by name, of a model that was evaluated; `None` for what is no
+    /// number.
     pub metrics: Option<BTreeMap<String, Option<f64>>>,
     /// Where predictions are.
     pub output: Option<String>,
@@ -68,7 +71,8 @@ pub struct Summary {
 /// Records over all epochs, by the group's own ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordsSummary {
-    /// All epochs' records; of a job that was ended before by `max_steps` or by the user, what its steps counted.
+    /// All epochs' records; of a job that was ended before by `max_steps` or by the user, what its
+    /// steps counted.
     pub expected: u64,
     /// Distinct records in the final ledger.
     pub counted: u64,
@@ -101,14 +105,15 @@ pub struct MembershipRecord {
     pub world_size: u32,
     /// Steps committed when it formed (or, if it never did, when it was published).
     pub at_step: u64,
-    /// From the last commit before to the first one in it, on the member that lost the most time. `None` for the
-    /// first generation, and for one that was replaced before it committed a step. All in milliseconds.
+    /// From the last commit before to the first one in it, on the member that lost the most time.
+    /// `None` for the first generation, and for one that was replaced before it committed a step.
+    /// All in milliseconds.
     pub gap_ms: Option<f64>,
-    /// Part of the gap: until that member had the first sign of trouble (a link's error, or the arrival of a membership
-    /// that aborts the step), or until the switch was agreed.
+    /// Part of the gap: until that member had the first sign of trouble (a link's error, or the
+    /// arrival of a membership that aborts the step), or until the switch was agreed.
     pub detect_ms: Option<f64>,
-    /// Part of the gap: until its training thread was out of the collective call or the user's code, and its links were
-    /// down.
+    /// Part of the gap: until its training thread was out of the collective call or the user's
+    /// code, and its links were down.
     pub abort_ms: Option<f64>,
     /// Part of the gap: until the new membership was known.
     pub agree_ms: Option<f64>,

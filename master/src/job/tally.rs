@@ -1,6 +1,7 @@
 //! What is counted in a master's life, for its metrics: numbers that only grow.
 //!
-//! A master that goes on with another one's job begins from 0 again, as scrapers expect of a process that was restarted.
+//! A master that goes on with another one's job begins from 0 again, as scrapers expect of a
+//! process that was restarted.
 //!
 //! **Invariant:** nothing here decides anything, and a change of membership is counted once.
 
@@ -19,7 +20,8 @@ pub struct Tally {
     pub records: u64,
     /// What steps took, on the lowest rank.
     pub times: StepTimes,
-    /// Changes of membership by cause: how long the member that lost the most was without a commit, and each part of it.
+    /// Changes of membership by cause: how long the member that lost the most was without a commit,
+    /// and each part of it.
     pub recoveries: BTreeMap<Cause, Recoveries>,
     /// Worker processes that have ended.
     pub ends: BTreeMap<End, u64>,
@@ -43,7 +45,8 @@ pub struct Recoveries {
 /// How many observations there are up to each bound.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Histogram {
-    /// Observations of at most each of [`Histogram::BOUNDS_MS`] and above the one before; the last are above all.
+    /// Observations of at most each of [`Histogram::BOUNDS_MS`] and above the one before; the last
+    /// are above all.
     pub buckets: [u64; Self::BOUNDS_MS.len() + 1],
     /// Sum of all observations, milliseconds.
     pub sum_ms: f64,

@@ -1,7 +1,7 @@
 //! What workers say, checked where it comes in.
 //!
-//! A worker may be wrong, old, or somebody else's: what does not fit the moment changes nothing, what can't be true
-//! fails the worker that said it.
+//! A worker may be wrong, old, or somebody else's: what does not fit the moment changes nothing,
+//! what can't be true fails the worker that said it.
 
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
@@ -132,8 +132,8 @@ impl Job {
             return;
         };
         let prepared = matches!(w.stage, Stage::Preparing | Stage::Fetching | Stage::Ready);
-        // A worker that has not synchronized with a group yet may ask for an epoch that is long complete, or the group
-        // may start again: what it asks for is kept until it has.
+        // A worker that has not synchronized with a group yet may ask for an epoch that is long
+        // complete, or the group may start again: what it asks for is kept until it has.
         let complete = w.is_eligible() && self.group.formed && epoch < known.epoch_stable();
         if !prepared || w.released || records == 0 || epoch >= self.spec.epochs || complete {
             return;
@@ -166,8 +166,8 @@ impl Job {
         let Some(ledger) = self.check_ledger(now, worker, report) else {
             return;
         };
-        // A member that was lost since may have trained on its leases since: whether its records were absorbed only a
-        // generation that was published after its loss can tell.
+        // A member that was lost since may have trained on its leases since: whether its records
+        // were absorbed only a generation that was published after its loss can tell.
         let awaited: Vec<WorkerId> = self.crew.members_away().collect();
         let may_live = |m| self.crew.workers.contains_key(m) || awaited.contains(m);
         let outdated = !self.group.members.iter().all(may_live);
@@ -301,7 +301,8 @@ impl Job {
         }
         if let Some(ledger) = self.check_ledger(now, worker, &report.ledger) {
             self.group.finished.entry(worker).or_insert((report, ledger));
-            // The others have what they waited for, or it is on its way, though their last beats say that they wait.
+            // The others have what they waited for, or it is on its way, though their last beats
+            // say that they wait.
             self.crew
                 .workers
                 .values_mut()
@@ -348,7 +349,8 @@ impl Job {
         if self.group.broken.is_none() {
             let mut until = now + BROKEN_WAIT;
             if suspicion.is_some_and(|s| s.unreachable) {
-                // All dials were begun, and so end, at about the same time: more of them tell who is at fault.
+                // All dials were begun, and so end, at about the same time: more of them tell who
+                // is at fault.
                 until = until.max(now + self.spec.heartbeat().unwrap_or_default());
             }
             self.timer(until, Timer::Broken(generation));
@@ -395,8 +397,8 @@ impl Job {
             self.group.suspicion = None;
             return self.settle(now);
         }
-        // Who has reported is alive and speaking. Among equals the highest rank, so that two workers that blame each
-        // other don't do so in turns.
+        // Who has reported is alive and speaking. Among equals the highest rank, so that two
+        // workers that blame each other don't do so in turns.
         let by_rank = |s: &&WorkerId| self.group.members.iter().position(|m| m == *s);
         let silent =
             broken.suspects.iter().filter(|s| !broken.reporters.contains(s)).max_by_key(by_rank);
@@ -574,5 +576,6 @@ const BROKEN_WAIT: std::time::Duration = std::time::Duration::from_millis(20);
 const SUSPICIONS_MAX: u32 = 3;
 /// How long a worker that failed may take to end.
 const FAILED_GRACE: std::time::Duration = std::time::Duration::from_secs(2);
-/// A worker asks for the group's epoch and the next, and before it knows the group's, for the first.
+/// A worker asks for the group's epoch and the next, and before it knows the group's, for the
+/// first.
 const EPOCHS_ASKED_MAX: usize = 8;

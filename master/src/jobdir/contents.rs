@@ -1,7 +1,7 @@
 //! What a job writes into its directory, told from what is not a job's.
 //!
-//! **Invariant:** nothing is removed but files that a job writes under these names; a directory that is not a job's is
-//! neither used nor removed.
+//! **Invariant:** nothing is removed but files that a job writes under these names; a directory
+//! that is not a job's is neither used nor removed.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -13,7 +13,8 @@ use super::{
     RECORD, SUMMARY, TOKEN, take_lock,
 };
 
-/// Checks that a job may use `root`: that it is absent, empty, or a job's directory. Writes nothing.
+/// Checks that a job may use `root`: that it is absent, empty, or a job's directory. Writes
+/// nothing.
 ///
 /// # Errors
 /// [`JobDirError::Foreign`], or [`JobDirError::Create`] if it can't be read.
@@ -29,7 +30,8 @@ pub(super) fn check_usable(root: &Path) -> Result<(), JobDirError> {
     Err(JobDirError::Foreign { path: root.into(), found: root.join(foreign) })
 }
 
-/// Whether a job has run in `root`: its lock is there, which is an empty file, and nothing else or what a job has written.
+/// Whether a job has run in `root`: its lock is there, which is an empty file, and nothing else or
+/// what a job has written.
 pub(super) fn is_job_dir(root: &Path) -> bool {
     let is_file =
         |name: &str| fs::symlink_metadata(root.join(name)).is_ok_and(|found| found.is_file());
@@ -39,7 +41,8 @@ pub(super) fn is_job_dir(root: &Path) -> bool {
     has_lock && (is_file(TOKEN) || is_sole())
 }
 
-/// Removes what the job in `root` has written, and `root` if nothing else is in it. Returns what is left in it.
+/// Removes what the job in `root` has written, and `root` if nothing else is in it. Returns what is
+/// left in it.
 ///
 /// # Errors
 /// [`DeleteError`]; some files may be gone if one could not be removed.
@@ -165,7 +168,8 @@ fn names_or_none(folder: &Path) -> io::Result<Vec<OsString>> {
     }
 }
 
-/// Every file that a job writes at the top of its directory. One that is missing here is never removed.
+/// Every file that a job writes at the top of its directory. One that is missing here is never
+/// removed.
 const JOB_FILES: [&str; 9] =
     [super::FILES, JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN];
 

@@ -7,10 +7,12 @@
 //!  processes     one line for each process that was started: launch, process id, the moment of its start
 //! ```
 //!
-//! **Invariant:** the record is never older than what a worker has been told: one that can't be replaced is removed.
+//! **Invariant:** the record is never older than what a worker has been told: one that can't be
+//! replaced is removed.
 //!
-//! Nothing here waits for the disk. A record that is lost with the whole machine is no loss, for then the workers are
-//! lost too; a master that dies alone leaves what it has written to the system.
+//! Nothing here waits for the disk. A record that is lost with the whole machine is no loss, for
+//! then the workers are lost too; a master that dies alone leaves what it has written to the
+//! system.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -78,7 +80,8 @@ pub struct RecordFile {
 }
 
 impl RecordFile {
-    /// Replaces the record. A failure is logged: the job goes on, but no other master will be able to.
+    /// Replaces the record. A failure is logged: the job goes on, but no other master will be able
+    /// to.
     pub(crate) fn write(&mut self, record: &JobRecord) {
         let json = serde_json::to_vec(&Versioned { version: RECORD_VERSION, content: record })
             .expect("a record's keys are strings");
@@ -275,7 +278,8 @@ pub enum ResumeError {
         /// Its directory.
         path: PathBuf,
     },
-    /// Another version of this program keeps jobs in another way. Resume with the one that started the job.
+    /// Another version of this program keeps jobs in another way. Resume with the one that started
+    /// the job.
     #[error(
         "{} is of version {version}, and this program reads versions up to {newest}; resume with the program that \
          started the job, or a newer one", path.display()

@@ -1,7 +1,7 @@
 //! The processes of a job: whether they live, and how they are told to end.
 //!
-//! **Invariant:** a process is signalled through a descriptor that was opened before its start time was compared with the
-//! one that was noted. A process id alone may be another process's by now.
+//! **Invariant:** a process is signalled through a descriptor that was opened before its start time
+//! was compared with the one that was noted. A process id alone may be another process's by now.
 
 use std::fs;
 use std::io;
@@ -25,7 +25,8 @@ pub enum Told {
 /// Whether a master runs the job in `root`.
 #[must_use]
 pub fn is_running(root: &Path) -> bool {
-    // Opened for reading, and locked for a moment and as one of many: another look at the same time sees no master.
+    // Opened for reading, and locked for a moment and as one of many: another look at the same time
+    // sees no master.
     let lock = fs::File::open(root.join(LOCK));
     lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
 }

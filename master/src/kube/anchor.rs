@@ -10,9 +10,9 @@
 //! | `files` | the master, once | the list of the data set's files, or where it is: see `lists` |
 //! | `summary` | the master, at the end | how the job ended |
 //!
-//! **Invariants:** who writes one key leaves the others alone, so nobody's word is lost. What a master writes
-//! ([`Writer`]) is taken only while its incarnation is the newest: a write that was sent before its lease ran out, and
-//! that the server looks at later, changes nothing.
+//! **Invariants:** who writes one key leaves the others alone, so nobody's word is lost. What a
+//! master writes ([`Writer`]) is taken only while its incarnation is the newest: a write that was
+//! sent before its lease ran out, and that the server looks at later, changes nothing.
 //!
 //! The server takes an object of 1 MiB. Each key has its part of that:
 //!
@@ -83,7 +83,8 @@ impl Anchor {
         }
     }
 
-    /// As [`Anchor::write`], again and again until the server takes it, or refuses, or the time is up.
+    /// As [`Anchor::write`], again and again until the server takes it, or refuses, or the time is
+    /// up.
     ///
     /// # Errors
     /// The last refusal.
@@ -196,7 +197,8 @@ impl Writer {
         }
     }
 
-    /// As [`Writer::write`], again and again until the server takes it, or refuses, or the time is up.
+    /// As [`Writer::write`], again and again until the server takes it, or refuses, or the time is
+    /// up.
     ///
     /// # Errors
     /// The last one.
@@ -216,7 +218,8 @@ impl Writer {
         }
     }
 
-    /// Makes a ConfigMap that goes with the anchor, for `role`. One of this name that is there already is left as it is.
+    /// Makes a ConfigMap that goes with the anchor, for `role`. One of this name that is there
+    /// already is left as it is.
     pub(super) async fn make_part(
         &self,
         name: &str,
@@ -348,7 +351,8 @@ impl Wishes {
     }
 }
 
-/// Whether and when what the master knows is written down: what happened soon, mere progress rarely.
+/// Whether and when what the master knows is written down: what happened soon, mere progress
+/// rarely.
 #[derive(Clone, Debug, Default)]
 pub struct Pace {
     written: Option<(Instant, u64)>,
@@ -398,7 +402,8 @@ pub const SUMMARY: &str = "summary";
 const PART: &str = "part";
 /// Between two writes.
 const NEWS_INTERVAL: Duration = Duration::from_secs(5);
-/// Between two writes when nothing but numbers has changed: with the lease's renewals that is eight calls a minute.
+/// Between two writes when nothing but numbers has changed: with the lease's renewals that is eight
+/// calls a minute.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
 
 #[cfg(test)]

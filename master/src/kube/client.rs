@@ -29,7 +29,8 @@ pub struct Choice {
 }
 
 impl Cluster {
-    /// Reads the configuration as kubectl does: `$KUBECONFIG`, `~/.kube/config`, and in a pod its service account.
+    /// Reads the configuration as kubectl does: `$KUBECONFIG`, `~/.kube/config`, and in a pod its
+    /// service account.
     ///
     /// # Errors
     /// There is none, or it does not fit.
@@ -77,8 +78,8 @@ impl Cluster {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
 
-    /// Changes an object by a list of operations (RFC 6902), all of them or none: a `test` among them that fails is
-    /// answered with 422, as is a change that makes the object invalid.
+    /// Changes an object by a list of operations (RFC 6902), all of them or none: a `test` among
+    /// them that fails is answered with 422, as is a change that makes the object invalid.
     pub(super) async fn patch_json<K>(
         &self,
         api: &Api<K>,

@@ -1,6 +1,7 @@
 //! A job's own certificates, made at its submission.
 //!
-//! **Invariant:** the CA signs one certificate: its key is never stored, and gone when [`Credentials::draw`] returns.
+//! **Invariant:** the CA signs one certificate: its key is never stored, and gone when
+//! [`Credentials::draw`] returns.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -27,8 +28,8 @@ pub struct Credentials {
 pub struct CredentialsError(#[from] rcgen::Error);
 
 impl Credentials {
-    /// Makes those of `job`, whose master is called by each of `names` (DNS names). They are valid from a day ago, for
-    /// clocks differ, and for ten years.
+    /// Makes those of `job`, whose master is called by each of `names` (DNS names). They are valid
+    /// from a day ago, for clocks differ, and for ten years.
     ///
     /// # Errors
     /// The system gives no random bytes, or a name is none.

@@ -1,7 +1,8 @@
-//! What becomes of workers, told as Events about the master's Job: `kubectl describe job` shows them.
+//! What becomes of workers, told as Events about the master's Job: `kubectl describe job` shows
+//! them.
 //!
-//! One object per reason, in which repetitions are counted: its message is about the last one. Writing costs training
-//! nothing: it has a budget, and what the server does not take is lost.
+//! One object per reason, in which repetitions are counted: its message is about the last one.
+//! Writing costs training nothing: it has a budget, and what the server does not take is lost.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -93,7 +94,8 @@ pub(crate) fn reason_of_stuck(why: &str) -> &'static str {
     if image { "ImagePullFailed" } else { "ConfigError" }
 }
 
-/// By whom pods were preempted, by uid, in the scheduler's words: servers before 1.26 say it nowhere else.
+/// By whom pods were preempted, by uid, in the scheduler's words: servers before 1.26 say it
+/// nowhere else.
 pub(crate) async fn preemptors(api: &Api<Event>) -> BTreeMap<String, String> {
     let params =
         ListParams::default().fields("reason=Preempted,involvedObject.kind=Pod").limit(LIST_MAX);

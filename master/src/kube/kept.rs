@@ -1,17 +1,21 @@
 //! What the next master of a job needs, kept in its anchor.
 //!
-//! A write takes some milliseconds, and for ever where the API server is away, so the master does not wait for it, but for
-//! what nobody else could tell ([`Job::barrier`](crate::job::Job::barrier)). The newest record is the one that is written;
+//! A write takes some milliseconds, and for ever where the API server is away, so the master does
+//! not wait for it, but for what nobody else could tell
+//! ([`Job::barrier`](crate::job::Job::barrier)). The newest record is the one that is written;
 //! those that came while another was on its way are not.
 //!
-//! A record is JSON. One that is longer than 64 KiB is compressed: `{"version": 2, "packed": "<base64 of zstd>"}`.
+//! A record is JSON. One that is longer than 64 KiB is compressed: `{"version": 2, "packed":
+//! "<base64 of zstd>"}`.
 //!
-//! **Versions.** A field that older programs may pass over is added with a serde default, and the version stays. Another
-//! version is for what they would read wrong: they refuse it before they do anything. Version 1 had the list of files
-//! in the record; it is read, too, and replaced by the first write.
+//! **Versions.** A field that older programs may pass over is added with a serde default, and the
+//! version stays. Another version is for what they would read wrong: they refuse it before they do
+//! anything. Version 1 had the list of files in the record; it is read, too, and replaced by the
+//! first write.
 //!
-//! What the server refuses for good (400, 413, 422) fails the job: its next master would know nothing of what is done
-//! next. Anything else (no answer, a right that is missing) is told and tried again.
+//! What the server refuses for good (400, 413, 422) fails the job: its next master would know
+//! nothing of what is done next. Anything else (no answer, a right that is missing) is told and
+//! tried again.
 
 use std::time::Duration;
 
@@ -75,8 +79,8 @@ struct Versioned<'a> {
 }
 
 impl Keeper {
-    /// Keeps by `writer` while the warrant holds; the list of files of `stored` is there already. What is refused is told
-    /// to `recorder`. Must be called within a runtime.
+    /// Keeps by `writer` while the warrant holds; the list of files of `stored` is there already.
+    /// What is refused is told to `recorder`. Must be called within a runtime.
     pub(crate) fn new(
         writer: Writer,
         warrant: Warrant,
@@ -91,7 +95,8 @@ impl Keeper {
         Self { offered, kept, troubles, is_refused: false, task }
     }
 
-    /// Has `record` written in time, and at once where its `revision` must be kept before anything more is done.
+    /// Has `record` written in time, and at once where its `revision` must be kept before anything
+    /// more is done.
     pub(crate) fn offer(&self, revision: u64, barrier: u64, record: JobRecord) {
         self.offered.send_replace(Offer { record: Some(record), revision, barrier });
     }
@@ -259,7 +264,8 @@ impl Clerk {
         }
     }
 
-    /// Writes the list of files, if it is new, and the record; `None`: the warrant has run out first.
+    /// Writes the list of files, if it is new, and the record; `None`: the warrant has run out
+    /// first.
     async fn try_keep(&mut self, record: JobRecord) -> Option<Result<(), WriteError>> {
         if let Some(list) = record.file_list()
             && self.stored != Some(DataMark::of(list))

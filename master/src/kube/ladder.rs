@@ -1,8 +1,9 @@
 //! The ladder of priority classes by which independent jobs share a cluster. Pure.
 //!
-//! A job's core, which is as many workers as it can't do without, stands above all further workers of all jobs, and the
-//! further a worker is from its job's core, the lower it stands: one job's fifth worker outranks another's thirtieth. The
-//! stock scheduler does the rest: with room every job grows, without it the largest jobs give way first.
+//! A job's core, which is as many workers as it can't do without, stands above all further workers
+//! of all jobs, and the further a worker is from its job's core, the lower it stands: one job's
+//! fifth worker outranks another's thirtieth. The stock scheduler does the rest: with room every
+//! job grows, without it the largest jobs give way first.
 //!
 //! ```text
 //!  workers   1 … min    up to 4   6   8   11   15   20   27   36   48   more
@@ -42,7 +43,8 @@ impl Ladder {
         Self { core: "elasticdl-core".into(), rungs: rungs.collect() }
     }
 
-    /// The class of the worker at place `index`, from 0, of a job that can't do without `min_workers`.
+    /// The class of the worker at place `index`, from 0, of a job that can't do without
+    /// `min_workers`.
     #[must_use]
     pub fn class(&self, index: u32, min_workers: u32) -> &str {
         if index < min_workers {
@@ -53,8 +55,9 @@ impl Ladder {
         self.rungs.get(band * self.rungs.len() / BANDS.len()).unwrap_or(&self.core)
     }
 
-    /// What is left of the ladder in a cluster that has no class `missing`: two tiers, of which the lower is the lowest
-    /// rung, or nothing. Below a core without a class nobody could stand, so rungs alone are of no use.
+    /// What is left of the ladder in a cluster that has no class `missing`: two tiers, of which the
+    /// lower is the lowest rung, or nothing. Below a core without a class nobody could stand, so
+    /// rungs alone are of no use.
     #[must_use]
     pub fn without(&self, missing: &str) -> Option<Self> {
         let last = self.rungs.last().filter(|last| *last != missing)?;

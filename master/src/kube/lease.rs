@@ -7,9 +7,10 @@
 //!     └──warrant──► what acts on the cluster, while it holds
 //! ```
 //!
-//! Two masters can be there at once: the Job's controller makes a new one when the old one's node does not answer, and the
-//! old one may come back. So a master acts on the cluster only while it holds the lease. While the API server is away it
-//! can't be renewed: then workers train on, and pods are neither made nor deleted until the server has answered.
+//! Two masters can be there at once: the Job's controller makes a new one when the old one's node
+//! does not answer, and the old one may come back. So a master acts on the cluster only while it
+//! holds the lease. While the API server is away it can't be renewed: then workers train on, and
+//! pods are neither made nor deleted until the server has answered.
 //!
 //! **Invariant:** nothing is sent under a warrant that has run out.
 
@@ -85,7 +86,8 @@ enum Standing {
 }
 
 impl Lease {
-    /// Waits until this master may hold the lease of the job whose anchor this is. Must be called within a runtime.
+    /// Waits until this master may hold the lease of the job whose anchor this is. Must be called
+    /// within a runtime.
     ///
     /// # Errors
     /// The server refuses.
@@ -156,7 +158,8 @@ impl Warrant {
         (Self { standing }, hold)
     }
 
-    /// Does `call` once this master may act; `None`: the warrant has run out before it was answered.
+    /// Does `call` once this master may act; `None`: the warrant has run out before it was
+    /// answered.
     pub(crate) async fn during<T>(&mut self, call: impl Future<Output = T>) -> Option<T> {
         while !self.holds() {
             self.changed().await;
@@ -173,7 +176,8 @@ impl Warrant {
         matches!(&*self.standing.borrow(), Standing::Holds(until) if *until > Instant::now())
     }
 
-    /// Waits until it has been renewed by an answer of the server that comes after this call. Safe to drop at any time.
+    /// Waits until it has been renewed by an answer of the server that comes after this call. Safe
+    /// to drop at any time.
     pub(crate) async fn renewed(&mut self) {
         let until = |standing: &Standing| match standing {
             Standing::Holds(until) => Some(*until),
@@ -339,7 +343,8 @@ impl Desk {
         Ok(())
     }
 
-    /// Puts it under this name; `version`: only if it has not changed since, `None`: only if it is not there.
+    /// Puts it under this name; `version`: only if it has not changed since, `None`: only if it is
+    /// not there.
     async fn write(&self, holder: &str, transitions: i32, version: Option<String>) -> Written {
         let now = Some(MicroTime(Timestamp::now()));
         let object = Object {
@@ -367,8 +372,8 @@ impl Desk {
         }
     }
 
-    /// Whether the holder's processes are known to have ended. A pod that is not there may still run on a node that does
-    /// not answer.
+    /// Whether the holder's processes are known to have ended. A pod that is not there may still
+    /// run on a node that does not answer.
     async fn is_over(&self, holder: &str) -> bool {
         let Ok(Holder { pod, uid }) = holder.parse() else { return false };
         let Ok(Ok(Some(pod))) = timeout(CALL_TIMEOUT, self.pods.get_opt(&pod)).await else {

@@ -6,9 +6,10 @@
 //!  ConfigMaps <job>-files-<which>-0 … -11               its pieces, in order; the anchor owns them
 //! ```
 //!
-//! It is written once, before the first record that names it. A million files of a hundred bytes each take 3 to 20 MiB.
-//! `<which>` stands for this very job and list, so a piece that is there already is the right one, and two masters that
-//! were told different lists don't write over each other's.
+//! It is written once, before the first record that names it. A million files of a hundred bytes
+//! each take 3 to 20 MiB. `<which>` stands for this very job and list, so a piece that is there
+//! already is the right one, and two masters that were told different lists don't write over each
+//! other's.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;

@@ -19,7 +19,8 @@ pub enum Source {
     Worker(LaunchId),
 }
 
-/// Hands what `source` has printed to `write`, until that is false; with `follow`, until the pod ends.
+/// Hands what `source` has printed to `write`, until that is false; with `follow`, until the pod
+/// ends.
 ///
 /// # Errors
 /// There is no such job or pod, or [`ClusterError`].
@@ -73,8 +74,8 @@ pub async fn copy(
     }
 }
 
-/// The pod of the newest master that has led the job, for one that came later may have found it ended; else the newest
-/// that has run, else the newest.
+/// The pod of the newest master that has led the job, for one that came later may have found it
+/// ended; else the newest that has run, else the newest.
 fn newest(pods: Vec<Pod>, leader: Option<&str>) -> Option<Pod> {
     pods.into_iter().max_by_key(|pod| {
         let leads = leader.is_some() && pod.metadata.name.as_deref() == leader;

@@ -4,10 +4,11 @@
 //!  batch/v1 Job <job>-master ──owns──► ConfigMap <job> (the anchor) ──owns──► Secret, Service, worker pods
 //! ```
 //!
-//! The Job is made with a parallelism of 0 and raised to 1 when all is there: until then nothing runs.
+//! The Job is made with a parallelism of 0 and raised to 1 when all is there: until then nothing
+//! runs.
 //!
-//! **Invariants:** each object has one owner. What is secret is in the Secret alone, and of it each pod sees what it needs:
-//! the master's key is the master's. No rank and no world size is in any
+//! **Invariants:** each object has one owner. What is secret is in the Secret alone, and of it each
+//! pod sees what it needs: the master's key is the master's. No rank and no world size is in any
 //! environment: both change while a pod lives.
 
 mod parts;
@@ -61,7 +62,8 @@ pub struct Task {
     /// Where the master serves metrics.
     #[serde(default = "metrics_port_default")]
     pub metrics_port: u16,
-    /// Where the master writes events for TensorBoard: a folder in a volume of the workers, which is then the master's, too.
+    /// Where the master writes events for TensorBoard: a folder in a volume of the workers, which
+    /// is then the master's, too.
     #[serde(default)]
     pub tensorboard_dir: Option<PathBuf>,
 }
@@ -89,7 +91,8 @@ pub struct Objects {
 }
 
 impl Objects {
-    /// The objects of a job for which `drawn` was drawn. Owners are missing: they are named by ids that the server gives.
+    /// The objects of a job for which `drawn` was drawn. Owners are missing: they are named by ids
+    /// that the server gives.
     ///
     /// # Errors
     /// The workers' pod template does not fit.
@@ -115,8 +118,8 @@ impl Objects {
             spec: Some(ServiceSpec {
                 ports: Some(ports),
                 selector: Some(selector),
-                // Of the master that leads alone: one that ends, waits, or has no lease is not ready. A dial that went
-                // there would be lost, or hang.
+                // Of the master that leads alone: one that ends, waits, or has no lease is not
+                // ready. A dial that went there would be lost, or hang.
                 ..ServiceSpec::default()
             }),
             ..Service::default()
@@ -136,7 +139,8 @@ impl Objects {
         self.service.metadata.owner_references = owners;
     }
 
-    /// All of it as YAML, with words in the place of what is not known before: what is secret, and the ids of owners.
+    /// All of it as YAML, with words in the place of what is not known before: what is secret, and
+    /// the ids of owners.
     #[must_use]
     pub fn to_yaml(mut self) -> String {
         let unknown = |mut meta: ObjectMeta| {
@@ -166,8 +170,8 @@ pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
     [name, longer]
 }
 
-/// A worker's pod: `template` with its own name, for `launch` at the job's place `index`, whose master listens at `master`.
-/// Of a pod of several workers, these are the first one's.
+/// A worker's pod: `template` with its own name, for `launch` at the job's place `index`, whose
+/// master listens at `master`. Of a pod of several workers, these are the first one's.
 #[must_use]
 pub fn worker_pod(
     template: &Pod,
@@ -203,7 +207,8 @@ pub fn launch_and_index(pod: &Pod) -> Option<(LaunchId, u32)> {
     ))
 }
 
-/// The name of a worker's pod. Launches are numbered through all masters of a job, so it is used once.
+/// The name of a worker's pod. Launches are numbered through all masters of a job, so it is used
+/// once.
 #[must_use]
 pub fn worker_name(job: &str, launch: LaunchId) -> String {
     format!("{job}-w-{}", launch.0)
@@ -451,24 +456,28 @@ pub const KEY_FILE: &str = "/etc/elasticdl/tls.key";
 pub const TASK: &str = "task";
 /// The anchor's key for the workers' pod, JSON.
 pub const WORKER_POD: &str = "worker-pod";
-/// Says of a worker's pod which place among the job's workers it has; of a pod of several, the first one's.
+/// Says of a worker's pod which place among the job's workers it has; of a pod of several, the
+/// first one's.
 pub const INDEX_LABEL: &str = "elasticdl/index";
 /// Says of a worker's pod which launch it is; of a pod of several, the first.
 pub const LAUNCH_LABEL: &str = "elasticdl/launch";
 
 const ANCHOR_LABEL: &str = "elasticdl/anchor";
-/// Masters that may fail before one has led the job: then the Job gives up. The first that leads raises the limit beyond
-/// reach ([`super::succession`]).
+/// Masters that may fail before one has led the job: then the Job gives up. The first that leads
+/// raises the limit beyond reach ([`super::succession`]).
 ///
-/// A pod failure policy is no way: with one, the master of a lost node is not replaced until the node is deleted
-/// (`podReplacementPolicy` must be `Failed` then), and pods that it ignores still make the Job wait twice as long each time.
+/// A pod failure policy is no way: with one, the master of a lost node is not replaced until the
+/// node is deleted (`podReplacementPolicy` must be `Failed` then), and pods that it ignores still
+/// make the Job wait twice as long each time.
 const BACKOFF_LIMIT: i32 = 6;
-/// How long a master stays on a node that does not answer, before the cluster deletes its pod and the Job makes another.
+/// How long a master stays on a node that does not answer, before the cluster deletes its pod and
+/// the Job makes another.
 ///
-/// The node's loss is survived with the state in the workers, for these add up to less than the 15 min after which workers
-/// end that have no master (`--master-timeout`): 40 to 50 s until the cluster takes the node for lost, these 20 s, at most
-/// 10 min of the Job's back-off (6 min before Kubernetes 1.27; 10 s for a Job that has lost no master before), 45 s until
-/// the lost master's lease has run out, and a few seconds for the image and the start: 12 min at most.
+/// The node's loss is survived with the state in the workers, for these add up to less than the 15
+/// min after which workers end that have no master (`--master-timeout`): 40 to 50 s until the
+/// cluster takes the node for lost, these 20 s, at most 10 min of the Job's back-off (6 min before
+/// Kubernetes 1.27; 10 s for a Job that has lost no master before), 45 s until the lost master's
+/// lease has run out, and a few seconds for the image and the start: 12 min at most.
 const LOST_NODE_S: i64 = 20;
 const ELASTICDL: &str = "elasticdl";
 /// How long a master may take to end.

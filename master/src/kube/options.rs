@@ -189,7 +189,8 @@ pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
     text.split(',').map(|part| one(part.trim())).collect()
 }
 
-/// Reads volumes in ElasticDL's grammar: `claim_name=c,mount_path=/data;host_path=/d,mount_path=/scratch`.
+/// Reads volumes in ElasticDL's grammar:
+/// `claim_name=c,mount_path=/data;host_path=/d,mount_path=/scratch`.
 ///
 /// # Errors
 /// What is wrong, with what would be right.
@@ -318,7 +319,8 @@ fn parse_pairs(text: &str) -> Result<Vec<Pair>, String> {
         .collect()
 }
 
-/// A key of a label, an annotation, a taint or a resource: a name, perhaps with a domain and `/` before it.
+/// A key of a label, an annotation, a taint or a resource: a name, perhaps with a domain and `/`
+/// before it.
 fn check_label_key(key: &str) -> Result<(), String> {
     let (domain, name) = match key.split_once('/') {
         Some((domain, name)) => (Some(domain), name),

@@ -5,11 +5,13 @@
 //!                ◄──happenings───           ◄──────watch───────
 //! ```
 //!
-//! One task owns what is known of the launches. Calls run beside it, each until it is answered for good, so that thirty
-//! workers that are lost at once are replaced in parallel, and a server that is away for a while costs nothing but time.
+//! One task owns what is known of the launches. Calls run beside it, each until it is answered for
+//! good, so that thirty workers that are lost at once are replaced in parallel, and a server that
+//! is away for a while costs nothing but time.
 //!
-//! **Invariants:** a launch ends once, by the verdict on its own pod, known by uid; what another pod of that name does is
-//! not looked at. A pod that is being deleted has ended when its program has, or when its node has had the time for that.
+//! **Invariants:** a launch ends once, by the verdict on its own pod, known by uid; what another
+//! pod of that name does is not looked at. A pod that is being deleted has ended when its program
+//! has, or when its node has had the time for that.
 
 mod calls;
 mod patience;
@@ -74,7 +76,8 @@ enum Order {
 }
 
 impl Pods {
-    /// Watches the job's pods from now on; makes and deletes them while the warrant holds. Must be called within a runtime.
+    /// Watches the job's pods from now on; makes and deletes them while the warrant holds. Must be
+    /// called within a runtime.
     pub(crate) fn new(
         cluster: &Cluster,
         mould: Mould,
@@ -108,7 +111,8 @@ impl Pods {
         let _ = self.orders.send(Order::Start(launch, index));
     }
 
-    /// Takes over one that another master has started; what is known of its end is told as of any other's.
+    /// Takes over one that another master has started; what is known of its end is told as of any
+    /// other's.
     pub(crate) fn adopt(&self, launch: LaunchId, pod: Option<Pod>) {
         let _ = self.orders.send(Order::Adopt(launch, pod.map(Box::new)));
     }
@@ -118,7 +122,8 @@ impl Pods {
         let _ = self.orders.send(Order::Remove(Box::new(pod)));
     }
 
-    /// A worker of the job has run before this master: what keeps others from starting is not the user's doing.
+    /// A worker of the job has run before this master: what keeps others from starting is not the
+    /// user's doing.
     pub(crate) fn has_trained(&self) {
         let _ = self.orders.send(Order::HasTrained);
     }
@@ -171,8 +176,8 @@ struct Foreman {
     unexplained: Vec<Unexplained>,
     calls: JoinSet<Answer>,
     happen: mpsc::UnboundedSender<(LaunchId, Happening)>,
-    /// A worker of the job has run: image, configuration and rights are good, so what keeps a pod from starting is the
-    /// cluster's trouble, and is waited for.
+    /// A worker of the job has run: image, configuration and rights are good, so what keeps a pod
+    /// from starting is the cluster's trouble, and is waited for.
     has_run: Arc<AtomicBool>,
     /// Pods in a row that were unable to start.
     stuck: u32,
@@ -326,7 +331,8 @@ impl Foreman {
         }
     }
 
-    /// The cluster has no such class. The ladder is shortened, once for all launches, and this one asked for again.
+    /// The cluster has no such class. The ladder is shortened, once for all launches, and this one
+    /// asked for again.
     fn without_class(&mut self, launch: LaunchId, class: &str) {
         let no_class = format!("there is no priority class {class}");
         let asked = self.launches.get(&launch).and_then(|launched| launched.class.as_deref());
@@ -472,7 +478,8 @@ impl Foreman {
         }
     }
 
-    /// Why was it deleted? The scheduler of a server before 1.26 says so in an Event, after the deletion.
+    /// Why was it deleted? The scheduler of a server before 1.26 says so in an Event, after the
+    /// deletion.
     fn wonder(&mut self, launch: LaunchId, pod: &Pod) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         self.unexplained.push(Unexplained {
@@ -560,8 +567,9 @@ impl Foreman {
         }
     }
 
-    /// Ends one that need not end by itself. Where it has a node, a moment is waited: most are killed because they have ended,
-    /// which the cluster tells a little later, as it tells late that they run, and how they did is worth to be known.
+    /// Ends one that need not end by itself. Where it has a node, a moment is waited: most are
+    /// killed because they have ended, which the cluster tells a little later, as it tells late
+    /// that they run, and how they did is worth to be known.
     fn kill_soon(&mut self, launch: LaunchId) {
         let waits = |l: &Launched| {
             matches!(l.said, Some(Happening::Waits(Wait::Answer(_) | Wait::Room(_))))

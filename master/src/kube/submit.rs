@@ -19,7 +19,8 @@ use super::client::{Cluster, ClusterError, is_code};
 use super::ladder::{Choice, MASTER_CLASS};
 use super::objects::{self, Objects, Request};
 
-/// Rights that the master needs in its namespace: group, resource, verbs. As in manifests/rbac.yaml.
+/// Rights that the master needs in its namespace: group, resource, verbs. As in
+/// manifests/rbac.yaml.
 pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
     ("", "configmaps", &["get", "list", "watch", "patch"]),
     ("", "events", &["create", "list", "patch"]),
@@ -32,7 +33,8 @@ pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
 /// Makes the objects of a job: all of them, or none.
 ///
 /// # Errors
-/// A job of this name is there, a right is missing, or the server refuses something; what was made is removed then.
+/// A job of this name is there, a right is missing, or the server refuses something; what was made
+/// is removed then.
 pub async fn submit(
     cluster: &Cluster,
     request: &Request,
@@ -98,8 +100,8 @@ where
     }
 }
 
-/// Gives the master the class of masters, if the cluster has it: a dry run tells, for a Job with a class that is not there
-/// would never start.
+/// Gives the master the class of masters, if the cluster has it: a dry run tells, for a Job with a
+/// class that is not there would never start.
 async fn prefer_master_class(cluster: &Cluster, request: &Request, job: &mut Job) {
     let Some(spec) = job.spec.as_mut().and_then(|job| job.template.spec.as_mut()) else { return };
     if request.pods.ladder != Choice::Auto || spec.priority_class_name.is_some() {
@@ -293,5 +295,6 @@ fn this_very(meta: &ObjectMeta) -> Option<Preconditions> {
 }
 
 const GONE_INTERVAL: Duration = Duration::from_millis(200);
-/// Kubelets take up to a minute and a half until they say that a pod which has ended by itself is gone.
+/// Kubelets take up to a minute and a half until they say that a pod which has ended by itself is
+/// gone.
 const GONE_TIMEOUT: Duration = Duration::from_secs(180);

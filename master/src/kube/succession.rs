@@ -1,9 +1,10 @@
 //! Who follows a master that is told to end, and when none is to follow.
 //!
-//! The Job makes another master for each that ends, but waits twice as long each time: from Kubernetes 1.26 on a pod that is
-//! deleted or evicted counts as a failure, and a job that runs for weeks is drained and preempted often. So a master that
-//! is told to end makes the next one itself: a pod like the Job's own, which the anchor owns. When the Job has made one
-//! too, that one waits for the lease, and is the next.
+//! The Job makes another master for each that ends, but waits twice as long each time: from
+//! Kubernetes 1.26 on a pod that is deleted or evicted counts as a failure, and a job that runs for
+//! weeks is drained and preempted often. So a master that is told to end makes the next one itself:
+//! a pod like the Job's own, which the anchor owns. When the Job has made one too, that one waits
+//! for the lease, and is the next.
 //!
 //! A master that is lost without a word is the Job's to replace.
 
@@ -114,8 +115,9 @@ pub(crate) async fn allow_many(cluster: &Cluster, name: &str) {
     }
 }
 
-/// The job has failed, and this master is about to exit with that: the Job is to fail with it, and makes no other. `led`:
-/// this master has seen it; else a master before it has, and the Job may fail at once.
+/// The job has failed, and this master is about to exit with that: the Job is to fail with it, and
+/// makes no other. `led`: this master has seen it; else a master before it has, and the Job may
+/// fail at once.
 pub(crate) async fn allow_no_more(cluster: &Cluster, name: &str, led: bool) {
     let start = Instant::now();
     loop {

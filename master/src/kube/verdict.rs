@@ -1,9 +1,10 @@
 //! What a pod's object says about its worker. Pure: a pod in, a verdict out.
 //!
-//! The cluster tells a pod's end in many ways, and the same exit code means different things in each: a drained worker can
-//! end with code 0, an evicted one with 137. So the evidence is weighed in a fixed order: what the cluster says it did,
-//! then how the container ended, then what keeps it from starting. What the worker itself has said (done, leaving, failed)
-//! is stronger than all of it; that is the job's affair, which has heard it.
+//! The cluster tells a pod's end in many ways, and the same exit code means different things in
+//! each: a drained worker can end with code 0, an evicted one with 137. So the evidence is weighed
+//! in a fixed order: what the cluster says it did, then how the container ended, then what keeps it
+//! from starting. What the worker itself has said (done, leaving, failed) is stronger than all of
+//! it; that is the job's affair, which has heard it.
 //!
 //! | what the pod shows | verdict | counts as the worker's failure |
 //! |---|---|---|
@@ -22,7 +23,8 @@
 //! | pending, with a node | starts | no |
 //! | pending, without a word | asked for | no |
 //!
-//! A condition alone ends nothing: a preemption that the scheduler announced and did not carry out leaves one behind.
+//! A condition alone ends nothing: a preemption that the scheduler announced and did not carry out
+//! leaves one behind.
 
 use std::time::Duration;
 
@@ -141,7 +143,8 @@ pub fn judge(pod: &Pod) -> Verdict {
     })
 }
 
-/// Whether another container of the pod runs although its own has ended: such a pod does not end by itself.
+/// Whether another container of the pod runs although its own has ended: such a pod does not end by
+/// itself.
 #[must_use]
 pub fn is_outlived(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
@@ -150,8 +153,8 @@ pub fn is_outlived(pod: &Pod) -> bool {
     own_has_ended && all.any(|state| state.running.is_some())
 }
 
-/// Whether a pod's processes are over for certain: its container's end was seen. A phase alone can be what somebody says
-/// of a node that is out of reach.
+/// Whether a pod's processes are over for certain: its container's end was seen. A phase alone can
+/// be what somebody says of a node that is out of reach.
 #[must_use]
 pub fn is_over(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
@@ -279,7 +282,8 @@ fn words(what: &str, message: Option<&str>) -> String {
     }
 }
 
-/// In the kubelet's words, that a pod has used more disk than it may itself: its volumes, its containers, all together.
+/// In the kubelet's words, that a pod has used more disk than it may itself: its volumes, its
+/// containers, all together.
 const OWN_LIMITS: [&str; 3] =
     ["exceeds the limit", "exceeded its local ephemeral storage limit", "exceeds the total limit"];
 

@@ -1,8 +1,9 @@
 //! What is in the cluster, as a stream of changes.
 //!
-//! Lists, then watches from the list's version on, with bookmarks; when the server has forgotten that version (410), lists
-//! anew and tells the differences, by uid. Any other trouble is met with more and more patience. A watch that says
-//! nothing for long is taken for dead, and a list now and then catches what was missed all the same.
+//! Lists, then watches from the list's version on, with bookmarks; when the server has forgotten
+//! that version (410), lists anew and tells the differences, by uid. Any other trouble is met with
+//! more and more patience. A watch that says nothing for long is taken for dead, and a list now and
+//! then catches what was missed all the same.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -144,8 +145,9 @@ where
                         return Ok(false);
                     }
                 },
-                // The server ends watches now and then. One that had not even a bookmark for long was from a version that the
-                // server does not have: its data is older than what was seen of it.
+                // The server ends watches now and then. One that had not even a bookmark for long
+                // was from a version that the server does not have: its data is older than what was
+                // seen of it.
                 Ok(None) => return Ok(heard.elapsed() < SILENCE),
                 Ok(Some(Err(error))) => {
                     debug!(%error, "a watch broke");
@@ -258,7 +260,8 @@ impl<K: kube::Resource + Clone> Known<K> {
     }
 }
 
-/// Versions are numbers that grow, at servers from 1.35 on by their word and at older ones in fact. Others are told apart.
+/// Versions are numbers that grow, at servers from 1.35 on by their word and at older ones in fact.
+/// Others are told apart.
 fn is_newer<K: kube::Resource>(object: &K, known: &K) -> bool {
     let text = |object: &K| object.meta().resource_version.clone().unwrap_or_default();
     let (new, old) = (text(object), text(known));
@@ -268,7 +271,8 @@ fn is_newer<K: kube::Resource>(object: &K, known: &K) -> bool {
     }
 }
 
-/// How long to wait after so many failures in a row. Clients that failed together don't come back together.
+/// How long to wait after so many failures in a row. Clients that failed together don't come back
+/// together.
 pub(super) fn pause(failures: u32) -> Duration {
     let most = PAUSE_FIRST.saturating_mul(1 << failures.min(16)).min(PAUSE_MAX);
     let mut random = [0; 2];

@@ -1,9 +1,10 @@
 //! The training program as it was when the job began.
 //!
-//! A program that is built again in mid-job must not make workers of two kinds. So the job keeps the file: by a second
-//! name for it (builders and installers put a new file in the place of the old one), or as a copy where that can't be. As
-//! long as the program's path has the file that the job began with, workers are started by that path, for a program may
-//! look for other files beside itself.
+//! A program that is built again in mid-job must not make workers of two kinds. So the job keeps
+//! the file: by a second name for it (builders and installers put a new file in the place of the
+//! old one), or as a copy where that can't be. As long as the program's path has the file that the
+//! job began with, workers are started by that path, for a program may look for other files beside
+//! itself.
 
 use std::fs;
 use std::io;
@@ -44,8 +45,8 @@ pub(super) enum Source<'a> {
 }
 
 impl ProgramCopy {
-    /// Keeps the file of `program` at `path`. `None` if it can't be kept, or is no binary: a script may look for others by
-    /// its own path.
+    /// Keeps the file of `program` at `path`. `None` if it can't be kept, or is no binary: a script
+    /// may look for others by its own path.
     #[must_use]
     pub fn make(program: &Path, path: PathBuf) -> Option<Self> {
         match Self::try_make(program, path) {

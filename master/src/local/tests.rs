@@ -175,7 +175,8 @@ async fn a_process_that_ends_by_itself_takes_along_what_it_started() {
     all_gone(pipe).await;
 }
 
-/// A process that is no child of this one's runtime, in a group of its own, with a child that keeps the pipe open.
+/// A process that is no child of this one's runtime, in a group of its own, with a child that keeps
+/// the pipe open.
 fn stranger(shell: &Shell) -> std::process::Child {
     let mut command = std::process::Command::new("/bin/sh");
     command.args(["-c", &format!("{LEAVE_A_CHILD} wait")]).env("PIPE", shell.pipe());

@@ -1,7 +1,8 @@
-//! The HTTP side: `GET /metrics`, and what a cluster asks of a pod: `/healthz` (it answers), `/readyz` (workers are taken).
+//! The HTTP side: `GET /metrics`, and what a cluster asks of a pod: `/healthz` (it answers),
+//! `/readyz` (workers are taken).
 //!
-//! **Invariant:** whoever reaches the port can use up little: few connections, one short request on each, no body, a
-//! deadline.
+//! **Invariant:** whoever reaches the port can use up little: few connections, one short request on
+//! each, no body, a deadline.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -46,7 +47,8 @@ pub(crate) async fn serve(listener: TcpListener, known: Known, ready: Ready) -> 
                 });
             }
             Err(error) => {
-                // Most often the limit of open files: it passes, but not sooner for being asked at once.
+                // Most often the limit of open files: it passes, but not sooner for being asked at
+                // once.
                 warn!(%error, "can't accept a connection");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }

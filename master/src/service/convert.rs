@@ -1,8 +1,8 @@
 //! Between the schema's messages and the core's types.
 //!
-//! What comes in is checked field by field, and refused with the field's name and what would be right; the
-//! core is spared anything that would be wrong in any state. What needs the job's state to judge
-//! (generations, ledgers) is the core's to check.
+//! What comes in is checked field by field, and refused with the field's name and what would be
+//! right; the core is spared anything that would be wrong in any state. What needs the job's state
+//! to judge (generations, ledgers) is the core's to check.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;

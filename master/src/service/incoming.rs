@@ -1,8 +1,9 @@
 //! Connections, before and after they have proved the job's token.
 //!
-//! **Invariant:** at most [`UNPROVEN_MAX`] connections are open without proof, each for [`PROOF_TIMEOUT`] at
-//! most; more wait in the listener's queue. So whoever can reach the port but has no token can't use up the
-//! master's files. A handshake takes its time and its place from these.
+//! **Invariant:** at most [`UNPROVEN_MAX`] connections are open without proof, each for
+//! [`PROOF_TIMEOUT`] at most; more wait in the listener's queue. So whoever can reach the port but
+//! has no token can't use up the master's files. A handshake takes its time and its place from
+//! these.
 
 use std::io;
 use std::pin::Pin;
@@ -20,7 +21,8 @@ use tracing::warn;
 
 use crate::limits::PROOF_TIMEOUT;
 
-/// Accepts connections of `listener` until the stream is dropped. While `open` is false nobody listens: dials are refused.
+/// Accepts connections of `listener` until the stream is dropped. While `open` is false nobody
+/// listens: dials are refused.
 pub(super) fn accept(
     mut listener: TcpListener,
     mut open: watch::Receiver<bool>,
@@ -47,7 +49,8 @@ pub(super) fn accept(
                     }
                 }
                 Err(error) => {
-                    // Most often the limit of open files: it passes, but not sooner for being asked at once.
+                    // Most often the limit of open files: it passes, but not sooner for being asked
+                    // at once.
                     warn!(%error, "can't accept a connection");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }

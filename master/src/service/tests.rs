@@ -87,7 +87,8 @@ impl Edge {
         drop(stream);
     }
 
-    /// Answers one status question, so that a caller knows the queue is empty and the server serves.
+    /// Answers one status question, so that a caller knows the queue is empty and the server
+    /// serves.
     async fn assert_nothing_reached_the_queue(&mut self) {
         let (mut client, bearer) = (self.client().await, self.token.to_bearer());
         let asked =

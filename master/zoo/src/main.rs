@@ -19,7 +19,8 @@ struct Line {
 }
 
 impl Model for Line {
-    /// Where records come from: also TextWindows, FixedRecords, IdxImages, or a `Reader` of your own.
+    /// Where records come from: also TextWindows, FixedRecords, IdxImages, or a `Reader` of your
+    /// own.
     type Reader = CsvRows;
     /// What the gradient is best computed from.
     type Batch = Vec<Row>;
@@ -42,7 +43,8 @@ impl Model for Line {
         Ok(rows)
     }
 
-    /// Gradient and loss are summed over the rows: the update makes the mean of what all workers had.
+    /// Gradient and loss are summed over the rows: the update makes the mean of what all workers
+    /// had.
     fn gradients(&mut self, parameters: &[f32], rows: Vec<Row>, sum: &mut [f32]) -> Result<f64, UserError> {
         let mut loss = 0.0;
         for row in rows {

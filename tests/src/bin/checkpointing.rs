@@ -1,9 +1,10 @@
 //! What a checkpoint costs: how long training pauses for it, and how fast it is written.
 //!
-//! `cargo run --release -p elasticdl-tests --bin checkpointing` trains a model of 100 Mi parameters with AdamW (a state of
-//! 1.2 GiB), has checkpoints written while it trains, and lets `dd` write as much to the same folder by turns, training
-//! going on in the same way. The pause is what lies between a step's update and the next gradient, and is compared with a
-//! copy of as many bytes. Needs about 5 GB of memory. This program is at once the benchmark, the `elasticdl` command and
+//! `cargo run --release -p elasticdl-tests --bin checkpointing` trains a model of 100 Mi parameters
+//! with AdamW (a state of 1.2 GiB), has checkpoints written while it trains, and lets `dd` write as
+//! much to the same folder by turns, training going on in the same way. The pause is what lies
+//! between a step's update and the next gradient, and is compared with a copy of as many bytes.
+//! Needs about 5 GB of memory. This program is at once the benchmark, the `elasticdl` command and
 //! the job's worker.
 
 use std::error::Error;

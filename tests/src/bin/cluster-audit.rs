@@ -1,5 +1,5 @@
-//! Whether the Role of manifests/rbac.yaml is what masters need, and nothing more: `begin` lets the API server of a test
-//! cluster write down what it is asked; after the tests, `check` compares.
+//! Whether the Role of manifests/rbac.yaml is what masters need, and nothing more: `begin` lets the
+//! API server of a test cluster write down what it is asked; after the tests, `check` compares.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

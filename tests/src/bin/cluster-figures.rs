@@ -1,6 +1,8 @@
-//! What a job in a real cluster takes: the time line of its start, what a killed worker costs, the master's memory.
+//! What a job in a real cluster takes: the time line of its start, what a killed worker costs, the
+//! master's memory.
 //!
-//! For the cluster that `$KUBECONFIG` names, whose node is this machine, with the test image (`.ci/test-image release`).
+//! For the cluster that `$KUBECONFIG` names, whose node is this machine, with the test image
+//! (`.ci/test-image release`).
 
 use std::time::{Duration, SystemTime};
 

@@ -1,5 +1,6 @@
-//! A model whose parameters count records: after training, parameter `i` is the number of times that record `i` was
-//! absorbed. So the model itself proves that records are counted exactly once, whatever happened to its workers.
+//! A model whose parameters count records: after training, parameter `i` is the number of times
+//! that record `i` was absorbed. So the model itself proves that records are counted exactly once,
+//! whatever happened to its workers.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -47,7 +48,8 @@ struct Counting {
     /// Returns an error at this record.
     #[arg(long)]
     fail_at: Option<u64>,
-    /// At this step, adds something of this process's own to its parameters: a model that is not deterministic.
+    /// At this step, adds something of this process's own to its parameters: a model that is not
+    /// deterministic.
     #[arg(long)]
     drift_at: Option<u64>,
     /// Adds NaN to the gradient at this record.

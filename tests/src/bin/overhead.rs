@@ -1,8 +1,9 @@
 //! What a job of one worker costs over a bare loop that calls the same model.
 //!
-//! `cargo run --release -p elasticdl-tests --bin overhead` trains the same model on the same records both ways, by
-//! turns, and prints the median over the rounds of the two times' ratio. This program is at once the benchmark, the `elasticdl` command
-//! (`overhead train …`) and the job's worker.
+//! `cargo run --release -p elasticdl-tests --bin overhead` trains the same model on the same
+//! records both ways, by turns, and prints the median over the rounds of the two times' ratio. This
+//! program is at once the benchmark, the `elasticdl` command (`overhead train …`) and the job's
+//! worker.
 
 use std::error::Error;
 use std::path::Path;
@@ -31,8 +32,8 @@ struct Arguments {
     batch: u64,
 }
 
-/// A linear model with as many inputs as parameters, drawn from the record's number: its cost is two passes over the
-/// parameters for each record.
+/// A linear model with as many inputs as parameters, drawn from the record's number: its cost is
+/// two passes over the parameters for each record.
 struct Dense {
     parameters: usize,
 }

@@ -1,5 +1,5 @@
-//! A model with nothing to learn, over any of the readers: for what happens to data that can't be used, and for how fast data is
-//! read that can.
+//! A model with nothing to learn, over any of the readers: for what happens to data that can't be
+//! used, and for how fast data is read that can.
 //!
 //! ```text
 //! reading csv [MICROS]            a worker; each record takes so many microseconds

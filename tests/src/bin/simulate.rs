@@ -1,6 +1,7 @@
 //! Runs simulated jobs: many seeds for a while, or one with its story.
 //!
-//! `cargo run --release -p elasticdl-tests --bin simulate -- --minutes 30`, or `--seeds 0..100000`, or `--seed 7 --story`.
+//! `cargo run --release -p elasticdl-tests --bin simulate -- --minutes 30`, or `--seeds 0..100000`,
+//! or `--seed 7 --story`.
 
 use std::num::NonZero;
 use std::ops::Range;
@@ -22,7 +23,8 @@ struct Arguments {
     /// Tell what happens, line by line; one seed only
     #[arg(long, requires = "seed")]
     story: bool,
-    /// Stop after so long [default: when the seeds are through, or after one minute where none are given]
+    /// Stop after so long [default: when the seeds are through, or after one minute where none are
+    /// given]
     #[arg(long, value_name = "M")]
     minutes: Option<u64>,
     /// Go on until so many seeds have failed

@@ -57,8 +57,8 @@ impl ApiServer {
         text.trim().parse().expect("the file holds a process's id")
     }
 
-    /// Stops it: it keeps its connections and answers nothing, until the guard is dropped, or for `at_most`, even if
-    /// this process dies.
+    /// Stops it: it keeps its connections and answers nothing, until the guard is dropped, or for
+    /// `at_most`, even if this process dies.
     ///
     /// # Panics
     /// It can't be stopped.
@@ -72,7 +72,8 @@ impl ApiServer {
         Stopped { pid, watchdog }
     }
 
-    /// Kills it and starts it anew as it was started, and waits until it serves: its connections break.
+    /// Kills it and starts it anew as it was started, and waits until it serves: its connections
+    /// break.
     ///
     /// # Panics
     /// It does not come back within a minute.
@@ -80,8 +81,8 @@ impl ApiServer {
         self.restart_with(&[]);
     }
 
-    /// From now on it writes down who asks it for what, if it does not do so already: calls of service accounts, one
-    /// JSON object a line. Gives back the file.
+    /// From now on it writes down who asks it for what, if it does not do so already: calls of
+    /// service accounts, one JSON object a line. Gives back the file.
     ///
     /// # Panics
     /// It can't be started anew.

@@ -13,7 +13,8 @@ pub struct Call {
     pub home: String,
     /// `get`, `watch`, …
     pub verb: String,
-    /// The kind of object, perhaps with a group before it (`batch/jobs`) and what of it after it (`pods/log`); or a path.
+    /// The kind of object, perhaps with a group before it (`batch/jobs`) and what of it after it
+    /// (`pods/log`); or a path.
     pub resource: String,
     /// The namespace that it is about.
     pub namespace: String,

@@ -17,7 +17,8 @@ pub struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// Submits it and follows it. A worker sleeps `micros_per_record` for each record, until [`Job::hurry`].
+    /// Submits it and follows it. A worker sleeps `micros_per_record` for each record, until
+    /// [`Job::hurry`].
     #[must_use]
     pub fn start(
         namespace: &'a Namespace,
@@ -68,7 +69,8 @@ impl<'a> Job<'a> {
         self.status()["step"].as_u64().unwrap_or(0)
     }
 
-    /// Waits until the group has this many members and a step more than now, and as many pods run; gives back these.
+    /// Waits until the group has this many members and a step more than now, and as many pods run;
+    /// gives back these.
     #[must_use]
     pub fn wait_for_group(&self, members: usize) -> Vec<Value> {
         self.wait_for_pods(members, members)
@@ -117,7 +119,8 @@ impl<'a> Job<'a> {
         });
     }
 
-    /// Waits for an Event about the master's Job with this reason, that says this: what `kubectl describe job` shows.
+    /// Waits for an Event about the master's Job with this reason, that says this: what `kubectl
+    /// describe job` shows.
     pub fn wait_for_report(&self, reason: &str, words: &str) {
         let about = format!(
             "involvedObject.kind=Job,involvedObject.name={}-master,reason={reason}",
@@ -173,8 +176,8 @@ impl<'a> Job<'a> {
         self.following.take().expect("not waited for").wait()
     }
 
-    /// Hurries to its end: each record of each epoch was counted once, and once it is deleted nothing is left. Gives back
-    /// what the command that followed it printed.
+    /// Hurries to its end: each record of each epoch was counted once, and once it is deleted
+    /// nothing is left. Gives back what the command that followed it printed.
     ///
     /// # Panics
     /// It was otherwise.

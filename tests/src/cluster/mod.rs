@@ -1,4 +1,5 @@
-//! A namespace of a real cluster, jobs in it, and what a test may do to its node and its API server.
+//! A namespace of a real cluster, jobs in it, and what a test may do to its node and its API
+//! server.
 
 mod api_server;
 mod audit;

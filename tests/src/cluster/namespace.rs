@@ -12,7 +12,8 @@ use tempfile::TempDir;
 
 use super::kubectl::{apply, kubectl, must};
 
-/// A namespace of the cluster that `$KUBECONFIG` names, made for one test and removed with all that is in it.
+/// A namespace of the cluster that `$KUBECONFIG` names, made for one test and removed with all that
+/// is in it.
 #[derive(Debug)]
 pub struct Namespace {
     name: String,
@@ -262,7 +263,8 @@ impl Namespace {
         crate::send(pid, rustix::process::Signal::KILL);
     }
 
-    /// The first process with this name in a pod's containers, as this machine, which is the node, knows it.
+    /// The first process with this name in a pod's containers, as this machine, which is the node,
+    /// knows it.
     ///
     /// # Panics
     /// This machine does not show its processes.

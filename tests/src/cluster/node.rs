@@ -77,7 +77,8 @@ impl Drop for Cordoned<'_> {
     }
 }
 
-/// A PriorityClass, removed with this. The scheduler preempts pods of lower ones for those of higher ones.
+/// A PriorityClass, removed with this. The scheduler preempts pods of lower ones for those of
+/// higher ones.
 #[derive(Debug)]
 pub struct PriorityClass {
     name: String,

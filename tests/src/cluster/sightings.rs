@@ -74,7 +74,8 @@ pub fn since_midnight(time: SystemTime) -> Duration {
     Duration::from_nanos((time.as_nanos() % 86_400_000_000_000) as u64)
 }
 
-/// When a pod's log first said this, by the clock of its container's runtime, as time since midnight, UTC.
+/// When a pod's log first said this, by the clock of its container's runtime, as time since
+/// midnight, UTC.
 ///
 /// # Panics
 /// kubectl fails.

@@ -1,7 +1,8 @@
-//! Checkpoints of the simulated workers: parts and manifests that take time to be written, and die with their writers.
+//! Checkpoints of the simulated workers: parts and manifests that take time to be written, and die
+//! with their writers.
 //!
-//! **Oracle:** what a manifest makes complete is the state that its group has committed, and its ledger counts what its
-//! parameters count.
+//! **Oracle:** what a manifest makes complete is the state that its group has committed, and its
+//! ledger counts what its parameters count.
 
 use std::collections::BTreeMap;
 
@@ -104,7 +105,8 @@ impl World {
         }
     }
 
-    /// The state that a group without one begins with, where there is a checkpoint; whether there is.
+    /// The state that a group without one begins with, where there is a checkpoint; whether there
+    /// is.
     pub(super) fn restore(&mut self, p: usize) -> bool {
         let Some((key, (record, parameters))) = self.vault.complete.last_key_value() else {
             return false;

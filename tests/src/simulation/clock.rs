@@ -8,7 +8,8 @@ pub(super) type Micros = u64;
 
 /// The time, and everything that is still to happen.
 ///
-/// **Invariant:** two events of one moment happen in the order in which they were made, so a run depends on its seed alone.
+/// **Invariant:** two events of one moment happen in the order in which they were made, so a run
+/// depends on its seed alone.
 #[derive(Debug)]
 pub(super) struct Clock<E> {
     now: Micros,
@@ -76,7 +77,8 @@ impl<E> Ord for Due<E> {
     }
 }
 
-/// Where all chance of a run comes from: SplitMix64 (Steele et al., OOPSLA 2014), for it costs nothing.
+/// Where all chance of a run comes from: SplitMix64 (Steele et al., OOPSLA 2014), for it costs
+/// nothing.
 #[derive(Debug)]
 pub(super) struct Dice(u64);
 

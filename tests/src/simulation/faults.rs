@@ -1,8 +1,9 @@
 //! What goes wrong, and when.
 //!
-//! A storm is a handful of gusts. Each waits for a number of events, then, perhaps, for a moment that is worth hitting (a
-//! group that is being built, a state on its way, ranks of which some have committed a step), and then does its worst.
-//! What it breaks for a while heals by itself. When the last gust is over and all has healed, the job must come to its end.
+//! A storm is a handful of gusts. Each waits for a number of events, then, perhaps, for a moment
+//! that is worth hitting (a group that is being built, a state on its way, ranks of which some have
+//! committed a step), and then does its worst. What it breaks for a while heals by itself. When the
+//! last gust is over and all has healed, the job must come to its end.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -409,7 +410,8 @@ impl World {
 
     fn lose_one_of(&mut self, p: usize, is_control: bool) {
         let mut links = self.net.links_of(p + 1);
-        // Whoever waits for a dial that was lost on its way is found by the silence that is tolerated, if it is limited.
+        // Whoever waits for a dial that was lost on its way is found by the silence that is
+        // tolerated, if it is limited.
         let is_limited = self.setting.spec.worker_timeout.is_some();
         links.retain(|&link| {
             let link = self.net.link(link);
@@ -436,7 +438,8 @@ impl World {
         self.clock.after(span, Event::Heal(undo));
     }
 
-    /// As [`Self::heal_later`], or long after: when streams have ended, but before workers end without a master.
+    /// As [`Self::heal_later`], or long after: when streams have ended, but before workers end
+    /// without a master.
     fn heal_much_later(&mut self, undo: Undo) {
         if self.dice.chance(2, 3) {
             return self.heal_later(undo);
@@ -469,7 +472,8 @@ impl World {
     }
 }
 
-/// Faults of the master, of what is between it and the workers, and of storage: nobody may be lost by them.
+/// Faults of the master, of what is between it and the workers, and of storage: nobody may be lost
+/// by them.
 const CONTROL_FAULTS: [Fault; 8] = [
     Fault::CrashMaster,
     Fault::CutFromMaster,

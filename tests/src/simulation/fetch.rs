@@ -1,5 +1,5 @@
-//! How a newcomer comes by the state: both ends of the transfer beside the ring, after `elasticdl_worker`'s `donor` and
-//! `elasticdl_collective`'s `state`.
+//! How a newcomer comes by the state: both ends of the transfer beside the ring, after
+//! `elasticdl_worker`'s `donor` and `elasticdl_collective`'s `state`.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -83,7 +83,8 @@ impl World {
         }
     }
 
-    /// Begins to serve newcomers that have come to the door. Every rank of the group has said that it holds this step.
+    /// Begins to serve newcomers that have come to the door. Every rank of the group has said that
+    /// it holds this step.
     pub(super) fn serve_visitors(&mut self, p: usize) {
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &trainer.session else { return };
@@ -129,7 +130,8 @@ impl World {
         too_slow.into_iter().for_each(|link| self.shut(link, p + 1));
     }
 
-    /// This worker goes into `generation`. Newcomers that are in it too have got everything; the others follow it.
+    /// This worker goes into `generation`. Newcomers that are in it too have got everything; the
+    /// others follow it.
     pub(super) fn switch_fetchers(
         &mut self,
         p: usize,

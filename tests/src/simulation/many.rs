@@ -13,11 +13,13 @@ use super::{Failure, Tally, run};
 pub struct Many {
     /// What happened in those that passed.
     pub tally: Tally,
-    /// Those that failed, by seed; with [`run_many`]'s limit, some more than that on the way when it is reached.
+    /// Those that failed, by seed; with [`run_many`]'s limit, some more than that on the way when
+    /// it is reached.
     pub failures: Vec<Box<Failure>>,
 }
 
-/// Runs `seeds` on `threads` threads, until as many failures are found as wanted, or `time` is over.
+/// Runs `seeds` on `threads` threads, until as many failures are found as wanted, or `time` is
+/// over.
 ///
 /// # Panics
 /// If the simulation itself is broken, in a way that is no finding.

@@ -39,8 +39,8 @@ pub(super) struct Master {
     pub(super) has_waited: bool,
     /// It dies before it does so many actions more.
     pub(super) dies_after: Option<u64>,
-    /// What a master that comes after this one may find, each as of its revision, the newest last: whatever was made
-    /// since what had to be kept.
+    /// What a master that comes after this one may find, each as of its revision, the newest last:
+    /// whatever was made since what had to be kept.
     records: VecDeque<(u64, JobRecord)>,
 }
 
@@ -116,7 +116,8 @@ impl World {
         }
     }
 
-    /// The master's task, until there is nothing left to do. What is ready is taken in any order, as a `select!` does.
+    /// The master's task, until there is nothing left to do. What is ready is taken in any order,
+    /// as a `select!` does.
     pub(super) fn on_master(&mut self) {
         self.master.woken = false;
         while self.master.is_alive && self.master.outcome.is_none() {

@@ -1,5 +1,5 @@
-//! The whole system in one thread: the real master core, real worker sessions and the real ring schedule, over a simulated
-//! network and clock. A run depends on its seed alone.
+//! The whole system in one thread: the real master core, real worker sessions and the real ring
+//! schedule, over a simulated network and clock. A run depends on its seed alone.
 //!
 //! ```text
 //!              Job (real)                 Session (real)      Schedule (real)
@@ -10,12 +10,14 @@
 //!                                storm: faults at bad moments
 //! ```
 //!
-//! What stands between the cores and the wires in a real job (the master's `run` and `service`; a worker's `run`, `control`
-//! and `trainer`; the collective's `endpoint`, `fence` and `transfer`) is written down here once more, without sockets and
-//! threads: a fault in those is found by the tests with real processes, not here.
+//! What stands between the cores and the wires in a real job (the master's `run` and `service`; a
+//! worker's `run`, `control` and `trainer`; the collective's `endpoint`, `fence` and `transfer`) is
+//! written down here once more, without sockets and threads: a fault in those is found by the tests
+//! with real processes, not here.
 //!
-//! A seed draws a small job, the speed of its world, and a storm of faults. When the storm is over, the job must end, and
-//! the oracles must have found nothing wrong on the way. A seed that fails is run again to tell its story.
+//! A seed draws a small job, the speed of its world, and a storm of faults. When the storm is over,
+//! the job must end, and the oracles must have found nothing wrong on the way. A seed that fails is
+//! run again to tell its story.
 //!
 //! **Invariant:** a run reads no clock and no environment; it is a function of its seed.
 

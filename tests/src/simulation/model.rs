@@ -1,5 +1,6 @@
-//! The model that is trained: it has one parameter for each record of each epoch, and counts. Its gradient is 1 where a record
-//! was seen, the update adds. So the parameters say how often each record was absorbed, whatever ledgers say.
+//! The model that is trained: it has one parameter for each record of each epoch, and counts. Its
+//! gradient is 1 where a record was seen, the update adds. So the parameters say how often each
+//! record was absorbed, whatever ledgers say.
 
 use elasticdl_proto::RecordRange;
 
@@ -12,7 +13,8 @@ pub(super) struct Model {
     pub(super) kept: Vec<u8>,
     /// `gradient` holds what the session has pending, and not an older step's.
     pub(super) gradient_is_pending: bool,
-    /// Which beginning from nothing these parameters go back to. No part of the state: only the oracles look at it.
+    /// Which beginning from nothing these parameters go back to. No part of the state: only the
+    /// oracles look at it.
     pub(super) era: u64,
 }
 

@@ -1,12 +1,14 @@
-//! NCCL between the GPUs of a group: seconds of building in one, and operations that fail by themselves now and then.
+//! NCCL between the GPUs of a group: seconds of building in one, and operations that fail by
+//! themselves now and then.
 //!
-//! The pieces of a step are the same whatever carries them; what is simulated is who builds, and when that comes to an end on
-//! which rank. The oracles' rules, from what ranks have told each other:
+//! The pieces of a step are the same whatever carries them; what is simulated is who builds, and
+//! when that comes to an end on which rank. The oracles' rules, from what ranks have told each
+//! other:
 //!
-//! * A step goes over NCCL if, and only if, all ranks have said in the round before that they have it, and nobody has said in
-//!   this generation that it failed. Then all do have it.
-//! * A group of several ranks builds it unless one of them knows of three generations in which it failed: by somebody's word in
-//!   a round, or amid a step after which nobody was missing.
+//! * A step goes over NCCL if, and only if, all ranks have said in the round before that they have
+//!   it, and nobody has said in this generation that it failed. Then all do have it.
+//! * A group of several ranks builds it unless one of them knows of three generations in which it
+//!   failed: by somebody's word in a round, or amid a step after which nobody was missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -125,7 +127,8 @@ impl World {
         self.go_on_repairing(p);
     }
 
-    /// `p` begins to build its group's communicator. Building ends when all have begun, or when nobody waits any longer.
+    /// `p` begins to build its group's communicator. Building ends when all have begun, or when
+    /// nobody waits any longer.
     fn build_nccl(&mut self, p: usize) {
         let Some(gpus) = self.setting.gpus else { return };
         let Some(ring) = &mut self.processes[p].trainer.ring else { return };

@@ -1,13 +1,16 @@
-//! Links between hosts, as kernels keep them: bytes in order and late, until the link ends or is lost.
+//! Links between hosts, as kernels keep them: bytes in order and late, until the link ends or is
+//! lost.
 //!
 //! ```text
 //!   ends[0] ── lane to 1: in flight ─▶ arrived (the receiver's kernel) ──▶ taken by a thread
 //!           ◀─ lane to 0                                                         ends[1]
 //! ```
 //!
-//! * What was sent before a process died still arrives, then the link's end; unless the crash takes it along.
-//! * Between hosts that are cut off from each other nothing arrives, and nobody is told. What was sent meanwhile, the end
-//!   included, arrives when they are not any more, as a kernel sends again and again.
+//! * What was sent before a process died still arrives, then the link's end; unless the crash takes
+//!   it along.
+//! * Between hosts that are cut off from each other nothing arrives, and nobody is told. What was
+//!   sent meanwhile, the end included, arrives when they are not any more, as a kernel sends again
+//!   and again.
 //! * A link that is lost ends on both sides, and what was in flight is gone.
 //! * A stopped process takes nothing; its kernel goes on.
 
@@ -29,7 +32,8 @@ pub(super) type LinkId = usize;
 
 pub(super) const MASTER: Host = 0;
 
-/// What travels. `Hello` to `Welcome` on control streams, `Dial` to `Frame` on links of rings, `End` on both.
+/// What travels. `Hello` to `Welcome` on control streams, `Dial` to `Frame` on links of rings,
+/// `End` on both.
 #[derive(Debug)]
 pub(super) enum Packet {
     Hello(LaunchId, Option<Resume>),

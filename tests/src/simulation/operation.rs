@@ -1,10 +1,10 @@
 //! The operations of a group, piece by piece.
 //!
-//! What is sent and received in which order is the real [`Schedule`]; around it stands what `elasticdl_collective`'s `transfer`
-//! does with sockets:
+//! What is sent and received in which order is the real [`Schedule`]; around it stands what
+//! `elasticdl_collective`'s `transfer` does with sockets:
 //!
-//! * A rank that has all pieces is done, though others may still miss some. What it has sent is in its kernel's hands: it
-//!   may go on, or die, and they still get it.
+//! * A rank that has all pieces is done, though others may still miss some. What it has sent is in
+//!   its kernel's hands: it may go on, or die, and they still get it.
 //! * A link's end counts only while the operation still needs the link.
 
 use std::collections::BTreeSet;

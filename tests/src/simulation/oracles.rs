@@ -1,30 +1,37 @@
-//! What must hold, judged from outside: the books know what was said and done, and nothing of how the cores reckon.
+//! What must hold, judged from outside: the books know what was said and done, and nothing of how
+//! the cores reckon.
 //!
-//! **Records.** The final parameters count each record of each epoch exactly once (with `max_steps` or after a stop: at most
-//! once, and as many as the ledger says); all members of the last group end with the same.
+//! **Records.** The final parameters count each record of each epoch exactly once (with `max_steps`
+//! or after a stop: at most once, and as many as the ledger says); all members of the last group
+//! end with the same.
 //!
-//! **Steps.** Say that a rank *commits* step `s` in generation `g` when its state goes from `s - 1` to `s`. Then:
+//! **Steps.** Say that a rank *commits* step `s` in generation `g` when its state goes from `s - 1`
+//! to `s`. Then:
 //!
 //! * Within a generation all ranks that commit a step commit the same.
-//! * Once a step has been built upon (somebody has committed the next one on top of it) it is *stable*: nothing else is
-//!   ever committed in its place, and no later group begins below it, as long as anybody that may be a member has a state.
-//! * A step that is not stable may be undone, but only together with all that hold it: who is in the next group brings
-//!   what it has, and the highest step wins. So each step has one committed result that survives.
+//! * Once a step has been built upon (somebody has committed the next one on top of it) it is
+//!   *stable*: nothing else is ever committed in its place, and no later group begins below it, as
+//!   long as anybody that may be a member has a state.
+//! * A step that is not stable may be undone, but only together with all that hold it: who is in
+//!   the next group brings what it has, and the highest step wins. So each step has one committed
+//!   result that survives.
 //! * A newcomer is given the state of a step that every member of its donor's group has committed.
-//! * A group that begins from nothing, for all that had a state are gone, begins a new *era*; the rules hold within each. So
-//!   does one that goes on from an older state, which a newcomer had fetched, for all that had the newer one are gone.
-//! * A rank that the master has taken out, and that does not know yet, may complete the step under way in its old group,
-//!   for its peers have sent their parts before they left. It is no member of the newer group: a member of a newer group
-//!   commits in no older one.
+//! * A group that begins from nothing, for all that had a state are gone, begins a new *era*; the
+//!   rules hold within each. So does one that goes on from an older state, which a newcomer had
+//!   fetched, for all that had the newer one are gone.
+//! * A rank that the master has taken out, and that does not know yet, may complete the step under
+//!   way in its old group, for its peers have sent their parts before they left. It is no member of
+//!   the newer group: a member of a newer group commits in no older one.
 //!
-//! **Leases.** A record is leased to a member of the newest generation, and to nobody while a member of it holds that record
-//! or has absorbed it.
+//! **Leases.** A record is leased to a member of the newest generation, and to nobody while a
+//! member of it holds that record or has absorbed it.
 //!
-//! **The fence.** What the dead say, what is said of older generations, and what is said for the group by another than its
-//! lowest rank changes nothing in the master.
+//! **The fence.** What the dead say, what is said of older generations, and what is said for the
+//! group by another than its lowest rank changes nothing in the master.
 //!
-//! **Authority.** Generations grow by one. Joins and orderly leaves break no links. Nobody that no fault has touched is taken out.
-//! A group whose members and links are well is never aborted, whatever happens to the master and to its streams. Nobody outlives the job.
+//! **Authority.** Generations grow by one. Joins and orderly leaves break no links. Nobody that no
+//! fault has touched is taken out. A group whose members and links are well is never aborted,
+//! whatever happens to the master and to its streams. Nobody outlives the job.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -56,7 +63,8 @@ pub(super) struct Books {
     processes: BTreeMap<WorkerId, usize>,
     /// Whose stream ended, at the master, and is not open again; and `lost`.
     gone: BTreeSet<WorkerId>,
-    /// Whom the master has evicted or told the system to kill, and whose process it knows to have ended.
+    /// Whom the master has evicted or told the system to kill, and whose process it knows to have
+    /// ended.
     lost: BTreeSet<WorkerId>,
     finals: BTreeMap<(usize, Generation), Final>,
     /// What workers said lately.
@@ -90,7 +98,8 @@ struct Final {
     repeated: u64,
 }
 
-/// How often what happened, over one run or many: so that a test can tell that the storm reaches every corner.
+/// How often what happened, over one run or many: so that a test can tell that the storm reaches
+/// every corner.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tally {
@@ -104,7 +113,8 @@ pub struct Tally {
     pub generations: u64,
     /// Commits of a step on a rank.
     pub commits: u64,
-    /// Commits of a step that another generation had committed otherwise: it was undone with all that held it.
+    /// Commits of a step that another generation had committed otherwise: it was undone with all
+    /// that held it.
     pub redone: u64,
     /// Commits by ranks that were not in the newest group any more.
     pub zombie_commits: u64,
@@ -136,7 +146,8 @@ pub struct Tally {
     pub fenced: u64,
     /// Jobs that the user stopped before their end.
     pub stopped: u64,
-    /// Steps of ranks that began over NCCL, those amid which it failed, and groups of ranks that it was given up for.
+    /// Steps of ranks that began over NCCL, those amid which it failed, and groups of ranks that it
+    /// was given up for.
     pub nccl_steps: u64,
     /// See `nccl_steps`.
     pub nccl_failures: u64,
@@ -327,8 +338,8 @@ impl World {
         }
         let next = self.books.generation.next();
         let gone = |m: &Membership| m.members.iter().any(|(id, _)| self.books.gone.contains(id));
-        // One that a master has written down and told to nobody is told by the next one, or is used up; whoever is lost
-        // meanwhile is in it.
+        // One that a master has written down and told to nobody is told by the next one, or is used
+        // up; whoever is lost meanwhile is in it.
         let is_first_master = self.books.tally.masters_crashed == 0;
         let is_next =
             membership.generation == next || (membership.generation > next && !is_first_master);
@@ -354,8 +365,9 @@ impl World {
         }
     }
 
-    /// Whether a group has formed, all its members live, no fault has touched them or what is between them, and no link of theirs
-    /// has broken. What happens to the master, or between it and them, is no such fault.
+    /// Whether a group has formed, all its members live, no fault has touched them or what is
+    /// between them, and no link of theirs has broken. What happens to the master, or between it
+    /// and them, is no such fault.
     fn is_unharmed(&self, group: Option<&Membership>) -> bool {
         let is_well = |id: &WorkerId| {
             let process = self.books.processes.get(id).map(|&p| &self.processes[p]);
@@ -373,7 +385,8 @@ impl World {
         has_formed && group.is_some_and(|m| m.members.iter().all(|(id, _)| is_well(id)))
     }
 
-    /// A master whose record is old goes on with an older group, if nobody who comes back has heard of a newer one.
+    /// A master whose record is old goes on with an older group, if nobody who comes back has heard
+    /// of a newer one.
     fn note_what_master_goes_on_with(&mut self) {
         let generation = self.master.job.status(self.time()).generation;
         let is_older = |m: &Membership| m.generation > generation;

@@ -1,4 +1,5 @@
-//! Pods of several workers: their supervisor, after `elasticdl_worker`'s, and what the system does with a pod as a whole.
+//! Pods of several workers: their supervisor, after `elasticdl_worker`'s, and what the system does
+//! with a pod as a whole.
 
 use std::ops::Range;
 
@@ -27,7 +28,8 @@ impl World {
         self.pod(p).any(|q| self.processes[q].is_alive())
     }
 
-    /// `p` has ended. If it failed, the others of its pod are told to leave, and killed if they take too long.
+    /// `p` has ended. If it failed, the others of its pod are told to leave, and killed if they
+    /// take too long.
     pub(super) fn supervise(&mut self, p: usize) {
         let pod = self.pod(p);
         let failed = self.processes[p].exit.clone().filter(|exit| *exit != Exit::Code(0));

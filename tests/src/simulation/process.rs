@@ -1,4 +1,5 @@
-//! A worker's process: its life, and its control thread, after `elasticdl_worker`'s `run` and `control`.
+//! A worker's process: its life, and its control thread, after `elasticdl_worker`'s `run` and
+//! `control`.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -138,7 +139,8 @@ impl World {
         self.send(link, p + 1, Packet::Hello(launch, None));
     }
 
-    /// The process ends. Its kernel ends its links behind what was sent; `lossy`: and what was on its way is gone.
+    /// The process ends. Its kernel ends its links behind what was sent; `lossy`: and what was on
+    /// its way is gone.
     pub(super) fn die(&mut self, p: usize, exit: Exit, lossy: bool) {
         if !self.processes[p].is_alive() {
             return;
@@ -241,8 +243,8 @@ impl World {
         }
     }
 
-    /// Tells the master what the trainer says. What the trainer said before it knew of this master is dropped: it says
-    /// again what still matters, and first what it holds.
+    /// Tells the master what the trainer says. What the trainer said before it knew of this master
+    /// is dropped: it says again what still matters, and first what it holds.
     fn pass_on(&mut self, p: usize, message: FromWorker) {
         let process = &mut self.processes[p];
         if let (FromWorker::Ready { parameters }, Some(me)) = (&message, &mut process.me) {

@@ -1,5 +1,5 @@
-//! How the ranks of a new group come to one state, after `elasticdl_worker`'s `trainer`: broadcasts of a step's result and
-//! of a state, as the session plans them.
+//! How the ranks of a new group come to one state, after `elasticdl_worker`'s `trainer`: broadcasts
+//! of a step's result and of a state, as the session plans them.
 
 use elasticdl_worker::core::repair::Repair;
 use elasticdl_worker::core::session::Session;

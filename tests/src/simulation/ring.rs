@@ -1,8 +1,9 @@
-//! A worker's end of all links: dials, and the fence; what `elasticdl_collective`'s `endpoint`, `porter` and `fence` do with
-//! sockets.
+//! A worker's end of all links: dials, and the fence; what `elasticdl_collective`'s `endpoint`,
+//! `porter` and `fence` do with sockets.
 //!
-//! * A ring is two links: one dialled to the next member, one taken from the previous member's dial. Who dials says its
-//!   name and generation; what is older than the fence is refused at the door, what is newer waits.
+//! * A ring is two links: one dialled to the next member, one taken from the previous member's
+//!   dial. Who dials says its name and generation; what is older than the fence is refused at the
+//!   door, what is newer waits.
 //! * The fence ends the links of older generations at once; the news runs around the ring.
 
 use std::time::Duration;

@@ -293,7 +293,8 @@ impl Setting {
             records_per_shard: NonZeroU64::new(dice.below(8)),
             shuffle: dice.chance(1, 2),
             seed,
-            // Whoever ends by its own doing, for the master has cut it off, is counted as a failure.
+            // Whoever ends by its own doing, for the master has cut it off, is counted as a
+            // failure.
             max_worker_restarts: 1000,
             worker_timeout: timeout_ms.map(Duration::from_millis),
             // From dice of their own: other runs stay as they are.
@@ -341,8 +342,8 @@ fn checkpoints(dice: &mut Dice) -> Option<CheckpointSpec> {
     })
 }
 
-/// A job of a few steps is over long before; what takes longest are replacements that wait for one another, and a worker
-/// that is told to leave when nobody can take its place.
+/// A job of a few steps is over long before; what takes longest are replacements that wait for one
+/// another, and a worker that is told to leave when nobody can take its place.
 const PATIENCE_US: Micros = 120_000_000;
 const STORE_RETRY_US: Micros = 100_000;
 const EVENTS_MAX: u64 = 400_000;

@@ -1,7 +1,8 @@
 //! Files of predictions, one for each shard.
 //!
-//! A file's name says which records it is for, counted through the whole data set, so that the files in the order of their
-//! names hold the rows in the order of the records. It is there as a whole or not at all; who writes it again writes the same.
+//! A file's name says which records it is for, counted through the whole data set, so that the
+//! files in the order of their names hold the rows in the order of the records. It is there as a
+//! whole or not at all; who writes it again writes the same.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -69,7 +70,8 @@ impl Output {
         Ok(Self::Folder(address.strip_prefix("file://").unwrap_or(address).into()))
     }
 
-    /// Removes what killed workers have left, as far as it can be told. Hidden as it is, it does no harm.
+    /// Removes what killed workers have left, as far as it can be told. Hidden as it is, it does no
+    /// harm.
     pub(super) fn tidy(&self) {
         if let Self::Folder(folder) = self
             && let Err(error) = tidy(folder)

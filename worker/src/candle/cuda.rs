@@ -1,4 +1,5 @@
-//! candle's variables on a GPU, beside the flat slices there: copies from the parameters, and sums of the gradients, never leave it.
+//! candle's variables on a GPU, beside the flat slices there: copies from the parameters, and sums
+//! of the gradients, never leave it.
 
 use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::{CudaStorage, InplaceOp1, Layout, Storage};
@@ -103,7 +104,8 @@ pub(super) fn overwrite(
     device.memcpy_htod(values, &mut storage.as_cuda_slice_mut::<f32>()?.slice_mut(start..end))
 }
 
-/// candle's device as this crate knows it: the same GPU, and the same stream. `None`: it is the CPU.
+/// candle's device as this crate knows it: the same GPU, and the same stream. `None`: it is the
+/// CPU.
 pub(super) fn gpu_of(device: &CandleDevice) -> Result<Option<Device>, UserError> {
     match device {
         CandleDevice::Cuda(device) => Ok(Some(Device::of_stream(device.cuda_stream())?)),

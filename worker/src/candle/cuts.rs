@@ -13,8 +13,8 @@ use super::{Parameters, add};
 use crate::buckets::Gradients;
 use crate::model::UserError;
 
-/// Where a model's backward pass pauses, so that what is complete of its gradient can be summed over the workers while the rest is
-/// computed.
+/// Where a model's backward pass pauses, so that what is complete of its gradient can be summed
+/// over the workers while the rest is computed.
 #[derive(Debug)]
 pub struct Cuts {
     /// What was cut off, and what took its place; none where the pass is one.
@@ -32,8 +32,8 @@ impl Cuts {
         Self { made: Some(Vec::new()) }
     }
 
-    /// Cuts here: what follows has to use the returned tensor, which equals `state`, and nothing else that stands for what came
-    /// before, but parameters.
+    /// Cuts here: what follows has to use the returned tensor, which equals `state`, and nothing
+    /// else that stands for what came before, but parameters.
     ///
     /// # Errors
     /// Candle's.
@@ -45,8 +45,8 @@ impl Cuts {
     }
 }
 
-/// In which part of the pass each parameter is used first; what is learned from one pass is used in the next. How early a gradient
-/// is said to be complete depends on it, and never what it is.
+/// In which part of the pass each parameter is used first; what is learned from one pass is used in
+/// the next. How early a gradient is said to be complete depends on it, and never what it is.
 #[derive(Debug, Default)]
 pub(super) struct Uses {
     /// By parameter, with the number of cuts; empty until it is known.
@@ -75,8 +75,8 @@ impl Uses {
                 gradients.complete_from(self.complete_from(parameters, part));
             }
             let Some((state, copy)) = cuts.pop() else { break };
-            // What the loss does not depend on has no gradient, and so has nothing before it. The gradient itself depends on what came
-            // behind the cut, which is done with.
+            // What the loss does not depend on has no gradient, and so has nothing before it. The
+            // gradient itself depends on what came behind the cut, which is done with.
             let Some(gradient) = found.get(&copy).map(Tensor::detach) else { break };
             found = (state * gradient)?.sum_all()?.backward()?;
         }

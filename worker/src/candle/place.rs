@@ -4,7 +4,8 @@ use candle_core::Device;
 
 use crate::model::UserError;
 
-/// Where a model computes, as its users choose it: `cpu`, `cuda`, or `auto`, which is a GPU where there is one.
+/// Where a model computes, as its users choose it: `cpu`, `cuda`, or `auto`, which is a GPU where
+/// there is one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Place {
     /// A GPU of NVIDIA where the program is built for one and there is one; else the CPU.

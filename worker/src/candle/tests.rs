@@ -46,7 +46,8 @@ impl CandleModel for TwoLayers {
         let [first, second, shift] = network;
         let (inputs, targets) = batch;
         let hidden = cuts.cut(&inputs.matmul(first)?.tanh()?)?;
-        // The transpose makes the second layer's gradient arrive in another order than it is laid out.
+        // The transpose makes the second layer's gradient arrive in another order than it is laid
+        // out.
         let outputs = hidden.matmul(&second.t()?)?.squeeze(1)?;
         Ok((outputs.broadcast_add(shift)? - targets)?.sqr()?.sum_all()?)
     }

@@ -80,7 +80,8 @@ impl Keeper {
         Ok(Self { facts, orders, answers, news: VecDeque::new(), spare: None, current: None })
     }
 
-    /// Has memory ready for a part of a group of `world_size`, so that the next copy need not wait for it.
+    /// Has memory ready for a part of a group of `world_size`, so that the next copy need not wait
+    /// for it.
     pub(crate) fn prepare(&mut self, world_size: usize) {
         let floats = (self.facts.parameters + self.facts.slots).div_ceil(world_size);
         self.take_answers();
@@ -116,7 +117,8 @@ impl Keeper {
         self.order(Order::Write { name, file, header, floats });
     }
 
-    /// Has the manifest of the checkpoint written that this rank takes part in, all of whose parts are there.
+    /// Has the manifest of the checkpoint written that this rank takes part in, all of whose parts
+    /// are there.
     pub(crate) fn commit(&mut self, step: u64, parts: &[Written]) {
         let Some((name, record)) = self.current.take_if(|(name, _)| name.step == step) else {
             return;
@@ -250,8 +252,8 @@ impl AsRef<[u8]> for Floats {
     }
 }
 
-/// The head of a safetensors file whose tensors are one behind the other; empty ones are left out. `start`: the first float's
-/// place in the state.
+/// The head of a safetensors file whose tensors are one behind the other; empty ones are left out.
+/// `start`: the first float's place in the state.
 fn header(tensors: &[(&str, usize)], start: usize) -> Vec<u8> {
     let mut fields = serde_json::Map::new();
     fields.insert("__metadata__".into(), serde_json::json!({ "start": start.to_string() }));

@@ -40,8 +40,9 @@ pub(crate) enum RestoreError {
     Storage(String),
 }
 
-/// Writes the newest whole checkpoint's state to `parameters` and `slots`; they hold unspecified values without one. `None`
-/// where the job begins from nothing. `damaged` is told of each one that is not as it was written, with why.
+/// Writes the newest whole checkpoint's state to `parameters` and `slots`; they hold unspecified
+/// values without one. `None` where the job begins from nothing. `damaged` is told of each one that
+/// is not as it was written, with why.
 pub(crate) fn restore(
     places: &Places,
     facts: &Facts,
@@ -54,7 +55,8 @@ pub(crate) fn restore(
     search(places, facts, &mut take, damaged)
 }
 
-/// Whether [`restore`] would find something for a new job, or nothing is looked for. Looks at manifests alone.
+/// Whether [`restore`] would find something for a new job, or nothing is looked for. Looks at
+/// manifests alone.
 pub(crate) fn check(places: &Places, facts: &Facts) -> Result<(), RestoreError> {
     let mut take = |folder: &Storage, is_new_job| Ok(fitting(folder, facts, is_new_job)?.state);
     search(places, facts, &mut take, &mut |_, _| {}).map(drop)
@@ -119,7 +121,8 @@ pub(crate) fn look(folder: &Storage) -> Result<Kept, StorageError> {
     Ok(furthest.map_or(Kept::Nothing, |(name, _)| Kept::Several(name.to_string())))
 }
 
-/// Reads the parameters, `[parameters]`, of the checkpoint that `folder` is, for who needs no more of it.
+/// Reads the parameters, `[parameters]`, of the checkpoint that `folder` is, for who needs no more
+/// of it.
 ///
 /// # Errors
 /// The place's word; what is not as it was written, or of another model.
@@ -167,8 +170,8 @@ fn names(place: &Storage) -> Result<Vec<Name>, RestoreError> {
         .collect())
 }
 
-/// The checkpoint that `from` is, or those that are in it, as they were written: of more than one job, or of one that went
-/// back, the furthest need not be the newest.
+/// The checkpoint that `from` is, or those that are in it, as they were written: of more than one
+/// job, or of one that went back, the furthest need not be the newest.
 fn newest_first(
     from: &Storage,
     damaged: &mut dyn FnMut(&str, &str),

@@ -1,4 +1,5 @@
-//! Checkpoints as files: how they are written beside the training, found again, checked, and cleared away.
+//! Checkpoints as files: how they are written beside the training, found again, checked, and
+//! cleared away.
 //!
 //! ```text
 //!   DIR/step-000000000200-7f3a9c21-g3/shard-00000-of-00002.safetensors   floats 0..n of the state, by rank 0
@@ -6,11 +7,11 @@
 //!                                     manifest.json                      written last: the checkpoint counts
 //! ```
 //!
-//! The state is parameters and optimizer state one behind the other, as f32. The name says the step, the run of a job and
-//! the group that wrote it, so that no two attempts meet in one folder.
+//! The state is parameters and optimizer state one behind the other, as f32. The name says the
+//! step, the run of a job and the group that wrote it, so that no two attempts meet in one folder.
 //!
-//! **Invariant:** a manifest is written after all that it names, and holds the digest of each shard and its own.
-//! **Invariant:** nothing of another run is changed.
+//! **Invariant:** a manifest is written after all that it names, and holds the digest of each shard
+//! and its own. **Invariant:** nothing of another run is changed.
 
 mod keeper;
 mod load;

@@ -52,10 +52,11 @@ pub(super) fn shard(rank: usize, world_size: usize) -> String {
     format!("shard-{rank:05}-of-{world_size:05}.safetensors")
 }
 
-/// Which checkpoints of `run` are to go when `newest` has become complete: all but the last `keep` complete ones, and
-/// attempts before it that came to nothing. What holds the best model, of step `best`, stays, and so does what a newer group
-/// has written: a rank that was evicted and completes a checkpoint of its old group must not remove parts that the members of
-/// the newer one are still writing. `exclusive`: all of other runs are to go, too.
+/// Which checkpoints of `run` are to go when `newest` has become complete: all but the last `keep`
+/// complete ones, and attempts before it that came to nothing. What holds the best model, of step
+/// `best`, stays, and so does what a newer group has written: a rank that was evicted and completes
+/// a checkpoint of its old group must not remove parts that the members of the newer one are still
+/// writing. `exclusive`: all of other runs are to go, too.
 pub(super) fn to_remove(
     names: &BTreeMap<Name, bool>,
     newest: &Name,

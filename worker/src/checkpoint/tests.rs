@@ -277,7 +277,8 @@ fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
     );
 }
 
-/// A store whose writer is killed after so many bytes: what it was writing is left half-done, and nothing comes after it.
+/// A store whose writer is killed after so many bytes: what it was writing is left half-done, and
+/// nothing comes after it.
 #[derive(Debug)]
 struct Dying {
     store: Arc<InMemory>,
@@ -361,7 +362,8 @@ impl ObjectStore for Dying {
 
 #[test]
 fn a_writer_that_dies_at_any_byte_leaves_a_checkpoint_that_is_whole() {
-    // 1.5 MiB in three shards: killed at every 64 KiB of them, and at each of the manifest's bytes around its ends.
+    // 1.5 MiB in three shards: killed at every 64 KiB of them, and at each of the manifest's bytes
+    // around its ends.
     let facts = Facts { parameters: 128 << 10, slots: 256 << 10, ..facts() };
     let whole = {
         let store = Arc::new(InMemory::new());

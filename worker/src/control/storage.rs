@@ -1,4 +1,5 @@
-//! What the master is told of waits for storage: when they begin and end, and now and then meanwhile.
+//! What the master is told of waits for storage: when they begin and end, and now and then
+//! meanwhile.
 
 use std::time::{Duration, Instant};
 

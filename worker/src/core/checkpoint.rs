@@ -1,4 +1,5 @@
-//! When a checkpoint is due, and how the ranks agree on one, without a message or a barrier of its own.
+//! When a checkpoint is due, and how the ranks agree on one, without a message or a barrier of its
+//! own.
 //!
 //! ```text
 //!   step s      headers: one rank finds a checkpoint due, none is being written
@@ -7,9 +8,9 @@
 //!   step s + m  headers: complete
 //! ```
 //!
-//! Every rank says in its headers what it knows, all hear all headers, and what follows is decided from them alone. A
-//! checkpoint belongs to the ranks that began it: when one is lost, or has given it up, so do the others, and another one
-//! is due at once.
+//! Every rank says in its headers what it knows, all hear all headers, and what follows is decided
+//! from them alone. A checkpoint belongs to the ranks that began it: when one is lost, or has given
+//! it up, so do the others, and another one is due at once.
 //!
 //! **Invariant:** ranks of a group begin the same checkpoint at the same step.
 //! **Invariant:** nobody waits for a checkpoint, but at the job's end.
@@ -62,7 +63,8 @@ pub struct Written {
     pub digest: u128,
 }
 
-/// What a rank has to do for a checkpoint, beside its training. The doer answers with the call that stands beside each.
+/// What a rank has to do for a checkpoint, beside its training. The doer answers with the call that
+/// stands beside each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Task {
     /// All parts are written: write the manifest. [`Checkpoints::committed`].
@@ -176,8 +178,8 @@ impl Checkpoints {
                 }
                 Some((_, Part::Writing)) => {}
                 Some((_, Part::Written(written))) => *part = Some(written),
-                // What is written stays written. Else it has given this checkpoint up, or never began it; and without the
-                // first one nobody writes the manifest.
+                // What is written stays written. Else it has given this checkpoint up, or never
+                // began it; and without the first one nobody writes the manifest.
                 None if part.is_some() && rank > 0 => {}
                 None => return self.current = None,
             }
@@ -221,7 +223,8 @@ impl Checkpoints {
         self.overdue |= matches!(self.every, Some(Every::Time(time)) if now.saturating_sub(since) >= after(time));
     }
 
-    /// A new group has formed. Whose member is lost is not completed any more, unless only the first one's work is left.
+    /// A new group has formed. Whose member is lost is not completed any more, unless only the
+    /// first one's work is left.
     pub fn regrouped(&mut self, members: &[WorkerId]) {
         self.current.take_if(|current| {
             let awaited = match current.committing {
@@ -283,7 +286,8 @@ fn is_going_on(words: &[&Word]) -> bool {
     words.iter().any(|w| w.busy || w.at.is_some())
 }
 
-/// A job that has no checkpoint yet loses everything with its workers, so that it does not wait for a long interval's end.
+/// A job that has no checkpoint yet loses everything with its workers, so that it does not wait for
+/// a long interval's end.
 pub const FIRST_AFTER: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
@@ -360,7 +364,8 @@ mod tests {
         let mut ranks = Ranks::new(3, Every::Steps(10));
         ranks.step_to(10);
         assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]));
-        // One step in which all say that they are done, one in which the first says that it is complete.
+        // One step in which all say that they are done, one in which the first says that it is
+        // complete.
         ranks.step_to(11);
         assert_eq!(ranks.complete(), [Some(10), None, None]);
         ranks.step_to(12);

@@ -1,10 +1,12 @@
-//! When a group evaluates its model, how the validation data is split, and what is made of the scores.
+//! When a group evaluates its model, how the validation data is split, and what is made of the
+//! scores.
 //!
-//! Records are evaluated in blocks of [`BLOCK_RECORDS`], whoever does it, and the blocks' scores are added in their order.
-//! So the result is the same, bit for bit, for any number of ranks.
+//! Records are evaluated in blocks of [`BLOCK_RECORDS`], whoever does it, and the blocks' scores
+//! are added in their order. So the result is the same, bit for bit, for any number of ranks.
 //!
-//! **Invariant:** what is remembered ([`Evaluation`]) is part of the training state: it goes with it to newcomers and into
-//! checkpoints. Ranks of a group hold the same, once they have heard one another.
+//! **Invariant:** what is remembered ([`Evaluation`]) is part of the training state: it goes with
+//! it to newcomers and into checkpoints. Ranks of a group hold the same, once they have heard one
+//! another.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -113,7 +115,8 @@ impl Plan {
     }
 }
 
-/// Few enough for any model's memory, as far as it does not want fewer; many enough that a block is worth its overhead.
+/// Few enough for any model's memory, as far as it does not want fewer; many enough that a block is
+/// worth its overhead.
 pub const BLOCK_RECORDS: u64 = 256;
 
 #[cfg(test)]

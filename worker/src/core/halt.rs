@@ -4,8 +4,9 @@
 //!   a rank halts ─► its header says so ─► no rank applies that step ─► last checkpoint ─► final state, with the reason
 //! ```
 //!
-//! A rank that finds that the job can't go on, whoever works on it, calls [`Session::halt`](super::session::Session::halt).
-//! All ranks see the same headers, so they end together, at the same step, with one text.
+//! A rank that finds that the job can't go on, whoever works on it, calls
+//! [`Session::halt`](super::session::Session::halt). All ranks see the same headers, so they end
+//! together, at the same step, with one text.
 
 use elasticdl_proto::{RecordRange, WorkerId};
 use serde::{Deserialize, Serialize};
@@ -39,7 +40,8 @@ pub enum Ending {
     Suspended,
 }
 
-/// One text for what the ranks say, `halts` in rank order. `step`: steps committed. `None` where no rank halts.
+/// One text for what the ranks say, `halts` in rank order. `step`: steps committed. `None` where no
+/// rank halts.
 pub fn explain(step: u64, members: &[WorkerId], halts: &[Option<&Halt>]) -> Option<String> {
     let said = || halts.iter().enumerate().filter_map(|(rank, halt)| Some((rank, (*halt)?)));
     let name = |rank: usize| match members.get(rank) {

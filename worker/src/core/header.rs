@@ -25,9 +25,11 @@ pub struct StepHeader {
     pub seen: u64,
     /// The master has told this rank that the job is to stop.
     pub stop: bool,
-    /// The master has told this rank that the group is to end here, and another one to go on from its checkpoint.
+    /// The master has told this rank that the group is to end here, and another one to go on from
+    /// its checkpoint.
     pub suspend: bool,
-    /// Why this rank can't go on: no rank applies this step, and the job ends with the state as it is.
+    /// Why this rank can't go on: no rank applies this step, and the job ends with the state as it
+    /// is.
     pub halt: Option<Halt>,
     /// Digest of a part of the state after `step` steps, another part at each step.
     pub digest: u64,
@@ -63,7 +65,8 @@ pub struct StateHeader {
     pub digest: u64,
     /// Whether it still has the reduced gradient of its last step.
     pub kept: bool,
-    /// Whether this rank has trained in a group. A newcomer that has only fetched its state has not.
+    /// Whether this rank has trained in a group. A newcomer that has only fetched its state has
+    /// not.
     pub was_in_group: bool,
 }
 

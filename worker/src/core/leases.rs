@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use elasticdl_proto::RecordRange;
 
-/// Leased records that no gradient of this worker contains yet, in the order in which they came, by epoch.
+/// Leased records that no gradient of this worker contains yet, in the order in which they came, by
+/// epoch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Leases {
     held: BTreeMap<u32, VecDeque<RecordRange>>,
@@ -63,8 +64,9 @@ impl Leases {
             .collect()
     }
 
-    /// How many records of `epoch` to ask the master for; notes them as asked for. With fewer than `least` at hand or on
-    /// their way, enough for twice as many: so that a worker asks every few steps, not at each.
+    /// How many records of `epoch` to ask the master for; notes them as asked for. With fewer than
+    /// `least` at hand or on their way, enough for twice as many: so that a worker asks every few
+    /// steps, not at each.
     pub fn ask(&mut self, epoch: u32, least: u64) -> Option<u64> {
         let asked = self.asked.get(&epoch).copied().unwrap_or(0);
         let there = self.held(epoch) + asked;

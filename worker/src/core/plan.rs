@@ -1,7 +1,7 @@
 //! Who computes how much of the next step.
 //!
-//! Every rank knows, from the headers of the last round, how many records every rank holds; so all of them compute the
-//! same plan, and no message is needed to agree on it.
+//! Every rank knows, from the headers of the last round, how many records every rank holds; so all
+//! of them compute the same plan, and no message is needed to agree on it.
 //!
 //! **Invariant:** the plan depends on nothing but its arguments.
 
@@ -33,11 +33,11 @@ pub struct Holding {
     pub held: u64,
 }
 
-/// Records that each rank is to compute for the next step, beyond what it has pending; `None` if there is no step
-/// to be made yet.
+/// Records that each rank is to compute for the next step, beyond what it has pending; `None` if
+/// there is no step to be made yet.
 ///
-/// Steps are full, save for the last of an epoch: while records of the epoch (`remaining`: those not absorbed) are
-/// in nobody's hands, the group waits for them.
+/// Steps are full, save for the last of an epoch: while records of the epoch (`remaining`: those
+/// not absorbed) are in nobody's hands, the group waits for them.
 pub fn quotas(batch: Batch, remaining: u64, ranks: &[Holding]) -> Option<Vec<u64>> {
     let pending: u64 = ranks.iter().map(|r| r.pending).sum();
     let at_hand: u64 = pending + ranks.iter().map(|r| r.held).sum::<u64>();
@@ -53,7 +53,8 @@ pub fn quotas(batch: Batch, remaining: u64, ranks: &[Holding]) -> Option<Vec<u64
         Batch::PerWorker(records) => {
             let quotas: Vec<u64> =
                 ranks.iter().map(|r| records.saturating_sub(r.pending).min(r.held)).collect();
-            // Where a rank runs short while others hold more, its records may still be on their way to it.
+            // Where a rank runs short while others hold more, its records may still be on their way
+            // to it.
             let short = quotas.iter().zip(ranks).any(|(q, r)| q + r.pending < records);
             if short && at_hand < remaining {
                 return None;
@@ -64,7 +65,8 @@ pub fn quotas(batch: Batch, remaining: u64, ranks: &[Holding]) -> Option<Vec<u64
     (pending + quotas.iter().sum::<u64>() > 0).then_some(quotas)
 }
 
-/// Splits a global batch: even shares first, then what is short goes to those that hold more, in rank order.
+/// Splits a global batch: even shares first, then what is short goes to those that hold more, in
+/// rank order.
 fn split(records: u64, ranks: &[Holding]) -> Vec<u64> {
     let n = ranks.len() as u64;
     let mut quotas: Vec<u64> = (0..n)

@@ -1,19 +1,21 @@
 //! How a new group comes to one state.
 //!
-//! A step is stable once the next one has committed anywhere, since every member had to hold it to contribute; so the
-//! survivors of any failure differ by at most one step. The highest step wins. A rank that is one step behind receives
-//! that step's reduced gradient and applies it; a rank without state receives the state. No rank that has trained goes
-//! back.
+//! A step is stable once the next one has committed anywhere, since every member had to hold it to
+//! contribute; so the survivors of any failure differ by at most one step. The highest step wins. A
+//! rank that is one step behind receives that step's reduced gradient and applies it; a rank
+//! without state receives the state. No rank that has trained goes back.
 //!
-//! A donor gives newcomers stable steps only, so a newcomer that is a step ahead of a survivor has that step's reduced
-//! gradient. A newcomer that is ahead without it is not followed: the survivors' step counts, and the newcomer receives it.
+//! A donor gives newcomers stable steps only, so a newcomer that is a step ahead of a survivor has
+//! that step's reduced gradient. A newcomer that is ahead without it is not followed: the
+//! survivors' step counts, and the newcomer receives it.
 
 use crate::core::header::{StateHeader, SyncHeader};
 
 /// What the ranks of a new group send one another before their first step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Repair {
-    /// Who has the state that all will have: `None` where nobody has one and the first rank makes it.
+    /// Who has the state that all will have: `None` where nobody has one and the first rank makes
+    /// it.
     pub step: Option<u64>,
     /// The rank that sends the last step's reduced gradient, and those that apply it.
     pub result: Option<(usize, Vec<usize>)>,
@@ -21,7 +23,8 @@ pub struct Repair {
     pub state: Option<(usize, Vec<usize>)>,
 }
 
-/// Two ranks are at the same step with different states: a defect, or a model that is not deterministic.
+/// Two ranks are at the same step with different states: a defect, or a model that is not
+/// deterministic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mismatch {
     pub step: u64,
@@ -61,9 +64,10 @@ impl Repair {
     }
 }
 
-/// Drops the highest step where only newcomers hold it, none of them can hand on its reduced gradient, and a rank that
-/// has trained is one step behind. Whoever committed that step is not in this group, and nobody has built upon it: a rank
-/// of the group that had committed it would have its reduced gradient.
+/// Drops the highest step where only newcomers hold it, none of them can hand on its reduced
+/// gradient, and a rank that has trained is one step behind. Whoever committed that step is not in
+/// this group, and nobody has built upon it: a rank of the group that had committed it would have
+/// its reduced gradient.
 fn drop_unsupported(states: &mut [Option<StateHeader>]) {
     let Some(top) = states.iter().flatten().map(|s| s.step).max() else { return };
     let is_supported = |s: &StateHeader| s.step == top && (s.kept || s.was_in_group);

@@ -9,13 +9,15 @@
 //!     └───────────────────────────── links broke ◀─────────────────────────────┘
 //! ```
 //!
-//! A round ends with all ranks' headers on every rank: either a step (headers beside a gradient, then a commit), or,
-//! where records are on their way, a talk (headers alone). What follows is decided from these headers, which are the
-//! same everywhere: the next round's shares, a switch to a newer generation, the end.
+//! A round ends with all ranks' headers on every rank: either a step (headers beside a gradient,
+//! then a commit), or, where records are on their way, a talk (headers alone). What follows is
+//! decided from these headers, which are the same everywhere: the next round's shares, a switch to
+//! a newer generation, the end.
 //!
 //! **Invariant:** no IO, no clock, no threads; what comes out depends on what went in.
-//! **Invariant:** the ledger changes together with the step, by [`Session::commit`] or [`Session::install`] alone.
-//! **Invariant:** a computed gradient is given up only when the ledger has absorbed it.
+//! **Invariant:** the ledger changes together with the step, by [`Session::commit`] or
+//! [`Session::install`] alone. **Invariant:** a computed gradient is given up only when the ledger
+//! has absorbed it.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -278,22 +280,24 @@ impl Session {
     /// All ranks' words in a new group.
     ///
     /// # Errors
-    /// Replicas at the same step differ, and the job can't go on; or this worker is none for this group.
+    /// Replicas at the same step differ, and the job can't go on; or this worker is none for this
+    /// group.
     pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), Misfit> {
         if let Phase::Syncing(group) = &self.phase {
             self.swap.synced(&headers.iter().map(|h| h.swap).collect::<Vec<_>>())?;
             let repair = Repair::plan(&swapping::without_misfits(headers))?;
             let takes =
                 repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
-            // Survivors of a failure differ by one step at most, so this rank was away; what it has consumed of its
-            // leases is known to nobody. A new worker in its place starts from nothing. (One that only has fetched has
-            // consumed none.)
+            // Survivors of a failure differ by one step at most, so this rank was away; what it has
+            // consumed of its leases is known to nobody. A new worker in its place starts from
+            // nothing. (One that only has fetched has consumed none.)
             self.phase = match takes && self.state.is_some() && self.was_in_group {
                 true => Phase::Ended(Exit::Outdated),
                 false => Phase::Repairing(group.clone(), repair),
             };
             if takes {
-                // The broadcast overwrites the parameters. If it breaks midway, this rank has no state.
+                // The broadcast overwrites the parameters. If it breaks midway, this rank has no
+                // state.
                 self.state = None;
                 self.kept = None;
             }
@@ -312,8 +316,8 @@ impl Session {
         });
     }
 
-    /// This rank took over another one's state; `kept` are the headers of its last step, if this rank has that step's
-    /// reduced gradient. `false` where the record makes no sense.
+    /// This rank took over another one's state; `kept` are the headers of its last step, if this
+    /// rank has that step's reduced gradient. `false` where the record makes no sense.
     pub fn install(&mut self, record: StateRecord, kept: Option<Vec<StepHeader>>) -> bool {
         let StateRecord {
             step,
@@ -350,8 +354,8 @@ impl Session {
         self.committed_at = None;
         self.checkpoints.regrouped(&group.members);
         self.ask(group.members.len());
-        // What each rank holds is known only after the repair, so the first round is a talk. So is whether the final state
-        // is kept, and judged.
+        // What each rank holds is known only after the repair, so the first round is a talk. So is
+        // whether the final state is kept, and judged.
         match self.at_end() && !self.checkpoints.are_kept() && self.job.evaluation.is_none() {
             true => self.end(group, Ending::Done),
             false => self.phase = Phase::Round { group, quotas: None, computed: false },
@@ -371,7 +375,8 @@ impl Session {
     pub fn talked(&mut self, headers: &[StepHeader]) -> Result<(), Mismatch> {
         self.check(headers)?;
         self.swap.heard(headers.iter().map(|h| h.nccl));
-        // The group waits for records, and the master may wait for word of those that it has leased.
+        // The group waits for records, and the master may wait for word of those that it has
+        // leased.
         self.flush_progress();
         self.hear_of_checkpoints(headers);
         self.end_round(headers, None);
@@ -393,14 +398,14 @@ impl Session {
         }
     }
 
-    /// The update of a step was applied: takes its records into the ledger. Ends the round, or serves a repair.
-    /// `now` paces the reports to the master.
+    /// The update of a step was applied: takes its records into the ledger. Ends the round, or
+    /// serves a repair. `now` paces the reports to the master.
     pub fn commit(&mut self, headers: Vec<StepHeader>, now: Duration) {
         self.commit_step(headers, now, false);
     }
 
-    /// As [`commit`](Self::commit), of a step that all ranks leave out: its records count as absorbed, and the parameters
-    /// stay as they are.
+    /// As [`commit`](Self::commit), of a step that all ranks leave out: its records count as
+    /// absorbed, and the parameters stay as they are.
     pub fn commit_skipped(&mut self, headers: Vec<StepHeader>, now: Duration) {
         self.commit_step(headers, now, true);
     }
@@ -419,7 +424,8 @@ impl Session {
         self.progress.steps_skipped = state.steps_skipped;
         if let Phase::Round { group, .. } = &self.phase {
             let world_size = group.members.len();
-            // In a round every rank's gradient is in the step; in a repair the ledger tells (`repaired`).
+            // In a round every rank's gradient is in the step; in a repair the ledger tells
+            // (`repaired`).
             self.pending = Pending::default();
             if group.rank == 0 {
                 self.note_progress(group.generation, &headers, now);
@@ -512,8 +518,8 @@ impl Session {
         let Some(state) = &self.state else { return };
         let absorbed: u64 = self.pending.ranges.iter().map(|r| state.ledger.absorbed_of(*r)).sum();
         if absorbed > 0 {
-            // A commit takes a rank's whole contribution, so the rest can only be empty; were it not, it would be
-            // computed again.
+            // A commit takes a rank's whole contribution, so the rest can only be empty; were it
+            // not, it would be computed again.
             let missing = |r: &RecordRange| state.ledger.missing_of(*r);
             let again: Vec<RecordRange> = self.pending.ranges.iter().flat_map(missing).collect();
             self.pending = Pending::default();
@@ -521,7 +527,8 @@ impl Session {
         }
     }
 
-    /// The job is over for `group`. Nobody makes another round, so a newer group has nothing to wait for.
+    /// The job is over for `group`. Nobody makes another round, so a newer group has nothing to
+    /// wait for.
     fn end(&mut self, group: Group, ending: Ending) {
         let newer = self.latest.as_ref().is_some_and(|latest| latest.generation > group.generation);
         self.phase = Phase::Over { group, told: false, ending };

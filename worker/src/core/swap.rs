@@ -1,5 +1,5 @@
-//! Over what the gradients of ranks that compute on GPUs are summed: the host ring, which is always there, or NCCL, which
-//! takes seconds to build.
+//! Over what the gradients of ranks that compute on GPUs are summed: the host ring, which is always
+//! there, or NCCL, which takes seconds to build.
 //!
 //! ```text
 //!   new group ──▶ host ring ──── all ranks say Ready ───▶ NCCL
@@ -8,12 +8,13 @@
 //!       └──────────────── it fails amid a step ◀─────────────┘
 //! ```
 //!
-//! Whether NCCL is built is decided from what all ranks say when a group forms, which way a step goes from what they say in
-//! the round before. So all decide alike, and the master never hears of it.
+//! Whether NCCL is built is decided from what all ranks say when a group forms, which way a step
+//! goes from what they say in the round before. So all decide alike, and the master never hears of
+//! it.
 //!
-//! **Invariant:** a step goes over NCCL only after every rank has said, in one round of this generation, that its communicator
-//! of this generation is ready.
-//! **Invariant:** a new group begins on the host ring.
+//! **Invariant:** a step goes over NCCL only after every rank has said, in one round of this
+//! generation, that its communicator of this generation is ready. **Invariant:** a new group begins
+//! on the host ring.
 
 use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
@@ -115,7 +116,8 @@ impl Swap {
     /// All ranks' words in a new group.
     ///
     /// # Errors
-    /// This rank computes on the CPU and the first one on a GPU, or the other way round. They would not get the same bits.
+    /// This rank computes on the CPU and the first one on a GPU, or the other way round. They would
+    /// not get the same bits.
     pub fn synced(&mut self, words: &[Word]) -> Result<(), Elsewhere> {
         let first = words.first().is_some_and(|word| word.gpu);
         if first != self.gpu {

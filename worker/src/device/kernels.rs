@@ -19,7 +19,8 @@ use crate::optimizer::{AdamW, Arithmetic, Optimizer, Sgd};
 
 /// The kernels, compiled for one device, and what they leave intermediate sums in.
 ///
-/// **Invariant:** how many threads add up what depends on lengths alone, so that every GPU gets the same bits.
+/// **Invariant:** how many threads add up what depends on lengths alone, so that every GPU gets the
+/// same bits.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     stream: Arc<CudaStream>,
@@ -172,7 +173,8 @@ impl Kernels {
             Arithmetic::Nesterov(constants) => (&functions.sgd_nesterov, constants.fill(places)),
             Arithmetic::Plain(constants) => (&functions.sgd, constants.fill(places)),
         };
-        // SAFETY: all slices are `len` long, as was asserted, and borrowed until their last use is on the stream.
+        // SAFETY: all slices are `len` long, as was asserted, and borrowed until their last use is
+        // on the stream.
         unsafe { launch(stream, function, threads(len), &step) }
     }
 
@@ -191,8 +193,8 @@ impl Kernels {
         unsafe { launch(&self.stream, &self.functions.add, threads(len), &add) }
     }
 
-    /// A number for each of two slices, which changes with any of its elements. `starts`: of their first elements, in what they
-    /// are part of. Waits for all that is on the stream.
+    /// A number for each of two slices, which changes with any of its elements. `starts`: of their
+    /// first elements, in what they are part of. Waits for all that is on the stream.
     pub(crate) fn digests(
         &mut self,
         slices: [CudaView<'_, f32>; 2],
@@ -218,7 +220,8 @@ impl Kernels {
         Ok(found)
     }
 
-    /// Whether none of the slice's elements is NaN or infinite. Waits for all that is on the stream.
+    /// Whether none of the slice's elements is NaN or infinite. Waits for all that is on the
+    /// stream.
     pub(crate) fn is_finite(&mut self, slice: &CudaSlice<f32>) -> Result<bool, DeviceError> {
         let Self { stream, functions, parts, few, sums, .. } = self;
         let all = threads(slice.len());
@@ -243,7 +246,8 @@ impl Kernels {
         let (square_sums, _few) = few.device_ptr(stream);
         let (scale, _scale) = scale.device_ptr_mut(stream);
         let clip = Clip { square_sums, scale, len: FEW as u64, limit, records: records as f64 };
-        // SAFETY: there are that many sums, and one scale; both are borrowed until their last use is on the stream.
+        // SAFETY: there are that many sums, and one scale; both are borrowed until their last use
+        // is on the stream.
         unsafe { launch(stream, &functions.clip_scale, 1, &clip) }
     }
 }
@@ -323,12 +327,14 @@ fn fold<Guard>(
     assert!(threads <= parts.len(), "a place for each thread's number");
     let (parts, _parts) = parts.device_ptr_mut(stream);
     let fold = Fold { values, parts, len: len as u64, start: start as u64 };
-    // SAFETY: the caller's values are as many as it says, and borrowed by their guard; there is a part for each thread.
+    // SAFETY: the caller's values are as many as it says, and borrowed by their guard; there is a
+    // part for each thread.
     unsafe { launch(stream, function, threads, &fold) }
 }
 
 /// # Safety
-/// `arguments` are those of `function`; what they point to stays until the stream is through with it.
+/// `arguments` are those of `function`; what they point to stays until the stream is through with
+/// it.
 unsafe fn launch(
     stream: &Arc<CudaStream>,
     function: &CudaFunction,
@@ -355,7 +361,8 @@ fn threads(len: usize) -> usize {
 fn find_compiler() -> Result<(), String> {
     let mut reason = String::new();
     for name in COMPILER_NAMES {
-        // SAFETY: what a system has under this name is NVIDIA's compiler, made to be loaded by whoever wants.
+        // SAFETY: what a system has under this name is NVIDIA's compiler, made to be loaded by
+        // whoever wants.
         match unsafe { libloading::Library::new(name) } {
             Ok(library) => {
                 // Not unloaded again: cudarc loads it too, and keeps pointers into it.

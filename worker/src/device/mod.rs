@@ -40,10 +40,11 @@ pub fn ordinal() -> Result<usize, DeviceError> {
     Ok(index.unwrap_or(0) % Device::count()?.max(1))
 }
 
-/// What a [`Model`](crate::Model) that computes on a GPU fills in beside it. All workers of a job have one, or none.
+/// What a [`Model`](crate::Model) that computes on a GPU fills in beside it. All workers of a job
+/// have one, or none.
 ///
-/// Slices are flat, as those of `Model`, and in the memory of [`device`](Self::device). What is enqueued on its stream comes after
-/// what is there, and before what this crate enqueues next.
+/// Slices are flat, as those of `Model`, and in the memory of [`device`](Self::device). What is
+/// enqueued on its stream comes after what is there, and before what this crate enqueues next.
 pub trait DeviceModel {
     /// As [`Model::Batch`](crate::Model::Batch).
     type Batch;
@@ -73,7 +74,8 @@ pub trait DeviceModel {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError>;
 
-    /// As [`Model::update`](crate::Model::update); `optimizer` is the model's. Default: the optimizer, on the mean over the step's records.
+    /// As [`Model::update`](crate::Model::update); `optimizer` is the model's. Default: the
+    /// optimizer, on the mean over the step's records.
     ///
     /// # Errors
     /// As there.
@@ -118,14 +120,15 @@ pub struct DeviceUpdate<'a> {
     pub sum: &'a CudaSlice<f32>,
     /// The parameters, `[parameters]`.
     pub parameters: &'a mut CudaSlice<f32>,
-    /// The optimizer's state, `[slots · parameters]`, zero at the start. One element where there are no slots: a GPU has no empty
-    /// memory.
+    /// The optimizer's state, `[slots · parameters]`, zero at the start. One element where there
+    /// are no slots: a GPU has no empty memory.
     pub slots: &'a mut CudaSlice<f32>,
     kernels: &'a mut Kernels,
 }
 
 impl DeviceUpdate<'_> {
-    /// Applies the mean gradient as [`Optimizer::apply`] does, and with the same bits where nothing is clipped.
+    /// Applies the mean gradient as [`Optimizer::apply`] does, and with the same bits where nothing
+    /// is clipped.
     ///
     /// # Errors
     /// [`DeviceError::Cuda`].

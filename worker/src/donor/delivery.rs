@@ -18,8 +18,9 @@ use crate::core::header::StateRecord;
 
 /// A snapshot and the results after it, on their way to one newcomer.
 ///
-/// **Invariant:** whatever the newcomer may not have received is kept, so that a transfer whose link breaks goes on where the
-/// newcomer says it was: the snapshot until the newcomer has all of it, a result until the newcomer has applied it.
+/// **Invariant:** whatever the newcomer may not have received is kept, so that a transfer whose
+/// link breaks goes on where the newcomer says it was: the snapshot until the newcomer has all of
+/// it, a result until the newcomer has applied it.
 #[derive(Debug)]
 pub(super) struct Delivery {
     newcomer: u64,
@@ -177,7 +178,8 @@ impl Delivery {
             return;
         }
         self.snapshot = None;
-        // A newcomer that never says what it has applied can't come again, and takes no more memory than others.
+        // A newcomer that never says what it has applied can't come again, and takes no more memory
+        // than others.
         while self.sent_results > 0
             && self
                 .results

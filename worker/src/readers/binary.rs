@@ -69,7 +69,8 @@ impl Reader for FixedRecords {
         let length = (range.end - range.start).saturating_mul(self.bytes);
         files::check(file, &[Path::new(&file.path)])?;
         let bytes = files::read(Path::new(&file.path), start, length)?;
-        // The bytes are in memory, so a record, which is no longer than they are, fits into a usize.
+        // The bytes are in memory, so a record, which is no longer than they are, fits into a
+        // usize.
         Ok(bytes.chunks_exact(self.bytes as usize).map(<[u8]>::to_vec).collect())
     }
 }

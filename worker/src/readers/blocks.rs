@@ -1,7 +1,8 @@
 //! Blocks of objects that were read, and those that will be.
 //!
-//! Who reads an object from one block to the next is likely to go on: then blocks behind are fetched meanwhile, the more the
-//! longer it goes on, several with one request. Several such streams may run side by side, as the columns of a table do.
+//! Who reads an object from one block to the next is likely to go on: then blocks behind are
+//! fetched meanwhile, the more the longer it goes on, several with one request. Several such
+//! streams may run side by side, as the columns of a table do.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

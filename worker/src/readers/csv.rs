@@ -15,12 +15,12 @@ use crate::reader::{DataError, Dataset, File, Reader};
 
 /// Reads rows of CSV files whose first line names the columns.
 ///
-/// Name the columns that you need, with their types, in the order in which you want them in the [`Row`];
-/// others are ignored. Quotes, commas and line breaks within quotes, and blank lines are understood as RFC
-/// 4180 has them. In folders, files that end in `.csv` are read.
+/// Name the columns that you need, with their types, in the order in which you want them in the
+/// [`Row`]; others are ignored. Quotes, commas and line breaks within quotes, and blank lines are
+/// understood as RFC 4180 has them. In folders, files that end in `.csv` are read.
 ///
-/// Every field of every file is checked before training starts. Each worker scans a file once for where its
-/// rows begin, and from then on reads just the rows it was asked for.
+/// Every field of every file is checked before training starts. Each worker scans a file once for
+/// where its rows begin, and from then on reads just the rows it was asked for.
 ///
 /// ```
 /// use elasticdl_worker::readers::CsvRows;
@@ -237,7 +237,8 @@ const GZIP: &[u8] = &[0x1f, 0x8b];
 
 type Rows = ::csv::Reader<Bounded>;
 
-/// A file that gives no more than there is room for: one stray quote makes one record of all that follows.
+/// A file that gives no more than there is room for: one stray quote makes one record of all that
+/// follows.
 struct Bounded {
     file: Box<dyn files::Source>,
     room: Arc<AtomicU64>,
@@ -308,7 +309,8 @@ fn error_at(path: &Path, byte: u64, reason: String) -> DataError {
 
 /// The line, from 1, of the record found by a reader that stood at `byte`.
 ///
-/// The csv crate's own line counts neither the blank lines before a record nor the second half of a CR LF.
+/// The csv crate's own line counts neither the blank lines before a record nor the second half of a
+/// CR LF.
 fn line_at(file: impl Read, byte: u64) -> std::io::Result<u64> {
     let mut bytes = BufReader::new(file);
     let mut line = 1;

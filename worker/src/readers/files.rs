@@ -1,5 +1,5 @@
-//! Finding files and reading parts of them, in folders and in object stores alike: a path that begins with `s3://` and the
-//! like names an object.
+//! Finding files and reading parts of them, in folders and in object stores alike: a path that
+//! begins with `s3://` and the like names an object.
 
 use std::fs;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -10,8 +10,8 @@ use super::{remote, versions};
 use crate::reader::{DataError, Dataset, File};
 use crate::storage::{Version, patiently};
 
-/// The files behind `source`, in the order of their paths: itself, whatever its extension, or those below it
-/// that have one of `extensions` (without the dot; none: all).
+/// The files behind `source`, in the order of their paths: itself, whatever its extension, or those
+/// below it that have one of `extensions` (without the dot; none: all).
 pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, DataError> {
     let root = PathBuf::from(source.strip_prefix("file://").unwrap_or(source));
     if let Some(object) = remote::object(&root)? {
@@ -90,7 +90,8 @@ pub(super) fn is_folder(source: &str) -> Result<bool, DataError> {
     }
 }
 
-/// Which version of these files is there, for a description. One that was looked at before must be as it was.
+/// Which version of these files is there, for a description. One that was looked at before must be
+/// as it was.
 pub(super) fn version(paths: &[&Path]) -> Result<u32, DataError> {
     let digests = paths.iter().map(|path| digest(path)).collect::<Result<Vec<_>, _>>()?;
     Ok(digests.into_iter().fold(0, |all, digest| all.rotate_left(1) ^ digest))

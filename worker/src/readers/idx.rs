@@ -8,8 +8,8 @@ use crate::reader::{DataError, Dataset, File, Reader};
 
 /// Reads labeled images from a pair of IDX files: images of bytes, and one byte of label for each.
 ///
-/// The source is either a folder with `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, as MNIST and
-/// its successors are distributed (unpacked), or any two files as `images,labels`.
+/// The source is either a folder with `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, as
+/// MNIST and its successors are distributed (unpacked), or any two files as `images,labels`.
 ///
 /// The format: LeCun, Cortes & Burges, The MNIST database of handwritten digits.
 #[derive(Clone, Debug)]
@@ -64,7 +64,8 @@ impl IdxImages {
 impl Reader for IdxImages {
     type Record = LabeledImage;
 
-    /// As for all readers; the one file's path is that of the images, a comma, and that of the labels.
+    /// As for all readers; the one file's path is that of the images, a comma, and that of the
+    /// labels.
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let (images, labels) = pair(source)?;
         let [shape, _] = self.shapes(&images, &labels)?;
@@ -86,7 +87,8 @@ impl Reader for IdxImages {
         let start = range.start.saturating_mul(size).saturating_add(of_images.start);
         let pixels = files::read(&images, start, count.saturating_mul(size))?;
         let classes = files::read(&labels, range.start.saturating_add(of_labels.start), count)?;
-        // The pixels are in memory, so an image, which is no longer than they are, fits into a usize.
+        // The pixels are in memory, so an image, which is no longer than they are, fits into a
+        // usize.
         let records = pixels.chunks_exact(size as usize).zip(classes);
         Ok(records.map(|(pixels, label)| LabeledImage { pixels: pixels.to_vec(), label }).collect())
     }

@@ -1,9 +1,10 @@
 //! Readers of common kinds of data. A reader of your own is two methods: [`Reader`](crate::Reader).
 //!
-//! A source is a file, or a folder that is searched with its subfolders: files in the order of their paths,
-//! names that begin with a dot left out, links to folders not followed. Either may be in an object store: `s3://`, `gs://`
-//! and `az://`, with the settings of [`storage`](crate::storage). Storage that
-//! does not answer is waited for. A file that changes while a job reads it is an error that ends the job.
+//! A source is a file, or a folder that is searched with its subfolders: files in the order of
+//! their paths, names that begin with a dot left out, links to folders not followed. Either may be
+//! in an object store: `s3://`, `gs://` and `az://`, with the settings of
+//! [`storage`](crate::storage). Storage that does not answer is waited for. A file that changes
+//! while a job reads it is an error that ends the job.
 
 mod binary;
 mod blocks;

@@ -22,11 +22,12 @@ use crate::reader::{DataError, Dataset, File, Reader};
 
 /// Reads rows of Parquet files.
 ///
-/// Name the columns that you need, with their types, in the order in which you want them in the [`Row`]; others are not
-/// read. A column of a structure is named with its path, `a.b`. In folders, files that end in `.parquet` are read.
+/// Name the columns that you need, with their types, in the order in which you want them in the
+/// [`Row`]; others are not read. A column of a structure is named with its path, `a.b`. In folders,
+/// files that end in `.parquet` are read.
 ///
-/// Each row group is a file of the data set, `table.parquet#0`, so that shards do not cross row groups. Schemas are checked
-/// before training starts, values when they are read.
+/// Each row group is a file of the data set, `table.parquet#0`, so that shards do not cross row
+/// groups. Schemas are checked before training starts, values when they are read.
 ///
 /// ```
 /// use elasticdl_worker::readers::ParquetRows;

@@ -1,8 +1,9 @@
 //! Objects of a store, read in blocks.
 //!
-//! A request to a store takes as long as reading megabytes does, and readers ask for a few records at a time, mostly those
-//! behind the last. So the process keeps the last [blocks](super::blocks) that it has read, and fetches ahead what is likely to
-//! be read next. Which version an object has is asked once; from then on each answer must be of that version.
+//! A request to a store takes as long as reading megabytes does, and readers ask for a few records
+//! at a time, mostly those behind the last. So the process keeps the last [blocks](super::blocks)
+//! that it has read, and fetches ahead what is likely to be read next. Which version an object has
+//! is asked once; from then on each answer must be of that version.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -119,7 +120,8 @@ impl Object {
         Ok(bytes.slice(begins..bytes.len().min(begins + BLOCK_BYTES as usize)))
     }
 
-    /// Has missing ones of `blocks` fetched by others than this thread. What can't be fetched so will be asked for again.
+    /// Has missing ones of `blocks` fetched by others than this thread. What can't be fetched so
+    /// will be asked for again.
     fn fetch_behind(&self, version: &Version, blocks: Range<u64>) {
         let blocks = blocks.start..blocks.end.min(version.bytes.div_ceil(BLOCK_BYTES));
         let mut rest = blocks;
@@ -249,7 +251,8 @@ mod tests {
         STORES.get_or_init(Default::default).lock().unwrap().insert(root, storage);
     }
 
-    /// All records that `reader` finds, file by file and three at a time, and the names of the files.
+    /// All records that `reader` finds, file by file and three at a time, and the names of the
+    /// files.
     fn read_all<R: Reader>(mut reader: R, source: &str) -> (Vec<String>, Vec<R::Record>) {
         let dataset = reader.describe(source).unwrap();
         let mut records = Vec::new();

@@ -8,9 +8,10 @@ use crate::reader::{DataError, Dataset, File, Reader};
 
 /// Reads text as overlapping windows of bytes, for byte-level language models.
 ///
-/// A record is `context + 1` bytes: each but the last is an input, each but the first a target. The next
-/// record starts `context` bytes later, so every byte of a file but the first is a target once; a rest
-/// shorter than a window is left out, and so are files that hold no window. The bytes need not be UTF-8.
+/// A record is `context + 1` bytes: each but the last is an input, each but the first a target. The
+/// next record starts `context` bytes later, so every byte of a file but the first is a target
+/// once; a rest shorter than a window is left out, and so are files that hold no window. The bytes
+/// need not be UTF-8.
 #[derive(Clone, Debug)]
 pub struct TextWindows {
     context: u64,
@@ -74,7 +75,8 @@ impl Reader for TextWindows {
         let length = (range.end - range.start).saturating_mul(self.context).saturating_add(1);
         files::check(file, &[Path::new(&file.path)])?;
         let bytes = files::read(Path::new(&file.path), start, length)?;
-        // The bytes are in memory, so the context, which is no longer than they are, fits into a usize.
+        // The bytes are in memory, so the context, which is no longer than they are, fits into a
+        // usize.
         let context = self.context as usize;
         Ok(bytes.windows(context + 1).step_by(context).map(<[u8]>::to_vec).collect())
     }

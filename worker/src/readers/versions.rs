@@ -1,8 +1,9 @@
 //! Which versions of files a job reads.
 //!
-//! The worker that describes a data set notes what tells each file from other versions of it, as a digest that travels with
-//! the description to all workers, also those that join later. From its first look on, each worker compares all that it
-//! reads with that. A file that has changed can't be trained on: records that were counted may not be there any more.
+//! The worker that describes a data set notes what tells each file from other versions of it, as a
+//! digest that travels with the description to all workers, also those that join later. From its
+//! first look on, each worker compares all that it reads with that. A file that has changed can't
+//! be trained on: records that were counted may not be there any more.
 //!
 //! | | told apart by | between workers by |
 //! |---|---|---|
@@ -30,7 +31,8 @@ struct Known {
     digest: Option<u32>,
 }
 
-/// Compares a version that was found with the one that is known. The first one that is found is the known one.
+/// Compares a version that was found with the one that is known. The first one that is found is the
+/// known one.
 ///
 /// # Errors
 /// It is another one.

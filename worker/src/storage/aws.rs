@@ -6,8 +6,9 @@
 //! | region, endpoint | `AWS_REGION`, `AWS_ENDPOINT` or `AWS_ENDPOINT_URL` | `~/.aws/config` |
 //! | profile | `AWS_PROFILE`, else `default` | |
 //!
-//! `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE` name other files. A profile without keys (single sign-on, a role, a
-//! command) is refused with what to do. An endpoint that begins with `http://` is spoken to without TLS.
+//! `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE` name other files. A profile without keys
+//! (single sign-on, a role, a command) is refused with what to do. An endpoint that begins with
+//! `http://` is spoken to without TLS.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -8,7 +8,8 @@ use rustix::io::Errno;
 
 use super::waits::Fault;
 
-/// Whether the same request may succeed later: the store was not reached, did not answer in time, or says so itself.
+/// Whether the same request may succeed later: the store was not reached, did not answer in time,
+/// or says so itself.
 pub(super) fn may_pass(error: &object_store::Error) -> bool {
     let object_store::Error::Generic { source, .. } = error else { return false };
     let mut cause: Option<&(dyn Error + 'static)> = Some(source.as_ref());
@@ -62,7 +63,8 @@ pub(super) fn reason(error: &object_store::Error) -> String {
 }
 
 impl Fault for io::Error {
-    /// Errors of a network file system whose server is away, and of a disk that can't read just now.
+    /// Errors of a network file system whose server is away, and of a disk that can't read just
+    /// now.
     fn may_pass(&self) -> bool {
         let passing = [
             Errno::CONNABORTED,

@@ -15,8 +15,8 @@ pub(super) fn store() -> Arc<dyn ObjectStore> {
     Arc::new(LocalFileSystem::new().with_fsync(true))
 }
 
-/// Writes a file of this machine as its store would, but in this thread and in one go: parts that several threads write
-/// come to the disk in any order.
+/// Writes a file of this machine as its store would, but in this thread and in one go: parts that
+/// several threads write come to the disk in any order.
 pub(super) fn write(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
     let failed = |source: std::io::Error| object_store::Error::Generic {
         store: "LocalFileSystem",
@@ -25,7 +25,8 @@ pub(super) fn write(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
     let path = LocalFileSystem::new().path_to_filesystem(at)?;
     let folder = path.parent().unwrap_or_else(|| std::path::Path::new("/"));
     std::fs::create_dir_all(folder).map_err(failed)?;
-    // No list shows a name that ends so. It is random: writers on other machines may have the same process id.
+    // No list shows a name that ends so. It is random: writers on other machines may have the same
+    // process id.
     let mut staged = path.clone().into_os_string();
     staged.push(format!("#{}", RandomState::new().hash_one(std::process::id())));
     let written = std::fs::OpenOptions::new().write(true).create_new(true).open(&staged).and_then(
@@ -38,7 +39,8 @@ pub(super) fn write(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
     if written.is_err() {
         drop(std::fs::remove_file(&staged));
     }
-    // The name, and that of a folder that was just made, are on the disk as well, where the system lets one say so.
+    // The name, and that of a folder that was just made, are on the disk as well, where the system
+    // lets one say so.
     for folder in folder.ancestors().take(2) {
         drop(std::fs::File::open(folder).and_then(|folder| folder.sync_all()));
     }

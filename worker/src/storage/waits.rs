@@ -1,10 +1,11 @@
 //! Waiting for storage that does not answer.
 //!
-//! A request that fails for a reason that may pass is made again, at growing pauses, for up to [`LIMIT`]. The thread that
-//! made it waits; the others go on. A process says once that it waits and once that it no longer does, however often and
-//! from however many threads it asks.
+//! A request that fails for a reason that may pass is made again, at growing pauses, for up to
+//! [`LIMIT`]. The thread that made it waits; the others go on. A process says once that it waits
+//! and once that it no longer does, however often and from however many threads it asks.
 //!
-//! **Invariant:** what can't pass (no such file, no permission, a changed object) is never waited for.
+//! **Invariant:** what can't pass (no such file, no permission, a changed object) is never waited
+//! for.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +27,8 @@ pub(crate) trait Fault: std::fmt::Display {
     fn may_pass(&self) -> bool;
 }
 
-/// Makes `request` until it succeeds, fails for good, or [`LIMIT`] has passed. `address`: what it asks.
+/// Makes `request` until it succeeds, fails for good, or [`LIMIT`] has passed. `address`: what it
+/// asks.
 pub(crate) fn patiently<T, E: Fault>(
     address: &str,
     mut request: impl FnMut() -> Result<T, E>,
@@ -48,7 +50,8 @@ pub(crate) fn patiently<T, E: Fault>(
     }
 }
 
-/// Repeats `request` after pauses. `pause` waits for as long as it is told, and gives the time since the first failure.
+/// Repeats `request` after pauses. `pause` waits for as long as it is told, and gives the time
+/// since the first failure.
 fn again<T, E: Fault>(
     limit: Duration,
     mut error: E,
@@ -195,7 +198,8 @@ mod tests {
 
     const AWAY: Failed = Failed("connection refused", true);
 
-    /// What comes of a store that answers with `outcome` from `back` on, and the pauses that were made.
+    /// What comes of a store that answers with `outcome` from `back` on, and the pauses that were
+    /// made.
     fn ask(back: Duration, outcome: Result<u8, Failed>) -> (Result<u8, Failed>, Vec<Duration>) {
         let (now, mut pauses) = (std::cell::Cell::new(Duration::ZERO), Vec::new());
         let request = || if now.get() < back { Err(AWAY) } else { outcome.clone() };

@@ -56,8 +56,8 @@ impl Checkpointing {
         Ok(())
     }
 
-    /// As the master's `welcome` says, for the worker of a job of this name and secret, whose model has so many floats of
-    /// parameters and of optimizer state.
+    /// As the master's `welcome` says, for the worker of a job of this name and secret, whose model
+    /// has so many floats of parameters and of optimizer state.
     pub(crate) fn new(
         welcome: &Welcome,
         (job, secret): (&str, &Secret),
@@ -117,7 +117,8 @@ fn look(
 }
 
 impl<M: Model> Trainer<'_, M> {
-    /// Does what the session wants done for checkpoints. To be called before the state changes again.
+    /// Does what the session wants done for checkpoints. To be called before the state changes
+    /// again.
     pub(super) fn tend_checkpoints(&mut self) -> Result<(), Failure> {
         let Some(keeper) = &mut self.checkpoints.keeper else { return Ok(()) };
         let tell = |news| self.outbox.send(ToMaster::Checkpoint(news));
@@ -154,7 +155,8 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// Makes the state that a group without one begins with: of the newest whole checkpoint, or the initial one.
+    /// Makes the state that a group without one begins with: of the newest whole checkpoint, or the
+    /// initial one.
     pub(super) fn begin(&mut self) -> Result<(), Stopped> {
         let Self { model, tensors, checkpoints, outbox, session, .. } = self;
         let mut damaged = |name: &str, reason: &str| {

@@ -1,4 +1,5 @@
-//! What the trainer does for an evaluation: reads its blocks of the validation data, and has the model judge them.
+//! What the trainer does for an evaluation: reads its blocks of the validation data, and has the
+//! model judge them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

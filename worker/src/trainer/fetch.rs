@@ -1,4 +1,5 @@
-//! What the trainer of a newcomer does: takes the state from a member that trains, and follows it step by step.
+//! What the trainer of a newcomer does: takes the state from a member that trains, and follows it
+//! step by step.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -33,8 +34,8 @@ impl From<DeviceError> for FetchError {
 }
 
 impl<M: Model> Trainer<'_, M> {
-    /// Takes the next parcel from the member that gives this newcomer the state. A donor that does not do what it should
-    /// is no failure: there are others.
+    /// Takes the next parcel from the member that gives this newcomer the state. A donor that does
+    /// not do what it should is no failure: there are others.
     pub(super) fn fetch(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), Stopped> {
         let error = match self.fetch_next(donor, address) {
             Ok(()) => return Ok(()),

@@ -50,8 +50,8 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
-    /// Tells what has failed with the links, or on the GPU: what NCCL does, the host ring can do, but without a GPU this worker can't
-    /// go on.
+    /// Tells what has failed with the links, or on the GPU: what NCCL does, the host ring can do,
+    /// but without a GPU this worker can't go on.
     pub(super) fn judge(&mut self, error: CollectiveError) -> Result<CollectiveError, Failure> {
         match error {
             CollectiveError::Device { source: DeviceError::Nccl { .. } } => {

@@ -13,8 +13,9 @@ use crate::ring::Ring;
 use crate::tensors::{HostState, Tensors};
 
 impl<M: Model> Trainer<'_, M> {
-    /// As `gradients`, for the last records of a step: nothing is added to the gradient after them, and the next thing that this rank
-    /// does with its group is to sum it, as all others do. How long the model took, without the wait for others.
+    /// As `gradients`, for the last records of a step: nothing is added to the gradient after them,
+    /// and the next thing that this rank does with its group is to sum it, as all others do. How
+    /// long the model took, without the wait for others.
     pub(super) fn last_gradients(
         &mut self,
         records: Vec<<M::Reader as Reader>::Record>,

@@ -5,10 +5,11 @@
 //!     --world 4 --bytes 67108864 --iters 9 --transport tcp
 //! ```
 //!
-//! runs four ranks as processes of this machine. With `--rank R --peers a:p,b:p,…` this process is one rank of a
-//! group whose other ranks are started the same way elsewhere. With `--recover` each iteration is a group of its
-//! own that loses its last rank in the middle of an operation; the line then says how long the survivors took
-//! until they were in a new group, and until the operation that they retried was complete.
+//! runs four ranks as processes of this machine. With `--rank R --peers a:p,b:p,…` this process is
+//! one rank of a group whose other ranks are started the same way elsewhere. With `--recover` each
+//! iteration is a group of its own that loses its last rank in the middle of an operation; the line
+//! then says how long the survivors took until they were in a new group, and until the operation
+//! that they retried was complete.
 
 mod rank;
 
@@ -52,7 +53,8 @@ struct Arguments {
     /// Run this rank alone; its peers run elsewhere
     #[arg(long, requires = "peers")]
     rank: Option<usize>,
-    /// Every rank's address, in rank order; `-` says its own on standard output and reads the list from standard input
+    /// Every rank's address, in rank order; `-` says its own on standard output and reads the list
+    /// from standard input
     #[arg(long, value_name = "ADDRESS,…", requires = "rank")]
     peers: Option<String>,
 }

@@ -1,4 +1,5 @@
-//! Whether a group gets a communicator of NCCL: what each rank says, and what follows from it, the same on all.
+//! Whether a group gets a communicator of NCCL: what each rank says, and what follows from it, the
+//! same on all.
 
 use super::NcclPolicy;
 

@@ -123,7 +123,8 @@ impl DeviceRing {
                         .slot(landings, block.len(), || ring.check_alive())?
                         .copy_from_slice(block);
                     let to = to + (rank * whole + range.start) as u64;
-                    // SAFETY: inside `dst`, which has room for all; it is borrowed until the streams are joined.
+                    // SAFETY: inside `dst`, which has room for all; it is borrowed until the
+                    // streams are joined.
                     unsafe { staging.inward.begin_in(landings, to, block.len()) }?;
                     landings += 1;
                 }
@@ -132,7 +133,8 @@ impl DeviceRing {
         })
     }
 
-    /// Runs `act` behind what is on the device's stream, and what comes there behind all copies, however `act` ends.
+    /// Runs `act` behind what is on the device's stream, and what comes there behind all copies,
+    /// however `act` ends.
     fn with_staging<T>(
         &mut self,
         act: impl FnOnce(&mut TcpRing, &mut Staging) -> Result<T, CollectiveError>,
@@ -160,7 +162,8 @@ struct Cut {
 }
 
 impl Cut {
-    /// Eighths, so that most of the copies goes on beside the ring, of a size at which neither minds.
+    /// Eighths, so that most of the copies goes on beside the ring, of a size at which neither
+    /// minds.
     fn of<T: Element>(len: usize) -> Self {
         let element_bytes = size_of::<T>();
         let block_bytes = (len * element_bytes / 8).clamp(BLOCK_BYTES_MIN, BLOCK_BYTES_MAX);
@@ -187,7 +190,8 @@ impl Cut {
         let bytes = self.bytes(turn);
         staging.outward.slot(turn, bytes.len(), || ring.check_alive())?;
         if !bytes.is_empty() {
-            // SAFETY: inside the source, which is borrowed until the streams are joined; the slot is free.
+            // SAFETY: inside the source, which is borrowed until the streams are joined; the slot
+            // is free.
             unsafe { staging.outward.begin_out(turn, src + bytes.start as u64, bytes.len()) }?;
         }
         Ok(())
@@ -196,7 +200,8 @@ impl Cut {
     fn begin_in(self, staging: &mut Staging, turn: usize, dst: u64) -> Result<(), CollectiveError> {
         let bytes = self.bytes(turn);
         if !bytes.is_empty() {
-            // SAFETY: inside the target, which is borrowed until the streams are joined; the slot is free.
+            // SAFETY: inside the target, which is borrowed until the streams are joined; the slot
+            // is free.
             unsafe { staging.inward.begin_in(turn, dst + bytes.start as u64, bytes.len()) }?;
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! A host's memory without a network: leaders pass what they send to each other from hand to hand. Miri runs these, and sees
-//! whether ranks ever touch what another one uses.
+//! A host's memory without a network: leaders pass what they send to each other from hand to hand.
+//! Miri runs these, and sees whether ranks ever touch what another one uses.
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;

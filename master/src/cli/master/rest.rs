@@ -8,7 +8,8 @@ use super::*;
 use crate::job::{Job, LaunchId, Time};
 use crate::kube::testing::Fake;
 
-/// A master whose job trains, with three workers and nothing that happens: how often it calls, by kind, in ten minutes.
+/// A master whose job trains, with three workers and nothing that happens: how often it calls, by
+/// kind, in ten minutes.
 async fn calls_at_rest() -> BTreeMap<String, usize> {
     let (fake, cluster) = Fake::start();
     let meta = json!({"name": "j", "namespace": "ns", "uid": "anchor", "ownerReferences": [

@@ -55,7 +55,8 @@ impl Source {
         Ok(Self(Kind::Path { root: root.into(), members }))
     }
 
-    /// The checkout that this command was built from, if it is still there, or else this command's version.
+    /// The checkout that this command was built from, if it is still there, or else this command's
+    /// version.
     pub(super) fn own() -> Self {
         let checkout = Self::parse(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
         checkout.unwrap_or_else(|_| Self(Kind::Version(env!("CARGO_PKG_VERSION").into())))

@@ -12,9 +12,10 @@ use super::{Failure, say};
 
 /// A tool that builds and pushes images.
 ///
-/// In the order in which they are looked for. First those that also run containers, so that an image which was built is at
-/// once where its user runs it: docker, for who has it expects it to be used; podman, the same without a daemon; nerdctl,
-/// which needs a daemon of its own to build. Then buildah, which does nothing else, on machines that only build.
+/// In the order in which they are looked for. First those that also run containers, so that an
+/// image which was built is at once where its user runs it: docker, for who has it expects it to be
+/// used; podman, the same without a daemon; nerdctl, which needs a daemon of its own to build. Then
+/// buildah, which does nothing else, on machines that only build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Tool {
     /// Docker.

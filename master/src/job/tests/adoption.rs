@@ -14,7 +14,8 @@ fn next_master(job: &Job, ms: u64) -> Job {
     Job::restore(job.record(), at(ms)).unwrap()
 }
 
-/// It has heard of this generation, whose members the job that it knew published last, if it has heard of any.
+/// It has heard of this generation, whose members the job that it knew published last, if it has
+/// heard of any.
 pub(super) fn come_back(job: &mut Job, ms: u64, i: u64, generation: u64) {
     let members =
         job.group.published.clone().map_or(vec![], |m| m.members.iter().map(|m| m.0.0).collect());
@@ -63,7 +64,8 @@ fn a_group_is_taken_over_in_its_generation_and_nothing_that_it_holds_is_leased_a
     say(&mut job, 1, ask(4));
     come_back(&mut job, 1020, 2, 1);
     assert_eq!(actions(&mut job), [admit(1), admit(2)]);
-    // Worker 2 is a step ahead of what is known, so nobody knows where the records of that step are.
+    // Worker 2 is a step ahead of what is known, so nobody knows where the records of that step
+    // are.
     say(&mut job, 2, holding(3, &[(5, 6)]));
     assert_eq!((actions(&mut job), job.status(at(1020)).state), (vec![], "resuming"));
     say(&mut job, 1, committed(1, 3, &[(2, 4)]));
@@ -169,7 +171,8 @@ fn a_membership_that_not_all_have_heard_of_is_told_again() {
     assert_eq!(actions(&mut job), [admit(1), admit(3), send(3, ToWorker::Membership(second))]);
 }
 
-/// What another master goes on with that knows nothing of what was done since `old`, but sees what runs.
+/// What another master goes on with that knows nothing of what was done since `old`, but sees what
+/// runs.
 fn late_master(old: &Job, there: &[u64], ms: u64) -> Job {
     let mut record = old.record();
     let there = there.iter().map(|&i| (LaunchId(i), i as u32 - 1)).collect();
@@ -206,7 +209,8 @@ fn who_is_not_in_the_newest_membership_is_let_go_and_who_is_and_is_gone_is_lost(
     come_back(&mut job, 1010, 3, 1);
     let told = memberships(&mut job);
     let second = membership(2, &[1, 3, 5], false);
-    // Worker 5 is not there, so there is another generation at once; those from 3 on may have been used, too.
+    // Worker 5 is not there, so there is another generation at once; those from 3 on may have been
+    // used, too.
     let next = membership(18, &[1, 3], true);
     let expected = [(2, second.clone()), (3, second), (1, next.clone()), (3, next)];
     assert_eq!(told, expected);

@@ -82,7 +82,8 @@ fn a_group_that_begins_from_a_checkpoint_is_taken_at_its_word() {
     say(&mut job, 2, formed(2, 1, &[(0, 4)]));
     let status = job.status(at(0));
     assert_eq!((status.step, status.records_counted), (1, 4));
-    // What the lost group had committed since is handed out again, and what the checkpoint holds is not.
+    // What the lost group had committed since is handed out again, and what the checkpoint holds is
+    // not.
     actions(&mut job);
     say(&mut job, 2, FromWorker::LeaseRequest { epoch: 0, records: 100 });
     let mut leased = actions(&mut job).into_iter().flat_map(|action| match action {

@@ -1,4 +1,5 @@
-//! A model of a network that swallows what some workers and their peers send each other, while all reach the master.
+//! A model of a network that swallows what some workers and their peers send each other, while all
+//! reach the master.
 
 use std::time::Duration;
 

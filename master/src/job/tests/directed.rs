@@ -88,8 +88,8 @@ pub(super) fn broken(generation: u64, suspect: u64) -> FromWorker {
     FromWorker::Broken { generation, suspect, error: "reset".into(), unreachable: false }
 }
 
-/// The worker's stream ends, and a member reports its link to it as broken; or, where there is no other member, its
-/// process ends.
+/// The worker's stream ends, and a member reports its link to it as broken; or, where there is no
+/// other member, its process ends.
 pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
     let worker = WorkerId(i);
     job.handle(at(ms), Event::Disconnected { worker });

@@ -110,7 +110,8 @@ fn a_whole_group_without_contact_is_waited_for_as_long_as_it_looks_for_its_maste
     assert_eq!(actions(&mut job), [kill(1), kill(2)]);
 }
 
-/// Worker 2 holds records 2 to 4 by the master's table. It has put record 2 into a step, and never heard of record 3.
+/// Worker 2 holds records 2 to 4 by the master's table. It has put record 2 into a step, and never
+/// heard of record 3.
 #[test]
 fn leases_that_never_arrived_are_given_again_once_the_ledger_has_reached_the_workers_step() {
     let mut job = started(in_order(2), &[20]);

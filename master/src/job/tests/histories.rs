@@ -10,7 +10,8 @@ use super::super::*;
 use super::cuts::PATIENCE;
 use super::world::{Fault, World};
 
-/// The reduced alphabet: what may happen to the oldest, the second and the youngest worker, and to the job.
+/// The reduced alphabet: what may happen to the oldest, the second and the youngest worker, and to
+/// the job.
 fn letter(world: &mut World, letter: usize) {
     let victims = world.victims();
     let (oldest, youngest) = (victims.first().copied(), victims.last().copied());

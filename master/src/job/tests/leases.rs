@@ -158,7 +158,8 @@ fn an_epoch_is_leased_out_completely_whatever_the_order_of_its_shards() {
     }
 }
 
-/// The whole core, a million shards, a thousand workers: the work for a lease does not grow with either.
+/// The whole core, a million shards, a thousand workers: the work for a lease does not grow with
+/// either.
 #[test]
 fn a_lease_is_found_without_looking_at_all_shards() {
     let spec = JobSpec {

@@ -1,4 +1,5 @@
-//! States that are lost, groups that end with a word of failure, and groups all of whose members leave.
+//! States that are lost, groups that end with a word of failure, and groups all of whose members
+//! leave.
 
 use elasticdl_proto::{RecordRange, WorkerId};
 
@@ -167,7 +168,8 @@ fn told(job: &mut Job, wanted: &ToWorker) -> Vec<u64> {
 fn where_all_members_leave_and_nobody_comes_the_group_is_suspended_at_once() {
     let mut job = started(JobSpec { num_workers: 2, max_workers: 2, ..alone(true) }, &[20]);
     say(&mut job, 1, FromWorker::Leaving);
-    // The first one is let go by a generation without it; the second one has to go while that forms.
+    // The first one is let go by a generation without it; the second one has to go while that
+    // forms.
     say(&mut job, 2, FromWorker::Leaving);
     assert_eq!(told(&mut job, &ToWorker::Suspend), [0; 0]);
     say(&mut job, 2, formed(2, 2, &[(0, 8)]));

@@ -74,7 +74,8 @@ fn a_job_grows_by_one_with_each_place_that_a_probe_gets() {
     assert_eq!(done(&mut job), []);
 }
 
-/// A higher place may be of a lower priority: who waits there would see others take the room of the places below.
+/// A higher place may be of a lower priority: who waits there would see others take the room of the
+/// places below.
 #[test]
 fn probes_move_down_to_the_places_that_become_free() {
     let mut job = asked(6, 1);

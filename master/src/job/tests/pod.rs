@@ -82,7 +82,8 @@ fn a_job_is_scaled_to_multiples_of_a_pods() {
     assert_eq!(pods().check_scale(3).unwrap_err(), expected);
 }
 
-/// The other worker goes in the same change, the pod's end is one failure, and its place is filled only then.
+/// The other worker goes in the same change, the pod's end is one failure, and its place is filled
+/// only then.
 #[test]
 fn a_crash_takes_the_pod_along_and_counts_once() {
     let mut job = started(pods(), &[20]);
@@ -152,7 +153,8 @@ fn a_pod_is_scaled_away_whole_from_the_highest_place_down() {
     assert_eq!(done(&mut job), [launch_at(5, 4)]);
     connect(&mut job, 5);
     done(&mut job);
-    // Worker 6 has not said hello, and must not find its pod killed before worker 5 has gone in order.
+    // Worker 6 has not said hello, and must not find its pod killed before worker 5 has gone in
+    // order.
     job.handle(at(2), Event::Scale { num_workers: 4 });
     assert_eq!(done(&mut job), [send(5, ToWorker::Shutdown("fewer workers are wanted".into()))]);
     job.handle(at(3), Event::Scale { num_workers: 2 });
@@ -207,7 +209,8 @@ fn a_job_that_stops_spares_a_pod_of_which_one_is_needed() {
     assert_eq!(job.status(at(3)).state, "ending");
 }
 
-/// Worker 4 has not fetched the state and goes; worker 3 finishes its step, and writes the last checkpoint.
+/// Worker 4 has not fetched the state and goes; worker 3 finishes its step, and writes the last
+/// checkpoint.
 #[test]
 fn a_pod_is_not_killed_for_one_that_has_gone_while_another_finishes() {
     let every = CheckpointEvery::Time(Duration::from_secs(60));
@@ -261,7 +264,8 @@ fn another_master_finds_whole_pods_and_uses_no_number_again() {
     assert!(actions(&mut job).contains(&launch_at(made + 1, 2)));
 }
 
-/// Worker 1 was given up by the master before: worker 2 is not wanted either, though nobody else was there to go on.
+/// Worker 1 was given up by the master before: worker 2 is not wanted either, though nobody else
+/// was there to go on.
 #[test]
 fn another_master_takes_no_half_pod() {
     let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);

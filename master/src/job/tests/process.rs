@@ -59,8 +59,8 @@ pub(super) struct State {
 }
 
 impl Process {
-    /// The master dies. Of what was on its way to this worker a part may have come; nothing that was on its way to the
-    /// master will.
+    /// The master dies. Of what was on its way to this worker a part may have come; nothing that
+    /// was on its way to the master will.
     pub(super) fn lose_master(&mut self, arrived: usize) {
         self.orphan = true;
         self.up.clear();

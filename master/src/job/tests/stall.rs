@@ -8,7 +8,8 @@ use super::super::testing::spec;
 use super::super::*;
 use super::directed::{actions, address, at, committed, finished, formed, launch_at, say};
 
-/// A started job of four workers, launch n is worker n, ring 1, 2, 3, 4; they may be silent for a second.
+/// A started job of four workers, launch n is worker n, ring 1, 2, 3, 4; they may be silent for a
+/// second.
 fn watched() -> Job {
     let worker_timeout = Some(Duration::from_secs(1));
     super::directed::started(
@@ -23,8 +24,8 @@ type Place = (u64, u64, u64, u64);
 /// For each of the first workers whether it waits, and where.
 type Beats<'a> = &'a [(u64, Option<Place>)];
 
-/// Lets the time pass from `from` until `until`, in looks of 50 ms and beats of 100 ms. Those who wait do so since
-/// `from`.
+/// Lets the time pass from `from` until `until`, in looks of 50 ms and beats of 100 ms. Those who
+/// wait do so since `from`.
 fn pass(job: &mut Job, from: u64, until: u64, beats: Beats<'_>) {
     for ms in (from..=until).step_by(50) {
         for &(worker, place) in beats.iter().filter(|_| ms % 100 == 0) {
@@ -118,8 +119,8 @@ fn a_member_that_moves_bytes_now_and_then_keeps_all_in() {
 #[test]
 fn a_silent_worker_is_the_one_to_go_whatever_its_neighbours_wait_for() {
     let mut job = watched();
-    // Worker 4 computes until 1000. By the numbers it would be the one, once it has waited for as long as the others;
-    // but 2, which did so first, has stopped before that.
+    // Worker 4 computes until 1000. By the numbers it would be the one, once it has waited for as
+    // long as the others; but 2, which did so first, has stopped before that.
     for ms in (100..=2700).step_by(50) {
         let stops = |worker| worker == 2 && ms > 1500;
         for worker in [1, 2, 3].into_iter().filter(|worker| ms % 100 == 0 && !stops(*worker)) {
@@ -230,7 +231,8 @@ fn a_switch_that_some_have_made_and_one_can_not_is_no_way_to_wait_for_ever() {
     say(&mut job, 5, FromWorker::Ready { parameters: 10 });
     say(&mut job, 5, FromWorker::Primed { step: 0 });
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4, 5], false))));
-    // The end of the step has not come from 1 to 2: 2 is still in generation 1, and 3 waits for its dial in vain.
+    // The end of the step has not come from 1 to 2: 2 is still in generation 1, and 3 waits for its
+    // dial in vain.
     let beats = [
         (1, (2, 1, 0, 9)),
         (2, (1, 9, 20, 30)),

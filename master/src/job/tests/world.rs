@@ -1,6 +1,6 @@
-//! A job among model processes: streams that are FIFO and late, processes that end, hang and leave, and a group that
-//! trains, breaks and repairs itself by the protocol. Beside it stand the oracles: they know what the job was told and
-//! what it answered, and nothing of how it reckons.
+//! A job among model processes: streams that are FIFO and late, processes that end, hang and leave,
+//! and a group that trains, breaks and repairs itself by the protocol. Beside it stand the oracles:
+//! they know what the job was told and what it answered, and nothing of how it reckons.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -43,7 +43,8 @@ pub(super) enum Fault {
     Leave(LaunchId),
     /// At once, or in the middle of what follows from the next event, after so many actions.
     MasterDies(Option<usize>),
-    /// The stream of a worker is reset, and the master notices it at once or when the worker is back.
+    /// The stream of a worker is reset, and the master notices it at once or when the worker is
+    /// back.
     Reset(LaunchId),
     Scale(u32),
     Stop,
@@ -108,7 +109,8 @@ impl World {
         world
     }
 
-    /// Lets everything happen that can, faults off, until the job ends; or, with `until`, until that holds.
+    /// Lets everything happen that can, faults off, until the job ends; or, with `until`, until
+    /// that holds.
     pub(super) fn run(&mut self, until: impl Fn(&Self) -> bool) {
         for _ in 0..20_000 {
             if self.ended.is_some() || until(self) {
@@ -547,7 +549,8 @@ impl World {
         let done = p.worker.zip(newest).is_some_and(|key| self.finished.contains(&key));
         let excused =
             done || p.silent_for_long || p.worker.is_some_and(|w| self.excused.contains(&w));
-        // A member that is to go because fewer are wanted is excused before it is told; nobody outside can know.
+        // A member that is to go because fewer are wanted is excused before it is told; nobody
+        // outside can know.
         let retired = self.job.crew.launches[&id].retired;
         let own = match exit {
             // It may have been refused, but was never told why it should go.

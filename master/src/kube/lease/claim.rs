@@ -1,7 +1,8 @@
 //! Who may hold a lease, decided. Pure: what was read and the time in, what to do out.
 //!
-//! **Invariant:** no two machines' clocks are compared. A holder counts from when it sent its last renewal; who waits counts
-//! from when it saw that renewal, which is later. So the holder has stopped before anybody else begins.
+//! **Invariant:** no two machines' clocks are compared. A holder counts from when it sent its last
+//! renewal; who waits counts from when it saw that renewal, which is later. So the holder has
+//! stopped before anybody else begins.
 
 use std::time::Duration;
 
@@ -39,8 +40,8 @@ impl Claim {
         Self { identity, seen: None }
     }
 
-    /// What to do about a lease that was read just now; `now` is the time since any fixed moment. `is_over`: its holder is
-    /// known to have ended.
+    /// What to do about a lease that was read just now; `now` is the time since any fixed moment.
+    /// `is_over`: its holder is known to have ended.
     pub(super) fn decide(&mut self, now: Duration, record: Option<&Record>, is_over: bool) -> Move {
         let Some(record) = record else { return Move::Create };
         if is_over || record.holder.as_ref().is_none_or(|holder| *holder == self.identity) {
@@ -126,7 +127,8 @@ impl Tenure {
 pub(super) const HOLD: Duration = Duration::from_secs(45);
 /// How often one who waits looks again.
 const LOOK: Duration = Duration::from_secs(5);
-/// A holder stops so much earlier: what it has sent last must have arrived, and its clock may be slow.
+/// A holder stops so much earlier: what it has sent last must have arrived, and its clock may be
+/// slow.
 const MARGIN: Duration = Duration::from_secs(5);
 const RENEW: Duration = Duration::from_secs(15);
 /// After a renewal that failed.

@@ -45,7 +45,8 @@ pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
     }
 }
 
-/// The user's, and those for nodes that don't answer, unless the user has said something about these.
+/// The user's, and those for nodes that don't answer, unless the user has said something about
+/// these.
 pub(super) fn master_tolerations(own: &[Toleration]) -> Vec<Toleration> {
     let lost =
         ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"].map(|key| Toleration {
@@ -69,7 +70,8 @@ pub(super) fn liveness(port: &str) -> Probe {
     }
 }
 
-/// Workers are led to the master that holds the lease and listens. Looked at often, for they wait for it.
+/// Workers are led to the master that holds the lease and listens. Looked at often, for they wait
+/// for it.
 pub(super) fn readiness(port: &str) -> Probe {
     Probe {
         period_seconds: Some(1),
@@ -127,7 +129,8 @@ pub(super) fn mounts() -> Vec<VolumeMount> {
     ]
 }
 
-/// Where NCCL's ranks of one pod meet: as much memory as the pod may use, and not the 64 MiB that containers have there.
+/// Where NCCL's ranks of one pod meet: as much memory as the pod may use, and not the 64 MiB that
+/// containers have there.
 pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMount>) {
     if mounts.iter().any(|mount| mount.mount_path == SHARED_MEMORY) {
         return;
@@ -139,8 +142,8 @@ pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMo
     mounts.push(VolumeMount { name: "shm".into(), mount_path, ..VolumeMount::default() });
 }
 
-/// Memory and devices are limited to what is asked for; processors are not, for a rank that is slowed down slows down
-/// all others, unless there is a limit of the user's own (`limits.cpu`).
+/// Memory and devices are limited to what is asked for; processors are not, for a rank that is
+/// slowed down slows down all others, unless there is a limit of the user's own (`limits.cpu`).
 pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
     let amounts = |limits: bool| {
         let own =
@@ -181,7 +184,8 @@ pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
     env
 }
 
-/// As many threads as processors were asked for, not as the node has; where several workers share these, each gets its part.
+/// As many threads as processors were asked for, not as the node has; where several workers share
+/// these, each gets its part.
 pub(super) fn threads(workers_per_pod: u32) -> EnvVar {
     EnvVar {
         name: if workers_per_pod > 1 { "ELASTICDL_CPUS" } else { RAYON_THREADS }.into(),

@@ -1,7 +1,8 @@
 //! A partial pod spec of the user's, merged into the workers'.
 //!
-//! Mappings are merged key by key. Lists whose entries have names (containers, volumes, variables, mounts by their path)
-//! are merged by these; any other list takes the place of ours. What is null is removed.
+//! Mappings are merged key by key. Lists whose entries have names (containers, volumes, variables,
+//! mounts by their path) are merged by these; any other list takes the place of ours. What is null
+//! is removed.
 
 use k8s_openapi::api::core::v1::PodSpec;
 use serde_json::{Map, Value};

@@ -1,6 +1,7 @@
 //! The calls that make and delete pods, each until it is answered for good.
 //!
-//! **Invariants:** nothing is sent without the job's lease. When the server is slow, deletions go first: they make room.
+//! **Invariants:** nothing is sent without the job's lease. When the server is slow, deletions go
+//! first: they make room.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -162,7 +163,8 @@ fn with_hint(message: &str) -> String {
     }
 }
 
-/// The name is taken: by this very launch, if an answer of the server's was lost. `None`: look again.
+/// The name is taken: by this very launch, if an answer of the server's was lost. `None`: look
+/// again.
 async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<Made> {
     let name = name_of(wanted);
     let there = api.get_opt(&name).await.ok()??;
@@ -208,7 +210,8 @@ impl Gate {
             if self.deletions.load(Ordering::Relaxed) == 0 {
                 return slot;
             }
-            // Back to the end of the queue: it goes to a deletion, or to another creation that does the same.
+            // Back to the end of the queue: it goes to a deletion, or to another creation that does
+            // the same.
         }
     }
 }

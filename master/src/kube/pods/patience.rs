@@ -9,8 +9,9 @@ use crate::kube::events;
 use crate::kube::verdict::Cause;
 
 impl Foreman {
-    /// Deletes those that have been unable to start for too long: another may do better, on another node. Until a worker of
-    /// the job has run, that is the job's failure; then it is the cluster's, which is given more time with each try.
+    /// Deletes those that have been unable to start for too long: another may do better, on another
+    /// node. Until a worker of the job has run, that is the job's failure; then it is the
+    /// cluster's, which is given more time with each try.
     pub(super) fn give_up_stuck(&mut self) {
         let has_run = self.has_run.load(Ordering::Relaxed);
         let patience = match has_run {
@@ -68,5 +69,6 @@ impl Foreman {
 const GRACE_SLACK: Duration = Duration::from_secs(15);
 /// How long a pod may be unable to start.
 pub(super) const STUCK_MAX: Duration = Duration::from_secs(20);
-/// How long it may be so at most where the job has trained: kubelets try again after five minutes at the latest.
+/// How long it may be so at most where the job has trained: kubelets try again after five minutes
+/// at the latest.
 const STUCK_PATIENCE_MAX: Duration = Duration::from_secs(320);

@@ -168,7 +168,8 @@ async fn a_watch_from_a_version_that_is_no_more_is_given_up() {
         fake.put("pods", "another", json!({"metadata": {"name": "another", "uid": "x"}}));
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
-    // A backup was restored: versions are counted from there again, and the watch waits for one that is far off.
+    // A backup was restored: versions are counted from there again, and the watch waits for one
+    // that is far off.
     fake.state().travel_back(10);
     let before = Instant::now();
     fake.set_status("j-w-1", exited(3));

@@ -17,8 +17,8 @@ use crate::memory::resident_bytes;
 /// Records of a shard, and of what a worker asks for at a time.
 pub(crate) const SHARD_RECORDS: u64 = 64;
 
-/// Lease operations per second over one epoch: a request, the lease that answers it, and its commit. Each worker asks in
-/// its turn; the group reports when all have had theirs.
+/// Lease operations per second over one epoch: a request, the lease that answers it, and its
+/// commit. Each worker asks in its turn; the group reports when all have had theirs.
 pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
     let mut job = started(workers, u64::from(shards));
     let start = Instant::now();
@@ -55,7 +55,8 @@ pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
     operations as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Resident bytes that the core takes for each of 10,000 workers that have connected and have the data set.
+/// Resident bytes that the core takes for each of 10,000 workers that have connected and have the
+/// data set.
 pub(crate) fn worker_bytes() -> Result<u64, Fault> {
     const WORKERS: u32 = 10_000;
     let mut job = Job::new(spec(WORKERS));

@@ -1,10 +1,10 @@
-//! How much a master can do: leases per second, how fast a thousand workers hear of a new membership, and the memory that
-//! each of them takes.
+//! How much a master can do: leases per second, how fast a thousand workers hear of a new
+//! membership, and the memory that each of them takes.
 //!
-//! `cargo run --release -p elasticdl-tests --bin capacity` measures the pure core in this process, and then a real master
-//! (`elasticdl train --local`, which this program is too) as a process of its own. That master's workers are processes that
-//! do nothing; this program speaks for all of them, each on a connection of its own. So master and benchmark share the
-//! machine's cores.
+//! `cargo run --release -p elasticdl-tests --bin capacity` measures the pure core in this process,
+//! and then a real master (`elasticdl train --local`, which this program is too) as a process of
+//! its own. That master's workers are processes that do nothing; this program speaks for all of
+//! them, each on a connection of its own. So master and benchmark share the machine's cores.
 
 mod core;
 mod memory;

@@ -31,10 +31,11 @@ pub(crate) struct Load {
 #[derive(Debug)]
 pub(crate) struct Measured {
     pub(crate) leases_per_s: f64,
-    /// For each change: from the end of one worker's stream until the last of the others had the membership without it.
+    /// For each change: from the end of one worker's stream until the last of the others had the
+    /// membership without it.
     pub(crate) told_ms: Vec<f64>,
-    /// Growth of the master's resident memory from the first connected worker to the last, per worker; with what it takes
-    /// to watch over a process.
+    /// Growth of the master's resident memory from the first connected worker to the last, per
+    /// worker; with what it takes to watch over a process.
     pub(crate) worker_bytes: u64,
 }
 
@@ -59,7 +60,8 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
     let dataset = v1::Dataset { files: vec![file], ..v1::Dataset::default() };
     let dataset = v1::described::Outcome::Dataset(dataset);
     workers[0].say(Said::Described(v1::Described { outcome: Some(dataset) }))?;
-    // Its processes are named in the order in which they are wanted, before the first worker hears that the data is known.
+    // Its processes are named in the order in which they are wanted, before the first worker hears
+    // that the data is known.
     told(&mut news, 1, |told| matches!(told, Told::Prepare(_))).await?;
     let before = resident_bytes(master.child.id())?;
     for launches in Vec::from_iter(2..=u64::from(load.workers)).chunks(JOINS_AT_ONCE) {
@@ -99,8 +101,8 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
     Ok(Measured { leases_per_s, told_ms, worker_bytes })
 }
 
-/// Lease operations per second: a request, the lease that answers it, and its commit. Each worker asks again when it has been
-/// answered; the lowest rank reports what all have, ten times a second.
+/// Lease operations per second: a request, the lease that answers it, and its commit. Each worker
+/// asks again when it has been answered; the lowest rank reports what all have, ten times a second.
 async fn lease(
     workers: &[Worker],
     news: &mut News,
@@ -328,8 +330,8 @@ impl Target {
     }
 }
 
-/// A master as a process. Should this process be killed, the master ends by itself: the workers that it then starts say
-/// nothing for a minute, and it may not try again.
+/// A master as a process. Should this process be killed, the master ends by itself: the workers
+/// that it then starts say nothing for a minute, and it may not try again.
 struct Master {
     child: Child,
 }

@@ -1,5 +1,5 @@
-//! One job of real processes under the benchmark's eyes, which are its workers' diaries: asking the master would take
-//! time from what is measured.
+//! One job of real processes under the benchmark's eyes, which are its workers' diaries: asking the
+//! master would take time from what is measured.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
@@ -62,8 +62,9 @@ impl Bench {
         Ok(bench)
     }
 
-    /// Waits until as many workers as wanted contribute and no others are there, and then until the group has made
-    /// some more steps and some time has passed, so that what comes next finds it at rest.
+    /// Waits until as many workers as wanted contribute and no others are there, and then until the
+    /// group has made some more steps and some time has passed, so that what comes next finds it at
+    /// rest.
     pub(crate) fn settle(&mut self) -> Result<(), Box<dyn Error>> {
         self.wait_whole()?;
         let (since, from) = (now(), self.step());
@@ -150,8 +151,8 @@ impl Bench {
 }
 
 impl Ended {
-    /// Records that should have been counted and were not, and those counted more than once: the worse of what the
-    /// job says of itself and what the model counted.
+    /// Records that should have been counted and were not, and those counted more than once: the
+    /// worse of what the job says of itself and what the model counted.
     pub(crate) fn records_lost_and_repeated(&self) -> Result<(u64, u64), Box<dyn Error>> {
         let said =
             |name: &str| self.summary["records"][name].as_u64().ok_or("no records in the summary");
@@ -173,8 +174,8 @@ impl Ended {
         Ok((lost, repeated))
     }
 
-    /// Distinct steps that a worker other than the `disturbed` had to compute again, or that were undone; and of those
-    /// that left in order, what they had begun and nobody took.
+    /// Distinct steps that a worker other than the `disturbed` had to compute again, or that were
+    /// undone; and of those that left in order, what they had begun and nobody took.
     pub(crate) fn steps_lost(&self, disturbed: &[u32]) -> usize {
         let others = || self.diaries.all.values().filter(|diary| !disturbed.contains(&diary.pid));
         let again: BTreeSet<u64> = others().flat_map(|diary| diary.steps_lost()).collect();

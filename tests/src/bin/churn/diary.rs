@@ -1,8 +1,8 @@
-//! Diaries of workers: each process writes down, as it happens, what its model was called for. All processes of a
-//! machine share one clock, so the diaries can be laid side by side.
+//! Diaries of workers: each process writes down, as it happens, what its model was called for. All
+//! processes of a machine share one clock, so the diaries can be laid side by side.
 //!
-//! A diary is a file of entries of seven little-endian `u64`s, one `write` each, so that a killed process leaves a
-//! whole one; a model's calls cost it some microseconds.
+//! A diary is a file of entries of seven little-endian `u64`s, one `write` each, so that a killed
+//! process leaves a whole one; a model's calls cost it some microseconds.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -116,8 +116,8 @@ impl Diary {
         before.checked_sub(1).map_or(0, |last| self.commits[last].1.step + 1)
     }
 
-    /// Steps whose work here was for nothing: computed and thrown away, or applied more than once. What a newcomer
-    /// does before it takes part costs nobody a step.
+    /// Steps whose work here was for nothing: computed and thrown away, or applied more than once.
+    /// What a newcomer does before it takes part costs nobody a step.
     pub(crate) fn steps_lost(&self) -> Vec<u64> {
         let first = self.commits.iter().position(|(_, commit)| commit.own > 0);
         let commits = &self.commits[first.unwrap_or(self.commits.len())..];
@@ -215,7 +215,8 @@ fn birth() -> io::Result<Duration> {
     let ticks =
         ticks.ok_or_else(|| io::Error::other("the system does not tell this process's start"))?;
     let born = Duration::from_secs(ticks) / rustix::param::clock_ticks_per_second() as u32;
-    // The system counts from the start of the machine with the time that it slept, the clock without.
+    // The system counts from the start of the machine with the time that it slept, the clock
+    // without.
     let slept = since_start(ClockId::Boottime).saturating_sub(now());
     Ok(born.saturating_sub(slept))
 }

@@ -12,12 +12,13 @@ use crate::bench::{Bench, Ended};
 use crate::diary::{Diary, now};
 use crate::{Arguments, Kind};
 
-/// What the events of one kind cost. Gaps are between two commits of one worker, of the worker that waited longest, less
-/// the median step; all in milliseconds.
+/// What the events of one kind cost. Gaps are between two commits of one worker, of the worker that
+/// waited longest, less the median step; all in milliseconds.
 #[derive(Debug, Default)]
 pub(crate) struct Measured {
     pub(crate) median_step: f64,
-    /// Of each event, until the survivors stepped again; of a join, from the newcomer's start until it contributed.
+    /// Of each event, until the survivors stepped again; of a join, from the newcomer's start until
+    /// it contributed.
     pub(crate) gaps: Vec<f64>,
     /// The longest gap in as much time just before each event: what the machine's other work does.
     pub(crate) quiet: Vec<f64>,
@@ -28,7 +29,8 @@ pub(crate) struct Measured {
     pub(crate) steps_lost: usize,
     pub(crate) records_lost: u64,
     pub(crate) records_repeated: u64,
-    /// Parts of the gap as the workers told the master, of the events and of the newcomers' switches.
+    /// Parts of the gap as the workers told the master, of the events and of the newcomers'
+    /// switches.
     pub(crate) phases: Phases,
     pub(crate) switch_phases: Phases,
 }
@@ -46,7 +48,8 @@ struct Event {
     victim: Option<u32>,
 }
 
-/// Starts a job in `folder` and disturbs it as many times as asked for, each time when it is whole and at rest.
+/// Starts a job in `folder` and disturbs it as many times as asked for, each time when it is whole
+/// and at rest.
 pub(crate) fn disturb(
     arguments: &Arguments,
     kind: Kind,
@@ -156,7 +159,8 @@ impl Measured {
         let to = time_of(to).ok_or("a generation without a step")?;
         self.gaps.push(longest(from, to));
         if let Some((step, record)) = switch {
-            // A join's generation is that of the two commits around it; another event's lasts until the newcomer works.
+            // A join's generation is that of the two commits around it; another event's lasts until
+            // the newcomer works.
             let after =
                 time_of(step.saturating_sub(1)).filter(|_| kind == Kind::Join).unwrap_or(to);
             self.switches.push(longest(after, event.until));
@@ -187,7 +191,8 @@ fn survivors<'a>(ended: &'a Ended, event: &Event) -> impl Iterator<Item = &'a Di
     })
 }
 
-/// Times between this worker's commits, of the pairs of which the later one lies after `from` and up to `to`.
+/// Times between this worker's commits, of the pairs of which the later one lies after `from` and
+/// up to `to`.
 fn gaps(diary: &Diary, from: Duration, to: Duration) -> impl Iterator<Item = Duration> {
     let pairs = diary.commits.windows(2);
     pairs.filter(move |pair| pair[1].0 > from && pair[1].0 <= to).map(|pair| pair[1].0 - pair[0].0)

@@ -10,8 +10,8 @@ use crate::Arguments;
 use crate::bench::{Bench, Ended};
 use crate::diary::now;
 
-/// Records committed per second, in windows of one job that take turns: peace, disturbance, peace, …, peace. What else
-/// the machine does touches both.
+/// Records committed per second, in windows of one job that take turns: peace, disturbance, peace,
+/// …, peace. What else the machine does touches both.
 #[derive(Debug)]
 pub(crate) struct Goodput {
     /// In peace; one more than disturbed.
@@ -62,7 +62,8 @@ impl Goodput {
         })
     }
 
-    /// The part of peace's records that the disturbed windows committed: each against the mean of its neighbours.
+    /// The part of peace's records that the disturbed windows committed: each against the mean of
+    /// its neighbours.
     pub(crate) fn parts(&self) -> Vec<f64> {
         let around = self.peaceful.windows(2).map(|pair| f64::midpoint(pair[0], pair[1]));
         self.disturbed

@@ -1,15 +1,17 @@
-//! What coming and going costs: kills, leaves, joins and stops of real worker processes, one at a time.
+//! What coming and going costs: kills, leaves, joins and stops of real worker processes, one at a
+//! time.
 //!
-//! `cargo run --release -p elasticdl-tests --bin churn -- --workers 4 --params 1048576 --events 20` prints, per kind of
-//! event, the gap between two committed steps that the others saw, less the median step. The workers' own diaries are
-//! the measure; the master's word (its summary) gives the parts of the gaps and is checked against what the model
-//! counted. A lost step is one that a worker which was not itself killed or stopped had to compute again, or that was
-//! undone, or that a worker which left in order had begun in vain.
+//! `cargo run --release -p elasticdl-tests --bin churn -- --workers 4 --params 1048576 --events 20`
+//! prints, per kind of event, the gap between two committed steps that the others saw, less the
+//! median step. The workers' own diaries are the measure; the master's word (its summary) gives the
+//! parts of the gaps and is checked against what the model counted. A lost step is one that a
+//! worker which was not itself killed or stopped had to compute again, or that was undone, or that
+//! a worker which left in order had begun in vain.
 //!
 //! This program is at once the benchmark, the `elasticdl` command and the job's worker.
 //!
-//! Memory: a worker holds four buffers of the parameters' size and what its connections hold; there is one worker more
-//! than `--workers` while one joins.
+//! Memory: a worker holds four buffers of the parameters' size and what its connections hold; there
+//! is one worker more than `--workers` while one joins.
 
 mod bench;
 mod diary;
@@ -43,8 +45,8 @@ struct Arguments {
     /// What happens to workers
     #[arg(long, value_enum, default_value = "all")]
     kind: Kind,
-    /// For how long a worker is killed every 2 s, to see how much work is done all the same; as much time again is
-    /// measured in peace; 0 to leave it out
+    /// For how long a worker is killed every 2 s, to see how much work is done all the same; as
+    /// much time again is measured in peace; 0 to leave it out
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     goodput_seconds: u64,
     /// Also write the result to this file

@@ -20,7 +20,8 @@ pub(crate) struct Arguments {
     diaries: std::path::PathBuf,
 }
 
-/// Parameter `i` is the number of times that record `i` was absorbed; parameters beyond are there to be reduced.
+/// Parameter `i` is the number of times that record `i` was absorbed; parameters beyond are there
+/// to be reduced.
 #[derive(Debug)]
 pub(crate) struct Counting {
     params: usize,
@@ -71,7 +72,8 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut [f32],
     ) -> Result<f64, UserError> {
-        // What was computed before and is in no update must still be in the buffer; else it was for nothing.
+        // What was computed before and is in no update must still be in the buffer; else it was for
+        // nothing.
         let pending = self.pending.len();
         self.pending.retain(|&record| gradients[record] > 0.0);
         self.undone += (pending - self.pending.len()) as u64;
@@ -85,7 +87,8 @@ impl Model for Counting {
 
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
         let (sum, counts) = (&update.sum[..self.records], &update.parameters[..self.records]);
-        // Epochs follow one another, so a record's turn comes when no other has been counted less often.
+        // Epochs follow one another, so a record's turn comes when no other has been counted less
+        // often.
         let turn = counts.iter().copied().fold(f32::INFINITY, f32::min);
         let out_of_turn = |(sum, count): (&f32, &f32)| match *count == turn {
             true => (*sum - 1.0).max(0.0),

@@ -1,8 +1,9 @@
 //! What the ring of GPUs does on this machine, in at most ten minutes:
 //! `cargo run --release -p elasticdl-tests --bin gpu_drill -- --json FILE`.
 //!
-//! The ranks are processes of this program. They have a GPU each where there are enough, and share the first one where not: then NCCL is
-//! told that they are on different hosts, and goes over sockets. A phase that fails says so, and the others run.
+//! The ranks are processes of this program. They have a GPU each where there are enough, and share
+//! the first one where not: then NCCL is told that they are on different hosts, and goes over
+//! sockets. A phase that fails says so, and the others run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,7 +26,8 @@ struct Arguments {
     /// Write all figures there, too
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Look for libcuda.so and libnccl.so.2 there first: the stand-ins of the tests, or a package's folder
+    /// Look for libcuda.so and libnccl.so.2 there first: the stand-ins of the tests, or a package's
+    /// folder
     #[arg(long, value_name = "DIR")]
     stand_in: Option<PathBuf>,
     /// The largest buffer, in bytes
@@ -37,7 +39,8 @@ struct Arguments {
     /// Seconds until what is not done is left out
     #[arg(long, default_value_t = 570)]
     seconds: u64,
-    /// The example of that name, built with `--features cuda`, for steps beside a plain loop of candle
+    /// The example of that name, built with `--features cuda`, for steps beside a plain loop of
+    /// candle
     #[arg(long, value_name = "FILE")]
     bytelm: Option<PathBuf>,
     /// Its arguments: 100 million parameters, on a GPU

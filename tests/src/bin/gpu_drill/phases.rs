@@ -194,7 +194,8 @@ fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> F
     Ok(())
 }
 
-/// An abort that may take no time is given up: the rank says that its process has to end, and another takes its place.
+/// An abort that may take no time is given up: the rank says that its process has to end, and
+/// another takes its place.
 fn abandon(drill: &mut Drill) -> Fallible<()> {
     let mut ranks = Ranks::start(drill, 2, false)?;
     ranks.connect(1)?;

@@ -1,4 +1,5 @@
-//! One rank's process: does what its standard input says, a line of JSON each, and answers likewise.
+//! One rank's process: does what its standard input says, a line of JSON each, and answers
+//! likewise.
 
 use std::io::{BufRead, Write, stdin, stdout};
 use std::net::{IpAddr, Ipv4Addr};

@@ -128,7 +128,8 @@ pub(crate) fn now() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// For ranks that share a GPU: NCCL takes them for different hosts', and each for one with few resources.
+/// For ranks that share a GPU: NCCL takes them for different hosts', and each for one with few
+/// resources.
 const ONE_GPU: [(&str, &str); 6] = [
     ("NCCL_IB_DISABLE", "1"),
     ("NCCL_MAX_NCHANNELS", "1"),

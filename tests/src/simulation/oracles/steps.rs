@@ -142,7 +142,8 @@ impl World {
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
     }
 
-    /// `p` gives newcomers the state of `step`, in the group of `generation`: all its members must have come to that step.
+    /// `p` gives newcomers the state of `step`, in the group of `generation`: all its members must
+    /// have come to that step.
     pub(in crate::simulation) fn check_given(
         &mut self,
         p: usize,

@@ -1,7 +1,9 @@
-//! A newcomer on its way into a group that trains: it fetches the state from a member, and follows it step by step.
+//! A newcomer on its way into a group that trains: it fetches the state from a member, and follows
+//! it step by step.
 //!
-//! **Invariant:** a fetched state goes into a group only if it is of the group's history: the donor came along and said
-//! so, or it was lost and this is the very next group, which repairs whoever is a step behind.
+//! **Invariant:** a fetched state goes into a group only if it is of the group's history: the donor
+//! came along and said so, or it was lost and this is the very next group, which repairs whoever is
+//! a step behind.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -44,7 +46,8 @@ impl Session {
         if !in_time || donors.is_empty() {
             return;
         }
-        // A donor that is no member any more may have gone on alone, on a way that the others did not take.
+        // A donor that is no member any more may have gone on alone, on a way that the others did
+        // not take.
         let still_there = self.phase == Phase::Fetching && donors.contains(&self.fetch.donor());
         let first = if still_there { Some(self.fetch.donor()) } else { None };
         if !still_there {
@@ -61,7 +64,8 @@ impl Session {
         self.phase = Phase::Fetching;
     }
 
-    /// What was just installed or committed came from the donor, which is in a group of `generation`.
+    /// What was just installed or committed came from the donor, which is in a group of
+    /// `generation`.
     pub fn fetched(&mut self, generation: Generation) {
         self.fetch.generation = Some(generation);
     }
@@ -93,8 +97,8 @@ impl Session {
         }
     }
 
-    /// The link to the donor broke. Whether the fetch is to go on where it was, over another link to the same donor; if not,
-    /// this is followed by [`Session::fetch_broke`].
+    /// The link to the donor broke. Whether the fetch is to go on where it was, over another link
+    /// to the same donor; if not, this is followed by [`Session::fetch_broke`].
     pub fn fetch_interrupted(&mut self) -> bool {
         // A group that waits for this worker waits for no transfer.
         let goes_on = self.phase == Phase::Fetching
@@ -124,13 +128,15 @@ impl Session {
         self.fetch.interrupted = false;
     }
 
-    /// The donor could not be reached, or fell silent, or sent nonsense, or found this worker too slow.
+    /// The donor could not be reached, or fell silent, or sent nonsense, or found this worker too
+    /// slow.
     pub fn fetch_broke(&mut self) {
         if self.phase != Phase::Fetching {
             return;
         }
         if self.latest.is_some() {
-            // Some member has the state; if this worker's is not known to be of the same history, it takes that.
+            // Some member has the state; if this worker's is not known to be of the same history,
+            // it takes that.
             self.fetch.broken = true;
             return self.leave_fetch();
         }
@@ -158,8 +164,8 @@ impl Session {
             // It sends what is left of its group's steps, and then the end.
             return;
         }
-        // Without an end, what came may be of a last step that the donor made alone; then the very next group repairs
-        // the others with it, but a later one has gone another way.
+        // Without an end, what came may be of a last step that the donor made alone; then the very
+        // next group repairs the others with it, but a later one has gone another way.
         let same_history = match ended {
             Some(ended) => ended <= latest.generation,
             None => generation.is_some_and(|of| of.next() == latest.generation),

@@ -1,28 +1,31 @@
-//! How a session ends a group before its work is done: all ranks at one step, by what their headers say.
+//! How a session ends a group before its work is done: all ranks at one step, by what their headers
+//! say.
 
 use super::{Group, Phase, Session};
 use crate::core::halt::{Ending, Halt, explain};
 use crate::core::header::StepHeader;
 
 impl Session {
-    /// This rank can't go on, and no other would do better: the job ends with the newest state kept. The next round's headers
-    /// say so to all ranks. The first reason stays.
+    /// This rank can't go on, and no other would do better: the job ends with the newest state
+    /// kept. The next round's headers say so to all ranks. The first reason stays.
     pub fn halt(&mut self, halt: Halt) {
         self.halt.get_or_insert(halt);
     }
 
-    /// The master wants the group to end at the next boundary with a checkpoint, for all of its members leave.
+    /// The master wants the group to end at the next boundary with a checkpoint, for all of its
+    /// members leave.
     pub fn handle_suspend(&mut self) {
         self.suspend = true;
     }
 
-    /// Whether a rank halts in this round, so that no rank may apply its step: [`Session::withheld`].
+    /// Whether a rank halts in this round, so that no rank may apply its step:
+    /// [`Session::withheld`].
     pub fn is_withheld(headers: &[StepHeader]) -> bool {
         headers.iter().any(|header| header.halt.is_some())
     }
 
-    /// All ranks' headers of a step that no rank applies. Ends the round, or, where this rank has just
-    /// [halted](Self::halt), has the ranks hear one another first.
+    /// All ranks' headers of a step that no rank applies. Ends the round, or, where this rank has
+    /// just [halted](Self::halt), has the ranks hear one another first.
     pub fn withheld(&mut self, headers: &[StepHeader]) {
         self.flush_progress();
         if Self::is_withheld(headers) {

@@ -1,4 +1,5 @@
-//! What a session has to do with checkpoints and evaluations: both happen at the end of a step, by what all ranks' headers say.
+//! What a session has to do with checkpoints and evaluations: both happen at the end of a step, by
+//! what all ranks' headers say.
 
 use super::{Phase, Report, Session, words_of};
 use crate::core::checkpoint::{self, Written};
@@ -36,13 +37,14 @@ impl Session {
         Ok(())
     }
 
-    /// What there is to do for a checkpoint, before anything else: the state is as it is to be kept.
+    /// What there is to do for a checkpoint, before anything else: the state is as it is to be
+    /// kept.
     pub fn poll_checkpoint(&mut self) -> Option<checkpoint::Task> {
         self.checkpoints.poll()
     }
 
-    /// This rank took over the state of a checkpoint; `false` where the record makes no sense. `ours`: of this job, and not
-    /// of another one.
+    /// This rank took over the state of a checkpoint; `false` where the record makes no sense.
+    /// `ours`: of this job, and not of another one.
     pub fn restore(&mut self, mut record: StateRecord, ours: bool) -> bool {
         if !ours {
             // Another job's best was found on other data, perhaps, and by another metric.

@@ -1,5 +1,5 @@
-//! What a session does while its worker's storage does not answer: it offers the group the records that have been read, and
-//! stays in the ring with none where there are none.
+//! What a session does while its worker's storage does not answer: it offers the group the records
+//! that have been read, and stays in the ring with none where there are none.
 
 use elasticdl_proto::RecordRange;
 
@@ -12,13 +12,14 @@ impl Session {
         self.leases.all().filter(move |range| range.epoch == epoch)
     }
 
-    /// Only the first `readable` records of those that are [held](Self::held) can be had now; `None`: all can.
+    /// Only the first `readable` records of those that are [held](Self::held) can be had now;
+    /// `None`: all can.
     pub fn limit_held(&mut self, readable: Option<u64>) {
         self.readable = readable;
     }
 
-    /// These records of the last [`Task::Compute`](super::Task::Compute), its last ones, could not be read yet: the pending
-    /// gradient does not contain them, and they are computed later.
+    /// These records of the last [`Task::Compute`](super::Task::Compute), its last ones, could not
+    /// be read yet: the pending gradient does not contain them, and they are computed later.
     pub fn not_read(&mut self, unread: &[RecordRange]) {
         let ends_with = |range: &RecordRange, rest: &RecordRange| {
             range.epoch == rest.epoch && range.end == rest.end && range.start <= rest.start
@@ -33,7 +34,8 @@ impl Session {
     }
 }
 
-/// What a rank offers of the records that it holds, by epoch, where it can have so many of `epoch` now.
+/// What a rank offers of the records that it holds, by epoch, where it can have so many of `epoch`
+/// now.
 pub(super) fn limited(held: Vec<(u32, u64)>, epoch: u32, readable: Option<u64>) -> Vec<(u32, u64)> {
     let Some(readable) = readable else { return held };
     let now = held.into_iter().filter(|&(of, _)| of == epoch);

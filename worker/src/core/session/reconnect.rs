@@ -3,9 +3,10 @@
 use super::{Phase, Report, Session, State};
 
 impl Session {
-    /// The control stream is open again, to the same master or to another one. Messages of the stream before may be lost, and
-    /// another master knows none of them. The master is told first which records are this worker's, then what it may
-    /// not have heard, and is asked again for what it did not give.
+    /// The control stream is open again, to the same master or to another one. Messages of the
+    /// stream before may be lost, and another master knows none of them. The master is told first
+    /// which records are this worker's, then what it may not have heard, and is asked again for
+    /// what it did not give.
     pub fn reconnected(&mut self) {
         self.reports.clear();
         self.leases.forget_asked();
@@ -22,7 +23,8 @@ impl Session {
                     (group.generation, group.rank, group.members.len());
                 if let (0, Some(State { step, ledger, .. })) = (rank, &self.state) {
                     let (step, ledger) = (*step, ledger.clone());
-                    // What is gathered for the next report is in this ledger, too; the master takes it in once.
+                    // What is gathered for the next report is in this ledger, too; the master takes
+                    // it in once.
                     self.reports.push_back(Report::Formed { generation, step, ledger });
                 }
                 self.ask(world_size);
@@ -108,7 +110,8 @@ mod tests {
         session.commit(vec![session.header(0)], Duration::ZERO);
         assert_eq!(session.poll(), Task::Compute(vec![records(2, 4)]));
         session.reconnected();
-        // What is being computed is held; what is committed is in the ledger, and not said a second time.
+        // What is being computed is held; what is committed is in the ledger, and not said a second
+        // time.
         let holding = Report::Holding { step: 1, ranges: vec![records(2, 4), records(4, 6)] };
         let wanted = Report::LeaseRequest { epoch: 0, records: 14 };
         assert_eq!(

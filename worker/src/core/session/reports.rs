@@ -19,7 +19,8 @@ impl Session {
         }
     }
 
-    /// Asks for records ahead of need: a few steps' worth, and of the next epoch when this one ends soon.
+    /// Asks for records ahead of need: a few steps' worth, and of the next epoch when this one ends
+    /// soon.
     pub(super) fn ask(&mut self, world_size: usize) {
         let least = self.job.batch.share(world_size).saturating_mul(STEPS_AHEAD);
         let Some(state) = &self.state else { return };
@@ -55,7 +56,8 @@ impl Session {
             self.progress.times.steps += 1;
             self.progress.times.step_us += micros(now.saturating_sub(before));
         }
-        // Towards an epoch's end the master leases by what it knows to be committed, so it hears of each step.
+        // Towards an epoch's end the master leases by what it knows to be committed, so it hears of
+        // each step.
         let due = now.saturating_sub(self.reported_at) >= REPORT_INTERVAL;
         if due || self.epoch_ends_soon(headers.len()) {
             self.reported_at = now;
@@ -75,7 +77,8 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// A rank keeps this many steps' shares leased ahead, at least, so that a lease's way to the master and back costs no step.
+/// A rank keeps this many steps' shares leased ahead, at least, so that a lease's way to the master
+/// and back costs no step.
 const STEPS_AHEAD: u64 = 4;
 
 /// The master hears of commits this often, at most.

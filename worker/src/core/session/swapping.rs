@@ -27,13 +27,15 @@ impl Session {
         self.swap.path()
     }
 
-    /// Why this group does not try to have NCCL. Where it does, ranks begin to build it when they are at one state.
+    /// Why this group does not try to have NCCL. Where it does, ranks begin to build it when they
+    /// are at one state.
     pub fn nccl_obstacle(&self) -> Option<Obstacle> {
         self.swap.obstacle()
     }
 }
 
-/// Ranks that compute elsewhere than the first one leave; that their states look different there is no fault of the others.
+/// Ranks that compute elsewhere than the first one leave; that their states look different there is
+/// no fault of the others.
 pub(super) fn without_misfits(headers: &[SyncHeader]) -> Vec<SyncHeader> {
     let first = headers.first().is_some_and(|header| header.swap.gpu);
     let fits = |header: &&SyncHeader| header.swap.gpu == first;

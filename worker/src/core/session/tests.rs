@@ -1,7 +1,8 @@
-//! Sessions against one another: a small master, a group on an imagined ring, and crashes at any point.
+//! Sessions against one another: a small master, a group on an imagined ring, and crashes at any
+//! point.
 //!
-//! The oracle stands outside: a replica's "parameters" are the list of records that its updates contained. At the end
-//! they must hold every record of every epoch exactly once, on every rank.
+//! The oracle stands outside: a replica's "parameters" are the list of records that its updates
+//! contained. At the end they must hold every record of every epoch exactly once, on every rank.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -215,7 +216,8 @@ impl World {
                 true;
         }
         if self.members.contains(&node.id) {
-            // The news of a loss reaches the links and the master independently; here the master is told at once.
+            // The news of a loss reaches the links and the master independently; here the master is
+            // told at once.
             self.publish(true);
         }
     }
@@ -230,7 +232,8 @@ impl World {
     }
 
     fn advance(&mut self, index: usize) {
-        // The fence acts at once: links of generations before a loss end, also under a blocked operation.
+        // The fence acts at once: links of generations before a loss end, also under a blocked
+        // operation.
         for say in &self.nodes[index].inbox {
             if let Say::Membership(Membership { abort: true, generation, .. }) = say {
                 self.rings.range_mut(..generation.0).for_each(|(_, ring)| ring.broken = true);
@@ -395,7 +398,8 @@ impl World {
         node.doing = Doing::Operation { what, from };
     }
 
-    /// Completes the node's operation if it can; breaks it if its ring is broken and luck is against it.
+    /// Completes the node's operation if it can; breaks it if its ring is broken and luck is
+    /// against it.
     fn complete(&mut self, index: usize) {
         let node = &mut self.nodes[index];
         let (generation, _) = node.session.place().expect("operations happen in groups");

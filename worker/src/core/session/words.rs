@@ -53,14 +53,15 @@ pub enum Task {
     Evaluate(Range<u64>),
     /// End this process.
     Exit(Exit),
-    /// Take what comes from this member, over the link to it (a new one, if there is none to it): `Session::install`
-    /// and `Session::fetched` for a state, `Session::commit` and `Session::fetched` for a step's result,
-    /// `Session::caught_up`, `Session::fetch_ended`; or `Session::fetch_broke`.
+    /// Take what comes from this member, over the link to it (a new one, if there is none to it):
+    /// `Session::install` and `Session::fetched` for a state, `Session::commit` and
+    /// `Session::fetched` for a step's result, `Session::caught_up`, `Session::fetch_ended`; or
+    /// `Session::fetch_broke`.
     Fetch(WorkerId, SocketAddr),
     /// The job is over: say so, with the final state: `Session::told`.
     Finish,
-    /// Bring all ranks to one state: `Session::begin`, `Session::commit`, `Session::install` as the plan says,
-    /// then `Session::repaired`.
+    /// Bring all ranks to one state: `Session::begin`, `Session::commit`, `Session::install` as the
+    /// plan says, then `Session::repaired`.
     Repair(Repair),
     /// Reduce the pending gradient with `Session::header` beside it: `Session::commit`.
     Step,
@@ -151,7 +152,8 @@ pub struct Progress {
     pub steps_skipped: u64,
 }
 
-/// What steps took on this rank. A group's first step is not among them: it is part of what the change cost.
+/// What steps took on this rank. A group's first step is not among them: it is part of what the
+/// change cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTimes {
     pub steps: u64,

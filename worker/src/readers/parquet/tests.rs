@@ -222,7 +222,8 @@ fn a_file_that_is_torn_or_was_changed_is_an_error_that_names_it_and_never_a_pani
         let mut flipped = whole.clone();
         flipped[at] ^= 0x40;
         std::fs::write(&path, flipped).unwrap();
-        // It may be read as something else, where the format has no checksum; what fails names the file.
+        // It may be read as something else, where the format has no checksum; what fails names the
+        // file.
         if let Err(error) = reader().read(&dataset.files[0], 0..40) {
             assert!(error.to_string().starts_with(&text), "{at}: {error}");
         }

@@ -46,7 +46,8 @@ impl World {
         }
         self.generation = self.generation.next();
         self.formed = false;
-        // Who leaves has nothing to train any more; the new group's word tells what of its leases was absorbed.
+        // Who leaves has nothing to train any more; the new group's word tells what of its leases
+        // was absorbed.
         let members = &self.members;
         self.leases.retain(|worker, _| members.contains(worker));
         self.credit.retain(|(worker, _), _| members.contains(worker));

@@ -21,8 +21,8 @@ pub(super) enum Parcel {
 }
 
 impl World {
-    /// Sends the state to newcomers that wait for it, when all ranks have said that they hold this step. Now and then one is
-    /// too slow, or a link breaks.
+    /// Sends the state to newcomers that wait for it, when all ranks have said that they hold this
+    /// step. Now and then one is too slow, or a link breaks.
     pub(super) fn serve(&mut self, index: usize) {
         let node = &self.nodes[index];
         let (Some(generation), Some(state)) = (node.session.in_round(), node.session.state())
