@@ -25,12 +25,12 @@ use tonic::{Code, Request, Streaming};
 
 use self::convert::{decode, decode_welcome, encode, encode_stall};
 use self::storage::StorageWord;
-use crate::apart::Format;
 use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
 use crate::core::session::Report;
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
 use crate::failure::causes;
+use crate::inference::Format;
 use crate::messages::{FromMaster, Outbox, ToMaster};
 
 /// The open stream, seen from the trainer's side.

@@ -55,7 +55,6 @@
 //! environment. Generated types stop at `control`. What decides is in `core` (the session, and what
 //! it reckons with) and has no IO and no clock.
 
-mod apart;
 mod buckets;
 #[cfg(feature = "candle")]
 pub mod candle;
@@ -68,6 +67,7 @@ mod donor;
 mod environment;
 mod failure;
 mod gap;
+mod inference;
 mod messages;
 mod model;
 mod optimizer;

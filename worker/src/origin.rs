@@ -1,6 +1,6 @@
 //! Where a finished model is: in an exported file, or in a checkpoint.
 
-use crate::checkpoint::{self, Kept};
+use crate::checkpoint::{self, CheckpointLookup};
 use crate::model::NamedTensor;
 use crate::storage::{Storage, StorageError};
 use crate::weights;
@@ -12,7 +12,7 @@ use crate::weights;
 pub(crate) fn check(address: &str) -> Result<(), String> {
     match checkpoint_at(address)? {
         Some(_) => Ok(()),
-        None => weights::check_there(address).map_err(|error| error.to_string()),
+        None => weights::check_exists(address).map_err(|error| error.to_string()),
     }
 }
 
@@ -36,10 +36,10 @@ pub(crate) fn load(
 fn checkpoint_at(address: &str) -> Result<Option<Storage>, String> {
     let text = |error: StorageError| error.to_string();
     let folder = Storage::open(address).map_err(text)?;
-    match checkpoint::look(&folder).map_err(text)? {
-        Kept::Nothing => Ok(None),
-        Kept::One => Ok(Some(folder)),
-        Kept::Several(furthest) => Err(format!(
+    match checkpoint::inspect(&folder).map_err(text)? {
+        CheckpointLookup::NotFound => Ok(None),
+        CheckpointLookup::Single => Ok(Some(folder)),
+        CheckpointLookup::Several(furthest) => Err(format!(
             "{address} holds checkpoints; name one of them: the furthest is {}",
             folder.join(&furthest).address()
         )),

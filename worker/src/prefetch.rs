@@ -21,7 +21,7 @@ use elasticdl_proto::RecordRange;
 
 use crate::failure::panic_text;
 use crate::reader::{DataError, Dataset, File, Reader};
-use crate::storage::flag_waits;
+use crate::storage::set_wait_flag;
 
 /// Reads ahead for one worker.
 #[derive(Debug)]
@@ -187,7 +187,7 @@ impl<R> Shelf<R> {
     /// taken.
     fn fill<D: Reader<Record = R>>(&self, mut reader: D, dataset: &Dataset, ahead: u64) {
         let piece_max = ahead.div_ceil(2);
-        flag_waits(Arc::clone(&self.waits));
+        set_wait_flag(Arc::clone(&self.waits));
         let mut state = self.lock();
         while !state.closed {
             let Some(piece) = state.next_piece(piece_max, ahead) else {

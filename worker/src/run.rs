@@ -5,13 +5,13 @@ use std::process::ExitCode;
 
 use elasticdl_collective::{Endpoint, Secret};
 
-use crate::apart;
 use crate::control::{Control, ValidationOptions, Work};
 use crate::core::evaluation;
 use crate::core::session::{Exit, JobPlan, Report, Session};
 use crate::device::DeviceState;
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::failure::{Failure, call_user};
+use crate::inference;
 use crate::messages::{FromMaster, ToMaster};
 use crate::model::Model;
 use crate::origin;
@@ -141,7 +141,7 @@ fn train<M: Model>(
             let mut values = vec![0.0; parameters];
             origin::load(weights, &layout, &mut values)
                 .map_err(|error| Failure::fatal(format!("the model was not loaded: {error}")))?;
-            return apart::work(model, values, prepared, control);
+            return inference::work(model, values, prepared, control);
         }
     };
     let validation = validation.as_ref().map(|options| validate(&model, options)).transpose();
@@ -253,7 +253,7 @@ fn check_places(work: &Work) -> Result<(), String> {
         }
         Work::Predict { model, output, .. } => {
             origin::check(model).map_err(|error| format!("--model: {error}"))?;
-            apart::check_output(output).map_err(|error| format!("--predictions: {error}"))
+            inference::check_output(output).map_err(|error| format!("--predictions: {error}"))
         }
     }
 }

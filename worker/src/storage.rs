@@ -28,7 +28,7 @@ use object_store::{
 use tokio::runtime::Runtime;
 use url::Url;
 
-pub(crate) use self::waits::{Fault, Waiting, flag_waits, patiently, waiting};
+pub(crate) use self::retry::{Transient, WaitStatus, set_wait_flag, wait_status, with_retries};
 
 /// A place for files: paths given to its methods are relative to it, with `/` between their parts;
 /// the empty path is the place itself.
@@ -78,7 +78,7 @@ pub enum StorageError {
         path: String,
     },
     /// It refused, or did not answer in time, and was asked again where that could help.
-    #[error("{path}: {reason}", reason = faults::reason(source))]
+    #[error("{path}: {reason}", reason = errors::reason(source))]
     Store {
         /// The whole address.
         path: String,
@@ -171,7 +171,7 @@ impl Storage {
     /// [`StorageError::NotFound`], or the store's.
     pub fn read(&self, path: &str) -> Result<Bytes, StorageError> {
         let at = self.at(path);
-        self.ask(path, || async { self.store.get(&at).await?.bytes().await })
+        self.request(path, || async { self.store.get(&at).await?.bytes().await })
     }
 
     /// Bytes `range` of a file; fewer where it ends before.
@@ -180,7 +180,7 @@ impl Storage {
     /// As for [`read`](Self::read); a range that begins at or behind the file's end.
     pub fn read_range(&self, path: &str, range: Range<u64>) -> Result<Bytes, StorageError> {
         let at = self.at(path);
-        self.ask(path, || self.store.get_range(&at, range.clone()))
+        self.request(path, || self.store.get_range(&at, range.clone()))
     }
 
     /// As [`read_range`](Self::read_range), once, in any runtime; with which version of the file it
@@ -211,7 +211,7 @@ impl Storage {
     /// Which version of a file is there.
     pub(crate) fn version(&self, path: &str) -> Result<Version, StorageError> {
         let at = self.at(path);
-        self.ask(path, || async { Ok(Version::of(&self.store.head(&at).await?)) })
+        self.request(path, || async { Ok(Version::of(&self.store.head(&at).await?)) })
     }
 
     /// All files below `path`, at any depth, in the order of their paths; none where there is no
@@ -253,7 +253,7 @@ impl Storage {
     }
 
     fn list_local_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
-        let top = self.ask("", || self.store.list_with_delimiter(Some(&self.root)));
+        let top = self.request("", || self.store.list_with_delimiter(Some(&self.root)));
         let top = match top {
             Err(StorageError::NotFound { .. }) => return Ok(Vec::new()),
             other => other?,
@@ -276,7 +276,7 @@ impl Storage {
         list: impl FnMut() -> F,
     ) -> Result<Vec<(String, Version)>, StorageError> {
         let below = self.at(path);
-        let mut found = match self.ask(path, list) {
+        let mut found = match self.request(path, list) {
             Ok(list) => Vec::from_iter(list.into_iter().filter_map(|meta| {
                 let parts = meta.location.prefix_match(&below)?;
                 let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
@@ -300,11 +300,11 @@ impl Storage {
         let at = self.at(path);
         if self.is_local {
             let name = self.name(path);
-            return patiently(&name, || {
+            return with_retries(&name, || {
                 local::write(&at, &parts).map_err(|error| self.error(path, error))
             });
         }
-        self.ask(path, || self.put(&at, parts.clone()))
+        self.request(path, || self.put(&at, parts.clone()))
     }
 
     async fn put(&self, at: &Path, parts: Vec<Bytes>) -> object_store::Result<()> {
@@ -335,7 +335,7 @@ impl Storage {
     /// The store's.
     pub fn remove(&self, path: &str) -> Result<(), StorageError> {
         let at = self.at(path);
-        match self.ask(path, || self.store.delete(&at)) {
+        match self.request(path, || self.store.delete(&at)) {
             Err(StorageError::NotFound { .. }) => Ok(()),
             other => other,
         }
@@ -372,12 +372,12 @@ impl Storage {
     }
 
     /// Makes a request, again where that may help, and waits for what comes of it.
-    fn ask<T, F: Future<Output = object_store::Result<T>>>(
+    fn request<T, F: Future<Output = object_store::Result<T>>>(
         &self,
         path: &str,
         mut request: impl FnMut() -> F,
     ) -> Result<T, StorageError> {
-        patiently(&self.name(path), || {
+        with_retries(&self.name(path), || {
             runtime().block_on(request()).map_err(|error| self.error(path, error))
         })
     }
@@ -416,9 +416,9 @@ impl Version {
     }
 }
 
-impl Fault for StorageError {
-    fn may_pass(&self) -> bool {
-        matches!(self, Self::Store { source, .. } if faults::may_pass(source))
+impl Transient for StorageError {
+    fn is_transient(&self) -> bool {
+        matches!(self, Self::Store { source, .. } if errors::is_transient(source))
     }
 }
 
@@ -469,9 +469,9 @@ const RETRIES: usize = 3;
 const RETRY_TIME: Duration = Duration::from_secs(1);
 
 mod aws;
-mod faults;
+mod errors;
 mod local;
-mod waits;
+mod retry;
 
 #[cfg(test)]
 mod tests {

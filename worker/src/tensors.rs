@@ -31,7 +31,7 @@ pub(crate) struct HostState {
     /// This worker's gradient, summed over its records of the step. No reduce writes to it.
     pub(crate) gradient: Vec<f32>,
     /// The reduced gradient of the last committed step, for ranks that are a step behind.
-    pub(crate) kept: Arc<Vec<f32>>,
+    pub(crate) retained: Arc<Vec<f32>>,
     /// Where the next reduced gradient goes.
     pub(crate) reduced: Vec<f32>,
 }
@@ -39,7 +39,7 @@ pub(crate) struct HostState {
 /// One of the buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tensor {
-    Kept,
+    Retained,
     Parameters,
     Reduced,
     Slots,
@@ -58,7 +58,7 @@ impl Tensors {
     pub(crate) fn to_host(&self, tensor: Tensor) -> Result<Arc<Vec<f32>>, DeviceError> {
         Ok(match (self, tensor) {
             (Self::Device(state), tensor) => state.to_host(tensor)?,
-            (Self::Host(state), Tensor::Kept) => Arc::clone(&state.kept),
+            (Self::Host(state), Tensor::Retained) => Arc::clone(&state.retained),
             (Self::Host(state), Tensor::Parameters) => Arc::clone(&state.parameters),
             (Self::Host(state), Tensor::Reduced) => Arc::new(state.reduced.clone()),
             (Self::Host(state), Tensor::Slots) => Arc::clone(&state.slots),
@@ -200,7 +200,7 @@ impl Tensors {
             Self::Host(state) => state,
         };
         let buffer = match tensor {
-            Tensor::Kept => writable(&mut state.kept),
+            Tensor::Retained => writable(&mut state.retained),
             Tensor::Parameters => writable(&mut state.parameters),
             Tensor::Reduced => &mut state.reduced,
             Tensor::Slots => writable(&mut state.slots),
@@ -209,10 +209,10 @@ impl Tensors {
     }
 
     /// Keeps the sum in `reduced`, which the last commit applied, and makes room for the next one.
-    pub(crate) fn keep_reduced(&mut self) {
+    pub(crate) fn retain_reduced(&mut self) {
         match self {
-            Self::Device(state) => state.keep_reduced(),
-            Self::Host(state) => state.keep_reduced(),
+            Self::Device(state) => state.retain_reduced(),
+            Self::Host(state) => state.retain_reduced(),
         }
     }
 
@@ -221,7 +221,7 @@ impl Tensors {
         let mut digest = Xxh3Default::new();
         digest.update(bytemuck::cast_slice(self.to_host(Tensor::Parameters)?.as_slice()));
         digest.update(bytemuck::cast_slice(self.to_host(Tensor::Slots)?.as_slice()));
-        update_with_record(&mut digest, state);
+        update_with_progress(&mut digest, state);
         Ok(digest.digest())
     }
 
@@ -230,7 +230,7 @@ impl Tensors {
     pub(crate) fn quick_digest(&mut self, state: &State) -> Result<u64, DeviceError> {
         let mut digest = Xxh3Default::new();
         digest.update(&self.window_digest(state.step)?.to_le_bytes());
-        update_with_record(&mut digest, state);
+        update_with_progress(&mut digest, state);
         Ok(digest.digest())
     }
 
@@ -262,7 +262,7 @@ impl HostState {
             parameters: Arc::new(zeros(parameters)),
             slots: Arc::new(zeros(parameters * slots)),
             gradient: zeros(parameters),
-            kept: Arc::new(zeros(parameters)),
+            retained: Arc::new(zeros(parameters)),
             reduced: zeros(parameters),
         }
     }
@@ -273,9 +273,9 @@ impl HostState {
         Update { step, records, sum, parameters: writable(parameters), slots: writable(slots) }
     }
 
-    fn keep_reduced(&mut self) {
+    fn retain_reduced(&mut self) {
         let reduced = Arc::new(std::mem::take(&mut self.reduced));
-        let old = std::mem::replace(&mut self.kept, reduced);
+        let old = std::mem::replace(&mut self.retained, reduced);
         // A newcomer may not have been sent the old one yet.
         self.reduced =
             Arc::try_unwrap(old).unwrap_or_else(|old| elasticdl_collective::zeros(old.len()));
@@ -308,7 +308,7 @@ pub(crate) fn zeros(len: usize) -> Vec<f32> {
     zeros
 }
 
-fn update_with_record(digest: &mut Xxh3Default, state: &State) {
+fn update_with_progress(digest: &mut Xxh3Default, state: &State) {
     digest.update(&state.step.to_le_bytes());
     digest.update(&state.records_trained.to_le_bytes());
     digest.update(&state.ledger.epoch().to_le_bytes());

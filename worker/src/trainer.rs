@@ -340,7 +340,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             _ => Vec::new(),
         };
         ring.host_mut().broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
-        let sum = if donates { Tensor::Kept } else { Tensor::Reduced };
+        let sum = if donates { Tensor::Retained } else { Tensor::Reduced };
         self.tensors.broadcast(ring, donor, sum).map_err(Stopped::Broken)?;
         if donates {
             return Ok(None);
@@ -376,7 +376,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             let record: StateRecord = header::decode(&bytes).ok_or_else(|| garbled("a state"))?;
             // Whoever dies next, a rank that is still behind can be repaired from here too.
             if result.is_some() {
-                self.tensors.keep_reduced();
+                self.tensors.retain_reduced();
             }
             if !self.session.install(record, result) {
                 return Err(garbled("a ledger"));
@@ -512,9 +512,14 @@ impl<'a, M: Model> Trainer<'a, M> {
                 Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false })
             })?;
         }
-        tensors.keep_reduced();
+        tensors.retain_reduced();
         if let (Some((generation, _)), true) = (self.session.place(), self.donor.is_serving()) {
-            self.donor.committed(generation, step, &headers, &self.tensors.to_host(Tensor::Kept)?);
+            self.donor.committed(
+                generation,
+                step,
+                &headers,
+                &self.tensors.to_host(Tensor::Retained)?,
+            );
         }
         match is_finite {
             true => self.session.commit(headers, self.started.elapsed()),

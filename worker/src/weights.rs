@@ -21,11 +21,11 @@ pub(crate) enum WeightsError {
     /// The model's layout is no description of its parameters: mend
     /// [`Model::layout`](crate::Model::layout).
     #[error("layout() names {0}")]
-    Names(String),
+    Layout(String),
     /// The file is of another model, or none: give another file, or the options that it was made
     /// with.
     #[error("{path}: {reason}")]
-    Other { path: String, reason: String },
+    Mismatch { path: String, reason: String },
     #[error(transparent)]
     Storage(#[from] StorageError),
     /// A folder where a file is wanted.
@@ -36,7 +36,7 @@ pub(crate) enum WeightsError {
 /// Checks that `tensors` describe `parameters` values.
 ///
 /// # Errors
-/// [`WeightsError::Names`].
+/// [`WeightsError::Layout`].
 pub(crate) fn check(tensors: &[NamedTensor], parameters: usize) -> Result<(), WeightsError> {
     header(tensors, parameters).map(drop)
 }
@@ -66,7 +66,7 @@ pub(crate) fn probe(address: &str) -> Result<(), StorageError> {
 /// copied.
 ///
 /// # Errors
-/// [`WeightsError::Names`], or the place's word.
+/// [`WeightsError::Layout`], or the place's word.
 pub(crate) fn save(
     address: &str,
     tensors: &[NamedTensor],
@@ -81,7 +81,7 @@ pub(crate) fn save(
 ///
 /// # Errors
 /// The place's word.
-pub(crate) fn check_there(address: &str) -> Result<(), StorageError> {
+pub(crate) fn check_exists(address: &str) -> Result<(), StorageError> {
     Storage::open(address)?.bytes("").map(drop)
 }
 
@@ -97,7 +97,7 @@ pub(crate) fn load(
 ) -> Result<(), WeightsError> {
     check(tensors, parameters.len())?;
     let bytes = Storage::open(address)?.read("")?;
-    let other = |reason: String| WeightsError::Other { path: address.into(), reason };
+    let other = |reason: String| WeightsError::Mismatch { path: address.into(), reason };
     let file = SafeTensors::deserialize(&bytes)
         .map_err(|error| other(format!("no safetensors file: {error}")))?;
     let mut rest = parameters;
@@ -128,7 +128,7 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
     let mut names = HashMap::new();
     for NamedTensor { name, shape } in tensors {
         if names.insert(name, ()).is_some() || name.is_empty() || name == "__metadata__" {
-            return Err(WeightsError::Names(format!(
+            return Err(WeightsError::Layout(format!(
                 "{name:?}, which is taken: each tensor needs a name of its own"
             )));
         }
@@ -136,7 +136,7 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
         let bytes = values.and_then(|values| values.checked_mul(size_of::<f32>()));
         let range = bytes.and_then(|bytes| Some((end, end.checked_add(bytes)?)));
         let data_offsets = range.ok_or_else(|| {
-            WeightsError::Names(format!("{name:?} with too large a shape: {shape:?}"))
+            WeightsError::Layout(format!("{name:?} with too large a shape: {shape:?}"))
         })?;
         end = data_offsets.1;
         let info = TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets };
@@ -144,14 +144,14 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
     }
     if end / size_of::<f32>() != parameters {
         let named = end / size_of::<f32>();
-        return Err(WeightsError::Names(format!(
+        return Err(WeightsError::Layout(format!(
             "{named} values in all where parameters() is {parameters}"
         )));
     }
     // What PyTorch's loaders look for.
     let format = HashMap::from([("format".into(), "pt".into())]);
     let metadata =
-        Metadata::new(Some(format), infos).map_err(|e| WeightsError::Names(e.to_string()))?;
+        Metadata::new(Some(format), infos).map_err(|e| WeightsError::Layout(e.to_string()))?;
     let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
     // So that the values are aligned in a file that is mapped into memory.
     json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::manifest::{Facts, Manifest, Shard};
+use super::manifest::{JobFingerprint, Manifest, Shard};
 use super::name::{MANIFEST, Name, PREFIX};
 use crate::core::header::StateRecord;
 use crate::storage::{Storage, StorageError};
@@ -12,7 +12,7 @@ use crate::tensors::is_finite;
 
 /// Where checkpoints may be.
 #[derive(Clone, Debug)]
-pub(crate) struct Places {
+pub(crate) struct Locations {
     /// Of this run, and where new ones go.
     pub(crate) own: Option<Storage>,
     /// What a new run begins with: a checkpoint, or the folder of some.
@@ -24,11 +24,11 @@ pub(crate) struct Places {
 /// A state that came from a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Restored {
-    pub(crate) record: StateRecord,
+    pub(crate) state: StateRecord,
     /// The checkpoint's name.
     pub(crate) name: String,
     /// Of this run.
-    pub(crate) ours: bool,
+    pub(crate) same_run: bool,
 }
 
 /// Why there is no state.
@@ -44,43 +44,47 @@ pub(crate) enum RestoreError {
 /// values without one. `None` where the job begins from nothing. `damaged` is told of each one that
 /// is not as it was written, with why.
 pub(crate) fn restore(
-    places: &Places,
-    facts: &Facts,
+    locations: &Locations,
+    fingerprint: &JobFingerprint,
     (parameters, slots): (&mut [f32], &mut [f32]),
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<Restored>, RestoreError> {
     let mut take = |folder: &Storage, is_new_job| {
-        load(folder, facts, (&mut *parameters, &mut *slots), is_new_job)
+        load(folder, fingerprint, (&mut *parameters, &mut *slots), is_new_job)
     };
-    search(places, facts, &mut take, damaged)
+    search(locations, fingerprint, &mut take, damaged)
 }
 
 /// Whether [`restore`] would find something for a new job, or nothing is looked for. Looks at
 /// manifests alone.
-pub(crate) fn check(places: &Places, facts: &Facts) -> Result<(), RestoreError> {
-    let mut take = |folder: &Storage, is_new_job| Ok(fitting(folder, facts, is_new_job)?.state);
-    search(places, facts, &mut take, &mut |_, _| {}).map(drop)
+pub(crate) fn check(
+    locations: &Locations,
+    fingerprint: &JobFingerprint,
+) -> Result<(), RestoreError> {
+    let mut take =
+        |folder: &Storage, is_new_job| Ok(fitting(folder, fingerprint, is_new_job)?.state);
+    search(locations, fingerprint, &mut take, &mut |_, _| {}).map(drop)
 }
 
 fn search(
-    places: &Places,
-    facts: &Facts,
+    locations: &Locations,
+    fingerprint: &JobFingerprint,
     take: &mut dyn FnMut(&Storage, bool) -> Result<StateRecord, LoadError>,
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<Restored>, RestoreError> {
-    if let Some(own) = &places.own {
+    if let Some(own) = &locations.own {
         let names = names(own)?;
         let mut found = false;
-        for name in names.iter().rev().filter(|name| name.run == facts.run) {
+        for name in names.iter().rev().filter(|name| name.run == fingerprint.run) {
             found = true;
             let folder = own.join(&name.to_string());
             let loaded = take(&folder, false);
-            if let Some(record) = accept(loaded, &name.to_string(), damaged)? {
-                return Ok(Some(Restored { record, name: name.to_string(), ours: true }));
+            if let Some(state) = accept(loaded, &name.to_string(), damaged)? {
+                return Ok(Some(Restored { state, name: name.to_string(), same_run: true }));
             }
         }
         if let Some(other) =
-            names.last().filter(|_| !found && places.from.is_none() && !places.exclusive)
+            names.last().filter(|_| !found && locations.from.is_none() && !locations.exclusive)
         {
             return Err(RestoreError::Refused(format!(
                 "{own} holds checkpoints of another job, of which {other} is the furthest; to go on from them add \
@@ -88,11 +92,11 @@ fn search(
             )));
         }
     }
-    let Some(from) = &places.from else { return Ok(None) };
+    let Some(from) = &locations.from else { return Ok(None) };
     for (name, folder) in newest_first(from, damaged)? {
         let loaded = take(&folder, true);
-        if let Some(record) = accept(loaded, &name, damaged)? {
-            return Ok(Some(Restored { record, name, ours: false }));
+        if let Some(state) = accept(loaded, &name, damaged)? {
+            return Ok(Some(Restored { state, name, same_run: false }));
         }
     }
     Err(RestoreError::Refused(format!("there is no whole checkpoint in {from}")))
@@ -100,10 +104,10 @@ fn search(
 
 /// Which checkpoints a folder holds.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Kept {
-    Nothing,
+pub(crate) enum CheckpointLookup {
+    NotFound,
     /// It is one itself.
-    One,
+    Single,
     /// Complete ones; the name of the one with the most steps.
     Several(String),
 }
@@ -112,13 +116,15 @@ pub(crate) enum Kept {
 ///
 /// # Errors
 /// The place's word.
-pub(crate) fn look(folder: &Storage) -> Result<Kept, StorageError> {
+pub(crate) fn inspect(folder: &Storage) -> Result<CheckpointLookup, StorageError> {
     if is_one(folder)? {
-        return Ok(Kept::One);
+        return Ok(CheckpointLookup::Single);
     }
     let files = folder.list_folders(PREFIX)?;
     let furthest = Name::all(&files).into_iter().rev().find(|(_, is_complete)| *is_complete);
-    Ok(furthest.map_or(Kept::Nothing, |(name, _)| Kept::Several(name.to_string())))
+    Ok(furthest.map_or(CheckpointLookup::NotFound, |(name, _)| {
+        CheckpointLookup::Several(name.to_string())
+    }))
 }
 
 /// Reads the parameters, `[parameters]`, of the checkpoint that `folder` is, for who needs no more
@@ -211,7 +217,7 @@ fn accept(
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<StateRecord>, RestoreError> {
     match loaded {
-        Ok(record) => Ok(Some(record)),
+        Ok(state) => Ok(Some(state)),
         Err(LoadError::Damaged(reason)) => {
             damaged(name, &reason);
             Ok(None)
@@ -233,22 +239,26 @@ fn manifest(folder: &Storage) -> Result<Manifest, LoadError> {
 }
 
 /// A manifest that this job can go on from.
-fn fitting(folder: &Storage, facts: &Facts, is_new_job: bool) -> Result<Manifest, LoadError> {
+fn fitting(
+    folder: &Storage,
+    fingerprint: &JobFingerprint,
+    is_new_job: bool,
+) -> Result<Manifest, LoadError> {
     let manifest = manifest(folder)?;
-    manifest.check_model_and_data(facts).map_err(LoadError::Refused)?;
+    manifest.check_model_and_data(fingerprint).map_err(LoadError::Refused)?;
     if is_new_job {
-        manifest.check_options(facts).map_err(LoadError::Refused)?;
+        manifest.check_options(fingerprint).map_err(LoadError::Refused)?;
     }
     Ok(manifest)
 }
 
 fn load(
     folder: &Storage,
-    facts: &Facts,
+    fingerprint: &JobFingerprint,
     (parameters, slots): (&mut [f32], &mut [f32]),
     is_new_job: bool,
 ) -> Result<StateRecord, LoadError> {
-    let manifest = fitting(folder, facts, is_new_job)?;
+    let manifest = fitting(folder, fingerprint, is_new_job)?;
     for shard in &manifest.shards {
         let (of_parameters, of_slots) = shard.split(parameters.len());
         let floats = [&mut parameters[of_parameters], &mut slots[of_slots]];

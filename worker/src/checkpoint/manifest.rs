@@ -13,7 +13,7 @@ use crate::reader::Dataset;
 
 /// What a job is, as far as its checkpoints care.
 #[derive(Clone, Debug)]
-pub(crate) struct Facts {
+pub(crate) struct JobFingerprint {
     pub(crate) job: String,
     /// Tells this run from others of the same name: 8 hexadecimal digits.
     pub(crate) run: String,
@@ -88,18 +88,18 @@ impl Shard {
 
 impl Manifest {
     pub(super) fn new(
-        facts: &Facts,
+        fingerprint: &JobFingerprint,
         state: StateRecord,
         parts: &[Written],
         written_at: u64,
     ) -> Self {
-        let (global, per_worker) = match facts.batch {
+        let (global, per_worker) = match fingerprint.batch {
             Batch::Global(records) => (Some(records), None),
             Batch::PerWorker(records) => (None, Some(records)),
         };
-        let total = facts.parameters + facts.slots;
+        let total = fingerprint.parameters + fingerprint.slots;
         let shard = |(rank, part): (usize, &Written)| {
-            let (start, end) = part_of(total, rank, parts.len());
+            let (start, end) = shard_bounds(total, rank, parts.len());
             Shard {
                 file: super::name::shard(rank, parts.len()),
                 bytes: part.bytes,
@@ -111,21 +111,21 @@ impl Manifest {
         let file = |f: &crate::reader::File| DataFile { path: f.path.clone(), records: f.records };
         Self {
             format: FORMAT.into(),
-            job: facts.job.clone(),
-            run: facts.run.clone(),
+            job: fingerprint.job.clone(),
+            run: fingerprint.run.clone(),
             written_at,
             state,
-            parameters: facts.parameters as u64,
-            slots: facts.slots as u64,
+            parameters: fingerprint.parameters as u64,
+            slots: fingerprint.slots as u64,
             options: Options {
-                training_data: facts.training_data.clone(),
-                epochs: facts.epochs,
-                max_steps: facts.max_steps,
+                training_data: fingerprint.training_data.clone(),
+                epochs: fingerprint.epochs,
+                max_steps: fingerprint.max_steps,
                 global_batch_size: global,
                 minibatch_size: per_worker,
-                seed: facts.seed,
+                seed: fingerprint.seed,
             },
-            files: facts.dataset.files.iter().map(file).collect(),
+            files: fingerprint.dataset.files.iter().map(file).collect(),
             shards: parts.iter().enumerate().map(shard).collect(),
         }
     }
@@ -184,8 +184,8 @@ impl Manifest {
     ///
     /// # Errors
     /// What is different, and what would be right.
-    pub(super) fn check_model_and_data(&self, facts: &Facts) -> Result<(), String> {
-        let (parameters, slots) = (facts.parameters as u64, facts.slots as u64);
+    pub(super) fn check_model_and_data(&self, fingerprint: &JobFingerprint) -> Result<(), String> {
+        let (parameters, slots) = (fingerprint.parameters as u64, fingerprint.slots as u64);
         if self.parameters != parameters {
             let had = self.parameters;
             return Err(format!("its model has {had} parameters, and this one has {parameters}"));
@@ -201,7 +201,7 @@ impl Manifest {
             Path::new(&a.path).file_name() == Path::new(&b.path).file_name()
                 && a.records == b.records
         };
-        let files = &facts.dataset.files;
+        let files = &fingerprint.dataset.files;
         if self.files.len() != files.len() {
             let (had, has) = (self.files.len(), files.len());
             return Err(format!("its data set has {had} files, and this one has {has}"));
@@ -219,17 +219,17 @@ impl Manifest {
     ///
     /// # Errors
     /// What stands in the way, and what would be right.
-    pub(super) fn check_options(&self, facts: &Facts) -> Result<(), String> {
+    pub(super) fn check_options(&self, fingerprint: &JobFingerprint) -> Result<(), String> {
         let StateRecord { step, epochs_complete, ranges, .. } = &self.state;
         let reached = ranges.iter().map(|r| r.epoch + 1).max().unwrap_or(0).max(*epochs_complete);
-        if reached > facts.epochs || *epochs_complete == facts.epochs {
+        if reached > fingerprint.epochs || *epochs_complete == fingerprint.epochs {
             return Err(format!(
                 "it has trained {epochs_complete} epochs and reaches into epoch {reached}; --num-epochs {} leaves \
                  nothing to train, raise it",
-                facts.epochs
+                fingerprint.epochs
             ));
         }
-        match facts.max_steps.filter(|max| step >= max) {
+        match fingerprint.max_steps.filter(|max| step >= max) {
             None => Ok(()),
             Some(max) => Err(format!(
                 "it is at step {step}; --max-steps {max} leaves nothing to train, raise it"
@@ -239,7 +239,7 @@ impl Manifest {
 }
 
 /// The floats of a state of `total` that `rank` keeps: start and end.
-pub(super) fn part_of(total: usize, rank: usize, world_size: usize) -> (usize, usize) {
+pub(super) fn shard_bounds(total: usize, rank: usize, world_size: usize) -> (usize, usize) {
     let at = |rank: usize| (total as u128 * rank as u128 / world_size as u128) as usize;
     (at(rank), at(rank + 1))
 }
@@ -255,9 +255,9 @@ pub(super) mod tests {
     use super::*;
     use crate::reader::File;
 
-    pub(in super::super) fn facts() -> Facts {
+    pub(in super::super) fn fingerprint() -> JobFingerprint {
         let file = |path: &str, records| File::new(path, records);
-        Facts {
+        JobFingerprint {
             job: "mnist".into(),
             run: "7f3a9c21".into(),
             parameters: 10,
@@ -287,7 +287,7 @@ pub(super) mod tests {
     fn manifest() -> Manifest {
         let part =
             |floats: u64| Written { bytes: 128 + 4 * floats, digest: u128::from(floats) << 90 };
-        Manifest::new(&facts(), record(30), &[part(10), part(10), part(10)], 1_700_000_000)
+        Manifest::new(&fingerprint(), record(30), &[part(10), part(10), part(10)], 1_700_000_000)
     }
 
     #[test]
@@ -327,10 +327,10 @@ pub(super) mod tests {
 
     #[test]
     fn another_model_or_data_set_is_refused_with_the_difference() {
-        let refused = |change: fn(&mut Facts)| {
-            let mut facts = facts();
-            change(&mut facts);
-            manifest().check_model_and_data(&facts).err().unwrap_or_default()
+        let refused = |change: fn(&mut JobFingerprint)| {
+            let mut fingerprint = fingerprint();
+            change(&mut fingerprint);
+            manifest().check_model_and_data(&fingerprint).err().unwrap_or_default()
         };
         assert_eq!(refused(|f| f.dataset.files[0].path = "/mnt/a.csv".into()), "");
         assert!(refused(|f| f.parameters = 11).contains("10 parameters, and this one has 11"));
@@ -342,10 +342,10 @@ pub(super) mod tests {
 
     #[test]
     fn options_that_leave_nothing_to_train_are_refused_with_what_to_change() {
-        let refused = |change: fn(&mut Facts)| {
-            let mut facts = facts();
-            change(&mut facts);
-            manifest().check_options(&facts).err().unwrap_or_default()
+        let refused = |change: fn(&mut JobFingerprint)| {
+            let mut fingerprint = fingerprint();
+            change(&mut fingerprint);
+            manifest().check_options(&fingerprint).err().unwrap_or_default()
         };
         assert_eq!(
             refused(|f| (f.epochs, f.max_steps, f.batch) = (2, Some(31), Batch::PerWorker(9))),
@@ -360,7 +360,7 @@ pub(super) mod tests {
         for (total, world_size) in [(10, 3), (2, 5), (0, 2), (usize::MAX / 8, 7)] {
             let mut at = 0;
             for rank in 0..world_size {
-                let (start, end) = part_of(total, rank, world_size);
+                let (start, end) = shard_bounds(total, rank, world_size);
                 assert!(start == at && end >= start);
                 at = end;
             }

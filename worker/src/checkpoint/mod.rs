@@ -13,14 +13,16 @@
 //! **Invariant:** a manifest is written after all that it names, and holds the digest of each shard
 //! and its own. **Invariant:** nothing of another run is changed.
 
-mod keeper;
 mod load;
 mod manifest;
 mod name;
+mod writer;
 
-pub(crate) use keeper::{Done, Keeper};
-pub(crate) use load::{Kept, Places, RestoreError, check, load_parameters, look, restore};
-pub(crate) use manifest::Facts;
+pub(crate) use load::{
+    CheckpointLookup, Locations, RestoreError, check, inspect, load_parameters, restore,
+};
+pub(crate) use manifest::JobFingerprint;
+pub(crate) use writer::{CheckpointWriter, Completion};
 
 #[cfg(test)]
 mod tests;

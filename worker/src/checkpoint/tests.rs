@@ -14,60 +14,62 @@ use object_store::{
 };
 
 use super::load::Restored;
-use super::manifest::tests::{facts, record};
+use super::manifest::tests::{fingerprint, record};
 use super::name::Name;
 use super::*;
 use crate::core::checkpoint::Written;
 use crate::storage::Storage;
 
 /// Parameters and slots of step `step`.
-fn state(facts: &Facts, step: u64) -> (Vec<f32>, Vec<f32>) {
+fn state(fingerprint: &JobFingerprint, step: u64) -> (Vec<f32>, Vec<f32>) {
     let floats =
         |len: usize, of: u64| (0..len).map(|i| (i as u64 * 31 + step * 7 + of) as f32).collect();
-    (floats(facts.parameters, 1), floats(facts.slots, 2))
+    (floats(fingerprint.parameters, 1), floats(fingerprint.slots, 2))
 }
 
 /// Ranks of a job that write together.
 struct Ranks {
-    facts: Arc<Facts>,
-    keepers: Vec<Keeper>,
+    fingerprint: Arc<JobFingerprint>,
+    writers: Vec<CheckpointWriter>,
     generation: u64,
 }
 
 impl Ranks {
-    fn new(storage: &Storage, facts: Facts, world_size: usize, keep: usize) -> Self {
-        let facts = Arc::new(facts);
-        let keeper = |_| Keeper::new(storage.clone(), Arc::clone(&facts), (keep, false)).unwrap();
-        Self { keepers: (0..world_size).map(keeper).collect(), facts, generation: 1 }
+    fn new(storage: &Storage, fingerprint: JobFingerprint, world_size: usize, keep: usize) -> Self {
+        let fingerprint = Arc::new(fingerprint);
+        let writer = |_| {
+            CheckpointWriter::new(storage.clone(), Arc::clone(&fingerprint), (keep, false)).unwrap()
+        };
+        Self { writers: (0..world_size).map(writer).collect(), fingerprint, generation: 1 }
     }
 
     /// Writes the checkpoint of `step`; its name.
     fn write(&mut self, step: u64) -> Result<String, String> {
-        let (parameters, slots) = state(&self.facts, step);
-        let world_size = self.keepers.len();
-        for (rank, keeper) in self.keepers.iter_mut().enumerate() {
-            keeper.prepare(world_size);
+        let (parameters, slots) = state(&self.fingerprint, step);
+        let world_size = self.writers.len();
+        for (rank, writer) in self.writers.iter_mut().enumerate() {
+            writer.prepare(world_size);
             let at = (step, Generation(self.generation));
-            keeper.write(at, (rank, world_size), record(step), (&parameters, &slots));
+            writer.write(at, (rank, world_size), record(step), (&parameters, &slots));
         }
         let mut parts: Vec<Written> = Vec::new();
-        for keeper in &mut self.keepers {
-            match next(keeper) {
-                Done::Wrote { result, .. } => parts.push(result?),
+        for writer in &mut self.writers {
+            match next(writer) {
+                Completion::Written { result, .. } => parts.push(result?),
                 other => panic!("{other:?}"),
             }
         }
-        self.keepers[0].commit(step, &parts);
-        match next(&mut self.keepers[0]) {
-            Done::Committed { result, name, .. } => result.map(|_| name),
+        self.writers[0].commit(step, &parts);
+        match next(&mut self.writers[0]) {
+            Completion::Committed { result, name, .. } => result.map(|_| name),
             other => panic!("{other:?}"),
         }
     }
 }
 
-fn next(keeper: &mut Keeper) -> Done {
+fn next(writer: &mut CheckpointWriter) -> Completion {
     loop {
-        match keeper.poll() {
+        match writer.poll() {
             Some(done) => return done,
             None => std::thread::yield_now(),
         }
@@ -76,23 +78,23 @@ fn next(keeper: &mut Keeper) -> Done {
 
 type Outcome = (Result<Option<Restored>, RestoreError>, Vec<(String, String)>);
 
-/// What a job of `facts` begins with, checked float by float, and what was found damaged.
-fn begin(facts: &Facts, own: Option<&Storage>, from: Option<&Storage>) -> Outcome {
-    let places = Places { own: own.cloned(), from: from.cloned(), exclusive: false };
+/// What a job of `fingerprint` begins with, checked float by float, and what was found damaged.
+fn begin(fingerprint: &JobFingerprint, own: Option<&Storage>, from: Option<&Storage>) -> Outcome {
+    let locations = Locations { own: own.cloned(), from: from.cloned(), exclusive: false };
     let (mut parameters, mut slots) =
-        (vec![f32::NAN; facts.parameters], vec![f32::NAN; facts.slots]);
+        (vec![f32::NAN; fingerprint.parameters], vec![f32::NAN; fingerprint.slots]);
     let mut damaged = Vec::new();
     let mut note = |name: &str, reason: &str| damaged.push((name.to_owned(), reason.to_owned()));
-    let restored = restore(&places, facts, (&mut parameters, &mut slots), &mut note);
+    let restored = restore(&locations, fingerprint, (&mut parameters, &mut slots), &mut note);
     if let Ok(Some(restored)) = &restored {
-        assert_eq!(restored.record, record(restored.record.step));
-        assert!((parameters, slots) == state(facts, restored.record.step));
+        assert_eq!(restored.state, record(restored.state.step));
+        assert!((parameters, slots) == state(fingerprint, restored.state.step));
     }
     (restored, damaged)
 }
 
 fn step_of((outcome, _): &Outcome) -> Option<u64> {
-    outcome.as_ref().unwrap().as_ref().map(|restored| restored.record.step)
+    outcome.as_ref().unwrap().as_ref().map(|restored| restored.state.step)
 }
 
 fn folder() -> (tempfile::TempDir, Storage) {
@@ -105,19 +107,21 @@ fn folder() -> (tempfile::TempDir, Storage) {
 fn a_state_comes_back_whatever_the_number_of_ranks_that_wrote_it() {
     for world_size in [1, 2, 3, 7, 40] {
         let (_folder, storage) = folder();
-        let mut ranks = Ranks::new(&storage, facts(), world_size, 3);
+        let mut ranks = Ranks::new(&storage, fingerprint(), world_size, 3);
         let name = ranks.write(30).unwrap();
         assert_eq!(name, "step-000000000030-7f3a9c21-g1");
-        let expected = Restored { record: record(30), name, ours: true };
-        assert_eq!(begin(&facts(), Some(&storage), None), (Ok(Some(expected)), Vec::new()));
+        let expected = Restored { state: record(30), name, same_run: true };
+        assert_eq!(begin(&fingerprint(), Some(&storage), None), (Ok(Some(expected)), Vec::new()));
         assert_eq!(storage.list("").unwrap().len(), world_size + 1);
         // Its model alone, for a program whose optimizer may be any.
-        let Kept::Several(name) = look(&storage).unwrap() else { panic!("no checkpoint") };
+        let CheckpointLookup::Several(name) = inspect(&storage).unwrap() else {
+            panic!("no checkpoint")
+        };
         let one = storage.join(&name);
-        assert_eq!(look(&one).unwrap(), Kept::One);
-        let mut parameters = vec![f32::NAN; facts().parameters];
+        assert_eq!(inspect(&one).unwrap(), CheckpointLookup::Single);
+        let mut parameters = vec![f32::NAN; fingerprint().parameters];
         assert_eq!(load_parameters(&one, &mut parameters), Ok(()));
-        assert!(parameters == state(&facts(), 30).0);
+        assert!(parameters == state(&fingerprint(), 30).0);
         let error = load_parameters(&one, &mut parameters[1..]).unwrap_err();
         assert!(error.contains("parameters, and this one has"), "{error}");
     }
@@ -126,13 +130,13 @@ fn a_state_comes_back_whatever_the_number_of_ranks_that_wrote_it() {
 #[test]
 fn a_changed_checkpoint_is_no_model() {
     let (folder, storage) = folder();
-    let name = Ranks::new(&storage, facts(), 1, 3).write(30).unwrap();
+    let name = Ranks::new(&storage, fingerprint(), 1, 3).write(30).unwrap();
     let path = folder.path().join("kept here").join(&name).join(name::shard(0, 1));
     let mut bytes = std::fs::read(&path).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     std::fs::write(&path, bytes).unwrap();
-    let mut parameters = vec![0.0; facts().parameters];
+    let mut parameters = vec![0.0; fingerprint().parameters];
     let error = load_parameters(&storage.join(&name), &mut parameters).unwrap_err();
     assert!(error.contains("its digest is another one"), "{error}");
 }
@@ -140,8 +144,8 @@ fn a_changed_checkpoint_is_no_model() {
 #[test]
 fn shards_are_safetensors_files() {
     let (_folder, storage) = folder();
-    Ranks::new(&storage, facts(), 2, 3).write(30).unwrap();
-    let (parameters, slots) = state(&facts(), 30);
+    Ranks::new(&storage, fingerprint(), 2, 3).write(30).unwrap();
+    let (parameters, slots) = state(&fingerprint(), 30);
     let shard = |rank: usize| {
         let bytes = storage
             .read(&format!("step-000000000030-7f3a9c21-g1/{}", name::shard(rank, 2)))
@@ -169,7 +173,7 @@ fn shards_are_safetensors_files() {
 #[test]
 fn the_last_ones_are_kept_and_attempts_that_came_to_nothing_go() {
     let (folder, storage) = folder();
-    let mut ranks = Ranks::new(&storage, facts(), 2, 2);
+    let mut ranks = Ranks::new(&storage, fingerprint(), 2, 2);
     storage.write("step-000000000027-7f3a9c21-g1/shard", vec!["x".into()]).unwrap();
     storage.write("step-000000000099-7f3a9c21-g1/shard", vec!["x".into()]).unwrap();
     storage.write("step-000000000001-00000000-g1/manifest.json", vec!["x".into()]).unwrap();
@@ -191,7 +195,7 @@ fn the_last_ones_are_kept_and_attempts_that_came_to_nothing_go() {
 #[test]
 fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
     let (folder, storage) = folder();
-    let mut ranks = Ranks::new(&storage, facts(), 3, 9);
+    let mut ranks = Ranks::new(&storage, fingerprint(), 3, 9);
     let names = [ranks.write(28).unwrap(), ranks.write(30).unwrap()];
     let newest = folder.path().join("kept here").join(&names[1]);
     let files: Vec<PathBuf> =
@@ -202,7 +206,7 @@ fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
         let name = file.file_name().unwrap().to_str().unwrap();
         let try_with = |bytes: &[u8]| {
             std::fs::write(&file, bytes).unwrap();
-            let outcome = begin(&facts(), Some(&storage), None);
+            let outcome = begin(&fingerprint(), Some(&storage), None);
             assert_eq!(step_of(&outcome), Some(28));
             let [(damaged, reason)] = &*outcome.1 else { panic!("{:?}", outcome.1) };
             assert!(*damaged == names[1] && reason.starts_with(name), "{damaged} {reason}");
@@ -218,7 +222,7 @@ fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
         try_with(&[&whole[..], b" "].concat());
         if name != name::MANIFEST {
             std::fs::remove_file(&file).unwrap();
-            let outcome = begin(&facts(), Some(&storage), None);
+            let outcome = begin(&fingerprint(), Some(&storage), None);
             assert_eq!(
                 (step_of(&outcome), outcome.1[0].1.ends_with("it is gone")),
                 (Some(28), true)
@@ -226,23 +230,23 @@ fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
         }
         std::fs::write(&file, &whole).unwrap();
     }
-    assert_eq!(step_of(&begin(&facts(), Some(&storage), None)), Some(30));
+    assert_eq!(step_of(&begin(&fingerprint(), Some(&storage), None)), Some(30));
 }
 
 #[test]
 fn a_job_whose_checkpoints_are_all_damaged_begins_from_nothing_and_says_so() {
     let (folder, storage) = folder();
-    let name = Ranks::new(&storage, facts(), 1, 9).write(28).unwrap();
+    let name = Ranks::new(&storage, fingerprint(), 1, 9).write(28).unwrap();
     std::fs::write(folder.path().join("kept here").join(name).join(name::MANIFEST), "{}").unwrap();
-    let outcome = begin(&facts(), Some(&storage), None);
+    let outcome = begin(&fingerprint(), Some(&storage), None);
     assert_eq!((step_of(&outcome), outcome.1.len()), (None, 1));
 }
 
 #[test]
 fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
     let (_folder, storage) = folder();
-    let names = [28, 30].map(|step| Ranks::new(&storage, facts(), 2, 9).write(step).unwrap());
-    let new = Facts { run: "00000001".into(), ..facts() };
+    let names = [28, 30].map(|step| Ranks::new(&storage, fingerprint(), 2, 9).write(step).unwrap());
+    let new = JobFingerprint { run: "00000001".into(), ..fingerprint() };
     // By mistake in the same place: neither is to be lost in the other.
     let (refused, _) = begin(&new, Some(&storage), None);
     assert!(
@@ -252,14 +256,14 @@ fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(30));
     let one = storage.join(&names[0]);
     let outcome = begin(&new, Some(&storage), Some(&one));
-    let expected = Restored { record: record(28), name: names[0].clone(), ours: false };
+    let expected = Restored { state: record(28), name: names[0].clone(), same_run: false };
     assert_eq!(outcome, (Ok(Some(expected)), Vec::new()));
     // Its own come first, though others are further.
     Ranks::new(&storage, new.clone(), 1, 9).write(29).unwrap();
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(29));
     // What can't be: nothing there, or another model. It is found out before anything is trained.
-    let check = |facts: &Facts, from: &Storage| {
-        check(&Places { own: None, from: Some(from.clone()), exclusive: false }, facts)
+    let check = |fingerprint: &JobFingerprint, from: &Storage| {
+        check(&Locations { own: None, from: Some(from.clone()), exclusive: false }, fingerprint)
     };
     assert_eq!(check(&new, &storage), Ok(()));
     let (_empty, nowhere) = folder();
@@ -268,7 +272,7 @@ fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
         matches!(&refused, Err(RestoreError::Refused(why)) if why.contains("no whole checkpoint"))
     );
     assert_eq!(check(&new, &nowhere), begin(&new, None, Some(&nowhere)).0.map(drop));
-    let other = Facts { parameters: 11, ..new };
+    let other = JobFingerprint { parameters: 11, ..new };
     assert_eq!(check(&other, &one), begin(&other, None, Some(&one)).0.map(drop));
     let (refused, _) = begin(&other, None, Some(&one));
     assert!(
@@ -364,11 +368,11 @@ impl ObjectStore for Dying {
 fn a_writer_that_dies_at_any_byte_leaves_a_checkpoint_that_is_whole() {
     // 1.5 MiB in three shards: killed at every 64 KiB of them, and at each of the manifest's bytes
     // around its ends.
-    let facts = Facts { parameters: 128 << 10, slots: 256 << 10, ..facts() };
+    let fingerprint = JobFingerprint { parameters: 128 << 10, slots: 256 << 10, ..fingerprint() };
     let whole = {
         let store = Arc::new(InMemory::new());
         let storage = Storage::within(store, Path::default(), "memory");
-        Ranks::new(&storage, facts.clone(), 3, 1).write(29).unwrap();
+        Ranks::new(&storage, fingerprint.clone(), 3, 1).write(29).unwrap();
         storage.list("").unwrap().iter().map(|file| file.bytes as i64).sum::<i64>()
     };
     let (mut at, mut survived) = (0, 0);
@@ -376,11 +380,11 @@ fn a_writer_that_dies_at_any_byte_leaves_a_checkpoint_that_is_whole() {
         let store = Arc::new(InMemory::new());
         let storage =
             Storage::within(Arc::clone(&store) as Arc<dyn ObjectStore>, Path::default(), "memory");
-        Ranks::new(&storage, facts.clone(), 3, 1).write(28).unwrap();
+        Ranks::new(&storage, fingerprint.clone(), 3, 1).write(28).unwrap();
         let dying = Dying { store: Arc::clone(&store), bytes_left: AtomicI64::new(at) };
         let dies = Storage::within(Arc::new(dying), Path::default(), "dying");
-        let written = Ranks::new(&dies, facts.clone(), 3, 1).write(29);
-        let outcome = begin(&facts, Some(&storage), None);
+        let written = Ranks::new(&dies, fingerprint.clone(), 3, 1).write(29);
+        let outcome = begin(&fingerprint, Some(&storage), None);
         assert_eq!(
             step_of(&outcome),
             Some(if written.is_ok() { 29 } else { 28 }),
@@ -388,7 +392,7 @@ fn a_writer_that_dies_at_any_byte_leaves_a_checkpoint_that_is_whole() {
         );
         survived += u64::from(written.is_err());
         // Another group goes on from there, and clears away.
-        let mut next = Ranks { generation: 2, ..Ranks::new(&storage, facts.clone(), 2, 1) };
+        let mut next = Ranks { generation: 2, ..Ranks::new(&storage, fingerprint.clone(), 2, 1) };
         next.write(30).unwrap();
         let names: Vec<Name> = Name::all(&storage.list("").unwrap()).into_keys().collect();
         assert_eq!(

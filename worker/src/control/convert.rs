@@ -8,10 +8,10 @@ use elasticdl_proto::{
 };
 
 use super::{CheckpointOptions, ValidationOptions, Welcome, Work};
-use crate::apart::Format;
 use crate::core::checkpoint::Every;
 use crate::core::plan::Batch;
 use crate::core::session::{Membership, Report, StepTimes};
+use crate::inference::Format;
 use crate::messages::{CheckpointNews, Finished, FromMaster, ToMaster};
 use crate::reader::{Dataset, File};
 

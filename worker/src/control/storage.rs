@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_proto::v1;
 
-use crate::storage::{self, Waiting};
+use crate::storage::{self, WaitStatus};
 
 /// What the master knows.
 #[derive(Debug, Default)]
@@ -23,7 +23,7 @@ struct Told {
 impl StorageWord {
     /// What there is to be told now.
     pub(super) fn poll(&mut self) -> Option<v1::StorageWait> {
-        self.next(storage::waiting(), Instant::now())
+        self.next(storage::wait_status(), Instant::now())
     }
 
     /// The master is another one, which knows nothing.
@@ -31,7 +31,7 @@ impl StorageWord {
         self.told = None;
     }
 
-    fn next(&mut self, waiting: Waiting, now: Instant) -> Option<v1::StorageWait> {
+    fn next(&mut self, waiting: WaitStatus, now: Instant) -> Option<v1::StorageWait> {
         let is_due = match (&self.told, &waiting.storage) {
             (None, Some(_)) | (Some(_), None) => true,
             // A wait that began and ended between two looks.
@@ -57,8 +57,8 @@ const TELL_EVERY: Duration = Duration::from_secs(5);
 mod tests {
     use super::*;
 
-    fn waiting(storage: Option<&str>, ms: u64) -> Waiting {
-        Waiting { storage: storage.map(str::to_owned), waited: Duration::from_millis(ms) }
+    fn waiting(storage: Option<&str>, ms: u64) -> WaitStatus {
+        WaitStatus { storage: storage.map(str::to_owned), waited: Duration::from_millis(ms) }
     }
 
     #[test]

@@ -20,7 +20,7 @@ pub(crate) struct DeviceState {
     parameters: CudaSlice<f32>,
     slots: CudaSlice<f32>,
     gradient: CudaSlice<f32>,
-    kept: CudaSlice<f32>,
+    retained: CudaSlice<f32>,
     reduced: CudaSlice<f32>,
 }
 
@@ -41,7 +41,7 @@ impl DeviceState {
             parameters: zeros(parameters)?,
             slots: zeros(parameters * slots)?,
             gradient: zeros(parameters)?,
-            kept: zeros(parameters)?,
+            retained: zeros(parameters)?,
             reduced: zeros(parameters)?,
             device: device.clone(),
         })
@@ -77,7 +77,7 @@ impl DeviceState {
     /// A copy on the host.
     pub(crate) fn to_host(&self, tensor: Tensor) -> Result<Arc<Vec<f32>>, DeviceError> {
         let (slice, len) = match tensor {
-            Tensor::Kept => (&self.kept, self.kept.len()),
+            Tensor::Retained => (&self.retained, self.retained.len()),
             Tensor::Parameters => (&self.parameters, self.parameters.len()),
             Tensor::Reduced => (&self.reduced, self.reduced.len()),
             Tensor::Slots => (&self.slots, self.slots_len),
@@ -158,8 +158,8 @@ impl DeviceState {
         self.kernels.is_finite(&self.parameters)
     }
 
-    pub(crate) fn keep_reduced(&mut self) {
-        std::mem::swap(&mut self.reduced, &mut self.kept);
+    pub(crate) fn retain_reduced(&mut self) {
+        std::mem::swap(&mut self.reduced, &mut self.retained);
     }
 
     /// Of the part of the parameters, and of that of the slots, whose turn it is.
@@ -172,7 +172,7 @@ impl DeviceState {
 
     fn slice(&mut self, tensor: Tensor) -> &mut CudaSlice<f32> {
         match tensor {
-            Tensor::Kept => &mut self.kept,
+            Tensor::Retained => &mut self.retained,
             Tensor::Parameters => &mut self.parameters,
             Tensor::Reduced => &mut self.reduced,
             Tensor::Slots => &mut self.slots,

@@ -24,8 +24,8 @@ struct State {
     /// How many have come.
     ready: usize,
     /// Looks at blocks so far: which block was looked at last.
-    looks: u64,
-    streams: Vec<Stream>,
+    accesses: u64,
+    scans: Vec<Scan>,
 }
 
 #[derive(Debug)]
@@ -34,13 +34,13 @@ enum Slot {
     Claimed,
     Ready {
         bytes: Bytes,
-        looked_at: u64,
+        last_access: u64,
     },
 }
 
 /// An object that is read from one block to the next.
 #[derive(Debug)]
-struct Stream {
+struct Scan {
     object: PathBuf,
     /// The block that comes next.
     next: u64,
@@ -48,30 +48,30 @@ struct Stream {
     window: u64,
     /// Up to here they have been asked for.
     asked: u64,
-    looked_at: u64,
+    last_access: u64,
 }
 
 impl Blocks {
     pub(super) const fn new() -> Self {
-        let state = State { blocks: BTreeMap::new(), ready: 0, looks: 0, streams: Vec::new() };
+        let state = State { blocks: BTreeMap::new(), ready: 0, accesses: 0, scans: Vec::new() };
         Self { state: Mutex::new(state), filled: Condvar::new() }
     }
 
     /// A block is about to be read: which ones behind it are to be fetched meanwhile.
-    pub(super) fn note(&self, object: &Path, index: u64) -> Range<u64> {
-        self.lock().note(object, index)
+    pub(super) fn access(&self, object: &Path, index: u64) -> Range<u64> {
+        self.lock().access(object, index)
     }
 
     /// The block, if it is there or somebody fetches it.
     pub(super) fn wait(&self, object: &Path, index: u64) -> Option<Bytes> {
         let mut state = self.lock();
         loop {
-            state.looks += 1;
-            let looks = state.looks;
+            state.accesses += 1;
+            let accesses = state.accesses;
             match state.blocks.get_mut(object)?.get_mut(&index)? {
                 Slot::Claimed => {}
-                Slot::Ready { bytes, looked_at } => {
-                    *looked_at = looks;
+                Slot::Ready { bytes, last_access } => {
+                    *last_access = accesses;
                     return Some(bytes.clone());
                 }
             }
@@ -95,7 +95,7 @@ impl Blocks {
     /// What has become of a run that was claimed: its bytes, if they came.
     pub(super) fn fill(&self, object: &Path, run: &Range<u64>, bytes: Option<&Bytes>) {
         let mut state = self.lock();
-        let looked_at = state.looks;
+        let last_access = state.accesses;
         let blocks = state.blocks.entry(object.into()).or_default();
         let mut ready = 0;
         for index in run.clone() {
@@ -107,11 +107,11 @@ impl Blocks {
             let end = bytes.len().min(begins + BLOCK_BYTES as usize);
             // A copy: one block that is kept does not keep the whole run.
             let bytes = Bytes::copy_from_slice(&bytes[begins..end]);
-            blocks.insert(index, Slot::Ready { bytes, looked_at });
+            blocks.insert(index, Slot::Ready { bytes, last_access });
             ready += 1;
         }
         state.ready += ready;
-        state.make_room();
+        state.evict_excess();
         drop(state);
         self.filled.notify_all();
     }
@@ -122,60 +122,58 @@ impl Blocks {
 }
 
 impl State {
-    fn note(&mut self, object: &Path, index: u64) -> Range<u64> {
-        self.looks += 1;
-        let looks = self.looks;
-        let is_of = |stream: &Stream| {
-            stream.object == object && (stream.next == index || stream.next == index + 1)
+    fn access(&mut self, object: &Path, index: u64) -> Range<u64> {
+        self.accesses += 1;
+        let accesses = self.accesses;
+        let continues =
+            |scan: &Scan| scan.object == object && (scan.next == index || scan.next == index + 1);
+        let Some(scan) = self.scans.iter_mut().find(|scan| continues(scan)) else {
+            return self.begin_scan(object, index);
         };
-        let Some(stream) = self.streams.iter_mut().find(|stream| is_of(stream)) else {
-            return self.begin(object, index);
-        };
-        stream.looked_at = looks;
-        if stream.next == index + 1 {
+        scan.last_access = accesses;
+        if scan.next == index + 1 {
             return 0..0;
         }
-        stream.next = index + 1;
+        scan.next = index + 1;
         let recent =
-            self.streams.iter().filter(|s| looks - s.looked_at < STREAM_LOOKS).count() as u64;
+            self.scans.iter().filter(|s| accesses - s.last_access < SCAN_ACCESSES).count() as u64;
         let most = (BLOCKS_MAX as u64 / 2 / recent).clamp(1, WINDOW_MAX);
-        let stream =
-            self.streams.iter_mut().find(|stream| is_of(stream)).expect("it was just found");
-        stream.window = (stream.window * 4).min(most);
-        let (begins, ends) = (stream.asked.max(stream.next), stream.next + stream.window);
+        let scan = self.scans.iter_mut().find(|scan| continues(scan)).expect("it was just found");
+        scan.window = (scan.window * 4).min(most);
+        let (begins, ends) = (scan.asked.max(scan.next), scan.next + scan.window);
         // A few large requests rather than one for each block.
-        if ends.saturating_sub(begins) < stream.window.div_ceil(2) {
+        if ends.saturating_sub(begins) < scan.window.div_ceil(2) {
             return 0..0;
         }
-        stream.asked = ends;
+        scan.asked = ends;
         begins..ends
     }
 
-    fn begin(&mut self, object: &Path, index: u64) -> Range<u64> {
-        if self.streams.len() == STREAMS_MAX
-            && let Some(oldest) = (0..STREAMS_MAX).min_by_key(|&i| self.streams[i].looked_at)
+    fn begin_scan(&mut self, object: &Path, index: u64) -> Range<u64> {
+        if self.scans.len() == SCANS_MAX
+            && let Some(oldest) = (0..SCANS_MAX).min_by_key(|&i| self.scans[i].last_access)
         {
-            self.streams.swap_remove(oldest);
+            self.scans.swap_remove(oldest);
         }
         // Who begins at an object's beginning mostly reads it all.
         let window = if index == 0 { WINDOW_FIRST } else { 1 };
         let (next, asked) = (index + 1, index + 1 + window);
-        self.streams.push(Stream {
+        self.scans.push(Scan {
             object: object.into(),
             next,
             window,
             asked,
-            looked_at: self.looks,
+            last_access: self.accesses,
         });
         next..asked
     }
 
     /// Drops the blocks that were looked at longest ago.
-    fn make_room(&mut self) {
+    fn evict_excess(&mut self) {
         while self.ready > BLOCKS_MAX {
             let ready = self.blocks.iter().flat_map(|(object, blocks)| {
                 blocks.iter().filter_map(move |(index, slot)| match slot {
-                    Slot::Ready { looked_at, .. } => Some((*looked_at, object, *index)),
+                    Slot::Ready { last_access, .. } => Some((*last_access, object, *index)),
                     Slot::Claimed => None,
                 })
             });
@@ -200,9 +198,9 @@ const BLOCKS_MAX: usize = 256;
 const WINDOW_MAX: u64 = 64;
 /// and 4 MiB where an object is begun.
 const WINDOW_FIRST: u64 = 16;
-const STREAMS_MAX: usize = 64;
+const SCANS_MAX: usize = 64;
 /// A stream that was not looked at for so many looks has probably ended.
-const STREAM_LOOKS: u64 = 256;
+const SCAN_ACCESSES: u64 = 256;
 
 #[cfg(test)]
 mod tests {
@@ -211,7 +209,7 @@ mod tests {
     /// The requests that are made ahead while `blocks` are read in this order.
     fn ahead(blocks: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
         let all = Blocks::new();
-        let requests = blocks.into_iter().map(|index| all.note(Path::new("s3://b/a"), index));
+        let requests = blocks.into_iter().map(|index| all.access(Path::new("s3://b/a"), index));
         requests.filter(|request| !request.is_empty()).collect()
     }
 
@@ -242,7 +240,7 @@ mod tests {
         let mut most = 0;
         for index in 0..100 {
             for column in 0..16 {
-                let request = all.note(Path::new("s3://b/a"), column * 10_000 + index);
+                let request = all.access(Path::new("s3://b/a"), column * 10_000 + index);
                 most = most.max(request.end.saturating_sub(column * 10_000 + index));
             }
         }

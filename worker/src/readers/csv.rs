@@ -30,12 +30,12 @@ use crate::reader::{DataError, Dataset, File, Reader};
 #[derive(Clone, Debug, Default)]
 pub struct CsvRows {
     columns: Vec<(String, Kind)>,
-    indices: BTreeMap<String, Index>,
+    indices: BTreeMap<String, FileIndex>,
 }
 
 /// Where to find things in one file.
 #[derive(Clone, Debug)]
-struct Index {
+struct FileIndex {
     /// Length of the file that was scanned.
     bytes: u64,
     rows: u64,
@@ -44,7 +44,7 @@ struct Index {
     /// In the header, and so in each row.
     columns: usize,
     /// For each wanted column its place in the file.
-    places: Vec<usize>,
+    fields: Vec<usize>,
 }
 
 impl CsvRows {
@@ -77,19 +77,19 @@ impl CsvRows {
     fn scan(
         &self,
         path: &Path,
-        check: impl Fn(&ByteRecord, &Index) -> Result<(), String>,
-    ) -> Result<Index, DataError> {
+        check: impl Fn(&ByteRecord, &FileIndex) -> Result<(), String>,
+    ) -> Result<FileIndex, DataError> {
         let bytes = files::length(path)?;
-        let (mut rows, room) = open(path)?;
+        let (mut rows, budget) = open(path)?;
         let header = rows.byte_headers().map_err(|error| csv_error(path, error))?.clone();
         if header.as_slice().starts_with(GZIP) {
             return Err(files::malformed(path, "compressed with gzip: unpack it first"));
         }
-        let places = self.places(&header).map_err(|reason| error_at(path, 0, reason))?;
+        let fields = self.fields(&header).map_err(|reason| error_at(path, 0, reason))?;
         let mut index =
-            Index { bytes, rows: 0, positions: Vec::new(), columns: header.len(), places };
+            FileIndex { bytes, rows: 0, positions: Vec::new(), columns: header.len(), fields };
         let mut record = ByteRecord::new();
-        while next(path, &mut rows, &room, &mut record)? {
+        while next(path, &mut rows, &budget, &mut record)? {
             let position = record.position().expect("a record that was read has a position");
             if index.rows.is_multiple_of(STRIDE) {
                 index.positions.push(position.clone());
@@ -101,14 +101,14 @@ impl CsvRows {
     }
 
     /// For each wanted column its place in the header.
-    fn places(&self, header: &ByteRecord) -> Result<Vec<usize>, String> {
+    fn fields(&self, header: &ByteRecord) -> Result<Vec<usize>, String> {
         let names = || {
             files::shown(&header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", "))
         };
-        let place = |(name, _): &(String, Kind)| {
-            let mut places = (0..header.len()).filter(|&place| header[place] == *name.as_bytes());
-            match (places.next(), places.next()) {
-                (Some(place), None) => Ok(place),
+        let field = |(name, _): &(String, Kind)| {
+            let mut fields = (0..header.len()).filter(|&field| header[field] == *name.as_bytes());
+            match (fields.next(), fields.next()) {
+                (Some(field), None) => Ok(field),
                 (None, _) if header.is_empty() => {
                     Err(format!("no header where column {name:?} should be named"))
                 }
@@ -118,14 +118,14 @@ impl CsvRows {
                 }
             }
         };
-        self.columns.iter().map(place).collect()
+        self.columns.iter().map(field).collect()
     }
 
     /// The row that a record holds in the wanted columns.
-    fn row(&self, record: &ByteRecord, index: &Index) -> Result<Row, String> {
+    fn row(&self, record: &ByteRecord, index: &FileIndex) -> Result<Row, String> {
         index.check_width(record)?;
-        let value = |((name, kind), &place): (&(String, Kind), &usize)| {
-            let text = std::str::from_utf8(&record[place])
+        let value = |((name, kind), &field): (&(String, Kind), &usize)| {
+            let text = std::str::from_utf8(&record[field])
                 .map_err(|_| format!("column {name:?} is not UTF-8"))?;
             let shown = || files::shown(text);
             match kind {
@@ -146,11 +146,11 @@ impl CsvRows {
                 Kind::Text => Ok(Value::Text(text.to_owned())),
             }
         };
-        Ok(Row::new(self.columns.iter().zip(&index.places).map(value).collect::<Result<_, _>>()?))
+        Ok(Row::new(self.columns.iter().zip(&index.fields).map(value).collect::<Result<_, _>>()?))
     }
 }
 
-impl Index {
+impl FileIndex {
     fn check_width(&self, record: &ByteRecord) -> Result<(), String> {
         match record.len() {
             len if len == self.columns => Ok(()),
@@ -210,13 +210,13 @@ impl Reader for CsvRows {
         if range.is_empty() {
             return Ok(Vec::new());
         }
-        let (mut rows, room) = open(path)?;
+        let (mut rows, budget) = open(path)?;
         let start = index.positions[(range.start / STRIDE) as usize].clone();
         rows.seek(start).map_err(|error| csv_error(path, error))?;
         let mut records = Vec::new();
         let mut record = ByteRecord::new();
         for row in range.start / STRIDE * STRIDE..range.end {
-            if !next(path, &mut rows, &room, &mut record)? {
+            if !next(path, &mut rows, &budget, &mut record)? {
                 return Err(changed(format!("{row} rows where {} were", file.records)));
             }
             if row >= range.start {
@@ -241,17 +241,17 @@ type Rows = ::csv::Reader<Bounded>;
 /// follows.
 struct Bounded {
     file: Box<dyn files::Source>,
-    room: Arc<AtomicU64>,
+    budget: Arc<AtomicU64>,
 }
 
 impl Read for Bounded {
     fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
-        let room = self.room.load(Ordering::Relaxed);
-        if room == 0 {
+        let budget = self.budget.load(Ordering::Relaxed);
+        if budget == 0 {
             return Err(std::io::ErrorKind::FileTooLarge.into());
         }
         let bytes = self.file.read(buf)?;
-        self.room.store(room.saturating_sub(bytes as u64), Ordering::Relaxed);
+        self.budget.store(budget.saturating_sub(bytes as u64), Ordering::Relaxed);
         Ok(bytes)
     }
 }
@@ -264,20 +264,23 @@ impl Seek for Bounded {
 
 /// The rows of a file, and how many bytes may still be read for the next one.
 fn open(path: &Path) -> Result<(Rows, Arc<AtomicU64>), DataError> {
-    let room = Arc::new(AtomicU64::new(RECORD_BYTES_MAX));
-    let file = Bounded { file: files::open(path)?, room: Arc::clone(&room) };
+    let budget = Arc::new(AtomicU64::new(RECORD_BYTES_MAX));
+    let file = Bounded { file: files::open(path)?, budget: Arc::clone(&budget) };
     // Flexible, so that a wrong number of columns gets a message of ours.
-    Ok((ReaderBuilder::new().flexible(true).buffer_capacity(BUFFER_BYTES).from_reader(file), room))
+    Ok((
+        ReaderBuilder::new().flexible(true).buffer_capacity(BUFFER_BYTES).from_reader(file),
+        budget,
+    ))
 }
 
 /// Reads the next row; `false` at the file's end.
 fn next(
     path: &Path,
     rows: &mut Rows,
-    room: &AtomicU64,
+    budget: &AtomicU64,
     record: &mut ByteRecord,
 ) -> Result<bool, DataError> {
-    room.store(RECORD_BYTES_MAX, Ordering::Relaxed);
+    budget.store(RECORD_BYTES_MAX, Ordering::Relaxed);
     let begins = rows.position().byte();
     rows.read_byte_record(record).map_err(|error| match error.kind() {
         ::csv::ErrorKind::Io(source) if source.kind() == std::io::ErrorKind::FileTooLarge => {
@@ -510,14 +513,14 @@ mod tests {
     fn what_is_no_text_is_not_shown_as_it_is() {
         let gz = [&[0x1f, 0x8b, 8, 0][..], &[0x1b; 1000]].concat();
         assert_eq!(refusal(gz), ": compressed with gzip: unpack it first");
-        let told = refusal([&b"a\x1b[2J"[..], &[b'x'; 2000], b",n\n"].concat());
+        let message = refusal([&b"a\x1b[2J"[..], &[b'x'; 2000], b",n\n"].concat());
         assert!(
-            told.len() < 500 && !told.contains('\x1b') && told.contains("a\\u{1b}[2J"),
-            "{told}"
+            message.len() < 500 && !message.contains('\x1b') && message.contains("a\\u{1b}[2J"),
+            "{message}"
         );
-        let told = refusal("y,name,n\n\x1b[31m,a,1\n");
+        let message = refusal("y,name,n\n\x1b[31m,a,1\n");
         assert_eq!(
-            told,
+            message,
             " line 2: column \"y\" is \"\\u{1b}[31m\" where a finite number should be"
         );
     }

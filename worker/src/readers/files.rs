@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::{remote, versions};
 use crate::reader::{DataError, Dataset, File};
-use crate::storage::{Version, patiently};
+use crate::storage::{Version, with_retries};
 
 /// The files behind `source`, in the order of their paths: itself, whatever its extension, or those
 /// below it that have one of `extensions` (without the dot; none: all).
@@ -21,14 +21,14 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, 
         return sorted(root, found, extensions);
     }
     let kind =
-        patiently(source, || fs::metadata(&root)).map_err(|source| io_error(&root, source))?;
+        with_retries(source, || fs::metadata(&root)).map_err(|source| io_error(&root, source))?;
     if !kind.is_dir() {
         return Ok(vec![root]);
     }
     let mut found = Vec::new();
     let mut folders = vec![root.clone()];
     while let Some(folder) = folders.pop() {
-        let entries = patiently(&folder.to_string_lossy(), || fs::read_dir(&folder));
+        let entries = with_retries(&folder.to_string_lossy(), || fs::read_dir(&folder));
         for entry in entries.map_err(|source| io_error(&folder, source))? {
             let entry = entry.map_err(|source| io_error(&folder, source))?;
             let path = entry.path();
@@ -111,7 +111,7 @@ pub(super) fn check(file: &File, paths: &[&Path]) -> Result<(), DataError> {
 fn digest(path: &Path) -> Result<u32, DataError> {
     match remote::object(path)? {
         Some(object) => versions::digest(path, &object.version()?, true),
-        None => versions::digest(path, &look(path)?.1, false),
+        None => versions::digest(path, &stat(path)?.1, false),
     }
 }
 
@@ -133,7 +133,7 @@ pub(super) fn length(path: &Path) -> Result<u64, DataError> {
     if let Some(object) = remote::object(path)? {
         return Ok(object.version()?.bytes);
     }
-    let (metadata, version) = look(path)?;
+    let (metadata, version) = stat(path)?;
     if !metadata.is_file() {
         return Err(malformed(path, "not a regular file"));
     }
@@ -141,8 +141,8 @@ pub(super) fn length(path: &Path) -> Result<u64, DataError> {
 }
 
 /// Looks at a file of this machine, which must be the version that is known.
-fn look(path: &Path) -> Result<(fs::Metadata, Version), DataError> {
-    let metadata = patiently(&path.to_string_lossy(), || fs::metadata(path));
+fn stat(path: &Path) -> Result<(fs::Metadata, Version), DataError> {
+    let metadata = with_retries(&path.to_string_lossy(), || fs::metadata(path));
     let metadata = metadata.map_err(|source| io_error(path, source))?;
     let version = versions::of_file(&metadata);
     versions::compare(path, &version)?;
@@ -190,8 +190,8 @@ struct OpenFile {
 
 impl OpenFile {
     fn new(path: &Path) -> Result<Self, DataError> {
-        look(path)?;
-        let file = patiently(&path.to_string_lossy(), || fs::File::open(path));
+        stat(path)?;
+        let file = with_retries(&path.to_string_lossy(), || fs::File::open(path));
         let file = file.map_err(|source| io_error(path, source))?;
         Ok(Self { path: path.into(), file, at: 0 })
     }
@@ -200,7 +200,7 @@ impl OpenFile {
 impl Read for OpenFile {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let mut failed = false;
-        let bytes = patiently(&self.path.to_string_lossy(), || {
+        let bytes = with_retries(&self.path.to_string_lossy(), || {
             if failed {
                 // A handle can be stale for ever.
                 self.file = fs::File::open(&self.path)?;

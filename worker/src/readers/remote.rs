@@ -16,7 +16,7 @@ use bytes::{Bytes, BytesMut};
 use super::blocks::{BLOCK_BYTES, Blocks, RUN_BLOCKS};
 use super::versions;
 use crate::reader::DataError;
-use crate::storage::{Fault as _, Storage, StorageError, Version, patiently, runtime};
+use crate::storage::{Storage, StorageError, Transient as _, Version, runtime, with_retries};
 
 /// One object, or what lies below one.
 #[derive(Clone, Debug)]
@@ -101,13 +101,13 @@ impl Object {
         let Some(version) = versions::known(&self.address) else { return };
         let end = range.end.min(version.bytes).div_ceil(BLOCK_BYTES);
         let first = range.start / BLOCK_BYTES;
-        self.fetch_behind(&version, first..end.min(first + RUN_BLOCKS));
+        self.fetch_in_background(&version, first..end.min(first + RUN_BLOCKS));
     }
 
     /// A block. `last`: of those that are about to be read.
     fn block(&self, version: &Version, index: u64, last: u64) -> Result<Bytes, DataError> {
-        let ahead = BLOCKS.note(&self.address, index);
-        self.fetch_behind(version, ahead.start.max(last + 1)..ahead.end);
+        let ahead = BLOCKS.access(&self.address, index);
+        self.fetch_in_background(version, ahead.start.max(last + 1)..ahead.end);
         if let Some(block) = BLOCKS.wait(&self.address, index) {
             return Ok(block);
         }
@@ -122,7 +122,7 @@ impl Object {
 
     /// Has missing ones of `blocks` fetched by others than this thread. What can't be fetched so
     /// will be asked for again.
-    fn fetch_behind(&self, version: &Version, blocks: Range<u64>) {
+    fn fetch_in_background(&self, version: &Version, blocks: Range<u64>) {
         let blocks = blocks.start..blocks.end.min(version.bytes.div_ceil(BLOCK_BYTES));
         let mut rest = blocks;
         while !rest.is_empty() {
@@ -146,7 +146,7 @@ impl Object {
     fn fetch(&self, range: Range<u64>) -> Result<Bytes, DataError> {
         let address = self.address.to_string_lossy();
         let fetched =
-            patiently(&address, || runtime().block_on(self.storage.fetch("", range.clone())));
+            with_retries(&address, || runtime().block_on(self.storage.fetch("", range.clone())));
         match fetched {
             Ok((bytes, found)) => {
                 versions::compare(&self.address, &found)?;
@@ -157,7 +157,7 @@ impl Object {
             }
             // It may be shorter than it was.
             Err(error) => {
-                if !error.may_pass()
+                if !error.is_transient()
                     && let Ok(found) = self.storage.version("")
                 {
                     versions::compare(&self.address, &found)?;

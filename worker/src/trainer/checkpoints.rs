@@ -6,7 +6,9 @@ use bytes::Bytes;
 use elasticdl_collective::Secret;
 
 use super::{Stopped, Trainer};
-use crate::checkpoint::{Done, Facts, Keeper, Places, RestoreError, check, restore};
+use crate::checkpoint::{
+    CheckpointWriter, Completion, JobFingerprint, Locations, RestoreError, check, restore,
+};
 use crate::control::Welcome;
 use crate::core::checkpoint::Task;
 use crate::failure::{Failure, call_user};
@@ -19,10 +21,10 @@ use crate::tensors::Tensor;
 /// Where checkpoints are, and who writes them.
 #[derive(Debug)]
 pub(crate) struct Checkpointing {
-    places: Places,
-    facts: Arc<Facts>,
+    locations: Locations,
+    fingerprint: Arc<JobFingerprint>,
     /// `None` where none are kept.
-    keeper: Option<Keeper>,
+    writer: Option<CheckpointWriter>,
 }
 
 impl Checkpointing {
@@ -41,13 +43,13 @@ impl Checkpointing {
         }
         let parameters = call_user("parameters()", || Ok(model.parameters()))?;
         let size = (parameters, parameters * call_user("slots()", || Ok(model.slots()))?);
-        let (places, facts) =
+        let (locations, fingerprint) =
             look(welcome, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;
-        check(&places, &facts).map_err(|error| match error {
+        check(&locations, &fingerprint).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
         })?;
         // What can't be written to is found out before there is anything to lose.
-        let Some(own) = &places.own else { return Ok(()) };
+        let Some(own) = &locations.own else { return Ok(()) };
         own.write(PROBE, vec![Bytes::from_static(b"written to see whether it can be")])
             .map_err(|error| format!("--checkpoint-dir can't be written to: {error}"))?;
         if let Err(error) = own.remove(PROBE) {
@@ -64,25 +66,28 @@ impl Checkpointing {
         dataset: Dataset,
         (parameters, slots): (usize, usize),
     ) -> Result<Self, Failure> {
-        let (places, facts) = look(welcome, (job, secret), dataset, (parameters, slots))?;
-        let facts = Arc::new(facts);
-        let keeper = match (&places.own, &welcome.checkpoints) {
+        let (locations, fingerprint) = look(welcome, (job, secret), dataset, (parameters, slots))?;
+        let fingerprint = Arc::new(fingerprint);
+        let writer = match (&locations.own, &welcome.checkpoints) {
             (Some(own), Some(kept)) => {
-                let keeper =
-                    Keeper::new(own.clone(), Arc::clone(&facts), (kept.keep, kept.exclusive));
-                Some(keeper.map_err(|error| {
+                let writer = CheckpointWriter::new(
+                    own.clone(),
+                    Arc::clone(&fingerprint),
+                    (kept.keep, kept.exclusive),
+                );
+                Some(writer.map_err(|error| {
                     Failure::fatal(format!("no thread for checkpoints: {error}"))
                 })?)
             }
             _ => None,
         };
-        Ok(Self { places, facts, keeper })
+        Ok(Self { locations, fingerprint, writer })
     }
 
     /// A group of `world_size` has formed.
     pub(super) fn prepare(&mut self, world_size: usize) {
-        if let Some(keeper) = &mut self.keeper {
-            keeper.prepare(world_size);
+        if let Some(writer) = &mut self.writer {
+            writer.prepare(world_size);
         }
     }
 }
@@ -93,14 +98,14 @@ fn look(
     (job, secret): (&str, &Secret),
     dataset: Dataset,
     (parameters, slots): (usize, usize),
-) -> Result<(Places, Facts), Failure> {
+) -> Result<(Locations, JobFingerprint), Failure> {
     let open = |option: &str, address: &str| {
         Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
     };
     let own =
         welcome.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
     let from = welcome.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
-    let facts = Facts {
+    let fingerprint = JobFingerprint {
         job: job.to_owned(),
         run: format!("{:08x}", secret.fingerprint("checkpoints")),
         parameters,
@@ -113,25 +118,25 @@ fn look(
         seed: welcome.seed,
     };
     let exclusive = welcome.checkpoints.as_ref().is_some_and(|kept| kept.exclusive);
-    Ok((Places { own, from, exclusive }, facts))
+    Ok((Locations { own, from, exclusive }, fingerprint))
 }
 
 impl<M: Model> Trainer<'_, M> {
     /// Does what the session wants done for checkpoints. To be called before the state changes
     /// again.
     pub(super) fn tend_checkpoints(&mut self) -> Result<(), Failure> {
-        let Some(keeper) = &mut self.checkpoints.keeper else { return Ok(()) };
+        let Some(writer) = &mut self.checkpoints.writer else { return Ok(()) };
         let tell = |news| self.outbox.send(ToMaster::Checkpoint(news));
-        while let Some(done) = keeper.poll() {
+        while let Some(done) = writer.poll() {
             match done {
-                Done::Committed { step, name, result } => {
+                Completion::Committed { step, name, result } => {
                     self.session.committed_checkpoint(step, result.is_ok());
                     match result {
                         Ok(bytes) => tell(CheckpointNews::Saved { step, name, bytes }),
                         Err(error) => tell(CheckpointNews::Failed { step, error }),
                     }
                 }
-                Done::Wrote { step, result } => {
+                Completion::Written { step, result } => {
                     if let Err(error) = &result {
                         tell(CheckpointNews::Failed { step, error: error.clone() });
                     }
@@ -141,14 +146,14 @@ impl<M: Model> Trainer<'_, M> {
         }
         while let Some(task) = self.session.poll_checkpoint() {
             match task {
-                Task::Commit { step, parts } => keeper.commit(step, &parts),
+                Task::Commit { step, parts } => writer.commit(step, &parts),
                 Task::Write { step, generation, rank, world_size } => {
                     let state = self.session.state().expect("a state was just committed");
                     assert_eq!(state.step, step, "a checkpoint is of the state as it is now");
                     let parameters = self.tensors.to_host(Tensor::Parameters)?;
                     let slots = self.tensors.to_host(Tensor::Slots)?;
                     let place = (rank, world_size);
-                    keeper.write((step, generation), place, state.record(), (&parameters, &slots));
+                    writer.write((step, generation), place, state.record(), (&parameters, &slots));
                 }
             }
         }
@@ -164,16 +169,17 @@ impl<M: Model> Trainer<'_, M> {
             let (name, reason) = (name.to_owned(), reason.to_owned());
             outbox.send(ToMaster::Checkpoint(CheckpointNews::Damaged { name, reason }));
         };
-        let Checkpointing { places, facts, .. } = checkpoints;
+        let Checkpointing { locations, fingerprint, .. } = checkpoints;
         let seed = self.seed;
         let restored = tensors.fill_state(|parameters, slots| {
-            let restored = restore(places, facts, (&mut *parameters, &mut *slots), &mut damaged)
-                .map_err(|error| match error {
-                    RestoreError::Refused(error) => Failure::fatal(error),
-                    RestoreError::Storage(error) => {
-                        Failure { error, ranges: Vec::new(), fatal: false }
-                    }
-                })?;
+            let restored =
+                restore(locations, fingerprint, (&mut *parameters, &mut *slots), &mut damaged)
+                    .map_err(|error| match error {
+                        RestoreError::Refused(error) => Failure::fatal(error),
+                        RestoreError::Storage(error) => {
+                            Failure { error, ranges: Vec::new(), fatal: false }
+                        }
+                    })?;
             if restored.is_none() {
                 slots.fill(0.0);
                 call_user("initialize()", || model.initialize(seed, parameters))
@@ -182,8 +188,8 @@ impl<M: Model> Trainer<'_, M> {
             Ok::<_, Failure>(restored)
         })?;
         if let Some(restored) = restored {
-            let step = restored.record.step;
-            if !session.restore(restored.record, restored.ours) {
+            let step = restored.state.step;
+            if !session.restore(restored.state, restored.same_run) {
                 let error = format!("{} holds a ledger that can't be true", restored.name);
                 return Err(Stopped::Failed(Failure::fatal(error)));
             }

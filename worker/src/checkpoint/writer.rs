@@ -16,7 +16,7 @@ use bytes::Bytes;
 use elasticdl_proto::Generation;
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::manifest::{Facts, Manifest, part_of};
+use super::manifest::{JobFingerprint, Manifest, shard_bounds};
 use super::name::{self, MANIFEST, Name};
 use crate::core::checkpoint::Written;
 use crate::core::header::StateRecord;
@@ -25,11 +25,11 @@ use crate::tensors::{is_finite, zeros};
 
 /// The trainer's end.
 #[derive(Debug)]
-pub(crate) struct Keeper {
-    facts: Arc<Facts>,
-    orders: Sender<Order>,
-    answers: Receiver<Answer>,
-    news: VecDeque<Done>,
+pub(crate) struct CheckpointWriter {
+    fingerprint: Arc<JobFingerprint>,
+    requests: Sender<Request>,
+    replies: Receiver<Reply>,
+    completed: VecDeque<Completion>,
     /// A buffer that is not in use.
     spare: Option<Vec<f32>>,
     /// The checkpoint that this rank takes part in.
@@ -38,55 +38,62 @@ pub(crate) struct Keeper {
 
 /// What has become of an order.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Done {
+pub(crate) enum Completion {
     /// The manifest of a step; with what was kept, in bytes.
     Committed { step: u64, name: String, result: Result<u64, String> },
     /// This rank's part of a step.
-    Wrote { step: u64, result: Result<Written, String> },
+    Written { step: u64, result: Result<Written, String> },
 }
 
 #[derive(Debug)]
-enum Order {
+enum Request {
     Commit { name: Name, manifest: Box<Manifest> },
     Prepare { floats: usize },
     Write { name: Name, file: String, header: Vec<u8>, floats: Vec<f32> },
 }
 
 #[derive(Debug)]
-enum Answer {
+enum Reply {
     Buffer(Vec<f32>),
-    Done(Done),
+    Completed(Completion),
 }
 
-impl Keeper {
+impl CheckpointWriter {
     /// `keep`: how many complete checkpoints of this run stay. `exclusive`: none of other runs do.
     ///
     /// # Errors
     /// The system gives no thread.
     pub(crate) fn new(
         storage: Storage,
-        facts: Arc<Facts>,
+        fingerprint: Arc<JobFingerprint>,
         (keep, exclusive): (usize, bool),
     ) -> std::io::Result<Self> {
-        let (orders, queue) = channel();
-        let (tell, answers) = channel();
+        let (requests, queue) = channel();
+        let (replies_tx, replies) = channel();
         std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
-            let clerk = Clerk { storage, keep, exclusive };
-            while let Ok(order) = queue.recv() {
+            let thread = WriterThread { storage, keep, exclusive };
+            while let Ok(request) = queue.recv() {
                 // A trainer that has ended needs no answer.
-                clerk.handle(order, &tell);
+                thread.handle(request, &replies_tx);
             }
         })?;
-        Ok(Self { facts, orders, answers, news: VecDeque::new(), spare: None, current: None })
+        Ok(Self {
+            fingerprint,
+            requests,
+            replies,
+            completed: VecDeque::new(),
+            spare: None,
+            current: None,
+        })
     }
 
     /// Has memory ready for a part of a group of `world_size`, so that the next copy need not wait
     /// for it.
     pub(crate) fn prepare(&mut self, world_size: usize) {
-        let floats = (self.facts.parameters + self.facts.slots).div_ceil(world_size);
-        self.take_answers();
+        let floats = (self.fingerprint.parameters + self.fingerprint.slots).div_ceil(world_size);
+        self.take_replies();
         if self.spare.as_ref().is_none_or(|spare| spare.capacity() < floats) {
-            self.order(Order::Prepare { floats });
+            self.request(Request::Prepare { floats });
         }
     }
 
@@ -98,9 +105,9 @@ impl Keeper {
         record: StateRecord,
         (parameters, slots): (&[f32], &[f32]),
     ) {
-        self.take_answers();
-        let name = Name { step, generation: generation.0, run: self.facts.run.clone() };
-        let (start, end) = part_of(parameters.len() + slots.len(), rank, world_size);
+        self.take_replies();
+        let name = Name { step, generation: generation.0, run: self.fingerprint.run.clone() };
+        let (start, end) = shard_bounds(parameters.len() + slots.len(), rank, world_size);
         let of = |tensor: &[f32], before: usize| {
             let at = |float: usize| float.saturating_sub(before).min(tensor.len());
             at(start)..at(end)
@@ -114,7 +121,7 @@ impl Keeper {
         floats.extend_from_slice(&slots[of_slots]);
         let file = name::shard(rank, world_size);
         self.current = Some((name.clone(), record));
-        self.order(Order::Write { name, file, header, floats });
+        self.request(Request::Write { name, file, header, floats });
     }
 
     /// Has the manifest of the checkpoint written that this rank takes part in, all of whose parts
@@ -125,48 +132,48 @@ impl Keeper {
         };
         let now =
             SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let manifest = Box::new(Manifest::new(&self.facts, record, parts, now));
-        self.order(Order::Commit { name, manifest });
+        let manifest = Box::new(Manifest::new(&self.fingerprint, record, parts, now));
+        self.request(Request::Commit { name, manifest });
     }
 
     /// What has been done since the last call.
-    pub(crate) fn poll(&mut self) -> Option<Done> {
-        self.take_answers();
-        self.news.pop_front()
+    pub(crate) fn poll(&mut self) -> Option<Completion> {
+        self.take_replies();
+        self.completed.pop_front()
     }
 
-    fn take_answers(&mut self) {
-        while let Ok(answer) = self.answers.try_recv() {
-            match answer {
-                Answer::Buffer(buffer) => self.keep_buffer(buffer),
-                Answer::Done(done) => self.news.push_back(done),
+    fn take_replies(&mut self) {
+        while let Ok(reply) = self.replies.try_recv() {
+            match reply {
+                Reply::Buffer(buffer) => self.recycle(buffer),
+                Reply::Completed(done) => self.completed.push_back(done),
             }
         }
     }
 
-    fn keep_buffer(&mut self, buffer: Vec<f32>) {
+    fn recycle(&mut self, buffer: Vec<f32>) {
         if self.spare.as_ref().is_none_or(|spare| spare.capacity() < buffer.capacity()) {
             self.spare = Some(buffer);
         }
     }
 
-    fn order(&self, order: Order) {
-        self.orders.send(order).expect("the thread ends after the trainer");
+    fn request(&self, request: Request) {
+        self.requests.send(request).expect("the thread ends after the trainer");
     }
 }
 
 /// The thread's end.
-struct Clerk {
+struct WriterThread {
     storage: Storage,
     keep: usize,
     exclusive: bool,
 }
 
-impl Clerk {
-    fn handle(&self, order: Order, tell: &Sender<Answer>) {
-        let answer = |answer| drop(tell.send(answer));
-        match order {
-            Order::Commit { name, manifest } => {
+impl WriterThread {
+    fn handle(&self, request: Request, replies_tx: &Sender<Reply>) {
+        let reply = |reply| drop(replies_tx.send(reply));
+        match request {
+            Request::Commit { name, manifest } => {
                 let bytes = manifest.shards.iter().map(|shard| shard.bytes).sum();
                 let path = format!("{name}/{MANIFEST}");
                 let result = self.storage.write(&path, vec![manifest.encode().into()]);
@@ -174,14 +181,14 @@ impl Clerk {
                     self.clear(&name, manifest.state.evaluation.best.map(|(step, _)| step));
                 }
                 let result = result.map(|()| bytes).map_err(|error| error.to_string());
-                answer(Answer::Done(Done::Committed {
+                reply(Reply::Completed(Completion::Committed {
                     step: name.step,
                     name: name.to_string(),
                     result,
                 }));
             }
-            Order::Prepare { floats } => answer(Answer::Buffer(zeros(floats))),
-            Order::Write { name, file, header, floats } => {
+            Request::Prepare { floats } => reply(Reply::Buffer(zeros(floats))),
+            Request::Write { name, file, header, floats } => {
                 let began = Instant::now();
                 let floats = Arc::new(floats);
                 let result = self.write(&format!("{name}/{file}"), header, &floats);
@@ -191,9 +198,9 @@ impl Clerk {
                 }
                 // Where the store still holds on to it, the next one is made anew.
                 if let Ok(floats) = Arc::try_unwrap(floats) {
-                    answer(Answer::Buffer(floats));
+                    reply(Reply::Buffer(floats));
                 }
-                answer(Answer::Done(Done::Wrote { step: name.step, result }));
+                reply(Reply::Completed(Completion::Written { step: name.step, result }));
             }
         }
     }

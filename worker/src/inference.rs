@@ -5,15 +5,15 @@
 //! in order, in batches of one size, and their metrics added in that order. **Invariant:** a shard
 //! is said to be done after all that was to be written of it is.
 
-mod files;
+mod output;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::TryRecvError;
 
 use elasticdl_proto::RecordRange;
 
-use files::Output;
-pub(crate) use files::{Format, check_output};
+use output::Output;
+pub(crate) use output::{Format, check_output};
 
 use crate::control::{Control, Work};
 use crate::core::session::{Exit, Report};
@@ -47,10 +47,10 @@ pub(crate) fn work<M: Model>(
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
     control.outbox.send(ToMaster::Ready { parameters: parameters.len() as u64 });
     let shards = VecDeque::new();
-    let mut work = Apart { model, parameters, purpose, batch, prefetch, shards, control };
+    let mut work = Inference { model, parameters, purpose, batch, prefetch, shards, control };
     let exit = work.run();
     if let Purpose::Predict { output, .. } = &work.purpose {
-        output.tidy();
+        output.remove_leftovers();
     }
     exit
 }
@@ -61,7 +61,7 @@ enum Purpose {
     Predict { output: Output, format: Format },
 }
 
-struct Apart<'a, M: Model> {
+struct Inference<'a, M: Model> {
     model: M,
     parameters: Vec<f32>,
     purpose: Purpose,
@@ -77,33 +77,33 @@ struct Apart<'a, M: Model> {
 type Sums = BTreeMap<String, f64>;
 
 /// Whether work goes on.
-type Going = Result<(), Exit>;
+type Interruptible = Result<(), Exit>;
 
-impl<M: Model> Apart<'_, M> {
+impl<M: Model> Inference<'_, M> {
     fn run(&mut self) -> Result<Exit, Failure> {
-        self.ask(SHARDS_AHEAD);
+        self.request_leases(SHARDS_AHEAD);
         loop {
-            if let Err(exit) = self.listen(self.shards.is_empty()) {
+            if let Err(exit) = self.receive(self.shards.is_empty()) {
                 return Ok(exit);
             }
             let Some(shard) = self.shards.pop_front() else { continue };
-            let metrics = match self.shard(shard)? {
+            let metrics = match self.process(shard)? {
                 Ok(metrics) => metrics,
                 Err(exit) => return Ok(exit),
             };
             tracing::debug!(%shard, "done");
             self.control.outbox.send(ToMaster::Done { range: shard, metrics });
-            self.ask(1);
+            self.request_leases(1);
         }
     }
 
-    fn ask(&self, shards: u64) {
+    fn request_leases(&self, shards: u64) {
         let request = Report::LeaseRequest { epoch: 0, records: shards };
         self.control.outbox.send(ToMaster::Report(request));
     }
 
     /// Takes in what the master has said; `wait`s until it says something.
-    fn listen(&mut self, wait: bool) -> Going {
+    fn receive(&mut self, wait: bool) -> Interruptible {
         let ended = || Exit::Shutdown("the control stream's thread ended".into());
         let mut wait = wait;
         loop {
@@ -131,7 +131,7 @@ impl<M: Model> Apart<'_, M> {
     }
 
     /// Does one shard; its metrics, if it is evaluated.
-    fn shard(&mut self, shard: RecordRange) -> Result<Result<Sums, Exit>, Failure> {
+    fn process(&mut self, shard: RecordRange) -> Result<Result<Sums, Exit>, Failure> {
         let mut sums = Sums::new();
         let mut predictions = Predictions::new();
         let mut start = shard.start;
@@ -141,7 +141,7 @@ impl<M: Model> Apart<'_, M> {
             let mut rest = Some(part);
             while let Some(range) = rest {
                 // Nobody waits for a shard that this worker is not to finish.
-                if let Err(exit) = self.listen(false) {
+                if let Err(exit) = self.receive(false) {
                     return Ok(Err(exit));
                 }
                 let taken = self.prefetch.take(range)?;
@@ -160,7 +160,7 @@ impl<M: Model> Apart<'_, M> {
             start = part.end;
         }
         if let Purpose::Predict { output, format } = &self.purpose {
-            files::write(output, *format, shard, &predictions)
+            output::write_shard(output, *format, shard, &predictions)
                 .map_err(|error| fail(error, shard))?;
         }
         Ok(Ok(sums))

@@ -72,9 +72,9 @@ impl Output {
 
     /// Removes what killed workers have left, as far as it can be told. Hidden as it is, it does no
     /// harm.
-    pub(super) fn tidy(&self) {
+    pub(super) fn remove_leftovers(&self) {
         if let Self::Folder(folder) = self
-            && let Err(error) = tidy(folder)
+            && let Err(error) = remove_leftovers(folder)
         {
             tracing::debug!(%error, folder = %folder.display(), "not tidied");
         }
@@ -104,7 +104,7 @@ fn replace(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Removes what killed workers have left of files that others have written since.
-fn tidy(folder: &Path) -> io::Result<()> {
+fn remove_leftovers(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         let name = entry.file_name();
@@ -120,7 +120,7 @@ fn tidy(folder: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// What could not be written, and why.
-pub(super) fn write(
+pub(super) fn write_shard(
     output: &Output,
     format: Format,
     shard: RecordRange,
@@ -226,7 +226,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("out").to_str().unwrap().to_owned();
         let shard = RecordRange { epoch: 0, start: 40, end: 43 };
-        write(&Output::open(&output).unwrap(), format, shard, &predictions()).unwrap();
+        write_shard(&Output::open(&output).unwrap(), format, shard, &predictions()).unwrap();
         let files: Vec<_> =
             fs::read_dir(&output).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert_eq!(files.len(), 1);
@@ -282,7 +282,7 @@ mod tests {
         replace(folder.path(), "part-1.csv", b"whole").unwrap();
         assert!(folder.path().join(format!(".part-1.csv.{}", std::process::id())).exists());
         assert_eq!(fs::read(folder.path().join("part-1.csv")).unwrap(), b"whole");
-        tidy(folder.path()).unwrap();
+        remove_leftovers(folder.path()).unwrap();
         let mut names: Vec<String> = fs::read_dir(&folder)
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())

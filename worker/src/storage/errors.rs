@@ -6,11 +6,11 @@ use std::io;
 use object_store::client::{HttpError, HttpErrorKind};
 use rustix::io::Errno;
 
-use super::waits::Fault;
+use super::retry::Transient;
 
 /// Whether the same request may succeed later: the store was not reached, did not answer in time,
 /// or says so itself.
-pub(super) fn may_pass(error: &object_store::Error) -> bool {
+pub(super) fn is_transient(error: &object_store::Error) -> bool {
     let object_store::Error::Generic { source, .. } = error else { return false };
     let mut cause: Option<&(dyn Error + 'static)> = Some(source.as_ref());
     while let Some(error) = cause {
@@ -18,7 +18,7 @@ pub(super) fn may_pass(error: &object_store::Error) -> bool {
             return !is_never_sent(error);
         }
         if let Some(error) = error.downcast_ref::<io::Error>() {
-            return error.may_pass();
+            return error.is_transient();
         }
         cause = error.source();
     }
@@ -62,10 +62,10 @@ pub(super) fn reason(error: &object_store::Error) -> String {
     }
 }
 
-impl Fault for io::Error {
+impl Transient for io::Error {
     /// Errors of a network file system whose server is away, and of a disk that can't read just
     /// now.
-    fn may_pass(&self) -> bool {
+    fn is_transient(&self) -> bool {
         let passing = [
             Errno::CONNABORTED,
             Errno::CONNREFUSED,
@@ -127,20 +127,20 @@ mod tests {
             HttpErrorKind::Connect,
             io::Error::from(io::ErrorKind::ConnectionRefused),
         );
-        assert!(may_pass(&generic(refused)));
+        assert!(is_transient(&generic(refused)));
         for (status, passes) in
             [(503, true), (500, true), (429, true), (408, true), (400, false), (416, false)]
         {
             let text = format!("Server returned non-2xx status code: {status} X: <Error/>");
-            assert_eq!(may_pass(&generic(text)), passes, "{status}");
+            assert_eq!(is_transient(&generic(text)), passes, "{status}");
         }
-        assert!(may_pass(&generic("Server returned error response: <Error>SlowDown</Error>")));
-        assert!(!may_pass(&generic("Header: no etag")));
-        assert!(may_pass(&generic(io::Error::from_raw_os_error(Errno::STALE.raw_os_error()))));
-        assert!(!may_pass(&generic(io::Error::from_raw_os_error(Errno::NOSPC.raw_os_error()))));
+        assert!(is_transient(&generic("Server returned error response: <Error>SlowDown</Error>")));
+        assert!(!is_transient(&generic("Header: no etag")));
+        assert!(is_transient(&generic(io::Error::from_raw_os_error(Errno::STALE.raw_os_error()))));
+        assert!(!is_transient(&generic(io::Error::from_raw_os_error(Errno::NOSPC.raw_os_error()))));
         let refused =
             object_store::Error::PermissionDenied { path: "a".into(), source: "403".into() };
-        assert!(!may_pass(&refused));
+        assert!(!is_transient(&refused));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// What this process waits for, as it is told to the master.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Waiting {
+pub(crate) struct WaitStatus {
     /// The address that is asked, and its last error; `None` while all storage answers.
     pub(crate) storage: Option<String>,
     /// How long the process has waited since it began, in all.
@@ -22,20 +22,20 @@ pub(crate) struct Waiting {
 }
 
 /// What happens to a request that failed.
-pub(crate) trait Fault: std::fmt::Display {
+pub(crate) trait Transient: std::fmt::Display {
     /// Whether the same request may succeed later.
-    fn may_pass(&self) -> bool;
+    fn is_transient(&self) -> bool;
 }
 
 /// Makes `request` until it succeeds, fails for good, or [`LIMIT`] has passed. `address`: what it
 /// asks.
-pub(crate) fn patiently<T, E: Fault>(
+pub(crate) fn with_retries<T, E: Transient>(
     address: &str,
     mut request: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
     // Almost all requests succeed: they cost no look at a clock.
     match request() {
-        Err(error) if error.may_pass() => {
+        Err(error) if error.is_transient() => {
             let waiter = Waiter::begin(&WAITS, address, &error);
             let began = Instant::now();
             let pause = |pause: Duration| {
@@ -52,7 +52,7 @@ pub(crate) fn patiently<T, E: Fault>(
 
 /// Repeats `request` after pauses. `pause` waits for as long as it is told, and gives the time
 /// since the first failure.
-fn again<T, E: Fault>(
+fn again<T, E: Transient>(
     limit: Duration,
     mut error: E,
     mut request: impl FnMut() -> Result<T, E>,
@@ -63,7 +63,7 @@ fn again<T, E: Fault>(
     while pause(length) < limit {
         length = (length * 2).min(PAUSE_MAX);
         error = match request() {
-            Err(error) if error.may_pass() => error,
+            Err(error) if error.is_transient() => error,
             done => return done,
         };
         note(&error);
@@ -72,12 +72,12 @@ fn again<T, E: Fault>(
 }
 
 /// What the process waits for now.
-pub(crate) fn waiting() -> Waiting {
+pub(crate) fn wait_status() -> WaitStatus {
     WAITS.waiting(Instant::now())
 }
 
 /// Has `flag` set for as long as the current thread waits for storage.
-pub(crate) fn flag_waits(flag: Arc<AtomicBool>) {
+pub(crate) fn set_wait_flag(flag: Arc<AtomicBool>) {
     FLAG.set(Some(flag));
 }
 
@@ -107,12 +107,12 @@ impl Waits {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn waiting(&self, now: Instant) -> Waiting {
+    fn waiting(&self, now: Instant) -> WaitStatus {
         let state = self.lock();
         let current =
             state.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         let storage = state.since.map(|_| state.storage.clone());
-        Waiting { storage, waited: state.waited + current }
+        WaitStatus { storage, waited: state.waited + current }
     }
 }
 
@@ -123,7 +123,7 @@ struct Waiter<'a> {
 }
 
 impl<'a> Waiter<'a> {
-    fn begin(waits: &'a Waits, address: &'a str, error: &impl Fault) -> Self {
+    fn begin(waits: &'a Waits, address: &'a str, error: &impl Transient) -> Self {
         let waiter = Self { waits, address };
         let mut state = waits.lock();
         state.threads += 1;
@@ -138,7 +138,7 @@ impl<'a> Waiter<'a> {
         waiter
     }
 
-    fn note(&self, error: &impl Fault) {
+    fn note(&self, error: &impl Transient) {
         self.waits.lock().storage = match error.to_string() {
             text if text.contains(self.address) => text,
             text => format!("{}: {text}", self.address),
@@ -190,8 +190,8 @@ mod tests {
         }
     }
 
-    impl Fault for Failed {
-        fn may_pass(&self) -> bool {
+    impl Transient for Failed {
+        fn is_transient(&self) -> bool {
             self.1
         }
     }
@@ -235,7 +235,7 @@ mod tests {
         let (done, pauses) = ask(Duration::from_secs(1), Err(refused.clone()));
         assert_eq!((done, pauses.len()), (Err(refused.clone()), 3));
         let mut asked = 0;
-        let done: Result<(), _> = patiently("s3://bucket", || {
+        let done: Result<(), _> = with_retries("s3://bucket", || {
             asked += 1;
             Err(refused.clone())
         });
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn a_thread_that_waits_sets_its_flag() {
         let (waits, flag) = (Waits::new(), Arc::new(AtomicBool::new(false)));
-        flag_waits(Arc::clone(&flag));
+        set_wait_flag(Arc::clone(&flag));
         let waiter = Waiter::begin(&waits, "s3://b/x", &AWAY);
         assert!(flag.load(Ordering::Acquire));
         waiter.end(false);
