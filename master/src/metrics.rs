@@ -58,7 +58,7 @@ impl Projection {
         })?;
         page.gauge("generation", "Newest generation of the group", status.generation.0 as f64)?;
         page.gauge("world_size", "Members of the group", members.count() as f64)?;
-        page.gauge("workers_wanted", "Workers to keep", f64::from(status.workers_wanted))?;
+        page.gauge("workers_desired", "Workers to keep", f64::from(status.workers_desired))?;
         page.gauge("stragglers", "Members markedly slower than their peers", stragglers as f64)?;
         page.gauge("step", "Steps that the model has absorbed", status.step as f64)?;
         page.gauge("epoch", "First epoch that is not complete", f64::from(status.epoch))?;
@@ -126,10 +126,10 @@ impl Projection {
         let help = "States that were lost with all workers, and of which there was no checkpoint";
         page.counter("state_losses", help, tally.state_losses as f64)?;
         let mut ends =
-            page.family("worker_ends", "Worker processes that have ended", MetricType::Counter)?;
+            page.family("worker_exits", "Worker processes that have ended", MetricType::Counter)?;
         for end in End::ALL {
             let count = tally.ends.get(&end).copied().unwrap_or_default();
-            let labels = [("verdict", end.name())];
+            let labels = [("reason", end.name())];
             ends.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&count, None)?;
         }
         Ok(())

@@ -294,7 +294,7 @@ mod tests {
             memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
             loss: LossSummary { first: Some(2.0), last: Some(0.5) },
             throughput: ThroughputSummary { records_per_s: 250.0, steps_per_s: 66.6 },
-            sums_over: None,
+            allreduce_transport: None,
             evaluations: Some(EvaluationsSummary {
                 all: vec![Evaluated {
                     step: 90,

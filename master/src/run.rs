@@ -526,7 +526,7 @@ impl Master {
     fn scale(&mut self, num_workers: u32) -> Result<u32, String> {
         self.spec.check_scale(num_workers)?;
         let now = self.now();
-        let was = self.job.status(now).workers_wanted;
+        let was = self.job.status(now).workers_desired;
         self.job.handle(now, Event::Scale { num_workers });
         Ok(was)
     }

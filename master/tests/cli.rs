@@ -461,7 +461,7 @@ fn a_signal_stops_the_job_and_its_process_and_shows_in_the_exit_code() {
         assert_eq!(lines.next().unwrap().unwrap(), "started");
         let status = home.run(&["status", "./job", "--json"]);
         let json: serde_json::Value = serde_json::from_str(&status.stdout).expect(&status.stderr);
-        assert_eq!(json["workers_wanted"], 2);
+        assert_eq!(json["workers_desired"], 2);
         let scaled = home.run(&["scale", "./job", "--num-workers", "4"]);
         assert_eq!(scaled.stdout, "workers: 2 -> 4\n", "{}", scaled.stderr);
         home.run(&["scale", "./job", "--num-workers", "9"]).assert_refused(&["1 to 8 workers"]);
@@ -491,7 +491,7 @@ fn the_help_is_a_manual() {
         "--max-worker-restarts",
         "--master-timeout",
         "--wire-dtype",
-        "--streams",
+        "--channels",
         "--training-data",
         "--num-epochs",
         "--max-steps",

@@ -150,7 +150,7 @@ fn spec() -> JobSpec {
         validation: None,
         work: Work::default(),
         wire_dtype: WireDtype::F32,
-        streams: 1,
+        channels: 1,
         on_nonfinite: OnNonfinite::Fail,
         restart_without_checkpoint: false,
         grace_period: Duration::from_secs(30),
@@ -307,7 +307,7 @@ async fn a_job_is_scaled_within_its_bounds_and_shows_it() {
     }
     assert_eq!(client.scale(scale(3)).await.unwrap().into_inner().was, 1);
     let status = client.status(job.proven(v1::StatusRequest {})).await.unwrap().into_inner();
-    assert_eq!((status.job.as_str(), status.workers_wanted), ("mnist", 3));
+    assert_eq!((status.job.as_str(), status.workers_desired), ("mnist", 3));
     assert_eq!(status.workers.iter().map(|w| w.pid).collect::<Vec<_>>(), [42]);
     drop(worker);
     job.interrupts.send(Interrupt::Kill).await.unwrap();

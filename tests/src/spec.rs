@@ -29,7 +29,7 @@ pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> 
         validation: None,
         work: Work::default(),
         wire_dtype: WireDtype::F32,
-        streams: 1,
+        channels: 1,
         on_nonfinite: OnNonfinite::Fail,
         restart_without_checkpoint: true,
         grace_period: Duration::from_secs(30),

@@ -60,10 +60,10 @@ fn pods_of_two_workers_train_each_record_once_and_go_together() {
     let options = [&options[..], &["--num-epochs", "25", "--max-worker-restarts", "0"]].concat();
     let job = Job::start(&namespace, "count", &options, 8000);
     let pods = job.wait_for_pods(4, 2);
-    let sums_over = job.status()["sums_over"].to_string();
+    let allreduce_transport = job.status()["allreduce_transport"].to_string();
     assert!(
-        sums_over.contains("shared memory inside hosts"),
-        "the ranks of a pod do not find each other's: {sums_over}"
+        allreduce_transport.contains("shared memory inside hosts"),
+        "the ranks of a pod do not find each other's: {allreduce_transport}"
     );
     // The supervisor, and its workers.
     let processes = Namespace::processes_inside(&pods[0], "counting");

@@ -26,10 +26,10 @@ fn with(name: &'static str, value: impl Into<OsString>, stage: Stage) -> Stage {
 }
 
 /// What an undisturbed job says that its gradients were summed over.
-fn sums_over(stage: &Stage) -> String {
+fn allreduce_transport(stage: &Stage) -> String {
     let ended = stage.command(0).run();
     ended.assert_exact("undisturbed");
-    ended.summary["sums_over"].as_str().unwrap_or_default().to_owned()
+    ended.summary["allreduce_transport"].as_str().unwrap_or_default().to_owned()
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn records_are_counted_exactly_once_on_gpus_under_kills_and_joins() {
 fn a_group_goes_over_to_nccl_once_all_have_it_and_again_after_a_loss() {
     let mut job = stage(3).start(1);
     let is_on_nccl = |status: &serde_json::Value| {
-        status["sums_over"].as_str().is_some_and(|what| what.starts_with("NCCL 2.28"))
+        status["allreduce_transport"].as_str().is_some_and(|what| what.starts_with("NCCL 2.28"))
     };
     job.wait_for("NCCL", is_on_nccl);
     let (_, pid) = job.workers().into_iter().next_back().unwrap();
@@ -57,30 +57,43 @@ fn a_group_goes_over_to_nccl_once_all_have_it_and_again_after_a_loss() {
 
 #[test]
 fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_says_why() {
-    let what = sums_over(&with("ELASTICDL_NCCL", "off", stage(2)));
+    let what = allreduce_transport(&with("ELASTICDL_NCCL", "off", stage(2)));
     assert!(
         what.contains("by way of the hosts' memory") && what.contains("ELASTICDL_NCCL is off"),
         "{what}"
     );
-    let what = sums_over(&with("ELASTICDL_NCCL", "/nowhere/libnccl.so", stage(2)));
+    let what = allreduce_transport(&with("ELASTICDL_NCCL", "/nowhere/libnccl.so", stage(2)));
     assert!(what.contains("/nowhere/libnccl.so can't be loaded"), "{what}");
-    let what = sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("old"), stage(2)));
+    let what = allreduce_transport(&with(
+        "ELASTICDL_NCCL",
+        elasticdl_stand_ins::nccl_with("old"),
+        stage(2),
+    ));
     assert!(what.contains("too old"), "{what}");
-    let what = sums_over(&with("STAND_IN_DEVICES", "1", stage(2)));
+    let what = allreduce_transport(&with("STAND_IN_DEVICES", "1", stage(2)));
     assert!(what.contains("ranks 0 and 1 share a GPU"), "{what}");
 }
 
 #[test]
 fn where_nccl_fails_the_job_goes_on_without_and_gives_it_up() {
-    let what =
-        sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("init_fails"), stage(2)));
+    let what = allreduce_transport(&with(
+        "ELASTICDL_NCCL",
+        elasticdl_stand_ins::nccl_with("init_fails"),
+        stage(2),
+    ));
     assert!(what.contains("NCCL failed"), "{what}");
-    let what =
-        sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with("init_hangs"), stage(2)));
+    let what = allreduce_transport(&with(
+        "ELASTICDL_NCCL",
+        elasticdl_stand_ins::nccl_with("init_hangs"),
+        stage(2),
+    ));
     assert!(what.contains("NCCL is being built"), "{what}");
     for fault in ["op_fails", "async_error"] {
-        let what =
-            sums_over(&with("ELASTICDL_NCCL", elasticdl_stand_ins::nccl_with(fault), stage(2)));
+        let what = allreduce_transport(&with(
+            "ELASTICDL_NCCL",
+            elasticdl_stand_ins::nccl_with(fault),
+            stage(2),
+        ));
         assert!(what.contains("NCCL is given up, it failed in 3 generations"), "{fault}: {what}");
     }
 }

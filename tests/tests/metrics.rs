@@ -61,7 +61,7 @@ fn a_job_is_seen_by_prometheus_and_tensorboard() {
         scrape(address).get("elasticdl_recovery_seconds_count{,cause=\"lost\"}") == Some(&1.0)
     });
     let page = scrape(address);
-    assert_eq!(page["elasticdl_worker_ends_total{,verdict=\"killed\"}"], 1.0);
+    assert_eq!(page["elasticdl_worker_exits_total{,reason=\"killed\"}"], 1.0);
     assert!(
         page["elasticdl_steps_total{}"] > 3.0 && page["elasticdl_records_total{}"] > 90.0,
         "{page:?}"

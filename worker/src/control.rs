@@ -71,7 +71,7 @@ pub(crate) struct Welcome {
     /// How long a worker that was told to end waits for the group to let it go.
     pub(crate) leave_timeout: Option<Duration>,
     /// Links between neighbours in the ring.
-    pub(crate) streams: u8,
+    pub(crate) channels: u8,
 }
 
 /// Where and when checkpoints are kept.

@@ -46,7 +46,7 @@ pub(crate) enum ToMaster {
     },
     Report(Report),
     /// In words; from the lowest rank, when it changes.
-    SumsOver {
+    AllreduceTransport {
         generation: Generation,
         what: String,
     },

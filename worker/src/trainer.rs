@@ -47,7 +47,7 @@ pub(crate) struct Trainer<'a, M: Model> {
     /// Whether this worker would use NCCL.
     nccl: NcclPolicy,
     /// What the master was told that sums go over.
-    sums_over: Option<String>,
+    allreduce_transport: Option<String>,
     /// Newcomers that get the state from here.
     donor: Donor,
     checkpoints: Checkpointing,
@@ -116,7 +116,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             endpoint,
             ring: None,
             nccl,
-            sums_over: None,
+            allreduce_transport: None,
             donor: Donor::new(TRANSFER_PATIENCE),
             checkpoints,
             validation,
@@ -191,7 +191,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 self.session.handle_membership(membership);
             }
             FromMaster::Reconnected => {
-                self.sums_over = None;
+                self.allreduce_transport = None;
                 self.session.reconnected();
                 self.send_reports();
                 if self.session.is_newcomer() {
@@ -470,7 +470,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let buckets = self.model.bucket().map(|bucket| (bucket, summed));
         let headers = self.tensors.sum(ring, &mine, path, buckets).map_err(Stopped::Broken)?;
         self.session.reduced(started.elapsed());
-        self.tell_sums_over(path);
+        self.tell_allreduce_transport(path);
         let headers: Vec<StepHeader> = decode_all(headers)?;
         self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
         let is_finite = self.is_finite(&headers)?;

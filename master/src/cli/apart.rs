@@ -110,7 +110,7 @@ const TRAINING: [&str; 21] = [
     "evaluate_every",
     "best_metric",
     "early_stopping",
-    "streams",
+    "channels",
     "wire_dtype",
 ];
 
@@ -168,6 +168,7 @@ mod tests {
         let refused: Vec<&str> = train.difference(&evaluate).map(String::as_str).collect();
         let expected = [
             "best-metric",
+            "channels",
             "checkpoint-dir",
             "checkpoint-every",
             "checkpoint-keep",
@@ -185,7 +186,6 @@ mod tests {
             "resume-from",
             "seed",
             "shuffle",
-            "streams",
             "training-data",
             "validation-data",
             "wire-dtype",

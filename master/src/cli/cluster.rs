@@ -101,9 +101,9 @@ pub struct ClusterArgs {
     /// there are, so that jobs share a cluster fairly. auto: those of
     /// manifests/priorityclasses.yaml, as far as the cluster has them. [default: off with
     /// --priority-class or --worker-priority-class, else auto]
-    #[arg(long, value_name = "CLASSES", value_parser = ladder::parse, requires = "image",
+    #[arg(long, alias = "priority-ladder", value_name = "CLASSES", value_parser = ladder::parse, requires = "image",
           conflicts_with = "worker_priority_class")]
-    pub priority_ladder: Option<ladder::Choice>,
+    pub priority_tiers: Option<ladder::Choice>,
 
     /// A scheduler other than the cluster's own.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
@@ -365,7 +365,7 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
             .worker_priority_class
             .clone()
             .or_else(|| args.priority_class.clone()),
-        ladder: args.priority_ladder.clone().unwrap_or(usual),
+        ladder: args.priority_tiers.clone().unwrap_or(usual),
         scheduler_name: args.scheduler_name.clone(),
         env: args.env.clone(),
         node_selector: args.node_selector.clone().unwrap_or_default(),

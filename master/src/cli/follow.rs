@@ -160,7 +160,7 @@ struct Printer {
     start: Instant,
     events: Vec<String>,
     /// How many lines the story had.
-    events_said: u64,
+    events_emitted: u64,
     last: String,
 }
 
@@ -171,7 +171,7 @@ impl Printer {
             progress,
             start: Instant::now(),
             events: Vec::new(),
-            events_said: 0,
+            events_emitted: 0,
             last: String::new(),
         }
     }
@@ -188,8 +188,10 @@ impl Printer {
         };
         let new = unseen(&self.events, &status.events).to_vec();
         // The status holds the newest lines only, and comes now and then.
-        let missed =
-            status.events_said.saturating_sub(self.events_said).saturating_sub(new.len() as u64);
+        let missed = status
+            .events_emitted
+            .saturating_sub(self.events_emitted)
+            .saturating_sub(new.len() as u64);
         if missed > 0 {
             self.say(&format!("({missed} lines before this are in the master's log)"));
         }
@@ -205,7 +207,7 @@ impl Printer {
                 None => self.say(event),
             }
         }
-        self.events_said = status.events_said;
+        self.events_emitted = status.events_emitted;
         self.progress.glance(self.now(), glance(&status));
         self.events = status.events;
     }
@@ -232,7 +234,7 @@ fn glance(status: &StatusJson) -> Glance {
         status.state,
         status.step,
         short(status.records_per_s),
-        status.workers_wanted,
+        status.workers_desired,
         status.generation
     );
     Glance { progress: status.progress, step: status.step, text }

@@ -360,7 +360,7 @@ async fn conduct(
     drop(followed);
     let status = published.borrow_and_update().as_ref().map(|snapshot| snapshot.status.clone());
     let mut times = times.take();
-    times.note(age + start.elapsed(), status.as_ref().map_or(0, |status| status.events_said));
+    times.note(age + start.elapsed(), status.as_ref().map_or(0, |status| status.events_emitted));
     write_end(writer, &ended, status, &times).await?;
     Ok(code_of(ended.outcome))
 }
@@ -393,7 +393,7 @@ async fn publish(
             }
             continue;
         };
-        times.borrow_mut().note(age + start.elapsed(), status.events_said);
+        times.borrow_mut().note(age + start.elapsed(), status.events_emitted);
         let news = news_of(&status);
         let due = pace.due(Instant::now(), news);
         if due > Instant::now() {
@@ -451,7 +451,7 @@ impl Times {
 /// A digest of what is worth a write of its own.
 fn news_of(status: &Status) -> u64 {
     let mut hasher = DefaultHasher::new();
-    (status.state, status.generation.0, status.workers_wanted, &status.events).hash(&mut hasher);
+    (status.state, status.generation.0, status.workers_desired, &status.events).hash(&mut hasher);
     // One that is asked for is waited for.
     status
         .checkpoints

@@ -126,7 +126,7 @@ pub(super) fn job_spec(
         validation: args.validation.plan()?,
         work,
         wire_dtype: args.wire_dtype,
-        streams: args.streams,
+        channels: args.channels,
         on_nonfinite: args.resilience.on_nonfinite,
         restart_without_checkpoint: args.resilience.restart_without_checkpoint,
         grace_period: args.resilience.grace_period,
@@ -411,7 +411,7 @@ mod tests {
             validation: None,
             work: Work::Train { export: None },
             wire_dtype: WireDtype::F32,
-            streams: 1,
+            channels: 1,
             on_nonfinite: OnNonfinite::Fail,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
@@ -474,7 +474,8 @@ mod tests {
         assert_eq!(spec("--local --minibatch-size 5").batch, per_worker);
         assert_eq!(spec("--local --records-per-shard 9").records_per_shard, NonZeroU64::new(9));
         assert_eq!(spec("--local --wire-dtype bf16").wire_dtype, WireDtype::Bf16);
-        assert_eq!(spec("--local --streams 16").streams, 16);
+        assert_eq!(spec("--local --channels 16").channels, 16);
+        assert_eq!(spec("--local --streams 16").channels, 16);
         assert!(!spec("--local --no-shuffle").shuffle);
         assert!(spec("--local --no-shuffle --shuffle").shuffle);
         assert_eq!(

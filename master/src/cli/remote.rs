@@ -188,7 +188,7 @@ impl ClusterJob {
         spec.check_scale(num_workers).map_err(Failure::usage)?;
         let status =
             data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
-        let was = status.map_or(spec.num_workers, |status| status.workers_wanted);
+        let was = status.map_or(spec.num_workers, |status| status.workers_desired);
         self.wish(NUM_WORKERS, num_workers.to_string())?;
         print(&format!("workers: {was} -> {num_workers}\n"))
     }
@@ -410,12 +410,12 @@ fn cluster_row(namespace: &str, anchor: ConfigMap, outlook: Outlook) -> Option<R
     let (state, progress, workers) = match status {
         Some(status) if failed.is_some() => {
             let progress = format!("{:.1} %", status.progress * 100.0);
-            ("failed (no master)".into(), progress, format!("-/{}", status.workers_wanted))
+            ("failed (no master)".into(), progress, format!("-/{}", status.workers_desired))
         }
         Some(status) => {
             let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
             let progress = format!("{:.1} %", status.progress * 100.0);
-            (status.state, progress, format!("{members}/{}", status.workers_wanted))
+            (status.state, progress, format!("{members}/{}", status.workers_desired))
         }
         None if failed.is_some() => ("failed (no master)".into(), "-".into(), "-".into()),
         None => {

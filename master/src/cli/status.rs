@@ -58,12 +58,12 @@ JSON (names are stable; null for what is not there or not known yet):
   records_per_s, loss   over the last seconds; mean per record, smoothed
   shards                {todo, leased, done} of this epoch: done is absorbed as a whole; leased has
                         records leased to a worker that is here; todo is the rest
-  workers_wanted
+  workers_desired
   workers[]             {worker, pid, rank, state, step, compute_us, straggler, leased_records};
                         compute_us: in the model's code, last reported step; straggler: the median
                         of the last 7 such steps is over 1.5 times the members' median and over
                         5 ms more; in a cluster also {pod, node}
-  sums_over             what gradients are summed over, in words
+  allreduce_transport             what gradients are summed over, in words
   evaluated             {step, records, metrics: {name: mean}} of the newest evaluation; or null
   checkpoints           {dir, newest: {step, name, bytes}, saved, failed, error}; null where none
                         are kept; error: why the last one could not be written

@@ -144,9 +144,10 @@ pub struct TrainArgs {
     ///
     /// Each carries a part of every gradient of 256 KiB per connection or more. Workers that share
     /// memory do without.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16),
+    #[arg(long, alias = "streams", value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u8).range(1..=16),
           help_heading = WORKERS)]
-    pub streams: u8,
+    pub channels: u8,
 
     /// Where the training data is, as PROGRAM's reader understands it: mostly a file or a folder.
     #[arg(long, value_name = "URI", required_unless_present = "resume", help_heading = DATA)]
@@ -579,7 +580,7 @@ const JOB_OPTIONS: [&str; 37] = [
     "max_workers",
     "max_worker_restarts",
     "worker_timeout",
-    "streams",
+    "channels",
     "wire_dtype",
     "master_timeout",
     "training_data",

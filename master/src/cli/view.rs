@@ -24,14 +24,15 @@ pub(super) struct StatusJson {
     pub(super) records_per_s: f64,
     pub(super) loss: Option<f64>,
     pub(super) shards: Option<ShardsJson>,
-    pub(super) workers_wanted: u32,
+    #[serde(alias = "workers_wanted")]
+    pub(super) workers_desired: u32,
     pub(super) workers: Vec<WorkerJson>,
-    #[serde(default)]
-    pub(super) waiting: Vec<LaunchJson>,
-    #[serde(default)]
-    pub(super) rungs: Vec<RungJson>,
-    #[serde(default)]
-    pub(super) sums_over: Option<String>,
+    #[serde(default, alias = "waiting")]
+    pub(super) workers_pending: Vec<LaunchJson>,
+    #[serde(default, alias = "rungs")]
+    pub(super) priority_tiers: Vec<PriorityTierJson>,
+    #[serde(default, alias = "sums_over")]
+    pub(super) allreduce_transport: Option<String>,
     #[serde(default)]
     pub(super) evaluated: Option<Evaluated>,
     #[serde(default)]
@@ -39,8 +40,8 @@ pub(super) struct StatusJson {
     pub(super) memberships: Vec<MembershipRecord>,
     pub(super) events: Vec<String>,
     /// Lines of the story so far; `events` has the newest.
-    #[serde(default)]
-    pub(super) events_said: u64,
+    #[serde(default, alias = "events_said")]
+    pub(super) events_emitted: u64,
     /// In a cluster: how old the job was when each of `events` was said, in seconds.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) events_at_s: Vec<f64>,
@@ -83,14 +84,16 @@ pub(super) struct WorkerJson {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LaunchJson {
     pub(super) launch: u64,
-    pub(super) index: u32,
+    #[serde(alias = "index")]
+    pub(super) slot: u32,
     pub(super) state: String,
-    pub(super) waits_for: Option<String>,
+    #[serde(alias = "waits_for")]
+    pub(super) reason: Option<String>,
 }
 
 /// How many launches have a priority class, and how many of them are workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct RungJson {
+pub(super) struct PriorityTierJson {
     pub(super) class: String,
     pub(super) launches: u32,
     pub(super) workers: u32,
@@ -121,9 +124,9 @@ impl StatusJson {
                 }
                 1 => self.memberships.clear(),
                 2 => self.events.drain(..self.events.len() / 2).for_each(drop),
-                // Workers are told by their number, in `workers_wanted` and in metrics.
+                // Workers are told by their number, in `workers_desired` and in metrics.
                 _ => {
-                    self.waiting.truncate(self.waiting.len() / 2);
+                    self.workers_pending.truncate(self.workers_pending.len() / 2);
                     self.workers.truncate(self.workers.len() / 2);
                     self.evaluated = None;
                     self.events.drain(..self.events.len() / 2).for_each(drop);
@@ -163,11 +166,11 @@ impl From<v1::StatusReply> for StatusJson {
                 leased: s.leased,
                 done: s.done,
             }),
-            workers_wanted: status.workers_wanted,
+            workers_desired: status.workers_desired,
             workers: status.workers.into_iter().map(WorkerJson::from).collect(),
-            waiting: status.waiting.into_iter().map(LaunchJson::from).collect(),
-            rungs: status.rungs.into_iter().map(RungJson::from).collect(),
-            sums_over: status.sums_over,
+            workers_pending: status.workers_pending.into_iter().map(LaunchJson::from).collect(),
+            priority_tiers: status.priority_tiers.into_iter().map(PriorityTierJson::from).collect(),
+            allreduce_transport: status.allreduce_transport,
             evaluated: status.evaluated.map(|v1::Evaluated { step, records, metrics }| Evaluated {
                 step,
                 records,
@@ -179,7 +182,7 @@ impl From<v1::StatusReply> for StatusJson {
             checkpoints: status.checkpoints.map(CheckpointsJson::from),
             memberships: status.memberships.into_iter().filter_map(to_record).collect(),
             events: status.events,
-            events_said: status.events_said,
+            events_emitted: status.events_emitted,
             events_at_s: Vec::new(),
         }
     }
@@ -216,14 +219,14 @@ impl From<v1::WorkerStatus> for WorkerJson {
 
 impl From<v1::LaunchStatus> for LaunchJson {
     fn from(launch: v1::LaunchStatus) -> Self {
-        let v1::LaunchStatus { launch, index, state, waits_for } = launch;
-        Self { launch, index, state, waits_for }
+        let v1::LaunchStatus { launch, slot, state, reason } = launch;
+        Self { launch, slot, state, reason }
     }
 }
 
-impl From<v1::RungStatus> for RungJson {
-    fn from(rung: v1::RungStatus) -> Self {
-        let v1::RungStatus { class, launches, workers } = rung;
+impl From<v1::PriorityTierStatus> for PriorityTierJson {
+    fn from(tier: v1::PriorityTierStatus) -> Self {
+        let v1::PriorityTierStatus { class, launches, workers } = tier;
         Self { class, launches, workers }
     }
 }
@@ -277,11 +280,11 @@ pub(super) fn to_table(status: &StatusJson) -> String {
         row("loss", &format!("{loss:.4}"));
     }
     row("speed", &format!("{} records/s", short(status.records_per_s)));
-    if let Some(sums_over) = &status.sums_over {
-        row("sums over", &one_line(sums_over));
+    if let Some(allreduce_transport) = &status.allreduce_transport {
+        row("all-reduce", &one_line(allreduce_transport));
     }
     row("generation", &status.generation.to_string());
-    row("workers", &format!("{} wanted", status.workers_wanted));
+    row("workers", &format!("{} desired", status.workers_desired));
     let in_pods = status.workers.iter().any(|worker| worker.pod.is_some());
     if !status.workers.is_empty() {
         let process = if in_pods { "" } else { PROCESS_COLUMN };
@@ -291,16 +294,18 @@ pub(super) fn to_table(status: &StatusJson) -> String {
     for worker in &status.workers {
         row("", &worker_row(worker, in_pods));
     }
-    for (index, launch) in status.waiting.iter().enumerate() {
-        let waits_for = launch.waits_for.as_deref().map(|why| format!(": {}", one_line(why)));
+    for (index, launch) in status.workers_pending.iter().enumerate() {
+        let reason = launch.reason.as_deref().map(|why| format!(": {}", one_line(why)));
         let what =
-            format!("worker {} {}{}", launch.launch, launch.state, waits_for.unwrap_or_default());
-        row(if index == 0 { "waiting" } else { "" }, &what);
+            format!("worker {} {}{}", launch.launch, launch.state, reason.unwrap_or_default());
+        row(if index == 0 { "pending" } else { "" }, &what);
     }
-    if !status.rungs.is_empty() {
-        let rungs =
-            status.rungs.iter().map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
-        row("rungs", &rungs.collect::<Vec<_>>().join(", "));
+    if !status.priority_tiers.is_empty() {
+        let tiers = status
+            .priority_tiers
+            .iter()
+            .map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
+        row("tiers", &tiers.collect::<Vec<_>>().join(", "));
     }
     if let Some(Evaluated { step, metrics, .. }) = &status.evaluated {
         row("evaluated", &format!("step {step}: {}", one_line(&in_words(metrics))));
@@ -401,24 +406,28 @@ pub(super) mod tests {
             records_expected: 1920,
             loss: Some(0.25),
             records_per_s: 20_000.0,
-            workers_wanted: 2,
+            workers_desired: 2,
             workers: vec![worker(1, Some(0)), worker(2, None)],
             events: vec!["generation 2: 1 worker".into()],
             progress: 1.0 / 3.0,
             shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
             memberships: vec![membership(1, None), membership(2, Some(phases))],
-            events_said: 7,
-            waiting: vec![v1::LaunchStatus {
+            events_emitted: 7,
+            workers_pending: vec![v1::LaunchStatus {
                 launch: 3,
-                index: 2,
-                state: "no room".into(),
-                waits_for: Some("0/1 nodes are available".into()),
+                slot: 2,
+                state: "unschedulable".into(),
+                reason: Some("0/1 nodes are available".into()),
             }],
-            rungs: vec![
-                v1::RungStatus { class: "elasticdl-core".into(), launches: 2, workers: 2 },
-                v1::RungStatus { class: "elasticdl-rung-1".into(), launches: 1, workers: 0 },
+            priority_tiers: vec![
+                v1::PriorityTierStatus { class: "elasticdl-core".into(), launches: 2, workers: 2 },
+                v1::PriorityTierStatus {
+                    class: "elasticdl-tier-1".into(),
+                    launches: 1,
+                    workers: 0,
+                },
             ],
-            sums_over: Some("TCP".into()),
+            allreduce_transport: Some("TCP".into()),
             evaluated: Some(v1::Evaluated {
                 step: 9,
                 records: 50,
@@ -445,14 +454,14 @@ step         10
 records      640 of 1920
 loss         0.2500
 speed        20.0 k records/s
-sums over    TCP
+all-reduce   TCP
 generation   2
-workers      2 wanted
+workers      2 desired
              worker       pid  rank  state           step   ms/step  records leased
                   1        71     0  training          10       1.5              64  straggler
                   2        72     -  training           -       1.5              64
-waiting      worker 3 no room: 0/1 nodes are available
-rungs        elasticdl-core 2/2, elasticdl-rung-1 0/1
+pending      worker 3 unschedulable: 0/1 nodes are available
+tiers        elasticdl-core 2/2, elasticdl-tier-1 0/1
 evaluated    step 9: accuracy 0.7500, loss 0.5000
 checkpoints  step 9 in s3://b/c; the last one failed: disk full
 memberships  generation  cause  workers     at step     gap ms
@@ -516,28 +525,28 @@ events       generation 2: 1 worker
         let expected = serde_json::json!({
             "job": "mnist", "state": "running", "progress": 1.0 / 3.0, "generation": 2, "step": 10, "epoch": 0,
             "epochs": 3, "records_counted": 640, "records_expected": 1920, "records_per_s": 20_000.0,
-            "loss": 0.25, "shards": {"todo": 5, "leased": 3, "done": 2}, "workers_wanted": 2,
+            "loss": 0.25, "shards": {"todo": 5, "leased": 3, "done": 2}, "workers_desired": 2,
             "workers": [
                 {"worker": 1, "pid": 71, "rank": 0, "state": "training", "step": 10, "compute_us": 1500,
                  "straggler": true, "leased_records": 64},
                 {"worker": 2, "pid": 72, "rank": null, "state": "training", "step": null, "compute_us": 1500,
                  "straggler": false, "leased_records": 64},
             ],
-            "waiting": [
-                {"launch": 3, "index": 2, "state": "no room", "waits_for": "0/1 nodes are available"},
+            "workers_pending": [
+                {"launch": 3, "slot": 2, "state": "unschedulable", "reason": "0/1 nodes are available"},
             ],
-            "rungs": [
+            "priority_tiers": [
                 {"class": "elasticdl-core", "launches": 2, "workers": 2},
-                {"class": "elasticdl-rung-1", "launches": 1, "workers": 0},
+                {"class": "elasticdl-tier-1", "launches": 1, "workers": 0},
             ],
-            "sums_over": "TCP",
+            "allreduce_transport": "TCP",
             "evaluated": {"step": 9, "records": 50, "metrics": {"accuracy": 0.75, "loss": 0.5}},
             "checkpoints": {
                 "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400}, "saved": 2, "failed": 1,
                 "error": "disk full",
             },
             "memberships": [membership(1), recovered],
-            "events": ["generation 2: 1 worker"], "events_said": 7,
+            "events": ["generation 2: 1 worker"], "events_emitted": 7,
         });
         assert_eq!(json, expected);
     }
@@ -558,8 +567,11 @@ events       generation 2: 1 worker
         let read: StatusJson = serde_json::from_str(&shortened).unwrap();
         assert_eq!((read.workers.len(), read.events.len()), (1024, status.events.len()));
         status.events = vec!["\u{1}".repeat(1000); 20];
-        status.waiting = vec![status.waiting[0].clone(); 1024];
-        status.waiting.iter_mut().for_each(|launch| launch.waits_for = Some("\u{1}".repeat(100)));
+        status.workers_pending = vec![status.workers_pending[0].clone(); 1024];
+        status
+            .workers_pending
+            .iter_mut()
+            .for_each(|launch| launch.reason = Some("\u{1}".repeat(100)));
         let shortened = status.clone().into_json_within(64 << 10);
         assert!(shortened.len() <= 64 << 10, "{} KiB", shortened.len() >> 10);
         let read: StatusJson = serde_json::from_str(&shortened).unwrap();

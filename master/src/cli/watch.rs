@@ -194,7 +194,7 @@ enum View {
 /// What of a status has been told in lines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Told {
-    events_said: u64,
+    events_emitted: u64,
     state: String,
     generation: u64,
     epoch: u32,
@@ -266,7 +266,7 @@ impl Told {
     fn of(status: &StatusJson) -> Self {
         let stragglers = status.workers.iter().filter(|w| w.straggler).map(|w| w.worker).collect();
         Self {
-            events_said: status.events_said,
+            events_emitted: status.events_emitted,
             state: status.state.clone(),
             generation: status.generation,
             epoch: status.epoch,
@@ -279,8 +279,8 @@ impl Told {
 /// something else.
 fn lines(status: &StatusJson, told: Option<&Told>, now: &Told) -> String {
     // A new master counts from 0 again.
-    let known = told.map_or(0, |told| told.events_said);
-    let fresh = now.events_said.checked_sub(known).unwrap_or(now.events_said);
+    let known = told.map_or(0, |told| told.events_emitted);
+    let fresh = now.events_emitted.checked_sub(known).unwrap_or(now.events_emitted);
     let fresh = usize::try_from(fresh).unwrap_or(usize::MAX).min(status.events.len());
     let mut text = String::new();
     for event in &status.events[status.events.len() - fresh..] {
@@ -288,7 +288,7 @@ fn lines(status: &StatusJson, told: Option<&Told>, now: &Told) -> String {
         text.push('\n');
     }
     let elsewhere =
-        told.is_none_or(|told| Told { events_said: now.events_said, ..told.clone() } != *now);
+        told.is_none_or(|told| Told { events_emitted: now.events_emitted, ..told.clone() } != *now);
     if elsewhere {
         let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
         let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
@@ -331,13 +331,13 @@ mod tests {
         assert_eq!(lines(&first, None, &told), format!("generation 2: 1 worker\n{place}"));
         assert_eq!(lines(&first, Some(&told), &told), "");
         let events = ["a", "b", "c"].map(String::from).to_vec();
-        let more = StatusJson { events_said: 9, events, step: 11, ..first };
+        let more = StatusJson { events_emitted: 9, events, step: 11, ..first };
         assert_eq!(lines(&more, Some(&told), &Told::of(&more)), "b\nc\n");
-        let many = StatusJson { events_said: 900, ..more.clone() };
+        let many = StatusJson { events_emitted: 900, ..more.clone() };
         assert_eq!(lines(&many, Some(&told), &Told::of(&many)), "a\nb\nc\n");
-        let replaced = StatusJson { events_said: 1, ..more.clone() };
+        let replaced = StatusJson { events_emitted: 1, ..more.clone() };
         assert_eq!(lines(&replaced, Some(&told), &Told::of(&replaced)), "c\n");
-        let waits = StatusJson { events_said: 9, state: "waiting".into(), ..more.clone() };
+        let waits = StatusJson { events_emitted: 9, state: "waiting".into(), ..more.clone() };
         let told = lines(&waits, Some(&Told::of(&more)), &Told::of(&waits));
         assert!(
             told.starts_with("waiting · epoch 1/3 · step 11") && told.lines().count() == 1,

@@ -222,7 +222,7 @@ pub enum FromWorker {
         waited: Duration,
     },
     /// What the group sums its gradients over, in words (from its lowest rank).
-    SumsOver {
+    AllreduceTransport {
         /// The group's generation.
         generation: Generation,
         /// `TCP`, for example.

@@ -82,7 +82,7 @@ pub use spec::{
     ValidationSpec, WireDtype, Work,
 };
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
-pub use status::{LaunchStatus, RungStatus, ShardCounts, Snapshot, Status, WorkerStatus};
+pub use status::{LaunchStatus, PriorityTierStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{
     Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,
     WorkersSummary,

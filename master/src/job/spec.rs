@@ -61,7 +61,8 @@ pub struct JobSpec {
     pub wire_dtype: WireDtype,
     /// Links between two workers that are neighbours in the ring, where sums go over TCP: 1 to 16.
     #[serde(default = "one")]
-    pub streams: u8,
+    #[serde(rename = "streams")]
+    pub channels: u8,
     /// What becomes of a step whose gradient is not finite.
     #[serde(default)]
     pub on_nonfinite: OnNonfinite,
@@ -271,8 +272,8 @@ impl JobSpec {
         {
             return one_of(field, number.to_string(), "a multiple of workers_per_pod");
         }
-        if !(1..=STREAMS_MAX).contains(&self.streams) {
-            return one_of("streams", self.streams.to_string(), "from 1 to 16");
+        if !(1..=CHANNELS_MAX).contains(&self.channels) {
+            return one_of("channels", self.channels.to_string(), "from 1 to 16");
         }
         if self.epochs == 0 {
             return one_of("epochs", "0".into(), "at least 1");
@@ -349,7 +350,7 @@ fn master_timeout() -> Duration {
     Duration::from_secs(30)
 }
 
-const STREAMS_MAX: u8 = 16;
+const CHANNELS_MAX: u8 = 16;
 /// What systems allow for a path.
 const PLACE_BYTES_MAX: usize = 4096;
 const PLACE_SHOWN_MAX: usize = 60;

@@ -43,7 +43,7 @@ pub struct Status {
     /// Records committed per second, over the last few seconds.
     pub records_per_s: f64,
     /// Workers to keep.
-    pub workers_wanted: u32,
+    pub workers_desired: u32,
     /// Shards of `epoch`; of the last epoch when all are complete. `None` until the data set is
     /// known.
     pub shards: Option<ShardCounts>,
@@ -52,12 +52,12 @@ pub struct Status {
     /// The workers whose streams are open, by id.
     pub workers: Vec<WorkerStatus>,
     /// Launches that have become no worker yet, by id.
-    pub waiting: Vec<LaunchStatus>,
+    pub workers_pending: Vec<LaunchStatus>,
     /// How the launches that stay are spread over priority classes, from the lowest place up; empty
     /// where there are none.
-    pub rungs: Vec<RungStatus>,
+    pub priority_tiers: Vec<PriorityTierStatus>,
     /// What gradients are summed over, in words; `None` before the first step.
-    pub sums_over: Option<String>,
+    pub allreduce_transport: Option<String>,
     /// The newest evaluation.
     pub evaluated: Option<Evaluated>,
     /// Where the job has to do with checkpoints.
@@ -65,7 +65,7 @@ pub struct Status {
     /// What was said last, oldest first; at most 20 lines.
     pub events: Vec<String>,
     /// How many lines have been said; `events` has the last of them.
-    pub events_said: u64,
+    pub events_emitted: u64,
     /// How near the job's end is: 0 to 1.
     pub progress: f64,
 }
@@ -113,16 +113,16 @@ pub struct LaunchStatus {
     /// The launch, whose worker will have its number.
     pub launch: LaunchId,
     /// Its place among the job's workers.
-    pub index: u32,
-    /// `asked`, `no room` or `starting`.
+    pub slot: u32,
+    /// `requested`, `unschedulable` or `starting`.
     pub state: &'static str,
     /// What it waits for, if something is known.
-    pub waits_for: Option<String>,
+    pub reason: Option<String>,
 }
 
 /// The launches of one priority class.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RungStatus {
+pub struct PriorityTierStatus {
     /// The class.
     pub class: String,
     /// Launches of it.
@@ -166,18 +166,18 @@ impl Job {
             records_expected: self.records.as_ref().map_or(0, Records::expected),
             loss: self.story.loss_smoothed(),
             records_per_s: self.story.records_per_s(now),
-            workers_wanted: self.wanted,
+            workers_desired: self.wanted,
             shards: self.records.as_ref().map(Records::shard_counts),
             memberships: self.story.memberships_last(),
             workers,
-            waiting: self.waiting(),
-            rungs: self.rungs(),
-            sums_over: self.story.sums_over.clone(),
+            workers_pending: self.workers_pending(),
+            priority_tiers: self.priority_tiers(),
+            allreduce_transport: self.story.allreduce_transport.clone(),
             steps_skipped: self.story.steps_skipped,
             evaluated: self.story.evaluations.all.last().cloned(),
             checkpoints: self.checkpoints(),
             events: self.story.events(),
-            events_said: self.story.events_said(),
+            events_emitted: self.story.events_emitted(),
             progress: self.progress(),
         }
     }
@@ -226,37 +226,37 @@ impl Job {
         }
     }
 
-    fn waiting(&self) -> Vec<LaunchStatus> {
+    fn workers_pending(&self) -> Vec<LaunchStatus> {
         let wordless =
             self.crew.launches.iter().filter(|(_, l)| l.worker.is_none() && l.away.is_none());
         let status = |(&launch, l): (&LaunchId, &Launch)| LaunchStatus {
             launch,
-            index: l.index,
+            slot: l.index,
             state: match l.room {
-                Room::Asked => "asked",
+                Room::Asked => "requested",
                 Room::Has => "starting",
-                Room::Waits => "no room",
+                Room::Waits => "unschedulable",
             },
-            waits_for: l.waits_for.clone(),
+            reason: l.waits_for.clone(),
         };
         wordless.map(status).collect()
     }
 
-    fn rungs(&self) -> Vec<RungStatus> {
+    fn priority_tiers(&self) -> Vec<PriorityTierStatus> {
         let mut staying: Vec<&Launch> = self.crew.launches.values().filter(|l| l.stays()).collect();
         staying.sort_by_key(|l| l.index);
-        let mut rungs: Vec<RungStatus> = Vec::new();
+        let mut tiers: Vec<PriorityTierStatus> = Vec::new();
         for l in staying {
             let Some(class) = &l.class else { continue };
             let has_worker = l.worker.is_some_and(|id| self.crew.workers.contains_key(&id));
-            let at = rungs.iter().position(|rung| rung.class == *class).unwrap_or_else(|| {
-                rungs.push(RungStatus { class: class.clone(), launches: 0, workers: 0 });
-                rungs.len() - 1
+            let at = tiers.iter().position(|tier| tier.class == *class).unwrap_or_else(|| {
+                tiers.push(PriorityTierStatus { class: class.clone(), launches: 0, workers: 0 });
+                tiers.len() - 1
             });
-            rungs[at].launches += 1;
-            rungs[at].workers += u32::from(has_worker);
+            tiers[at].launches += 1;
+            tiers[at].workers += u32::from(has_worker);
         }
-        rungs
+        tiers
     }
 
     fn progress(&self) -> f64 {

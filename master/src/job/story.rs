@@ -22,7 +22,7 @@ use super::time::Time;
 #[derive(Debug, Default)]
 pub(super) struct Story {
     events: VecDeque<String>,
-    events_said: u64,
+    events_emitted: u64,
     memberships: VecDeque<MembershipRecord>,
     /// Workers that the records in `memberships` name.
     named: usize,
@@ -47,7 +47,7 @@ pub(super) struct Story {
     /// Why the job failed or was refused.
     pub(super) error: Option<String>,
     /// What gradients are summed over.
-    pub(super) sums_over: Option<String>,
+    pub(super) allreduce_transport: Option<String>,
     /// What this master has counted.
     pub(super) tally: Tally,
     pub(super) storage_waits: StorageWaits,
@@ -172,7 +172,7 @@ impl Story {
     }
 
     pub(super) fn say(&mut self, line: &str) {
-        self.events_said += 1;
+        self.events_emitted += 1;
         if self.events.len() == EVENTS_MAX {
             self.events.pop_front();
         }
@@ -195,8 +195,8 @@ impl Story {
     }
 
     /// Lines said so far.
-    pub(super) fn events_said(&self) -> u64 {
-        self.events_said
+    pub(super) fn events_emitted(&self) -> u64 {
+        self.events_emitted
     }
 
     /// A generation in which `survivors` go on.

@@ -39,7 +39,8 @@ pub struct Summary {
     /// From the first group's start to the last report.
     pub throughput: ThroughputSummary,
     /// What gradients were summed over, in words, at the end.
-    pub sums_over: Option<String>,
+    #[serde(alias = "sums_over")]
+    pub allreduce_transport: Option<String>,
     /// Where there is validation data.
     pub evaluations: Option<EvaluationsSummary>,
     /// Where the job has to do with checkpoints.
@@ -246,7 +247,7 @@ impl Job {
             memberships: self.story.memberships(),
             loss: self.story.loss(),
             throughput: self.story.throughput(records.counted, self.step),
-            sums_over: self.story.sums_over.clone(),
+            allreduce_transport: self.story.allreduce_transport.clone(),
             evaluations: self.evaluations(),
             checkpoints: self.checkpoints(),
             failed_shards: self.story.failed_shards(),

@@ -149,10 +149,10 @@ impl End {
             Self::Exited => "exited",
             Self::Failed => "failed",
             Self::Killed => "killed",
-            Self::NotStarted => "not_started",
-            Self::OverLimit => "over_limit",
-            Self::Taken => "taken",
-            Self::Told => "told",
+            Self::NotStarted => "start_failed",
+            Self::OverLimit => "limit_exceeded",
+            Self::Taken => "evicted",
+            Self::Told => "terminated",
             Self::Unknown => "unknown",
         }
     }

@@ -37,7 +37,7 @@ pub(crate) fn spec() -> JobSpec {
         validation: None,
         work: Work::default(),
         wire_dtype: WireDtype::F32,
-        streams: 1,
+        channels: 1,
         on_nonfinite: OnNonfinite::default(),
         restart_without_checkpoint: true,
         // A leaver is let go after 10 s.

@@ -52,8 +52,8 @@ impl Job {
             FromWorker::StorageWait { storage, waited } => {
                 self.on_storage_wait(worker, storage, waited)
             }
-            FromWorker::SumsOver { generation, what } => {
-                self.on_sums_over(worker, generation, &what)
+            FromWorker::AllreduceTransport { generation, what } => {
+                self.on_allreduce_transport(worker, generation, &what)
             }
             FromWorker::Resumed { generation, step, phases } => {
                 self.on_resumed(now, worker, generation, step, phases)
@@ -259,12 +259,12 @@ impl Job {
         }
     }
 
-    fn on_sums_over(&mut self, worker: WorkerId, generation: Generation, what: &str) {
+    fn on_allreduce_transport(&mut self, worker: WorkerId, generation: Generation, what: &str) {
         let what = clip(what);
         if self.speaks_for_group(worker, generation)
-            && self.story.sums_over.as_deref() != Some(what)
+            && self.story.allreduce_transport.as_deref() != Some(what)
         {
-            self.story.sums_over = Some(what.to_owned());
+            self.story.allreduce_transport = Some(what.to_owned());
             self.say(format!("generation {generation}: gradients are summed over {what}"));
         }
     }

@@ -39,7 +39,7 @@ impl Ladder {
     /// The classes of `manifests/priorityclasses.yaml`.
     #[must_use]
     pub fn shipped() -> Self {
-        let rungs = (1..=BANDS.len()).map(|rung| format!("elasticdl-rung-{rung}"));
+        let rungs = (1..=BANDS.len()).map(|rung| format!("elasticdl-tier-{rung}"));
         Self { core: "elasticdl-core".into(), rungs: rungs.collect() }
     }
 
@@ -124,20 +124,20 @@ mod tests {
         let table = [
             // Places, least number of workers, class.
             (0..=1, 2, "elasticdl-core"),
-            (2..=3, 2, "elasticdl-rung-1"),
-            (4..=5, 2, "elasticdl-rung-2"),
-            (6..=7, 2, "elasticdl-rung-3"),
-            (8..=10, 2, "elasticdl-rung-4"),
-            (11..=14, 2, "elasticdl-rung-5"),
-            (15..=19, 2, "elasticdl-rung-6"),
-            (20..=26, 2, "elasticdl-rung-7"),
-            (27..=35, 2, "elasticdl-rung-8"),
-            (36..=47, 2, "elasticdl-rung-9"),
-            (48..=1000, 2, "elasticdl-rung-10"),
+            (2..=3, 2, "elasticdl-tier-1"),
+            (4..=5, 2, "elasticdl-tier-2"),
+            (6..=7, 2, "elasticdl-tier-3"),
+            (8..=10, 2, "elasticdl-tier-4"),
+            (11..=14, 2, "elasticdl-tier-5"),
+            (15..=19, 2, "elasticdl-tier-6"),
+            (20..=26, 2, "elasticdl-tier-7"),
+            (27..=35, 2, "elasticdl-tier-8"),
+            (36..=47, 2, "elasticdl-tier-9"),
+            (48..=1000, 2, "elasticdl-tier-10"),
             // A large core does not lift what stands above it.
             (0..=9, 10, "elasticdl-core"),
-            (10..=10, 10, "elasticdl-rung-4"),
-            (0..=3, 0, "elasticdl-rung-1"),
+            (10..=10, 10, "elasticdl-tier-4"),
+            (0..=3, 0, "elasticdl-tier-1"),
         ];
         for (places, min_workers, class) in table {
             for place in places {
@@ -161,12 +161,12 @@ mod tests {
     #[test]
     fn a_missing_class_leaves_two_tiers_or_none() {
         let ladder = Ladder::shipped();
-        let two = Ladder { core: "elasticdl-core".into(), rungs: vec!["elasticdl-rung-10".into()] };
-        assert_eq!(ladder.without("elasticdl-rung-3"), Some(two.clone()));
-        assert_eq!((two.class(0, 1), two.class(1, 1)), ("elasticdl-core", "elasticdl-rung-10"));
+        let two = Ladder { core: "elasticdl-core".into(), rungs: vec!["elasticdl-tier-10".into()] };
+        assert_eq!(ladder.without("elasticdl-tier-3"), Some(two.clone()));
+        assert_eq!((two.class(0, 1), two.class(1, 1)), ("elasticdl-core", "elasticdl-tier-10"));
         assert_eq!(ladder.without("elasticdl-core"), None);
-        assert_eq!(ladder.without("elasticdl-rung-10"), None);
-        assert_eq!(two.without("elasticdl-rung-10"), None);
+        assert_eq!(ladder.without("elasticdl-tier-10"), None);
+        assert_eq!(two.without("elasticdl-tier-10"), None);
     }
 
     #[test]

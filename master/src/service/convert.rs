@@ -111,8 +111,8 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             storage: wait.storage.map(|storage| clip(storage, ERROR_BYTES_MAX)),
             waited: Duration::from_micros(wait.waited_ms.saturating_mul(1000).min(PHASE_US_MAX)),
         },
-        Kind::SumsOver(sums) => FromWorker::SumsOver {
-            generation: generation("sums_over.generation", sums.generation)?,
+        Kind::AllreduceTransport(sums) => FromWorker::AllreduceTransport {
+            generation: generation("allreduce_transport.generation", sums.generation)?,
             what: clip(sums.what, ERROR_BYTES_MAX),
         },
         Kind::Evaluated(report) => FromWorker::Evaluated(evaluated(report)?),
@@ -195,7 +195,7 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec, incarnation: u64) -> v1:
             }
         }),
         wire_dtype: wire_dtype.into(),
-        streams: spec.streams.into(),
+        channels: spec.channels.into(),
         skip_nonfinite: spec.on_nonfinite == OnNonfinite::Skip,
         leave_timeout_ms: Some(to_millis(spec.leave_timeout())),
     };
@@ -253,16 +253,16 @@ pub(crate) fn status_reply(status: job::Status) -> v1::StatusReply {
         records_expected: status.records_expected,
         loss: status.loss,
         records_per_s: status.records_per_s,
-        workers_wanted: status.workers_wanted,
+        workers_desired: status.workers_desired,
         workers: status.workers.into_iter().map(to_worker_status).collect(),
-        waiting: status.waiting.into_iter().map(to_launch_status).collect(),
-        rungs: status.rungs.into_iter().map(to_rung_status).collect(),
+        workers_pending: status.workers_pending.into_iter().map(to_launch_status).collect(),
+        priority_tiers: status.priority_tiers.into_iter().map(to_priority_tier_status).collect(),
         events: status.events,
         progress: status.progress,
         shards: status.shards.map(to_counts),
         memberships: status.memberships.into_iter().map(to_membership_record).collect(),
-        events_said: status.events_said,
-        sums_over: status.sums_over,
+        events_emitted: status.events_emitted,
+        allreduce_transport: status.allreduce_transport,
         evaluated: status.evaluated.map(to_evaluated),
         checkpoints: status
             .checkpoints
@@ -306,13 +306,13 @@ fn to_checkpoint_status(known: job::CheckpointsSummary) -> v1::CheckpointStatus 
 }
 
 fn to_launch_status(launch: job::LaunchStatus) -> v1::LaunchStatus {
-    let job::LaunchStatus { launch, index, state, waits_for } = launch;
-    v1::LaunchStatus { launch: launch.0, index, state: state.into(), waits_for }
+    let job::LaunchStatus { launch, slot, state, reason } = launch;
+    v1::LaunchStatus { launch: launch.0, slot, state: state.into(), reason }
 }
 
-fn to_rung_status(rung: job::RungStatus) -> v1::RungStatus {
-    let job::RungStatus { class, launches, workers } = rung;
-    v1::RungStatus { class, launches, workers }
+fn to_priority_tier_status(tier: job::PriorityTierStatus) -> v1::PriorityTierStatus {
+    let job::PriorityTierStatus { class, launches, workers } = tier;
+    v1::PriorityTierStatus { class, launches, workers }
 }
 
 fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {

@@ -44,7 +44,7 @@ pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
         skips_nonfinite: options.skip_nonfinite,
         leave_timeout: options.leave_timeout_ms.map(Duration::from_millis),
         wire_dtype,
-        streams: u8::try_from(options.streams.max(1)).ok()?,
+        channels: u8::try_from(options.channels.max(1)).ok()?,
         work: match options.work? {
             v1::options::Work::Evaluate(v1::Evaluate { model }) => Work::Evaluate { model },
             v1::options::Work::Predict(predict) => {
@@ -130,8 +130,8 @@ pub(super) fn encode(message: ToMaster) -> v1::worker_message::Kind {
         ToMaster::Finished(finished) => Kind::Finished(encode_finished(finished)),
         ToMaster::Ready { parameters } => Kind::Ready(v1::Ready { parameters }),
         ToMaster::Report(report) => encode_report(report),
-        ToMaster::SumsOver { generation, what } => {
-            Kind::SumsOver(v1::SumsOver { generation: generation.0, what })
+        ToMaster::AllreduceTransport { generation, what } => {
+            Kind::AllreduceTransport(v1::AllreduceTransport { generation: generation.0, what })
         }
         ToMaster::Resumed { generation, step, phases } => Kind::Resumed(v1::Resumed {
             generation: generation.0,

@@ -39,14 +39,14 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     /// Has the master know what the step's sum went over, if it was something else the last time.
-    pub(super) fn tell_sums_over(&mut self, path: Path) {
+    pub(super) fn tell_allreduce_transport(&mut self, path: Path) {
         let (Some((generation, 0)), Some(ring)) = (self.session.place(), &self.ring) else {
             return;
         };
-        let what = sums_over(ring, path, self.session.nccl_obstacle(), &self.nccl);
-        if self.sums_over.as_ref() != Some(&what) {
-            self.sums_over = Some(what.clone());
-            self.outbox.send(ToMaster::SumsOver { generation, what });
+        let what = allreduce_transport(ring, path, self.session.nccl_obstacle(), &self.nccl);
+        if self.allreduce_transport.as_ref() != Some(&what) {
+            self.allreduce_transport = Some(what.clone());
+            self.outbox.send(ToMaster::AllreduceTransport { generation, what });
         }
     }
 
@@ -79,7 +79,12 @@ pub(super) fn nccl_policy() -> NcclPolicy {
 }
 
 /// What a step's sum went over, in words.
-fn sums_over(ring: &Ring, path: Path, obstacle: Option<Obstacle>, policy: &NcclPolicy) -> String {
+fn allreduce_transport(
+    ring: &Ring,
+    path: Path,
+    obstacle: Option<Obstacle>,
+    policy: &NcclPolicy,
+) -> String {
     if ring.host().world_size() == 1 {
         return "nothing, there is one worker".into();
     }

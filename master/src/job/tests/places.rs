@@ -177,7 +177,7 @@ fn a_launch_that_is_taken_away_before_its_hello_is_replaced_and_refused() {
 #[test]
 fn a_status_says_what_launches_wait_for_and_which_classes_they_have() {
     let mut job = asked(3, 1);
-    for (launch, class) in [(1, "core"), (2, "rung-1"), (3, "rung-1")] {
+    for (launch, class) in [(1, "core"), (2, "tier-1"), (3, "tier-1")] {
         job.handle(
             at(1),
             Event::LaunchMade { launch: LaunchId(launch), class: Some(class.into()) },
@@ -185,12 +185,15 @@ fn a_status_says_what_launches_wait_for_and_which_classes_they_have() {
     }
     no_room(&mut job, 2, 3);
     let status = job.status(at(3));
-    let waiting: Vec<_> =
-        status.waiting.iter().map(|l| (l.launch.0, l.state, l.waits_for.as_deref())).collect();
-    assert_eq!(waiting, [(2, "asked", None), (3, "no room", Some("0/3 nodes are available"))]);
-    let rungs: Vec<_> =
-        status.rungs.iter().map(|r| (r.class.as_str(), r.launches, r.workers)).collect();
-    assert_eq!(rungs, [("core", 1, 1), ("rung-1", 2, 0)]);
+    let pending: Vec<_> =
+        status.workers_pending.iter().map(|l| (l.launch.0, l.state, l.reason.as_deref())).collect();
+    assert_eq!(
+        pending,
+        [(2, "requested", None), (3, "unschedulable", Some("0/3 nodes are available"))]
+    );
+    let tiers: Vec<_> =
+        status.priority_tiers.iter().map(|r| (r.class.as_str(), r.launches, r.workers)).collect();
+    assert_eq!(tiers, [("core", 1, 1), ("tier-1", 2, 0)]);
     job.handle(
         at(4),
         Event::LaunchExplained { launch: LaunchId(9), words: "preempted by a/b".into() },

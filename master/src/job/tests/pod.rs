@@ -49,7 +49,8 @@ fn launches_and_places_come_in_whole_pods_one_until_the_data_is_known() {
     let launched: Vec<_> =
         actions(&mut job).into_iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
     assert_eq!(launched, [launch_at(3, 2)]);
-    let places: Vec<_> = job.status(at(0)).waiting.iter().map(|l| (l.launch.0, l.index)).collect();
+    let places: Vec<_> =
+        job.status(at(0)).workers_pending.iter().map(|l| (l.launch.0, l.slot)).collect();
     assert_eq!(places, [(3, 2), (4, 3)]);
 }
 

@@ -133,7 +133,7 @@ fn the_summarys_keys_are_stable() {
         "memberships",
         "loss",
         "throughput",
-        "sums_over",
+        "allreduce_transport",
         "failed_shards",
         "state_lost",
         "steps_skipped",
@@ -180,7 +180,7 @@ fn a_status_shows_every_worker_and_the_last_lines() {
         (status.state, status.step, status.records_counted, status.records_expected),
         ("running", 3, 10, 40)
     );
-    assert_eq!((status.progress, status.loss, status.workers_wanted), (0.25, Some(1.0), 3));
+    assert_eq!((status.progress, status.loss, status.workers_desired), (0.25, Some(1.0), 3));
     assert_eq!(status.workers[2].compute_us, 7);
     assert_eq!((status.workers[1].rank, status.workers[1].state), (Some(1), "training"));
     assert!(status.records_per_s > 0.0);
@@ -191,7 +191,7 @@ fn a_status_shows_every_worker_and_the_last_lines() {
 #[test]
 fn what_sums_go_over_is_the_lowest_ranks_word_and_is_said_when_it_changes() {
     let mut job = started(spec(), &[20]);
-    let over = |generation, what: &str| FromWorker::SumsOver {
+    let over = |generation, what: &str| FromWorker::AllreduceTransport {
         generation: Generation(generation),
         what: what.into(),
     };
@@ -202,11 +202,14 @@ fn what_sums_go_over_is_the_lowest_ranks_word_and_is_said_when_it_changes() {
     }
     let told = |job: &Job| {
         let status = job.status(at(1));
-        (status.sums_over, status.events.iter().filter(|line| line.contains("summed over")).count())
+        (
+            status.allreduce_transport,
+            status.events.iter().filter(|line| line.contains("summed over")).count(),
+        )
     };
     assert_eq!(told(&job), (Some("TCP".into()), 1));
     say(&mut job, 1, over(1, &"NCCL ".repeat(10_000)));
     let (what, lines) = told(&job);
     assert!(what.is_some_and(|what| what.starts_with("NCCL") && what.len() < 5000) && lines == 2);
-    assert!(job.summary(at(1)).sums_over.is_some());
+    assert!(job.summary(at(1)).allreduce_transport.is_some());
 }

@@ -274,9 +274,9 @@ async fn a_pod_has_the_class_of_its_place() {
     }
     let core = Some("elasticdl-core".to_owned());
     let expected =
-        [core.clone(), core, Some("elasticdl-rung-1".into()), Some("elasticdl-rung-10".into())];
+        [core.clone(), core, Some("elasticdl-tier-1".into()), Some("elasticdl-tier-10".into())];
     assert!(classes(&mut pods, 4).await.into_values().eq(expected));
-    assert_eq!(fake.state().pod("j-w-4")["spec"]["priorityClassName"], "elasticdl-rung-10");
+    assert_eq!(fake.state().pod("j-w-4")["spec"]["priorityClassName"], "elasticdl-tier-10");
 }
 
 #[tokio::test(start_paused = true)]
@@ -284,7 +284,7 @@ async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() 
     let (fake, cluster) = Fake::start();
     let mut pods = pods_of(&cluster, Warrant::unlimited(), Some(Ladder::shipped()));
     let no_rung =
-        "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-rung-1 was found";
+        "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-tier-1 was found";
     fake.state().refusals.extend([(403, no_rung), (403, no_rung)]);
     pods.start(LaunchId(1), 2);
     pods.start(LaunchId(2), 3);
@@ -296,7 +296,7 @@ async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() 
             _ => {}
         }
     }
-    assert_eq!(classes, ["elasticdl-rung-10", "elasticdl-rung-10"]);
+    assert_eq!(classes, ["elasticdl-tier-10", "elasticdl-tier-10"]);
     assert_eq!(words.len(), 1, "{words:?}");
     // The last one goes too: no class for anybody.
     let no_core =
