@@ -82,11 +82,11 @@ impl fmt::Debug for Identity {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kube::credentials::Credentials;
+    use crate::kube::certificates::Certificates;
 
     #[test]
     fn what_makes_no_identity_is_refused_with_the_reason() {
-        let [ours, other] = [(); 2].map(|()| Credentials::draw("j", &["m".into()]).unwrap());
+        let [ours, other] = [(); 2].map(|()| Certificates::generate("j", &["m".into()]).unwrap());
         let broken = ours.key.replace("PRIVATE KEY", "SECRET");
         let table = [
             (ours.certificate.as_str(), broken.as_str()),

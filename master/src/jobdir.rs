@@ -16,7 +16,7 @@
 //! not at all.
 
 mod contents;
-mod kept;
+mod persisted_job;
 mod processes;
 
 use std::ffi::OsString;
@@ -34,10 +34,10 @@ use crate::local::Started;
 use crate::token::Token;
 
 pub use contents::{DeleteError, delete};
-pub(crate) use kept::note_process;
-pub use kept::{Abandoned, RecordFile, ResumeError, Start, is_abandoned};
+pub(crate) use persisted_job::note_process;
+pub use persisted_job::{AbandonedJob, JobStart, PersistedJobFile, ResumeError, is_abandoned};
 use processes::refuse_if_workers_live;
-pub use processes::{StopError, Told, is_running, stop};
+pub use processes::{StopError, StopTarget, is_running, stop};
 
 /// The directory of a job that this process runs; holds its lock.
 #[derive(Debug)]

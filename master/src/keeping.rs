@@ -1,16 +1,16 @@
 //! Where what another master would need is kept: in a file, or in a cluster.
 
 use crate::job::{Event, Job};
-use crate::jobdir::RecordFile;
-use crate::kube::kept::{Keeper, Trouble};
+use crate::jobdir::PersistedJobFile;
+use crate::kube::persisted_job::{PersistError, PersistedJobWriter};
 
 /// Where records go.
 #[derive(Debug)]
 pub(crate) enum Keeping {
     /// Written later, and maybe never.
-    Anchor(Keeper),
+    Anchor(PersistedJobWriter),
     /// Written at once.
-    File(RecordFile),
+    File(PersistedJobFile),
     Nothing,
 }
 
@@ -18,7 +18,7 @@ impl Keeping {
     /// Keeps what another master would have to know of what is done next.
     pub(crate) fn keep(&mut self, job: &Job) {
         match self {
-            Self::Anchor(keeper) => keeper.offer(job.revision(), job.barrier(), job.record()),
+            Self::Anchor(keeper) => keeper.submit(job.revision(), job.barrier(), job.record()),
             Self::File(file) => file.write(&job.record()),
             Self::Nothing => {}
         }
@@ -33,7 +33,7 @@ impl Keeping {
     /// Whether anything more may be done.
     pub(crate) fn lets_act(&self, job: &Job) -> bool {
         match self {
-            Self::Anchor(keeper) => keeper.kept() >= job.barrier(),
+            Self::Anchor(keeper) => keeper.persisted() >= job.barrier(),
             Self::File(_) | Self::Nothing => true,
         }
     }
@@ -43,8 +43,8 @@ impl Keeping {
     pub(crate) async fn changed(&mut self) -> Option<Event> {
         match self {
             Self::Anchor(keeper) => keeper.changed().await.map(|trouble| match trouble {
-                Trouble::Refused(reason) => Event::RecordRefused { reason },
-                Trouble::Waits(reason) => Event::RecordWaits { reason },
+                PersistError::Refused(reason) => Event::RecordRefused { reason },
+                PersistError::Retrying(reason) => Event::RecordWaits { reason },
             }),
             Self::File(_) | Self::Nothing => std::future::pending().await,
         }

@@ -29,13 +29,13 @@ use crate::job::{
     Action, ConnectionId, Event, Job, JobRecord, JobSpec, LaunchId, Membership, Outcome, Summary,
     Time, ToWorker,
 };
-use crate::jobdir::{Abandoned, RecordFile};
+use crate::jobdir::{AbandonedJob, PersistedJobFile};
 use crate::keeping::Keeping;
-use crate::kube::kept::Keeper;
-use crate::kube::lease::Warrant;
+use crate::kube::leader_lease::LeaseGuard;
 use crate::kube::objects;
+use crate::kube::persisted_job::PersistedJobWriter;
 use crate::kube::pods::Pods;
-use crate::kube::verdict::{Verdict, judge};
+use crate::kube::verdict::{Verdict, classify};
 use crate::launches::{Happening, Launches};
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
@@ -65,7 +65,7 @@ pub struct Master {
     /// they know.
     incarnation: u64,
     /// In a cluster: whether this master holds the job's lease.
-    warrant: Option<Warrant>,
+    warrant: Option<LeaseGuard>,
     /// A worker has told of a newer master: the server is to say whether this one still holds the
     /// lease.
     is_doubted: bool,
@@ -77,7 +77,7 @@ pub(crate) struct Office {
     /// Which of the job's masters.
     pub(crate) incarnation: u64,
     /// Whether it holds the job's lease.
-    pub(crate) warrant: Warrant,
+    pub(crate) warrant: LeaseGuard,
 }
 
 /// What the user can do to a running job from outside.
@@ -145,13 +145,13 @@ impl Master {
     /// # Errors
     /// The listener has no address, or no job can be made of the record.
     pub fn resume(
-        abandoned: Abandoned,
+        abandoned: AbandonedJob,
         age: Duration,
         entrance: Entrance,
         launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
-        let Abandoned { record, mut processes, .. } = abandoned;
+        let AbandonedJob { record, mut processes, .. } = abandoned;
         let launches: Vec<LaunchId> = record.launches().collect();
         let spec = record.spec().clone();
         let job = Job::restore(record, Time(age)).map_err(|reason| {
@@ -169,7 +169,7 @@ impl Master {
 
     /// Keeps what another master would need in `record`.
     #[must_use]
-    pub fn keeping(self, record: RecordFile) -> Self {
+    pub fn keeping(self, record: PersistedJobFile) -> Self {
         Self { keeping: Keeping::File(record), ..self }
     }
 
@@ -195,7 +195,7 @@ impl Master {
         spec: JobSpec,
         entrance: Entrance,
         pods: Pods,
-        keeper: Keeper,
+        keeper: PersistedJobWriter,
         office: Office,
         progress: Progress,
     ) -> Self {
@@ -205,7 +205,7 @@ impl Master {
         master.in_cluster(keeper, office)
     }
 
-    fn in_cluster(self, keeper: Keeper, office: Office) -> Self {
+    fn in_cluster(self, keeper: PersistedJobWriter, office: Office) -> Self {
         let Office { incarnation, warrant } = office;
         Self { keeping: Keeping::Anchor(keeper), incarnation, warrant: Some(warrant), ..self }
     }
@@ -220,16 +220,16 @@ impl Master {
         age: Duration,
         entrance: Entrance,
         pods: Pods,
-        keeper: Keeper,
+        keeper: PersistedJobWriter,
         office: Office,
         progress: Progress,
     ) -> Result<Self, String> {
         let mut left: BTreeMap<LaunchId, Pod> = left
             .into_iter()
-            .filter_map(|pod| Some((objects::launch_and_index(&pod)?.0, pod)))
+            .filter_map(|pod| Some((objects::launch_and_slot(&pod)?.0, pod)))
             .collect();
-        let lives = |pod: &&Pod| !matches!(judge(pod), Verdict::Ended(_));
-        let there = left.values().filter(lives).filter_map(objects::launch_and_index).collect();
+        let lives = |pod: &&Pod| !matches!(classify(pod), Verdict::Ended(_));
+        let there = left.values().filter(lives).filter_map(objects::launch_and_slot).collect();
         let strays = record.find(&there);
         let launches: Vec<LaunchId> = record.launches().collect();
         let spec = record.spec().clone();
@@ -533,9 +533,9 @@ impl Master {
 }
 
 /// Waits until a master that has a lease does not hold it any more.
-async fn has_run_out(warrant: &mut Option<Warrant>) {
+async fn has_run_out(warrant: &mut Option<LeaseGuard>) {
     match warrant {
-        Some(warrant) => warrant.has_run_out().await,
+        Some(warrant) => warrant.expired().await,
         None => std::future::pending().await,
     }
 }

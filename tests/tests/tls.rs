@@ -11,7 +11,7 @@ use std::time::Duration;
 use elasticdl_master::entrance::{Entrance, Identity};
 use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome};
 use elasticdl_master::jobdir::{JobDir, worker_log};
-use elasticdl_master::kube::credentials::Credentials;
+use elasticdl_master::kube::certificates::Certificates;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
 use elasticdl_master::run::{Ended, Master};
@@ -22,8 +22,8 @@ use tokio::sync::mpsc;
 const RECORDS: u64 = 600;
 const NAME: &str = "count-master";
 
-fn credentials() -> Credentials {
-    Credentials::draw("count", &[NAME.into()]).unwrap()
+fn certificates() -> Certificates {
+    Certificates::generate("count", &[NAME.into()]).unwrap()
 }
 
 fn spec(data: &Path) -> JobSpec {
@@ -33,7 +33,7 @@ fn spec(data: &Path) -> JobSpec {
 /// A job whose master shows `shown`, and whose workers look for `ca` and `name`, if for anything.
 /// Gives back the first worker's log as well.
 async fn run(
-    shown: &Credentials,
+    shown: &Certificates,
     wanted: Option<(&str, &str)>,
     master_timeout: Duration,
 ) -> (Ended, String) {
@@ -64,9 +64,9 @@ async fn run(
 
 #[tokio::test]
 async fn workers_that_know_their_master_train_each_record_once() {
-    let credentials = credentials();
+    let certificates = certificates();
     let (ended, log) =
-        run(&credentials, Some((&credentials.ca, NAME)), Duration::from_secs(30)).await;
+        run(&certificates, Some((&certificates.ca, NAME)), Duration::from_secs(30)).await;
     assert_eq!(ended.outcome, Outcome::Completed, "{log}");
     let records = ended.summary.records;
     assert_eq!((records.counted, records.missing, records.repeated), (2 * RECORDS, 0, 0));
@@ -76,7 +76,7 @@ async fn workers_that_know_their_master_train_each_record_once() {
 
 #[tokio::test]
 async fn workers_that_are_shown_anything_else_say_so_and_end() {
-    let (ours, other) = (credentials(), credentials());
+    let (ours, other) = (certificates(), certificates());
     let table = [
         (Some((other.ca.as_str(), NAME)), "invalid peer certificate"),
         (Some((&ours.ca, "cifar-master")), "not valid for name"),

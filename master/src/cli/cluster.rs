@@ -13,11 +13,11 @@ use super::checkpoint::from_volumes;
 use super::train::TrainArgs;
 use super::{EXIT_OK, Failure, follow, plan};
 use crate::job::MAX_WORKERS_PER_POD;
-use crate::kube::client::{Choice, Cluster, ClusterError};
-use crate::kube::credentials::Credentials;
-use crate::kube::ladder::{self, Ladder};
-use crate::kube::objects::{self, Drawn, Objects, Request, Task};
+use crate::kube::certificates::Certificates;
+use crate::kube::client::{Cluster, ClusterChoice, ClusterError};
+use crate::kube::objects::{self, Credentials, Objects, Request, Task};
 use crate::kube::options::{self, Mounted, Pair, PodOptions, Resources};
+use crate::kube::priority_tiers::{self, PriorityTiers};
 use crate::kube::submit;
 use crate::token::Token;
 
@@ -101,9 +101,9 @@ pub struct ClusterArgs {
     /// there are, so that jobs share a cluster fairly. auto: those of
     /// manifests/priorityclasses.yaml, as far as the cluster has them. [default: off with
     /// --priority-class or --worker-priority-class, else auto]
-    #[arg(long, alias = "priority-ladder", value_name = "CLASSES", value_parser = ladder::parse, requires = "image",
+    #[arg(long, alias = "priority-ladder", value_name = "CLASSES", value_parser = priority_tiers::parse, requires = "image",
           conflicts_with = "worker_priority_class")]
-    pub priority_tiers: Option<ladder::Choice>,
+    pub priority_tiers: Option<priority_tiers::TierChoice>,
 
     /// A scheduler other than the cluster's own.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
@@ -173,8 +173,8 @@ impl PlaceArgs {
         self.namespace.is_some() || self.context.is_some()
     }
 
-    pub(super) fn choice(&self) -> Choice {
-        Choice { context: self.context.clone(), namespace: self.namespace.clone() }
+    pub(super) fn choice(&self) -> ClusterChoice {
+        ClusterChoice { context: self.context.clone(), namespace: self.namespace.clone() }
     }
 }
 
@@ -258,13 +258,14 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
     })
 }
 
-fn draw(request: &Request) -> Result<Drawn, Failure> {
+fn draw(request: &Request) -> Result<Credentials, Failure> {
     let token = Token::random()
         .map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
     let job = &request.task.job.name;
-    let credentials = Credentials::draw(job, &objects::master_dns_names(job, &request.namespace))
-        .map_err(|e| Failure::failed(e.to_string()))?;
-    Ok(Drawn { token, credentials })
+    let certificates =
+        Certificates::generate(job, &objects::master_dns_names(job, &request.namespace))
+            .map_err(|e| Failure::failed(e.to_string()))?;
+    Ok(Credentials { token, certificates })
 }
 
 fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Request, Failure> {
@@ -282,16 +283,16 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
             "the program's name is empty; give its path in the image after `--`",
         ));
     }
-    let ladder = match &pods.ladder {
-        ladder::Choice::Auto => Some(Ladder::shipped()),
-        ladder::Choice::Off => None,
-        ladder::Choice::These(ladder) => Some(ladder.clone()),
+    let priority_tiers = match &pods.priority_tiers {
+        priority_tiers::TierChoice::Auto => Some(PriorityTiers::shipped()),
+        priority_tiers::TierChoice::Off => None,
+        priority_tiers::TierChoice::These(tiers) => Some(tiers.clone()),
     };
     let mounts: Vec<&str> = pods.volumes.iter().map(|v| v.mount.mount_path.as_str()).collect();
     let task = Task {
         job: plan::job_spec(args, name, |option, path| from_volumes(args, &mounts, option, path))?,
         master_timeout: args.master_timeout,
-        ladder,
+        priority_tiers,
         metrics_port: metrics_port(args.metrics_port)?,
         tensorboard_dir: tensorboard_dir(args.tensorboard_dir.as_deref(), &pods)?,
     };
@@ -351,7 +352,8 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
     let classes = [&args.priority_class, &args.worker_priority_class];
     let has_class = classes.iter().any(|class| class.is_some())
         || template.as_ref().is_some_and(|spec| spec.get("priorityClassName").is_some());
-    let usual = if has_class { ladder::Choice::Off } else { ladder::Choice::Auto };
+    let usual =
+        if has_class { priority_tiers::TierChoice::Off } else { priority_tiers::TierChoice::Auto };
     Ok(PodOptions {
         image: image.into(),
         master_image: args.master_image.clone().unwrap_or_else(|| image.into()),
@@ -365,7 +367,7 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
             .worker_priority_class
             .clone()
             .or_else(|| args.priority_class.clone()),
-        ladder: args.priority_tiers.clone().unwrap_or(usual),
+        priority_tiers: args.priority_tiers.clone().unwrap_or(usual),
         scheduler_name: args.scheduler_name.clone(),
         env: args.env.clone(),
         node_selector: args.node_selector.clone().unwrap_or_default(),

@@ -14,9 +14,9 @@ use super::view::StatusJson;
 use super::{EXIT_INTERRUPTED, Failure};
 use crate::job::{Summary, Time};
 use crate::jobdir;
-use crate::kube::anchor::{Anchor, Data, STATUS, SUMMARY, Sight};
+use crate::kube::anchor::{Anchor, AnchorEvent, Data, STATUS, SUMMARY};
 use crate::kube::client::Cluster;
-use crate::kube::masters::{MasterPods, MasterSight};
+use crate::kube::master_pods::{MasterPods, MasterStatus};
 use crate::progress::{Glance, Progress, short};
 use crate::report::{self, Paths};
 
@@ -53,20 +53,20 @@ async fn observe(cluster: &Cluster, job: &str, printer: &mut Printer) -> Result<
     let mut interrupt = signal(SignalKind::interrupt()).map_err(no_signals)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(no_signals)?;
     let namespace = &cluster.namespace;
-    let mut anchor = Anchor::new(cluster, job).follow();
+    let mut anchor = Anchor::new(cluster, job).watch();
     let mut masters = MasterPods::watch(cluster, job);
     let mut stuck = Stuck::default();
     let mut is_there = false;
     loop {
         tokio::select! {
             sight = anchor.next() => match sight {
-                Sight::Forbidden(message) => return Err(Failure::failed(format!("can't follow the job: {message}"))),
-                Sight::Gone if is_there => return Err(Failure::failed(format!("the job {job} has been deleted"))),
-                Sight::Gone => {
+                AnchorEvent::Forbidden(message) => return Err(Failure::failed(format!("can't follow the job: {message}"))),
+                AnchorEvent::Deleted if is_there => return Err(Failure::failed(format!("the job {job} has been deleted"))),
+                AnchorEvent::Deleted => {
                     let absent = Anchor::new(cluster, job).read().await;
                     absent.map_err(to_failure)?;
                 }
-                Sight::Holds(data) => {
+                AnchorEvent::Data(data) => {
                     is_there = true;
                     printer.show(&data);
                     if let Some(summary) = data.get(SUMMARY) {
@@ -75,13 +75,13 @@ async fn observe(cluster: &Cluster, job: &str, printer: &mut Printer) -> Result<
                 }
             },
             sight = masters.next() => match sight {
-                MasterSight::CannotStart(why) => {
+                MasterStatus::CannotStart(why) => {
                     stuck.since.get_or_insert_with(Instant::now);
                     printer.say(&format!("the master can't start: {why}"));
                     stuck.why = why;
                 }
-                MasterSight::Ended(why) => printer.say(&format!("a master has ended: {why}")),
-                MasterSight::GaveUp(why) => {
+                MasterStatus::Ended(why) => printer.say(&format!("a master has ended: {why}")),
+                MasterStatus::Failed(why) => {
                     // The last word may be on its way.
                     let data = Anchor::new(cluster, job).read().await.map_err(to_failure)?.data.unwrap_or_default();
                     if let Some(summary) = data.get(SUMMARY) {
@@ -90,11 +90,11 @@ async fn observe(cluster: &Cluster, job: &str, printer: &mut Printer) -> Result<
                     }
                     return Err(Failure::failed(format!("no master could finish the job {job}: {why}")));
                 }
-                MasterSight::Runs => {
+                MasterStatus::Running => {
                     stuck = Stuck::default();
                     printer.say("the master runs");
                 }
-                MasterSight::Waits(why) => printer.say(&format!("the master waits: {why}")),
+                MasterStatus::Pending(why) => printer.say(&format!("the master waits: {why}")),
             },
             () = stuck.due() => {
                 let hint = format!("`elasticdl delete {job} --namespace {namespace}` removes the job");

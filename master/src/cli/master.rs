@@ -24,20 +24,20 @@ use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Fail
 use crate::entrance::{Entrance, Identity};
 use crate::job::{JobRecord, Outcome, Snapshot, Status};
 use crate::kube::anchor::{
-    Anchor, Data, INCARNATION, MASTER, Pace, RECORD, STATUS, SUMMARY, Sight, Wishes, WriteError,
-    Writer,
+    Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, INCARNATION, MASTER, RECORD, STATUS,
+    SUMMARY, WriteError, WriteThrottle,
 };
-use crate::kube::client::{Choice, Cluster};
-use crate::kube::events::Recorder;
-use crate::kube::kept::{self, Keeper, Kept};
-use crate::kube::lease::{Holder, Lease, Warrant};
-use crate::kube::lists;
+use crate::kube::client::{Cluster, ClusterChoice};
+use crate::kube::events::EventRecorder;
+use crate::kube::file_list;
+use crate::kube::leader_lease::{Holder, LeaderLease, LeaseGuard};
 use crate::kube::objects::{
     CERTIFICATE_FILE, KEY_FILE, METRICS_PORT, PORT, TASK, TOKEN_FILE, Task, WORKER_POD,
 };
-use crate::kube::pods::{self, Mould, Pods};
+use crate::kube::persisted_job::{self, PersistedJobWriter, PersistedWatch};
+use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::submit;
-use crate::kube::succession::{self, Next};
+use crate::kube::succession::{self, NextMaster};
 use crate::metrics;
 use crate::progress::Progress;
 use crate::report;
@@ -83,19 +83,19 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
     // The first process of a container dies of no signal that it does not handle.
     let mut terminate = signal(SignalKind::terminate())
         .map_err(|e| Failure::failed(format!("can't handle signals: {e}")))?;
-    let cluster = Cluster::connect(&Choice::default()).await.map_err(to_failure)?;
+    let cluster = Cluster::connect(&ClusterChoice::default()).await.map_err(to_failure)?;
     let anchor = Anchor::new(&cluster, &args.job_name);
     let ConfigMap { metadata: meta, data, .. } = anchor.read().await.map_err(to_failure)?;
     // Who waits for the lease is alive, too.
     let pages = Pages::serve(&data.unwrap_or_default()).await?;
     let mut lease = tokio::select! {
-        lease = Lease::acquire(&cluster, &meta, &args.pod) => lease.map_err(to_failure)?,
+        lease = LeaderLease::acquire(&cluster, &meta, &args.pod) => lease.map_err(to_failure)?,
         _ = terminate.recv() => return Ok(EXIT_TERMINATED),
     };
     let (tell_keeper, keeper) = oneshot::channel();
     let give_up = Notify::new();
     let lead = Lead { args, cluster: &cluster, anchor: &anchor, give_up: &give_up };
-    let leading = lead.run(lease.warrant(), &pages, tell_keeper);
+    let leading = lead.run(lease.guard(), &pages, tell_keeper);
     tokio::pin!(leading);
     let code = tokio::select! {
         code = &mut leading => code,
@@ -130,9 +130,9 @@ impl Lead<'_> {
     /// Leads the job; the exit code. Where the job has failed, the Job fails with this master.
     async fn run(
         &self,
-        warrant: Warrant,
+        warrant: LeaseGuard,
         pages: &Pages,
-        tell_keeper: oneshot::Sender<Kept>,
+        tell_keeper: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         // What the master before this one has written last is there by now.
         let submitted = Submitted::read(self.anchor.read().await.map_err(to_failure)?);
@@ -150,7 +150,7 @@ impl Lead<'_> {
             Err(failure) => failure.code == EXIT_USAGE,
         };
         if has_failed {
-            succession::allow_no_more(self.cluster, &self.args.job_name, led).await;
+            succession::stop_replacements(self.cluster, &self.args.job_name, led).await;
         }
         code
     }
@@ -158,9 +158,9 @@ impl Lead<'_> {
     async fn conduct(
         &self,
         submitted: Submitted,
-        warrant: Warrant,
+        warrant: LeaseGuard,
         pages: &Pages,
-        tell_keeper: oneshot::Sender<Kept>,
+        tell_keeper: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         let Self { args, cluster, anchor, give_up } = *self;
         lead(args, (cluster, anchor), submitted, warrant, pages, tell_keeper, give_up).await
@@ -172,9 +172,9 @@ async fn lead(
     args: &MasterArgs,
     (cluster, anchor): (&Cluster, &Anchor),
     mut submitted: Submitted,
-    warrant: Warrant,
+    warrant: LeaseGuard,
     pages: &Pages,
-    tell_keeper: oneshot::Sender<Kept>,
+    tell_keeper: oneshot::Sender<PersistedWatch>,
     give_up: &Notify,
 ) -> Result<u8, Failure> {
     let token = std::fs::read_to_string(&args.token_file).map_err(|e| {
@@ -189,25 +189,26 @@ async fn lead(
     if let (Some(record), Some(mark)) = (&mut submitted.record, data) {
         let uid = seen.metadata.uid.as_deref().unwrap_or_default();
         let keys = seen.data.as_ref().expect("it has been read");
-        let list = lists::load(anchor, (&args.job_name, uid), keys, mark).await;
+        let list = file_list::load(anchor, (&args.job_name, uid), keys, mark).await;
         let list = list.map_err(|error| Failure::failed(error.to_string()))?;
         record.attach(list).map_err(Failure::failed)?;
     }
-    let writer = Writer::begin(anchor, seen, submitted.incarnation).await.map_err(not_written)?;
+    let writer =
+        AnchorWriter::begin(anchor, seen, submitted.incarnation).await.map_err(not_written)?;
     let name = Data::from([(MASTER.into(), args.pod.pod.clone())]);
     writer.write(&name).await.map_err(not_written)?;
-    succession::allow_many(cluster, &args.job_name).await;
+    succession::raise_backoff_limit(cluster, &args.job_name).await;
     let address = submit::service_address(cluster, &args.job_name).await.map_err(to_failure)?;
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
         .await
         .map_err(|e| Failure::failed(format!("can't listen on port {PORT}: {e}")))?;
-    let recorder = Recorder::start(cluster, &submitted.meta);
-    let mould = Mould {
+    let recorder = EventRecorder::start(cluster, &submitted.meta);
+    let mould = PodFactory {
         template: submitted.template,
         anchor: submitted.meta,
         master: address,
         min_workers: submitted.task.job.min_workers,
-        ladder: submitted.task.ladder,
+        priority_tiers: submitted.task.priority_tiers,
     };
     // Nothing is made before there is a record of it, and the first master finds none.
     let left = match submitted.incarnation {
@@ -227,7 +228,7 @@ async fn lead(
     if submitted.record.as_ref().is_some_and(|record| record.step() > 0) {
         pods.has_trained();
     }
-    let keeper = Keeper::new(writer.clone(), warrant.clone(), recorder, data);
+    let keeper = PersistedJobWriter::new(writer.clone(), warrant.clone(), recorder, data);
     let _ = pages.lead.set(warrant.clone());
     let office = Office { incarnation: submitted.incarnation, warrant };
     // Who waits for it may have gone.
@@ -270,7 +271,7 @@ async fn lead(
 struct Pages {
     publish: watch::Sender<Option<Snapshot>>,
     /// Set once this master leads.
-    lead: Arc<OnceLock<Warrant>>,
+    lead: Arc<OnceLock<LeaseGuard>>,
 }
 
 impl Pages {
@@ -283,7 +284,7 @@ impl Pages {
         })?;
         let pages = Self { publish: watch::Sender::new(None), lead: Arc::default() };
         let lead = Arc::clone(&pages.lead);
-        let ready: metrics::Ready = Arc::new(move || lead.get().is_some_and(Warrant::holds));
+        let ready: metrics::Ready = Arc::new(move || lead.get().is_some_and(LeaseGuard::is_valid));
         tokio::spawn(metrics::serve(listener, pages.publish.subscribe(), ready));
         Ok(pages)
     }
@@ -295,7 +296,7 @@ async fn hand_over(
     cluster: &Cluster,
     meta: &ObjectMeta,
     pod: &Holder,
-    keeper: oneshot::Receiver<Kept>,
+    keeper: oneshot::Receiver<PersistedWatch>,
     give_up: &Notify,
 ) {
     let keep = async {
@@ -303,10 +304,11 @@ async fn hand_over(
             kept.flush(HAND_OVER_TIMEOUT).await;
         }
     };
-    let next = tokio::time::timeout(HAND_OVER_TIMEOUT, succession::provide(cluster, meta, pod));
+    let next =
+        tokio::time::timeout(HAND_OVER_TIMEOUT, succession::ensure_successor(cluster, meta, pod));
     match tokio::join!(keep, next).1 {
-        Ok(Ok(Next::Master)) => {}
-        Ok(Ok(Next::Nothing(why))) => {
+        Ok(Ok(NextMaster::Expected)) => {}
+        Ok(Ok(NextMaster::Unwanted(why))) => {
             warn!(why, "no other master is to come: the job ends");
             give_up.notify_one();
             tokio::time::sleep(GIVE_UP_TIMEOUT).await;
@@ -319,15 +321,15 @@ async fn hand_over(
 /// Runs `master`, telling the anchor what it does, and it what the anchor asks for.
 async fn conduct(
     master: Master,
-    (anchor, writer): (&Anchor, &Writer),
+    (anchor, writer): (&Anchor, &AnchorWriter),
     mut published: watch::Receiver<Option<Snapshot>>,
     age: Duration,
     give_up: &Notify,
 ) -> Result<u8, Failure> {
     let start = Instant::now();
     let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
-    let mut wishes = Wishes::default();
-    let mut followed = anchor.follow();
+    let mut wishes = DesiredState::default();
+    let mut followed = anchor.watch();
     let times = RefCell::default();
     let publishing = publish(writer, published.clone(), age, &times);
     tokio::pin!(publishing);
@@ -341,13 +343,13 @@ async fn conduct(
                 let _ = interrupts.send(Interrupt::Kill).await;
             }
             sight = followed.next() => match sight {
-                Sight::Forbidden(message) => warn!(message, "the anchor can't be watched: scale and stop have no effect"),
-                Sight::Gone => {
+                AnchorEvent::Forbidden(message) => warn!(message, "the anchor can't be watched: scale and stop have no effect"),
+                AnchorEvent::Deleted => {
                     info!("the job has been deleted");
                     return Ok(EXIT_TERMINATED);
                 }
-                Sight::Holds(data) => {
-                    let now = Wishes::read(&data);
+                AnchorEvent::Data(data) => {
+                    let now = DesiredState::read(&data);
                     for interrupt in changes(wishes, now) {
                         // The master takes them faster than anybody asks.
                         let _ = interrupts.send(interrupt).await;
@@ -366,7 +368,7 @@ async fn conduct(
 }
 
 /// What the master is to be told when the wishes change.
-fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
+fn changes(before: DesiredState, now: DesiredState) -> Vec<Interrupt> {
     let scale =
         now.num_workers.filter(|_| now.num_workers != before.num_workers).map(Interrupt::Scale);
     let stop = (now.stop && !before.stop).then_some(Interrupt::Stop);
@@ -378,12 +380,12 @@ fn changes(before: Wishes, now: Wishes) -> Vec<Interrupt> {
 /// Writes the status of a job that is this old to the anchor whenever it is time; ends with the
 /// job.
 async fn publish(
-    writer: &Writer,
+    writer: &AnchorWriter,
     mut published: watch::Receiver<Option<Snapshot>>,
     age: Duration,
     times: &RefCell<Times>,
 ) {
-    let mut pace = Pace::default();
+    let mut pace = WriteThrottle::default();
     let start = Instant::now();
     loop {
         let snapshot = published.borrow_and_update().clone();
@@ -410,7 +412,7 @@ async fn publish(
             // Training does not wait for it.
             warn!(%error, "the status was not written to the anchor");
         }
-        pace.wrote(Instant::now(), news);
+        pace.on_written(Instant::now(), news);
     }
 }
 
@@ -465,7 +467,7 @@ fn news_of(status: &Status) -> u64 {
 }
 
 async fn write_end(
-    writer: &Writer,
+    writer: &AnchorWriter,
     ended: &Ended,
     status: Option<Status>,
     times: &Times,
@@ -483,7 +485,7 @@ async fn write_end(
 
 fn not_written(error: WriteError) -> Failure {
     match error {
-        WriteError::Later(error) => to_failure(error),
+        WriteError::Retryable(error) => to_failure(error),
         error => Failure::failed(error.to_string()),
     }
 }
@@ -536,7 +538,8 @@ impl Submitted {
             ))
         };
         let record = data.get(RECORD).filter(|_| ended.is_none());
-        let record = record.map(|text| kept::read(text).map_err(unreadable)).transpose()?;
+        let record =
+            record.map(|text| persisted_job::read(text).map_err(unreadable)).transpose()?;
         let incarnation = before.saturating_add(1);
         let meta = anchor.metadata;
         let born = meta.creation_timestamp.as_ref().map(|t| SystemTime::from(t.0));
@@ -585,15 +588,15 @@ mod tests {
 
     #[test]
     fn a_wish_is_told_once() {
-        let none = Wishes::default();
-        let four = Wishes { num_workers: Some(4), ..none };
-        let stop = Wishes { stop: true, ..four };
+        let none = DesiredState::default();
+        let four = DesiredState { num_workers: Some(4), ..none };
+        let stop = DesiredState { stop: true, ..four };
         assert_eq!(changes(none, four), [Interrupt::Scale(4)]);
         assert_eq!(changes(four, four), []);
         assert_eq!(changes(four, stop), [Interrupt::Stop]);
         assert_eq!(changes(none, stop), [Interrupt::Scale(4), Interrupt::Stop]);
         assert_eq!(changes(stop, none), []);
-        let asked = Wishes { checkpoint: Some(7), ..four };
+        let asked = DesiredState { checkpoint: Some(7), ..four };
         assert_eq!(changes(four, asked), [Interrupt::Checkpoint]);
         assert_eq!(changes(asked, asked), []);
     }

@@ -21,11 +21,11 @@ use super::cluster::{PlaceArgs, to_failure};
 use super::view::StatusJson;
 use super::{EXIT_OK, Failure, follow, new_runtime};
 use crate::job::LaunchId;
-use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, Told, quoted};
+use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted};
 use crate::kube::anchor::{self, Anchor, CHECKPOINT, Data, NUM_WORKERS, STATUS, STOP, SUMMARY};
 use crate::kube::client::{Cluster, ClusterError};
-use crate::kube::logs::Source;
-use crate::kube::masters::{self, Outlook};
+use crate::kube::logs::LogSource;
+use crate::kube::master_pods::{self, MasterHealth};
 use crate::kube::objects::{TASK, Task};
 use crate::kube::{logs, objects, pods, submit};
 use crate::progress::one_line;
@@ -129,11 +129,11 @@ impl ClusterJob {
     pub(super) fn status(&self) -> Result<StatusJson, Failure> {
         let anchor = self.runtime.block_on(self.anchor.read()).map_err(to_failure)?;
         let data = anchor.data.unwrap_or_default();
-        let outlook = self.runtime.block_on(masters::look(&self.cluster, &self.name));
+        let outlook = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
         let failed =
             outlook.failed.filter(|_| !data.contains_key(SUMMARY)).map(|why| self.gave_up(&why));
         let Some(text) = data.get(STATUS) else {
-            let why = failed.or(outlook.hindrance).unwrap_or_else(|| "is it running?".into());
+            let why = failed.or(outlook.obstacle).unwrap_or_else(|| "is it running?".into());
             let name = &self.name;
             return Err(Failure::failed(format!(
                 "the master of {name} has not said anything yet: {why}"
@@ -155,7 +155,7 @@ impl ClusterJob {
             let launch = logs::first_of_pod(LaunchId(worker.worker), per_pod);
             let pod = listed
                 .iter()
-                .find(|pod| objects::launch_and_index(pod).is_some_and(|(l, _)| l == launch));
+                .find(|pod| objects::launch_and_slot(pod).is_some_and(|(l, _)| l == launch));
             worker.pod = Some(objects::worker_name(&self.name, launch));
             worker.node = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
         }
@@ -240,10 +240,13 @@ impl ClusterJob {
     fn check_running(&self, data: &Data) -> Result<(), Failure> {
         match data.get(SUMMARY) {
             Some(_) => Err(Failure::failed(format!("the job {} has ended", self.name))),
-            None => match self.runtime.block_on(masters::look(&self.cluster, &self.name)).failed {
-                Some(why) => Err(Failure::failed(self.gave_up(&why))),
-                None => Ok(()),
-            },
+            None => {
+                match self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name)).failed
+                {
+                    Some(why) => Err(Failure::failed(self.gave_up(&why))),
+                    None => Ok(()),
+                }
+            }
         }
     }
 }
@@ -289,15 +292,16 @@ pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
     if args.place.is_given() || (!args.local && Cluster::is_configured()) {
         let listed = new_runtime()?.block_on(async {
             let cluster = Cluster::connect(&args.place.choice()).await?;
-            let anchors = anchor::all(&cluster).await?;
-            let failed = masters::failed_jobs(&cluster).await;
+            let anchors = anchor::list_all(&cluster).await?;
+            let failed = master_pods::failed_jobs(&cluster).await;
             let mut rows = Vec::new();
             for anchor in anchors {
                 let said = anchor.data.as_ref().is_some_and(|data| data.contains_key(STATUS));
                 let name = anchor.metadata.name.clone().unwrap_or_default();
-                let mut outlook = Outlook { failed: failed.get(&name).cloned(), hindrance: None };
+                let mut outlook =
+                    MasterHealth { failed: failed.get(&name).cloned(), obstacle: None };
                 if !said {
-                    outlook = masters::look(&cluster, &name).await;
+                    outlook = master_pods::inspect(&cluster, &name).await;
                 }
                 rows.extend(cluster_row(&cluster.namespace, anchor, outlook));
             }
@@ -321,10 +325,10 @@ pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
                 error => Failure::failed(error.to_string()),
             })?;
             print(&match told {
-                Told::Master => {
+                StopTarget::Master => {
                     format!("the job in {} finishes its step and stops\n", root.display())
                 }
-                Told::Workers(workers) => format!(
+                StopTarget::Workers(workers) => format!(
                     "the master of the job in {} is gone; {workers} of its workers were told to end\n",
                     root.display()
                 ),
@@ -338,7 +342,7 @@ pub(super) fn logs(args: &LogsArgs) -> Result<u8, Failure> {
     match find(&args.job, &args.place)? {
         Found::InCluster(job) => {
             let source =
-                args.launch.map_or(Source::Master, |launch| Source::Worker(LaunchId(launch)));
+                args.launch.map_or(LogSource::Master, |launch| LogSource::Worker(LaunchId(launch)));
             let copied = job.runtime.block_on(logs::copy(
                 &job.cluster,
                 &job.anchor,
@@ -402,7 +406,7 @@ fn local_rows(root: &Path) -> Vec<Row> {
     names.into_iter().filter_map(row).collect()
 }
 
-fn cluster_row(namespace: &str, anchor: ConfigMap, outlook: Outlook) -> Option<Row> {
+fn cluster_row(namespace: &str, anchor: ConfigMap, outlook: MasterHealth) -> Option<Row> {
     let name = anchor.metadata.name?;
     let data = anchor.data.unwrap_or_default();
     let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
@@ -419,7 +423,7 @@ fn cluster_row(namespace: &str, anchor: ConfigMap, outlook: Outlook) -> Option<R
         }
         None if failed.is_some() => ("failed (no master)".into(), "-".into(), "-".into()),
         None => {
-            let why = outlook.hindrance.map(|why| format!(" (no master: {})", one_line(&why)));
+            let why = outlook.obstacle.map(|why| format!(" (no master: {})", one_line(&why)));
             (format!("submitted{}", why.unwrap_or_default()), "-".into(), "-".into())
         }
     };

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::entrance::Entrance;
 use crate::job::{self, Outcome, Time, WireDtype};
-use crate::jobdir::{self, Abandoned, JobDir, Start};
+use crate::jobdir::{self, AbandonedJob, JobDir, JobStart};
 use crate::local::{Launcher, ProgramCopy};
 use crate::metrics;
 use crate::progress::Progress;
@@ -340,7 +340,7 @@ struct Work {
 
 enum Task {
     Begin(Box<Plan>),
-    Resume(Box<Abandoned>),
+    Resume(Box<AbandonedJob>),
 }
 
 impl Work {
@@ -436,20 +436,20 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
         Task::Begin(plan) => {
             let start = start_of(&plan, dir, address, metrics);
             let start = start.map_err(failed("learn the current directory"))?;
-            dir.keep(&start).map_err(|e| Failure::failed(e.to_string()))?;
+            dir.persist_start(&start).map_err(|e| Failure::failed(e.to_string()))?;
             let launcher = launcher(&start.program, &start.args, start.master_timeout);
             let launcher = launcher.with_copy(start.copy);
             Master::new(plan.spec, entrance, launcher, progress)
         }
         Task::Resume(abandoned) => {
-            let Start { program, args, master_timeout, began, copy, .. } = &abandoned.start;
+            let JobStart { program, args, master_timeout, began, copy, .. } = &abandoned.start;
             let launcher = launcher(program, args, *master_timeout).with_copy(copy.clone());
             // A clock that was set back makes the job younger, and nothing else.
             let age = SystemTime::now().duration_since(*began).unwrap_or_default();
             Master::resume(*abandoned, age, entrance, launcher, progress)
         }
     };
-    let master = master.map_err(failed("start the master"))?.keeping(dir.record_file());
+    let master = master.map_err(failed("start the master"))?.keeping(dir.persisted_job_file());
     let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
     let run = master.run(interrupted);
     tokio::pin!(run);
@@ -488,9 +488,9 @@ fn start_of(
     dir: &JobDir,
     address: SocketAddr,
     metrics: Option<SocketAddr>,
-) -> std::io::Result<Start> {
+) -> std::io::Result<JobStart> {
     let folder = std::env::current_dir()?;
-    Ok(Start {
+    Ok(JobStart {
         program: plan.program.clone().into(),
         args: plan.args.clone(),
         summary: plan.summary.as_ref().map(|path| folder.join(path).into()),

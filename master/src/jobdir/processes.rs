@@ -9,13 +9,13 @@ use std::path::Path;
 
 use rustix::process::Signal;
 
-use super::kept::read_notes;
+use super::persisted_job::read_notes;
 use super::{JobDirError, LOCK, LookupError, look_up, take_lock};
 use crate::local::Started;
 
 /// Who was told to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Told {
+pub enum StopTarget {
     /// The master, which lets the job finish its step.
     Master,
     /// So many workers, whose master is gone.
@@ -35,7 +35,7 @@ pub fn is_running(root: &Path) -> bool {
 ///
 /// # Errors
 /// [`StopError`].
-pub fn stop(root: &Path) -> Result<Told, StopError> {
+pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
     let failed = |pid| move |source| StopError::Signal { pid, source };
     if is_running(root) {
         let (endpoint, _) = look_up(root)?;
@@ -46,7 +46,7 @@ pub fn stop(root: &Path) -> Result<Told, StopError> {
             None => Started::look_up(endpoint.pid).ok_or_else(gone)?,
         };
         return match process.signal(Signal::TERM).map_err(failed(process.pid))? {
-            true => Ok(Told::Master),
+            true => Ok(StopTarget::Master),
             false => Err(gone()),
         };
     }
@@ -64,7 +64,7 @@ pub fn stop(root: &Path) -> Result<Told, StopError> {
             let summary = Some(root.join(super::SUMMARY)).filter(|path| path.is_file());
             Err(LookupError::NotRunning { path: root.into(), summary }.into())
         }
-        told => Ok(Told::Workers(told)),
+        told => Ok(StopTarget::Workers(told)),
     }
 }
 
@@ -112,9 +112,9 @@ mod tests {
     use crate::job::LaunchId;
 
     /// A process of this user that is no job's.
-    struct Stranger(std::process::Child);
+    struct UnrelatedProcess(std::process::Child);
 
-    impl Stranger {
+    impl UnrelatedProcess {
         fn new() -> Self {
             Self(std::process::Command::new("sleep").arg("100000").spawn().unwrap())
         }
@@ -129,7 +129,7 @@ mod tests {
         }
     }
 
-    impl Drop for Stranger {
+    impl Drop for UnrelatedProcess {
         fn drop(&mut self) {
             drop(self.0.kill());
             drop(self.0.wait());
@@ -145,8 +145,8 @@ mod tests {
     fn whoever_has_a_dead_masters_process_id_by_now_is_left_alone() {
         let scratch = tempfile::tempdir().unwrap();
         let root = scratch.path().join("job");
-        let mut stranger = Stranger::new();
-        let Started { pid, at } = stranger.started();
+        let mut unrelated = UnrelatedProcess::new();
+        let Started { pid, at } = unrelated.started();
         drop(JobDir::create(&root).unwrap());
         write_master(&root, pid, Some(at));
         // No master holds the lock, whatever its file says.
@@ -157,8 +157,8 @@ mod tests {
         assert!(matches!(stop(&root), Err(StopError::Changing { .. })));
         assert_eq!(Started::look_up(pid), Some(Started { pid, at }));
         write_master(&root, pid, Some(at));
-        assert_eq!(stop(&root).unwrap(), Told::Master);
-        assert_eq!(stranger.ended_by(), Some(15));
+        assert_eq!(stop(&root).unwrap(), StopTarget::Master);
+        assert_eq!(unrelated.ended_by(), Some(15));
         drop(next);
     }
 
@@ -166,10 +166,10 @@ mod tests {
     fn workers_of_a_dead_master_protect_their_job_until_they_are_told_to_end() {
         let scratch = tempfile::tempdir().unwrap();
         let root = scratch.path().join("job");
-        let (mut worker, mut stranger) = (Stranger::new(), Stranger::new());
+        let (mut worker, mut unrelated) = (UnrelatedProcess::new(), UnrelatedProcess::new());
         let dir = JobDir::create(&root).unwrap();
         note_process(&dir.processes_path(), LaunchId(1), worker.started()).unwrap();
-        let Started { pid, at } = stranger.started();
+        let Started { pid, at } = unrelated.started();
         note_process(&dir.processes_path(), LaunchId(2), Started { pid, at: at - 1 }).unwrap();
         drop(dir);
         let error = JobDir::create(&root).unwrap_err();
@@ -181,10 +181,10 @@ mod tests {
             super::super::delete(&root).is_err_and(|error| error.to_string().contains("1 worker"))
         );
         assert!(root.join("token").is_file());
-        assert_eq!(stop(&root).unwrap(), Told::Workers(1));
+        assert_eq!(stop(&root).unwrap(), StopTarget::Workers(1));
         assert_eq!(worker.ended_by(), Some(15));
         assert!(
-            stranger.0.try_wait().unwrap().is_none(),
+            unrelated.0.try_wait().unwrap().is_none(),
             "it has another one's process id, and nothing else"
         );
         assert!(JobDir::create(&root).is_ok());

@@ -11,7 +11,7 @@
 //! | `summary` | the master, at the end | how the job ended |
 //!
 //! **Invariants:** who writes one key leaves the others alone, so nobody's word is lost. What a
-//! master writes ([`Writer`]) is taken only while its incarnation is the newest: a write that was
+//! master writes ([`AnchorWriter`]) is taken only while its incarnation is the newest: a write that was
 //! sent before its lease ran out, and that the server looks at later, changes nothing.
 //!
 //! The server takes an object of 1 MiB. Each key has its part of that:
@@ -38,7 +38,7 @@ use tracing::warn;
 
 use super::client::{Cluster, ClusterError, is_code};
 use super::objects;
-use super::watch::{Change, Selection, Watch, pause};
+use super::watch::{Change, Selection, Watch, backoff};
 
 /// The data of an anchor.
 pub type Data = BTreeMap<String, String>;
@@ -94,7 +94,7 @@ impl Anchor {
         loop {
             match self.write(data).await {
                 Err(ClusterError::Unreachable { .. }) if start.elapsed() < limit => {
-                    tokio::time::sleep(pause(failures)).await;
+                    tokio::time::sleep(backoff(failures)).await;
                     failures += 1;
                 }
                 outcome => return outcome,
@@ -104,9 +104,9 @@ impl Anchor {
 
     /// What it holds, now and whenever that changes.
     #[must_use]
-    pub fn follow(&self) -> Followed {
+    pub fn watch(&self) -> AnchorWatch {
         let fields = Some(format!("metadata.name={}", self.job));
-        Followed { watch: Watch::start(self.api(), Selection { fields, labels: None }) }
+        AnchorWatch { watch: Watch::start(self.api(), Selection { fields, labels: None }) }
     }
 
     fn api(&self) -> Api<ConfigMap> {
@@ -120,7 +120,7 @@ impl Anchor {
 
 /// One of a job's masters, as the writer of its anchor.
 #[derive(Clone, Debug)]
-pub struct Writer {
+pub struct AnchorWriter {
     anchor: Anchor,
     /// Of the anchor, as it was read.
     meta: ObjectMeta,
@@ -136,13 +136,13 @@ pub enum WriteError {
     Fenced,
     /// Perhaps later.
     #[error(transparent)]
-    Later(ClusterError),
+    Retryable(ClusterError),
     /// The server will never take it.
     #[error("{0}")]
     Refused(String),
 }
 
-impl Writer {
+impl AnchorWriter {
     /// Begins `incarnation` in an anchor that was read as `seen`.
     ///
     /// # Errors
@@ -161,7 +161,7 @@ impl Writer {
                 {"op": "add", "path": format!("/data/{INCARNATION}"), "value": incarnation.to_string()},
             ]);
             let Err(error) = writer.patch(&operations).await else { return Ok(writer) };
-            let now = anchor.read().await.map_err(WriteError::Later)?;
+            let now = anchor.read().await.map_err(WriteError::Retryable)?;
             let version_now = now.metadata.resource_version.unwrap_or_default();
             let found = now.data.as_ref().and_then(|data| data.get(INCARNATION)).cloned();
             match found {
@@ -189,7 +189,7 @@ impl Writer {
             return Err(self.explain(error));
         }
         // A test that fails and an object that is too long have the same code.
-        let now = self.anchor.read().await.map_err(WriteError::Later)?;
+        let now = self.anchor.read().await.map_err(WriteError::Retryable)?;
         let newest = now.data.as_ref().and_then(|data| data.get(INCARNATION));
         match newest == Some(&self.incarnation.to_string()) {
             true => Err(self.explain(error)),
@@ -197,7 +197,7 @@ impl Writer {
         }
     }
 
-    /// As [`Writer::write`], again and again until the server takes it, or refuses, or the time is
+    /// As [`AnchorWriter::write`], again and again until the server takes it, or refuses, or the time is
     /// up.
     ///
     /// # Errors
@@ -207,10 +207,10 @@ impl Writer {
         let mut failures = 0;
         loop {
             match self.write(data).await {
-                Err(WriteError::Later(ClusterError::Unreachable { .. }))
+                Err(WriteError::Retryable(ClusterError::Unreachable { .. }))
                     if start.elapsed() < limit =>
                 {
-                    tokio::time::sleep(pause(failures)).await;
+                    tokio::time::sleep(backoff(failures)).await;
                     failures += 1;
                 }
                 outcome => return outcome,
@@ -220,7 +220,7 @@ impl Writer {
 
     /// Makes a ConfigMap that goes with the anchor, for `role`. One of this name that is there
     /// already is left as it is.
-    pub(super) async fn make_part(
+    pub(super) async fn create_part(
         &self,
         name: &str,
         role: &str,
@@ -262,13 +262,13 @@ impl Writer {
         if is_final {
             WriteError::Refused(explained.to_string())
         } else {
-            WriteError::Later(explained)
+            WriteError::Retryable(explained)
         }
     }
 }
 
 impl Anchor {
-    /// The content of one of the objects that [`Writer::make_part`] made; `None`: it is not there.
+    /// The content of one of the objects that [`AnchorWriter::create_part`] made; `None`: it is not there.
     pub(super) async fn read_part(&self, name: &str) -> Result<Option<Vec<u8>>, ClusterError> {
         let found = self.api().get_opt(name).await;
         let found = found
@@ -281,7 +281,7 @@ impl Anchor {
 ///
 /// # Errors
 /// [`ClusterError`].
-pub async fn all(cluster: &Cluster) -> Result<Vec<ConfigMap>, ClusterError> {
+pub async fn list_all(cluster: &Cluster) -> Result<Vec<ConfigMap>, ClusterError> {
     let api: Api<ConfigMap> = cluster.api();
     let params = ListParams::default().labels(&objects::anchors_selector());
     api.list(&params)
@@ -292,32 +292,34 @@ pub async fn all(cluster: &Cluster) -> Result<Vec<ConfigMap>, ClusterError> {
 
 /// An anchor that is watched.
 #[derive(Debug)]
-pub struct Followed {
+pub struct AnchorWatch {
     watch: Watch<ConfigMap>,
 }
 
 /// What is seen of an anchor.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Sight {
+pub enum AnchorEvent {
     /// It may not be read; asked again all the same.
     Forbidden(String),
     /// It is not there any more, or never was.
-    Gone,
+    Deleted,
     /// It holds this.
-    Holds(Data),
+    Data(Data),
 }
 
-impl Followed {
+impl AnchorWatch {
     /// The next sight. Safe to drop at any time.
-    pub async fn next(&mut self) -> Sight {
+    pub async fn next(&mut self) -> AnchorEvent {
         loop {
             return match self.watch.next().await {
-                Change::Forbidden(message) => Sight::Forbidden(message),
-                Change::Gone(_) => Sight::Gone,
-                Change::Listed(_, uids) if uids.is_empty() => Sight::Gone,
+                Change::Forbidden(message) => AnchorEvent::Forbidden(message),
+                Change::Deleted(_) => AnchorEvent::Deleted,
+                Change::Listed(_, uids) if uids.is_empty() => AnchorEvent::Deleted,
                 Change::Listed(..) => continue,
-                Change::Seen(anchor) if anchor.metadata.deletion_timestamp.is_some() => Sight::Gone,
-                Change::Seen(anchor) => Sight::Holds(anchor.data.unwrap_or_default()),
+                Change::Applied(anchor) if anchor.metadata.deletion_timestamp.is_some() => {
+                    AnchorEvent::Deleted
+                }
+                Change::Applied(anchor) => AnchorEvent::Data(anchor.data.unwrap_or_default()),
             };
         }
     }
@@ -325,7 +327,7 @@ impl Followed {
 
 /// What the user wants changed, by the keys of an anchor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wishes {
+pub struct DesiredState {
     /// Workers to keep.
     pub num_workers: Option<u32>,
     /// The job is to stop.
@@ -334,7 +336,7 @@ pub struct Wishes {
     pub checkpoint: Option<u64>,
 }
 
-impl Wishes {
+impl DesiredState {
     /// What `data` asks for; what can't be read asks for nothing.
     #[must_use]
     pub fn read(data: &Data) -> Self {
@@ -354,23 +356,23 @@ impl Wishes {
 /// Whether and when what the master knows is written down: what happened soon, mere progress
 /// rarely.
 #[derive(Clone, Debug, Default)]
-pub struct Pace {
+pub struct WriteThrottle {
     written: Option<(Instant, u64)>,
 }
 
-impl Pace {
+impl WriteThrottle {
     /// When a status should be written whose news have this digest; `None`: it has been.
     #[must_use]
     pub fn due(&self, now: Instant, news: u64) -> Instant {
         match self.written {
             None => now,
-            Some((at, known)) if known != news => at + NEWS_INTERVAL,
+            Some((at, known)) if known != news => at + CHANGE_INTERVAL,
             Some((at, _)) => at + PROGRESS_INTERVAL,
         }
     }
 
     /// It has been written.
-    pub fn wrote(&mut self, now: Instant, news: u64) {
+    pub fn on_written(&mut self, now: Instant, news: u64) {
         self.written = Some((now, news));
     }
 }
@@ -401,7 +403,7 @@ pub const SUMMARY: &str = "summary";
 /// The key of what a part holds.
 const PART: &str = "part";
 /// Between two writes.
-const NEWS_INTERVAL: Duration = Duration::from_secs(5);
+const CHANGE_INTERVAL: Duration = Duration::from_secs(5);
 /// Between two writes when nothing but numbers has changed: with the lease's renewals that is eight
 /// calls a minute.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
@@ -415,24 +417,27 @@ mod tests {
         let data = |pairs: &[(&str, &str)]| {
             pairs.iter().map(|&(k, v)| (k.into(), v.into())).collect::<Data>()
         };
-        let all =
-            Wishes::read(&data(&[("num-workers", " 4 "), ("stop", "true"), ("checkpoint", "7")]));
-        assert_eq!(all, Wishes { num_workers: Some(4), stop: true, checkpoint: Some(7) });
+        let all = DesiredState::read(&data(&[
+            ("num-workers", " 4 "),
+            ("stop", "true"),
+            ("checkpoint", "7"),
+        ]));
+        assert_eq!(all, DesiredState { num_workers: Some(4), stop: true, checkpoint: Some(7) });
         for nonsense in [
             data(&[]),
             data(&[("num-workers", "many"), ("stop", "perhaps")]),
             data(&[("num-workers", "-1"), ("checkpoint", "now")]),
         ] {
-            assert_eq!(Wishes::read(&nonsense), Wishes::default(), "{nonsense:?}");
+            assert_eq!(DesiredState::read(&nonsense), DesiredState::default(), "{nonsense:?}");
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn news_are_written_within_5_s_and_progress_within_15() {
-        let mut pace = Pace::default();
+        let mut pace = WriteThrottle::default();
         let now = Instant::now();
         assert_eq!(pace.due(now, 1), now);
-        pace.wrote(now, 1);
+        pace.on_written(now, 1);
         assert_eq!(pace.due(now, 2), now + Duration::from_secs(5));
         assert_eq!(pace.due(now, 1), now + Duration::from_secs(15));
     }

@@ -21,7 +21,7 @@ impl std::fmt::Debug for Cluster {
 
 /// Which cluster, by the user's own words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Choice {
+pub struct ClusterChoice {
     /// A context of the kubeconfig; its current one for `None`.
     pub context: Option<String>,
     /// The context's for `None`.
@@ -34,7 +34,7 @@ impl Cluster {
     ///
     /// # Errors
     /// There is none, or it does not fit.
-    pub async fn connect(choice: &Choice) -> Result<Self, ClusterError> {
+    pub async fn connect(choice: &ClusterChoice) -> Result<Self, ClusterError> {
         let config = match &choice.context {
             None => Config::infer().await.map_err(|e| ClusterError::NoConfig(e.to_string()))?,
             Some(context) => {

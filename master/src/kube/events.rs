@@ -22,19 +22,19 @@ use super::verdict::Cause;
 
 /// Writes Events, one after the other.
 #[derive(Clone, Debug)]
-pub(crate) struct Recorder {
-    sender: Option<mpsc::Sender<Report>>,
+pub(crate) struct EventRecorder {
+    sender: Option<mpsc::Sender<EventReport>>,
 }
 
 /// Something to tell.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Report {
+pub(crate) struct EventReport {
     /// A word in camel case.
     pub(crate) reason: &'static str,
     pub(crate) message: String,
 }
 
-impl Recorder {
+impl EventRecorder {
     /// Tells of the Job that owns the anchor. Must be called within a runtime.
     pub(crate) fn start(cluster: &Cluster, anchor: &ObjectMeta) -> Self {
         let owner = anchor.owner_references.iter().flatten().find(|owner| owner.kind == "Job");
@@ -56,14 +56,14 @@ impl Recorder {
 
     /// One that tells nobody.
     #[cfg(test)]
-    pub(crate) fn silent() -> Self {
+    pub(crate) fn disabled() -> Self {
         Self { sender: None }
     }
 
     /// Tells it soon, if there is room for it.
     pub(crate) fn record(&self, reason: &'static str, message: String) {
         if let Some(sender) = &self.sender
-            && sender.try_send(Report { reason, message }).is_err()
+            && sender.try_send(EventReport { reason, message }).is_err()
         {
             debug!(reason, "an Event is lost: too many at once");
         }
@@ -83,12 +83,12 @@ pub(crate) fn reason_of(cause: Cause) -> Option<&'static str> {
         Cause::OverLimit => Some("WorkerOverLimit"),
         Cause::Preempted => Some(PREEMPTED_WORKER),
         Cause::Refused => Some("WorkerRefused"),
-        Cause::Taken => Some("WorkerTaken"),
+        Cause::Reclaimed => Some("WorkerTaken"),
     }
 }
 
 /// The word for what keeps a worker from starting, by the kubelet's own words.
-pub(crate) fn reason_of_stuck(why: &str) -> &'static str {
+pub(crate) fn reason_of_start_failure(why: &str) -> &'static str {
     let image =
         ["ErrImage", "Image", "InvalidImageName"].iter().any(|start| why.starts_with(start));
     if image { "ImagePullFailed" } else { "ConfigError" }
@@ -102,24 +102,24 @@ pub(crate) async fn preemptors(api: &Api<Event>) -> BTreeMap<String, String> {
     let Ok(Ok(list)) = timeout(CALL_TIMEOUT, api.list(&params)).await else {
         return BTreeMap::new();
     };
-    let uid_and_words = |event: Event| Some((event.involved_object.uid?, event.message?));
-    list.items.into_iter().filter_map(uid_and_words).collect()
+    let uid_and_message = |event: Event| Some((event.involved_object.uid?, event.message?));
+    list.items.into_iter().filter_map(uid_and_message).collect()
 }
 
-async fn write(api: Api<Event>, about: ObjectReference, mut reports: mpsc::Receiver<Report>) {
-    let mut tally = Tally::default();
-    let mut bucket = Bucket::new(Instant::now());
+async fn write(api: Api<Event>, about: ObjectReference, mut reports: mpsc::Receiver<EventReport>) {
+    let mut pending = PendingEvents::default();
+    let mut bucket = TokenBucket::new(Instant::now());
     loop {
-        let due = tally.is_due().then(|| bucket.due());
+        let due = pending.is_due().then(|| bucket.due());
         tokio::select! {
             biased;
             report = reports.recv() => match report {
-                Some(report) => tally.add(report),
+                Some(report) => pending.add(report),
                 None => return,
             },
             () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                 bucket.spend(Instant::now());
-                let Some((reason, entry)) = tally.next() else { continue };
+                let Some((reason, entry)) = pending.next() else { continue };
                 match timeout(CALL_TIMEOUT, put(&api, &about, reason, entry)).await {
                     Ok(Ok(name)) => entry.name = Some(name),
                     Ok(Err(error)) => debug!(%error, reason, "an Event is lost"),
@@ -156,7 +156,7 @@ async fn put(
         involved_object: about.clone(),
         reason: Some(reason.into()),
         message: Some(entry.message.clone()),
-        type_: Some(if USUAL.contains(&reason) { "Normal" } else { "Warning" }.into()),
+        type_: Some(if NORMAL_REASONS.contains(&reason) { "Normal" } else { "Warning" }.into()),
         count: Some(entry.count),
         first_timestamp: Some(now.clone()),
         last_timestamp: Some(now),
@@ -169,7 +169,7 @@ async fn put(
 
 /// What is to be told, by reason.
 #[derive(Debug, Default)]
-struct Tally {
+struct PendingEvents {
     entries: BTreeMap<&'static str, Entry>,
     /// Reasons with news, the oldest first.
     due: Vec<&'static str>,
@@ -183,9 +183,9 @@ struct Entry {
     message: String,
 }
 
-impl Tally {
-    fn add(&mut self, report: Report) {
-        let Report { reason, message } = report;
+impl PendingEvents {
+    fn add(&mut self, report: EventReport) {
+        let EventReport { reason, message } = report;
         let entry = self.entries.entry(reason).or_default();
         entry.count = entry.count.saturating_add(1);
         entry.message = message.chars().take(MESSAGE_MAX).collect();
@@ -206,12 +206,12 @@ impl Tally {
 
 /// Lets through so many at once, and then one now and then.
 #[derive(Debug)]
-struct Bucket {
+struct TokenBucket {
     /// When it would be full.
     full: Instant,
 }
 
-impl Bucket {
+impl TokenBucket {
     fn new(now: Instant) -> Self {
         Self { full: now }
     }
@@ -237,21 +237,21 @@ const MESSAGE_MAX: usize = 1000;
 const REFILL: Duration = Duration::from_secs(15);
 const REPORTS_MAX: usize = 256;
 /// Nothing to worry about: a job takes what room there is.
-const USUAL: [&str; 2] = ["QuotaExceeded", "Unschedulable"];
+const NORMAL_REASONS: [&str; 2] = ["QuotaExceeded", "Unschedulable"];
 
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
 
-    use super::super::testing::Fake;
+    use super::super::testing::FakeServer;
     use super::*;
 
-    fn start() -> (Arc<Fake>, Recorder) {
-        let (fake, cluster) = Fake::start();
+    fn start() -> (Arc<FakeServer>, EventRecorder) {
+        let (fake, cluster) = FakeServer::start();
         let anchor = json!({"name": "j", "uid": "a", "ownerReferences": [
             {"apiVersion": "batch/v1", "kind": "Job", "name": "j-master", "uid": "job"}
         ]});
-        let recorder = Recorder::start(&cluster, &serde_json::from_value(anchor).unwrap());
+        let recorder = EventRecorder::start(&cluster, &serde_json::from_value(anchor).unwrap());
         (fake, recorder)
     }
 
@@ -327,10 +327,10 @@ mod tests {
         for why in
             ["ErrImagePull: x", "ImagePullBackOff: x", "InvalidImageName: x", "ImageInspectError"]
         {
-            assert_eq!(reason_of_stuck(why), "ImagePullFailed", "{why}");
+            assert_eq!(reason_of_start_failure(why), "ImagePullFailed", "{why}");
         }
         assert_eq!(
-            reason_of_stuck("CreateContainerConfigError: secret \"x\" not found"),
+            reason_of_start_failure("CreateContainerConfigError: secret \"x\" not found"),
             "ConfigError"
         );
     }

@@ -12,7 +12,7 @@ use crate::job::LaunchId;
 
 /// Whose logs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum LogSource {
     /// The newest master's.
     Master,
     /// The worker's that was started as this launch.
@@ -28,15 +28,15 @@ pub async fn copy(
     cluster: &Cluster,
     anchor: &Anchor,
     job: &str,
-    source: Source,
+    source: LogSource,
     follow: bool,
     mut write: impl FnMut(&[u8]) -> bool,
 ) -> Result<(), ClusterError> {
     let anchor = anchor.read().await?;
     let uid = anchor.metadata.uid.unwrap_or_default();
     let (selector, what) = match source {
-        Source::Master => (objects::master_selector(job), "a pod of the master".to_owned()),
-        Source::Worker(launch) => {
+        LogSource::Master => (objects::master_selector(job), "a pod of the master".to_owned()),
+        LogSource::Worker(launch) => {
             let task = anchor
                 .data
                 .as_ref()
@@ -51,8 +51,11 @@ pub async fn copy(
     let doing = format!("read the logs of {what}");
     let list = pods.list(&ListParams::default().labels(&selector)).await;
     let list = list.map_err(|e| cluster.explain(&doing, e))?;
-    let leader =
-        anchor.data.as_ref().and_then(|data| data.get(MASTER)).filter(|_| source == Source::Master);
+    let leader = anchor
+        .data
+        .as_ref()
+        .and_then(|data| data.get(MASTER))
+        .filter(|_| source == LogSource::Master);
     let newest = newest(list.items, leader.map(String::as_str));
     let name = newest.and_then(|pod| pod.metadata.name).ok_or_else(|| ClusterError::Refused {
         doing: doing.clone(),

@@ -15,18 +15,18 @@
 //! What decides ([`verdict`], [`objects`]) is pure. No name of a pod is used twice.
 
 pub mod anchor;
+pub mod certificates;
 pub mod client;
-pub mod credentials;
 pub(crate) mod events;
-pub(crate) mod kept;
-pub mod ladder;
-pub mod lease;
-pub(crate) mod lists;
+pub(crate) mod file_list;
+pub mod leader_lease;
 pub mod logs;
-pub mod masters;
+pub mod master_pods;
 pub mod objects;
 pub mod options;
+pub(crate) mod persisted_job;
 pub(crate) mod pods;
+pub mod priority_tiers;
 pub mod submit;
 pub mod succession;
 #[cfg(test)]

@@ -30,9 +30,9 @@ use serde::{Deserialize, Serialize};
 
 pub use template::TemplateError;
 
-use super::credentials::Credentials;
-use super::ladder::Ladder;
+use super::certificates::Certificates;
 use super::options::PodOptions;
+use super::priority_tiers::PriorityTiers;
 use crate::job::{JobSpec, LaunchId};
 use crate::token::Token;
 
@@ -57,8 +57,8 @@ pub struct Task {
     /// Workers end by themselves when their master has been silent for this long.
     pub master_timeout: Duration,
     /// The workers' priority classes by place.
-    #[serde(default)]
-    pub ladder: Option<Ladder>,
+    #[serde(default, rename = "ladder")]
+    pub priority_tiers: Option<PriorityTiers>,
     /// Where the master serves metrics.
     #[serde(default = "metrics_port_default")]
     pub metrics_port: u16,
@@ -68,13 +68,13 @@ pub struct Task {
     pub tensorboard_dir: Option<PathBuf>,
 }
 
-/// What is drawn for a job at its submission.
+/// What is credentials for a job at its submission.
 #[derive(Clone, Debug)]
-pub struct Drawn {
+pub struct Credentials {
     /// Who knows it may speak to the master.
     pub token: Token,
     /// What the master is known by.
-    pub credentials: Credentials,
+    pub certificates: Certificates,
 }
 
 /// The objects that make a job, all but its workers.
@@ -91,12 +91,12 @@ pub struct Objects {
 }
 
 impl Objects {
-    /// The objects of a job for which `drawn` was drawn. Owners are missing: they are named by ids
+    /// The objects of a job for which `credentials` was credentials. Owners are missing: they are named by ids
     /// that the server gives.
     ///
     /// # Errors
     /// The workers' pod template does not fit.
-    pub fn new(request: &Request, drawn: Drawn) -> Result<Self, TemplateError> {
+    pub fn new(request: &Request, credentials: Credentials) -> Result<Self, TemplateError> {
         let name = &request.task.job.name;
         let worker = serde_json::to_string_pretty(&worker_template(request)?)
             .expect("a pod's keys are strings");
@@ -124,7 +124,7 @@ impl Objects {
             }),
             ..Service::default()
         };
-        Ok(Self { job: master_job(request), anchor, secret: secret(request, drawn), service })
+        Ok(Self { job: master_job(request), anchor, secret: secret(request, credentials), service })
     }
 
     /// The job as it has been made owns the anchor.
@@ -186,7 +186,7 @@ pub fn worker_pod(
     pod.metadata.owner_references = Some(vec![anchor_owner(anchor)]);
     let labels = pod.metadata.labels.get_or_insert_default();
     labels.insert(LAUNCH_LABEL.into(), launch.0.to_string());
-    labels.insert(INDEX_LABEL.into(), index.to_string());
+    labels.insert(SLOT_LABEL.into(), index.to_string());
     labels.insert(ANCHOR_LABEL.into(), anchor.uid.clone().unwrap_or_default());
     let spec = pod.spec.get_or_insert_default();
     if let Some(worker) = spec.containers.iter_mut().find(|c| c.name == WORKER) {
@@ -199,12 +199,9 @@ pub fn worker_pod(
 
 /// The launch that a pod was made for, and its place.
 #[must_use]
-pub fn launch_and_index(pod: &Pod) -> Option<(LaunchId, u32)> {
+pub fn launch_and_slot(pod: &Pod) -> Option<(LaunchId, u32)> {
     let labels = pod.metadata.labels.as_ref()?;
-    Some((
-        LaunchId(labels.get(LAUNCH_LABEL)?.parse().ok()?),
-        labels.get(INDEX_LABEL)?.parse().ok()?,
-    ))
+    Some((LaunchId(labels.get(LAUNCH_LABEL)?.parse().ok()?), labels.get(SLOT_LABEL)?.parse().ok()?))
 }
 
 /// The name of a worker's pod. Launches are numbered through all masters of a job, so it is used
@@ -238,8 +235,8 @@ pub fn anchors_selector() -> String {
     format!("app.kubernetes.io/managed-by={ELASTICDL},{ROLE_LABEL}=anchor")
 }
 
-fn secret(request: &Request, drawn: Drawn) -> Secret {
-    let Drawn { token, credentials: Credentials { ca, certificate, key } } = drawn;
+fn secret(request: &Request, credentials: Credentials) -> Secret {
+    let Credentials { token, certificates: Certificates { ca, certificate, key } } = credentials;
     let values = [(TOKEN, token.to_hex()), (CA, ca), (CERTIFICATE, certificate), (KEY, key)];
     Secret {
         metadata: metadata(request, &request.task.job.name, "token"),
@@ -458,7 +455,7 @@ pub const TASK: &str = "task";
 pub const WORKER_POD: &str = "worker-pod";
 /// Says of a worker's pod which place among the job's workers it has; of a pod of several, the
 /// first one's.
-pub const INDEX_LABEL: &str = "elasticdl/index";
+pub const SLOT_LABEL: &str = "elasticdl/index";
 /// Says of a worker's pod which launch it is; of a pod of several, the first.
 pub const LAUNCH_LABEL: &str = "elasticdl/launch";
 

@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::{
 };
 use serde_json::Value;
 
-use super::ladder;
+use super::priority_tiers;
 
 /// What the pods of a job are made of.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -32,7 +32,7 @@ pub struct PodOptions {
     /// The workers' priority class.
     pub worker_priority_class: Option<String>,
     /// The workers' priority classes by place.
-    pub ladder: ladder::Choice,
+    pub priority_tiers: priority_tiers::TierChoice,
     /// A scheduler other than the cluster's own.
     pub scheduler_name: Option<String>,
     /// Added to the workers' environment.

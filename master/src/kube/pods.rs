@@ -14,7 +14,7 @@
 //! has, or when its node has had the time for that.
 
 mod calls;
-mod patience;
+mod timeouts;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -30,20 +30,20 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
-use self::calls::{Counter, Known, Made};
+use self::calls::{CreateContext, CreateOutcome, PodClient};
 use super::client::{Cluster, ClusterError};
-use super::events::{self, Recorder};
-use super::ladder::Ladder;
-use super::lease::Warrant;
+use super::events::{self, EventRecorder};
+use super::leader_lease::LeaseGuard;
 use super::objects::{self, LAUNCH_LABEL};
-use super::verdict::{Cause, End, Leave, Verdict, is_outlived, judge, vanished};
+use super::priority_tiers::PriorityTiers;
+use super::verdict::{Cause, End, Termination, Verdict, classify, has_running_sidecar, vanished};
 use super::watch::{Change, Selection, Watch};
 use crate::job::{Exit, LaunchId, Wait};
 use crate::launches::Happening;
 
 /// What workers' pods are made from.
 #[derive(Clone, Debug)]
-pub(crate) struct Mould {
+pub(crate) struct PodFactory {
     /// What they have in common.
     pub(crate) template: Pod,
     /// Their owner.
@@ -53,19 +53,19 @@ pub(crate) struct Mould {
     /// The least number of workers: the job's core.
     pub(crate) min_workers: u32,
     /// Their priority classes by place, unless all have the template's.
-    pub(crate) ladder: Option<Ladder>,
+    pub(crate) priority_tiers: Option<PriorityTiers>,
 }
 
 /// The workers' pods of a job.
 #[derive(Debug)]
 pub(crate) struct Pods {
-    orders: mpsc::UnboundedSender<Order>,
+    commands: mpsc::UnboundedSender<PodCommand>,
     happenings: mpsc::UnboundedReceiver<(LaunchId, Happening)>,
     task: JoinHandle<()>,
 }
 
 #[derive(Clone, Debug)]
-enum Order {
+enum PodCommand {
     /// A launch of a master before this one, and its pod, if that is there.
     Adopt(LaunchId, Option<Box<Pod>>),
     End,
@@ -76,60 +76,60 @@ enum Order {
 }
 
 impl Pods {
-    /// Watches the job's pods from now on; makes and deletes them while the warrant holds. Must be
+    /// Watches the job's pods from now on; makes and deletes them while the guard holds. Must be
     /// called within a runtime.
     pub(crate) fn new(
         cluster: &Cluster,
-        mould: Mould,
-        warrant: Warrant,
-        recorder: Recorder,
+        factory: PodFactory,
+        guard: LeaseGuard,
+        recorder: EventRecorder,
     ) -> Self {
-        let (orders, ordered) = mpsc::unbounded_channel();
+        let (commands, received_commands) = mpsc::unbounded_channel();
         let (happen, happenings) = mpsc::unbounded_channel();
         let api: Api<Pod> = cluster.api();
-        let uid = mould.anchor.uid.clone().unwrap_or_default();
+        let uid = factory.anchor.uid.clone().unwrap_or_default();
         let labels = Some(objects::worker_selector(&uid));
         let watch = Watch::start(api.clone(), Selection { labels, fields: None });
-        let foreman = Foreman {
-            counter: Counter::new(api, warrant),
+        let controller = PodController {
+            client: PodClient::new(api, guard),
             events: cluster.api(),
             recorder,
-            mould,
+            factory,
             launches: BTreeMap::new(),
-            remains: VecDeque::new(),
+            retained_pods: VecDeque::new(),
             unexplained: Vec::new(),
             calls: JoinSet::new(),
             happen,
             has_run: Arc::default(),
             stuck: 0,
         };
-        Self { orders, happenings, task: tokio::spawn(foreman.run(ordered, watch)) }
+        Self { commands, happenings, task: tokio::spawn(controller.run(received_commands, watch)) }
     }
 
     pub(crate) fn start(&self, launch: LaunchId, index: u32) {
         // The task ends only with this.
-        let _ = self.orders.send(Order::Start(launch, index));
+        let _ = self.commands.send(PodCommand::Start(launch, index));
     }
 
     /// Takes over one that another master has started; what is known of its end is told as of any
     /// other's.
     pub(crate) fn adopt(&self, launch: LaunchId, pod: Option<Pod>) {
-        let _ = self.orders.send(Order::Adopt(launch, pod.map(Box::new)));
+        let _ = self.commands.send(PodCommand::Adopt(launch, pod.map(Box::new)));
     }
 
     /// Deletes a pod that is no launch's any more.
     pub(crate) fn remove(&self, pod: Pod) {
-        let _ = self.orders.send(Order::Remove(Box::new(pod)));
+        let _ = self.commands.send(PodCommand::Remove(Box::new(pod)));
     }
 
     /// A worker of the job has run before this master: what keeps others from starting is not the
     /// user's doing.
     pub(crate) fn has_trained(&self) {
-        let _ = self.orders.send(Order::HasTrained);
+        let _ = self.commands.send(PodCommand::HasTrained);
     }
 
     pub(crate) fn kill(&self, launch: LaunchId) {
-        let _ = self.orders.send(Order::Kill(launch));
+        let _ = self.commands.send(PodCommand::Kill(launch));
     }
 
     pub(crate) async fn next(&mut self) -> (LaunchId, Happening) {
@@ -141,7 +141,7 @@ impl Pods {
 
     /// Deletes the pods that have not ended.
     pub(crate) async fn end(mut self) {
-        let _ = self.orders.send(Order::End);
+        let _ = self.commands.send(PodCommand::End);
         if timeout(END_TIMEOUT, &mut self.task).await.is_err() {
             warn!("some workers' pods could not be deleted in time; they go with the job");
         }
@@ -163,18 +163,18 @@ impl Drop for Pods {
 }
 
 /// The task.
-struct Foreman {
-    counter: Counter,
+struct PodController {
+    client: PodClient,
     events: Api<Event>,
-    recorder: Recorder,
-    mould: Mould,
+    recorder: EventRecorder,
+    factory: PodFactory,
     /// Those that have not ended.
-    launches: BTreeMap<LaunchId, Launched>,
+    launches: BTreeMap<LaunchId, ActiveLaunch>,
     /// Pods that have ended, oldest first: kept for their logs, but not all of them.
-    remains: VecDeque<(String, String)>,
+    retained_pods: VecDeque<(String, String)>,
     /// Pods that were deleted, and nobody has said why yet.
-    unexplained: Vec<Unexplained>,
-    calls: JoinSet<Answer>,
+    unexplained: Vec<UnexplainedDeletion>,
+    calls: JoinSet<CallResult>,
     happen: mpsc::UnboundedSender<(LaunchId, Happening)>,
     /// A worker of the job has run: image, configuration and rights are good, so what keeps a pod
     /// from starting is the cluster's trouble, and is waited for.
@@ -185,28 +185,28 @@ struct Foreman {
 
 /// A launch that has not ended.
 #[derive(Debug, Default)]
-struct Launched {
+struct ActiveLaunch {
     /// Its place among the job's workers.
     index: u32,
-    /// The class that the ladder gave it.
+    /// The class that the priority_tiers gave it.
     class: Option<String>,
     /// Its pod, once it is made: uid, and when that was known.
     pod: Option<(String, Option<Instant>)>,
     /// Since when it can't start, and why.
     stuck: Option<(Instant, String)>,
     /// Since when it is being deleted while its program runs.
-    leaving: Option<(Instant, Leave)>,
+    terminating: Option<(Instant, Termination)>,
     /// By whom it was preempted, if the scheduler has said so.
     preempted: Option<String>,
     /// What was said of it last.
     said: Option<Happening>,
     /// Its creation is not to be tried again.
-    unwanted: Arc<AtomicBool>,
+    cancelled: Arc<AtomicBool>,
 }
 
 /// A deletion whose reason may yet be told.
 #[derive(Debug)]
-struct Unexplained {
+struct UnexplainedDeletion {
     launch: LaunchId,
     name: String,
     uid: String,
@@ -215,49 +215,53 @@ struct Unexplained {
 
 /// What a call came to.
 #[derive(Debug)]
-enum Answer {
-    Created(LaunchId, Made),
+enum CallResult {
+    Created(LaunchId, CreateOutcome),
     Deleted,
     /// It has had the time to end by itself.
-    Doomed(LaunchId),
+    KillDue(LaunchId),
     /// What the scheduler has said about preempted pods, by uid.
-    Explained(Vec<Unexplained>, BTreeMap<String, String>),
+    Explained(Vec<UnexplainedDeletion>, BTreeMap<String, String>),
 }
 
-impl Foreman {
-    async fn run(mut self, mut orders: mpsc::UnboundedReceiver<Order>, mut watch: Watch<Pod>) {
+impl PodController {
+    async fn run(
+        mut self,
+        mut commands: mpsc::UnboundedReceiver<PodCommand>,
+        mut watch: Watch<Pod>,
+    ) {
         let mut ticks = tokio::time::interval(TICK);
         loop {
             tokio::select! {
-                order = orders.recv() => match order {
-                    Some(Order::Start(launch, index)) => {
-                        self.launches.insert(launch, Launched { index, ..Launched::default() });
+                order = commands.recv() => match order {
+                    Some(PodCommand::Start(launch, index)) => {
+                        self.launches.insert(launch, ActiveLaunch { index, ..ActiveLaunch::default() });
                         self.say(launch, Happening::Waits(Wait::Answer(None)));
                         self.create(launch);
                     }
-                    Some(Order::Adopt(launch, pod)) => self.adopt(launch, pod.as_deref()),
-                    Some(Order::HasTrained) => self.has_run.store(true, Ordering::Relaxed),
-                    Some(Order::Kill(launch)) => self.kill_soon(launch),
-                    Some(Order::Remove(pod)) => {
+                    Some(PodCommand::Adopt(launch, pod)) => self.adopt(launch, pod.as_deref()),
+                    Some(PodCommand::HasTrained) => self.has_run.store(true, Ordering::Relaxed),
+                    Some(PodCommand::Kill(launch)) => self.kill_soon(launch),
+                    Some(PodCommand::Remove(pod)) => {
                         info!(pod = name_of(&pod), "a pod of no launch is deleted");
                         self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default());
                     }
-                    Some(Order::End) => break,
+                    Some(PodCommand::End) => break,
                     None => return,
                 },
                 change = watch.next() => self.on_change(change),
                 Some(answer) = self.calls.join_next() => {
                     match answer.expect("a call neither panics nor is aborted") {
-                        Answer::Created(launch, made) => self.on_created(launch, made),
-                        Answer::Deleted => {}
-                        Answer::Doomed(launch) => self.kill(launch, "it is not wanted any more"),
-                        Answer::Explained(asked, preemptors) => self.on_explained(asked, &preemptors),
+                        CallResult::Created(launch, made) => self.on_created(launch, made),
+                        CallResult::Deleted => {}
+                        CallResult::KillDue(launch) => self.kill(launch, "it is not wanted any more"),
+                        CallResult::Explained(asked, preemptors) => self.on_explained(asked, &preemptors),
                     }
                 }
                 _ = ticks.tick() => {
-                    self.give_up_stuck();
-                    self.give_up_leaving();
-                    self.ask_why();
+                    self.evict_stuck();
+                    self.evict_unresponsive();
+                    self.investigate_deletions();
                 }
             }
         }
@@ -266,18 +270,18 @@ impl Foreman {
             self.kill(launch, "the job is over");
         }
         while let Some(answer) = self.calls.join_next().await {
-            if let Ok(Answer::Created(_, Made::Pod(pod))) = answer {
+            if let Ok(CallResult::Created(_, CreateOutcome::Created(pod))) = answer {
                 self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default());
             }
         }
     }
 
     fn adopt(&mut self, launch: LaunchId, pod: Option<&Pod>) {
-        self.launches.insert(launch, Launched::default());
+        self.launches.insert(launch, ActiveLaunch::default());
         let Some(pod) = pod else { return self.ended(launch, exit_of(vanished())) };
         let class = pod.spec.as_ref().and_then(|spec| spec.priority_class_name.clone());
         if let (Some(launched), Some(uid)) = (self.launches.get_mut(&launch), &pod.metadata.uid) {
-            launched.index = objects::launch_and_index(pod).map_or(0, |(_, index)| index);
+            launched.index = objects::launch_and_slot(pod).map_or(0, |(_, index)| index);
             launched.class.clone_from(&class);
             launched.pod = Some((uid.clone(), Some(Instant::now())));
         }
@@ -288,17 +292,18 @@ impl Foreman {
 
     fn create(&mut self, launch: LaunchId) {
         let Some(launched) = self.launches.get_mut(&launch) else { return };
-        let Mould { template, anchor, master, min_workers, ladder } = &self.mould;
+        let PodFactory { template, anchor, master, min_workers, priority_tiers } = &self.factory;
         let mut pod = objects::worker_pod(template, launch, launched.index, anchor, master);
-        launched.class =
-            ladder.as_ref().map(|ladder| ladder.class(launched.index, *min_workers).into());
+        launched.class = priority_tiers
+            .as_ref()
+            .map(|priority_tiers| priority_tiers.class(launched.index, *min_workers).into());
         if launched.class.is_some() {
             pod.spec.get_or_insert_default().priority_class_name.clone_from(&launched.class);
         }
-        let unwanted = Arc::clone(&launched.unwanted);
+        let cancelled = Arc::clone(&launched.cancelled);
         let (owner, has_run) = (anchor.uid.clone().unwrap_or_default(), Arc::clone(&self.has_run));
-        let (counter, happen, recorder) =
-            (self.counter.clone(), self.happen.clone(), self.recorder.clone());
+        let (client, happen, recorder) =
+            (self.client.clone(), self.happen.clone(), self.recorder.clone());
         self.calls.spawn(async move {
             let tell = |wait: Wait| {
                 if let Wait::Room(why) = &wait {
@@ -306,14 +311,14 @@ impl Foreman {
                 }
                 let _ = happen.send((launch, Happening::Waits(wait)));
             };
-            let known = Known { owner: &owner, unwanted: &unwanted, has_run: &has_run };
-            Answer::Created(launch, counter.create(&pod, known, tell).await)
+            let known = CreateContext { owner: &owner, cancelled: &cancelled, has_run: &has_run };
+            CallResult::Created(launch, client.create(&pod, known, tell).await)
         });
     }
 
-    fn on_created(&mut self, launch: LaunchId, made: Made) {
+    fn on_created(&mut self, launch: LaunchId, made: CreateOutcome) {
         match (made, self.launches.get_mut(&launch)) {
-            (Made::Pod(pod), Some(launched)) => {
+            (CreateOutcome::Created(pod), Some(launched)) => {
                 info!(launch = launch.0, pod = name_of(&pod), "worker pod created");
                 // The watch may have shown it already.
                 let uid = pod.metadata.uid.unwrap_or_default();
@@ -321,19 +326,24 @@ impl Foreman {
                 let class = pod.spec.and_then(|spec| spec.priority_class_name);
                 let _ = self.happen.send((launch, Happening::Made(class)));
             }
-            (Made::Classless(class), Some(_)) => self.without_class(launch, &class),
-            (Made::Refused(why), Some(_)) => self.ended(launch, Exit::NotStarted(why)),
+            (CreateOutcome::MissingClass(class), Some(_)) => self.on_missing_class(launch, &class),
+            (CreateOutcome::Rejected(why), Some(_)) => self.ended(launch, Exit::NotStarted(why)),
             // It was killed meanwhile.
-            (Made::Pod(pod), None) => {
+            (CreateOutcome::Created(pod), None) => {
                 self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default())
             }
-            (Made::Classless(_) | Made::Nothing | Made::Refused(_), _) => {}
+            (
+                CreateOutcome::MissingClass(_)
+                | CreateOutcome::Cancelled
+                | CreateOutcome::Rejected(_),
+                _,
+            ) => {}
         }
     }
 
-    /// The cluster has no such class. The ladder is shortened, once for all launches, and this one
+    /// The cluster has no such class. The priority_tiers is shortened, once for all launches, and this one
     /// asked for again.
-    fn without_class(&mut self, launch: LaunchId, class: &str) {
+    fn on_missing_class(&mut self, launch: LaunchId, class: &str) {
         let no_class = format!("there is no priority class {class}");
         let asked = self.launches.get(&launch).and_then(|launched| launched.class.as_deref());
         if asked != Some(class) {
@@ -341,14 +351,14 @@ impl Foreman {
             return self.ended(launch, Exit::NotStarted(no_class));
         }
         // Another launch may have shortened it meanwhile.
-        let has = |ladder: &&Ladder| {
-            ladder.core == class || ladder.rungs.iter().any(|rung| rung == class)
+        let has = |priority_tiers: &&PriorityTiers| {
+            priority_tiers.core == class || priority_tiers.tiers.iter().any(|tier| tier == class)
         };
-        if let Some(ladder) = self.mould.ladder.as_ref().filter(has) {
-            let shorter = ladder.without(class);
+        if let Some(priority_tiers) = self.factory.priority_tiers.as_ref().filter(has) {
+            let shorter = priority_tiers.without(class);
             let instead = match &shorter {
-                Some(Ladder { core, rungs }) => {
-                    format!("workers have {core} or {}", rungs.join(", "))
+                Some(PriorityTiers { core, tiers }) => {
+                    format!("workers have {core} or {}", tiers.join(", "))
                 }
                 None => "workers have no class by place".into(),
             };
@@ -357,7 +367,7 @@ impl Foreman {
             );
             warn!("{words}");
             let _ = self.happen.send((launch, Happening::Waits(Wait::Answer(Some(words)))));
-            self.mould.ladder = shorter;
+            self.factory.priority_tiers = shorter;
         }
         self.create(launch);
     }
@@ -365,18 +375,18 @@ impl Foreman {
     fn on_change(&mut self, change: Change<Pod>) {
         match change {
             Change::Forbidden(message) => warn!(message, "the workers' pods can't be watched"),
-            Change::Gone(pod) => {
+            Change::Deleted(pod) => {
                 if let Some(launch) = self.launch_of(&pod) {
                     // Its last form may say more than that it is gone.
-                    let end = match judge(&pod) {
-                        Verdict::Ended(end) | Verdict::Leaves(Leave { end, .. }) => end,
+                    let end = match classify(&pod) {
+                        Verdict::Ended(end) | Verdict::Terminating(Termination { end, .. }) => end,
                         _ => vanished(),
                     };
                     self.on_end(launch, &pod, end);
                 }
             }
             Change::Listed(asked, uids) => {
-                let is_gone = |launched: &Launched| match &launched.pod {
+                let is_gone = |launched: &ActiveLaunch| match &launched.pod {
                     Some((uid, Some(known))) => *known < asked && !uids.contains(uid),
                     _ => false,
                 };
@@ -392,14 +402,14 @@ impl Foreman {
                     self.ended(launch, exit_of(vanished()));
                 }
             }
-            Change::Seen(pod) => self.on_seen(&pod),
+            Change::Applied(pod) => self.on_seen(&pod),
         }
     }
 
     fn on_seen(&mut self, pod: &Pod) {
         let Some(launch) = self.launch_of(pod) else { return };
         let launched = self.launches.get_mut(&launch).expect("the launch was just found");
-        let verdict = judge(pod);
+        let verdict = classify(pod);
         match &verdict {
             Verdict::CannotStart(why) => {
                 launched
@@ -411,19 +421,19 @@ impl Foreman {
             _ => launched.stuck = None,
         }
         match verdict {
-            Verdict::Asked => self.say(launch, Happening::Waits(Wait::Answer(None))),
+            Verdict::Created => self.say(launch, Happening::Waits(Wait::Answer(None))),
             Verdict::CannotStart(why) => self.say(launch, Happening::Waits(Wait::Start(Some(why)))),
-            Verdict::WaitsForRoom(why) => self.on_no_room(launch, pod, why),
-            Verdict::Starts => self.say(launch, Happening::Waits(Wait::Start(None))),
-            Verdict::Leaves(leave) => self.on_leaves(launch, pod, leave),
-            Verdict::Runs => {
+            Verdict::Unschedulable(why) => self.on_unschedulable(launch, pod, why),
+            Verdict::Starting => self.say(launch, Happening::Waits(Wait::Start(None))),
+            Verdict::Terminating(leave) => self.on_terminating(launch, pod, leave),
+            Verdict::Running => {
                 self.has_run.store(true, Ordering::Relaxed);
                 self.stuck = 0;
                 self.say(launch, Happening::Runs);
             }
             Verdict::Ended(end) => {
                 self.on_end(launch, pod, end);
-                if is_outlived(pod) {
+                if has_running_sidecar(pod) {
                     // Companions of the worker that don't end by themselves.
                     self.delete(name_of(pod), pod.metadata.uid.clone().unwrap_or_default());
                 } else if pod.metadata.deletion_timestamp.is_none() {
@@ -433,7 +443,7 @@ impl Foreman {
         }
     }
 
-    fn on_no_room(&mut self, launch: LaunchId, pod: &Pod, why: String) {
+    fn on_unschedulable(&mut self, launch: LaunchId, pod: &Pod, why: String) {
         let waits = Happening::Waits(Wait::Room(why.clone()));
         let is_known = self.launches.get(&launch).is_none_or(|l| l.said.as_ref() == Some(&waits));
         if !is_known {
@@ -442,14 +452,14 @@ impl Foreman {
         self.say(launch, waits);
     }
 
-    fn on_leaves(&mut self, launch: LaunchId, pod: &Pod, leave: Leave) {
+    fn on_terminating(&mut self, launch: LaunchId, pod: &Pod, leave: Termination) {
         let words = leave.end.detail.clone();
         let is_unexplained = leave.end.cause == Cause::Deleted;
         let Some(launched) = self.launches.get_mut(&launch) else { return };
-        let since = launched.leaving.as_ref().map(|(since, _)| *since);
-        launched.leaving = Some((since.unwrap_or_else(Instant::now), leave));
+        let since = launched.terminating.as_ref().map(|(since, _)| *since);
+        launched.terminating = Some((since.unwrap_or_else(Instant::now), leave));
         if since.is_none() && is_unexplained {
-            self.wonder(launch, pod);
+            self.note_unexplained(launch, pod);
         }
         self.say(launch, Happening::Leaves(words));
     }
@@ -457,14 +467,14 @@ impl Foreman {
     /// A launch has ended as its pod says.
     fn on_end(&mut self, launch: LaunchId, pod: &Pod, mut end: End) {
         let launched = self.launches.get_mut(&launch);
-        let (was_leaving, preempted) =
-            launched.map_or((false, None), |l| (l.leaving.is_some(), l.preempted.take()));
+        let (was_terminating, preempted) =
+            launched.map_or((false, None), |l| (l.terminating.is_some(), l.preempted.take()));
         match preempted {
             // It has been told of already.
             Some(words) => end = End { cause: Cause::Preempted, detail: words },
             None if end.cause == Cause::Deleted => {
-                if !was_leaving {
-                    self.wonder(launch, pod);
+                if !was_terminating {
+                    self.note_unexplained(launch, pod);
                 }
             }
             None => self.report(end.cause, &name_of(pod), &end.detail),
@@ -478,11 +488,11 @@ impl Foreman {
         }
     }
 
-    /// Why was it deleted? The scheduler of a server before 1.26 says so in an Event, after the
+    /// Retry was it deleted? The scheduler of a server before 1.26 says so in an Event, after the
     /// deletion.
-    fn wonder(&mut self, launch: LaunchId, pod: &Pod) {
+    fn note_unexplained(&mut self, launch: LaunchId, pod: &Pod) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        self.unexplained.push(Unexplained {
+        self.unexplained.push(UnexplainedDeletion {
             launch,
             name: name_of(pod),
             uid,
@@ -491,7 +501,7 @@ impl Foreman {
     }
 
     /// Asks once, for all whose time has come.
-    fn ask_why(&mut self) {
+    fn investigate_deletions(&mut self) {
         let (asked, later) = std::mem::take(&mut self.unexplained)
             .into_iter()
             .partition::<Vec<_>, _>(|pod| pod.seen.elapsed() >= EVENT_DELAY);
@@ -500,13 +510,17 @@ impl Foreman {
             let events = self.events.clone();
             self.calls.spawn(async move {
                 let preemptors = events::preemptors(&events).await;
-                Answer::Explained(asked, preemptors)
+                CallResult::Explained(asked, preemptors)
             });
         }
     }
 
-    fn on_explained(&mut self, asked: Vec<Unexplained>, preemptors: &BTreeMap<String, String>) {
-        for Unexplained { launch, name, uid, .. } in asked {
+    fn on_explained(
+        &mut self,
+        asked: Vec<UnexplainedDeletion>,
+        preemptors: &BTreeMap<String, String>,
+    ) {
+        for UnexplainedDeletion { launch, name, uid, .. } in asked {
             match preemptors.get(&uid) {
                 Some(words) => {
                     let words = words
@@ -547,7 +561,7 @@ impl Foreman {
     }
 
     fn name_of_launch(&self, launch: LaunchId) -> String {
-        objects::worker_name(self.mould.anchor.name.as_deref().unwrap_or_default(), launch)
+        objects::worker_name(self.factory.anchor.name.as_deref().unwrap_or_default(), launch)
     }
 
     /// Says it, unless that is what was said last.
@@ -561,7 +575,7 @@ impl Foreman {
 
     fn ended(&mut self, launch: LaunchId, exit: Exit) {
         if let Some(launched) = self.launches.remove(&launch) {
-            launched.unwanted.store(true, Ordering::Relaxed);
+            launched.cancelled.store(true, Ordering::Relaxed);
             info!(launch = launch.0, ?exit, "worker pod ended");
             let _ = self.happen.send((launch, Happening::Ended(exit)));
         }
@@ -571,16 +585,16 @@ impl Foreman {
     /// killed because they have ended, which the cluster tells a little later, as it tells late
     /// that they run, and how they did is worth to be known.
     fn kill_soon(&mut self, launch: LaunchId) {
-        let waits = |l: &Launched| {
+        let waits = |l: &ActiveLaunch| {
             matches!(l.said, Some(Happening::Waits(Wait::Answer(_) | Wait::Room(_))))
         };
-        let has_node = |l: &Launched| l.pod.is_some() && !waits(l);
+        let has_node = |l: &ActiveLaunch| l.pod.is_some() && !waits(l);
         if !self.launches.get(&launch).is_some_and(has_node) {
             return self.kill(launch, "it is not wanted any more");
         }
         self.calls.spawn(async move {
             tokio::time::sleep(END_WAIT).await;
-            Answer::Doomed(launch)
+            CallResult::KillDue(launch)
         });
     }
 
@@ -595,19 +609,19 @@ impl Foreman {
 
     /// Keeps an ended pod for its logs, and sweeps up one that has been kept for longest.
     fn keep(&mut self, pod: &Pod) {
-        self.remains.push_back((name_of(pod), pod.metadata.uid.clone().unwrap_or_default()));
-        if self.remains.len() > REMAINS_MAX
-            && let Some((name, uid)) = self.remains.pop_front()
+        self.retained_pods.push_back((name_of(pod), pod.metadata.uid.clone().unwrap_or_default()));
+        if self.retained_pods.len() > RETAINED_PODS_MAX
+            && let Some((name, uid)) = self.retained_pods.pop_front()
         {
             self.delete(name, uid);
         }
     }
 
     fn delete(&mut self, name: String, uid: String) {
-        let counter = self.counter.clone();
+        let client = self.client.clone();
         self.calls.spawn(async move {
-            counter.delete(&name, uid, KILL_GRACE_S).await;
-            Answer::Deleted
+            client.delete(&name, uid, KILL_GRACE_S).await;
+            CallResult::Deleted
         });
     }
 }
@@ -636,7 +650,7 @@ const EVENT_DELAY: Duration = Duration::from_secs(2);
 /// The shortest that a kubelet obeys.
 const KILL_GRACE_S: u32 = 1;
 /// Pods that have ended and are kept.
-const REMAINS_MAX: usize = 16;
+const RETAINED_PODS_MAX: usize = 16;
 const TICK: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -16,8 +16,8 @@ use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use super::client::{Cluster, ClusterError, is_code};
-use super::ladder::{Choice, MASTER_CLASS};
 use super::objects::{self, Objects, Request};
+use super::priority_tiers::{MASTER_CLASS, TierChoice};
 
 /// Rights that the master needs in its namespace: group, resource, verbs. As in
 /// manifests/rbac.yaml.
@@ -104,7 +104,7 @@ where
 /// class that is not there would never start.
 async fn prefer_master_class(cluster: &Cluster, request: &Request, job: &mut Job) {
     let Some(spec) = job.spec.as_mut().and_then(|job| job.template.spec.as_mut()) else { return };
-    if request.pods.ladder != Choice::Auto || spec.priority_class_name.is_some() {
+    if request.pods.priority_tiers != TierChoice::Auto || spec.priority_class_name.is_some() {
         return;
     }
     let mut with_class = spec.clone();

@@ -21,42 +21,42 @@ use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
 use super::client::{Cluster, ClusterError};
-use super::lease::Holder;
+use super::leader_lease::Holder;
 use super::objects;
-use super::verdict::{Verdict, judge};
+use super::verdict::{Verdict, classify};
 
 /// What follows a master that is told to end.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Next {
+pub(crate) enum NextMaster {
     /// Another master: it is there, or the Job will make it.
-    Master,
+    Expected,
     /// Nothing: the Job has ended for good, or is about to. Why.
-    Nothing(String),
+    Unwanted(String),
 }
 
 /// Sees to it that another master follows this one, `holder`, which is told to end.
 ///
 /// # Errors
 /// The server refuses, or does not answer; the Job makes another one later.
-pub(crate) async fn provide(
+pub(crate) async fn ensure_successor(
     cluster: &Cluster,
     anchor: &ObjectMeta,
     holder: &Holder,
-) -> Result<Next, ClusterError> {
+) -> Result<NextMaster, ClusterError> {
     let name = anchor.name.as_deref().unwrap_or_default();
     let doing = "make the next master";
     let jobs: Api<Job> = cluster.api();
     let job =
         jobs.get_opt(&objects::master_name(name)).await.map_err(|e| cluster.explain(doing, e))?;
     let Some(job) = job.filter(|job| job.metadata.deletion_timestamp.is_none()) else {
-        return Ok(Next::Nothing("the job is being deleted".into()));
+        return Ok(NextMaster::Unwanted("the job is being deleted".into()));
     };
-    if let Some(why) = verdict(&job).or_else(|| overdue(&job, Timestamp::now())) {
-        return Ok(Next::Nothing(why));
+    if let Some(why) = failure_of(&job).or_else(|| overdue(&job, Timestamp::now())) {
+        return Ok(NextMaster::Unwanted(why));
     }
     let spec = job.spec.as_ref();
     if spec.is_some_and(|spec| spec.suspend == Some(true) || spec.parallelism == Some(0)) {
-        return Ok(Next::Master);
+        return Ok(NextMaster::Expected);
     }
     let pods: Api<Pod> = cluster.api();
     let list = pods.list(&ListParams::default().labels(&objects::master_selector(name))).await;
@@ -65,22 +65,22 @@ pub(crate) async fn provide(
         let is_other = pod.metadata.uid.as_ref() != Some(&holder.uid);
         is_other
             && pod.metadata.deletion_timestamp.is_none()
-            && !matches!(judge(pod), Verdict::Ended(_))
+            && !matches!(classify(pod), Verdict::Ended(_))
     };
     if list.items.iter().any(follows) {
-        return Ok(Next::Master);
+        return Ok(NextMaster::Expected);
     }
     if let Some(pod) = successor(&job, anchor) {
         let made = pods.create(&PostParams::default(), &pod).await;
         let made = made.map_err(|e| cluster.explain(doing, e))?;
         info!(pod = made.metadata.name, "the next master is made");
     }
-    Ok(Next::Master)
+    Ok(NextMaster::Expected)
 }
 
 /// Why a Job has ended without success, or is about to; `None`: it has not.
 #[must_use]
-pub fn verdict(job: &Job) -> Option<String> {
+pub fn failure_of(job: &Job) -> Option<String> {
     let mut conditions = job.status.as_ref()?.conditions.iter().flatten();
     let failed = conditions
         .rfind(|c| ["Failed", "FailureTarget"].contains(&c.type_.as_str()) && c.status == "True")?;
@@ -109,7 +109,7 @@ fn successor(job: &Job, anchor: &ObjectMeta) -> Option<Pod> {
 }
 
 /// A master leads the job: from now on no number of lost masters makes the Job give up.
-pub(crate) async fn allow_many(cluster: &Cluster, name: &str) {
+pub(crate) async fn raise_backoff_limit(cluster: &Cluster, name: &str) {
     if let Err(error) = limit(cluster, name, BACKOFF_LIMIT).await {
         warn!(%error, "lost masters count against the Job's backoffLimit");
     }
@@ -118,14 +118,14 @@ pub(crate) async fn allow_many(cluster: &Cluster, name: &str) {
 /// The job has failed, and this master is about to exit with that: the Job is to fail with it, and
 /// makes no other. `led`: this master has seen it; else a master before it has, and the Job may
 /// fail at once.
-pub(crate) async fn allow_no_more(cluster: &Cluster, name: &str, led: bool) {
+pub(crate) async fn stop_replacements(cluster: &Cluster, name: &str, led: bool) {
     let start = Instant::now();
     loop {
-        let error = match try_allow_no_more(cluster, name, led).await {
+        let error = match try_stop_replacements(cluster, name, led).await {
             Ok(()) => return,
             Err(error) => error,
         };
-        if !matches!(error, ClusterError::Unreachable { .. }) || start.elapsed() >= PATIENCE {
+        if !matches!(error, ClusterError::Unreachable { .. }) || start.elapsed() >= RETRY_TIME_MAX {
             warn!(%error, "the Job can't be told that it has failed: it makes more masters, which have nothing to do");
             return;
         }
@@ -133,7 +133,11 @@ pub(crate) async fn allow_no_more(cluster: &Cluster, name: &str, led: bool) {
     }
 }
 
-async fn try_allow_no_more(cluster: &Cluster, name: &str, led: bool) -> Result<(), ClusterError> {
+async fn try_stop_replacements(
+    cluster: &Cluster,
+    name: &str,
+    led: bool,
+) -> Result<(), ClusterError> {
     let failed = if led {
         let jobs: Api<Job> = cluster.api();
         let job = jobs.get(&objects::master_name(name)).await;
@@ -155,14 +159,14 @@ async fn limit(cluster: &Cluster, name: &str, limit: i32) -> Result<(), ClusterE
 
 /// The back-off limit of a Job that a master has led.
 pub(crate) const BACKOFF_LIMIT: i32 = 1_000_000;
-const PATIENCE: Duration = Duration::from_secs(20);
+const RETRY_TIME_MAX: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
     use serde_json::Value;
 
-    use super::super::testing::Fake;
+    use super::super::testing::FakeServer;
     use super::*;
 
     fn job(spec: &Value, status: &Value) -> Value {
@@ -183,15 +187,15 @@ mod tests {
     }
 
     /// What follows the master `one`, and the pods that were made.
-    async fn told_to_end(job: Value, others: &[Value]) -> (Next, Vec<Value>) {
-        let (fake, cluster) = Fake::start();
+    async fn told_to_end(job: Value, others: &[Value]) -> (NextMaster, Vec<Value>) {
+        let (fake, cluster) = FakeServer::start();
         fake.put("jobs", "j-master", job);
         fake.put("pods", "one", master("one", &json!({"phase": "Running"})));
         for other in others {
             fake.put("pods", other["metadata"]["name"].as_str().unwrap(), other.clone());
         }
         let holder = Holder { pod: "one".into(), uid: "uid-of-one".into() };
-        let next = provide(&cluster, &anchor(), &holder).await.unwrap();
+        let next = ensure_successor(&cluster, &anchor(), &holder).await.unwrap();
         let made = |pod: &Value| !pod["metadata"]["generateName"].is_null();
         let pods = fake.state().all("pods").into_iter().filter(made).collect();
         (next, pods)
@@ -200,7 +204,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_master_that_is_told_to_end_makes_one_that_the_job_does_not_count() {
         let (next, made) = told_to_end(job(&json!({"parallelism": 1}), &json!({})), &[]).await;
-        assert_eq!((next, made.len()), (Next::Master, 1));
+        assert_eq!((next, made.len()), (NextMaster::Expected, 1));
         let meta = &made[0]["metadata"];
         assert_eq!(
             (&meta["generateName"], &meta["annotations"]),
@@ -227,27 +231,27 @@ mod tests {
             {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "m"}
         ]});
         let old = json!({"startTime": "2020-01-01T00:00:00Z"});
-        let nothing = |why: &str| Next::Nothing(why.into());
+        let nothing = |why: &str| NextMaster::Unwanted(why.into());
         let late = "DeadlineExceeded: the job has run for longer than 60 s";
         // The Job's specification, its status, another pod, what follows, and how many are made.
         let table = [
-            (spec.clone(), json!({}), Some(master("two", &runs)), Next::Master, 0),
+            (spec.clone(), json!({}), Some(master("two", &runs)), NextMaster::Expected, 0),
             (
                 spec.clone(),
                 json!({}),
                 Some(master("two", &json!({"phase": "Pending"}))),
-                Next::Master,
+                NextMaster::Expected,
                 0,
             ),
             (
                 spec.clone(),
                 json!({}),
                 Some(master("two", &json!({"phase": "Failed"}))),
-                Next::Master,
+                NextMaster::Expected,
                 1,
             ),
-            (spec.clone(), json!({}), Some(dying), Next::Master, 1),
-            (json!({"parallelism": 1, "suspend": true}), json!({}), None, Next::Master, 0),
+            (spec.clone(), json!({}), Some(dying), NextMaster::Expected, 1),
+            (json!({"parallelism": 1, "suspend": true}), json!({}), None, NextMaster::Expected, 0),
             (spec.clone(), failed, None, nothing("BackoffLimitExceeded: m"), 0),
             (json!({"parallelism": 1, "activeDeadlineSeconds": 60}), old, None, nothing(late), 0),
         ];
@@ -264,15 +268,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_failed_job_allows_as_many_lost_masters_as_there_were_and_its_end_that_is_seen_again_none()
      {
-        let (fake, cluster) = Fake::start();
+        let (fake, cluster) = FakeServer::start();
         fake.put("jobs", "j-master", job(&json!({"backoffLimit": 6}), &json!({"failed": 4})));
         let limit =
             || fake.state().object("jobs", "j-master").unwrap()["spec"]["backoffLimit"].clone();
-        allow_many(&cluster, "j").await;
+        raise_backoff_limit(&cluster, "j").await;
         assert_eq!(limit(), 1_000_000);
-        allow_no_more(&cluster, "j", true).await;
+        stop_replacements(&cluster, "j", true).await;
         assert_eq!(limit(), 4);
-        allow_no_more(&cluster, "j", false).await;
+        stop_replacements(&cluster, "j", false).await;
         assert_eq!(limit(), 0);
     }
 }

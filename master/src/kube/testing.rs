@@ -22,7 +22,7 @@ use super::client::Cluster;
 
 /// The server.
 #[derive(Default)]
-pub(crate) struct Fake {
+pub(crate) struct FakeServer {
     state: Mutex<State>,
     changed: Notify,
 }
@@ -55,11 +55,11 @@ pub(crate) struct State {
     /// Every call: when it came, and its kind.
     pub(crate) calls: Vec<(Instant, String)>,
     /// Calls under way, and the most that ever were, by kind.
-    flying: BTreeMap<String, usize>,
+    in_flight: BTreeMap<String, usize>,
     pub(crate) most: BTreeMap<String, usize>,
 }
 
-impl Fake {
+impl FakeServer {
     /// The client tries again what is throttled, as the real one does.
     pub(crate) fn start() -> (Arc<Self>, Cluster) {
         let fake = Arc::new(Self::default());
@@ -160,14 +160,14 @@ impl Fake {
         let (away, slow) = {
             let mut state = self.state();
             state.calls.push((Instant::now(), kind.clone()));
-            let flying = state.flying.entry(kind.clone()).or_default();
-            *flying += 1;
-            let flying = *flying;
+            let in_flight = state.in_flight.entry(kind.clone()).or_default();
+            *in_flight += 1;
+            let in_flight = *in_flight;
             let most = state.most.entry(kind.clone()).or_default();
-            *most = flying.max(*most);
+            *most = in_flight.max(*most);
             (state.away, state.slow.get(kind.as_str()).copied())
         };
-        let _landing = Landing(Arc::clone(&self), kind.clone());
+        let _in_flight = InFlight(Arc::clone(&self), kind.clone());
         if away {
             std::future::pending::<()>().await;
         }
@@ -423,11 +423,11 @@ impl State {
 }
 
 /// A call under way.
-struct Landing(Arc<Fake>, String);
+struct InFlight(Arc<FakeServer>, String);
 
-impl Drop for Landing {
+impl Drop for InFlight {
     fn drop(&mut self) {
-        *self.0.state().flying.get_mut(&self.1).unwrap() -= 1;
+        *self.0.state().in_flight.get_mut(&self.1).unwrap() -= 1;
     }
 }
 

@@ -36,24 +36,24 @@ use k8s_openapi::api::core::v1::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It has been asked for; nobody has looked for a node yet.
-    Asked,
+    Created,
     /// It can't start as things are, on this node or any: what stands in the way, for the user.
     CannotStart(String),
     /// It ended, or will never run.
     Ended(End),
     /// Its program runs, and was told to end.
-    Leaves(Leave),
+    Terminating(Termination),
     /// Its program runs.
-    Runs,
+    Running,
     /// It has a node, which fetches its image or prepares its volumes.
-    Starts,
+    Starting,
     /// No node has room for it, or somebody holds it back: why.
-    WaitsForRoom(String),
+    Unschedulable(String),
 }
 
 /// A pod that is being deleted while its program runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Leave {
+pub struct Termination {
     /// What its end will be by the cluster's word.
     pub end: End,
     /// How long after its deletion its program is killed.
@@ -95,7 +95,7 @@ pub enum Cause {
     /// Its program was ended by this signal.
     Signalled(i32),
     /// The cluster took its place for another reason.
-    Taken,
+    Reclaimed,
 }
 
 impl Cause {
@@ -113,12 +113,12 @@ impl Cause {
 
 /// Judges a pod by its object.
 #[must_use]
-pub fn judge(pod: &Pod) -> Verdict {
+pub fn classify(pod: &Pod) -> Verdict {
     let nothing = PodStatus::default();
     let status = pod.status.as_ref().unwrap_or(&nothing);
     let container = container(status);
     let ended = container.and_then(|state| state.terminated.as_ref());
-    let by_cluster = || taken(status).or_else(|| refused(status)).or_else(|| deleted(pod));
+    let by_cluster = || reclaimed(status).or_else(|| refused(status)).or_else(|| deleted(pod));
     let is_over = matches!(status.phase.as_deref(), Some("Failed" | "Succeeded"));
     // The kubelet reports a container's end before the pod's.
     if is_over || ended.is_some() {
@@ -126,7 +126,7 @@ pub fn judge(pod: &Pod) -> Verdict {
         return Verdict::Ended(by_cluster().unwrap_or_else(by_itself));
     }
     if let Some(end) = deleted(pod) {
-        let end = taken(status).unwrap_or(end);
+        let end = reclaimed(status).unwrap_or(end);
         let runs = container.is_some_and(|state| state.running.is_some());
         // What the cluster has lost does not leave: nobody is there to tell its program.
         if !runs || end.cause == Cause::Lost {
@@ -134,19 +134,23 @@ pub fn judge(pod: &Pod) -> Verdict {
         }
         let grace = pod.metadata.deletion_grace_period_seconds.unwrap_or_default();
         let grace = Duration::from_secs(u64::try_from(grace).unwrap_or_default());
-        return Verdict::Leaves(Leave { end, grace, ready: holds(status, "Ready").is_some() });
+        return Verdict::Terminating(Termination {
+            end,
+            grace,
+            ready: holds(status, "Ready").is_some(),
+        });
     }
     waiting(status).unwrap_or_else(|| match status.phase.as_deref() {
-        Some("Running") => Verdict::Runs,
-        _ if has_node(pod, status) => Verdict::Starts,
-        _ => Verdict::Asked,
+        Some("Running") => Verdict::Running,
+        _ if has_node(pod, status) => Verdict::Starting,
+        _ => Verdict::Created,
     })
 }
 
 /// Whether another container of the pod runs although its own has ended: such a pod does not end by
 /// itself.
 #[must_use]
-pub fn is_outlived(pod: &Pod) -> bool {
+pub fn has_running_sidecar(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
     let own_has_ended = container(status).is_some_and(|state| state.terminated.is_some());
     let mut all = status.container_statuses.iter().flatten().filter_map(|c| c.state.as_ref());
@@ -156,7 +160,7 @@ pub fn is_outlived(pod: &Pod) -> bool {
 /// Whether a pod's processes are over for certain: its container's end was seen. A phase alone can
 /// be what somebody says of a node that is out of reach.
 #[must_use]
-pub fn is_over(pod: &Pod) -> bool {
+pub fn has_terminated(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
     let ended = container(status).and_then(|state| state.terminated.as_ref());
     let is_seen = ended.is_some_and(|e| e.reason.as_deref() != Some("ContainerStatusUnknown"));
@@ -170,7 +174,7 @@ pub fn vanished() -> End {
 }
 
 /// The cluster says that it took the pod's place.
-fn taken(status: &PodStatus) -> Option<End> {
+fn reclaimed(status: &PodStatus) -> Option<End> {
     let condition =
         ["DisruptionTarget", "TerminationTarget"].iter().find_map(|name| holds(status, name));
     if let Some(condition) = condition {
@@ -188,7 +192,7 @@ fn taken(status: &PodStatus) -> Option<End> {
             "TerminationByKubelet" => Cause::Evicted,
             // The collector does so when a pod's node is no more.
             "DeletionByPodGC" => Cause::Lost,
-            _ => Cause::Taken,
+            _ => Cause::Reclaimed,
         };
         return Some(End { cause, detail: words(reason, condition.message.as_deref()) });
     }
@@ -251,7 +255,7 @@ fn waiting(status: &PodStatus) -> Option<Verdict> {
         && scheduled.status == "False"
     {
         let reason = scheduled.reason.as_deref().unwrap_or("not scheduled");
-        return Some(Verdict::WaitsForRoom(words(reason, scheduled.message.as_deref())));
+        return Some(Verdict::Unschedulable(words(reason, scheduled.message.as_deref())));
     }
     let waiting = container(status)?.waiting.as_ref()?;
     let reason = waiting.reason.as_deref()?;

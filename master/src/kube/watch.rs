@@ -23,14 +23,14 @@ use super::client::is_code;
 /// Something about the selected objects.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Change<K> {
-    /// The server refuses to tell; asked again later all the same.
+    /// The server refuses to send; asked again later all the same.
     Forbidden(String),
-    /// It is gone; its last known form.
-    Gone(K),
+    /// It is gone; its last cache form.
+    Deleted(K),
     /// These are all that there are: a list that was asked for at this time.
     Listed(Instant, BTreeSet<String>),
     /// It is new, or has changed.
-    Seen(K),
+    Applied(K),
 }
 
 /// Which objects, by labels and by fields.
@@ -53,7 +53,8 @@ where
 {
     pub(super) fn start(api: Api<K>, selection: Selection) -> Self {
         let (sender, changes) = mpsc::channel(CHANGES_MAX);
-        let mut watcher = Watcher { api, selection, known: Known::default(), sender, failures: 0 };
+        let mut watcher =
+            Watcher { api, selection, cache: ObjectCache::default(), sender, failures: 0 };
         // Ends when nobody listens any more.
         let task = tokio::spawn(async move { while watcher.round().await.is_ok() {} });
         Self { changes, task }
@@ -63,7 +64,7 @@ where
     pub(super) async fn next(&mut self) -> Change<K> {
         match self.changes.recv().await {
             Some(change) => change,
-            // Only a panic ends the task while this is here; nothing is known then.
+            // Only a panic ends the task while this is here; nothing is cache then.
             None => std::future::pending().await,
         }
     }
@@ -78,21 +79,21 @@ impl<K> Drop for Watch<K> {
 struct Watcher<K> {
     api: Api<K>,
     selection: Selection,
-    known: Known<K>,
+    cache: ObjectCache<K>,
     sender: mpsc::Sender<Change<K>>,
     /// In a row.
     failures: u32,
 }
 
 /// Nobody listens.
-struct Unheard;
+struct ReceiverDropped;
 
 impl<K> Watcher<K>
 where
     K: kube::Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
 {
     /// From one list to the next.
-    async fn round(&mut self) -> Result<(), Unheard> {
+    async fn round(&mut self) -> Result<(), ReceiverDropped> {
         let asked = Instant::now();
         let params = ListParams {
             field_selector: self.selection.fields.clone(),
@@ -106,16 +107,16 @@ where
             Err(_) => return self.wait("the list took too long").await,
         };
         self.failures = 0;
-        for change in self.known.list(list) {
-            self.tell(change).await?;
+        for change in self.cache.replace(list) {
+            self.send(change).await?;
         }
-        self.tell(Change::Listed(asked, self.known.uids())).await?;
+        self.send(Change::Listed(asked, self.cache.uids())).await?;
         while asked.elapsed() < RELIST && self.watch().await? {}
         Ok(())
     }
 
     /// One watch to its end; whether another can go on from there.
-    async fn watch(&mut self) -> Result<bool, Unheard> {
+    async fn watch(&mut self) -> Result<bool, ReceiverDropped> {
         let params = WatchParams {
             field_selector: self.selection.fields.clone(),
             label_selector: self.selection.labels.clone(),
@@ -123,7 +124,7 @@ where
             bookmarks: true,
             ..WatchParams::default()
         };
-        let opened = timeout(LIST_TIMEOUT, self.api.watch(&params, &self.known.version)).await;
+        let opened = timeout(LIST_TIMEOUT, self.api.watch(&params, &self.cache.version)).await;
         let mut stream = match opened {
             Ok(Ok(stream)) => Box::pin(stream),
             Ok(Err(error)) if is_code(&error, 410) => return Ok(false),
@@ -133,14 +134,14 @@ where
         let mut heard = Instant::now();
         loop {
             match timeout(IDLE, stream.next()).await {
-                Ok(Some(Ok(event))) => match self.known.take(event) {
-                    Taken::Change(change) => {
+                Ok(Some(Ok(event))) => match self.cache.apply(event) {
+                    EventOutcome::Change(change) => {
                         (self.failures, heard) = (0, Instant::now());
-                        self.tell(change).await?;
+                        self.send(change).await?;
                     }
-                    Taken::Nothing => (self.failures, heard) = (0, Instant::now()),
-                    Taken::Expired => return Ok(false),
-                    Taken::Error(error) => {
+                    EventOutcome::Ignored => (self.failures, heard) = (0, Instant::now()),
+                    EventOutcome::Expired => return Ok(false),
+                    EventOutcome::Error(error) => {
                         self.wait(&error).await?;
                         return Ok(false);
                     }
@@ -148,7 +149,7 @@ where
                 // The server ends watches now and then. One that had not even a bookmark for long
                 // was from a version that the server does not have: its data is older than what was
                 // seen of it.
-                Ok(None) => return Ok(heard.elapsed() < SILENCE),
+                Ok(None) => return Ok(heard.elapsed() < SILENCE_MAX),
                 Ok(Some(Err(error))) => {
                     debug!(%error, "a watch broke");
                     return self.wait("a watch broke").await.map(|()| true);
@@ -158,37 +159,37 @@ where
         }
     }
 
-    async fn failed(&mut self, error: &kube::Error) -> Result<(), Unheard> {
+    async fn failed(&mut self, error: &kube::Error) -> Result<(), ReceiverDropped> {
         if let kube::Error::Api(status) = error
             && status.code == 403
         {
-            self.tell(Change::Forbidden(status.message.clone())).await?;
+            self.send(Change::Forbidden(status.message.clone())).await?;
         }
         self.wait(&error.to_string()).await
     }
 
-    async fn wait(&mut self, why: &str) -> Result<(), Unheard> {
-        let pause = pause(self.failures);
+    async fn wait(&mut self, why: &str) -> Result<(), ReceiverDropped> {
+        let pause = backoff(self.failures);
         self.failures += 1;
         warn!(why, pause_ms = pause.as_millis() as u64, "the API server can't be watched");
         tokio::select! {
             () = tokio::time::sleep(pause) => Ok(()),
-            () = self.sender.closed() => Err(Unheard),
+            () = self.sender.closed() => Err(ReceiverDropped),
         }
     }
 
-    async fn tell(&self, change: Change<K>) -> Result<(), Unheard> {
-        self.sender.send(change).await.map_err(|_| Unheard)
+    async fn send(&self, change: Change<K>) -> Result<(), ReceiverDropped> {
+        self.sender.send(change).await.map_err(|_| ReceiverDropped)
     }
 }
 
-/// What is known to be there.
-struct Known<K> {
+/// What is cache to be there.
+struct ObjectCache<K> {
     objects: BTreeMap<String, K>,
     version: String,
 }
 
-impl<K> Default for Known<K> {
+impl<K> Default for ObjectCache<K> {
     fn default() -> Self {
         Self { objects: BTreeMap::new(), version: String::new() }
     }
@@ -196,57 +197,59 @@ impl<K> Default for Known<K> {
 
 /// What an event of a watch comes down to.
 #[derive(Debug, PartialEq)]
-enum Taken<K> {
+enum EventOutcome<K> {
     Change(Change<K>),
     /// The watch is over for another reason.
     Error(String),
     /// The server has forgotten the version that was watched from.
     Expired,
-    Nothing,
+    Ignored,
 }
 
-impl<K: kube::Resource + Clone> Known<K> {
+impl<K: kube::Resource + Clone> ObjectCache<K> {
     /// Takes in a list; what is different.
-    fn list(&mut self, list: ObjectList<K>) -> Vec<Change<K>> {
+    fn replace(&mut self, list: ObjectList<K>) -> Vec<Change<K>> {
         self.version = list.metadata.resource_version.unwrap_or_default();
         let before = std::mem::take(&mut self.objects);
         let mut changes = Vec::new();
         for object in list.items {
             let Some(uid) = object.meta().uid.clone() else { continue };
             let version = &object.meta().resource_version;
-            if before.get(&uid).is_none_or(|known| &known.meta().resource_version != version) {
-                changes.push(Change::Seen(object.clone()));
+            if before.get(&uid).is_none_or(|cache| &cache.meta().resource_version != version) {
+                changes.push(Change::Applied(object.clone()));
             }
             self.objects.insert(uid, object);
         }
         let gone = before.into_iter().filter(|(uid, _)| !self.objects.contains_key(uid));
-        let mut all: Vec<_> = gone.map(|(_, object)| Change::Gone(object)).collect();
+        let mut all: Vec<_> = gone.map(|(_, object)| Change::Deleted(object)).collect();
         all.append(&mut changes);
         all
     }
 
-    fn take(&mut self, event: WatchEvent<K>) -> Taken<K> {
+    fn apply(&mut self, event: WatchEvent<K>) -> EventOutcome<K> {
         let object = match event {
             WatchEvent::Bookmark(bookmark) => {
                 self.version = bookmark.metadata.resource_version;
-                return Taken::Nothing;
+                return EventOutcome::Ignored;
             }
-            WatchEvent::Error(status) if status.code == 410 => return Taken::Expired,
-            WatchEvent::Error(status) => return Taken::Error(status.message),
+            WatchEvent::Error(status) if status.code == 410 => return EventOutcome::Expired,
+            WatchEvent::Error(status) => return EventOutcome::Error(status.message),
             WatchEvent::Deleted(object) => {
                 self.advance(&object);
-                let known = object.meta().uid.as_ref().and_then(|uid| self.objects.remove(uid));
-                return known.map_or(Taken::Nothing, |_| Taken::Change(Change::Gone(object)));
+                let cache = object.meta().uid.as_ref().and_then(|uid| self.objects.remove(uid));
+                return cache.map_or(EventOutcome::Ignored, |_| {
+                    EventOutcome::Change(Change::Deleted(object))
+                });
             }
             WatchEvent::Added(object) | WatchEvent::Modified(object) => object,
         };
-        let Some(uid) = object.meta().uid.clone() else { return Taken::Nothing };
-        if self.objects.get(&uid).is_some_and(|known| !is_newer(&object, known)) {
-            return Taken::Nothing;
+        let Some(uid) = object.meta().uid.clone() else { return EventOutcome::Ignored };
+        if self.objects.get(&uid).is_some_and(|cache| !is_newer(&object, cache)) {
+            return EventOutcome::Ignored;
         }
         self.advance(&object);
         self.objects.insert(uid, object.clone());
-        Taken::Change(Change::Seen(object))
+        EventOutcome::Change(Change::Applied(object))
     }
 
     fn advance(&mut self, object: &K) {
@@ -262,9 +265,9 @@ impl<K: kube::Resource + Clone> Known<K> {
 
 /// Versions are numbers that grow, at servers from 1.35 on by their word and at older ones in fact.
 /// Others are told apart.
-fn is_newer<K: kube::Resource>(object: &K, known: &K) -> bool {
+fn is_newer<K: kube::Resource>(object: &K, cache: &K) -> bool {
     let text = |object: &K| object.meta().resource_version.clone().unwrap_or_default();
-    let (new, old) = (text(object), text(known));
+    let (new, old) = (text(object), text(cache));
     match (new.parse::<u64>(), old.parse::<u64>()) {
         (Ok(new), Ok(old)) => new > old,
         _ => new != old,
@@ -273,7 +276,7 @@ fn is_newer<K: kube::Resource>(object: &K, known: &K) -> bool {
 
 /// How long to wait after so many failures in a row. Clients that failed together don't come back
 /// together.
-pub(super) fn pause(failures: u32) -> Duration {
+pub(super) fn backoff(failures: u32) -> Duration {
     let most = PAUSE_FIRST.saturating_mul(1 << failures.min(16)).min(PAUSE_MAX);
     let mut random = [0; 2];
     // Without randomness: the longest pause.
@@ -290,7 +293,7 @@ const PAUSE_FIRST: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 const RELIST: Duration = Duration::from_secs(300);
 /// In so long a watch has a bookmark.
-const SILENCE: Duration = Duration::from_secs(120);
+const SILENCE_MAX: Duration = Duration::from_secs(120);
 /// How long the server is asked to keep a watch.
 const WATCH_S: u32 = 240;
 
@@ -316,49 +319,52 @@ mod tests {
         serde_json::from_value(json!({"type": kind, "object": object})).unwrap()
     }
 
-    fn known() -> Known<Pod> {
-        let mut known = Known::default();
-        let changes = known.list(list("10", vec![pod("a", "1"), pod("b", "2")]));
-        assert_eq!(changes, [Change::Seen(pod("a", "1")), Change::Seen(pod("b", "2"))]);
-        known
+    fn cache() -> ObjectCache<Pod> {
+        let mut cache = ObjectCache::default();
+        let changes = cache.replace(list("10", vec![pod("a", "1"), pod("b", "2")]));
+        assert_eq!(changes, [Change::Applied(pod("a", "1")), Change::Applied(pod("b", "2"))]);
+        cache
     }
 
     #[test]
     fn a_second_list_tells_the_differences_by_uid() {
-        let mut known = known();
-        let changes = known.list(list("20", vec![pod("b", "3"), pod("c", "4")]));
-        let expected =
-            [Change::Gone(pod("a", "1")), Change::Seen(pod("b", "3")), Change::Seen(pod("c", "4"))];
+        let mut cache = cache();
+        let changes = cache.replace(list("20", vec![pod("b", "3"), pod("c", "4")]));
+        let expected = [
+            Change::Deleted(pod("a", "1")),
+            Change::Applied(pod("b", "3")),
+            Change::Applied(pod("c", "4")),
+        ];
         assert_eq!(changes, expected);
-        assert_eq!(known.list(list("30", vec![pod("b", "3"), pod("c", "4")])), []);
-        assert_eq!((known.version.as_str(), known.uids().len()), ("30", 2));
+        assert_eq!(cache.replace(list("30", vec![pod("b", "3"), pod("c", "4")])), []);
+        assert_eq!((cache.version.as_str(), cache.uids().len()), ("30", 2));
     }
 
     #[test]
     fn events_that_were_seen_before_say_nothing() {
-        let mut known = known();
+        let mut cache = cache();
         let same = serde_json::to_value(pod("a", "1")).unwrap();
-        assert_eq!(known.take(event("ADDED", same)), Taken::Nothing);
+        assert_eq!(cache.apply(event("ADDED", same)), EventOutcome::Ignored);
         let changed = serde_json::to_value(pod("a", "11")).unwrap();
         assert_eq!(
-            known.take(event("MODIFIED", changed)),
-            Taken::Change(Change::Seen(pod("a", "11")))
+            cache.apply(event("MODIFIED", changed)),
+            EventOutcome::Change(Change::Applied(pod("a", "11")))
         );
         let gone = serde_json::to_value(pod("a", "12")).unwrap();
         assert_eq!(
-            known.take(event("DELETED", gone.clone())),
-            Taken::Change(Change::Gone(pod("a", "12")))
+            cache.apply(event("DELETED", gone.clone())),
+            EventOutcome::Change(Change::Deleted(pod("a", "12")))
         );
-        assert_eq!(known.take(event("DELETED", gone)), Taken::Nothing);
-        assert_eq!(known.version, "12");
+        assert_eq!(cache.apply(event("DELETED", gone)), EventOutcome::Ignored);
+        assert_eq!(cache.version, "12");
     }
 
     #[test]
     fn a_bookmark_moves_the_place_to_go_on_from() {
-        let mut known = known();
+        let mut cache = cache();
         let bookmark = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"resourceVersion": "99", "creationTimestamp": null}});
-        assert_eq!(known.take(event("BOOKMARK", bookmark)), Taken::Nothing);
-        assert_eq!(known.version, "99");
+        assert_eq!(cache.apply(event("BOOKMARK", bookmark)), EventOutcome::Ignored);
+        assert_eq!(cache.version, "99");
     }
 
     #[test]
@@ -368,16 +374,16 @@ mod tests {
                 "apiVersion": "v1", "kind": "Status", "status": "Failure",
                 "message": "too old resource version: 1 (5)", "reason": "Expired", "code": code
             });
-            known().take(event("ERROR", status))
+            cache().apply(event("ERROR", status))
         };
-        assert_eq!(error(410), Taken::Expired);
-        assert_eq!(error(500), Taken::Error("too old resource version: 1 (5)".into()));
+        assert_eq!(error(410), EventOutcome::Expired);
+        assert_eq!(error(500), EventOutcome::Error("too old resource version: 1 (5)".into()));
     }
 
     #[test]
     fn patience_grows_and_has_an_end() {
         for (failures, most) in [(0, 250), (1, 500), (4, 4000), (7, 30_000), (60, 30_000)] {
-            let pause = pause(failures);
+            let pause = backoff(failures);
             let most = Duration::from_millis(most);
             assert!(pause >= most / 2 && pause <= most, "{failures}: {pause:?}");
         }

@@ -13,10 +13,10 @@ use v1::master_message::Kind as Told;
 
 use super::*;
 use crate::job::testing::spec;
-use crate::kube::anchor::{Anchor, Writer};
-use crate::kube::events::Recorder;
-use crate::kube::pods::Mould;
-use crate::kube::testing::Fake;
+use crate::kube::anchor::{Anchor, AnchorWriter};
+use crate::kube::events::EventRecorder;
+use crate::kube::pods::PodFactory;
+use crate::kube::testing::FakeServer;
 use crate::token::Token;
 
 struct Stage {
@@ -24,32 +24,32 @@ struct Stage {
     token: Token,
     /// For how long the master holds its lease from now on.
     hold: Box<dyn Fn(Duration)>,
-    _fake: Arc<Fake>,
+    _fake: Arc<FakeServer>,
     _interrupts: mpsc::Sender<Interrupt>,
 }
 
 impl Stage {
     /// The third master of a job in a cluster.
     async fn start() -> Self {
-        let (fake, cluster) = Fake::start();
+        let (fake, cluster) = FakeServer::start();
         let meta = json!({"name": "job", "namespace": "ns", "uid": "anchor"});
         fake.put("configmaps", "job", json!({"metadata": meta, "data": {"task": "{}"}}));
         let meta = serde_json::from_value(meta).unwrap();
-        let (warrant, hold) = Warrant::for_test();
-        let recorder = Recorder::start(&cluster, &meta);
-        let mould = Mould {
+        let (warrant, hold) = LeaseGuard::for_test();
+        let recorder = EventRecorder::start(&cluster, &meta);
+        let mould = PodFactory {
             template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
                 .unwrap(),
             anchor: meta,
             master: "10.0.0.1:7070".into(),
             min_workers: 1,
-            ladder: None,
+            priority_tiers: None,
         };
         let pods = Pods::new(&cluster, mould, warrant.clone(), recorder.clone());
         let anchor = Anchor::new(&cluster, "job");
         let seen = anchor.read().await.unwrap();
-        let writer = Writer::begin(&anchor, &seen, 3).await.unwrap();
-        let keeper = Keeper::new(writer, warrant.clone(), recorder, None);
+        let writer = AnchorWriter::begin(&anchor, &seen, 3).await.unwrap();
+        let keeper = PersistedJobWriter::new(writer, warrant.clone(), recorder, None);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let (address, token) = (listener.local_addr().unwrap(), Token::random().unwrap());
         let entrance = Entrance { listener, token: token.clone(), identity: None };

@@ -6,33 +6,33 @@ use serde_json::json;
 
 use super::*;
 use crate::job::{Job, LaunchId, Time};
-use crate::kube::testing::Fake;
+use crate::kube::testing::FakeServer;
 
 /// A master whose job trains, with three workers and nothing that happens: how often it calls, by
 /// kind, in ten minutes.
 async fn calls_at_rest() -> BTreeMap<String, usize> {
-    let (fake, cluster) = Fake::start();
+    let (fake, cluster) = FakeServer::start();
     let meta = json!({"name": "j", "namespace": "ns", "uid": "anchor", "ownerReferences": [
         {"apiVersion": "batch/v1", "kind": "Job", "name": "j-master", "uid": "job"}
     ]});
     fake.put("configmaps", "j", json!({"metadata": meta, "data": {"task": "{}"}}));
     let meta: ObjectMeta = serde_json::from_value(meta).unwrap();
     let identity = Holder { pod: "one".into(), uid: "u".into() };
-    let lease = Lease::acquire(&cluster, &meta, &identity).await.unwrap();
-    let mould = Mould {
+    let lease = LeaderLease::acquire(&cluster, &meta, &identity).await.unwrap();
+    let mould = PodFactory {
         template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
             .unwrap(),
         anchor: meta.clone(),
         master: "10.0.0.1:7070".into(),
         min_workers: 1,
-        ladder: None,
+        priority_tiers: None,
     };
-    let mut pods = Pods::new(&cluster, mould, lease.warrant(), Recorder::start(&cluster, &meta));
+    let mut pods = Pods::new(&cluster, mould, lease.guard(), EventRecorder::start(&cluster, &meta));
     let anchor = Anchor::new(&cluster, "j");
-    let mut followed = anchor.follow();
+    let mut followed = anchor.watch();
     let (publish, published) = watch::channel(None);
     let times = RefCell::default();
-    let writer = Writer::begin(&anchor, &anchor.read().await.unwrap(), 1).await.unwrap();
+    let writer = AnchorWriter::begin(&anchor, &anchor.read().await.unwrap(), 1).await.unwrap();
     let writing = super::publish(&writer, published, Duration::ZERO, &times);
     tokio::pin!(writing);
     for launch in 1..=3 {

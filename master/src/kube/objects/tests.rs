@@ -31,7 +31,7 @@ fn request() -> Request {
         task: Task {
             job,
             master_timeout: Duration::from_secs(30),
-            ladder: None,
+            priority_tiers: None,
             metrics_port: METRICS_PORT,
             tensorboard_dir: None,
         },
@@ -40,14 +40,14 @@ fn request() -> Request {
     }
 }
 
-fn drawn() -> Drawn {
-    let credentials =
-        Credentials { ca: "vouching".into(), certificate: "shown".into(), key: "5ec4e7".into() };
-    Drawn { token: Token::from_hex(&"5ec4e7cd".repeat(8)).unwrap(), credentials }
+fn credentials() -> Credentials {
+    let certificates =
+        Certificates { ca: "vouching".into(), certificate: "shown".into(), key: "5ec4e7".into() };
+    Credentials { token: Token::from_hex(&"5ec4e7cd".repeat(8)).unwrap(), certificates }
 }
 
 fn objects(request: &Request) -> Objects {
-    Objects::new(request, drawn()).unwrap()
+    Objects::new(request, credentials()).unwrap()
 }
 
 fn template(objects: &Objects) -> Pod {
@@ -118,7 +118,7 @@ fn what_is_secret_is_in_the_secret_alone() {
         // Nor as base64.
         assert!(!text.contains("5ec4e7") && !text.contains("NWVjNGU3"), "{text}");
     }
-    assert!(!format!("{:?}", drawn()).contains("5ec4e7"));
+    assert!(!format!("{:?}", credentials()).contains("5ec4e7"));
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn a_pod_says_which_launch_and_which_place_it_is() {
         (&json!("12"), &json!("3"))
     );
     let pod = serde_json::from_value(pod).unwrap();
-    assert_eq!(launch_and_index(&pod), Some((LaunchId(12), 3)));
+    assert_eq!(launch_and_slot(&pod), Some((LaunchId(12), 3)));
 }
 
 #[test]
@@ -380,7 +380,7 @@ fn a_template_that_does_not_fit_is_refused_with_the_place() {
     for (template, expected) in table {
         let mut request = request();
         request.pods.worker_pod_template = Some(template.clone());
-        let error = Objects::new(&request, drawn()).unwrap_err().to_string();
+        let error = Objects::new(&request, credentials()).unwrap_err().to_string();
         assert!(error.contains(expected), "{template}: {error}");
     }
 }

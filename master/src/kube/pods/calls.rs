@@ -17,63 +17,68 @@ use tracing::warn;
 use super::name_of;
 use crate::job::Wait;
 use crate::kube::client::{is_code, is_quota};
-use crate::kube::ladder;
-use crate::kube::lease::Warrant;
+use crate::kube::leader_lease::LeaseGuard;
 use crate::kube::objects::LAUNCH_LABEL;
-use crate::kube::watch::pause;
+use crate::kube::priority_tiers;
+use crate::kube::watch::backoff;
 
 /// What calls need.
 #[derive(Clone, Debug)]
-pub(super) struct Counter {
+pub(super) struct PodClient {
     pub(super) api: Api<Pod>,
-    gate: Arc<Gate>,
-    warrant: Warrant,
+    gate: Arc<CallGate>,
+    guard: LeaseGuard,
 }
 
 /// What a creation has to know of the job.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Known<'a> {
+pub(super) struct CreateContext<'a> {
     /// The uid of the pod's owner.
     pub(super) owner: &'a str,
     /// The pod is not wanted any more.
-    pub(super) unwanted: &'a AtomicBool,
+    pub(super) cancelled: &'a AtomicBool,
     /// A worker of the job has run: a pod like this one was allowed before, and will be again.
     pub(super) has_run: &'a AtomicBool,
 }
 
 /// What became of a creation.
 #[derive(Debug)]
-pub(super) enum Made {
+pub(super) enum CreateOutcome {
     /// There is no such priority class.
-    Classless(String),
+    MissingClass(String),
     /// It was taken back before it was done.
-    Nothing,
-    Pod(Box<Pod>),
+    Cancelled,
+    Created(Box<Pod>),
     /// No waiting mends it.
-    Refused(String),
+    Rejected(String),
 }
 
-impl Counter {
-    pub(super) fn new(api: Api<Pod>, warrant: Warrant) -> Self {
-        Self { api, gate: Arc::new(Gate::new()), warrant }
+impl PodClient {
+    pub(super) fn new(api: Api<Pod>, guard: LeaseGuard) -> Self {
+        Self { api, gate: Arc::new(CallGate::new()), guard }
     }
 
     /// Makes a pod; `tell` hears what it waits for.
-    pub(super) async fn create(mut self, pod: &Pod, known: Known<'_>, tell: impl Fn(Wait)) -> Made {
-        let Known { owner, unwanted, has_run } = known;
+    pub(super) async fn create(
+        mut self,
+        pod: &Pod,
+        known: CreateContext<'_>,
+        tell: impl Fn(Wait),
+    ) -> CreateOutcome {
+        let CreateContext { owner, cancelled, has_run } = known;
         let mut failures = 0;
         loop {
             let gate = Arc::clone(&self.gate);
             let slot = gate.for_creation().await;
-            if unwanted.load(Ordering::Relaxed) {
-                return Made::Nothing;
+            if cancelled.load(Ordering::Relaxed) {
+                return CreateOutcome::Cancelled;
             }
-            let Some(outcome) = self.warrant.during(try_create(&self.api, pod, owner)).await else {
+            let Some(outcome) = self.guard.during(try_create(&self.api, pod, owner)).await else {
                 continue;
             };
             let why = match outcome {
-                Ok(Made::Refused(text)) if has_run.load(Ordering::Relaxed) => {
-                    Why { text, is_quota: false }
+                Ok(CreateOutcome::Rejected(text)) if has_run.load(Ordering::Relaxed) => {
+                    Retry { text, is_quota: false }
                 }
                 Ok(made) => return made,
                 Err(why) => why,
@@ -87,7 +92,7 @@ impl Counter {
                 });
             }
             let least = if why.is_quota { QUOTA_PAUSE } else { Duration::ZERO };
-            tokio::time::sleep(pause(failures).max(least)).await;
+            tokio::time::sleep(backoff(failures).max(least)).await;
             failures += 1;
         }
     }
@@ -104,7 +109,7 @@ impl Counter {
             let gate = Arc::clone(&self.gate);
             let slot = gate.for_deletion().await;
             let call = timeout(CALL_TIMEOUT, self.api.delete(name, &params));
-            match self.warrant.during(call).await {
+            match self.guard.during(call).await {
                 None => continue,
                 Some(Ok(Ok(_))) => return,
                 // Gone, or another's by now; or refused for good.
@@ -117,22 +122,22 @@ impl Counter {
                 Some(_) => {}
             }
             drop(slot);
-            tokio::time::sleep(pause(failures)).await;
+            tokio::time::sleep(backoff(failures)).await;
             failures += 1;
         }
     }
 }
 
-/// Why to try again later.
-struct Why {
+/// Retry to try again later.
+struct Retry {
     text: String,
     is_quota: bool,
 }
 
-async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<Made, Why> {
-    let later = |text: String| Err(Why { text, is_quota: false });
+async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<CreateOutcome, Retry> {
+    let later = |text: String| Err(Retry { text, is_quota: false });
     let error = match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), pod)).await {
-        Ok(Ok(made)) => return Ok(Made::Pod(Box::new(made))),
+        Ok(Ok(made)) => return Ok(CreateOutcome::Created(Box::new(made))),
         Ok(Err(error)) => error,
         Err(_) => return later("the API server does not answer".into()),
     };
@@ -143,12 +148,12 @@ async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<Made, Why>
     }
     match &error {
         kube::Error::Api(status) if status.code == 403 && is_quota(&status.message) => {
-            Err(Why { text: with_hint(&status.message), is_quota: true })
+            Err(Retry { text: with_hint(&status.message), is_quota: true })
         }
         kube::Error::Api(status) if is_final(&error) => {
-            Ok(match ladder::missing_class(&status.message) {
-                Some(class) => Made::Classless(class.into()),
-                None => Made::Refused(status.message.clone()),
+            Ok(match priority_tiers::missing_class(&status.message) {
+                Some(class) => CreateOutcome::MissingClass(class.into()),
+                None => CreateOutcome::Rejected(status.message.clone()),
             })
         }
         error => later(format!("the API server can't be reached: {error}")),
@@ -165,7 +170,7 @@ fn with_hint(message: &str) -> String {
 
 /// The name is taken: by this very launch, if an answer of the server's was lost. `None`: look
 /// again.
-async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<Made> {
+async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<CreateOutcome> {
     let name = name_of(wanted);
     let there = api.get_opt(&name).await.ok()??;
     let owners = there.metadata.owner_references.iter().flatten();
@@ -174,9 +179,9 @@ async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<Made> 
     let is_ours =
         owners.map(|o| o.uid.as_str()).any(|uid| uid == owner) && launch(&there) == launch(wanted);
     Some(if is_ours {
-        Made::Pod(Box::new(there))
+        CreateOutcome::Created(Box::new(there))
     } else {
-        Made::Refused(format!("a pod {name} is there already, and not this job's"))
+        CreateOutcome::Rejected(format!("a pod {name} is there already, and not this job's"))
     })
 }
 
@@ -188,19 +193,19 @@ fn is_final(error: &kube::Error) -> bool {
 
 /// Lets so many calls through at once, deletions first.
 #[derive(Debug)]
-struct Gate {
+struct CallGate {
     slots: Semaphore,
     /// Deletions that wait for a slot.
     deletions: AtomicUsize,
 }
 
-impl Gate {
+impl CallGate {
     fn new() -> Self {
         Self { slots: Semaphore::new(CALLS_MAX), deletions: AtomicUsize::new(0) }
     }
 
     async fn for_deletion(&self) -> SemaphorePermit<'_> {
-        let _waits = Waits::new(&self.deletions);
+        let _waits = WaitingCount::new(&self.deletions);
         self.slots.acquire().await.expect("the gate is never closed")
     }
 
@@ -217,16 +222,16 @@ impl Gate {
 }
 
 /// Counts one who waits, for as long as it does.
-struct Waits<'a>(&'a AtomicUsize);
+struct WaitingCount<'a>(&'a AtomicUsize);
 
-impl<'a> Waits<'a> {
+impl<'a> WaitingCount<'a> {
     fn new(count: &'a AtomicUsize) -> Self {
         count.fetch_add(1, Ordering::Relaxed);
         Self(count)
     }
 }
 
-impl Drop for Waits<'_> {
+impl Drop for WaitingCount<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

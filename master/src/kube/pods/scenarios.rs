@@ -10,8 +10,8 @@ use super::tests::{
 use super::*;
 use crate::job::testing::spec;
 use crate::job::{Action, Event as JobEvent, Job, JobSpec, Time};
-use crate::kube::lease::{Holder, Lease};
-use crate::kube::testing::Fake;
+use crate::kube::leader_lease::{Holder, LeaderLease};
+use crate::kube::testing::FakeServer;
 
 const DELETED: &str = "its pod is being deleted";
 
@@ -243,12 +243,12 @@ async fn a_call_that_is_not_answered_is_made_again() {
 
 #[tokio::test(start_paused = true)]
 async fn a_master_without_its_lease_neither_makes_nor_deletes_pods() {
-    let (fake, cluster) = Fake::start();
+    let (fake, cluster) = FakeServer::start();
     let anchor =
         serde_json::from_value(json!({"name": "j", "namespace": "ns", "uid": "anchor"})).unwrap();
     let identity = Holder { pod: "one".into(), uid: "u".into() };
-    let mut lease = Lease::acquire(&cluster, &anchor, &identity).await.unwrap();
-    let mut pods = pods_of(&cluster, lease.warrant(), None);
+    let mut lease = LeaderLease::acquire(&cluster, &anchor, &identity).await.unwrap();
+    let mut pods = pods_of(&cluster, lease.guard(), None);
     pods.start(ONE, 0);
     until(|| fake.state().names() == ["j-w-1"]).await;
     let mut object = fake.state().object("leases", "j").unwrap();
@@ -267,8 +267,8 @@ async fn a_master_without_its_lease_neither_makes_nor_deletes_pods() {
 
 #[tokio::test(start_paused = true)]
 async fn a_pod_has_the_class_of_its_place() {
-    let (fake, cluster) = Fake::start();
-    let mut pods = pods_of(&cluster, Warrant::unlimited(), Some(Ladder::shipped()));
+    let (fake, cluster) = FakeServer::start();
+    let mut pods = pods_of(&cluster, LeaseGuard::unlimited(), Some(PriorityTiers::shipped()));
     for (launch, index) in [(1, 0), (2, 1), (3, 2), (4, 70)] {
         pods.start(LaunchId(launch), index);
     }
@@ -281,8 +281,8 @@ async fn a_pod_has_the_class_of_its_place() {
 
 #[tokio::test(start_paused = true)]
 async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() {
-    let (fake, cluster) = Fake::start();
-    let mut pods = pods_of(&cluster, Warrant::unlimited(), Some(Ladder::shipped()));
+    let (fake, cluster) = FakeServer::start();
+    let mut pods = pods_of(&cluster, LeaseGuard::unlimited(), Some(PriorityTiers::shipped()));
     let no_rung =
         "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-tier-1 was found";
     fake.state().refusals.extend([(403, no_rung), (403, no_rung)]);

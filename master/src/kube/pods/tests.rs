@@ -2,33 +2,37 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::super::testing::Fake;
+use super::super::testing::FakeServer;
 use super::*;
 
 pub(super) const ONE: LaunchId = LaunchId(1);
 
 /// Pods of a job `j` at a server of which the test is the master.
-pub(super) fn pods() -> (Arc<Fake>, Pods) {
-    let (fake, cluster) = Fake::start();
-    let pods = pods_of(&cluster, Warrant::unlimited(), None);
+pub(super) fn pods() -> (Arc<FakeServer>, Pods) {
+    let (fake, cluster) = FakeServer::start();
+    let pods = pods_of(&cluster, LeaseGuard::unlimited(), None);
     (fake, pods)
 }
 
-pub(super) fn pods_of(cluster: &Cluster, warrant: Warrant, ladder: Option<Ladder>) -> Pods {
+pub(super) fn pods_of(
+    cluster: &Cluster,
+    guard: LeaseGuard,
+    priority_tiers: Option<PriorityTiers>,
+) -> Pods {
     let anchor = json!({"name": "j", "uid": "anchor", "ownerReferences": [
         {"apiVersion": "batch/v1", "kind": "Job", "name": "j-master", "uid": "job"}
     ]});
     let anchor: ObjectMeta = serde_json::from_value(anchor).unwrap();
-    let recorder = Recorder::start(cluster, &anchor);
-    let mould = Mould {
+    let recorder = EventRecorder::start(cluster, &anchor);
+    let factory = PodFactory {
         template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
             .unwrap(),
         anchor,
         master: "10.0.0.1:7070".into(),
         min_workers: 2,
-        ladder,
+        priority_tiers,
     };
-    Pods::new(cluster, mould, warrant, recorder)
+    Pods::new(cluster, factory, guard, recorder)
 }
 
 pub(super) fn container(phase: &str, state: Value) -> Value {
@@ -62,7 +66,7 @@ pub(super) async fn next(pods: &mut Pods) -> (LaunchId, Happening) {
 }
 
 /// A pod that runs.
-pub(super) async fn started() -> (Arc<Fake>, Pods) {
+pub(super) async fn started() -> (Arc<FakeServer>, Pods) {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
@@ -222,11 +226,11 @@ async fn pods_of_a_master_before_are_taken_over_as_they_are() {
     let cluster = fake.cluster();
     drop(before);
     let left = list(&cluster, "anchor").await.unwrap();
-    let there: Vec<_> = left.iter().filter_map(objects::launch_and_index).collect();
+    let there: Vec<_> = left.iter().filter_map(objects::launch_and_slot).collect();
     assert_eq!(there, [(ONE, 0), (LaunchId(2), 5)]);
-    let mut pods = pods_of(&cluster, Warrant::unlimited(), None);
+    let mut pods = pods_of(&cluster, LeaseGuard::unlimited(), None);
     for pod in left {
-        pods.adopt(objects::launch_and_index(&pod).unwrap().0, Some(pod));
+        pods.adopt(objects::launch_and_slot(&pod).unwrap().0, Some(pod));
     }
     pods.adopt(LaunchId(3), None);
     assert_eq!(next(&mut pods).await, (ONE, Happening::Runs));
@@ -269,7 +273,7 @@ async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     let waited = before.elapsed();
     assert!(
-        waited >= patience::STUCK_MAX - TICK && waited <= patience::STUCK_MAX + TICK,
+        waited >= timeouts::STUCK_MAX - TICK && waited <= timeouts::STUCK_MAX + TICK,
         "{waited:?}"
     );
     until(|| fake.state().deleted == ["j-w-1"]).await;

@@ -61,7 +61,7 @@ fn condition(name: &str, reason: &str, message: &str) -> Value {
 
 fn leaves(cause: Cause, detail: &str) -> Verdict {
     let end = End { cause, detail: detail.into() };
-    Verdict::Leaves(Leave { end, grace: Duration::from_secs(10), ready: true })
+    Verdict::Terminating(Termination { end, grace: Duration::from_secs(10), ready: true })
 }
 
 #[test]
@@ -83,20 +83,20 @@ fn what_the_cluster_takes_leaves_and_then_has_ended_in_the_clusters_words() {
             "The node was low on resource: memory",
             Cause::Evicted,
         ),
-        ("TerminationTarget", "WorkloadEvictedDueToPreempted", "queue", Cause::Taken),
+        ("TerminationTarget", "WorkloadEvictedDueToPreempted", "queue", Cause::Reclaimed),
     ];
     for (name, reason, message, cause) in table {
         let mut status = condition(name, reason, message);
         // Announced, and perhaps never done.
-        assert_eq!(judge(&pod(status.clone())), Verdict::Runs, "{status}");
+        assert_eq!(classify(&pod(status.clone())), Verdict::Running, "{status}");
         let detail = format!("{reason}: {message}");
-        assert_eq!(judge(&deleted_pod(status.clone())), leaves(cause, &detail), "{status}");
+        assert_eq!(classify(&deleted_pod(status.clone())), leaves(cause, &detail), "{status}");
         // A drained worker ends in order, with 0, or by the signal that the kubelet sent.
         for code in [0, 137, 143] {
             let state = json!({"terminated": {"exitCode": code, "reason": "Error"}});
             status["containerStatuses"] = json!([container(state)]);
             assert_eq!(
-                judge(&deleted_pod(status.clone())),
+                classify(&deleted_pod(status.clone())),
                 ended(cause, &detail),
                 "{code}: {status}"
             );
@@ -106,7 +106,7 @@ fn what_the_cluster_takes_leaves_and_then_has_ended_in_the_clusters_words() {
     // A pod whose node is no more has nobody who would tell its program.
     let gone = condition("DisruptionTarget", "DeletionByPodGC", "PodGC: node no longer exists");
     let lost = ended(Cause::Lost, "DeletionByPodGC: PodGC: node no longer exists");
-    assert_eq!(judge(&deleted_pod(gone)), lost);
+    assert_eq!(classify(&deleted_pod(gone)), lost);
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn what_its_node_took_has_ended_when_the_phase_says_so() {
     ];
     for (reason, message, cause) in table {
         let expected = ended(cause, &format!("{reason}: {}", message.trim()));
-        assert_eq!(judge(&pod(failed(reason, message))), expected, "{reason}");
+        assert_eq!(classify(&pod(failed(reason, message))), expected, "{reason}");
     }
 }
 
@@ -129,7 +129,7 @@ fn deletion_is_stronger_than_how_the_container_ended() {
     for code in [0, 1, 137, 143] {
         let status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
         assert_eq!(
-            judge(&deleted_pod(status)),
+            classify(&deleted_pod(status)),
             ended(Cause::Deleted, "its pod is being deleted"),
             "{code}"
         );
@@ -137,17 +137,17 @@ fn deletion_is_stronger_than_how_the_container_ended() {
     // A condition that is not there any more says nothing.
     let mut status = terminated("Succeeded", json!({"exitCode": 0, "reason": "Completed"}));
     status["conditions"] = json!([{"type": "DisruptionTarget", "status": "False", "reason": "X"}]);
-    assert_eq!(judge(&pod(status)), ended(Cause::Exited(0), "exited with code 0"));
+    assert_eq!(classify(&pod(status)), ended(Cause::Exited(0), "exited with code 0"));
 }
 
 #[test]
 fn a_program_that_runs_leaves_and_one_that_does_not_is_gone() {
     let runs = condition("ContainersReady", "", "");
-    assert_eq!(judge(&deleted_pod(runs)), leaves(Cause::Deleted, "its pod is being deleted"));
+    assert_eq!(classify(&deleted_pod(runs)), leaves(Cause::Deleted, "its pod is being deleted"));
     let gone = ended(Cause::Deleted, "its pod is being deleted");
-    assert_eq!(judge(&deleted_pod(unscheduled("Unschedulable", "0/1 nodes"))), gone);
-    assert_eq!(judge(&deleted_pod(waiting("ImagePullBackOff", "Back-off"))), gone);
-    assert_eq!(judge(&deleted_pod(waiting("ContainerCreating", ""))), gone);
+    assert_eq!(classify(&deleted_pod(unscheduled("Unschedulable", "0/1 nodes"))), gone);
+    assert_eq!(classify(&deleted_pod(waiting("ImagePullBackOff", "Back-off"))), gone);
+    assert_eq!(classify(&deleted_pod(waiting("ContainerCreating", ""))), gone);
     assert_eq!(vanished().cause, Cause::Deleted);
 }
 
@@ -157,14 +157,16 @@ fn of_a_node_that_does_not_answer_the_pods_leave_unready_or_are_lost() {
     let status = json!({"phase": "Running", "containerStatuses": [running()], "conditions": [
         {"type": "Ready", "status": "False", "reason": "NodeNotReady"}
     ]});
-    let Verdict::Leaves(leave) = judge(&deleted_pod(status.clone())) else { panic!("{status}") };
+    let Verdict::Terminating(leave) = classify(&deleted_pod(status.clone())) else {
+        panic!("{status}")
+    };
     assert!(!leave.ready && leave.grace == Duration::from_secs(10), "{leave:?}");
     // And some servers say so themselves.
     let mut status = status;
     status["reason"] = "NodeLost".into();
     status["message"] = "Node n which was running pod p is unresponsive".into();
     let detail = "NodeLost: Node n which was running pod p is unresponsive";
-    assert_eq!(judge(&deleted_pod(status)), ended(Cause::Lost, detail));
+    assert_eq!(classify(&deleted_pod(status)), ended(Cause::Lost, detail));
 }
 
 #[test]
@@ -175,26 +177,26 @@ fn a_companion_that_runs_on_is_seen_once_the_worker_has_ended() {
         pod(json!({"phase": "Running", "containerStatuses": [sidecar, own]}))
     };
     let over = beside(container(json!({"terminated": {"exitCode": 0, "reason": "Completed"}})));
-    assert_eq!(judge(&over), ended(Cause::Exited(0), "exited with code 0"));
-    assert!(is_outlived(&over));
+    assert_eq!(classify(&over), ended(Cause::Exited(0), "exited with code 0"));
+    assert!(has_running_sidecar(&over));
     let alive = beside(running());
-    assert_eq!((judge(&alive), is_outlived(&alive)), (Verdict::Runs, false));
-    assert!(!is_outlived(&pod(terminated("Failed", json!({"exitCode": 1})))));
-    assert!(!is_outlived(&Pod::default()));
+    assert_eq!((classify(&alive), has_running_sidecar(&alive)), (Verdict::Running, false));
+    assert!(!has_running_sidecar(&pod(terminated("Failed", json!({"exitCode": 1})))));
+    assert!(!has_running_sidecar(&Pod::default()));
 }
 
 #[test]
 fn processes_are_over_only_if_their_end_was_seen() {
     let exited = json!({"exitCode": 1, "reason": "Error"});
-    assert!(is_over(&pod(terminated("Failed", exited.clone()))));
-    assert!(is_over(&pod(terminated("Succeeded", json!({"exitCode": 0})))));
+    assert!(has_terminated(&pod(terminated("Failed", exited.clone()))));
+    assert!(has_terminated(&pod(terminated("Succeeded", json!({"exitCode": 0})))));
     // Others may run on, or start again.
-    assert!(!is_over(&pod(terminated("Running", exited))));
+    assert!(!has_terminated(&pod(terminated("Running", exited))));
     let unknown =
         terminated("Failed", json!({"exitCode": 137, "reason": "ContainerStatusUnknown"}));
     let by_collector = json!({"phase": "Failed", "containerStatuses": [running()]});
     for status in [unknown, by_collector, failed("Evicted", ""), json!({"phase": "Unknown"})] {
-        assert!(!is_over(&pod(status.clone())), "{status}");
+        assert!(!has_terminated(&pod(status.clone())), "{status}");
     }
 }
 
@@ -217,7 +219,7 @@ fn a_node_that_does_not_let_a_pod_start_is_not_its_fault() {
         ),
     ];
     for (reason, message) in table {
-        let verdict = judge(&pod(failed(reason, message)));
+        let verdict = classify(&pod(failed(reason, message)));
         assert_eq!(verdict, ended(Cause::Refused, &format!("{reason}: {message}")));
     }
     assert!(!Cause::Refused.is_own_fault() && !Cause::Lost.is_own_fault());
@@ -226,7 +228,10 @@ fn a_node_that_does_not_let_a_pod_start_is_not_its_fault() {
 #[test]
 fn limits_that_a_pod_broke_are_its_fault() {
     let oom = terminated("Failed", json!({"exitCode": 137, "reason": "OOMKilled"}));
-    assert_eq!(judge(&pod(oom)), ended(Cause::OutOfMemory, "it used more memory than its limit"));
+    assert_eq!(
+        classify(&pod(oom)),
+        ended(Cause::OutOfMemory, "it used more memory than its limit")
+    );
     let messages = [
         "Pod ephemeral local storage usage exceeds the total limit of containers 10Mi. ",
         "Usage of EmptyDir volume \"tmp\" exceeds the limit \"1Mi\". ",
@@ -234,14 +239,14 @@ fn limits_that_a_pod_broke_are_its_fault() {
     ];
     for message in messages {
         let detail = format!("Evicted: {}", message.trim());
-        assert_eq!(judge(&pod(failed("Evicted", message))), ended(Cause::OverLimit, &detail));
+        assert_eq!(classify(&pod(failed("Evicted", message))), ended(Cause::OverLimit, &detail));
     }
     // Newer servers add who has ended it, and may leave out the reason.
     let own = "Usage of EmptyDir volume \"tmp\" exceeds the limit \"1Mi\". ";
     let condition = json!([{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": own}]);
     let detail = format!("Evicted: {}", own.trim());
     let told = pod(json!({"phase": "Failed", "conditions": condition}));
-    assert_eq!(judge(&told), ended(Cause::OverLimit, &detail));
+    assert_eq!(classify(&told), ended(Cause::OverLimit, &detail));
     assert!(Cause::OverLimit.is_own_fault() && Cause::OutOfMemory.is_own_fault());
 }
 
@@ -262,20 +267,20 @@ fn exit_codes_tell_crashes_from_kills() {
     ];
     for (code, cause, own) in table {
         let status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
-        let Verdict::Ended(end) = judge(&pod(status)) else { panic!("{code}") };
+        let Verdict::Ended(end) = classify(&pod(status)) else { panic!("{code}") };
         assert_eq!((end.cause, end.cause.is_own_fault()), (cause, own), "{code}");
     }
     let named = terminated(
         "Failed",
         json!({"exitCode": 137, "signal": 9, "reason": "Error", "message": "last words"}),
     );
-    assert_eq!(judge(&pod(named)), ended(Cause::Signalled(9), "ended by signal 9: last words"));
+    assert_eq!(classify(&pod(named)), ended(Cause::Signalled(9), "ended by signal 9: last words"));
 }
 
 #[test]
 fn a_container_that_has_ended_is_the_end_before_the_pods_phase_says_so() {
     let status = terminated("Running", json!({"exitCode": 1, "reason": "Error"}));
-    assert_eq!(judge(&pod(status)), ended(Cause::Exited(1), "exited with code 1"));
+    assert_eq!(classify(&pod(status)), ended(Cause::Exited(1), "exited with code 1"));
 }
 
 #[test]
@@ -285,11 +290,11 @@ fn an_end_without_a_word_is_a_loss() {
         json!({"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "The container could not be located when the pod was terminated"}),
     );
     let detail = "its node does not know how it ended: The container could not be located when the pod was terminated";
-    assert_eq!(judge(&pod(unknown)), ended(Cause::Lost, detail));
+    assert_eq!(classify(&pod(unknown)), ended(Cause::Lost, detail));
     let silent = ended(Cause::Lost, "it ended, and its node does not say how");
-    assert_eq!(judge(&pod(json!({"phase": "Failed"}))), silent);
+    assert_eq!(classify(&pod(json!({"phase": "Failed"}))), silent);
     assert_eq!(
-        judge(&pod(failed(
+        classify(&pod(failed(
             "DeadlineExceeded",
             "Pod was active on the node longer than the specified deadline"
         ))),
@@ -310,18 +315,18 @@ fn what_waiting_does_not_mend_is_told_from_what_it_does() {
         "CreateContainerError",
     ] {
         let expected = Verdict::CannotStart(format!("{reason}: Back-off pulling image \"x\""));
-        assert_eq!(judge(&pod(waiting(reason, "Back-off pulling image \"x\""))), expected);
+        assert_eq!(classify(&pod(waiting(reason, "Back-off pulling image \"x\""))), expected);
     }
     for reason in ["ContainerCreating", "PodInitializing"] {
-        assert_eq!(judge(&pod(waiting(reason, ""))), Verdict::Starts, "{reason}");
+        assert_eq!(classify(&pod(waiting(reason, ""))), Verdict::Starting, "{reason}");
     }
-    assert_eq!(judge(&pod(json!({"phase": "Pending"}))), Verdict::Asked);
+    assert_eq!(classify(&pod(json!({"phase": "Pending"}))), Verdict::Created);
     let bound =
         json!({"spec": {"nodeName": "n", "containers": []}, "status": {"phase": "Pending"}});
-    assert_eq!(judge(&serde_json::from_value(bound).unwrap()), Verdict::Starts);
-    assert_eq!(judge(&Pod::default()), Verdict::Asked);
+    assert_eq!(classify(&serde_json::from_value(bound).unwrap()), Verdict::Starting);
+    assert_eq!(classify(&Pod::default()), Verdict::Created);
     let running = json!({"phase": "Running", "containerStatuses": [container(json!({"running": {"startedAt": "2024-05-01T10:00:00Z"}}))]});
-    assert_eq!(judge(&pod(running)), Verdict::Runs);
+    assert_eq!(classify(&pod(running)), Verdict::Running);
 }
 
 #[test]
@@ -331,7 +336,7 @@ fn no_room_is_no_end() {
         ("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates"),
     ];
     for (reason, message) in table {
-        let expected = Verdict::WaitsForRoom(format!("{reason}: {message}"));
-        assert_eq!(judge(&pod(unscheduled(reason, message))), expected);
+        let expected = Verdict::Unschedulable(format!("{reason}: {message}"));
+        assert_eq!(classify(&pod(unscheduled(reason, message))), expected);
     }
 }

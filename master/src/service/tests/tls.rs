@@ -5,20 +5,20 @@ use std::error::Error as _;
 use tonic::transport::{Certificate, ClientTlsConfig};
 
 use super::*;
-use crate::kube::credentials::Credentials;
+use crate::kube::certificates::Certificates;
 use crate::service::incoming::UNPROVEN_MAX;
 
 const NAME: &str = "mnist-master";
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn credentials() -> Credentials {
-    Credentials::draw("mnist", &[NAME.into(), "mnist-master.ml.svc".into()]).unwrap()
+fn certificates() -> Certificates {
+    Certificates::generate("mnist", &[NAME.into(), "mnist-master.ml.svc".into()]).unwrap()
 }
 
-/// A server that shows what `credentials` say, and clients that look for it.
-async fn start(credentials: &Credentials) -> Edge {
-    let identity = Identity::from_pem(&credentials.certificate, &credentials.key).unwrap();
-    Edge::start_with(Some(identity), |address| endpoint(address, &credentials.ca, NAME)).await
+/// A server that shows what `certificates` say, and clients that look for it.
+async fn start(certificates: &Certificates) -> Edge {
+    let identity = Identity::from_pem(&certificates.certificate, &certificates.key).unwrap();
+    Edge::start_with(Some(identity), |address| endpoint(address, &certificates.ca, NAME)).await
 }
 
 fn endpoint(address: SocketAddr, ca: &str, name: &str) -> Endpoint {
@@ -38,29 +38,29 @@ async fn refusal(endpoint: Endpoint) -> String {
 
 #[tokio::test]
 async fn who_knows_the_jobs_ca_and_its_masters_name_gets_through() {
-    let credentials = credentials();
-    let mut edge = start(&credentials).await;
+    let certificates = certificates();
+    let mut edge = start(&certificates).await;
     edge.admitted().await;
-    edge.endpoint = endpoint(edge.address, &credentials.ca, "mnist-master.ml.svc");
+    edge.endpoint = endpoint(edge.address, &certificates.ca, "mnist-master.ml.svc");
     let (_stream, _, line) = edge.admitted().await;
     line.refuse("enough".into());
 }
 
 #[tokio::test]
 async fn another_ca_and_another_name_are_not_taken_for_it() {
-    let credentials = credentials();
-    let mut edge = start(&credentials).await;
-    let other = self::credentials().ca;
+    let certificates = certificates();
+    let mut edge = start(&certificates).await;
+    let other = self::certificates().ca;
     let why = refusal(endpoint(edge.address, &other, NAME)).await;
     assert!(why.contains("invalid peer certificate"), "{why}");
-    let why = refusal(endpoint(edge.address, &credentials.ca, "cifar-master")).await;
+    let why = refusal(endpoint(edge.address, &certificates.ca, "cifar-master")).await;
     assert!(why.contains("not valid for name"), "{why}");
     edge.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
 async fn nothing_is_said_in_the_open() {
-    let mut edge = start(&credentials()).await;
+    let mut edge = start(&certificates()).await;
     // A channel may exist before the server has hung up.
     if let Ok(channel) =
         Endpoint::from_shared(format!("http://{}", edge.address)).unwrap().connect().await
@@ -75,7 +75,7 @@ async fn nothing_is_said_in_the_open() {
 
 #[tokio::test]
 async fn peers_that_never_finish_their_handshake_hold_no_place_for_long() {
-    let mut edge = start(&credentials()).await;
+    let mut edge = start(&certificates()).await;
     // The head of a record that promises a client's hello, and no more.
     let promise: &[u8] = &[0x16, 0x03, 0x01, 0x02, 0x00, 0x01];
     let mut silent = Vec::new();
@@ -99,7 +99,7 @@ async fn peers_that_never_finish_their_handshake_hold_no_place_for_long() {
 
 #[tokio::test]
 async fn a_handshake_alone_earns_no_place() {
-    let mut edge = start(&credentials()).await;
+    let mut edge = start(&certificates()).await;
     let mut mute = Vec::new();
     for _ in 0..UNPROVEN_MAX {
         mute.push(edge.endpoint.connect().await.unwrap());
@@ -113,12 +113,12 @@ async fn a_handshake_alone_earns_no_place() {
 
 #[tokio::test]
 async fn who_has_proved_the_token_may_be_silent() {
-    start(&credentials()).await.assert_silence_is_borne().await;
+    start(&certificates()).await.assert_silence_is_borne().await;
 }
 
 #[tokio::test]
 async fn bytes_that_are_no_handshake_change_nothing() {
-    let mut edge = start(&credentials()).await;
+    let mut edge = start(&certificates()).await;
     let (stream, connection, _line) = edge.admitted().await;
     let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     for bytes in [preface, &[0x16; 4096], &[0x17, 0x03, 0x03, 0xff, 0xff, 0x00], &[0; 70_000]] {

@@ -1,7 +1,7 @@
 //! A job's own certificates, made at its submission.
 //!
 //! **Invariant:** the CA signs one certificate: its key is never stored, and gone when
-//! [`Credentials::draw`] returns.
+//! [`Certificates::generate`] returns.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -13,7 +13,7 @@ use rcgen::{
 
 /// What a job's workers know their master by, and what the master shows to them. All of it PEM.
 #[derive(Clone, Default)]
-pub struct Credentials {
+pub struct Certificates {
     /// Certificate of the job's own CA.
     pub ca: String,
     /// The master's, signed by that CA.
@@ -25,15 +25,15 @@ pub struct Credentials {
 /// No certificate could be made.
 #[derive(Debug, thiserror::Error)]
 #[error("can't make the job's certificates: {0}")]
-pub struct CredentialsError(#[from] rcgen::Error);
+pub struct CertificatesError(#[from] rcgen::Error);
 
-impl Credentials {
+impl Certificates {
     /// Makes those of `job`, whose master is called by each of `names` (DNS names). They are valid
     /// from a day ago, for clocks differ, and for ten years.
     ///
     /// # Errors
     /// The system gives no random bytes, or a name is none.
-    pub fn draw(job: &str, names: &[String]) -> Result<Self, CredentialsError> {
+    pub fn generate(job: &str, names: &[String]) -> Result<Self, CertificatesError> {
         let mut params = params(&format!("CA of the elasticdl job {job}"), &[])?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
@@ -48,10 +48,10 @@ impl Credentials {
     }
 }
 
-impl fmt::Debug for Credentials {
+impl fmt::Debug for Certificates {
     /// Without the key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Credentials(..)")
+        f.write_str("Certificates(..)")
     }
 }
 

@@ -33,7 +33,7 @@ use crate::token::Token;
 
 /// How a job was started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Start {
+pub struct JobStart {
     /// The training program, with its path.
     pub program: OsString,
     /// Its arguments.
@@ -61,9 +61,9 @@ pub struct Start {
 
 /// A job whose master died.
 #[derive(Debug)]
-pub struct Abandoned {
+pub struct AbandonedJob {
     /// How it was started.
-    pub start: Start,
+    pub start: JobStart,
     /// How far it was.
     pub record: JobRecord,
     /// Processes that were started, as far as the system was told.
@@ -72,14 +72,14 @@ pub struct Abandoned {
 
 /// Where the core's record is kept.
 #[derive(Debug)]
-pub struct RecordFile {
+pub struct PersistedJobFile {
     path: PathBuf,
     /// The list of files that is beside it.
     stored: Option<DataMark>,
     failed: bool,
 }
 
-impl RecordFile {
+impl PersistedJobFile {
     /// Replaces the record. A failure is logged: the job goes on, but no other master will be able
     /// to.
     pub(crate) fn write(&mut self, record: &JobRecord) {
@@ -99,7 +99,7 @@ impl RecordFile {
     }
 }
 
-impl RecordFile {
+impl PersistedJobFile {
     /// Writes the list of files that the record names, if it is not there yet.
     fn write_list(&mut self, record: &JobRecord) -> io::Result<()> {
         if let Some(list) = record.file_list()
@@ -117,7 +117,7 @@ impl JobDir {
     ///
     /// # Errors
     /// [`JobDirError::Write`].
-    pub fn keep(&self, start: &Start) -> Result<(), JobDirError> {
+    pub fn persist_start(&self, start: &JobStart) -> Result<(), JobDirError> {
         let path = self.root.join(JOB);
         let json = serde_json::to_vec_pretty(&Versioned { version: VERSION, content: start })
             .expect("a start's keys are strings");
@@ -126,8 +126,8 @@ impl JobDir {
 
     /// Where the job's record is to be kept.
     #[must_use]
-    pub fn record_file(&self) -> RecordFile {
-        RecordFile { path: self.root.join(RECORD), stored: None, failed: false }
+    pub fn persisted_job_file(&self) -> PersistedJobFile {
+        PersistedJobFile { path: self.root.join(RECORD), stored: None, failed: false }
     }
 
     /// Where started processes are to be noted.
@@ -140,7 +140,7 @@ impl JobDir {
     ///
     /// # Errors
     /// [`ResumeError`].
-    pub fn resume(root: &Path) -> Result<(Self, Abandoned), ResumeError> {
+    pub fn resume(root: &Path) -> Result<(Self, AbandonedJob), ResumeError> {
         if !super::contents::is_job_dir(root) {
             return Err(ResumeError::NoSuchJob { path: root.into() });
         }
@@ -171,7 +171,7 @@ impl JobDir {
             .map_err(|e| unreadable(super::TOKEN, e.to_string()))?;
         let token = Token::from_hex(&token)
             .ok_or_else(|| unreadable(super::TOKEN, "not a token".into()))?;
-        Ok((Self { root, token, _lock: lock }, Abandoned { start, record, processes }))
+        Ok((Self { root, token, _lock: lock }, AbandonedJob { start, record, processes }))
     }
 }
 
@@ -227,7 +227,7 @@ fn read<T: serde::de::DeserializeOwned>(
     let text = match fs::read(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Err(ResumeError::NotKept { path: root.into() });
+            return Err(ResumeError::NotPersisted { path: root.into() });
         }
         Err(error) => return Err(ResumeError::Unreadable { path, reason: error.to_string() }),
     };
@@ -258,7 +258,7 @@ struct Versioned<T> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResumeError {
-    /// It has ended: there is nothing to do. Start another one.
+    /// It has ended: there is nothing to do. JobStart another one.
     #[error("the job in {} has ended; how is in {}", path.display(), summary.display())]
     Ended {
         /// Its directory.
@@ -272,9 +272,9 @@ pub enum ResumeError {
         /// Where it was looked for.
         path: PathBuf,
     },
-    /// Its master died before it had started anything, or could not write. Start the job again.
+    /// Its master died before it had started anything, or could not write. JobStart the job again.
     #[error("the job in {} left nothing to go on with; start it again", path.display())]
-    NotKept {
+    NotPersisted {
         /// Its directory.
         path: PathBuf,
     },
@@ -303,7 +303,7 @@ pub enum ResumeError {
         /// The master's process, if it has said so already.
         pid: Option<u32>,
     },
-    /// A file of it can't be read, or has been changed. Start the job again.
+    /// A file of it can't be read, or has been changed. JobStart the job again.
     #[error("can't resume from {}: {reason}", path.display())]
     Unreadable {
         /// The file.
@@ -324,8 +324,8 @@ mod tests {
     use crate::job::Job;
     use crate::job::testing::spec;
 
-    fn start() -> Start {
-        Start {
+    fn start() -> JobStart {
+        JobStart {
             program: "/bin/model".into(),
             args: vec!["--deep".into()],
             folder: "/data".into(),
@@ -341,8 +341,8 @@ mod tests {
 
     fn kept(root: &Path) -> JobDir {
         let dir = JobDir::create(root).unwrap();
-        dir.keep(&start()).unwrap();
-        dir.record_file().write(&Job::new(spec()).record());
+        dir.persist_start(&start()).unwrap();
+        dir.persisted_job_file().write(&Job::new(spec()).record());
         dir
     }
 
@@ -378,7 +378,7 @@ mod tests {
         let dir = kept(scratch.path());
         let record = crate::job::testing::largest().record();
         let list = record.file_list().unwrap().clone();
-        let mut file = dir.record_file();
+        let mut file = dir.persisted_job_file();
         file.write(&record);
         let path = scratch.path().canonicalize().unwrap().join(FILES);
         fs::remove_file(&path).unwrap();
@@ -417,7 +417,7 @@ mod tests {
         let root = scratch.path().join("job");
         assert!(matches!(JobDir::resume(&root), Err(ResumeError::NoSuchJob { .. })));
         drop(JobDir::create(&root).unwrap());
-        assert!(matches!(JobDir::resume(&root), Err(ResumeError::NotKept { .. })));
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::NotPersisted { .. })));
         let dir = kept(&root);
         assert!(matches!(JobDir::resume(&root), Err(ResumeError::Running { .. })));
         assert!(!is_abandoned(&root));
@@ -442,7 +442,7 @@ mod tests {
     fn a_record_that_cannot_be_replaced_is_removed_rather_than_left_old() {
         let scratch = tempfile::tempdir().unwrap();
         let dir = kept(scratch.path());
-        let mut file = dir.record_file();
+        let mut file = dir.persisted_job_file();
         // Nothing can be put in place of a folder that is not empty, whoever the user is.
         fs::remove_file(&file.path).unwrap();
         fs::create_dir_all(file.path.join("in the way")).unwrap();
@@ -460,7 +460,7 @@ mod tests {
         note_process(&dir.processes_path(), LaunchId(1), Started { pid: 70, at: 9 }).unwrap();
         drop(dir);
         drop(JobDir::create(scratch.path()).unwrap());
-        assert!(matches!(JobDir::resume(scratch.path()), Err(ResumeError::NotKept { .. })));
+        assert!(matches!(JobDir::resume(scratch.path()), Err(ResumeError::NotPersisted { .. })));
         assert!(!scratch.path().join(PROCESSES).exists());
     }
 }

@@ -1,10 +1,10 @@
 //! The lease that tells which of two masters of a job acts.
 //!
 //! ```text
-//!  master ──acquire──► Lease <job> ◄──looks every 5 s── the next master
+//!  master ──acquire──► LeaderLease <job> ◄──looks every 5 s── the next master
 //!     │  ▲               ▲   │
 //!     │  └──lost─────────┼───┘ 409: somebody else wrote
-//!     └──warrant──► what acts on the cluster, while it holds
+//!     └──guard──► what acts on the cluster, while it holds
 //! ```
 //!
 //! Two masters can be there at once: the Job's controller makes a new one when the old one's node
@@ -12,9 +12,9 @@
 //! holds the lease. While the API server is away it can't be renewed: then workers train on, and
 //! pods are neither made nor deleted until the server has answered.
 //!
-//! **Invariant:** nothing is sent under a warrant that has run out.
+//! **Invariant:** nothing is sent under a guard that has run out.
 
-mod claim;
+mod election;
 
 use std::time::Duration;
 
@@ -29,11 +29,11 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
-use self::claim::{Claim, HOLD, Move, Outlook, Record, Tenure};
+use self::election::{Candidate, CandidateAction, HOLD, LeaderAction, Leadership, LeaseSnapshot};
 use super::client::{Cluster, ClusterError, is_code};
 use super::objects;
-use super::verdict::is_over;
-use super::watch::pause;
+use super::verdict::has_terminated;
+use super::watch::backoff;
 
 /// Which master this is: its pod, by name and uid.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,27 +65,27 @@ impl std::str::FromStr for Holder {
 
 /// A job's lease, held and renewed until it is released.
 #[derive(Debug)]
-pub(crate) struct Lease {
-    standing: watch::Receiver<Standing>,
+pub(crate) struct LeaderLease {
+    state: watch::Receiver<LeaseState>,
     release: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
 
 /// Says whether this master may act on the cluster now.
 #[derive(Clone, Debug)]
-pub(crate) struct Warrant {
-    standing: watch::Receiver<Standing>,
+pub(crate) struct LeaseGuard {
+    state: watch::Receiver<LeaseState>,
 }
 
 #[derive(Clone, Debug)]
-enum Standing {
+enum LeaseState {
     /// By this holder.
     Fenced(String),
     /// Until then, unless it is renewed.
-    Holds(Instant),
+    Held(Instant),
 }
 
-impl Lease {
+impl LeaderLease {
     /// Waits until this master may hold the lease of the job whose anchor this is. Must be called
     /// within a runtime.
     ///
@@ -96,36 +96,36 @@ impl Lease {
         anchor: &ObjectMeta,
         identity: &Holder,
     ) -> Result<Self, ClusterError> {
-        let desk = Desk {
+        let client = LeaseClient {
             leases: cluster.api(),
             pods: cluster.api(),
             meta: objects::owned(anchor, anchor.name.as_deref().unwrap_or_default(), "lease"),
             start: Instant::now(),
         };
-        let tenure = desk.acquire(cluster, identity).await?;
-        let (stand, standing) = watch::channel(Standing::Holds(desk.start + tenure.until()));
+        let leadership = client.acquire(cluster, identity).await?;
+        let (publish_state, state) =
+            watch::channel(LeaseState::Held(client.start + leadership.until()));
         let (release, released) = oneshot::channel();
-        let task = tokio::spawn(desk.keep(tenure, stand, released));
-        Ok(Self { standing, release, task })
+        let task = tokio::spawn(client.keep(leadership, publish_state, released));
+        Ok(Self { state, release, task })
     }
 
     /// What shows whether the lease holds.
-    pub(crate) fn warrant(&self) -> Warrant {
-        Warrant { standing: self.standing.clone() }
+    pub(crate) fn guard(&self) -> LeaseGuard {
+        LeaseGuard { state: self.state.clone() }
     }
 
     /// Waits until another master holds the lease; which one. Safe to drop at any time.
     pub(crate) async fn lost(&mut self) -> String {
-        let standing =
-            self.standing.wait_for(|standing| matches!(standing, Standing::Fenced(_))).await;
-        match standing.as_deref() {
-            Ok(Standing::Fenced(holder)) => holder.clone(),
+        let state = self.state.wait_for(|state| matches!(state, LeaseState::Fenced(_))).await;
+        match state.as_deref() {
+            Ok(LeaseState::Fenced(holder)) => holder.clone(),
             // Only a panic ends the task while this is here.
             _ => std::future::pending().await,
         }
     }
 
-    /// Lets the next master take it at once. What is done under its warrant stops first.
+    /// Lets the next master take it at once. What is done under its guard stops first.
     pub(crate) async fn release(mut self) {
         // The task ends only with this, or was fenced.
         let (unused, _) = oneshot::channel();
@@ -136,13 +136,13 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for LeaderLease {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
-impl Warrant {
+impl LeaseGuard {
     /// One that holds for ever.
     #[cfg(test)]
     pub(crate) fn unlimited() -> Self {
@@ -153,51 +153,51 @@ impl Warrant {
     #[cfg(test)]
     pub(crate) fn for_test() -> (Self, impl Fn(Duration)) {
         let years = Duration::from_secs(100 * 365 * 24 * 3600);
-        let (tell, standing) = watch::channel(Standing::Holds(Instant::now() + years));
-        let hold = move |time| drop(tell.send_replace(Standing::Holds(Instant::now() + time)));
-        (Self { standing }, hold)
+        let (tell, state) = watch::channel(LeaseState::Held(Instant::now() + years));
+        let hold = move |time| drop(tell.send_replace(LeaseState::Held(Instant::now() + time)));
+        (Self { state }, hold)
     }
 
-    /// Does `call` once this master may act; `None`: the warrant has run out before it was
+    /// Does `call` once this master may act; `None`: the guard has run out before it was
     /// answered.
     pub(crate) async fn during<T>(&mut self, call: impl Future<Output = T>) -> Option<T> {
-        while !self.holds() {
+        while !self.is_valid() {
             self.changed().await;
         }
         tokio::select! {
             biased;
             done = call => Some(done),
-            () = self.has_run_out() => None,
+            () = self.expired() => None,
         }
     }
 
     /// Whether this master may act now.
-    pub(crate) fn holds(&self) -> bool {
-        matches!(&*self.standing.borrow(), Standing::Holds(until) if *until > Instant::now())
+    pub(crate) fn is_valid(&self) -> bool {
+        matches!(&*self.state.borrow(), LeaseState::Held(until) if *until > Instant::now())
     }
 
     /// Waits until it has been renewed by an answer of the server that comes after this call. Safe
     /// to drop at any time.
     pub(crate) async fn renewed(&mut self) {
-        let until = |standing: &Standing| match standing {
-            Standing::Holds(until) => Some(*until),
-            Standing::Fenced(_) => None,
+        let until = |state: &LeaseState| match state {
+            LeaseState::Held(until) => Some(*until),
+            LeaseState::Fenced(_) => None,
         };
-        let known = until(&self.standing.borrow_and_update());
+        let known = until(&self.state.borrow_and_update());
         loop {
             self.changed().await;
-            let now = until(&self.standing.borrow_and_update());
-            if now > known && self.holds() {
+            let now = until(&self.state.borrow_and_update());
+            if now > known && self.is_valid() {
                 return;
             }
         }
     }
 
     /// Waits until this master may not act any more, for now or for ever. Safe to drop at any time.
-    pub(crate) async fn has_run_out(&mut self) {
+    pub(crate) async fn expired(&mut self) {
         loop {
-            let until = match &*self.standing.borrow_and_update() {
-                Standing::Holds(until) if *until > Instant::now() => *until,
+            let until = match &*self.state.borrow_and_update() {
+                LeaseState::Held(until) if *until > Instant::now() => *until,
                 _ => return,
             };
             tokio::select! {
@@ -208,14 +208,14 @@ impl Warrant {
     }
 
     async fn changed(&mut self) {
-        if self.standing.changed().await.is_err() {
+        if self.state.changed().await.is_err() {
             std::future::pending().await
         }
     }
 }
 
 /// What the lease is read and written with.
-struct Desk {
+struct LeaseClient {
     leases: Api<Object>,
     pods: Api<Pod>,
     meta: ObjectMeta,
@@ -223,16 +223,20 @@ struct Desk {
 }
 
 /// How a write went.
-enum Written {
-    Changed,
+enum WriteOutcome {
+    Conflict,
     Failed(kube::Error),
-    Taken(Record),
-    Unanswered,
+    Accepted(LeaseSnapshot),
+    TimedOut,
 }
 
-impl Desk {
-    async fn acquire(&self, cluster: &Cluster, identity: &Holder) -> Result<Tenure, ClusterError> {
-        let mut claim = Claim::new(identity.to_string());
+impl LeaseClient {
+    async fn acquire(
+        &self,
+        cluster: &Cluster,
+        identity: &Holder,
+    ) -> Result<Leadership, ClusterError> {
+        let mut candidate = Candidate::new(identity.to_string());
         let mut failures = 0;
         let mut told = None;
         loop {
@@ -247,20 +251,20 @@ impl Desk {
             };
             let record = found.map(read);
             let holder = record.as_ref().and_then(|record| record.holder.clone());
-            let is_over = match &holder {
-                Some(holder) => self.is_over(holder).await,
+            let holder_has_ended = match &holder {
+                Some(holder) => self.holder_has_ended(holder).await,
                 None => false,
             };
             let sent = self.start.elapsed();
-            let written = match claim.decide(sent, record.as_ref(), is_over) {
-                Move::Create => self.write(&identity.to_string(), 0, None).await,
-                Move::Take => {
-                    let Record { transitions, version, .. } =
+            let written = match candidate.decide(sent, record.as_ref(), holder_has_ended) {
+                CandidateAction::Create => self.write(&identity.to_string(), 0, None).await,
+                CandidateAction::Take => {
+                    let LeaseSnapshot { transitions, version, .. } =
                         record.expect("it was just decided on");
                     self.write(&identity.to_string(), transitions.saturating_add(1), Some(version))
                         .await
                 }
-                Move::Wait(pause) => {
+                CandidateAction::Wait(pause) => {
                     if told != holder {
                         info!(holder, "another master holds the job's lease; this one waits");
                         told = holder;
@@ -270,16 +274,16 @@ impl Desk {
                 }
             };
             match written {
-                Written::Taken(record) => {
+                WriteOutcome::Accepted(record) => {
                     info!(transitions = record.transitions, "the job's lease is held");
-                    return Ok(Tenure::new(identity.to_string(), record, sent));
+                    return Ok(Leadership::new(identity.to_string(), record, sent));
                 }
-                Written::Changed => {}
-                Written::Failed(error) => {
+                WriteOutcome::Conflict => {}
+                WriteOutcome::Failed(error) => {
                     refused(cluster, error)?;
                     self.wait(&mut failures).await;
                 }
-                Written::Unanswered => {}
+                WriteOutcome::TimedOut => {}
             }
         }
     }
@@ -287,44 +291,44 @@ impl Desk {
     /// Renews it until it is to be released, or is lost.
     async fn keep(
         self,
-        mut tenure: Tenure,
-        stand: watch::Sender<Standing>,
+        mut leadership: Leadership,
+        publish_state: watch::Sender<LeaseState>,
         mut released: oneshot::Receiver<()>,
     ) {
         loop {
             tokio::select! {
                 biased;
                 _ = &mut released => break,
-                () = tokio::time::sleep_until(self.start + tenure.due()) => {}
+                () = tokio::time::sleep_until(self.start + leadership.due()) => {}
             }
             // A release does not cut a renewal short: what the server has taken is to be known.
-            if let Err(holder) = self.renew(&mut tenure).await {
-                stand.send_replace(Standing::Fenced(holder));
+            if let Err(holder) = self.renew(&mut leadership).await {
+                publish_state.send_replace(LeaseState::Fenced(holder));
                 return;
             }
-            stand.send_replace(Standing::Holds(self.start + tenure.until()));
+            publish_state.send_replace(LeaseState::Held(self.start + leadership.until()));
         }
-        stand.send_replace(Standing::Holds(Instant::now()));
-        self.write("", tenure.transitions, Some(tenure.version)).await;
+        publish_state.send_replace(LeaseState::Held(Instant::now()));
+        self.write("", leadership.transitions, Some(leadership.version)).await;
     }
 
     /// The one who holds it, if that is another.
-    async fn renew(&self, tenure: &mut Tenure) -> Result<(), String> {
-        let mut version = Some(tenure.version.clone());
+    async fn renew(&self, leadership: &mut Leadership) -> Result<(), String> {
+        let mut version = Some(leadership.version.clone());
         // Once more if only the version was wrong.
         for _ in 0..2 {
             let sent = self.start.elapsed();
-            match self.write(&tenure.identity, tenure.transitions, version).await {
-                Written::Taken(record) => {
-                    tenure.on_renewed(sent, record.version);
+            match self.write(&leadership.identity, leadership.transitions, version).await {
+                WriteOutcome::Accepted(record) => {
+                    leadership.on_renewed(sent, record.version);
                     return Ok(());
                 }
-                Written::Changed => {}
-                Written::Failed(error) => {
+                WriteOutcome::Conflict => {}
+                WriteOutcome::Failed(error) => {
                     warn!(%error, "the job's lease can't be renewed");
                     break;
                 }
-                Written::Unanswered => {
+                WriteOutcome::TimedOut => {
                     warn!("the job's lease can't be renewed: no answer");
                     break;
                 }
@@ -333,19 +337,19 @@ impl Desk {
             else {
                 break;
             };
-            version = match tenure.on_changed(found.map(read)) {
-                Outlook::Create => None,
-                Outlook::Fenced(holder) => return Err(holder),
-                Outlook::Renew => Some(tenure.version.clone()),
+            version = match leadership.on_changed(found.map(read)) {
+                LeaderAction::Create => None,
+                LeaderAction::Fenced(holder) => return Err(holder),
+                LeaderAction::Renew => Some(leadership.version.clone()),
             };
         }
-        tenure.on_failed(self.start.elapsed());
+        leadership.on_failed(self.start.elapsed());
         Ok(())
     }
 
     /// Puts it under this name; `version`: only if it has not changed since, `None`: only if it is
     /// not there.
-    async fn write(&self, holder: &str, transitions: i32, version: Option<String>) -> Written {
+    async fn write(&self, holder: &str, transitions: i32, version: Option<String>) -> WriteOutcome {
         let now = Some(MicroTime(Timestamp::now()));
         let object = Object {
             metadata: ObjectMeta { resource_version: version.clone(), ..self.meta.clone() },
@@ -365,25 +369,27 @@ impl Desk {
             }
         };
         match timeout(CALL_TIMEOUT, call).await {
-            Ok(Ok(taken)) => Written::Taken(read(taken)),
-            Ok(Err(error)) if is_code(&error, 409) || is_code(&error, 404) => Written::Changed,
-            Ok(Err(error)) => Written::Failed(error),
-            Err(_) => Written::Unanswered,
+            Ok(Ok(taken)) => WriteOutcome::Accepted(read(taken)),
+            Ok(Err(error)) if is_code(&error, 409) || is_code(&error, 404) => {
+                WriteOutcome::Conflict
+            }
+            Ok(Err(error)) => WriteOutcome::Failed(error),
+            Err(_) => WriteOutcome::TimedOut,
         }
     }
 
     /// Whether the holder's processes are known to have ended. A pod that is not there may still
     /// run on a node that does not answer.
-    async fn is_over(&self, holder: &str) -> bool {
+    async fn holder_has_ended(&self, holder: &str) -> bool {
         let Ok(Holder { pod, uid }) = holder.parse() else { return false };
         let Ok(Ok(Some(pod))) = timeout(CALL_TIMEOUT, self.pods.get_opt(&pod)).await else {
             return false;
         };
-        pod.metadata.uid == Some(uid) && is_over(&pod)
+        pod.metadata.uid == Some(uid) && has_terminated(&pod)
     }
 
     async fn wait(&self, failures: &mut u32) {
-        tokio::time::sleep(pause(*failures)).await;
+        tokio::time::sleep(backoff(*failures)).await;
         *failures += 1;
     }
 
@@ -407,11 +413,11 @@ fn refused(cluster: &Cluster, error: kube::Error) -> Result<(), ClusterError> {
     }
 }
 
-fn read(object: Object) -> Record {
+fn read(object: Object) -> LeaseSnapshot {
     let spec = object.spec.unwrap_or_default();
     let seconds = spec.lease_duration_seconds.and_then(|s| u64::try_from(s).ok());
     let duration = seconds.map_or(HOLD, Duration::from_secs).clamp(HOLD, HOLD * 4);
-    Record {
+    LeaseSnapshot {
         holder: spec.holder_identity.filter(|holder| !holder.is_empty()),
         duration,
         transitions: spec.lease_transitions.unwrap_or_default(),

@@ -18,14 +18,14 @@ use elasticdl_proto::{FileLimits, FileList};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::anchor::{Anchor, Data, FILES, WriteError, Writer};
+use super::anchor::{Anchor, AnchorWriter, Data, FILES, WriteError};
 use super::client::ClusterError;
 use crate::job::DataMark;
 
 /// What the anchor says of the list.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Place {
+enum ListLocation {
     Packed(String),
     Parts(usize),
 }
@@ -48,21 +48,21 @@ pub(crate) enum LoadError {
 ///
 /// # Errors
 /// [`WriteError`].
-pub(super) async fn store(writer: &Writer, list: &FileList) -> Result<(), WriteError> {
+pub(super) async fn store(writer: &AnchorWriter, list: &FileList) -> Result<(), WriteError> {
     let packed = list.packed();
-    let place = if packed.len() <= WHOLE_BYTES_MAX {
-        Place::Packed(BASE64.encode(packed))
+    let location = if packed.len() <= WHOLE_BYTES_MAX {
+        ListLocation::Packed(BASE64.encode(packed))
     } else {
         let parts = packed.len().div_ceil(PART_BYTES);
         for index in 0..parts {
             let part = packed.slice(index * PART_BYTES..packed.len().min((index + 1) * PART_BYTES));
             let name = part_name(writer.job(), writer.uid(), DataMark::of(list), index);
-            writer.make_part(&name, "files", part.to_vec()).await?;
+            writer.create_part(&name, "files", part.to_vec()).await?;
         }
-        Place::Parts(parts)
+        ListLocation::Parts(parts)
     };
-    let place = serde_json::to_string(&place).expect("a place is valid JSON");
-    writer.write(&Data::from([(FILES.into(), place)])).await
+    let location = serde_json::to_string(&location).expect("a location is valid JSON");
+    writer.write(&Data::from([(FILES.into(), location)])).await
 }
 
 /// The list of the job `job`, whose anchor has this uid and data, which must be that of `mark`.
@@ -76,14 +76,15 @@ pub(crate) async fn load(
     mark: DataMark,
 ) -> Result<FileList, LoadError> {
     let damaged = |what: String| LoadError::Damaged(what);
-    let place =
+    let location =
         data.get(FILES).ok_or_else(|| damaged(format!("is gone (the anchor's key {FILES})")))?;
-    let place = serde_json::from_str(place).map_err(|e| damaged(format!("can't be read: {e}")))?;
-    let packed: Vec<u8> = match place {
-        Place::Packed(text) => {
+    let location =
+        serde_json::from_str(location).map_err(|e| damaged(format!("can't be read: {e}")))?;
+    let packed: Vec<u8> = match location {
+        ListLocation::Packed(text) => {
             BASE64.decode(text).map_err(|e| damaged(format!("can't be read: {e}")))?
         }
-        Place::Parts(parts) => {
+        ListLocation::Parts(parts) => {
             let mut packed = Vec::new();
             for index in 0..parts {
                 let name = part_name(job, uid, mark, index);

@@ -1,4 +1,4 @@
-//! The ladder of priority classes by which independent jobs share a cluster. Pure.
+//! The tiers of priority classes by which independent jobs share a cluster. Pure.
 //!
 //! A job's core, which is as many workers as it can't do without, stands above all further workers
 //! of all jobs, and the further a worker is from its job's core, the lower it stands: one job's
@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!  workers   1 … min    up to 4   6   8   11   15   20   27   36   48   more
-//!  class     core       rung 1    2   3   4    5    6    7    8    9    10
+//!  class     core       tier 1    2   3   4    5    6    7    8    9    10
 //! ```
 //!
 //! All stand below 0: services, which have no class, outrank them.
@@ -16,31 +16,32 @@ use serde::{Deserialize, Serialize};
 
 /// The classes of a job's workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ladder {
+pub struct PriorityTiers {
     /// Of those that the job can't do without.
     pub core: String,
     /// Of the others, the highest first: 1 to 10.
-    pub rungs: Vec<String>,
+    #[serde(rename = "rungs")]
+    pub tiers: Vec<String>,
 }
 
 /// What a user wants of priority classes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Choice {
+pub enum TierChoice {
     /// The classes of `manifests/priorityclasses.yaml`, as far as the cluster has them.
     #[default]
     Auto,
     /// No class by place.
     Off,
     /// These.
-    These(Ladder),
+    These(PriorityTiers),
 }
 
-impl Ladder {
+impl PriorityTiers {
     /// The classes of `manifests/priorityclasses.yaml`.
     #[must_use]
     pub fn shipped() -> Self {
-        let rungs = (1..=BANDS.len()).map(|rung| format!("elasticdl-tier-{rung}"));
-        Self { core: "elasticdl-core".into(), rungs: rungs.collect() }
+        let tiers = (1..=BANDS.len()).map(|tier| format!("elasticdl-tier-{tier}"));
+        Self { core: "elasticdl-core".into(), tiers: tiers.collect() }
     }
 
     /// The class of the worker at place `index`, from 0, of a job that can't do without
@@ -51,18 +52,18 @@ impl Ladder {
             return &self.core;
         }
         let band = BANDS.iter().position(|&most| index < most).unwrap_or(BANDS.len() - 1);
-        // Fewer rungs than bands: each stands for several.
-        self.rungs.get(band * self.rungs.len() / BANDS.len()).unwrap_or(&self.core)
+        // Fewer tiers than bands: each stands for several.
+        self.tiers.get(band * self.tiers.len() / BANDS.len()).unwrap_or(&self.core)
     }
 
-    /// What is left of the ladder in a cluster that has no class `missing`: two tiers, of which the
-    /// lower is the lowest rung, or nothing. Below a core without a class nobody could stand, so
-    /// rungs alone are of no use.
+    /// What is left of the tiers in a cluster that has no class `missing`: two tiers, of which the
+    /// lower is the lowest tier, or nothing. Below a core without a class nobody could stand, so
+    /// tiers alone are of no use.
     #[must_use]
     pub fn without(&self, missing: &str) -> Option<Self> {
-        let last = self.rungs.last().filter(|last| *last != missing)?;
-        (self.core != missing && self.rungs.len() > 1)
-            .then(|| Self { core: self.core.clone(), rungs: vec![last.clone()] })
+        let last = self.tiers.last().filter(|last| *last != missing)?;
+        (self.core != missing && self.tiers.len() > 1)
+            .then(|| Self { core: self.core.clone(), tiers: vec![last.clone()] })
     }
 }
 
@@ -80,10 +81,10 @@ pub fn missing_class(message: &str) -> Option<&str> {
 ///
 /// # Errors
 /// What is wrong, with what would be right.
-pub fn parse(text: &str) -> Result<Choice, String> {
+pub fn parse(text: &str) -> Result<TierChoice, String> {
     match text {
-        "auto" => return Ok(Choice::Auto),
-        "off" => return Ok(Choice::Off),
+        "auto" => return Ok(TierChoice::Auto),
+        "off" => return Ok(TierChoice::Off),
         _ => {}
     }
     let wanted = "it must be `auto`, `off`, or a class for the core and 1 to 10 for the others, the highest first, \
@@ -101,8 +102,8 @@ pub fn parse(text: &str) -> Result<Choice, String> {
         return Err(format!("{name} is given twice; {wanted}"));
     }
     match classes.split_first() {
-        Some((core, rungs)) if (1..=BANDS.len()).contains(&rungs.len()) => {
-            Ok(Choice::These(Ladder { core: core.clone(), rungs: rungs.to_vec() }))
+        Some((core, tiers)) if (1..=BANDS.len()).contains(&tiers.len()) => {
+            Ok(TierChoice::These(PriorityTiers { core: core.clone(), tiers: tiers.to_vec() }))
         }
         _ => Err(format!("{} classes; {wanted}", classes.len())),
     }
@@ -111,7 +112,7 @@ pub fn parse(text: &str) -> Result<Choice, String> {
 /// The class of masters in `manifests/priorityclasses.yaml`.
 pub const MASTER_CLASS: &str = "elasticdl-master";
 
-/// Up to how many workers each rung reaches; the last goes on for ever.
+/// Up to how many workers each tier reaches; the last goes on for ever.
 const BANDS: [u32; 10] = [4, 6, 8, 11, 15, 20, 27, 36, 48, 60];
 
 #[cfg(test)]
@@ -120,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_place_has_its_class() {
-        let ladder = Ladder::shipped();
+        let tiers = PriorityTiers::shipped();
         let table = [
             // Places, least number of workers, class.
             (0..=1, 2, "elasticdl-core"),
@@ -142,7 +143,7 @@ mod tests {
         for (places, min_workers, class) in table {
             for place in places {
                 assert_eq!(
-                    ladder.class(place, min_workers),
+                    tiers.class(place, min_workers),
                     class,
                     "{place} of at least {min_workers}"
                 );
@@ -152,20 +153,23 @@ mod tests {
 
     #[test]
     fn fewer_rungs_stand_for_several_bands_each() {
-        let Ok(Choice::These(ladder)) = parse("c, a,b") else { panic!() };
+        let Ok(TierChoice::These(tiers)) = parse("c, a,b") else { panic!() };
         let classes: Vec<&str> =
-            [0, 1, 14, 15, 47, 500].iter().map(|&place| ladder.class(place, 1)).collect();
+            [0, 1, 14, 15, 47, 500].iter().map(|&place| tiers.class(place, 1)).collect();
         assert_eq!(classes, ["c", "a", "a", "b", "b", "b"]);
     }
 
     #[test]
     fn a_missing_class_leaves_two_tiers_or_none() {
-        let ladder = Ladder::shipped();
-        let two = Ladder { core: "elasticdl-core".into(), rungs: vec!["elasticdl-tier-10".into()] };
-        assert_eq!(ladder.without("elasticdl-tier-3"), Some(two.clone()));
+        let tiers = PriorityTiers::shipped();
+        let two = PriorityTiers {
+            core: "elasticdl-core".into(),
+            tiers: vec!["elasticdl-tier-10".into()],
+        };
+        assert_eq!(tiers.without("elasticdl-tier-3"), Some(two.clone()));
         assert_eq!((two.class(0, 1), two.class(1, 1)), ("elasticdl-core", "elasticdl-tier-10"));
-        assert_eq!(ladder.without("elasticdl-core"), None);
-        assert_eq!(ladder.without("elasticdl-tier-10"), None);
+        assert_eq!(tiers.without("elasticdl-core"), None);
+        assert_eq!(tiers.without("elasticdl-tier-10"), None);
         assert_eq!(two.without("elasticdl-tier-10"), None);
     }
 
@@ -179,8 +183,8 @@ mod tests {
 
     #[test]
     fn choices_are_read_and_nonsense_is_refused() {
-        assert_eq!(parse("auto"), Ok(Choice::Auto));
-        assert_eq!(parse("off"), Ok(Choice::Off));
+        assert_eq!(parse("auto"), Ok(TierChoice::Auto));
+        assert_eq!(parse("off"), Ok(TierChoice::Off));
         for bad in ["", "on", "core", "a,", "a,B", "a,b,a", "a,b,c,d,e,f,g,h,i,j,k,l"] {
             assert!(parse(bad).is_err(), "{bad}");
         }

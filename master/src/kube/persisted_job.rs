@@ -1,8 +1,8 @@
-//! What the next master of a job needs, kept in its anchor.
+//! What the next master of a job needs, persisted in its anchor.
 //!
 //! A write takes some milliseconds, and for ever where the API server is away, so the master does
 //! not wait for it, but for what nobody else could tell
-//! ([`Job::barrier`](crate::job::Job::barrier)). The newest record is the one that is written;
+//! ([`Job::awaited`](crate::job::Job::awaited)). The newest record is the one that is written;
 //! those that came while another was on its way are not.
 //!
 //! A record is JSON. One that is longer than 64 KiB is compressed: `{"version": 2, "packed":
@@ -27,20 +27,20 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 use tracing::{error, warn};
 
-use super::anchor::{Data, RECORD, WriteError, Writer};
+use super::anchor::{AnchorWriter, Data, RECORD, WriteError};
 use super::client::ClusterError;
-use super::events::Recorder;
-use super::lease::Warrant;
-use super::lists;
-use super::watch::pause;
+use super::events::EventRecorder;
+use super::file_list;
+use super::leader_lease::LeaseGuard;
+use super::watch::backoff;
 use crate::job::{DataMark, JobRecord};
 
 /// Keeps the records of one master.
 #[derive(Debug)]
-pub(crate) struct Keeper {
-    offered: watch::Sender<Offer>,
-    kept: watch::Receiver<u64>,
-    troubles: mpsc::UnboundedReceiver<Trouble>,
+pub(crate) struct PersistedJobWriter {
+    submitted: watch::Sender<PendingWrite>,
+    persisted: watch::Receiver<u64>,
+    errors: mpsc::UnboundedReceiver<PersistError>,
     /// Nothing more is written.
     is_refused: bool,
     task: JoinHandle<()>,
@@ -48,26 +48,26 @@ pub(crate) struct Keeper {
 
 /// What stands in the way of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Trouble {
+pub(crate) enum PersistError {
     /// The server will never take it.
     Refused(String),
     /// It is tried again.
-    Waits(String),
+    Retrying(String),
 }
 
-/// Waits until what was offered is kept.
+/// Waits until what was submitted is persisted.
 #[derive(Clone, Debug)]
-pub(crate) struct Kept {
-    offered: watch::Receiver<Offer>,
-    kept: watch::Receiver<u64>,
+pub(crate) struct PersistedWatch {
+    submitted: watch::Receiver<PendingWrite>,
+    persisted: watch::Receiver<u64>,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Offer {
+struct PendingWrite {
     record: Option<JobRecord>,
     revision: u64,
-    /// Somebody waits until this one is kept.
-    barrier: u64,
+    /// Somebody waits until this one is persisted.
+    awaited: u64,
 }
 
 /// A record that is written.
@@ -78,69 +78,69 @@ struct Versioned<'a> {
     content: &'a JobRecord,
 }
 
-impl Keeper {
-    /// Keeps by `writer` while the warrant holds; the list of files of `stored` is there already.
+impl PersistedJobWriter {
+    /// Keeps by `writer` while the guard holds; the list of files of `stored` is there already.
     /// What is refused is told to `recorder`. Must be called within a runtime.
     pub(crate) fn new(
-        writer: Writer,
-        warrant: Warrant,
-        recorder: Recorder,
+        writer: AnchorWriter,
+        guard: LeaseGuard,
+        recorder: EventRecorder,
         stored: Option<DataMark>,
     ) -> Self {
-        let (offered, offers) = watch::channel(Offer::default());
-        let (tell_kept, kept) = watch::channel(0);
-        let (tell_trouble, troubles) = mpsc::unbounded_channel();
-        let clerk = Clerk { writer, warrant, recorder, stored, troubles: tell_trouble };
-        let task = tokio::spawn(clerk.keep(offers, tell_kept));
-        Self { offered, kept, troubles, is_refused: false, task }
+        let (submitted, submissions) = watch::channel(PendingWrite::default());
+        let (persisted_sender, persisted) = watch::channel(0);
+        let (error_sender, errors) = mpsc::unbounded_channel();
+        let writer_task = WriterTask { writer, guard, recorder, stored, errors: error_sender };
+        let task = tokio::spawn(writer_task.keep(submissions, persisted_sender));
+        Self { submitted, persisted, errors, is_refused: false, task }
     }
 
-    /// Has `record` written in time, and at once where its `revision` must be kept before anything
+    /// Has `record` written in time, and at once where its `revision` must be persisted before anything
     /// more is done.
-    pub(crate) fn offer(&self, revision: u64, barrier: u64, record: JobRecord) {
-        self.offered.send_replace(Offer { record: Some(record), revision, barrier });
+    pub(crate) fn submit(&self, revision: u64, awaited: u64, record: JobRecord) {
+        self.submitted.send_replace(PendingWrite { record: Some(record), revision, awaited });
     }
 
-    /// The newest revision that need not be waited for any more: it is kept, or none ever will be.
-    pub(crate) fn kept(&self) -> u64 {
-        if self.is_refused { u64::MAX } else { *self.kept.borrow() }
+    /// The newest revision that need not be waited for any more: it is persisted, or none ever will be.
+    pub(crate) fn persisted(&self) -> u64 {
+        if self.is_refused { u64::MAX } else { *self.persisted.borrow() }
     }
 
-    /// Waits until a newer one is kept, or something stands in the way. Safe to drop at any time.
-    pub(crate) async fn changed(&mut self) -> Option<Trouble> {
+    /// Waits until a newer one is persisted, or something stands in the way. Safe to drop at any time.
+    pub(crate) async fn changed(&mut self) -> Option<PersistError> {
         tokio::select! {
-            Some(trouble) = self.troubles.recv() => {
-                self.is_refused |= matches!(trouble, Trouble::Refused(_));
-                Some(trouble)
+            Some(error) = self.errors.recv() => {
+                self.is_refused |= matches!(error, PersistError::Refused(_));
+                Some(error)
             }
-            Ok(()) = self.kept.changed() => None,
+            Ok(()) = self.persisted.changed() => None,
             // Only a panic ends the task while this is here.
             else => std::future::pending().await,
         }
     }
 
-    /// For who wants to wait until all is kept.
-    pub(crate) fn watch(&self) -> Kept {
-        Kept { offered: self.offered.subscribe(), kept: self.kept.clone() }
+    /// For who wants to wait until all is persisted.
+    pub(crate) fn watch(&self) -> PersistedWatch {
+        PersistedWatch { submitted: self.submitted.subscribe(), persisted: self.persisted.clone() }
     }
 }
 
-impl Drop for Keeper {
+impl Drop for PersistedJobWriter {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
-impl Kept {
-    /// Waits until what has been offered is kept, or the time is up.
+impl PersistedWatch {
+    /// Waits until what has been submitted is persisted, or the time is up.
     pub(crate) async fn flush(&mut self, limit: Duration) {
-        let wanted = self.offered.borrow().revision;
-        // A keeper that is gone keeps nothing more.
-        let _ = timeout(limit, self.kept.wait_for(|&kept| kept >= wanted)).await;
+        let wanted = self.submitted.borrow().revision;
+        // A writer that is gone keeps nothing more.
+        let _ = timeout(limit, self.persisted.wait_for(|&persisted| persisted >= wanted)).await;
     }
 }
 
-/// A record as [`Keeper`] has written it, or an older release's.
+/// A record as [`PersistedJobWriter`] has written it, or an older release's.
 ///
 /// # Errors
 /// What is wrong with it.
@@ -174,7 +174,7 @@ pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
 /// The text of a record in an anchor.
 ///
 /// # Errors
-/// Why it can't be kept: it is too long.
+/// Why it can't be persisted: it is too long.
 fn write(mut record: JobRecord) -> Result<String, String> {
     let text = pack(&record);
     if text.len() <= RECORD_BYTES_MAX {
@@ -208,37 +208,41 @@ fn pack(record: &JobRecord) -> String {
 }
 
 /// Who writes.
-struct Clerk {
-    writer: Writer,
-    warrant: Warrant,
-    recorder: Recorder,
-    /// The list of files that is kept.
+struct WriterTask {
+    writer: AnchorWriter,
+    guard: LeaseGuard,
+    recorder: EventRecorder,
+    /// The list of files that is persisted.
     stored: Option<DataMark>,
-    troubles: mpsc::UnboundedSender<Trouble>,
+    errors: mpsc::UnboundedSender<PersistError>,
 }
 
-impl Clerk {
-    async fn keep(mut self, mut offers: watch::Receiver<Offer>, kept: watch::Sender<u64>) {
+impl WriterTask {
+    async fn keep(
+        mut self,
+        mut submissions: watch::Receiver<PendingWrite>,
+        persisted: watch::Sender<u64>,
+    ) {
         let mut written: Option<Instant> = None;
-        while offers.changed().await.is_ok() {
+        while submissions.changed().await.is_ok() {
             // More may come soon; it goes with the same write, unless somebody waits for it.
             if let Some(written) = written {
-                let known = *kept.borrow();
-                let urgent = offers.wait_for(|offer| offer.barrier > known);
+                let known = *persisted.borrow();
+                let urgent = submissions.wait_for(|submit| submit.awaited > known);
                 let _ = tokio::time::timeout_at(written + INTERVAL, urgent).await;
             }
             let mut failures = 0;
             loop {
-                let Offer { record: Some(record), revision, .. } =
-                    offers.borrow_and_update().clone()
+                let PendingWrite { record: Some(record), revision, .. } =
+                    submissions.borrow_and_update().clone()
                 else {
                     break;
                 };
-                let why = match self.try_keep(record).await {
+                let why = match self.try_persist(record).await {
                     None => continue,
                     Some(Ok(())) => {
                         written = Some(Instant::now());
-                        kept.send_replace(revision);
+                        persisted.send_replace(revision);
                         break;
                     }
                     Some(Err(WriteError::Fenced)) => {
@@ -251,26 +255,26 @@ impl Clerk {
                         self.refuse(why);
                         return std::future::pending().await;
                     }
-                    Some(Err(WriteError::Later(error))) => error.to_string(),
+                    Some(Err(WriteError::Retryable(error))) => error.to_string(),
                 };
                 if failures == 0 {
-                    warn!(why, "the job's record is not kept yet");
+                    warn!(why, "the job's record is not persisted yet");
                     // The job may have ended.
-                    let _ = self.troubles.send(Trouble::Waits(why));
+                    let _ = self.errors.send(PersistError::Retrying(why));
                 }
-                tokio::time::sleep(pause(failures)).await;
+                tokio::time::sleep(backoff(failures)).await;
                 failures += 1;
             }
         }
     }
 
-    /// Writes the list of files, if it is new, and the record; `None`: the warrant has run out
+    /// Writes the list of files, if it is new, and the record; `None`: the guard has run out
     /// first.
-    async fn try_keep(&mut self, record: JobRecord) -> Option<Result<(), WriteError>> {
+    async fn try_persist(&mut self, record: JobRecord) -> Option<Result<(), WriteError>> {
         if let Some(list) = record.file_list()
             && self.stored != Some(DataMark::of(list))
         {
-            let stored = self.warrant.during(lists::store(&self.writer, list)).await?;
+            let stored = self.guard.during(file_list::store(&self.writer, list)).await?;
             match stored {
                 Ok(()) => self.stored = Some(DataMark::of(list)),
                 Err(error) => return Some(Err(error)),
@@ -281,10 +285,10 @@ impl Clerk {
             Err(why) => return Some(Err(WriteError::Refused(why))),
         };
         let data = Data::from([(RECORD.into(), text)]);
-        let written = self.warrant.during(timeout(WRITE_TIMEOUT, self.writer.write(&data))).await?;
+        let written = self.guard.during(timeout(WRITE_TIMEOUT, self.writer.write(&data))).await?;
         Some(written.unwrap_or_else(|_| {
             let doing = "write to the job's anchor".into();
-            Err(WriteError::Later(ClusterError::Unreachable {
+            Err(WriteError::Retryable(ClusterError::Unreachable {
                 doing,
                 message: "it took too long".into(),
             }))
@@ -292,10 +296,11 @@ impl Clerk {
     }
 
     fn refuse(&self, why: String) {
-        error!(why, "the job's record can't be kept: the job fails");
-        self.recorder.record("RecordRefused", format!("the job's record can't be kept: {why}"));
+        error!(why, "the job's record can't be persisted: the job fails");
+        self.recorder
+            .record("RecordRefused", format!("the job's record can't be persisted: {why}"));
         // The job may have ended.
-        let _ = self.troubles.send(Trouble::Refused(why));
+        let _ = self.errors.send(PersistError::Refused(why));
     }
 }
 

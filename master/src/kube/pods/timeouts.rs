@@ -3,23 +3,23 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Foreman, Launched};
+use super::{ActiveLaunch, PodController};
 use crate::job::Exit;
 use crate::kube::events;
 use crate::kube::verdict::Cause;
 
-impl Foreman {
+impl PodController {
     /// Deletes those that have been unable to start for too long: another may do better, on another
     /// node. Until a worker of the job has run, that is the job's failure; then it is the
     /// cluster's, which is given more time with each try.
-    pub(super) fn give_up_stuck(&mut self) {
+    pub(super) fn evict_stuck(&mut self) {
         let has_run = self.has_run.load(Ordering::Relaxed);
-        let patience = match has_run {
-            true => STUCK_MAX.saturating_mul(1 << self.stuck.min(8)).min(STUCK_PATIENCE_MAX),
+        let limit = match has_run {
+            true => STUCK_MAX.saturating_mul(1 << self.stuck.min(8)).min(STUCK_MAX_TRAINED),
             false => STUCK_MAX,
         };
-        let is_stuck = |l: &Launched| {
-            l.stuck.as_ref().filter(|(since, _)| since.elapsed() >= patience).cloned()
+        let is_stuck = |l: &ActiveLaunch| {
+            l.stuck.as_ref().filter(|(since, _)| since.elapsed() >= limit).cloned()
         };
         let stuck: Vec<_> =
             self.launches.iter().filter_map(|(&id, l)| Some((id, is_stuck(l)?.1))).collect();
@@ -28,14 +28,14 @@ impl Foreman {
             let pod = self.launches.get(&launch).and_then(|launched| launched.pod.clone());
             if let Some((uid, _)) = pod {
                 let name = self.name_of_launch(launch);
-                self.recorder
-                    .record(events::reason_of_stuck(&why), format!("worker pod {name}: {why}"));
+                self.recorder.record(
+                    events::reason_of_start_failure(&why),
+                    format!("worker pod {name}: {why}"),
+                );
                 self.delete(name, uid);
             }
             let exit = match has_run {
-                true => {
-                    Exit::Taken(format!("it could not start in {} s: {why}", patience.as_secs()))
-                }
+                true => Exit::Taken(format!("it could not start in {} s: {why}", limit.as_secs())),
                 false => Exit::NotStarted(why),
             };
             self.ended(launch, exit);
@@ -43,9 +43,9 @@ impl Foreman {
     }
 
     /// Whoever is still there long after it was to be killed is on a node that does not answer.
-    pub(super) fn give_up_leaving(&mut self) {
-        let is_lost = |l: &Launched| {
-            l.leaving
+    pub(super) fn evict_unresponsive(&mut self) {
+        let is_lost = |l: &ActiveLaunch| {
+            l.terminating
                 .as_ref()
                 .filter(|(since, leave)| since.elapsed() >= leave.grace + GRACE_SLACK)
                 .cloned()
@@ -71,4 +71,4 @@ const GRACE_SLACK: Duration = Duration::from_secs(15);
 pub(super) const STUCK_MAX: Duration = Duration::from_secs(20);
 /// How long it may be so at most where the job has trained: kubelets try again after five minutes
 /// at the latest.
-const STUCK_PATIENCE_MAX: Duration = Duration::from_secs(320);
+const STUCK_MAX_TRAINED: Duration = Duration::from_secs(320);

@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::super::testing::Fake;
+use super::super::testing::FakeServer;
 use super::*;
 
 fn identity(pod: &str) -> Holder {
@@ -13,23 +13,23 @@ fn anchor() -> ObjectMeta {
     serde_json::from_value(json!({"name": "j", "namespace": "ns", "uid": "anchor"})).unwrap()
 }
 
-async fn acquire(cluster: &Cluster, pod: &str) -> Lease {
-    Lease::acquire(cluster, &anchor(), &identity(pod)).await.unwrap()
+async fn acquire(cluster: &Cluster, pod: &str) -> LeaderLease {
+    LeaderLease::acquire(cluster, &anchor(), &identity(pod)).await.unwrap()
 }
 
 /// A server at which the master `one` holds the lease.
-async fn held() -> (Arc<Fake>, Cluster, Lease) {
-    let (fake, cluster) = Fake::start();
+async fn held() -> (Arc<FakeServer>, Cluster, LeaderLease) {
+    let (fake, cluster) = FakeServer::start();
     let lease = acquire(&cluster, "one").await;
     (fake, cluster, lease)
 }
 
-fn spec(fake: &Fake) -> Value {
+fn spec(fake: &FakeServer) -> Value {
     fake.state().object("leases", "j").unwrap()["spec"].clone()
 }
 
 /// Another has taken it, and this server's clients don't know yet.
-fn take(fake: &Fake, holder: &str) {
+fn take(fake: &FakeServer, holder: &str) {
     let mut lease = fake.state().object("leases", "j").unwrap();
     lease["spec"]["holderIdentity"] = holder.into();
     lease["spec"]["leaseTransitions"] =
@@ -53,7 +53,7 @@ async fn the_first_master_makes_the_lease_and_renews_it_four_times_a_minute() {
     let counts = ["PUT leases", "GET leases"].map(|kind| fake.state().count(kind));
     assert_eq!(counts, [40, 1]);
     assert!(is_pending(lease.lost()).await);
-    assert_eq!(lease.warrant().during(async { 7 }).await, Some(7));
+    assert_eq!(lease.guard().during(async { 7 }).await, Some(7));
 }
 
 #[tokio::test(start_paused = true)]
@@ -75,10 +75,10 @@ async fn a_released_lease_is_taken_by_the_one_who_waits() {
 #[tokio::test(start_paused = true)]
 async fn who_releases_the_lease_may_not_act_any_more() {
     let (fake, _, lease) = held().await;
-    let mut warrant = lease.warrant();
+    let mut guard = lease.guard();
     lease.release().await;
     assert_eq!(spec(&fake)["holderIdentity"], "");
-    assert!(is_pending(warrant.during(async {})).await);
+    assert!(is_pending(guard.during(async {})).await);
 }
 
 #[tokio::test(start_paused = true)]
@@ -115,8 +115,8 @@ async fn a_master_whose_lease_another_has_is_fenced_and_writes_nothing_more() {
     take(&fake, "two/x");
     assert_eq!(lease.lost().await, "two/x");
     let puts = fake.state().count("PUT leases");
-    let mut warrant = lease.warrant();
-    assert!(is_pending(warrant.during(async {})).await);
+    let mut guard = lease.guard();
+    assert!(is_pending(guard.during(async {})).await);
     lease.release().await;
     tokio::time::sleep(Duration::from_secs(600)).await;
     assert_eq!(fake.state().count("PUT leases"), puts);
@@ -147,19 +147,19 @@ async fn while_the_server_is_away_the_warrant_runs_out_and_comes_back_with_it() 
     // The renewal at 15 s is the last that is answered.
     tokio::time::sleep(Duration::from_secs(16)).await;
     fake.state().away = true;
-    let mut warrant = lease.warrant();
-    let unanswered = warrant.during(std::future::pending::<()>()).await;
+    let mut guard = lease.guard();
+    let unanswered = guard.during(std::future::pending::<()>()).await;
     assert_eq!((unanswered, start.elapsed().as_secs()), (None, 55));
-    assert!(is_pending(warrant.during(async {})).await);
+    assert!(is_pending(guard.during(async {})).await);
     tokio::time::sleep(Duration::from_secs(3600)).await;
     fake.state().away = false;
     let back = Instant::now();
-    assert_eq!(warrant.during(async { 7 }).await, Some(7));
+    assert_eq!(guard.during(async { 7 }).await, Some(7));
     assert!(back.elapsed() <= Duration::from_secs(15), "{:?}", back.elapsed());
     assert!(is_pending(lease.lost()).await);
     // Who has stepped aside waits for an answer that comes after that.
     let asked = Instant::now();
-    warrant.renewed().await;
+    guard.renewed().await;
     assert!(
         (Duration::from_secs(1)..Duration::from_secs(16)).contains(&asked.elapsed()),
         "{:?}",
@@ -169,9 +169,9 @@ async fn while_the_server_is_away_the_warrant_runs_out_and_comes_back_with_it() 
 
 #[tokio::test(start_paused = true)]
 async fn a_refusal_is_an_error_with_the_right_that_is_missing() {
-    let (fake, cluster) = Fake::start();
+    let (fake, cluster) = FakeServer::start();
     fake.state().throttles.push_back(("GET leases", 403, 0));
-    let error = Lease::acquire(&cluster, &anchor(), &identity("one")).await.unwrap_err();
+    let error = LeaderLease::acquire(&cluster, &anchor(), &identity("one")).await.unwrap_err();
     assert!(matches!(error, ClusterError::Forbidden { .. }), "{error}");
 }
 

@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::super::testing::Fake;
+use super::super::testing::FakeServer;
 use super::*;
 
 fn list(files: u32, path: impl Fn(u32) -> String) -> FileList {
@@ -16,12 +16,12 @@ fn long(i: u32) -> String {
     )
 }
 
-async fn start() -> (Arc<Fake>, Anchor, Writer) {
-    let (fake, cluster) = Fake::start();
+async fn start() -> (Arc<FakeServer>, Anchor, AnchorWriter) {
+    let (fake, cluster) = FakeServer::start();
     let metadata = json!({"name": "job", "uid": "u1", "namespace": "ns", "labels": {"team": "a"}});
     fake.put("configmaps", "job", json!({"metadata": metadata, "data": {"task": "{}"}}));
     let anchor = Anchor::new(&cluster, "job");
-    let writer = Writer::begin(&anchor, &anchor.read().await.unwrap(), 1).await.unwrap();
+    let writer = AnchorWriter::begin(&anchor, &anchor.read().await.unwrap(), 1).await.unwrap();
     (fake, anchor, writer)
 }
 
@@ -30,7 +30,7 @@ async fn load_again(anchor: &Anchor, mark: DataMark) -> Result<FileList, LoadErr
     load(anchor, ("job", "u1"), &data, mark).await
 }
 
-fn parts(fake: &Fake) -> Vec<String> {
+fn parts(fake: &FakeServer) -> Vec<String> {
     let name = |object: &serde_json::Value| object["metadata"]["name"].as_str().unwrap().to_owned();
     fake.state().all("configmaps").iter().map(name).filter(|name| name != "job").collect()
 }
@@ -94,7 +94,9 @@ async fn a_part_that_may_not_be_made_is_told_with_the_right_that_is_missing() {
     });
     assert!(list.packed().len() > WHOLE_BYTES_MAX);
     fake.state().throttles.push_back(("POST configmaps", 403, 0));
-    let Err(WriteError::Later(error)) = store(&writer, &list).await else { panic!("it was taken") };
+    let Err(WriteError::Retryable(error)) = store(&writer, &list).await else {
+        panic!("it was taken")
+    };
     assert!(error.to_string().contains("manifests/rbac.yaml"), "{error}");
     store(&writer, &list).await.unwrap();
 }

@@ -3,14 +3,14 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::super::anchor::{Anchor, FILES, INCARNATION};
-use super::super::testing::Fake;
+use super::super::testing::FakeServer;
 use super::*;
 use crate::job::testing::{largest, spec};
 use crate::job::{Job, JobSpec};
 
 /// A server with the anchor of a new job.
-fn start() -> (Arc<Fake>, Anchor) {
-    let (fake, cluster) = Fake::start();
+fn start() -> (Arc<FakeServer>, Anchor) {
+    let (fake, cluster) = FakeServer::start();
     fake.put(
         "configmaps",
         "job",
@@ -20,26 +20,26 @@ fn start() -> (Arc<Fake>, Anchor) {
 }
 
 /// The writer of the next master of the job.
-async fn begin(anchor: &Anchor) -> Writer {
+async fn begin(anchor: &Anchor) -> AnchorWriter {
     let seen = anchor.read().await.unwrap();
     let before =
         seen.data.as_ref().unwrap().get(INCARNATION).map_or(0, |text| text.parse().unwrap());
-    Writer::begin(anchor, &seen, before + 1).await.unwrap()
+    AnchorWriter::begin(anchor, &seen, before + 1).await.unwrap()
 }
 
-fn keeper(writer: Writer) -> Keeper {
-    Keeper::new(writer, Warrant::unlimited(), Recorder::silent(), None)
+fn writer(writer: AnchorWriter) -> PersistedJobWriter {
+    PersistedJobWriter::new(writer, LeaseGuard::unlimited(), EventRecorder::disabled(), None)
 }
 
-fn anchor_key(fake: &Fake, key: &str) -> Option<String> {
+fn anchor_key(fake: &FakeServer, key: &str) -> Option<String> {
     Some(fake.state().object("configmaps", "job")?["data"][key].as_str()?.to_owned())
 }
 
-fn seed(fake: &Fake) -> Option<u64> {
+fn seed(fake: &FakeServer) -> Option<u64> {
     anchor_key(fake, RECORD).map(|text| read(&text).unwrap().spec().seed)
 }
 
-fn writes(fake: &Fake) -> usize {
+fn writes(fake: &FakeServer) -> usize {
     fake.state().count("PATCH configmaps")
 }
 
@@ -48,30 +48,30 @@ fn record(seed: u64) -> JobRecord {
     Job::new(JobSpec { seed, ..spec() }).record()
 }
 
-async fn kept(keeper: &mut Keeper, revision: u64) {
-    while keeper.kept() < revision {
-        assert_eq!(keeper.changed().await, None);
+async fn persisted(writer: &mut PersistedJobWriter, revision: u64) {
+    while writer.persisted() < revision {
+        assert_eq!(writer.changed().await, None);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_newest_is_written_once_a_second_and_what_somebody_waits_for_at_once() {
     let (fake, anchor) = start();
-    let mut keeper = keeper(begin(&anchor).await);
+    let mut writer = writer(begin(&anchor).await);
     let begun = writes(&fake);
     let start = Instant::now();
-    keeper.offer(1, 0, record(1));
-    kept(&mut keeper, 1).await;
+    writer.submit(1, 0, record(1));
+    persisted(&mut writer, 1).await;
     assert!(start.elapsed() < Duration::from_millis(100));
     assert_eq!(seed(&fake), Some(1));
-    keeper.offer(2, 0, record(2));
-    keeper.offer(3, 0, record(3));
-    kept(&mut keeper, 3).await;
+    writer.submit(2, 0, record(2));
+    writer.submit(3, 0, record(3));
+    persisted(&mut writer, 3).await;
     assert!(start.elapsed() >= INTERVAL);
     assert_eq!((seed(&fake), writes(&fake) - begun), (Some(3), 2));
-    keeper.offer(4, 4, record(4));
+    writer.submit(4, 4, record(4));
     let before = Instant::now();
-    kept(&mut keeper, 4).await;
+    persisted(&mut writer, 4).await;
     assert!(before.elapsed() < Duration::from_millis(100));
     assert_eq!(seed(&fake), Some(4));
 }
@@ -79,40 +79,42 @@ async fn the_newest_is_written_once_a_second_and_what_somebody_waits_for_at_once
 #[tokio::test(start_paused = true)]
 async fn a_server_that_is_away_gets_the_newest_when_it_is_back_and_it_is_told_once() {
     let (fake, anchor) = start();
-    let mut keeper = keeper(begin(&anchor).await);
+    let mut writer = writer(begin(&anchor).await);
     fake.state().throttles.extend([("PATCH configmaps", 500, 0); 3]);
-    keeper.offer(1, 1, record(1));
-    let Some(Trouble::Waits(why)) = keeper.changed().await else { panic!("it was not told") };
+    writer.submit(1, 1, record(1));
+    let Some(PersistError::Retrying(why)) = writer.changed().await else {
+        panic!("it was not told")
+    };
     assert!(why.contains("too many requests"), "{why}");
-    assert_eq!((keeper.kept(), seed(&fake)), (0, None));
-    keeper.offer(2, 1, record(2));
-    let mut all = keeper.watch();
+    assert_eq!((writer.persisted(), seed(&fake)), (0, None));
+    writer.submit(2, 1, record(2));
+    let mut all = writer.watch();
     all.flush(Duration::from_secs(60)).await;
-    assert_eq!((keeper.kept(), seed(&fake)), (2, Some(2)));
-    assert_eq!(keeper.changed().await, None);
+    assert_eq!((writer.persisted(), seed(&fake)), (2, Some(2)));
+    assert_eq!(writer.changed().await, None);
     // There is an end to waiting, too.
     fake.state().away = true;
-    keeper.offer(3, 3, record(3));
+    writer.submit(3, 3, record(3));
     let before = Instant::now();
     all.flush(Duration::from_secs(3)).await;
-    assert_eq!((before.elapsed(), keeper.kept()), (Duration::from_secs(3), 2));
+    assert_eq!((before.elapsed(), writer.persisted()), (Duration::from_secs(3), 2));
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_the_server_will_never_take_is_told_and_waited_for_no_more() {
     for code in [413, 422, 400] {
         let (fake, anchor) = start();
-        let mut keeper = keeper(begin(&anchor).await);
+        let mut writer = writer(begin(&anchor).await);
         fake.state().throttles.push_back(("PATCH configmaps", code, 0));
-        keeper.offer(1, 1, record(1));
-        let Some(Trouble::Refused(why)) = keeper.changed().await else {
+        writer.submit(1, 1, record(1));
+        let Some(PersistError::Refused(why)) = writer.changed().await else {
             panic!("{code}: it was not told")
         };
         assert!(why.contains("the API server answered: too many requests"), "{why}");
-        // The job's end is offered, too, and must not wait.
+        // The job's end is submitted, too, and must not wait.
         let before = writes(&fake);
-        keeper.offer(2, 2, record(2));
-        assert!(keeper.kept() >= 2);
+        writer.submit(2, 2, record(2));
+        assert!(writer.persisted() >= 2);
         tokio::time::sleep(Duration::from_secs(60)).await;
         assert_eq!(writes(&fake), before, "{code}");
     }
@@ -121,12 +123,14 @@ async fn what_the_server_will_never_take_is_told_and_waited_for_no_more() {
 #[tokio::test(start_paused = true)]
 async fn a_right_that_is_missing_is_told_and_tried_again() {
     let (fake, anchor) = start();
-    let mut keeper = keeper(begin(&anchor).await);
+    let mut writer = writer(begin(&anchor).await);
     fake.state().throttles.push_back(("PATCH configmaps", 403, 0));
-    keeper.offer(1, 1, record(1));
-    let Some(Trouble::Waits(why)) = keeper.changed().await else { panic!("it was not told") };
+    writer.submit(1, 1, record(1));
+    let Some(PersistError::Retrying(why)) = writer.changed().await else {
+        panic!("it was not told")
+    };
     assert!(why.contains("manifests/rbac.yaml"), "{why}");
-    kept(&mut keeper, 1).await;
+    persisted(&mut writer, 1).await;
     assert_eq!(seed(&fake), Some(1));
 }
 
@@ -134,19 +138,19 @@ async fn a_right_that_is_missing_is_told_and_tried_again() {
 async fn the_write_of_a_master_that_another_one_has_followed_changes_nothing() {
     let (fake, anchor) = start();
     let first = begin(&anchor).await;
-    let mut old = keeper(first.clone());
-    old.offer(1, 1, record(1));
-    kept(&mut old, 1).await;
-    let mut new = keeper(begin(&anchor).await);
+    let mut old = writer(first.clone());
+    old.submit(1, 1, record(1));
+    persisted(&mut old, 1).await;
+    let mut new = writer(begin(&anchor).await);
     // Its lease holds, as far as it knows: the API server is slow, or its clock was stopped.
-    old.offer(2, 2, record(2));
+    old.submit(2, 2, record(2));
     tokio::time::sleep(Duration::from_secs(10)).await;
-    assert_eq!((old.kept(), seed(&fake)), (1, Some(1)));
-    new.offer(1, 1, record(3));
-    kept(&mut new, 1).await;
-    old.offer(3, 3, record(4));
+    assert_eq!((old.persisted(), seed(&fake)), (1, Some(1)));
+    new.submit(1, 1, record(3));
+    persisted(&mut new, 1).await;
+    old.submit(3, 3, record(4));
     tokio::time::sleep(Duration::from_secs(10)).await;
-    assert_eq!((old.kept(), seed(&fake)), (1, Some(3)));
+    assert_eq!((old.persisted(), seed(&fake)), (1, Some(3)));
     // Nor does it write a status or a summary.
     let data = Data::from([("summary".into(), "{}".into())]);
     assert_eq!(first.write(&data).await, Err(WriteError::Fenced));
@@ -159,9 +163,12 @@ async fn of_two_masters_that_saw_the_same_anchor_one_begins() {
     let seen = anchor.read().await.unwrap();
     // What the user writes meanwhile is no other master.
     anchor.write(&Data::from([("num-workers".into(), "3".into())])).await.unwrap();
-    let first = Writer::begin(&anchor, &seen, 1).await.unwrap();
-    assert_eq!(Writer::begin(&anchor, &anchor.read().await.unwrap(), 2).await.map(|_| ()), Ok(()));
-    assert_eq!(Writer::begin(&anchor, &seen, 1).await.map(|_| ()), Err(WriteError::Fenced));
+    let first = AnchorWriter::begin(&anchor, &seen, 1).await.unwrap();
+    assert_eq!(
+        AnchorWriter::begin(&anchor, &anchor.read().await.unwrap(), 2).await.map(|_| ()),
+        Ok(())
+    );
+    assert_eq!(AnchorWriter::begin(&anchor, &seen, 1).await.map(|_| ()), Err(WriteError::Fenced));
     assert_eq!(
         first.write(&Data::from([("status".into(), "{}".into())])).await,
         Err(WriteError::Fenced)
@@ -175,12 +182,12 @@ async fn of_two_masters_that_saw_the_same_anchor_one_begins() {
 #[tokio::test(start_paused = true)]
 async fn the_list_of_files_is_written_once_and_before_the_record_that_names_it() {
     let (fake, anchor) = start();
-    let mut keeper = keeper(begin(&anchor).await);
+    let mut writer = writer(begin(&anchor).await);
     let begun = writes(&fake);
     let record = largest().record();
     for revision in 1..=3 {
-        keeper.offer(revision, revision, record.clone());
-        kept(&mut keeper, revision).await;
+        writer.submit(revision, revision, record.clone());
+        persisted(&mut writer, revision).await;
         assert_eq!(writes(&fake) - begun, 1 + revision as usize);
     }
     assert!(anchor_key(&fake, FILES).unwrap().starts_with("{\"packed\":"));

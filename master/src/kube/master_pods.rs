@@ -8,7 +8,7 @@ use kube::Api;
 use kube::api::ListParams;
 
 use super::client::Cluster;
-use super::verdict::{Cause, Verdict, judge};
+use super::verdict::{Cause, Verdict, classify};
 use super::watch::{Change, Selection, Watch};
 use super::{objects, succession};
 
@@ -18,28 +18,28 @@ pub struct MasterPods {
     job: Watch<Job>,
     pods: Watch<Pod>,
     events: Watch<Event>,
-    known: Known,
+    known: JobUids,
 }
 
 /// Which objects are the job's: others of its name may have been there before.
 #[derive(Debug, Default)]
-struct Known {
+struct JobUids {
     uids: BTreeSet<String>,
 }
 
 /// What is seen of a master.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum MasterSight {
+pub enum MasterStatus {
     /// It can't start as things are.
     CannotStart(String),
     /// It has ended, and another may follow.
     Ended(String),
     /// No other will follow.
-    GaveUp(String),
+    Failed(String),
     /// It runs.
-    Runs,
+    Running,
     /// It waits for room.
-    Waits(String),
+    Pending(String),
 }
 
 impl MasterPods {
@@ -53,46 +53,46 @@ impl MasterPods {
             pods: Watch::start(cluster.api(), Selection { fields: None, labels }),
             events: Watch::start(
                 cluster.api(),
-                Selection { fields: Some(TROUBLE.into()), labels: None },
+                Selection { fields: Some(WARNINGS.into()), labels: None },
             ),
-            known: Known::default(),
+            known: JobUids::default(),
         }
     }
 
-    /// The next sight. Safe to drop at any time.
-    pub async fn next(&mut self) -> MasterSight {
+    /// The next status. Safe to drop at any time.
+    pub async fn next(&mut self) -> MasterStatus {
         loop {
-            let sight = tokio::select! {
+            let status = tokio::select! {
                 change = self.pods.next() => match change {
-                    Change::Seen(pod) => {
+                    Change::Applied(pod) => {
                         self.known.uids.extend(pod.metadata.uid.clone());
-                        of_pod(&pod)
+                        status_of_pod(&pod)
                     }
                     _ => None,
                 },
                 change = self.job.next() => match change {
-                    Change::Seen(job) => {
+                    Change::Applied(job) => {
                         self.known.uids.extend(job.metadata.uid.clone());
-                        of_job(&job)
+                        status_of_job(&job)
                     }
                     _ => None,
                 },
                 // Who may not see Events goes without.
                 change = self.events.next() => match change {
-                    Change::Seen(event) => self.known.trouble(&event).map(MasterSight::Waits),
+                    Change::Applied(event) => self.known.warning(&event).map(MasterStatus::Pending),
                     _ => None,
                 },
             };
-            if let Some(sight) = sight {
-                return sight;
+            if let Some(status) = status {
+                return status;
             }
         }
     }
 }
 
-impl Known {
+impl JobUids {
     /// What an Event says that keeps a master from being made or started.
-    fn trouble(&self, event: &Event) -> Option<String> {
+    fn warning(&self, event: &Event) -> Option<String> {
         let is_ours = event.involved_object.uid.as_ref().is_some_and(|uid| self.uids.contains(uid));
         let reason =
             event.reason.as_deref().filter(|reason| is_ours && REASONS.contains(reason))?;
@@ -101,43 +101,45 @@ impl Known {
     }
 }
 
-/// What the cluster says of a job's masters, in one look.
+/// What the cluster says of a job's masters, in one inspect.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outlook {
+pub struct MasterHealth {
     /// The Job has failed, and makes no more masters: why.
     pub failed: Option<String>,
     /// No master runs, and this is in the way.
-    pub hindrance: Option<String>,
+    pub obstacle: Option<String>,
 }
 
 /// Looks at the masters of `job`. What the user may not see is left out.
-pub async fn look(cluster: &Cluster, job: &str) -> Outlook {
-    let mut known = Known::default();
+pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
+    let mut known = JobUids::default();
     let jobs: Api<Job> = cluster.api();
     let Ok(Some(found)) = jobs.get_opt(&objects::master_name(job)).await else {
-        return Outlook::default();
+        return MasterHealth::default();
     };
     known.uids.extend(found.metadata.uid.clone());
-    let failed = succession::verdict(&found);
+    let failed = succession::failure_of(&found);
     let pods: Api<Pod> = cluster.api();
     let list = pods.list(&ListParams::default().labels(&objects::master_selector(job))).await;
-    let mut hindrance = None;
+    let mut obstacle = None;
     for pod in list.map(|list| list.items).unwrap_or_default() {
         known.uids.extend(pod.metadata.uid.clone());
-        match of_pod(&pod) {
-            Some(MasterSight::Runs) => return Outlook { failed, hindrance: None },
-            Some(MasterSight::CannotStart(why) | MasterSight::Waits(why)) => hindrance = Some(why),
+        match status_of_pod(&pod) {
+            Some(MasterStatus::Running) => return MasterHealth { failed, obstacle: None },
+            Some(MasterStatus::CannotStart(why) | MasterStatus::Pending(why)) => {
+                obstacle = Some(why)
+            }
             _ => {}
         }
     }
-    if hindrance.is_none() {
+    if obstacle.is_none() {
         let events: Api<Event> = cluster.api();
-        let list = events.list(&ListParams::default().fields(TROUBLE)).await;
+        let list = events.list(&ListParams::default().fields(WARNINGS)).await;
         let mut list = list.map(|list| list.items).unwrap_or_default();
         list.sort_by_key(|event| event.last_timestamp.clone());
-        hindrance = list.iter().rev().find_map(|event| known.trouble(event));
+        obstacle = list.iter().rev().find_map(|event| known.warning(event));
     }
-    Outlook { failed, hindrance }
+    MasterHealth { failed, obstacle }
 }
 
 /// The jobs of a namespace whose Jobs have failed, and why. What the user may not see is left out.
@@ -146,32 +148,32 @@ pub async fn failed_jobs(cluster: &Cluster) -> BTreeMap<String, String> {
     let list = jobs.list(&ListParams::default().labels(MANAGED)).await;
     let failed = |job: Job| {
         let name = job.metadata.labels.as_ref()?.get("app.kubernetes.io/instance")?.clone();
-        Some((name, succession::verdict(&job)?))
+        Some((name, succession::failure_of(&job)?))
     };
     list.map(|list| list.items).unwrap_or_default().into_iter().filter_map(failed).collect()
 }
 
-fn of_pod(pod: &Pod) -> Option<MasterSight> {
-    match judge(pod) {
-        Verdict::Asked | Verdict::Starts => None,
-        Verdict::CannotStart(why) => Some(MasterSight::CannotStart(why)),
+fn status_of_pod(pod: &Pod) -> Option<MasterStatus> {
+    match classify(pod) {
+        Verdict::Created | Verdict::Starting => None,
+        Verdict::CannotStart(why) => Some(MasterStatus::CannotStart(why)),
         Verdict::Ended(end) if end.cause == Cause::Exited(0) => None,
-        Verdict::Ended(end) => Some(MasterSight::Ended(end.detail)),
-        Verdict::Leaves(leave) => Some(MasterSight::Ended(leave.end.detail)),
-        Verdict::Runs => Some(MasterSight::Runs),
-        Verdict::WaitsForRoom(why) => Some(MasterSight::Waits(why)),
+        Verdict::Ended(end) => Some(MasterStatus::Ended(end.detail)),
+        Verdict::Terminating(leave) => Some(MasterStatus::Ended(leave.end.detail)),
+        Verdict::Running => Some(MasterStatus::Running),
+        Verdict::Unschedulable(why) => Some(MasterStatus::Pending(why)),
     }
 }
 
-fn of_job(job: &Job) -> Option<MasterSight> {
-    succession::verdict(job).map(MasterSight::GaveUp)
+fn status_of_job(job: &Job) -> Option<MasterStatus> {
+    succession::failure_of(job).map(MasterStatus::Failed)
 }
 
 const MANAGED: &str = "app.kubernetes.io/managed-by=elasticdl";
 /// Events that tell of a Job that can't make a pod, and of a pod that can't start.
 const REASONS: [&str; 3] = ["FailedCreate", "FailedCreatePodSandBox", "FailedMount"];
 /// Selects them, as far as a server can.
-const TROUBLE: &str = "type=Warning";
+const WARNINGS: &str = "type=Warning";
 
 #[cfg(test)]
 mod tests {
@@ -184,23 +186,26 @@ mod tests {
         let job = |conditions: serde_json::Value| {
             let job: Job =
                 serde_json::from_value(json!({"status": {"conditions": conditions}})).unwrap();
-            of_job(&job)
+            status_of_job(&job)
         };
         let failed = json!([{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "too many"}]);
-        assert_eq!(job(failed), Some(MasterSight::GaveUp("BackoffLimitExceeded: too many".into())));
+        assert_eq!(
+            job(failed),
+            Some(MasterStatus::Failed("BackoffLimitExceeded: too many".into()))
+        );
         assert_eq!(job(json!([{"type": "Failed", "status": "False"}])), None);
         assert_eq!(job(json!([{"type": "Complete", "status": "True"}])), None);
-        assert_eq!(of_job(&Job::default()), None);
+        assert_eq!(status_of_job(&Job::default()), None);
     }
 
     #[test]
     fn what_keeps_the_jobs_own_master_from_being_made_is_told_and_nothing_else() {
-        let mut known = Known::default();
+        let mut known = JobUids::default();
         known.uids.extend(["job".to_owned()]);
         let event = |uid: &str, reason: &str| {
             let about = json!({"kind": "Job", "uid": uid});
             let event = json!({"metadata": {}, "involvedObject": about, "reason": reason, "message": "no quota"});
-            known.trouble(&serde_json::from_value(event).unwrap())
+            known.warning(&serde_json::from_value(event).unwrap())
         };
         assert_eq!(event("job", "FailedCreate").unwrap(), "FailedCreate: no quota");
         assert_eq!(event("another", "FailedCreate"), None);
@@ -214,9 +219,12 @@ mod tests {
                 "name": "master", "image": "i", "imageID": "", "ready": false, "restartCount": 0,
                 "state": {"terminated": {"exitCode": code, "message": "error: forbidden"}}
             }]});
-            of_pod(&serde_json::from_value::<Pod>(json!({"status": status})).unwrap())
+            status_of_pod(&serde_json::from_value::<Pod>(json!({"status": status})).unwrap())
         };
         assert_eq!(pod(0), None);
-        assert_eq!(pod(1), Some(MasterSight::Ended("exited with code 1: error: forbidden".into())));
+        assert_eq!(
+            pod(1),
+            Some(MasterStatus::Ended("exited with code 1: error: forbidden".into()))
+        );
     }
 }
