@@ -1,27 +1,31 @@
-//! The anchor: a ConfigMap through which the user and the master of a job speak.
+//! The anchor: the ConfigMap that is a job's owner object and its shared state.
+//!
+//! All objects of a job but the Job itself are owned by the anchor and are removed with it. The
+//! user and the job's masters exchange data through its keys:
 //!
 //! | key | written by | holds |
 //! |---|---|---|
-//! | `task`, `worker-pod` | the user, at submission | what to train, and what workers' pods are made from |
-//! | `num-workers`, `stop`, `checkpoint` | the user, later | what is to change |
-//! | `incarnation` | each master, when it starts | how many masters there have been |
-//! | `status` | the master | where the job stands, as `elasticdl status --json` |
-//! | `record` | the master | what the next master needs, as [`JobRecord`](crate::job::JobRecord): see `kept` |
-//! | `files` | the master, once | the list of the data set's files, or where it is: see `lists` |
-//! | `summary` | the master, at the end | how the job ended |
+//! | `task`, `worker-pod` | the user, at submission | what to train, and the template of the workers' pods |
+//! | `num-workers`, `stop`, `checkpoint` | the user, later | requested changes |
+//! | `incarnation` | each master, at its start | number of masters so far: the fencing token |
+//! | `status` | the master | status of the job, as in `elasticdl status --json` |
+//! | `record` | the master | the persisted job, for the next master: see `persisted_job` |
+//! | `files` | the master, once | the list of the data set's files, or its location: see `file_list` |
+//! | `summary` | the master, at the end | result of the job |
 //!
-//! **Invariants:** who writes one key leaves the others alone, so nobody's word is lost. What a
-//! master writes ([`AnchorWriter`]) is taken only while its incarnation is the newest: a write that was
-//! sent before its lease ran out, and that the server looks at later, changes nothing.
+//! **Invariants:** a writer changes its own keys only, so that concurrent writes do not overwrite
+//! each other. The server accepts a master's write ([`AnchorWriter`]) only while the master's
+//! incarnation is the newest: a write that was sent before the leader Lease expired, and that
+//! arrives after a take-over, changes nothing.
 //!
-//! The server takes an object of 1 MiB. Each key has its part of that:
+//! The server accepts objects of at most 1 MiB. Each key has a part of that:
 //!
-//! | key | bytes at most | what keeps it so |
+//! | key | bytes at most | enforced by |
 //! |---|---|---|
-//! | `task`, `worker-pod` | 256 Ki | nothing yet: they are what the user wrote |
-//! | `record` | 416 Ki | `kept` packs it, and shortens it where that is not enough; empty once there is a summary |
-//! | `files` | 128 Ki | a longer list is in objects of its own |
-//! | `status` | 224 Ki | it is written in one line, and with less in it, where that is needed |
+//! | `task`, `worker-pod` | 256 Ki | nothing yet: they contain the user's input |
+//! | `record` | 416 Ki | `persisted_job` compresses it, and shortens it where that is not enough; empty once there is a summary |
+//! | `files` | 128 Ki | a longer list is stored in objects of its own |
+//! | `status` | 224 Ki | it is written in one line, and with fewer entries where needed |
 //! | `summary` | 256 Ki | as for the status |
 
 use std::collections::BTreeMap;
@@ -40,10 +44,10 @@ use super::client::{Cluster, ClusterError, is_code};
 use super::objects;
 use super::watch::{Change, Selection, Watch, backoff};
 
-/// The data of an anchor.
+/// Keys and values of an anchor.
 pub type Data = BTreeMap<String, String>;
 
-/// The anchor of one job.
+/// Handle of a job's anchor.
 #[derive(Clone, Debug)]
 pub struct Anchor {
     cluster: Cluster,
@@ -51,13 +55,13 @@ pub struct Anchor {
 }
 
 impl Anchor {
-    /// The anchor of `job`, which may or may not be there.
+    /// Returns a handle of the anchor of `job`. The anchor need not exist.
     #[must_use]
     pub fn new(cluster: &Cluster, job: &str) -> Self {
         Self { cluster: cluster.clone(), job: job.into() }
     }
 
-    /// Reads it.
+    /// Reads the ConfigMap.
     ///
     /// # Errors
     /// There is no such job, or [`ClusterError`].
@@ -70,7 +74,7 @@ impl Anchor {
         }
     }
 
-    /// Sets some keys; the others stay.
+    /// Sets some keys. The other keys keep their values.
     ///
     /// # Errors
     /// There is no such job, or [`ClusterError`].
@@ -83,11 +87,10 @@ impl Anchor {
         }
     }
 
-    /// As [`Anchor::write`], again and again until the server takes it, or refuses, or the time is
-    /// up.
+    /// Repeats [`Anchor::write`] while the server is unreachable, for at most `limit`.
     ///
     /// # Errors
-    /// The last refusal.
+    /// The last error.
     pub async fn write_within(&self, data: &Data, limit: Duration) -> Result<(), ClusterError> {
         let start = Instant::now();
         let mut failures = 0;
@@ -102,7 +105,7 @@ impl Anchor {
         }
     }
 
-    /// What it holds, now and whenever that changes.
+    /// Watches the anchor: yields its data now and after each change.
     #[must_use]
     pub fn watch(&self) -> AnchorWatch {
         let fields = Some(format!("metadata.name={}", self.job));
@@ -118,35 +121,35 @@ impl Anchor {
     }
 }
 
-/// One of a job's masters, as the writer of its anchor.
+/// Writes the anchor on behalf of one of the job's masters.
 #[derive(Clone, Debug)]
 pub struct AnchorWriter {
     anchor: Anchor,
-    /// Of the anchor, as it was read.
+    /// Metadata of the anchor, as it was read.
     meta: ObjectMeta,
     incarnation: u64,
 }
 
-/// Why a master's write was not taken.
+/// Why the server did not accept a master's write.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WriteError {
-    /// Another master has begun since. Write nothing more.
+    /// A newer master has started. Write nothing more.
     #[error("another master of the job has begun since")]
     Fenced,
-    /// Perhaps later.
+    /// The write may succeed later. Retry it.
     #[error(transparent)]
     Retryable(ClusterError),
-    /// The server will never take it.
+    /// The server will never accept this write.
     #[error("{0}")]
     Refused(String),
 }
 
 impl AnchorWriter {
-    /// Begins `incarnation` in an anchor that was read as `seen`.
+    /// Starts `incarnation` in an anchor that was read as `seen`.
     ///
     /// # Errors
-    /// [`WriteError::Fenced`]: another master has begun since the anchor was read.
+    /// [`WriteError::Fenced`]: another master has started since the anchor was read.
     pub async fn begin(
         anchor: &Anchor,
         seen: &ConfigMap,
@@ -167,14 +170,14 @@ impl AnchorWriter {
             match found {
                 found if found.as_ref() == Some(&incarnation.to_string()) => return Ok(writer),
                 found if found != before => return Err(WriteError::Fenced),
-                // The user, or the status, was quicker.
+                // c The user, or a status write, changed the anchor concurrently.
                 _ if version_now != version => version = version_now,
                 _ => return Err(writer.explain(error)),
             }
         }
     }
 
-    /// Sets some keys, if this is still the newest of the job's masters; the other keys stay.
+    /// Sets some keys if this master is still the job's newest. The other keys keep their values.
     ///
     /// # Errors
     /// [`WriteError`].
@@ -188,7 +191,7 @@ impl AnchorWriter {
         if !is_code(&error, 422) {
             return Err(self.explain(error));
         }
-        // A test that fails and an object that is too long have the same code.
+        // c A failed `test` operation and an object that is too long have the same status code.
         let now = self.anchor.read().await.map_err(WriteError::Retryable)?;
         let newest = now.data.as_ref().and_then(|data| data.get(INCARNATION));
         match newest == Some(&self.incarnation.to_string()) {
@@ -197,11 +200,10 @@ impl AnchorWriter {
         }
     }
 
-    /// As [`AnchorWriter::write`], again and again until the server takes it, or refuses, or the time is
-    /// up.
+    /// Repeats [`AnchorWriter::write`] while the server is unreachable, for at most `limit`.
     ///
     /// # Errors
-    /// The last one.
+    /// The last error.
     pub async fn write_within(&self, data: &Data, limit: Duration) -> Result<(), WriteError> {
         let start = Instant::now();
         let mut failures = 0;
@@ -218,8 +220,8 @@ impl AnchorWriter {
         }
     }
 
-    /// Makes a ConfigMap that goes with the anchor, for `role`. One of this name that is there
-    /// already is left as it is.
+    /// Creates a ConfigMap for `role` that the anchor owns. An existing one of this name is left
+    /// unchanged.
     pub(super) async fn create_part(
         &self,
         name: &str,
@@ -238,12 +240,12 @@ impl AnchorWriter {
         }
     }
 
-    /// The uid of the anchor.
+    /// Uid of the anchor.
     pub(super) fn uid(&self) -> &str {
         self.meta.uid.as_deref().unwrap_or_default()
     }
 
-    /// The job's name.
+    /// Name of the job.
     pub(super) fn job(&self) -> &str {
         &self.anchor.job
     }
@@ -268,7 +270,8 @@ impl AnchorWriter {
 }
 
 impl Anchor {
-    /// The content of one of the objects that [`AnchorWriter::create_part`] made; `None`: it is not there.
+    /// Reads the content of a ConfigMap that [`AnchorWriter::create_part`] created. `None`: it does
+    /// not exist.
     pub(super) async fn read_part(&self, name: &str) -> Result<Option<Vec<u8>>, ClusterError> {
         let found = self.api().get_opt(name).await;
         let found = found
@@ -277,7 +280,7 @@ impl Anchor {
     }
 }
 
-/// All anchors of a namespace.
+/// Lists all anchors of the namespace.
 ///
 /// # Errors
 /// [`ClusterError`].
@@ -290,25 +293,25 @@ pub async fn list_all(cluster: &Cluster) -> Result<Vec<ConfigMap>, ClusterError>
         .map_err(|error| cluster.explain("list jobs", error))
 }
 
-/// An anchor that is watched.
+/// A running watch of an anchor.
 #[derive(Debug)]
 pub struct AnchorWatch {
     watch: Watch<ConfigMap>,
 }
 
-/// What is seen of an anchor.
+/// A change of a watched anchor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AnchorEvent {
-    /// It may not be read; asked again all the same.
+    /// The server denies the watch; it is retried all the same.
     Forbidden(String),
-    /// It is not there any more, or never was.
+    /// The anchor was deleted, or never existed.
     Deleted,
-    /// It holds this.
+    /// The anchor's present data.
     Data(Data),
 }
 
 impl AnchorWatch {
-    /// The next sight. Safe to drop at any time.
+    /// Returns the next event. Cancel-safe.
     pub async fn next(&mut self) -> AnchorEvent {
         loop {
             return match self.watch.next().await {
@@ -325,19 +328,19 @@ impl AnchorWatch {
     }
 }
 
-/// What the user wants changed, by the keys of an anchor.
+/// Changes that the user requests through the keys of an anchor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DesiredState {
-    /// Workers to keep.
+    /// Desired number of workers.
     pub num_workers: Option<u32>,
-    /// The job is to stop.
+    /// Whether the job is to stop.
     pub stop: bool,
-    /// Another number than before asks for a checkpoint.
+    /// Number of the last checkpoint request. A new number requests a checkpoint.
     pub checkpoint: Option<u64>,
 }
 
 impl DesiredState {
-    /// What `data` asks for; what can't be read asks for nothing.
+    /// Reads the requests from `data`. A value that can't be parsed is ignored.
     #[must_use]
     pub fn read(data: &Data) -> Self {
         let num_workers = data.get(NUM_WORKERS).and_then(|text| {
@@ -353,15 +356,14 @@ impl DesiredState {
     }
 }
 
-/// Whether and when what the master knows is written down: what happened soon, mere progress
-/// rarely.
+/// Decides when the status is written: soon after an event, rarely for mere progress.
 #[derive(Clone, Debug, Default)]
 pub struct WriteThrottle {
     written: Option<(Instant, u64)>,
 }
 
 impl WriteThrottle {
-    /// When a status should be written whose news have this digest; `None`: it has been.
+    /// Returns when a status is to be written whose events have the digest `news`.
     #[must_use]
     pub fn due(&self, now: Instant, news: u64) -> Instant {
         match self.written {
@@ -371,7 +373,7 @@ impl WriteThrottle {
         }
     }
 
-    /// It has been written.
+    /// Notes that the status was written.
     pub fn on_written(&mut self, now: Instant, news: u64) {
         self.written = Some((now, news));
     }
@@ -381,31 +383,31 @@ fn is_anchor(config_map: &ConfigMap) -> bool {
     config_map.data.as_ref().is_some_and(|data| data.contains_key(objects::TASK))
 }
 
-/// The user wants a checkpoint.
+/// Key of the number of the last checkpoint request.
 pub const CHECKPOINT: &str = "checkpoint";
-/// The list of the data set's files, or where it is.
+/// Key of the list of the data set's files, or of its location.
 pub const FILES: &str = "files";
-/// How many masters there have been.
+/// Key of the number of masters so far.
 pub const INCARNATION: &str = "incarnation";
-/// The pod of the newest master that has led the job.
+/// Key of the name of the newest leading master's pod.
 pub const MASTER: &str = "master";
-/// Workers that the user wants.
+/// Key of the desired number of workers.
 pub const NUM_WORKERS: &str = "num-workers";
-/// What the next master needs.
+/// Key of the persisted job.
 pub const RECORD: &str = "record";
-/// Where the job stands.
+/// Key of the job's status.
 pub const STATUS: &str = "status";
-/// The job is to stop.
+/// Key of the request to stop.
 pub const STOP: &str = "stop";
-/// How the job ended.
+/// Key of the job's summary.
 pub const SUMMARY: &str = "summary";
 
-/// The key of what a part holds.
+/// Key of the content of a part.
 const PART: &str = "part";
-/// Between two writes.
+/// Time between two writes when events have occurred.
 const CHANGE_INTERVAL: Duration = Duration::from_secs(5);
-/// Between two writes when nothing but numbers has changed: with the lease's renewals that is eight
-/// calls a minute.
+/// Time between two writes when only numbers have changed. With the renewals of the leader Lease
+/// that makes eight calls a minute.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! A job's own certificates, made at its submission.
+//! A job's own certificates, generated at its submission.
 //!
-//! **Invariant:** the CA signs one certificate: its key is never stored, and gone when
-//! [`Certificates::generate`] returns.
+//! **Invariant:** the CA signs one certificate; its private key is never stored, and is dropped
+//! when [`Certificates::generate`] returns.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -11,28 +11,28 @@ use rcgen::{
     ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose,
 };
 
-/// What a job's workers know their master by, and what the master shows to them. All of it PEM.
+/// The certificates by which a job's workers authenticate their master, in PEM.
 #[derive(Clone, Default)]
 pub struct Certificates {
     /// Certificate of the job's own CA.
     pub ca: String,
-    /// The master's, signed by that CA.
+    /// Certificate of the master, signed by that CA.
     pub certificate: String,
-    /// The key of the master's certificate.
+    /// Private key of the master's certificate.
     pub key: String,
 }
 
-/// No certificate could be made.
+/// The certificates could not be generated.
 #[derive(Debug, thiserror::Error)]
 #[error("can't make the job's certificates: {0}")]
 pub struct CertificatesError(#[from] rcgen::Error);
 
 impl Certificates {
-    /// Makes those of `job`, whose master is called by each of `names` (DNS names). They are valid
-    /// from a day ago, for clocks differ, and for ten years.
+    /// Generates the certificates of `job`, whose master has these DNS names. They are valid from a
+    /// day ago, because clocks differ, and for ten years.
     ///
     /// # Errors
-    /// The system gives no random bytes, or a name is none.
+    /// There are no random bytes, or a name is invalid.
     pub fn generate(job: &str, names: &[String]) -> Result<Self, CertificatesError> {
         let mut params = params(&format!("CA of the elasticdl job {job}"), &[])?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -49,7 +49,7 @@ impl Certificates {
 }
 
 impl fmt::Debug for Certificates {
-    /// Without the key.
+    /// Omits the private key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Certificates(..)")
     }
@@ -61,7 +61,7 @@ fn params(common_name: &str, names: &[String]) -> Result<CertificateParams, rcge
     params.not_before = (now - DAY).into();
     params.not_after = (now + YEARS_10).into();
     params.distinguished_name = DistinguishedName::new();
-    // Longer ones are against the standard.
+    // c The standard limits the length (X.520).
     let common_name: String = common_name.chars().take(COMMON_NAME_LEN_MAX).collect();
     params.distinguished_name.push(DnType::CommonName, common_name);
     Ok(params)

@@ -1,15 +1,15 @@
-//! The way to the API server, and what its refusals mean for the user.
+//! Client of the API server, and user-readable errors for its refusals.
 
 use std::time::Duration;
 
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client, Config};
 
-/// A namespace of a cluster.
+/// A namespace of a cluster, and the client with which it is accessed.
 #[derive(Clone)]
 pub struct Cluster {
     client: Client,
-    /// The namespace.
+    /// Name of the namespace.
     pub namespace: String,
 }
 
@@ -19,21 +19,21 @@ impl std::fmt::Debug for Cluster {
     }
 }
 
-/// Which cluster, by the user's own words.
+/// The user's choice of a cluster and a namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClusterChoice {
-    /// A context of the kubeconfig; its current one for `None`.
+    /// Context of the kubeconfig. `None`: its current context.
     pub context: Option<String>,
-    /// The context's for `None`.
+    /// Namespace. `None`: the context's default.
     pub namespace: Option<String>,
 }
 
 impl Cluster {
-    /// Reads the configuration as kubectl does: `$KUBECONFIG`, `~/.kube/config`, and in a pod its
+    /// Reads the configuration as kubectl does: `$KUBECONFIG`, `~/.kube/config`, or in a pod its
     /// service account.
     ///
     /// # Errors
-    /// There is none, or it does not fit.
+    /// There is no configuration, or it is invalid.
     pub async fn connect(choice: &ClusterChoice) -> Result<Self, ClusterError> {
         let config = match &choice.context {
             None => Config::infer().await.map_err(|e| ClusterError::NoConfig(e.to_string()))?,
@@ -50,7 +50,7 @@ impl Cluster {
         Self::from_config(config, choice.namespace.as_deref())
     }
 
-    /// Whether there is a configuration at all; no server is asked.
+    /// Returns whether there is a configuration at all. Sends nothing.
     #[must_use]
     pub fn is_configured() -> bool {
         Kubeconfig::read().is_ok() || Config::incluster().is_ok()
@@ -63,13 +63,13 @@ impl Cluster {
         Ok(Self { client, namespace })
     }
 
-    /// A client that speaks with something else than a server that a configuration names.
+    /// Creates a cluster with a given client, for example one of a fake server.
     #[must_use]
     pub fn with_client(client: Client, namespace: &str) -> Self {
         Self { client, namespace: namespace.into() }
     }
 
-    /// Objects of a kind in the namespace.
+    /// Returns the API of a kind of objects in the namespace.
     pub(super) fn api<K>(&self) -> Api<K>
     where
         K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope>,
@@ -78,8 +78,8 @@ impl Cluster {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
 
-    /// Changes an object by a list of operations (RFC 6902), all of them or none: a `test` among
-    /// them that fails is answered with 422, as is a change that makes the object invalid.
+    /// Applies a JSON patch (RFC 6902) atomically. A failed `test` operation is answered with 422,
+    /// as is a patch that makes the object invalid.
     pub(super) async fn patch_json<K>(
         &self,
         api: &Api<K>,
@@ -96,7 +96,7 @@ impl Cluster {
         self.client.request(request).await
     }
 
-    /// Puts the server's refusal of what was being done into the user's words.
+    /// Turns an error of the server into one for the user. `doing`: the operation that failed.
     pub(super) fn explain(&self, doing: &str, error: kube::Error) -> ClusterError {
         match error {
             kube::Error::Api(status) if status.code == 401 => {
@@ -121,70 +121,71 @@ impl Cluster {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClusterError {
-    /// A job, or what would be part of one, is there already. Look at it or delete it.
+    /// A job, or an object that would be part of it, exists already. Inspect it or delete it.
     #[error("{0}")]
     Exists(String),
-    /// A right is missing. Ask who administers the cluster.
+    /// A permission is missing. Ask the administrator of the cluster.
     #[error(
         "can't {doing}: {message}; the rights that elasticdl needs are in manifests/rbac.yaml: \
          sed 's/namespace: elasticdl/namespace: {namespace}/' manifests/rbac.yaml | kubectl apply -f -"
     )]
     Forbidden {
-        /// What was being done.
+        /// Operation that failed.
         doing: String,
-        /// The server's words, which name the missing right.
+        /// The server's message, which names the missing permission.
         message: String,
-        /// Where it is missing.
+        /// Namespace in which it is missing.
         namespace: String,
     },
-    /// No job of this name.
+    /// There is no job of this name.
     #[error(
         "there is no job {job} in the namespace {namespace}; `elasticdl list` shows those that are there"
     )]
     NoSuchJob {
-        /// The name.
+        /// Name of the job.
         job: String,
-        /// Where it was looked for.
+        /// Namespace that was searched.
         namespace: String,
     },
-    /// No configuration. Write one, or name it.
+    /// There is no configuration. Create one, or name it.
     #[error(
         "no cluster is configured ({0}); set KUBECONFIG or write ~/.kube/config, as for kubectl, \
          or add --local to use processes of this machine"
     )]
     NoConfig(String),
-    /// The server understood, and refused.
+    /// The server understood the request and refused it.
     #[error("can't {doing}: the API server answered: {message}")]
     Refused {
-        /// What was being done.
+        /// Operation that failed.
         doing: String,
-        /// The server's words.
+        /// The server's message.
         message: String,
     },
-    /// The server does not know who asks.
+    /// The server does not accept the credentials.
     #[error(
         "the API server does not know you: {message}; are the credentials of the kubeconfig still good?"
     )]
     Unknown {
-        /// The server's words.
+        /// The server's message.
         message: String,
     },
-    /// No answer. Try again.
+    /// There is no answer. Try again.
     #[error("can't {doing}: no answer from the API server: {message}")]
     Unreachable {
-        /// What was being done.
+        /// Operation that failed.
         doing: String,
-        /// The error of the connection.
+        /// Error of the connection.
         message: String,
     },
 }
 
-/// A quota that is used up is no missing right, though its answer has the same code.
+/// Returns whether a 403 means an exceeded quota rather than a missing permission: both have the
+/// same code.
 pub(super) fn is_quota(message: &str) -> bool {
     message.contains("exceeded quota") || message.contains("failed quota")
 }
 
-/// Whether it is this answer of the server's.
+/// Returns whether the error is an answer of the server with this status code.
 pub(super) fn is_code(error: &kube::Error, code: u16) -> bool {
     matches!(error, kube::Error::Api(status) if status.code == code)
 }
@@ -197,6 +198,6 @@ fn innermost(error: &dyn std::error::Error) -> String {
     error.to_string()
 }
 
-/// The media type of a list of operations.
+/// Media type of a JSON patch.
 const JSON_PATCH: &str = "application/json-patch+json";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

@@ -1,8 +1,8 @@
-//! What becomes of workers, told as Events about the master's Job: `kubectl describe job` shows
-//! them.
+//! Events of workers, recorded for the master's Job: `kubectl describe job` shows them.
 //!
-//! One object per reason, in which repetitions are counted: its message is about the last one.
-//! Writing costs training nothing: it has a budget, and what the server does not take is lost.
+//! There is one object per reason, in which repetitions are counted; its message is the last one.
+//! Recording must not slow down training: it is rate limited, and Events that the server does not
+//! accept are dropped.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,25 +20,25 @@ use tracing::debug;
 use super::client::{Cluster, is_code};
 use super::verdict::Cause;
 
-/// Writes Events, one after the other.
+/// Records Events, one after the other, in a task of its own.
 #[derive(Clone, Debug)]
 pub(crate) struct EventRecorder {
     sender: Option<mpsc::Sender<EventReport>>,
 }
 
-/// Something to tell.
+/// An Event to be recorded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EventReport {
-    /// A word in camel case.
+    /// Reason in camel case.
     pub(crate) reason: &'static str,
     pub(crate) message: String,
 }
 
 impl EventRecorder {
-    /// Tells of the Job that owns the anchor. Must be called within a runtime.
+    /// Records Events for the Job that owns the anchor. Must be called within a runtime.
     pub(crate) fn start(cluster: &Cluster, anchor: &ObjectMeta) -> Self {
         let owner = anchor.owner_references.iter().flatten().find(|owner| owner.kind == "Job");
-        // Without an owner there is nothing that anybody would describe.
+        // c Without an owner there is no object to which Events could belong.
         let Some(owner) = owner else { return Self { sender: None } };
         let about = ObjectReference {
             api_version: Some(owner.api_version.clone()),
@@ -49,18 +49,18 @@ impl EventRecorder {
             ..ObjectReference::default()
         };
         let (sender, reports) = mpsc::channel(REPORTS_MAX);
-        // Ends with the last sender.
+        // c The task ends when the last sender is dropped.
         tokio::spawn(write(cluster.api(), about, reports));
         Self { sender: Some(sender) }
     }
 
-    /// One that tells nobody.
+    /// Returns a recorder that drops all Events.
     #[cfg(test)]
     pub(crate) fn disabled() -> Self {
         Self { sender: None }
     }
 
-    /// Tells it soon, if there is room for it.
+    /// Queues an Event. It is dropped if the queue is full.
     pub(crate) fn record(&self, reason: &'static str, message: String) {
         if let Some(sender) = &self.sender
             && sender.try_send(EventReport { reason, message }).is_err()
@@ -70,7 +70,7 @@ impl EventRecorder {
     }
 }
 
-/// The word for a worker's end; `None` if it was in order.
+/// Returns the reason for a worker's end; `None` if the end was regular.
 pub(crate) fn reason_of(cause: Cause) -> Option<&'static str> {
     match cause {
         Cause::Exited(0) => None,
@@ -87,15 +87,15 @@ pub(crate) fn reason_of(cause: Cause) -> Option<&'static str> {
     }
 }
 
-/// The word for what keeps a worker from starting, by the kubelet's own words.
+/// Returns the reason for a failure to start, from the kubelet's message.
 pub(crate) fn reason_of_start_failure(why: &str) -> &'static str {
     let image =
         ["ErrImage", "Image", "InvalidImageName"].iter().any(|start| why.starts_with(start));
     if image { "ImagePullFailed" } else { "ConfigError" }
 }
 
-/// By whom pods were preempted, by uid, in the scheduler's words: servers before 1.26 say it
-/// nowhere else.
+/// Reads the scheduler's messages about preempted pods, by uid. Servers before 1.26 report a
+/// preemption nowhere else.
 pub(crate) async fn preemptors(api: &Api<Event>) -> BTreeMap<String, String> {
     let params =
         ListParams::default().fields("reason=Preempted,involvedObject.kind=Pod").limit(LIST_MAX);
@@ -130,7 +130,7 @@ async fn write(api: Api<Event>, about: ObjectReference, mut reports: mpsc::Recei
     }
 }
 
-/// Counts up the Event that there is, or makes one; its name.
+/// Updates the count of the existing Event, or creates one. Returns its name.
 async fn put(
     api: &Api<Event>,
     about: &ObjectReference,
@@ -142,7 +142,7 @@ async fn put(
         let patch = json!({"count": entry.count, "lastTimestamp": now, "message": entry.message});
         match api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await {
             Ok(_) => return Ok(name.clone()),
-            // Servers keep them for an hour.
+            // c Servers keep Events for an hour.
             Err(error) if is_code(&error, 404) => {}
             Err(error) => return Err(error),
         }
@@ -167,17 +167,17 @@ async fn put(
     Ok(made.metadata.name.unwrap_or_default())
 }
 
-/// What is to be told, by reason.
+/// Events that are to be written, by reason.
 #[derive(Debug, Default)]
 struct PendingEvents {
     entries: BTreeMap<&'static str, Entry>,
-    /// Reasons with news, the oldest first.
+    /// Reasons with unwritten occurrences, the oldest first.
     due: Vec<&'static str>,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Entry {
-    /// Its object.
+    /// Name of its object, once it is created.
     name: Option<String>,
     count: i32,
     message: String,
@@ -204,10 +204,10 @@ impl PendingEvents {
     }
 }
 
-/// Lets through so many at once, and then one now and then.
+/// Rate limit: a burst of [`BURST`], then one per [`REFILL`].
 #[derive(Debug)]
 struct TokenBucket {
-    /// When it would be full.
+    /// Time at which the bucket is full again.
     full: Instant,
 }
 
@@ -216,7 +216,7 @@ impl TokenBucket {
         Self { full: now }
     }
 
-    /// When the next may go.
+    /// Returns when the next Event may be written.
     fn due(&self) -> Instant {
         self.full.checked_sub(REFILL * (BURST - 1)).unwrap_or(self.full)
     }
@@ -226,17 +226,17 @@ impl TokenBucket {
     }
 }
 
-/// A worker's place was needed for a pod of higher priority.
+/// Reason of a preemption: a pod of higher priority needed the worker's capacity.
 pub(crate) const PREEMPTED_WORKER: &str = "WorkerPreempted";
 
 const BURST: u32 = 10;
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 const LIST_MAX: u32 = 500;
-/// What servers take, in characters.
+/// Limit of the server, in characters.
 const MESSAGE_MAX: usize = 1000;
 const REFILL: Duration = Duration::from_secs(15);
 const REPORTS_MAX: usize = 256;
-/// Nothing to worry about: a job takes what room there is.
+/// Reasons of type `Normal`: a job uses whatever capacity is free, so these are expected.
 const NORMAL_REASONS: [&str; 2] = ["QuotaExceeded", "Unschedulable"];
 
 #[cfg(test)]

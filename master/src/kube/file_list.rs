@@ -1,15 +1,15 @@
-//! The list of a data set's files, beside the job's record.
+//! The list of a data set's files, stored next to the persisted job.
 //!
 //! ```text
 //!  anchor, key `files`:  {"packed": "<base64>"}        a short list
 //!                        {"parts": 12}                  a longer one:
-//!  ConfigMaps <job>-files-<which>-0 … -11               its pieces, in order; the anchor owns them
+//!  ConfigMaps <job>-files-<hash>-0 … -11                its parts, in order; the anchor owns them
 //! ```
 //!
-//! It is written once, before the first record that names it. A million files of a hundred bytes
-//! each take 3 to 20 MiB. `<which>` stands for this very job and list, so a piece that is there
-//! already is the right one, and two masters that were told different lists don't write over each
-//! other's.
+//! The list is written once, before the first persisted job that refers to it. A million files of a
+//! hundred bytes each take 3 to 20 MiB. `<hash>` identifies the job and the list. So a part that
+//! exists already has the right content, and two masters with different lists don't overwrite each
+//! other's parts.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -22,7 +22,7 @@ use super::anchor::{Anchor, AnchorWriter, Data, FILES, WriteError};
 use super::client::ClusterError;
 use crate::job::DataMark;
 
-/// What the anchor says of the list.
+/// Location of the list: the content of the anchor's key.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum ListLocation {
@@ -30,13 +30,13 @@ enum ListLocation {
     Parts(usize),
 }
 
-/// Why the list of a job that is to be taken over can't be had.
+/// Why the list of a job can't be loaded at a take-over.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LoadError {
-    /// No answer, or no right.
+    /// There is no answer, or a permission is missing.
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// It is gone, or changed.
+    /// The list is missing, or was changed.
     #[error(
         "the list of the data set's files {0}: no master can go on with this job; delete it, and submit it again (with \
          --resume-from, if it has kept checkpoints)"
@@ -44,7 +44,7 @@ pub(crate) enum LoadError {
     Damaged(String),
 }
 
-/// Keeps `list` for the job's next masters.
+/// Stores `list` for the job's next masters.
 ///
 /// # Errors
 /// [`WriteError`].
@@ -65,7 +65,7 @@ pub(super) async fn store(writer: &AnchorWriter, list: &FileList) -> Result<(), 
     writer.write(&Data::from([(FILES.into(), location)])).await
 }
 
-/// The list of the job `job`, whose anchor has this uid and data, which must be that of `mark`.
+/// Loads the list of job `job`, whose anchor has this uid and data, and checks it against `mark`.
 ///
 /// # Errors
 /// [`LoadError`].
@@ -111,12 +111,12 @@ fn part_name(job: &str, uid: &str, mark: DataMark, index: usize) -> String {
     format!("{job}-files-{:010x}-{index}", hasher.digest() >> 24)
 }
 
-/// A list that was checked when it was described.
+/// No limits: the list was checked when the data set was described.
 const UNLIMITED: FileLimits =
     FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
-/// A longer list gets objects of its own.
+/// Maximum length of a list that is stored in the anchor itself.
 const WHOLE_BYTES_MAX: usize = 96 << 10;
-/// Of the 1 MiB that an object may have.
+/// Length of a part; the limit of an object is 1 MiB.
 const PART_BYTES: usize = 900 << 10;
 
 #[cfg(test)]

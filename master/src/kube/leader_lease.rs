@@ -1,18 +1,19 @@
-//! The lease that tells which of two masters of a job acts.
+//! The leader Lease: decides which of two masters of a job acts.
 //!
 //! ```text
-//!  master ──acquire──► LeaderLease <job> ◄──looks every 5 s── the next master
+//!  master ──acquire──► Lease <job> ◄──polls every 5 s── the next master
 //!     │  ▲               ▲   │
-//!     │  └──lost─────────┼───┘ 409: somebody else wrote
-//!     └──guard──► what acts on the cluster, while it holds
+//!     │  └──lost─────────┼───┘ 409: another client wrote
+//!     └──guard──► what acts on the cluster, while the guard is valid
 //! ```
 //!
-//! Two masters can be there at once: the Job's controller makes a new one when the old one's node
-//! does not answer, and the old one may come back. So a master acts on the cluster only while it
-//! holds the lease. While the API server is away it can't be renewed: then workers train on, and
-//! pods are neither made nor deleted until the server has answered.
+//! Two masters of a job can run at once: the Job's controller creates a new one when the old one's
+//! node does not answer, and the old one may come back. Therefore a master acts on the cluster only
+//! while it holds the Lease. While the API server is unreachable the Lease can't be renewed:
+//! workers keep training, and the master neither creates nor deletes pods until the server has
+//! answered.
 //!
-//! **Invariant:** nothing is sent under a guard that has run out.
+//! **Invariant:** nothing is sent under an expired guard.
 
 mod election;
 
@@ -35,12 +36,12 @@ use super::objects;
 use super::verdict::has_terminated;
 use super::watch::backoff;
 
-/// Which master this is: its pod, by name and uid.
+/// Identity of a master: its pod, by name and uid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// The pod's name.
+    /// Name of the pod.
     pub pod: String,
-    /// The pod's uid.
+    /// Uid of the pod.
     pub uid: String,
 }
 
@@ -63,7 +64,7 @@ impl std::str::FromStr for Holder {
     }
 }
 
-/// A job's lease, held and renewed until it is released.
+/// A job's leader Lease, held and renewed until it is released.
 #[derive(Debug)]
 pub(crate) struct LeaderLease {
     state: watch::Receiver<LeaseState>,
@@ -71,7 +72,7 @@ pub(crate) struct LeaderLease {
     task: JoinHandle<()>,
 }
 
-/// Says whether this master may act on the cluster now.
+/// Tells whether this master may act on the cluster now.
 #[derive(Clone, Debug)]
 pub(crate) struct LeaseGuard {
     state: watch::Receiver<LeaseState>,
@@ -79,15 +80,15 @@ pub(crate) struct LeaseGuard {
 
 #[derive(Clone, Debug)]
 enum LeaseState {
-    /// By this holder.
+    /// Another master, with this identity, holds or has held the Lease.
     Fenced(String),
-    /// Until then, unless it is renewed.
+    /// The Lease is valid until this time, unless it is renewed.
     Held(Instant),
 }
 
 impl LeaderLease {
-    /// Waits until this master may hold the lease of the job whose anchor this is. Must be called
-    /// within a runtime.
+    /// Waits until this master holds the Lease of the job with this anchor. Must be called within a
+    /// runtime.
     ///
     /// # Errors
     /// The server refuses.
@@ -110,24 +111,24 @@ impl LeaderLease {
         Ok(Self { state, release, task })
     }
 
-    /// What shows whether the lease holds.
+    /// Returns a guard of the Lease.
     pub(crate) fn guard(&self) -> LeaseGuard {
         LeaseGuard { state: self.state.clone() }
     }
 
-    /// Waits until another master holds the lease; which one. Safe to drop at any time.
+    /// Waits until another master holds the Lease, and returns its identity. Cancel-safe.
     pub(crate) async fn lost(&mut self) -> String {
         let state = self.state.wait_for(|state| matches!(state, LeaseState::Fenced(_))).await;
         match state.as_deref() {
             Ok(LeaseState::Fenced(holder)) => holder.clone(),
-            // Only a panic ends the task while this is here.
+            // c Only a panic ends the task while `self` exists.
             _ => std::future::pending().await,
         }
     }
 
-    /// Lets the next master take it at once. What is done under its guard stops first.
+    /// Releases the Lease, so that the next master can take it at once. Guards expire first.
     pub(crate) async fn release(mut self) {
-        // The task ends only with this, or was fenced.
+        // c The task ends only on this message, or after it was fenced.
         let (unused, _) = oneshot::channel();
         let _ = std::mem::replace(&mut self.release, unused).send(());
         if timeout(CALL_TIMEOUT, &mut self.task).await.is_err() {
@@ -143,13 +144,13 @@ impl Drop for LeaderLease {
 }
 
 impl LeaseGuard {
-    /// One that holds for ever.
+    /// Returns a guard that is always valid.
     #[cfg(test)]
     pub(crate) fn unlimited() -> Self {
         Self::for_test().0
     }
 
-    /// One that holds until it is told otherwise: for how long from now.
+    /// Returns a guard, and a function that sets for how long from now the guard is valid.
     #[cfg(test)]
     pub(crate) fn for_test() -> (Self, impl Fn(Duration)) {
         let years = Duration::from_secs(100 * 365 * 24 * 3600);
@@ -158,8 +159,7 @@ impl LeaseGuard {
         (Self { state }, hold)
     }
 
-    /// Does `call` once this master may act; `None`: the guard has run out before it was
-    /// answered.
+    /// Runs `call` once this master may act. `None`: the guard expired before `call` was done.
     pub(crate) async fn during<T>(&mut self, call: impl Future<Output = T>) -> Option<T> {
         while !self.is_valid() {
             self.changed().await;
@@ -171,13 +171,12 @@ impl LeaseGuard {
         }
     }
 
-    /// Whether this master may act now.
+    /// Returns whether this master may act now.
     pub(crate) fn is_valid(&self) -> bool {
         matches!(&*self.state.borrow(), LeaseState::Held(until) if *until > Instant::now())
     }
 
-    /// Waits until it has been renewed by an answer of the server that comes after this call. Safe
-    /// to drop at any time.
+    /// Waits for a renewal that the server confirms after this call. Cancel-safe.
     pub(crate) async fn renewed(&mut self) {
         let until = |state: &LeaseState| match state {
             LeaseState::Held(until) => Some(*until),
@@ -193,7 +192,7 @@ impl LeaseGuard {
         }
     }
 
-    /// Waits until this master may not act any more, for now or for ever. Safe to drop at any time.
+    /// Waits until this master may no longer act, for now or permanently. Cancel-safe.
     pub(crate) async fn expired(&mut self) {
         loop {
             let until = match &*self.state.borrow_and_update() {
@@ -214,7 +213,7 @@ impl LeaseGuard {
     }
 }
 
-/// What the lease is read and written with.
+/// Reads and writes the Lease.
 struct LeaseClient {
     leases: Api<Object>,
     pods: Api<Pod>,
@@ -222,7 +221,7 @@ struct LeaseClient {
     start: Instant,
 }
 
-/// How a write went.
+/// Result of a write.
 enum WriteOutcome {
     Conflict,
     Failed(kube::Error),
@@ -288,7 +287,7 @@ impl LeaseClient {
         }
     }
 
-    /// Renews it until it is to be released, or is lost.
+    /// Renews the Lease until it is to be released, or is lost.
     async fn keep(
         self,
         mut leadership: Leadership,
@@ -301,7 +300,8 @@ impl LeaseClient {
                 _ = &mut released => break,
                 () = tokio::time::sleep_until(self.start + leadership.due()) => {}
             }
-            // A release does not cut a renewal short: what the server has taken is to be known.
+            // c A release does not cancel a renewal: the version that the server has accepted must
+            // be known.
             if let Err(holder) = self.renew(&mut leadership).await {
                 publish_state.send_replace(LeaseState::Fenced(holder));
                 return;
@@ -312,10 +312,10 @@ impl LeaseClient {
         self.write("", leadership.transitions, Some(leadership.version)).await;
     }
 
-    /// The one who holds it, if that is another.
+    /// Renews the Lease. `Err`: the identity of another master that holds it.
     async fn renew(&self, leadership: &mut Leadership) -> Result<(), String> {
         let mut version = Some(leadership.version.clone());
-        // Once more if only the version was wrong.
+        // c A second attempt if only the version was wrong.
         for _ in 0..2 {
             let sent = self.start.elapsed();
             match self.write(&leadership.identity, leadership.transitions, version).await {
@@ -347,8 +347,8 @@ impl LeaseClient {
         Ok(())
     }
 
-    /// Puts it under this name; `version`: only if it has not changed since, `None`: only if it is
-    /// not there.
+    /// Writes the Lease. `version`: only if it is still this version; `None`: only if there is none
+    /// yet.
     async fn write(&self, holder: &str, transitions: i32, version: Option<String>) -> WriteOutcome {
         let now = Some(MicroTime(Timestamp::now()));
         let object = Object {
@@ -378,8 +378,8 @@ impl LeaseClient {
         }
     }
 
-    /// Whether the holder's processes are known to have ended. A pod that is not there may still
-    /// run on a node that does not answer.
+    /// Returns whether the holder's processes have certainly ended. A pod whose object was removed
+    /// may still run on a node that does not answer.
     async fn holder_has_ended(&self, holder: &str) -> bool {
         let Ok(Holder { pod, uid }) = holder.parse() else { return false };
         let Ok(Ok(Some(pod))) = timeout(CALL_TIMEOUT, self.pods.get_opt(&pod)).await else {
@@ -398,7 +398,7 @@ impl LeaseClient {
     }
 }
 
-/// The error of an answer that no waiting mends.
+/// Returns the error if a retry can't help.
 fn refused(cluster: &Cluster, error: kube::Error) -> Result<(), ClusterError> {
     match &error {
         kube::Error::Api(status)
@@ -425,7 +425,7 @@ fn read(object: Object) -> LeaseSnapshot {
     }
 }
 
-/// Short, for a lease is soon over.
+/// Timeout of a call; short compared with the validity of a Lease.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What a job's pods have printed.
+//! Logs of a job's pods.
 
 use futures::AsyncReadExt as _;
 use k8s_openapi::api::core::v1::Pod;
@@ -10,17 +10,16 @@ use super::client::{Cluster, ClusterError};
 use super::objects::{self, LAUNCH_LABEL, TASK, Task};
 use crate::job::LaunchId;
 
-/// Whose logs.
+/// Pod whose log is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogSource {
-    /// The newest master's.
+    /// The newest master.
     Master,
-    /// The worker's that was started as this launch.
+    /// The worker with this launch.
     Worker(LaunchId),
 }
 
-/// Hands what `source` has printed to `write`, until that is false; with `follow`, until the pod
-/// ends.
+/// Passes the log of `source` to `write` until it returns false; with `follow`, until the pod ends.
 ///
 /// # Errors
 /// There is no such job or pod, or [`ClusterError`].
@@ -77,8 +76,8 @@ pub async fn copy(
     }
 }
 
-/// The pod of the newest master that has led the job, for one that came later may have found it
-/// ended; else the newest that has run, else the newest.
+/// Returns the pod of the newest master that has led the job, because a later one may have found
+/// the job ended; else the newest that has run, else the newest.
 fn newest(pods: Vec<Pod>, leader: Option<&str>) -> Option<Pod> {
     pods.into_iter().max_by_key(|pod| {
         let leads = leader.is_some() && pod.metadata.name.as_deref() == leader;
@@ -88,7 +87,7 @@ fn newest(pods: Vec<Pod>, leader: Option<&str>) -> Option<Pod> {
     })
 }
 
-/// The launch that names the pod: its workers print into one log.
+/// Returns the first launch of a pod, which names the pod: its workers share one log.
 pub(crate) fn first_of_pod(launch: LaunchId, workers_per_pod: u32) -> LaunchId {
     let per_pod = u64::from(workers_per_pod.max(1));
     LaunchId(launch.0.saturating_sub(1) / per_pod * per_pod + 1)

@@ -1,4 +1,4 @@
-//! The master of a job as the cluster shows it: its pods, and the Job that makes them.
+//! State of a job's master in the cluster: its pods, and the Job that creates them.
 
 use k8s_openapi::api::batch::v1::Job;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,7 +12,7 @@ use super::verdict::{Cause, Verdict, classify};
 use super::watch::{Change, Selection, Watch};
 use super::{objects, succession};
 
-/// The watched masters of a job.
+/// A running watch of a job's masters.
 #[derive(Debug)]
 pub struct MasterPods {
     job: Watch<Job>,
@@ -21,24 +21,24 @@ pub struct MasterPods {
     known: JobUids,
 }
 
-/// Which objects are the job's: others of its name may have been there before.
+/// Uids of the job's objects. Earlier jobs may have had objects of the same names.
 #[derive(Debug, Default)]
 struct JobUids {
     uids: BTreeSet<String>,
 }
 
-/// What is seen of a master.
+/// State of a master.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MasterStatus {
-    /// It can't start as things are.
+    /// The master can't start without a change. The reason.
     CannotStart(String),
-    /// It has ended, and another may follow.
+    /// The master has ended; another one may follow. The reason.
     Ended(String),
-    /// No other will follow.
+    /// The Job has failed; no other master will follow. The reason.
     Failed(String),
-    /// It runs.
+    /// The master runs.
     Running,
-    /// It waits for room.
+    /// The master is unschedulable. The reason.
     Pending(String),
 }
 
@@ -59,7 +59,7 @@ impl MasterPods {
         }
     }
 
-    /// The next status. Safe to drop at any time.
+    /// Returns the next state. Cancel-safe.
     pub async fn next(&mut self) -> MasterStatus {
         loop {
             let status = tokio::select! {
@@ -77,7 +77,7 @@ impl MasterPods {
                     }
                     _ => None,
                 },
-                // Who may not see Events goes without.
+                // c Without permission to read Events they are ignored.
                 change = self.events.next() => match change {
                     Change::Applied(event) => self.known.warning(&event).map(MasterStatus::Pending),
                     _ => None,
@@ -91,7 +91,7 @@ impl MasterPods {
 }
 
 impl JobUids {
-    /// What an Event says that keeps a master from being made or started.
+    /// Returns the message of an Event that prevents a master from being created or started.
     fn warning(&self, event: &Event) -> Option<String> {
         let is_ours = event.involved_object.uid.as_ref().is_some_and(|uid| self.uids.contains(uid));
         let reason =
@@ -101,16 +101,17 @@ impl JobUids {
     }
 }
 
-/// What the cluster says of a job's masters, in one inspect.
+/// State of a job's masters, read once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MasterHealth {
-    /// The Job has failed, and makes no more masters: why.
+    /// Why the Job has failed and creates no more masters.
     pub failed: Option<String>,
-    /// No master runs, and this is in the way.
+    /// What prevents a master from running. `None` also if a master runs.
     pub obstacle: Option<String>,
 }
 
-/// Looks at the masters of `job`. What the user may not see is left out.
+/// Reads the state of the masters of `job`. Objects that the user has no permission to read are
+/// left out.
 pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
     let mut known = JobUids::default();
     let jobs: Api<Job> = cluster.api();
@@ -142,7 +143,8 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
     MasterHealth { failed, obstacle }
 }
 
-/// The jobs of a namespace whose Jobs have failed, and why. What the user may not see is left out.
+/// Returns the jobs of the namespace whose Jobs have failed, and why. Objects that the user has no
+/// permission to read are left out.
 pub async fn failed_jobs(cluster: &Cluster) -> BTreeMap<String, String> {
     let jobs: Api<Job> = cluster.api();
     let list = jobs.list(&ListParams::default().labels(MANAGED)).await;
@@ -170,9 +172,9 @@ fn status_of_job(job: &Job) -> Option<MasterStatus> {
 }
 
 const MANAGED: &str = "app.kubernetes.io/managed-by=elasticdl";
-/// Events that tell of a Job that can't make a pod, and of a pod that can't start.
+/// Reasons of Events about a Job that can't create a pod, or about a pod that can't start.
 const REASONS: [&str; 3] = ["FailedCreate", "FailedCreatePodSandBox", "FailedMount"];
-/// Selects them, as far as a server can.
+/// Field selector of these Events, as far as a server can select them.
 const WARNINGS: &str = "type=Warning";
 
 #[cfg(test)]

@@ -6,13 +6,14 @@
 //!                       anchor, pods└──────┴─► verdict           the master, in a pod
 //! ```
 //!
-//! A job is a batch/v1 Job that runs the master, an anchor (a ConfigMap that holds what was asked
-//! for, how far it is, and what the user wants changed), a Secret, a Service, and worker pods that
-//! the master makes. The Job owns the anchor, the anchor owns the rest; each has one owner, so that
-//! deleting the Job removes all.
+//! A job consists of a batch/v1 Job that runs the master; the anchor, a ConfigMap that holds the
+//! task, the job's state and the user's requests; a Secret; a Service; and worker pods that the
+//! master creates. The Job owns the anchor, and the anchor owns the rest. Each object has one
+//! owner, so that deleting the Job deletes all.
 //!
-//! **Invariants:** Kubernetes types stop here: the job's core hears of launches and how they ended.
-//! What decides ([`verdict`], [`objects`]) is pure. No name of a pod is used twice.
+//! **Invariants:** Kubernetes types stop here: the job's core receives events about launches only.
+//! Decisions ([`verdict`], [`objects`], [`priority_tiers`]) are pure. The name of a pod is never
+//! reused.
 
 pub mod anchor;
 pub mod certificates;

@@ -1,15 +1,15 @@
-//! The objects of a job. Pure: what was asked for in, objects out.
+//! The objects of a job. Pure: a request in, objects out.
 //!
 //! ```text
 //!  batch/v1 Job <job>-master ──owns──► ConfigMap <job> (the anchor) ──owns──► Secret, Service, worker pods
 //! ```
 //!
-//! The Job is made with a parallelism of 0 and raised to 1 when all is there: until then nothing
-//! runs.
+//! The Job is created with a parallelism of 0, which is raised to 1 when all objects exist: until
+//! then nothing runs.
 //!
-//! **Invariants:** each object has one owner. What is secret is in the Secret alone, and of it each
-//! pod sees what it needs: the master's key is the master's. No rank and no world size is in any
-//! environment: both change while a pod lives.
+//! **Invariants:** each object has one owner. Secrets are in the Secret only, and each pod mounts
+//! only the keys that it needs: the master's private key is mounted by the master alone. No rank
+//! and no world size is in any environment: both change during a pod's life.
 
 mod parts;
 mod template;
@@ -36,66 +36,66 @@ use super::priority_tiers::PriorityTiers;
 use crate::job::{JobSpec, LaunchId};
 use crate::token::Token;
 
-/// A job that is to run in a cluster.
+/// A job to be run in a cluster.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Where its objects are made.
+    /// Namespace of its objects.
     pub namespace: String,
     /// What to train.
     pub task: Task,
     /// The training program and its arguments.
     pub program: Vec<String>,
-    /// What its pods are made of.
+    /// Options of its pods.
     pub pods: PodOptions,
 }
 
-/// What the master is told, by way of the anchor.
+/// The master's input, stored in the anchor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Task {
-    /// The job.
+    /// Specification of the job.
     pub job: JobSpec,
     /// Workers end by themselves when their master has been silent for this long.
     pub master_timeout: Duration,
-    /// The workers' priority classes by place.
+    /// The workers' priority classes by slot.
     #[serde(default, rename = "ladder")]
     pub priority_tiers: Option<PriorityTiers>,
-    /// Where the master serves metrics.
+    /// Port on which the master serves metrics.
     #[serde(default = "metrics_port_default")]
     pub metrics_port: u16,
-    /// Where the master writes events for TensorBoard: a folder in a volume of the workers, which
-    /// is then the master's, too.
+    /// Folder in which the master writes events for TensorBoard. It is in a volume of the workers,
+    /// which the master then mounts, too.
     #[serde(default)]
     pub tensorboard_dir: Option<PathBuf>,
 }
 
-/// What is credentials for a job at its submission.
+/// Credentials that are generated for a job at its submission.
 #[derive(Clone, Debug)]
 pub struct Credentials {
-    /// Who knows it may speak to the master.
+    /// Token that clients present to the master.
     pub token: Token,
-    /// What the master is known by.
+    /// Certificates by which clients authenticate the master.
     pub certificates: Certificates,
 }
 
-/// The objects that make a job, all but its workers.
+/// The objects of a job, without its workers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Objects {
-    /// Runs the master.
+    /// Job that runs the master.
     pub job: Job,
-    /// Holds the task, the workers' pod, and later the status.
+    /// Anchor: holds the task, the worker pod template, and later the status.
     pub anchor: ConfigMap,
-    /// Holds the token and the certificates.
+    /// Secret that holds the token and the certificates.
     pub secret: Secret,
-    /// Leads to the master.
+    /// Service that selects the master.
     pub service: Service,
 }
 
 impl Objects {
-    /// The objects of a job for which `credentials` was credentials. Owners are missing: they are named by ids
-    /// that the server gives.
+    /// Builds the objects of a job. The owners are still missing, since they are named by uids that
+    /// the server assigns.
     ///
     /// # Errors
-    /// The workers' pod template does not fit.
+    /// The user's template of the worker pod is invalid.
     pub fn new(request: &Request, credentials: Credentials) -> Result<Self, TemplateError> {
         let name = &request.task.job.name;
         let worker = serde_json::to_string_pretty(&worker_template(request)?)
@@ -118,8 +118,8 @@ impl Objects {
             spec: Some(ServiceSpec {
                 ports: Some(ports),
                 selector: Some(selector),
-                // Of the master that leads alone: one that ends, waits, or has no lease is not
-                // ready. A dial that went there would be lost, or hang.
+                // c Only the leading master is ready: one that is ending, or waits for the Lease,
+                // is not. A connection to it would be lost, or hang.
                 ..ServiceSpec::default()
             }),
             ..Service::default()
@@ -127,20 +127,19 @@ impl Objects {
         Ok(Self { job: master_job(request), anchor, secret: secret(request, credentials), service })
     }
 
-    /// The job as it has been made owns the anchor.
+    /// Makes the Job, as created by the server, the owner of the anchor.
     pub fn own_anchor(&mut self, job: &ObjectMeta) {
         self.anchor.metadata.owner_references = Some(vec![owner("batch/v1", "Job", job)]);
     }
 
-    /// The anchor as it has been made owns the rest.
+    /// Makes the anchor, as created by the server, the owner of the other objects.
     pub fn own_rest(&mut self, anchor: &ObjectMeta) {
         let owners = Some(vec![anchor_owner(anchor)]);
         self.secret.metadata.owner_references.clone_from(&owners);
         self.service.metadata.owner_references = owners;
     }
 
-    /// All of it as YAML, with words in the place of what is not known before: what is secret, and
-    /// the ids of owners.
+    /// Returns all objects as YAML, with placeholders for secrets and for the owners' uids.
     #[must_use]
     pub fn to_yaml(mut self) -> String {
         let unknown = |mut meta: ObjectMeta| {
@@ -162,7 +161,7 @@ impl Objects {
     }
 }
 
-/// The DNS names by which pods may call the master of a job: workers use the first.
+/// Returns the DNS names of a job's master; workers use the first.
 #[must_use]
 pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
     let name = master_name(job);
@@ -170,13 +169,13 @@ pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
     [name, longer]
 }
 
-/// A worker's pod: `template` with its own name, for `launch` at the job's place `index`, whose
-/// master listens at `master`. Of a pod of several workers, these are the first one's.
+/// Builds the pod of `launch` in `slot` from `template`; `master` is the master's address. For a
+/// pod of several workers, launch and slot are those of the first.
 #[must_use]
 pub fn worker_pod(
     template: &Pod,
     launch: LaunchId,
-    index: u32,
+    slot: u32,
     anchor: &ObjectMeta,
     master: &str,
 ) -> Pod {
@@ -186,7 +185,7 @@ pub fn worker_pod(
     pod.metadata.owner_references = Some(vec![anchor_owner(anchor)]);
     let labels = pod.metadata.labels.get_or_insert_default();
     labels.insert(LAUNCH_LABEL.into(), launch.0.to_string());
-    labels.insert(SLOT_LABEL.into(), index.to_string());
+    labels.insert(SLOT_LABEL.into(), slot.to_string());
     labels.insert(ANCHOR_LABEL.into(), anchor.uid.clone().unwrap_or_default());
     let spec = pod.spec.get_or_insert_default();
     if let Some(worker) = spec.containers.iter_mut().find(|c| c.name == WORKER) {
@@ -197,39 +196,39 @@ pub fn worker_pod(
     pod
 }
 
-/// The launch that a pod was made for, and its place.
+/// Returns the launch and the slot of a worker pod, from its labels.
 #[must_use]
 pub fn launch_and_slot(pod: &Pod) -> Option<(LaunchId, u32)> {
     let labels = pod.metadata.labels.as_ref()?;
     Some((LaunchId(labels.get(LAUNCH_LABEL)?.parse().ok()?), labels.get(SLOT_LABEL)?.parse().ok()?))
 }
 
-/// The name of a worker's pod. Launches are numbered through all masters of a job, so it is used
-/// once.
+/// Returns the name of a worker pod. Launches are numbered across all masters of a job, so a name
+/// is never reused.
 #[must_use]
 pub fn worker_name(job: &str, launch: LaunchId) -> String {
     format!("{job}-w-{}", launch.0)
 }
 
-/// The name of a job's batch/v1 Job and of its Service.
+/// Returns the name of a job's batch/v1 Job and of its Service.
 #[must_use]
 pub fn master_name(job: &str) -> String {
     format!("{job}-master")
 }
 
-/// Selects the pods of the master of a job.
+/// Selector of the pods of a job's master.
 #[must_use]
 pub fn master_selector(job: &str) -> String {
     format!("{JOB_LABEL}={job},{ROLE_LABEL}=master")
 }
 
-/// Selects the workers of the job whose anchor has this uid.
+/// Selector of the workers of the job whose anchor has this uid.
 #[must_use]
 pub fn worker_selector(anchor_uid: &str) -> String {
     format!("{ANCHOR_LABEL}={anchor_uid}")
 }
 
-/// Selects the anchors of all jobs.
+/// Selector of the anchors of all jobs.
 #[must_use]
 pub fn anchors_selector() -> String {
     format!("app.kubernetes.io/managed-by={ELASTICDL},{ROLE_LABEL}=anchor")
@@ -278,7 +277,7 @@ fn master_job(request: &Request) -> Job {
         readiness_probe: Some(parts::readiness(METRICS)),
         resources: Some(parts::requirements(&pods.master_resources)),
         security_context: Some(parts::locked_down()),
-        // Its last words are then seen by who follows the job.
+        // c Commands that follow the job then show the last lines of its log.
         termination_message_policy: Some("FallbackToLogsOnError".into()),
         volume_mounts: Some(mounts),
         ..Container::default()
@@ -290,13 +289,13 @@ fn master_job(request: &Request) -> Job {
         automount_service_account_token: Some(true),
         tolerations: Some(parts::master_tolerations(&pods.tolerations)),
         volumes: Some(volumes),
-        // Short: who has to give way is waited for.
+        // c Short: a preempting pod has to wait for it.
         ..parts::pod_spec(pods, MASTER_GRACE)
     };
     let mut template = metadata(request, "", "master");
     template.name = None;
     template.namespace = None;
-    // Who scrapes without the operator's monitors looks for these.
+    // c Prometheus installations without the operator discover pods by these annotations.
     let scrape = [
         ("prometheus.io/path", "/metrics".into()),
         ("prometheus.io/port", request.task.metrics_port.to_string()),
@@ -321,7 +320,7 @@ fn master_job(request: &Request) -> Job {
     }
 }
 
-/// What all workers' pods have in common.
+/// Builds the template that all worker pods share.
 fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     let name = &request.task.job.name;
     let pods = &request.pods;
@@ -388,7 +387,7 @@ fn metadata(request: &Request, name: &str, role: &str) -> ObjectMeta {
     }
 }
 
-/// The metadata of an object that an anchor owns.
+/// Builds the metadata of an object that the anchor owns.
 #[must_use]
 pub fn owned(anchor: &ObjectMeta, name: &str, role: &str) -> ObjectMeta {
     let mut labels = anchor.labels.clone().unwrap_or_default();
@@ -420,7 +419,8 @@ fn anchor_owner(anchor: &ObjectMeta) -> OwnerReference {
     owner("v1", "ConfigMap", anchor)
 }
 
-/// `blockOwnerDeletion` stays unset: where it is checked, it needs a right that nobody has.
+/// `blockOwnerDeletion` stays unset: where it is checked, it needs a permission that users usually
+/// lack.
 fn owner(api_version: &str, kind: &str, meta: &ObjectMeta) -> OwnerReference {
     OwnerReference {
         api_version: api_version.into(),
@@ -432,52 +432,51 @@ fn owner(api_version: &str, kind: &str, meta: &ObjectMeta) -> OwnerReference {
     }
 }
 
-/// Of a task that was submitted before there was a choice.
+/// Default for tasks that were submitted before the port could be chosen.
 fn metrics_port_default() -> u16 {
     METRICS_PORT
 }
 
-/// The port on which the master listens in its pod.
+/// Port on which the master listens in its pod.
 pub const PORT: i32 = 7070;
-/// The port on which it serves metrics, unless it is told another.
+/// Default port of the master's metrics.
 pub const METRICS_PORT: u16 = 7071;
-/// Where pods see the token.
+/// Path of the token in pods.
 pub const TOKEN_FILE: &str = "/etc/elasticdl/token";
-/// Where workers see the certificate of the job's CA.
+/// Path of the CA certificate in worker pods.
 pub const CA_FILE: &str = "/etc/elasticdl/ca.crt";
-/// Where the master sees its certificate.
+/// Path of the master's certificate in its pod.
 pub const CERTIFICATE_FILE: &str = "/etc/elasticdl/tls.crt";
-/// Where the master sees its key.
+/// Path of the master's private key in its pod.
 pub const KEY_FILE: &str = "/etc/elasticdl/tls.key";
-/// The anchor's key for the [`Task`], JSON.
+/// The anchor's key for the [`Task`], as JSON.
 pub const TASK: &str = "task";
-/// The anchor's key for the workers' pod, JSON.
+/// The anchor's key for the worker pod template, as JSON.
 pub const WORKER_POD: &str = "worker-pod";
-/// Says of a worker's pod which place among the job's workers it has; of a pod of several, the
-/// first one's.
+/// Label of a worker pod: its slot; for a pod of several workers, the first one's.
 pub const SLOT_LABEL: &str = "elasticdl/index";
-/// Says of a worker's pod which launch it is; of a pod of several, the first.
+/// Label of a worker pod: its launch; for a pod of several workers, the first one's.
 pub const LAUNCH_LABEL: &str = "elasticdl/launch";
 
 const ANCHOR_LABEL: &str = "elasticdl/anchor";
-/// Masters that may fail before one has led the job: then the Job gives up. The first that leads
-/// raises the limit beyond reach ([`super::succession`]).
+/// Number of masters that may fail before one has led the job; after that the Job fails. The first
+/// master that leads raises the limit beyond reach ([`super::succession`]).
 ///
-/// A pod failure policy is no way: with one, the master of a lost node is not replaced until the
-/// node is deleted (`podReplacementPolicy` must be `Failed` then), and pods that it ignores still
-/// make the Job wait twice as long each time.
+/// A pod failure policy is no alternative: with one, the master of a lost node is not replaced
+/// until the node is deleted (`podReplacementPolicy` must be `Failed` then), and pods that the
+/// policy ignores still double the Job's back-off.
 const BACKOFF_LIMIT: i32 = 6;
-/// How long a master stays on a node that does not answer, before the cluster deletes its pod and
-/// the Job makes another.
+/// Seconds that a master stays bound to a node that does not answer, before the cluster deletes its
+/// pod and the Job creates another.
 ///
-/// The node's loss is survived with the state in the workers, for these add up to less than the 15
-/// min after which workers end that have no master (`--master-timeout`): 40 to 50 s until the
-/// cluster takes the node for lost, these 20 s, at most 10 min of the Job's back-off (6 min before
-/// Kubernetes 1.27; 10 s for a Job that has lost no master before), 45 s until the lost master's
-/// lease has run out, and a few seconds for the image and the start: 12 min at most.
+/// Workers survive the loss of the master's node with their state, because the following times add
+/// up to less than the 15 min (`--master-timeout`) after which workers without a master end: 40 to
+/// 50 s until the cluster declares the node lost, these 20 s, at most 10 min of the Job's back-off
+/// (6 min before Kubernetes 1.27; 10 s for a Job that has lost no master before), 45 s until the
+/// lost master's Lease has expired, and a few seconds for the image and the start: 12 min at most.
 const LOST_NODE_S: i64 = 20;
 const ELASTICDL: &str = "elasticdl";
-/// How long a master may take to end.
+/// Grace period of a master's pod.
 const MASTER_GRACE: Duration = Duration::from_secs(10);
 const METRICS: &str = "metrics";
 const JOB_LABEL: &str = "elasticdl/job";

@@ -1,4 +1,4 @@
-//! How a job is to run in a cluster: what its pods are made of, each value checked where it enters.
+//! Options of a job's pods, with a parser for each that checks the value.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,70 +10,70 @@ use serde_json::Value;
 
 use super::priority_tiers;
 
-/// What the pods of a job are made of.
+/// Options of a job's pods.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PodOptions {
     /// Image with the training program.
     pub image: String,
     /// Image with the `elasticdl` command.
     pub master_image: String,
-    /// `Always`, `IfNotPresent` or `Never`; the server's default for `None`.
+    /// `Always`, `IfNotPresent` or `Never`. `None`: the server's default.
     pub image_pull_policy: Option<String>,
-    /// Secrets to pull the images with.
+    /// Names of the secrets with which images are pulled.
     pub image_pull_secrets: Vec<String>,
-    /// The service account that the master acts as.
+    /// Service account of the master.
     pub service_account: String,
-    /// What the master asks of its node.
+    /// Resources that the master requests.
     pub master_resources: Resources,
-    /// What each worker asks of its node.
+    /// Resources that each worker requests.
     pub worker_resources: Resources,
     /// The master's priority class.
     pub priority_class: Option<String>,
     /// The workers' priority class.
     pub worker_priority_class: Option<String>,
-    /// The workers' priority classes by place.
+    /// The workers' priority classes by slot.
     pub priority_tiers: priority_tiers::TierChoice,
     /// A scheduler other than the cluster's own.
     pub scheduler_name: Option<String>,
-    /// Added to the workers' environment.
+    /// Additional environment of the workers.
     pub env: Vec<Pair>,
     /// Labels that a node must have.
     pub node_selector: BTreeMap<String, String>,
-    /// Taints that pods put up with.
+    /// Tolerations of all pods.
     pub tolerations: Vec<Toleration>,
-    /// Added to all objects.
+    /// Additional labels of all objects.
     pub labels: BTreeMap<String, String>,
-    /// Added to all objects.
+    /// Additional annotations of all objects.
     pub annotations: BTreeMap<String, String>,
     /// The workers' volumes.
     pub volumes: Vec<Mounted>,
-    /// Seconds after its end until the job is removed.
+    /// Seconds from the job's end until its deletion.
     pub ttl_s: Option<i32>,
-    /// Seconds after which the job is ended.
+    /// Seconds after which the job is terminated.
     pub active_deadline_s: Option<i64>,
-    /// A partial pod spec that is merged into the workers'.
+    /// A partial pod spec that is merged into that of the workers.
     pub worker_pod_template: Option<Value>,
 }
 
 /// A name and its value.
 pub type Pair = (String, String);
 
-/// Amounts by resource: `cpu`, `memory`, `nvidia.com/gpu` and whatever else nodes have.
+/// Amounts by resource: `cpu`, `memory`, `nvidia.com/gpu` and other resources of nodes.
 pub type Resources = BTreeMap<String, String>;
 
-/// A volume and where workers see it.
+/// A volume and its mount in the workers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mounted {
-    /// The volume; its name is given later.
+    /// Volume; its name is set later.
     pub volume: Volume,
-    /// Where it is mounted.
+    /// Mount.
     pub mount: VolumeMount,
 }
 
-/// Reads `cpu=1,memory=2Gi,nvidia.com/gpu=1`.
+/// Parses `cpu=1,memory=2Gi,nvidia.com/gpu=1`.
 ///
 /// # Errors
-/// What is wrong, with what would be right.
+/// What is wrong, and an example of what is valid.
 pub fn parse_resources(text: &str) -> Result<Resources, String> {
     let example = "for example `cpu=1,memory=2Gi` or `cpu=500m,memory=1Gi,nvidia.com/gpu=1`, with `limits.cpu=2` for a limit";
     let mut resources = Resources::new();
@@ -91,13 +91,13 @@ pub fn parse_resources(text: &str) -> Result<Resources, String> {
     Ok(resources)
 }
 
-/// Begins the name of a resource whose amount is a limit, and not asked for.
+/// Prefix of a resource whose amount is a limit instead of a request.
 pub const LIMITS: &str = "limits.";
 
-/// Reads `NAME=VALUE`.
+/// Parses `NAME=VALUE`.
 ///
 /// # Errors
-/// What is wrong, with what would be right.
+/// What is wrong, and an example of what is valid.
 pub fn parse_env(text: &str) -> Result<Pair, String> {
     let (name, value) = text.split_once('=').ok_or("it must be NAME=VALUE")?;
     let fit = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
@@ -114,10 +114,10 @@ pub fn parse_env(text: &str) -> Result<Pair, String> {
     Ok((name.into(), value.into()))
 }
 
-/// Reads `key=value,key=value` as labels.
+/// Parses `key=value,key=value` as labels.
 ///
 /// # Errors
-/// What is wrong, with what would be right.
+/// What is wrong, and an example of what is valid.
 pub fn parse_labels(text: &str) -> Result<BTreeMap<String, String>, String> {
     let labels = parse_node_selector(text)?;
     match labels.keys().find(|key| OWN_LABELS.iter().any(|own| key.starts_with(own))) {
@@ -126,10 +126,10 @@ pub fn parse_labels(text: &str) -> Result<BTreeMap<String, String>, String> {
     }
 }
 
-/// Reads `key=value,key=value` as labels of nodes.
+/// Parses `key=value,key=value` as labels of nodes.
 ///
 /// # Errors
-/// What is wrong, with what would be right.
+/// What is wrong, and an example of what is valid.
 pub fn parse_node_selector(text: &str) -> Result<BTreeMap<String, String>, String> {
     let mut labels = BTreeMap::new();
     for (key, value) in parse_pairs(text)? {
@@ -140,10 +140,10 @@ pub fn parse_node_selector(text: &str) -> Result<BTreeMap<String, String>, Strin
     Ok(labels)
 }
 
-/// Reads `key=value,key=value` as annotations.
+/// Parses `key=value,key=value` as annotations.
 ///
 /// # Errors
-/// What is wrong, with what would be right.
+/// What is wrong, and an example of what is valid.
 pub fn parse_annotations(text: &str) -> Result<BTreeMap<String, String>, String> {
     let mut annotations = BTreeMap::new();
     for (key, value) in parse_pairs(text)? {
@@ -153,10 +153,10 @@ pub fn parse_annotations(text: &str) -> Result<BTreeMap<String, String>, String>
     Ok(annotations)
 }
 
-/// Reads `key[=value][:effect]`, several separated by commas.
+/// Parses `key[=value][:effect]`; several are separated by commas.
 ///
 /// # Errors
-/// What is wrong, with what would be right.
+/// What is wrong, and an example of what is valid.
 pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
     let one = |part: &str| {
         let (taint, effect) = match part.split_once(':') {
@@ -189,11 +189,11 @@ pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
     text.split(',').map(|part| one(part.trim())).collect()
 }
 
-/// Reads volumes in ElasticDL's grammar:
+/// Parses volumes in ElasticDL's grammar:
 /// `claim_name=c,mount_path=/data;host_path=/d,mount_path=/scratch`.
 ///
 /// # Errors
-/// What is wrong, with what would be right.
+/// What is wrong, and an example of what is valid.
 pub fn parse_volumes(text: &str) -> Result<Vec<Mounted>, String> {
     text.split(';').map(str::trim).filter(|part| !part.is_empty()).map(parse_volume).collect()
 }
@@ -239,14 +239,14 @@ fn parse_volume(text: &str) -> Result<Mounted, String> {
     Ok(Mounted { volume, mount })
 }
 
-/// Reads a partial pod spec, as YAML: a file's content.
+/// Parses the content of a YAML file as a partial pod spec.
 ///
 /// # Errors
 /// What is wrong, and where.
 pub fn parse_pod_template(text: &str) -> Result<Value, String> {
     let mut value: Value =
         serde_saphyr::from_str(text).map_err(|e| format!("it is not YAML: {e}"))?;
-    // A whole pod, or a template of one, is as good as its spec.
+    // c A whole pod, or a pod template, is accepted for its spec.
     if let Some(spec) = value.get_mut("spec") {
         value = spec.take();
     }
@@ -256,7 +256,7 @@ pub fn parse_pod_template(text: &str) -> Result<Value, String> {
 /// Checks a name that other objects refer to.
 ///
 /// # Errors
-/// What would be right.
+/// What a valid name is.
 pub fn parse_object_name(text: &str) -> Result<String, String> {
     let fit = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '-' | '.');
     let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
@@ -269,10 +269,10 @@ pub fn parse_object_name(text: &str) -> Result<String, String> {
     Ok(text.into())
 }
 
-/// Checks a namespace's name.
+/// Checks the name of a namespace.
 ///
 /// # Errors
-/// What would be right.
+/// What a valid name is.
 pub fn parse_namespace(text: &str) -> Result<String, String> {
     match parse_object_name(text) {
         Ok(name) if name.len() <= 63 && !name.contains('.') => Ok(name),
@@ -281,10 +281,10 @@ pub fn parse_namespace(text: &str) -> Result<String, String> {
     }
 }
 
-/// Checks an image's name as far as it can be known wrong.
+/// Checks the name of an image, as far as invalid names can be recognized.
 ///
 /// # Errors
-/// What would be right.
+/// What a valid name is.
 pub fn parse_image(text: &str) -> Result<String, String> {
     let fit = |c: char| c.is_ascii_graphic() && !matches!(c, '"' | '\'' | '\\' | '$' | '`');
     if text.is_empty()
@@ -297,10 +297,10 @@ pub fn parse_image(text: &str) -> Result<String, String> {
     Ok(text.into())
 }
 
-/// Seconds, for a field of this many bits.
+/// Parses a duration of whole seconds, of at most a year.
 ///
 /// # Errors
-/// What would be right.
+/// What a valid duration is.
 pub fn parse_seconds(text: &str) -> Result<Duration, String> {
     let wanted = "it must be a duration in whole seconds, for example `90s`, `10min` or `2days`, at most 1 year";
     let duration = humantime::parse_duration(text).map_err(|e| format!("{e}; {wanted}"))?;
@@ -319,8 +319,8 @@ fn parse_pairs(text: &str) -> Result<Vec<Pair>, String> {
         .collect()
 }
 
-/// A key of a label, an annotation, a taint or a resource: a name, perhaps with a domain and `/`
-/// before it.
+/// Checks a key of a label, an annotation, a taint or a resource: a name, optionally with a domain
+/// and `/` before it.
 fn check_label_key(key: &str) -> Result<(), String> {
     let (domain, name) = match key.split_once('/') {
         Some((domain, name)) => (Some(domain), name),
@@ -347,7 +347,7 @@ fn check_label_value(value: &str) -> Result<(), String> {
     ))
 }
 
-/// As the API server reads amounts: a decimal number and a unit.
+/// Returns whether the API server accepts the text as a quantity: a decimal number and a unit.
 fn is_quantity(text: &str) -> bool {
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = &text[number.len()..];
@@ -359,7 +359,7 @@ fn is_quantity(text: &str) -> bool {
 }
 
 const EFFECTS: [&str; 3] = ["NoExecute", "NoSchedule", "PreferNoSchedule"];
-/// Labels that the job's own objects are found by.
+/// Prefixes of the labels by which the job's own objects are selected.
 const OWN_LABELS: [&str; 2] = ["app.kubernetes.io/", "elasticdl/"];
 const RESERVED: &str = "ELASTICDL_";
 const VOLUME_KEYS: [&str; 6] =

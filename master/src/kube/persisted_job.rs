@@ -1,21 +1,21 @@
-//! What the next master of a job needs, persisted in its anchor.
+//! Persists a job in its anchor, for the job's next master.
 //!
-//! A write takes some milliseconds, and for ever where the API server is away, so the master does
-//! not wait for it, but for what nobody else could tell
-//! ([`Job::awaited`](crate::job::Job::awaited)). The newest record is the one that is written;
-//! those that came while another was on its way are not.
+//! A write takes some milliseconds, and does not end while the API server is unreachable. So the
+//! master does not wait for it, except for state that no other process could reconstruct
+//! ([`Job::barrier`](crate::job::Job::barrier)). Only the newest submitted state is written; older
+//! ones that arrived during a write are skipped.
 //!
-//! A record is JSON. One that is longer than 64 KiB is compressed: `{"version": 2, "packed":
-//! "<base64 of zstd>"}`.
+//! The persisted job is JSON. One that is longer than 64 KiB is compressed: `{"version": 2,
+//! "packed": "<base64 of zstd>"}`.
 //!
-//! **Versions.** A field that older programs may pass over is added with a serde default, and the
-//! version stays. Another version is for what they would read wrong: they refuse it before they do
-//! anything. Version 1 had the list of files in the record; it is read, too, and replaced by the
-//! first write.
+//! **Versions.** A field that older programs can ignore is added with a serde default, and the
+//! version stays. A change that they would misread gets a new version, which they refuse before
+//! they do anything. Version 1 contained the list of files; it is still read, and is replaced by
+//! the first write.
 //!
-//! What the server refuses for good (400, 413, 422) fails the job: its next master would know
-//! nothing of what is done next. Anything else (no answer, a right that is missing) is told and
-//! tried again.
+//! A write that the server refuses permanently (400, 413, 422) fails the job, because its next
+//! master would not know what this one does next. Any other failure (no answer, a missing
+//! permission) is reported and retried.
 
 use std::time::Duration;
 
@@ -35,27 +35,27 @@ use super::leader_lease::LeaseGuard;
 use super::watch::backoff;
 use crate::job::{DataMark, JobRecord};
 
-/// Keeps the records of one master.
+/// Writes the state of one master's job, in a task of its own.
 #[derive(Debug)]
 pub(crate) struct PersistedJobWriter {
     submitted: watch::Sender<PendingWrite>,
     persisted: watch::Receiver<u64>,
     errors: mpsc::UnboundedReceiver<PersistError>,
-    /// Nothing more is written.
+    /// Whether the server has refused a write permanently; nothing more is written then.
     is_refused: bool,
     task: JoinHandle<()>,
 }
 
-/// What stands in the way of a record.
+/// Why the job is not persisted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PersistError {
-    /// The server will never take it.
+    /// The server will never accept it.
     Refused(String),
-    /// It is tried again.
+    /// The write is retried.
     Retrying(String),
 }
 
-/// Waits until what was submitted is persisted.
+/// Waits until the submitted state is persisted.
 #[derive(Clone, Debug)]
 pub(crate) struct PersistedWatch {
     submitted: watch::Receiver<PendingWrite>,
@@ -66,11 +66,11 @@ pub(crate) struct PersistedWatch {
 struct PendingWrite {
     record: Option<JobRecord>,
     revision: u64,
-    /// Somebody waits until this one is persisted.
+    /// The newest revision that the master waits for.
     awaited: u64,
 }
 
-/// A record that is written.
+/// The form in which the job is persisted.
 #[derive(Serialize)]
 struct Versioned<'a> {
     version: u32,
@@ -79,8 +79,9 @@ struct Versioned<'a> {
 }
 
 impl PersistedJobWriter {
-    /// Keeps by `writer` while the guard holds; the list of files of `stored` is there already.
-    /// What is refused is told to `recorder`. Must be called within a runtime.
+    /// Starts the task, which writes through `writer` while the guard is valid. `stored`: the list
+    /// of files that is stored already. A permanent refusal is recorded as an Event. Must be called
+    /// within a runtime.
     pub(crate) fn new(
         writer: AnchorWriter,
         guard: LeaseGuard,
@@ -95,18 +96,19 @@ impl PersistedJobWriter {
         Self { submitted, persisted, errors, is_refused: false, task }
     }
 
-    /// Has `record` written in time, and at once where its `revision` must be persisted before anything
-    /// more is done.
+    /// Submits the state of `revision`. It is written without delay if `awaited` is not persisted
+    /// yet.
     pub(crate) fn submit(&self, revision: u64, awaited: u64, record: JobRecord) {
         self.submitted.send_replace(PendingWrite { record: Some(record), revision, awaited });
     }
 
-    /// The newest revision that need not be waited for any more: it is persisted, or none ever will be.
+    /// Returns the newest revision that need not be waited for: it is persisted, or writes have
+    /// ended.
     pub(crate) fn persisted(&self) -> u64 {
         if self.is_refused { u64::MAX } else { *self.persisted.borrow() }
     }
 
-    /// Waits until a newer one is persisted, or something stands in the way. Safe to drop at any time.
+    /// Waits until a newer revision is persisted, or a write fails. Cancel-safe.
     pub(crate) async fn changed(&mut self) -> Option<PersistError> {
         tokio::select! {
             Some(error) = self.errors.recv() => {
@@ -114,12 +116,12 @@ impl PersistedJobWriter {
                 Some(error)
             }
             Ok(()) = self.persisted.changed() => None,
-            // Only a panic ends the task while this is here.
+            // c Only a panic ends the task while `self` exists.
             else => std::future::pending().await,
         }
     }
 
-    /// For who wants to wait until all is persisted.
+    /// Returns a handle with which to wait until all is persisted.
     pub(crate) fn watch(&self) -> PersistedWatch {
         PersistedWatch { submitted: self.submitted.subscribe(), persisted: self.persisted.clone() }
     }
@@ -132,15 +134,15 @@ impl Drop for PersistedJobWriter {
 }
 
 impl PersistedWatch {
-    /// Waits until what has been submitted is persisted, or the time is up.
+    /// Waits until all submitted state is persisted, for at most `limit`.
     pub(crate) async fn flush(&mut self, limit: Duration) {
         let wanted = self.submitted.borrow().revision;
-        // A writer that is gone keeps nothing more.
+        // c An error means that the writer was dropped: nothing more is persisted.
         let _ = timeout(limit, self.persisted.wait_for(|&persisted| persisted >= wanted)).await;
     }
 }
 
-/// A record as [`PersistedJobWriter`] has written it, or an older release's.
+/// Parses a job that [`PersistedJobWriter`], or that of an older release, has persisted.
 ///
 /// # Errors
 /// What is wrong with it.
@@ -152,7 +154,7 @@ pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
         packed: Option<String>,
     }
     let wrong = |error: serde_json::Error| error.to_string();
-    // The rest of another version may be anything.
+    // c Only the head is common to all versions.
     let Head { version, packed } = serde_json::from_str(text).map_err(wrong)?;
     if !(VERSION_OLDEST..=VERSION).contains(&version) {
         return Err(format!(
@@ -171,10 +173,10 @@ pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
     }
 }
 
-/// The text of a record in an anchor.
+/// Serializes a job for the anchor.
 ///
 /// # Errors
-/// Why it can't be persisted: it is too long.
+/// It is too long.
 fn write(mut record: JobRecord) -> Result<String, String> {
     let text = pack(&record);
     if text.len() <= RECORD_BYTES_MAX {
@@ -207,12 +209,12 @@ fn pack(record: &JobRecord) -> String {
     if text.len() < plain.len() { text } else { plain }
 }
 
-/// Who writes.
+/// State of the writer's task.
 struct WriterTask {
     writer: AnchorWriter,
     guard: LeaseGuard,
     recorder: EventRecorder,
-    /// The list of files that is persisted.
+    /// The list of files that is stored.
     stored: Option<DataMark>,
     errors: mpsc::UnboundedSender<PersistError>,
 }
@@ -225,7 +227,8 @@ impl WriterTask {
     ) {
         let mut written: Option<Instant> = None;
         while submissions.changed().await.is_ok() {
-            // More may come soon; it goes with the same write, unless somebody waits for it.
+            // c More changes may follow soon and are combined into one write, unless the master
+            // waits for this one.
             if let Some(written) = written {
                 let known = *persisted.borrow();
                 let urgent = submissions.wait_for(|submit| submit.awaited > known);
@@ -259,7 +262,7 @@ impl WriterTask {
                 };
                 if failures == 0 {
                     warn!(why, "the job's record is not persisted yet");
-                    // The job may have ended.
+                    // c The receiver may have been dropped, at the job's end.
                     let _ = self.errors.send(PersistError::Retrying(why));
                 }
                 tokio::time::sleep(backoff(failures)).await;
@@ -268,8 +271,8 @@ impl WriterTask {
         }
     }
 
-    /// Writes the list of files, if it is new, and the record; `None`: the guard has run out
-    /// first.
+    /// Writes the list of files, if it is new, and the job. `None`: the guard expired before the
+    /// answer.
     async fn try_persist(&mut self, record: JobRecord) -> Option<Result<(), WriteError>> {
         if let Some(list) = record.file_list()
             && self.stored != Some(DataMark::of(list))
@@ -299,22 +302,22 @@ impl WriterTask {
         error!(why, "the job's record can't be persisted: the job fails");
         self.recorder
             .record("RecordRefused", format!("the job's record can't be persisted: {why}"));
-        // The job may have ended.
+        // c The receiver may have been dropped, at the job's end.
         let _ = self.errors.send(PersistError::Refused(why));
     }
 }
 
-/// Between two writes that nobody waits for.
+/// Minimum time between two writes that the master does not wait for.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// A write that takes longer is tried again.
+/// Timeout of a write, after which it is retried.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Of what records look like.
+/// Version of the format that is written.
 const VERSION: u32 = 2;
-/// What is still read.
+/// Oldest version that is read.
 const VERSION_OLDEST: u32 = 1;
-/// A longer record is compressed.
+/// Length above which the JSON is compressed.
 const PLAIN_BYTES_MAX: usize = 64 << 10;
-/// A record's part of the 1 MiB that an anchor may have.
+/// Maximum length; the anchor has 1 MiB in total.
 const RECORD_BYTES_MAX: usize = 416 << 10;
 const LEVEL: i32 = 3;
 

@@ -1,17 +1,17 @@
 //! Workers as pods.
 //!
 //! ```text
-//!  master's task ──start, kill──► this task ──create, delete──► API server
-//!                ◄──happenings───           ◄──────watch───────
+//!  event loop ──start, kill──► pod controller ──create, delete──► API server
+//!             ◄───events──────                ◄──────watch───────
 //! ```
 //!
-//! One task owns what is known of the launches. Calls run beside it, each until it is answered for
-//! good, so that thirty workers that are lost at once are replaced in parallel, and a server that
-//! is away for a while costs nothing but time.
+//! One task, the pod controller, owns the state of the launches. API calls run concurrently with
+//! it, each until it has a final answer. So thirty workers that are lost at once are replaced in
+//! parallel, and an API server that is unreachable for a while costs time only.
 //!
-//! **Invariants:** a launch ends once, by the verdict on its own pod, known by uid; what another
-//! pod of that name does is not looked at. A pod that is being deleted has ended when its program
-//! has, or when its node has had the time for that.
+//! **Invariants:** a launch ends once, by the verdict on its own pod, identified by uid; another
+//! pod of the same name is ignored. A pod that is being deleted has ended when its program has
+//! ended, or when its node has exceeded the time for that.
 
 mod calls;
 mod timeouts;
@@ -41,32 +41,32 @@ use super::watch::{Change, Selection, Watch};
 use crate::job::{Exit, LaunchId, Wait};
 use crate::launches::Happening;
 
-/// What workers' pods are made from.
+/// Everything that a worker pod is made from, except its launch and slot.
 #[derive(Clone, Debug)]
 pub(crate) struct PodFactory {
-    /// What they have in common.
+    /// Template that all worker pods share.
     pub(crate) template: Pod,
-    /// Their owner.
+    /// Metadata of their owner.
     pub(crate) anchor: ObjectMeta,
-    /// Where they find it, `host:port`.
+    /// Address of the master, `host:port`.
     pub(crate) master: String,
-    /// The least number of workers: the job's core.
+    /// Minimum number of workers: the job's core.
     pub(crate) min_workers: u32,
-    /// Their priority classes by place, unless all have the template's.
+    /// Priority classes by slot. `None`: all pods have the template's class.
     pub(crate) priority_tiers: Option<PriorityTiers>,
 }
 
-/// The workers' pods of a job.
+/// The worker pods of a job.
 #[derive(Debug)]
 pub(crate) struct Pods {
     commands: mpsc::UnboundedSender<PodCommand>,
-    happenings: mpsc::UnboundedReceiver<(LaunchId, Happening)>,
+    backend_events: mpsc::UnboundedReceiver<(LaunchId, Happening)>,
     task: JoinHandle<()>,
 }
 
 #[derive(Clone, Debug)]
 enum PodCommand {
-    /// A launch of a master before this one, and its pod, if that is there.
+    /// A launch of an earlier master and its pod, if the pod exists.
     Adopt(LaunchId, Option<Box<Pod>>),
     End,
     HasTrained,
@@ -76,8 +76,8 @@ enum PodCommand {
 }
 
 impl Pods {
-    /// Watches the job's pods from now on; makes and deletes them while the guard holds. Must be
-    /// called within a runtime.
+    /// Starts to watch the job's pods. Pods are created and deleted while the guard is valid. Must
+    /// be called within a runtime.
     pub(crate) fn new(
         cluster: &Cluster,
         factory: PodFactory,
@@ -85,45 +85,48 @@ impl Pods {
         recorder: EventRecorder,
     ) -> Self {
         let (commands, received_commands) = mpsc::unbounded_channel();
-        let (happen, happenings) = mpsc::unbounded_channel();
+        let (event_sender, backend_events) = mpsc::unbounded_channel();
         let api: Api<Pod> = cluster.api();
         let uid = factory.anchor.uid.clone().unwrap_or_default();
         let labels = Some(objects::worker_selector(&uid));
         let watch = Watch::start(api.clone(), Selection { labels, fields: None });
         let controller = PodController {
             client: PodClient::new(api, guard),
-            events: cluster.api(),
+            event_api: cluster.api(),
             recorder,
             factory,
             launches: BTreeMap::new(),
             retained_pods: VecDeque::new(),
             unexplained: Vec::new(),
             calls: JoinSet::new(),
-            happen,
+            event_sender,
             has_run: Arc::default(),
             stuck: 0,
         };
-        Self { commands, happenings, task: tokio::spawn(controller.run(received_commands, watch)) }
+        Self {
+            commands,
+            backend_events,
+            task: tokio::spawn(controller.run(received_commands, watch)),
+        }
     }
 
-    pub(crate) fn start(&self, launch: LaunchId, index: u32) {
-        // The task ends only with this.
-        let _ = self.commands.send(PodCommand::Start(launch, index));
+    pub(crate) fn start(&self, launch: LaunchId, slot: u32) {
+        // c The task ends only when `self` is dropped.
+        let _ = self.commands.send(PodCommand::Start(launch, slot));
     }
 
-    /// Takes over one that another master has started; what is known of its end is told as of any
-    /// other's.
+    /// Adopts a launch of an earlier master. Its end is reported as that of any other launch.
     pub(crate) fn adopt(&self, launch: LaunchId, pod: Option<Pod>) {
         let _ = self.commands.send(PodCommand::Adopt(launch, pod.map(Box::new)));
     }
 
-    /// Deletes a pod that is no launch's any more.
+    /// Deletes a pod that belongs to no launch.
     pub(crate) fn remove(&self, pod: Pod) {
         let _ = self.commands.send(PodCommand::Remove(Box::new(pod)));
     }
 
-    /// A worker of the job has run before this master: what keeps others from starting is not the
-    /// user's doing.
+    /// Notes that a worker of the job ran under an earlier master: failures to start are then not
+    /// caused by the user's configuration.
     pub(crate) fn has_trained(&self) {
         let _ = self.commands.send(PodCommand::HasTrained);
     }
@@ -133,8 +136,8 @@ impl Pods {
     }
 
     pub(crate) async fn next(&mut self) -> (LaunchId, Happening) {
-        match self.happenings.recv().await {
-            Some(happening) => happening,
+        match self.backend_events.recv().await {
+            Some(event) => event,
             None => std::future::pending().await,
         }
     }
@@ -148,7 +151,7 @@ impl Pods {
     }
 }
 
-/// The workers' pods of a job that a master before this one has made.
+/// Lists the worker pods that earlier masters of the job have created.
 pub(crate) async fn list(cluster: &Cluster, anchor_uid: &str) -> Result<Vec<Pod>, ClusterError> {
     let api: Api<Pod> = cluster.api();
     let params = ListParams::default().labels(&objects::worker_selector(anchor_uid));
@@ -162,49 +165,50 @@ impl Drop for Pods {
     }
 }
 
-/// The task.
+/// State of the controller task.
 struct PodController {
     client: PodClient,
-    events: Api<Event>,
+    event_api: Api<Event>,
     recorder: EventRecorder,
     factory: PodFactory,
-    /// Those that have not ended.
+    /// Launches that have not ended.
     launches: BTreeMap<LaunchId, ActiveLaunch>,
-    /// Pods that have ended, oldest first: kept for their logs, but not all of them.
+    /// Ended pods that are retained for their logs, by name and uid; oldest first, at most
+    /// [`RETAINED_PODS_MAX`].
     retained_pods: VecDeque<(String, String)>,
-    /// Pods that were deleted, and nobody has said why yet.
+    /// Deleted pods for whose deletion no reason is known yet.
     unexplained: Vec<UnexplainedDeletion>,
     calls: JoinSet<CallResult>,
-    happen: mpsc::UnboundedSender<(LaunchId, Happening)>,
-    /// A worker of the job has run: image, configuration and rights are good, so what keeps a pod
-    /// from starting is the cluster's trouble, and is waited for.
+    event_sender: mpsc::UnboundedSender<(LaunchId, Happening)>,
+    /// Whether a worker of the job has run. Then image, configuration and permissions are valid, so
+    /// a pod that can't start is a problem of the cluster, and is retried.
     has_run: Arc<AtomicBool>,
-    /// Pods in a row that were unable to start.
+    /// Number of consecutive pods that were unable to start.
     stuck: u32,
 }
 
 /// A launch that has not ended.
 #[derive(Debug, Default)]
 struct ActiveLaunch {
-    /// Its place among the job's workers.
-    index: u32,
-    /// The class that the priority_tiers gave it.
+    /// Slot among the job's workers.
+    slot: u32,
+    /// Priority class that the tiers assign.
     class: Option<String>,
-    /// Its pod, once it is made: uid, and when that was known.
+    /// Uid of its pod once it exists, and when the creation was confirmed.
     pod: Option<(String, Option<Instant>)>,
     /// Since when it can't start, and why.
     stuck: Option<(Instant, String)>,
     /// Since when it is being deleted while its program runs.
     terminating: Option<(Instant, Termination)>,
-    /// By whom it was preempted, if the scheduler has said so.
+    /// The scheduler's message about its preemption, if there is one.
     preempted: Option<String>,
-    /// What was said of it last.
-    said: Option<Happening>,
-    /// Its creation is not to be tried again.
+    /// The last reported event.
+    reported: Option<Happening>,
+    /// Set when the creation must not be retried.
     cancelled: Arc<AtomicBool>,
 }
 
-/// A deletion whose reason may yet be told.
+/// A deletion whose reason may become known later.
 #[derive(Debug)]
 struct UnexplainedDeletion {
     launch: LaunchId,
@@ -213,14 +217,14 @@ struct UnexplainedDeletion {
     seen: Instant,
 }
 
-/// What a call came to.
+/// Result of a call.
 #[derive(Debug)]
 enum CallResult {
     Created(LaunchId, CreateOutcome),
     Deleted,
-    /// It has had the time to end by itself.
+    /// The launch has had its time to end by itself and is to be killed.
     KillDue(LaunchId),
-    /// What the scheduler has said about preempted pods, by uid.
+    /// The scheduler's messages about preempted pods, by uid.
     Explained(Vec<UnexplainedDeletion>, BTreeMap<String, String>),
 }
 
@@ -233,10 +237,10 @@ impl PodController {
         let mut ticks = tokio::time::interval(TICK);
         loop {
             tokio::select! {
-                order = commands.recv() => match order {
-                    Some(PodCommand::Start(launch, index)) => {
-                        self.launches.insert(launch, ActiveLaunch { index, ..ActiveLaunch::default() });
-                        self.say(launch, Happening::Waits(Wait::Answer(None)));
+                command = commands.recv() => match command {
+                    Some(PodCommand::Start(launch, slot)) => {
+                        self.launches.insert(launch, ActiveLaunch { slot, ..ActiveLaunch::default() });
+                        self.report(launch, Happening::Waits(Wait::Answer(None)));
                         self.create(launch);
                     }
                     Some(PodCommand::Adopt(launch, pod)) => self.adopt(launch, pod.as_deref()),
@@ -281,35 +285,35 @@ impl PodController {
         let Some(pod) = pod else { return self.ended(launch, exit_of(vanished())) };
         let class = pod.spec.as_ref().and_then(|spec| spec.priority_class_name.clone());
         if let (Some(launched), Some(uid)) = (self.launches.get_mut(&launch), &pod.metadata.uid) {
-            launched.index = objects::launch_and_slot(pod).map_or(0, |(_, index)| index);
+            launched.slot = objects::launch_and_slot(pod).map_or(0, |(_, slot)| slot);
             launched.class.clone_from(&class);
             launched.pod = Some((uid.clone(), Some(Instant::now())));
         }
         info!(launch = launch.0, pod = name_of(pod), "worker pod taken over");
-        let _ = self.happen.send((launch, Happening::Made(class)));
+        let _ = self.event_sender.send((launch, Happening::Made(class)));
         self.on_seen(pod);
     }
 
     fn create(&mut self, launch: LaunchId) {
         let Some(launched) = self.launches.get_mut(&launch) else { return };
         let PodFactory { template, anchor, master, min_workers, priority_tiers } = &self.factory;
-        let mut pod = objects::worker_pod(template, launch, launched.index, anchor, master);
+        let mut pod = objects::worker_pod(template, launch, launched.slot, anchor, master);
         launched.class = priority_tiers
             .as_ref()
-            .map(|priority_tiers| priority_tiers.class(launched.index, *min_workers).into());
+            .map(|priority_tiers| priority_tiers.class(launched.slot, *min_workers).into());
         if launched.class.is_some() {
             pod.spec.get_or_insert_default().priority_class_name.clone_from(&launched.class);
         }
         let cancelled = Arc::clone(&launched.cancelled);
         let (owner, has_run) = (anchor.uid.clone().unwrap_or_default(), Arc::clone(&self.has_run));
-        let (client, happen, recorder) =
-            (self.client.clone(), self.happen.clone(), self.recorder.clone());
+        let (client, event_sender, recorder) =
+            (self.client.clone(), self.event_sender.clone(), self.recorder.clone());
         self.calls.spawn(async move {
             let tell = |wait: Wait| {
                 if let Wait::Room(why) = &wait {
                     recorder.record("QuotaExceeded", why.clone());
                 }
-                let _ = happen.send((launch, Happening::Waits(wait)));
+                let _ = event_sender.send((launch, Happening::Waits(wait)));
             };
             let known = CreateContext { owner: &owner, cancelled: &cancelled, has_run: &has_run };
             CallResult::Created(launch, client.create(&pod, known, tell).await)
@@ -320,15 +324,15 @@ impl PodController {
         match (made, self.launches.get_mut(&launch)) {
             (CreateOutcome::Created(pod), Some(launched)) => {
                 info!(launch = launch.0, pod = name_of(&pod), "worker pod created");
-                // The watch may have shown it already.
+                // c The watch may have reported the pod already.
                 let uid = pod.metadata.uid.unwrap_or_default();
                 launched.pod.get_or_insert((uid, None)).1 = Some(Instant::now());
                 let class = pod.spec.and_then(|spec| spec.priority_class_name);
-                let _ = self.happen.send((launch, Happening::Made(class)));
+                let _ = self.event_sender.send((launch, Happening::Made(class)));
             }
             (CreateOutcome::MissingClass(class), Some(_)) => self.on_missing_class(launch, &class),
             (CreateOutcome::Rejected(why), Some(_)) => self.ended(launch, Exit::NotStarted(why)),
-            // It was killed meanwhile.
+            // c The launch was killed in the meantime.
             (CreateOutcome::Created(pod), None) => {
                 self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default())
             }
@@ -341,16 +345,16 @@ impl PodController {
         }
     }
 
-    /// The cluster has no such class. The priority_tiers is shortened, once for all launches, and this one
-    /// asked for again.
+    /// Handles a priority class that the cluster does not have: reduces the tiers, once for all
+    /// launches, and creates the pod again.
     fn on_missing_class(&mut self, launch: LaunchId, class: &str) {
         let no_class = format!("there is no priority class {class}");
         let asked = self.launches.get(&launch).and_then(|launched| launched.class.as_deref());
         if asked != Some(class) {
-            // The user's own word, or somebody else's who changes pods on their way.
+            // c The class is the user's own choice, or was set by an admission webhook.
             return self.ended(launch, Exit::NotStarted(no_class));
         }
-        // Another launch may have shortened it meanwhile.
+        // c Another launch may have reduced the tiers already.
         let has = |priority_tiers: &&PriorityTiers| {
             priority_tiers.core == class || priority_tiers.tiers.iter().any(|tier| tier == class)
         };
@@ -360,13 +364,13 @@ impl PodController {
                 Some(PriorityTiers { core, tiers }) => {
                     format!("workers have {core} or {}", tiers.join(", "))
                 }
-                None => "workers have no class by place".into(),
+                None => "workers have no class by slot".into(),
             };
-            let words = format!(
+            let message = format!(
                 "{no_class} in this cluster (see manifests/priorityclasses.yaml): {instead}"
             );
-            warn!("{words}");
-            let _ = self.happen.send((launch, Happening::Waits(Wait::Answer(Some(words)))));
+            warn!("{message}");
+            let _ = self.event_sender.send((launch, Happening::Waits(Wait::Answer(Some(message)))));
             self.factory.priority_tiers = shorter;
         }
         self.create(launch);
@@ -374,10 +378,12 @@ impl PodController {
 
     fn on_change(&mut self, change: Change<Pod>) {
         match change {
-            Change::Forbidden(message) => warn!(message, "the workers' pods can't be watched"),
+            Change::Forbidden(message) => {
+                warn!(reason = message, "the workers' pods can't be watched")
+            }
             Change::Deleted(pod) => {
                 if let Some(launch) = self.launch_of(&pod) {
-                    // Its last form may say more than that it is gone.
+                    // c The last version of the object may contain the reason.
                     let end = match classify(&pod) {
                         Verdict::Ended(end) | Verdict::Terminating(Termination { end, .. }) => end,
                         _ => vanished(),
@@ -398,7 +404,7 @@ impl PodController {
                     .collect();
                 for launch in gone {
                     let name = self.name_of_launch(launch);
-                    self.report(Cause::Deleted, &name, &vanished().detail);
+                    self.record_event(Cause::Deleted, &name, &vanished().detail);
                     self.ended(launch, exit_of(vanished()));
                 }
             }
@@ -421,23 +427,25 @@ impl PodController {
             _ => launched.stuck = None,
         }
         match verdict {
-            Verdict::Created => self.say(launch, Happening::Waits(Wait::Answer(None))),
-            Verdict::CannotStart(why) => self.say(launch, Happening::Waits(Wait::Start(Some(why)))),
+            Verdict::Created => self.report(launch, Happening::Waits(Wait::Answer(None))),
+            Verdict::CannotStart(why) => {
+                self.report(launch, Happening::Waits(Wait::Start(Some(why))))
+            }
             Verdict::Unschedulable(why) => self.on_unschedulable(launch, pod, why),
-            Verdict::Starting => self.say(launch, Happening::Waits(Wait::Start(None))),
-            Verdict::Terminating(leave) => self.on_terminating(launch, pod, leave),
+            Verdict::Starting => self.report(launch, Happening::Waits(Wait::Start(None))),
+            Verdict::Terminating(termination) => self.on_terminating(launch, pod, termination),
             Verdict::Running => {
                 self.has_run.store(true, Ordering::Relaxed);
                 self.stuck = 0;
-                self.say(launch, Happening::Runs);
+                self.report(launch, Happening::Runs);
             }
             Verdict::Ended(end) => {
                 self.on_end(launch, pod, end);
                 if has_running_sidecar(pod) {
-                    // Companions of the worker that don't end by themselves.
+                    // c Sidecars don't end by themselves.
                     self.delete(name_of(pod), pod.metadata.uid.clone().unwrap_or_default());
                 } else if pod.metadata.deletion_timestamp.is_none() {
-                    self.keep(pod);
+                    self.retain(pod);
                 }
             }
         }
@@ -445,51 +453,52 @@ impl PodController {
 
     fn on_unschedulable(&mut self, launch: LaunchId, pod: &Pod, why: String) {
         let waits = Happening::Waits(Wait::Room(why.clone()));
-        let is_known = self.launches.get(&launch).is_none_or(|l| l.said.as_ref() == Some(&waits));
+        let is_known =
+            self.launches.get(&launch).is_none_or(|l| l.reported.as_ref() == Some(&waits));
         if !is_known {
             self.recorder.record("Unschedulable", format!("worker pod {}: {why}", name_of(pod)));
         }
-        self.say(launch, waits);
+        self.report(launch, waits);
     }
 
-    fn on_terminating(&mut self, launch: LaunchId, pod: &Pod, leave: Termination) {
-        let words = leave.end.detail.clone();
-        let is_unexplained = leave.end.cause == Cause::Deleted;
+    fn on_terminating(&mut self, launch: LaunchId, pod: &Pod, termination: Termination) {
+        let message = termination.end.detail.clone();
+        let is_unexplained = termination.end.cause == Cause::Deleted;
         let Some(launched) = self.launches.get_mut(&launch) else { return };
         let since = launched.terminating.as_ref().map(|(since, _)| *since);
-        launched.terminating = Some((since.unwrap_or_else(Instant::now), leave));
+        launched.terminating = Some((since.unwrap_or_else(Instant::now), termination));
         if since.is_none() && is_unexplained {
             self.note_unexplained(launch, pod);
         }
-        self.say(launch, Happening::Leaves(words));
+        self.report(launch, Happening::Leaves(message));
     }
 
-    /// A launch has ended as its pod says.
+    /// Handles the end of a launch as its pod reports it.
     fn on_end(&mut self, launch: LaunchId, pod: &Pod, mut end: End) {
         let launched = self.launches.get_mut(&launch);
         let (was_terminating, preempted) =
             launched.map_or((false, None), |l| (l.terminating.is_some(), l.preempted.take()));
         match preempted {
-            // It has been told of already.
-            Some(words) => end = End { cause: Cause::Preempted, detail: words },
+            // c The Event has been recorded already.
+            Some(message) => end = End { cause: Cause::Preempted, detail: message },
             None if end.cause == Cause::Deleted => {
                 if !was_terminating {
                     self.note_unexplained(launch, pod);
                 }
             }
-            None => self.report(end.cause, &name_of(pod), &end.detail),
+            None => self.record_event(end.cause, &name_of(pod), &end.detail),
         }
         self.ended(launch, exit_of(end));
     }
 
-    fn report(&self, cause: Cause, name: &str, detail: &str) {
+    fn record_event(&self, cause: Cause, name: &str, detail: &str) {
         if let Some(reason) = events::reason_of(cause) {
             self.recorder.record(reason, format!("worker pod {name}: {detail}"));
         }
     }
 
-    /// Retry was it deleted? The scheduler of a server before 1.26 says so in an Event, after the
-    /// deletion.
+    /// Notes a deletion without a known reason. The scheduler of a server before 1.26 reports a
+    /// preemption in an Event only, after the deletion.
     fn note_unexplained(&mut self, launch: LaunchId, pod: &Pod) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         self.unexplained.push(UnexplainedDeletion {
@@ -500,14 +509,14 @@ impl PodController {
         });
     }
 
-    /// Asks once, for all whose time has come.
+    /// Reads the scheduler's Events, in one call for all deletions that are due.
     fn investigate_deletions(&mut self) {
         let (asked, later) = std::mem::take(&mut self.unexplained)
             .into_iter()
             .partition::<Vec<_>, _>(|pod| pod.seen.elapsed() >= EVENT_DELAY);
         self.unexplained = later;
         if !asked.is_empty() {
-            let events = self.events.clone();
+            let events = self.event_api.clone();
             self.calls.spawn(async move {
                 let preemptors = events::preemptors(&events).await;
                 CallResult::Explained(asked, preemptors)
@@ -522,38 +531,39 @@ impl PodController {
     ) {
         for UnexplainedDeletion { launch, name, uid, .. } in asked {
             match preemptors.get(&uid) {
-                Some(words) => {
-                    let words = words
+                Some(message) => {
+                    let message = message
                         .strip_prefix("Preempted ")
-                        .map_or_else(|| words.clone(), |w| format!("preempted {w}"));
+                        .map_or_else(|| message.clone(), |w| format!("preempted {w}"));
                     info!(
                         launch = launch.0,
                         pod = name,
-                        words,
+                        reason = message,
                         "a deleted worker pod was preempted"
                     );
-                    self.report(Cause::Preempted, &name, &words);
-                    let _ = self.happen.send((launch, Happening::Explained(words.clone())));
+                    self.record_event(Cause::Preempted, &name, &message);
+                    let _ = self.event_sender.send((launch, Happening::Explained(message.clone())));
                     if let Some(launched) = self.launches.get_mut(&launch) {
-                        launched.preempted = Some(words);
+                        launched.preempted = Some(message);
                     }
                 }
-                None => self.report(Cause::Deleted, &name, "it was deleted"),
+                None => self.record_event(Cause::Deleted, &name, "it was deleted"),
             }
         }
     }
 
-    /// The launch whose own pod this is, if it has not ended.
+    /// Returns the launch to which this pod belongs, if it has not ended.
     fn launch_of(&mut self, pod: &Pod) -> Option<LaunchId> {
         let label = pod.metadata.labels.as_ref()?.get(LAUNCH_LABEL)?;
         let launch = LaunchId(label.parse().ok()?);
-        let is_named_so = name_of(pod) == self.name_of_launch(launch);
+        let has_its_name = name_of(pod) == self.name_of_launch(launch);
         let launched = self.launches.get_mut(&launch)?;
         let uid = pod.metadata.uid.clone()?;
         match &launched.pod {
             Some((known, _)) => (*known == uid).then_some(launch),
-            // The watch was faster than the answer. Names are used once, so the name tells.
-            None => is_named_so.then(|| {
+            // c The watch was faster than the answer to the creation. Names are unique, so the name
+            // identifies the pod.
+            None => has_its_name.then(|| {
                 launched.pod = Some((uid, None));
                 launch
             }),
@@ -564,12 +574,12 @@ impl PodController {
         objects::worker_name(self.factory.anchor.name.as_deref().unwrap_or_default(), launch)
     }
 
-    /// Says it, unless that is what was said last.
-    fn say(&mut self, launch: LaunchId, happening: Happening) {
+    /// Reports an event of a launch, unless it is equal to the last one.
+    fn report(&mut self, launch: LaunchId, event: Happening) {
         let Some(launched) = self.launches.get_mut(&launch) else { return };
-        if launched.said.as_ref() != Some(&happening) {
-            launched.said = Some(happening.clone());
-            let _ = self.happen.send((launch, happening));
+        if launched.reported.as_ref() != Some(&event) {
+            launched.reported = Some(event.clone());
+            let _ = self.event_sender.send((launch, event));
         }
     }
 
@@ -577,16 +587,16 @@ impl PodController {
         if let Some(launched) = self.launches.remove(&launch) {
             launched.cancelled.store(true, Ordering::Relaxed);
             info!(launch = launch.0, ?exit, "worker pod ended");
-            let _ = self.happen.send((launch, Happening::Ended(exit)));
+            let _ = self.event_sender.send((launch, Happening::Ended(exit)));
         }
     }
 
-    /// Ends one that need not end by itself. Where it has a node, a moment is waited: most are
-    /// killed because they have ended, which the cluster tells a little later, as it tells late
-    /// that they run, and how they did is worth to be known.
+    /// Kills a launch that need not end by itself. If its pod has a node, the controller waits a
+    /// moment: most pods are killed because their program has ended, which the cluster reports a
+    /// little later (as it reports late that they run), and their exit is worth knowing.
     fn kill_soon(&mut self, launch: LaunchId) {
         let waits = |l: &ActiveLaunch| {
-            matches!(l.said, Some(Happening::Waits(Wait::Answer(_) | Wait::Room(_))))
+            matches!(l.reported, Some(Happening::Waits(Wait::Answer(_) | Wait::Room(_))))
         };
         let has_node = |l: &ActiveLaunch| l.pod.is_some() && !waits(l);
         if !self.launches.get(&launch).is_some_and(has_node) {
@@ -607,8 +617,9 @@ impl PodController {
         self.ended(launch, Exit::Taken(why.into()));
     }
 
-    /// Keeps an ended pod for its logs, and sweeps up one that has been kept for longest.
-    fn keep(&mut self, pod: &Pod) {
+    /// Retains an ended pod for its logs, and deletes the oldest retained one if there are too
+    /// many.
+    fn retain(&mut self, pod: &Pod) {
         self.retained_pods.push_back((name_of(pod), pod.metadata.uid.clone().unwrap_or_default()));
         if self.retained_pods.len() > RETAINED_PODS_MAX
             && let Some((name, uid)) = self.retained_pods.pop_front()
@@ -643,13 +654,13 @@ fn name_of(pod: &Pod) -> String {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-/// Kubelets look once a second at what has ended.
+/// Delay before a kill: kubelets check once a second for ended containers.
 const END_WAIT: Duration = Duration::from_secs(2);
-/// How long after a deletion the scheduler may take to say that it was its own.
+/// Time that the scheduler may take after a deletion to report it as a preemption.
 const EVENT_DELAY: Duration = Duration::from_secs(2);
-/// The shortest that a kubelet obeys.
+/// The shortest grace period that a kubelet honours.
 const KILL_GRACE_S: u32 = 1;
-/// Pods that have ended and are kept.
+/// Number of ended pods that are retained.
 const RETAINED_PODS_MAX: usize = 16;
 const TICK: Duration = Duration::from_secs(1);
 

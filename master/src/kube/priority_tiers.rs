@@ -1,64 +1,64 @@
-//! The tiers of priority classes by which independent jobs share a cluster. Pure.
+//! Tiers of priority classes by which independent jobs share a cluster. Pure.
 //!
-//! A job's core, which is as many workers as it can't do without, stands above all further workers
-//! of all jobs, and the further a worker is from its job's core, the lower it stands: one job's
-//! fifth worker outranks another's thirtieth. The stock scheduler does the rest: with room every
-//! job grows, without it the largest jobs give way first.
+//! A job's core, its minimum number of workers, has a higher priority than all further workers of
+//! all jobs. Each further worker has a lower priority the more workers its job already has: one
+//! job's fifth worker precedes another job's thirtieth. The stock scheduler does the rest: with
+//! free capacity every job grows; without, it preempts the workers of the largest jobs first.
 //!
 //! ```text
 //!  workers   1 … min    up to 4   6   8   11   15   20   27   36   48   more
 //!  class     core       tier 1    2   3   4    5    6    7    8    9    10
 //! ```
 //!
-//! All stand below 0: services, which have no class, outrank them.
+//! All classes are below 0, so that services, which have no class, precede them.
 
 use serde::{Deserialize, Serialize};
 
-/// The classes of a job's workers.
+/// The priority classes of a job's workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PriorityTiers {
-    /// Of those that the job can't do without.
+    /// Class of the core: the workers up to the job's minimum.
     pub core: String,
-    /// Of the others, the highest first: 1 to 10.
+    /// Classes of the other workers, the highest first: 1 to 10.
     #[serde(rename = "rungs")]
     pub tiers: Vec<String>,
 }
 
-/// What a user wants of priority classes.
+/// The user's choice of priority classes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum TierChoice {
     /// The classes of `manifests/priorityclasses.yaml`, as far as the cluster has them.
     #[default]
     Auto,
-    /// No class by place.
+    /// No class by slot.
     Off,
-    /// These.
+    /// These classes.
     These(PriorityTiers),
 }
 
 impl PriorityTiers {
-    /// The classes of `manifests/priorityclasses.yaml`.
+    /// Returns the classes of `manifests/priorityclasses.yaml`.
     #[must_use]
     pub fn shipped() -> Self {
         let tiers = (1..=BANDS.len()).map(|tier| format!("elasticdl-tier-{tier}"));
         Self { core: "elasticdl-core".into(), tiers: tiers.collect() }
     }
 
-    /// The class of the worker at place `index`, from 0, of a job that can't do without
+    /// Returns the class of the worker in slot `slot` (from 0) of a job with a minimum of
     /// `min_workers`.
     #[must_use]
-    pub fn class(&self, index: u32, min_workers: u32) -> &str {
-        if index < min_workers {
+    pub fn class(&self, slot: u32, min_workers: u32) -> &str {
+        if slot < min_workers {
             return &self.core;
         }
-        let band = BANDS.iter().position(|&most| index < most).unwrap_or(BANDS.len() - 1);
-        // Fewer tiers than bands: each stands for several.
+        let band = BANDS.iter().position(|&most| slot < most).unwrap_or(BANDS.len() - 1);
+        // c With fewer tiers than bands, each tier covers several bands.
         self.tiers.get(band * self.tiers.len() / BANDS.len()).unwrap_or(&self.core)
     }
 
-    /// What is left of the tiers in a cluster that has no class `missing`: two tiers, of which the
-    /// lower is the lowest tier, or nothing. Below a core without a class nobody could stand, so
-    /// tiers alone are of no use.
+    /// Returns the tiers to use in a cluster that has no class `missing`: the core and the lowest
+    /// tier, or `None`. Without a class for the core, tiers are of no use: no other worker could
+    /// have a lower priority.
     #[must_use]
     pub fn without(&self, missing: &str) -> Option<Self> {
         let last = self.tiers.last().filter(|last| *last != missing)?;
@@ -67,7 +67,7 @@ impl PriorityTiers {
     }
 }
 
-/// The class that the server says is missing.
+/// Returns the class that the server reports as missing.
 #[must_use]
 pub fn missing_class(message: &str) -> Option<&str> {
     message
@@ -77,10 +77,10 @@ pub fn missing_class(message: &str) -> Option<&str> {
         .map(|(name, _)| name)
 }
 
-/// Reads `auto`, `off` or `CORE,RUNG,RUNG`.
+/// Parses `auto`, `off` or `CORE,TIER,TIER`.
 ///
 /// # Errors
-/// What is wrong, with what would be right.
+/// What is wrong, and an example of what is valid.
 pub fn parse(text: &str) -> Result<TierChoice, String> {
     match text {
         "auto" => return Ok(TierChoice::Auto),
@@ -109,10 +109,10 @@ pub fn parse(text: &str) -> Result<TierChoice, String> {
     }
 }
 
-/// The class of masters in `manifests/priorityclasses.yaml`.
+/// The master's class in `manifests/priorityclasses.yaml`.
 pub const MASTER_CLASS: &str = "elasticdl-master";
 
-/// Up to how many workers each tier reaches; the last goes on for ever.
+/// Number of workers up to which each tier reaches; the last one has no limit.
 const BANDS: [u32; 10] = [4, 6, 8, 11, 15, 20, 27, 36, 48, 60];
 
 #[cfg(test)]
@@ -123,7 +123,7 @@ mod tests {
     fn a_place_has_its_class() {
         let tiers = PriorityTiers::shipped();
         let table = [
-            // Places, least number of workers, class.
+            // c Slots, minimum number of workers, class.
             (0..=1, 2, "elasticdl-core"),
             (2..=3, 2, "elasticdl-tier-1"),
             (4..=5, 2, "elasticdl-tier-2"),
@@ -135,17 +135,17 @@ mod tests {
             (27..=35, 2, "elasticdl-tier-8"),
             (36..=47, 2, "elasticdl-tier-9"),
             (48..=1000, 2, "elasticdl-tier-10"),
-            // A large core does not lift what stands above it.
+            // c A large core does not raise the class of the further workers.
             (0..=9, 10, "elasticdl-core"),
             (10..=10, 10, "elasticdl-tier-4"),
             (0..=3, 0, "elasticdl-tier-1"),
         ];
-        for (places, min_workers, class) in table {
-            for place in places {
+        for (slots, min_workers, class) in table {
+            for slot in slots {
                 assert_eq!(
-                    tiers.class(place, min_workers),
+                    tiers.class(slot, min_workers),
                     class,
-                    "{place} of at least {min_workers}"
+                    "{slot} of at least {min_workers}"
                 );
             }
         }
@@ -155,7 +155,7 @@ mod tests {
     fn fewer_rungs_stand_for_several_bands_each() {
         let Ok(TierChoice::These(tiers)) = parse("c, a,b") else { panic!() };
         let classes: Vec<&str> =
-            [0, 1, 14, 15, 47, 500].iter().map(|&place| tiers.class(place, 1)).collect();
+            [0, 1, 14, 15, 47, 500].iter().map(|&slot| tiers.class(slot, 1)).collect();
         assert_eq!(classes, ["c", "a", "a", "b", "b", "b"]);
     }
 

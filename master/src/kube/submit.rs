@@ -1,4 +1,4 @@
-//! Making and removing a job's objects.
+//! Creates and deletes a job's objects.
 
 use std::time::Duration;
 
@@ -19,8 +19,8 @@ use super::client::{Cluster, ClusterError, is_code};
 use super::objects::{self, Objects, Request};
 use super::priority_tiers::{MASTER_CLASS, TierChoice};
 
-/// Rights that the master needs in its namespace: group, resource, verbs. As in
-/// manifests/rbac.yaml.
+/// Permissions that the master needs in its namespace, as in manifests/rbac.yaml: API group,
+/// resource, verbs.
 pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
     ("", "configmaps", &["get", "list", "watch", "patch"]),
     ("", "events", &["create", "list", "patch"]),
@@ -30,11 +30,11 @@ pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
     ("coordination.k8s.io", "leases", &["get", "create", "update"]),
 ];
 
-/// Makes the objects of a job: all of them, or none.
+/// Creates the objects of a job: all of them, or none.
 ///
 /// # Errors
-/// A job of this name is there, a right is missing, or the server refuses something; what was made
-/// is removed then.
+/// A job of this name exists, a permission is missing, or the server refuses an object. What was
+/// created is deleted then.
 pub async fn submit(
     cluster: &Cluster,
     request: &Request,
@@ -51,7 +51,7 @@ pub async fn submit(
     };
     let made = make_rest(cluster, name, &mut objects, &job.metadata).await;
     if made.is_err() {
-        // The garbage collector takes along what it owns already.
+        // c The garbage collector deletes the objects that the Job owns already.
         let params =
             DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
         if let Err(error) = jobs.delete(&objects::master_name(name), &params).await {
@@ -100,8 +100,8 @@ where
     }
 }
 
-/// Gives the master the class of masters, if the cluster has it: a dry run tells, for a Job with a
-/// class that is not there would never start.
+/// Gives the master its priority class if the cluster has the class. A dry run checks that first,
+/// because a Job with an unknown class would never start.
 async fn prefer_master_class(cluster: &Cluster, request: &Request, job: &mut Job) {
     let Some(spec) = job.spec.as_mut().and_then(|job| job.template.spec.as_mut()) else { return };
     if request.pods.priority_tiers != TierChoice::Auto || spec.priority_class_name.is_some() {
@@ -121,7 +121,7 @@ async fn prefer_master_class(cluster: &Cluster, request: &Request, job: &mut Job
     }
 }
 
-/// Removes a job and all that it has made, and waits until it is gone.
+/// Deletes a job with all its objects, and waits until they are gone.
 ///
 /// # Errors
 /// There is no such job, or [`ClusterError`].
@@ -143,7 +143,7 @@ pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
         DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
     match jobs.delete(&master, &params).await {
         Ok(_) => {}
-        // Somebody else was faster.
+        // c Another client deleted it first.
         Err(error) if is_code(&error, 404) || is_code(&error, 409) => {}
         Err(error) => return Err(cluster.explain(doing, error)),
     }
@@ -188,7 +188,7 @@ async fn wait_until_gone(
     }
 }
 
-/// Checks, as far as the user may ask, that the master will be able to do its work.
+/// Checks, as far as the user's permissions allow, that the master will have its permissions.
 async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
     let namespace = &cluster.namespace;
     let accounts: Api<ServiceAccount> = cluster.api();
@@ -203,7 +203,7 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
                 namespace: namespace.clone(),
             });
         }
-        // Who may create jobs need not be allowed to look at accounts.
+        // c Permission to create jobs does not imply permission to read service accounts.
         Err(error) => debug!(%error, "the service account can't be looked at"),
     }
     let mut reviews = JoinSet::new();
@@ -213,7 +213,7 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
             let api: Api<LocalSubjectAccessReview> = cluster.api();
             reviews.spawn(async move {
                 let answer = api.create(&PostParams::default(), &review).await.ok()?.status?;
-                // No answer is no refusal: the user may not be allowed to ask.
+                // c A missing answer is no refusal: the user may not have permission to ask.
                 (!answer.allowed && answer.evaluation_error.is_none())
                     .then(|| format!("{verb} {resource}"))
             });
@@ -260,10 +260,10 @@ fn review(
     }
 }
 
-/// The service's address that workers dial.
+/// Returns the Service's address, to which workers connect.
 ///
 /// # Errors
-/// It is not there, or has none.
+/// There is no Service, or it has no address.
 pub async fn service_address(cluster: &Cluster, job: &str) -> Result<String, ClusterError> {
     let services: Api<Service> = cluster.api();
     let doing = "find the job's service";
@@ -277,7 +277,7 @@ pub async fn service_address(cluster: &Cluster, job: &str) -> Result<String, Clu
         doing: doing.into(),
         message: "it has no address".into(),
     })?;
-    // An address of the newer kind stands in brackets before a port.
+    // c An IPv6 address is written in brackets before a port.
     let host = if ip.contains(':') { format!("[{ip}]") } else { ip };
     Ok(format!("{host}:{}", objects::PORT))
 }
@@ -295,6 +295,5 @@ fn this_very(meta: &ObjectMeta) -> Option<Preconditions> {
 }
 
 const GONE_INTERVAL: Duration = Duration::from_millis(200);
-/// Kubelets take up to a minute and a half until they say that a pod which has ended by itself is
-/// gone.
+/// Kubelets take up to 90 s to report that a pod which has ended by itself is deleted.
 const GONE_TIMEOUT: Duration = Duration::from_secs(180);

@@ -1,12 +1,12 @@
-//! Who follows a master that is told to end, and when none is to follow.
+//! Ensures that another master follows one that is ending, or that none does.
 //!
-//! The Job makes another master for each that ends, but waits twice as long each time: from
-//! Kubernetes 1.26 on a pod that is deleted or evicted counts as a failure, and a job that runs for
-//! weeks is drained and preempted often. So a master that is told to end makes the next one itself:
-//! a pod like the Job's own, which the anchor owns. When the Job has made one too, that one waits
-//! for the lease, and is the next.
+//! The Job replaces each master that ends, but doubles its back-off each time: from Kubernetes 1.26
+//! on a pod that is deleted or evicted counts as a failure, and a job that runs for weeks is
+//! drained and preempted often. So a master that receives SIGTERM creates the next one itself: a
+//! pod like the Job's own, which the anchor owns. If the Job creates one too, that one waits for
+//! the leader Lease, and becomes the master after the next.
 //!
-//! A master that is lost without a word is the Job's to replace.
+//! A master that is lost without SIGTERM is replaced by the Job.
 
 use std::time::Duration;
 
@@ -25,19 +25,19 @@ use super::leader_lease::Holder;
 use super::objects;
 use super::verdict::{Verdict, classify};
 
-/// What follows a master that is told to end.
+/// What follows a master that is ending.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum NextMaster {
-    /// Another master: it is there, or the Job will make it.
+    /// Another master: it exists, or the Job will create it.
     Expected,
-    /// Nothing: the Job has ended for good, or is about to. Why.
+    /// None: the Job has ended for good, or is about to. The reason.
     Unwanted(String),
 }
 
-/// Sees to it that another master follows this one, `holder`, which is told to end.
+/// Ensures that another master follows this one, `holder`, which is ending.
 ///
 /// # Errors
-/// The server refuses, or does not answer; the Job makes another one later.
+/// The server refuses, or does not answer. The Job creates another master later.
 pub(crate) async fn ensure_successor(
     cluster: &Cluster,
     anchor: &ObjectMeta,
@@ -78,7 +78,7 @@ pub(crate) async fn ensure_successor(
     Ok(NextMaster::Expected)
 }
 
-/// Why a Job has ended without success, or is about to; `None`: it has not.
+/// Returns why a Job has failed, or is about to. `None`: it has not failed.
 #[must_use]
 pub fn failure_of(job: &Job) -> Option<String> {
     let mut conditions = job.status.as_ref()?.conditions.iter().flatten();
@@ -88,7 +88,7 @@ pub fn failure_of(job: &Job) -> Option<String> {
     Some(words.join(": "))
 }
 
-/// The Job's deadline is over, though it may not have been said yet.
+/// Returns an error if the Job's deadline has passed, even if its status does not show that yet.
 fn overdue(job: &Job, now: Timestamp) -> Option<String> {
     let limit = job.spec.as_ref()?.active_deadline_seconds?;
     let start = &job.status.as_ref()?.start_time.as_ref()?.0;
@@ -96,7 +96,7 @@ fn overdue(job: &Job, now: Timestamp) -> Option<String> {
     (age >= limit).then(|| format!("DeadlineExceeded: the job has run for longer than {limit} s"))
 }
 
-/// A pod like the Job's own that is none of its.
+/// Builds a pod like the Job's own that does not belong to the Job.
 fn successor(job: &Job, anchor: &ObjectMeta) -> Option<Pod> {
     let template = &job.spec.as_ref()?.template;
     let mut metadata = objects::owned(anchor, "", "master");
@@ -108,16 +108,17 @@ fn successor(job: &Job, anchor: &ObjectMeta) -> Option<Pod> {
     Some(Pod { metadata, spec: template.spec.clone(), status: None })
 }
 
-/// A master leads the job: from now on no number of lost masters makes the Job give up.
+/// Raises the Job's back-off limit: once a master leads the job, no number of lost masters makes
+/// the Job fail.
 pub(crate) async fn raise_backoff_limit(cluster: &Cluster, name: &str) {
     if let Err(error) = limit(cluster, name, BACKOFF_LIMIT).await {
         warn!(%error, "lost masters count against the Job's backoffLimit");
     }
 }
 
-/// The job has failed, and this master is about to exit with that: the Job is to fail with it, and
-/// makes no other. `led`: this master has seen it; else a master before it has, and the Job may
-/// fail at once.
+/// Lowers the Job's back-off limit, so that the Job fails with this master's exit and creates no
+/// other. `led`: this master has led the job to its failure; otherwise an earlier master has, and
+/// the Job may fail at once.
 pub(crate) async fn stop_replacements(cluster: &Cluster, name: &str, led: bool) {
     let start = Instant::now();
     loop {
@@ -142,7 +143,8 @@ async fn try_stop_replacements(
         let jobs: Api<Job> = cluster.api();
         let job = jobs.get(&objects::master_name(name)).await;
         let job = job.map_err(|error| cluster.explain("look at the master's job", error))?;
-        // Fewer than there were would end this pod at once, and its log with it.
+        // c A limit below the number of failed pods would end this pod at once, and its log with
+        // it.
         job.status.and_then(|status| status.failed).unwrap_or(0)
     } else {
         0
@@ -157,7 +159,7 @@ async fn limit(cluster: &Cluster, name: &str, limit: i32) -> Result<(), ClusterE
     patched.map(drop).map_err(|error| cluster.explain("set the Job's backoffLimit", error))
 }
 
-/// The back-off limit of a Job that a master has led.
+/// Back-off limit of a Job that a master has led.
 pub(crate) const BACKOFF_LIMIT: i32 = 1_000_000;
 const RETRY_TIME_MAX: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_secs(1);
@@ -186,7 +188,7 @@ mod tests {
         json!({"metadata": {"name": name, "uid": format!("uid-of-{name}")}, "status": status})
     }
 
-    /// What follows the master `one`, and the pods that were made.
+    /// Returns what follows the master `one`, and the pods that were created.
     async fn told_to_end(job: Value, others: &[Value]) -> (NextMaster, Vec<Value>) {
         let (fake, cluster) = FakeServer::start();
         fake.put("jobs", "j-master", job);
@@ -233,7 +235,8 @@ mod tests {
         let old = json!({"startTime": "2020-01-01T00:00:00Z"});
         let nothing = |why: &str| NextMaster::Unwanted(why.into());
         let late = "DeadlineExceeded: the job has run for longer than 60 s";
-        // The Job's specification, its status, another pod, what follows, and how many are made.
+        // c Specification of the Job, its status, another pod, what follows, and the number of
+        // created pods.
         let table = [
             (spec.clone(), json!({}), Some(master("two", &runs)), NextMaster::Expected, 0),
             (

@@ -1,30 +1,30 @@
-//! What a pod's object says about its worker. Pure: a pod in, a verdict out.
+//! Classifies a worker by its pod's object. Pure: a pod in, a verdict out.
 //!
-//! The cluster tells a pod's end in many ways, and the same exit code means different things in
-//! each: a drained worker can end with code 0, an evicted one with 137. So the evidence is weighed
-//! in a fixed order: what the cluster says it did, then how the container ended, then what keeps it
-//! from starting. What the worker itself has said (done, leaving, failed) is stronger than all of
-//! it; that is the job's affair, which has heard it.
+//! A cluster reports the end of a pod in many ways, and the same exit code means different things
+//! in each: a drained worker can end with code 0, an evicted one with 137. So the evidence is
+//! weighed in a fixed order: first the cluster's actions, then how the container ended, then what
+//! prevents it from starting. The worker's own messages (finished, leaving, failed) take precedence
+//! over all of it; the job, which receives them, applies that.
 //!
 //! | what the pod shows | verdict | counts as the worker's failure |
 //! |---|---|---|
-//! | being deleted, and its container runs | leaves | |
-//! | condition `DisruptionTarget`, `TerminationTarget` | taken by the cluster: preempted, drained, evicted, … | no |
-//! | `status.reason` `Evicted`, over its own limit of disk | over a limit | yes |
-//! | `status.reason` `Evicted`, `Preempting`, `Shutdown`, `NodeShutdown`, `Terminated`, `NodeLost` | taken by the cluster | no |
+//! | being deleted, and its container runs | terminating | |
+//! | condition `DisruptionTarget`, `TerminationTarget` | removed by the cluster: preempted, drained, evicted, … | no |
+//! | `status.reason` `Evicted`, over its own disk limit | over a limit | yes |
+//! | `status.reason` `Evicted`, `Preempting`, `Shutdown`, `NodeShutdown`, `Terminated`, `NodeLost` | removed by the cluster | no |
 //! | `status.reason` `OutOf…`, `NodeAffinity`, `UnexpectedAdmissionError`, … | refused by its node | no |
 //! | being deleted, and its container has ended or never ran | deleted | no |
-//! | container `OOMKilled` | over a limit | yes |
+//! | container `OOMKilled` | out of memory | yes |
 //! | container ended by signal 1, 2, 9 or 15 (exit code 128 + n) | killed | no |
 //! | container ended by another signal, or with a code | failed | yes |
-//! | failed without a container's word | lost | no |
+//! | failed without a container status | lost | no |
 //! | waiting: `ErrImagePull`, `CreateContainerConfigError`, … | cannot start | after a while, fatal |
-//! | `PodScheduled` false, `Unschedulable` or gated | waits for room | no |
-//! | pending, with a node | starts | no |
-//! | pending, without a word | asked for | no |
+//! | `PodScheduled` false, `Unschedulable` or gated | unschedulable | no |
+//! | pending, with a node | starting | no |
+//! | pending, without conditions | created | no |
 //!
-//! A condition alone ends nothing: a preemption that the scheduler announced and did not carry out
-//! leaves one behind.
+//! A condition alone does not end a pod: a preemption that the scheduler announced and did not
+//! carry out leaves one behind.
 
 use std::time::Duration;
 
@@ -32,86 +32,86 @@ use k8s_openapi::api::core::v1::{
     ContainerState, ContainerStateTerminated, Pod, PodCondition, PodStatus,
 };
 
-/// What one look at a pod says.
+/// State of a pod, as its object shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It has been asked for; nobody has looked for a node yet.
+    /// The object exists; the scheduler has not considered it yet.
     Created,
-    /// It can't start as things are, on this node or any: what stands in the way, for the user.
+    /// The pod can't start without a change, on this node or on any. The reason, for the user.
     CannotStart(String),
-    /// It ended, or will never run.
+    /// The pod has ended, or will never run.
     Ended(End),
-    /// Its program runs, and was told to end.
+    /// The pod is being deleted, and its program still runs.
     Terminating(Termination),
     /// Its program runs.
     Running,
-    /// It has a node, which fetches its image or prepares its volumes.
+    /// The pod has a node, which pulls its image or prepares its volumes.
     Starting,
-    /// No node has room for it, or somebody holds it back: why.
+    /// No node has capacity for the pod, or a scheduling gate holds it back. The reason.
     Unschedulable(String),
 }
 
 /// A pod that is being deleted while its program runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Termination {
-    /// What its end will be by the cluster's word.
+    /// The end that the cluster announces.
     pub end: End,
-    /// How long after its deletion its program is killed.
+    /// Time from the deletion until the program is killed.
     pub grace: Duration,
-    /// The cluster still hears of it.
+    /// Whether the pod still has the condition `Ready`: its node answers.
     pub ready: bool,
 }
 
 /// How a pod ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct End {
-    /// In a word.
+    /// Cause, for decisions.
     pub cause: Cause,
-    /// For the user: the cluster's or the container's words.
+    /// Message of the cluster or of the container, for the user.
     pub detail: String,
 }
 
 /// Why a pod ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// Somebody deleted it, or its object is gone.
+    /// A user or controller deleted it, or its object does not exist.
     Deleted,
-    /// Its node was emptied: an eviction by the API, a taint, a shutdown.
+    /// Its node was drained: an eviction by the API, a taint, a shutdown.
     Drained,
-    /// Its node ran short of something.
+    /// Its node ran short of a resource.
     Evicted,
-    /// Its program ended with this code.
+    /// Its program exited with this code.
     Exited(i32),
-    /// Its node is gone, or has said nothing about how it ended.
+    /// Its node does not exist any more, or has not reported how it ended.
     Lost,
-    /// It used more memory than it may.
+    /// It exceeded its memory limit.
     OutOfMemory,
-    /// It used more of something else than it may.
+    /// It exceeded another of its limits.
     OverLimit,
-    /// Its place was needed for a pod of higher priority.
+    /// A pod of higher priority needed its capacity.
     Preempted,
-    /// Its node did not let it start.
+    /// Its node's kubelet did not admit it.
     Refused,
     /// Its program was ended by this signal.
     Signalled(i32),
-    /// The cluster took its place for another reason.
+    /// The cluster removed it for another reason.
     Reclaimed,
 }
 
 impl Cause {
-    /// Whether it is the worker's own failure, which counts against the job's limit.
+    /// Returns whether this is the worker's own failure, which counts against the job's limit.
     #[must_use]
     pub fn is_own_fault(self) -> bool {
         match self {
             Self::Exited(_) | Self::OutOfMemory | Self::OverLimit => true,
-            // Somebody else's doing: what a program does to itself ends in other signals.
+            // c These signals come from outside: a program's own errors end in other signals.
             Self::Signalled(signal) => !matches!(signal, 1 | 2 | 9 | 15),
             _ => false,
         }
     }
 }
 
-/// Judges a pod by its object.
+/// Classifies a pod by its object.
 #[must_use]
 pub fn classify(pod: &Pod) -> Verdict {
     let nothing = PodStatus::default();
@@ -120,7 +120,7 @@ pub fn classify(pod: &Pod) -> Verdict {
     let ended = container.and_then(|state| state.terminated.as_ref());
     let by_cluster = || reclaimed(status).or_else(|| refused(status)).or_else(|| deleted(pod));
     let is_over = matches!(status.phase.as_deref(), Some("Failed" | "Succeeded"));
-    // The kubelet reports a container's end before the pod's.
+    // c The kubelet reports a container's end before the pod's.
     if is_over || ended.is_some() {
         let by_itself = || ended.map_or_else(|| lost(status), how_it_ended);
         return Verdict::Ended(by_cluster().unwrap_or_else(by_itself));
@@ -128,7 +128,7 @@ pub fn classify(pod: &Pod) -> Verdict {
     if let Some(end) = deleted(pod) {
         let end = reclaimed(status).unwrap_or(end);
         let runs = container.is_some_and(|state| state.running.is_some());
-        // What the cluster has lost does not leave: nobody is there to tell its program.
+        // c A lost pod is not terminating: no kubelet is left to stop its program.
         if !runs || end.cause == Cause::Lost {
             return Verdict::Ended(end);
         }
@@ -147,8 +147,8 @@ pub fn classify(pod: &Pod) -> Verdict {
     })
 }
 
-/// Whether another container of the pod runs although its own has ended: such a pod does not end by
-/// itself.
+/// Returns whether another container of the pod runs although the worker's has ended. Such a pod
+/// does not end by itself.
 #[must_use]
 pub fn has_running_sidecar(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
@@ -157,8 +157,8 @@ pub fn has_running_sidecar(pod: &Pod) -> bool {
     own_has_ended && all.any(|state| state.running.is_some())
 }
 
-/// Whether a pod's processes are over for certain: its container's end was seen. A phase alone can
-/// be what somebody says of a node that is out of reach.
+/// Returns whether a pod's processes have certainly ended: the end of its container was observed. A
+/// phase alone can be set by a controller for a node that is unreachable.
 #[must_use]
 pub fn has_terminated(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
@@ -167,13 +167,13 @@ pub fn has_terminated(pod: &Pod) -> bool {
     is_seen && matches!(status.phase.as_deref(), Some("Failed" | "Succeeded"))
 }
 
-/// What is known of a pod whose object is gone without a word.
+/// The end of a pod whose object was removed without an explanation.
 #[must_use]
 pub fn vanished() -> End {
     End { cause: Cause::Deleted, detail: "its pod is gone".into() }
 }
 
-/// The cluster says that it took the pod's place.
+/// Returns the end of a pod that the cluster reports to have removed.
 fn reclaimed(status: &PodStatus) -> Option<End> {
     let condition =
         ["DisruptionTarget", "TerminationTarget"].iter().find_map(|name| holds(status, name));
@@ -182,7 +182,7 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
         let told = [condition.message.as_deref(), status.message.as_deref()];
         let is_own = told.iter().flatten().any(|m| OWN_LIMITS.iter().any(|own| m.contains(own)));
         let cause = match reason {
-            // Newer servers say both that the kubelet has ended it and what for.
+            // c Newer servers report both that the kubelet has ended it, and the reason.
             "TerminationByKubelet" if is_own => {
                 let message = told[0].or(told[1]);
                 return Some(End { cause: Cause::OverLimit, detail: words("Evicted", message) });
@@ -190,7 +190,7 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
             "PreemptionByScheduler" | "PreemptionByKubeScheduler" => Cause::Preempted,
             "EvictionByEvictionAPI" | "DeletionByTaintManager" => Cause::Drained,
             "TerminationByKubelet" => Cause::Evicted,
-            // The collector does so when a pod's node is no more.
+            // c The garbage collector sets this when a pod's node does not exist any more.
             "DeletionByPodGC" => Cause::Lost,
             _ => Cause::Reclaimed,
         };
@@ -211,7 +211,7 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
     Some(End { cause, detail: words(reason, message) })
 }
 
-/// The node's kubelet did not admit the pod.
+/// Returns the end of a pod that its node's kubelet did not admit.
 fn refused(status: &PodStatus) -> Option<End> {
     let reason = status.reason.as_deref()?;
     let known =
@@ -234,7 +234,7 @@ fn how_it_ended(ended: &ContainerStateTerminated) -> End {
         .or_else(|| Some(code - 128).filter(|n| (1..=64).contains(n)));
     let (cause, what) = match (reason, signal) {
         ("OOMKilled", _) => (Cause::OutOfMemory, "it used more memory than its limit".to_owned()),
-        // The kubelet has lost sight of it; the code is made up.
+        // c The kubelet has lost the container; the exit code is made up.
         ("ContainerStatusUnknown", _) => {
             (Cause::Lost, "its node does not know how it ended".to_owned())
         }
@@ -249,7 +249,7 @@ fn lost(status: &PodStatus) -> End {
     End { cause: Cause::Lost, detail: words(reason, status.message.as_deref()) }
 }
 
-/// What keeps a pod from running, if anything does.
+/// Returns what prevents a pod from running, if anything.
 fn waiting(status: &PodStatus) -> Option<Verdict> {
     if let Some(scheduled) = status.conditions.iter().flatten().find(|c| c.type_ == "PodScheduled")
         && scheduled.status == "False"
@@ -264,7 +264,7 @@ fn waiting(status: &PodStatus) -> Option<Verdict> {
         .then(|| Verdict::CannotStart(words(reason, waiting.message.as_deref())))
 }
 
-/// The state of the pod's own container, which others may stand beside.
+/// Returns the state of the pod's own container. There may be sidecars.
 fn container(status: &PodStatus) -> Option<&ContainerState> {
     let mut all = status.container_statuses.iter().flatten();
     let own = all.clone().find(|c| ["master", "worker"].contains(&c.name.as_str()));
@@ -286,12 +286,12 @@ fn words(what: &str, message: Option<&str>) -> String {
     }
 }
 
-/// In the kubelet's words, that a pod has used more disk than it may itself: its volumes, its
-/// containers, all together.
+/// Parts of the kubelet's messages for a pod that exceeds its own disk limit: of a volume, of a
+/// container, or in total.
 const OWN_LIMITS: [&str; 3] =
     ["exceeds the limit", "exceeded its local ephemeral storage limit", "exceeds the total limit"];
 
-/// Reasons for which a container waits that waiting alone does not mend.
+/// Reasons of a waiting container that time alone does not resolve.
 const CANNOT_START: [&str; 8] = [
     "CreateContainerConfigError",
     "CreateContainerError",

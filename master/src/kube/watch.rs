@@ -1,9 +1,9 @@
-//! What is in the cluster, as a stream of changes.
+//! Watches objects of the cluster, as a stream of changes.
 //!
-//! Lists, then watches from the list's version on, with bookmarks; when the server has forgotten
-//! that version (410), lists anew and tells the differences, by uid. Any other trouble is met with
-//! more and more patience. A watch that says nothing for long is taken for dead, and a list now and
-//! then catches what was missed all the same.
+//! The watcher lists the objects, then watches from the list's resource version on, with bookmarks.
+//! When the server no longer has that version (410), it lists again and reports the differences, by
+//! uid. It retries any other failure with exponential back-off. A watch without events or bookmarks
+//! for long is considered dead, and a periodic list finds whatever was missed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -20,20 +20,20 @@ use tracing::{debug, warn};
 
 use super::client::is_code;
 
-/// Something about the selected objects.
+/// A change of the selected objects.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Change<K> {
-    /// The server refuses to send; asked again later all the same.
+    /// The server denies access; the request is retried all the same.
     Forbidden(String),
-    /// It is gone; its last cache form.
+    /// The object was deleted; its last known content.
     Deleted(K),
-    /// These are all that there are: a list that was asked for at this time.
+    /// A list, requested at this time, has returned exactly these uids.
     Listed(Instant, BTreeSet<String>),
-    /// It is new, or has changed.
+    /// The object is new, or has changed.
     Applied(K),
 }
 
-/// Which objects, by labels and by fields.
+/// Field selector and label selector of the objects.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Selection {
     pub(super) fields: Option<String>,
@@ -55,16 +55,16 @@ where
         let (sender, changes) = mpsc::channel(CHANGES_MAX);
         let mut watcher =
             Watcher { api, selection, cache: ObjectCache::default(), sender, failures: 0 };
-        // Ends when nobody listens any more.
+        // c The task ends when the receiver is dropped.
         let task = tokio::spawn(async move { while watcher.round().await.is_ok() {} });
         Self { changes, task }
     }
 
-    /// The next change. Safe to drop at any time.
+    /// Returns the next change. Cancel-safe.
     pub(super) async fn next(&mut self) -> Change<K> {
         match self.changes.recv().await {
             Some(change) => change,
-            // Only a panic ends the task while this is here; nothing is cache then.
+            // c Only a panic ends the task while `self` exists.
             None => std::future::pending().await,
         }
     }
@@ -81,18 +81,18 @@ struct Watcher<K> {
     selection: Selection,
     cache: ObjectCache<K>,
     sender: mpsc::Sender<Change<K>>,
-    /// In a row.
+    /// Number of consecutive failures.
     failures: u32,
 }
 
-/// Nobody listens.
+/// The receiver was dropped: the task ends.
 struct ReceiverDropped;
 
 impl<K> Watcher<K>
 where
     K: kube::Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
 {
-    /// From one list to the next.
+    /// Lists, then watches until the next list is due.
     async fn round(&mut self) -> Result<(), ReceiverDropped> {
         let asked = Instant::now();
         let params = ListParams {
@@ -115,7 +115,7 @@ where
         Ok(())
     }
 
-    /// One watch to its end; whether another can go on from there.
+    /// Runs one watch to its end. Returns whether another watch can continue from there.
     async fn watch(&mut self) -> Result<bool, ReceiverDropped> {
         let params = WatchParams {
             field_selector: self.selection.fields.clone(),
@@ -146,9 +146,9 @@ where
                         return Ok(false);
                     }
                 },
-                // The server ends watches now and then. One that had not even a bookmark for long
-                // was from a version that the server does not have: its data is older than what was
-                // seen of it.
+                // c Servers end watches from time to time. A watch that did not receive even a
+                // bookmark for long started from a version that the server does not have: the
+                // server's data is older than what this client has seen.
                 Ok(None) => return Ok(heard.elapsed() < SILENCE_MAX),
                 Ok(Some(Err(error))) => {
                     debug!(%error, "a watch broke");
@@ -183,7 +183,7 @@ where
     }
 }
 
-/// What is cache to be there.
+/// The objects as last reported.
 struct ObjectCache<K> {
     objects: BTreeMap<String, K>,
     version: String,
@@ -195,19 +195,19 @@ impl<K> Default for ObjectCache<K> {
     }
 }
 
-/// What an event of a watch comes down to.
+/// Effect of a watch event.
 #[derive(Debug, PartialEq)]
 enum EventOutcome<K> {
     Change(Change<K>),
-    /// The watch is over for another reason.
+    /// The watch has ended for another reason.
     Error(String),
-    /// The server has forgotten the version that was watched from.
+    /// The server no longer has the version from which the watch started.
     Expired,
     Ignored,
 }
 
 impl<K: kube::Resource + Clone> ObjectCache<K> {
-    /// Takes in a list; what is different.
+    /// Replaces the cache by a list, and returns the differences.
     fn replace(&mut self, list: ObjectList<K>) -> Vec<Change<K>> {
         self.version = list.metadata.resource_version.unwrap_or_default();
         let before = std::mem::take(&mut self.objects);
@@ -215,7 +215,7 @@ impl<K: kube::Resource + Clone> ObjectCache<K> {
         for object in list.items {
             let Some(uid) = object.meta().uid.clone() else { continue };
             let version = &object.meta().resource_version;
-            if before.get(&uid).is_none_or(|cache| &cache.meta().resource_version != version) {
+            if before.get(&uid).is_none_or(|known| &known.meta().resource_version != version) {
                 changes.push(Change::Applied(object.clone()));
             }
             self.objects.insert(uid, object);
@@ -236,15 +236,15 @@ impl<K: kube::Resource + Clone> ObjectCache<K> {
             WatchEvent::Error(status) => return EventOutcome::Error(status.message),
             WatchEvent::Deleted(object) => {
                 self.advance(&object);
-                let cache = object.meta().uid.as_ref().and_then(|uid| self.objects.remove(uid));
-                return cache.map_or(EventOutcome::Ignored, |_| {
+                let known = object.meta().uid.as_ref().and_then(|uid| self.objects.remove(uid));
+                return known.map_or(EventOutcome::Ignored, |_| {
                     EventOutcome::Change(Change::Deleted(object))
                 });
             }
             WatchEvent::Added(object) | WatchEvent::Modified(object) => object,
         };
         let Some(uid) = object.meta().uid.clone() else { return EventOutcome::Ignored };
-        if self.objects.get(&uid).is_some_and(|cache| !is_newer(&object, cache)) {
+        if self.objects.get(&uid).is_some_and(|known| !is_newer(&object, known)) {
             return EventOutcome::Ignored;
         }
         self.advance(&object);
@@ -263,38 +263,39 @@ impl<K: kube::Resource + Clone> ObjectCache<K> {
     }
 }
 
-/// Versions are numbers that grow, at servers from 1.35 on by their word and at older ones in fact.
-/// Others are told apart.
-fn is_newer<K: kube::Resource>(object: &K, cache: &K) -> bool {
+/// Returns whether `object` is newer than `known`. Resource versions are increasing numbers, from
+/// Kubernetes 1.35 on by specification and before that in practice. Other versions are only
+/// compared for equality.
+fn is_newer<K: kube::Resource>(object: &K, known: &K) -> bool {
     let text = |object: &K| object.meta().resource_version.clone().unwrap_or_default();
-    let (new, old) = (text(object), text(cache));
+    let (new, old) = (text(object), text(known));
     match (new.parse::<u64>(), old.parse::<u64>()) {
         (Ok(new), Ok(old)) => new > old,
         _ => new != old,
     }
 }
 
-/// How long to wait after so many failures in a row. Clients that failed together don't come back
-/// together.
+/// Returns the delay after this number of consecutive failures: exponential, with jitter, so that
+/// clients that failed together don't retry together.
 pub(super) fn backoff(failures: u32) -> Duration {
     let most = PAUSE_FIRST.saturating_mul(1 << failures.min(16)).min(PAUSE_MAX);
     let mut random = [0; 2];
-    // Without randomness: the longest pause.
+    // c Without random bytes: the longest delay.
     let share = getrandom::fill(&mut random)
         .map_or(1.0, |()| f64::from(u16::from_le_bytes(random)) / 65536.0);
     most.mul_f64(0.5 + share / 2.0)
 }
 
 const CHANGES_MAX: usize = 256;
-/// Servers send a bookmark about every minute.
+/// Servers send a bookmark about once a minute.
 const IDLE: Duration = Duration::from_secs(300);
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 const PAUSE_FIRST: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 const RELIST: Duration = Duration::from_secs(300);
-/// In so long a watch has a bookmark.
+/// Time within which a watch receives at least a bookmark.
 const SILENCE_MAX: Duration = Duration::from_secs(120);
-/// How long the server is asked to keep a watch.
+/// Duration of a watch that is requested of the server.
 const WATCH_S: u32 = 240;
 
 #[cfg(test)]

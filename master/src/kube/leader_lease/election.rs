@@ -1,33 +1,34 @@
-//! Who may hold a lease, decided. Pure: what was read and the time in, what to do out.
+//! Leader election: decides which master may hold the Lease. Pure: the Lease as read and the time
+//! in, an action out.
 //!
-//! **Invariant:** no two machines' clocks are compared. A holder counts from when it sent its last
-//! renewal; who waits counts from when it saw that renewal, which is later. So the holder has
-//! stopped before anybody else begins.
+//! **Invariant:** clocks of different machines are never compared. The holder counts from the time
+//! at which it sent its last renewal; a candidate counts from the time at which it saw that
+//! renewal, which is later. So the holder stops before any candidate takes the Lease.
 
 use std::time::Duration;
 
-/// What a lease says.
+/// Content of a Lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LeaseSnapshot {
-    /// `None`: it was released.
+    /// Identity of the holder. `None`: the Lease was released.
     pub(super) holder: Option<String>,
-    /// How long it is held without being renewed.
+    /// Time for which the Lease is valid without a renewal.
     pub(super) duration: Duration,
-    /// How often it has changed hands.
+    /// Number of changes of the holder.
     pub(super) transitions: i32,
-    /// Changes whenever the lease does.
+    /// Resource version; changes with each write of the Lease.
     pub(super) version: String,
 }
 
-/// One who wants a lease.
+/// A master that waits for the Lease.
 #[derive(Debug)]
 pub(super) struct Candidate {
     identity: String,
-    /// The version that was seen last, and since when.
+    /// The version that was seen last, and the time at which it was first seen.
     seen: Option<(String, Duration)>,
 }
 
-/// What one who wants a lease does.
+/// Next action of a candidate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CandidateAction {
     Create,
@@ -40,8 +41,8 @@ impl Candidate {
         Self { identity, seen: None }
     }
 
-    /// What to do about a lease that was read just now; `now` is the time since any fixed moment.
-    /// `holder_has_ended`: its holder is known to have ended.
+    /// Decides on a Lease that was just read. `now` is the time since any fixed moment.
+    /// `holder_has_ended`: the holder's processes have certainly ended.
     pub(super) fn decide(
         &mut self,
         now: Duration,
@@ -67,59 +68,59 @@ impl Candidate {
     }
 }
 
-/// One who holds a lease.
+/// The state of the master that holds the Lease.
 #[derive(Debug)]
 pub(super) struct Leadership {
     pub(super) identity: String,
     pub(super) transitions: i32,
     pub(super) version: String,
-    /// When the last renewal was sent that the server took.
+    /// Time at which the last accepted renewal was sent.
     renewed: Duration,
-    /// When the next one is due.
+    /// Time at which the next renewal is due.
     due: Duration,
 }
 
-/// What a holder does about a lease that it could not renew, once it has read it.
+/// Next action of a holder whose renewal failed and that has read the Lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LeaderAction {
     Create,
-    /// Another holds it, or has held it since.
+    /// Another master holds the Lease, or has held it since; its identity.
     Fenced(String),
     Renew,
 }
 
 impl Leadership {
-    /// The server has taken `record`, sent at `sent`.
+    /// Creates the state from `record`, which the server has accepted and which was sent at `sent`.
     pub(super) fn new(identity: String, record: LeaseSnapshot, sent: Duration) -> Self {
         let LeaseSnapshot { transitions, version, .. } = record;
         Self { identity, transitions, version, renewed: sent, due: sent + RENEW }
     }
 
-    /// Until when the holder may act.
+    /// Returns the time until which the holder may act.
     pub(super) fn until(&self) -> Duration {
         self.renewed + HOLD - MARGIN
     }
 
-    /// When the lease is to be renewed.
+    /// Returns the time at which the Lease is to be renewed.
     pub(super) fn due(&self) -> Duration {
         self.due
     }
 
-    /// The server has taken the renewal that was sent at `sent`.
+    /// Handles an accepted renewal that was sent at `sent`.
     pub(super) fn on_renewed(&mut self, sent: Duration, version: String) {
         (self.renewed, self.due, self.version) = (sent, sent + RENEW, version);
     }
 
-    /// The server could not be asked.
+    /// Handles a renewal that the server did not answer.
     pub(super) fn on_failed(&mut self, now: Duration) {
         self.due = now + RETRY;
     }
 
-    /// The lease has changed, and says this now.
+    /// Handles a Lease that has changed, and now has this content.
     pub(super) fn on_changed(&mut self, record: Option<LeaseSnapshot>) -> LeaderAction {
         let Some(record) = record else { return LeaderAction::Create };
         let LeaseSnapshot { holder, transitions, version, .. } = record;
-        // Somebody may have come and gone meanwhile; what it has done is not known here.
+        // c Another master may have held the Lease in between; its actions are unknown here.
         let is_mine = holder.as_ref().is_none_or(|holder| *holder == self.identity);
         if !is_mine || transitions != self.transitions {
             return LeaderAction::Fenced(
@@ -131,15 +132,15 @@ impl Leadership {
     }
 }
 
-/// How long a lease is held without being renewed.
+/// Time for which a Lease is valid without a renewal.
 pub(super) const HOLD: Duration = Duration::from_secs(45);
-/// How often one who waits looks again.
+/// Interval at which a candidate reads the Lease.
 const POLL: Duration = Duration::from_secs(5);
-/// A holder stops so much earlier: what it has sent last must have arrived, and its clock may be
-/// slow.
+/// A holder stops this much before the end of the validity: its last request must have arrived, and
+/// its clock may be slow.
 const MARGIN: Duration = Duration::from_secs(5);
 const RENEW: Duration = Duration::from_secs(15);
-/// After a renewal that failed.
+/// Delay after a failed renewal.
 const RETRY: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
@@ -158,7 +159,7 @@ mod tests {
     #[test]
     fn a_lease_is_taken_at_once_or_when_it_has_not_changed_for_its_duration() {
         let other = record("other", "1");
-        // When, what is read, whether its holder has ended, and what follows.
+        // c Time, Lease as read, whether its holder has ended, and the expected action.
         type Row = (u64, Option<LeaseSnapshot>, bool, CandidateAction);
         let table: [(&str, Vec<Row>); 7] = [
             ("absent", vec![(7, None, false, CandidateAction::Create)]),
@@ -211,15 +212,17 @@ mod tests {
         assert_eq!((leadership.due(), leadership.until()), (s(115), s(140)));
         leadership.on_renewed(s(115), "2".into());
         assert_eq!((leadership.due(), leadership.until()), (s(130), s(155)));
-        // The server is away: tried again soon, and nothing is done once the time is over.
+        // c The server is unreachable: the renewal is retried soon, and the holder does not act
+        // after the validity has ended.
         leadership.on_failed(s(130));
         assert_eq!((leadership.due(), leadership.until()), (s(135), s(155)));
-        // Who saw the renewal at the moment it was sent waits longer than that.
+        // c A candidate that saw the renewal at the moment at which it was sent waits longer than
+        // that.
         let mut candidate = Candidate::new("other".into());
         let seen = record("me", "2");
         assert_eq!(candidate.decide(s(115), Some(&seen), false), CandidateAction::Wait(POLL));
         assert_ne!(candidate.decide(leadership.until(), Some(&seen), false), CandidateAction::Take);
-        // And comes back before anybody else came: it goes on.
+        // c The server comes back before another master takes the Lease: the holder continues.
         leadership.on_renewed(s(300), "3".into());
         assert_eq!(leadership.until(), s(340));
     }
@@ -230,7 +233,7 @@ mod tests {
         let changed_hands = |holder: &str| LeaseSnapshot { transitions: 4, ..record(holder, "2") };
         let table = [
             (None, LeaderAction::Create),
-            // An answer was lost, or somebody has put a label on it.
+            // c An answer was lost, or another client has set a label.
             (Some(record("me", "2")), LeaderAction::Renew),
             (Some(record("", "2")), LeaderAction::Renew),
             (Some(changed_hands("other")), LeaderAction::Fenced("other".into())),

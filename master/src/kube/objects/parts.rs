@@ -1,4 +1,4 @@
-//! What the master's and the workers' pods have in common.
+//! Parts that the master's and the workers' pods share.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use super::{CA_FILE, LOST_NODE_S, TOKEN_FILE, Task, master_name};
 use crate::kube::options::{LIMITS, PodOptions, Resources};
 
-/// A pod's spec without containers; `grace`: how long it may take to end.
+/// Builds a pod's spec without containers. `grace`: termination grace period.
 pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
     let secrets =
         pods.image_pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
@@ -45,8 +45,8 @@ pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
     }
 }
 
-/// The user's, and those for nodes that don't answer, unless the user has said something about
-/// these.
+/// Adds tolerations for nodes that don't answer to the user's own, unless these name the same
+/// taints.
 pub(super) fn master_tolerations(own: &[Toleration]) -> Vec<Toleration> {
     let lost =
         ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"].map(|key| Toleration {
@@ -60,7 +60,8 @@ pub(super) fn master_tolerations(own: &[Toleration]) -> Vec<Toleration> {
     own.iter().cloned().chain(lost.into_iter().filter(|toleration| !is_own(toleration))).collect()
 }
 
-/// A master that answers nothing for a minute is ended, so that another takes its place.
+/// Liveness probe: a master that does not answer for a minute is killed, so that another replaces
+/// it.
 pub(super) fn liveness(port: &str) -> Probe {
     Probe {
         period_seconds: Some(10),
@@ -70,8 +71,8 @@ pub(super) fn liveness(port: &str) -> Probe {
     }
 }
 
-/// Workers are led to the master that holds the lease and listens. Looked at often, for they wait
-/// for it.
+/// Readiness probe: the Service selects only the master that holds the Lease and listens. Its
+/// period is short, because workers wait for it.
 pub(super) fn readiness(port: &str) -> Probe {
     Probe {
         period_seconds: Some(1),
@@ -97,7 +98,7 @@ pub(super) fn locked_down() -> SecurityContext {
     }
 }
 
-/// These keys of the secret, and a place to write: the root file system is read-only.
+/// Volumes with these keys of the secret, and a writable one: the root file system is read-only.
 pub(super) fn volumes(job: &str, keys: &[&str]) -> Vec<Volume> {
     let item = |key: &&str| KeyToPath { key: (*key).into(), path: (*key).into(), mode: None };
     let secret = SecretVolumeSource {
@@ -129,8 +130,8 @@ pub(super) fn mounts() -> Vec<VolumeMount> {
     ]
 }
 
-/// Where NCCL's ranks of one pod meet: as much memory as the pod may use, and not the 64 MiB that
-/// containers have there.
+/// Shared memory for the NCCL ranks of a pod: limited by the pod's memory only, not by the
+/// containers' default of 64 MiB.
 pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMount>) {
     if mounts.iter().any(|mount| mount.mount_path == SHARED_MEMORY) {
         return;
@@ -142,8 +143,8 @@ pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMo
     mounts.push(VolumeMount { name: "shm".into(), mount_path, ..VolumeMount::default() });
 }
 
-/// Memory and devices are limited to what is asked for; processors are not, for a rank that is
-/// slowed down slows down all others, unless there is a limit of the user's own (`limits.cpu`).
+/// Memory and devices are limited to the requested amount. CPUs are not, because a throttled rank
+/// slows down all others, unless the user sets a limit (`limits.cpu`).
 pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
     let amounts = |limits: bool| {
         let own =
@@ -164,7 +165,7 @@ pub(super) fn requirements(resources: &Resources) -> ResourceRequirements {
     }
 }
 
-/// What a worker needs to know that is the same for all.
+/// Environment that is the same for all workers.
 pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
     let mut env = vec![
         variable("ELASTICDL_CA_FILE", CA_FILE),
@@ -184,8 +185,7 @@ pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
     env
 }
 
-/// As many threads as processors were asked for, not as the node has; where several workers share
-/// these, each gets its part.
+/// Number of threads: the requested CPUs, not the node's. Several workers of a pod divide them.
 pub(super) fn threads(workers_per_pod: u32) -> EnvVar {
     EnvVar {
         name: if workers_per_pod > 1 { "ELASTICDL_CPUS" } else { RAYON_THREADS }.into(),
@@ -200,7 +200,7 @@ pub(super) fn threads(workers_per_pod: u32) -> EnvVar {
     }
 }
 
-/// A variable that holds a field of its own pod.
+/// A variable whose value is a field of the pod.
 pub(super) fn field(name: &str, path: &str) -> EnvVar {
     EnvVar {
         name: name.into(),
@@ -220,5 +220,5 @@ pub(super) const RAYON_THREADS: &str = "RAYON_NUM_THREADS";
 
 const SHARED_MEMORY: &str = "/dev/shm";
 const OWNER_AND_GROUP_READ: i32 = 0o440;
-/// Nobody in particular.
+/// An unprivileged user without a name.
 const USER: i64 = 65532;

@@ -1,26 +1,26 @@
-//! A partial pod spec of the user's, merged into the workers'.
+//! Merges the user's partial pod spec into the worker pod's.
 //!
 //! Mappings are merged key by key. Lists whose entries have names (containers, volumes, variables,
-//! mounts by their path) are merged by these; any other list takes the place of ours. What is null
-//! is removed.
+//! mounts by their path) are merged by name; any other list of the user replaces the default. A
+//! null removes the key.
 
 use k8s_openapi::api::core::v1::PodSpec;
 use serde_json::{Map, Value};
 
 use super::WORKER;
 
-/// A pod template that no worker can be made of.
+/// A template from which no worker pod can be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the worker pod template can't be used: {0}")]
 pub struct TemplateError(String);
 
-/// `spec` with `template` merged into it.
+/// Returns `spec` with `template` merged into it.
 pub(super) fn merge(spec: &PodSpec, template: &Value) -> Result<PodSpec, TemplateError> {
     let mut value = serde_json::to_value(spec).expect("a pod's keys are strings");
     merge_value(&mut value, template);
     let merged: PodSpec =
         serde_json::from_value(value).map_err(|error| TemplateError(error.to_string()))?;
-    // What the types don't know is lost on the way through them.
+    // c Unknown fields are lost in the conversion to the types and back.
     let through = serde_json::to_value(&merged).expect("a pod's keys are strings");
     if let Some(path) = first_lost(template, &through, "spec") {
         return Err(TemplateError(format!("{path} is no field of a pod's spec")));
@@ -86,7 +86,7 @@ fn merge_entry(list: &mut Vec<Value>, name: &str, theirs: &Value) {
     }
 }
 
-/// What the entries of a list are told apart by, as the API server does.
+/// Returns the key that identifies the entries of a list, as the API server defines it.
 fn name_key(list: &str) -> Option<&'static str> {
     match list {
         "containers" | "env" | "imagePullSecrets" | "initContainers" | "volumes" => Some("name"),
@@ -95,14 +95,14 @@ fn name_key(list: &str) -> Option<&'static str> {
     }
 }
 
-/// The path of the first key of `wanted` that is not in `got`.
+/// Returns the path of the first key of `wanted` that is missing in `got`.
 fn first_lost(wanted: &Value, got: &Value, path: &str) -> Option<String> {
     match (wanted, got) {
         (Value::Object(wanted), _) => {
             wanted.iter().filter(|(_, v)| !v.is_null()).find_map(|(key, value)| {
                 let path = format!("{path}.{key}");
                 match got.get(key) {
-                    // An empty list or mapping is as good as none.
+                    // c An empty list or mapping is equivalent to a missing one.
                     None if value.as_array().is_some_and(Vec::is_empty) => None,
                     None if value.as_object().is_some_and(Map::is_empty) => None,
                     None => Some(path),

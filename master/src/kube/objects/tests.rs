@@ -62,9 +62,9 @@ fn anchor_meta() -> ObjectMeta {
     }
 }
 
-fn worker(request: &Request, launch: u64, index: u32) -> Value {
+fn worker(request: &Request, launch: u64, slot: u32) -> Value {
     let template = template(&objects(request));
-    let pod = worker_pod(&template, LaunchId(launch), index, &anchor_meta(), "10.0.0.1:7070");
+    let pod = worker_pod(&template, LaunchId(launch), slot, &anchor_meta(), "10.0.0.1:7070");
     serde_json::to_value(pod).unwrap()
 }
 

@@ -1,7 +1,7 @@
-//! The calls that make and delete pods, each until it is answered for good.
+//! API calls that create and delete pods, each retried until it has a final answer.
 //!
-//! **Invariants:** nothing is sent without the job's lease. When the server is slow, deletions go
-//! first: they make room.
+//! **Invariants:** nothing is sent without the leader Lease. When the server is slow, deletions
+//! precede creations: they free capacity.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -22,7 +22,7 @@ use crate::kube::objects::LAUNCH_LABEL;
 use crate::kube::priority_tiers;
 use crate::kube::watch::backoff;
 
-/// What calls need.
+/// Sends the calls.
 #[derive(Clone, Debug)]
 pub(super) struct PodClient {
     pub(super) api: Api<Pod>,
@@ -30,26 +30,27 @@ pub(super) struct PodClient {
     guard: LeaseGuard,
 }
 
-/// What a creation has to know of the job.
+/// What a creation depends on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CreateContext<'a> {
-    /// The uid of the pod's owner.
+    /// Uid of the pod's owner.
     pub(super) owner: &'a str,
-    /// The pod is not wanted any more.
+    /// Set when the pod is no longer wanted.
     pub(super) cancelled: &'a AtomicBool,
-    /// A worker of the job has run: a pod like this one was allowed before, and will be again.
+    /// Whether a worker of the job has run: a pod like this one was accepted before, so a rejection
+    /// is temporary.
     pub(super) has_run: &'a AtomicBool,
 }
 
-/// What became of a creation.
+/// Result of a creation.
 #[derive(Debug)]
 pub(super) enum CreateOutcome {
-    /// There is no such priority class.
+    /// The cluster has no priority class of this name.
     MissingClass(String),
-    /// It was taken back before it was done.
+    /// The launch was killed before the pod was created.
     Cancelled,
     Created(Box<Pod>),
-    /// No waiting mends it.
+    /// The server will never accept the pod.
     Rejected(String),
 }
 
@@ -58,18 +59,18 @@ impl PodClient {
         Self { api, gate: Arc::new(CallGate::new()), guard }
     }
 
-    /// Makes a pod; `tell` hears what it waits for.
+    /// Creates a pod. `tell` is called with what the creation waits for.
     pub(super) async fn create(
         mut self,
         pod: &Pod,
-        known: CreateContext<'_>,
+        context: CreateContext<'_>,
         tell: impl Fn(Wait),
     ) -> CreateOutcome {
-        let CreateContext { owner, cancelled, has_run } = known;
+        let CreateContext { owner, cancelled, has_run } = context;
         let mut failures = 0;
         loop {
             let gate = Arc::clone(&self.gate);
-            let slot = gate.for_creation().await;
+            let permit = gate.for_creation().await;
             if cancelled.load(Ordering::Relaxed) {
                 return CreateOutcome::Cancelled;
             }
@@ -83,7 +84,7 @@ impl PodClient {
                 Ok(made) => return made,
                 Err(why) => why,
             };
-            drop(slot);
+            drop(permit);
             if failures == 0 || why.is_quota {
                 tell(if why.is_quota {
                     Wait::Room(why.text)
@@ -97,7 +98,7 @@ impl PodClient {
         }
     }
 
-    /// Deletes this very pod, however long the server takes to hear of it.
+    /// Deletes the pod with this uid, and retries until the server answers.
     pub(super) async fn delete(mut self, name: &str, uid: String, grace_s: u32) {
         let params = DeleteParams {
             grace_period_seconds: Some(grace_s),
@@ -107,12 +108,12 @@ impl PodClient {
         let mut failures = 0;
         loop {
             let gate = Arc::clone(&self.gate);
-            let slot = gate.for_deletion().await;
+            let permit = gate.for_deletion().await;
             let call = timeout(CALL_TIMEOUT, self.api.delete(name, &params));
             match self.guard.during(call).await {
                 None => continue,
                 Some(Ok(Ok(_))) => return,
-                // Gone, or another's by now; or refused for good.
+                // c Deleted already, or another pod has the name; or a final refusal.
                 Some(Ok(Err(error))) if is_final(&error) || is_code(&error, 409) => {
                     if !is_code(&error, 404) && !is_code(&error, 409) {
                         warn!(name, %error, "a worker's pod can't be deleted");
@@ -121,14 +122,14 @@ impl PodClient {
                 }
                 Some(_) => {}
             }
-            drop(slot);
+            drop(permit);
             tokio::time::sleep(backoff(failures)).await;
             failures += 1;
         }
     }
 }
 
-/// Retry to try again later.
+/// A temporary failure.
 struct Retry {
     text: String,
     is_quota: bool,
@@ -160,7 +161,7 @@ async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<CreateOutc
     }
 }
 
-/// The server's word, and which option helps, if one does.
+/// Returns the server's message, with the option that helps, if there is one.
 fn with_hint(message: &str) -> String {
     match message.contains("must specify limits.cpu") {
         true => format!("{message}; --worker-resources and --master-resources take limits.cpu=N"),
@@ -168,8 +169,8 @@ fn with_hint(message: &str) -> String {
     }
 }
 
-/// The name is taken: by this very launch, if an answer of the server's was lost. `None`: look
-/// again.
+/// Handles a name that exists: the pod is this launch's own if an earlier answer was lost. `None`:
+/// unknown, retry.
 async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<CreateOutcome> {
     let name = name_of(wanted);
     let there = api.get_opt(&name).await.ok()??;
@@ -185,43 +186,43 @@ async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<Create
     })
 }
 
-/// Whether trying again is of no use.
+/// Returns whether a retry can't help.
 fn is_final(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status)
         if (400..500).contains(&status.code) && ![408, 409, 429].contains(&status.code))
 }
 
-/// Lets so many calls through at once, deletions first.
+/// Limits the number of concurrent calls; deletions precede creations.
 #[derive(Debug)]
 struct CallGate {
-    slots: Semaphore,
-    /// Deletions that wait for a slot.
+    permits: Semaphore,
+    /// Number of deletions that wait for a permit.
     deletions: AtomicUsize,
 }
 
 impl CallGate {
     fn new() -> Self {
-        Self { slots: Semaphore::new(CALLS_MAX), deletions: AtomicUsize::new(0) }
+        Self { permits: Semaphore::new(CALLS_MAX), deletions: AtomicUsize::new(0) }
     }
 
     async fn for_deletion(&self) -> SemaphorePermit<'_> {
         let _waits = WaitingCount::new(&self.deletions);
-        self.slots.acquire().await.expect("the gate is never closed")
+        self.permits.acquire().await.expect("the gate is never closed")
     }
 
     async fn for_creation(&self) -> SemaphorePermit<'_> {
         loop {
-            let slot = self.slots.acquire().await.expect("the gate is never closed");
+            let permit = self.permits.acquire().await.expect("the gate is never closed");
             if self.deletions.load(Ordering::Relaxed) == 0 {
-                return slot;
+                return permit;
             }
-            // Back to the end of the queue: it goes to a deletion, or to another creation that does
-            // the same.
+            // c The permit is released: a deletion takes it, or another creation that releases it
+            // likewise.
         }
     }
 }
 
-/// Counts one who waits, for as long as it does.
+/// Increments a counter for as long as it exists.
 struct WaitingCount<'a>(&'a AtomicUsize);
 
 impl<'a> WaitingCount<'a> {
@@ -237,8 +238,8 @@ impl Drop for WaitingCount<'_> {
     }
 }
 
-/// As many as workers are usually lost at once.
+/// About as many as workers are lost at once.
 const CALLS_MAX: usize = 32;
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
-/// How often a pod that no quota leaves room for is tried again.
+/// Minimum delay between two attempts of a pod that exceeds a quota.
 const QUOTA_PAUSE: Duration = Duration::from_secs(5);

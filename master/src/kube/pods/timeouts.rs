@@ -1,4 +1,4 @@
-//! How long pods are waited for that can't start, or don't end.
+//! Time limits of pods that can't start or don't end.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -9,9 +9,9 @@ use crate::kube::events;
 use crate::kube::verdict::Cause;
 
 impl PodController {
-    /// Deletes those that have been unable to start for too long: another may do better, on another
-    /// node. Until a worker of the job has run, that is the job's failure; then it is the
-    /// cluster's, which is given more time with each try.
+    /// Deletes pods that have been unable to start for too long: a replacement may succeed on
+    /// another node. Until a worker of the job has run, this counts as the job's failure;
+    /// afterwards it is the cluster's, and the limit doubles with each attempt.
     pub(super) fn evict_stuck(&mut self) {
         let has_run = self.has_run.load(Ordering::Relaxed);
         let limit = match has_run {
@@ -42,33 +42,34 @@ impl PodController {
         }
     }
 
-    /// Whoever is still there long after it was to be killed is on a node that does not answer.
+    /// Ends launches whose pod still exists long after it was to be killed: their node does not
+    /// answer.
     pub(super) fn evict_unresponsive(&mut self) {
         let is_lost = |l: &ActiveLaunch| {
             l.terminating
                 .as_ref()
-                .filter(|(since, leave)| since.elapsed() >= leave.grace + GRACE_SLACK)
+                .filter(|(since, termination)| since.elapsed() >= termination.grace + GRACE_SLACK)
                 .cloned()
         };
         let lost: Vec<_> =
             self.launches.iter().filter_map(|(&id, l)| Some((id, is_lost(l)?.1))).collect();
-        for (launch, leave) in lost {
-            let state = if leave.ready { "says that it runs" } else { "does not answer" };
-            let words = format!(
+        for (launch, termination) in lost {
+            let state = if termination.ready { "says that it runs" } else { "does not answer" };
+            let message = format!(
                 "it was to end in {} s, and its node {state}: {}",
-                leave.grace.as_secs(),
-                leave.end.detail
+                termination.grace.as_secs(),
+                termination.end.detail
             );
-            self.report(Cause::Lost, &self.name_of_launch(launch), &words);
-            self.ended(launch, Exit::Taken(words));
+            self.record_event(Cause::Lost, &self.name_of_launch(launch), &message);
+            self.ended(launch, Exit::Taken(message));
         }
     }
 }
 
-/// What a node is given beyond a pod's grace period.
+/// Time that a node is given beyond a pod's grace period.
 const GRACE_SLACK: Duration = Duration::from_secs(15);
-/// How long a pod may be unable to start.
+/// Time for which a pod may be unable to start.
 pub(super) const STUCK_MAX: Duration = Duration::from_secs(20);
-/// How long it may be so at most where the job has trained: kubelets try again after five minutes
-/// at the latest.
+/// Upper limit of that time once a worker of the job has run: kubelets retry after five minutes at
+/// the latest.
 const STUCK_MAX_TRAINED: Duration = Duration::from_secs(320);
