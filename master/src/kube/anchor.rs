@@ -170,7 +170,7 @@ impl AnchorWriter {
             match found {
                 found if found.as_ref() == Some(&incarnation.to_string()) => return Ok(writer),
                 found if found != before => return Err(WriteError::Fenced),
-                // c The user, or a status write, changed the anchor concurrently.
+                // The user, or a status write, changed the anchor concurrently.
                 _ if version_now != version => version = version_now,
                 _ => return Err(writer.explain(error)),
             }
@@ -191,7 +191,7 @@ impl AnchorWriter {
         if !is_code(&error, 422) {
             return Err(self.explain(error));
         }
-        // c A failed `test` operation and an object that is too long have the same status code.
+        // A failed `test` operation and an object that is too long have the same status code.
         let now = self.anchor.read().await.map_err(WriteError::Retryable)?;
         let newest = now.data.as_ref().and_then(|data| data.get(INCARNATION));
         match newest == Some(&self.incarnation.to_string()) {

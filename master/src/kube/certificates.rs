@@ -61,7 +61,7 @@ fn params(common_name: &str, names: &[String]) -> Result<CertificateParams, rcge
     params.not_before = (now - DAY).into();
     params.not_after = (now + YEARS_10).into();
     params.distinguished_name = DistinguishedName::new();
-    // c The standard limits the length (X.520).
+    // The standard limits the length (X.520).
     let common_name: String = common_name.chars().take(COMMON_NAME_LEN_MAX).collect();
     params.distinguished_name.push(DnType::CommonName, common_name);
     Ok(params)

@@ -38,7 +38,7 @@ impl EventRecorder {
     /// Records Events for the Job that owns the anchor. Must be called within a runtime.
     pub(crate) fn start(cluster: &Cluster, anchor: &ObjectMeta) -> Self {
         let owner = anchor.owner_references.iter().flatten().find(|owner| owner.kind == "Job");
-        // c Without an owner there is no object to which Events could belong.
+        // Without an owner there is no object to which Events could belong.
         let Some(owner) = owner else { return Self { sender: None } };
         let about = ObjectReference {
             api_version: Some(owner.api_version.clone()),
@@ -49,7 +49,7 @@ impl EventRecorder {
             ..ObjectReference::default()
         };
         let (sender, reports) = mpsc::channel(REPORTS_MAX);
-        // c The task ends when the last sender is dropped.
+        // The task ends when the last sender is dropped.
         tokio::spawn(write(cluster.api(), about, reports));
         Self { sender: Some(sender) }
     }
@@ -142,7 +142,7 @@ async fn put(
         let patch = json!({"count": entry.count, "lastTimestamp": now, "message": entry.message});
         match api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await {
             Ok(_) => return Ok(name.clone()),
-            // c Servers keep Events for an hour.
+            // Servers keep Events for an hour.
             Err(error) if is_code(&error, 404) => {}
             Err(error) => return Err(error),
         }

@@ -121,14 +121,14 @@ impl LeaderLease {
         let state = self.state.wait_for(|state| matches!(state, LeaseState::Fenced(_))).await;
         match state.as_deref() {
             Ok(LeaseState::Fenced(holder)) => holder.clone(),
-            // c Only a panic ends the task while `self` exists.
+            // Only a panic ends the task while `self` exists.
             _ => std::future::pending().await,
         }
     }
 
     /// Releases the Lease, so that the next master can take it at once. Guards expire first.
     pub(crate) async fn release(mut self) {
-        // c The task ends only on this message, or after it was fenced.
+        // The task ends only on this message, or after it was fenced.
         let (unused, _) = oneshot::channel();
         let _ = std::mem::replace(&mut self.release, unused).send(());
         if timeout(CALL_TIMEOUT, &mut self.task).await.is_err() {
@@ -300,7 +300,7 @@ impl LeaseClient {
                 _ = &mut released => break,
                 () = tokio::time::sleep_until(self.start + leadership.due()) => {}
             }
-            // c A release does not cancel a renewal: the version that the server has accepted must
+            // A release does not cancel a renewal: the version that the server has accepted must
             // be known.
             if let Err(holder) = self.renew(&mut leadership).await {
                 publish_state.send_replace(LeaseState::Fenced(holder));
@@ -315,7 +315,7 @@ impl LeaseClient {
     /// Renews the Lease. `Err`: the identity of another master that holds it.
     async fn renew(&self, leadership: &mut Leadership) -> Result<(), String> {
         let mut version = Some(leadership.version.clone());
-        // c A second attempt if only the version was wrong.
+        // A second attempt if only the version was wrong.
         for _ in 0..2 {
             let sent = self.start.elapsed();
             match self.write(&leadership.identity, leadership.transitions, version).await {

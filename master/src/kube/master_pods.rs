@@ -77,7 +77,7 @@ impl MasterPods {
                     }
                     _ => None,
                 },
-                // c Without permission to read Events they are ignored.
+                // Without permission to read Events they are ignored.
                 change = self.events.next() => match change {
                     Change::Applied(event) => self.known.warning(&event).map(MasterStatus::Pending),
                     _ => None,

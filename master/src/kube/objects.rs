@@ -118,7 +118,7 @@ impl Objects {
             spec: Some(ServiceSpec {
                 ports: Some(ports),
                 selector: Some(selector),
-                // c Only the leading master is ready: one that is ending, or waits for the Lease,
+                // Only the leading master is ready: one that is ending, or waits for the Lease,
                 // is not. A connection to it would be lost, or hang.
                 ..ServiceSpec::default()
             }),
@@ -277,7 +277,7 @@ fn master_job(request: &Request) -> Job {
         readiness_probe: Some(parts::readiness(METRICS)),
         resources: Some(parts::requirements(&pods.master_resources)),
         security_context: Some(parts::locked_down()),
-        // c Commands that follow the job then show the last lines of its log.
+        // Commands that follow the job then show the last lines of its log.
         termination_message_policy: Some("FallbackToLogsOnError".into()),
         volume_mounts: Some(mounts),
         ..Container::default()
@@ -289,13 +289,13 @@ fn master_job(request: &Request) -> Job {
         automount_service_account_token: Some(true),
         tolerations: Some(parts::master_tolerations(&pods.tolerations)),
         volumes: Some(volumes),
-        // c Short: a preempting pod has to wait for it.
+        // Short: a preempting pod has to wait for it.
         ..parts::pod_spec(pods, MASTER_GRACE)
     };
     let mut template = metadata(request, "", "master");
     template.name = None;
     template.namespace = None;
-    // c Prometheus installations without the operator discover pods by these annotations.
+    // Prometheus installations without the operator discover pods by these annotations.
     let scrape = [
         ("prometheus.io/path", "/metrics".into()),
         ("prometheus.io/port", request.task.metrics_port.to_string()),

@@ -246,7 +246,7 @@ fn parse_volume(text: &str) -> Result<Mounted, String> {
 pub fn parse_pod_template(text: &str) -> Result<Value, String> {
     let mut value: Value =
         serde_saphyr::from_str(text).map_err(|e| format!("it is not YAML: {e}"))?;
-    // c A whole pod, or a pod template, is accepted for its spec.
+    // A whole pod, or a pod template, is accepted for its spec.
     if let Some(spec) = value.get_mut("spec") {
         value = spec.take();
     }

@@ -116,7 +116,7 @@ impl PersistedJobWriter {
                 Some(error)
             }
             Ok(()) = self.persisted.changed() => None,
-            // c Only a panic ends the task while `self` exists.
+            // Only a panic ends the task while `self` exists.
             else => std::future::pending().await,
         }
     }
@@ -137,7 +137,7 @@ impl PersistedWatch {
     /// Waits until all submitted state is persisted, for at most `limit`.
     pub(crate) async fn flush(&mut self, limit: Duration) {
         let wanted = self.submitted.borrow().revision;
-        // c An error means that the writer was dropped: nothing more is persisted.
+        // An error means that the writer was dropped: nothing more is persisted.
         let _ = timeout(limit, self.persisted.wait_for(|&persisted| persisted >= wanted)).await;
     }
 }
@@ -154,7 +154,7 @@ pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
         packed: Option<String>,
     }
     let wrong = |error: serde_json::Error| error.to_string();
-    // c Only the head is common to all versions.
+    // Only the head is common to all versions.
     let Head { version, packed } = serde_json::from_str(text).map_err(wrong)?;
     if !(VERSION_OLDEST..=VERSION).contains(&version) {
         return Err(format!(
@@ -227,7 +227,7 @@ impl WriterTask {
     ) {
         let mut written: Option<Instant> = None;
         while submissions.changed().await.is_ok() {
-            // c More changes may follow soon and are combined into one write, unless the master
+            // More changes may follow soon and are combined into one write, unless the master
             // waits for this one.
             if let Some(written) = written {
                 let known = *persisted.borrow();
@@ -262,7 +262,7 @@ impl WriterTask {
                 };
                 if failures == 0 {
                     warn!(why, "the job's record is not persisted yet");
-                    // c The receiver may have been dropped, at the job's end.
+                    // The receiver may have been dropped, at the job's end.
                     let _ = self.errors.send(PersistError::Retrying(why));
                 }
                 tokio::time::sleep(backoff(failures)).await;
@@ -302,7 +302,7 @@ impl WriterTask {
         error!(why, "the job's record can't be persisted: the job fails");
         self.recorder
             .record("RecordRefused", format!("the job's record can't be persisted: {why}"));
-        // c The receiver may have been dropped, at the job's end.
+        // The receiver may have been dropped, at the job's end.
         let _ = self.errors.send(PersistError::Refused(why));
     }
 }

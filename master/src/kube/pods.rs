@@ -111,7 +111,7 @@ impl Pods {
     }
 
     pub(crate) fn start(&self, launch: LaunchId, slot: u32) {
-        // c The task ends only when `self` is dropped.
+        // The task ends only when `self` is dropped.
         let _ = self.commands.send(PodCommand::Start(launch, slot));
     }
 
@@ -324,7 +324,7 @@ impl PodController {
         match (made, self.launches.get_mut(&launch)) {
             (CreateOutcome::Created(pod), Some(launched)) => {
                 info!(launch = launch.0, pod = name_of(&pod), "worker pod created");
-                // c The watch may have reported the pod already.
+                // The watch may have reported the pod already.
                 let uid = pod.metadata.uid.unwrap_or_default();
                 launched.pod.get_or_insert((uid, None)).1 = Some(Instant::now());
                 let class = pod.spec.and_then(|spec| spec.priority_class_name);
@@ -332,7 +332,7 @@ impl PodController {
             }
             (CreateOutcome::MissingClass(class), Some(_)) => self.on_missing_class(launch, &class),
             (CreateOutcome::Rejected(why), Some(_)) => self.ended(launch, Exit::NotStarted(why)),
-            // c The launch was killed in the meantime.
+            // The launch was killed in the meantime.
             (CreateOutcome::Created(pod), None) => {
                 self.delete(name_of(&pod), pod.metadata.uid.unwrap_or_default())
             }
@@ -351,10 +351,10 @@ impl PodController {
         let no_class = format!("there is no priority class {class}");
         let asked = self.launches.get(&launch).and_then(|launched| launched.class.as_deref());
         if asked != Some(class) {
-            // c The class is the user's own choice, or was set by an admission webhook.
+            // The class is the user's own choice, or was set by an admission webhook.
             return self.ended(launch, Exit::NotStarted(no_class));
         }
-        // c Another launch may have reduced the tiers already.
+        // Another launch may have reduced the tiers already.
         let has = |priority_tiers: &&PriorityTiers| {
             priority_tiers.core == class || priority_tiers.tiers.iter().any(|tier| tier == class)
         };
@@ -383,7 +383,7 @@ impl PodController {
             }
             Change::Deleted(pod) => {
                 if let Some(launch) = self.launch_of(&pod) {
-                    // c The last version of the object may contain the reason.
+                    // The last version of the object may contain the reason.
                     let end = match classify(&pod) {
                         Verdict::Ended(end) | Verdict::Terminating(Termination { end, .. }) => end,
                         _ => vanished(),
@@ -442,7 +442,7 @@ impl PodController {
             Verdict::Ended(end) => {
                 self.on_end(launch, pod, end);
                 if has_running_sidecar(pod) {
-                    // c Sidecars don't end by themselves.
+                    // Sidecars don't end by themselves.
                     self.delete(name_of(pod), pod.metadata.uid.clone().unwrap_or_default());
                 } else if pod.metadata.deletion_timestamp.is_none() {
                     self.retain(pod);
@@ -479,7 +479,7 @@ impl PodController {
         let (was_terminating, preempted) =
             launched.map_or((false, None), |l| (l.terminating.is_some(), l.preempted.take()));
         match preempted {
-            // c The Event has been recorded already.
+            // The Event has been recorded already.
             Some(message) => end = End { cause: Cause::Preempted, detail: message },
             None if end.cause == Cause::Deleted => {
                 if !was_terminating {
@@ -561,7 +561,7 @@ impl PodController {
         let uid = pod.metadata.uid.clone()?;
         match &launched.pod {
             Some((known, _)) => (*known == uid).then_some(launch),
-            // c The watch was faster than the answer to the creation. Names are unique, so the name
+            // The watch was faster than the answer to the creation. Names are unique, so the name
             // identifies the pod.
             None => has_its_name.then(|| {
                 launched.pod = Some((uid, None));

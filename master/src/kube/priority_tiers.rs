@@ -52,7 +52,7 @@ impl PriorityTiers {
             return &self.core;
         }
         let band = BANDS.iter().position(|&most| slot < most).unwrap_or(BANDS.len() - 1);
-        // c With fewer tiers than bands, each tier covers several bands.
+        // With fewer tiers than bands, each tier covers several bands.
         self.tiers.get(band * self.tiers.len() / BANDS.len()).unwrap_or(&self.core)
     }
 
@@ -123,7 +123,7 @@ mod tests {
     fn a_place_has_its_class() {
         let tiers = PriorityTiers::shipped();
         let table = [
-            // c Slots, minimum number of workers, class.
+            // Slots, minimum number of workers, class.
             (0..=1, 2, "elasticdl-core"),
             (2..=3, 2, "elasticdl-tier-1"),
             (4..=5, 2, "elasticdl-tier-2"),
@@ -135,7 +135,7 @@ mod tests {
             (27..=35, 2, "elasticdl-tier-8"),
             (36..=47, 2, "elasticdl-tier-9"),
             (48..=1000, 2, "elasticdl-tier-10"),
-            // c A large core does not raise the class of the further workers.
+            // A large core does not raise the class of the further workers.
             (0..=9, 10, "elasticdl-core"),
             (10..=10, 10, "elasticdl-tier-4"),
             (0..=3, 0, "elasticdl-tier-1"),

@@ -51,7 +51,7 @@ pub async fn submit(
     };
     let made = make_rest(cluster, name, &mut objects, &job.metadata).await;
     if made.is_err() {
-        // c The garbage collector deletes the objects that the Job owns already.
+        // The garbage collector deletes the objects that the Job owns already.
         let params =
             DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
         if let Err(error) = jobs.delete(&objects::master_name(name), &params).await {
@@ -143,7 +143,7 @@ pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
         DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
     match jobs.delete(&master, &params).await {
         Ok(_) => {}
-        // c Another client deleted it first.
+        // Another client deleted it first.
         Err(error) if is_code(&error, 404) || is_code(&error, 409) => {}
         Err(error) => return Err(cluster.explain(doing, error)),
     }
@@ -203,7 +203,7 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
                 namespace: namespace.clone(),
             });
         }
-        // c Permission to create jobs does not imply permission to read service accounts.
+        // Permission to create jobs does not imply permission to read service accounts.
         Err(error) => debug!(%error, "the service account can't be looked at"),
     }
     let mut reviews = JoinSet::new();
@@ -213,7 +213,7 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
             let api: Api<LocalSubjectAccessReview> = cluster.api();
             reviews.spawn(async move {
                 let answer = api.create(&PostParams::default(), &review).await.ok()?.status?;
-                // c A missing answer is no refusal: the user may not have permission to ask.
+                // A missing answer is no refusal: the user may not have permission to ask.
                 (!answer.allowed && answer.evaluation_error.is_none())
                     .then(|| format!("{verb} {resource}"))
             });
@@ -277,7 +277,7 @@ pub async fn service_address(cluster: &Cluster, job: &str) -> Result<String, Clu
         doing: doing.into(),
         message: "it has no address".into(),
     })?;
-    // c An IPv6 address is written in brackets before a port.
+    // An IPv6 address is written in brackets before a port.
     let host = if ip.contains(':') { format!("[{ip}]") } else { ip };
     Ok(format!("{host}:{}", objects::PORT))
 }

@@ -143,7 +143,7 @@ async fn try_stop_replacements(
         let jobs: Api<Job> = cluster.api();
         let job = jobs.get(&objects::master_name(name)).await;
         let job = job.map_err(|error| cluster.explain("look at the master's job", error))?;
-        // c A limit below the number of failed pods would end this pod at once, and its log with
+        // A limit below the number of failed pods would end this pod at once, and its log with
         // it.
         job.status.and_then(|status| status.failed).unwrap_or(0)
     } else {
@@ -235,7 +235,7 @@ mod tests {
         let old = json!({"startTime": "2020-01-01T00:00:00Z"});
         let nothing = |why: &str| NextMaster::Unwanted(why.into());
         let late = "DeadlineExceeded: the job has run for longer than 60 s";
-        // c Specification of the Job, its status, another pod, what follows, and the number of
+        // Specification of the Job, its status, another pod, what follows, and the number of
         // created pods.
         let table = [
             (spec.clone(), json!({}), Some(master("two", &runs)), NextMaster::Expected, 0),

@@ -104,7 +104,7 @@ impl Cause {
     pub fn is_own_fault(self) -> bool {
         match self {
             Self::Exited(_) | Self::OutOfMemory | Self::OverLimit => true,
-            // c These signals come from outside: a program's own errors end in other signals.
+            // These signals come from outside: a program's own errors end in other signals.
             Self::Signalled(signal) => !matches!(signal, 1 | 2 | 9 | 15),
             _ => false,
         }
@@ -120,7 +120,7 @@ pub fn classify(pod: &Pod) -> Verdict {
     let ended = container.and_then(|state| state.terminated.as_ref());
     let by_cluster = || reclaimed(status).or_else(|| refused(status)).or_else(|| deleted(pod));
     let is_over = matches!(status.phase.as_deref(), Some("Failed" | "Succeeded"));
-    // c The kubelet reports a container's end before the pod's.
+    // The kubelet reports a container's end before the pod's.
     if is_over || ended.is_some() {
         let by_itself = || ended.map_or_else(|| lost(status), how_it_ended);
         return Verdict::Ended(by_cluster().unwrap_or_else(by_itself));
@@ -128,7 +128,7 @@ pub fn classify(pod: &Pod) -> Verdict {
     if let Some(end) = deleted(pod) {
         let end = reclaimed(status).unwrap_or(end);
         let runs = container.is_some_and(|state| state.running.is_some());
-        // c A lost pod is not terminating: no kubelet is left to stop its program.
+        // A lost pod is not terminating: no kubelet is left to stop its program.
         if !runs || end.cause == Cause::Lost {
             return Verdict::Ended(end);
         }
@@ -182,7 +182,7 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
         let told = [condition.message.as_deref(), status.message.as_deref()];
         let is_own = told.iter().flatten().any(|m| OWN_LIMITS.iter().any(|own| m.contains(own)));
         let cause = match reason {
-            // c Newer servers report both that the kubelet has ended it, and the reason.
+            // Newer servers report both that the kubelet has ended it, and the reason.
             "TerminationByKubelet" if is_own => {
                 let message = told[0].or(told[1]);
                 return Some(End { cause: Cause::OverLimit, detail: words("Evicted", message) });
@@ -190,7 +190,7 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
             "PreemptionByScheduler" | "PreemptionByKubeScheduler" => Cause::Preempted,
             "EvictionByEvictionAPI" | "DeletionByTaintManager" => Cause::Drained,
             "TerminationByKubelet" => Cause::Evicted,
-            // c The garbage collector sets this when a pod's node does not exist any more.
+            // The garbage collector sets this when a pod's node does not exist any more.
             "DeletionByPodGC" => Cause::Lost,
             _ => Cause::Reclaimed,
         };
@@ -234,7 +234,7 @@ fn how_it_ended(ended: &ContainerStateTerminated) -> End {
         .or_else(|| Some(code - 128).filter(|n| (1..=64).contains(n)));
     let (cause, what) = match (reason, signal) {
         ("OOMKilled", _) => (Cause::OutOfMemory, "it used more memory than its limit".to_owned()),
-        // c The kubelet has lost the container; the exit code is made up.
+        // The kubelet has lost the container; the exit code is made up.
         ("ContainerStatusUnknown", _) => {
             (Cause::Lost, "its node does not know how it ended".to_owned())
         }

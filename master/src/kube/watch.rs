@@ -55,7 +55,7 @@ where
         let (sender, changes) = mpsc::channel(CHANGES_MAX);
         let mut watcher =
             Watcher { api, selection, cache: ObjectCache::default(), sender, failures: 0 };
-        // c The task ends when the receiver is dropped.
+        // The task ends when the receiver is dropped.
         let task = tokio::spawn(async move { while watcher.round().await.is_ok() {} });
         Self { changes, task }
     }
@@ -64,7 +64,7 @@ where
     pub(super) async fn next(&mut self) -> Change<K> {
         match self.changes.recv().await {
             Some(change) => change,
-            // c Only a panic ends the task while `self` exists.
+            // Only a panic ends the task while `self` exists.
             None => std::future::pending().await,
         }
     }
@@ -146,7 +146,7 @@ where
                         return Ok(false);
                     }
                 },
-                // c Servers end watches from time to time. A watch that did not receive even a
+                // Servers end watches from time to time. A watch that did not receive even a
                 // bookmark for long started from a version that the server does not have: the
                 // server's data is older than what this client has seen.
                 Ok(None) => return Ok(heard.elapsed() < SILENCE_MAX),
@@ -280,7 +280,7 @@ fn is_newer<K: kube::Resource>(object: &K, known: &K) -> bool {
 pub(super) fn backoff(failures: u32) -> Duration {
     let most = PAUSE_FIRST.saturating_mul(1 << failures.min(16)).min(PAUSE_MAX);
     let mut random = [0; 2];
-    // c Without random bytes: the longest delay.
+    // Without random bytes: the longest delay.
     let share = getrandom::fill(&mut random)
         .map_or(1.0, |()| f64::from(u16::from_le_bytes(random)) / 65536.0);
     most.mul_f64(0.5 + share / 2.0)

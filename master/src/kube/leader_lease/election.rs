@@ -120,7 +120,7 @@ impl Leadership {
     pub(super) fn on_changed(&mut self, record: Option<LeaseSnapshot>) -> LeaderAction {
         let Some(record) = record else { return LeaderAction::Create };
         let LeaseSnapshot { holder, transitions, version, .. } = record;
-        // c Another master may have held the Lease in between; its actions are unknown here.
+        // Another master may have held the Lease in between; its actions are unknown here.
         let is_mine = holder.as_ref().is_none_or(|holder| *holder == self.identity);
         if !is_mine || transitions != self.transitions {
             return LeaderAction::Fenced(
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn a_lease_is_taken_at_once_or_when_it_has_not_changed_for_its_duration() {
         let other = record("other", "1");
-        // c Time, Lease as read, whether its holder has ended, and the expected action.
+        // Time, Lease as read, whether its holder has ended, and the expected action.
         type Row = (u64, Option<LeaseSnapshot>, bool, CandidateAction);
         let table: [(&str, Vec<Row>); 7] = [
             ("absent", vec![(7, None, false, CandidateAction::Create)]),
@@ -212,17 +212,17 @@ mod tests {
         assert_eq!((leadership.due(), leadership.until()), (s(115), s(140)));
         leadership.on_renewed(s(115), "2".into());
         assert_eq!((leadership.due(), leadership.until()), (s(130), s(155)));
-        // c The server is unreachable: the renewal is retried soon, and the holder does not act
+        // The server is unreachable: the renewal is retried soon, and the holder does not act
         // after the validity has ended.
         leadership.on_failed(s(130));
         assert_eq!((leadership.due(), leadership.until()), (s(135), s(155)));
-        // c A candidate that saw the renewal at the moment at which it was sent waits longer than
+        // A candidate that saw the renewal at the moment at which it was sent waits longer than
         // that.
         let mut candidate = Candidate::new("other".into());
         let seen = record("me", "2");
         assert_eq!(candidate.decide(s(115), Some(&seen), false), CandidateAction::Wait(POLL));
         assert_ne!(candidate.decide(leadership.until(), Some(&seen), false), CandidateAction::Take);
-        // c The server comes back before another master takes the Lease: the holder continues.
+        // The server comes back before another master takes the Lease: the holder continues.
         leadership.on_renewed(s(300), "3".into());
         assert_eq!(leadership.until(), s(340));
     }
@@ -233,7 +233,7 @@ mod tests {
         let changed_hands = |holder: &str| LeaseSnapshot { transitions: 4, ..record(holder, "2") };
         let table = [
             (None, LeaderAction::Create),
-            // c An answer was lost, or another client has set a label.
+            // An answer was lost, or another client has set a label.
             (Some(record("me", "2")), LeaderAction::Renew),
             (Some(record("", "2")), LeaderAction::Renew),
             (Some(changed_hands("other")), LeaderAction::Fenced("other".into())),

@@ -20,7 +20,7 @@ pub(super) fn merge(spec: &PodSpec, template: &Value) -> Result<PodSpec, Templat
     merge_value(&mut value, template);
     let merged: PodSpec =
         serde_json::from_value(value).map_err(|error| TemplateError(error.to_string()))?;
-    // c Unknown fields are lost in the conversion to the types and back.
+    // Unknown fields are lost in the conversion to the types and back.
     let through = serde_json::to_value(&merged).expect("a pod's keys are strings");
     if let Some(path) = first_lost(template, &through, "spec") {
         return Err(TemplateError(format!("{path} is no field of a pod's spec")));
@@ -102,7 +102,7 @@ fn first_lost(wanted: &Value, got: &Value, path: &str) -> Option<String> {
             wanted.iter().filter(|(_, v)| !v.is_null()).find_map(|(key, value)| {
                 let path = format!("{path}.{key}");
                 match got.get(key) {
-                    // c An empty list or mapping is equivalent to a missing one.
+                    // An empty list or mapping is equivalent to a missing one.
                     None if value.as_array().is_some_and(Vec::is_empty) => None,
                     None if value.as_object().is_some_and(Map::is_empty) => None,
                     None => Some(path),

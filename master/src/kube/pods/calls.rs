@@ -113,7 +113,7 @@ impl PodClient {
             match self.guard.during(call).await {
                 None => continue,
                 Some(Ok(Ok(_))) => return,
-                // c Deleted already, or another pod has the name; or a final refusal.
+                // Deleted already, or another pod has the name; or a final refusal.
                 Some(Ok(Err(error))) if is_final(&error) || is_code(&error, 409) => {
                     if !is_code(&error, 404) && !is_code(&error, 409) {
                         warn!(name, %error, "a worker's pod can't be deleted");
@@ -216,7 +216,7 @@ impl CallGate {
             if self.deletions.load(Ordering::Relaxed) == 0 {
                 return permit;
             }
-            // c The permit is released: a deletion takes it, or another creation that releases it
+            // The permit is released: a deletion takes it, or another creation that releases it
             // likewise.
         }
     }
