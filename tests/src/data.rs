@@ -9,7 +9,7 @@ use elasticdl_worker::readers::FixedRecords;
 /// Writes `records` records over `files` files into `folder`: record `i` holds the number `i`.
 ///
 /// # Errors
-/// The system refused.
+/// A file can't be written.
 pub fn counting_data(folder: &Path, records: u64, files: u64) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
     for file in 0..files {
@@ -34,8 +34,8 @@ pub fn numbers(records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
     records.into_iter().map(|bytes| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?))).collect()
 }
 
-/// What a model says of parameters that count records: the least and the greatest count, and their
-/// sum.
+/// The summary line of a model whose parameters count records: the lowest and the highest count,
+/// and their sum.
 #[must_use]
 pub fn counts_summary(counts: &[f32]) -> String {
     let least = counts.iter().copied().fold(f32::INFINITY, f32::min);

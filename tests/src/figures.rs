@@ -1,6 +1,7 @@
-//! What the benchmarks share: quantiles, and printing.
+//! Helpers of the benchmarks: quantiles and printing.
 
-/// The least value at or below which `part` of the values lie; 0 of none. Sorts them.
+/// The smallest value at or below which `part` of the values lie; 0 if there are no values. Sorts
+/// them.
 pub fn quantile(values: &mut [f64], part: f64) -> f64 {
     values.sort_by(f64::total_cmp);
     let rank = (values.len() as f64 * part).ceil() as usize;

@@ -10,16 +10,16 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// An `elasticdl train --local` to be started.
+/// An `elasticdl train --local` that has not been started.
 #[derive(Debug)]
 pub struct Command {
     elasticdl: PathBuf,
-    /// `train`, or what else starts a job.
+    /// The subcommand that starts the job: `train`, `evaluate` or `predict`.
     verb: &'static str,
     options: Vec<OsString>,
     program: Vec<OsString>,
     job_dir: PathBuf,
-    /// What starts the commands, the job's own and those that ask it.
+    /// Prefix of all commands: the job's own and those that query it.
     starter: Vec<OsString>,
 }
 
@@ -40,7 +40,7 @@ impl Command {
         }
     }
 
-    /// A job that does something else than to train.
+    /// Sets a subcommand other than `train`.
     #[must_use]
     pub fn verb(self, verb: &'static str) -> Self {
         Self { verb, ..self }
@@ -61,7 +61,7 @@ impl Command {
         self
     }
 
-    /// Has all commands started by `starter`, which gets them as its last arguments.
+    /// Sets a prefix for all commands; it gets the command as its last arguments.
     #[must_use]
     pub fn started_by<A: Into<OsString>>(mut self, starter: impl IntoIterator<Item = A>) -> Self {
         self.starter = starter.into_iter().map(Into::into).collect();
@@ -89,32 +89,32 @@ impl Command {
         Running { child: Some(child), starter, job_dir: self.job_dir, folder: None }
     }
 
-    /// Starts it and waits for its end.
+    /// Starts the job and waits for its end.
     #[must_use]
     pub fn run(self) -> Ended {
         self.start().wait()
     }
 }
 
-/// A job that runs. Dropping it ends it.
+/// A running job. Dropping it ends it.
 #[derive(Debug)]
 pub struct Running {
     child: Option<Child>,
-    /// `elasticdl`, and what starts it.
+    /// `elasticdl` and its prefix.
     starter: Vec<OsString>,
     job_dir: PathBuf,
-    /// Goes with the job.
+    /// Temporary folder that is removed after the job.
     folder: Option<TempDir>,
 }
 
-/// A job's end.
+/// The result of a job that has ended.
 #[derive(Debug)]
 pub struct Ended {
     /// Exit code of the command; `None` if a signal ended it.
     pub code: Option<i32>,
     /// What it printed.
     pub output: String,
-    /// The summary, or null where none was written.
+    /// The summary, or null if none was written.
     pub summary: Value,
 }
 
@@ -135,16 +135,16 @@ impl Running {
         self.child.as_ref().expect("not waited for").id()
     }
 
-    /// Whether it still runs.
+    /// Whether the command is running.
     ///
     /// # Panics
-    /// The system refuses to tell.
+    /// The state of the process can't be read.
     pub fn is_running(&mut self) -> bool {
         let child = self.child.as_mut().expect("not waited for");
         child.try_wait().expect("a child can be asked for").is_none()
     }
 
-    /// `elasticdl status --json`; null while there is no answer.
+    /// Output of `elasticdl status --json`; null while there is no answer.
     #[must_use]
     pub fn status(&self) -> Value {
         let output = command(&self.starter)
@@ -156,10 +156,10 @@ impl Running {
         serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
     }
 
-    /// `elasticdl checkpoint`: where it is.
+    /// Runs `elasticdl checkpoint` and returns the path of the checkpoint.
     ///
     /// # Panics
-    /// It fails.
+    /// The command fails.
     #[must_use]
     pub fn checkpoint(&self) -> String {
         let output = command(&self.starter).arg("checkpoint").arg(&self.job_dir).output();
@@ -168,19 +168,19 @@ impl Running {
         String::from_utf8_lossy(&output.stdout).trim().to_owned()
     }
 
-    /// `elasticdl scale --num-workers`.
+    /// Runs `elasticdl scale --num-workers`.
     ///
     /// # Panics
-    /// It fails.
+    /// The command fails.
     pub fn scale(&self, num_workers: u32) {
         let status = self.try_scale(num_workers);
         assert!(status.success(), "scale to {num_workers}: {status}");
     }
 
-    /// `elasticdl scale --num-workers`, which fails if the job has ended.
+    /// Runs `elasticdl scale --num-workers`, which fails if the job has ended.
     ///
     /// # Panics
-    /// It does not even start.
+    /// The command can't be started.
     #[must_use]
     pub fn try_scale(&self, num_workers: u32) -> std::process::ExitStatus {
         command(&self.starter)
@@ -193,10 +193,10 @@ impl Running {
             .expect("the command under test starts")
     }
 
-    /// Waits until `status` is as wanted; gives it back.
+    /// Waits until the status satisfies `wanted`, and returns that status.
     ///
     /// # Panics
-    /// It isn't after a minute, or the job ends before.
+    /// It does not within a minute, or the job ends before.
     pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -210,7 +210,7 @@ impl Running {
         }
     }
 
-    /// Processes of the job's workers, by worker.
+    /// Process ids of the job's workers, by worker.
     #[must_use]
     pub fn workers(&self) -> BTreeMap<u64, u32> {
         let status = self.status();
@@ -220,7 +220,7 @@ impl Running {
         workers.iter().filter_map(entry).collect()
     }
 
-    /// Its members in rank order, with their processes.
+    /// The job's members in rank order, with their process ids.
     #[must_use]
     pub fn members(&self) -> Vec<(u64, u32)> {
         let status = self.status();
@@ -235,7 +235,7 @@ impl Running {
         by_rank.into_values().collect()
     }
 
-    /// Waits until there are so many members.
+    /// Waits until the group has `count` members.
     ///
     /// # Panics
     /// As for [`Running::wait_for`].
@@ -249,7 +249,7 @@ impl Running {
     /// Ports on which the job's processes listen.
     ///
     /// # Panics
-    /// The system doesn't show them.
+    /// The system's socket tables can't be read.
     #[must_use]
     pub fn listening_ports(&self) -> Vec<u16> {
         let mut pids: Vec<u32> = self.workers().into_values().collect();
@@ -264,17 +264,17 @@ impl Running {
         ports.collect()
     }
 
-    /// Kills the command with SIGKILL, and only it.
+    /// Kills the command, and only it, with SIGKILL.
     ///
     /// # Panics
-    /// Its end can't be awaited.
+    /// The command can't be waited for.
     pub fn kill_master(&mut self) {
         let child = self.child.as_mut().expect("not waited for");
         child.kill().expect("a child can be killed");
         child.wait().expect("a child can be waited for");
     }
 
-    /// Stops the master's process: it goes on with [`Running::continue_master`].
+    /// Stops the master's process until [`Running::continue_master`].
     pub fn stop_master(&self) {
         send(self.child.as_ref().expect("not waited for").id(), Signal::STOP);
     }
@@ -284,7 +284,7 @@ impl Running {
         send(self.child.as_ref().expect("not waited for").id(), Signal::CONT);
     }
 
-    /// Waits until `count` workers are members; the group's generation.
+    /// Waits until `count` workers are members, and returns the group's generation.
     pub fn wait_for_group_of(&mut self, count: usize) -> Option<u64> {
         let status = self.wait_for("all members", |status| {
             let ranked =
@@ -310,7 +310,7 @@ impl Running {
         self.child = Some(child);
     }
 
-    /// What `elasticdl status` says where it fails.
+    /// The error that `elasticdl status` prints when it fails.
     ///
     /// # Panics
     /// The command can't be started.
@@ -329,14 +329,14 @@ impl Running {
         send(self.pid(), signal);
     }
 
-    /// Waits for its end.
+    /// Waits for the job's end.
     ///
     /// # Panics
-    /// It doesn't end within three minutes.
+    /// It does not end within three minutes.
     #[must_use]
     pub fn wait(mut self) -> Ended {
         let deadline = Instant::now() + Duration::from_secs(180);
-        // Its output is short: it fits into the pipes while nobody reads.
+        // The output is short enough for the pipes, so nothing has to read it meanwhile.
         while self.is_running() {
             assert!(Instant::now() < deadline, "the job does not end: {}", self.status());
             std::thread::sleep(Duration::from_millis(5));
@@ -371,10 +371,10 @@ impl Drop for Running {
 }
 
 impl Ended {
-    /// What a job that trained everything must say of itself.
+    /// Asserts that the job has trained every record of every epoch exactly once.
     ///
     /// # Panics
-    /// It doesn't.
+    /// It has not.
     pub fn assert_exactly_once(&self, context: &str, records: u64, epochs: u64) {
         let total = records * epochs;
         let expected = serde_json::json!({
@@ -382,7 +382,8 @@ impl Ended {
         });
         assert_eq!(self.summary["records"], expected, "{context}: {}", self.output);
         assert_eq!(self.summary["state"], "completed", "{context}: {}", self.output);
-        // The model's own word: least and greatest count over all records, and their sum.
+        // The model's own summary: the lowest and the highest count over all records, and their
+        // sum.
         let counts = format!("{epochs} {epochs} {total}");
         assert_eq!(self.summary["model_summary"], counts.as_str(), "{context}: {}", self.output);
         assert_eq!(self.code, Some(0), "{context}: {}", self.output);
@@ -406,7 +407,7 @@ impl Ended {
         self.summary["memberships"].as_array().expect("a job that ran has memberships")
     }
 
-    /// Checks that no worker was lost or replaced, and that `generation` was the last one.
+    /// Asserts that no worker was lost or replaced, and that `generation` was the last one.
     ///
     /// # Panics
     /// It was not so.
@@ -416,7 +417,7 @@ impl Ended {
         assert_eq!((self.lost(), &self.summary["workers"]["restarts"]), (Vec::new(), &0.into()));
     }
 
-    /// Workers that were lost, in the order of the memberships that say so.
+    /// Workers that were lost, in the order of the memberships that report it.
     #[must_use]
     pub fn lost(&self) -> Vec<u64> {
         let lost = self.memberships().iter().filter_map(|m| m["lost"].as_array()).flatten();
@@ -433,10 +434,10 @@ fn socket_inodes(pid: u32) -> Vec<String> {
         .collect()
 }
 
-/// The state of a listening socket in the system's table.
+/// State of a listening socket in the system's table.
 const LISTENING: &str = "0A";
 
-/// Sends a signal; a process that is gone is not an error.
+/// Sends a signal; a process that has ended is not an error.
 pub fn send(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
         let _ = kill_process(pid, signal);
@@ -447,6 +448,6 @@ pub fn send(pid: u32, signal: Signal) {
 #[must_use]
 pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
-    // After the command's name in brackets comes the state.
+    // The state follows the command's name in brackets.
     stat.is_ok_and(|s| s.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z')))
 }

@@ -6,8 +6,7 @@
 //!   host 1 ───────────────┘          └── host 3 …
 //! ```
 //!
-//! What the hub is told to swallow disappears without a word to anybody, as in a network that is
-//! cut.
+//! Packets that the hub drops disappear silently: no host is notified, as in a network partition.
 
 use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
@@ -15,18 +14,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::process::{Signal, geteuid};
 
-/// Hosts that reach each other, until they are cut off. Dropping it removes them, and ends what
-/// still runs there.
+/// Hosts that reach each other until they are cut off. Dropping it removes them, and ends the
+/// processes on them.
 #[derive(Debug)]
 pub struct Network {
-    /// What all namespaces' names begin with.
+    /// Prefix of the names of all namespaces.
     name: String,
     hosts: u8,
 }
 
 impl Network {
-    /// A network of `hosts` hosts. `None`, with a line that says so, where this machine or this
-    /// user can't make one; unless ELASTICDL_NETNS=1 demands it.
+    /// A network of `hosts` hosts. `None`, with a printed line, where this machine or this user
+    /// can't make one; unless ELASTICDL_NETNS=1 demands it.
     ///
     /// # Panics
     /// It is demanded, and can't be made.
@@ -53,14 +52,14 @@ impl Network {
         None
     }
 
-    /// The words before a command that is to run on a host.
+    /// The prefix of a command that runs on a host.
     #[must_use]
     pub fn on(&self, host: u8) -> Vec<String> {
         ["ip", "netns", "exec", &self.namespace(&host.to_string())].map(Into::into).to_vec()
     }
 
-    /// A script for `sh -c` that runs its arguments on the host whose number is the launch's. Out
-    /// of reach of signals to the launch, as on another machine.
+    /// A script for `sh -c` that runs its arguments on the host whose number is the launch's.
+    /// Signals to the launch don't reach them, as on another machine.
     #[must_use]
     pub fn on_the_launchs_host(&self) -> String {
         let namespace = self.namespace("$ELASTICDL_LAUNCH");
@@ -83,18 +82,18 @@ impl Network {
         format!("10.77.{host}.2")
     }
 
-    /// From now on nothing that `from` sends arrives at `to`.
+    /// Drops all packets from `from` to `to` from now on.
     ///
     /// # Panics
-    /// The system refuses.
+    /// The route can't be changed.
     pub fn cut(&self, from: u8, to: u8) {
         self.rule("add", from, to);
     }
 
-    /// What was cut is well again.
+    /// Ends a cut.
     ///
     /// # Panics
-    /// It was not cut.
+    /// There was no cut.
     pub fn heal(&self, from: u8, to: u8) {
         self.rule("del", from, to);
     }
@@ -109,7 +108,7 @@ impl Network {
     fn make(&self) -> Result<(), String> {
         let hub = self.namespace("hub");
         ip(&format!("netns add {hub}"))?;
-        // Written from within: the file shows the namespace of whoever opens it.
+        // Written from within: the file shows the namespace of the process that opens it.
         run("ip", &["netns", "exec", &hub, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])?;
         for host in 0..self.hosts {
             let namespace = self.namespace(&host.to_string());
@@ -139,7 +138,7 @@ impl Drop for Network {
                     crate::send(pid, Signal::KILL);
                 }
             }
-            // One that was never made can't be removed.
+            // A namespace that was never made can't be removed.
             let _ = ip(&format!("netns del {namespace}"));
         }
     }

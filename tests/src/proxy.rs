@@ -1,4 +1,4 @@
-//! A proxy between workers and their master, whose connections can be reset.
+//! A proxy between workers and their master whose connections can be reset.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Stands between workers and a master on this machine.
+/// Forwards the connections of workers to a master on this machine.
 ///
 /// The threads end with the connections; the listener ends with the process.
 pub struct Proxy {
     address: SocketAddr,
-    /// Where the workers' script writes the master's address.
+    /// File that the workers' script writes the master's address to.
     upstream: PathBuf,
     connections: Arc<Mutex<Vec<[TcpStream; 2]>>>,
 }
@@ -25,10 +25,10 @@ impl fmt::Debug for Proxy {
 }
 
 impl Proxy {
-    /// Listens on loopback; `folder` is a place for a file of its own.
+    /// Listens on loopback; `folder` is for a file of the proxy.
     ///
     /// # Panics
-    /// The system gives no port or no thread.
+    /// There is no free port, or no thread.
     #[must_use]
     pub fn start(folder: &Path) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback has a free port");
@@ -40,7 +40,7 @@ impl Proxy {
             .name("proxy".into())
             .spawn(move || {
                 for worker in listener.incoming().flatten() {
-                    // A master that is not there refuses; so does the proxy.
+                    // A master that is gone refuses connections; so does the proxy.
                     let Ok(master) = connect(&upstream) else { continue };
                     if let (Ok(one), Ok(other)) = (worker.try_clone(), master.try_clone()) {
                         lock(&connections).push([one, other]);
@@ -53,8 +53,8 @@ impl Proxy {
         proxy
     }
 
-    /// A script for `sh -c` that runs its arguments as a worker whose way to the master leads
-    /// through this proxy.
+    /// A script for `sh -c` that runs its arguments as a worker that connects to the master through
+    /// this proxy.
     #[must_use]
     pub fn script(&self) -> String {
         let Self { address, upstream, .. } = self;
@@ -65,7 +65,7 @@ impl Proxy {
         )
     }
 
-    /// Resets all connections, on both sides; how many there were.
+    /// Resets all connections, on both sides, and returns their number.
     pub fn reset_all(&self) -> usize {
         lock(&self.connections).drain(..).map(reset).count()
     }
@@ -89,7 +89,7 @@ fn connect(upstream: &Path) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// Passes on what comes, until one side ends.
+/// Forwards bytes until one side ends.
 fn forward([from, to]: [&TcpStream; 2]) {
     let (Ok(mut from), Ok(mut to)) = (from.try_clone(), to.try_clone()) else { return };
     std::thread::spawn(move || {
@@ -104,7 +104,7 @@ fn forward([from, to]: [&TcpStream; 2]) {
     });
 }
 
-/// Both peers get a reset: nothing lingers, and what was on its way is lost.
+/// Resets both ends: nothing lingers, and bytes in flight are lost.
 fn reset(ends: [TcpStream; 2]) {
     for end in &ends {
         // A connection that has ended already needs no reset.

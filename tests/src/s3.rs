@@ -1,7 +1,7 @@
-//! A server that speaks as much of S3 as checkpoints, readers and predictions need, on loopback,
-//! and fails and delays as it is told.
+//! A server on loopback with the part of S3 that checkpoints, readers and predictions need, and
+//! with configurable errors and delays.
 //!
-//! One thread per connection. Objects are in memory; who asks is not looked at.
+//! One thread per connection. Objects are in memory; credentials are not checked.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -19,55 +19,55 @@ pub struct S3 {
     state: Arc<Mutex<State>>,
 }
 
-/// What is done to requests, drawn for each.
+/// Rates of the faults, which are drawn for each request.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Weather {
-    /// Of a hundred requests, so many are answered with an error that says "again".
+pub struct FaultRates {
+    /// Percentage of requests that are answered with a retryable error.
     pub errors: u32,
-    /// Of a hundred, so many connections end without an answer: of a write, half of them after it
-    /// was done.
+    /// Percentage of connections that end without an answer; half of the writes among them are done
+    /// first.
     pub cuts: u32,
-    /// Each is answered within so many milliseconds.
+    /// Maximum delay of an answer.
     pub delay_ms: u64,
-    /// Each takes so many milliseconds more, as the way to the store does.
+    /// Additional delay of every answer: the network distance to the store.
     pub distance_ms: u64,
-    /// The store is away: no connection gets an answer.
+    /// Whether the store is unavailable: no connection gets an answer.
     pub away: bool,
 }
 
-/// Requests, by method.
+/// Number of requests, by method.
 type Requests = BTreeMap<String, u64>;
 
 #[derive(Debug)]
 struct Object {
     bytes: Arc<Vec<u8>>,
-    /// Another one each time that it is written.
+    /// A new value for each write.
     etag: u64,
 }
 
 #[derive(Debug)]
 struct State {
-    /// By bucket and key.
+    /// Objects, by bucket and key.
     objects: BTreeMap<String, Object>,
-    /// Objects written so far, for their ETags.
+    /// Number of objects written so far, for their ETags.
     written: u64,
     requests: Requests,
-    /// Parts by upload.
+    /// Parts, by upload.
     uploads: BTreeMap<u64, BTreeMap<u32, Vec<u8>>>,
     uploads_begun: u64,
-    weather: Weather,
+    fault_rates: FaultRates,
     rng: ChaCha8Rng,
-    /// Requests that met with bad weather.
+    /// Number of requests that a fault has hit.
     disturbed: u64,
 }
 
 impl S3 {
-    /// Starts one. `seed`: of its weather.
+    /// Starts a server. `seed`: of its faults.
     ///
     /// # Panics
-    /// The system gives no port.
+    /// There is no free port.
     #[must_use]
-    pub fn start(weather: Weather, seed: u64) -> Self {
+    pub fn start(fault_rates: FaultRates, seed: u64) -> Self {
         let listener =
             TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
         let address = listener.local_addr().expect("a listener has an address");
@@ -77,7 +77,7 @@ impl S3 {
             requests: Requests::new(),
             uploads: BTreeMap::new(),
             uploads_begun: 0,
-            weather,
+            fault_rates,
             rng: ChaCha8Rng::seed_from_u64(seed),
             disturbed: 0,
         }));
@@ -92,7 +92,7 @@ impl S3 {
         server
     }
 
-    /// What a process needs to find it, as `NAME=value`.
+    /// The environment variables that a process needs to use it, as `NAME=value`.
     #[must_use]
     pub fn environment(&self) -> Vec<String> {
         vec![
@@ -104,18 +104,18 @@ impl S3 {
         ]
     }
 
-    /// Changes the weather.
-    pub fn set_weather(&self, weather: Weather) {
-        self.state().weather = weather;
+    /// Changes the rates of the faults.
+    pub fn set_fault_rates(&self, fault_rates: FaultRates) {
+        self.state().fault_rates = fault_rates;
     }
 
-    /// Requests that met with bad weather.
+    /// Number of requests that a fault has hit.
     #[must_use]
     pub fn disturbed(&self) -> u64 {
         self.state().disturbed
     }
 
-    /// What was asked so far.
+    /// The requests so far.
     #[must_use]
     pub fn requests(&self) -> BTreeMap<String, u64> {
         self.state().requests.clone()
@@ -127,12 +127,12 @@ impl S3 {
         self.state().objects.keys().cloned().collect()
     }
 
-    /// Puts an object there.
+    /// Stores an object.
     pub fn put(&self, name: &str, bytes: Vec<u8>) {
         self.state().put(name, bytes);
     }
 
-    /// An object's bytes.
+    /// The bytes of an object.
     ///
     /// # Panics
     /// There is no such object.
@@ -141,10 +141,10 @@ impl S3 {
         self.state().objects[name].bytes.to_vec()
     }
 
-    /// Changes one bit of an object.
+    /// Flips one bit of an object.
     ///
     /// # Panics
-    /// There is no such object, or nothing in it.
+    /// There is no such object, or it is empty.
     pub fn flip(&self, name: &str, bit: usize) {
         let mut state = self.state();
         let object = state.objects.get_mut(name).expect("the object is there");
@@ -200,7 +200,7 @@ struct Request {
 }
 
 impl Request {
-    /// The next one; `None` at the connection's end.
+    /// Reads the next request; `None` at the connection's end.
     fn read(reader: &mut BufReader<TcpStream>) -> std::io::Result<Option<Self>> {
         let mut line = String::new();
         if reader.read_line(&mut line)? == 0 {
@@ -276,7 +276,7 @@ impl State {
     }
 
     fn draw(&mut self, method: &str) -> Fate {
-        let Weather { errors, cuts, delay_ms, distance_ms, away } = self.weather;
+        let FaultRates { errors, cuts, delay_ms, distance_ms, away } = self.fault_rates;
         if away {
             self.disturbed += 1;
             return Fate { kind: Kind::Cut, delay: Duration::ZERO };
@@ -306,7 +306,7 @@ impl State {
                 Reply::new(200, format!("<{result}><UploadId>{id}</UploadId></{result}>"))
             }
             ("POST", Some(id)) => match self.uploads.get(&id) {
-                // Asked again after a lost answer, it is as complete as before.
+                // A request that is repeated after a lost answer finds the upload completed.
                 Some(parts) => {
                     let whole = parts.values().flatten().copied().collect();
                     self.put(name, whole);
@@ -387,10 +387,10 @@ impl State {
     }
 }
 
-/// What is written has another one by and by; nobody compares.
+/// The ETags that objects get change with each write; clients do not compare them.
 const PUT_ETAG: &str = "etag: \"x\"\r\n";
 
-/// Takes the percent signs out.
+/// Decodes percent-encoding.
 fn decode(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::new(), text.as_bytes());
     while let Some((&first, after)) = rest.split_first() {

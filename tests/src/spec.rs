@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use elasticdl_master::job::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
 
-/// A job of so many workers, or fewer, that trains for two epochs, and in which nobody is ever
-/// taken out or replaced.
+/// A job of at most `num_workers` workers that trains for two epochs, and in which workers are
+/// never evicted or replaced.
 #[must_use]
 pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> JobSpec {
     JobSpec {

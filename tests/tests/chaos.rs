@@ -1,14 +1,14 @@
-//! Real processes under fire: whatever is killed and whenever, every record is counted exactly
-//! once.
+//! Real processes under random faults: whichever are killed and whenever, every record is counted
+//! exactly once.
 //!
-//! The model's parameters count records, so the final parameters are the proof; the ledger's word
-//! is compared with it.
+//! The model's parameters count records, so the final parameters are the proof; the ledger is
+//! compared with them.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::time::{Duration, Instant};
 
-use elasticdl_tests::{Programs, Running, Stage, send};
+use elasticdl_tests::{JobFixture, Programs, Running, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -21,21 +21,21 @@ const PROGRAMS: Programs = Programs {
 #[test]
 fn records_are_counted_exactly_once_under_random_kills() {
     for seed in 0..20 {
-        Stage::new(PROGRAMS, 4).survives_kills(seed, 200..1200);
+        JobFixture::new(PROGRAMS, 4).survives_kills(seed, 200..1200);
     }
 }
 
-/// What is done to a job.
+/// A fault of a running job.
 #[derive(Clone, Copy, Debug)]
-enum Blow {
+enum Fault {
     Kill,
     Leave,
     Scale(u32),
-    /// For so many milliseconds, then it goes on.
+    /// Stops a worker for this number of milliseconds.
     Stop(u64),
 }
 
-impl Blow {
+impl Fault {
     fn draw(rng: &mut ChaCha8Rng) -> Self {
         match rng.random_range(0..10) {
             0..4 => Self::Kill,
@@ -45,7 +45,7 @@ impl Blow {
         }
     }
 
-    fn strike(self, job: &Running, rng: &mut ChaCha8Rng) {
+    fn apply(self, job: &Running, rng: &mut ChaCha8Rng) {
         let victim = job.any_worker(rng).map(|(_, pid)| pid);
         match (self, victim) {
             (Self::Kill, Some(pid)) => send(pid, Signal::KILL),
@@ -62,7 +62,7 @@ impl Blow {
     }
 }
 
-/// The seeds of the mixed schedules, or the one that is to be played again.
+/// The seeds of the mixed schedules, or the one to be run again.
 fn seeds() -> Vec<u64> {
     match std::env::var("ELASTICDL_CHAOS_SEED") {
         Ok(seed) => vec![seed.parse().unwrap()],
@@ -76,33 +76,35 @@ fn records_are_counted_exactly_once_under_mixed_schedules() {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let num_workers = rng.random_range(2..=5);
         let is_large = rng.random_ratio(1, 3);
-        let stage = Stage { micros_per_record: 300, ..Stage::new(PROGRAMS, num_workers) };
-        let stage = if is_large { stage.large() } else { stage };
-        // Half of all jobs sum in about ten buckets, while they compute.
+        let fixture =
+            JobFixture { micros_per_record: 300, ..JobFixture::new(PROGRAMS, num_workers) };
+        let fixture = if is_large { fixture.large() } else { fixture };
+        // Half of all jobs sum in about ten buckets while they compute.
         let bucket = (seed % 2 == 0).then_some(if is_large { 100_000 } else { 500 });
-        let mut job = Stage { bucket, ..stage }.start(seed);
+        let mut job = JobFixture { bucket, ..fixture }.start(seed);
         let started = Instant::now();
-        let mut story = format!(
+        let mut trace = format!(
             "{num_workers} workers, large: {is_large}, buckets: {bucket:?}; again: ELASTICDL_CHAOS_SEED={seed} cargo test -p \
              elasticdl-tests --test chaos mixed\n"
         );
         while job.is_running() {
-            let blow = Blow::draw(&mut rng);
-            story += &format!("{:6} ms {blow:?}\n", started.elapsed().as_millis());
-            blow.strike(&job, &mut rng);
-            // Some come in bursts, into each other's regroup.
+            let fault = Fault::draw(&mut rng);
+            trace += &format!("{:6} ms {fault:?}\n", started.elapsed().as_millis());
+            fault.apply(&job, &mut rng);
+            // Some faults come in bursts, so that one hits the regroup that an earlier one has
+            // caused.
             let pause = if rng.random_ratio(1, 4) { 0..30 } else { 100..600 };
             std::thread::sleep(Duration::from_millis(rng.random_range(pause)));
         }
-        job.wait().assert_exact(&story);
+        job.wait().assert_exact(&trace);
     }
 }
 
 #[test]
 fn after_the_loss_of_all_workers_training_starts_again_and_is_exact() {
     for seed in 0..3 {
-        let stage = Stage { micros_per_record: 200, ..Stage::new(PROGRAMS, 3) };
-        let mut job = stage.start(seed);
+        let fixture = JobFixture { micros_per_record: 200, ..JobFixture::new(PROGRAMS, 3) };
+        let mut job = fixture.start(seed);
         job.workers().values().for_each(|pid| send(*pid, Signal::KILL));
         job.wait_for("new workers", |status| {
             status["workers"].as_array().is_some_and(|w| {
@@ -115,8 +117,8 @@ fn after_the_loss_of_all_workers_training_starts_again_and_is_exact() {
 }
 
 #[test]
-fn a_worker_that_is_told_to_end_leaves_and_loses_nothing() {
-    let mut job = Stage::new(PROGRAMS, 3).start(1);
+fn a_worker_that_gets_sigterm_leaves_and_loses_nothing() {
+    let mut job = JobFixture::new(PROGRAMS, 3).start(1);
     let (leaver, pid) = job.workers().into_iter().next().unwrap();
     send(pid, Signal::TERM);
     job.wait_for("the leave", |status| {
@@ -134,7 +136,7 @@ fn a_worker_that_is_told_to_end_leaves_and_loses_nothing() {
 
 #[test]
 fn a_running_job_is_scaled_up_and_down() {
-    let mut job = Stage::new(PROGRAMS, 2).start(1);
+    let mut job = JobFixture::new(PROGRAMS, 2).start(1);
     for size in [4, 1, 2] {
         job.scale(size);
         job.wait_for_members(size as usize);

@@ -1,6 +1,7 @@
-//! Jobs in a real cluster, when `KUBECONFIG` names one; `.ci/cluster` starts one and runs these.
+//! Jobs in a real cluster, if `KUBECONFIG` names one; `.ci/cluster` starts one and runs these.
 //!
-//! The model's parameters count records, so the summary's last line proves what the ledger says.
+//! The model's parameters count records, so the last line of its summary can be compared with the
+//! ledger.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -39,15 +40,15 @@ fn pods_that_are_deleted_and_killed_cost_no_record() {
     let pods = job.wait_for_others(3, &pods[1..2]);
     namespace.kill_inside(&pods[2]);
     let _ = job.wait_for_others(3, &pods[2..]);
-    // Names are used once: three pods, and three in their places.
+    // Names are used once: three pods, and three replacements.
     assert_eq!(job.launches(), [1, 2, 3, 4, 5, 6]);
     job.wait_for_report("WorkerDeleted", "count-w-");
-    // No end of these was the workers' own fault, so none counts.
+    // No worker failed by itself, so no failure counts.
     job.assert_completes(25);
 }
 
 #[test]
-fn pods_of_two_workers_train_each_record_once_and_go_together() {
+fn pods_of_two_workers_train_each_record_once_and_end_together() {
     let Some(namespace) = namespace("pods") else { return };
     let options = [
         "--workers-per-pod",
@@ -75,7 +76,7 @@ fn pods_of_two_workers_train_each_record_once_and_go_together() {
     job.wait_until_gone(&pods[..1]);
     let pods = job.wait_for_pods(4, 2);
     assert_eq!(job.launches(), [1, 3, 5, 7]);
-    // Another master finds the workers of both pods by the pods.
+    // The next master finds the workers of both pods from the pods.
     let incarnation = || namespace.anchor("count", "incarnation").as_u64().unwrap_or(0);
     let before = incarnation();
     let master = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
@@ -95,7 +96,7 @@ fn pods_of_two_workers_train_each_record_once_and_go_together() {
     assert!(scaled.status.success(), "{}", text(&scaled));
     let _ = job.wait_for_pods(2, 1);
     namespace.delete_pod(name(&pods[0]), &["--wait=false", "--ignore-not-found"]);
-    // No end of these was the workers' own fault, so none counts.
+    // No worker failed by itself, so no failure counts.
     job.assert_completes(25);
 }
 
@@ -158,7 +159,7 @@ fn a_job_that_is_deleted_midway_leaves_nothing() {
 }
 
 #[test]
-fn a_job_is_resized_left_alone_and_stopped_from_outside() {
+fn a_job_is_scaled_detached_and_stopped_from_outside() {
     let Some(namespace) = namespace("scale") else { return };
     let mut job =
         Job::start(&namespace, "count", &["--num-workers", "1", "--num-epochs", "1000"], 1000);
@@ -166,8 +167,8 @@ fn a_job_is_resized_left_alone_and_stopped_from_outside() {
     let (code, output) = Job::start(&namespace, "count", &["--num-workers", "1"], 0).wait();
     assert_eq!(code, Some(2), "{output}");
     assert!(output.contains("already") && output.contains("elasticdl delete count"), "{output}");
-    // The one who follows goes; the job stays.
-    send(job.following().pid(), Signal::INT);
+    // The command that follows the job ends; the job stays.
+    send(job.child().pid(), Signal::INT);
     let (code, output) = job.wait();
     assert_eq!(code, Some(130), "{output}");
     assert!(output.contains("The job goes on"), "{output}");
@@ -194,7 +195,7 @@ fn a_job_is_resized_left_alone_and_stopped_from_outside() {
 }
 
 #[test]
-fn a_namespace_without_rights_is_refused_before_anything_is_made() {
+fn a_namespace_without_rights_is_refused_before_any_object_is_created() {
     let Some(namespace) = Namespace::new("rights", env!("CARGO_BIN_EXE_elasticdl-under-test"))
     else {
         return;
@@ -214,16 +215,16 @@ fn a_namespace_without_rights_is_refused_before_anything_is_made() {
         assert!(output.contains(word), "{word}: {output}");
     }
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
-    // What the message says to do is enough.
+    // The remedy in the message is sufficient.
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     must(Command::new("sh").args(["-c", &advice]).current_dir(root));
     Job::start(&namespace, "count", &["--num-workers", "1"], 0).assert_completes(1);
 }
 
 #[test]
-fn an_image_that_is_not_there_ends_the_command_with_its_name() {
+fn a_missing_image_ends_the_command_with_its_name() {
     let Some(namespace) = namespace("image") else { return };
-    // The master's image is there, the workers' is not: the last --image counts.
+    // The master's image exists, the workers' does not: the last --image counts.
     let image = namespace.image().to_owned();
     let options = ["--num-workers", "1", "--max-worker-restarts", "0", "--master-image", &image];
     let mut job = Job::start(

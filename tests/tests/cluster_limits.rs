@@ -1,5 +1,5 @@
-//! Jobs in a real cluster that meet its limits: memory, disk, quotas, configuration, room; and each
-//! other.
+//! Jobs in a real cluster that run into its limits: memory, disk, quotas, configuration, capacity;
+//! and several jobs at once.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -16,7 +16,7 @@ fn namespace(test: &str) -> Option<Namespace> {
     Some(namespace)
 }
 
-/// `elasticdl status --json`, which is what the user sees.
+/// Output of `elasticdl status --json`, which is what the user sees.
 fn events(namespace: &Namespace, job: &str) -> String {
     let output = namespace.elasticdl("status", [job, "--json"]).output().unwrap();
     let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
@@ -38,7 +38,7 @@ fn two_jobs_train_side_by_side() {
     let [left, right] = jobs;
     let pods = left.wait_for_group(2);
     let _ = right.wait_for_group(2);
-    // What happens to one is nothing to the other.
+    // A fault of one job does not affect the other.
     let generation = |job: &Job<'_>| job.status()["generation"].as_u64();
     let before = generation(&right);
     namespace.kill_inside(&pods[0]);
@@ -110,7 +110,7 @@ fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
     ];
     let job = Job::start(&namespace, "count", &options, 3000);
     let pods = job.wait_for_group(2);
-    // The node's directories are this machine's.
+    // The node's folders are on this machine.
     let kubeconfig = std::env::var("KUBECONFIG").unwrap();
     let volumes = Path::new(&kubeconfig).with_file_name("kubelet").join("pods").join(uid(&pods[0]));
     fs::write(volumes.join("volumes/kubernetes.io~empty-dir/tmp/big"), vec![1; 4 << 20]).unwrap();
@@ -122,7 +122,7 @@ fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
 }
 
 #[test]
-fn a_secret_that_is_missing_is_named_and_ends_the_job() {
+fn a_missing_secret_is_named_and_ends_the_job() {
     let Some(namespace) = namespace("config") else { return };
     let environment = "env: [{name: KEY, valueFrom: {secretKeyRef: {name: absent, key: k}}}]";
     let file = template(&format!("containers: [{{name: worker, {environment}}}]"));
@@ -139,7 +139,7 @@ fn a_secret_that_is_missing_is_named_and_ends_the_job() {
 }
 
 #[test]
-fn workers_that_fit_nowhere_wait_and_the_status_says_why() {
+fn unschedulable_workers_wait_and_the_status_shows_why() {
     let Some(namespace) = namespace("nowhere") else { return };
     let options = ["--num-workers", "2", "--worker-resources", "cpu=1000,memory=64Mi"];
     let mut job = Job::start(&namespace, "count", &options, 0);

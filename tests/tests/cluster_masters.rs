@@ -1,5 +1,5 @@
 //! Masters in a real cluster that are cut off, stopped, evicted and lost, with the options that
-//! users have by default; and jobs whose masters are used up.
+//! users have by default; and jobs whose masters have all failed.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -22,19 +22,19 @@ fn uids(pods: &[Value]) -> BTreeSet<String> {
     pods.iter().map(|pod| uid(pod).to_owned()).collect()
 }
 
-/// The process of the master that leads the job.
+/// Process id of the leading master.
 fn master_process(namespace: &Namespace, job: &str) -> u32 {
     Namespace::process_inside(&namespace.leader(job).unwrap(), "elasticdl").unwrap()
 }
 
-/// What the job's group is, for a comparison: its pods, and its generation.
+/// The job's group, for a comparison: its pods and its generation.
 fn group(job: &Job<'_>) -> (BTreeSet<String>, Option<u64>) {
     let pods = job.wait_for_group(3);
     (uids(&pods), job.status()["generation"].as_u64())
 }
 
 #[test]
-fn a_master_that_is_cut_off_reset_or_stopped_costs_nobody() {
+fn a_master_that_is_cut_off_reset_or_stopped_costs_no_worker() {
     let Some(namespace) = namespace("cut") else { return };
     let options = ["--num-workers", "3", "--num-epochs", "60", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
@@ -63,7 +63,7 @@ fn a_master_that_is_cut_off_reset_or_stopped_costs_nobody() {
 }
 
 #[test]
-fn masters_that_are_deleted_and_drained_again_and_again_are_followed_within_seconds() {
+fn masters_that_are_deleted_and_drained_repeatedly_are_replaced_within_seconds() {
     let Some(namespace) = namespace("follow") else { return };
     let options = ["--num-workers", "2", "--num-epochs", "60", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
@@ -80,7 +80,7 @@ fn masters_that_are_deleted_and_drained_again_and_again_are_followed_within_seco
         });
         let took = since.elapsed();
         println!("round {round}: another master leads after {took:?}");
-        // Ten seconds, and what a busy machine takes for a pod.
+        // Ten seconds, and the time that a busy machine takes for a pod.
         assert!(took < Duration::from_secs(20), "round {round}: {took:?}");
         assert_eq!(uids(&job.wait_for_group(2)), workers, "round {round}: workers were restarted");
     }
@@ -88,7 +88,7 @@ fn masters_that_are_deleted_and_drained_again_and_again_are_followed_within_seco
 }
 
 #[test]
-fn a_failed_job_makes_no_more_masters_and_its_logs_are_those_of_its_failure() {
+fn a_failed_job_starts_no_more_masters_and_its_logs_are_those_of_its_failure() {
     let Some(namespace) = namespace("failed") else { return };
     let options = ["--num-workers", "1", "--max-worker-restarts", "0"];
     let mut job = Job::start_program(&namespace, "count", &options, &["--fail-at", "1000"]);
@@ -104,7 +104,7 @@ fn a_failed_job_makes_no_more_masters_and_its_logs_are_those_of_its_failure() {
 }
 
 #[test]
-fn a_job_whose_masters_are_used_up_is_told_as_failed() {
+fn a_job_whose_masters_have_all_failed_is_reported_as_failed() {
     let Some(namespace) = namespace("used") else { return };
     let options = ["--num-workers", "2", "--num-epochs", "1000"];
     let mut job = Job::start(&namespace, "count", &options, 4000);
@@ -140,7 +140,7 @@ fn a_job_whose_masters_are_used_up_is_told_as_failed() {
 }
 
 #[test]
-fn a_master_that_can_not_be_made_is_told_by_all_commands() {
+fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
     let Some(namespace) = namespace("unmade") else { return };
     namespace.apply(
         "apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: q}\nspec: {hard: {limits.cpu: 4}}\n",
@@ -151,16 +151,16 @@ fn a_master_that_can_not_be_made_is_told_by_all_commands() {
         |command: &str, args: &[&str]| text(&namespace.elasticdl(command, args).output().unwrap());
     job.wait_for("the list tells why", || look("list", &[]).contains(reason).then_some(()));
     assert!(look("status", &["count"]).contains(reason), "{}", look("status", &["count"]));
-    // It looks every few seconds.
+    // The command polls every few seconds.
     std::thread::sleep(Duration::from_secs(8));
-    send(job.following().pid(), Signal::INT);
+    send(job.child().pid(), Signal::INT);
     let (_, output) = job.wait();
     assert!(
         output.contains("the master waits: FailedCreate") && output.contains(reason),
         "{output}"
     );
     job.assert_deletes();
-    // With limits it is made.
+    // With limits it is created.
     let limits = "cpu=10m,memory=64Mi,limits.cpu=1";
     let options =
         ["--num-workers", "1", "--master-resources", limits, "--worker-resources", limits];
@@ -168,7 +168,7 @@ fn a_master_that_can_not_be_made_is_told_by_all_commands() {
 }
 
 #[test]
-fn a_replacement_whose_image_is_away_is_waited_for() {
+fn the_job_waits_for_a_replacement_whose_image_is_missing() {
     let Some(namespace) = namespace("image-away") else { return };
     let image = format!("localhost/elasticdl-away:{}", std::process::id());
     let ctr = ["--address", "/run/k8s-dev/containerd.sock", "--namespace", "k8s.io", "images"];
@@ -180,7 +180,7 @@ fn a_replacement_whose_image_is_away_is_waited_for() {
     ctr(&["rm", &image]);
     namespace.delete_pod(name(&pods[0]), &["--wait=false"]);
     job.wait_for_event(&["ErrImage"]);
-    // Longer than a pod that can't start is borne with before any worker has run.
+    // Longer than a pod that can't start is tolerated before any worker has run.
     std::thread::sleep(Duration::from_secs(30));
     assert_eq!(job.status()["state"], "running", "{}", job.status());
     ctr(&["tag", namespace.image(), &image]);

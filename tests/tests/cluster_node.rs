@@ -1,6 +1,6 @@
-//! Jobs in a real cluster whose API server stops, and whose node is drained, filled and given back.
+//! Jobs in a real cluster whose API server stops, and whose node is drained, filled and freed.
 //!
-//! These disturb everything else in the cluster, so that only one of them runs at a time.
+//! These disturb everything else in the cluster, so only one of them runs at a time.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -11,15 +11,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{
-    ApiServer, Following, Job, Namespace, Node, PriorityClass, RECORDS, assert_exactly_once, calls,
-    kubectl, must, name, uid,
+    ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, assert_exactly_once,
+    calls, kubectl, must, name, uid,
 };
 use elasticdl_tests::counting_data;
 use serde_json::Value;
 
 static NODE: Mutex<()> = Mutex::new(());
 
-/// A namespace, and the whole cluster for as long as the guard lives.
+/// A namespace, and exclusive use of the cluster for as long as the guard lives.
 fn namespace(test: &str) -> Option<(Namespace, MutexGuard<'static, ()>)> {
     let guard = NODE.lock().unwrap_or_else(PoisonError::into_inner);
     let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
@@ -38,7 +38,7 @@ fn generation(job: &Job<'_>) -> u64 {
 }
 
 #[test]
-fn training_goes_on_while_the_api_server_is_away() {
+fn training_continues_while_the_api_server_is_unavailable() {
     let Some((namespace, _guard)) = namespace("away") else { return };
     let server = ApiServer::new();
     let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "25"], 4000);
@@ -50,8 +50,9 @@ fn training_goes_on_while_the_api_server_is_away() {
     // Then its connections break too.
     server.restart();
     let pods_after = job.wait_for_group(3);
-    // Three workers, 64 records a step, 4 ms a record: one that holds a third of them is done after
-    // 85 ms. Had they not trained in those 30 s, they would have no more than this.
+    // Three workers, 64 records a step, 4 ms a record: a worker that holds a third of them is done
+    // after 85 ms. If the group had not trained in those 30 s, it would have made no more than this
+    // number of steps.
     let steps_beside = (since.elapsed() - AWAY).as_millis() as u64 / 85;
     let steps = job.step() - step;
     assert!(
@@ -78,7 +79,7 @@ fn drained_workers_come_back_with_the_node() {
     let job = Job::start(&namespace, "count", &options, 4000);
     let pods = job.wait_for_group(3);
     let step = job.step();
-    // With one node, all workers would go, and with them what they have trained: so one is left.
+    // On one node, all workers would be drained, and their state would be lost: so one stays.
     let label = format!("drained={}", namespace.name());
     for pod in &pods[..2] {
         must(kubectl().args(["--namespace", namespace.name(), "label", "pod", name(pod), &label]));
@@ -103,9 +104,9 @@ fn drained_workers_come_back_with_the_node() {
 }
 
 #[test]
-fn preempted_workers_come_back_when_the_service_has_gone() {
+fn preempted_workers_come_back_when_the_service_is_deleted() {
     let Some((namespace, _guard)) = namespace("preempted") else { return };
-    // Below everything else, so that nobody but these workers has to give way.
+    // Below all other classes, so that no pods but these workers are preempted.
     let [low, high] = [("low", -20), ("high", -10)]
         .map(|(name, value)| PriorityClass::new(format!("{}-{name}", namespace.name()), value));
     // Four workers and the master fill the node.
@@ -134,7 +135,7 @@ fn preempted_workers_come_back_when_the_service_has_gone() {
 }
 
 #[test]
-fn two_jobs_share_the_node_evenly_and_a_service_takes_the_top_rungs_alone() {
+fn two_jobs_share_the_node_evenly_and_a_service_preempts_all_tiers_but_the_core() {
     let Some((namespace, _guard)) = namespace("fair") else { return };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     must(kubectl().args(["apply", "-f", "manifests/priorityclasses.yaml"]).current_dir(root));
@@ -146,7 +147,7 @@ fn two_jobs_share_the_node_evenly_and_a_service_takes_the_top_rungs_alone() {
     let first = Job::start(&namespace, "first", &options, 4000);
     let alone = first.wait_for_group(8);
     let second = Job::start(&namespace, "second", &options, 4000);
-    // Core, and the rung up to the fourth worker: four each.
+    // The core, and the tiers up to the fourth worker: four workers each.
     let [ours, theirs] = [&first, &second].map(|job| job.wait_for_group(4));
     assert!(
         uids(&ours).iter().all(|uid| uids(&alone).contains(uid)),
@@ -158,7 +159,7 @@ fn two_jobs_share_the_node_evenly_and_a_service_takes_the_top_rungs_alone() {
     };
     let cores = [core(&ours), core(&theirs)];
     assert_eq!(cores.each_ref().map(Vec::len), [1, 1]);
-    // A service, which has no class, needs all but the core.
+    // A service, which has no priority class, needs everything but the core.
     namespace.apply(&service("", 6, cpu));
     for (job, core) in [&first, &second].into_iter().zip(&cores) {
         assert_eq!(uids(&job.wait_for_group(1)), *core, "a service took a core worker's place");
@@ -171,7 +172,7 @@ fn two_jobs_share_the_node_evenly_and_a_service_takes_the_top_rungs_alone() {
     second.assert_completes(30);
 }
 
-/// A Deployment that does nothing, with what its pods ask of the node.
+/// A Deployment that does nothing, with resource requests.
 fn service(priority_class: &str, replicas: u32, cpu_millis: u64) -> String {
     format!(
         "apiVersion: apps/v1
@@ -198,11 +199,11 @@ spec:
 fn thirty_workers_that_are_lost_at_once_are_replaced_in_parallel() {
     let Some((namespace, _guard)) = namespace("thirty") else { return };
     let options = ["--num-workers", "30", "--num-epochs", "100", "--max-worker-restarts", "0"];
-    // Few steps, which thirty on two cores take their time for.
+    // Few steps, since thirty workers on two cores take long for each.
     let small = ["--worker-resources", "cpu=1m,memory=64Mi", "--global-batch-size", "600"];
     let job = Job::start(&namespace, "count", &[&options[..], &small].concat(), 10_000);
     let pods = job.wait_for_group(30);
-    // One is left, and with it what they have trained.
+    // One worker stays, and with it the state.
     let (kept, lost): (_, Vec<&str>) =
         (uid(&pods[0]).to_owned(), pods[1..].iter().map(name).collect());
     let delete = [
@@ -216,7 +217,7 @@ fn thirty_workers_that_are_lost_at_once_are_replaced_in_parallel() {
     ];
     must(kubectl().args(delete).args(&lost));
     let pods = job.wait_for_others(30, &pods[1..]);
-    // All at once, not one after another.
+    // They are replaced concurrently, not one after another.
     let made = |pod: &Value| {
         let time = pod["metadata"]["creationTimestamp"].as_str().unwrap().to_owned();
         let output = must(Command::new("date").args(["+%s", "--date", &time]));
@@ -230,13 +231,13 @@ fn thirty_workers_that_are_lost_at_once_are_replaced_in_parallel() {
 }
 
 #[test]
-fn a_job_at_rest_is_a_light_guest() {
+fn a_job_at_rest_makes_few_api_calls() {
     let Some((namespace, _guard)) = namespace("rest") else { return };
     let log = ApiServer::new().audit();
-    // An epoch takes longer than this looks: its end would be news.
+    // An epoch takes longer than the test, so that the end of an epoch is not reported meanwhile.
     let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "4"], 60_000);
     let _ = job.wait_for_group(4);
-    // Right after its first step there may still be news.
+    // Right after the first step there may still be changes to report.
     std::thread::sleep(Duration::from_secs(10));
     let count =
         || calls(&log).into_iter().filter(|call| call.home == namespace.name()).collect::<Vec<_>>();
@@ -259,7 +260,7 @@ fn a_job_at_rest_is_a_light_guest() {
 }
 
 #[test]
-fn the_readmes_lines_are_enough_for_a_fresh_cluster() {
+fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
     let Some((_namespace, _guard)) = namespace("readme") else { return };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
@@ -271,12 +272,12 @@ fn the_readmes_lines_are_enough_for_a_fresh_cluster() {
     assert_eq!(apply, "kubectl apply -f manifests/");
     must(kubectl().args(["apply", "-f", "manifests/"]).current_dir(root));
     let namespace = Namespace::existing("elasticdl", env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    // Its data: a claim with the name that the line has.
+    // The data: a claim with the name in the README.
     let data = tempfile::tempdir().unwrap();
     std::fs::set_permissions(data.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     counting_data(&data.path().join("mnist"), RECORDS, 3).unwrap();
     let _volume = Volume::new(&namespace, "data", data.path());
-    // Its image: the test's, which has another program.
+    // The image: the test's, which has another program.
     let words = train.replace("team/model:1", namespace.image());
     let (options, program) =
         words.strip_prefix("elasticdl train ").unwrap().split_once(" -- ").unwrap();
@@ -284,7 +285,7 @@ fn the_readmes_lines_are_enough_for_a_fresh_cluster() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"));
     command.arg("train").args(options.split_whitespace()).args(["--image-pull-policy", "Never"]);
     command.args(["--", "counting", "--records", &RECORDS.to_string()]);
-    let (code, output) = Following::start(command).wait();
+    let (code, output) = ChildOutput::start(command).wait();
     assert_eq!(code, Some(0), "{output}");
     assert_exactly_once(&namespace.anchor("mnist", "summary"), RECORDS, 1);
     let deleted = namespace.elasticdl("delete", ["mnist"]).output().unwrap();
@@ -292,7 +293,7 @@ fn the_readmes_lines_are_enough_for_a_fresh_cluster() {
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }
 
-/// A folder of this machine as a claim.
+/// A folder of this machine as a persistent volume claim.
 struct Volume(String);
 
 impl Volume {

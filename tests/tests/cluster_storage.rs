@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 
-use elasticdl_tests::cluster::{Following, Job, Namespace, RECORDS, name, text};
+use elasticdl_tests::cluster::{ChildOutput, Job, Namespace, RECORDS, name, text};
 use elasticdl_tests::send;
 use elasticdl_worker::Reader as _;
 use elasticdl_worker::readers::ParquetRows;
@@ -14,19 +14,19 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// A namespace, and a folder of this machine, which is the node, that pods see as `/kept`.
-struct Stage {
+/// A namespace, and a folder of this machine, which is the node, that pods mount as `/kept`.
+struct VolumeFixture {
     namespace: Namespace,
     folder: TempDir,
     volume: String,
 }
 
-impl Stage {
+impl VolumeFixture {
     fn new(test: &str) -> Option<Self> {
         let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
         namespace.apply_rbac();
         let folder = tempfile::tempdir().unwrap();
-        // Pods run as nobody.
+        // Pods run as an unprivileged user.
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
         let volume = format!("host_path={},mount_path=/kept", folder.path().display());
         Some(Self { namespace, folder, volume })
@@ -36,9 +36,9 @@ impl Stage {
         [&["--volume", &self.volume], options].concat()
     }
 
-    /// `evaluate` or `predict` with the model that `learned` has left, to its end under fire: its
-    /// summary.
-    fn apart(&self, command: &str, options: &[&str]) -> Value {
+    /// Runs `evaluate` or `predict` with the model that the job before has exported, while pods are
+    /// deleted and killed, and returns its summary.
+    fn inference(&self, command: &str, options: &[&str]) -> Value {
         let model = [
             "--model",
             "/kept/model.safetensors",
@@ -48,9 +48,9 @@ impl Stage {
             "100",
         ];
         let options = self.options(&[&model, options].concat());
-        let program = ["--records", &RECORDS.to_string(), "--apart-micros", "20000"];
+        let program = ["--records", &RECORDS.to_string(), "--inference-micros", "20000"];
         let job = command;
-        let following = Following::start(self.namespace.apart(command, job, &options, &program));
+        let child = ChildOutput::start(self.namespace.inference(command, job, &options, &program));
         for done in [1, 10] {
             let pods = self.namespace.wait_for(job, "some shards are done", || {
                 let status = self.namespace.anchor(job, "status");
@@ -62,7 +62,7 @@ impl Stage {
             self.namespace.kill_inside(&pods[1]);
         }
         self.namespace.hurry(job);
-        let (code, output) = following.wait();
+        let (code, output) = child.wait();
         assert_eq!(code, Some(0), "{output}\n{}", self.namespace.master_log(job));
         let summary = self.namespace.anchor(job, "summary");
         let expected =
@@ -78,18 +78,18 @@ impl Stage {
 
 #[test]
 fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
-    let Some(stage) = Stage::new("kept") else { return };
-    let namespace = &stage.namespace;
+    let Some(fixture) = VolumeFixture::new("kept") else { return };
+    let namespace = &fixture.namespace;
     let checkpoints = ["--checkpoint-dir", "/kept/checkpoints", "--num-epochs", "25"];
-    // None is due by itself while this runs.
-    let options = stage
+    // No checkpoint is due during the test.
+    let options = fixture
         .options(&[&checkpoints[..], &["--num-workers", "3", "--checkpoint-every", "1h"]].concat());
     let mut job = Job::start(namespace, "count", &options, 4000);
     let _ = job.wait_for_group(3);
     let said = namespace.elasticdl("checkpoint", ["count"]).output().unwrap();
     assert!(said.status.success(), "{}", text(&said));
     let pods = job.wait_for_group(3);
-    // All at once: a single one that is left has the state.
+    // All at once: a single one that is left would have the state.
     let inside = |pod| Namespace::process_inside(pod, "counting").unwrap();
     pods.iter().map(inside).collect::<Vec<_>>().into_iter().for_each(|pid| send(pid, Signal::KILL));
     let _ = job.wait_for_others(3, &pods);
@@ -105,9 +105,9 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     );
     job.assert_deletes();
 
-    // Another job, of one worker, goes on where it was stopped; the model counts both jobs'
-    // records.
-    let options = stage.options(&["--resume-from", "/kept/checkpoints", "--num-epochs", "25"]);
+    // Another job, of one worker, resumes where the first was stopped; the model counts the records
+    // of both jobs.
+    let options = fixture.options(&["--resume-from", "/kept/checkpoints", "--num-epochs", "25"]);
     let job = Job::start(namespace, "on", &options, 4000);
     let output = job.assert_completes(25);
     let first = summary["steps"].as_u64().unwrap();
@@ -119,19 +119,19 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
 
 #[test]
 fn pods_evaluate_and_predict_each_record_once() {
-    let Some(stage) = Stage::new("apart") else { return };
-    let namespace = &stage.namespace;
+    let Some(fixture) = VolumeFixture::new("apart") else { return };
+    let namespace = &fixture.namespace;
     let options =
         ["--num-workers", "2", "--num-epochs", "2", "--export", "/kept/model.safetensors"];
-    Job::start(namespace, "learned", &stage.options(&options), 0).assert_completes(2);
+    Job::start(namespace, "learned", &fixture.options(&options), 0).assert_completes(2);
 
-    let summary = stage.apart("evaluate", &[]);
+    let summary = fixture.inference("evaluate", &[]);
     // The counting model's loss is 1 for every record.
     assert_eq!(summary["metrics"]["loss"], 1.0, "{summary}");
 
-    let summary = stage.apart("predict", &["--predictions", "/kept/out"]);
+    let summary = fixture.inference("predict", &["--predictions", "/kept/out"]);
     assert_eq!(summary["output"], "/kept/out");
-    let mut files: Vec<PathBuf> = fs::read_dir(stage.folder.path().join("out"))
+    let mut files: Vec<PathBuf> = fs::read_dir(fixture.folder.path().join("out"))
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .collect();

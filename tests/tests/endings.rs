@@ -1,4 +1,4 @@
-//! How jobs end: on their own terms, by the user's wish, by failures. No process is left over.
+//! How jobs end: by themselves, by the user's request, by failures. No process is left.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -15,11 +15,11 @@ use tempfile::TempDir;
 
 const RECORDS: u64 = 3000;
 
-struct Stage {
+struct EndingFixture {
     folder: TempDir,
 }
 
-impl Stage {
+impl EndingFixture {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         counting_data(&folder.path().join("data"), RECORDS, 2).unwrap();
@@ -37,11 +37,11 @@ impl Stage {
         )
         .option("training-data", self.folder.path().join("data"))
         .option("global-batch-size", "30")
-        // Generous, so that a busy machine takes nobody out.
+        // Longer than a busy machine delays any worker, so that none is evicted.
         .option("worker-timeout", "10s")
     }
 
-    /// A job that would take minutes, with its workers' processes.
+    /// A job that would take minutes, and the process ids of its workers.
     fn start_long(&self) -> (Running, Vec<u32>) {
         let mut job = self
             .command(&["--micros-per-record", "1000"])
@@ -79,8 +79,8 @@ fn assert_stopped(ended: &Ended, code: i32) {
 #[test]
 fn max_steps_is_exact() {
     for (steps, workers) in [(1, 3), (17, 2)] {
-        let stage = Stage::new();
-        let ended = stage
+        let fixture = EndingFixture::new();
+        let ended = fixture
             .command(&[])
             .option("max-steps", steps.to_string())
             .option("num-workers", workers.to_string())
@@ -94,7 +94,7 @@ fn max_steps_is_exact() {
 }
 
 #[test]
-fn every_way_of_cutting_the_data_counts_every_record_once() {
+fn every_way_of_splitting_the_data_counts_every_record_once() {
     type Way = (&'static [&'static str], &'static [(&'static str, &'static str)]);
     let ways: [Way; 3] = [
         (&["--micro-batch", "4"], &[("num-workers", "2")]),
@@ -102,8 +102,8 @@ fn every_way_of_cutting_the_data_counts_every_record_once() {
         (&[], &[("num-workers", "1"), ("records-per-shard", "100000"), ("seed", "9")]),
     ];
     for (arguments, options) in ways {
-        let stage = Stage::new();
-        let command = stage.command(arguments).option("num-epochs", "2");
+        let fixture = EndingFixture::new();
+        let command = fixture.command(arguments).option("num-epochs", "2");
         let command =
             options.iter().fold(command, |command, (name, value)| command.option(name, value));
         command.run().assert_exactly_once(&format!("{arguments:?} {options:?}"), RECORDS, 2);
@@ -112,7 +112,7 @@ fn every_way_of_cutting_the_data_counts_every_record_once() {
 
 #[test]
 fn a_batch_per_worker_grows_with_the_workers() {
-    let stage = Stage::new();
+    let fixture = EndingFixture::new();
     let program = [
         PathBuf::from(env!("CARGO_BIN_EXE_counting")),
         "--records".into(),
@@ -120,10 +120,10 @@ fn a_batch_per_worker_grows_with_the_workers() {
     ];
     let ended = Command::new(
         env!("CARGO_BIN_EXE_elasticdl-under-test"),
-        stage.folder.path().join("job"),
+        fixture.folder.path().join("job"),
         program,
     )
-    .option("training-data", stage.folder.path().join("data"))
+    .option("training-data", fixture.folder.path().join("data"))
     .option("minibatch-size", "50")
     .option("min-workers", "3")
     .option("num-workers", "3")
@@ -134,7 +134,7 @@ fn a_batch_per_worker_grows_with_the_workers() {
 
 #[test]
 fn ctrl_c_finishes_the_step_and_leaves_no_process() {
-    let (job, pids) = Stage::new().start_long_kept();
+    let (job, pids) = EndingFixture::new().start_long_kept();
     job.1.signal(Signal::INT);
     let ended = job.1.wait();
     assert_stopped(&ended, 130);
@@ -143,17 +143,16 @@ fn ctrl_c_finishes_the_step_and_leaves_no_process() {
 
 #[test]
 fn sigterm_is_like_ctrl_c() {
-    let (job, pids) = Stage::new().start_long_kept();
+    let (job, pids) = EndingFixture::new().start_long_kept();
     job.1.signal(Signal::TERM);
     assert_stopped(&job.1.wait(), 143);
     assert_all_end(&pids, Duration::from_secs(5));
 }
 
-/// Workers that are stopped finish no step, so whoever waits for that says in the end that it was
-/// not finished.
+/// Workers that are stopped finish no step, so the job reports that its last step was not finished.
 #[test]
 fn ctrl_c_twice_ends_at_once() {
-    let ((_stage, mut job), pids) = Stage::new().start_long_kept();
+    let ((_stage, mut job), pids) = EndingFixture::new().start_long_kept();
     pids.iter().for_each(|pid| send(*pid, Signal::STOP));
     job.signal(Signal::INT);
     job.wait_for("the first", |status| status["state"] == "stopping");
@@ -166,7 +165,7 @@ fn ctrl_c_twice_ends_at_once() {
 
 #[test]
 fn workers_of_a_killed_master_end_themselves() {
-    let (job, pids) = Stage::new().start_long_kept();
+    let (job, pids) = EndingFixture::new().start_long_kept();
     job.1.signal(Signal::KILL);
     let ended = job.1.wait();
     assert_eq!(ended.code, None);
@@ -181,9 +180,11 @@ fn failing_code_is_reported_with_worker_and_records_and_fails_the_job() {
         (["--fail-at", "1234"], "record 1234 can't be learned"),
     ];
     for (arguments, message) in cases {
-        let stage = Stage::new();
-        let command =
-            stage.command(&arguments).option("num-workers", "2").option("max-worker-restarts", "2");
+        let fixture = EndingFixture::new();
+        let command = fixture
+            .command(&arguments)
+            .option("num-workers", "2")
+            .option("max-worker-restarts", "2");
         // Both workers may be gone at once.
         let ended = command.flag("restart-without-checkpoint").run();
         assert_eq!(ended.code, Some(1), "{}", ended.output);
@@ -194,8 +195,7 @@ fn failing_code_is_reported_with_worker_and_records_and_fails_the_job() {
         for shard in failed {
             assert!(shard["error"].as_str().unwrap().contains(message), "{shard}");
             workers.insert(shard["worker"].as_u64().unwrap());
-            // A step's records may come in several ranges; one of them holds the record in
-            // question.
+            // A step's records may be several ranges; one of them holds the record in question.
             let (start, end) = (shard["start"].as_u64().unwrap(), shard["end"].as_u64().unwrap());
             let is_first_file = shard["file"].as_str().unwrap().ends_with("part-000.bin");
             culprits += usize::from(is_first_file && start <= 1234 && 1234 < end);
@@ -206,9 +206,9 @@ fn failing_code_is_reported_with_worker_and_records_and_fails_the_job() {
 }
 
 #[test]
-fn a_worker_that_ends_without_a_word_is_counted() {
-    let stage = Stage::new();
-    let ended = stage
+fn a_worker_that_exits_without_a_report_counts_as_a_failure() {
+    let fixture = EndingFixture::new();
+    let ended = fixture
         .command(&["--exit-at", "1234"])
         .option("num-workers", "2")
         .option("max-worker-restarts", "1")
@@ -219,16 +219,15 @@ fn a_worker_that_ends_without_a_word_is_counted() {
     assert!(error.contains("exited with code 9;"), "{error}");
 }
 
-/// As by a build in mid-job: a new file in the place of the program's.
+/// Replaces the program's file as a build during the job does: with a new file.
 #[test]
-fn a_worker_that_is_replaced_after_the_program_was_built_again_runs_the_one_that_the_job_began_with()
- {
-    let stage = Stage::new();
-    let program = stage.folder.path().join("program");
+fn a_replacement_runs_the_program_that_the_job_began_with_even_after_a_rebuild() {
+    let fixture = EndingFixture::new();
+    let program = fixture.folder.path().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_counting"), &program).unwrap();
     let mut job = Command::new(
         env!("CARGO_BIN_EXE_elasticdl-under-test"),
-        stage.folder.path().join("job"),
+        fixture.folder.path().join("job"),
         [
             program.clone(),
             "--records".into(),
@@ -237,7 +236,7 @@ fn a_worker_that_is_replaced_after_the_program_was_built_again_runs_the_one_that
             "300".into(),
         ],
     )
-    .option("training-data", stage.folder.path().join("data"))
+    .option("training-data", fixture.folder.path().join("data"))
     .option("global-batch-size", "30")
     .option("num-epochs", "3")
     .start();
@@ -248,14 +247,14 @@ fn a_worker_that_is_replaced_after_the_program_was_built_again_runs_the_one_that
     let ended = job.wait();
     ended.assert_exactly_once("a new program", RECORDS, 3);
     assert!(ended.output.contains("the job's own copy of the program"), "{}", ended.output);
-    assert!(!stage.folder.path().join("job/program").exists(), "nobody needs it any more");
+    assert!(!fixture.folder.path().join("job/program").exists(), "nobody needs it any more");
     assert_eq!(ended.summary["workers"]["restarts"], 1);
 }
 
 #[test]
 fn replicas_that_differ_end_the_job_with_ranks_and_step() {
-    let stage = Stage::new();
-    let ended = stage
+    let fixture = EndingFixture::new();
+    let ended = fixture
         .command(&["--drift-at", "5"])
         .option("num-workers", "2")
         .option("num-epochs", "10")
@@ -266,9 +265,9 @@ fn replicas_that_differ_end_the_job_with_ranks_and_step() {
 }
 
 #[test]
-fn a_stranger_with_random_bytes_changes_nothing() {
-    let stage = Stage::new();
-    let mut job = stage
+fn an_unauthenticated_peer_with_random_bytes_changes_nothing() {
+    let fixture = EndingFixture::new();
+    let mut job = fixture
         .command(&["--micros-per-record", "1000"])
         .option("num-epochs", "3")
         .option("num-workers", "3")
@@ -283,11 +282,11 @@ fn a_stranger_with_random_bytes_changes_nothing() {
             let bytes: Vec<u8> = (0..2000_u32)
                 .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 ^ round)
                 .collect();
-            // The other side may hang up in the middle.
+            // The other side may close the connection meanwhile.
             let _ = stream.write_all(&bytes);
         }
     }
-    // All doors are still open for those that belong there.
+    // All ports still accept connections of the job's processes.
     job.scale(4);
     job.wait_for_members(4);
     let ended = job.wait();
@@ -296,8 +295,8 @@ fn a_stranger_with_random_bytes_changes_nothing() {
     assert_eq!(causes, ["start", "join"]);
 }
 
-impl Stage {
-    /// As `start_long`, with the folder kept until the job has ended.
+impl EndingFixture {
+    /// As `start_long`, and keeps the fixture's folder until the job has ended.
     fn start_long_kept(self) -> ((Self, Running), Vec<u32>) {
         let (job, pids) = self.start_long();
         ((self, job), pids)

@@ -1,12 +1,12 @@
-//! Jobs that evaluate their model while they train it: each record of the validation data is judged
-//! once, whatever becomes of workers; the best model's checkpoint stays; a model that gets no
-//! better is trained no more.
+//! Jobs that evaluate their model during training: each record of the validation data is evaluated
+//! once, whichever workers are lost; the checkpoint of the best model is retained; early stopping
+//! ends the training of a model that does not improve.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::time::Duration;
 
-use elasticdl_tests::{Command, Programs, Stage, send};
+use elasticdl_tests::{Command, JobFixture, Programs, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -19,16 +19,19 @@ const PROGRAMS: Programs = Programs {
 
 const RECORDS: u64 = 6000;
 const BATCH: u64 = 48;
-/// Steps of an epoch.
+/// Steps per epoch.
 const EPOCH: u64 = RECORDS / BATCH;
 
-/// Evaluated on the data that it is trained with.
-fn evaluated(stage: &Stage, seed: u64, every: u64) -> Command {
-    let data = stage.folder.path().join("data");
-    stage.command(seed).option("validation-data", data).option("evaluate-every", every.to_string())
+/// A job that is evaluated on its training data.
+fn evaluated(fixture: &JobFixture, seed: u64, every: u64) -> Command {
+    let data = fixture.folder.path().join("data");
+    fixture
+        .command(seed)
+        .option("validation-data", data)
+        .option("evaluate-every", every.to_string())
 }
 
-/// Step and the part of the records that had been absorbed by then, of each evaluation.
+/// Step of each evaluation, and the fraction of the records that had been absorbed by then.
 fn seen(summary: &Value) -> Vec<(u64, f64)> {
     let all = summary["evaluations"]["all"].as_array().unwrap().iter();
     all.map(|e| {
@@ -39,20 +42,20 @@ fn seen(summary: &Value) -> Vec<(u64, f64)> {
 }
 
 #[test]
-fn each_record_is_judged_once_whoever_is_killed() {
+fn each_record_is_evaluated_once_whichever_worker_is_killed() {
     for seed in 0..3 {
-        let stage = Stage::new(PROGRAMS, 3);
-        let dir = stage.folder.path().join("checkpoints");
-        let command = evaluated(&stage, seed, 10).option("checkpoint-dir", dir);
+        let fixture = JobFixture::new(PROGRAMS, 3);
+        let dir = fixture.folder.path().join("checkpoints");
+        let command = evaluated(&fixture, seed, 10).option("checkpoint-dir", dir);
         let mut job = command.option("checkpoint-every", "15").start();
         job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        for blow in 0.. {
+        for fault in 0.. {
             std::thread::sleep(Duration::from_millis(rng.random_range(100..800)));
             if !job.is_running() {
                 break;
             }
-            match blow == 3 {
+            match fault == 3 {
                 true => job.workers().values().for_each(|pid| send(*pid, Signal::KILL)),
                 false => job
                     .any_worker(&mut rng)
@@ -62,8 +65,8 @@ fn each_record_is_judged_once_whoever_is_killed() {
         }
         let ended = job.wait();
         ended.assert_exact(&format!("seed {seed}"));
-        // Of the first epoch it is known what had been absorbed. Word of one may be lost with the
-        // lowest rank.
+        // For evaluations of the first epoch the absorbed fraction is known. The report of one may
+        // be lost with the lowest rank.
         let seen = seen(&ended.summary);
         assert!(seen.len() > 12 && seen.last() == Some(&(2 * EPOCH, 1.0)), "seed {seed}: {seen:?}");
         for (step, seen) in seen {
@@ -74,17 +77,17 @@ fn each_record_is_judged_once_whoever_is_killed() {
 }
 
 #[test]
-fn the_best_model_stays_though_others_come_after_it() {
-    let stage = Stage { micros_per_record: 50, ..Stage::new(PROGRAMS, 2) };
-    let dir = stage.folder.path().join("checkpoints");
-    let ended = evaluated(&stage, 1, 20)
+fn the_best_model_is_retained_after_later_ones() {
+    let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 2) };
+    let dir = fixture.folder.path().join("checkpoints");
+    let ended = evaluated(&fixture, 1, 20)
         .option("best-metric", "seen:max")
         .option("checkpoint-dir", &dir)
         .option("checkpoint-every", "15")
         .option("checkpoint-keep", "1")
         .run();
     ended.assert_exact("the best of all");
-    // The first one after an epoch; none after it is better.
+    // The first one after an epoch; no later one is better.
     let best = &ended.summary["evaluations"]["best"];
     assert_eq!(
         (&best["step"], &best["metric"], &best["value"]),
@@ -101,9 +104,9 @@ fn the_best_model_stays_though_others_come_after_it() {
 }
 
 #[test]
-fn a_model_that_gets_no_better_is_trained_no_more() {
-    let stage = Stage { micros_per_record: 50, ..Stage::new(PROGRAMS, 2) };
-    let ended = evaluated(&stage, 1, 10).option("early-stopping", "2").run();
+fn early_stopping_ends_the_training_of_a_model_that_does_not_improve() {
+    let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 2) };
+    let ended = evaluated(&fixture, 1, 10).option("early-stopping", "2").run();
     assert_eq!(
         (ended.code, &ended.summary["state"]),
         (Some(0), &"completed".into()),
@@ -119,11 +122,11 @@ fn a_model_that_gets_no_better_is_trained_no_more() {
 }
 
 #[test]
-fn what_can_not_be_evaluated_is_named() {
-    let stage = Stage { micros_per_record: 50, ..Stage::new(PROGRAMS, 2) };
-    let ended = evaluated(&stage, 1, 10).option("best-metric", "accuracy").run();
+fn validation_data_that_cannot_be_used_is_named() {
+    let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 2) };
+    let ended = evaluated(&fixture, 1, 10).option("best-metric", "accuracy").run();
     let why = "no metric `accuracy`; the model's evaluate() gives: loss, seen";
     assert!(ended.code == Some(1) && ended.output.contains(why), "{}", ended.output);
-    let ended = stage.command(1).option("validation-data", "/nowhere/at/all").run();
+    let ended = fixture.command(1).option("validation-data", "/nowhere/at/all").run();
     assert!(ended.code == Some(1) && ended.output.contains("/nowhere/at/all"), "{}", ended.output);
 }

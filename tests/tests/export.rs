@@ -1,4 +1,4 @@
-//! The final model of a real job, as a file that others load.
+//! The final model of a real job, as a file for other programs.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -23,7 +23,7 @@ fn job(folder: &TempDir, export: &Path) -> Command {
         .option("export", export)
 }
 
-/// How often each record was counted, by the exported model.
+/// Count of each record in the exported model.
 fn counts(path: &Path) -> Vec<f32> {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -38,13 +38,13 @@ fn counts(path: &Path) -> Vec<f32> {
 }
 
 #[test]
-fn the_final_model_is_exported_whoever_was_killed() {
+fn the_final_model_is_exported_whichever_worker_was_killed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("models/final.safetensors");
     let mut job = job(&folder, &path).option("num-epochs", "4").start();
     job.wait_for("a group at work", |status| status["step"].as_u64() > Some(3));
     assert!(!path.exists());
-    // The first rank, whose office it is.
+    // The lowest rank, which exports the model.
     send(*job.workers().values().next().unwrap(), Signal::KILL);
     let ended = job.wait();
     assert_eq!(ended.code, Some(0), "{}", ended.output);
@@ -69,7 +69,7 @@ fn a_stopped_job_exports_what_it_has_trained() {
 }
 
 #[test]
-fn a_place_that_can_t_be_written_to_is_refused_before_the_training() {
+fn an_export_path_that_cannot_be_written_to_is_refused_before_training() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("file"), "").unwrap();
     let ended = job(&folder, &folder.path().join("file/model")).run();
@@ -80,7 +80,7 @@ fn a_place_that_can_t_be_written_to_is_refused_before_the_training() {
 }
 
 #[test]
-fn a_folder_is_refused_before_the_training() {
+fn an_export_path_that_is_a_folder_is_refused_before_training() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("models")).unwrap();
     let ended = job(&folder, &folder.path().join("models")).run();
@@ -95,7 +95,7 @@ fn a_folder_is_refused_before_the_training() {
 }
 
 #[test]
-fn paths_may_lead_up_and_down_again() {
+fn export_paths_may_contain_parent_folders() {
     let folder = tempfile::tempdir().unwrap();
     let up = folder.path().join("absent/../models/../m.safetensors");
     let ended = job(&folder, &up).option("checkpoint-dir", folder.path().join("job/../kept")).run();

@@ -1,14 +1,14 @@
-//! Jobs whose workers compute on GPUs. There are none: libraries that do on the host what a GPU's
-//! would stand in for them.
+//! Jobs whose workers compute on GPUs. The GPUs are fakes: libraries with the interfaces of CUDA
+//! and NCCL that compute on the host.
 //!
-//! The model's parameters count records, so the final parameters are the proof, wherever they were
-//! kept.
+//! The model's parameters count records, so the final parameters are the proof, whichever device
+//! holds them.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::ffi::OsString;
 
-use elasticdl_tests::{Command, Programs, Stage, send};
+use elasticdl_tests::{Command, JobFixture, Programs, send};
 use rustix::process::Signal;
 use safetensors::SafeTensors;
 
@@ -17,17 +17,20 @@ const PROGRAMS: Programs = Programs {
     counting: env!("CARGO_BIN_EXE_counting"),
 };
 
-fn stage(num_workers: u32) -> Stage {
-    Stage { gpu: Some(elasticdl_stand_ins::folder()), ..Stage::new(PROGRAMS, num_workers) }
+fn fixture(num_workers: u32) -> JobFixture {
+    JobFixture {
+        gpu: Some(elasticdl_stand_ins::folder()),
+        ..JobFixture::new(PROGRAMS, num_workers)
+    }
 }
 
-fn with(name: &'static str, value: impl Into<OsString>, stage: Stage) -> Stage {
-    Stage { variables: vec![(name, value.into())], ..stage }
+fn with(name: &'static str, value: impl Into<OsString>, fixture: JobFixture) -> JobFixture {
+    JobFixture { variables: vec![(name, value.into())], ..fixture }
 }
 
-/// What an undisturbed job says that its gradients were summed over.
-fn allreduce_transport(stage: &Stage) -> String {
-    let ended = stage.command(0).run();
+/// The transports of all-reduce that the summary of an undisturbed job reports.
+fn allreduce_transport(fixture: &JobFixture) -> String {
+    let ended = fixture.command(0).run();
     ended.assert_exact("undisturbed");
     ended.summary["allreduce_transport"].as_str().unwrap_or_default().to_owned()
 }
@@ -35,13 +38,13 @@ fn allreduce_transport(stage: &Stage) -> String {
 #[test]
 fn records_are_counted_exactly_once_on_gpus_under_kills_and_joins() {
     for seed in 0..3 {
-        stage(3).survives_kills(seed, 500..1500);
+        fixture(3).survives_kills(seed, 500..1500);
     }
 }
 
 #[test]
-fn a_group_goes_over_to_nccl_once_all_have_it_and_again_after_a_loss() {
-    let mut job = stage(3).start(1);
+fn a_group_switches_to_nccl_once_all_ranks_have_it_and_again_after_a_loss() {
+    let mut job = fixture(3).start(1);
     let is_on_nccl = |status: &serde_json::Value| {
         status["allreduce_transport"].as_str().is_some_and(|what| what.starts_with("NCCL 2.28"))
     };
@@ -56,61 +59,61 @@ fn a_group_goes_over_to_nccl_once_all_have_it_and_again_after_a_loss() {
 }
 
 #[test]
-fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_says_why() {
-    let what = allreduce_transport(&with("ELASTICDL_NCCL", "off", stage(2)));
+fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_reports_why() {
+    let what = allreduce_transport(&with("ELASTICDL_NCCL", "off", fixture(2)));
     assert!(
         what.contains("by way of the hosts' memory") && what.contains("ELASTICDL_NCCL is off"),
         "{what}"
     );
-    let what = allreduce_transport(&with("ELASTICDL_NCCL", "/nowhere/libnccl.so", stage(2)));
+    let what = allreduce_transport(&with("ELASTICDL_NCCL", "/nowhere/libnccl.so", fixture(2)));
     assert!(what.contains("/nowhere/libnccl.so can't be loaded"), "{what}");
     let what = allreduce_transport(&with(
         "ELASTICDL_NCCL",
         elasticdl_stand_ins::nccl_with("old"),
-        stage(2),
+        fixture(2),
     ));
     assert!(what.contains("too old"), "{what}");
-    let what = allreduce_transport(&with("STAND_IN_DEVICES", "1", stage(2)));
+    let what = allreduce_transport(&with("STAND_IN_DEVICES", "1", fixture(2)));
     assert!(what.contains("ranks 0 and 1 share a GPU"), "{what}");
 }
 
 #[test]
-fn where_nccl_fails_the_job_goes_on_without_and_gives_it_up() {
+fn when_nccl_fails_repeatedly_the_job_continues_without_it() {
     let what = allreduce_transport(&with(
         "ELASTICDL_NCCL",
         elasticdl_stand_ins::nccl_with("init_fails"),
-        stage(2),
+        fixture(2),
     ));
     assert!(what.contains("NCCL failed"), "{what}");
     let what = allreduce_transport(&with(
         "ELASTICDL_NCCL",
         elasticdl_stand_ins::nccl_with("init_hangs"),
-        stage(2),
+        fixture(2),
     ));
     assert!(what.contains("NCCL is being built"), "{what}");
     for fault in ["op_fails", "async_error"] {
         let what = allreduce_transport(&with(
             "ELASTICDL_NCCL",
             elasticdl_stand_ins::nccl_with(fault),
-            stage(2),
+            fixture(2),
         ));
         assert!(what.contains("NCCL is given up, it failed in 3 generations"), "{fault}: {what}");
     }
 }
 
 #[test]
-fn a_worker_without_a_gpu_is_none_for_a_group_on_gpus() {
-    let stage = stage(2);
+fn a_worker_without_a_gpu_is_refused_by_a_group_on_gpus() {
+    let fixture = fixture(2);
     let program = format!(
         "[ $ELASTICDL_INDEX = 1 ] || gpu=--gpu; exec {} --records 6000 --micros-per-record 400 $gpu",
         PROGRAMS.counting
     );
     let ended = Command::new(
         PROGRAMS.elasticdl,
-        stage.folder.path().join("job"),
+        fixture.folder.path().join("job"),
         ["/bin/sh", "-c", &program],
     )
-    .option("training-data", stage.folder.path().join("data"))
+    .option("training-data", fixture.folder.path().join("data"))
     .option("num-workers", "2")
     .option("max-worker-restarts", "0")
     .started_by([
@@ -127,11 +130,11 @@ fn a_worker_without_a_gpu_is_none_for_a_group_on_gpus() {
 }
 
 #[test]
-fn what_is_on_gpus_is_evaluated_kept_begun_from_and_exported() {
-    let stage = stage(3);
-    let (data, folder) = (stage.folder.path().join("data"), stage.folder.path().to_owned());
+fn a_state_on_gpus_is_evaluated_checkpointed_restored_and_exported() {
+    let fixture = fixture(3);
+    let (data, folder) = (fixture.folder.path().join("data"), fixture.folder.path().to_owned());
     let model = folder.join("model.safetensors");
-    let mut job = stage
+    let mut job = fixture
         .command(5)
         .option("validation-data", data)
         .option("evaluate-every", "50")

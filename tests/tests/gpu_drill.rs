@@ -1,4 +1,4 @@
-//! The drill of the ring of GPUs, on the stand-ins: all of it runs and says its figures.
+//! The drill of the GPU ring, on fake GPUs: all phases run and report their figures.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -24,7 +24,7 @@ fn drill(arguments: &[&str]) -> (bool, String, Value) {
 }
 
 #[test]
-fn the_drill_runs_through_and_says_what_it_has_measured() {
+fn the_drill_completes_and_reports_its_figures() {
     let (_, table, all) = drill(&[]);
     let failures = all["failures"].as_object().unwrap();
     assert!(failures.keys().eq(["step"]), "{failures:?}\n{table}");
@@ -49,7 +49,7 @@ fn the_drill_runs_through_and_says_what_it_has_measured() {
 }
 
 #[test]
-fn what_there_is_no_time_for_is_said_to_be_left_out() {
+fn phases_without_time_are_reported_as_left_out() {
     let (success, table, all) = drill(&["--seconds", "0"]);
     assert!(!success && all["figures"].as_array().unwrap().is_empty(), "{table}");
     assert_eq!(all["failures"]["kill"], "left out: the time is up");

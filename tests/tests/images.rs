@@ -1,5 +1,5 @@
-//! The images that `.docker/images` builds, in a real cluster; `.ci/cluster` builds them, starts
-//! one, and runs this.
+//! The images that `.docker/images` builds, in a real cluster; `.ci/cluster` builds them, starts a
+//! cluster, and runs this test.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -7,9 +7,9 @@ use std::fmt::Write as _;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
-use elasticdl_tests::cluster::{Following, Namespace, text};
+use elasticdl_tests::cluster::{ChildOutput, Namespace, text};
 
-/// Rows of the sample data.
+/// Number of rows of the sample data.
 const ROWS: u64 = 3000;
 
 /// Points of y = 2·x - 0.5, over three files in a folder that pods may read.
@@ -29,7 +29,7 @@ fn points() -> tempfile::TempDir {
 
 #[test]
 fn the_images_train_a_model_in_three_pods() {
-    // Their tag.
+    // The images' tag.
     let Ok(tag) = std::env::var("ELASTICDL_IMAGES") else {
         println!(
             "skipped: ELASTICDL_IMAGES is not set; `.ci/cluster` builds the images and runs this"
@@ -45,7 +45,7 @@ fn the_images_train_a_model_in_three_pods() {
     let volume = format!("host_path={},mount_path=/data,read_only=true", data.path().display());
     let (examples, elasticdl) =
         (format!("localhost/elasticdl-examples:{tag}"), format!("localhost/elasticdl:{tag}"));
-    // First the examples' image alone, then with the small one for the master.
+    // First the examples' image alone, then with the small image for the master.
     for (job, master_image) in [("alone", &examples), ("both", &elasticdl)] {
         let options = [
             "--image",
@@ -62,7 +62,7 @@ fn the_images_train_a_model_in_three_pods() {
         command.args(["--num-workers", "3", "--num-epochs", "20", "--global-batch-size", "60"]);
         command.args(["--master-resources", "cpu=10m,memory=64Mi"]);
         command.args(["--worker-resources", "cpu=10m,memory=64Mi", "--", "linear"]);
-        let (code, output) = Following::start(command).wait();
+        let (code, output) = ChildOutput::start(command).wait();
         assert_eq!(code, Some(0), "{output}\n{}", namespace.master_log(job));
         let summary = namespace.anchor(job, "summary");
         assert_eq!(summary["records"]["counted"], 20 * ROWS, "{summary}");

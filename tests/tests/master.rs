@@ -1,5 +1,5 @@
-//! The master is killed, and another one goes on with the job: the group keeps its processes, and
-//! without another loss its generation; every record is counted exactly once all the same.
+//! The master is killed, and another one resumes the job: the group keeps its processes, and
+//! without another loss its generation; every record is counted exactly once nevertheless.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -18,18 +18,18 @@ use tempfile::TempDir;
 const RECORDS: u64 = 6000;
 const EPOCHS: u64 = 2;
 
-struct Stage {
+struct MasterFixture {
     folder: TempDir,
 }
 
-impl Stage {
+impl MasterFixture {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         counting_data(&folder.path().join("data"), RECORDS, 3).unwrap();
         Self { folder }
     }
 
-    /// A job of three workers and some seconds, in its first steps.
+    /// A job of three workers that takes some seconds, in its first steps.
     fn start(&self, seed: u64, options: &[(&str, &str)]) -> Running {
         let mut job = self.command(seed, options).start();
         job.wait_for("three members at work", |status| {
@@ -53,7 +53,7 @@ impl Stage {
             .option("num-workers", "3")
             .option("global-batch-size", "48")
             .option("seed", seed.to_string())
-            // Generous, so that a busy machine takes nobody out.
+            // Longer than a busy machine delays any worker, so that none is evicted.
             .option("worker-timeout", "10s");
         options.iter().fold(command, |command, (name, value)| command.option(name, *value))
     }
@@ -67,7 +67,7 @@ fn ranked(status: &Value) -> usize {
     status["workers"].as_array().into_iter().flatten().filter(|w| w["rank"].is_u64()).count()
 }
 
-/// Waits until another master leads the group, with a step more than `step`.
+/// Waits until another master leads the group, at a later step than `step`.
 fn taken_over(job: &mut Running, step: u64) -> Value {
     job.wait_for("another master at work", |status| {
         status["state"] == "running" && ranked(status) == 3 && status["step"].as_u64() > Some(step)
@@ -81,8 +81,8 @@ fn workers(status: &Value) -> BTreeMap<u64, u64> {
 
 #[test]
 fn another_master_takes_over_the_running_group_as_it_is() {
-    let stage = Stage::new();
-    let mut job = stage.start(1, &[]);
+    let fixture = MasterFixture::new();
+    let mut job = fixture.start(1, &[]);
     let before = job.status();
     job.kill_master();
     let error = job.status_error();
@@ -99,20 +99,20 @@ fn another_master_takes_over_the_running_group_as_it_is() {
         ended.summary["memberships"]
     );
     assert_eq!(ended.summary["workers"]["restarts"], 0);
-    let log = stage.master_log();
+    let log = fixture.master_log();
     assert_eq!(log.matches("master listens").count(), 2, "{log}");
     assert!(log.contains("is taken over at step"), "{log}");
 }
 
 #[test]
 fn a_job_that_waits_for_another_master_is_not_lost_by_the_same_command_or_by_delete() {
-    let stage = Stage::new();
-    let mut job = stage.start(1, &[]);
+    let fixture = MasterFixture::new();
+    let mut job = fixture.start(1, &[]);
     let before = job.status();
     job.kill_master();
-    let said = stage.command(1, &[]).run();
+    let said = fixture.command(1, &[]).run();
     assert_eq!(said.code, Some(2), "{}", said.output);
-    let job_dir = stage.folder.path().join("job").canonicalize().unwrap();
+    let job_dir = fixture.folder.path().join("job").canonicalize().unwrap();
     let line = format!("elasticdl train --resume {}", job_dir.display());
     assert!(
         said.output.contains("3 workers of it still train") && said.output.contains(&line),
@@ -135,8 +135,8 @@ fn a_job_that_waits_for_another_master_is_not_lost_by_the_same_command_or_by_del
 #[test]
 fn masters_may_die_one_after_the_other_and_before_they_have_taken_over() {
     for seed in 0..3 {
-        let stage = Stage::new();
-        let mut job = stage.start(seed, &[]);
+        let fixture = MasterFixture::new();
+        let mut job = fixture.start(seed, &[]);
         let before = job.status();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         for _ in 0..4 {
@@ -162,8 +162,8 @@ fn masters_may_die_one_after_the_other_and_before_they_have_taken_over() {
 #[test]
 fn a_worker_that_dies_without_a_master_is_replaced_by_the_next_one() {
     for seed in 0..3 {
-        let stage = Stage::new();
-        let mut job = stage.start(seed, &[]);
+        let fixture = MasterFixture::new();
+        let mut job = fixture.start(seed, &[]);
         let before = job.status();
         let (lost, pid) = workers(&before).into_iter().nth(seed as usize).unwrap();
         job.kill_master();
@@ -192,9 +192,9 @@ fn a_worker_that_dies_without_a_master_is_replaced_by_the_next_one() {
 }
 
 #[test]
-fn a_worker_that_is_told_to_end_without_a_master_leaves_under_the_next_one() {
-    let stage = Stage::new();
-    let mut job = stage.start(1, &[]);
+fn a_worker_that_gets_sigterm_without_a_master_leaves_under_the_next_one() {
+    let fixture = MasterFixture::new();
+    let mut job = fixture.start(1, &[]);
     let (leaver, pid) = workers(&job.status()).into_iter().nth(1).unwrap();
     job.kill_master();
     send(pid as u32, Signal::TERM);
@@ -210,8 +210,8 @@ fn a_worker_that_is_told_to_end_without_a_master_leaves_under_the_next_one() {
 
 #[test]
 fn a_job_that_was_taken_over_is_stopped_like_any_other() {
-    let stage = Stage::new();
-    let mut job = stage.start(1, &[]);
+    let fixture = MasterFixture::new();
+    let mut job = fixture.start(1, &[]);
     let before = job.status();
     job.kill_master();
     job.resume();
@@ -231,18 +231,20 @@ fn a_job_that_was_taken_over_is_stopped_like_any_other() {
 #[test]
 fn records_are_counted_exactly_once_under_random_kills_of_master_and_workers() {
     for seed in 0..4 {
-        let stage = Stage::new();
-        let mut job = stage.start(seed, &[]);
+        let fixture = MasterFixture::new();
+        let mut job = fixture.start(seed, &[]);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut kills = 0;
         while job.is_running() {
             let worker = job.workers().into_iter().choose(&mut rng);
             match rng.random_range(0..3) {
-                // Its end may be decided, and the summary written, before it is killed.
-                0 if job.is_running() && !stage.folder.path().join("job/summary.json").exists() => {
+                // The end may be decided, and the summary written, before the master is killed.
+                0 if job.is_running()
+                    && !fixture.folder.path().join("job/summary.json").exists() =>
+                {
                     job.kill_master();
                     kills += 1;
-                    if stage.folder.path().join("job/summary.json").exists() {
+                    if fixture.folder.path().join("job/summary.json").exists() {
                         break;
                     }
                     if let Some((_, pid)) = worker.filter(|_| rng.random()) {
@@ -261,7 +263,7 @@ fn records_are_counted_exactly_once_under_random_kills_of_master_and_workers() {
             }
             std::thread::sleep(Duration::from_millis(rng.random_range(100..900)));
         }
-        let summary = std::fs::read(stage.folder.path().join("job/summary.json")).unwrap();
+        let summary = std::fs::read(fixture.folder.path().join("job/summary.json")).unwrap();
         let summary: Value = serde_json::from_slice(&summary).unwrap();
         let total = RECORDS * EPOCHS;
         let expected =
@@ -280,9 +282,9 @@ fn records_are_counted_exactly_once_under_random_kills_of_master_and_workers() {
 }
 
 #[test]
-fn a_job_whose_master_never_returns_leaves_no_process_and_can_be_resumed_nevertheless() {
-    let stage = Stage::new();
-    let mut job = stage.start(1, &[("master-timeout", "1s")]);
+fn a_job_whose_master_never_returns_leaves_no_process_and_can_be_resumed() {
+    let fixture = MasterFixture::new();
+    let mut job = fixture.start(1, &[("master-timeout", "1s")]);
     let pids: Vec<u32> = job.workers().into_values().collect();
     job.kill_master();
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -290,7 +292,7 @@ fn a_job_whose_master_never_returns_leaves_no_process_and_can_be_resumed_neverth
         assert!(Instant::now() < deadline, "workers {pids:?} are still there");
         std::thread::sleep(Duration::from_millis(10));
     }
-    // All that they had is lost with them, so it is trained again.
+    // Their state is lost with them, so the records are trained again.
     job.resume();
     let ended = job.wait();
     ended.assert_exactly_once("all gone", RECORDS, EPOCHS);
@@ -322,7 +324,7 @@ fn a_data_set_of_fifteen_thousand_files_survives_its_master() {
         ranked(status) == 2 && status["step"].as_u64() > Some(1)
     });
     job.kill_master();
-    // The list is beside the record, which stays short.
+    // The file list is stored next to the snapshot, which stays small.
     let bytes = |name: &str| std::fs::metadata(job_dir.join(name)).unwrap().len();
     assert!(
         bytes("record.json") < 16 << 10 && bytes("files.zst") > 0,

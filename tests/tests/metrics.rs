@@ -1,4 +1,4 @@
-//! What other programs see of a real job: a page for Prometheus, event files for TensorBoard.
+//! The metrics of a real job: a Prometheus endpoint and TensorBoard event files.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -12,7 +12,7 @@ use rustix::process::Signal;
 
 const RECORDS: u64 = 3000;
 
-/// The numbers of the page at `address`, by name and labels.
+/// The samples of the endpoint at `address`, by name and labels.
 fn scrape(address: &str) -> BTreeMap<String, f64> {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: master\r\n\r\n").unwrap();
@@ -28,7 +28,7 @@ fn scrape(address: &str) -> BTreeMap<String, f64> {
 }
 
 #[test]
-fn a_job_is_seen_by_prometheus_and_tensorboard() {
+fn a_job_exports_metrics_to_prometheus_and_tensorboard() {
     let folder = tempfile::tempdir().unwrap();
     counting_data(&folder.path().join("data"), RECORDS, 2).unwrap();
     let program =

@@ -1,4 +1,4 @@
-//! Jobs whose workers run several to a pod: the master in this process, each pod a supervisor with
+//! Jobs whose pods run several workers each: the master in this process, each pod a supervisor with
 //! real workers.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
@@ -24,7 +24,7 @@ use tokio::task::JoinHandle;
 const RECORDS: u64 = 600;
 const EPOCHS: u32 = 2;
 
-/// A running job with pods of two.
+/// A running job with two workers per pod.
 struct Running {
     _folder: tempfile::TempDir,
     hurry: PathBuf,
@@ -46,7 +46,7 @@ fn spec(data: &str) -> JobSpec {
 }
 
 impl Running {
-    /// Starts it, with these options of the model.
+    /// Starts the job, with these options of the model.
     async fn start(program: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (data, hurry) = (folder.path().join("data"), folder.path().join("hurry"));
@@ -90,7 +90,7 @@ impl Running {
         found.unwrap_or_else(|_| panic!("no {what}: {last:#?}"))
     }
 
-    /// Waits until these workers, and no others, make a step.
+    /// Waits until these workers, and no others, commit a step.
     async fn wait_for_members(&mut self, members: &[u64]) -> Status {
         let are = |status: &Status| {
             let mut ids: Vec<u64> =
@@ -103,7 +103,7 @@ impl Running {
             .await
     }
 
-    /// Hurries to its end, which must be a whole one.
+    /// Hurries the job to its end, and asserts that it is complete.
     async fn assert_completes(self) -> Ended {
         fs::write(&self.hurry, "").unwrap();
         let ended = self.ended.await.unwrap();
@@ -131,7 +131,7 @@ fn variable(pid: u32, name: &str) -> Option<String> {
     all.find_map(|v| Some(v.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
 }
 
-/// A supervisor of two workers without a job: what they take for their master says nothing.
+/// A supervisor of two workers without a job: their master accepts connections and does not answer.
 struct Lonely {
     _folder: tempfile::TempDir,
     _master: std::net::TcpListener,
@@ -159,7 +159,7 @@ impl Lonely {
         let workers = wait_until(|| {
             let pids = fs::read_to_string(&children).unwrap();
             let pids: Vec<u32> = pids.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
-            // Each has come to call its master, so it has seen to its supervisor's end.
+            // Each worker has connected to its master, so it already watches its supervisor.
             let calls =
                 |pid: &u32| fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|t| t.count() > 1);
             (pids.len() == 2 && pids.iter().all(calls)).then_some(pids)
@@ -186,7 +186,7 @@ fn workers_end_with_a_supervisor_that_is_killed() {
     wait_until(|| (!pod.workers.iter().any(|pid| is_alive(*pid))).then_some(()));
 }
 
-/// The other does not leave when it is told to, as it has no stream yet; so it is killed, too.
+/// The other worker does not leave on SIGTERM, as it has no stream yet; so it is killed, too.
 #[test]
 fn a_supervisor_ends_as_the_first_of_its_workers_that_failed() {
     let mut pod = Lonely::start();
@@ -198,7 +198,7 @@ fn a_supervisor_ends_as_the_first_of_its_workers_that_failed() {
 const SLOW: [&str; 2] = ["--micros-per-record", "5000"];
 
 #[tokio::test]
-async fn the_workers_of_a_pod_are_ranks_like_others_and_each_has_an_index_of_its_own() {
+async fn the_workers_of_a_pod_are_ordinary_ranks_and_each_has_its_own_index() {
     let mut job = Running::start(&SLOW).await;
     let status = job.wait_for_members(&[1, 2, 3, 4]).await;
     let pids = [1, 2, 3, 4].map(|worker| pid(&status, worker));
@@ -247,7 +247,7 @@ async fn a_killed_supervisor_costs_its_pod_and_no_record() {
 }
 
 #[tokio::test]
-async fn a_pod_that_is_told_to_end_leaves_in_one_change_without_a_loss() {
+async fn a_pod_that_gets_sigterm_leaves_in_one_change_without_a_loss() {
     let mut job = Running::start(&SLOW).await;
     let status = job.wait_for_members(&[1, 2, 3, 4]).await;
     send(parent(pid(&status, 1)), Signal::TERM);

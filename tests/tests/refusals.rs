@@ -15,7 +15,8 @@ fn train(folder: &TempDir, reader: &str, data: &Path) -> Command {
         .option("num-workers", "3")
 }
 
-/// The job was refused with all of these words, and one worker at most has looked at the data.
+/// Asserts that the job was refused with all of `words`, and that at most one worker has read the
+/// data.
 fn assert_refused(folder: &TempDir, ended: &Ended, words: &[&str]) {
     assert_eq!(ended.code, Some(2), "{}", ended.output);
     assert_eq!(ended.summary["state"], "refused", "{}", ended.output);

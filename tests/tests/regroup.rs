@@ -1,11 +1,11 @@
-//! Losses while a group is still busy with an earlier one, and of those that others need most at
-//! the moment.
+//! Losses while a group still repairs an earlier one, and losses of the workers that the others
+//! depend on.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::time::Duration;
 
-use elasticdl_tests::{Programs, Stage, send};
+use elasticdl_tests::{JobFixture, Programs, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -19,13 +19,13 @@ const PROGRAMS: Programs = Programs {
 fn a_second_loss_while_the_group_repairs_the_first_one_costs_no_record() {
     for seed in 0..5 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let stage = Stage::new(PROGRAMS, 5);
-        let mut job = if seed % 2 == 0 { stage.large() } else { stage }.start(seed);
+        let fixture = JobFixture::new(PROGRAMS, 5);
+        let mut job = if seed % 2 == 0 { fixture.large() } else { fixture }.start(seed);
         let mut delays = Vec::new();
         for _ in 0..2 {
             let members = job.members();
             let first = rng.random_range(0..members.len());
-            // The neighbour is as good as any other.
+            // The second one may be a neighbour of the first.
             let second = (first + rng.random_range(1..members.len())) % members.len();
             let delay = Duration::from_micros(rng.random_range(0..30_000));
             delays.push(delay);
@@ -45,8 +45,8 @@ fn a_second_loss_while_the_group_repairs_the_first_one_costs_no_record() {
 }
 
 #[test]
-fn the_rank_that_speaks_for_the_group_may_die_again_and_again() {
-    let mut job = Stage::new(PROGRAMS, 3).start(1);
+fn the_rank_that_reports_for_the_group_may_die_repeatedly() {
+    let mut job = JobFixture::new(PROGRAMS, 3).start(1);
     let mut kills = 0;
     while let Some(&(first, pid)) = job.members().first() {
         send(pid, Signal::KILL);
@@ -66,14 +66,14 @@ fn the_rank_that_speaks_for_the_group_may_die_again_and_again() {
 }
 
 #[test]
-fn a_newcomer_that_dies_on_its_way_into_the_group_holds_nobody_up() {
+fn a_joiner_that_dies_before_it_is_a_member_does_not_delay_the_group() {
     for seed in 0..2 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut job = Stage::new(PROGRAMS, 2).large().start(seed);
+        let mut job = JobFixture::new(PROGRAMS, 2).large().start(seed);
         job.scale(3);
         let mut kills = 0;
         for _ in 0..4 {
-            // Whoever is newest: it is fetching the state, or has just joined.
+            // The newest worker: it is fetching the state, or has just joined.
             let known = job.workers().keys().copied().max();
             let status = job.wait_for("a newcomer", |status| {
                 let ids = status["workers"]
@@ -107,16 +107,16 @@ fn ids_of(status: &serde_json::Value) -> Vec<u64> {
 }
 
 #[test]
-fn the_donor_of_a_newcomers_state_may_die() {
+fn the_donor_of_a_joiners_state_may_die() {
     for seed in 0..3 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut job = Stage::new(PROGRAMS, 3).large().start(seed);
+        let mut job = JobFixture::new(PROGRAMS, 3).large().start(seed);
         for size in [4, 5] {
             let donors = job.members();
             job.scale(size);
             // About as long as a process takes to start and to fetch.
             std::thread::sleep(Duration::from_micros(rng.random_range(0..80_000)));
-            // The first rank is asked last.
+            // The lowest rank is the last choice as a donor.
             send(donors[rng.random_range(1..donors.len())].1, Signal::KILL);
             job.wait_for_members(size as usize);
         }
@@ -125,8 +125,8 @@ fn the_donor_of_a_newcomers_state_may_die() {
 }
 
 #[test]
-fn survivors_of_two_kills_at_once_go_on_with_what_they_have() {
-    let mut job = Stage::new(PROGRAMS, 4).start(1);
+fn survivors_of_two_kills_at_once_continue_from_their_state() {
+    let mut job = JobFixture::new(PROGRAMS, 4).start(1);
     let mut victims = job.members();
     victims.truncate(2);
     victims.iter().for_each(|(_, pid)| send(*pid, Signal::KILL));
@@ -142,13 +142,13 @@ fn survivors_of_two_kills_at_once_go_on_with_what_they_have() {
     let mut victims: Vec<u64> = victims.into_iter().map(|(id, _)| id).collect();
     victims.sort_unstable();
     assert_eq!(lost, victims);
-    assert_nobody_went_back(ended.memberships());
+    assert_steps_never_decrease(ended.memberships());
 }
 
 #[test]
-fn the_last_of_a_group_goes_on_alone_and_others_join_it() {
+fn the_last_member_of_a_group_continues_alone_and_others_join_it() {
     for survivor in [0, 2, 3] {
-        let mut job = Stage::new(PROGRAMS, 4).start(survivor);
+        let mut job = JobFixture::new(PROGRAMS, 4).start(survivor);
         let members = job.members();
         let (kept, _) = members[survivor as usize];
         for (_, pid) in members.iter().filter(|(id, _)| *id != kept) {
@@ -166,21 +166,21 @@ fn the_last_of_a_group_goes_on_alone_and_others_join_it() {
         });
         let ended = job.wait();
         ended.assert_exact(&format!("all but worker {kept} killed"));
-        assert_nobody_went_back(ended.memberships());
+        assert_steps_never_decrease(ended.memberships());
     }
 }
 
-/// Each generation stands at the step of the one before, or later.
-fn assert_nobody_went_back(memberships: &[serde_json::Value]) {
+/// Asserts that each generation begins at the step of the previous one, or later.
+fn assert_steps_never_decrease(memberships: &[serde_json::Value]) {
     let steps: Vec<u64> = memberships.iter().map(|m| m["at_step"].as_u64().unwrap()).collect();
     assert!(steps.is_sorted(), "{steps:?}");
 }
 
 #[test]
-fn workers_that_join_under_fire_are_counted_in_exactly() {
+fn records_of_workers_that_join_during_kills_are_counted_exactly_once() {
     for seed in 0..3 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut job = Stage::new(PROGRAMS, 2).large().start(seed);
+        let mut job = JobFixture::new(PROGRAMS, 2).large().start(seed);
         for size in 3..=5 {
             job.scale(size);
             std::thread::sleep(Duration::from_millis(rng.random_range(0..60)));

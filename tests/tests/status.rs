@@ -1,4 +1,4 @@
-//! `elasticdl status` of real jobs: what it shows, and how watching ends.
+//! `elasticdl status` of real jobs: its output, and the end of `--watch`.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 const RECORDS: u64 = 3000;
 const ELASTICDL: &str = env!("CARGO_BIN_EXE_elasticdl-under-test");
 
-/// A job of three workers that trains until it is stopped, once all are members at work.
+/// A job of three workers that trains until it is stopped, once all are members and train.
 fn start() -> (TempDir, Running) {
     let folder = tempfile::tempdir().unwrap();
     counting_data(&folder.path().join("data"), RECORDS, 2).unwrap();
@@ -64,7 +64,7 @@ fn a_running_job_shows_its_workers_its_shards_and_what_a_loss_cost() {
     assert!(status["records_per_s"].as_f64() > Some(0.0), "{status}");
     let victim = *job.workers().values().next_back().unwrap();
     send(victim, Signal::KILL);
-    // The line is said, and the record is final, once all survivors have told.
+    // The line is logged, and the membership is final, once all survivors have reported.
     let status = job.wait_for("one line says so", |status| {
         let events = status["events"].as_array();
         events.is_some_and(|e| {
@@ -79,12 +79,12 @@ fn a_running_job_shows_its_workers_its_shards_and_what_a_loss_cost() {
     assert_eq!(record["lost"].as_array().unwrap().len(), 1, "{record}");
     job.signal(Signal::TERM);
     let ended = job.wait();
-    // The summary has the same record.
+    // The summary has the same entry.
     assert!(ended.summary["memberships"].as_array().unwrap().contains(&record), "{record}");
 }
 
 #[test]
-fn watching_ends_with_the_job_and_says_how() {
+fn watching_ends_with_the_job_and_shows_its_outcome() {
     let (folder, job) = start();
     let mut json = watch(&folder, &["--json"]);
     let mut documents = BufReader::new(json.stdout.take().unwrap()).lines();
@@ -107,14 +107,14 @@ fn watching_ends_with_the_job_and_says_how() {
     assert!(documents.iter().all(|document| keys(document) == keys(last)));
     let lines = String::from_utf8(lines.stdout).unwrap();
     assert!(lines.lines().last().unwrap().contains("stopped after"), "{lines}");
-    // Whoever comes later is told the same.
+    // A watch that starts later gets the same.
     let late = watch(&folder, &[]).wait_with_output().unwrap();
     assert_eq!(late.status.code(), Some(0));
     assert!(String::from_utf8(late.stdout).unwrap().contains("stopped after"));
 }
 
 #[test]
-fn a_master_that_is_gone_is_waited_for_as_long_as_asked() {
+fn watching_waits_for_a_lost_master_for_the_requested_time() {
     let (folder, job) = start();
     let workers = job.workers();
     job.signal(Signal::KILL);

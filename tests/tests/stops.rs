@@ -1,11 +1,11 @@
-//! Workers that stop without ending: stopped by a signal, or slow.
+//! Workers that stop without ending: by a signal, or because they are slow.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticdl_tests::{Programs, Proxy, Stage, is_alive, send};
+use elasticdl_tests::{JobFixture, Programs, Proxy, is_alive, send};
 use rustix::process::Signal;
 
 const PROGRAMS: Programs = Programs {
@@ -14,9 +14,9 @@ const PROGRAMS: Programs = Programs {
 };
 
 #[test]
-fn a_worker_that_is_stopped_for_less_than_the_timeout_is_not_taken_out() {
+fn a_worker_that_is_stopped_for_less_than_the_timeout_is_not_evicted() {
     for seed in 0..2 {
-        let mut job = Stage::new(PROGRAMS, 3).start(seed);
+        let mut job = JobFixture::new(PROGRAMS, 3).start(seed);
         for (_, pid) in job.workers() {
             send(pid, Signal::STOP);
             std::thread::sleep(Duration::from_millis(400));
@@ -31,9 +31,10 @@ fn a_worker_that_is_stopped_for_less_than_the_timeout_is_not_taken_out() {
 }
 
 #[test]
-fn a_stopped_worker_is_taken_out_and_another_takes_its_place() {
+fn a_stopped_worker_is_evicted_and_replaced() {
     for rank in 0..3 {
-        let mut job = Stage { worker_timeout: Some("800ms"), ..Stage::new(PROGRAMS, 3) }.start(1);
+        let mut job =
+            JobFixture { worker_timeout: Some("800ms"), ..JobFixture::new(PROGRAMS, 3) }.start(1);
         let (stopped, pid) = job.members()[rank];
         send(pid, Signal::STOP);
         job.wait_for("another in its place", |status| {
@@ -52,11 +53,14 @@ fn a_stopped_worker_is_taken_out_and_another_takes_its_place() {
 }
 
 #[test]
-fn a_worker_that_wakes_after_it_was_taken_out_is_fenced_and_ends() {
+fn a_worker_that_wakes_after_its_eviction_is_fenced_and_ends() {
     for rank in 0..3 {
-        let stage =
-            Stage { worker_timeout: Some("800ms"), out_of_reach: true, ..Stage::new(PROGRAMS, 3) };
-        let mut job = stage.start(1);
+        let fixture = JobFixture {
+            worker_timeout: Some("800ms"),
+            out_of_reach: true,
+            ..JobFixture::new(PROGRAMS, 3)
+        };
+        let mut job = fixture.start(1);
         let (stopped, pid) = job.members()[rank];
         send(pid, Signal::STOP);
         job.wait_for("its end, as the master sees it", |status| {
@@ -76,16 +80,15 @@ fn a_worker_that_wakes_after_it_was_taken_out_is_fenced_and_ends() {
 }
 
 #[test]
-fn workers_that_wait_for_a_slow_one_for_longer_than_the_timeout_are_not_taken_out_nor_is_that_one()
-{
+fn a_slow_worker_and_those_that_wait_for_it_beyond_the_timeout_are_not_evicted() {
     // Two records for one rank, one for the other, which waits for 1.5 s at each step.
-    let stage = Stage {
+    let fixture = JobFixture {
         worker_timeout: Some("1s"),
         micros_per_record: 1_500_000,
-        ..Stage::new(PROGRAMS, 2)
+        ..JobFixture::new(PROGRAMS, 2)
     };
-    let stage = Stage { global_batch_size: 3, ..stage };
-    let command = stage.command(1).option("max-steps", "3");
+    let fixture = JobFixture { global_batch_size: 3, ..fixture };
+    let command = fixture.command(1).option("max-steps", "3");
     let ended = command.run();
     assert_eq!(
         (ended.code, ended.summary["steps"].as_u64()),
@@ -96,15 +99,14 @@ fn workers_that_wait_for_a_slow_one_for_longer_than_the_timeout_are_not_taken_ou
     assert_eq!(ended.memberships().len(), 1, "{}", ended.output);
 }
 
-/// Four workers with the timeouts that a user gets, for some seconds.
-fn undisturbed() -> Stage {
-    Stage { worker_timeout: None, micros_per_record: 2000, ..Stage::new(PROGRAMS, 4) }
+/// Four workers with the default timeouts, for some seconds.
+fn undisturbed() -> JobFixture {
+    JobFixture { worker_timeout: None, micros_per_record: 2000, ..JobFixture::new(PROGRAMS, 4) }
 }
 
-/// Longer than its workers wait for an answer to their pings: they end their streams, and look for
-/// it.
+/// Longer than the keep-alive timeout of its workers: they close their streams, and reconnect.
 #[test]
-fn a_master_that_is_stopped_for_40_s_loses_nobody() {
+fn a_master_that_is_stopped_for_40_s_loses_no_worker() {
     let mut job = undisturbed().start(1);
     let (generation, before) = (job.wait_for_group_of(4), job.workers());
     job.stop_master();
@@ -122,10 +124,10 @@ fn a_master_that_is_stopped_for_40_s_loses_nobody() {
 }
 
 #[test]
-fn streams_that_are_reset_one_by_one_and_all_at_once_cost_nobody() {
-    let stage = undisturbed();
-    let proxy = Arc::new(Proxy::start(stage.folder.path()));
-    let mut job = Stage { proxy: Some(Arc::clone(&proxy)), ..stage }.start(1);
+fn streams_that_are_reset_one_by_one_and_all_at_once_cost_no_worker() {
+    let fixture = undisturbed();
+    let proxy = Arc::new(Proxy::start(fixture.folder.path()));
+    let mut job = JobFixture { proxy: Some(Arc::clone(&proxy)), ..fixture }.start(1);
     let (generation, before) = (job.wait_for_group_of(4), job.workers());
     for round in 0..6 {
         let step = job.status()["step"].as_u64();

@@ -1,5 +1,5 @@
-//! Jobs whose storage goes away for a while wait for it, and lose nothing; jobs whose data is
-//! changed under them end.
+//! Jobs whose storage becomes unavailable for a while wait for it, and lose nothing; jobs whose
+//! data is changed during training end.
 //!
 //! All with the options that jobs have by default.
 
@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use elasticdl_tests::{Command, Ended, Running, S3, Weather, counting_data, send};
+use elasticdl_tests::{Command, Ended, FaultRates, Running, S3, counting_data, send};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 const ELASTICDL: &str = env!("CARGO_BIN_EXE_elasticdl-under-test");
 const RECORDS: u64 = 6000;
 
-/// A store whose data is in many objects, so that workers always have some to read, and a job of
+/// A store with the data in many objects, so that workers always have some to read, and a job of
 /// three workers on it.
 fn job(folder: &TempDir, server: &S3) -> Command {
     let data = folder.path().join("data");
@@ -47,9 +47,9 @@ fn job(folder: &TempDir, server: &S3) -> Command {
 }
 
 fn go_away(server: &S3, for_how_long: Duration) {
-    server.set_weather(Weather { away: true, ..Weather::default() });
+    server.set_fault_rates(FaultRates { away: true, ..FaultRates::default() });
     std::thread::sleep(for_how_long);
-    server.set_weather(Weather::default());
+    server.set_fault_rates(FaultRates::default());
 }
 
 fn step(job: &Running) -> u64 {
@@ -61,9 +61,9 @@ fn times(ended: &Ended, words: &str) -> usize {
 }
 
 #[test]
-fn a_store_that_is_away_for_six_and_for_twenty_seconds_costs_no_worker_and_no_record() {
+fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_and_no_record() {
     let folder = tempfile::tempdir().unwrap();
-    let server = S3::start(Weather::default(), 1);
+    let server = S3::start(FaultRates::default(), 1);
     let job = job(&folder, &server)
         .option("checkpoint-dir", "s3://bucket/checkpoints")
         .option("checkpoint-every", "20");
@@ -96,13 +96,13 @@ fn a_store_that_is_away_for_six_and_for_twenty_seconds_costs_no_worker_and_no_re
 #[test]
 fn a_group_that_waits_for_storage_from_its_start_on_still_changes() {
     let folder = tempfile::tempdir().unwrap();
-    let server = S3::start(Weather { away: true, ..Weather::default() }, 1);
+    let server = S3::start(FaultRates { away: true, ..FaultRates::default() }, 1);
     let mut job = job(&folder, &server).start();
     std::thread::sleep(Duration::from_secs(2));
-    server.set_weather(Weather::default());
+    server.set_fault_rates(FaultRates::default());
     job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
-    server.set_weather(Weather { away: true, ..Weather::default() });
-    // Until what was read ahead is used up.
+    server.set_fault_rates(FaultRates { away: true, ..FaultRates::default() });
+    // Until the prefetched data is used up.
     std::thread::sleep(Duration::from_secs(3));
     let (worker, pid) = job.members()[1];
     send(pid, Signal::KILL);
@@ -113,7 +113,7 @@ fn a_group_that_waits_for_storage_from_its_start_on_still_changes() {
         members.len() == 3 && members.iter().all(|member| member["worker"] != worker)
     });
     assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
-    server.set_weather(Weather::default());
+    server.set_fault_rates(FaultRates::default());
     let ended = job.wait();
     ended.assert_exactly_once("a kill amid an outage", RECORDS, 1);
     assert_eq!(ended.summary["workers"]["restarts"], 1, "{}", ended.summary);
@@ -131,7 +131,7 @@ fn table(rows: usize) -> String {
 #[test]
 fn a_table_in_a_store_is_read_with_few_requests() {
     let folder = tempfile::tempdir().unwrap();
-    let server = S3::start(Weather::default(), 1);
+    let server = S3::start(FaultRates::default(), 1);
     let bytes = table(60_000).into_bytes();
     let blocks = bytes.len() as u64 / (256 << 10) + 1;
     server.put("bucket/table.csv", bytes);
@@ -145,7 +145,7 @@ fn a_table_in_a_store_is_read_with_few_requests() {
     assert_eq!(ended.code, Some(0), "{}", ended.output);
     let requests = server.requests();
     let of = |method: &str| requests.get(method).copied().unwrap_or(0);
-    // The worker that lists it knows its version.
+    // The worker that lists the table knows its version.
     assert!(of("HEAD") <= 1, "{requests:?}");
     assert!(of("GET") <= 2 * blocks.div_ceil(4) + 4, "{requests:?} for {blocks} blocks");
 }

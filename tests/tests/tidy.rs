@@ -1,4 +1,4 @@
-//! What no compiler checks about this repository, with the reasons.
+//! Rules of this repository that no compiler checks, with their reasons.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -39,7 +39,7 @@ fn code(path: &Path) -> String {
 }
 
 #[test]
-fn the_core_has_no_io_no_clock_and_no_chance() {
+fn the_core_has_no_io_no_clock_and_no_randomness() {
     let root = root();
     let mut core = sources(&root.join("master/src/job"));
     core.extend(sources(&root.join("worker/src/core")));
@@ -82,7 +82,7 @@ fn the_core_has_no_io_no_clock_and_no_chance() {
 }
 
 #[test]
-fn crates_know_only_whom_they_may_know() {
+fn crates_depend_only_on_allowed_crates() {
     let arrows = [
         ("proto", vec![]),
         ("collective", vec![]),
@@ -134,7 +134,7 @@ fn the_readme_shows_the_smallest_model_as_it_is() {
 }
 
 #[test]
-fn a_file_is_one_room() {
+fn no_file_is_too_long() {
     for folder in crates().map(|name| root().join(name)) {
         for path in sources(&folder) {
             let lines = fs::read_to_string(&path).unwrap().lines().count();
@@ -151,7 +151,7 @@ fn a_file_is_one_room() {
 }
 
 #[test]
-fn nothing_is_left_open_in_the_code() {
+fn no_open_ends_are_left_in_the_code() {
     let this = Path::new(file!()).file_name().unwrap();
     let marks =
         ["todo!(", "unimplemented!(", "#[ignore", "FIXME", "XXX", "TODO", "allow(dead_code)"];

@@ -1,5 +1,4 @@
-//! Jobs whose master is spoken to over TLS, as in a cluster: the master in this process, real
-//! workers.
+//! Jobs whose master serves TLS, as in a cluster: the master in this process, real workers.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -30,8 +29,8 @@ fn spec(data: &Path) -> JobSpec {
     job_spec("count", data.to_str().unwrap(), 2, Batch::Global(NonZeroU64::new(20).unwrap()))
 }
 
-/// A job whose master shows `shown`, and whose workers look for `ca` and `name`, if for anything.
-/// Gives back the first worker's log as well.
+/// A job whose master presents the certificate `shown`, and whose workers verify `ca` and `name`,
+/// if given. Returns the first worker's log as well.
 async fn run(
     shown: &Certificates,
     wanted: Option<(&str, &str)>,
@@ -75,7 +74,7 @@ async fn workers_that_know_their_master_train_each_record_once() {
 }
 
 #[tokio::test]
-async fn workers_that_are_shown_anything_else_say_so_and_end() {
+async fn workers_that_cannot_verify_their_master_report_it_and_end() {
     let (ours, other) = (certificates(), certificates());
     let table = [
         (Some((other.ca.as_str(), NAME)), "invalid peer certificate"),

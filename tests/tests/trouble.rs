@@ -1,11 +1,11 @@
-//! What is not finite is never applied, kept or exported; a state is never lost without a word, and
-//! not at all where all workers are told to end.
+//! Values that are not finite are never applied, written to a checkpoint or exported; a state is
+//! never lost silently, and not at all if all workers get SIGTERM.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::path::{Path, PathBuf};
 
-use elasticdl_tests::{Command, Ended, Programs, Running, Stage, counting_data, send};
+use elasticdl_tests::{Command, Ended, JobFixture, Programs, Running, counting_data, send};
 use rustix::process::Signal;
 use safetensors::SafeTensors;
 use tempfile::TempDir;
@@ -16,7 +16,7 @@ const PROGRAMS: Programs = Programs {
 };
 
 const RECORDS: u64 = 600;
-/// In the last step, for records are taken in order.
+/// In the last step, as records are taken in order.
 const LAST_RECORD: u64 = RECORDS - 1;
 
 /// Two workers, 20 steps, whose last gradient holds a NaN.
@@ -65,7 +65,7 @@ fn a_nan_in_the_last_gradient_ends_the_job_before_it_is_applied() {
     let holds_it =
         |s: &serde_json::Value| s["start"].as_u64() < Some(300) && s["end"].as_u64() == Some(300);
     assert!(failed.iter().any(holds_it), "{failed:?}");
-    // The state before that step is what is exported, and kept.
+    // The state before that step is exported, and written to a checkpoint.
     let counted = ended.summary["records"]["counted"].as_u64().unwrap();
     let model = exported(&export);
     assert!(model.iter().all(|count| [0.0, 1.0].contains(count)), "{model:?}");
@@ -74,7 +74,7 @@ fn a_nan_in_the_last_gradient_ends_the_job_before_it_is_applied() {
 }
 
 #[test]
-fn a_step_that_is_not_finite_is_left_out_and_counted_where_the_user_wants_that() {
+fn a_step_that_is_not_finite_is_skipped_and_counted_if_the_user_allows_it() {
     let folder = tempfile::tempdir().unwrap();
     let (command, export) = diverging(&folder);
     let ended = command.option("on-nonfinite", "skip").run();
@@ -99,12 +99,12 @@ fn kill_all(job: &Running) {
     job.workers().values().for_each(|pid| send(*pid, Signal::KILL));
 }
 
-/// Two workers, and no more at a time.
-fn pair(stage: &Stage, micros_per_record: u32) -> Command {
+/// At most two workers.
+fn pair(fixture: &JobFixture, micros_per_record: u32) -> Command {
     let micros = micros_per_record.to_string();
     let program = [PROGRAMS.counting, "--records", "6000", "--micros-per-record", &micros];
-    Command::new(PROGRAMS.elasticdl, stage.folder.path().join("job"), program)
-        .option("training-data", stage.folder.path().join("data"))
+    Command::new(PROGRAMS.elasticdl, fixture.folder.path().join("job"), program)
+        .option("training-data", fixture.folder.path().join("data"))
         .option("num-epochs", "2")
         .option("num-workers", "2")
         .option("max-workers", "2")
@@ -116,9 +116,9 @@ fn wait_for_steps(job: &mut Running) {
 }
 
 #[test]
-fn a_state_that_is_lost_fails_the_job_and_is_said_first() {
-    let stage = Stage::new(PROGRAMS, 2);
-    let mut job = pair(&stage, 400).option("checkpoint-dir", "none").start();
+fn a_lost_state_fails_the_job_and_is_reported_first() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let mut job = pair(&fixture, 400).option("checkpoint-dir", "none").start();
     wait_for_steps(&mut job);
     kill_all(&job);
     let ended: Ended = job.wait();
@@ -135,9 +135,9 @@ fn a_state_that_is_lost_fails_the_job_and_is_said_first() {
 }
 
 #[test]
-fn workers_that_are_all_killed_are_gone_on_from_in_the_jobs_own_directory() {
-    let stage = Stage::new(PROGRAMS, 2);
-    let mut job = pair(&stage, 400).option("checkpoint-every", "10").start();
+fn a_job_whose_workers_are_all_killed_resumes_from_its_own_directory() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let mut job = pair(&fixture, 400).option("checkpoint-every", "10").start();
     job.wait_for("a checkpoint", |status| status["checkpoints"]["saved"].as_u64() > Some(0));
     kill_all(&job);
     let ended = job.wait();
@@ -149,27 +149,27 @@ fn workers_that_are_all_killed_are_gone_on_from_in_the_jobs_own_directory() {
         ended.summary
     );
     assert!(ended.summary["state_lost"].is_null());
-    let dir = stage.folder.path().join("job/checkpoints");
+    let dir = fixture.folder.path().join("job/checkpoints");
     assert_eq!(ended.summary["checkpoints"]["dir"], dir.canonicalize().unwrap().to_str().unwrap());
-    // The next job in this directory is not hindered by them, and leaves its own in their place.
-    let ended = pair(&stage, 400).run();
+    // The next job in this directory ignores them, and replaces them by its own.
+    let ended = pair(&fixture, 400).run();
     ended.assert_exact("the next job");
     assert_eq!(std::fs::read_dir(dir).unwrap().count(), 1);
 }
 
 #[test]
-fn workers_that_are_all_told_to_end_keep_a_checkpoint_and_no_step_is_lost() {
-    let stage = Stage::new(PROGRAMS, 2);
-    // Steps of about 36 ms, so that both workers hear of their end within the same step as a rule.
-    let mut job = pair(&stage, 1_500).start();
+fn workers_that_all_get_sigterm_write_a_checkpoint_and_no_step_is_lost() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    // Steps of about 36 ms, so that usually both workers get SIGTERM within the same step.
+    let mut job = pair(&fixture, 1_500).start();
     job.wait_for("some steps", |status| status["step"].as_u64() > Some(10));
     job.workers().values().for_each(|pid| send(*pid, Signal::TERM));
     let ended = job.wait();
     ended.assert_exact("all told to end");
     assert_eq!(ended.lost(), [0; 0], "{:?}", ended.memberships());
     assert!(ended.summary["state_lost"].is_null(), "{}", ended.summary);
-    // If one worker ends a step before the other, its replacement can fetch the state from the one
-    // that remains.
+    // If one worker leaves a step before the other, its replacement can fetch the state from the
+    // one that remains.
     match ended.summary["checkpoints"]["restored"].as_array().unwrap().as_slice() {
         [restored] => assert_eq!(restored["lost_steps"], 0, "{}", ended.summary),
         restored => {

@@ -1,5 +1,5 @@
-//! `elasticdl zoo`: what it scaffolds builds and trains, and container tools are called as they
-//! should be.
+//! `elasticdl zoo`: the crate that it scaffolds builds and trains, and container tools are called
+//! correctly.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -18,7 +18,7 @@ fn root() -> PathBuf {
     fs::canonicalize(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).unwrap()
 }
 
-/// A scaffolded crate that takes elasticdl from this checkout.
+/// A scaffolded crate that depends on elasticdl in this checkout.
 fn scaffold(folder: &TempDir) -> PathBuf {
     let path = folder.path().join("my-line");
     let made = init(&path, &["--elasticdl", root().to_str().unwrap()]);
@@ -30,7 +30,7 @@ fn init(path: &Path, options: &[&str]) -> Output {
     Command::new(ELASTICDL).args(["zoo", "init"]).arg(path).args(options).output().unwrap()
 }
 
-/// The crate's cargo, with what this workspace has fetched and built: its versions, its target
+/// Runs cargo in the crate, with the dependencies of this workspace: its versions, its target
 /// folder, its profile.
 fn cargo(crate_path: &Path, command: &str) -> Command {
     fs::copy(root().join("Cargo.lock"), crate_path.join("Cargo.lock")).unwrap();
@@ -49,7 +49,7 @@ fn a_new_crate_passes_its_tests_and_trains() {
     assert!(tested.status.success() && text(&tested).contains("2 passed"), "{}", text(&tested));
     let built = cargo(&path, "build").output().unwrap();
     assert!(built.status.success(), "{}", text(&built));
-    // As its README says, but for the profile.
+    // As the crate's README says, but for the profile.
     let program = Path::new(ELASTICDL).with_file_name("my-line");
     let job = Job::new(ELASTICDL, folder.path().join("job"), [&program])
         .option("num-workers", "2")
@@ -79,7 +79,7 @@ fn nothing_is_overwritten() {
     assert!(text(&unnamed).contains("--name NAME"), "{}", text(&unnamed));
 }
 
-/// A folder with container tools that write down what they are told, and end with this code.
+/// A folder with fake container tools that record their arguments, and end with this code.
 fn tools(names: &[&str], code: u8) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     for name in names {
@@ -92,8 +92,8 @@ fn tools(names: &[&str], code: u8) -> TempDir {
     folder
 }
 
-/// Runs `elasticdl zoo ARGS` where only `tools` are in the path; gives back the exit code, what was
-/// printed, and what the tools were told.
+/// Runs `elasticdl zoo ARGS` with only `tools` in the path; returns the exit code, the output, and
+/// the arguments that the tools got.
 fn zoo(tools: &TempDir, args: &[&str]) -> (i32, String, String) {
     let output =
         Command::new(ELASTICDL).arg("zoo").args(args).env("PATH", tools.path()).output().unwrap();
@@ -103,7 +103,7 @@ fn zoo(tools: &TempDir, args: &[&str]) -> (i32, String, String) {
 }
 
 #[test]
-fn a_container_tool_is_told_what_to_build_and_push() {
+fn a_container_tool_builds_and_pushes_the_image() {
     let folder = tempfile::tempdir().unwrap();
     let path = scaffold(&folder);
     let path = path.to_str().unwrap();
@@ -113,7 +113,7 @@ fn a_container_tool_is_told_what_to_build_and_push() {
         "build --tag team/line:1 --build-arg BASE=mine --build-context elasticdl={root} --file {path}/Dockerfile {path}\n"
     );
     let build = ["build", path, "--image", "team/line:1", "--build-arg", "BASE=mine"];
-    // Each is taken in its turn when those before it are not there.
+    // Each tool is chosen if those before it do not exist.
     let order = ["docker", "podman", "nerdctl", "buildah"];
     for first in 0..order.len() {
         let tools = tools(&order[first..], 0);
@@ -124,7 +124,7 @@ fn a_container_tool_is_told_what_to_build_and_push() {
     let tools = tools(&order, 0);
     let (code, printed, told) = zoo(&tools, &["push", "team/line:1", "--tool", "nerdctl"]);
     assert_eq!((code, told.as_str()), (0, "nerdctl push team/line:1\n"), "{printed}");
-    // A crate that takes elasticdl from elsewhere needs no checkout.
+    // A crate that depends on a published elasticdl needs no checkout.
     let other = folder.path().join("other");
     assert!(init(&other, &["--elasticdl", "0.1"]).status.success());
     let (_, printed, told) =
@@ -133,7 +133,7 @@ fn a_container_tool_is_told_what_to_build_and_push() {
 }
 
 #[test]
-fn what_a_container_tool_says_is_passed_on_and_its_absence_told() {
+fn the_output_of_a_container_tool_is_forwarded_and_its_absence_reported() {
     let folder = tempfile::tempdir().unwrap();
     let path = scaffold(&folder);
     let build = ["build", path.to_str().unwrap(), "--image", "line"];

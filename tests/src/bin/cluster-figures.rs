@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use clap::Parser;
 use elasticdl_tests::cluster::{
-    FIRST_GRADIENT, FIRST_UPDATE, Job, Namespace, Sightings, must, name, since_midnight,
+    FIRST_GRADIENT, FIRST_UPDATE, Job, Namespace, PodWatch, must, name, since_midnight,
     time_of_line, uid,
 };
 use serde_json::Value;
@@ -32,7 +32,7 @@ fn main() {
     must(std::process::Command::new(&elasticdl).arg("--version"));
     let Some(namespace) = Namespace::new("figures", elasticdl) else { return };
     namespace.apply_rbac();
-    let sightings = Sightings::watch(&namespace);
+    let pod_watch = PodWatch::watch(&namespace);
     let workers = options.workers.to_string();
     let begin = since_midnight(SystemTime::now());
     // Steps of 16 ms for four workers.
@@ -51,9 +51,9 @@ fn main() {
         };
         println!("  {what:<16} {} to {}", seconds(first), seconds(last));
     };
-    show("master running", &sightings.times("count-master", "Running"));
-    show("workers created", &sightings.times("count-w-", "Pending"));
-    show("workers running", &sightings.times("count-w-", "Running"));
+    show("master running", &pod_watch.times("count-master", "Running"));
+    show("workers created", &pod_watch.times("count-w-", "Pending"));
+    show("workers running", &pod_watch.times("count-w-", "Running"));
     let said = |pods: &[Value], words: &str| {
         let mut times: Vec<_> =
             pods.iter().filter_map(|pod| time_of_line(&namespace, name(pod), words)).collect();
@@ -75,8 +75,8 @@ fn main() {
         let contributes =
             job.wait_for("it contributes", || time_of_line(&namespace, name(new), FIRST_GRADIENT));
         let times = [
-            sightings.times(name(new), "Pending").first().copied(),
-            sightings.times(name(new), "Running").first().copied(),
+            pod_watch.times(name(new), "Pending").first().copied(),
+            pod_watch.times(name(new), "Running").first().copied(),
             Some(contributes),
         ];
         let seconds = times.map(|t| t.map_or(f64::NAN, |t| t.saturating_sub(at).as_secs_f64()));

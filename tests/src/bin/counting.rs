@@ -29,7 +29,7 @@ struct Counting {
     micros_per_record: u64,
     /// Time that a record takes to be evaluated, with one more metric, or predicted for.
     #[arg(long)]
-    apart_micros: Option<u64>,
+    inference_micros: Option<u64>,
     /// Time is slept away instead of computed, and none is taken once this file is there.
     #[arg(long)]
     hurry_when: Option<PathBuf>,
@@ -89,7 +89,7 @@ impl Counting {
     fn look_at(&self, batch: &[u64]) -> Result<(), UserError> {
         if !self.hurries() {
             std::thread::sleep(Duration::from_micros(
-                self.apart_micros.unwrap_or(0) * batch.len() as u64,
+                self.inference_micros.unwrap_or(0) * batch.len() as u64,
             ));
         }
         if let Some(record) = batch.iter().find(|record| self.fail_at == Some(**record)) {
@@ -211,7 +211,7 @@ impl Model for Counting {
         let seen = batch.iter().filter(|record| parameters[**record as usize] > 0.0).count();
         metrics.add("seen", seen as f64);
         metrics.add("loss", batch.len() as f64);
-        if self.apart_micros.is_some() {
+        if self.inference_micros.is_some() {
             self.look_at(&batch)?;
             // Its last bits depend on the order in which it is added.
             let of =

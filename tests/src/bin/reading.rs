@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use elasticdl_tests::{Command, S3, Weather};
+use elasticdl_tests::{Command, FaultRates, S3};
 use elasticdl_worker::readers::{CsvRows, IdxImages, ParquetRows, TextWindows};
 use elasticdl_worker::{Model, Reader, UserError};
 use parquet::data_type::{ByteArray, ByteArrayType, FloatType};
@@ -83,7 +83,7 @@ fn speed(elasticdl: &str, rows: usize) -> ExitCode {
     for kind in ["csv", "parquet"] {
         let mut near = None;
         for distance_ms in [0, 30] {
-            let server = S3::start(Weather { distance_ms, ..Weather::default() }, 1);
+            let server = S3::start(FaultRates { distance_ms, ..FaultRates::default() }, 1);
             for file in 0..4 {
                 let part = file * rows / 4..(file + 1) * rows / 4;
                 let bytes = match kind {

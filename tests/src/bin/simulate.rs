@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use elasticdl_tests::simulation::{Many, run_many, tell};
+use elasticdl_tests::simulation::{Many, run_many, run_traced};
 
 /// Runs whole jobs in simulated worlds, each drawn from a seed, and says which came out wrong.
 #[derive(Debug, Parser)]
@@ -21,8 +21,8 @@ struct Arguments {
     #[arg(long, value_name = "N", conflicts_with = "seeds")]
     seed: Option<u64>,
     /// Tell what happens, line by line; one seed only
-    #[arg(long, requires = "seed")]
-    story: bool,
+    #[arg(long = "story", requires = "seed")]
+    trace: bool,
     /// Stop after so long [default: when the seeds are through, or after one minute where none are
     /// given]
     #[arg(long, value_name = "M")]
@@ -38,9 +38,9 @@ struct Arguments {
 #[expect(clippy::print_stdout, reason = "the findings, for whoever runs this")]
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    if let (true, Some(seed)) = (arguments.story, arguments.seed) {
-        let (outcome, story) = tell(seed);
-        story.iter().for_each(|line| println!("{line}"));
+    if let (true, Some(seed)) = (arguments.trace, arguments.seed) {
+        let (outcome, trace) = run_traced(seed);
+        trace.iter().for_each(|line| println!("{line}"));
         println!("{outcome:?}");
         return if outcome.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
@@ -53,10 +53,10 @@ fn main() -> ExitCode {
     // A core's panic is told with its seed; its trace would only hide that.
     std::panic::set_hook(Box::new(|_| {}));
     let started = Instant::now();
-    let Many { tally, failures } = run_many(seeds, threads, arguments.failures, time);
+    let Many { coverage, failures } = run_many(seeds, threads, arguments.failures, time);
     failures.iter().for_each(|failure| println!("{failure}\n"));
-    println!("{tally:#?}");
-    let (runs, seconds) = (tally.runs + failures.len() as u64, started.elapsed().as_secs_f64());
+    println!("{coverage:#?}");
+    let (runs, seconds) = (coverage.runs + failures.len() as u64, started.elapsed().as_secs_f64());
     println!(
         "{runs} seeds, {} failed, {seconds:.1} s, {:.0} seeds/s",
         failures.len(),

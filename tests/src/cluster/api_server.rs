@@ -10,18 +10,18 @@ use rustix::process::Signal;
 
 use super::kubectl::kubectl;
 
-/// The API server, as a process that can be stopped and started again.
+/// The API server, as a process that can be stopped and restarted.
 #[derive(Debug)]
 pub struct ApiServer {
-    /// Where the cluster's files are: `pids/kube-apiserver`, `log/kube-apiserver.log`.
+    /// Folder of the cluster's files: `pids/kube-apiserver`, `log/kube-apiserver.log`.
     dir: PathBuf,
 }
 
 impl ApiServer {
-    /// That of the cluster which `$KUBECONFIG` names.
+    /// The API server of the cluster that `$KUBECONFIG` names.
     ///
     /// # Panics
-    /// It is none of this machine's processes.
+    /// It is not a process of this machine.
     #[must_use]
     pub fn new() -> Self {
         let kubeconfig =
@@ -38,7 +38,7 @@ impl ApiServer {
         server
     }
 
-    /// The process of the node's kubelet.
+    /// Process id of the node's kubelet.
     ///
     /// # Panics
     /// It is not known.
@@ -57,8 +57,8 @@ impl ApiServer {
         text.trim().parse().expect("the file holds a process's id")
     }
 
-    /// Stops it: it keeps its connections and answers nothing, until the guard is dropped, or for
-    /// `at_most`, even if this process dies.
+    /// Stops the API server: it keeps its connections and answers nothing, until the guard is
+    /// dropped, or for `at_most`, even if this process dies.
     ///
     /// # Panics
     /// It can't be stopped.
@@ -72,20 +72,20 @@ impl ApiServer {
         Stopped { pid, watchdog }
     }
 
-    /// Kills it and starts it anew as it was started, and waits until it serves: its connections
-    /// break.
+    /// Kills the API server, starts it again with the same arguments, and waits until it serves:
+    /// its connections break.
     ///
     /// # Panics
-    /// It does not come back within a minute.
+    /// It does not serve within a minute.
     pub fn restart(&self) {
         self.restart_with(&[]);
     }
 
-    /// From now on it writes down who asks it for what, if it does not do so already: calls of
-    /// service accounts, one JSON object a line. Gives back the file.
+    /// Enables the audit log, if it is not enabled yet: calls of service accounts, one JSON object
+    /// per line. Returns the file.
     ///
     /// # Panics
-    /// It can't be started anew.
+    /// The API server can't be restarted.
     #[must_use]
     pub fn audit(&self) -> PathBuf {
         let log = self.dir.join("log/audit.log");
@@ -98,7 +98,7 @@ impl ApiServer {
         log
     }
 
-    /// Its command line.
+    /// Arguments of its command line.
     fn words(&self) -> Vec<String> {
         let line = fs::read(format!("/proc/{}/cmdline", self.pid()))
             .expect("a process has a command line");
@@ -143,7 +143,7 @@ impl Default for ApiServer {
     }
 }
 
-/// An API server that is stopped for as long as this lives.
+/// An API server that is stopped for as long as this value lives.
 #[derive(Debug)]
 pub struct Stopped {
     pid: u32,

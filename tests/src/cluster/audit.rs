@@ -1,4 +1,4 @@
-//! What the API server has written down of who asked it for what.
+//! The API server's audit log.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,18 +9,18 @@ use serde_json::Value;
 /// A call of a job's master.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Call {
-    /// The namespace that the master is in.
+    /// The namespace of the master.
     pub home: String,
     /// `get`, `watch`, …
     pub verb: String,
-    /// The kind of object, perhaps with a group before it (`batch/jobs`) and what of it after it
-    /// (`pods/log`); or a path.
+    /// Kind of the object, possibly with its group before it (`batch/jobs`) and a subresource after
+    /// it (`pods/log`); or a path.
     pub resource: String,
-    /// The namespace that it is about.
+    /// The namespace of the object.
     pub namespace: String,
-    /// Whether the server's authorization let it pass.
+    /// Whether the server authorized the call.
     pub allowed: bool,
-    /// When it came, as `2026-01-01T00:00:00.000000Z`.
+    /// Time of the call, as `2026-01-01T00:00:00.000000Z`.
     pub at: String,
 }
 
@@ -32,7 +32,7 @@ pub struct Call {
 pub fn calls(log: &Path) -> Vec<Call> {
     let text = fs::read_to_string(log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
     let mut calls = BTreeMap::new();
-    // The last line may be half written.
+    // The last line may be incomplete.
     for event in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         if let Some(call) = call(&event) {
             // A watch has two lines: its start and its end.

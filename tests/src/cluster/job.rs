@@ -4,20 +4,21 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::following::Following;
+use super::child_output::ChildOutput;
 use super::kubectl::{kubectl, must, text};
 use super::namespace::Namespace;
 
-/// A job whose model's parameters count records, so that its last line proves what the ledger says.
+/// A job whose model's parameters count records, so that its last line of output can be compared
+/// with the ledger.
 #[derive(Debug)]
 pub struct Job<'a> {
     namespace: &'a Namespace,
     name: String,
-    following: Option<Following>,
+    child: Option<ChildOutput>,
 }
 
 impl<'a> Job<'a> {
-    /// Submits it and follows it. A worker sleeps `micros_per_record` for each record, until
+    /// Submits the job and follows it. A worker sleeps `micros_per_record` for each record, until
     /// [`Job::hurry`].
     #[must_use]
     pub fn start(
@@ -44,39 +45,39 @@ impl<'a> Job<'a> {
     ) -> Self {
         let records = RECORDS.to_string();
         let program: Vec<&str> = ["--records", &records].iter().chain(program).copied().collect();
-        let following = Following::start(namespace.train(name, options, &program));
-        Self { namespace, name: name.into(), following: Some(following) }
+        let child = ChildOutput::start(namespace.train(name, options, &program));
+        Self { namespace, name: name.into(), child: Some(child) }
     }
 
-    /// The command that follows it.
+    /// The command that follows the job.
     ///
     /// # Panics
     /// It has been waited for.
     #[must_use]
-    pub fn following(&self) -> &Following {
-        self.following.as_ref().expect("not waited for")
+    pub fn child(&self) -> &ChildOutput {
+        self.child.as_ref().expect("not waited for")
     }
 
-    /// What the anchor shows.
+    /// The status in the job's anchor.
     #[must_use]
     pub fn status(&self) -> Value {
         self.namespace.anchor(&self.name, "status")
     }
 
-    /// The step that the anchor shows.
+    /// The step in the job's anchor.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.status()["step"].as_u64().unwrap_or(0)
     }
 
-    /// Waits until the group has this many members and a step more than now, and as many pods run;
-    /// gives back these.
+    /// Waits until the group has `members` members and has made a further step, and as many pods
+    /// run; returns the pods.
     #[must_use]
     pub fn wait_for_group(&self, members: usize) -> Vec<Value> {
         self.wait_for_pods(members, members)
     }
 
-    /// As [`Job::wait_for_group`], in so many pods.
+    /// As [`Job::wait_for_group`], in this number of pods.
     #[must_use]
     pub fn wait_for_pods(&self, members: usize, count: usize) -> Vec<Value> {
         let before = self.step();
@@ -92,14 +93,14 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Waits until this many train, none of which is one of `gone`.
+    /// Waits until this number of workers trains, none of which is in a pod of `gone`.
     #[must_use]
     pub fn wait_for_others(&self, members: usize, gone: &[Value]) -> Vec<Value> {
         self.wait_until_gone(gone);
         self.wait_for_group(members)
     }
 
-    /// Waits until none of these runs.
+    /// Waits until none of these pods runs.
     pub fn wait_until_gone(&self, gone: &[Value]) {
         self.wait_for("the pods are gone", || {
             let pods = self.namespace.running_workers(&self.name);
@@ -107,7 +108,7 @@ impl<'a> Job<'a> {
         });
     }
 
-    /// Waits for the status to say something among its events.
+    /// Waits for an event in the status that contains all of `words`.
     pub fn wait_for_event(&self, words: &[&str]) {
         self.wait_for(&format!("an event that says {words:?}"), || {
             let status = self.status();
@@ -119,8 +120,8 @@ impl<'a> Job<'a> {
         });
     }
 
-    /// Waits for an Event about the master's Job with this reason, that says this: what `kubectl
-    /// describe job` shows.
+    /// Waits for an Event about the master's Job with this reason and text, as `kubectl describe
+    /// job` shows it.
     pub fn wait_for_report(&self, reason: &str, words: &str) {
         let about = format!(
             "involvedObject.kind=Job,involvedObject.name={}-master,reason={reason}",
@@ -145,17 +146,17 @@ impl<'a> Job<'a> {
         });
     }
 
-    /// Waits for something.
+    /// Waits until `look` returns a value.
     pub fn wait_for<T>(&self, what: &str, look: impl FnMut() -> Option<T>) -> T {
         self.namespace.wait_for(&self.name, what, look)
     }
 
-    /// Workers take no time for a record any more.
+    /// Ends the delay per record of all workers.
     pub fn hurry(&self) {
         self.namespace.hurry(&self.name);
     }
 
-    /// Launches whose pods the master made, in their order.
+    /// Launches whose pods the master created, in their order.
     #[must_use]
     pub fn launches(&self) -> Vec<u64> {
         let log = self.namespace.master_log(&self.name);
@@ -167,17 +168,18 @@ impl<'a> Job<'a> {
         launches
     }
 
-    /// Waits for the end of the command that follows it: its exit code and what it printed.
+    /// Waits for the end of the command that follows the job, and returns its exit code and output.
     ///
     /// # Panics
     /// It does not end.
     #[must_use]
     pub fn wait(&mut self) -> (Option<i32>, String) {
-        self.following.take().expect("not waited for").wait()
+        self.child.take().expect("not waited for").wait()
     }
 
-    /// Hurries to its end: each record of each epoch was counted once, and once it is deleted
-    /// nothing is left. Gives back what the command that followed it printed.
+    /// Hurries the job to its end, and asserts that each record of each epoch was counted once, and
+    /// that deleting the job leaves no object behind. Returns the output of the command that
+    /// followed it.
     ///
     /// # Panics
     /// It was otherwise.
@@ -190,7 +192,7 @@ impl<'a> Job<'a> {
         output
     }
 
-    /// Once it is deleted nothing is left of it.
+    /// Asserts that deleting the job leaves no object behind.
     ///
     /// # Panics
     /// It was otherwise.
@@ -214,7 +216,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// A pod's name.
+/// The name of a pod.
 ///
 /// # Panics
 /// It has none.
@@ -223,7 +225,7 @@ pub fn name(pod: &Value) -> &str {
     pod["metadata"]["name"].as_str().expect("an object has a name")
 }
 
-/// A pod's uid.
+/// The uid of a pod.
 ///
 /// # Panics
 /// It has none.
@@ -232,10 +234,10 @@ pub fn uid(pod: &Value) -> &str {
     pod["metadata"]["uid"].as_str().expect("an object has a uid")
 }
 
-/// What a summary must say of a job that counted each of `records` once per epoch.
+/// Asserts the summary of a job that counted each of `records` once per epoch.
 ///
 /// # Panics
-/// It says something else.
+/// The summary is another one.
 pub fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
     let total = records * epochs;
     let expected = json!({"expected": total, "counted": total, "missing": 0, "repeated": 0});
@@ -248,9 +250,9 @@ pub fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
     );
 }
 
-/// Records in the test image's `/data`.
+/// Number of records in the test image's `/data`.
 pub const RECORDS: u64 = 6000;
-/// What a worker's log says before it computes for the first time.
+/// Line in a worker's log before it computes for the first time.
 pub const FIRST_GRADIENT: &str = "the first gradient";
-/// What a worker's log says when its first step is committed.
+/// Line in a worker's log when its first step is committed.
 pub const FIRST_UPDATE: &str = "the first update";

@@ -1,4 +1,4 @@
-//! The command that administrators use.
+//! `kubectl` as a command.
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
@@ -12,7 +12,7 @@ pub fn kubectl() -> Command {
 /// Runs a command that has to succeed.
 ///
 /// # Panics
-/// It does not.
+/// It fails.
 pub fn must(command: &mut Command) -> Output {
     let output = command.output().expect("the command starts");
     assert!(output.status.success(), "{command:?}: {}", text(&output));
@@ -39,7 +39,7 @@ pub(super) fn apply(manifest: &str, options: &[&str]) {
     assert!(output.status.success(), "{}", text(&output));
 }
 
-/// What a command printed, both ways.
+/// Standard output and standard error of a command.
 #[must_use]
 pub fn text(output: &Output) -> String {
     [&output.stdout, &output.stderr]

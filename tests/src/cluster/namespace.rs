@@ -12,22 +12,23 @@ use tempfile::TempDir;
 
 use super::kubectl::{apply, kubectl, must};
 
-/// A namespace of the cluster that `$KUBECONFIG` names, made for one test and removed with all that
-/// is in it.
+/// A namespace of the cluster that `$KUBECONFIG` names, created for one test and removed with
+/// everything in it.
 #[derive(Debug)]
 pub struct Namespace {
     name: String,
     elasticdl: PathBuf,
     image: String,
-    /// What its pods see of this machine, which is the node: files that tell them to hurry.
+    /// Folder of this machine, which is the node, that its pods mount: files that end the delay per
+    /// record.
     signs: TempDir,
 }
 
 impl Namespace {
-    /// Makes one; `None`, with a word to the reader, where no cluster is there.
+    /// Creates a namespace; `None`, with a printed line, if there is no cluster.
     ///
     /// # Panics
-    /// The cluster that is there does not do what it is told.
+    /// The cluster does not work.
     #[must_use]
     #[expect(clippy::print_stdout, reason = "a test that was skipped says so to its reader")]
     pub fn new(test: &str, elasticdl: impl Into<PathBuf>) -> Option<Self> {
@@ -42,22 +43,22 @@ impl Namespace {
         Some(Self::existing(name, elasticdl))
     }
 
-    /// One that is there already; from now on it is the test's, which removes it.
+    /// An existing namespace; from now on it belongs to the test, which removes it.
     ///
     /// # Panics
-    /// This machine has no room for a file.
+    /// A temporary folder can't be made.
     #[must_use]
     pub fn existing(name: impl Into<String>, elasticdl: impl Into<PathBuf>) -> Self {
         let image = std::env::var("ELASTICDL_TEST_IMAGE");
         let image = image.unwrap_or_else(|_| "localhost/elasticdl-tests:dev".into());
         let signs = tempfile::tempdir().expect("there is room for a directory");
-        // Pods run as nobody.
+        // Pods run as an unprivileged user.
         fs::set_permissions(signs.path(), fs::Permissions::from_mode(0o755))
             .expect("it is this user's");
         Self { name: name.into(), elasticdl: elasticdl.into(), image, signs }
     }
 
-    /// Gives the master's service account its rights, by the manifest that users apply.
+    /// Applies the RBAC manifest that users apply for the master's service account.
     ///
     /// # Panics
     /// It can't be applied.
@@ -69,7 +70,7 @@ impl Namespace {
         self.apply(&text.replace("namespace: elasticdl", &format!("namespace: {}", self.name)));
     }
 
-    /// `kubectl apply`, in the namespace.
+    /// Runs `kubectl apply` in the namespace.
     ///
     /// # Panics
     /// It fails.
@@ -83,7 +84,7 @@ impl Namespace {
         &self.name
     }
 
-    /// `elasticdl COMMAND ARGS --namespace NAME`.
+    /// The command `elasticdl COMMAND ARGS --namespace NAME`.
     #[must_use]
     pub fn elasticdl<A: AsRef<OsStr>>(
         &self,
@@ -101,15 +102,21 @@ impl Namespace {
         &self.image
     }
 
-    /// `elasticdl train` of the counting model on the data of the test image.
+    /// The command `elasticdl train` of the counting model on the data of the test image.
     #[must_use]
     pub fn train(&self, job: &str, options: &[&str], program: &[&str]) -> Command {
         self.submission("train", "--training-data", job, options, program)
     }
 
-    /// `elasticdl evaluate` or `predict`, with the same model and data.
+    /// The command `elasticdl evaluate` or `predict`, with the same model and data.
     #[must_use]
-    pub fn apart(&self, command: &str, job: &str, options: &[&str], program: &[&str]) -> Command {
+    pub fn inference(
+        &self,
+        command: &str,
+        job: &str,
+        options: &[&str],
+        program: &[&str],
+    ) -> Command {
         self.submission(command, "--data", job, options, program)
     }
 
@@ -125,7 +132,7 @@ impl Namespace {
             format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display());
         let mut command = self.elasticdl(command, ["--job-name", job]);
         command.args([data, "/data", "--image-pull-policy", "Never", "--volume", &signs]);
-        // Small, so that many fit on one small node, which may have other things to do for seconds.
+        // Small, so that many jobs fit on one small node, which may be busy otherwise for seconds.
         let defaults = [
             ("--image", self.image.as_str()),
             ("--master-resources", "cpu=10m,memory=64Mi"),
@@ -143,10 +150,10 @@ impl Namespace {
         command
     }
 
-    /// The job's workers take no time for a record any more.
+    /// Ends the delay per record of the job's workers.
     ///
     /// # Panics
-    /// This machine has no room for a file.
+    /// The file can't be written.
     pub fn hurry(&self, job: &str) {
         fs::write(self.signs.path().join(job), "").expect("there is room for a file");
     }
@@ -171,13 +178,13 @@ impl Namespace {
         list["items"].as_array().cloned().unwrap_or_default()
     }
 
-    /// All of the job's worker pods that are there.
+    /// All worker pods of the job.
     #[must_use]
     pub fn workers(&self, job: &str) -> Vec<Value> {
         self.get("pods", &format!("elasticdl/job={job},elasticdl/role=worker"))
     }
 
-    /// The job's worker pods that run and are not being deleted.
+    /// The worker pods of the job that run and are not being deleted.
     #[must_use]
     pub fn running_workers(&self, job: &str) -> Vec<Value> {
         let mut pods = self.workers(job);
@@ -187,7 +194,7 @@ impl Namespace {
         pods
     }
 
-    /// `kubectl delete pod`, with these options.
+    /// Runs `kubectl delete pod` with these options.
     ///
     /// # Panics
     /// It fails.
@@ -210,7 +217,7 @@ impl Namespace {
         must(kubectl().args(["create", "--raw", &path, "-f"]).arg(file.path()));
     }
 
-    /// The pod of the master that leads the job, once it is ready.
+    /// The pod of the leading master, once it is ready.
     #[must_use]
     pub fn leader(&self, job: &str) -> Option<Value> {
         let masters = self.get("pods", &format!("elasticdl/job={job},elasticdl/role=master"));
@@ -223,7 +230,7 @@ impl Namespace {
             .find(|pod| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod))
     }
 
-    /// What the anchor holds under a key, as JSON; null where there is none.
+    /// The value of a key in the job's anchor, as JSON; null if there is none.
     #[must_use]
     pub fn anchor(&self, job: &str, key: &str) -> Value {
         let output = kubectl()
@@ -246,14 +253,14 @@ impl Namespace {
             .unwrap_or(Value::Null)
     }
 
-    /// The master's log, whole.
+    /// The whole log of the master.
     #[must_use]
     pub fn master_log(&self, job: &str) -> String {
         let output = self.elasticdl("logs", [job]).output().expect("the command under test starts");
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// Kills the program inside a worker's container, from the node's side.
+    /// Kills the program in a worker's container from the node.
     ///
     /// # Panics
     /// It is not found on this machine, which is the node.
@@ -263,20 +270,20 @@ impl Namespace {
         crate::send(pid, rustix::process::Signal::KILL);
     }
 
-    /// The first process with this name in a pod's containers, as this machine, which is the node,
-    /// knows it.
+    /// Process id, on this machine, which is the node, of the first process with this name in a
+    /// pod's containers.
     ///
     /// # Panics
-    /// This machine does not show its processes.
+    /// The processes of this machine can't be read.
     #[must_use]
     pub fn process_inside(pod: &Value, command: &str) -> Option<u32> {
         Self::processes_inside(pod, command).first().copied()
     }
 
-    /// All of them, in the order in which they were started.
+    /// Process ids of all of them, in the order of their starts.
     ///
     /// # Panics
-    /// This machine does not show its processes.
+    /// The processes of this machine can't be read.
     #[must_use]
     pub fn processes_inside(pod: &Value, command: &str) -> Vec<u32> {
         let uid = super::uid(pod);
@@ -292,10 +299,10 @@ impl Namespace {
         pids
     }
 
-    /// Waits for something.
+    /// Waits until `look` returns a value.
     ///
     /// # Panics
-    /// It is not there after two minutes.
+    /// It does not within two minutes.
     pub fn wait_for<T>(&self, job: &str, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
         let deadline = Instant::now() + Duration::from_secs(120);
         loop {
@@ -318,7 +325,8 @@ impl Namespace {
         }
     }
 
-    /// Everything that elasticdl has made here and that is still there: kind and name.
+    /// Kind and name of every object that elasticdl has created in the namespace and that still
+    /// exists.
     #[must_use]
     pub fn leftovers(&self) -> Vec<String> {
         let selector = "app.kubernetes.io/managed-by=elasticdl";

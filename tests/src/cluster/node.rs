@@ -1,4 +1,4 @@
-//! The node of a cluster that has but one.
+//! The node of a cluster of one node.
 
 use serde_json::Value;
 
@@ -11,7 +11,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// The only one.
+    /// The cluster's only node.
     ///
     /// # Panics
     /// There are others.
@@ -22,7 +22,7 @@ impl Node {
         Self { name: super::name(&nodes[0]).to_owned() }
     }
 
-    /// Cordons it: it takes no new pods for as long as the guard lives.
+    /// Cordons the node: no new pods are scheduled on it for as long as the guard lives.
     ///
     /// # Panics
     /// kubectl fails.
@@ -32,7 +32,7 @@ impl Node {
         Cordoned { node: self }
     }
 
-    /// `kubectl drain` of the pods with these labels: cordons the node and evicts them.
+    /// Runs `kubectl drain` on the pods with these labels: cordons the node and evicts them.
     ///
     /// # Panics
     /// kubectl fails, or they are not gone within a minute.
@@ -47,7 +47,7 @@ impl Node {
         cordoned
     }
 
-    /// The CPU that no pod on it has asked for, in thousandths.
+    /// The CPU that no pod on the node requests, in thousandths.
     ///
     /// # Panics
     /// kubectl fails.
@@ -65,7 +65,7 @@ impl Node {
     }
 }
 
-/// A node that takes no new pods for as long as this lives.
+/// A node that is cordoned for as long as this value lives.
 #[derive(Debug)]
 pub struct Cordoned<'a> {
     node: &'a Node,
@@ -77,15 +77,15 @@ impl Drop for Cordoned<'_> {
     }
 }
 
-/// A PriorityClass, removed with this. The scheduler preempts pods of lower ones for those of
-/// higher ones.
+/// A PriorityClass, which is deleted with this value. The scheduler preempts pods of lower ones for
+/// those of higher ones.
 #[derive(Debug)]
 pub struct PriorityClass {
     name: String,
 }
 
 impl PriorityClass {
-    /// Makes one.
+    /// Creates a PriorityClass.
     ///
     /// # Panics
     /// kubectl fails.
@@ -115,7 +115,7 @@ fn items(args: &[&str]) -> Vec<Value> {
     list["items"].as_array().cloned().unwrap_or_default()
 }
 
-/// `2` or `250m`; nothing is nothing.
+/// Parses a quantity such as `2` or `250m`; null is 0.
 fn millis(amount: &Value) -> u64 {
     let text = amount.as_str().unwrap_or("0");
     match text.strip_suffix('m') {

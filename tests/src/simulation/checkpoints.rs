@@ -1,8 +1,8 @@
-//! Checkpoints of the simulated workers: parts and manifests that take time to be written, and die
-//! with their writers.
+//! Checkpoints of the simulated workers: parts and manifests take time to be written, and are lost
+//! with the process that writes them.
 //!
-//! **Oracle:** what a manifest makes complete is the state that its group has committed, and its
-//! ledger counts what its parameters count.
+//! **Oracle:** a checkpoint that a manifest completes is a state that its group has committed, and
+//! its ledger counts the same records as its parameters.
 
 use std::collections::BTreeMap;
 
@@ -12,48 +12,54 @@ use elasticdl_worker::core::session::Session;
 
 use super::clock::Micros;
 use super::model::digest;
-use super::story::tell;
+use super::trace::trace;
 use super::world::{Event, World};
 
 /// Step, and the generation that wrote it.
 type Key = (u64, u64);
 
-/// Where checkpoints are: it outlives everybody.
+/// The shared storage of checkpoints; it outlives all processes.
 #[derive(Debug, Default)]
-pub(super) struct Vault {
-    /// By rank.
+pub(super) struct CheckpointStore {
+    /// Parts of unfinished checkpoints, by rank.
     parts: BTreeMap<Key, BTreeMap<usize, Vec<u8>>>,
     complete: BTreeMap<Key, (StateRecord, Vec<u8>)>,
-    /// Nothing can be written.
-    pub(super) is_away: bool,
+    /// Whether writes are refused at the moment.
+    pub(super) is_unavailable: bool,
 }
 
-/// What a worker's checkpoint thread does.
+/// One write of a worker's checkpoint thread.
 #[derive(Debug)]
-pub(super) enum Work {
+pub(super) enum CheckpointWork {
     Manifest { key: Key, record: StateRecord, world_size: usize },
     Part { key: Key, rank: usize, bytes: Vec<u8> },
 }
 
 impl World {
-    /// Hands what there is to do for checkpoints over. To be called before the state changes again.
-    pub(super) fn tend_checkpoints(&mut self, p: usize) {
+    /// Starts the checkpoint writes that the session asks for. Called before the state changes
+    /// again.
+    pub(super) fn poll_checkpoint_writer(&mut self, p: usize) {
         while let Some(task) =
             self.processes[p].trainer.session.as_mut().and_then(Session::poll_checkpoint)
         {
             let trainer = &mut self.processes[p].trainer;
             let work = match task {
                 Task::Commit { step, parts } => {
-                    let Some((generation, record)) = trainer.keeps.take_if(|(_, r)| r.step == step)
+                    let Some((generation, record)) =
+                        trainer.part_written.take_if(|(_, r)| r.step == step)
                     else {
                         continue;
                     };
-                    Work::Manifest { key: (step, generation), record, world_size: parts.len() }
+                    CheckpointWork::Manifest {
+                        key: (step, generation),
+                        record,
+                        world_size: parts.len(),
+                    }
                 }
                 Task::Write { step, generation, rank, world_size } => {
                     let Some(state) = trainer.state().filter(|state| state.step == step) else {
                         return self.violate(format!(
-                            "{} is to keep step {step}, and is elsewhere",
+                            "{} has to write a checkpoint of step {step}, and is at another step",
                             self.name(p)
                         ));
                     };
@@ -61,64 +67,65 @@ impl World {
                     let all = &trainer.model.parameters;
                     let at = |rank: usize| all.len() * rank / world_size;
                     let bytes = all[at(rank)..at(rank + 1)].to_vec();
-                    trainer.keeps = Some((generation.0, record));
-                    Work::Part { key: (step, generation.0), rank, bytes }
+                    trainer.part_written = Some((generation.0, record));
+                    CheckpointWork::Part { key: (step, generation.0), rank, bytes }
                 }
             };
-            let delay: Micros = match self.dice.below(10) {
-                0 => self.dice.between(10_000, 500_000),
-                _ => self.dice.between(100, 10_000),
+            let delay: Micros = match self.rng.below(10) {
+                0 => self.rng.between(10_000, 500_000),
+                _ => self.rng.between(100, 10_000),
             };
-            self.clock.after(delay, Event::Kept { p, work: Box::new(work) });
+            self.clock.after(delay, Event::CheckpointWritten { p, work: Box::new(work) });
         }
     }
 
-    /// The checkpoint thread of `p` is done with something.
-    pub(super) fn on_kept(&mut self, p: usize, work: Work) {
-        let fails = self.dice.chance(1, 30);
+    /// The checkpoint thread of `p` has finished a write.
+    pub(super) fn on_checkpoint_written(&mut self, p: usize, work: CheckpointWork) {
+        let fails = self.rng.chance(1, 30);
         let Some(session) = &mut self.processes[p].trainer.session else { return };
         match work {
-            Work::Part { key, rank, bytes } => {
+            CheckpointWork::Part { key, rank, bytes } => {
                 let written = Written { bytes: bytes.len() as u64, digest: 0 };
                 session.wrote_part(key.0, if fails { Err(()) } else { Ok(written) });
-                self.vault.parts.entry(key).or_default().insert(rank, bytes);
+                self.checkpoint_store.parts.entry(key).or_default().insert(rank, bytes);
             }
-            Work::Manifest { key, record, world_size } => {
+            CheckpointWork::Manifest { key, record, world_size } => {
                 session.committed_checkpoint(key.0, !fails);
                 if fails {
                     return;
                 }
-                let parts = self.vault.parts.remove(&key).unwrap_or_default();
+                let parts = self.checkpoint_store.parts.remove(&key).unwrap_or_default();
                 let whole = (0..world_size).all(|rank| parts.contains_key(&rank));
                 let parameters: Vec<u8> = parts.into_values().flatten().collect();
                 let counted = parameters.iter().map(|&n| u64::from(n)).sum::<u64>();
-                tell!(self, "{}: the checkpoint of step {} is complete", self.name(p), key.0);
-                let is_committed = self.books.has_committed(key.1, key.0, digest(&parameters));
+                trace!(self, "{}: the checkpoint of step {} is complete", self.name(p), key.0);
+                let is_committed = self.oracle.has_committed(key.1, key.0, digest(&parameters));
                 if !whole || !is_committed || counted != record.records_trained {
                     self.violate(format!(
-                        "a checkpoint of {key:?} is of no step that was made: {parameters:?}"
+                        "the checkpoint {key:?} holds no committed state: {parameters:?}"
                     ));
                 }
-                self.books.tally.kept += 1;
-                self.vault.complete.insert(key, (record, parameters));
+                self.oracle.coverage.checkpoints += 1;
+                self.checkpoint_store.complete.insert(key, (record, parameters));
             }
         }
     }
 
-    /// The state that a group without one begins with, where there is a checkpoint; whether there
-    /// is.
+    /// Loads the newest checkpoint as the initial state of a group. Returns whether there is a
+    /// checkpoint.
     pub(super) fn restore(&mut self, p: usize) -> bool {
-        let Some((key, (record, parameters))) = self.vault.complete.last_key_value() else {
+        let Some((key, (record, parameters))) = self.checkpoint_store.complete.last_key_value()
+        else {
             return false;
         };
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &mut trainer.session else { return false };
         let is_true = session.restore(record.clone(), true);
         trainer.model.parameters.clone_from(parameters);
-        tell!(self, "{}: begins from the checkpoint of {key:?}", self.name(p));
-        self.books.tally.restored += 1;
+        trace!(self, "{}: begins from the checkpoint of {key:?}", self.name(p));
+        self.oracle.coverage.restored += 1;
         if !is_true {
-            self.violate(format!("{}: a checkpoint makes no sense", self.name(p)));
+            self.violate(format!("{}: a checkpoint is inconsistent", self.name(p)));
         }
         true
     }

@@ -1,15 +1,15 @@
-//! Simulated time: what is due when, and the dice.
+//! Simulated time, the queue of future events, and the random numbers of a run.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
-/// Microseconds, of a moment since the run's start or of a span.
+/// Microseconds: a point in time since the run's start, or a duration.
 pub(super) type Micros = u64;
 
-/// The time, and everything that is still to happen.
+/// The current time and all future events.
 ///
-/// **Invariant:** two events of one moment happen in the order in which they were made, so a run
-/// depends on its seed alone.
+/// **Invariant:** two events of one point in time happen in the order in which they were scheduled,
+/// so a run depends on its seed alone.
 #[derive(Debug)]
 pub(super) struct Clock<E> {
     now: Micros,
@@ -26,25 +26,25 @@ impl<E> Clock<E> {
         self.now
     }
 
-    /// `event` happens after `span`.
+    /// Schedules `event` after `span`.
     pub(super) fn after(&mut self, span: Micros, event: E) {
         self.at(self.now + span, event);
     }
 
-    /// `event` happens at `moment`, or now if that is over.
+    /// Schedules `event` at `moment`, or now if `moment` has passed.
     pub(super) fn at(&mut self, moment: Micros, event: E) {
         self.made += 1;
         self.due.push(Reverse(Due { at: moment.max(self.now), order: self.made, event }));
     }
 
-    /// Goes on to the next event.
+    /// Advances to the next event.
     pub(super) fn next(&mut self) -> Option<E> {
         let Reverse(due) = self.due.pop()?;
         self.now = due.at;
         Some(due.event)
     }
 
-    /// Events that are still to happen.
+    /// Number of scheduled events.
     pub(super) fn len(&self) -> usize {
         self.due.len()
     }
@@ -77,39 +77,39 @@ impl<E> Ord for Due<E> {
     }
 }
 
-/// Where all chance of a run comes from: SplitMix64 (Steele et al., OOPSLA 2014), for it costs
-/// nothing.
+/// The only source of randomness of a run: SplitMix64 (Steele et al., OOPSLA 2014), chosen for its
+/// speed.
 #[derive(Debug)]
-pub(super) struct Dice(u64);
+pub(super) struct SimRng(u64);
 
-impl Dice {
+impl SimRng {
     pub(super) fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ 0x9e37_79b9_7f4a_7c15)
     }
 
-    pub(super) fn roll(&mut self) -> u64 {
+    pub(super) fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
     }
 
-    /// From 0 to `sides - 1`; `sides` is not 0.
+    /// A number from 0 to `sides - 1`; `sides` is not 0.
     pub(super) fn below(&mut self, sides: u64) -> u64 {
-        self.roll() % sides
+        self.next_u64() % sides
     }
 
-    /// From `low` to `high`, both included.
+    /// A number from `low` to `high`, both included.
     pub(super) fn between(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high - low + 1)
     }
 
-    /// True `n` times of `of`.
+    /// True with probability `n / of`.
     pub(super) fn chance(&mut self, n: u64, of: u64) -> bool {
         self.below(of) < n
     }
 
-    /// Any one of these.
+    /// A random element of `from`.
     pub(super) fn pick<T: Copy>(&mut self, from: &[T]) -> Option<T> {
         match from.len() as u64 {
             0 => None,

@@ -1,70 +1,71 @@
-//! What goes wrong, and when.
+//! Which faults are injected, and when.
 //!
-//! A storm is a handful of gusts. Each waits for a number of events, then, perhaps, for a moment
-//! that is worth hitting (a group that is being built, a state on its way, ranks of which some have
-//! committed a step), and then does its worst. What it breaks for a while heals by itself. When the
-//! last gust is over and all has healed, the job must come to its end.
+//! A fault plan is a short list of faults. Each fault waits for a number of events, then possibly
+//! for a critical moment (a group that is being built, a state in transfer, ranks of which some
+//! have committed a step), and is then applied. A temporary fault heals by itself. When the last
+//! fault has been applied and all have healed, the job must come to its end.
 
 use std::collections::VecDeque;
 use std::mem;
 
 use elasticdl_master::job::{Event as JobEvent, Exit, JobSpec};
 
-use super::clock::{Dice, Micros};
+use super::clock::{Micros, SimRng};
 use super::network::{Host, MASTER};
-use super::operation::What;
-use super::story::tell;
+use super::operation::Collective;
+use super::trace::trace;
 use super::trainer::Doing;
 use super::world::{Event, World};
 
 /// All faults of a run.
 #[derive(Debug)]
-pub(super) struct Storm {
-    gusts: VecDeque<Gust>,
-    /// What is broken and will heal.
+pub(super) struct FaultPlan {
+    faults: VecDeque<Fault>,
+    /// Number of temporary faults that have not healed yet.
     unhealed: u32,
-    /// Since when everything is as it should be, and stays so.
-    pub(super) calm_since: Option<Micros>,
-    /// The user has stopped the job.
+    /// Time since which no fault is active; no other one follows.
+    pub(super) healed_since: Option<Micros>,
+    /// Whether the user has stopped the job.
     pub(super) stopped: bool,
-    /// Something has broken or ended that was not told to: links may break from now on.
+    /// Whether a process or a link has failed unasked: other links may break from now on.
     pub(super) has_harmed: bool,
-    /// Nothing but the master, its streams, its records and the storage suffers.
-    pub(super) is_of_control: bool,
+    /// Whether all faults of the run hit the control plane only: the master, its streams, its
+    /// persisted snapshots, the storage.
+    pub(super) is_control_only: bool,
 }
 
 #[derive(Debug)]
-struct Gust {
-    /// Events to let pass.
+struct Fault {
+    /// Number of events to skip.
     after: u64,
     moment: Option<Moment>,
-    /// Events to wait for the moment.
-    patience: u64,
-    fault: Fault,
-    who: Who,
+    /// Number of events to wait for the moment.
+    wait_max: u64,
+    kind: FaultKind,
+    target: Target,
 }
 
-/// Moments that are worth hitting.
+/// Critical moments.
 #[derive(Clone, Copy, Debug)]
 enum Moment {
-    /// Somebody builds its links.
+    /// A rank builds its links.
     Connecting,
-    /// A newcomer fetches the state.
+    /// A joiner fetches the state.
     Fetching,
-    /// Somebody holds the final state.
+    /// A rank holds the final state.
     Finishing,
     /// Some members have committed a step that others have not.
     HalfCommitted,
-    /// A result or a state is on its way.
+    /// A result or a state is being broadcast.
     Repairing,
-    /// Somebody waits for the others' words in a new group.
+    /// A rank waits for the other ranks' headers in a new group.
     Syncing,
     /// A group waits for records.
-    Talking,
+    IdleRound,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Fault {
+enum FaultKind {
     Crash,
     CrashAll,
     CrashAllButOne,
@@ -75,7 +76,7 @@ enum Fault {
     CutFromPeer,
     CutMasterFromAll,
     Fail,
-    KeepNoRecords,
+    FailPersisting,
     LoseAllStreams,
     LoseLink,
     LoseStream,
@@ -84,67 +85,67 @@ enum Fault {
     Scale,
     Slow,
     Stop,
-    StoreAway,
+    StoreUnavailable,
     Terminate,
 }
 
-/// Whom it hits.
+/// The process that a fault hits.
 #[derive(Clone, Copy, Debug)]
-enum Who {
-    Anybody,
+enum Target {
+    Any,
     /// A member with the highest step.
     Ahead,
     /// The lowest rank of the newest generation.
-    First,
-    /// The member that gives it the state.
-    Giver,
-    /// Who makes the moment.
-    Matching,
+    FirstRank,
+    /// A member that serves the state to a joiner.
+    Donor,
+    /// The process that the moment was found at.
+    AtMoment,
     /// The process that was started last.
-    Youngest,
+    Newest,
 }
 
-/// What ends a fault.
+/// The end of a temporary fault.
 #[derive(Clone, Debug)]
 pub(super) enum Undo {
     Continue(usize),
     ContinueMaster,
-    KeepRecords,
+    Persist,
     Mend(Vec<(Host, Host)>),
     RestartMaster,
     SpeedUp(Host),
-    StoreBack,
+    StoreAvailable,
 }
 
-impl Storm {
-    pub(super) fn draw(dice: &mut Dice, spec: &JobSpec) -> Self {
-        let most = [0, 1, 2, 3, 4, 6, 8, 12][dice.below(8) as usize];
-        let mut gusts: VecDeque<Gust> = (0..most).map(|_| Gust::draw(dice, spec)).collect();
-        // From dice of their own: other runs stay as they are.
-        let mut dice = Dice::new(spec.seed.rotate_left(48));
-        let is_of_control = dice.chance(1, 6);
-        for gust in gusts.iter_mut().filter(|_| is_of_control) {
-            gust.fault = dice.pick(&CONTROL_FAULTS).unwrap_or(gust.fault);
+impl FaultPlan {
+    pub(super) fn draw(rng: &mut SimRng, spec: &JobSpec) -> Self {
+        let most = [0, 1, 2, 3, 4, 6, 8, 12][rng.below(8) as usize];
+        let mut faults: VecDeque<Fault> = (0..most).map(|_| Fault::draw(rng, spec)).collect();
+        // From a generator of their own, so that the other draws of a seed stay as they are.
+        let mut rng = SimRng::new(spec.seed.rotate_left(48));
+        let is_control_only = rng.chance(1, 6);
+        for fault in faults.iter_mut().filter(|_| is_control_only) {
+            fault.kind = rng.pick(&CONTROL_PLANE_FAULTS).unwrap_or(fault.kind);
         }
         Self {
-            is_of_control: is_of_control && !gusts.is_empty(),
-            gusts,
+            is_control_only: is_control_only && !faults.is_empty(),
+            faults,
             unhealed: 0,
-            calm_since: None,
+            healed_since: None,
             stopped: false,
             has_harmed: false,
         }
     }
 }
 
-impl Gust {
-    fn draw(dice: &mut Dice, spec: &JobSpec) -> Self {
-        use Fault::{
+impl Fault {
+    fn draw(rng: &mut SimRng, spec: &JobSpec) -> Self {
+        use FaultKind::{
             Crash, CrashAll, CrashAllButOne, CrashMaster, CrashTwo, CutFromAll, CutFromMaster,
             CutFromPeer, CutMasterFromAll, Fail, LoseAllStreams, LoseLink, LoseStream, Pause,
             PauseMaster, Scale, Slow, Stop, Terminate,
         };
-        let fault = match dice.below(100) {
+        let kind = match rng.below(100) {
             0..20 => Crash,
             20..28 => CrashMaster,
             28..33 => CrashTwo,
@@ -174,73 +175,76 @@ impl Gust {
             Moment::HalfCommitted,
             Moment::Repairing,
             Moment::Syncing,
-            Moment::Talking,
+            Moment::IdleRound,
         ];
-        let whose = [
-            Who::Anybody,
-            Who::Anybody,
-            Who::Ahead,
-            Who::First,
-            Who::Giver,
-            Who::Matching,
-            Who::Matching,
-            Who::Youngest,
+        let targets = [
+            Target::Any,
+            Target::Any,
+            Target::Ahead,
+            Target::FirstRank,
+            Target::Donor,
+            Target::AtMoment,
+            Target::AtMoment,
+            Target::Newest,
         ];
-        // Short spans are as likely as long ones; larger groups make more events of a step.
-        let scale = 1 << dice.below(8);
+        // Short spans are as likely as long ones; a larger group has more events per step.
+        let scale = 1 << rng.below(8);
         Self {
-            after: 1 + dice.below(scale * u64::from(spec.num_workers)),
-            moment: if dice.chance(3, 5) { dice.pick(&moments) } else { None },
-            patience: 400,
-            fault,
-            who: dice.pick(&whose).unwrap_or(Who::Anybody),
+            after: 1 + rng.below(scale * u64::from(spec.num_workers)),
+            moment: if rng.chance(3, 5) { rng.pick(&moments) } else { None },
+            wait_max: 400,
+            kind,
+            target: rng.pick(&targets).unwrap_or(Target::Any),
         }
     }
 }
 
 impl World {
-    /// Looks whether it is time for the next gust.
-    pub(super) fn blow(&mut self) {
-        let Some(gust) = self.storm.gusts.front_mut() else {
-            if self.storm.unhealed == 0 && self.storm.calm_since.is_none() {
-                tell!(self, "the storm is over");
-                self.storm.calm_since = Some(self.clock.now());
+    /// Applies the next fault of the plan if it is due.
+    pub(super) fn inject(&mut self) {
+        let Some(fault) = self.fault_plan.faults.front_mut() else {
+            if self.fault_plan.unhealed == 0 && self.fault_plan.healed_since.is_none() {
+                trace!(self, "all faults have healed");
+                self.fault_plan.healed_since = Some(self.clock.now());
             }
             return;
         };
-        if gust.after > 0 {
-            gust.after -= 1;
+        if fault.after > 0 {
+            fault.after -= 1;
             return;
         }
-        gust.patience = gust.patience.saturating_sub(1);
-        let (moment, is_patient) = (gust.moment, gust.patience > 0);
-        let matching = moment.and_then(|moment| self.matching(moment));
-        if moment.is_some() && matching.is_none() && is_patient {
+        fault.wait_max = fault.wait_max.saturating_sub(1);
+        let (moment, may_wait) = (fault.moment, fault.wait_max > 0);
+        let at_moment = moment.and_then(|moment| self.at_moment(moment));
+        if moment.is_some() && at_moment.is_none() && may_wait {
             return;
         }
-        let Some(Gust { fault, who, .. }) = self.storm.gusts.pop_front() else { return };
-        let Some(p) = self.victim(who, matching) else { return };
-        self.books.tally.faults += 1;
-        self.hit(fault, p);
+        let Some(Fault { kind, target, .. }) = self.fault_plan.faults.pop_front() else { return };
+        let Some(p) = self.target(target, at_moment) else { return };
+        self.oracle.coverage.faults += 1;
+        self.apply(kind, p);
     }
 
-    fn matching(&self, moment: Moment) -> Option<usize> {
+    fn at_moment(&self, moment: Moment) -> Option<usize> {
         let is = |p: usize| {
             let trainer = &self.processes[p].trainer;
-            let operates = |wanted: &dyn Fn(&What) -> bool| match &trainer.doing {
+            let operates = |wanted: &dyn Fn(&Collective) -> bool| match &trainer.doing {
                 Doing::Operating(operation) => wanted(operation.what()),
                 _ => false,
             };
             match moment {
                 Moment::Connecting => matches!(trainer.doing, Doing::Connecting),
-                Moment::Fetching => self.is_newcomer(p),
-                Moment::Finishing => self.books.has_finished(p),
+                Moment::Fetching => self.is_joining(p),
+                Moment::Finishing => self.oracle.has_finished(p),
                 Moment::HalfCommitted => self.is_ahead(p),
-                Moment::Repairing => {
-                    operates(&|what| !matches!(what, What::Step | What::Synchronize | What::Talk))
-                }
-                Moment::Syncing => operates(&|what| *what == What::Synchronize),
-                Moment::Talking => operates(&|what| *what == What::Talk),
+                Moment::Repairing => operates(&|what| {
+                    !matches!(
+                        what,
+                        Collective::Step | Collective::Synchronize | Collective::IdleRound
+                    )
+                }),
+                Moment::Syncing => operates(&|what| *what == Collective::Synchronize),
+                Moment::IdleRound => operates(&|what| *what == Collective::IdleRound),
             }
         };
         (0..self.processes.len()).find(|&p| self.processes[p].is_alive() && is(p))
@@ -260,111 +264,118 @@ impl World {
         })
     }
 
-    fn victim(&mut self, who: Who, matching: Option<usize>) -> Option<usize> {
+    fn target(&mut self, target: Target, at_moment: Option<usize>) -> Option<usize> {
         let living: Vec<usize> =
             (0..self.processes.len()).filter(|&p| self.processes[p].is_alive()).collect();
-        let chosen = match who {
-            Who::Anybody => None,
-            Who::Ahead => {
+        let chosen = match target {
+            Target::Any => None,
+            Target::Ahead => {
                 let step = |p: &usize| self.processes[*p].trainer.state().map(|s| s.step);
                 living.iter().copied().filter(|p| step(p).is_some()).max_by_key(step)
             }
-            Who::First => self.books.first_member().filter(|p| living.contains(p)),
-            Who::Giver => {
-                living.iter().copied().find(|&p| self.processes[p].trainer.donor.is_giving())
+            Target::FirstRank => self.oracle.first_member().filter(|p| living.contains(p)),
+            Target::Donor => {
+                living.iter().copied().find(|&p| self.processes[p].trainer.donor.is_serving())
             }
-            Who::Matching => matching,
-            Who::Youngest => living.last().copied(),
+            Target::AtMoment => at_moment,
+            Target::Newest => living.last().copied(),
         };
-        chosen.or_else(|| self.dice.pick(&living))
+        chosen.or_else(|| self.rng.pick(&living))
     }
 
-    fn hit(&mut self, fault: Fault, p: usize) {
-        tell!(self, "FAULT: {fault:?}, {}", self.name(p));
-        let is_order = matches!(fault, Fault::Scale | Fault::Slow | Fault::Stop | Fault::Terminate);
-        let is_of_control =
-            CONTROL_FAULTS.iter().any(|f| mem::discriminant(f) == mem::discriminant(&fault));
-        self.storm.has_harmed |= !is_order && !is_of_control && !matches!(fault, Fault::Pause);
-        match fault {
-            Fault::Crash => self.crash(p),
-            Fault::CrashAll => (0..self.processes.len()).for_each(|q| self.crash(q)),
-            Fault::CrashAllButOne => {
+    fn apply(&mut self, kind: FaultKind, p: usize) {
+        trace!(self, "FAULT: {kind:?}, {}", self.name(p));
+        let is_order = matches!(
+            kind,
+            FaultKind::Scale | FaultKind::Slow | FaultKind::Stop | FaultKind::Terminate
+        );
+        let is_control_only =
+            CONTROL_PLANE_FAULTS.iter().any(|f| mem::discriminant(f) == mem::discriminant(&kind));
+        self.fault_plan.has_harmed |=
+            !is_order && !is_control_only && !matches!(kind, FaultKind::Pause);
+        match kind {
+            FaultKind::Crash => self.crash(p),
+            FaultKind::CrashAll => (0..self.processes.len()).for_each(|q| self.crash(q)),
+            FaultKind::CrashAllButOne => {
                 (0..self.processes.len()).filter(|&q| q != p).for_each(|q| self.crash(q));
             }
-            // Between two events, or amid what follows from one.
-            Fault::CrashMaster => match self.dice.chance(1, 2) {
+            // The master dies between two events, or between two actions that follow from one
+            // event.
+            FaultKind::CrashMaster => match self.rng.chance(1, 2) {
                 true => self.crash_master(),
-                false => self.master.dies_after = Some(self.dice.below(12)),
+                false => self.master.dies_after = Some(self.rng.below(12)),
             },
-            Fault::CrashTwo => {
+            FaultKind::CrashTwo => {
                 self.crash(p);
-                if let Some(q) = self.victim(Who::Anybody, None) {
+                if let Some(q) = self.target(Target::Any, None) {
                     self.crash(q);
                 }
             }
-            Fault::CutFromAll => {
+            FaultKind::CutFromAll => {
                 let others = (0..=self.processes.len()).filter(|&host| host != p + 1);
                 let cuts = others.map(|host| (host, p + 1)).collect();
                 self.cut(cuts);
             }
-            Fault::CutFromMaster => self.cut_master_from(vec![p]),
-            Fault::CutMasterFromAll => self.cut_master_from((0..self.processes.len()).collect()),
-            Fault::CutFromPeer => {
+            FaultKind::CutFromMaster => self.cut_master_from(vec![p]),
+            FaultKind::CutMasterFromAll => {
+                self.cut_master_from((0..self.processes.len()).collect())
+            }
+            FaultKind::CutFromPeer => {
                 let peers: Vec<usize> = (0..self.processes.len())
                     .filter(|&q| q != p && self.processes[q].is_alive())
                     .collect();
-                if let Some(q) = self.dice.pick(&peers) {
+                if let Some(q) = self.rng.pick(&peers) {
                     self.cut(vec![(q + 1, p + 1)]);
                 }
             }
-            Fault::Fail => {
-                let exit = if self.dice.chance(1, 2) { Exit::Code(1) } else { Exit::Signal(11) };
+            FaultKind::Fail => {
+                let exit = if self.rng.chance(1, 2) { Exit::Code(1) } else { Exit::Signal(11) };
                 self.die(p, exit, false);
             }
-            Fault::KeepNoRecords => {
-                self.master.keeps_records = false;
-                self.heal_later(Undo::KeepRecords);
+            FaultKind::FailPersisting => {
+                self.master.persists = false;
+                self.heal_later(Undo::Persist);
             }
-            Fault::LoseAllStreams => {
+            FaultKind::LoseAllStreams => {
                 (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true))
             }
-            Fault::LoseLink => self.lose_one_of(p, false),
-            Fault::LoseStream => self.lose_one_of(p, true),
-            Fault::Pause => {
+            FaultKind::LoseLink => self.lose_one_of(p, false),
+            FaultKind::LoseStream => self.lose_one_of(p, true),
+            FaultKind::Pause => {
                 self.processes[p].paused = true;
-                self.processes[p].is_blemished = true;
+                self.processes[p].is_degraded = true;
                 self.heal_later(Undo::Continue(p));
             }
-            Fault::PauseMaster if !self.master.is_alive => {}
-            Fault::PauseMaster => {
+            FaultKind::PauseMaster if !self.master.is_alive => {}
+            FaultKind::PauseMaster => {
                 self.master.paused = true;
                 (0..self.processes.len()).for_each(|q| self.lose_contact(q));
                 self.heal_much_later(Undo::ContinueMaster);
             }
-            Fault::Scale => {
+            FaultKind::Scale => {
                 let (min, max) = (self.setting.spec.min_workers, self.setting.spec.max_workers);
                 let per_pod = self.setting.spec.workers_per_pod;
-                let pods = self.dice.between((min / per_pod).into(), (max / per_pod).into());
+                let pods = self.rng.between((min / per_pod).into(), (max / per_pod).into());
                 let num_workers = pods as u32 * per_pod;
-                tell!(self, "the user wants {num_workers} workers");
-                self.order(JobEvent::Scale { num_workers });
+                trace!(self, "the user wants {num_workers} workers");
+                self.command(JobEvent::Scale { num_workers });
             }
-            Fault::Slow => {
-                let factor = self.dice.between(5, 60);
+            FaultKind::Slow => {
+                let factor = self.rng.between(5, 60);
                 self.net.slow_down(p + 1, factor);
-                self.processes[p].is_blemished = true;
+                self.processes[p].is_degraded = true;
                 self.heal_later(Undo::SpeedUp(p + 1));
             }
-            Fault::Stop => {
-                self.storm.stopped = true;
-                self.order(JobEvent::Stop);
+            FaultKind::Stop => {
+                self.fault_plan.stopped = true;
+                self.command(JobEvent::Stop);
             }
-            Fault::StoreAway => {
-                self.vault.is_away = true;
-                self.heal_later(Undo::StoreBack);
+            FaultKind::StoreUnavailable => {
+                self.checkpoint_store.is_unavailable = true;
+                self.heal_later(Undo::StoreAvailable);
             }
-            Fault::Terminate => {
-                for q in self.hit_with(p) {
+            FaultKind::Terminate => {
+                for q in self.processes_hit_with(p) {
                     self.dispatch(Event::Terminate { p: q });
                 }
             }
@@ -372,8 +383,8 @@ impl World {
     }
 
     fn crash(&mut self, p: usize) {
-        let lossy = self.dice.chance(1, 3);
-        for q in self.hit_with(p) {
+        let lossy = self.rng.chance(1, 3);
+        for q in self.processes_hit_with(p) {
             self.die(q, Exit::Signal(9), lossy);
         }
     }
@@ -383,14 +394,14 @@ impl World {
             self.net.cut(a, b);
             for p in [a, b].into_iter().filter_map(|host| host.checked_sub(1)) {
                 if let Some(process) = self.processes.get_mut(p) {
-                    process.is_blemished = true;
+                    process.is_degraded = true;
                 }
             }
         }
         self.heal_later(Undo::Mend(cuts));
     }
 
-    /// Nothing passes between the master and these processes.
+    /// Cuts the network between the master and these processes.
     fn cut_master_from(&mut self, processes: Vec<usize>) {
         let cuts: Vec<(Host, Host)> = processes.iter().map(|p| (MASTER, p + 1)).collect();
         for &(a, b) in &cuts {
@@ -400,7 +411,8 @@ impl World {
         self.heal_much_later(Undo::Mend(cuts));
     }
 
-    /// What `p` and the master send each other is late or lost; a ping will find out.
+    /// Messages between `p` and the master are late or lost from now on; a keep-alive ping detects
+    /// it.
     fn lose_contact(&mut self, p: usize) {
         self.processes[p].lost_contact = true;
         if let Some(link) = self.processes[p].stream {
@@ -410,43 +422,43 @@ impl World {
 
     fn lose_one_of(&mut self, p: usize, is_control: bool) {
         let mut links = self.net.links_of(p + 1);
-        // Whoever waits for a dial that was lost on its way is found by the silence that is
-        // tolerated, if it is limited.
+        // A member that waits for a dial that was lost on the network is only detected by the
+        // worker timeout, if there is one.
         let is_limited = self.setting.spec.worker_timeout.is_some();
         links.retain(|&link| {
             let link = self.net.link(link);
-            link.is_control == is_control && (link.is_settled || is_limited)
+            link.is_control == is_control && (link.is_established || is_limited)
         });
-        let Some(link) = self.dice.pick(&links) else { return };
+        let Some(link) = self.rng.pick(&links) else { return };
         for host in self.net.link(link).ends {
             if let Some(q) = host.checked_sub(1) {
-                self.processes[q].is_blemished |= !is_control;
+                self.processes[q].is_degraded |= !is_control;
                 self.processes[q].lost_contact |= is_control;
             }
         }
         self.lose(link);
     }
 
-    /// Around the time after which a worker is taken out, on both sides of it.
+    /// Heals the fault after a span around the worker timeout, on both sides of it.
     fn heal_later(&mut self, undo: Undo) {
         let timeout = self.setting.spec.worker_timeout.map_or(400_000, |t| t.as_micros() as Micros);
         let most = [timeout / 20, timeout / 2, timeout, timeout * 2, timeout * 4]
-            [self.dice.below(5) as usize];
-        let span = self.dice.between(1, most);
-        tell!(self, "this heals in {span} us");
-        self.storm.unhealed += 1;
+            [self.rng.below(5) as usize];
+        let span = self.rng.between(1, most);
+        trace!(self, "this heals in {span} us");
+        self.fault_plan.unhealed += 1;
         self.clock.after(span, Event::Heal(undo));
     }
 
-    /// As [`Self::heal_later`], or long after: when streams have ended, but before workers end
-    /// without a master.
+    /// As [`Self::heal_later`], or long after: when streams have ended, but before workers give up
+    /// on the master.
     fn heal_much_later(&mut self, undo: Undo) {
-        if self.dice.chance(2, 3) {
+        if self.rng.chance(2, 3) {
             return self.heal_later(undo);
         }
-        let span = self.dice.between(KEEP_ALIVE_US / 2, 2 * KEEP_ALIVE_US);
-        tell!(self, "this heals in {span} us");
-        self.storm.unhealed += 1;
+        let span = self.rng.between(KEEP_ALIVE_US / 2, 2 * KEEP_ALIVE_US);
+        trace!(self, "this heals in {span} us");
+        self.fault_plan.unhealed += 1;
         self.clock.after(span, Event::Heal(undo));
     }
 
@@ -455,35 +467,35 @@ impl World {
     }
 
     pub(super) fn undo(&mut self, undo: Undo) {
-        self.storm.unhealed -= 1;
-        tell!(self, "HEALED: {undo:?}");
+        self.fault_plan.unhealed -= 1;
+        trace!(self, "HEALED: {undo:?}");
         match undo {
             Undo::Continue(p) => self.resume(p),
             Undo::ContinueMaster => self.on_master_continued(),
-            Undo::KeepRecords => {
-                self.master.keeps_records = true;
+            Undo::Persist => {
+                self.master.persists = true;
                 self.master_acts();
             }
             Undo::Mend(cuts) => cuts.into_iter().for_each(|(a, b)| self.heal(a, b)),
             Undo::RestartMaster => self.restart_master(),
             Undo::SpeedUp(host) => self.net.speed_up(host),
-            Undo::StoreBack => self.vault.is_away = false,
+            Undo::StoreAvailable => self.checkpoint_store.is_unavailable = false,
         }
     }
 }
 
-/// Faults of the master, of what is between it and the workers, and of storage: nobody may be lost
-/// by them.
-const CONTROL_FAULTS: [Fault; 8] = [
-    Fault::CrashMaster,
-    Fault::CutFromMaster,
-    Fault::CutMasterFromAll,
-    Fault::KeepNoRecords,
-    Fault::LoseAllStreams,
-    Fault::LoseStream,
-    Fault::PauseMaster,
-    Fault::StoreAway,
+/// Faults of the control plane: the master, its connections to the workers, and storage. No worker
+/// may be lost by them.
+const CONTROL_PLANE_FAULTS: [FaultKind; 8] = [
+    FaultKind::CrashMaster,
+    FaultKind::CutFromMaster,
+    FaultKind::CutMasterFromAll,
+    FaultKind::FailPersisting,
+    FaultKind::LoseAllStreams,
+    FaultKind::LoseStream,
+    FaultKind::PauseMaster,
+    FaultKind::StoreUnavailable,
 ];
 
-/// After so long without an answer to its pings a worker takes its stream for dead.
+/// Time without an answer to its pings after which a worker closes its stream.
 const KEEP_ALIVE_US: Micros = 10_000_000;

@@ -1,5 +1,5 @@
-//! How a newcomer comes by the state: both ends of the transfer beside the ring, after
-//! `elasticdl_worker`'s `donor` and `elasticdl_collective`'s `state`.
+//! How a joiner gets the state: both ends of the transfer that runs next to the ring, modelled
+//! after `elasticdl_worker`'s `donor` and `elasticdl_collective`'s `state`.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -12,33 +12,33 @@ use elasticdl_worker::core::session::Session;
 use super::clock::Micros;
 use super::network::{LinkId, Packet};
 use super::process::process_at;
-use super::story::tell;
+use super::trace::trace;
 use super::trainer::Doing;
 use super::world::{Event, World};
 
-/// The newcomers that a process serves, and those at its door.
+/// The joiners that a process serves, and those whose requests are pending.
 #[derive(Debug, Default)]
 pub(super) struct Donor {
-    lobby: VecDeque<(WorkerId, LinkId)>,
+    pending: VecDeque<(WorkerId, LinkId)>,
     fetchers: Vec<(WorkerId, LinkId)>,
 }
 
-/// Where a newcomer gets the state from.
+/// The donor that a joiner fetches the state from.
 #[derive(Debug)]
 pub(super) struct Source {
     donor: WorkerId,
     host: usize,
     pub(super) link: LinkId,
     introduced: bool,
-    /// When the donor was heard last; before its first word, when it was dialled.
-    heard: Micros,
-    speaks: bool,
+    /// Time of the last packet from the donor; before the first packet, the time of the dial.
+    last_received: Micros,
+    has_sent_state: bool,
 }
 
-/// What newcomers are sent. Steps are those of the donor's group of `generation`.
+/// A message to a joiner. Steps are those of the donor's group of `generation`.
 #[derive(Debug)]
-pub(super) enum Parcel {
-    /// The donor goes into this generation, and the newcomer with it.
+pub(super) enum StateMessage {
+    /// The donor enters this generation together with the joiner.
     End {
         generation: Generation,
     },
@@ -47,19 +47,19 @@ pub(super) enum Parcel {
         headers: Vec<StepHeader>,
         sum: Vec<u8>,
     },
-    /// With the oracles' era beside it.
+    /// The state, with the oracle's lineage.
     State {
         generation: Generation,
         record: StateRecord,
         parameters: Vec<u8>,
-        era: u64,
+        lineage: u64,
     },
-    /// There is no more for now.
-    Tip,
+    /// There is nothing more to send for now.
+    CaughtUp,
 }
 
 impl Donor {
-    pub(super) fn is_giving(&self) -> bool {
+    pub(super) fn is_serving(&self) -> bool {
         !self.fetchers.is_empty()
     }
 }
@@ -67,60 +67,66 @@ impl Donor {
 impl World {
     // ---- the donor ----
 
-    /// A newcomer is at the door; one that comes again has given up its former link.
-    pub(super) fn on_visitor(&mut self, p: usize, member: WorkerId, link: LinkId) {
-        let lobby = &mut self.processes[p].trainer.donor.lobby;
-        let former: Vec<LinkId> = lobby.iter().filter(|v| v.0 == member).map(|v| v.1).collect();
-        lobby.retain(|v| v.0 != member);
-        lobby.push_back((member, link));
+    /// A joiner requests the state. A request replaces an earlier one of the same joiner, whose
+    /// link is closed.
+    pub(super) fn on_state_request(&mut self, p: usize, member: WorkerId, link: LinkId) {
+        let pending = &mut self.processes[p].trainer.donor.pending;
+        let former: Vec<LinkId> = pending.iter().filter(|v| v.0 == member).map(|v| v.1).collect();
+        pending.retain(|v| v.0 != member);
+        pending.push_back((member, link));
         former.into_iter().for_each(|link| self.shut(link, p + 1));
     }
 
-    /// A worker that makes no more steps serves nobody.
-    pub(super) fn receive_visitors(&mut self, p: usize) {
+    /// A worker that makes no more steps serves no joiners.
+    pub(super) fn end_service_if_over(&mut self, p: usize) {
         if self.processes[p].trainer.session.as_ref().is_some_and(Session::is_over) {
-            self.dismiss(p);
+            self.end_transfers(p);
         }
     }
 
-    /// Begins to serve newcomers that have come to the door. Every rank of the group has said that
-    /// it holds this step.
-    pub(super) fn serve_visitors(&mut self, p: usize) {
+    /// Starts to serve pending state requests. All ranks of the group have reported that they hold
+    /// this step.
+    pub(super) fn serve_state_requests(&mut self, p: usize) {
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &trainer.session else { return };
         let (Some(generation), Some(state)) = (session.in_round(), session.state()) else { return };
         let record = state.record();
-        if !trainer.donor.lobby.is_empty() {
-            self.check_given(p, generation, record.step);
+        if !trainer.donor.pending.is_empty() {
+            self.check_served_step(p, generation, record.step);
         }
-        while let Some((member, link)) = self.processes[p].trainer.donor.lobby.pop_front() {
+        while let Some((member, link)) = self.processes[p].trainer.donor.pending.pop_front() {
             let trainer = &mut self.processes[p].trainer;
             let fetchers = &mut trainer.donor.fetchers;
             let former: Vec<LinkId> =
                 fetchers.iter().filter(|f| f.0 == member).map(|f| f.1).collect();
             fetchers.retain(|f| f.0 != member);
             fetchers.push((member, link));
-            let (parameters, era) = (trainer.model.parameters.clone(), trainer.model.era);
-            let parcel = Parcel::State { generation, record: record.clone(), parameters, era };
+            let (parameters, lineage) = (trainer.model.parameters.clone(), trainer.model.lineage);
+            let message =
+                StateMessage::State { generation, record: record.clone(), parameters, lineage };
             former.into_iter().for_each(|link| self.shut(link, p + 1));
-            tell!(
+            trace!(
                 self,
-                "{}: gives worker {member} the state of step {}",
+                "{}: serves worker {member} the state of step {}",
                 self.name(p),
                 record.step
             );
-            self.give(p, link, parcel);
+            self.send_state_message(p, link, message);
         }
     }
 
-    /// A step was committed in `generation`.
-    pub(super) fn give_result(&mut self, p: usize, generation: Generation, headers: &[StepHeader]) {
+    /// Sends the result of a step, which was committed in `generation`, to the joiners.
+    pub(super) fn send_result(&mut self, p: usize, generation: Generation, headers: &[StepHeader]) {
         let trainer = &self.processes[p].trainer;
         for (_, link) in trainer.donor.fetchers.clone() {
-            let sum = self.processes[p].trainer.model.kept.clone();
-            self.give(p, link, Parcel::Result { generation, headers: headers.to_vec(), sum });
+            let sum = self.processes[p].trainer.model.last_sum.clone();
+            self.send_state_message(
+                p,
+                link,
+                StateMessage::Result { generation, headers: headers.to_vec(), sum },
+            );
         }
-        // Nobody waits for a newcomer that is too slow: it has to begin again.
+        // The group does not wait for a joiner that is too slow: the joiner has to start again.
         let slow = |net: &super::network::Network, link| net.waiting(link, p + 1) > AHEAD_MAX;
         let Self { processes, net, .. } = self;
         let fetchers = &mut processes[p].trainer.donor.fetchers;
@@ -130,8 +136,8 @@ impl World {
         too_slow.into_iter().for_each(|link| self.shut(link, p + 1));
     }
 
-    /// This worker goes into `generation`. Newcomers that are in it too have got everything; the
-    /// others follow it.
+    /// This worker enters `generation`. Joiners that are members of it are complete; the others
+    /// keep following.
     pub(super) fn switch_fetchers(
         &mut self,
         p: usize,
@@ -143,41 +149,48 @@ impl World {
         *fetchers = rest;
         let done: Vec<(WorkerId, LinkId)> = done;
         for (_, link) in done {
-            self.give(p, link, Parcel::End { generation });
+            self.send_state_message(p, link, StateMessage::End { generation });
             self.shut(link, p + 1);
         }
     }
 
-    /// This worker makes no more steps.
-    pub(super) fn dismiss(&mut self, p: usize) {
+    /// Ends all transfers: this worker makes no more steps.
+    pub(super) fn end_transfers(&mut self, p: usize) {
         for (_, link) in std::mem::take(&mut self.processes[p].trainer.donor.fetchers) {
             self.shut(link, p + 1);
         }
     }
 
-    fn give(&mut self, p: usize, link: LinkId, parcel: Parcel) {
-        self.send(link, p + 1, Packet::Parcel(Rc::new(parcel)));
-        self.send(link, p + 1, Packet::Parcel(Rc::new(Parcel::Tip)));
+    fn send_state_message(&mut self, p: usize, link: LinkId, message: StateMessage) {
+        self.send(link, p + 1, Packet::StateMessage(Rc::new(message)));
+        self.send(link, p + 1, Packet::StateMessage(Rc::new(StateMessage::CaughtUp)));
     }
 
-    // ---- the newcomer ----
+    // ---- the joiner ----
 
-    /// Takes the next parcel from `donor`, which is dialled if there is no link to it.
+    /// Takes the next message from `donor`; dials `donor` first if there is no link to it.
     pub(super) fn fetch(&mut self, p: usize, donor: WorkerId, address: SocketAddr) {
         let source = self.processes[p].trainer.source.as_ref();
         if source.is_none_or(|source| source.donor != donor) {
-            self.leave_source(p);
-            let (host, heard) = (process_at(address) + 1, self.clock.now());
+            self.drop_source(p);
+            let (host, last_received) = (process_at(address) + 1, self.clock.now());
             let link = self.net.open(p + 1, host, false);
-            let source = Source { donor, host, link, introduced: false, heard, speaks: false };
+            let source = Source {
+                donor,
+                host,
+                link,
+                introduced: false,
+                last_received,
+                has_sent_state: false,
+            };
             self.processes[p].trainer.source = Some(source);
             self.send(link, p + 1, Packet::Dial);
         }
-        self.go_on_fetching(p);
+        self.continue_fetch(p);
     }
 
-    /// Something has come, or should have.
-    pub(super) fn go_on_fetching(&mut self, p: usize) {
+    /// A packet has arrived, or one is overdue.
+    pub(super) fn continue_fetch(&mut self, p: usize) {
         let now = self.clock.now();
         let Some(source) = &mut self.processes[p].trainer.source else {
             return self.turn_later(p);
@@ -185,7 +198,7 @@ impl World {
         let link = source.link;
         let packet = self.net.take(link, p + 1);
         if packet.is_some() {
-            source.heard = now;
+            source.last_received = now;
         }
         match packet {
             Some(Packet::Accepted) => {
@@ -194,9 +207,9 @@ impl World {
                 self.send(link, p + 1, Packet::Introduction { generation: None, from });
                 self.turn_later(p);
             }
-            Some(Packet::Parcel(parcel)) => {
-                source.speaks = true;
-                self.unpack(p, &parcel);
+            Some(Packet::StateMessage(message)) => {
+                source.has_sent_state = true;
+                self.apply_state_message(p, &message);
             }
             Some(_) => self.fetch_broke(p, "the donor ended the link"),
             None => self.wait_for_source(p),
@@ -206,15 +219,16 @@ impl World {
     fn wait_for_source(&mut self, p: usize) {
         let now = self.clock.now();
         let Some(source) = &mut self.processes[p].trainer.source else { return };
-        let patience = if source.introduced { PATIENCE_US } else { DIAL_LIMIT_US };
+        let silence_max = if source.introduced { SILENCE_MAX_US } else { DIAL_LIMIT_US };
         let donor = source.host - 1;
-        // A donor that lives beats; before its first parcel it may be within a long step.
-        let beats = !self.net.is_cut(source.host, p + 1) && !self.processes[donor].paused;
+        // A live donor sends keep-alives; before its first message it may be within a long step.
+        let is_responsive = !self.net.is_cut(source.host, p + 1) && !self.processes[donor].paused;
         let Some(source) = &mut self.processes[p].trainer.source else { return };
-        if source.speaks && beats {
-            source.heard = now;
+        if source.has_sent_state && is_responsive {
+            source.last_received = now;
         }
-        if (source.speaks || !source.introduced) && now > source.heard + patience {
+        if (source.has_sent_state || !source.introduced) && now > source.last_received + silence_max
+        {
             return self.fetch_broke(p, "the donor is silent");
         }
         let introduced = source.introduced;
@@ -223,48 +237,48 @@ impl World {
             return self.wake_trainer(p);
         }
         let ticket = self.processes[p].trainer.ticket();
-        self.clock.after(patience / 2 + 1, Event::Trainer { p, ticket });
+        self.clock.after(silence_max / 2 + 1, Event::Trainer { p, ticket });
     }
 
-    fn unpack(&mut self, p: usize, parcel: &Parcel) {
+    fn apply_state_message(&mut self, p: usize, message: &StateMessage) {
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &mut trainer.session else { return };
-        match parcel {
-            Parcel::End { generation } => session.fetch_ended(*generation),
-            Parcel::Tip => session.caught_up(),
-            Parcel::State { generation, record, parameters, era } => {
+        match message {
+            StateMessage::End { generation } => session.fetch_ended(*generation),
+            StateMessage::CaughtUp => session.caught_up(),
+            StateMessage::State { generation, record, parameters, lineage } => {
                 trainer.model.parameters.clone_from(parameters);
-                trainer.model.era = *era;
+                trainer.model.lineage = *lineage;
                 if !session.install(record.clone(), None) {
                     return self
-                        .violate(format!("{}: a fetched state makes no sense", self.name(p)));
+                        .violate(format!("{}: a fetched state is inconsistent", self.name(p)));
                 }
                 session.fetched(*generation);
-                self.books.tally.fetched += 1;
+                self.oracle.coverage.fetched += 1;
             }
-            Parcel::Result { generation, headers, sum } => {
+            StateMessage::Result { generation, headers, sum } => {
                 let step = session.state().map(|state| state.step);
                 if step.is_none() || headers.iter().any(|header| Some(header.step) != step) {
-                    return self.fetch_broke(p, "it sent another step's result");
+                    return self.fetch_broke(p, "the donor sent the result of another step");
                 }
                 trainer.model.reduced.clone_from(sum);
                 self.update(p, headers.clone());
                 if let Some(session) = &mut self.processes[p].trainer.session {
                     session.fetched(*generation);
                 }
-                self.books.tally.followed += 1;
+                self.oracle.coverage.followed += 1;
             }
         }
         self.turn_later(p);
     }
 
     fn fetch_broke(&mut self, p: usize, why: &str) {
-        tell!(self, "{}: gets no state, {why}", self.name(p));
-        self.leave_source(p);
+        trace!(self, "{}: the fetch failed, {why}", self.name(p));
+        self.drop_source(p);
         if let Some(session) = &mut self.processes[p].trainer.session {
             session.fetch_broke();
         }
-        // What the master says meanwhile may be what the next attempt needs.
+        // A message of the master that arrives meanwhile may be needed for the next attempt.
         self.processes[p].trainer.doing = Doing::Resting;
         if !self.processes[p].inbox.is_empty() {
             return self.wake_trainer(p);
@@ -273,22 +287,23 @@ impl World {
         self.clock.after(FETCH_PAUSE_US, Event::Trainer { p, ticket });
     }
 
-    pub(super) fn leave_source(&mut self, p: usize) {
+    pub(super) fn drop_source(&mut self, p: usize) {
         if let Some(source) = self.processes[p].trainer.source.take() {
             self.shut(source.link, p + 1);
         }
     }
 
     /// Whether `p` fetches the state, or has just fetched it.
-    pub(super) fn is_newcomer(&self, p: usize) -> bool {
+    pub(super) fn is_joining(&self, p: usize) -> bool {
         let trainer = &self.processes[p].trainer;
         trainer.source.is_some() && trainer.session.as_ref().and_then(Session::place).is_none()
     }
 }
 
-/// Results that may wait for a newcomer.
+/// Number of results that may wait for a joiner.
 const AHEAD_MAX: usize = 64;
 const FETCH_PAUSE_US: Micros = 50_000;
-/// Of a newcomer with a donor that has begun, whatever the master tolerates.
-const PATIENCE_US: Micros = 30_000_000;
+/// How long a joiner tolerates silence of a donor that has begun to send, whatever the worker
+/// timeout is.
+const SILENCE_MAX_US: Micros = 30_000_000;
 const DIAL_LIMIT_US: Micros = 2_000_000;

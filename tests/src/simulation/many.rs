@@ -1,4 +1,4 @@
-//! Many runs, on several threads.
+//! Runs of many seeds on several threads.
 
 use std::num::NonZero;
 use std::ops::Range;
@@ -6,23 +6,22 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Failure, Tally, run};
+use super::{Coverage, Failure, run};
 
-/// Runs of many seeds.
+/// Results of the runs of many seeds.
 #[derive(Debug)]
 pub struct Many {
-    /// What happened in those that passed.
-    pub tally: Tally,
-    /// Those that failed, by seed; with [`run_many`]'s limit, some more than that on the way when
-    /// it is reached.
+    /// Coverage of the runs that passed.
+    pub coverage: Coverage,
+    /// Failures, ordered by seed. When the limit of [`run_many`] is reached, runs that are under
+    /// way may add some more than the limit.
     pub failures: Vec<Box<Failure>>,
 }
 
-/// Runs `seeds` on `threads` threads, until as many failures are found as wanted, or `time` is
-/// over.
+/// Runs `seeds` on `threads` threads, until `failures_max` failures are found or `time` has passed.
 ///
 /// # Panics
-/// If the simulation itself is broken, in a way that is no finding.
+/// If the simulation itself panics outside a run.
 pub fn run_many(
     seeds: Range<u64>,
     threads: NonZero<usize>,
@@ -33,15 +32,15 @@ pub fn run_many(
     let next = AtomicU64::new(seeds.start);
     let found = Mutex::new(Vec::new());
     let work = || {
-        let mut tally = Tally::default();
+        let mut coverage = Coverage::default();
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
             let is_late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
             if seed >= seeds.end || is_late {
-                return tally;
+                return coverage;
             }
             match run(seed) {
-                Ok(one) => tally.add(&one),
+                Ok(one) => coverage.add(&one),
                 Err(failure) => {
                     let mut found = found.lock().expect("nothing panics under this lock");
                     found.push(failure);
@@ -52,14 +51,14 @@ pub fn run_many(
             }
         }
     };
-    let mut tally = Tally::default();
+    let mut coverage = Coverage::default();
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..threads.get()).map(|_| scope.spawn(work)).collect();
         for thread in threads {
-            tally.add(&thread.join().expect("what a run finds is no panic"));
+            coverage.add(&thread.join().expect("what a run finds is no panic"));
         }
     });
     let mut failures = found.into_inner().expect("nothing panics under this lock");
     failures.sort_by_key(|failure| failure.seed);
-    Many { tally, failures }
+    Many { coverage, failures }
 }

@@ -11,36 +11,36 @@ use elasticdl_proto::WorkerId;
 use super::clock::Micros;
 use super::network::{LinkId, MASTER, Packet};
 use super::process::{Process, address_of};
-use super::story::tell;
+use super::trace::trace;
 use super::world::{Event, World};
 
 /// The master's process.
 #[derive(Debug)]
 pub(super) struct Master {
     pub(super) job: Job,
-    /// Streams that are open on this side, with the worker that they are, once it is admitted.
+    /// Streams that are open on the master's side, each with its worker once that is admitted.
     peers: BTreeMap<LinkId, Option<WorkerId>>,
     workers: BTreeMap<WorkerId, LinkId>,
-    /// Links with something to take, as it came.
+    /// Links with packets to take, in the order of arrival.
     inputs: VecDeque<LinkId>,
     ended: VecDeque<(LaunchId, Exit)>,
-    /// What else was done to it.
-    orders: VecDeque<JobEvent>,
+    /// Commands of the user.
+    commands: VecDeque<JobEvent>,
     woken: bool,
     due: Option<Micros>,
     pub(super) paused: bool,
-    /// It was to look at its inputs while it was stopped.
+    /// Whether the master's task was due while the master was paused.
     pub(super) deferred: bool,
     pub(super) outcome: Option<Outcome>,
     pub(super) is_alive: bool,
-    /// Whether records are written; else actions that have to wait for one wait.
-    pub(super) keeps_records: bool,
-    /// Actions have waited for a record.
+    /// Whether snapshots can be persisted; if not, actions that depend on one are held back.
+    pub(super) persists: bool,
+    /// Whether actions have been held back for a snapshot.
     pub(super) has_waited: bool,
-    /// It dies before it does so many actions more.
+    /// Number of actions after which the master is killed.
     pub(super) dies_after: Option<u64>,
-    /// What a master that comes after this one may find, each as of its revision, the newest last:
-    /// whatever was made since what had to be kept.
+    /// Snapshots that the next master may find, each with its version, the newest last: all that
+    /// were taken since the last one that had to be durable.
     records: VecDeque<(u64, JobRecord)>,
 }
 
@@ -51,14 +51,14 @@ impl Master {
             records: [(job.revision(), job.record())].into(),
             job,
             is_alive: true,
-            keeps_records: true,
+            persists: true,
             has_waited: false,
             dies_after: None,
             peers: BTreeMap::new(),
             workers: BTreeMap::new(),
             inputs: VecDeque::new(),
             ended: VecDeque::new(),
-            orders: VecDeque::new(),
+            commands: VecDeque::new(),
             woken: false,
             due: None,
             paused: false,
@@ -81,11 +81,11 @@ impl World {
         self.wake_master();
     }
 
-    pub(super) fn order(&mut self, event: JobEvent) {
+    pub(super) fn command(&mut self, event: JobEvent) {
         if !self.master.is_alive {
             return;
         }
-        self.master.orders.push_back(event);
+        self.master.commands.push_back(event);
         self.wake_master();
     }
 
@@ -102,9 +102,9 @@ impl World {
         if !self.master.is_alive {
             return;
         }
-        // A process that another master started is nobody's child.
-        let is_nobodys = process.is_adopted && !self.setting.keeps_late;
-        let exit = if is_nobodys { Exit::Unknown } else { exit };
+        // A process that another master started is not a child of this one: its exit is unknown.
+        let is_unwaitable = process.is_adopted && !self.setting.may_restore_stale;
+        let exit = if is_unwaitable { Exit::Unknown } else { exit };
         self.master.ended.push_back((process.launch, exit));
         self.wake_master();
     }
@@ -116,8 +116,8 @@ impl World {
         }
     }
 
-    /// The master's task, until there is nothing left to do. What is ready is taken in any order,
-    /// as a `select!` does.
+    /// Runs the master's task until it is idle. Inputs that are ready are taken in random order, as
+    /// `select!` does.
     pub(super) fn on_master(&mut self) {
         self.master.woken = false;
         while self.master.is_alive && self.master.outcome.is_none() {
@@ -125,11 +125,11 @@ impl World {
             let ready = [
                 !self.master.inputs.is_empty(),
                 !self.master.ended.is_empty(),
-                !self.master.orders.is_empty(),
+                !self.master.commands.is_empty(),
                 is_due,
             ];
             let ready: Vec<usize> = (0..ready.len()).filter(|&i| ready[i]).collect();
-            let Some(one) = self.dice.pick(&ready) else { break };
+            let Some(one) = self.rng.pick(&ready) else { break };
             let now = self.time();
             match one {
                 0 => self.take_input(),
@@ -140,14 +140,14 @@ impl World {
                     }
                 }
                 2 => {
-                    if let Some(order) = self.master.orders.pop_front() {
-                        self.master.job.handle(now, order);
+                    if let Some(command) = self.master.commands.pop_front() {
+                        self.master.job.handle(now, command);
                     }
                 }
                 _ => self.master.job.handle_timeout(now),
             }
             self.master_acts();
-            self.try_the_fence();
+            self.check_fencing();
         }
         if !self.master.is_alive {
             return;
@@ -161,49 +161,49 @@ impl World {
         }
     }
 
-    /// The master is killed; what it has said is on its way.
+    /// Kills the master; messages that it has sent are in flight.
     pub(super) fn crash_master(&mut self) {
         let master = &mut self.master;
         if !std::mem::replace(&mut master.is_alive, false) {
             return;
         }
-        tell!(self, "master: is killed");
+        trace!(self, "master: is killed");
         let master = &mut self.master;
         (master.paused, master.deferred, master.dies_after) = (false, false, None);
-        master.keeps_records = true;
+        master.persists = true;
         master.peers.clear();
         master.workers.clear();
         master.inputs.clear();
         master.ended.clear();
-        master.orders.clear();
+        master.commands.clear();
         for link in self.net.links_of(MASTER) {
-            if self.dice.chance(1, 4) {
+            if self.rng.chance(1, 4) {
                 self.lose_in_flight(link, MASTER);
             }
             self.shut(link, MASTER);
         }
-        self.books.on_master_crash();
-        self.storm.has_harmed = true;
+        self.oracle.on_master_crash();
+        self.fault_plan.has_harmed = true;
         self.processes.iter_mut().for_each(|process| process.lost_contact = true);
         self.restart_later();
     }
 
-    /// Another master goes on with the record.
+    /// Another master resumes from a persisted snapshot.
     pub(super) fn restart_master(&mut self) {
         let (_, mut record) = self.found_record();
-        let mut strays = Vec::new();
-        if self.setting.keeps_late {
+        let mut orphans = Vec::new();
+        if self.setting.may_restore_stale {
             let per_pod = self.setting.spec.workers_per_pod as usize;
             let pods = (0..self.processes.len()).step_by(per_pod).filter(|&p| self.pod_lives(p));
             let first = |p: usize| (self.processes[p].launch, self.processes[p].index);
-            strays = record.find(&pods.map(first).collect());
+            orphans = record.find(&pods.map(first).collect());
         }
         let launches: Vec<LaunchId> = record.launches().collect();
-        tell!(self, "master: another one goes on with the job");
+        trace!(self, "master: another one resumes the job");
         match Job::restore(record, self.time()) {
             Ok(job) => self.master.job = job,
             Err(wrong) => {
-                return self.violate(format!("the master's record can't be true: {wrong}"));
+                return self.violate(format!("the master's snapshot is inconsistent: {wrong}"));
             }
         }
         let master = &mut self.master;
@@ -218,30 +218,30 @@ impl World {
                 self.master.ended.push_back((launch, Exit::Unknown));
             }
         }
-        for launch in strays {
+        for launch in orphans {
             self.kill(launch);
         }
         self.master_acts();
         self.wake_master();
     }
 
-    /// The record that another master goes on with.
+    /// The snapshot that the next master resumes from.
     fn found_record(&mut self) -> (u64, JobRecord) {
         let records = &self.master.records;
         let newest = records.len() - 1;
-        let found = match self.setting.keeps_late && self.dice.chance(2, 3) {
-            true => self.dice.below(records.len() as u64) as usize,
+        let found = match self.setting.may_restore_stale && self.rng.chance(2, 3) {
+            true => self.rng.below(records.len() as u64) as usize,
             false => newest,
         };
-        tell!(self, "master: its record is {} changes old", newest - found);
+        trace!(self, "master: its snapshot is {} versions old", newest - found);
         self.master.records[found].clone()
     }
 
-    /// Writes what another master would have to know of what is done next; whether it may be done.
-    fn keep_record(&mut self) -> bool {
-        let Master { job, records, keeps_records, .. } = &mut self.master;
+    /// Persists the job if the next action requires it. Returns whether that action may be taken.
+    fn persist(&mut self) -> bool {
+        let Master { job, records, persists, .. } = &mut self.master;
         let newest = records.back().map_or(0, |(revision, _)| *revision);
-        if !*keeps_records {
+        if !*persists {
             return job.barrier() <= newest;
         }
         if newest != job.revision() {
@@ -270,7 +270,7 @@ impl World {
             }
             Packet::Up(message) => {
                 if let Some(&Some(worker)) = self.master.peers.get(&link) {
-                    self.books.on_said(worker, &message);
+                    self.oracle.on_worker_message(worker, &message);
                     self.master.job.handle(now, JobEvent::Message { worker, message });
                 }
             }
@@ -279,7 +279,7 @@ impl World {
                     self.shut(link, MASTER);
                     if let Some(worker) = worker {
                         self.master.workers.remove(&worker);
-                        self.books.on_stream_end(worker);
+                        self.oracle.on_stream_end(worker);
                         self.master.job.handle(now, JobEvent::Disconnected { worker });
                     }
                 }
@@ -288,12 +288,12 @@ impl World {
         }
     }
 
-    /// Does what the job wants done.
+    /// Executes the actions of the job.
     pub(super) fn master_acts(&mut self) {
-        self.forget_told_off();
+        self.forget_shutdown_sent();
         while self.master.is_alive {
-            // What another master would have to know of what is done next.
-            if !self.keep_record() {
+            // The next action may need a snapshot to be durable first.
+            if !self.persist() {
                 self.master.has_waited = true;
                 return;
             }
@@ -307,20 +307,20 @@ impl World {
                 Action::Admit { connection, worker } => self.admit(connection.0 as LinkId, worker),
                 Action::Disconnect { worker } => self.disconnect(worker),
                 Action::End(outcome) => {
-                    tell!(self, "master: the job has ended: {outcome:?}");
+                    trace!(self, "master: the job has ended: {outcome:?}");
                     self.master.outcome = Some(outcome);
                 }
                 Action::Kill { launch } => self.kill(launch),
                 Action::Launch { launch, index } => self.launch(launch, index),
                 Action::Refuse { connection, reason } => {
-                    tell!(self, "master: refuses connection {}: {reason}", connection.0);
+                    trace!(self, "master: refuses connection {}: {reason}", connection.0);
                     self.master.peers.remove(&(connection.0 as LinkId));
                     self.send(connection.0 as LinkId, MASTER, Packet::Refused);
                     self.shut(connection.0 as LinkId, MASTER);
                 }
-                Action::Say(line) => tell!(self, "master: {line}"),
+                Action::Say(line) => trace!(self, "master: {line}"),
                 Action::Send { worker, message } => {
-                    self.check_word(worker, &message);
+                    self.check_message(worker, &message);
                     if let Some(&link) = self.master.workers.get(&worker) {
                         self.send(link, MASTER, Packet::Down(message));
                     }
@@ -331,12 +331,12 @@ impl World {
 
     fn admit(&mut self, link: LinkId, worker: WorkerId) {
         if let Some(p) = self.net.link(link).peer(MASTER).checked_sub(1) {
-            // A master that did not know takes it back; it has harmed nobody.
-            if self.books.on_admitted(worker, p) && !self.setting.keeps_late {
-                self.violate(format!("worker {worker} is gone, and admitted"));
+            // A master with a stale snapshot takes the worker back; the worker has done no harm.
+            if self.oracle.on_admitted(worker, p) && !self.setting.may_restore_stale {
+                self.violate(format!("worker {worker} was lost, and is admitted"));
             }
         }
-        // The stream may have ended while the job decided; its end is on the way then.
+        // The stream may have ended while the job decided; its end is then in flight.
         if let Some(peer) = self.master.peers.get_mut(&link) {
             *peer = Some(worker);
             if let Some(dead) = self.master.workers.insert(worker, link) {
@@ -349,7 +349,7 @@ impl World {
 
     fn disconnect(&mut self, worker: WorkerId) {
         self.check_eviction(worker);
-        self.books.on_gone(worker);
+        self.oracle.on_gone(worker);
         if let Some(link) = self.master.workers.remove(&worker) {
             self.master.peers.remove(&link);
             self.shut(link, MASTER);
@@ -357,12 +357,12 @@ impl World {
     }
 
     fn launch(&mut self, launch: LaunchId, index: u32) {
-        tell!(self, "master: starts launch {}", launch.0);
+        trace!(self, "master: starts launch {}", launch.0);
         for i in 0..self.setting.spec.workers_per_pod {
             let p = self.processes.len();
             let launch = LaunchId(launch.0 + u64::from(i));
             self.processes.push(Process::new(launch, index + i, &self.setting));
-            let delay = self.dice.between(500, 20_000);
+            let delay = self.rng.between(500, 20_000);
             self.clock.after(delay, Event::Start { p });
         }
     }
@@ -370,20 +370,20 @@ impl World {
     fn kill(&mut self, launch: LaunchId) {
         let Some(p) = self.process_of(launch) else { return };
         let pod = self.pod(p);
-        self.processes[pod.clone()].iter_mut().for_each(|process| process.is_doomed = true);
+        self.processes[pod.clone()].iter_mut().for_each(|process| process.is_kill_requested = true);
         for p in pod.clone() {
             if let Some(worker) = self.processes[p].worker {
-                self.books.on_killed(worker);
+                self.oracle.on_killed(worker);
             }
         }
-        let delay = match self.dice.chance(1, 4) {
-            true => self.dice.below(self.setting.kill_us) + 50,
-            false => self.dice.between(50, 2000),
+        let delay = match self.rng.chance(1, 4) {
+            true => self.rng.below(self.setting.kill_us) + 50,
+            false => self.rng.between(50, 2000),
         };
-        tell!(self, "master: kills {} in {delay} us", self.name(p));
+        trace!(self, "master: kills {} in {delay} us", self.name(p));
         pod.for_each(|p| self.clock.after(delay, Event::Die { p, signal: 9 }));
     }
 }
 
-/// How many changes a record may be behind.
+/// Number of versions that a snapshot may be behind.
 const RECORDS_MAX: usize = 24;

@@ -4,20 +4,20 @@
 //! ```text
 //!              Job (real)                 Session (real)      Schedule (real)
 //!                 │                            │                  │
-//!   story ◀── master ◀── streams ──▶ process ── trainer ──────── ring ◀── links ──▶ others
+//!   trace ◀── master ◀── streams ──▶ process ── trainer ──────── ring ◀── links ──▶ other ranks
 //!                 │        network, clock: late, lost, cut off, in order     │
-//!              oracles ◀──────────── what was said and done ─────────────────┘
-//!                                storm: faults at bad moments
+//!              oracle ◀───────── every message and every state change ───────┘
+//!                                fault plan: faults at bad moments
 //! ```
 //!
-//! What stands between the cores and the wires in a real job (the master's `run` and `service`; a
-//! worker's `run`, `control` and `trainer`; the collective's `endpoint`, `fence` and `transfer`) is
-//! written down here once more, without sockets and threads: a fault in those is found by the tests
-//! with real processes, not here.
+//! In a real job a shell stands between the cores and the wires: the master's event loop and
+//! service; a worker's `run`, `control` and `trainer`; the collective's endpoint, fence and
+//! transfer. The simulation implements those shells a second time, without sockets and threads. A
+//! defect in a shipped shell is therefore found by the tests with real processes, not here.
 //!
-//! A seed draws a small job, the speed of its world, and a storm of faults. When the storm is over,
-//! the job must end, and the oracles must have found nothing wrong on the way. A seed that fails is
-//! run again to tell its story.
+//! A seed draws a small job, the latencies of its world, and a plan of faults. After the last fault
+//! the job must end, and the oracle must have found no violation on the way. A seed that fails is
+//! run again with its trace.
 //!
 //! **Invariant:** a run reads no clock and no environment; it is a function of its seed.
 
@@ -36,7 +36,7 @@ mod pods;
 mod process;
 mod repair;
 mod ring;
-mod story;
+mod trace;
 mod trainer;
 mod world;
 
@@ -44,71 +44,72 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use many::{Many, run_many};
-pub use oracles::Tally;
+pub use oracles::Coverage;
 
-use story::Story;
+use trace::Trace;
 use world::World;
 
-/// Runs the job that `seed` draws, through its storm, to its end.
+/// Runs the job that `seed` draws, through its faults, to its end.
 ///
 /// # Errors
-/// What went wrong, with the run's story.
-pub fn run(seed: u64) -> Result<Tally, Box<Failure>> {
-    let (outcome, _) = live(seed, Story::new(false));
+/// The violation that was found, with the run's trace.
+pub fn run(seed: u64) -> Result<Coverage, Box<Failure>> {
+    let (outcome, _) = live(seed, Trace::new(false));
     match outcome {
-        Ok(tally) => Ok(tally),
+        Ok(coverage) => Ok(coverage),
         Err(first) => {
-            let (outcome, story) = tell(seed);
+            let (outcome, trace) = run_traced(seed);
             let what = match outcome {
                 Err(again) if again == first => first,
-                other => format!("{first}; told again, it is another run: {other:?}"),
+                other => format!("{first}; the traced run differs: {other:?}"),
             };
-            Err(Box::new(Failure { seed, what, story }))
+            Err(Box::new(Failure { seed, what, trace }))
         }
     }
 }
 
-/// As [`run`], with the story, however it ends: a line for each change of state.
-pub fn tell(seed: u64) -> (Result<Tally, String>, Vec<String>) {
-    live(seed, Story::new(true))
+/// Runs `seed` as [`run`] does and returns the trace, however the run ends: one line per state
+/// change.
+pub fn run_traced(seed: u64) -> (Result<Coverage, String>, Vec<String>) {
+    live(seed, Trace::new(true))
 }
 
-/// What should not have happened, and how it came to that.
+/// A violation, and the events that led to it.
 #[derive(Debug)]
 pub struct Failure {
-    /// The run's seed.
+    /// Seed of the run.
     pub seed: u64,
-    /// What is wrong.
+    /// The violation.
     pub what: String,
-    /// The run's story.
-    pub story: Vec<String>,
+    /// Trace of the run.
+    pub trace: Vec<String>,
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seed, what, story } = self;
-        let tail = story.len().saturating_sub(TAIL);
+        let Self { seed, what, trace } = self;
+        let tail = trace.len().saturating_sub(TAIL);
         writeln!(f, "seed {seed}: {what}")?;
-        writeln!(f, "its last lines of {}:", story.len())?;
-        story[tail..].iter().try_for_each(|line| writeln!(f, "  {line}"))?;
+        writeln!(f, "its last lines of {}:", trace.len())?;
+        trace[tail..].iter().try_for_each(|line| writeln!(f, "  {line}"))?;
         write!(
             f,
-            "the whole story: cargo run -p elasticdl-tests --bin simulate -- --seed {seed} --story"
+            "the whole trace: cargo run -p elasticdl-tests --bin simulate -- --seed {seed} --story"
         )
     }
 }
 
-fn live(seed: u64, story: Story) -> (Result<Tally, String>, Vec<String>) {
-    let mut world = World::new(seed, story);
-    // A core that finds its own invariants broken panics; that is a finding like any other.
+fn live(seed: u64, trace: Trace) -> (Result<Coverage, String>, Vec<String>) {
+    let mut world = World::new(seed, trace);
+    // A core that finds its own invariants broken panics; that is a violation like any other.
     let lived = catch_unwind(AssertUnwindSafe(|| world.run()));
     let outcome = lived.unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
         let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
         Err(format!("panicked: {}", text.unwrap_or_default()))
     });
-    (outcome, world.story.into_lines())
+    (outcome, world.trace.into_lines())
 }
 
-/// Lines of the story that a failure shows.
+/// Number of trace lines that a failure shows.
 const TAIL: usize = 80;

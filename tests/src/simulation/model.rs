@@ -1,6 +1,6 @@
-//! The model that is trained: it has one parameter for each record of each epoch, and counts. Its
-//! gradient is 1 where a record was seen, the update adds. So the parameters say how often each
-//! record was absorbed, whatever ledgers say.
+//! The model of the simulation: it has one parameter for each record of each epoch, and counts. The
+//! gradient of a record is 1 at its parameter, and the update adds. So the parameters say how often
+//! each record was absorbed, independent of any ledger.
 
 use elasticdl_proto::RecordRange;
 
@@ -10,12 +10,12 @@ pub(super) struct Model {
     pub(super) parameters: Vec<u8>,
     pub(super) gradient: Vec<u8>,
     pub(super) reduced: Vec<u8>,
-    pub(super) kept: Vec<u8>,
-    /// `gradient` holds what the session has pending, and not an older step's.
+    pub(super) last_sum: Vec<u8>,
+    /// Whether `gradient` holds what the session has pending, not the gradient of an older step.
     pub(super) gradient_is_pending: bool,
-    /// Which beginning from nothing these parameters go back to. No part of the state: only the
-    /// oracles look at it.
-    pub(super) era: u64,
+    /// Lineage of the parameters: the number of the initialization that they descend from. Not a
+    /// part of the state; only the oracle reads it.
+    pub(super) lineage: u64,
 }
 
 impl Model {
@@ -25,9 +25,9 @@ impl Model {
             parameters: zeros(),
             gradient: zeros(),
             reduced: zeros(),
-            kept: zeros(),
+            last_sum: zeros(),
             gradient_is_pending: false,
-            era: 0,
+            lineage: 0,
         }
     }
 
@@ -35,7 +35,7 @@ impl Model {
         digest(&self.parameters)
     }
 
-    /// Adds 1 for each of these records.
+    /// Computes the gradient of these records: adds 1 for each of them.
     pub(super) fn see(&mut self, ranges: &[RecordRange], records: u64) {
         if !std::mem::replace(&mut self.gradient_is_pending, true) {
             self.gradient.fill(0);
@@ -47,11 +47,11 @@ impl Model {
         for (parameter, sum) in self.parameters.iter_mut().zip(&self.reduced) {
             *parameter = parameter.saturating_add(*sum);
         }
-        std::mem::swap(&mut self.reduced, &mut self.kept);
+        std::mem::swap(&mut self.reduced, &mut self.last_sum);
     }
 }
 
-/// Adds 1 for each of these records.
+/// Adds 1 to the count of each of these records.
 pub(super) fn count(counts: &mut [u8], ranges: &[RecordRange], records: u64) {
     for range in ranges {
         let first = u64::from(range.epoch) * records;

@@ -1,18 +1,18 @@
-//! Links between hosts, as kernels keep them: bytes in order and late, until the link ends or is
-//! lost.
+//! Links between hosts, as kernels see them: packets arrive in order and delayed, until the link
+//! ends or is lost.
 //!
 //! ```text
-//!   ends[0] ── lane to 1: in flight ─▶ arrived (the receiver's kernel) ──▶ taken by a thread
-//!           ◀─ lane to 0                                                         ends[1]
+//!   ends[0] ── to ends[1]: in flight ─▶ arrived (the receiver's kernel) ──▶ taken by a thread
+//!           ◀─ to ends[0]                                                        ends[1]
 //! ```
 //!
-//! * What was sent before a process died still arrives, then the link's end; unless the crash takes
-//!   it along.
-//! * Between hosts that are cut off from each other nothing arrives, and nobody is told. What was
-//!   sent meanwhile, the end included, arrives when they are not any more, as a kernel sends again
-//!   and again.
-//! * A link that is lost ends on both sides, and what was in flight is gone.
-//! * A stopped process takes nothing; its kernel goes on.
+//! * Packets that a process sent before its death still arrive, and then the link's end, unless the
+//!   crash loses what is in flight.
+//! * Between hosts that are cut off from each other nothing arrives, and neither side is notified.
+//!   Packets that were sent meanwhile, the end included, arrive after the cut heals, as kernels
+//!   retransmit.
+//! * A link that is lost ends on both sides, and what was in flight is lost.
+//! * A stopped process takes no packets; its kernel keeps receiving.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -21,19 +21,19 @@ use elasticdl_master::job::{FromWorker, LaunchId, Resume, ToWorker};
 use elasticdl_proto::WorkerId;
 
 use super::clock::Micros;
-use super::fetch::Parcel;
+use super::fetch::StateMessage;
 use super::operation::Frame;
 use super::world::{Event, World};
 
-/// A machine: the master's is 0, process `n`'s is `n + 1`.
+/// A machine: 0 is the master's, `n + 1` is process `n`'s.
 pub(super) type Host = usize;
 
 pub(super) type LinkId = usize;
 
 pub(super) const MASTER: Host = 0;
 
-/// What travels. `Hello` to `Welcome` on control streams, `Dial` to `Frame` on links of rings,
-/// `End` on both.
+/// A packet on a link. `Hello` to `Welcome` travel on control streams, `Dial` to `StateMessage` on
+/// links between workers, `End` on both.
 #[derive(Debug)]
 pub(super) enum Packet {
     Hello(LaunchId, Option<Resume>),
@@ -43,45 +43,45 @@ pub(super) enum Packet {
     Welcome(WorkerId),
     Dial,
     Accepted,
-    /// Without a generation: from a newcomer that wants the state.
+    /// Without a generation: from a joiner that requests the state.
     Introduction {
         generation: Option<u64>,
         from: WorkerId,
     },
     Frame(Rc<Frame>),
-    Parcel(Rc<Parcel>),
+    StateMessage(Rc<StateMessage>),
     End,
 }
 
 #[derive(Debug)]
 pub(super) struct Link {
-    /// Whoever dialled, whoever was dialled.
+    /// The dialling host and the dialled host.
     pub(super) ends: [Host; 2],
     pub(super) is_control: bool,
-    /// Both ends have it: it is no dial any more.
-    pub(super) is_settled: bool,
+    /// Whether both ends use the link: it is no longer a dial in progress.
+    pub(super) is_established: bool,
     is_lost: bool,
-    /// To `ends[0]`, to `ends[1]`.
-    lanes: [Lane; 2],
+    /// To `ends[0]`, and to `ends[1]`.
+    directions: [Direction; 2],
 }
 
 #[derive(Debug, Default)]
-struct Lane {
+struct Direction {
     in_flight: VecDeque<Packet>,
     arrived: VecDeque<Packet>,
     last: Micros,
-    /// The sender sends nothing more.
+    /// Whether the sender has closed this direction.
     shut: bool,
-    /// Arrivals that were due while the hosts were cut off.
+    /// Number of arrivals that were due while the hosts were cut off from each other.
     stalled: u32,
 }
 
-/// All links there have ever been, and the state of the wires.
+/// All links of the run, and the state of the network.
 #[derive(Debug)]
 pub(super) struct Network {
     links: Vec<Link>,
     cuts: Vec<(Host, Host)>,
-    /// Factors on the latency of everything from or to a host.
+    /// Latency factors of slow hosts.
     slow: Vec<(Host, u64)>,
     /// Mean one-way latency.
     pub(super) latency: Micros,
@@ -93,13 +93,13 @@ impl Network {
     }
 
     pub(super) fn open(&mut self, from: Host, to: Host, is_control: bool) -> LinkId {
-        let lanes = Default::default();
+        let directions = Default::default();
         self.links.push(Link {
             ends: [from, to],
             is_control,
-            is_settled: is_control,
+            is_established: is_control,
             is_lost: false,
-            lanes,
+            directions,
         });
         self.links.len() - 1
     }
@@ -108,27 +108,27 @@ impl Network {
         &self.links[link]
     }
 
-    /// Takes what has arrived for `host`.
+    /// Takes the next packet that has arrived for `host`.
     pub(super) fn take(&mut self, link: LinkId, host: Host) -> Option<Packet> {
         let side = self.links[link].side(host);
-        self.links[link].lanes[side].arrived.pop_front()
+        self.links[link].directions[side].arrived.pop_front()
     }
 
-    /// Whether the next thing that `host` would take is the link's end.
+    /// Whether the next packet that `host` would take is the link's end.
     pub(super) fn has_ended(&self, link: LinkId, host: Host) -> bool {
         let link = &self.links[link];
-        matches!(link.lanes[link.side(host)].arrived.front(), Some(Packet::End))
+        matches!(link.directions[link.side(host)].arrived.front(), Some(Packet::End))
     }
 
-    /// What `host` has sent and nobody has taken.
+    /// Number of packets that `host` has sent and the peer has not taken.
     pub(super) fn waiting(&self, link: LinkId, host: Host) -> usize {
         let link = &self.links[link];
-        let lane = &link.lanes[1 - link.side(host)];
-        lane.in_flight.len() + lane.arrived.len()
+        let direction = &link.directions[1 - link.side(host)];
+        direction.in_flight.len() + direction.arrived.len()
     }
 
-    pub(super) fn settle(&mut self, link: LinkId) {
-        self.links[link].is_settled = true;
+    pub(super) fn mark_established(&mut self, link: LinkId) {
+        self.links[link].is_established = true;
     }
 
     /// Whether `host` knows that the link is lost: sending fails.
@@ -152,9 +152,9 @@ impl Network {
         self.slow.retain(|&(h, _)| h != host);
     }
 
-    /// Links of `host` that have not ended on its side.
+    /// Links of `host` that it has not closed.
     pub(super) fn links_of(&self, host: Host) -> Vec<LinkId> {
-        let open = |l: &Link| l.ends.contains(&host) && !l.lanes[1 - l.side(host)].shut;
+        let open = |l: &Link| l.ends.contains(&host) && !l.directions[1 - l.side(host)].shut;
         (0..self.links.len()).filter(|&id| open(&self.links[id])).collect()
     }
 
@@ -180,48 +180,48 @@ impl Link {
 }
 
 impl World {
-    /// Sends from `host`; lost without a word where `host` has shut the link.
+    /// Sends a packet from `host`; it is dropped silently if `host` has closed the link.
     pub(super) fn send(&mut self, link: LinkId, host: Host, packet: Packet) {
         let mean = self.net.latency * self.net.factor(link);
-        let late = if self.dice.chance(1, 50) { 10 } else { 1 };
-        let latency = (mean / 2 + self.dice.below(mean)) * late;
+        let late = if self.rng.chance(1, 50) { 10 } else { 1 };
+        let latency = (mean / 2 + self.rng.below(mean)) * late;
         let now = self.clock.now();
         let l = &mut self.net.links[link];
         let to = 1 - l.side(host);
-        let lane = &mut l.lanes[to];
-        if lane.shut {
+        let direction = &mut l.directions[to];
+        if direction.shut {
             return;
         }
-        lane.shut = matches!(packet, Packet::End);
-        lane.last = lane.last.max(now + latency);
-        lane.in_flight.push_back(packet);
-        let waiting = lane.in_flight.len() + lane.arrived.len();
-        self.clock.at(lane.last, Event::Arrive { link, to });
+        direction.shut = matches!(packet, Packet::End);
+        direction.last = direction.last.max(now + latency);
+        direction.in_flight.push_back(packet);
+        let waiting = direction.in_flight.len() + direction.arrived.len();
+        self.clock.at(direction.last, Event::Arrive { link, to });
         if waiting > QUEUE_MAX {
-            self.violate(format!("{waiting} packets wait on one link"));
+            self.violate(format!("{waiting} packets are queued on one link"));
         }
     }
 
-    /// `host` shuts its side: the peer sees the end behind all that was sent.
+    /// Closes the link on the side of `host`: the peer sees the end after everything that was sent.
     pub(super) fn shut(&mut self, link: LinkId, host: Host) {
         self.send(link, host, Packet::End);
     }
 
-    /// What `host` has sent and what has not arrived yet is gone.
+    /// Drops everything that `host` has sent and that has not arrived yet.
     pub(super) fn lose_in_flight(&mut self, link: LinkId, host: Host) {
         let l = &mut self.net.links[link];
         let to = 1 - l.side(host);
-        l.lanes[to].in_flight.clear();
+        l.directions[to].in_flight.clear();
     }
 
-    /// The link breaks: both sides see its end, and nothing else.
+    /// Breaks the link: both sides see its end, and nothing else.
     pub(super) fn lose(&mut self, link: LinkId) {
         self.net.links[link].is_lost = true;
         for host in self.net.links[link].ends {
             self.lose_in_flight(link, host);
-            // An orderly end that was on its way is gone as well.
+            // An orderly end that was in flight is lost as well.
             let to = 1 - self.net.links[link].side(host);
-            self.net.links[link].lanes[to].shut = false;
+            self.net.links[link].directions[to].shut = false;
             self.shut(link, host);
         }
     }
@@ -233,11 +233,11 @@ impl World {
                 continue;
             }
             for to in 0..2 {
-                let stalled = std::mem::take(&mut self.net.links[link].lanes[to].stalled);
+                let stalled = std::mem::take(&mut self.net.links[link].directions[to].stalled);
                 if stalled > 0 {
-                    // The kernel tries again after a while, and then everything comes at once.
-                    let again = self.clock.now() + self.dice.below(200_000);
-                    self.net.links[link].lanes[to].last = again;
+                    // The kernel retransmits after a while, and then everything arrives at once.
+                    let again = self.clock.now() + self.rng.below(200_000);
+                    self.net.links[link].directions[to].last = again;
                     (0..stalled).for_each(|_| self.clock.at(again, Event::Arrive { link, to }));
                 }
             }
@@ -247,35 +247,35 @@ impl World {
     pub(super) fn on_arrive(&mut self, link: LinkId, to: usize) {
         let [a, b] = self.net.links[link].ends;
         let is_cut = self.net.is_cut(a, b);
-        let lane = &mut self.net.links[link].lanes[to];
+        let direction = &mut self.net.links[link].directions[to];
         if is_cut {
-            lane.stalled += 1;
+            direction.stalled += 1;
             return;
         }
-        let Some(packet) = lane.in_flight.pop_front() else { return };
+        let Some(packet) = direction.in_flight.pop_front() else { return };
         let host = self.net.links[link].ends[to];
         if matches!(packet, Packet::Dial) {
             return self.on_dialled(link, host);
         }
         let introduces = matches!(packet, Packet::Introduction { .. });
-        self.net.links[link].lanes[to].arrived.push_back(packet);
+        self.net.links[link].directions[to].arrived.push_back(packet);
         match host.checked_sub(1) {
             None => self.on_master_input(link),
             Some(p) if self.net.links[link].is_control => self.wake_control(p),
             Some(p) if introduces => {
                 let delay = self.thread_delay();
-                self.clock.after(delay, Event::Porter { p, link });
+                self.clock.after(delay, Event::Acceptor { p, link });
             }
             Some(p) => self.wake_trainer_for(p, link),
         }
     }
 
-    /// The kernel answers, whatever its process does.
+    /// The kernel of the dialled host answers, whatever its process is doing.
     fn on_dialled(&mut self, link: LinkId, host: Host) {
         let listens = host.checked_sub(1).is_some_and(|p| self.processes[p].endpoint.open);
         self.send(link, host, if listens { Packet::Accepted } else { Packet::End });
     }
 }
 
-/// No queue of a job this small grows longer.
+/// Limit of the queue of one link; a job this small never comes close to it.
 const QUEUE_MAX: usize = 4000;

@@ -1,11 +1,11 @@
-//! The operations of a group, piece by piece.
+//! The collective operations of a group, piece by piece.
 //!
-//! What is sent and received in which order is the real [`Schedule`]; around it stands what
+//! The order of sends and receives is that of the real [`Schedule`]. Around it stands what
 //! `elasticdl_collective`'s `transfer` does with sockets:
 //!
-//! * A rank that has all pieces is done, though others may still miss some. What it has sent is in
-//!   its kernel's hands: it may go on, or die, and they still get it.
-//! * A link's end counts only while the operation still needs the link.
+//! * A rank that has all pieces is done, though other ranks may still miss some. What it has sent
+//!   is in its kernel's hands: the rank may proceed, or die, and the peers still receive it.
+//! * The end of a link counts only while the operation still needs the link.
 
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -15,14 +15,14 @@ use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl_worker::core::swap::Path;
 
 use super::network::{LinkId, Packet};
-use super::ring::{Fault, Ring};
+use super::ring::{Ring, TransferError};
 use super::trainer::Doing;
 use super::world::World;
 
-/// What a group does together.
+/// A collective operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
-    /// Of the communicator that is to be built.
+pub(super) enum Collective {
+    /// Broadcast of the id of the NCCL communicator that is to be built.
     NcclId,
     Result {
         donor: usize,
@@ -40,25 +40,25 @@ pub(super) enum What {
     },
     Step,
     Synchronize,
-    Talk,
+    IdleRound,
 }
 
-/// What rides on pieces, beside elements.
+/// The data of a piece that is not elements.
 #[derive(Debug)]
 pub(super) enum Note {
     Headers(Vec<StepHeader>),
     Record(StateRecord, u64),
     Step(StepHeader),
-    /// With the generations in which NCCL failed, for the oracles.
+    /// With the generations in which NCCL failed, for the oracle.
     Sync(SyncHeader, BTreeSet<u64>),
 }
 
-/// One piece, on its way.
+/// One piece in flight.
 #[derive(Debug)]
 pub(super) struct Frame {
     generation: u64,
     sequence: u64,
-    /// Of the operation, apart from what each rank makes of it.
+    /// Kind of the operation; the same on every rank.
     kind: u8,
     step: usize,
     segment: usize,
@@ -67,11 +67,11 @@ pub(super) struct Frame {
     body: Vec<u8>,
 }
 
-/// One operation under way on one rank.
+/// One operation in progress on one rank.
 #[derive(Debug)]
 pub(super) struct Operation {
-    what: What,
-    /// What carries a step.
+    what: Collective,
+    /// Transport of a step.
     pub(super) path: Path,
     pub(super) nccl_fails_after: Option<u64>,
     sequence: u64,
@@ -79,7 +79,7 @@ pub(super) struct Operation {
     notes: Vec<Option<Rc<Note>>>,
     pub(super) received: u64,
     sent: u64,
-    /// What a broadcast fills. A step sums into the model's own buffer.
+    /// Buffer of a broadcast. A step sums into the model's own buffer.
     body: Vec<u8>,
     is_root: bool,
 }
@@ -87,13 +87,13 @@ pub(super) struct Operation {
 /// An operation that is complete on one rank.
 #[derive(Debug)]
 pub(super) struct Done {
-    pub(super) what: What,
+    pub(super) what: Collective,
     pub(super) notes: Vec<Option<Rc<Note>>>,
     pub(super) body: Vec<u8>,
     pub(super) is_root: bool,
 }
 
-impl What {
+impl Collective {
     fn kind(&self) -> u8 {
         match self {
             Self::Result { .. } => 0,
@@ -102,7 +102,7 @@ impl What {
             Self::StateRecord { .. } => 3,
             Self::Step => 4,
             Self::Synchronize => 5,
-            Self::Talk => 6,
+            Self::IdleRound => 6,
             Self::NcclId => 7,
         }
     }
@@ -112,13 +112,13 @@ impl What {
             Self::Result { donor, .. } | Self::ResultHeaders { donor } => Some(donor),
             Self::State { donor, .. } | Self::StateRecord { donor } => Some(donor),
             Self::NcclId => Some(0),
-            Self::Step | Self::Synchronize | Self::Talk => None,
+            Self::Step | Self::Synchronize | Self::IdleRound => None,
         }
     }
 }
 
 impl Operation {
-    /// Apart from what each rank makes of it.
+    /// Kind of the operation; the same on every rank.
     fn kind(&self) -> u8 {
         match self.path {
             Path::Host => self.what.kind(),
@@ -126,18 +126,18 @@ impl Operation {
         }
     }
 
-    pub(super) fn what(&self) -> &What {
+    pub(super) fn what(&self) -> &Collective {
         &self.what
     }
 }
 
 impl World {
-    /// Enters the group's next operation.
-    pub(super) fn operate(&mut self, p: usize, what: What) {
+    /// Starts the group's next operation.
+    pub(super) fn operate(&mut self, p: usize, what: Collective) {
         let path = match what {
-            What::Step => self.path_of(p),
-            // Its words are of now, too.
-            What::Talk => {
+            Collective::Step => self.path_of(p),
+            // The header reports the current state of NCCL, too.
+            Collective::IdleRound => {
                 self.path_of(p);
                 Path::Host
             }
@@ -161,32 +161,34 @@ impl World {
         let segment_len = self.setting.segment_len;
         let extent = |len| Extent { len, segment_len };
         let schedule = match what {
-            What::Step => Schedule::all_reduce(seat, extent(len)),
-            What::Synchronize | What::Talk => Schedule::all_gather(seat),
-            What::ResultHeaders { donor } | What::StateRecord { donor } => {
+            Collective::Step => Schedule::all_reduce(seat, extent(len)),
+            Collective::Synchronize | Collective::IdleRound => Schedule::all_gather(seat),
+            Collective::ResultHeaders { donor } | Collective::StateRecord { donor } => {
                 Schedule::broadcast(seat, donor, extent(0), true)
             }
-            What::NcclId => Schedule::broadcast(seat, 0, extent(0), true),
-            What::Result { donor, .. } | What::State { donor, .. } => {
+            Collective::NcclId => Schedule::broadcast(seat, 0, extent(0), true),
+            Collective::Result { donor, .. } | Collective::State { donor, .. } => {
                 Schedule::broadcast(seat, donor, extent(len), false)
             }
         };
         let digest = session.state().map_or(0, |_| trainer.model.digest());
         let (note, body) = match what {
-            What::Step | What::Talk => (Some(Note::Step(session.header(digest))), Vec::new()),
-            What::Synchronize => {
+            Collective::Step | Collective::IdleRound => {
+                (Some(Note::Step(session.header(digest))), Vec::new())
+            }
+            Collective::Synchronize => {
                 (Some(Note::Sync(session.sync_header(digest), self.nccl_failures(p))), Vec::new())
             }
-            _ if is_root => self.donated(p, &what),
-            What::Result { .. } | What::State { .. } => (None, vec![0; len]),
-            What::NcclId | What::ResultHeaders { .. } | What::StateRecord { .. } => {
-                (None, Vec::new())
-            }
+            _ if is_root => self.donor_part(p, &what),
+            Collective::Result { .. } | Collective::State { .. } => (None, vec![0; len]),
+            Collective::NcclId
+            | Collective::ResultHeaders { .. }
+            | Collective::StateRecord { .. } => (None, Vec::new()),
         };
         let mut notes = vec![None; seat.world];
         notes[seat.rank] = note.map(Rc::new);
         let trainer = &mut self.processes[p].trainer;
-        if seat.world == 1 && what == What::Step {
+        if seat.world == 1 && what == Collective::Step {
             trainer.model.reduced.copy_from_slice(&trainer.model.gradient);
         }
         if let Some(ring) = &mut trainer.ring {
@@ -209,7 +211,7 @@ impl World {
         );
     }
 
-    /// Sends and receives what can be.
+    /// Sends and receives as many pieces as possible.
     pub(super) fn advance(&mut self, p: usize, mut operation: Box<Operation>) {
         match self.transfer(p, &mut operation) {
             Ok(true) => {
@@ -223,32 +225,34 @@ impl World {
                 self.wait_at(p, [generation, sequence + 1, received, sent]);
                 self.processes[p].trainer.doing = Doing::Operating(operation);
             }
-            Err(Fault::Nccl) => self.nccl_broke(p),
-            Err(fault) => {
+            Err(TransferError::Nccl) => self.nccl_broke(p),
+            Err(error) => {
                 let Some(ring) = &mut self.processes[p].trainer.ring else { return };
                 ring.failed = true;
-                let suspect = if ring.aborted { None } else { ring.neighbour(&fault) };
-                let why = match fault {
-                    Fault::Aborted | Fault::Nccl => "the generation is over",
-                    Fault::Next => "the next member ended the link",
-                    Fault::Prev => "the previous member ended the link",
+                let suspect = if ring.aborted { None } else { ring.neighbour(&error) };
+                let why = match error {
+                    TransferError::Aborted | TransferError::Nccl => "the generation is over",
+                    TransferError::Next => "the next member ended the link",
+                    TransferError::Prev => "the previous member ended the link",
                 };
                 self.broke(p, suspect, why);
             }
         }
     }
 
-    /// Whether the operation is complete; `false`: it waits.
-    fn transfer(&mut self, p: usize, operation: &mut Operation) -> Result<bool, Fault> {
-        let Some(ring) = &self.processes[p].trainer.ring else { return Err(Fault::Aborted) };
+    /// Returns whether the operation is complete; `false`: it waits for a peer.
+    fn transfer(&mut self, p: usize, operation: &mut Operation) -> Result<bool, TransferError> {
+        let Some(ring) = &self.processes[p].trainer.ring else {
+            return Err(TransferError::Aborted);
+        };
         let (Some(next), Some(prev)) = (ring.next, ring.prev) else { return Ok(true) };
         loop {
             if operation.nccl_fails() {
-                return Err(Fault::Nccl);
+                return Err(TransferError::Nccl);
             }
             while let Some(piece) = operation.schedule.next_send() {
                 if self.net.is_reset(next, p + 1) {
-                    return Err(Fault::Next);
+                    return Err(TransferError::Next);
                 }
                 let frame = self.frame(p, operation, &piece);
                 self.send(next, p + 1, Packet::Frame(Rc::new(frame)));
@@ -262,39 +266,39 @@ impl World {
                 return Ok(true);
             }
             if self.processes[p].trainer.ring.as_ref().is_none_or(|ring| ring.aborted) {
-                return Err(Fault::Aborted);
+                return Err(TransferError::Aborted);
             }
             if operation.schedule.has_sends_left() && self.net.has_ended(next, p + 1) {
-                return Err(Fault::Next);
+                return Err(TransferError::Next);
             }
             return Ok(false);
         }
     }
 
-    /// Whether a piece has come.
+    /// Returns whether a piece has arrived.
     fn receive(
         &mut self,
         p: usize,
         operation: &mut Operation,
         prev: LinkId,
-    ) -> Result<bool, Fault> {
+    ) -> Result<bool, TransferError> {
         let Some(piece) = operation.schedule.next_receive() else { return Ok(false) };
         if self.net.has_ended(prev, p + 1) {
-            return Err(Fault::Prev);
+            return Err(TransferError::Prev);
         }
         let Some(packet) = self.net.take(prev, p + 1) else { return Ok(false) };
         let Packet::Frame(frame) = packet else {
             self.violate(format!("{} got {packet:?} within a ring", self.name(p)));
-            return Err(Fault::Prev);
+            return Err(TransferError::Prev);
         };
-        let expected = self.stamp(p, operation, &piece);
+        let expected = self.op_tag(p, operation, &piece);
         let Frame { generation, sequence, kind, step, segment, origin, .. } = *frame;
         if expected != (generation, sequence, kind, step, segment, origin) {
             self.violate(format!(
                 "{} expects {expected:?} in its ring, got {frame:?}",
                 self.name(p)
             ));
-            return Err(Fault::Prev);
+            return Err(TransferError::Prev);
         }
         if operation.schedule.next_receive_is_early() {
             self.violate(format!("{} got a total that its part is not in", self.name(p)));
@@ -303,7 +307,7 @@ impl World {
             operation.notes[piece.origin].clone_from(&frame.note);
         }
         let model = &mut self.processes[p].trainer.model;
-        if operation.what == What::Step {
+        if operation.what == Collective::Step {
             let (own, sum) =
                 (&model.gradient[piece.range.clone()], &mut model.reduced[piece.range.clone()]);
             sum.copy_from_slice(&frame.body);
@@ -319,19 +323,19 @@ impl World {
     }
 
     fn frame(&self, p: usize, operation: &Operation, piece: &Piece) -> Frame {
-        let (generation, sequence, kind, step, segment, origin) = self.stamp(p, operation, piece);
+        let (generation, sequence, kind, step, segment, origin) = self.op_tag(p, operation, piece);
         let note = if piece.note { operation.notes[piece.origin].clone() } else { None };
         let model = &self.processes[p].trainer.model;
         let from = match (operation.what, piece.content) {
-            (What::Step, Content::Own) => &model.gradient,
-            (What::Step, _) => &model.reduced,
+            (Collective::Step, Content::Own) => &model.gradient,
+            (Collective::Step, _) => &model.reduced,
             _ => &operation.body,
         };
         let body = from[piece.range.clone()].to_vec();
         Frame { generation, sequence, kind, step, segment, origin, note, body }
     }
 
-    fn stamp(
+    fn op_tag(
         &self,
         p: usize,
         operation: &Operation,

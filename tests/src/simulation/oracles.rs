@@ -1,37 +1,37 @@
-//! What must hold, judged from outside: the books know what was said and done, and nothing of how
-//! the cores reckon.
+//! The invariants of a run, checked from outside: the oracle sees every message and every state
+//! change, and knows nothing of how the cores decide.
 //!
 //! **Records.** The final parameters count each record of each epoch exactly once (with `max_steps`
 //! or after a stop: at most once, and as many as the ledger says); all members of the last group
-//! end with the same.
+//! end with the same parameters.
 //!
-//! **Steps.** Say that a rank *commits* step `s` in generation `g` when its state goes from `s - 1`
-//! to `s`. Then:
+//! **Steps.** A rank *commits* step `s` in generation `g` when its state goes from `s - 1` to `s`.
+//! Then:
 //!
-//! * Within a generation all ranks that commit a step commit the same.
-//! * Once a step has been built upon (somebody has committed the next one on top of it) it is
-//!   *stable*: nothing else is ever committed in its place, and no later group begins below it, as
-//!   long as anybody that may be a member has a state.
-//! * A step that is not stable may be undone, but only together with all that hold it: who is in
-//!   the next group brings what it has, and the highest step wins. So each step has one committed
-//!   result that survives.
-//! * A newcomer is given the state of a step that every member of its donor's group has committed.
-//! * A group that begins from nothing, for all that had a state are gone, begins a new *era*; the
-//!   rules hold within each. So does one that goes on from an older state, which a newcomer had
-//!   fetched, for all that had the newer one are gone.
-//! * A rank that the master has taken out, and that does not know yet, may complete the step under
-//!   way in its old group, for its peers have sent their parts before they left. It is no member of
-//!   the newer group: a member of a newer group commits in no older one.
+//! * Within a generation all ranks that commit a step commit the same result.
+//! * A step that a rank has committed the next step on top of is *stable*: no other result is ever
+//!   committed in its place, and no later group begins below it, as long as any possible member has
+//!   a state.
+//! * A step that is not stable may be undone, but only together with all ranks that hold it: each
+//!   member of the next group contributes its state, and the highest step wins. So each step has
+//!   one committed result that survives.
+//! * A joiner is given the state of a step that every member of its donor's group has committed.
+//! * A group that begins with a new initial state, because all ranks that had a state are gone,
+//!   begins a new *lineage*; the rules hold within each lineage. So does a group that resumes from
+//!   an older state, which a joiner had fetched, because all ranks that had the newer one are gone.
+//! * A rank that the master has evicted, and that is not notified yet, may complete the current
+//!   step in its old group, since its peers have sent their parts before they left. It is no member
+//!   of the newer group: a member of a newer group commits in no older one.
 //!
-//! **Leases.** A record is leased to a member of the newest generation, and to nobody while a
-//! member of it holds that record or has absorbed it.
+//! **Leases.** A record is leased to a member of the newest generation, and only if no member of it
+//! holds that record or has absorbed it.
 //!
-//! **The fence.** What the dead say, what is said of older generations, and what is said for the
-//! group by another than its lowest rank changes nothing in the master.
+//! **Fencing.** Messages of workers that are gone, messages about older generations, and messages
+//! on behalf of the group from another rank than the lowest change nothing in the master.
 //!
-//! **Authority.** Generations grow by one. Joins and orderly leaves break no links. Nobody that no
-//! fault has touched is taken out. A group whose members and links are well is never aborted,
-//! whatever happens to the master and to its streams. Nobody outlives the job.
+//! **Authority.** Generations grow by one. Joins and orderly leaves break no links. A worker that
+//! no fault has hit is never evicted. A group whose members and links are intact is never aborted,
+//! whatever happens to the master and to its streams. No worker outlives the job.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -45,46 +45,46 @@ use super::clock::Micros;
 use super::process::Process;
 use super::world::World;
 
-/// What was said and done.
+/// All messages and state changes that the checks need.
 #[derive(Debug)]
-pub(super) struct Books {
+pub(super) struct Oracle {
     seed: u64,
     published: Vec<Membership>,
-    /// The last one that some master has gone on with.
+    /// The membership that the current master has published or restored last.
     newest: Option<Membership>,
-    /// Of the last one that was published.
+    /// Generation of the last membership that was published by any master.
     generation: Generation,
     /// Generations that agreed on a state, at least on one rank.
-    lines: BTreeMap<u64, Line>,
-    eras: u64,
-    /// Digests of stable steps, by era and step.
+    histories: BTreeMap<u64, GenerationHistory>,
+    lineages: u64,
+    /// Digests of stable steps, by lineage and step.
     stable: BTreeMap<(u64, u64), u64>,
     leased: BTreeMap<WorkerId, Vec<RecordRange>>,
     processes: BTreeMap<WorkerId, usize>,
-    /// Whose stream ended, at the master, and is not open again; and `lost`.
+    /// Workers whose stream has ended at the master and is not open again, and all of `lost`.
     gone: BTreeSet<WorkerId>,
-    /// Whom the master has evicted or told the system to kill, and whose process it knows to have
-    /// ended.
+    /// Workers that the master has evicted or ordered to be killed, or whose process it knows to
+    /// have ended.
     lost: BTreeSet<WorkerId>,
     finals: BTreeMap<(usize, Generation), Final>,
-    /// What workers said lately.
-    heard: VecDeque<(WorkerId, FromWorker)>,
-    /// Processes that were told to end.
-    told_to_end: BTreeSet<usize>,
-    /// Who was told to end by the action before.
-    told_off: Option<(WorkerId, String)>,
-    pub(super) tally: Tally,
+    /// The last messages of workers.
+    recent_messages: VecDeque<(WorkerId, FromWorker)>,
+    /// Processes that got a shutdown message.
+    shut_down: BTreeSet<usize>,
+    /// The worker that the last action sent a shutdown message to, with its reason.
+    shutdown_sent: Option<(WorkerId, String)>,
+    pub(super) coverage: Coverage,
 }
 
-/// What one generation did.
+/// What one generation has committed.
 #[derive(Debug)]
-struct Line {
-    era: u64,
-    /// The era before, where this generation begins one with an older state.
+struct GenerationHistory {
+    lineage: u64,
+    /// The previous lineage, where this generation begins one with an older state.
     came_from: u64,
     formed_at: Micros,
     members: Vec<WorkerId>,
-    /// Step and digest that it began with.
+    /// Step and digest of the state that the generation began with.
     base: (u64, u64),
     /// Digests by step.
     commits: BTreeMap<u64, u64>,
@@ -98,67 +98,66 @@ struct Final {
     repeated: u64,
 }
 
-/// How often what happened, over one run or many: so that a test can tell that the storm reaches
-/// every corner.
+/// Counts of what happened in one run or in many, so that a test can assert that the faults reach
+/// every code path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Tally {
-    /// Jobs run.
+pub struct Coverage {
+    /// Number of jobs.
     pub runs: u64,
-    /// Events handled.
+    /// Number of events handled.
     pub events: u64,
-    /// Faults that hit somebody.
+    /// Number of faults injected.
     pub faults: u64,
-    /// Generations published.
+    /// Number of generations published.
     pub generations: u64,
     /// Commits of a step on a rank.
     pub commits: u64,
-    /// Commits of a step that another generation had committed otherwise: it was undone with all
-    /// that held it.
+    /// Commits of a step that another generation had committed with another result: that one was
+    /// undone with all ranks that held it.
     pub redone: u64,
-    /// Commits by ranks that were not in the newest group any more.
+    /// Commits by ranks that were no longer in the newest group.
     pub zombie_commits: u64,
-    /// Ranks that were a step behind a new group and got that step's result.
+    /// Ranks that were one step behind a new group and received that step's result.
     pub repaired_by_result: u64,
-    /// Ranks that got the state.
+    /// Ranks that received the state in a repair.
     pub repaired_by_state: u64,
-    /// States that newcomers got beside the ring.
+    /// States that joiners fetched from a donor.
     pub fetched: u64,
-    /// Steps' results that they got after that.
+    /// Results of steps that joiners received after the state.
     pub followed: u64,
-    /// Beginnings from nothing, beyond the first of a job.
+    /// Lineages that began with a new initial state, beyond the first one of a job.
     pub begun_again: u64,
-    /// Checkpoints that were completed, and those that a group began with.
-    pub kept: u64,
-    /// See `kept`.
+    /// Checkpoints that were completed.
+    pub checkpoints: u64,
+    /// Checkpoints that a group began with.
     pub restored: u64,
-    /// Groups that went on from an older state, for all that had the newer one were gone.
+    /// Groups that resumed from an older state, because all ranks that had the newer one were gone.
     pub gone_back: u64,
     /// Masters that were killed.
     pub masters_crashed: u64,
-    /// Workers that the master has taken out.
+    /// Workers that the master has evicted.
     pub evicted: u64,
-    /// Workers that came back to a master after their stream had ended.
+    /// Workers that reconnected to a master after their stream had ended.
     pub returned: u64,
-    /// Storms in which nothing but the master, its streams, its records and the storage suffered.
-    pub control_storms: u64,
-    /// Words said again to the master that the fence had to hold back.
+    /// Runs in which faults hit the control plane only.
+    pub control_only_runs: u64,
+    /// Messages that were replayed to the master and had to be fenced.
     pub fenced: u64,
     /// Jobs that the user stopped before their end.
     pub stopped: u64,
-    /// Steps of ranks that began over NCCL, those amid which it failed, and groups of ranks that it
-    /// was given up for.
+    /// Steps of ranks that began over NCCL.
     pub nccl_steps: u64,
-    /// See `nccl_steps`.
+    /// Steps of ranks during which NCCL failed.
     pub nccl_failures: u64,
-    /// See `nccl_steps`.
+    /// Ranks that gave up NCCL for their group.
     pub nccl_given_up: u64,
-    /// Pods of which one failed while others ran.
+    /// Pods of which one process failed while others ran.
     pub pods_failed: u64,
 }
 
-impl Tally {
-    /// Adds another run's.
+impl Coverage {
+    /// Adds the counts of another run.
     pub fn add(&mut self, other: &Self) {
         let Self { runs, events, faults, generations, commits, redone, zombie_commits, .. } = other;
         self.runs += runs;
@@ -173,13 +172,13 @@ impl Tally {
         self.fetched += other.fetched;
         self.followed += other.followed;
         self.begun_again += other.begun_again;
-        self.kept += other.kept;
+        self.checkpoints += other.checkpoints;
         self.restored += other.restored;
         self.gone_back += other.gone_back;
         self.masters_crashed += other.masters_crashed;
         self.evicted += other.evicted;
         self.returned += other.returned;
-        self.control_storms += other.control_storms;
+        self.control_only_runs += other.control_only_runs;
         self.fenced += other.fenced;
         self.stopped += other.stopped;
         self.nccl_steps += other.nccl_steps;
@@ -189,36 +188,36 @@ impl Tally {
     }
 }
 
-impl Books {
+impl Oracle {
     pub(super) fn new(seed: u64) -> Self {
         Self {
             seed,
             published: Vec::new(),
             newest: None,
             generation: Generation::default(),
-            lines: BTreeMap::new(),
-            eras: 0,
+            histories: BTreeMap::new(),
+            lineages: 0,
             stable: BTreeMap::new(),
             leased: BTreeMap::new(),
             processes: BTreeMap::new(),
             gone: BTreeSet::new(),
             lost: BTreeSet::new(),
             finals: BTreeMap::new(),
-            heard: VecDeque::new(),
-            told_to_end: BTreeSet::new(),
-            told_off: None,
-            tally: Tally { runs: 1, ..Tally::default() },
+            recent_messages: VecDeque::new(),
+            shut_down: BTreeSet::new(),
+            shutdown_sent: None,
+            coverage: Coverage { runs: 1, ..Coverage::default() },
         }
     }
 
-    /// Whether it was lost.
+    /// A worker is admitted. Returns whether it was lost.
     pub(super) fn on_admitted(&mut self, worker: WorkerId, p: usize) -> bool {
         self.processes.insert(worker, p);
-        self.tally.returned += u64::from(self.gone.remove(&worker));
+        self.coverage.returned += u64::from(self.gone.remove(&worker));
         self.lost.remove(&worker)
     }
 
-    /// The worker may come back.
+    /// The stream of a worker has ended; the worker may reconnect.
     pub(super) fn on_stream_end(&mut self, worker: WorkerId) {
         self.gone.insert(worker);
     }
@@ -228,7 +227,7 @@ impl Books {
         self.lost.insert(worker);
     }
 
-    /// A worker without a stream will not be taken back.
+    /// A worker without a stream will not be readmitted.
     pub(super) fn on_killed(&mut self, worker: WorkerId) {
         if self.gone.contains(&worker) {
             self.lost.insert(worker);
@@ -240,36 +239,37 @@ impl Books {
         self.newest.as_ref().map_or_else(Generation::default, |m| m.generation)
     }
 
-    /// What the master said may not have been heard; what workers hold they tell the next one.
+    /// Messages of the master may be lost; workers report the leases that they hold to the next
+    /// master.
     pub(super) fn on_master_crash(&mut self) {
         self.leased.clear();
-        self.tally.masters_crashed += 1;
+        self.coverage.masters_crashed += 1;
     }
 
-    pub(super) fn on_said(&mut self, worker: WorkerId, message: &FromWorker) {
+    pub(super) fn on_worker_message(&mut self, worker: WorkerId, message: &FromWorker) {
         if let FromWorker::Holding { ranges, .. } = message {
             self.leased.insert(worker, ranges.clone());
         }
         if !matches!(message, FromWorker::Alive(_)) {
-            self.heard.push_back((worker, message.clone()));
-            if self.heard.len() > HEARD_MAX {
-                self.heard.pop_front();
+            self.recent_messages.push_back((worker, message.clone()));
+            if self.recent_messages.len() > RECENT_MESSAGES_MAX {
+                self.recent_messages.pop_front();
             }
         }
     }
 
-    /// Whether a group has committed this step so.
+    /// Whether a group has committed `step` with this digest.
     pub(super) fn has_committed(&self, generation: u64, step: u64, digest: u64) -> bool {
-        let line = self.lines.get(&generation);
-        line.is_some_and(|line| {
-            line.base == (step, digest) || line.commits.get(&step) == Some(&digest)
+        let history = self.histories.get(&generation);
+        history.is_some_and(|history| {
+            history.base == (step, digest) || history.commits.get(&step) == Some(&digest)
         })
     }
 
-    pub(super) fn begin_era(&mut self) -> u64 {
-        self.eras += 1;
-        self.tally.begun_again += u64::from(self.eras > 1);
-        self.eras
+    pub(super) fn begin_lineage(&mut self) -> u64 {
+        self.lineages += 1;
+        self.coverage.begun_again += u64::from(self.lineages > 1);
+        self.lineages
     }
 
     pub(super) fn has_finished(&self, p: usize) -> bool {
@@ -288,24 +288,24 @@ impl World {
     pub(super) fn on_process_gone(&mut self, launch: LaunchId) {
         let pod = self.process_of(launch).map(|p| self.pod(p)).unwrap_or_default();
         for worker in pod.filter_map(|p| self.processes[p].worker).collect::<Vec<_>>() {
-            self.books.on_gone(worker);
+            self.oracle.on_gone(worker);
         }
     }
 
-    // ---- what the master says ----
+    // ---- messages of the master ----
 
-    pub(super) fn forget_told_off(&mut self) {
-        self.books.told_off = None;
+    pub(super) fn forget_shutdown_sent(&mut self) {
+        self.oracle.shutdown_sent = None;
     }
 
-    pub(super) fn check_word(&mut self, worker: WorkerId, word: &ToWorker) {
-        self.books.told_off = None;
-        match word {
+    pub(super) fn check_message(&mut self, worker: WorkerId, message: &ToWorker) {
+        self.oracle.shutdown_sent = None;
+        match message {
             ToWorker::Lease(ranges) => self.check_lease(worker, ranges),
             ToWorker::Membership(membership) => self.check_membership(membership),
             ToWorker::Shutdown(reason) => {
-                self.books.told_off = Some((worker, reason.clone()));
-                self.books.told_to_end.extend(self.books.processes.get(&worker));
+                self.oracle.shutdown_sent = Some((worker, reason.clone()));
+                self.oracle.shut_down.extend(self.oracle.processes.get(&worker));
             }
             ToWorker::Describe
             | ToWorker::Drain
@@ -314,21 +314,24 @@ impl World {
             | ToWorker::Prepare(_)
             | ToWorker::Suspend => {}
         }
-        // What has waited for a record may be for somebody who has gone meanwhile.
-        if self.books.gone.contains(&worker) && !self.master.has_waited {
-            self.violate(format!("the master speaks to worker {worker}, which is gone: {word:?}"));
+        // A message that was held back until a snapshot was durable may be for a worker that has
+        // gone meanwhile.
+        if self.oracle.gone.contains(&worker) && !self.master.has_waited {
+            self.violate(format!(
+                "the master sends to worker {worker}, which is gone: {message:?}"
+            ));
         }
     }
 
     fn check_membership(&mut self, membership: &Membership) {
-        let last = self.books.newest.as_ref();
+        let last = self.oracle.newest.as_ref();
         if last == Some(membership) {
             return;
         }
-        if self.books.published.contains(membership) {
-            // Those after it nobody has heard of who is left.
-            self.books.newest = Some(membership.clone());
-            if !self.setting.keeps_late {
+        if self.oracle.published.contains(membership) {
+            // No worker that is left has received any later membership.
+            self.oracle.newest = Some(membership.clone());
+            if !self.setting.may_restore_stale {
                 self.violate(format!(
                     "generation {} is published a second time",
                     membership.generation
@@ -336,11 +339,11 @@ impl World {
             }
             return;
         }
-        let next = self.books.generation.next();
-        let gone = |m: &Membership| m.members.iter().any(|(id, _)| self.books.gone.contains(id));
-        // One that a master has written down and told to nobody is told by the next one, or is used
-        // up; whoever is lost meanwhile is in it.
-        let is_first_master = self.books.tally.masters_crashed == 0;
+        let next = self.oracle.generation.next();
+        let gone = |m: &Membership| m.members.iter().any(|(id, _)| self.oracle.gone.contains(id));
+        // A membership that a master has persisted but not published is published by the next one,
+        // or its generation is skipped; a worker that is lost meanwhile is in it.
+        let is_first_master = self.oracle.coverage.masters_crashed == 0;
         let is_next =
             membership.generation == next || (membership.generation > next && !is_first_master);
         let wrong = if !is_next {
@@ -353,52 +356,55 @@ impl World {
             None
         };
         let aborts_for_nothing = membership.abort && self.is_unharmed(last);
-        self.books.generation = membership.generation;
-        self.books.newest = Some(membership.clone());
-        self.books.published.push(membership.clone());
-        self.books.tally.generations += 1;
+        self.oracle.generation = membership.generation;
+        self.oracle.newest = Some(membership.clone());
+        self.oracle.published.push(membership.clone());
+        self.oracle.coverage.generations += 1;
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
         if aborts_for_nothing {
             self.violate(format!(
-                "generation {next} aborts a group whose members and links are well"
+                "generation {next} aborts a group whose members and links are intact"
             ));
         }
     }
 
-    /// Whether a group has formed, all its members live, no fault has touched them or what is
-    /// between them, and no link of theirs has broken. What happens to the master, or between it
-    /// and them, is no such fault.
+    /// Whether a group has formed, all its members are alive, no fault has hit them or the network
+    /// between them, and none of their links has broken. Faults of the master, or between it and
+    /// the members, do not count.
     fn is_unharmed(&self, group: Option<&Membership>) -> bool {
         let is_well = |id: &WorkerId| {
-            let process = self.books.processes.get(id).map(|&p| &self.processes[p]);
+            let process = self.oracle.processes.get(id).map(|&p| &self.processes[p]);
             process.is_some_and(|process| {
                 let is_intact = group.is_some_and(|m| process.broke_in < m.generation);
-                process.is_alive() && !process.is_doomed && !process.is_blemished && is_intact
+                process.is_alive()
+                    && !process.is_kill_requested
+                    && !process.is_degraded
+                    && is_intact
             })
         };
-        // What the master knows of who waits is older than a heartbeat.
+        // What the master knows of waiting ranks is at least one heartbeat old.
         let grace = self.setting.spec.worker_timeout.unwrap_or_default().as_micros() as Micros / 4;
         let has_formed = group.is_some_and(|m| {
-            let line = self.books.lines.get(&m.generation.0);
-            line.is_some_and(|line| line.formed_at + grace <= self.clock.now())
+            let history = self.oracle.histories.get(&m.generation.0);
+            history.is_some_and(|history| history.formed_at + grace <= self.clock.now())
         });
         has_formed && group.is_some_and(|m| m.members.iter().all(|(id, _)| is_well(id)))
     }
 
-    /// A master whose record is old goes on with an older group, if nobody who comes back has heard
-    /// of a newer one.
-    fn note_what_master_goes_on_with(&mut self) {
+    /// A master with a stale snapshot resumes with an older group, if no worker that reconnects
+    /// knows a newer one.
+    fn note_restored_generation(&mut self) {
         let generation = self.master.job.status(self.time()).generation;
         let is_older = |m: &Membership| m.generation > generation;
-        if self.setting.keeps_late && self.books.newest.as_ref().is_some_and(is_older) {
-            let older = self.books.published.iter().find(|m| m.generation == generation);
-            self.books.newest = older.cloned();
+        if self.setting.may_restore_stale && self.oracle.newest.as_ref().is_some_and(is_older) {
+            let older = self.oracle.published.iter().find(|m| m.generation == generation);
+            self.oracle.newest = older.cloned();
         }
     }
 
     fn check_lease(&mut self, worker: WorkerId, ranges: &[RecordRange]) {
-        self.note_what_master_goes_on_with();
-        let members = match self.books.newest.as_ref() {
+        self.note_restored_generation();
+        let members = match self.oracle.newest.as_ref() {
             Some(newest) => newest.members.iter().map(|(id, _)| *id).collect(),
             None => Vec::new(),
         };
@@ -409,7 +415,7 @@ impl World {
         for &range in ranges {
             for member in &members {
                 let state = self
-                    .books
+                    .oracle
                     .processes
                     .get(member)
                     .and_then(|&p| self.processes[p].trainer.state());
@@ -421,7 +427,7 @@ impl World {
                     );
                     return self.violate(what);
                 }
-                let leased = self.books.leased.get(member).map_or(&[][..], Vec::as_slice);
+                let leased = self.oracle.leased.get(member).map_or(&[][..], Vec::as_slice);
                 let overlaps = |other: &&RecordRange| {
                     other.epoch == range.epoch && other.start < range.end && range.start < other.end
                 };
@@ -433,38 +439,40 @@ impl World {
                 }
             }
         }
-        self.books.leased.entry(worker).or_default().extend(ranges);
+        self.oracle.leased.entry(worker).or_default().extend(ranges);
     }
 
-    /// The master ends a worker's stream.
+    /// The master closes the stream of a worker that it evicts.
     pub(super) fn check_eviction(&mut self, worker: WorkerId) {
-        self.books.tally.evicted += 1;
-        self.storm.has_harmed = true;
-        if let Some((other, reason)) = self.books.told_off.take()
+        self.oracle.coverage.evicted += 1;
+        self.fault_plan.has_harmed = true;
+        if let Some((other, reason)) = self.oracle.shutdown_sent.take()
             && other == worker
         {
-            return self.violate(format!("the master does not believe worker {worker}: {reason}"));
+            return self.violate(format!(
+                "the master evicts worker {worker} right after its shutdown: {reason}"
+            ));
         }
-        let Some(&p) = self.books.processes.get(&worker) else { return };
-        let Process { is_blemished, lost_contact, .. } = self.processes[p];
-        // A member that can't be heard goes where its group has come to a standstill.
-        let goes = lost_contact && !self.is_unharmed(self.books.newest.as_ref());
-        if !is_blemished && !goes {
-            self.violate(format!("worker {worker} is taken out, and nothing is wrong with it"));
+        let Some(&p) = self.oracle.processes.get(&worker) else { return };
+        let Process { is_degraded, lost_contact, .. } = self.processes[p];
+        // An unreachable member may be evicted if its group has stalled.
+        let goes = lost_contact && !self.is_unharmed(self.oracle.newest.as_ref());
+        if !is_degraded && !goes {
+            self.violate(format!("worker {worker} is evicted without a reason"));
         }
     }
 
-    /// Says something to the master again that it must not listen to.
-    pub(super) fn try_the_fence(&mut self) {
-        let Some(generation) = self.books.newest.as_ref().map(|m| m.generation) else { return };
-        let is_deaf =
-            self.master.outcome.is_some() || !self.master.is_alive || !self.master.keeps_records;
-        if is_deaf || !self.dice.chance(1, 24) || self.books.heard.is_empty() {
+    /// Replays a message to the master that fencing must reject.
+    pub(super) fn check_fencing(&mut self) {
+        let Some(generation) = self.oracle.newest.as_ref().map(|m| m.generation) else { return };
+        let is_unavailable =
+            self.master.outcome.is_some() || !self.master.is_alive || !self.master.persists;
+        if is_unavailable || !self.rng.chance(1, 24) || self.oracle.recent_messages.is_empty() {
             return;
         }
-        let index = self.dice.below(self.books.heard.len() as u64) as usize;
-        let (mut worker, message) = self.books.heard[index].clone();
-        let said_of = match &message {
+        let index = self.rng.below(self.oracle.recent_messages.len() as u64) as usize;
+        let (mut worker, message) = self.oracle.recent_messages[index].clone();
+        let about = match &message {
             FromWorker::Broken { generation, .. } | FromWorker::Formed { generation, .. } => {
                 Some(*generation)
             }
@@ -472,47 +480,41 @@ impl World {
             FromWorker::Finished(report) => Some(report.generation),
             _ => None,
         };
-        let speaks = matches!(message, FromWorker::Committed(_) | FromWorker::Formed { .. });
-        if !self.books.gone.contains(&worker) && said_of.is_none_or(|g| g >= generation) {
-            // Said for the group, by another than its lowest rank.
-            let others = self.books.newest.as_ref().map(|m| m.members.iter().skip(1));
+        let is_for_group = matches!(message, FromWorker::Committed(_) | FromWorker::Formed { .. });
+        if !self.oracle.gone.contains(&worker) && about.is_none_or(|g| g >= generation) {
+            // A message on behalf of the group, from another rank than the lowest.
+            let others = self.oracle.newest.as_ref().map(|m| m.members.iter().skip(1));
             let others: Vec<WorkerId> = others.into_iter().flatten().map(|(id, _)| *id).collect();
-            match self.dice.pick(&others) {
-                Some(other) if speaks => worker = other,
+            match self.rng.pick(&others) {
+                Some(other) if is_for_group => worker = other,
                 _ => return,
             }
         }
-        let p = self.books.processes.get(&worker).copied();
-        // It would be heard, though not listened to.
-        let is_touched =
-            |p: usize| self.processes[p].is_blemished || self.processes[p].lost_contact;
-        if !self.books.gone.contains(&worker) && p.is_none_or(is_touched) {
+        let p = self.oracle.processes.get(&worker).copied();
+        // The master would take the worker's message as a sign of life.
+        let is_touched = |p: usize| self.processes[p].is_degraded || self.processes[p].lost_contact;
+        if !self.oracle.gone.contains(&worker) && p.is_none_or(is_touched) {
             return;
         }
-        self.books.tally.fenced += 1;
+        self.oracle.coverage.fenced += 1;
         let now = self.time();
         let before = (self.master.job.status(now), self.master.job.poll_timeout());
         self.master.job.handle(now, JobEvent::Message { worker, message: message.clone() });
         let after = (self.master.job.status(now), self.master.job.poll_timeout());
         let action = self.master.job.poll_action();
         if before != after || action.is_some() {
-            self.violate(format!(
-                "the fence lets through {message:?} of worker {worker}: {action:?}"
-            ));
+            self.violate(format!("{message:?} of worker {worker} is not fenced: {action:?}"));
         }
     }
 
-    // ---- what workers do ----
+    // ---- actions of workers ----
 
-    /// Who comes and goes in order breaks nobody's links.
+    /// Checks that links break only after a fault: joins and orderly leaves break none.
     pub(super) fn check_break(&mut self, p: usize, why: &str) {
-        self.processes[p].broke_in = self.books.newest_generation();
-        let is_over = self.books.told_to_end.contains(&p);
-        if !self.storm.has_harmed && !is_over {
-            self.violate(format!(
-                "the links of {} broke, {why}, and nothing has happened",
-                self.name(p)
-            ));
+        self.processes[p].broke_in = self.oracle.newest_generation();
+        let is_over = self.oracle.shut_down.contains(&p);
+        if !self.fault_plan.has_harmed && !is_over {
+            self.violate(format!("the links of {} broke without a fault: {why}", self.name(p)));
         }
     }
 
@@ -523,30 +525,30 @@ impl World {
     }
 
     /// `p` holds the final state.
-    pub(super) fn books_finish(&mut self, p: usize, generation: Generation) {
+    pub(super) fn record_final_state(&mut self, p: usize, generation: Generation) {
         let trainer = &self.processes[p].trainer;
         let Some(state) = trainer.state() else { return };
         let parameters = trainer.model.parameters.clone();
         let (counted, repeated) = (state.ledger.counted(), state.ledger.repeated());
-        self.books
+        self.oracle
             .finals
             .insert((p, generation), Final { parameters, step: state.step, counted, repeated });
     }
 
-    // ---- the end ----
+    // ---- the end of the job ----
 
-    /// The job has ended: was it right to, and who is left?
+    /// Checks the outcome of the job, and that no process is left.
     pub(super) fn check_end(&mut self) -> Result<(), String> {
-        self.books.tally.events = self.events;
+        self.oracle.coverage.events = self.events;
         let orphans = (0..self.processes.len())
-            .find(|&p| self.processes[p].is_alive() && !self.processes[p].is_doomed);
+            .find(|&p| self.processes[p].is_alive() && !self.processes[p].is_kill_requested);
         if let Some(p) = orphans {
             return Err(format!("the job has ended, and {} lives", self.name(p)));
         }
         match self.master.outcome {
             Some(Outcome::Completed) => self.check_final(),
-            Some(Outcome::Stopped) if self.storm.stopped => {
-                self.books.tally.stopped += 1;
+            Some(Outcome::Stopped) if self.fault_plan.stopped => {
+                self.oracle.coverage.stopped += 1;
                 Ok(())
             }
             other => Err(format!(
@@ -554,25 +556,25 @@ impl World {
                 self.master.job.summary(self.time()).error
             )),
         }?;
-        if self.books.seed.is_multiple_of(32) {
+        if self.oracle.seed.is_multiple_of(32) {
             let bytes = format!("{:?}", self.master.job).len();
             if bytes > JOB_BYTES_MAX {
                 return Err(format!("the job has grown to {bytes} bytes of text"));
             }
         }
         match self.master.job.poll_timeout() {
-            Some(_) => Err("the job has ended, and wants to be called again".into()),
+            Some(_) => Err("the job has ended, and has a timeout".into()),
             None => Ok(()),
         }
     }
 
     fn check_final(&self) -> Result<(), String> {
-        let newest = self.books.newest.as_ref().ok_or("the job has ended without a group")?;
+        let newest = self.oracle.newest.as_ref().ok_or("the job has ended without a group")?;
         let mut first: Option<&Final> = None;
         for (worker, _) in &newest.members {
-            let key = (self.books.processes[worker], newest.generation);
+            let key = (self.oracle.processes[worker], newest.generation);
             let last = self
-                .books
+                .oracle
                 .finals
                 .get(&key)
                 .ok_or_else(|| format!("worker {worker} has not finished"))?;
@@ -589,17 +591,17 @@ impl World {
         let is_full = counted == all || self.setting.spec.max_steps == Some(last.step);
         let is_once = last.parameters.iter().all(|&n| n <= 1);
         if !is_once || !is_full || last.counted != counted || last.repeated != 0 {
-            return Err(format!("not each record was absorbed once: {last:?}"));
+            return Err(format!("some record was not absorbed exactly once: {last:?}"));
         }
         let summary = self.master.job.summary(self.time()).records;
         match (summary.counted, summary.missing, summary.repeated) == (counted, 0, 0) {
             true => Ok(()),
-            false => Err(format!("the summary tells {summary:?}, and {counted} were counted")),
+            false => Err(format!("the summary reports {summary:?}, and {counted} were counted")),
         }
     }
 }
 
-const HEARD_MAX: usize = 48;
+const RECENT_MESSAGES_MAX: usize = 48;
 const JOB_BYTES_MAX: usize = 64 << 10;
 
 mod steps;

@@ -1,34 +1,34 @@
-//! Pods of several workers: their supervisor, after `elasticdl_worker`'s, and what the system does
-//! with a pod as a whole.
+//! Pods of several workers: the supervisor, modelled after `elasticdl_worker`'s, and what happens
+//! to a pod as a whole.
 
 use std::ops::Range;
 
 use elasticdl_master::job::Exit;
 
-use super::clock::{Dice, Micros};
-use super::story::tell;
+use super::clock::{Micros, SimRng};
+use super::trace::trace;
 use super::world::{Event, World};
 
-/// How many workers each pod of a run has.
-pub(super) fn draw(dice: &mut Dice) -> u64 {
-    if dice.chance(1, 5) { dice.between(2, 3) } else { 1 }
+/// Draws the number of workers per pod.
+pub(super) fn draw(rng: &mut SimRng) -> u64 {
+    if rng.chance(1, 5) { rng.between(2, 3) } else { 1 }
 }
 
 impl World {
     /// The processes of the pod that `p` is in.
     pub(super) fn pod(&self, p: usize) -> Range<usize> {
         let per_pod = self.setting.spec.workers_per_pod as usize;
-        // They are started in whole pods, and all are kept.
+        // Pods are started whole, and ended processes stay in the list.
         let first = p / per_pod * per_pod;
         first..first + per_pod
     }
 
-    /// Whether one of its pod lives.
+    /// Whether a process of `p`'s pod is alive.
     pub(super) fn pod_lives(&self, p: usize) -> bool {
         self.pod(p).any(|q| self.processes[q].is_alive())
     }
 
-    /// `p` has ended. If it failed, the others of its pod are told to leave, and killed if they
+    /// `p` has ended. If it failed, the other processes of its pod get SIGTERM, and SIGKILL if they
     /// take too long.
     pub(super) fn supervise(&mut self, p: usize) {
         let pod = self.pod(p);
@@ -39,8 +39,8 @@ impl World {
         self.processes[pod.start].pod_failure = Some(exit);
         let others: Vec<usize> = pod.filter(|&q| self.processes[q].is_alive()).collect();
         if !others.is_empty() {
-            tell!(self, "{}: the others of its pod are to leave", self.name(p));
-            self.books.tally.pods_failed += 1;
+            trace!(self, "{}: the others of its pod are to leave", self.name(p));
+            self.oracle.coverage.pods_failed += 1;
         }
         for q in others {
             let delay = self.thread_delay();
@@ -49,16 +49,16 @@ impl World {
         }
     }
 
-    /// How the pod that `p` is in has ended; `None` while one of it lives.
+    /// Exit of the pod that `p` is in; `None` while one of its processes is alive.
     pub(super) fn end_of_pod(&self, p: usize) -> Option<Exit> {
         let failure = &self.processes[self.pod(p).start].pod_failure;
         (!self.pod_lives(p)).then(|| failure.clone().unwrap_or(Exit::Code(0)))
     }
 
-    /// Whom a fault hits that hits `p`: a pod can go as a whole, or one of it.
-    pub(super) fn hit_with(&mut self, p: usize) -> Range<usize> {
+    /// The processes that a fault at `p` hits: the whole pod, or `p` alone.
+    pub(super) fn processes_hit_with(&mut self, p: usize) -> Range<usize> {
         let pod = self.pod(p);
-        if pod.len() > 1 && self.dice.chance(1, 2) { pod } else { p..p + 1 }
+        if pod.len() > 1 && self.rng.chance(1, 2) { pod } else { p..p + 1 }
     }
 }
 

@@ -1,5 +1,5 @@
-//! A worker's process: its life, and its control thread, after `elasticdl_worker`'s `run` and
-//! `control`.
+//! A worker's process: its lifetime and its control thread, modelled after `elasticdl_worker`'s
+//! `run` and `control`.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -10,75 +10,76 @@ use elasticdl_proto::{Generation, WorkerId};
 use super::clock::Micros;
 use super::network::{LinkId, MASTER, Packet};
 use super::ring::Endpoint;
-use super::story::tell;
+use super::trace::trace;
 use super::trainer::Trainer;
 use super::world::{Event, Setting, World};
 
-/// One process, from its launch to its end and beyond.
+/// One process. It stays in the list after its end.
 #[derive(Debug)]
 pub(super) struct Process {
     pub(super) launch: LaunchId,
-    /// The place that it was started at.
+    /// The slot that it was started for.
     pub(super) index: u32,
     pub(super) worker: Option<WorkerId>,
-    /// How it ended.
+    /// Exit status, once it has ended.
     pub(super) exit: Option<Exit>,
-    /// Of a pod's first process: how the first of the pod that failed has ended.
+    /// On a pod's first process: the exit of the first process of the pod that failed.
     pub(super) pod_failure: Option<Exit>,
     pub(super) paused: bool,
-    /// What its threads are to do when it goes on.
+    /// Events that are handled when the process is resumed.
     pub(super) deferred: Vec<Event>,
-    /// A fault has touched it, so the master may think ill of it.
-    pub(super) is_blemished: bool,
-    /// A fault has touched what is between it and the master, or the master.
+    /// Whether a fault has hit it, so that the master may evict it.
+    pub(super) is_degraded: bool,
+    /// Whether a fault has hit the master or the connection to it.
     pub(super) lost_contact: bool,
-    /// The newest generation when its links broke last.
+    /// The newest generation at the time when its links last broke.
     pub(super) broke_in: Generation,
-    /// Another master than the one of now has started it.
+    /// Whether an earlier master than the current one has started it.
     pub(super) is_adopted: bool,
-    /// The master has told the system to kill it.
-    pub(super) is_doomed: bool,
+    /// Whether the master has ordered its kill.
+    pub(super) is_kill_requested: bool,
     control: Control,
     woken: bool,
     pub(super) stream: Option<LinkId>,
-    /// What the master said and the trainer has not looked at.
-    pub(super) inbox: VecDeque<Word>,
-    /// Who it is, for a master that comes after this one.
-    me: Option<Resume>,
-    /// What the trainer says is meant for this master, and not for the one before.
+    /// Messages of the master that the trainer has not handled yet.
+    pub(super) inbox: VecDeque<TrainerInput>,
+    /// Identity of the worker, which it presents to the next master.
+    identity: Option<Resume>,
+    /// Whether messages of the trainer are meant for the current master, not for the one before.
     is_current: bool,
-    /// It was told to end, and every master is to know.
+    /// Whether it got SIGTERM; every master is notified.
     leaves: bool,
-    /// It was shut down: no other master is of interest.
+    /// Whether it was shut down: it looks for no other master.
     is_over: bool,
-    /// What the trainer wants said.
+    /// Messages that the trainer has queued for the master.
     pub(super) outbox: VecDeque<FromWorker>,
     pub(super) endpoint: Endpoint,
     pub(super) trainer: Trainer,
 }
 
-/// What the control thread passes on to the trainer.
+/// An input that the control thread forwards to the trainer.
 #[derive(Debug)]
-pub(super) enum Word {
-    /// Another master is there; it knows nothing of what was said to the one before.
+pub(super) enum TrainerInput {
+    /// Another master has answered; it knows none of the messages to the one before.
     Reconnected,
-    Said(ToWorker),
+    Message(ToWorker),
 }
 
-/// Where the control thread is.
+/// State of the control thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Control {
-    /// The trainer is done; the process ends with this code when the master has heard everything.
+    /// The trainer is done; the process ends with this code when the master has received
+    /// everything.
     Closing(i32),
-    /// It has said hello.
-    Greeting,
+    /// The handshake with the first master is in progress.
+    Handshaking,
     /// The stream is open.
     Open,
-    /// It has said hello to another master.
-    Returning { since: Micros, pause: Micros },
-    /// The stream is gone, since then; it looks for another master after the pause.
+    /// The handshake with another master is in progress.
+    Reconnecting { since: Micros, pause: Micros },
+    /// The stream ended at `since`; the thread probes for another master after `pause`.
     Searching { since: Micros, pause: Micros },
-    /// It has not said hello.
+    /// The handshake has not begun.
     Starting,
 }
 
@@ -92,16 +93,16 @@ impl Process {
             pod_failure: None,
             paused: false,
             deferred: Vec::new(),
-            is_blemished: false,
+            is_degraded: false,
             lost_contact: false,
             broke_in: Generation::default(),
             is_adopted: false,
-            is_doomed: false,
+            is_kill_requested: false,
             control: Control::Starting,
             woken: false,
             stream: None,
             inbox: VecDeque::new(),
-            me: None,
+            identity: None,
             is_current: true,
             leaves: false,
             is_over: false,
@@ -116,42 +117,42 @@ impl Process {
     }
 }
 
-/// Where peers reach process `p`.
+/// The address at which peers reach process `p`.
 pub(super) fn address_of(p: usize) -> SocketAddr {
     SocketAddr::from(([10, 0, 0, 1], 1000 + p as u16))
 }
 
-/// The process that peers reach there.
+/// The process that peers reach at `address`.
 pub(super) fn process_at(address: SocketAddr) -> usize {
     usize::from(address.port()) - 1000
 }
 
 impl World {
-    // ---- life ----
+    // ---- lifetime ----
 
     pub(super) fn on_start(&mut self, p: usize) {
         let launch = self.processes[p].launch;
         let link = self.net.open(p + 1, MASTER, true);
         let process = &mut self.processes[p];
         process.stream = Some(link);
-        process.control = Control::Greeting;
+        process.control = Control::Handshaking;
         process.endpoint.open = true;
         self.send(link, p + 1, Packet::Hello(launch, None));
     }
 
-    /// The process ends. Its kernel ends its links behind what was sent; `lossy`: and what was on
-    /// its way is gone.
+    /// Ends the process. Its kernel ends its links after what was sent; `lossy`: and drops what is
+    /// in flight.
     pub(super) fn die(&mut self, p: usize, exit: Exit, lossy: bool) {
         if !self.processes[p].is_alive() {
             return;
         }
-        tell!(
+        trace!(
             self,
             "{}: ends, {exit:?}{}",
             self.name(p),
             if lossy { ", and what it sent is lost" } else { "" }
         );
-        self.storm.has_harmed |= exit != Exit::Code(0);
+        self.fault_plan.has_harmed |= exit != Exit::Code(0);
         let process = &mut self.processes[p];
         process.exit = Some(exit);
         process.paused = false;
@@ -164,7 +165,7 @@ impl World {
             self.shut(link, p + 1);
         }
         self.supervise(p);
-        let delay = self.dice.between(50, 4000);
+        let delay = self.rng.between(50, 4000);
         self.clock.after(delay, Event::Reap { p });
     }
 
@@ -177,20 +178,20 @@ impl World {
     }
 
     pub(super) fn on_terminate(&mut self, p: usize) {
-        tell!(self, "{}: gets SIGTERM", self.name(p));
+        trace!(self, "{}: gets SIGTERM", self.name(p));
         match self.processes[p].control {
-            // The signal has its default effect until the stream is asked for.
+            // The signal has its default disposition until the stream is requested.
             Control::Starting => return self.die(p, Exit::Signal(15), false),
-            Control::Greeting => return self.processes[p].deferred.push(Event::Terminate { p }),
+            Control::Handshaking => return self.processes[p].deferred.push(Event::Terminate { p }),
             Control::Closing(_) => return,
-            Control::Open | Control::Returning { .. } | Control::Searching { .. } => {}
+            Control::Open | Control::Reconnecting { .. } | Control::Searching { .. } => {}
         }
         if !std::mem::replace(&mut self.processes[p].leaves, true) {
             let timeout = self.setting.spec.leave_timeout().as_micros() as Micros;
             self.clock.after(timeout, Event::LeaveDue { p });
         }
         if self.processes[p].control == Control::Open && self.processes[p].is_current {
-            self.say(p, FromWorker::Leaving);
+            self.send_to_master(p, FromWorker::Leaving);
         }
     }
 
@@ -217,16 +218,16 @@ impl World {
         {
             match packet {
                 Packet::Welcome(worker) => self.on_welcome(p, worker),
-                Packet::Down(message) => self.on_word(p, message),
+                Packet::Down(message) => self.on_message(p, message),
                 Packet::End => self.on_stream_end(p, false),
                 Packet::Refused => self.on_stream_end(p, true),
                 other => self.violate(format!("{} got {other:?} on its stream", self.name(p))),
             }
         }
-        while !matches!(self.processes[p].control, Control::Starting | Control::Greeting)
+        while !matches!(self.processes[p].control, Control::Starting | Control::Handshaking)
             && let Some(message) = self.processes[p].outbox.pop_front()
         {
-            self.pass_on(p, message);
+            self.forward(p, message);
         }
         let process = &mut self.processes[p];
         let Some(code) = process.trainer.ended else { return };
@@ -236,19 +237,22 @@ impl World {
                 self.shut(stream, p + 1);
                 self.clock.after(CLOSE_TIMEOUT_US, Event::CloseDue { p });
             }
-            Control::Returning { .. } | Control::Searching { .. } => {
+            Control::Reconnecting { .. } | Control::Searching { .. } => {
                 self.die(p, Exit::Code(code), false)
             }
-            Control::Closing(_) | Control::Greeting | Control::Starting => {}
+            Control::Closing(_) | Control::Handshaking | Control::Starting => {}
         }
     }
 
-    /// Tells the master what the trainer says. What the trainer said before it knew of this master
-    /// is dropped: it says again what still matters, and first what it holds.
-    fn pass_on(&mut self, p: usize, message: FromWorker) {
+    /// Sends a message of the trainer to the master. Messages that the trainer queued before it
+    /// knew of this master are dropped: it repeats the ones that still matter, and the first of
+    /// them lists what it holds.
+    fn forward(&mut self, p: usize, message: FromWorker) {
         let process = &mut self.processes[p];
-        if let (FromWorker::Ready { parameters }, Some(me)) = (&message, &mut process.me) {
-            me.parameters = Some(*parameters);
+        if let (FromWorker::Ready { parameters }, Some(identity)) =
+            (&message, &mut process.identity)
+        {
+            identity.parameters = Some(*parameters);
         }
         if process.control != Control::Open {
             return;
@@ -257,14 +261,14 @@ impl World {
         process.is_current |= is_first;
         let (is_current, leaves) = (process.is_current, process.leaves);
         if is_current {
-            self.say(p, message);
+            self.send_to_master(p, message);
         }
         if is_first && leaves {
-            self.say(p, FromWorker::Leaving);
+            self.send_to_master(p, FromWorker::Leaving);
         }
     }
 
-    fn say(&mut self, p: usize, message: FromWorker) {
+    fn send_to_master(&mut self, p: usize, message: FromWorker) {
         if let Some(stream) = self.processes[p].stream {
             self.send(stream, p + 1, Packet::Up(message));
         }
@@ -272,62 +276,62 @@ impl World {
 
     fn on_welcome(&mut self, p: usize, worker: WorkerId) {
         let process = &mut self.processes[p];
-        if let Control::Returning { .. } = process.control {
+        if let Control::Reconnecting { .. } = process.control {
             process.control = Control::Open;
             process.is_current = false;
-            process.inbox.push_back(Word::Reconnected);
-            tell!(self, "{}: has found another master", self.name(p));
+            process.inbox.push_back(TrainerInput::Reconnected);
+            trace!(self, "{}: has found another master", self.name(p));
             return self.wake_trainer(p);
         }
         process.worker = Some(worker);
-        process.me = Some(Resume { worker, membership: None, parameters: None });
+        process.identity = Some(Resume { worker, membership: None, parameters: None });
         process.control = Control::Open;
         for event in std::mem::take(&mut process.deferred) {
             self.clock.after(1, event);
         }
-        self.clock.after(0, Event::Beat { p });
+        self.clock.after(0, Event::Heartbeat { p });
         self.begin_training(p);
     }
 
-    fn on_word(&mut self, p: usize, message: ToWorker) {
-        // What can't wait for the trainer's next look into its inbox: a lost member, the end.
+    fn on_message(&mut self, p: usize, message: ToWorker) {
+        // A lost member and a shutdown can't wait until the trainer handles its inbox.
         let abort_before = match &message {
             ToWorker::Membership(m) if m.abort => Some(m.generation.0),
             ToWorker::Shutdown(_) => Some(u64::MAX),
             _ => None,
         };
         let process = &mut self.processes[p];
-        match (&message, &mut process.me) {
-            (ToWorker::Membership(m), Some(me)) if m.generation > me.generation() => {
-                me.membership = Some(m.clone());
+        match (&message, &mut process.identity) {
+            (ToWorker::Membership(m), Some(identity)) if m.generation > identity.generation() => {
+                identity.membership = Some(m.clone());
             }
             (ToWorker::Shutdown(_), _) => process.is_over = true,
             _ => {}
         }
-        process.inbox.push_back(Word::Said(message));
+        process.inbox.push_back(TrainerInput::Message(message));
         let waiting = process.inbox.len();
         self.wake_trainer(p);
         if let Some(generation) = abort_before {
             self.abort_before(p, generation);
         }
         if waiting > INBOX_MAX {
-            self.violate(format!("{waiting} words wait in the inbox of {}", self.name(p)));
+            self.violate(format!("the inbox of {} holds {waiting} messages", self.name(p)));
         }
     }
 
     fn on_stream_end(&mut self, p: usize, is_refused: bool) {
         match self.processes[p].control {
-            Control::Starting | Control::Greeting => {
+            Control::Starting | Control::Handshaking => {
                 self.die(p, Exit::Code(EXIT_MASTER_LOST), false)
             }
             Control::Closing(code) => self.die(p, Exit::Code(code), false),
             Control::Searching { .. } => {}
-            Control::Returning { .. } if is_refused => {
+            Control::Reconnecting { .. } if is_refused => {
                 self.die(p, Exit::Code(EXIT_MASTER_LOST), false)
             }
-            Control::Returning { since, pause } => self.search(p, since, pause),
+            Control::Reconnecting { since, pause } => self.search(p, since, pause),
             Control::Open => {
-                tell!(self, "{}: has lost the master", self.name(p));
+                trace!(self, "{}: has lost the master", self.name(p));
                 self.search(p, self.clock.now(), RETRY_FIRST_US);
             }
         }
@@ -351,17 +355,17 @@ impl World {
         let link = self.net.open(p + 1, MASTER, true);
         let process = &mut self.processes[p];
         process.stream = Some(link);
-        process.control = Control::Returning { since, pause };
-        let (launch, me) = (process.launch, process.me.clone());
-        self.send(link, p + 1, Packet::Hello(launch, me));
+        process.control = Control::Reconnecting { since, pause };
+        let (launch, identity) = (process.launch, process.identity.clone());
+        self.send(link, p + 1, Packet::Hello(launch, identity));
     }
 
-    /// A ping on the stream has not been answered for as long as one may take.
+    /// A ping on the stream has not been answered within the keep-alive timeout.
     pub(super) fn on_keep_alive(&mut self, p: usize, link: LinkId) {
         let process = &self.processes[p];
-        let is_open = matches!(process.control, Control::Open | Control::Returning { .. });
-        let is_mute = self.master.paused || self.net.is_cut(MASTER, p + 1);
-        if process.stream == Some(link) && is_open && is_mute {
+        let is_open = matches!(process.control, Control::Open | Control::Reconnecting { .. });
+        let is_unreachable = self.master.paused || self.net.is_cut(MASTER, p + 1);
+        if process.stream == Some(link) && is_open && is_unreachable {
             self.shut(link, p + 1);
             self.on_stream_end(p, false);
         }
@@ -373,15 +377,15 @@ impl World {
         }
     }
 
-    pub(super) fn on_beat(&mut self, p: usize) {
-        let Some(beat) = self.setting.spec.heartbeat() else { return };
+    pub(super) fn on_heartbeat(&mut self, p: usize) {
+        let Some(heartbeat) = self.setting.spec.heartbeat() else { return };
         let is_gone = matches!(self.processes[p].control, Control::Closing(_));
         if self.processes[p].control == Control::Open {
-            let stall = self.stall(p, beat);
-            self.say(p, FromWorker::Alive(stall));
+            let stall = self.stall(p, heartbeat);
+            self.send_to_master(p, FromWorker::Alive(stall));
         }
         if !is_gone {
-            self.clock.after(beat.as_micros() as Micros, Event::Beat { p });
+            self.clock.after(heartbeat.as_micros() as Micros, Event::Heartbeat { p });
         }
     }
 }

@@ -1,16 +1,17 @@
-//! How the ranks of a new group come to one state, after `elasticdl_worker`'s `trainer`: broadcasts
-//! of a step's result and of a state, as the session plans them.
+//! How the ranks of a new group reach one state, modelled after `elasticdl_worker`'s `trainer`:
+//! broadcasts of a step's result and of a state, as the session plans them.
 
 use elasticdl_worker::core::repair::Repair;
 use elasticdl_worker::core::session::Session;
 
-use super::operation::{Note, What};
-use super::story::tell;
+use super::operation::{Collective, Note};
+use super::trace::trace;
 use super::trainer::Trainer;
 use super::world::World;
 
 impl World {
-    /// Brings this rank to its new group's state, as all ranks have planned it.
+    /// Brings this rank to the state of its new group, by the plan that all ranks have computed
+    /// alike.
     pub(super) fn repair(&mut self, p: usize, plan: &Repair) {
         let rank = self.processes[p]
             .trainer
@@ -19,42 +20,42 @@ impl World {
             .and_then(Session::place)
             .map_or(0, |(_, r)| r);
         if plan.step.is_none() && rank == 0 {
-            self.begin_from_nothing(p);
+            self.begin_initial(p);
         }
         let repair = &mut self.processes[p].trainer.repair;
         repair.clear();
         if let Some((donor, behind)) = &plan.result {
             let apply = behind.contains(&rank);
-            repair.push_back(What::ResultHeaders { donor: *donor });
-            repair.push_back(What::Result { donor: *donor, apply });
+            repair.push_back(Collective::ResultHeaders { donor: *donor });
+            repair.push_back(Collective::Result { donor: *donor, apply });
         }
         if let Some((donor, takers)) = &plan.state {
             let take = takers.contains(&rank);
-            repair.push_back(What::StateRecord { donor: *donor });
-            repair.push_back(What::State { donor: *donor, take });
+            repair.push_back(Collective::StateRecord { donor: *donor });
+            repair.push_back(Collective::State { donor: *donor, take });
         }
         if self.is_to_build_nccl(p) {
-            self.processes[p].trainer.repair.push_back(What::NcclId);
+            self.processes[p].trainer.repair.push_back(Collective::NcclId);
         }
         self.processes[p].trainer.passed = None;
-        self.go_on_repairing(p);
+        self.continue_repair(p);
     }
 
-    fn begin_from_nothing(&mut self, p: usize) {
-        let era = self.books.begin_era();
+    fn begin_initial(&mut self, p: usize) {
+        let lineage = self.oracle.begin_lineage();
         let trainer = &mut self.processes[p].trainer;
-        trainer.model.era = era;
+        trainer.model.lineage = lineage;
         if !self.restore(p) {
             let trainer = &mut self.processes[p].trainer;
             trainer.model.parameters.fill(0);
             trainer.session.iter_mut().for_each(Session::begin);
-            tell!(self, "{}: makes the initial state", self.name(p));
+            trace!(self, "{}: creates the initial state", self.name(p));
         }
-        self.check_beginning(p);
+        self.check_initial(p);
     }
 
-    /// The next part of the repair, or its end.
-    pub(super) fn go_on_repairing(&mut self, p: usize) {
+    /// Starts the next part of the repair, or ends it.
+    pub(super) fn continue_repair(&mut self, p: usize) {
         let trainer = &mut self.processes[p].trainer;
         if let Some(what) = trainer.repair.pop_front() {
             return self.operate(p, what);
@@ -70,39 +71,43 @@ impl World {
         self.turn_later(p);
     }
 
-    /// What the donor says in a repair.
-    pub(super) fn donated(&self, p: usize, what: &What) -> (Option<Note>, Vec<u8>) {
+    /// What the donor broadcasts in a part of the repair.
+    pub(super) fn donor_part(&self, p: usize, what: &Collective) -> (Option<Note>, Vec<u8>) {
         let Trainer { session: Some(session), model, .. } = &self.processes[p].trainer else {
             return (None, Vec::new());
         };
         match what {
-            What::ResultHeaders { .. } => {
+            Collective::ResultHeaders { .. } => {
                 (session.kept().map(|h| Note::Headers(h.to_vec())), Vec::new())
             }
-            What::Result { .. } => (None, model.kept.clone()),
-            What::StateRecord { .. } => {
-                (session.state().map(|s| Note::Record(s.record(), model.era)), Vec::new())
+            Collective::Result { .. } => (None, model.last_sum.clone()),
+            Collective::StateRecord { .. } => {
+                (session.state().map(|s| Note::Record(s.record(), model.lineage)), Vec::new())
             }
-            What::State { .. } => (None, model.parameters.clone()),
-            What::NcclId | What::Step | What::Synchronize | What::Talk => (None, Vec::new()),
+            Collective::State { .. } => (None, model.parameters.clone()),
+            Collective::NcclId
+            | Collective::Step
+            | Collective::Synchronize
+            | Collective::IdleRound => (None, Vec::new()),
         }
     }
 
-    /// The state has come, its record before its parameters.
+    /// Installs the state: its record came first, its parameters have come now.
     pub(super) fn take_state(&mut self, p: usize, parameters: Vec<u8>) {
-        self.books.tally.repaired_by_state += 1;
+        self.oracle.coverage.repaired_by_state += 1;
         let trainer = &mut self.processes[p].trainer;
-        let Some((record, era)) = trainer.ring.as_mut().and_then(|ring| ring.record.take()) else {
+        let Some((record, lineage)) = trainer.ring.as_mut().and_then(|ring| ring.record.take())
+        else {
             return;
         };
         trainer.model.parameters = parameters;
-        trainer.model.era = era;
+        trainer.model.lineage = lineage;
         let passed = trainer.passed.take();
         if passed.is_some() {
-            std::mem::swap(&mut trainer.model.reduced, &mut trainer.model.kept);
+            std::mem::swap(&mut trainer.model.reduced, &mut trainer.model.last_sum);
         }
         if trainer.session.as_mut().is_some_and(|s| !s.install(record, passed)) {
-            self.violate(format!("{}: a state makes no sense", self.name(p)));
+            self.violate(format!("{}: a broadcast state is inconsistent", self.name(p)));
         }
     }
 }

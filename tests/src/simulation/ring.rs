@@ -1,10 +1,11 @@
-//! A worker's end of all links: dials, and the fence; what `elasticdl_collective`'s `endpoint`,
-//! `porter` and `fence` do with sockets.
+//! A worker's end of all links: dials, the acceptor and the fence, modelled after what
+//! `elasticdl_collective`'s endpoint, acceptor and fence do with sockets.
 //!
-//! * A ring is two links: one dialled to the next member, one taken from the previous member's
-//!   dial. Who dials says its name and generation; what is older than the fence is refused at the
-//!   door, what is newer waits.
-//! * The fence ends the links of older generations at once; the news runs around the ring.
+//! * A ring is two links of each rank: one dialled to the next member, one accepted from the
+//!   previous member. The dialling rank sends its id and its generation. A dial of a generation
+//!   below the fence is refused; one of a newer generation waits.
+//! * The fence closes the links of older generations at once, and their ends propagate around the
+//!   ring.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use elasticdl_worker::core::swap::Build;
 use super::clock::Micros;
 use super::network::{LinkId, Packet};
 use super::process::process_at;
-use super::story::tell;
+use super::trace::trace;
 use super::trainer::Doing;
 use super::world::{Event, World};
 
@@ -26,14 +27,14 @@ use super::world::{Event, World};
 #[derive(Debug, Default)]
 pub(super) struct Endpoint {
     pub(super) open: bool,
-    /// What is below is over.
+    /// Generations below this one are over.
     floor: u64,
     /// The newest generation that a group was begun for.
     newest: u64,
-    /// The last dial that was handed over.
+    /// The last dial that was handed to the trainer.
     taken: Option<(u64, WorkerId)>,
-    /// Dials that nobody has come for yet.
-    parked: Vec<(u64, WorkerId, LinkId)>,
+    /// Dials that the trainer has not asked for yet.
+    pending_dials: Vec<(u64, WorkerId, LinkId)>,
 }
 
 /// The ring of one generation, or the attempt to build it.
@@ -45,21 +46,21 @@ pub(super) struct Ring {
     pub(super) next: Option<LinkId>,
     pub(super) prev: Option<LinkId>,
     introduced: bool,
-    /// When the next member was dialled.
+    /// Time at which the next member was dialled.
     dialled: Micros,
-    /// Of the next operation.
+    /// Sequence number of the next operation.
     pub(super) sequence: u64,
     pub(super) failed: bool,
     pub(super) aborted: bool,
-    /// How far the group's communicator is on this rank.
+    /// State of the group's communicator on this rank.
     pub(super) nccl: Build,
-    /// A state's record that has come, while the parameters have not. Oracles' era beside it.
+    /// Record of a state whose parameters have not come yet, with the oracle's lineage.
     pub(super) record: Option<(StateRecord, u64)>,
 }
 
-/// Where a rank waits for its neighbours.
+/// The point at which a rank waits for its neighbours.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Waiting {
+pub(super) struct WaitPoint {
     generation: u64,
     operation: u64,
     received: u64,
@@ -68,7 +69,7 @@ pub(super) struct Waiting {
 }
 
 /// Why an operation stopped.
-pub(super) enum Fault {
+pub(super) enum TransferError {
     Aborted,
     Nccl,
     Next,
@@ -76,7 +77,7 @@ pub(super) enum Fault {
 }
 
 impl Endpoint {
-    fn oldest_welcome(&self) -> u64 {
+    fn oldest_accepted(&self) -> u64 {
         self.floor.max(self.newest)
     }
 }
@@ -94,40 +95,42 @@ impl Ring {
         &self.members
     }
 
-    pub(super) fn neighbour(&self, fault: &Fault) -> Option<WorkerId> {
+    pub(super) fn neighbour(&self, error: &TransferError) -> Option<WorkerId> {
         let Seat { rank, world } = self.seat;
-        match fault {
-            Fault::Aborted | Fault::Nccl => None,
-            Fault::Next => Some(self.members[(rank + 1) % world]),
-            Fault::Prev => Some(self.members[(rank + world - 1) % world]),
+        match error {
+            TransferError::Aborted | TransferError::Nccl => None,
+            TransferError::Next => Some(self.members[(rank + 1) % world]),
+            TransferError::Prev => Some(self.members[(rank + world - 1) % world]),
         }
     }
 }
 
 impl World {
-    // ---- the door ----
+    // ---- the acceptor ----
 
-    /// A dialler has said who it is.
-    pub(super) fn on_porter(&mut self, p: usize, link: LinkId) {
+    /// The acceptor reads the handshake of a dialling peer.
+    pub(super) fn on_acceptor(&mut self, p: usize, link: LinkId) {
         let Some(Packet::Introduction { generation, from }) = self.net.take(link, p + 1) else {
             return;
         };
         let Some(generation) = generation else {
             return match self.processes[p].endpoint.open {
-                true => self.on_visitor(p, from, link),
+                true => self.on_state_request(p, from, link),
                 false => self.shut(link, p + 1),
             };
         };
         let endpoint = &mut self.processes[p].endpoint;
         let is_taken = endpoint.taken == Some((generation, from));
-        if !endpoint.open || generation < endpoint.oldest_welcome() || is_taken {
+        if !endpoint.open || generation < endpoint.oldest_accepted() || is_taken {
             return self.shut(link, p + 1);
         }
-        let before =
-            endpoint.parked.iter().position(|&(g, member, _)| (g, member) == (generation, from));
-        let given_up = before.map(|at| endpoint.parked.remove(at).2);
-        endpoint.parked.push((generation, from, link));
-        self.net.settle(link);
+        let before = endpoint
+            .pending_dials
+            .iter()
+            .position(|&(g, member, _)| (g, member) == (generation, from));
+        let given_up = before.map(|at| endpoint.pending_dials.remove(at).2);
+        endpoint.pending_dials.push((generation, from, link));
+        self.net.mark_established(link);
         if let Some(link) = given_up {
             self.shut(link, p + 1);
         }
@@ -136,27 +139,28 @@ impl World {
         }
     }
 
-    fn drop_parked_before(&mut self, p: usize, generation: u64) {
-        let parked = &mut self.processes[p].endpoint.parked;
-        let old: Vec<LinkId> = parked.iter().filter(|d| d.0 < generation).map(|d| d.2).collect();
-        parked.retain(|d| d.0 >= generation);
+    fn drop_dials_before(&mut self, p: usize, generation: u64) {
+        let pending_dials = &mut self.processes[p].endpoint.pending_dials;
+        let old: Vec<LinkId> =
+            pending_dials.iter().filter(|d| d.0 < generation).map(|d| d.2).collect();
+        pending_dials.retain(|d| d.0 >= generation);
         old.into_iter().for_each(|link| self.shut(link, p + 1));
     }
 
     pub(super) fn close_endpoint(&mut self, p: usize) {
         self.processes[p].endpoint.open = false;
-        self.drop_parked_before(p, u64::MAX);
+        self.drop_dials_before(p, u64::MAX);
     }
 
-    /// Ends everything older than `generation`, whatever the trainer is doing.
+    /// Closes all links of generations older than `generation`, whatever the trainer is doing.
     pub(super) fn abort_before(&mut self, p: usize, generation: u64) {
         let endpoint = &mut self.processes[p].endpoint;
         endpoint.floor = endpoint.floor.max(generation);
         let floor = endpoint.floor;
-        self.drop_parked_before(p, floor);
-        // Everything is over.
+        self.drop_dials_before(p, floor);
+        // Shutdown: all generations are over.
         if floor == u64::MAX {
-            self.leave_source(p);
+            self.drop_source(p);
             self.wake_trainer(p);
         }
         if let Some(ring) = self.processes[p].trainer.ring.as_mut().filter(|r| r.generation < floor)
@@ -171,7 +175,7 @@ impl World {
 
     pub(super) fn connect(&mut self, p: usize, membership: &Membership) {
         self.leave_ring(p);
-        self.leave_source(p);
+        self.drop_source(p);
         let generation = membership.generation.0;
         let members: Vec<WorkerId> = membership.members.iter().map(|(id, _)| *id).collect();
         self.switch_fetchers(p, membership.generation, &members);
@@ -192,7 +196,7 @@ impl World {
             nccl: Build::Absent,
             record: None,
         };
-        if generation < process.endpoint.oldest_welcome() {
+        if generation < process.endpoint.oldest_accepted() {
             return self.broke(p, None, "the generation is over");
         }
         process.endpoint.newest = generation;
@@ -203,14 +207,14 @@ impl World {
             self.send(link, p + 1, Packet::Dial);
         }
         self.processes[p].trainer.ring = Some(ring);
-        self.drop_parked_before(p, generation);
+        self.drop_dials_before(p, generation);
         match seat.world {
             1 => self.connected(p),
             _ => self.wait_for_answer(p),
         }
     }
 
-    pub(super) fn go_on_connecting(&mut self, p: usize) {
+    pub(super) fn continue_connect(&mut self, p: usize) {
         let process = &mut self.processes[p];
         let Some(ring) = &mut process.trainer.ring else { return };
         let Some(next) = ring.next else { return };
@@ -229,7 +233,7 @@ impl World {
                     );
                 }
                 Some(_) => {
-                    let suspect = ring.neighbour(&Fault::Next);
+                    let suspect = ring.neighbour(&TransferError::Next);
                     return self.broke(p, suspect, "the next member refused the dial");
                 }
                 None => return self.wait_for_answer(p),
@@ -237,15 +241,15 @@ impl World {
         }
         let process = &mut self.processes[p];
         let Some(ring) = &mut process.trainer.ring else { return };
-        let Some(prev) = ring.neighbour(&Fault::Prev) else { return };
-        let parked = &mut process.endpoint.parked;
-        if let Some(at) = parked.iter().position(|d| (d.0, d.1) == (ring.generation, prev)) {
-            ring.prev = Some(parked.remove(at).2);
+        let Some(prev) = ring.neighbour(&TransferError::Prev) else { return };
+        let pending_dials = &mut process.endpoint.pending_dials;
+        if let Some(at) = pending_dials.iter().position(|d| (d.0, d.1) == (ring.generation, prev)) {
+            ring.prev = Some(pending_dials.remove(at).2);
             process.endpoint.taken = Some((ring.generation, prev));
             return self.connected(p);
         }
         if self.net.has_ended(next, p + 1) {
-            let suspect = ring.neighbour(&Fault::Next);
+            let suspect = ring.neighbour(&TransferError::Next);
             return self.broke(p, suspect, "the next member ended the link");
         }
         let generation = ring.generation;
@@ -253,7 +257,8 @@ impl World {
         self.wait_at(p, [generation, 0, 0, 0]);
     }
 
-    /// A kernel answers at once, whatever its process does.
+    /// Waits until the dialled host's kernel answers, which it does at once, whatever its process
+    /// does.
     fn wait_for_answer(&mut self, p: usize) {
         let trainer = &mut self.processes[p].trainer;
         let (Some(limit), Some(ring)) = (self.setting.spec.worker_timeout, &trainer.ring) else {
@@ -261,7 +266,7 @@ impl World {
             return;
         };
         let due = ring.dialled + limit.as_micros() as Micros;
-        match ring.neighbour(&Fault::Next) {
+        match ring.neighbour(&TransferError::Next) {
             Some(suspect) if self.clock.now() >= due => self.unanswered(p, suspect),
             _ => {
                 trainer.doing = Doing::Connecting;
@@ -271,25 +276,26 @@ impl World {
         }
     }
 
-    pub(super) fn wait_at(&mut self, p: usize, place: [u64; 4]) {
-        let [generation, operation, received, sent] = place;
+    pub(super) fn wait_at(&mut self, p: usize, point: [u64; 4]) {
+        let [generation, operation, received, sent] = point;
         let waiting = &mut self.processes[p].trainer.waiting;
-        let is_same = |w: &Waiting| [w.generation, w.operation, w.received, w.sent] == place;
+        let is_same = |w: &WaitPoint| [w.generation, w.operation, w.received, w.sent] == point;
         if !waiting.as_ref().is_some_and(is_same) {
             let since = self.clock.now();
-            *waiting = Some(Waiting { generation, operation, received, sent, since });
+            *waiting = Some(WaitPoint { generation, operation, received, sent, since });
         }
     }
 
-    /// How long no byte has moved for `p` in its group, if it is for longer than a beat.
-    pub(super) fn stall(&self, p: usize, beat: Duration) -> Option<Stall> {
+    /// The time for which no byte has moved for `p` in its group, if that is at least one heartbeat
+    /// interval.
+    pub(super) fn stall(&self, p: usize, heartbeat: Duration) -> Option<Stall> {
         let trainer = &self.processes[p].trainer;
         let waits = matches!(trainer.doing, Doing::Connecting | Doing::Operating(_));
         let waiting = trainer.waiting.filter(|_| waits)?;
         let since = Duration::from_micros(self.clock.now() - waiting.since);
-        let Waiting { generation, operation, received, sent, .. } = waiting;
+        let WaitPoint { generation, operation, received, sent, .. } = waiting;
         let generation = Generation(generation);
-        (since >= beat).then_some(Stall {
+        (since >= heartbeat).then_some(Stall {
             generation,
             operation,
             received,
@@ -306,11 +312,11 @@ impl World {
             session.connected();
         }
         self.note_nccl_regrouped(p);
-        tell!(self, "{}: has its links of generation {generation}", self.name(p));
+        trace!(self, "{}: has its links of generation {generation}", self.name(p));
         self.turn_later(p);
     }
 
-    /// Drops the ring: peers see its end behind all that was sent.
+    /// Closes the ring: the peers see its end after everything that was sent.
     pub(super) fn leave_ring(&mut self, p: usize) {
         self.shut_ring(p);
         self.processes[p].trainer.ring = None;

@@ -1,4 +1,5 @@
-//! A worker's training thread around the real [`Session`], after `elasticdl_worker`'s `trainer`.
+//! A worker's trainer thread around the real [`Session`], modelled after `elasticdl_worker`'s
+//! `trainer`.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -15,59 +16,59 @@ use elasticdl_worker::core::session::{Exit, JobPlan, Membership, Report, Session
 use super::clock::Micros;
 use super::fetch::{Donor, Source};
 use super::model::Model;
-use super::operation::{Done, Note, Operation, What};
-use super::process::Word;
-use super::ring::{Ring, Waiting};
-use super::story::tell;
+use super::operation::{Collective, Done, Note, Operation};
+use super::process::TrainerInput;
+use super::ring::{Ring, WaitPoint};
+use super::trace::trace;
 use super::world::{Event, Setting, World};
 
-/// The training thread of one process.
+/// The trainer thread of one process.
 #[derive(Debug)]
 pub(super) struct Trainer {
     pub(super) doing: Doing,
-    /// Of the wake-up that counts; older ones were overtaken.
+    /// Ticket of the wake-up that counts; wake-ups with older tickets are ignored.
     ticket: u32,
     woken: bool,
-    /// Once the data set is known.
+    /// `None` until the data set is known.
     pub(super) session: Option<Session>,
     pub(super) model: Model,
     pub(super) ring: Option<Ring>,
-    /// Where it waits for its neighbours, for the control thread to see.
-    pub(super) waiting: Option<Waiting>,
+    /// The point at which it waits for its neighbours; the control thread reads it.
+    pub(super) waiting: Option<WaitPoint>,
     pub(super) donor: Donor,
     pub(super) source: Option<Source>,
-    /// What is left to do of a repair.
-    pub(super) repair: VecDeque<What>,
-    /// Headers of the last step, where its reduced gradient has passed through this rank.
+    /// Operations of the repair that are left.
+    pub(super) repair: VecDeque<Collective>,
+    /// Headers of the last step, if its reduced gradient has passed through this rank.
     pub(super) passed: Option<Vec<StepHeader>>,
-    /// The checkpoint that it has written a part of, and its group.
-    pub(super) keeps: Option<(u64, StateRecord)>,
-    /// The last task was a talk.
-    talked: bool,
+    /// Generation and state record of the checkpoint that it has written a part of.
+    pub(super) part_written: Option<(u64, StateRecord)>,
+    /// Whether the last task was an idle header round.
+    last_was_idle_round: bool,
     /// The newest generation that this worker has committed a step in.
     committed_in: Option<Generation>,
-    /// It is over, and the process is to end with this code.
+    /// Exit code of the process, once the trainer is done.
     pub(super) ended: Option<i32>,
 }
 
 /// What the thread does, or waits for.
 #[derive(Debug)]
 pub(super) enum Doing {
-    /// Its own business, until the wake-up that is due.
+    /// Computing or preparing, until the wake-up that is scheduled.
     Busy(Busy),
-    /// Links, or news of their end.
+    /// Waits for links, or for their end.
     Connecting,
-    /// Parcels of a donor, or words of the master.
+    /// Waits for messages of a donor or of the master.
     Fetching,
-    /// Nothing yet, or nothing any more.
+    /// Not started, or done.
     Nothing,
-    /// The pieces of an operation.
+    /// Waits for the pieces of an operation.
     Operating(Box<Operation>),
-    /// Words of the master, for a moment, before the next talk.
+    /// Pauses before the next idle header round; messages of the master end the pause.
     Pausing,
-    /// Words of the master.
+    /// Waits for messages of the master.
     Receiving,
-    /// Words of the master, for a moment, before the next donor is asked.
+    /// Pauses before the next donor is asked; messages of the master end the pause.
     Resting,
 }
 
@@ -94,19 +95,19 @@ impl Trainer {
             source: None,
             repair: VecDeque::new(),
             passed: None,
-            keeps: None,
-            talked: false,
+            part_written: None,
+            last_was_idle_round: false,
             committed_in: None,
             ended: None,
         }
     }
 
-    /// Of the next wake-up that counts.
+    /// Ticket of the next wake-up that counts.
     pub(super) fn ticket(&self) -> u32 {
         self.ticket
     }
 
-    /// What the parameters have absorbed, by the session's word.
+    /// The state that the session has absorbed.
     pub(super) fn state(&self) -> Option<&State> {
         self.session.as_ref().and_then(Session::state)
     }
@@ -115,7 +116,7 @@ impl Trainer {
 impl World {
     // ---- wake-ups ----
 
-    /// Something has come that the trainer may wait for.
+    /// An input has arrived that the trainer may wait for.
     pub(super) fn wake_trainer(&mut self, p: usize) {
         let trainer = &self.processes[p].trainer;
         if trainer.woken || matches!(trainer.doing, Doing::Busy(_) | Doing::Nothing) {
@@ -125,7 +126,7 @@ impl World {
         self.wake_trainer_after(p, delay);
     }
 
-    /// Something has arrived on `link`.
+    /// A packet has arrived on `link`.
     pub(super) fn wake_trainer_for(&mut self, p: usize, link: usize) {
         let trainer = &self.processes[p].trainer;
         let is_source = trainer.source.as_ref().is_some_and(|source| source.link == link);
@@ -170,18 +171,18 @@ impl World {
                 let files = self.setting.files.iter().enumerate();
                 let file = |(i, &records): (usize, &u64)| (format!("file-{i}"), records);
                 let dataset = FileList::pack(files.map(file));
-                self.tell_master(p, FromWorker::Described(Ok(dataset)));
+                self.queue_for_master(p, FromWorker::Described(Ok(dataset)));
                 self.turn(p);
             }
             Doing::Busy(Busy::Turning) | Doing::Receiving => self.turn(p),
-            Doing::Connecting => self.go_on_connecting(p),
-            // The inbox is looked at whenever nothing has come.
+            Doing::Connecting => self.continue_connect(p),
+            // The inbox is checked whenever the donor has sent nothing.
             Doing::Fetching => self.turn(p),
             Doing::Nothing => {}
             Doing::Operating(operation) => self.advance(p, operation),
             Doing::Pausing => {
-                if let Some(word) = self.processes[p].inbox.pop_front() {
-                    self.hand_over(p, word);
+                if let Some(input) = self.processes[p].inbox.pop_front() {
+                    self.handle_input(p, input);
                     if self.processes[p]
                         .trainer
                         .session
@@ -191,11 +192,11 @@ impl World {
                         return self.turn_later(p);
                     }
                 }
-                self.operate(p, What::Talk);
+                self.operate(p, Collective::IdleRound);
             }
             Doing::Resting => {
-                if let Some(word) = self.processes[p].inbox.pop_front() {
-                    self.hand_over(p, word);
+                if let Some(input) = self.processes[p].inbox.pop_front() {
+                    self.handle_input(p, input);
                 }
                 self.turn_later(p);
             }
@@ -211,23 +212,23 @@ impl World {
 
     /// Answers the master until the data set is known.
     fn prepare(&mut self, p: usize) {
-        while let Some(word) = self.processes[p].inbox.pop_front() {
-            match word {
-                Word::Said(ToWorker::Describe) => {
-                    let delay = self.dice.between(100, self.setting.build_us);
+        while let Some(input) = self.processes[p].inbox.pop_front() {
+            match input {
+                TrainerInput::Message(ToWorker::Describe) => {
+                    let delay = self.rng.between(100, self.setting.build_us);
                     return self.busy(p, delay, Busy::Describing);
                 }
-                Word::Said(ToWorker::Prepare(dataset)) => {
-                    let delay = self.dice.between(100, self.setting.build_us);
+                TrainerInput::Message(ToWorker::Prepare(dataset)) => {
+                    let delay = self.rng.between(100, self.setting.build_us);
                     return self.busy(p, delay, Busy::Building(dataset));
                 }
-                Word::Said(ToWorker::Shutdown(_)) => {
+                TrainerInput::Message(ToWorker::Shutdown(_)) => {
                     return self.end_trainer(p, &Exit::Shutdown(String::new()));
                 }
-                Word::Reconnected => {
-                    self.tell_master(p, FromWorker::Holding { step: 0, ranges: Vec::new() });
+                TrainerInput::Reconnected => {
+                    self.queue_for_master(p, FromWorker::Holding { step: 0, ranges: Vec::new() });
                 }
-                Word::Said(_) => {}
+                TrainerInput::Message(_) => {}
             }
         }
         self.processes[p].trainer.doing = Doing::Receiving;
@@ -247,37 +248,40 @@ impl World {
                 job::CheckpointEvery::Steps(steps) => Every::Steps(steps.get()),
                 job::CheckpointEvery::Time(time) => Every::Time(time),
             }),
-            // What there is to say of evaluations, the session's own tests say.
+            // Evaluations are covered by the session's own tests.
             evaluation: None,
         };
         let process = &mut self.processes[p];
         let Some(worker) = process.worker else { return };
         let on_gpu = self.setting.gpus.is_some();
         process.trainer.session = Some(Session::new(worker, plan).on_gpu(on_gpu));
-        tell!(self, "worker {worker}: is ready");
+        trace!(self, "worker {worker}: is ready");
         let parameters = self.setting.parameters() as u64;
-        self.tell_master(p, FromWorker::Ready { parameters });
+        self.queue_for_master(p, FromWorker::Ready { parameters });
         self.turn(p);
     }
 
     // ---- the loop ----
 
-    /// One task, from the inbox to the reports.
+    /// Runs one task: handles the inbox, polls the session, starts the task.
     fn turn(&mut self, p: usize) {
         if self.processes[p].trainer.session.is_none() {
             return self.prepare(p);
         }
-        while let Some(word) = self.processes[p].inbox.pop_front() {
-            self.hand_over(p, word);
+        while let Some(input) = self.processes[p].inbox.pop_front() {
+            self.handle_input(p, input);
         }
-        self.receive_visitors(p);
+        self.end_service_if_over(p);
         let Some(session) = &mut self.processes[p].trainer.session else { return };
         let task = session.poll();
-        let talked = std::mem::replace(&mut self.processes[p].trainer.talked, task == Task::Talk);
+        let last_was_idle_round = std::mem::replace(
+            &mut self.processes[p].trainer.last_was_idle_round,
+            task == Task::Talk,
+        );
         match task {
             Task::Compute(ranges) => self.compute(p, &ranges),
             Task::Connect(membership) => self.connect(p, &membership),
-            Task::Evaluate(_) => self.violate("there is nothing to evaluate".into()),
+            Task::Evaluate(_) => self.violate("the job has no evaluation".into()),
             Task::Exit(exit) => self.end_trainer(p, &exit),
             Task::Fetch(donor, address) => self.fetch(p, donor, address),
             Task::Finish => self.finish(p),
@@ -287,23 +291,23 @@ impl World {
                 if !model.gradient_is_pending {
                     model.gradient.fill(0);
                 }
-                self.operate(p, What::Step);
+                self.operate(p, Collective::Step);
             }
-            Task::Synchronize => self.operate(p, What::Synchronize),
-            Task::Talk if talked => {
-                // Words that have come meanwhile are heard in the pause.
+            Task::Synchronize => self.operate(p, Collective::Synchronize),
+            Task::Talk if last_was_idle_round => {
+                // Messages that arrive meanwhile are handled during the pause.
                 self.processes[p].trainer.doing = Doing::Pausing;
                 let ticket = self.processes[p].trainer.ticket;
-                self.clock.after(TALK_PAUSE_US, Event::Trainer { p, ticket });
+                self.clock.after(IDLE_ROUND_PAUSE_US, Event::Trainer { p, ticket });
             }
-            Task::Talk => self.operate(p, What::Talk),
+            Task::Talk => self.operate(p, Collective::IdleRound),
             Task::Wait => self.processes[p].trainer.doing = Doing::Receiving,
         }
     }
 
-    /// The task is done: its reports go out, and the next one comes.
+    /// The task is done: its reports are sent, and the next task follows.
     pub(super) fn turn_later(&mut self, p: usize) {
-        self.tend_checkpoints(p);
+        self.poll_checkpoint_writer(p);
         self.report(p);
         let delay = self.thread_delay();
         self.busy(p, delay, Busy::Turning);
@@ -313,28 +317,28 @@ impl World {
         while let Some(report) =
             self.processes[p].trainer.session.as_mut().and_then(Session::poll_report)
         {
-            self.tell_master(p, from_report(report));
+            self.queue_for_master(p, from_report(report));
         }
     }
 
-    fn tell_master(&mut self, p: usize, message: FromWorker) {
+    fn queue_for_master(&mut self, p: usize, message: FromWorker) {
         self.processes[p].outbox.push_back(message);
         self.wake_control(p);
     }
 
-    fn hand_over(&mut self, p: usize, word: Word) {
+    fn handle_input(&mut self, p: usize, input: TrainerInput) {
         let Some(session) = &mut self.processes[p].trainer.session else { return };
-        let Word::Said(word) = word else {
+        let TrainerInput::Message(message) = input else {
             session.reconnected();
             let is_newcomer = session.is_newcomer();
             self.report(p);
             if is_newcomer {
                 let parameters = self.setting.parameters() as u64;
-                self.tell_master(p, FromWorker::Ready { parameters });
+                self.queue_for_master(p, FromWorker::Ready { parameters });
             }
             return;
         };
-        match word {
+        match message {
             ToWorker::Describe | ToWorker::Prepare(_) => {}
             ToWorker::Drain => session.handle_drain(),
             ToWorker::Fetch(donors) => session.handle_fetch(donors),
@@ -346,7 +350,7 @@ impl World {
             ToWorker::Shutdown(reason) => session.handle_shutdown(reason),
             ToWorker::Suspend => session.handle_suspend(),
         }
-        // A word may be answered at once.
+        // A message may be answered at once.
         self.report(p);
     }
 
@@ -354,8 +358,8 @@ impl World {
         let records = self.setting.records();
         self.processes[p].trainer.model.see(ranges, records);
         let mean = self.setting.record_us * ranges.iter().map(RecordRange::len).sum::<u64>();
-        let late = if self.dice.chance(1, 100) { 40 } else { 1 };
-        let delay = (mean / 2 + self.dice.below(mean + 1)) * late;
+        let late = if self.rng.chance(1, 100) { 40 } else { 1 };
+        let delay = (mean / 2 + self.rng.below(mean + 1)) * late;
         self.busy(p, delay, Busy::Computing);
     }
 
@@ -378,22 +382,22 @@ impl World {
             steps_skipped: 0,
             exported: false,
         };
-        tell!(self, "{}: holds the final state, step {}", self.name(p), finished.step);
+        trace!(self, "{}: holds the final state, step {}", self.name(p), finished.step);
         if let Some(session) = &mut self.processes[p].trainer.session {
             session.told();
         }
         if !finished.suspended {
-            self.books_finish(p, generation);
+            self.record_final_state(p, generation);
         }
-        self.tell_master(p, FromWorker::Finished(finished));
+        self.queue_for_master(p, FromWorker::Finished(finished));
         self.turn_later(p);
     }
 
     fn end_trainer(&mut self, p: usize, exit: &Exit) {
-        tell!(self, "{}: is done, {exit:?}", self.name(p));
+        trace!(self, "{}: is done, {exit:?}", self.name(p));
         self.leave_ring(p);
-        self.leave_source(p);
-        self.dismiss(p);
+        self.drop_source(p);
+        self.end_transfers(p);
         self.close_endpoint(p);
         let trainer = &mut self.processes[p].trainer;
         trainer.doing = Doing::Nothing;
@@ -405,19 +409,19 @@ impl World {
         self.wake_control(p);
     }
 
-    // ---- what operations bring ----
+    // ---- results of operations ----
 
     /// An operation of the group is complete on this rank.
     pub(super) fn operated(&mut self, p: usize, done: Done) {
         let Done { what, notes, body, is_root } = done;
         match what {
-            What::Step => self.stepped(p, &notes),
-            What::Synchronize => self.synchronized(p, &notes),
-            What::Talk => {
+            Collective::Step => self.stepped(p, &notes),
+            Collective::Synchronize => self.synchronized(p, &notes),
+            Collective::IdleRound => {
                 let headers = self.step_headers(&notes);
                 self.note_nccl_round(p, &headers);
                 if self.are_at_one_step(p, &headers) {
-                    self.serve_visitors(p);
+                    self.serve_state_requests(p);
                 }
                 let session = self.processes[p].trainer.session.as_mut();
                 if let Some(Err(mismatch)) = session.map(|s| s.talked(&headers)) {
@@ -425,40 +429,41 @@ impl World {
                 }
                 self.turn_later(p);
             }
-            What::NcclId => self.begin_nccl(p),
-            What::ResultHeaders { .. } => {
+            Collective::NcclId => self.begin_nccl(p),
+            Collective::ResultHeaders { .. } => {
                 if !is_root
                     && let Some(Note::Headers(headers)) =
                         notes.iter().flatten().next().map(Rc::as_ref)
                 {
                     self.processes[p].trainer.passed = Some(headers.clone());
                 }
-                self.go_on_repairing(p);
+                self.continue_repair(p);
             }
-            What::Result { apply, .. } => {
+            Collective::Result { apply, .. } => {
                 if !is_root {
                     self.processes[p].trainer.model.reduced = body;
                 }
                 if apply && let Some(headers) = self.processes[p].trainer.passed.take() {
-                    self.books.tally.repaired_by_result += 1;
+                    self.oracle.coverage.repaired_by_result += 1;
                     self.update(p, headers);
                 }
-                self.go_on_repairing(p);
+                self.continue_repair(p);
             }
-            What::StateRecord { .. } => {
-                if let Some(Note::Record(record, era)) =
+            Collective::StateRecord { .. } => {
+                if let Some(Note::Record(record, lineage)) =
                     notes.iter().flatten().next().map(Rc::as_ref)
                 {
                     let ring = self.processes[p].trainer.ring.as_mut();
-                    ring.into_iter().for_each(|ring| ring.record = Some((record.clone(), *era)));
+                    ring.into_iter()
+                        .for_each(|ring| ring.record = Some((record.clone(), *lineage)));
                 }
-                self.go_on_repairing(p);
+                self.continue_repair(p);
             }
-            What::State { take, .. } => {
+            Collective::State { take, .. } => {
                 if take {
                     self.take_state(p, body);
                 }
-                self.go_on_repairing(p);
+                self.continue_repair(p);
             }
         }
     }
@@ -472,7 +477,7 @@ impl World {
         let place = session.place();
         self.check_sum(p, &headers);
         self.note_nccl_round(p, &headers);
-        self.serve_visitors(p);
+        self.serve_state_requests(p);
         self.update(p, headers);
         let trainer = &mut self.processes[p].trainer;
         trainer.model.gradient_is_pending = false;
@@ -481,12 +486,12 @@ impl World {
             && trainer.committed_in.replace(generation).is_some_and(|before| before != generation)
         {
             let phases = Phases { first_step_us: 1, ..Phases::default() };
-            self.tell_master(p, FromWorker::Resumed { generation, step, phases });
+            self.queue_for_master(p, FromWorker::Resumed { generation, step, phases });
         }
         self.turn_later(p);
     }
 
-    /// Applies the reduced gradient and takes the step's records into the ledger.
+    /// Applies the reduced gradient and adds the step's records to the ledger.
     pub(super) fn update(&mut self, p: usize, headers: Vec<StepHeader>) {
         let now = Duration::from_micros(self.clock.now());
         let trainer = &mut self.processes[p].trainer;
@@ -497,7 +502,7 @@ impl World {
         session.commit(headers.clone(), now);
         if let Some((generation, _)) = place {
             self.check_commit(p, generation, before);
-            self.give_result(p, generation, &headers);
+            self.send_result(p, generation, &headers);
         }
     }
 
@@ -510,12 +515,12 @@ impl World {
     }
 
     fn synchronized(&mut self, p: usize, notes: &[Option<Rc<Note>>]) {
-        let words = notes.iter().flatten().filter_map(|note| match note.as_ref() {
+        let states = notes.iter().flatten().filter_map(|note| match note.as_ref() {
             Note::Sync(header, failures) => Some((header, failures)),
             _ => None,
         });
-        self.note_nccl_met(p, words.clone().map(|(_, failures)| failures));
-        let headers: Vec<SyncHeader> = words.map(|(header, _)| header.clone()).collect();
+        self.note_nccl_met(p, states.clone().map(|(_, failures)| failures));
+        let headers: Vec<SyncHeader> = states.map(|(header, _)| header.clone()).collect();
         let session = self.processes[p].trainer.session.as_mut();
         if let Some(Err(mismatch)) = session.map(|s| s.synced(&headers)) {
             return self.violate(format!("{}: {mismatch:?}", self.name(p)));
@@ -531,7 +536,7 @@ impl World {
         notes.iter().flatten().filter_map(header).collect()
     }
 
-    // ---- trouble ----
+    // ---- failures ----
 
     /// The ring, or the attempt to build one, has failed.
     pub(super) fn broke(&mut self, p: usize, suspect: Option<WorkerId>, why: &str) {
@@ -542,9 +547,9 @@ impl World {
         self.turn_later(p);
     }
 
-    /// The next member's kernel has answered no dial.
+    /// The next member's kernel has not answered a dial.
     pub(super) fn unanswered(&mut self, p: usize, suspect: WorkerId) {
-        let why = "the next member answers no dial";
+        let why = "the next member does not answer the dial";
         self.drop_links(p, Some(suspect), why);
         if let Some(session) = &mut self.processes[p].trainer.session {
             session.unanswered(suspect, why.into());
@@ -553,7 +558,7 @@ impl World {
     }
 
     fn drop_links(&mut self, p: usize, suspect: Option<WorkerId>, why: &str) {
-        tell!(self, "{}: links broke, {why}, suspects {suspect:?}", self.name(p));
+        trace!(self, "{}: links broke, {why}, suspects {suspect:?}", self.name(p));
         self.check_break(p, why);
         self.leave_ring(p);
         let trainer = &mut self.processes[p].trainer;
@@ -570,7 +575,7 @@ fn ledger_report(ledger: &Ledger) -> LedgerReport {
     }
 }
 
-/// As it arrives at the master.
+/// The report as it arrives at the master.
 fn from_report(report: Report) -> FromWorker {
     match report {
         Report::Broken { generation, suspect, error, unreachable } => {
@@ -599,4 +604,4 @@ fn from_report(report: Report) -> FromWorker {
     }
 }
 
-const TALK_PAUSE_US: Micros = 5000;
+const IDLE_ROUND_PAUSE_US: Micros = 5000;

@@ -15,13 +15,13 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::Arguments;
-use crate::diary::{Diaries, now};
+use crate::event_log::{EventLogs, now};
 
 /// A running job.
 #[derive(Debug)]
 pub(crate) struct Bench {
     job: Running,
-    pub(crate) diaries: Diaries,
+    pub(crate) logs: EventLogs,
     workers: usize,
     rng: ChaCha8Rng,
 }
@@ -30,7 +30,7 @@ pub(crate) struct Bench {
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) summary: Value,
-    pub(crate) diaries: Diaries,
+    pub(crate) logs: EventLogs,
     /// Workers that were there when it was told to stop.
     last: Vec<u32>,
 }
@@ -41,12 +41,12 @@ impl Bench {
         let records = RECORDS.min(arguments.params);
         let data = folder.join("data");
         counting_data(&data, records as u64, 1)?;
-        let diaries = Diaries::create(folder.join("diaries"))?;
+        let logs = EventLogs::create(folder.join("event-logs"))?;
         let this = std::env::current_exe()?;
         let mut program = vec![this.clone().into_os_string()];
         program.extend(["--params".into(), arguments.params.to_string().into()]);
         program.extend(["--records".into(), records.to_string().into()]);
-        program.extend(["--diaries".into(), diaries.folder.clone().into_os_string()]);
+        program.extend(["--event-logs".into(), logs.folder.clone().into_os_string()]);
         let job = elasticdl_tests::Command::new(&this, folder.join("job"), program)
             .option("training-data", data)
             .option("num-epochs", "1000000")
@@ -56,8 +56,7 @@ impl Bench {
             .option("max-worker-restarts", "1000")
             .option("checkpoint-dir", "none");
         let workers = arguments.workers as usize;
-        let mut bench =
-            Self { job: job.start(), diaries, workers, rng: ChaCha8Rng::seed_from_u64(7) };
+        let mut bench = Self { job: job.start(), logs, workers, rng: ChaCha8Rng::seed_from_u64(7) };
         bench.settle()?;
         Ok(bench)
     }
@@ -80,8 +79,8 @@ impl Bench {
     /// Waits until as many workers as wanted contribute, and no others are there.
     pub(crate) fn wait_whole(&mut self) -> Result<(), Box<dyn Error>> {
         self.wait_for("all members", |bench| {
-            bench.diaries.living().count() == bench.workers
-                && bench.diaries.living().all(|diary| diary.contribution().is_some())
+            bench.logs.living().count() == bench.workers
+                && bench.logs.living().all(|log| log.contribution().is_some())
         })
     }
 
@@ -91,15 +90,15 @@ impl Bench {
     }
 
     /// Waits for a worker whose first contribution comes after `at`.
-    pub(crate) fn wait_newcomer(&mut self, at: Duration) -> Result<(), Box<dyn Error>> {
-        self.wait_for("a newcomer", |bench| bench.diaries.living().any(|diary| diary.is_new(at)))
+    pub(crate) fn wait_joiner(&mut self, at: Duration) -> Result<(), Box<dyn Error>> {
+        self.wait_for("a newcomer", |bench| bench.logs.living().any(|log| log.is_new(at)))
     }
 
     /// Sends a signal to one of the members, but never to the last that knows the state.
     pub(crate) fn disturb(&mut self, signal: Signal) -> Result<u32, Box<dyn Error>> {
-        self.diaries.refresh()?;
+        self.logs.refresh()?;
         let (members, others): (Vec<_>, Vec<_>) =
-            self.diaries.living().partition(|diary| diary.contribution().is_some());
+            self.logs.living().partition(|log| log.contribution().is_some());
         let victims = if members.len() > 1 { members } else { others };
         let victim =
             victims.iter().map(|d| d.pid).choose(&mut self.rng).ok_or("nobody to disturb")?;
@@ -119,26 +118,26 @@ impl Bench {
 
     /// Stops the job.
     pub(crate) fn stop(mut self) -> Result<Ended, Box<dyn Error>> {
-        self.diaries.refresh()?;
-        let last = self.diaries.living().map(|diary| diary.pid).collect();
+        self.logs.refresh()?;
+        let last = self.logs.living().map(|log| log.pid).collect();
         self.job.signal(Signal::INT);
         let ended = self.job.wait();
         if ended.summary["records"].is_null() {
             return Err(format!("the job ended without a summary: {}", ended.output).into());
         }
-        self.diaries.refresh()?;
-        Ok(Ended { summary: ended.summary, diaries: self.diaries, last })
+        self.logs.refresh()?;
+        Ok(Ended { summary: ended.summary, logs: self.logs, last })
     }
 
     fn step(&self) -> u64 {
-        let last = self.diaries.all.values().filter_map(|diary| diary.commits.last());
+        let last = self.logs.all.values().filter_map(|log| log.commits.last());
         last.map(|(_, commit)| commit.step + 1).max().unwrap_or(0)
     }
 
     fn wait_for(&mut self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), Box<dyn Error>> {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            self.diaries.refresh()?;
+            self.logs.refresh()?;
             if done(self) {
                 return Ok(());
             }
@@ -164,7 +163,7 @@ impl Ended {
         let epochs = self.summary["epochs"].as_u64().ok_or("no epochs in the summary")?;
         let over = |a: u64, b: u64| a.saturating_sub(b);
         let mut out_of_turn = BTreeMap::new();
-        for (_, commit) in self.diaries.all.values().flat_map(|diary| &diary.commits) {
+        for (_, commit) in self.logs.all.values().flat_map(|log| &log.commits) {
             let most = out_of_turn.entry(commit.step).or_insert(0);
             *most = commit.repeated.max(*most);
         }
@@ -177,9 +176,9 @@ impl Ended {
     /// Distinct steps that a worker other than the `disturbed` had to compute again, or that were
     /// undone; and of those that left in order, what they had begun and nobody took.
     pub(crate) fn steps_lost(&self, disturbed: &[u32]) -> usize {
-        let others = || self.diaries.all.values().filter(|diary| !disturbed.contains(&diary.pid));
-        let again: BTreeSet<u64> = others().flat_map(|diary| diary.steps_lost()).collect();
-        let left_open = others().filter(|diary| diary.open > 0 && !self.last.contains(&diary.pid));
+        let others = || self.logs.all.values().filter(|log| !disturbed.contains(&log.pid));
+        let again: BTreeSet<u64> = others().flat_map(|log| log.steps_lost()).collect();
+        let left_open = others().filter(|log| log.open > 0 && !self.last.contains(&log.pid));
         again.len() + left_open.count()
     }
 }

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::bench::{Bench, Ended};
-use crate::diary::{Diary, now};
+use crate::event_log::{EventLog, now};
 use crate::{Arguments, Kind};
 
 /// What the events of one kind cost. Gaps are between two commits of one worker, of the worker that
@@ -96,18 +96,18 @@ fn cause(bench: &mut Bench, kind: Kind) -> Result<Event, Box<dyn Error>> {
         Some(signal) => {
             let victim = bench.disturb(signal)?;
             bench.wait_gone(victim)?;
-            bench.wait_newcomer(at)?;
+            bench.wait_joiner(at)?;
             bench.wait_whole()?;
             Some(victim)
         }
         None => {
             bench.scale(1);
-            bench.wait_newcomer(at)?;
+            bench.wait_joiner(at)?;
             None
         }
     };
-    let newcomers = bench.diaries.all.values().filter(|diary| diary.is_new(at));
-    let until = newcomers.filter_map(Diary::contribution).map(|(at, _)| at).max().unwrap_or(at);
+    let joiners = bench.logs.all.values().filter(|log| log.is_new(at));
+    let until = joiners.filter_map(EventLog::contribution).map(|(at, _)| at).max().unwrap_or(at);
     Ok(Event { at, until, victim })
 }
 
@@ -119,16 +119,16 @@ impl Measured {
         event: &Event,
         before: Duration,
     ) -> Result<(), Box<dyn Error>> {
-        let survivors: Vec<&Diary> = survivors(ended, event).collect();
+        let survivors: Vec<&EventLog> = survivors(ended, event).collect();
         let first = survivors.first().ok_or("an event without survivors")?;
-        let newcomers = ended.diaries.all.values().filter_map(|diary| {
-            let (at, commit) = diary.contribution()?;
-            (event.at < at && at <= event.until).then_some((diary.born, at, commit.step))
+        let joiners = ended.logs.all.values().filter_map(|log| {
+            let (at, commit) = log.contribution()?;
+            (event.at < at && at <= event.until).then_some((log.born, at, commit.step))
         });
-        let newcomers: Vec<(Duration, Duration, u64)> = newcomers.collect();
-        self.latencies.extend(newcomers.iter().map(|(born, at, _)| ms(*at - *born)));
+        let joiners: Vec<(Duration, Duration, u64)> = joiners.collect();
+        self.latencies.extend(joiners.iter().map(|(born, at, _)| ms(*at - *born)));
         let joined_by =
-            newcomers.iter().map(|(.., step)| *step).max().ok_or("an event without a newcomer")?;
+            joiners.iter().map(|(.., step)| *step).max().ok_or("an event without a newcomer")?;
         // The generations that the event led to, each with the step from which it counts.
         let steps = first.steps_before(event.at)..=joined_by;
         let records =
@@ -145,17 +145,17 @@ impl Measured {
         let (from, to) = match kind {
             // All that the others notice of a newcomer, its start and preparation included.
             Kind::All | Kind::Join => {
-                (newcomers.iter().map(|(born, ..)| *born).min().unwrap_or(event.at), joined_by)
+                (joiners.iter().map(|(born, ..)| *born).min().unwrap_or(event.at), joined_by)
             }
             Kind::Kill | Kind::Leave | Kind::Stop => {
                 (event.at, last(false).ok_or("an event without a generation")?.0)
             }
         };
         let longest = |from: Duration, to: Duration| {
-            let gaps = survivors.iter().flat_map(|diary| gaps(diary, from, to));
+            let gaps = survivors.iter().flat_map(|log| gaps(log, from, to));
             (gaps.map(ms).fold(0.0, f64::max) - self.median_step).max(0.0)
         };
-        let time_of = |step: u64| survivors.iter().filter_map(|diary| diary.time_of(step)).max();
+        let time_of = |step: u64| survivors.iter().filter_map(|log| log.time_of(step)).max();
         let to = time_of(to).ok_or("a generation without a step")?;
         self.gaps.push(longest(from, to));
         if let Some((step, record)) = switch {
@@ -182,19 +182,19 @@ fn take_phases(phases: &mut Phases, record: &Value) {
 }
 
 /// Workers that were members before the event and after.
-fn survivors<'a>(ended: &'a Ended, event: &Event) -> impl Iterator<Item = &'a Diary> {
+fn survivors<'a>(ended: &'a Ended, event: &Event) -> impl Iterator<Item = &'a EventLog> {
     let (at, until, victim) = (event.at, event.until, event.victim);
-    let all = ended.diaries.all.values().filter(move |diary| Some(diary.pid) != victim);
-    all.filter(move |diary| {
-        diary.contribution().is_some_and(|(first, _)| first < at)
-            && diary.commits.last().is_some_and(|(last, _)| *last >= until)
+    let all = ended.logs.all.values().filter(move |log| Some(log.pid) != victim);
+    all.filter(move |log| {
+        log.contribution().is_some_and(|(first, _)| first < at)
+            && log.commits.last().is_some_and(|(last, _)| *last >= until)
     })
 }
 
 /// Times between this worker's commits, of the pairs of which the later one lies after `from` and
 /// up to `to`.
-fn gaps(diary: &Diary, from: Duration, to: Duration) -> impl Iterator<Item = Duration> {
-    let pairs = diary.commits.windows(2);
+fn gaps(log: &EventLog, from: Duration, to: Duration) -> impl Iterator<Item = Duration> {
+    let pairs = log.commits.windows(2);
     pairs.filter(move |pair| pair[1].0 > from && pair[1].0 <= to).map(|pair| pair[1].0 - pair[0].0)
 }
 
@@ -204,10 +204,10 @@ fn median_step(ended: &Ended, events: &[Event]) -> f64 {
     let ends = events.iter().map(|event| event.at);
     let quiet: Vec<(Duration, Duration)> = starts.zip(ends).collect();
     let mut steps = Vec::new();
-    for diary in ended.diaries.all.values() {
-        let Some((first, _)) = diary.contribution() else { continue };
+    for log in ended.logs.all.values() {
+        let Some((first, _)) = log.contribution() else { continue };
         for (from, to) in &quiet {
-            steps.extend(gaps(diary, first.max(*from), *to).map(ms));
+            steps.extend(gaps(log, first.max(*from), *to).map(ms));
         }
     }
     quantile(&mut steps, 0.5)

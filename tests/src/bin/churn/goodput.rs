@@ -8,7 +8,7 @@ use rustix::process::Signal;
 
 use crate::Arguments;
 use crate::bench::{Bench, Ended};
-use crate::diary::now;
+use crate::event_log::now;
 
 /// Records committed per second, in windows of one job that take turns: peace, disturbance, peace,
 /// …, peace. What else the machine does touches both.
@@ -82,7 +82,7 @@ impl Goodput {
 
 /// Records per second of the steps committed in this window.
 fn rate(ended: &Ended, start: Duration, length: Duration) -> f64 {
-    let steps = ended.diaries.steps();
+    let steps = ended.logs.steps();
     let within = steps.values().filter(|(at, _)| (start..start + length).contains(at));
     within.map(|(_, records)| *records).sum::<u64>() as f64 / length.as_secs_f64()
 }

@@ -14,7 +14,7 @@
 //! is one worker more than `--workers` while one joins.
 
 mod bench;
-mod diary;
+mod event_log;
 mod events;
 mod goodput;
 mod model;
@@ -85,7 +85,7 @@ fn main() -> ExitCode {
     let done = match std::env::var_os("ELASTICDL_MASTER") {
         Some(_) => model::Counting::new(&model::Arguments::parse())
             .map(elasticdl_worker::run)
-            .map_err(|error| format!("no diary: {error}").into()),
+            .map_err(|error| format!("no event log: {error}").into()),
         None => measure(&Arguments::parse()).map(|()| ExitCode::SUCCESS),
     };
     done.unwrap_or_else(|error| {

@@ -5,7 +5,7 @@ use elasticdl_tests::{counting_reader, counts_summary, numbers};
 use elasticdl_worker::readers::FixedRecords;
 use elasticdl_worker::{Model, Update, UserError};
 
-use crate::diary::{Commit, Entry, Writer};
+use crate::event_log::{Commit, Entry, Writer};
 
 /// What a worker of the benchmark's jobs is told.
 #[derive(Debug, Parser)]
@@ -17,7 +17,7 @@ pub(crate) struct Arguments {
     records: usize,
     /// Where diaries are kept.
     #[arg(long)]
-    diaries: std::path::PathBuf,
+    event_logs: std::path::PathBuf,
 }
 
 /// Parameter `i` is the number of times that record `i` was absorbed; parameters beyond are there
@@ -26,7 +26,7 @@ pub(crate) struct Arguments {
 pub(crate) struct Counting {
     params: usize,
     records: usize,
-    diary: Writer,
+    log: Writer,
     /// Records whose gradient was computed here and that no update has brought yet.
     pending: Vec<usize>,
     /// Of those, how many were thrown away since the last update.
@@ -38,7 +38,7 @@ impl Counting {
         Ok(Self {
             params: arguments.params,
             records: arguments.records,
-            diary: Writer::create(&arguments.diaries)?,
+            log: Writer::create(&arguments.event_logs)?,
             pending: Vec::new(),
             undone: 0,
         })
@@ -81,7 +81,7 @@ impl Model for Counting {
             gradients[*record as usize] += 1.0;
             self.pending.push(*record as usize);
         }
-        self.diary.write(Entry::Computed { records: batch.len() as u64 })?;
+        self.log.write(Entry::Computed { records: batch.len() as u64 })?;
         Ok(batch.len() as f64)
     }
 
@@ -107,7 +107,7 @@ impl Model for Counting {
             undone,
             repeated: repeated as u64,
         };
-        Ok(self.diary.write(Entry::Committed(commit))?)
+        Ok(self.log.write(Entry::Committed(commit))?)
     }
 
     fn slots(&self) -> usize {

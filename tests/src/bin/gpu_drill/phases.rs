@@ -206,9 +206,9 @@ fn abandon(drill: &mut Drill) -> Fallible<()> {
     )?;
     ranks.tell(1, &json!({ "do": "stay_away" }))?;
     let answers = [ranks.answer(0)?, ranks.answer(1)?];
-    let story = answers[0]["lost"].as_str().unwrap_or("");
-    if !story.contains("this process can't go on") {
-        return Err(format!("it said: {story}").into());
+    let lost = answers[0]["lost"].as_str().unwrap_or("");
+    if !lost.contains("this process can't go on") {
+        return Err(format!("it said: {lost}").into());
     }
     drill.add("abandon", "an abort beyond its deadline is said to be one", 1.0, "");
     Ok(())

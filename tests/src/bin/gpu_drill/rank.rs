@@ -33,7 +33,7 @@ pub(crate) fn serve(me: u64, ordinal: usize) -> ExitCode {
     let mut rank = match Rank::open(me, ordinal) {
         Ok(rank) => rank,
         Err(error) => {
-            say(&json!({ "error": story(&*error) }));
+            say(&json!({ "error": describe(&*error) }));
             return ExitCode::FAILURE;
         }
     };
@@ -43,7 +43,7 @@ pub(crate) fn serve(me: u64, ordinal: usize) -> ExitCode {
     thread::spawn(move || listen(&fence, &read));
     for command in commands {
         let answer = rank.perform(&command);
-        say(&answer.unwrap_or_else(|error| json!({ "error": story(&*error) })));
+        say(&answer.unwrap_or_else(|error| json!({ "error": describe(&*error) })));
     }
     ExitCode::SUCCESS
 }
@@ -240,7 +240,7 @@ impl Rank {
                     let at = now();
                     let abort_ms =
                         ring.nccl_abort_took().map_or(0.0, |took| took.as_secs_f64() * 1e3);
-                    return Ok(json!({ "lost": story(&error), "at": at, "abort_ms": abort_ms }));
+                    return Ok(json!({ "lost": describe(&error), "at": at, "abort_ms": abort_ms }));
                 }
             }
         }
@@ -259,7 +259,7 @@ impl Rank {
     fn stay_away(&mut self) -> Fallible<Value> {
         let ring = self.ring.as_mut().ok_or("no group")?;
         let error = ring.all_gather(&[]).err().ok_or("the others came")?;
-        Ok(json!({ "lost": story(&error) }))
+        Ok(json!({ "lost": describe(&error) }))
     }
 }
 
@@ -273,14 +273,14 @@ fn check(device: &Device, dst: &CudaSlice<f32>, world: usize) -> Fallible<()> {
     }
 }
 
-fn story(error: &dyn std::error::Error) -> String {
-    let mut story = error.to_string();
+fn describe(error: &dyn std::error::Error) -> String {
+    let mut describe = error.to_string();
     let mut cause = error.source();
     while let Some(deeper) = cause {
-        story += &format!(": {deeper}");
+        describe += &format!(": {deeper}");
         cause = deeper.source();
     }
-    story
+    describe
 }
 
 /// Who listens no more misses nothing.

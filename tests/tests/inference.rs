@@ -1,12 +1,12 @@
-//! Jobs without a group, as real processes under fire: the same metrics to the bit, each row once
-//! and in order.
+//! Evaluate and predict jobs, which have no group, as real processes under kills: the metrics are
+//! bit-identical, and each row is written once and in order.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use elasticdl_tests::{Command, Ended, Running, S3, Weather, counting_data, send};
+use elasticdl_tests::{Command, Ended, FaultRates, Running, S3, counting_data, send};
 use elasticdl_worker::Reader;
 use elasticdl_worker::readers::{CsvRows, ParquetRows, Row};
 use rustix::process::Signal;
@@ -20,12 +20,12 @@ const FILES: u64 = 3;
 const SHARD: u64 = 70;
 const BATCH: u64 = 16;
 
-struct Stage {
+struct InferenceFixture {
     folder: TempDir,
 }
 
-impl Stage {
-    /// Data, and a model with a value of its own for each record.
+impl InferenceFixture {
+    /// Data, and a model with a different value for each record.
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         counting_data(&folder.path().join("data"), RECORDS, FILES).unwrap();
@@ -54,25 +54,25 @@ impl Stage {
     }
 
     fn evaluate(&self, workers: u32) -> Command {
-        self.command("evaluate", &["--apart-micros", "300"])
+        self.command("evaluate", &["--inference-micros", "300"])
             .option("num-workers", workers.to_string())
     }
 
     fn predict(&self, format: &str) -> Command {
-        self.command("predict", &["--apart-micros", "300"])
+        self.command("predict", &["--inference-micros", "300"])
             .option("num-workers", "3")
             .option("predictions", self.path("out"))
             .option("format", format)
     }
 
-    /// The files of predictions, in the order of their names.
+    /// The prediction files, ordered by name.
     fn files(&self) -> Vec<PathBuf> {
         let mut files: Vec<_> = std::fs::read_dir(self.path("out"))
             .unwrap()
             .map(|entry| entry.unwrap().path())
             .collect();
         files.sort();
-        // Nothing of who was killed while it wrote.
+        // No temporary file of a worker that was killed while it wrote.
         assert!(
             files.iter().all(|path| path
                 .file_name()
@@ -90,8 +90,8 @@ fn value(record: u64) -> f32 {
     (record as f32).sqrt() + 0.1
 }
 
-/// The mean of `harmonic`, added as the README says: batch by batch within a shard, then shard by
-/// shard.
+/// The mean of `harmonic`, summed as the README specifies: batch by batch within a shard, then
+/// shard by shard.
 fn expected_mean() -> f64 {
     let mut all = None;
     for file in 0..FILES {
@@ -114,7 +114,7 @@ fn expected_mean() -> f64 {
     all.unwrap() / RECORDS as f64
 }
 
-/// Kills a worker after every few shards, first this one and then that, until the job has ended.
+/// Kills a worker after every few shards, each time another one, until the job has ended.
 fn under_kills(mut job: Running) -> Ended {
     let mut killed = 0;
     while job.is_running() {
@@ -181,36 +181,36 @@ fn rows<R: Reader<Record = Row>>(
 
 #[test]
 fn metrics_are_the_same_to_the_bit_for_any_number_of_workers_and_under_kills() {
-    let stage = Stage::new();
+    let fixture = InferenceFixture::new();
     for workers in [1, 3, 7] {
-        check_evaluated(&stage.evaluate(workers).run(), &format!("{workers} workers"));
+        check_evaluated(&fixture.evaluate(workers).run(), &format!("{workers} workers"));
     }
-    let ended = under_kills(stage.evaluate(3).start());
+    let ended = under_kills(fixture.evaluate(3).start());
     check_evaluated(&ended, "under kills");
     assert!(ended.summary["workers"]["restarts"].as_u64() > Some(3), "{}", ended.summary);
 }
 
 #[test]
 fn each_record_has_one_row_in_order_under_kills() {
-    let stage = Stage::new();
-    let ended = under_kills(stage.predict("parquet").start());
+    let fixture = InferenceFixture::new();
+    let ended = under_kills(fixture.predict("parquet").start());
     assert_eq!(ended.code, Some(0), "{}", ended.output);
     check_counted(&ended.summary);
-    assert_eq!(ended.summary["output"], stage.path("out").to_str().unwrap());
+    assert_eq!(ended.summary["output"], fixture.path("out").to_str().unwrap());
     let reader = || ParquetRows::new().i64("record").f32("value").text("name");
-    check_rows(rows(&stage.files(), reader).into_iter());
+    check_rows(rows(&fixture.files(), reader).into_iter());
 }
 
 #[test]
 fn rows_are_written_as_comma_separated_values_and_as_lines_of_json() {
-    let stage = Stage::new();
-    assert_eq!(stage.predict("csv").run().code, Some(0));
+    let fixture = InferenceFixture::new();
+    assert_eq!(fixture.predict("csv").run().code, Some(0));
     let reader = || CsvRows::new().i64("record").f32("value").text("name");
-    check_rows(rows(&stage.files(), reader).into_iter());
-    std::fs::remove_dir_all(stage.path("out")).unwrap();
-    assert_eq!(stage.predict("jsonl").run().code, Some(0));
+    check_rows(rows(&fixture.files(), reader).into_iter());
+    std::fs::remove_dir_all(fixture.path("out")).unwrap();
+    assert_eq!(fixture.predict("jsonl").run().code, Some(0));
     let texts: Vec<String> =
-        stage.files().iter().map(|path| std::fs::read_to_string(path).unwrap()).collect();
+        fixture.files().iter().map(|path| std::fs::read_to_string(path).unwrap()).collect();
     let row = |line: &str| {
         let row: Value = serde_json::from_str(line).unwrap();
         let value: f32 = row["value"].to_string().parse().unwrap();
@@ -221,21 +221,22 @@ fn rows_are_written_as_comma_separated_values_and_as_lines_of_json() {
 
 #[test]
 fn data_model_and_predictions_may_be_in_a_bucket_whose_server_fails_and_delays() {
-    let stage = Stage::new();
-    let server = S3::start(Weather { errors: 8, cuts: 4, delay_ms: 10, ..Weather::default() }, 1);
-    for entry in std::fs::read_dir(stage.path("data")).unwrap().map(Result::unwrap) {
+    let fixture = InferenceFixture::new();
+    let server =
+        S3::start(FaultRates { errors: 8, cuts: 4, delay_ms: 10, ..FaultRates::default() }, 1);
+    for entry in std::fs::read_dir(fixture.path("data")).unwrap().map(Result::unwrap) {
         let name = format!("bucket/data/{}", entry.file_name().to_str().unwrap());
         server.put(&name, std::fs::read(entry.path()).unwrap());
     }
-    server.put("bucket/models/m", std::fs::read(stage.path("model")).unwrap());
+    server.put("bucket/models/m", std::fs::read(fixture.path("model")).unwrap());
     let program = [
         env!("CARGO_BIN_EXE_counting"),
         "--records",
         &RECORDS.to_string(),
-        "--apart-micros",
+        "--inference-micros",
         "300",
     ];
-    let job = Command::new(ELASTICDL, stage.path("job"), program)
+    let job = Command::new(ELASTICDL, fixture.path("job"), program)
         .verb("predict")
         .option("model", "s3://bucket/models/m")
         .option("data", "s3://bucket/data")
@@ -249,43 +250,43 @@ fn data_model_and_predictions_may_be_in_a_bucket_whose_server_fails_and_delays()
     assert_eq!(ended.code, Some(0), "{}", ended.output);
     assert!(server.disturbed() > 0, "the weather was fine");
     check_counted(&ended.summary);
-    std::fs::create_dir(stage.path("out")).unwrap();
+    std::fs::create_dir(fixture.path("out")).unwrap();
     for name in server.names().iter().filter(|name| name.starts_with("bucket/out/")) {
         std::fs::write(
-            stage.path("out").join(name.rsplit_once('/').unwrap().1),
+            fixture.path("out").join(name.rsplit_once('/').unwrap().1),
             server.bytes(name),
         )
         .unwrap();
     }
     let reader = || CsvRows::new().i64("record").f32("value").text("name");
-    check_rows(rows(&stage.files(), reader).into_iter());
+    check_rows(rows(&fixture.files(), reader).into_iter());
 }
 
 #[test]
-fn a_killed_master_is_replaced_and_no_row_is_missing_or_there_twice() {
-    let stage = Stage::new();
-    let mut job = stage.predict("csv").start();
+fn a_killed_master_is_replaced_and_no_row_is_missing_or_repeated() {
+    let fixture = InferenceFixture::new();
+    let mut job = fixture.predict("csv").start();
     job.wait_for("some shards are done", |status| status["shards"]["done"].as_u64() > Some(10));
     send(job.pid(), Signal::KILL);
     assert_eq!(job.wait().code, None);
     let resumed = std::process::Command::new(ELASTICDL)
         .args(["train", "--resume"])
-        .arg(format!("{}/", stage.path("job").display()))
+        .arg(format!("{}/", fixture.path("job").display()))
         .output()
         .unwrap();
     assert!(resumed.status.success(), "{}", String::from_utf8_lossy(&resumed.stderr));
     let summary: Value =
-        serde_json::from_slice(&std::fs::read(stage.path("job/summary.json")).unwrap()).unwrap();
+        serde_json::from_slice(&std::fs::read(fixture.path("job/summary.json")).unwrap()).unwrap();
     check_counted(&summary);
     let reader = || CsvRows::new().i64("record").f32("value").text("name");
-    check_rows(rows(&stage.files(), reader).into_iter());
+    check_rows(rows(&fixture.files(), reader).into_iter());
 }
 
 #[test]
-fn a_record_that_can_t_be_used_is_named() {
-    let stage = Stage::new();
-    let ended = stage
-        .command("evaluate", &["--apart-micros", "0", "--fail-at", "1700"])
+fn an_unusable_record_is_named() {
+    let fixture = InferenceFixture::new();
+    let ended = fixture
+        .command("evaluate", &["--inference-micros", "0", "--fail-at", "1700"])
         .option("max-worker-restarts", "1")
         .run();
     assert_eq!(ended.code, Some(1), "{}", ended.output);
@@ -301,25 +302,25 @@ fn a_record_that_can_t_be_used_is_named() {
 }
 
 #[test]
-fn what_can_t_be_used_is_refused_before_any_work() {
-    let stage = Stage::new();
+fn unusable_input_is_refused_before_any_work() {
+    let fixture = InferenceFixture::new();
     let refusal = |command: Command, code: i32, expected: &str| {
         let ended = command.run();
         assert_eq!(ended.code, Some(code), "{}", ended.output);
         assert!(ended.output.contains(expected), "{expected}: {}", ended.output);
     };
-    let evaluate = || stage.command("evaluate", &[]);
+    let evaluate = || fixture.command("evaluate", &[]);
     refusal(evaluate().option("model", "/nowhere/m"), 2, "cannot be used multiple times");
     refusal(evaluate().option("num-epochs", "2"), 2, "cannot be used with '--num-epochs <N>'");
     refusal(evaluate().option("export", "m"), 2, "cannot be used with");
     refusal(
-        stage.command("evaluate", &["--parameters", "9000"]),
+        fixture.command("evaluate", &["--parameters", "9000"]),
         1,
         "of the shape [5000] where the model has F32 of [9000]",
     );
-    write_out(&stage.path("out"));
-    refusal(stage.predict("csv"), 2, "--predictions: ");
-    std::fs::remove_file(stage.path("model")).unwrap();
+    write_out(&fixture.path("out"));
+    refusal(fixture.predict("csv"), 2, "--predictions: ");
+    std::fs::remove_file(fixture.path("model")).unwrap();
     refusal(evaluate(), 2, "--model: ");
 }
 

@@ -1,4 +1,4 @@
-//! When what happened to a namespace's pods was seen.
+//! Times at which the pods of a namespace changed their phase.
 
 use std::collections::BTreeMap;
 use std::process::{Child, Stdio};
@@ -10,15 +10,15 @@ use serde_json::Value;
 use super::kubectl::{kubectl, must};
 use super::namespace::Namespace;
 
-/// The first sight of each phase of each pod, as time since midnight, UTC.
+/// The time at which each phase of each pod was first observed, as time since midnight, UTC.
 #[derive(Debug)]
-pub struct Sightings {
+pub struct PodWatch {
     kubectl: Child,
     seen: Arc<Mutex<BTreeMap<(String, String), Duration>>>,
 }
 
-impl Sightings {
-    /// Watches from now on, for as long as this lives.
+impl PodWatch {
+    /// Watches the pods for as long as this value lives.
     ///
     /// # Panics
     /// kubectl can't be started.
@@ -46,7 +46,8 @@ impl Sightings {
         Self { kubectl, seen }
     }
 
-    /// When pods whose names begin so were first seen in a phase, earliest first.
+    /// Times at which pods whose names begin with `prefix` were first observed in a phase, earliest
+    /// first.
     #[must_use]
     pub fn times(&self, prefix: &str, phase: &str) -> Vec<Duration> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -57,14 +58,14 @@ impl Sightings {
     }
 }
 
-impl Drop for Sightings {
+impl Drop for PodWatch {
     fn drop(&mut self) {
         let _ = self.kubectl.kill();
         let _ = self.kubectl.wait();
     }
 }
 
-/// A time of the day, UTC.
+/// The time of the day, UTC.
 ///
 /// # Panics
 /// The clock is before 1970.
@@ -74,8 +75,8 @@ pub fn since_midnight(time: SystemTime) -> Duration {
     Duration::from_nanos((time.as_nanos() % 86_400_000_000_000) as u64)
 }
 
-/// When a pod's log first said this, by the clock of its container's runtime, as time since
-/// midnight, UTC.
+/// Time of the first line in a pod's log that contains `words`, by the clock of its container
+/// runtime, as time since midnight, UTC.
 ///
 /// # Panics
 /// kubectl fails.

@@ -67,7 +67,7 @@ impl Writer {
 
 /// One worker's diary, read while it is being written.
 #[derive(Debug)]
-pub(crate) struct Diary {
+pub(crate) struct EventLog {
     pub(crate) pid: u32,
     /// When its process was started; by the system's word, rounded down to a tick (10 ms).
     pub(crate) born: Duration,
@@ -81,7 +81,7 @@ pub(crate) struct Diary {
     rest: Vec<u8>,
 }
 
-impl Diary {
+impl EventLog {
     fn open(pid: u32, path: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
         Ok(Self {
@@ -156,12 +156,12 @@ impl Diary {
 
 /// All diaries of a job.
 #[derive(Debug)]
-pub(crate) struct Diaries {
+pub(crate) struct EventLogs {
     pub(crate) folder: PathBuf,
-    pub(crate) all: BTreeMap<u32, Diary>,
+    pub(crate) all: BTreeMap<u32, EventLog>,
 }
 
-impl Diaries {
+impl EventLogs {
     pub(crate) fn create(folder: PathBuf) -> io::Result<Self> {
         std::fs::create_dir_all(&folder)?;
         Ok(Self { folder, all: BTreeMap::new() })
@@ -174,21 +174,21 @@ impl Diaries {
             if let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok())
                 && !self.all.contains_key(&pid)
             {
-                self.all.insert(pid, Diary::open(pid, &entry.path())?);
+                self.all.insert(pid, EventLog::open(pid, &entry.path())?);
             }
         }
-        self.all.values_mut().try_for_each(Diary::refresh)
+        self.all.values_mut().try_for_each(EventLog::refresh)
     }
 
     /// Those of processes that ran at the last refresh.
-    pub(crate) fn living(&self) -> impl Iterator<Item = &Diary> {
-        self.all.values().filter(|diary| diary.lives)
+    pub(crate) fn living(&self) -> impl Iterator<Item = &EventLog> {
+        self.all.values().filter(|log| log.lives)
     }
 
     /// When each step was first applied anywhere, with its records.
     pub(crate) fn steps(&self) -> BTreeMap<u64, (Duration, u64)> {
         let mut steps = BTreeMap::new();
-        for (at, commit) in self.all.values().flat_map(|diary| &diary.commits) {
+        for (at, commit) in self.all.values().flat_map(|log| &log.commits) {
             let first = steps.entry(commit.step).or_insert((*at, commit.records));
             first.0 = first.0.min(*at);
         }

@@ -1,4 +1,4 @@
-//! Jobs of the counting model, to be disturbed.
+//! Jobs of the counting model that tests disturb.
 
 use std::ffi::OsString;
 use std::ops::Range;
@@ -13,51 +13,51 @@ use tempfile::TempDir;
 
 use crate::{Command, Ended, Proxy, Running, counting_data, send};
 
-/// The programs under test, which only a test binary knows.
+/// The programs under test, whose paths only a test binary knows.
 #[derive(Clone, Copy, Debug)]
 pub struct Programs {
-    /// `elasticdl`.
+    /// Path of `elasticdl`.
     pub elasticdl: &'static str,
-    /// The counting model.
+    /// Path of the counting model.
     pub counting: &'static str,
 }
 
 /// A job of the counting model, and its data.
 #[derive(Debug)]
-pub struct Stage {
-    /// Of the data and the job's directory.
+pub struct JobFixture {
+    /// Folder of the data and of the job's directory.
     pub folder: TempDir,
-    /// What is run.
+    /// The programs under test.
     pub programs: Programs,
-    /// Workers to start with.
+    /// Number of workers at the start.
     pub num_workers: u32,
-    /// Time that a record's gradient takes.
+    /// Time to compute the gradient of a record.
     pub micros_per_record: u64,
-    /// Parameters, of 4 bytes each, if more than records.
+    /// Number of parameters, of 4 bytes each, if more than there are records.
     pub parameters: u64,
-    /// Counts are summed in buckets of so many.
+    /// Length of the buckets that counts are summed in.
     pub bucket: Option<u64>,
-    /// Records of a step.
+    /// Records per step.
     pub global_batch_size: u64,
-    /// `None`: the default. Generous where a busy machine is to take nobody out whom the test did
-    /// not stop.
+    /// `None`: the default. Longer than a busy machine delays any worker, so that only workers that
+    /// the test has stopped are evicted.
     pub worker_timeout: Option<&'static str>,
-    /// Where the libraries of the GPUs are that workers compute on.
+    /// Folder of the GPU libraries, if workers compute on GPUs.
     pub gpu: Option<&'static Path>,
-    /// Variables of the environment that all processes get.
+    /// Environment variables of all processes.
     pub variables: Vec<(&'static str, OsString)>,
-    /// What stands between the workers and their master.
+    /// A proxy between the workers and their master.
     pub proxy: Option<std::sync::Arc<Proxy>>,
-    /// Whether the master's kills reach only what starts a worker, as where it is on another
-    /// machine.
+    /// Whether the master's kills reach only the process that starts a worker, as if the worker
+    /// were on another machine.
     pub out_of_reach: bool,
 }
 
-impl Stage {
-    /// A job of `num_workers` workers that lasts some seconds.
+impl JobFixture {
+    /// A job of `num_workers` workers that takes some seconds.
     ///
     /// # Panics
-    /// The system gives no place for its data.
+    /// The temporary data can't be written.
     #[must_use]
     pub fn new(programs: Programs, num_workers: u32) -> Self {
         let folder = tempfile::tempdir().expect("there is a place for temporary files");
@@ -78,13 +78,13 @@ impl Stage {
         }
     }
 
-    /// With a model of 4 MiB, which is on its way for some milliseconds, and fewer steps.
+    /// A model of 4 MiB, which takes some milliseconds to transfer, and fewer steps.
     #[must_use]
     pub fn large(self) -> Self {
         Self { parameters: 1 << 20, global_batch_size: 300, ..self }
     }
 
-    /// Its command, with the options that all have.
+    /// The job's command, with the options that all fixtures share.
     #[must_use]
     pub fn command(&self, seed: u64) -> Command {
         let mut program: Vec<PathBuf> = Vec::new();
@@ -122,7 +122,7 @@ impl Stage {
                 .option("num-workers", self.num_workers.to_string())
                 .option("global-batch-size", self.global_batch_size.to_string())
                 .option("seed", seed.to_string())
-                // A blow may take all workers at once.
+                // A fault may hit all workers at once.
                 .flag("restart-without-checkpoint")
                 .started_by(starter);
         match self.worker_timeout {
@@ -131,7 +131,7 @@ impl Stage {
         }
     }
 
-    /// Starts it, and waits until it trains.
+    /// Starts the job, and waits until it trains.
     #[must_use]
     pub fn start(self, seed: u64) -> Running {
         let mut job = self.command(seed).start().keeping(self.folder);
@@ -139,11 +139,11 @@ impl Stage {
         job
     }
 
-    /// Starts it, and kills a worker now and then, until it has ended as it should. `pauses_ms`:
-    /// between two kills.
+    /// Starts the job and kills a random worker after each pause (drawn from `pauses_ms`), until
+    /// the job has ended; asserts that the result is exact.
     ///
     /// # Panics
-    /// It hasn't, or was over before the second kill.
+    /// It is not, or the job was over before the second kill.
     pub fn survives_kills(self, seed: u64, pauses_ms: Range<u64>) {
         let mut job = self.start(seed);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -161,17 +161,17 @@ impl Stage {
 }
 
 impl Running {
-    /// One of its workers, by chance, and its process; `None` while there are none.
+    /// A random worker of the job, and its process id; `None` while there are none.
     pub fn any_worker(&self, rng: &mut impl rand::Rng) -> Option<(u64, u32)> {
         self.workers().into_iter().choose(rng)
     }
 }
 
 impl Ended {
-    /// What any [`Stage`]'s job must say of itself, whatever was done to it.
+    /// Asserts the result that the job of every [`JobFixture`] must have, whatever faults hit it.
     ///
     /// # Panics
-    /// It doesn't.
+    /// The result is another one.
     pub fn assert_exact(&self, context: &str) {
         self.assert_exactly_once(context, RECORDS, EPOCHS);
     }

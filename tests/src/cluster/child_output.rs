@@ -1,16 +1,16 @@
-//! A command that runs beside the test.
+//! A command that runs concurrently with the test, and its output.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::kubectl::text;
 
-/// A command that follows a job; ended when it is dropped.
+/// A command that follows a job. Dropping it ends it.
 #[derive(Debug)]
-pub struct Following(Option<Child>);
+pub struct ChildOutput(Option<Child>);
 
-impl Following {
-    /// Starts it.
+impl ChildOutput {
+    /// Starts the command.
     ///
     /// # Panics
     /// It can't be started.
@@ -20,7 +20,7 @@ impl Following {
         Self(Some(command.spawn().expect("the command under test starts")))
     }
 
-    /// Its process.
+    /// Process id of the command.
     ///
     /// # Panics
     /// Never, before `wait`.
@@ -29,10 +29,10 @@ impl Following {
         self.0.as_ref().expect("not waited for").id()
     }
 
-    /// Waits for its end: its exit code and what it printed.
+    /// Waits for the command's end, and returns its exit code and its output.
     ///
     /// # Panics
-    /// It doesn't end within four minutes.
+    /// It does not end within four minutes.
     #[must_use]
     pub fn wait(mut self) -> (Option<i32>, String) {
         let deadline = Instant::now() + Duration::from_secs(240);
@@ -47,7 +47,7 @@ impl Following {
     }
 }
 
-impl Drop for Following {
+impl Drop for ChildOutput {
     fn drop(&mut self) {
         if let Some(child) = &mut self.0 {
             let _ = child.kill();
