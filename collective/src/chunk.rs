@@ -1,10 +1,11 @@
-//! How a buffer is cut: into one chunk per rank, and each chunk into segments. Pure.
+//! Bounds of chunks and segments: a buffer is split into one chunk per rank, and each chunk into
+//! segments. Pure.
 
 use std::ops::Range;
 
-/// Chunk `index` of `world` of a buffer of `len` elements. Chunks cover the buffer in order; their
-/// lengths differ by at most one, the longer ones first; with fewer elements than ranks the last
-/// ones are empty.
+/// Returns chunk `index` of `world` of a buffer of `len` elements. Chunks cover the buffer in
+/// order. Their lengths differ by at most one, and the longer ones come first; with fewer elements
+/// than ranks the last ones are empty.
 pub(crate) fn chunk(len: usize, world: usize, index: usize) -> Range<usize> {
     assert!(index < world, "chunk {index} of {world}");
     let (base, longer) = (len / world, len % world);
@@ -12,13 +13,13 @@ pub(crate) fn chunk(len: usize, world: usize, index: usize) -> Range<usize> {
     start..start + base + usize::from(index < longer)
 }
 
-/// How many segments a chunk has: at least one, as an empty chunk, too, is sent, so that every rank
-/// hears from its neighbour in every ring step.
+/// Returns the number of segments of a chunk. It is at least one: an empty chunk is sent as well,
+/// so that every rank receives a frame from its neighbour in every ring step.
 pub(crate) fn segment_count(chunk: &Range<usize>, segment_len: usize) -> usize {
     chunk.len().div_ceil(segment_len).max(1)
 }
 
-/// Segment `index` of a chunk: `segment_len` elements, the last one what is left.
+/// Returns segment `index` of a chunk: `segment_len` elements; the last segment has the remainder.
 pub(crate) fn segment(chunk: &Range<usize>, segment_len: usize, index: usize) -> Range<usize> {
     assert!(index < segment_count(chunk, segment_len), "segment {index} of {chunk:?}");
     let start = chunk.start + index * segment_len;
@@ -30,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_cover_the_buffer_in_order_and_are_even() {
+    fn chunks_cover_the_buffer_in_order_with_balanced_lengths() {
         for world in 1..=9 {
             for len in 0..=100 {
                 let chunks: Vec<_> = (0..world).map(|index| chunk(len, world, index)).collect();

@@ -1,25 +1,24 @@
 use crate::CollectiveError;
 
-/// One rank's place in the group of one generation, and what the group can do together.
+/// Handle of one rank to the group of one generation, with the collective operations of the group.
 ///
-/// All ranks must call the same operations in the same order. Operations block; there is no
-/// time-out inside them: who notices that a peer is silent raises the [`Fence`](crate::Fence),
-/// which ends them all.
+/// All ranks must call the same operations in the same order. Operations block and have no internal
+/// timeout: the caller that detects a silent peer raises the [`Fence`](crate::Fence), which aborts
+/// all operations of the group.
 ///
-/// Success speaks for the data, not for the peers: an operation that returns `Ok` has its whole
-/// result, even if a peer was lost after it had given its part. Others may have failed in the same
-/// operation.
+/// `Ok` is a statement about the data, not about the peers: the result is complete, even if a peer
+/// was lost after it had contributed. The same operation may have failed on other ranks.
 pub trait Communicator {
-    /// This rank: an index into the group's members, `0..world_size`.
+    /// Rank of this member: an index into the group's members, `0..world_size`.
     fn rank(&self) -> usize;
 
-    /// The number of ranks, at least 1.
+    /// Number of ranks, at least 1.
     fn world_size(&self) -> usize;
 
-    /// The generation that this group was built for.
+    /// Generation of the membership that this group was built for.
     fn generation(&self) -> u64;
 
-    /// Gives every rank's bytes to every rank, in rank order.
+    /// Gathers the bytes of every rank on every rank, in rank order.
     ///
     /// `mine`: at most [`BLOCK_BYTES_MAX`] bytes; lengths may differ between ranks.
     ///
@@ -27,18 +26,18 @@ pub trait Communicator {
     /// [`CollectiveError`].
     fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError>;
 
-    /// Puts the element-wise sum of all ranks' `src` into every rank's `dst`, and returns every
-    /// rank's `header` in rank order. `src` is only read, so that a failed step can be contributed
-    /// again.
+    /// Writes the element-wise sum of all ranks' `src` to every rank's `dst`, and returns every
+    /// rank's `header` in rank order. `src` is only read, so a failed step can be retried with the
+    /// same contribution.
     ///
     /// `header`: at most [`BLOCK_BYTES_MAX`] bytes; lengths may differ between ranks. `src`, `dst`:
     /// `[len]`, the same `len` on every rank (checked in every frame), f32 in host memory. Traffic
-    /// per rank: `2·(n−1)/n · len · 4` bytes each way, and every header once. Every rank gets
-    /// bit-identical results: each chunk is summed in one fixed order and copied from there.
+    /// per rank: `2·(n−1)/n · len · 4` bytes in each direction, and every header once. Every rank
+    /// gets bit-identical results: each chunk is reduced in one fixed order and copied from there.
     ///
     /// # Errors
-    /// [`CollectiveError`]; `dst` then holds unspecified values, and the operation can have
-    /// succeeded on other ranks.
+    /// [`CollectiveError`]; `dst` then holds unspecified values. The operation may have succeeded
+    /// on other ranks.
     fn all_reduce(
         &mut self,
         header: &[u8],
@@ -48,27 +47,28 @@ pub trait Communicator {
 
     /// Replaces `bytes` on every rank with those of rank `root`.
     ///
-    /// `bytes`: on `root` at most [`BROADCAST_BYTES_MAX`] bytes; elsewhere what was in it is
-    /// dropped. The root returns when the last byte has left it, not when the others have it.
+    /// `bytes`: on `root` at most [`BROADCAST_BYTES_MAX`] bytes; on other ranks the previous
+    /// content is discarded. The root returns when the last byte is handed to the network, not when
+    /// the other ranks have received it.
     ///
     /// # Errors
-    /// [`CollectiveError`]; away from `root`, `bytes` then holds unspecified values.
+    /// [`CollectiveError`]; on ranks other than `root`, `bytes` then holds unspecified values.
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError>;
 
     /// Replaces `buf` on every rank with that of rank `root`.
     ///
     /// `buf`: `[len]`, the same `len` on every rank (checked by the receivers in every frame), f32
-    /// in host memory. The root returns when the last byte has left it, not when the others have
-    /// it.
+    /// in host memory. The root returns when the last byte is handed to the network, not when the
+    /// other ranks have received it.
     ///
     /// # Errors
-    /// [`CollectiveError`]; away from `root`, `buf` then holds unspecified values.
+    /// [`CollectiveError`]; on ranks other than `root`, `buf` then holds unspecified values.
     fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError>;
 }
 
-/// The longest block of one rank in an all-gather, and the longest header in an all-reduce, in
-/// bytes: 16 MiB.
+/// Largest block of one rank in an all-gather, and largest header in an all-reduce, in bytes: 16
+/// MiB.
 pub const BLOCK_BYTES_MAX: usize = 16 << 20;
 
-/// The longest `broadcast_bytes`, in bytes: 1 GiB.
+/// Largest `broadcast_bytes`, in bytes: 1 GiB.
 pub const BROADCAST_BYTES_MAX: usize = 1 << 30;

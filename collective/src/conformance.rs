@@ -1,7 +1,8 @@
-//! What every [`Communicator`] must do, as tests that any backend can run.
+//! Conformance suite: the required behaviour of every [`Communicator`], as tests that any backend
+//! can run.
 //!
-//! A backend says how a [`Group`] is [formed](Form), and calls these functions from its tests; what
-//! is wrong panics. Every rank has a thread of its own. Nothing here waits for longer than a
+//! A backend provides a function that [forms](Form) a [`Group`], and calls these functions from its
+//! tests; a violation panics. Every rank runs on its own thread. No test waits for longer than a
 //! minute.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -13,16 +14,16 @@ use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator};
 
 /// One rank of a group.
 pub struct Rank {
-    /// The rank's place. Dropping it is leaving.
+    /// Communicator of the rank. Dropping it leaves the group.
     pub communicator: Box<dyn Communicator + Send>,
-    /// Ends, from any thread, what this rank does or will do in its group.
+    /// Aborts, from any thread, the current and all future operations of this rank in its group.
     pub abort: Arc<dyn Fn() + Send + Sync>,
 }
 
-/// All ranks of a group, in order.
+/// All ranks of a group, in rank order.
 pub type Group = Vec<Rank>;
 
-/// Forms a group of so many ranks, each time a new one.
+/// Forms a new group of the given number of ranks.
 pub type Form<'a> = &'a dyn Fn(usize) -> Group;
 
 impl std::fmt::Debug for Rank {
@@ -31,9 +32,9 @@ impl std::fmt::Debug for Rank {
     }
 }
 
-/// Sums of all lengths, in all worlds from 1 to 9: exact, the same bits everywhere, headers in rank
-/// order, sources untouched. `exact`: whether the elements travel as they are.
-pub fn sums_are_exact_and_the_same_everywhere(form: Form<'_>, exact: bool) {
+/// Checks sums of many lengths in groups of 1 to 9 ranks: exact, bit-identical on every rank,
+/// headers in rank order, sources unchanged. `exact`: whether elements are sent without rounding.
+pub fn sums_are_exact_and_identical_on_every_rank(form: Form<'_>, exact: bool) {
     for world in 1..=9 {
         let mut group = form(world);
         let lens = [0, 1, 2, 3, 7, 97, 1021, 8191, 8192, 8193, 65_537, 262_147];
@@ -71,8 +72,8 @@ pub fn sums_are_exact_and_the_same_everywhere(form: Form<'_>, exact: bool) {
     }
 }
 
-/// What is no number, and infinities, are the same bits everywhere, too.
-pub fn numbers_that_are_none_are_the_same_everywhere(form: Form<'_>) {
+/// Checks that NaN and infinity have the same bits on every rank.
+pub fn nan_and_infinity_have_the_same_bits_on_every_rank(form: Form<'_>) {
     for world in 2..=5 {
         let mut group = form(world);
         for len in [3, 50_000] {
@@ -97,8 +98,8 @@ pub fn numbers_that_are_none_are_the_same_everywhere(form: Form<'_>) {
     }
 }
 
-/// Any operations, one after the other, from a seed: each does what it says.
-pub fn any_sequence_does_what_it_says(form: Form<'_>) {
+/// Checks random sequences of operations, from a seed: each has the documented result.
+pub fn any_sequence_of_operations_is_correct(form: Form<'_>) {
     for seed in 0..27_u64 {
         let world = 1 + seed as usize % 9;
         let mut group = form(world);
@@ -112,8 +113,9 @@ pub fn any_sequence_does_what_it_says(form: Form<'_>) {
     }
 }
 
-/// Ranks that leave when they are done take nothing from the others.
-pub fn who_leaves_after_an_operation_takes_nothing_from_the_others(form: Form<'_>) {
+/// Checks that a rank that leaves after an operation does not fail the operation of the other
+/// ranks.
+pub fn a_rank_that_leaves_after_an_operation_does_not_fail_the_others(form: Form<'_>) {
     for world in 2..=5 {
         for len in [1, 10_007] {
             for round in 0..5 {
@@ -135,9 +137,9 @@ pub fn who_leaves_after_an_operation_takes_nothing_from_the_others(form: Form<'_
     }
 }
 
-/// One rank leaves, or is aborted, at any point of any operation: all end, with an error, and what
-/// they had before that is right.
-pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) {
+/// Lets one rank leave, or aborts it, at any point of any operation. Checks that all ranks end with
+/// an error, and that the results before that are correct.
+pub fn a_rank_that_ends_at_any_point_ends_all_without_wrong_results(form: Form<'_>) {
     for seed in 0..40_u64 {
         let mut random = Random(seed);
         let world = 2 + random.below(4);
@@ -171,7 +173,7 @@ pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) 
                         return Err("wrong headers".to_owned());
                     }
                     Ok(_) if dst.iter().any(|sum| *sum != world as f32) => {
-                        return Err("a wrong sum".to_owned());
+                        return Err("wrong sum".to_owned());
                     }
                     Ok(_) => rounds += 1,
                     Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. }) => {
@@ -185,7 +187,7 @@ pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) 
                 other => Err(format!("after a failure: {other:?}")),
             }
         });
-        ender.join().expect("it only sleeps");
+        ender.join().expect("the thread only sleeps");
         for result in results {
             result.unwrap_or_else(|error| {
                 panic!("seed {seed}, world {world}, victim {victim}, len {len}: {error}")
@@ -194,11 +196,11 @@ pub fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(form: Form<'_>) 
     }
 }
 
-/// Properties of any group, from a seed: of any size, with sums of any length and headers of any
-/// length, one after the other, in some of which a rank leaves or is aborted at any moment. What
-/// succeeds is right on every rank, to the bit the same, and has all headers; what fails ends, on
-/// all.
-pub fn any_group_sums_right_or_ends(form: Form<'_>) {
+/// Property test of random groups, from a seed: groups of any size run sums of any length with
+/// headers of any length, and in some groups a rank leaves or is aborted at any moment. A
+/// successful operation is correct and bit-identical on every rank and has all headers; a failure
+/// ends the operations of all ranks.
+pub fn any_group_sums_correctly_or_fails(form: Form<'_>) {
     for seed in 0..24_u64 {
         let mut random = Random(seed);
         let world = 1 + random.below(9);
@@ -235,7 +237,7 @@ pub fn any_group_sums_right_or_ends(form: Form<'_>) {
                 let header = vec![(ring.rank() + step) as u8; headers[ring.rank()]];
                 let result = ring.all_reduce(&header, &src, &mut dst);
                 if let Some(ender) = ender {
-                    ender.join().expect("it only sleeps");
+                    ender.join().expect("the thread only sleeps");
                 }
                 match result {
                     Ok(headers) => done.push((headers, dst)),
@@ -276,12 +278,12 @@ pub fn any_group_sums_right_or_ends(form: Form<'_>) {
     }
 }
 
-/// A rank that stays away holds the others up, until they are aborted from outside.
-pub fn who_waits_can_be_aborted(form: Form<'_>) {
+/// Checks that ranks that wait for an absent rank can be aborted from outside.
+pub fn a_waiting_rank_can_be_aborted(form: Form<'_>) {
     for (world, len) in [(2, 1), (2, 100_000), (3, 1), (3, 100_000), (5, 1), (5, 100_000)] {
         for absent in 0..world {
             let mut group = form(world);
-            let away = group.remove(absent);
+            let absent_rank = group.remove(absent);
             let aborts: Vec<_> = group.iter().map(|rank| rank.abort.clone()).collect();
             let ender = thread::spawn(move || {
                 thread::sleep(Duration::from_millis(5));
@@ -290,22 +292,22 @@ pub fn who_waits_can_be_aborted(form: Form<'_>) {
             let results = on_each(group, move |mut rank| {
                 rank.communicator.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).map(drop)
             });
-            ender.join().expect("it only sleeps");
+            ender.join().expect("the thread only sleeps");
             for result in results {
-                // Who hears of another's end first says so.
+                // A rank that sees another rank's closed link first reports that.
                 let is_expected = matches!(
                     result,
                     Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. })
                 );
                 assert!(is_expected, "world {world}, absent {absent}: {result:?}");
             }
-            drop(away);
+            drop(absent_rank);
         }
     }
 }
 
-/// Ranks that disagree, on the length or on the operation, all fail.
-pub fn who_disagrees_fails_with_all(form: Form<'_>) {
+/// Checks that all ranks fail when they disagree on the length or on the operation.
+pub fn a_disagreement_fails_every_rank(form: Form<'_>) {
     for world in 2..=5 {
         for (len, other) in [(5, 7), (5, 50_000), (50_000, 50_001), (300_000, 0)] {
             let mut group = form(world);
@@ -329,8 +331,8 @@ pub fn who_disagrees_fails_with_all(form: Form<'_>) {
     }
 }
 
-/// A call that makes no sense is refused, and leaves the group as it was.
-pub fn a_senseless_call_changes_nothing(form: Form<'_>) {
+/// Checks that an invalid call is refused and leaves the group unchanged.
+pub fn an_invalid_call_changes_nothing(form: Form<'_>) {
     for world in 1..=3 {
         let mut group = form(world);
         let results = on_all(&mut group, move |ring| {
@@ -373,7 +375,7 @@ fn any_operation(
             headers == all && dst == vec![sum; len]
         }
         2 => {
-            // The root's length is nobody else's business.
+            // The length on the root does not depend on the length on other ranks.
             let mut got = bytes(rank, lens[rank] * 200);
             ring.broadcast_bytes(root, &mut got).map_err(report)?;
             got == bytes(root, lens[root] * 200)
@@ -387,7 +389,7 @@ fn any_operation(
     if is_right { Ok(()) } else { Err(format!("rank {rank}, step {step}: wrong result")) }
 }
 
-/// Runs `act` on every rank at once.
+/// Runs `act` on every rank concurrently.
 fn on_all<T: Send + 'static>(
     group: &mut Group,
     act: impl Fn(&mut dyn Communicator) -> T + Send + Sync + 'static,
@@ -401,8 +403,8 @@ fn on_all<T: Send + 'static>(
     results
 }
 
-/// Gives each rank to its own thread. A panic in one drops it, and so ends the others; a hang
-/// panics here.
+/// Runs each rank on its own thread. A panic on one drops its communicator and so ends the others;
+/// a hang panics here.
 fn on_each<T: Send + 'static>(
     group: Group,
     act: impl Fn(Rank) -> T + Send + Sync + 'static,
@@ -435,8 +437,8 @@ fn header(rank: usize) -> Vec<u8> {
     vec![rank as u8; rank * 1000]
 }
 
-/// What a rank contributes: whole numbers from -8 to 7, so that every sum is exact, in whatever
-/// order and dtype.
+/// Contribution of a rank: whole numbers from -8 to 7, so that every sum is exact in any order and
+/// dtype.
 fn part(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|index| ((index * 7 + index / 16 + rank * 5) % 16) as f32 - 8.0).collect()
 }
@@ -445,8 +447,8 @@ fn part(rank: usize, len: usize) -> Vec<f32> {
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// Up to `most`, each order of magnitude as likely, and often beside a power of two, where ways
-    /// of summing begin and end.
+    /// Returns a length up to `most`: every order of magnitude is equally likely, and values next
+    /// to a power of two are frequent, since algorithms change there.
     fn length(&mut self, most: usize) -> usize {
         let power = 1_usize << self.below(most.ilog2() as usize + 1);
         let len = match self.below(3) {
@@ -465,5 +467,5 @@ impl Random {
     }
 }
 
-/// Far beyond what anything here takes; only a hang gets there.
+/// Limit that only a hang reaches.
 const WATCHDOG: Duration = Duration::from_secs(60);

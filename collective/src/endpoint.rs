@@ -7,19 +7,19 @@ use std::{io, mem};
 
 use rustix::event::{PollFd, PollFlags};
 
-use crate::bell::Bell;
-use crate::fence::Pass;
-use crate::hello::{Hello, JobDigest, Purpose, STREAMS_MAX};
+use crate::acceptor::{Acceptor, Identity};
+use crate::fence::GroupRegistration;
+use crate::handshake::{CHANNELS_MAX, Hello, JobDigest, Purpose};
+use crate::host_group::{Links, Neighbour, TransportPlan};
 use crate::hosts::Hosts;
 use crate::link::{DialError, dial, poll_until, set_up_listener};
-use crate::lobby::Lobby;
-use crate::porter::{Identity, Porter};
-use crate::progress::{Place, Progress};
-use crate::schedule::Seat;
-use crate::tcp::{Links, Neighbour, Plan};
+use crate::notifier::Notifier;
+use crate::pending_requests::PendingRequests;
+use crate::progress::{Progress, WaitPoint};
+use crate::schedule::RankInfo;
 use crate::{
-    CollectiveError, Fence, GroupSpec, Member, Position, Secret, StateReceiver, TcpRing, Transport,
-    Visitor, WireDtype,
+    CollectiveError, Fence, GroupSpec, HostGroup, Member, Position, Secret, StateReceiver,
+    StateRequest, Transport, WireDtype,
 };
 
 /// A worker's end of all links: its listener and its fence. One per worker process, and lives as
@@ -32,17 +32,17 @@ pub struct Endpoint {
     identity: Arc<Identity>,
     address: SocketAddr,
     fence: Fence,
-    lobby: Arc<Lobby>,
+    pending_requests: Arc<PendingRequests>,
     progress: Progress,
     /// How long a dial waits for an answer; `None` waits as long as the whole attempt.
     dial_limit: Option<Duration>,
     wire: WireDtype,
     transport: Transport,
     /// Links between two neighbours.
-    streams: u8,
-    quit: Arc<Bell>,
+    channels: u8,
+    stop: Arc<Notifier>,
     /// Taken only when the endpoint is dropped.
-    porter: Option<JoinHandle<()>>,
+    acceptor: Option<JoinHandle<()>>,
 }
 
 impl Endpoint {
@@ -52,10 +52,15 @@ impl Endpoint {
     /// # Errors
     /// [`CollectiveError::Invalid`] if the secret is empty, [`CollectiveError::Bind`],
     /// [`CollectiveError::Io`].
-    pub fn bind(ip: IpAddr, job: &str, me: u64, secret: Secret) -> Result<Self, CollectiveError> {
+    pub fn bind(
+        ip: IpAddr,
+        job: &str,
+        own_id: u64,
+        secret: Secret,
+    ) -> Result<Self, CollectiveError> {
         let listener =
             TcpListener::bind((ip, 0)).map_err(|source| CollectiveError::Bind { source })?;
-        Self::from_listener(listener, job, me, secret)
+        Self::from_listener(listener, job, own_id, secret)
     }
 
     /// As [`bind`](Self::bind), on a listener that is there already: a worker tells its master
@@ -66,7 +71,7 @@ impl Endpoint {
     pub fn from_listener(
         listener: TcpListener,
         job: &str,
-        me: u64,
+        own_id: u64,
         secret: Secret,
     ) -> Result<Self, CollectiveError> {
         if secret.bytes().is_empty() {
@@ -75,39 +80,39 @@ impl Endpoint {
         let bind_error = |source| CollectiveError::Bind { source };
         set_up_listener(&listener).map_err(bind_error)?;
         let address = listener.local_addr().map_err(bind_error)?;
-        let bell = Bell::new().map_err(|errno| CollectiveError::Io {
+        let notifier = Notifier::new().map_err(|errno| CollectiveError::Io {
             action: "create an event descriptor",
             source: errno.into(),
         })?;
-        let identity = Arc::new(Identity { job: JobDigest::of(job), me, secret });
+        let identity = Arc::new(Identity { job: JobDigest::of(job), own_id, secret });
         let fence = Fence::new();
-        let quit = Arc::new(bell);
-        let lobby = Arc::new(Lobby::default());
-        let porter = Porter {
+        let stop = Arc::new(notifier);
+        let pending_requests = Arc::new(PendingRequests::default());
+        let acceptor = Acceptor {
             listener,
             identity: identity.clone(),
             fence: fence.clone(),
-            lobby: lobby.clone(),
-            quit: quit.clone(),
+            pending_requests: pending_requests.clone(),
+            stop: stop.clone(),
         };
-        let porter = thread::Builder::new()
+        let acceptor = thread::Builder::new()
             .name("ring-accept".to_owned())
-            .spawn(move || porter.run())
+            .spawn(move || acceptor.run())
             .map_err(|source| CollectiveError::Io { action: "start the accept thread", source })?;
         let (progress, dial_limit, wire) = (Progress::new(), None, WireDtype::default());
-        let (transport, streams) = (Transport::default(), 1);
+        let (transport, channels) = (Transport::default(), 1);
         Ok(Self {
             identity,
             address,
             fence,
-            lobby,
+            pending_requests,
             progress,
             dial_limit,
             wire,
             transport,
-            streams,
-            quit,
-            porter: Some(porter),
+            channels,
+            stop,
+            acceptor: Some(acceptor),
         })
     }
 
@@ -142,13 +147,13 @@ impl Endpoint {
     ///
     /// # Errors
     /// [`CollectiveError::Invalid`].
-    pub fn with_streams(mut self, streams: u8) -> Result<Self, CollectiveError> {
-        if !(1..=STREAMS_MAX).contains(&streams) {
+    pub fn with_channels(mut self, channels: u8) -> Result<Self, CollectiveError> {
+        if !(1..=CHANNELS_MAX).contains(&channels) {
             let reason =
-                format!("{streams} links between neighbours; 1 to {STREAMS_MAX} are possible");
+                format!("{channels} links between neighbours; 1 to {CHANNELS_MAX} are possible");
             return Err(CollectiveError::Invalid(reason));
         }
-        self.streams = streams;
+        self.channels = channels;
         Ok(self)
     }
 
@@ -181,15 +186,15 @@ impl Endpoint {
         &self,
         group: &GroupSpec,
         deadline: Duration,
-    ) -> Result<TcpRing, CollectiveError> {
-        let rank = group.rank_of(self.identity.me)?;
-        let pass = self.fence.enter(group.generation)?;
+    ) -> Result<HostGroup, CollectiveError> {
+        let rank = group.rank_of(self.identity.own_id)?;
+        let registration = self.fence.register(group.generation)?;
         let world = group.members.len();
         if world == 1 {
-            return Ok(TcpRing::alone(pass, self.progress()));
+            return Ok(HostGroup::alone(registration, self.progress()));
         }
         let hosts = Hosts::of(&group.members);
-        let place = hosts.place(rank);
+        let position = hosts.position(rank);
         let may_share = self.transport == Transport::Auto && hosts.largest() > 1;
         let is_mixed = may_share && hosts.count() > 1;
         let until = Until { at: Instant::now().checked_add(deadline), waited: deadline };
@@ -197,32 +202,43 @@ impl Endpoint {
             let at = ranks.iter().position(|other| *other == rank)?;
             let [next, prev] = [at + 1, at + ranks.len() - 1].map(|at| ranks[at % ranks.len()]);
             let Self { identity, progress, dial_limit, .. } = self;
-            let (pass, dial_limit) = (&pass, *dial_limit);
-            let attempt =
-                Attempt { identity, group, pass, progress, dial_limit, purpose, next, prev, until };
+            let (registration, dial_limit) = (&registration, *dial_limit);
+            let attempt = Attempt {
+                identity,
+                group,
+                registration,
+                progress,
+                dial_limit,
+                purpose,
+                next,
+                prev,
+                until,
+            };
             (ranks.len() > 1).then_some(attempt)
         };
         let ring = attempt(Purpose::Ring, (0..world).collect()).expect("this rank is in the group");
-        let home = attempt(Purpose::Home, hosts.ranks(place.host).to_vec()).filter(|_| is_mixed);
+        let host_ring =
+            attempt(Purpose::Host, hosts.ranks(position.host).to_vec()).filter(|_| is_mixed);
         let leaders = attempt(Purpose::Leaders, hosts.leaders()).filter(|_| is_mixed);
-        let further = if may_share { 0 } else { self.streams - 1 };
-        let lanes =
-            (1..=further).map(|number| attempt(Purpose::Stream(number), (0..world).collect()));
-        let attempts = [Some(ring), home, leaders].into_iter().chain(lanes).collect();
-        let mut links = Attempt::run_all(attempts).inspect_err(|_| pass.shut_down())?.into_iter();
+        let further = if may_share { 0 } else { self.channels - 1 };
+        let channels =
+            (1..=further).map(|number| attempt(Purpose::Channel(number), (0..world).collect()));
+        let attempts = [Some(ring), host_ring, leaders].into_iter().chain(channels).collect();
+        let mut links =
+            Attempt::run_all(attempts).inspect_err(|_| registration.shut_down())?.into_iter();
         let mut next = || links.next().flatten();
-        let (ring, home, leaders) = (next().expect("it was asked for"), next(), next());
-        let ring = TcpRing::linked(pass, self.progress(), Seat { rank, world }, ring);
-        let ring = ring.with_lanes(links.flatten().collect());
+        let (ring, host_ring, leaders) = (next().expect("it was asked for"), next(), next());
+        let ring = HostGroup::linked(registration, self.progress(), RankInfo { rank, world }, ring);
+        let ring = ring.with_extra_channels(links.flatten().collect());
         let members = group.members.iter().map(|member| member.id).collect();
-        let plan = may_share.then(|| Plan { members, hosts, home, leaders });
-        Ok(ring.with_wire_dtype(self.wire).with_sharing(plan))
+        let plan = may_share.then(|| TransportPlan { members, hosts, host_ring, leaders });
+        Ok(ring.with_wire_dtype(self.wire).with_transport_plan(plan))
     }
 
     /// The next newcomer that wants this worker's state, if one waits. Never blocks.
     #[must_use]
-    pub fn visitor(&self) -> Option<Visitor> {
-        self.lobby.next()
+    pub fn next_state_request(&self) -> Option<StateRequest> {
+        self.pending_requests.pop()
     }
 
     /// Dials `donor` for its state, within `limit`. `patience`: how long it may be silent once it
@@ -235,7 +251,7 @@ impl Endpoint {
         &self,
         donor: Member,
         limit: Duration,
-        patience: Duration,
+        idle_timeout: Duration,
         position: Option<Position>,
     ) -> Result<StateReceiver, CollectiveError> {
         let lost = |source| CollectiveError::PeerLost { rank: 0, member: donor.id, source };
@@ -251,22 +267,27 @@ impl Endpoint {
             })?;
         let link = Arc::new(link);
         self.fence.watch(&link);
-        let Identity { job, me, secret } = &*self.identity;
-        let hello =
-            Hello { purpose: Purpose::State, job: *job, generation: 0, from: *me, to: donor.id };
+        let Identity { job, own_id, secret } = &*self.identity;
+        let hello = Hello {
+            purpose: Purpose::State,
+            job: *job,
+            generation: 0,
+            from: *own_id,
+            to: donor.id,
+        };
         // A fresh socket's buffer holds many hellos, so this is one write and cannot block.
         (&*link).write_all(&hello.encode(secret)).map_err(lost)?;
-        StateReceiver::new(donor.id, link, patience, position)
+        StateReceiver::new(donor.id, link, idle_timeout, position)
             .map_err(|source| CollectiveError::Io { action: "start the thread of a fetch", source })
     }
 }
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        self.quit.ring();
-        if let Some(porter) = mem::take(&mut self.porter) {
+        self.stop.notify();
+        if let Some(acceptor) = mem::take(&mut self.acceptor) {
             // It can only have panicked, and has said so.
-            let _ = porter.join();
+            let _ = acceptor.join();
         }
     }
 }
@@ -275,7 +296,7 @@ impl Drop for Endpoint {
 struct Attempt<'a> {
     identity: &'a Identity,
     group: &'a GroupSpec,
-    pass: &'a Pass,
+    registration: &'a GroupRegistration,
     progress: &'a Progress,
     dial_limit: Option<Duration>,
     purpose: Purpose,
@@ -304,18 +325,18 @@ impl Attempt<'_> {
     }
 
     fn finish(&self, next: Arc<TcpStream>) -> Result<Links, CollectiveError> {
-        let generation = self.pass.generation();
-        self.progress.wait_at(Place {
+        let generation = self.registration.generation();
+        self.progress.begin_wait(WaitPoint {
             generation,
             operation: 0,
             received: 0,
             sent: 0,
             waits_for_next: false,
         });
-        let prev = self.take_prev(&next);
-        self.progress.go_on();
+        let prev = self.accept_prev(&next);
+        self.progress.end_wait();
         let prev = prev?;
-        self.pass.check()?;
+        self.registration.check()?;
         Ok(Links { next: self.neighbour(self.next, next), prev: self.neighbour(self.prev, prev) })
     }
 
@@ -324,18 +345,18 @@ impl Attempt<'_> {
         let link = self.dial_within_limit(peer.address).map_err(|error| match error {
             DialError::Ended(error) => error,
             DialError::Lost(source) => self.lost(self.next, source),
-            DialError::TimedOut => self.late(self.next),
+            DialError::TimedOut => self.deadline_exceeded(self.next),
             DialError::Unanswered(waited) => {
                 CollectiveError::Unreachable { rank: self.next, member: peer.id, waited }
             }
         })?;
         let link = Arc::new(link);
-        self.pass.register(&link);
+        self.registration.register_link(&link);
         let hello = Hello {
             purpose: self.purpose,
             job: self.identity.job,
-            generation: self.pass.generation(),
-            from: self.identity.me,
+            generation: self.registration.generation(),
+            from: self.identity.own_id,
             to: peer.id,
         };
         // A fresh socket's buffer holds many hellos, so this is one write and cannot block.
@@ -349,17 +370,17 @@ impl Attempt<'_> {
     /// be longer than the limit: so a few are made within it.
     fn dial_within_limit(&self, address: SocketAddr) -> Result<TcpStream, DialError> {
         let Some(limit) = self.dial_limit else {
-            return dial(address, Some(self.pass), self.until.at);
+            return dial(address, Some(self.registration), self.until.at);
         };
         let started = Instant::now();
         for tries in 1..=DIALS_MAX {
             let until = started.checked_add(limit * tries / DIALS_MAX);
             let until = until.into_iter().chain(self.until.at).min();
-            match dial(address, Some(self.pass), until) {
+            match dial(address, Some(self.registration), until) {
                 Err(DialError::TimedOut) => {}
                 // A router's word, or a neighbour's silence to the question for its address: it may
                 // pass.
-                Err(DialError::Lost(error)) if is_no_way(error.kind()) => self.pause(until)?,
+                Err(DialError::Lost(error)) if is_unreachable(error.kind()) => self.pause(until)?,
                 done => return done,
             }
             if self.until.at.is_some_and(|end| end <= Instant::now()) {
@@ -372,39 +393,39 @@ impl Attempt<'_> {
     /// Waits until then, or until the pass is aborted.
     fn pause(&self, until: Option<Instant>) -> Result<(), DialError> {
         loop {
-            self.pass.check().map_err(DialError::Ended)?;
-            let mut fds = [PollFd::new(self.pass.bell(), PollFlags::IN)];
+            self.registration.check().map_err(DialError::Ended)?;
+            let mut fds = [PollFd::new(self.registration.notifier(), PollFlags::IN)];
             if !poll_until(&mut fds, until).map_err(DialError::Lost)? {
                 return Ok(());
             }
-            self.pass.bell().clear();
+            self.registration.notifier().clear();
         }
     }
 
     /// Waits for the previous member's dial, and for the end of the link to the next member
     /// meanwhile. Bytes may come from there: the next member may have all its links, and have
     /// begun.
-    fn take_prev(&self, next: &Arc<TcpStream>) -> Result<Arc<TcpStream>, CollectiveError> {
+    fn accept_prev(&self, next: &Arc<TcpStream>) -> Result<Arc<TcpStream>, CollectiveError> {
         let member = self.group.members[self.prev].id;
         loop {
-            self.pass.bell().clear();
-            self.pass.check()?;
-            if let Some(link) = self.pass.take(member, self.purpose) {
+            self.registration.notifier().clear();
+            self.registration.check()?;
+            if let Some(link) = self.registration.take(member, self.purpose) {
                 let link = Arc::new(link);
-                self.pass.register(&link);
+                self.registration.register_link(&link);
                 return Ok(link);
             }
             let mut fds = [
-                PollFd::new(self.pass.bell(), PollFlags::IN),
+                PollFd::new(self.registration.notifier(), PollFlags::IN),
                 PollFd::new(&**next, PollFlags::RDHUP),
             ];
             let in_time = poll_until(&mut fds, self.until.at)
                 .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
             if !in_time {
-                return Err(self.late(self.prev));
+                return Err(self.deadline_exceeded(self.prev));
             }
             if !fds[1].revents().is_empty() {
-                self.pass.check()?;
+                self.registration.check()?;
                 // What has been sent before the end does not matter any more.
                 let fault = next.take_error().ok().flatten();
                 return Err(
@@ -420,13 +441,13 @@ impl Attempt<'_> {
 
     fn lost(&self, rank: usize, source: io::Error) -> CollectiveError {
         // A link that the fence has shut down looks like a lost peer.
-        if let Err(aborted) = self.pass.check() {
+        if let Err(aborted) = self.registration.check() {
             return aborted;
         }
         CollectiveError::PeerLost { rank, member: self.group.members[rank].id, source }
     }
 
-    fn late(&self, rank: usize) -> CollectiveError {
+    fn deadline_exceeded(&self, rank: usize) -> CollectiveError {
         CollectiveError::Deadline {
             rank,
             member: self.group.members[rank].id,
@@ -438,7 +459,7 @@ impl Attempt<'_> {
 /// Dials of one member, each given up for the next, within the dial limit.
 const DIALS_MAX: u32 = 4;
 
-fn is_no_way(kind: ErrorKind) -> bool {
+fn is_unreachable(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable | ErrorKind::TimedOut)
 }
 

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use crate::CollectiveError;
-use crate::bell::Bell;
-use crate::hello::Purpose;
-use crate::parking::{Dialler, Parking};
+use crate::handshake::Purpose;
+use crate::notifier::Notifier;
+use crate::pending_dials::{DialKey, PendingDials};
 
 /// Ends everything older than a generation, at once, from any thread. All clones are one fence.
 ///
@@ -31,14 +31,14 @@ impl Fence {
         let mut state = self.lock();
         state.floor = state.floor.max(generation);
         let floor = state.floor;
-        state.parking.drop_before(floor);
+        state.pending_dials.drop_before(floor);
         if floor == u64::MAX {
             state.watched.iter().filter_map(Weak::upgrade).for_each(|link| shut_down(&link));
         }
         for entry in state.entries.values().filter(|entry| entry.generation < floor) {
             entry.signal.aborted.store(true, Ordering::Release);
             entry.shut_down();
-            entry.signal.bell.ring();
+            entry.signal.notifier.notify();
         }
     }
 
@@ -47,7 +47,7 @@ impl Fence {
             floor: 0,
             newest: 0,
             taken: Vec::new(),
-            parking: Parking::new(),
+            pending_dials: PendingDials::new(),
             entries: BTreeMap::new(),
             watched: Vec::new(),
             entries_ever: 0,
@@ -60,23 +60,23 @@ impl Fence {
     /// # Errors
     /// [`CollectiveError::Aborted`], if the fence is above `generation` or a newer group has been
     /// begun; [`CollectiveError::Io`].
-    pub(crate) fn enter(&self, generation: u64) -> Result<Pass, CollectiveError> {
-        let bell = Bell::new().map_err(|errno| CollectiveError::Io {
+    pub(crate) fn register(&self, generation: u64) -> Result<GroupRegistration, CollectiveError> {
+        let notifier = Notifier::new().map_err(|errno| CollectiveError::Io {
             action: "create an event descriptor",
             source: errno.into(),
         })?;
-        let signal = Arc::new(Signal { aborted: AtomicBool::new(false), bell });
+        let signal = Arc::new(Signal { aborted: AtomicBool::new(false), notifier });
         let mut state = self.lock();
-        if generation < state.oldest_welcome() {
+        if generation < state.oldest_admitted() {
             return Err(CollectiveError::Aborted { generation });
         }
         state.newest = generation;
-        state.parking.drop_before(generation);
-        state.taken.retain(|dialler| dialler.generation >= generation);
+        state.pending_dials.drop_before(generation);
+        state.taken.retain(|key| key.generation >= generation);
         let id = state.entries_ever;
         state.entries_ever += 1;
         state.entries.insert(id, Entry { generation, links: Vec::new(), signal: signal.clone() });
-        Ok(Pass { fence: self.clone(), id, generation, signal })
+        Ok(GroupRegistration { fence: self.clone(), id, generation, signal })
     }
 
     /// Has `link`, which is of no generation, shut down when everything is over: when the fence is
@@ -93,27 +93,27 @@ impl Fence {
     /// Takes in a proven dial, for whoever builds that generation now or later.
     pub(crate) fn admit(
         &self,
-        dialler: Dialler,
+        key: DialKey,
         link: TcpStream,
         now: Duration,
     ) -> Result<(), Refusal> {
         let mut state = self.lock();
-        if dialler.generation < state.oldest_welcome() {
+        if key.generation < state.oldest_admitted() {
             return Err(Refusal::Old);
         }
-        if state.taken.contains(&dialler) {
+        if state.taken.contains(&key) {
             return Err(Refusal::Duplicate);
         }
-        state.parking.park(dialler, link, now);
-        for entry in state.entries.values().filter(|entry| entry.generation == dialler.generation) {
-            entry.signal.bell.ring();
+        state.pending_dials.insert(key, link, now);
+        for entry in state.entries.values().filter(|entry| entry.generation == key.generation) {
+            entry.signal.notifier.notify();
         }
         Ok(())
     }
 
     /// Drops dials that nobody came for, and says when to come back.
     pub(crate) fn expire(&self, now: Duration) -> Option<Duration> {
-        self.lock().parking.expire(now)
+        self.lock().pending_dials.expire(now)
     }
 
     /// The number of groups that are being built or in use.
@@ -124,8 +124,8 @@ impl Fence {
 
     /// The number of dials that wait.
     #[cfg(test)]
-    pub(crate) fn parked(&self) -> usize {
-        self.lock().parking.len()
+    pub(crate) fn pending_dial_count(&self) -> usize {
+        self.lock().pending_dials.len()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -144,21 +144,21 @@ pub(crate) enum Refusal {
 
 /// One group's registration with the fence, from the first dial to the last byte.
 #[derive(Debug)]
-pub(crate) struct Pass {
+pub(crate) struct GroupRegistration {
     fence: Fence,
     id: u64,
     generation: u64,
     signal: Arc<Signal>,
 }
 
-impl Pass {
+impl GroupRegistration {
     pub(crate) fn generation(&self) -> u64 {
         self.generation
     }
 
     /// Rings when the pass is aborted or a dial of its generation has come in.
-    pub(crate) fn bell(&self) -> &Bell {
-        &self.signal.bell
+    pub(crate) fn notifier(&self) -> &Notifier {
+        &self.signal.notifier
     }
 
     /// # Errors
@@ -171,7 +171,7 @@ impl Pass {
     }
 
     /// Has `link` shut down when the pass is aborted. If it has been already, so is the link.
-    pub(crate) fn register(&self, link: &Arc<TcpStream>) {
+    pub(crate) fn register_link(&self, link: &Arc<TcpStream>) {
         let mut state = self.fence.lock();
         if self.signal.aborted.load(Ordering::Acquire) {
             shut_down(link);
@@ -182,10 +182,10 @@ impl Pass {
 
     /// The dial of `member` in this generation, if it has come in.
     pub(crate) fn take(&self, member: u64, purpose: Purpose) -> Option<TcpStream> {
-        let dialler = Dialler { generation: self.generation, member, purpose };
+        let key = DialKey { generation: self.generation, member, purpose };
         let mut state = self.fence.lock();
-        let link = state.parking.take(dialler)?;
-        state.taken.push(dialler);
+        let link = state.pending_dials.take(key)?;
+        state.taken.push(key);
         Some(link)
     }
 
@@ -197,7 +197,7 @@ impl Pass {
     }
 }
 
-impl Drop for Pass {
+impl Drop for GroupRegistration {
     fn drop(&mut self) {
         self.fence.lock().entries.remove(&self.id);
     }
@@ -210,15 +210,15 @@ struct State {
     /// The newest generation that a group was begun for.
     newest: u64,
     /// The dials of the newest generation that were handed over.
-    taken: Vec<Dialler>,
-    parking: Parking<TcpStream>,
+    taken: Vec<DialKey>,
+    pending_dials: PendingDials<TcpStream>,
     entries: BTreeMap<u64, Entry>,
     watched: Vec<Weak<TcpStream>>,
     entries_ever: u64,
 }
 
 impl State {
-    fn oldest_welcome(&self) -> u64 {
+    fn oldest_admitted(&self) -> u64 {
         self.floor.max(self.newest)
     }
 }
@@ -239,7 +239,7 @@ impl Entry {
 #[derive(Debug)]
 struct Signal {
     aborted: AtomicBool,
-    bell: Bell,
+    notifier: Notifier,
 }
 
 fn shut_down(link: &TcpStream) {

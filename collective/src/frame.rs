@@ -45,7 +45,7 @@ pub(crate) enum Kind {
     /// What goes along with an operation on buffers of GPUs.
     Device = 16,
     /// The ranks find out what they have in common.
-    Meeting = 8,
+    Negotiation = 8,
 }
 
 impl Frame {
@@ -125,7 +125,7 @@ impl TryFrom<u32> for Kind {
     fn try_from(number: u32) -> Result<Self, String> {
         use Kind::{
             AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast,
-            BroadcastBytes, Device, Meeting,
+            BroadcastBytes, Device, Negotiation,
         };
         [
             AllGather,
@@ -136,7 +136,7 @@ impl TryFrom<u32> for Kind {
             Broadcast,
             BroadcastBytes,
             Device,
-            Meeting,
+            Negotiation,
         ]
         .into_iter()
         .find(|kind| *kind as u32 == number)

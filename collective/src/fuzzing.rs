@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::frame::{Frame, Kind};
-use crate::hello::{HELLO_BYTES, Hello};
+use crate::handshake::{HELLO_BYTES, Hello};
+use crate::host_group::{Links, Neighbour};
 use crate::link::set_up;
 use crate::progress::Progress;
-use crate::schedule::Seat;
-use crate::tcp::{Links, Neighbour};
+use crate::schedule::RankInfo;
 use crate::{
-    CollectiveError, Communicator, Fence, Secret, StateReceiver, TcpRing, Visitor, WireDtype,
+    CollectiveError, Communicator, Fence, HostGroup, Secret, StateReceiver, StateRequest, WireDtype,
 };
 
 /// The first byte chooses the operation, the second the rank, the group's size and which links end;
@@ -39,10 +39,11 @@ pub fn ring(data: &[u8]) -> bool {
         next: neighbour((rank + 1) % world, Arc::new(next)),
         prev: neighbour((rank + world - 1) % world, Arc::new(prev)),
     };
-    let pass = Fence::new().enter(GENERATION).expect("it is the first one");
+    let registration = Fence::new().register(GENERATION).expect("it is the first one");
     let wire = [WireDtype::F32, WireDtype::Bf16, WireDtype::F16][usize::from(operation >> 4) % 3];
     let mut ring =
-        TcpRing::linked(pass, Progress::new(), Seat { rank, world }, links).with_wire_dtype(wire);
+        HostGroup::linked(registration, Progress::new(), RankInfo { rank, world }, links)
+            .with_wire_dtype(wire);
     let result = run(&mut ring, operation & 15);
     if result.is_err() {
         let again = ring.all_gather(&[]);
@@ -70,9 +71,9 @@ pub fn state(data: &[u8]) -> (usize, usize) {
     let (end, mut to_end) = pair();
     to_end.write_all(data).expect("a fresh socket's buffer holds that much");
     to_end.shutdown(Shutdown::Write).expect("it is open");
-    let receiver = StateReceiver::new(1, Arc::new(end), PATIENCE, None);
+    let receiver = StateReceiver::new(1, Arc::new(end), IDLE_TIMEOUT, None);
     let mut receiver = receiver.expect("the system has a thread");
-    while let Ok(Some(head)) = receiver.next(PATIENCE) {
+    while let Ok(Some(head)) = receiver.next(IDLE_TIMEOUT) {
         counts.0 += 1;
         let floats = usize::try_from(head.floats).unwrap_or(usize::MAX).min(BYTES_MAX);
         if receiver.take(&mut vec![0.0; floats]).is_err() {
@@ -82,7 +83,7 @@ pub fn state(data: &[u8]) -> (usize, usize) {
     let (end, mut to_end) = pair();
     to_end.write_all(data).expect("a fresh socket's buffer holds that much");
     to_end.shutdown(Shutdown::Write).expect("it is open");
-    let mut sender = Visitor::new(1, end).serve(PATIENCE);
+    let mut sender = StateRequest::new(1, end).serve(IDLE_TIMEOUT);
     if sender.first_position().is_ok() {
         counts.1 += 1;
     }
@@ -171,7 +172,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-fn run(ring: &mut TcpRing, operation: u8) -> Result<(), CollectiveError> {
+fn run(ring: &mut HostGroup, operation: u8) -> Result<(), CollectiveError> {
     let other = (ring.rank() + 1) % ring.world_size();
     match operation {
         0 => ring.all_gather(b"me").map(drop),
@@ -199,4 +200,4 @@ const RING_LEN: usize = 8194;
 const BYTES_MAX: usize = 60 << 10;
 
 /// Everything has come, and the end of the link behind it.
-const PATIENCE: Duration = Duration::from_secs(60);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);

@@ -11,10 +11,10 @@ pub(crate) struct Hosts(Vec<Vec<usize>>);
 
 /// Where a rank is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Place {
+pub(crate) struct HostPosition {
     pub(crate) host: usize,
     /// Among the ranks of the host. The first one leads: it speaks with other hosts.
-    pub(crate) index: usize,
+    pub(crate) local_rank: usize,
 }
 
 impl Hosts {
@@ -61,12 +61,12 @@ impl Hosts {
         self.0.iter().map(Vec::len).max().unwrap_or(0)
     }
 
-    pub(crate) fn place(&self, rank: usize) -> Place {
-        let place = self.0.iter().enumerate().find_map(|(host, ranks)| {
-            let index = ranks.iter().position(|other| *other == rank)?;
-            Some(Place { host, index })
+    pub(crate) fn position(&self, rank: usize) -> HostPosition {
+        let position = self.0.iter().enumerate().find_map(|(host, ranks)| {
+            let local_rank = ranks.iter().position(|other| *other == rank)?;
+            Some(HostPosition { host, local_rank })
         });
-        place.expect("every rank is on a host")
+        position.expect("every rank is on a host")
     }
 }
 
@@ -83,6 +83,6 @@ mod tests {
         assert_eq!([0, 1, 2].map(|host| hosts.ranks(host)), [&[0, 2][..], &[1, 4], &[3]]);
         assert_eq!(hosts.leaders(), [0, 1, 3]);
         assert_eq!(hosts.largest(), 2);
-        assert_eq!(hosts.place(4), Place { host: 1, index: 1 });
+        assert_eq!(hosts.position(4), HostPosition { host: 1, local_rank: 1 });
     }
 }

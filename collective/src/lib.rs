@@ -1,7 +1,7 @@
 //! Group communication between the ranks of one generation: a ring over TCP.
 //!
 //! ```text
-//!            Endpoint (one per worker)                    TcpRing (one per generation)
+//!            Endpoint (one per worker)                    HostGroup (one per generation)
 //!   ┌───────────────────────────────────────┐
 //!   │ listener ─▶ porter ─▶ hello proven?   │   ┌─▶ rank 0 ─▶ rank 1 ─▶ rank 2 ─┐
 //!   │                 └─▶ Fence: generation │   └───────────────────────────────┘
@@ -10,7 +10,7 @@
 //!   └───────────────────────────────────────┘
 //! ```
 //!
-//! An [`Endpoint`] [connects](Endpoint::connect) the members of a [`GroupSpec`] to a [`TcpRing`],
+//! An [`Endpoint`] [connects](Endpoint::connect) the members of a [`GroupSpec`] to a [`HostGroup`],
 //! whose operations are those of [`Communicator`]. A [`Fence`] ends them from outside. What a ring
 //! sends and receives in which order is a pure [schedule](crate#layout), simulated in tests apart
 //! from sockets.
@@ -46,8 +46,8 @@
 //! [`nccl`] for buffers of a GPU; `patience` is how long one looks before it sleeps. Memory:
 //! `pages`.
 
-mod arms;
-mod bell;
+mod acceptor;
+mod chain;
 mod chunk;
 mod communicator;
 pub mod conformance;
@@ -60,26 +60,25 @@ mod frame;
 #[doc(hidden)]
 pub mod fuzzing;
 mod group;
-mod hello;
+mod handshake;
+mod host_group;
 mod hosts;
+mod huge_pages;
 mod link;
-mod lobby;
 mod local;
 pub mod nccl;
-mod pages;
-mod parking;
-mod patience;
+mod notifier;
 mod payload;
-mod porter;
+mod pending_dials;
+mod pending_requests;
 mod progress;
-mod relay;
 /// Not for users: public so that the workspace's simulation can run whole systems on it.
 #[doc(hidden)]
 pub mod schedule;
 mod secret;
-mod shared;
+mod shm;
+mod spin_wait;
 mod state;
-mod tcp;
 mod transfer;
 mod wire;
 
@@ -88,12 +87,13 @@ pub use endpoint::Endpoint;
 pub use error::CollectiveError;
 pub use fence::Fence;
 pub use group::{GroupSpec, MEMBERS_MAX, Member};
+pub use host_group::{HostGroup, Transport};
+pub use huge_pages::zeros;
 pub use local::{LocalFence, LocalRank};
-pub use pages::zeros;
 pub use progress::{Progress, Stall};
 pub use secret::Secret;
 pub use state::{
-    NOTE_BYTES_MAX, ParcelHead, Position, StateLink, StateReceiver, StateSender, Visitor,
+    NOTE_BYTES_MAX, Position, StateLink, StateMessageHeader, StateReceiver, StateRequest,
+    StateSender,
 };
-pub use tcp::{TcpRing, Transport};
 pub use wire::WireDtype;

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::CollectiveError;
-use crate::fence::Pass;
+use crate::fence::GroupRegistration;
 
 /// Why a link was not made.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub(crate) enum DialError {
 /// The peer's kernel answers, so that a peer that is busy computing delays nobody.
 pub(crate) fn dial(
     address: SocketAddr,
-    pass: Option<&Pass>,
+    registration: Option<&GroupRegistration>,
     deadline: Option<Instant>,
 ) -> Result<TcpStream, DialError> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
@@ -48,12 +48,15 @@ pub(crate) fn dial(
         Ok(()) => {}
         Err(Errno::INPROGRESS | Errno::INTR) => loop {
             let mut fds = vec![PollFd::new(&socket, PollFlags::OUT)];
-            fds.extend(pass.map(|pass| PollFd::new(pass.bell(), PollFlags::IN)));
+            fds.extend(
+                registration
+                    .map(|registration| PollFd::new(registration.notifier(), PollFlags::IN)),
+            );
             let in_time = poll_until(&mut fds, deadline).map_err(DialError::Lost)?;
             let connected = !fds[0].revents().is_empty();
-            if let Some(pass) = pass {
-                pass.bell().clear();
-                pass.check().map_err(DialError::Ended)?;
+            if let Some(registration) = registration {
+                registration.notifier().clear();
+                registration.check().map_err(DialError::Ended)?;
             }
             if connected {
                 sockopt::socket_error(&socket)

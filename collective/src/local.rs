@@ -9,7 +9,7 @@ use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator}
 /// Who comes last to an operation does it for all.
 #[derive(Debug)]
 pub struct LocalRank {
-    group: Arc<Meeting>,
+    group: Arc<Barrier>,
     rank: usize,
     /// Of the next operation.
     sequence: u64,
@@ -18,7 +18,7 @@ pub struct LocalRank {
 /// Ends a [`LocalRank`]'s operations from outside.
 #[derive(Clone, Debug)]
 pub struct LocalFence {
-    group: Arc<Meeting>,
+    group: Arc<Barrier>,
     rank: usize,
 }
 
@@ -29,7 +29,7 @@ impl LocalRank {
         assert!(world > 0, "a group has at least one rank");
         let state = State { operations: BTreeMap::new(), ends: vec![None; world] };
         let group =
-            Arc::new(Meeting { generation, state: Mutex::new(state), stirred: Condvar::new() });
+            Arc::new(Barrier { generation, state: Mutex::new(state), changed: Condvar::new() });
         (0..world).map(|rank| Self { group: group.clone(), rank, sequence: 0 }).collect()
     }
 
@@ -40,7 +40,7 @@ impl LocalRank {
     }
 
     /// Meets all others in the next operation, and returns what all have brought, in rank order.
-    fn meet(&mut self, mine: Part) -> Result<Arc<Vec<Part>>, CollectiveError> {
+    fn exchange(&mut self, mine: Part) -> Result<Arc<Vec<Part>>, CollectiveError> {
         let sequence = self.sequence;
         self.sequence += 1;
         let mut state = self.group.lock();
@@ -54,7 +54,7 @@ impl LocalRank {
         operation.parts[self.rank] = Some(mine);
         if operation.parts.iter().all(Option::is_some) {
             operation.all = Some(Arc::new(operation.parts.drain(..).flatten().collect()));
-            self.group.stirred.notify_all();
+            self.group.changed.notify_all();
         }
         loop {
             let operation =
@@ -74,11 +74,11 @@ impl LocalRank {
             }
             if let Some(&rank) = missing.iter().find(|rank| state.ends[**rank].is_some()) {
                 state.ends[self.rank] = Some(Ending::Failed);
-                self.group.stirred.notify_all();
+                self.group.changed.notify_all();
                 let source = std::io::ErrorKind::ConnectionAborted.into();
                 return Err(CollectiveError::PeerLost { rank, member: rank as u64, source });
             }
-            state = self.group.stirred.wait(state).expect("nothing under this lock panics");
+            state = self.group.changed.wait(state).expect("nothing under this lock panics");
         }
     }
 
@@ -116,7 +116,7 @@ impl LocalFence {
     /// [`CollectiveError::Aborted`].
     pub fn abort(&self) {
         self.group.lock().ends[self.rank] = Some(Ending::Aborted);
-        self.group.stirred.notify_all();
+        self.group.changed.notify_all();
     }
 }
 
@@ -136,7 +136,7 @@ impl Communicator for LocalRank {
     fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         check_block(mine)?;
         let part = Part { kind: "all-gather", len: 0, bytes: mine.to_vec(), floats: Vec::new() };
-        Ok(self.meet(part)?.iter().map(|part| part.bytes.clone()).collect())
+        Ok(self.exchange(part)?.iter().map(|part| part.bytes.clone()).collect())
     }
 
     fn all_reduce(
@@ -156,7 +156,7 @@ impl Communicator for LocalRank {
             bytes: header.to_vec(),
             floats: src.to_vec(),
         };
-        let all = self.meet(part)?;
+        let all = self.exchange(part)?;
         dst.copy_from_slice(&all[0].floats);
         for part in &all[1..] {
             dst.iter_mut().zip(&part.floats).for_each(|(sum, part)| *sum += part);
@@ -172,7 +172,7 @@ impl Communicator for LocalRank {
             return Err(CollectiveError::Invalid(reason));
         }
         let mine = if root == self.rank { bytes.clone() } else { Vec::new() };
-        let all = self.meet(Part {
+        let all = self.exchange(Part {
             kind: "broadcast of bytes",
             len: root,
             bytes: mine,
@@ -185,8 +185,12 @@ impl Communicator for LocalRank {
     fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
         self.check_root(root)?;
         let mine = if root == self.rank { buf.to_vec() } else { Vec::new() };
-        let all =
-            self.meet(Part { kind: "broadcast", len: buf.len(), bytes: Vec::new(), floats: mine })?;
+        let all = self.exchange(Part {
+            kind: "broadcast",
+            len: buf.len(),
+            bytes: Vec::new(),
+            floats: mine,
+        })?;
         if all[root].floats.len() != buf.len() {
             let reason = "another rank broadcasts".to_owned();
             return Err(CollectiveError::Protocol { rank: root, member: root as u64, reason });
@@ -199,18 +203,18 @@ impl Communicator for LocalRank {
 impl Drop for LocalRank {
     fn drop(&mut self) {
         self.group.lock().ends[self.rank].get_or_insert(Ending::Left);
-        self.group.stirred.notify_all();
+        self.group.changed.notify_all();
     }
 }
 
 #[derive(Debug)]
-struct Meeting {
+struct Barrier {
     generation: u64,
     state: Mutex<State>,
-    stirred: Condvar,
+    changed: Condvar,
 }
 
-impl Meeting {
+impl Barrier {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("nothing under this lock panics")
     }

@@ -1,8 +1,8 @@
 //! What the pieces of an operation are made of: the caller's buffers, and the notes that ride
 //! along. No IO.
 
-use crate::schedule::{Content, Extent, Piece};
-use crate::shared::{Front, SharedFault};
+use crate::schedule::{Content, Piece, Span};
+use crate::shm::{LeaderSide, SharedFault};
 use crate::wire::Half;
 
 /// The buffers of one operation on one rank.
@@ -15,7 +15,7 @@ pub(crate) struct Payload<'a> {
     /// By rank; what has not arrived yet is empty.
     notes: Vec<Vec<u8>>,
     /// Where this rank sums for others of its host, too.
-    front: Option<Front<'a>>,
+    leader_side: Option<LeaderSide<'a>>,
 }
 
 /// The caller's buffers, as the operation needs them.
@@ -40,29 +40,29 @@ pub(crate) enum Body<'a> {
 #[derive(Debug)]
 pub(crate) struct Halves {
     half: Half,
-    leaving: Vec<u16>,
-    landing: Vec<u16>,
+    send_buf: Vec<u16>,
+    recv_buf: Vec<u16>,
 }
 
 impl Halves {
     pub(crate) fn new(half: Half) -> Self {
-        Self { half, leaving: Vec::new(), landing: Vec::new() }
+        Self { half, send_buf: Vec::new(), recv_buf: Vec::new() }
     }
 }
 
 impl<'a> Payload<'a> {
     /// `notes`: one per rank, the own one filled in.
     pub(crate) fn new(body: Body<'a>, notes: Vec<Vec<u8>>) -> Self {
-        Self { body, notes, front: None }
+        Self { body, notes, leader_side: None }
     }
 
-    pub(crate) fn with_front(self, front: Option<Front<'a>>) -> Self {
-        Self { front, ..self }
+    pub(crate) fn with_leader_side(self, leader_side: Option<LeaderSide<'a>>) -> Self {
+        Self { leader_side, ..self }
     }
 
     /// The body's length, and how many elements make a segment of `segment_bytes`.
-    pub(crate) fn extent(&self, segment_bytes: usize) -> Extent {
-        Extent { len: self.len(), segment_len: segment_bytes / self.element_bytes() }
+    pub(crate) fn span(&self, segment_bytes: usize) -> Span {
+        Span { len: self.len(), segment_len: segment_bytes / self.element_bytes() }
     }
 
     /// The body's length in bytes.
@@ -83,19 +83,19 @@ impl<'a> Payload<'a> {
         if piece.content == Content::Own {
             self.sum_own(piece.segment + 1)?;
         }
-        let is_summed = self.front.is_some();
+        let is_summed = self.leader_side.is_some();
         let Body::Rounded { src, dst, halves } = &mut self.body else { return Ok(()) };
-        let Halves { half, leaving, .. } = halves;
-        leaving.resize(piece.range.len(), 0);
+        let Halves { half, send_buf, .. } = halves;
+        send_buf.resize(piece.range.len(), 0);
         let range = piece.range.clone();
         match piece.content {
-            Content::Own if !is_summed => half.round(&src[range], leaving),
-            Content::Own | Content::Sum => half.round(&dst[range], leaving),
+            Content::Own if !is_summed => half.round(&src[range], send_buf),
+            Content::Own | Content::Sum => half.round(&dst[range], send_buf),
             Content::Total => {
-                half.round(&dst[range.clone()], leaving);
+                half.round(&dst[range.clone()], send_buf);
                 // What the others get is what its owner keeps; whoever sends it on has it so.
                 if piece.step + 1 == self.notes.len() {
-                    half.widen(leaving, &mut dst[range]);
+                    half.widen(send_buf, &mut dst[range]);
                 }
             }
         }
@@ -105,26 +105,28 @@ impl<'a> Payload<'a> {
     /// Sums the parts of this host's ranks, where it has several, of the first segments of the own
     /// chunk, in `dst`: nothing comes there before they have left.
     fn sum_own(&mut self, segments: usize) -> Result<(), SharedFault> {
-        let Some(front) = &mut self.front else { return Ok(()) };
+        let Some(leader_side) = &mut self.leader_side else { return Ok(()) };
         let (Body::Rounded { src, dst, .. } | Body::Sum { src, dst }) = &mut self.body else {
             return Ok(());
         };
-        while let Some(range) = front.next_own(segments) {
-            front.sum_own(&src[range.clone()], &mut dst[range])?;
+        while let Some(range) = leader_side.next_own(segments) {
+            leader_side.sum_own(&src[range.clone()], &mut dst[range])?;
         }
         Ok(())
     }
 
     /// What to send for `piece`: the note, empty if none rides along, and the elements.
-    pub(crate) fn outgoing(&self, piece: &Piece) -> (&[u8], &[u8]) {
+    pub(crate) fn send_bufs(&self, piece: &Piece) -> (&[u8], &[u8]) {
         let note = if piece.note { self.notes[piece.origin].as_slice() } else { &[] };
         let range = piece.range.clone();
         let body = match &self.body {
             Body::Bytes(bytes) => &bytes[range],
             Body::Empty => &[],
             Body::Floats(floats) => bytemuck::cast_slice(&floats[range]),
-            Body::Rounded { halves, .. } => bytemuck::cast_slice(&halves.leaving),
-            Body::Sum { src, .. } if piece.content == Content::Own && self.front.is_none() => {
+            Body::Rounded { halves, .. } => bytemuck::cast_slice(&halves.send_buf),
+            Body::Sum { src, .. }
+                if piece.content == Content::Own && self.leader_side.is_none() =>
+            {
                 bytemuck::cast_slice(&src[range])
             }
             Body::Sum { dst, .. } => bytemuck::cast_slice(&dst[range]),
@@ -139,7 +141,7 @@ impl<'a> Payload<'a> {
 
     /// Where `piece` is to be received: the note's place, empty if none rides along, and the
     /// elements'.
-    pub(crate) fn landing(&mut self, piece: &Piece) -> (&mut [u8], &mut [u8]) {
+    pub(crate) fn recv_bufs(&mut self, piece: &Piece) -> (&mut [u8], &mut [u8]) {
         let note: &mut [u8] = if piece.note { &mut self.notes[piece.origin] } else { &mut [] };
         let range = piece.range.clone();
         let body: &mut [u8] = match &mut self.body {
@@ -147,8 +149,8 @@ impl<'a> Payload<'a> {
             Body::Empty => &mut [],
             Body::Floats(floats) => bytemuck::cast_slice_mut(&mut floats[range]),
             Body::Rounded { halves, .. } => {
-                halves.landing.resize(range.len(), 0);
-                bytemuck::cast_slice_mut(&mut halves.landing)
+                halves.recv_buf.resize(range.len(), 0);
+                bytemuck::cast_slice_mut(&mut halves.recv_buf)
             }
             Body::Sum { dst, .. } => bytemuck::cast_slice_mut(&mut dst[range]),
         };
@@ -162,13 +164,13 @@ impl<'a> Payload<'a> {
     ///
     /// # Errors
     /// Only where this rank sums for others of its host, too.
-    pub(crate) fn on_landed(&mut self, piece: &Piece) -> Result<(), SharedFault> {
+    pub(crate) fn on_received(&mut self, piece: &Piece) -> Result<(), SharedFault> {
         let range = piece.range.clone();
         let is_sum = piece.content == Content::Sum;
         match &mut self.body {
-            Body::Rounded { src, dst, halves: Halves { half, landing, .. } } => match is_sum {
-                true => half.add(landing, &src[range.clone()], &mut dst[range]),
-                false => half.widen(landing, &mut dst[range]),
+            Body::Rounded { src, dst, halves: Halves { half, recv_buf, .. } } => match is_sum {
+                true => half.add(recv_buf, &src[range.clone()], &mut dst[range]),
+                false => half.widen(recv_buf, &mut dst[range]),
             },
             Body::Sum { src, dst } if is_sum => {
                 for (sum, own) in dst[range.clone()].iter_mut().zip(&src[range]) {
@@ -177,38 +179,38 @@ impl<'a> Payload<'a> {
             }
             Body::Bytes(_) | Body::Empty | Body::Floats(_) | Body::Sum { .. } => {}
         }
-        match self.front {
-            Some(_) => self.share(piece),
+        match self.leader_side {
+            Some(_) => self.share_with_host(piece),
             None => Ok(()),
         }
     }
 
     /// Adds the parts of this host's other ranks to a sum that has landed, and gives them the
     /// totals.
-    fn share(&mut self, piece: &Piece) -> Result<(), SharedFault> {
+    fn share_with_host(&mut self, piece: &Piece) -> Result<(), SharedFault> {
         // They put in what is sent first before what comes first.
         self.sum_own(usize::MAX)?;
-        let Some(front) = &mut self.front else { return Ok(()) };
-        let is_total = piece.content == Content::Total || front.completes(piece.step);
+        let Some(leader_side) = &mut self.leader_side else { return Ok(()) };
+        let is_total = piece.content == Content::Total || leader_side.completes(piece.step);
         let dst = match &mut self.body {
             Body::Rounded { dst, .. } | Body::Sum { dst, .. } => &mut dst[piece.range.clone()],
             Body::Bytes(_) | Body::Empty | Body::Floats(_) => return Ok(()),
         };
         if piece.content == Content::Sum {
-            front.add(dst)?;
+            leader_side.add(dst)?;
         }
         if piece.content == Content::Sum
             && is_total
-            && let Body::Rounded { dst, halves: Halves { half, landing, .. }, .. } = &mut self.body
+            && let Body::Rounded { dst, halves: Halves { half, recv_buf, .. }, .. } = &mut self.body
         {
             // As it will be when it has been sent.
             let dst = &mut dst[piece.range.clone()];
-            half.round(dst, landing);
-            half.widen(landing, dst);
+            half.round(dst, recv_buf);
+            half.widen(recv_buf, dst);
         }
         match &self.body {
             Body::Rounded { dst, .. } | Body::Sum { dst, .. } if is_total => {
-                front.tell(&dst[piece.range.clone()])
+                leader_side.publish_total(&dst[piece.range.clone()])
             }
             _ => Ok(()),
         }

@@ -74,29 +74,29 @@ impl Progress {
     }
 
     /// The endpoint is about to wait at `place`.
-    pub(crate) fn wait_at(&self, place: Place) {
+    pub(crate) fn begin_wait(&self, point: WaitPoint) {
         let cell = &*self.cell;
         cell.since.store(MOVING, Ordering::Relaxed);
         fence(Ordering::Release);
-        cell.generation.store(place.generation, Ordering::Relaxed);
-        cell.operation.store(place.operation, Ordering::Relaxed);
-        cell.received.store(place.received, Ordering::Relaxed);
-        cell.sent.store(place.sent, Ordering::Relaxed);
-        cell.waits_for_next.store(place.waits_for_next, Ordering::Relaxed);
+        cell.generation.store(point.generation, Ordering::Relaxed);
+        cell.operation.store(point.operation, Ordering::Relaxed);
+        cell.received.store(point.received, Ordering::Relaxed);
+        cell.sent.store(point.sent, Ordering::Relaxed);
+        cell.waits_for_next.store(point.waits_for_next, Ordering::Relaxed);
         let now = u64::try_from(cell.started.elapsed().as_nanos())
             .expect("no process runs for centuries");
         cell.since.store(now, Ordering::Release);
     }
 
     /// It goes on.
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn end_wait(&self) {
         self.cell.since.store(MOVING, Ordering::Relaxed);
     }
 }
 
 /// As in [`Stall`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
+pub(crate) struct WaitPoint {
     pub(crate) generation: u64,
     pub(crate) operation: u64,
     pub(crate) received: u64,
@@ -133,7 +133,7 @@ mod tests {
         thread::scope(|scope| {
             scope.spawn(|| {
                 for n in 0..3_000_000 {
-                    progress.wait_at(Place {
+                    progress.begin_wait(WaitPoint {
                         generation: n,
                         operation: n,
                         received: n,
@@ -141,7 +141,7 @@ mod tests {
                         waits_for_next: n % 2 == 1,
                     });
                 }
-                progress.go_on();
+                progress.end_wait();
                 over.store(true, Ordering::Relaxed);
             });
             while !over.load(Ordering::Relaxed) {

@@ -33,8 +33,8 @@ use crate::chunk;
 /// One rank's part in one operation: what is to be sent and received next.
 #[derive(Clone, Debug)]
 pub struct Schedule {
-    sends: Lane,
-    receives: Lane,
+    sends: PieceSequence,
+    receives: PieceSequence,
     free: usize,
     sent: usize,
     received: usize,
@@ -67,53 +67,53 @@ pub enum Content {
 
 /// A rank and the size of its group.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Seat {
+pub struct RankInfo {
     pub rank: usize,
     pub world: usize,
 }
 
 /// The length of a buffer and of the segments that it travels in, in elements.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Extent {
+pub struct Span {
     pub len: usize,
     pub segment_len: usize,
 }
 
 impl Schedule {
     /// Every rank's note to every rank: `world − 1` steps without elements.
-    pub fn all_gather(seat: Seat) -> Self {
-        let steps = seat.world - 1;
+    pub fn all_gather(rank_info: RankInfo) -> Self {
+        let steps = rank_info.world - 1;
         Self::ring(
-            seat,
-            Extent { len: 0, segment_len: 1 },
+            rank_info,
+            Span { len: 0, segment_len: 1 },
             Phases { steps, summing: 0, noting: steps },
         )
     }
 
     /// Every rank's note to the next one.
-    pub fn exchange(seat: Seat) -> Self {
+    pub fn exchange(rank_info: RankInfo) -> Self {
         Self::ring(
-            seat,
-            Extent { len: 0, segment_len: 1 },
+            rank_info,
+            Span { len: 0, segment_len: 1 },
             Phases { steps: 1, summing: 0, noting: 1 },
         )
     }
 
     /// Reduce-scatter in the first `world − 1` steps, which also carry the notes, and all-gather in
     /// the next ones.
-    pub fn all_reduce(seat: Seat, extent: Extent) -> Self {
-        let half = seat.world - 1;
-        Self::ring(seat, extent, Phases { steps: 2 * half, summing: half, noting: half })
+    pub fn all_reduce(rank_info: RankInfo, span: Span) -> Self {
+        let half = rank_info.world - 1;
+        Self::ring(rank_info, span, Phases { steps: 2 * half, summing: half, noting: half })
     }
 
     /// The buffer of `root` down the chain `root → root+1 → … → root−1`, as one stream of segments;
     /// with `note` the root's note rides on the first.
-    pub fn broadcast(seat: Seat, root: usize, extent: Extent, note: bool) -> Self {
-        let Seat { rank, world } = seat;
+    pub fn broadcast(rank_info: RankInfo, root: usize, span: Span, note: bool) -> Self {
+        let RankInfo { rank, world } = rank_info;
         let hops = (rank + world - root) % world;
-        let lane = |steps| Lane {
+        let sequence = |steps| PieceSequence {
             world,
-            extent,
+            span,
             phases: Phases { steps, summing: 0, noting: usize::from(note) },
             first: root,
             whole: true,
@@ -121,8 +121,8 @@ impl Schedule {
             step: 0,
             segment: 0,
         };
-        let sends = lane(usize::from(hops + 1 < world));
-        let receives = lane(usize::from(hops > 0));
+        let sends = sequence(usize::from(hops + 1 < world));
+        let receives = sequence(usize::from(hops > 0));
         let free = if hops == 0 { usize::MAX } else { 0 };
         Self { sends, receives, free, sent: 0, received: 0 }
     }
@@ -143,7 +143,7 @@ impl Schedule {
     /// Whether the piece that arrives next would overwrite what this rank still has to send. Peers
     /// that keep to the schedule can't send it yet.
     pub fn next_receive_is_early(&self) -> bool {
-        let Lane { step, segment, phases, .. } = self.receives;
+        let PieceSequence { step, segment, phases, .. } = self.receives;
         step >= phases.summing
             && phases.summing > 0
             && (self.sends.step, self.sends.segment) <= (step - phases.summing, segment)
@@ -169,11 +169,11 @@ impl Schedule {
         !self.has_sends_left() && self.next_receive().is_none()
     }
 
-    fn ring(seat: Seat, extent: Extent, phases: Phases) -> Self {
-        let Seat { rank, world } = seat;
-        let lane = |first, sending| Lane {
+    fn ring(rank_info: RankInfo, span: Span, phases: Phases) -> Self {
+        let RankInfo { rank, world } = rank_info;
+        let sequence = |first, sending| PieceSequence {
             world,
-            extent,
+            span,
             phases,
             first,
             whole: false,
@@ -181,19 +181,19 @@ impl Schedule {
             step: 0,
             segment: 0,
         };
-        let sends = lane(rank, true);
-        let receives = lane((rank + world - 1) % world, false);
-        let own = chunk::chunk(extent.len, world, rank);
-        let free = chunk::segment_count(&own, extent.segment_len);
+        let sends = sequence(rank, true);
+        let receives = sequence((rank + world - 1) % world, false);
+        let own = chunk::chunk(span.len, world, rank);
+        let free = chunk::segment_count(&own, span.segment_len);
         Self { sends, receives, free, sent: 0, received: 0 }
     }
 }
 
 /// The pieces of one direction, in order, and the place in them.
 #[derive(Clone, Debug)]
-struct Lane {
+struct PieceSequence {
     world: usize,
-    extent: Extent,
+    span: Span,
     phases: Phases,
     /// The origin in step 0.
     first: usize,
@@ -213,7 +213,7 @@ struct Phases {
     noting: usize,
 }
 
-impl Lane {
+impl PieceSequence {
     fn piece(&self) -> Option<Piece> {
         if self.step >= self.phases.steps {
             return None;
@@ -227,7 +227,7 @@ impl Lane {
             step: self.step,
             segment: self.segment,
             origin: self.origin(),
-            range: chunk::segment(&self.chunk(), self.extent.segment_len, self.segment),
+            range: chunk::segment(&self.chunk(), self.span.segment_len, self.segment),
             note: self.segment == 0 && self.step < self.phases.noting,
             content,
         })
@@ -235,7 +235,7 @@ impl Lane {
 
     fn advance(&mut self) {
         self.segment += 1;
-        if self.segment == chunk::segment_count(&self.chunk(), self.extent.segment_len) {
+        if self.segment == chunk::segment_count(&self.chunk(), self.span.segment_len) {
             self.segment = 0;
             self.step += 1;
         }
@@ -243,9 +243,9 @@ impl Lane {
 
     fn chunk(&self) -> Range<usize> {
         if self.whole {
-            return 0..self.extent.len;
+            return 0..self.span.len;
         }
-        chunk::chunk(self.extent.len, self.world, self.origin())
+        chunk::chunk(self.span.len, self.world, self.origin())
     }
 
     fn origin(&self) -> usize {
@@ -262,8 +262,8 @@ mod tests {
 
     #[test]
     fn rank_0_of_3_sends_and_receives_as_drawn() {
-        let seat = Seat { rank: 0, world: 3 };
-        let mut schedule = Schedule::all_reduce(seat, Extent { len: 3, segment_len: 8 });
+        let rank_info = RankInfo { rank: 0, world: 3 };
+        let mut schedule = Schedule::all_reduce(rank_info, Span { len: 3, segment_len: 8 });
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         while !schedule.is_done() {
             if let Some(piece) = schedule.next_send() {
@@ -288,10 +288,10 @@ mod tests {
         for world in 1..=9 {
             for len in 0..=20 {
                 for rank in 0..world {
-                    let extent = Extent { len, segment_len: 2 };
-                    let mut sender = Schedule::all_reduce(Seat { rank, world }, extent);
+                    let span = Span { len, segment_len: 2 };
+                    let mut sender = Schedule::all_reduce(RankInfo { rank, world }, span);
                     let mut taker =
-                        Schedule::all_reduce(Seat { rank: (rank + 1) % world, world }, extent);
+                        Schedule::all_reduce(RankInfo { rank: (rank + 1) % world, world }, span);
                     loop {
                         let position =
                             |piece: Piece| (piece.step, piece.segment, piece.range, piece.note);
@@ -314,8 +314,8 @@ mod tests {
 
     #[test]
     fn a_total_is_early_until_the_own_part_has_left() {
-        let seat = Seat { rank: 0, world: 2 };
-        let mut schedule = Schedule::all_reduce(seat, Extent { len: 4, segment_len: 1 });
+        let rank_info = RankInfo { rank: 0, world: 2 };
+        let mut schedule = Schedule::all_reduce(rank_info, Span { len: 4, segment_len: 1 });
         assert!(!schedule.next_receive_is_early());
         schedule.on_received();
         schedule.on_received();

@@ -32,12 +32,12 @@ use crate::link::poll_until;
 
 /// A newcomer that has dialled this endpoint, and waits.
 #[derive(Debug)]
-pub struct Visitor {
+pub struct StateRequest {
     member: u64,
     link: Arc<TcpStream>,
 }
 
-impl Visitor {
+impl StateRequest {
     pub(crate) fn new(member: u64, link: TcpStream) -> Self {
         Self { member, link: Arc::new(link) }
     }
@@ -57,10 +57,10 @@ impl Visitor {
     /// Begins to serve it. `patience`: how long it may take no byte and send no position before it
     /// is given up.
     #[must_use]
-    pub fn serve(self, patience: Duration) -> StateSender {
+    pub fn serve(self, idle_timeout: Duration) -> StateSender {
         StateSender {
             link: self.link,
-            patience,
+            idle_timeout,
             alive_at: Instant::now(),
             position: None,
             bytes: [0; POSITION_BYTES],
@@ -83,7 +83,7 @@ impl StateLink {
 
 /// What a parcel is, and whose.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct ParcelHead {
+pub struct StateMessageHeader {
     /// The caller's; at least 1.
     pub kind: u32,
     /// The caller's.
@@ -110,7 +110,7 @@ pub struct Position {
 #[derive(Debug)]
 pub struct StateSender {
     link: Arc<TcpStream>,
-    patience: Duration,
+    idle_timeout: Duration,
     /// When the newcomer last took a byte or sent one.
     alive_at: Instant,
     /// The newcomer's last word; `None` inside where it has nothing.
@@ -126,11 +126,11 @@ impl StateSender {
     /// As for [`send`](Self::send).
     pub fn first_position(&mut self) -> io::Result<Option<Position>> {
         loop {
-            let heard = self.listen();
+            let received = self.receive_positions();
             if let Some(position) = self.position {
                 return Ok(position);
             }
-            heard?;
+            received?;
             self.wait(PollFlags::IN)?;
         }
     }
@@ -140,7 +140,7 @@ impl StateSender {
     /// # Errors
     /// As for [`send`](Self::send).
     pub fn position(&mut self) -> io::Result<Option<Position>> {
-        self.listen()?;
+        self.receive_positions()?;
         Ok(self.position.flatten())
     }
 
@@ -169,18 +169,19 @@ impl StateSender {
     ///
     /// # Errors
     /// As for [`send`](Self::send).
-    pub fn beat(&mut self) -> io::Result<()> {
-        self.send(BEAT, 0, &[], &[])
+    pub fn heartbeat(&mut self) -> io::Result<()> {
+        self.send(HEARTBEAT, 0, &[], &[])
     }
 
     /// Waits until the newcomer has taken everything and ended the link, or for the patience. A
     /// link that is closed before may be reset, and then the newcomer loses what it has not read.
     pub fn finish(mut self) {
-        let end = Instant::now() + self.patience;
+        let end = Instant::now() + self.idle_timeout;
         if self.link.shutdown(Shutdown::Write).is_ok() {
-            while Instant::now() < end && self.listen().is_ok() && self.wait(PollFlags::IN).is_ok()
-            {
-            }
+            while Instant::now() < end
+                && self.receive_positions().is_ok()
+                && self.wait(PollFlags::IN).is_ok()
+            {}
         }
     }
 
@@ -197,7 +198,7 @@ impl StateSender {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     self.wait(PollFlags::OUT | PollFlags::IN)?;
-                    self.listen()?;
+                    self.receive_positions()?;
                 }
                 Err(error) => return Err(error),
             }
@@ -207,7 +208,7 @@ impl StateSender {
 
     /// Waits until the link stirs; `TimedOut` where it has not for longer than the patience.
     fn wait(&self, flags: PollFlags) -> io::Result<()> {
-        let until = self.alive_at.checked_add(self.patience);
+        let until = self.alive_at.checked_add(self.idle_timeout);
         match poll_until(&mut [PollFd::new(&*self.link, flags)], until)? {
             true => Ok(()),
             false => Err(ErrorKind::TimedOut.into()),
@@ -215,7 +216,7 @@ impl StateSender {
     }
 
     /// Reads what the newcomer has said. Never blocks.
-    fn listen(&mut self) -> io::Result<()> {
+    fn receive_positions(&mut self) -> io::Result<()> {
         loop {
             match (&*self.link).read(&mut self.bytes[self.read..]) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
@@ -227,7 +228,7 @@ impl StateSender {
             if self.read == POSITION_BYTES {
                 self.read = 0;
                 self.alive_at = Instant::now();
-                self.position = Some(position_of(&self.bytes).map_err(invalid)?);
+                self.position = Some(decode_position(&self.bytes).map_err(invalid)?);
             }
         }
     }
@@ -239,10 +240,10 @@ pub struct StateReceiver {
     donor: u64,
     /// The fence holds another reference, to shut the link down.
     link: Arc<TcpStream>,
-    words: Arc<Words>,
-    patience: Duration,
+    reporter: Arc<PositionReporter>,
+    idle_timeout: Duration,
     /// When something came last; `None` before the first byte.
-    heard: Option<Instant>,
+    received_at: Option<Instant>,
     head: [u8; HEAD_BYTES],
     read: usize,
     /// Floats of the current parcel that are not taken yet.
@@ -255,26 +256,26 @@ impl StateReceiver {
     pub(crate) fn new(
         donor: u64,
         link: Arc<TcpStream>,
-        patience: Duration,
+        idle_timeout: Duration,
         position: Option<Position>,
     ) -> io::Result<Self> {
-        let said = Said { position, unsent: Vec::new(), is_over: false };
-        let words = Arc::new(Words {
+        let state = ReporterState { position, unsent: Vec::new(), is_stopped: false };
+        let reporter = Arc::new(PositionReporter {
             link: Arc::clone(&link),
-            said: Mutex::new(said),
-            over: Condvar::new(),
+            state: Mutex::new(state),
+            stopped: Condvar::new(),
         });
-        words.say(&mut words.lock());
-        let beating = Arc::clone(&words);
+        reporter.send(&mut reporter.lock());
+        let reporting = Arc::clone(&reporter);
         std::thread::Builder::new()
             .name("state-beat".to_owned())
-            .spawn(move || beating.beat_every(patience / BEATS_PER_PATIENCE))?;
+            .spawn(move || reporting.report_every(idle_timeout / HEARTBEATS_PER_TIMEOUT))?;
         Ok(Self {
             donor,
             link,
-            words,
-            patience,
-            heard: None,
+            reporter,
+            idle_timeout,
+            received_at: None,
             head: [0; HEAD_BYTES],
             read: 0,
             floats_left: 0,
@@ -289,9 +290,9 @@ impl StateReceiver {
 
     /// Tells the donor how far this newcomer is. Never blocks.
     pub fn report(&self, position: Position) {
-        let mut said = self.words.lock();
-        said.position = Some(position);
-        self.words.say(&mut said);
+        let mut state = self.reporter.lock();
+        state.position = Some(position);
+        self.reporter.send(&mut state);
     }
 
     /// The next parcel's head, if it comes within `wait`. The floats of the one before must have
@@ -300,7 +301,7 @@ impl StateReceiver {
     /// # Errors
     /// The link's; `UnexpectedEof` at its end; `TimedOut` where the donor has been silent for
     /// longer than the patience; `InvalidData` where these are no parcels.
-    pub fn next(&mut self, wait: Duration) -> io::Result<Option<ParcelHead>> {
+    pub fn next(&mut self, wait: Duration) -> io::Result<Option<StateMessageHeader>> {
         if self.floats_left > 0 {
             return Err(invalid(format!(
                 "{} floats of the parcel before were not taken",
@@ -313,11 +314,11 @@ impl StateReceiver {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(bytes) => {
                     self.read += bytes;
-                    self.heard = Some(Instant::now());
+                    self.received_at = Some(Instant::now());
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    if self.heard.is_some_and(|heard| heard.elapsed() > self.patience) {
+                    if self.received_at.is_some_and(|at| at.elapsed() > self.idle_timeout) {
                         return Err(ErrorKind::TimedOut.into());
                     }
                     let left = until.saturating_duration_since(Instant::now());
@@ -349,7 +350,7 @@ impl StateReceiver {
     }
 
     /// The head that has come, with its note; `None` for a beat.
-    fn open(&mut self) -> io::Result<Option<ParcelHead>> {
+    fn open(&mut self) -> io::Result<Option<StateMessageHeader>> {
         let (kind, [generation, note_bytes, floats]) = decode(MAGIC, &self.head)
             .map_err(|got| invalid(format!("expected a parcel, got {got}")))?;
         if note_bytes > NOTE_BYTES_MAX as u64 {
@@ -361,14 +362,14 @@ impl StateReceiver {
         let mut note = Vec::new();
         while (note.len() as u64) < note_bytes {
             let have = note.len();
-            note.resize(have + (note_bytes as usize - have).min(NOTE_STEP_BYTES), 0);
+            note.resize(have + (note_bytes as usize - have).min(NOTE_INCREMENT_BYTES), 0);
             self.read_exact(&mut note[have..])?;
         }
         self.floats_left = floats;
         match (kind, note_bytes, floats) {
-            (BEAT, 0, 0) => Ok(None),
-            (BEAT, ..) => Err(invalid("a beat with something in it".to_owned())),
-            _ => Ok(Some(ParcelHead { kind, generation, note, floats })),
+            (HEARTBEAT, 0, 0) => Ok(None),
+            (HEARTBEAT, ..) => Err(invalid("a beat with something in it".to_owned())),
+            _ => Ok(Some(StateMessageHeader { kind, generation, note, floats })),
         }
     }
 
@@ -379,22 +380,22 @@ impl StateReceiver {
                 Ok(read) => bytes = &mut bytes[read..],
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    if !ready(&self.link, PollFlags::IN, self.patience)? {
+                    if !ready(&self.link, PollFlags::IN, self.idle_timeout)? {
                         return Err(ErrorKind::TimedOut.into());
                     }
                 }
                 Err(error) => return Err(error),
             }
         }
-        self.heard = Some(Instant::now());
+        self.received_at = Some(Instant::now());
         Ok(())
     }
 }
 
 impl Drop for StateReceiver {
     fn drop(&mut self) {
-        self.words.lock().is_over = true;
-        self.words.over.notify_all();
+        self.reporter.lock().is_stopped = true;
+        self.reporter.stopped.notify_all();
         // The beating thread may hold the link a little longer.
         let _ = self.link.shutdown(Shutdown::Both);
     }
@@ -402,51 +403,51 @@ impl Drop for StateReceiver {
 
 /// What a newcomer says to its donor, from two threads.
 #[derive(Debug)]
-struct Words {
+struct PositionReporter {
     link: Arc<TcpStream>,
-    said: Mutex<Said>,
-    over: Condvar,
+    state: Mutex<ReporterState>,
+    stopped: Condvar,
 }
 
 #[derive(Debug)]
-struct Said {
+struct ReporterState {
     position: Option<Position>,
     /// The rest of a word of which the link took a part only.
     unsent: Vec<u8>,
-    is_over: bool,
+    is_stopped: bool,
 }
 
-impl Words {
-    fn lock(&self) -> MutexGuard<'_, Said> {
-        self.said.lock().expect("nothing under this lock panics")
+impl PositionReporter {
+    fn lock(&self) -> MutexGuard<'_, ReporterState> {
+        self.state.lock().expect("nothing under this lock panics")
     }
 
     /// Sends the position as far as the link takes it. Reading finds out what is wrong with the
     /// link.
-    fn say(&self, said: &mut Said) {
-        if !said.unsent.is_empty() && !self.send_rest(said) {
+    fn send(&self, state: &mut ReporterState) {
+        if !state.unsent.is_empty() && !self.send_rest(state) {
             // The link holds earlier words, and those are signs of life, too.
             return;
         }
-        said.unsent.extend(word_of(said.position));
-        self.send_rest(said);
+        state.unsent.extend(encode_position(state.position));
+        self.send_rest(state);
     }
 
     /// Whether nothing is left.
-    fn send_rest(&self, said: &mut Said) -> bool {
-        if let Ok(bytes) = (&*self.link).write(&said.unsent) {
-            said.unsent.drain(..bytes);
+    fn send_rest(&self, state: &mut ReporterState) -> bool {
+        if let Ok(bytes) = (&*self.link).write(&state.unsent) {
+            state.unsent.drain(..bytes);
         }
-        said.unsent.is_empty()
+        state.unsent.is_empty()
     }
 
-    fn beat_every(&self, interval: Duration) {
-        let mut said = self.lock();
-        while !said.is_over {
-            let waited = self.over.wait_timeout(said, interval);
-            said = waited.expect("nothing under this lock panics").0;
-            if !said.is_over {
-                self.say(&mut said);
+    fn report_every(&self, interval: Duration) {
+        let mut state = self.lock();
+        while !state.is_stopped {
+            let waited = self.stopped.wait_timeout(state, interval);
+            state = waited.expect("nothing under this lock panics").0;
+            if !state.is_stopped {
+                self.send(&mut state);
             }
         }
     }
@@ -454,17 +455,17 @@ impl Words {
 
 /// The kind of a parcel that says nothing but that the donor lives, and of a position of a newcomer
 /// that has nothing.
-const BEAT: u32 = 0;
+const HEARTBEAT: u32 = 0;
 
 /// The kind of a newcomer's position.
 const POSITION: u32 = 1;
 
-const BEATS_PER_PATIENCE: u32 = 4;
+const HEARTBEATS_PER_TIMEOUT: u32 = 4;
 
 /// The longest note, in bytes: 64 MiB.
 pub const NOTE_BYTES_MAX: usize = 64 << 20;
 
-const NOTE_STEP_BYTES: usize = 1 << 20;
+const NOTE_INCREMENT_BYTES: usize = 1 << 20;
 
 const HEAD_BYTES: usize = 32;
 const POSITION_BYTES: usize = HEAD_BYTES;
@@ -496,18 +497,18 @@ fn decode(magic: u32, head: &[u8; HEAD_BYTES]) -> Result<(u32, [u64; 3]), String
     }
 }
 
-fn word_of(position: Option<Position>) -> [u8; POSITION_BYTES] {
+fn encode_position(position: Option<Position>) -> [u8; POSITION_BYTES] {
     match position {
-        None => encode(POSITION_MAGIC, BEAT, [0; 3]),
+        None => encode(POSITION_MAGIC, HEARTBEAT, [0; 3]),
         Some(Position { snapshot, floats, step }) => {
             encode(POSITION_MAGIC, POSITION, [snapshot, floats, step])
         }
     }
 }
 
-fn position_of(word: &[u8; POSITION_BYTES]) -> Result<Option<Position>, String> {
-    match decode(POSITION_MAGIC, word) {
-        Ok((BEAT, [0, 0, 0])) => Ok(None),
+fn decode_position(bytes: &[u8; POSITION_BYTES]) -> Result<Option<Position>, String> {
+    match decode(POSITION_MAGIC, bytes) {
+        Ok((HEARTBEAT, [0, 0, 0])) => Ok(None),
         Ok((POSITION, [snapshot, floats, step])) => Ok(Some(Position { snapshot, floats, step })),
         Ok((kind, _)) => Err(format!("expected a position, got a word of kind {kind}")),
         Err(got) => Err(format!("expected a position, got {got}")),

@@ -30,37 +30,37 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
 use crate::communicator::BLOCK_BYTES_MAX;
-use crate::fence::Pass;
+use crate::fence::GroupRegistration;
 use crate::frame::{FRAME_BYTES, Frame, Kind};
+use crate::host_group::Links;
 use crate::link::poll_until;
-use crate::patience::Patience;
 use crate::payload::Payload;
-use crate::progress::{Place, Progress};
+use crate::progress::{Progress, WaitPoint};
 use crate::schedule::{Piece, Schedule};
-use crate::shared::{Lookout, Room, SharedFault};
-use crate::tcp::Links;
+use crate::shm::{LinkMonitor, SharedFault, SharedRegion};
+use crate::spin_wait::SpinWait;
 
 /// One operation under way.
 pub(crate) struct Transfer<'a> {
     links: &'a Links,
-    pass: &'a Pass,
-    stamp: Stamp,
+    registration: &'a GroupRegistration,
+    op_tag: OpTag,
     schedule: Schedule,
     payload: Payload<'a>,
     outgoing: Option<Outgoing>,
     incoming: Incoming,
-    course: Course<'a>,
+    progress: TransferProgress<'a>,
     /// The next member's link is needed to the end, whatever is left to be sent.
     needs_next: bool,
     /// What is watched beside the links.
-    lookout: Option<Lookout<'a>>,
+    link_monitor: Option<LinkMonitor<'a>>,
     /// What the ranks of this host share, where this one leads them.
-    room: Option<&'a Room>,
+    region: Option<&'a SharedRegion>,
 }
 
 /// What all frames of one operation have in common.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Stamp {
+pub(crate) struct OpTag {
     pub(crate) kind: Kind,
     pub(crate) generation: u64,
     pub(crate) sequence: u64,
@@ -86,40 +86,47 @@ pub(crate) enum LinkFault {
 impl<'a> Transfer<'a> {
     pub(crate) fn new(
         links: &'a Links,
-        pass: &'a Pass,
+        registration: &'a GroupRegistration,
         progress: &'a Progress,
-        stamp: Stamp,
+        op_tag: OpTag,
         schedule: Schedule,
         payload: Payload<'a>,
     ) -> Self {
         let incoming = Incoming { head: [0; FRAME_BYTES], read: 0, note_bytes: 0 };
-        let course = Course::one_way(progress);
+        let progress = TransferProgress::one_way(progress);
         Self {
             links,
-            pass,
-            stamp,
+            registration,
+            op_tag,
             schedule,
             payload,
             outgoing: None,
             incoming,
-            course,
+            progress,
             needs_next: false,
-            lookout: None,
-            room: None,
+            link_monitor: None,
+            region: None,
         }
     }
 
     /// The next member can't be done before this rank is: its end is that of the operation, even if
     /// all is sent.
-    pub(crate) fn needing_next(self) -> Self {
+    pub(crate) fn with_next_required(self) -> Self {
         Self { needs_next: true, ..self }
     }
 
     /// Among leaders of hosts: their ring is not the group's. So neither are its bytes shown, which
     /// would be taken for those between neighbours of the group.
-    pub(crate) fn beside(self, lookout: Lookout<'a>, room: Option<&'a Room>) -> Self {
-        let course = Course { is_shown: false, ..Course::one_way(self.course.progress) };
-        Self { lookout: Some(lookout), room, course, ..self }
+    pub(crate) fn alongside(
+        self,
+        link_monitor: LinkMonitor<'a>,
+        region: Option<&'a SharedRegion>,
+    ) -> Self {
+        let progress = TransferProgress {
+            is_shown: false,
+            ..TransferProgress::one_way(self.progress.progress)
+        };
+        Self { link_monitor: Some(link_monitor), region, progress, ..self }
     }
 
     /// Returns when all pieces are sent and received, with the notes in rank order.
@@ -134,15 +141,15 @@ impl<'a> Transfer<'a> {
             if self.outgoing.is_none() {
                 self.payload.prepare(&piece).map_err(Fault::Here)?;
                 // It may have waited meanwhile, and shown that.
-                self.course.go_on();
+                self.progress.end_wait();
                 let head = self.frame(&piece).encode();
                 self.outgoing = Some(Outgoing { head, written: 0 });
             }
             let outgoing = self.outgoing.as_mut().expect("it was just put there");
-            let (note, body) = self.payload.outgoing(&piece);
+            let (note, body) = self.payload.send_bufs(&piece);
             match outgoing.write(&self.links.next.link, note, body) {
                 Ok(bytes) => {
-                    self.course.on_sent(bytes);
+                    self.progress.on_sent(bytes);
                     if outgoing.written == FRAME_BYTES + note.len() + body.len() {
                         self.outgoing = None;
                         self.schedule.on_sent();
@@ -166,7 +173,7 @@ impl<'a> Transfer<'a> {
                 Ok(bytes) => {
                     let head_complete = self.incoming.read >= FRAME_BYTES;
                     self.incoming.read += bytes;
-                    self.course.on_received(bytes);
+                    self.progress.on_received(bytes);
                     if !head_complete && self.incoming.read >= FRAME_BYTES {
                         let note_bytes = self
                             .check(&piece)
@@ -186,7 +193,7 @@ impl<'a> Transfer<'a> {
                 && read == FRAME_BYTES + note_bytes + self.payload.piece_bytes(&piece)
             {
                 self.incoming.read = 0;
-                self.payload.on_landed(&piece).map_err(Fault::Here)?;
+                self.payload.on_received(&piece).map_err(Fault::Here)?;
                 self.schedule.on_received();
                 return Ok(Flow::Moved);
             }
@@ -203,11 +210,11 @@ impl<'a> Transfer<'a> {
             if piece.note || schedule.next_receive_is_early() {
                 return prev.read(head);
             }
-            let (_, body) = payload.landing(piece);
+            let (_, body) = payload.recv_bufs(piece);
             return prev.read_vectored(&mut [IoSliceMut::new(head), IoSliceMut::new(body)]);
         }
         let done = incoming.read - FRAME_BYTES;
-        let (note, body) = payload.landing(piece);
+        let (note, body) = payload.recv_bufs(piece);
         let (note_done, body_done) = (done.min(note.len()), done.saturating_sub(note.len()));
         prev.read_vectored(&mut [
             IoSliceMut::new(&mut note[note_done..]),
@@ -227,18 +234,18 @@ impl<'a> Transfer<'a> {
     }
 
     fn frame(&self, piece: &Piece) -> Frame {
-        let Stamp { kind, generation, sequence } = self.stamp;
-        let (note, _) = self.payload.outgoing(piece);
+        let OpTag { kind, generation, sequence } = self.op_tag;
+        let (note, _) = self.payload.send_bufs(piece);
         Frame {
             kind,
             generation,
             sequence,
-            step: narrow(piece.step),
-            segment: narrow(piece.segment),
-            origin: narrow(piece.origin),
-            note_bytes: narrow(note.len()),
+            step: to_wire(piece.step),
+            segment: to_wire(piece.segment),
+            origin: to_wire(piece.origin),
+            note_bytes: to_wire(note.len()),
             total_bytes: self.payload.total_bytes() as u64,
-            body_bytes: narrow(self.payload.piece_bytes(piece)),
+            body_bytes: to_wire(self.payload.piece_bytes(piece)),
         }
     }
 
@@ -256,34 +263,38 @@ impl<'a> Transfer<'a> {
             fds.push(PollFd::new(&*self.links.prev.link, PollFlags::IN));
         }
         let others = fds.len();
-        fds.extend(self.room.map(|room| PollFd::new(room.doorbell(), PollFlags::IN)));
-        fds.extend(self.lookout.iter().flat_map(Lookout::fds));
+        fds.extend(self.region.map(|region| PollFd::new(region.notifier(), PollFlags::IN)));
+        fds.extend(self.link_monitor.iter().flat_map(LinkMonitor::fds));
         Watched { next: needs_next.then_some(start), others: others..fds.len() }
     }
 
     /// Looks at what has stirred.
-    fn heed(&mut self, watched: &Watched, events: &[PollFlags]) -> Result<(), Fault> {
+    fn handle_events(&mut self, watched: &Watched, events: &[PollFlags]) -> Result<(), Fault> {
         if events[watched.others.clone()].iter().any(|events| !events.is_empty()) {
-            self.look_around()?;
+            self.check_host()?;
         }
         let next_speaks =
             watched.next.is_some_and(|next| !(events[next] - PollFlags::OUT).is_empty());
-        if next_speaks { probe(&self.links.next.link).map_err(Fault::Next) } else { Ok(()) }
+        if next_speaks {
+            check_idle_link(&self.links.next.link).map_err(Fault::Next)
+        } else {
+            Ok(())
+        }
     }
 
     /// Something has stirred beside the transfer's links.
-    fn look_around(&mut self) -> Result<(), Fault> {
-        let said = self.room.and_then(|room| {
-            room.doorbell().clear();
-            room.failed()
+    fn check_host(&mut self) -> Result<(), Fault> {
+        let said = self.region.and_then(|region| {
+            region.notifier().clear();
+            region.failed()
         });
-        let fault = said.or_else(|| self.lookout.as_mut().and_then(Lookout::look));
+        let fault = said.or_else(|| self.link_monitor.as_mut().and_then(LinkMonitor::check));
         fault.map_or(Ok(()), |fault| Err(Fault::Here(fault)))
     }
 
     /// A next member that ended the link may have done so over a disagreement that shows in what
     /// the previous one has sent, too; that says more than an end.
-    fn root_of(&mut self, fault: Fault) -> Fault {
+    fn root_cause(&mut self, fault: Fault) -> Fault {
         loop {
             match self.receive() {
                 Ok(Flow::Moved) => {}
@@ -296,70 +307,78 @@ impl<'a> Transfer<'a> {
 
 /// Runs transfers side by side, of one operation, each over links of its own to the same
 /// neighbours. Returns when all pieces are sent and received, with the first one's notes.
-pub(crate) fn run_all(mut lanes: Vec<Transfer<'_>>) -> Result<Vec<Vec<u8>>, Fault> {
-    let bytes = lanes.iter().map(|lane| lane.payload.total_bytes()).sum();
-    let mut patience = Patience::of(bytes);
-    let mut blocked = vec![false; lanes.len()];
+pub(crate) fn run_all(mut transfers: Vec<Transfer<'_>>) -> Result<Vec<Vec<u8>>, Fault> {
+    let bytes = transfers.iter().map(|transfer| transfer.payload.total_bytes()).sum();
+    let mut spin_wait = SpinWait::for_bytes(bytes);
+    let mut blocked = vec![false; transfers.len()];
     let mut shown = 0;
     loop {
         let mut has_moved = false;
-        for at in 0..lanes.len() {
-            match lanes[at].send() {
+        for at in 0..transfers.len() {
+            match transfers[at].send() {
                 Ok(flow) => blocked[at] = flow == Flow::Blocked,
-                Err(fault) => return Err(root_of(&mut lanes, fault)),
+                Err(fault) => return Err(root_cause(&mut transfers, fault)),
             }
-            has_moved |= lanes[at].receive()? == Flow::Moved;
+            has_moved |= transfers[at].receive()? == Flow::Moved;
         }
-        if lanes.iter().all(|lane| lane.schedule.is_done()) {
-            return Ok(lanes.swap_remove(0).payload.into_notes());
+        if transfers.iter().all(|transfer| transfer.schedule.is_done()) {
+            return Ok(transfers.swap_remove(0).payload.into_notes());
         }
         if has_moved {
-            patience.restore();
+            spin_wait.reset();
             continue;
         }
-        if patience.lasts() {
+        if spin_wait.should_spin() {
             continue;
         }
-        patience.restore();
-        show_wait(&mut lanes, &mut shown);
-        if let Err(fault) = wait(&mut lanes, &blocked) {
-            return Err(root_of(&mut lanes, fault));
+        spin_wait.reset();
+        show_wait(&mut transfers, &mut shown);
+        if let Err(fault) = wait(&mut transfers, &blocked) {
+            return Err(root_cause(&mut transfers, fault));
         }
     }
 }
 
 /// Shows how far all of them have come, as one.
-fn show_wait(lanes: &mut [Transfer<'_>], shown: &mut u64) {
-    let (first, others) = lanes.split_first_mut().expect("there is one at least");
-    let sum = |of: fn(&Course<'_>) -> u64| others.iter().map(|lane| of(&lane.course)).sum();
-    let beside: [u64; 2] = [sum(|course| course.received), sum(|course| course.sent)];
-    if *shown != beside[0] + beside[1] {
-        *shown = beside[0] + beside[1];
-        first.course.go_on();
+fn show_wait(transfers: &mut [Transfer<'_>], shown: &mut u64) {
+    let (first, others) = transfers.split_first_mut().expect("there is one at least");
+    let sum = |of: fn(&TransferProgress<'_>) -> u64| {
+        others.iter().map(|transfer| of(&transfer.progress)).sum()
+    };
+    let alongside: [u64; 2] = [sum(|progress| progress.received), sum(|progress| progress.sent)];
+    if *shown != alongside[0] + alongside[1] {
+        *shown = alongside[0] + alongside[1];
+        first.progress.end_wait();
     }
-    first.course.wait_beside(&first.stamp, beside);
+    first.progress.wait_alongside(&first.op_tag, alongside);
 }
 
 /// Sleeps until a link or the fence stirs.
-fn wait(lanes: &mut [Transfer<'_>], blocked: &[bool]) -> Result<(), Fault> {
-    let pass = lanes[0].pass;
-    let mut fds = vec![PollFd::new(pass.bell(), PollFlags::IN)];
-    let watched: Vec<Watched> =
-        lanes.iter().zip(blocked).map(|(lane, blocked)| lane.watch(*blocked, &mut fds)).collect();
+fn wait(transfers: &mut [Transfer<'_>], blocked: &[bool]) -> Result<(), Fault> {
+    let registration = transfers[0].registration;
+    let mut fds = vec![PollFd::new(registration.notifier(), PollFlags::IN)];
+    let watched: Vec<Watched> = transfers
+        .iter()
+        .zip(blocked)
+        .map(|(transfer, blocked)| transfer.watch(*blocked, &mut fds))
+        .collect();
     poll_until(&mut fds, None).map_err(Fault::Wait)?;
     let events: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
     drop(fds);
     if !events[0].is_empty() {
-        pass.bell().clear();
-        if pass.check().is_err() {
+        registration.notifier().clear();
+        if registration.check().is_err() {
             return Err(Fault::Wait(ErrorKind::Interrupted.into()));
         }
     }
-    lanes.iter_mut().zip(&watched).try_for_each(|(lane, watched)| lane.heed(watched, &events))
+    transfers
+        .iter_mut()
+        .zip(&watched)
+        .try_for_each(|(transfer, watched)| transfer.handle_events(watched, &events))
 }
 
-fn root_of(lanes: &mut [Transfer<'_>], fault: Fault) -> Fault {
-    lanes.iter_mut().fold(fault, |fault, lane| lane.root_of(fault))
+fn root_cause(transfers: &mut [Transfer<'_>], fault: Fault) -> Fault {
+    transfers.iter_mut().fold(fault, |fault, transfer| transfer.root_cause(fault))
 }
 
 /// What a transfer has polled, by where it is among all that is polled.
@@ -404,7 +423,7 @@ impl Outgoing {
 
 /// How far the operation has come, and what is shown of it. The clock is read once a wait, and
 /// nothing is shown between two waits.
-pub(crate) struct Course<'a> {
+pub(crate) struct TransferProgress<'a> {
     progress: &'a Progress,
     received: u64,
     sent: u64,
@@ -414,7 +433,7 @@ pub(crate) struct Course<'a> {
     is_shown: bool,
 }
 
-impl<'a> Course<'a> {
+impl<'a> TransferProgress<'a> {
     /// Of an operation whose bytes come from the previous member and go to the next one.
     fn one_way(progress: &'a Progress) -> Self {
         Self { progress, received: 0, sent: 0, waits: false, is_shown: true }
@@ -435,60 +454,66 @@ impl<'a> Course<'a> {
 
     pub(crate) fn on_received(&mut self, bytes: usize) {
         self.received += bytes as u64;
-        self.go_on();
+        self.end_wait();
     }
 
     pub(crate) fn on_received_back(&mut self, bytes: usize) {
         self.sent -= bytes as u64;
-        self.go_on();
+        self.end_wait();
     }
 
     pub(crate) fn on_sent(&mut self, bytes: usize) {
         self.sent += bytes as u64;
-        self.go_on();
+        self.end_wait();
     }
 
     pub(crate) fn on_sent_back(&mut self, bytes: usize) {
         self.received -= bytes as u64;
-        self.go_on();
+        self.end_wait();
     }
 
-    pub(crate) fn wait(&mut self, stamp: &Stamp, waits_for_next: bool) {
-        self.wait_with(stamp, [self.received, self.sent], waits_for_next);
+    pub(crate) fn wait(&mut self, op_tag: &OpTag, waits_for_next: bool) {
+        self.wait_with(op_tag, [self.received, self.sent], waits_for_next);
     }
 
     /// `beside`: bytes that have been received and sent over other links of the operation.
-    fn wait_beside(&mut self, stamp: &Stamp, beside: [u64; 2]) {
-        self.wait_with(stamp, [self.received + beside[0], self.sent + beside[1]], false);
+    fn wait_alongside(&mut self, op_tag: &OpTag, alongside: [u64; 2]) {
+        self.wait_with(op_tag, [self.received + alongside[0], self.sent + alongside[1]], false);
     }
 
-    fn wait_with(&mut self, stamp: &Stamp, bytes: [u64; 2], waits_for_next: bool) {
+    fn wait_with(&mut self, op_tag: &OpTag, bytes: [u64; 2], waits_for_next: bool) {
         if !self.waits {
-            let (generation, operation) = (stamp.generation, stamp.sequence + 1);
+            let (generation, operation) = (op_tag.generation, op_tag.sequence + 1);
             let [received, sent] = if self.is_shown { bytes } else { [0; 2] };
-            self.progress.wait_at(Place { generation, operation, received, sent, waits_for_next });
+            self.progress.begin_wait(WaitPoint {
+                generation,
+                operation,
+                received,
+                sent,
+                waits_for_next,
+            });
             self.waits = true;
         }
     }
 
-    fn go_on(&mut self) {
+    fn end_wait(&mut self) {
         if self.waits {
-            self.progress.go_on();
+            self.progress.end_wait();
             self.waits = false;
         }
     }
 }
 
-impl Drop for Course<'_> {
+impl Drop for TransferProgress<'_> {
     fn drop(&mut self) {
-        self.go_on();
+        self.end_wait();
     }
 }
 
 const BOTH_WAYS_START: u64 = 1 << 62;
 
 /// Whatever can be read from a link on which nothing is awaited is the link's end.
-pub(crate) fn probe(mut link: &TcpStream) -> Result<(), LinkFault> {
+pub(crate) fn check_idle_link(mut link: &TcpStream) -> Result<(), LinkFault> {
     Err(match link.read(&mut [0]) {
         Ok(0) => LinkFault::Lost(ErrorKind::UnexpectedEof.into()),
         Ok(_) => LinkFault::Broken("expected silence on the link to it, got bytes".to_owned()),
@@ -509,6 +534,6 @@ struct Incoming {
 }
 
 /// Steps, segments, ranks and lengths that the limits keep small.
-pub(crate) fn narrow(number: usize) -> u32 {
+pub(crate) fn to_wire(number: usize) -> u32 {
     u32::try_from(number).expect("members, segments and blocks are limited")
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use elasticdl_collective::conformance::{Group, Rank};
 use elasticdl_collective::{
-    Communicator, Endpoint, GroupSpec, LocalRank, Member, Secret, TcpRing, Transport, WireDtype,
+    Communicator, Endpoint, GroupSpec, HostGroup, LocalRank, Member, Secret, Transport, WireDtype,
 };
 
 #[macro_use]
@@ -60,7 +60,7 @@ fn memory_is_used_inside_hosts_and_goes_on_to_be() {
 }
 
 fn streams(end: Endpoint) -> Endpoint {
-    end.with_transport(Transport::Tcp).with_streams(3).unwrap()
+    end.with_transport(Transport::Tcp).with_channels(3).unwrap()
 }
 
 fn uneven(id: u8) -> u8 {
@@ -96,7 +96,7 @@ fn rings_on(
     world: usize,
     host: Places<'_>,
     with: &dyn Fn(Endpoint) -> Endpoint,
-) -> Vec<(TcpRing, Endpoint)> {
+) -> Vec<(HostGroup, Endpoint)> {
     let ends: Vec<_> = (0..world as u8)
         .map(|id| {
             let (ip, secret) = (Ipv4Addr::new(127, 0, 0, host(id)).into(), Secret::new("secret"));
@@ -105,7 +105,7 @@ fn rings_on(
         .collect();
     let members = (0..).zip(&ends).map(|(id, end)| Member { id, address: end.address() }).collect();
     let spec = GroupSpec { generation: 1, members };
-    let rings: Vec<TcpRing> = thread::scope(|scope| {
+    let rings: Vec<HostGroup> = thread::scope(|scope| {
         let connect = |end: &Endpoint| {
             end.connect(&spec, Duration::from_secs(60)).expect("all members connect")
         };

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::{
-    Endpoint, Member, Position, Secret, StateReceiver, StateSender, Visitor,
+    Endpoint, Member, Position, Secret, StateReceiver, StateRequest, StateSender,
 };
 
 /// Far beyond what anything here takes; only a hang gets there.
@@ -17,34 +17,38 @@ fn endpoint(id: u64) -> Endpoint {
         .expect("loopback has free ports")
 }
 
-fn visit(donor: &Endpoint, newcomer: &Endpoint, patience: Duration) -> (Visitor, StateReceiver) {
-    let receiver = newcomer
-        .fetch(Member { id: 1, address: donor.address() }, WATCHDOG, patience, None)
+fn request_state(
+    donor: &Endpoint,
+    joiner: &Endpoint,
+    idle_timeout: Duration,
+) -> (StateRequest, StateReceiver) {
+    let receiver = joiner
+        .fetch(Member { id: 1, address: donor.address() }, WATCHDOG, idle_timeout, None)
         .expect("the donor listens");
     let until = Instant::now() + WATCHDOG;
     loop {
-        if let Some(visitor) = donor.visitor() {
-            return (visitor, receiver);
+        if let Some(request) = donor.next_state_request() {
+            return (request, receiver);
         }
         assert!(Instant::now() < until, "the visitor never shows up");
         std::thread::yield_now();
     }
 }
 
-fn pair(patience: Duration) -> (StateSender, StateReceiver, (Endpoint, Endpoint)) {
-    pair_of(patience, patience)
+fn pair(idle_timeout: Duration) -> (StateSender, StateReceiver, (Endpoint, Endpoint)) {
+    pair_of(idle_timeout, idle_timeout)
 }
 
 /// The patience of the donor, and that of the newcomer, which says several times within its own
 /// that it lives.
 fn pair_of(
-    donors: Duration,
-    newcomers: Duration,
+    of_donor: Duration,
+    of_joiner: Duration,
 ) -> (StateSender, StateReceiver, (Endpoint, Endpoint)) {
-    let (donor, newcomer) = (endpoint(1), endpoint(2));
-    let (visitor, receiver) = visit(&donor, &newcomer, newcomers);
-    assert_eq!((visitor.member(), receiver.donor()), (2, 1));
-    (visitor.serve(donors), receiver, (donor, newcomer))
+    let (donor, joiner) = (endpoint(1), endpoint(2));
+    let (request, receiver) = request_state(&donor, &joiner, of_joiner);
+    assert_eq!((request.member(), receiver.donor()), (2, 1));
+    (request.serve(of_donor), receiver, (donor, joiner))
 }
 
 #[test]
@@ -57,7 +61,7 @@ fn parcels_arrive_as_they_were_sent() {
         let (big, note) = (big.clone(), note.clone());
         move || {
             sender.send(1, 5, &note, &[&big, &[1.5, 2.5]]).unwrap();
-            sender.beat().unwrap();
+            sender.heartbeat().unwrap();
             sender.send(2, 6, &[], &[]).unwrap();
         }
     });
@@ -90,7 +94,7 @@ fn a_donor_that_has_not_begun_is_waited_for_and_one_that_falls_silent_is_given_u
     let (mut sender, mut receiver, _ends) = pair(Duration::from_millis(30));
     // Longer than the patience, before the first byte.
     assert_eq!(receiver.next(Duration::from_millis(60)).unwrap(), None);
-    sender.beat().unwrap();
+    sender.heartbeat().unwrap();
     let error = loop {
         match receiver.next(Duration::from_millis(5)) {
             Ok(next) => assert_eq!(next, None),
@@ -109,8 +113,8 @@ fn a_newcomer_that_takes_nothing_and_says_nothing_is_given_up() {
 
 #[test]
 fn a_newcomer_that_is_busy_for_longer_than_the_patience_still_gets_everything() {
-    let patience = Duration::from_secs(1);
-    let (mut sender, mut receiver, _ends) = pair_of(patience, patience / 10);
+    let idle_timeout = Duration::from_secs(1);
+    let (mut sender, mut receiver, _ends) = pair_of(idle_timeout, idle_timeout / 10);
     let big = vec![1.0; 4 << 20];
     let sending = std::thread::spawn({
         let big = big.clone();
@@ -118,7 +122,7 @@ fn a_newcomer_that_is_busy_for_longer_than_the_patience_still_gets_everything() 
     });
     receiver.next(WATCHDOG).unwrap().unwrap();
     // What a slow digest does, or an update: the link is full meanwhile.
-    std::thread::sleep(patience * 2);
+    std::thread::sleep(idle_timeout * 2);
     let mut taken = vec![0.0; big.len()];
     receiver.take(&mut taken).unwrap();
     sending.join().unwrap().unwrap();
@@ -127,9 +131,9 @@ fn a_newcomer_that_is_busy_for_longer_than_the_patience_still_gets_everything() 
 
 #[test]
 fn a_donor_learns_how_far_a_newcomer_is() {
-    let (donor, newcomer) = (endpoint(1), endpoint(2));
-    let (visitor, receiver) = visit(&donor, &newcomer, WATCHDOG);
-    let mut sender = visitor.serve(WATCHDOG);
+    let (donor, joiner) = (endpoint(1), endpoint(2));
+    let (request, receiver) = request_state(&donor, &joiner, WATCHDOG);
+    let mut sender = request.serve(WATCHDOG);
     assert_eq!(sender.first_position().unwrap(), None);
     let position = Position { snapshot: 7, floats: 64, step: 7 };
     receiver.report(position);
@@ -140,11 +144,11 @@ fn a_donor_learns_how_far_a_newcomer_is() {
     }
     drop(receiver);
     let at = Member { id: 1, address: donor.address() };
-    let _receiver = newcomer.fetch(at, WATCHDOG, WATCHDOG, Some(position)).unwrap();
-    let visitor = loop {
+    let _receiver = joiner.fetch(at, WATCHDOG, WATCHDOG, Some(position)).unwrap();
+    let request = loop {
         assert!(Instant::now() < until, "the visitor never shows up");
-        if let Some(visitor) = donor.visitor() {
-            break visitor;
+        if let Some(request) = donor.next_state_request() {
+            break request;
         }
         std::thread::yield_now();
     };
@@ -153,19 +157,19 @@ fn a_donor_learns_how_far_a_newcomer_is() {
         assert!(Instant::now() < until, "the link never ends");
         std::thread::yield_now();
     }
-    let link = visitor.link();
-    let mut sender = visitor.serve(WATCHDOG);
+    let link = request.link();
+    let mut sender = request.serve(WATCHDOG);
     assert_eq!(sender.first_position().unwrap(), Some(position));
     link.shut_down();
-    assert!(sender.beat().is_err());
+    assert!(sender.heartbeat().is_err());
 }
 
 #[test]
 fn the_end_of_everything_ends_a_fetch() {
-    let (_sender, mut receiver, (_, newcomer)) = pair(WATCHDOG);
-    newcomer.fence().abort_before(9);
+    let (_sender, mut receiver, (_, joiner)) = pair(WATCHDOG);
+    joiner.fence().abort_before(9);
     assert_eq!(receiver.next(Duration::from_millis(1)).unwrap(), None);
-    newcomer.fence().abort_before(u64::MAX);
+    joiner.fence().abort_before(u64::MAX);
     assert_eq!(receiver.next(WATCHDOG).unwrap_err().kind(), ErrorKind::UnexpectedEof);
 }
 
@@ -180,9 +184,9 @@ fn nonsense_is_refused_and_takes_no_memory() {
         [vec![b'x'; 32], head(1, u64::MAX, 0), head(1, (64 << 20) + 1, 0), head(0, 0, 1)]
     {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let newcomer = endpoint(2);
+        let joiner = endpoint(2);
         let donor = Member { id: 1, address: listener.local_addr().unwrap() };
-        let mut receiver = newcomer.fetch(donor, WATCHDOG, WATCHDOG, None).unwrap();
+        let mut receiver = joiner.fetch(donor, WATCHDOG, WATCHDOG, None).unwrap();
         listener.accept().unwrap().0.write_all(&nonsense).unwrap();
         assert_eq!(receiver.next(WATCHDOG).unwrap_err().kind(), ErrorKind::InvalidData);
     }
@@ -191,12 +195,12 @@ fn nonsense_is_refused_and_takes_no_memory() {
 #[test]
 fn who_does_not_know_the_secret_gets_nothing() {
     let donor = endpoint(1);
-    let stranger =
+    let unauthenticated =
         Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 2, Secret::new("open barley"))
             .unwrap();
-    let mut receiver = stranger
+    let mut receiver = unauthenticated
         .fetch(Member { id: 1, address: donor.address() }, WATCHDOG, WATCHDOG, None)
         .unwrap();
     assert!(receiver.next(WATCHDOG).is_err());
-    assert!(donor.visitor().is_none());
+    assert!(donor.next_state_request().is_none());
 }

@@ -1,24 +1,24 @@
 use cudarc::driver::{DeviceRepr, ValidAsZeroBits};
 use half::{bf16, f16};
 
-/// What a device buffer is made of: `f32`, `bf16` or `f16`.
+/// Element type of a device buffer: `f32`, `bf16` or `f16`.
 ///
-/// Halves are summed as f32 and rounded once on the host's path; NCCL sums them as its version sees
-/// fit.
+/// On the host path, 16-bit elements are summed as f32 and rounded once. NCCL sums them in the
+/// precision that its version uses.
 pub trait Element:
     DeviceRepr + ValidAsZeroBits + bytemuck::Pod + Send + Sync + sealed::Sealed
 {
-    /// The element's type, as a value.
+    /// Data type as a value.
     const DTYPE: Dtype;
 
-    /// The same number as f32.
+    /// Converts to f32 without loss.
     fn widen(self) -> f32;
 
-    /// The nearest number, ties to even.
+    /// Rounds to the nearest representable number, ties to even.
     fn round(wide: f32) -> Self;
 }
 
-/// The type of a device buffer's elements.
+/// Data type of the elements of a device buffer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Dtype {
     /// bfloat16.
@@ -66,8 +66,8 @@ impl Element for f32 {
 }
 
 mod sealed {
-    /// Nothing else can be an element.
-    #[expect(unnameable_types, reason = "so that nothing else can implement it")]
+    /// Prevents implementations of [`Element`](super::Element) outside this crate.
+    #[expect(unnameable_types, reason = "no other type can implement it")]
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for half::bf16 {}

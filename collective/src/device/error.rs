@@ -3,78 +3,80 @@ use std::time::Duration;
 
 use cudarc::driver::DriverError;
 
-/// Why a GPU, or NCCL, can't be used, or has failed.
+/// Why a GPU or NCCL cannot be used, or has failed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// NCCL did not give a communicator back in time. Its kernel may still hold the device's
-    /// stream: end the process, another one takes its place.
+    /// NCCL did not release a communicator in time. Its kernel may still occupy the device's
+    /// stream. The caller ends the process and starts another one.
     #[error(
-        "NCCL has not aborted its communicator within {waited:?}; this process can't go on with its GPU"
+        "NCCL did not abort its communicator within {waited:?}; \
+         this process can't use its GPU any more"
     )]
     Abandoned {
-        /// How long its return was waited for.
+        /// Duration of the wait for the abort.
         waited: Duration,
     },
-    /// A call of the CUDA driver failed. Most of its errors stay: end the process.
-    #[error("CUDA could not {action}")]
+    /// A call of the CUDA driver failed. Most of its errors are sticky: the caller ends the
+    /// process.
+    #[error("CUDA failed to {action}")]
     Cuda {
-        /// What was tried.
+        /// Operation that failed.
         action: &'static str,
-        /// What the driver said.
+        /// Error of the driver.
         #[source]
         source: DriverError,
     },
-    /// There is no device of this number.
-    #[error("there is no GPU {ordinal}: {count} can be seen")]
+    /// There is no device with this ordinal.
+    #[error("there is no GPU {ordinal}: {count} are visible")]
     NoDevice {
-        /// The number that was asked for.
+        /// Requested ordinal.
         ordinal: usize,
-        /// How many there are.
+        /// Number of visible devices.
         count: usize,
     },
-    /// The library is not there, or can't be loaded. Go on without it.
+    /// The library is missing or cannot be loaded. The caller continues without it.
     #[error("{library} can't be loaded: {reason}")]
     NoLibrary {
-        /// The names that were tried.
+        /// File names that were tried.
         library: String,
-        /// What the system's loader said.
+        /// Message of the dynamic loader.
         reason: String,
     },
-    /// The library lacks a function that is needed: it is too old, or something else. Go on without
-    /// it.
+    /// The library lacks a required function: it is too old, or a different library. The caller
+    /// continues without it.
     #[error("{library} has no {symbol}")]
     NoSymbol {
-        /// The library's name.
+        /// Name of the library.
         library: String,
-        /// The function's name.
+        /// Name of the function.
         symbol: &'static str,
     },
-    /// A call of NCCL failed. Its communicator is of no use any more; the host's ring is.
-    #[error("NCCL could not {action}: {reason} (result {code})")]
+    /// A call of NCCL failed. Its communicator is unusable; the host path still works.
+    #[error("NCCL failed to {action}: {reason} (result {code})")]
     Nccl {
-        /// What was tried.
+        /// Operation that failed.
         action: &'static str,
-        /// NCCL's result code, whatever version it is of.
+        /// Result code of NCCL, in the numbering of its version.
         code: i32,
-        /// What NCCL said of it.
+        /// Error message of NCCL.
         reason: String,
     },
-    /// The NCCL library is of a version that this can't work with. Go on without it.
-    #[error("NCCL {found} is too old; 2.18 is the oldest that works")]
+    /// The version of the NCCL library is not supported. The caller continues without it.
+    #[error("NCCL {found} is too old; the oldest supported version is 2.18")]
     NcclVersion {
-        /// The version found, as NCCL counts: 21 803 is 2.18.3.
+        /// Version of the library in NCCL's encoding: 21 803 is 2.18.3.
         found: i32,
     },
 }
 
 impl DeviceError {
-    /// What the system's loader said.
-    pub(crate) fn loader_said(error: &libloading::Error) -> String {
+    /// Returns the message of the dynamic loader.
+    pub(crate) fn loader_message(error: &libloading::Error) -> String {
         error.source().map_or_else(|| error.to_string(), ToString::to_string)
     }
 
-    /// For `map_err` of a driver call.
+    /// Returns a function that wraps a driver error, for `map_err`.
     pub(crate) fn cuda(action: &'static str) -> impl FnOnce(DriverError) -> Self {
         move |source| Self::Cuda { action, source }
     }

@@ -1,5 +1,6 @@
-//! Looks for the driver before cudarc does, which panics where there is none.
-#![allow(unsafe_code, reason = "a library is loaded to see whether it is there")]
+//! A GPU of this process. The CUDA driver is looked up here before cudarc loads it, since cudarc
+//! panics if there is none.
+#![allow(unsafe_code, reason = "a library is loaded to check whether it exists")]
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -8,7 +9,7 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError, sys};
 use super::DeviceError;
 use super::staging::Staging;
 
-/// One GPU, and the stream on which its owner computes. Clones are the same.
+/// One GPU, and the CUDA stream on which its owner computes. Clones share the same device.
 #[derive(Clone, Debug)]
 pub struct Device {
     inner: Arc<Inner>,
@@ -18,12 +19,12 @@ pub struct Device {
 struct Inner {
     stream: Arc<CudaStream>,
     uuid: [u8; 16],
-    /// Outlives the groups: page-locked memory is slow to get.
+    /// Staging memory, kept across groups: page-locked memory is slow to allocate.
     staging: Mutex<Staging>,
 }
 
 impl Device {
-    /// How many GPUs this process can see; 0 where the driver says that there is none.
+    /// Returns the number of GPUs visible to this process; 0 if the driver reports none.
     ///
     /// # Errors
     /// [`DeviceError::NoLibrary`] without a driver; [`DeviceError::NoSymbol`],
@@ -33,13 +34,13 @@ impl Device {
         match CudaContext::device_count() {
             Ok(count) => Ok(usize::try_from(count).unwrap_or(0)),
             Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(0),
-            Err(source) => Err(DeviceError::Cuda { action: "be initialised", source }),
+            Err(source) => Err(DeviceError::Cuda { action: "initialize", source }),
         }
     }
 
-    /// Opens a GPU, with a new stream.
+    /// Opens a GPU and creates a stream on it.
     ///
-    /// `ordinal`: from 0, as `CUDA_VISIBLE_DEVICES` leaves them.
+    /// `ordinal`: index from 0, after `CUDA_VISIBLE_DEVICES` is applied.
     ///
     /// # Errors
     /// As for [`count`](Self::count), and [`DeviceError::NoDevice`].
@@ -49,43 +50,43 @@ impl Device {
             return Err(DeviceError::NoDevice { ordinal, count });
         }
         let context = CudaContext::new(ordinal).map_err(DeviceError::cuda("open the GPU"))?;
-        let stream = context.new_stream().map_err(DeviceError::cuda("make a stream"))?;
-        Self::of_stream(stream)
+        let stream = context.new_stream().map_err(DeviceError::cuda("create a stream"))?;
+        Self::from_stream(stream)
     }
 
-    /// The GPU of a stream that somebody else has opened: a framework's, so that what is enqueued
-    /// here comes in its order.
+    /// Wraps the GPU of an existing stream, for example a framework's. Operations of this crate are
+    /// enqueued on that stream, in order with the framework's work.
     ///
     /// # Errors
     /// [`DeviceError::Cuda`].
-    pub fn of_stream(stream: Arc<CudaStream>) -> Result<Self, DeviceError> {
+    pub fn from_stream(stream: Arc<CudaStream>) -> Result<Self, DeviceError> {
         let context = stream.context();
-        let uuid = context.uuid().map_err(DeviceError::cuda("tell the GPU's UUID"))?;
+        let uuid = context.uuid().map_err(DeviceError::cuda("read the GPU's UUID"))?;
         let uuid = uuid.bytes.map(|byte| byte as u8);
         let staging = Mutex::new(Staging::new(context)?);
         Ok(Self { inner: Arc::new(Inner { stream, uuid, staging }) })
     }
 
-    /// The stream on which all that concerns this device's buffers is enqueued.
+    /// Stream on which all work on this device's buffers is enqueued.
     #[must_use]
     pub fn stream(&self) -> &Arc<CudaStream> {
         &self.inner.stream
     }
 
-    /// What no other GPU has: two ranks with the same one share it.
+    /// UUID of the GPU. Two ranks with the same UUID share a GPU.
     #[must_use]
     pub fn uuid(&self) -> [u8; 16] {
         self.inner.uuid
     }
 
     pub(crate) fn staging(&self) -> MutexGuard<'_, Staging> {
-        // Who panicked while it held it has left slots whose copies are awaited before they are
-        // used again.
+        // A panic under this lock leaves valid slots: their copies are awaited before the slots are
+        // reused.
         self.inner.staging.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-/// Loads the driver for good, or says why that can't be. cudarc finds the one that is loaded.
+/// Loads the driver permanently, or returns why that failed. cudarc then finds the loaded library.
 fn find_driver() -> Result<(), DeviceError> {
     static FOUND: OnceLock<Result<(), DeviceError>> = OnceLock::new();
     FOUND.get_or_init(load_driver).clone()
@@ -94,15 +95,14 @@ fn find_driver() -> Result<(), DeviceError> {
 fn load_driver() -> Result<(), DeviceError> {
     let mut reason = String::new();
     for name in NAMES {
-        // SAFETY: what a system has under this name is its driver, made to be loaded by whoever
-        // wants.
+        // SAFETY: the system's library of this name is its CUDA driver, which is made to be loaded.
         match unsafe { libloading::Library::new(name) } {
             Ok(library) => {
-                // Not unloaded again: cudarc keeps pointers into it.
+                // The library is never unloaded: cudarc keeps pointers into it.
                 let library = std::mem::ManuallyDrop::new(library);
                 return check_symbols(name, &library);
             }
-            Err(error) => reason = DeviceError::loader_said(&error),
+            Err(error) => reason = DeviceError::loader_message(&error),
         }
     }
     Err(DeviceError::NoLibrary { library: NAMES.join(", "), reason })
@@ -110,7 +110,7 @@ fn load_driver() -> Result<(), DeviceError> {
 
 fn check_symbols(name: &str, library: &libloading::Library) -> Result<(), DeviceError> {
     let lacks = |symbol: &&str| {
-        // SAFETY: the symbol is only looked for, not used.
+        // SAFETY: the symbol is only looked up, not used.
         unsafe { library.get::<*const ()>(symbol.as_bytes()) }.is_err()
     };
     match SYMBOLS.iter().find(|symbol| lacks(symbol)) {
@@ -119,10 +119,10 @@ fn check_symbols(name: &str, library: &libloading::Library) -> Result<(), Device
     }
 }
 
-/// The first that is there, in the order in which cudarc looks.
+/// File names of the driver, in the order in which cudarc tries them.
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
-/// What is called here through cudarc, which panics where one is missing.
+/// Driver functions that this crate calls through cudarc, which panics if one is missing.
 const SYMBOLS: [&str; 30] = [
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",

@@ -1,34 +1,34 @@
-//! Groups whose buffers are in a GPU's memory.
+//! Collectives on buffers in GPU memory.
 //!
 //! ```text
-//!             Path::Host                                      Path::Nccl
-//!   src ─copy─▶ pinned ─TcpRing─▶ pinned ─copy─▶ dst    src ─NCCL on the caller's stream─▶ dst
-//!        block k+1        block k        block k−1      headers: TcpRing; its links' ends abort NCCL
+//!             Path::Host                                        Path::Nccl
+//!   src ─copy─▶ pinned ─HostGroup─▶ pinned ─copy─▶ dst    src ─NCCL on the caller's stream─▶ dst
+//!        block k+1        block k          block k−1      headers: HostGroup; a closed link aborts NCCL
 //! ```
 //!
-//! A [`Device`] is one GPU with the stream on which its owner computes. A [`DeviceRing`] is a
-//! group's ring with a device at each rank: sums, broadcasts and gathers on device memory go over
-//! the host ring from the first step on, and over NCCL once a communicator has been
-//! [built](DeviceRing::begin_nccl) in the background and all ranks have agreed to use it.
+//! A [`Device`] is one GPU with the CUDA stream on which its owner computes. A [`DeviceGroup`] is a
+//! [`HostGroup`](crate::HostGroup) with a device at each rank. All-reduce, broadcast and all-gather
+//! on device memory use the host path from the first step on. They use NCCL once a communicator has
+//! been [built](DeviceGroup::begin_nccl) in the background and all ranks have agreed to use it.
 //!
-//! **Invariant:** nothing of CUDA is needed to build this, nor to run it: libraries are looked for
-//! at run time, and what is missing is a [`DeviceError`].
+//! **Invariant:** neither building nor running this crate requires CUDA: libraries are looked up at
+//! run time, and a missing one is a [`DeviceError`].
 //!
 //! **Invariant:** as on the host, inputs are never written to, all ranks get the same bits, and a
 //! failed operation ends the group.
 //!
-//! **Invariant:** an operation that has returned leaves nothing behind on the caller's stream that
-//! could hang; where it can't say so ([`DeviceError::Abandoned`]), the process has to end.
+//! **Invariant:** an operation that has returned leaves nothing on the caller's stream that could
+//! hang. If that cannot be guaranteed ([`DeviceError::Abandoned`]), the process has to end.
 
-mod copies;
+mod copy_bandwidth;
 mod element;
 mod error;
 mod gpu;
-mod ring;
+mod group;
 mod staging;
 
-pub use copies::Copies;
+pub use copy_bandwidth::CopyBandwidth;
 pub use element::{Dtype, Element};
 pub use error::DeviceError;
 pub use gpu::Device;
-pub use ring::{DeviceRing, HEADER_BYTES_MAX, NcclOptions, NcclPolicy, Path};
+pub use group::{DeviceGroup, HEADER_BYTES_MAX, NcclOptions, NcclPolicy, Path};

@@ -7,7 +7,7 @@ use std::sync::mpsc;
 use rustix::net::{AddressFamily, SocketType};
 
 use super::*;
-use crate::hello::HELLO_BYTES;
+use crate::handshake::HELLO_BYTES;
 use crate::{Communicator, Member};
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -28,7 +28,7 @@ fn a_dial_of_a_newer_generation_is_parked_until_its_time_comes() {
         let group = group.clone();
         move || done.send(early.connect(&group, WATCHDOG).map(|ring| (ring, early))).unwrap()
     });
-    until(|| late.fence.parked() == 1);
+    until(|| late.fence.pending_dial_count() == 1);
     // The dial waits; the older generation works on.
     assert_eq!(old.all_gather(b"old").unwrap(), [b"old"]);
     let mut ring = late.connect(&group, WATCHDOG).unwrap();
@@ -111,7 +111,7 @@ fn a_hello_must_be_proven_and_for_this_worker_of_this_job() {
     assert_refused(&end, &Hello { to: 3, ..hello }.encode(&secret()));
     assert_refused(&end, &Hello { job: JobDigest::of("jobs"), ..hello }.encode(&secret()));
     assert_refused(&end, &[7; HELLO_BYTES]);
-    assert_eq!(end.fence.parked(), 0);
+    assert_eq!(end.fence.pending_dial_count(), 0);
     let mut link = TcpStream::connect(end.address()).unwrap();
     link.set_read_timeout(Some(WATCHDOG)).unwrap();
     // In two parts, as a slow network may bring it.
@@ -119,7 +119,7 @@ fn a_hello_must_be_proven_and_for_this_worker_of_this_job() {
     let (first, second) = bytes.split_at(50);
     link.write_all(first).unwrap();
     link.write_all(second).unwrap();
-    until(|| end.fence.parked() == 1);
+    until(|| end.fence.pending_dial_count() == 1);
     end.fence().abort_before(6);
     assert_eq!(link.read(&mut [0]).unwrap(), 0, "the fence closes what is parked");
 }
@@ -149,10 +149,11 @@ impl Silent {
         let listener = TcpListener::from(full);
         let address = listener.local_addr().unwrap();
         let fence = Fence::new();
-        let pass = fence.enter(1).unwrap();
+        let registration = fence.register(1).unwrap();
         let soon = Duration::from_millis(100);
         let mut fillers = Vec::new();
-        while let Ok(filler) = dial(address, Some(&pass), Instant::now().checked_add(soon)) {
+        while let Ok(filler) = dial(address, Some(&registration), Instant::now().checked_add(soon))
+        {
             fillers.push(filler);
             assert!(fillers.len() < 100, "the queue never fills");
         }
@@ -160,12 +161,12 @@ impl Silent {
     }
 }
 
-fn endpoint(me: u64) -> Endpoint {
-    Endpoint::bind(LOOPBACK, "job", me, secret()).unwrap()
+fn endpoint(own_id: u64) -> Endpoint {
+    Endpoint::bind(LOOPBACK, "job", own_id, secret()).unwrap()
 }
 
 fn member(end: &Endpoint) -> Member {
-    Member { id: end.identity.me, address: end.address() }
+    Member { id: end.identity.own_id, address: end.address() }
 }
 
 fn secret() -> Secret {

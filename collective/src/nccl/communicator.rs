@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaEvent, CudaStream};
 
-use super::library::{Buffers, Handle, Library, Progress, UniqueId};
-use crate::bell::Bell;
+use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
 use crate::device::DeviceError;
+use crate::notifier::Notifier;
 
 /// How far a group is with NCCL, as one of its ranks sees it.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -38,7 +38,7 @@ pub(crate) struct NcclCommunicator {
 
 /// Who a communicator is made for.
 #[derive(Clone, Debug)]
-pub(crate) struct Place {
+pub(crate) struct CommInit {
     pub(crate) id: UniqueId,
     pub(crate) rank: usize,
     pub(crate) world: usize,
@@ -48,7 +48,7 @@ pub(crate) struct Place {
 
 /// How long NCCL may take.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct Timeouts {
     pub(crate) init: Duration,
     pub(crate) abort: Duration,
 }
@@ -80,12 +80,16 @@ impl NcclCommunicator {
     ///
     /// # Errors
     /// What the system says if it gives no threads or descriptors.
-    pub(crate) fn begin(library: &Arc<Library>, place: Place, limits: Limits) -> io::Result<Self> {
+    pub(crate) fn begin(
+        library: &Arc<Library>,
+        init: CommInit,
+        timeouts: Timeouts,
+    ) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             library: library.clone(),
-            limits,
+            timeouts,
             begun: Instant::now(),
-            finished: Bell::new()?,
+            finished: Notifier::new()?,
             abort: AtomicBool::new(false),
             abort_nanos: AtomicU64::new(0),
             status: Mutex::new(Status { phase: Phase::Building, handle: None, in_call: true }),
@@ -95,7 +99,7 @@ impl NcclCommunicator {
         let (done, results) = mpsc::channel();
         let watched = shared.clone();
         thread::Builder::new().name("nccl-watchdog".to_owned()).spawn(move || watched.watch())?;
-        let caller = Caller { shared: shared.clone(), place, to_do, done };
+        let caller = Caller { shared: shared.clone(), init, to_do, done };
         let spawned = thread::Builder::new().name("nccl".to_owned()).spawn(move || caller.run());
         if let Err(error) = spawned {
             shared.lock().in_call = false;
@@ -138,7 +142,7 @@ impl NcclCommunicator {
     }
 
     /// Rings when there is a result.
-    pub(crate) fn finished(&self) -> &Bell {
+    pub(crate) fn finished(&self) -> &Notifier {
         &self.shared.finished
     }
 
@@ -152,7 +156,7 @@ impl NcclCommunicator {
     /// # Errors
     /// [`DeviceError::Abandoned`].
     pub(crate) fn wait_until_ended(&self) -> Result<(), DeviceError> {
-        let waited = self.shared.limits.abort;
+        let waited = self.shared.timeouts.abort;
         let until = Instant::now() + waited;
         let mut status = self.shared.lock();
         while !matches!(status.phase, Phase::Ended(_)) {
@@ -166,7 +170,7 @@ impl NcclCommunicator {
     }
 
     /// How long NCCL took to give it back, if it has.
-    pub(crate) fn abort_took(&self) -> Option<Duration> {
+    pub(crate) fn abort_time(&self) -> Option<Duration> {
         match self.shared.abort_nanos.load(Ordering::Acquire) {
             0 => None,
             nanos => Some(Duration::from_nanos(nanos)),
@@ -189,9 +193,9 @@ impl Drop for NcclCommunicator {
 #[derive(Debug)]
 struct Shared {
     library: Arc<Library>,
-    limits: Limits,
+    timeouts: Timeouts,
     begun: Instant,
-    finished: Bell,
+    finished: Notifier,
     /// Set once; from then on no call begins.
     abort: AtomicBool,
     /// How long the abort took; 0 until it has returned.
@@ -245,7 +249,7 @@ impl Shared {
             return;
         }
         status.phase = Phase::Ending(reason.to_owned());
-        aborts().push((self.key(), Instant::now() + self.limits.abort));
+        aborts().push((self.key(), Instant::now() + self.timeouts.abort));
         self.changed.notify_all();
     }
 
@@ -259,11 +263,11 @@ impl Shared {
         let mut status = self.lock();
         while !self.abort.load(Ordering::Acquire) {
             let left = match status.phase {
-                Phase::Building => Some(self.limits.init.saturating_sub(self.begun.elapsed())),
+                Phase::Building => Some(self.timeouts.init.saturating_sub(self.begun.elapsed())),
                 _ => None,
             };
             if left == Some(Duration::ZERO) {
-                let reason = format!("it was not made within {:?}", self.limits.init);
+                let reason = format!("it was not made within {:?}", self.timeouts.init);
                 self.end_locked(&mut status, &reason);
                 break;
             }
@@ -316,7 +320,7 @@ impl From<DeviceError> for Stop {
 /// The thread that calls NCCL.
 struct Caller {
     shared: Arc<Shared>,
-    place: Place,
+    init: CommInit,
     to_do: Receiver<Call>,
     done: Sender<Result<(), DeviceError>>,
 }
@@ -335,8 +339,8 @@ impl Caller {
         drop(status);
         let took = self.shared.begun.elapsed();
         tracing::debug!(
-            rank = self.place.rank,
-            world = self.place.world,
+            rank = self.init.rank,
+            world = self.init.world,
             ?took,
             "NCCL communicator made"
         );
@@ -352,13 +356,13 @@ impl Caller {
             let has_failed = result.is_err();
             // Nobody listens any more where the group was dropped in the middle of an operation.
             let _ = self.done.send(result);
-            self.shared.finished.ring();
+            self.shared.finished.notify();
             if has_failed {
                 return;
             }
         }
         // Whatever comes of this, the abort frees it.
-        if let Err(Stop::Failed(error)) = self.rest() {
+        if let Err(Stop::Failed(error)) = self.finalize() {
             tracing::debug!(%error, "a communicator that could not be brought to rest");
         }
         self.shared.end("the group is over");
@@ -372,7 +376,7 @@ impl Caller {
 
     /// Makes the communicator, and the event that marks its operations' ends.
     fn build(&self) -> Result<CudaEvent, Stop> {
-        let Place { id, rank, world, stream } = &self.place;
+        let CommInit { id, rank, world, stream } = &self.init;
         let context = stream.context();
         let prepared = context.bind_to_thread().and_then(|()| context.new_event(None));
         let begun = match prepared {
@@ -382,18 +386,18 @@ impl Caller {
         let mut status = self.shared.lock();
         status.in_call = false;
         self.shared.changed.notify_all();
-        let (handle, progress) = begun?;
+        let (handle, call_status) = begun?;
         status.handle = Some(handle);
         drop(status);
-        self.follow("make a communicator", progress, &Pause::new())?;
+        self.wait_until_done("make a communicator", call_status, &Pause::new())?;
         prepared.map_err(|source| DeviceError::Cuda { action: "make an event", source }.into())
     }
 
     fn perform(&self, call: Call, event: &CudaEvent) -> Result<(), Stop> {
         let Call { kind, buffers } = call;
-        let stream = &self.place.stream;
+        let stream = &self.init.stream;
         let raw = stream.cu_stream().cast();
-        let (action, progress) = match kind {
+        let (action, call_status) = match kind {
             CallKind::AllGather => (
                 "gather",
                 self.call(|nccl, handle| {
@@ -418,43 +422,44 @@ impl Caller {
             ),
         };
         let pause = Pause::new();
-        self.follow(action, progress, &pause)?;
+        self.wait_until_done(action, call_status, &pause)?;
         event.record(stream).map_err(DeviceError::cuda("record an event"))?;
         while !event.try_is_complete().map_err(DeviceError::cuda("end an operation of NCCL"))? {
             self.poll(action)?;
-            pause.rest();
+            pause.wait();
         }
         // An error that came with the end counts, too.
         self.poll(action).map(drop)
     }
 
     /// Brings it to rest: peers get what they are still to get from here.
-    fn rest(&self) -> Result<(), Stop> {
+    fn finalize(&self) -> Result<(), Stop> {
         // SAFETY: this thread's turn, see `call`.
-        let mut progress = self.call(|nccl, handle| unsafe { nccl.finalize(handle) })?;
+        let mut call_status = self.call(|nccl, handle| unsafe { nccl.finalize(handle) })?;
         let (begun, pause) = (Instant::now(), Pause::new());
-        while progress == Progress::Underway && begun.elapsed() < self.shared.limits.abort {
-            pause.rest();
-            progress = self.poll("bring the communicator to rest")?;
+        while call_status == CallStatus::InProgress && begun.elapsed() < self.shared.timeouts.abort
+        {
+            pause.wait();
+            call_status = self.poll("bring the communicator to rest")?;
         }
         Ok(())
     }
 
     /// Asks until what was begun is done.
-    fn follow(
+    fn wait_until_done(
         &self,
         action: &'static str,
-        mut progress: Progress,
+        mut call_status: CallStatus,
         pause: &Pause,
     ) -> Result<(), Stop> {
-        while progress == Progress::Underway {
-            pause.rest();
-            progress = self.poll(action)?;
+        while call_status == CallStatus::InProgress {
+            pause.wait();
+            call_status = self.poll(action)?;
         }
         Ok(())
     }
 
-    fn poll(&self, action: &'static str) -> Result<Progress, Stop> {
+    fn poll(&self, action: &'static str) -> Result<CallStatus, Stop> {
         // SAFETY: this thread's turn, see `call`.
         self.call(|nccl, handle| unsafe { nccl.poll(action, handle) })
     }
@@ -494,7 +499,7 @@ impl Pause {
         Self { begun: Instant::now() }
     }
 
-    fn rest(&self) {
+    fn wait(&self) {
         if self.begun.elapsed() < SPIN_TIME_MAX {
             thread::yield_now();
         } else {

@@ -40,9 +40,9 @@ pub(crate) struct Buffers {
 
 /// How far the library is with what it was last asked for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Progress {
+pub(crate) enum CallStatus {
     Done,
-    Underway,
+    InProgress,
 }
 
 // SAFETY: NCCL's functions may be called from any thread; the handle of a communicator is an
@@ -103,7 +103,7 @@ impl Library {
         id: &UniqueId,
         rank: usize,
         world: usize,
-    ) -> Result<(Handle, Progress), DeviceError> {
+    ) -> Result<(Handle, CallStatus), DeviceError> {
         let mut config = Config {
             size: size_of::<Config>(),
             magic: CONFIG_MAGIC,
@@ -116,15 +116,15 @@ impl Library {
             split_share: UNDEFINED,
         };
         let mut handle = ptr::null_mut();
-        let (world, rank) = (narrow(world), narrow(rank));
+        let (world, rank) = (to_c_int(world), to_c_int(rank));
         // SAFETY: the id is passed by value, as C does with a structure of this size; the
         // configuration says its own size and version, and the library looks at no field beyond
         // those.
         let code = unsafe {
             (self.calls.comm_init_rank_config)(&mut handle, world, *id, rank, &mut config)
         };
-        let progress = self.progress("make a communicator", code)?;
-        Ok((Handle(handle), progress))
+        let call_status = self.status("make a communicator", code)?;
+        Ok((Handle(handle), call_status))
     }
 
     /// How far the communicator is with what it was last asked for.
@@ -135,12 +135,12 @@ impl Library {
         &self,
         action: &'static str,
         handle: Handle,
-    ) -> Result<Progress, DeviceError> {
+    ) -> Result<CallStatus, DeviceError> {
         let mut state = SUCCESS;
         // SAFETY: by the caller's promise; the state is written to a live place.
         let code = unsafe { (self.calls.comm_get_async_error)(handle.0, &mut state) };
         self.done(action, code)?;
-        self.progress(action, state)
+        self.status(action, state)
     }
 
     /// Enqueues a sum of all ranks' `src` into `dst` on `stream`.
@@ -153,7 +153,7 @@ impl Library {
         handle: Handle,
         buffers: Buffers,
         stream: *mut c_void,
-    ) -> Result<Progress, DeviceError> {
+    ) -> Result<CallStatus, DeviceError> {
         let Buffers { src, dst, len, dtype } = buffers;
         // SAFETY: by the caller's promise.
         let code = unsafe {
@@ -167,7 +167,7 @@ impl Library {
                 stream,
             )
         };
-        self.progress("sum", code)
+        self.status("sum", code)
     }
 
     /// Enqueues a copy of the `src` of rank `root` into all ranks' `dst` on `stream`.
@@ -180,14 +180,14 @@ impl Library {
         buffers: Buffers,
         root: usize,
         stream: *mut c_void,
-    ) -> Result<Progress, DeviceError> {
+    ) -> Result<CallStatus, DeviceError> {
         let Buffers { src, dst, len, dtype } = buffers;
-        let (dtype, root) = (code_of(dtype), narrow(root));
+        let (dtype, root) = (code_of(dtype), to_c_int(root));
         // SAFETY: by the caller's promise.
         let code = unsafe {
             (self.calls.broadcast)(address(src), address(dst), len, dtype, root, handle.0, stream)
         };
-        self.progress("broadcast", code)
+        self.status("broadcast", code)
     }
 
     /// Enqueues a copy of all ranks' `src`, in rank order, into `dst` on `stream`.
@@ -199,7 +199,7 @@ impl Library {
         handle: Handle,
         buffers: Buffers,
         stream: *mut c_void,
-    ) -> Result<Progress, DeviceError> {
+    ) -> Result<CallStatus, DeviceError> {
         let Buffers { src, dst, len, dtype } = buffers;
         // SAFETY: by the caller's promise.
         let code = unsafe {
@@ -212,7 +212,7 @@ impl Library {
                 stream,
             )
         };
-        self.progress("gather", code)
+        self.status("gather", code)
     }
 
     /// Begins to bring a communicator to rest: what it has been asked for is done, also for its
@@ -220,10 +220,10 @@ impl Library {
     ///
     /// # Safety
     /// As for [`poll`](Self::poll).
-    pub(crate) unsafe fn finalize(&self, handle: Handle) -> Result<Progress, DeviceError> {
+    pub(crate) unsafe fn finalize(&self, handle: Handle) -> Result<CallStatus, DeviceError> {
         // SAFETY: by the caller's promise.
         let code = unsafe { (self.calls.comm_finalize)(handle.0) };
-        self.progress("bring the communicator to rest", code)
+        self.status("bring the communicator to rest", code)
     }
 
     /// Ends what the communicator does, and frees it. May block.
@@ -234,13 +234,14 @@ impl Library {
     pub(crate) unsafe fn abort(&self, handle: Handle) -> Result<(), DeviceError> {
         // SAFETY: by the caller's promise.
         let code = unsafe { (self.calls.comm_abort)(handle.0) };
-        self.progress("abort the communicator", code).map(drop)
+        self.status("abort the communicator", code).map(drop)
     }
 
     fn load(name: &OsStr) -> Result<libloading::Library, String> {
         // SAFETY: what a system has under this name, or a user has named, is made to be loaded by
         // whoever wants.
-        unsafe { libloading::Library::new(name) }.map_err(|error| DeviceError::loader_said(&error))
+        unsafe { libloading::Library::new(name) }
+            .map_err(|error| DeviceError::loader_message(&error))
     }
 
     fn link(name: String, library: libloading::Library) -> Result<Arc<Self>, DeviceError> {
@@ -264,10 +265,10 @@ impl Library {
         }
     }
 
-    fn progress(&self, action: &'static str, code: c_int) -> Result<Progress, DeviceError> {
+    fn status(&self, action: &'static str, code: c_int) -> Result<CallStatus, DeviceError> {
         match code {
-            SUCCESS => Ok(Progress::Done),
-            IN_PROGRESS => Ok(Progress::Underway),
+            SUCCESS => Ok(CallStatus::Done),
+            IN_PROGRESS => Ok(CallStatus::InProgress),
             code => Err(DeviceError::Nccl { action, code, reason: self.reason(code) }),
         }
     }
@@ -373,7 +374,7 @@ fn code_of(dtype: Dtype) -> c_int {
     }
 }
 
-fn narrow(rank: usize) -> c_int {
+fn to_c_int(rank: usize) -> c_int {
     c_int::try_from(rank).expect("members are limited")
 }
 

@@ -2,7 +2,7 @@
 //! of its own.
 //!
 //! ```text
-//!   DeviceRing ──operation──▶ thread "nccl" ──▶ ncclAllReduce … asks the stream and the communicator until the end
+//!   DeviceGroup ──operation──▶ thread "nccl" ──▶ ncclAllReduce … asks the stream and the communicator until the end
 //!       ▲   └────────result─────────┘  │
 //!       └── end of a link, fence ──▶ thread "nccl-watchdog" ──▶ ncclCommAbort, with a deadline
 //! ```
@@ -17,13 +17,13 @@
 //! **Invariant:** a communicator is given back in one way only, `ncclCommAbort`, after it has been
 //! brought to rest if it still works: `ncclCommDestroy` may wait for peers that are gone.
 
-mod bare;
 mod communicator;
 mod library;
+mod raw;
 
-#[doc(hidden)]
-pub use bare::Bare;
-pub(crate) use communicator::{Call, CallKind, Limits, NcclCommunicator, Place};
+pub(crate) use communicator::{Call, CallKind, CommInit, NcclCommunicator, Timeouts};
 pub use communicator::{NcclState, abandoned};
 pub(crate) use library::Buffers;
 pub use library::{Library, UniqueId};
+#[doc(hidden)]
+pub use raw::RawCommunicator;

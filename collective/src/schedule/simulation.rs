@@ -15,7 +15,7 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use super::{Extent, Piece, Schedule, Seat};
+use super::{Piece, RankInfo, Schedule, Span};
 use crate::chunk;
 use crate::conformance::Random;
 use crate::payload::{Body, Payload};
@@ -25,7 +25,7 @@ fn every_interleaving_of_a_small_all_reduce_ends_in_the_same_bits() {
     let mut states = 0;
     for (world, len) in [(1, 2), (2, 0), (2, 1), (2, 2), (2, 4), (3, 0), (3, 2), (3, 3)] {
         let case =
-            Case { world, extent: Extent { len, segment_len: 1 }, operation: Operation::AllReduce };
+            Case { world, span: Span { len, segment_len: 1 }, operation: Operation::AllReduce };
         states += explore(case, None);
     }
     assert!(states > 1000, "only {states} states: the exploration is cut short");
@@ -38,7 +38,7 @@ fn a_kill_at_any_point_of_any_interleaving_never_fakes_a_success() {
             for queue_is_lost in [false, true] {
                 let case = Case {
                     world,
-                    extent: Extent { len, segment_len: 1 },
+                    span: Span { len, segment_len: 1 },
                     operation: Operation::AllReduce,
                 };
                 explore(case, Some(Kill { victim, queue_is_lost }));
@@ -52,9 +52,9 @@ fn all_worlds_lengths_and_segments_reach_the_reference() {
     for world in 1..=9 {
         for len in 0..=40 {
             for segment_len in [1, 3, 100] {
-                let extent = Extent { len, segment_len };
+                let span = Span { len, segment_len };
                 for policy in Policy::two((world * 1000 + len + segment_len) as u64) {
-                    play(Case { world, extent, operation: Operation::AllReduce }, policy, None);
+                    play(Case { world, span, operation: Operation::AllReduce }, policy, None);
                 }
             }
         }
@@ -65,14 +65,14 @@ fn all_worlds_lengths_and_segments_reach_the_reference() {
 fn all_gathers_and_broadcasts_reach_everybody() {
     for world in 1..=9 {
         for policy in Policy::several(world as u64) {
-            let nothing = Extent { len: 0, segment_len: 1 };
-            play(Case { world, extent: nothing, operation: Operation::AllGather }, policy, None);
+            let nothing = Span { len: 0, segment_len: 1 };
+            play(Case { world, span: nothing, operation: Operation::AllGather }, policy, None);
             for root in 0..world {
                 for len in [0, 1, 2, 5, 13] {
                     for segment_len in [1, 2, 100] {
-                        let extent = Extent { len, segment_len };
+                        let span = Span { len, segment_len };
                         let operation = Operation::Broadcast { root };
-                        play(Case { world, extent, operation }, policy, None);
+                        play(Case { world, span, operation }, policy, None);
                     }
                 }
             }
@@ -83,7 +83,7 @@ fn all_gathers_and_broadcasts_reach_everybody() {
 #[test]
 fn a_kill_after_any_number_of_events_never_fakes_a_success() {
     for (world, len, segment_len) in [(2, 7, 2), (3, 7, 2), (4, 9, 1), (5, 3, 1), (6, 13, 2)] {
-        let extent = Extent { len, segment_len };
+        let span = Span { len, segment_len };
         for operation in
             [Operation::AllGather, Operation::AllReduce, Operation::Broadcast { root: world - 1 }]
         {
@@ -93,7 +93,7 @@ fn a_kill_after_any_number_of_events_never_fakes_a_success() {
                     for policy in Policy::two(at_event + victim as u64) {
                         let kill = Kill { victim, queue_is_lost: at_event % 2 == 0 };
                         killed |=
-                            play(Case { world, extent, operation }, policy, Some((at_event, kill)));
+                            play(Case { world, span, operation }, policy, Some((at_event, kill)));
                     }
                 }
                 if !killed {
@@ -153,7 +153,7 @@ fn play(case: Case, policy: Policy, kill: Option<(u64, Kill)>) -> bool {
 #[derive(Clone, Copy, Debug)]
 struct Case {
     world: usize,
-    extent: Extent,
+    span: Span,
     operation: Operation,
 }
 
@@ -315,7 +315,7 @@ impl Ring {
             What::BeginSend => {
                 let piece = rank.schedule.next_send().unwrap();
                 let bytes =
-                    rank.with_payload(self.case, |payload| payload.outgoing(&piece).1.to_vec());
+                    rank.with_payload(self.case, |payload| payload.send_bufs(&piece).1.to_vec());
                 rank.sending = Some((piece, bytes[..bytes.len() / 2].to_vec()));
             }
             What::Fail => {
@@ -325,7 +325,7 @@ impl Ring {
             What::FinishSend => {
                 let (piece, mut body) = rank.sending.take().unwrap();
                 let (note, now) = rank.with_payload(self.case, |payload| {
-                    let (note, body) = payload.outgoing(&piece);
+                    let (note, body) = payload.send_bufs(&piece);
                     (note.to_vec(), body.to_vec())
                 });
                 body.extend_from_slice(&now[body.len()..]);
@@ -349,10 +349,10 @@ impl Ring {
                     if piece.note {
                         payload.expect_note(&piece, note.len());
                     }
-                    let (note_place, body_place) = payload.landing(&piece);
+                    let (note_place, body_place) = payload.recv_bufs(&piece);
                     note_place.copy_from_slice(&note);
                     body_place.copy_from_slice(&body);
-                    payload.on_landed(&piece).unwrap();
+                    payload.on_received(&piece).unwrap();
                 });
                 rank.schedule.on_received();
             }
@@ -438,17 +438,17 @@ impl Ring {
 
 impl Rank {
     fn new(case: Case, rank: usize) -> Self {
-        let Case { world, extent, operation } = case;
-        let seat = Seat { rank, world };
-        let src = contribution(rank, extent.len);
+        let Case { world, span, operation } = case;
+        let rank_info = RankInfo { rank, world };
+        let src = contribution(rank, span.len);
         let (schedule, dst) = match operation {
-            Operation::AllGather => (Schedule::all_gather(seat), Vec::new()),
+            Operation::AllGather => (Schedule::all_gather(rank_info), Vec::new()),
             Operation::AllReduce => {
-                (Schedule::all_reduce(seat, extent), vec![f32::NAN; extent.len])
+                (Schedule::all_reduce(rank_info, span), vec![f32::NAN; span.len])
             }
             Operation::Broadcast { root } => {
-                let dst = if rank == root { src.clone() } else { vec![f32::NAN; extent.len] };
-                (Schedule::broadcast(seat, root, extent, true), dst)
+                let dst = if rank == root { src.clone() } else { vec![f32::NAN; span.len] };
+                (Schedule::broadcast(rank_info, root, span, true), dst)
             }
         };
         let mut notes = vec![Vec::new(); world];
@@ -469,13 +469,13 @@ impl Rank {
     }
 
     fn assert_result(&self, case: Case) {
-        let Case { world, extent, operation } = case;
+        let Case { world, span, operation } = case;
         let expected = match operation {
             Operation::AllGather => Vec::new(),
             // No step, no copy: the ring leaves that to its caller.
             Operation::AllReduce if world == 1 => return,
-            Operation::AllReduce => reference(world, extent.len),
-            Operation::Broadcast { root } => contribution(root, extent.len),
+            Operation::AllReduce => reference(world, span.len),
+            Operation::Broadcast { root } => contribution(root, span.len),
         };
         let bits = |floats: &[f32]| floats.iter().map(|float| float.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&self.dst), bits(&expected), "{case:?}");

@@ -68,7 +68,7 @@ struct Event {
 
 static QUEUES: Mutex<Queues> =
     Mutex::new(Queues { streams: BTreeMap::new(), locked: BTreeMap::new(), streams_ever: 8 });
-static STIRRED: Condvar = Condvar::new();
+static CHANGED: Condvar = Condvar::new();
 
 fn queues() -> MutexGuard<'static, Queues> {
     QUEUES.lock().unwrap()
@@ -132,7 +132,7 @@ impl Queues {
 fn wait_for(mark: Mark) {
     let mut queues = queues();
     while !queues.reach(mark) {
-        queues = STIRRED.wait_timeout(queues, Duration::from_millis(1)).unwrap().0;
+        queues = CHANGED.wait_timeout(queues, Duration::from_millis(1)).unwrap().0;
     }
 }
 
@@ -146,28 +146,28 @@ fn number(stream: *mut c_void) -> usize {
     if stream.addr() <= 2 { 0 } else { stream.addr() }
 }
 
-/// For other stand-ins: what is enqueued after this waits until [`standInDone`]. Returns the
+/// For other stand-ins: what is enqueued after this waits until [`fakeStreamComplete`]. Returns the
 /// ticket.
 #[unsafe(no_mangle)]
-pub extern "C" fn standInTake(stream: *mut c_void) -> u64 {
+pub extern "C" fn fakeStreamReserve(stream: *mut c_void) -> u64 {
     queues().push(stream, Work::Ticket(false)).done
 }
 
 /// Waits until it is a ticket's turn on its stream.
 #[unsafe(no_mangle)]
-pub extern "C" fn standInTurn(stream: *mut c_void, ticket: u64) {
+pub extern "C" fn fakeStreamAwaitTurn(stream: *mut c_void, ticket: u64) {
     wait_for(Mark { stream: number(stream), done: ticket - 1 });
 }
 
 /// Hands a ticket in.
 #[unsafe(no_mangle)]
-pub extern "C" fn standInDone(stream: *mut c_void, ticket: u64) {
+pub extern "C" fn fakeStreamComplete(stream: *mut c_void, ticket: u64) {
     let mut queues = queues();
     if let Some(stream) = queues.streams.get_mut(&number(stream)) {
         let index = (ticket - stream.done - 1) as usize;
         stream.queue[index] = Work::Ticket(true);
     }
-    STIRRED.notify_all();
+    CHANGED.notify_all();
 }
 
 #[unsafe(no_mangle)]
@@ -502,7 +502,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
 
 /// How many bytes this thread has had copied between host and device.
 #[unsafe(no_mangle)]
-pub extern "C" fn standInCopied() -> u64 {
+pub extern "C" fn fakeBytesCopied() -> u64 {
     COPIED.get()
 }
 

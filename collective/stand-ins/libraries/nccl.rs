@@ -446,9 +446,9 @@ fn streams() -> &'static Streams {
             found
         };
         Streams {
-            take: std::mem::transmute(find(c"standInTake")),
-            turn: std::mem::transmute(find(c"standInTurn")),
-            done: std::mem::transmute(find(c"standInDone")),
+            take: std::mem::transmute(find(c"fakeStreamReserve")),
+            turn: std::mem::transmute(find(c"fakeStreamAwaitTurn")),
+            done: std::mem::transmute(find(c"fakeStreamComplete")),
         }
     })
 }

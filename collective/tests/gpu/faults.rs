@@ -115,7 +115,7 @@ fn an_error_in_an_operation_ends_the_group_and_leaves_the_source() {
             let again = sum(gpu, 1000, Path::Host).unwrap_err();
             assert!(matches!(again, CollectiveError::Aborted { generation: 1 }), "{again:?}");
             assert!(matches!(gpu.ring.nccl_state(), NcclState::Failed(_)));
-            assert!(gpu.ring.nccl_abort_took().is_some());
+            assert!(gpu.ring.nccl_abort_time().is_some());
         });
     }
 }
@@ -132,7 +132,7 @@ fn a_rank_that_goes_amid_a_sum_of_nccl_ends_it_for_all_though_nccl_would_wait_fo
     // Rank 0 tells its header, and then breaks down; two of the others are its neighbours.
     let ends = on_all(&mut group, |gpu| {
         let end = sum(gpu, 100_000, Path::Nccl).unwrap_err();
-        (end, gpu.ring.nccl_abort_took().is_some())
+        (end, gpu.ring.nccl_abort_time().is_some())
     });
     assert!(ends.iter().all(|(_, aborted)| *aborted), "{ends:?}");
     assert!(matches!(ends[0].0, CollectiveError::Device { .. }), "{ends:?}");
@@ -168,7 +168,7 @@ fn an_abort_that_does_not_return_is_said_to_be_abandoned() {
         assert!(is_said, "{error:?}");
     });
     assert!(abandoned() > before, "{} before, {} after", before, abandoned());
-    assert!(stays.ring.nccl_abort_took().is_none());
+    assert!(stays.ring.nccl_abort_time().is_none());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaSlice;
 use elasticdl_collective::conformance::{Group, Rank};
-use elasticdl_collective::device::{Device, DeviceRing, Element, NcclOptions, NcclPolicy, Path};
+use elasticdl_collective::device::{Device, DeviceGroup, Element, NcclOptions, NcclPolicy, Path};
 use elasticdl_collective::nccl::{Library, NcclState};
 use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret,
@@ -16,7 +16,7 @@ use elasticdl_collective::{
 
 /// One rank: its ring, and the endpoint that the ring must not outlive.
 pub(crate) struct Gpu {
-    pub(crate) ring: DeviceRing,
+    pub(crate) ring: DeviceGroup,
     pub(crate) fence: Fence,
     _end: Arc<Endpoint>,
 }
@@ -46,7 +46,7 @@ fn regroup(ends: &[&Arc<Endpoint>], generation: u64) -> Vec<Gpu> {
         let rings = rings.into_iter().enumerate().map(|(ordinal, (end, ring))| {
             let ring = ring.join().expect("it does not panic").expect("all members connect");
             let device = Device::open(ordinal).expect("the stand-in has as many");
-            Gpu { ring: DeviceRing::new(ring, device), fence: end.fence(), _end: end }
+            Gpu { ring: DeviceGroup::new(ring, device), fence: end.fence(), _end: end }
         });
         rings.collect()
     })
@@ -59,8 +59,8 @@ pub(crate) fn nccl(fault: &str) -> NcclPolicy {
         fault => elasticdl_stand_ins::nccl_with(fault),
     };
     let options = NcclOptions {
-        init_limit: Duration::from_secs(if fault.starts_with("init_") { 1 } else { 60 }),
-        abort_limit: Duration::from_secs(if fault == "abort_blocks" { 1 } else { 60 }),
+        init_timeout: Duration::from_secs(if fault.starts_with("init_") { 1 } else { 60 }),
+        abort_timeout: Duration::from_secs(if fault == "abort_blocks" { 1 } else { 60 }),
         ..NcclOptions::default()
     };
     NcclPolicy::On(open(&file), options)

@@ -8,48 +8,48 @@ macro_rules! conforms {
             use elasticdl_collective::conformance;
 
             #[test]
-            fn sums_are_exact_and_the_same_everywhere() {
-                conformance::sums_are_exact_and_the_same_everywhere(&$form, $exact);
+            fn sums_are_exact_and_identical_on_every_rank() {
+                conformance::sums_are_exact_and_identical_on_every_rank(&$form, $exact);
             }
 
             #[test]
-            fn numbers_that_are_none_are_the_same_everywhere() {
-                conformance::numbers_that_are_none_are_the_same_everywhere(&$form);
+            fn nan_and_infinity_have_the_same_bits_on_every_rank() {
+                conformance::nan_and_infinity_have_the_same_bits_on_every_rank(&$form);
             }
 
             #[test]
-            fn any_sequence_does_what_it_says() {
-                conformance::any_sequence_does_what_it_says(&$form);
+            fn any_sequence_of_operations_is_correct() {
+                conformance::any_sequence_of_operations_is_correct(&$form);
             }
 
             #[test]
-            fn who_leaves_after_an_operation_takes_nothing_from_the_others() {
-                conformance::who_leaves_after_an_operation_takes_nothing_from_the_others(&$form);
+            fn a_rank_that_leaves_after_an_operation_does_not_fail_the_others() {
+                conformance::a_rank_that_leaves_after_an_operation_does_not_fail_the_others(&$form);
             }
 
             #[test]
-            fn a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing() {
-                conformance::a_rank_that_ends_at_any_point_ends_all_and_fakes_nothing(&$form);
+            fn a_rank_that_ends_at_any_point_ends_all_without_wrong_results() {
+                conformance::a_rank_that_ends_at_any_point_ends_all_without_wrong_results(&$form);
             }
 
             #[test]
-            fn any_group_sums_right_or_ends() {
-                conformance::any_group_sums_right_or_ends(&$form);
+            fn any_group_sums_correctly_or_fails() {
+                conformance::any_group_sums_correctly_or_fails(&$form);
             }
 
             #[test]
-            fn who_waits_can_be_aborted() {
-                conformance::who_waits_can_be_aborted(&$form);
+            fn a_waiting_rank_can_be_aborted() {
+                conformance::a_waiting_rank_can_be_aborted(&$form);
             }
 
             #[test]
-            fn who_disagrees_fails_with_all() {
-                conformance::who_disagrees_fails_with_all(&$form);
+            fn a_disagreement_fails_every_rank() {
+                conformance::a_disagreement_fails_every_rank(&$form);
             }
 
             #[test]
-            fn a_senseless_call_changes_nothing() {
-                conformance::a_senseless_call_changes_nothing(&$form);
+            fn an_invalid_call_changes_nothing() {
+                conformance::an_invalid_call_changes_nothing(&$form);
             }
         }
     };

@@ -45,8 +45,8 @@ struct Arguments {
     #[arg(long, default_value = "f32")]
     wire: Wire,
     /// Links between two neighbours, where sums go over TCP alone: 1 to 16
-    #[arg(long, default_value_t = 1)]
-    streams: u8,
+    #[arg(long, alias = "streams", default_value_t = 1)]
+    channels: u8,
     /// Time the recovery of a group of which one rank is killed in the middle of an operation
     #[arg(long)]
     recover: bool,
@@ -86,13 +86,13 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let mut story = error.to_string();
+            let mut message = error.to_string();
             let mut cause = error.source();
             while let Some(deeper) = cause {
-                story += &format!(": {deeper}");
+                message += &format!(": {deeper}");
                 cause = deeper.source();
             }
-            say(std::io::stderr(), &format!("allreduce_bench: {story}"));
+            print_line(std::io::stderr(), &format!("allreduce_bench: {message}"));
             ExitCode::FAILURE
         }
     }
@@ -103,7 +103,7 @@ fn reduce(arguments: &Arguments) -> Fallible<()> {
     let mut ranks = Ranks::start(arguments)?;
     let line = ranks.line(0)?;
     ranks.wait()?;
-    say(std::io::stdout(), &line);
+    print_line(std::io::stdout(), &line);
     Ok(())
 }
 
@@ -131,7 +131,7 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
     let [detected, regrouped, retried] = gaps.map(|gaps| quantiles(gaps).map(|s| s * 1e3));
     let Arguments { world, bytes, iters, .. } = arguments;
     let transport = arguments.transport.name();
-    say(
+    print_line(
         std::io::stdout(),
         &format!(
             "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{transport}\",\"iters\":{iters},\
@@ -156,7 +156,7 @@ impl Ranks {
             let mut command = Command::new(std::env::current_exe()?);
             command
                 .args(["--rank", &rank.to_string(), "--peers", rank::ASK])
-                .args(arguments.for_a_rank());
+                .args(arguments.rank_arguments());
             let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
             let lines = BufReader::new(child.stdout.take().expect("it is piped"));
             ranks.children.push((child, lines));
@@ -203,7 +203,7 @@ impl Drop for Ranks {
 }
 
 impl Arguments {
-    fn for_a_rank(&self) -> Vec<String> {
+    fn rank_arguments(&self) -> Vec<String> {
         let Self {
             world,
             bytes,
@@ -211,7 +211,7 @@ impl Arguments {
             transport,
             hosts,
             wire,
-            streams,
+            channels,
             recover,
             rank: _,
             peers: _,
@@ -223,7 +223,7 @@ impl Arguments {
             format!("--transport={}", transport.name()),
             format!("--wire={}", wire.name()),
             format!("--hosts={hosts}"),
-            format!("--streams={streams}"),
+            format!("--channels={channels}"),
         ];
         all.extend(recover.then(|| "--recover".to_owned()));
         all
@@ -274,7 +274,7 @@ fn quantiles(mut samples: Vec<f64>) -> [f64; 2] {
 }
 
 /// Prints a line. Who listens no more misses nothing.
-fn say(mut to: impl Write, line: &str) {
+fn print_line(mut to: impl Write, line: &str) {
     let _ = writeln!(to, "{line}");
     let _ = to.flush();
 }

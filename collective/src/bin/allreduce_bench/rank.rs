@@ -5,11 +5,11 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 use std::{iter, thread};
 
-use elasticdl_collective::{Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, zeros};
+use elasticdl_collective::{Communicator, Endpoint, GroupSpec, HostGroup, Member, Secret, zeros};
 use rustix::process::{Signal, getpid, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::{Arguments, Fallible, Transport, quantiles, say};
+use crate::{Arguments, Fallible, Transport, print_line, quantiles};
 
 /// The peers' addresses are asked for.
 pub(crate) const ASK: &str = "-";
@@ -26,8 +26,8 @@ impl Event {
         Self { at: Duration::from_secs(seconds) + Duration::from_nanos(nanos) }
     }
 
-    fn tell(&self) {
-        say(stdout(), &self.at.as_nanos().to_string());
+    fn print(&self) {
+        print_line(stdout(), &self.at.as_nanos().to_string());
     }
 
     pub(crate) fn decode(line: &str) -> Fallible<Self> {
@@ -48,7 +48,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     )?
     .with_wire_dtype(arguments.wire.dtype())
     .with_transport(arguments.transport.choice())
-    .with_streams(arguments.streams)?;
+    .with_channels(arguments.channels)?;
     let ring = connect_all(&endpoint, &GroupSpec { generation: 1, members: members.clone() })?;
     let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
     bench.warm_up()?;
@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
             .collect::<Result<Vec<_>, _>>()?;
         bench.check()?;
         if rank == 0 {
-            say(stdout(), &line(arguments, world, times));
+            print_line(stdout(), &line(arguments, world, times));
         }
         return Ok(());
     }
@@ -79,7 +79,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     if rank + 1 == world {
         thread::spawn(move || {
             thread::sleep(Duration::from_secs_f64(median / 2.0));
-            Event::now().tell();
+            Event::now().print();
             let _ = kill_process(getpid(), Signal::KILL);
         });
         bench.reduce()?;
@@ -99,12 +99,12 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     bench.reduce()?;
     let retried = Event::now();
     bench.check()?;
-    [failed, regrouped, retried].iter().for_each(Event::tell);
+    [failed, regrouped, retried].iter().for_each(Event::print);
     Ok(())
 }
 
 /// Peers that are started by hand may come later.
-fn connect_all(endpoint: &Endpoint, group: &GroupSpec) -> Fallible<TcpRing> {
+fn connect_all(endpoint: &Endpoint, group: &GroupSpec) -> Fallible<HostGroup> {
     let started = Instant::now();
     loop {
         match endpoint.connect(group, CONNECT_TIME_MAX) {
@@ -126,20 +126,20 @@ fn listen(rank: usize, peers: &str, hosts: u8) -> Fallible<(TcpListener, Vec<Soc
     }
     let host = u8::try_from(rank % usize::from(hosts))? + 1;
     let listener = TcpListener::bind((Ipv4Addr::new(127, 0, 0, host), 0))?;
-    say(stdout(), &listener.local_addr()?.to_string());
+    print_line(stdout(), &listener.local_addr()?.to_string());
     let mut list = String::new();
     stdin().read_line(&mut list)?;
     Ok((listener, parse(&list)?))
 }
 
 struct Bench {
-    ring: TcpRing,
+    ring: HostGroup,
     src: Vec<f32>,
     dst: Vec<f32>,
 }
 
 impl Bench {
-    fn new(ring: TcpRing, len: usize) -> Self {
+    fn new(ring: HostGroup, len: usize) -> Self {
         let rank = ring.rank();
         let (mut src, mut dst) = (zeros(len), zeros(len));
         src.iter_mut().enumerate().for_each(|(index, value)| *value = part(rank, index));

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, Member, Secret, TcpRing, Transport,
+    CollectiveError, Communicator, Endpoint, GroupSpec, HostGroup, Member, Secret, Transport,
     WireDtype,
 };
 
@@ -461,7 +461,7 @@ fn spec(generation: u64, peers: &[Peer]) -> GroupSpec {
     GroupSpec { generation, members }
 }
 
-fn form(peers: &[Peer], generation: u64) -> Vec<TcpRing> {
+fn form(peers: &[Peer], generation: u64) -> Vec<HostGroup> {
     let group = spec(generation, peers);
     on_each(peers.to_vec(), move |(_, end)| {
         end.connect(&group, WATCHDOG).expect("all members connect")
@@ -470,8 +470,8 @@ fn form(peers: &[Peer], generation: u64) -> Vec<TcpRing> {
 
 /// Runs `act` for every ring at once.
 fn on_all<T: Send + 'static>(
-    rings: &mut Vec<TcpRing>,
-    act: impl Fn(&mut TcpRing) -> T + Send + Sync + 'static,
+    rings: &mut Vec<HostGroup>,
+    act: impl Fn(&mut HostGroup) -> T + Send + Sync + 'static,
 ) -> Vec<T> {
     let both = on_each(std::mem::take(rings), move |mut ring| {
         let result = act(&mut ring);

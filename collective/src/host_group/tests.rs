@@ -255,10 +255,10 @@ fn every_link_is_without_delay_at_both_ends() {
 #[test]
 fn a_link_that_is_registered_after_its_end_is_shut_down() {
     let fence = Fence::new();
-    let pass = fence.enter(1).unwrap();
+    let registration = fence.register(1).unwrap();
     fence.abort_before(2);
     let (link, mut peer) = pair();
-    pass.register(&link);
+    registration.register_link(&link);
     assert_eq!(peer.read(&mut [0]).unwrap(), 0);
 }
 
@@ -307,24 +307,24 @@ fn long_sums_take_all_links_and_short_ones_the_first() {
         let end =
             Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", id, Secret::new("secret")).unwrap();
         watch(end.fence());
-        end.with_transport(Transport::Tcp).with_streams(3).unwrap()
+        end.with_transport(Transport::Tcp).with_channels(3).unwrap()
     });
     let members = (0..).zip(&ends).map(|(id, end)| Member { id, address: end.address() }).collect();
     let group = GroupSpec { generation: GENERATION, members };
-    let long = 3 * LANE_BYTES_MIN / size_of::<f32>();
+    let long = 3 * CHANNEL_BYTES_MIN / size_of::<f32>();
     thread::scope(|scope| {
         for end in &ends {
             let group = &group;
             scope.spawn(move || {
                 let mut ring = end.connect(group, WATCHDOG).unwrap();
-                let sums = |ring: &mut TcpRing, len| {
+                let sums = |ring: &mut HostGroup, len| {
                     let notes = ring.all_reduce(&[7], &vec![1.0; len], &mut vec![0.0; len])?;
                     assert_eq!(notes, [[7], [7]]);
                     Ok::<_, CollectiveError>(())
                 };
                 sums(&mut ring, long).unwrap();
                 if ring.rank() == 0 {
-                    ring.lanes[1].next.link.shutdown(std::net::Shutdown::Both).unwrap();
+                    ring.channels[1].next.link.shutdown(std::net::Shutdown::Both).unwrap();
                 }
                 sums(&mut ring, long - 1).unwrap();
                 let lost = sums(&mut ring, long).unwrap_err();
@@ -336,17 +336,17 @@ fn long_sums_take_all_links_and_short_ones_the_first() {
 
 #[test]
 fn a_number_of_links_that_is_not_possible_is_refused() {
-    for streams in [0, 17, 255] {
+    for channels in [0, 17, 255] {
         let end =
             Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", 1, Secret::new("secret")).unwrap();
-        let error = end.with_streams(streams).unwrap_err().to_string();
+        let error = end.with_channels(channels).unwrap_err().to_string();
         assert!(error.contains("1 to 16"), "{error}");
     }
 }
 
 /// Rank 0 of two, as worker 10 beside worker 11.
 struct Stage {
-    ring: TcpRing,
+    ring: HostGroup,
     to_ring: TcpStream,
     from_ring: TcpStream,
     fence: Fence,
@@ -355,14 +355,15 @@ struct Stage {
 fn stage() -> Stage {
     let fence = Fence::new();
     watch(fence.clone());
-    let pass = fence.enter(GENERATION).unwrap();
+    let registration = fence.register(GENERATION).unwrap();
     let neighbour = |link| Neighbour { rank: 1, member: 11, link };
     let (next, from_ring) = pair();
     let (prev, to_ring) = pair();
-    pass.register(&next);
-    pass.register(&prev);
+    registration.register_link(&next);
+    registration.register_link(&prev);
     let links = Links { next: neighbour(next), prev: neighbour(prev) };
-    let mut ring = TcpRing::linked(pass, Progress::new(), Seat { rank: 0, world: 2 }, links);
+    let mut ring =
+        HostGroup::linked(registration, Progress::new(), RankInfo { rank: 0, world: 2 }, links);
     ring.ring_bytes_min = 0;
     Stage { ring, to_ring, from_ring, fence }
 }

@@ -18,11 +18,11 @@ use super::memory::Address;
 /// Whoever has it has both ends of it, so that to ring at a rank that is gone is no error, and no
 /// signal.
 #[derive(Debug)]
-pub(crate) struct Doorbell {
+pub(crate) struct PipeNotifier {
     pipe: File,
 }
 
-impl Doorbell {
+impl PipeNotifier {
     pub(crate) fn new() -> io::Result<Self> {
         let (reader, _writer) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
         let pipe = open(format!("/proc/self/fd/{}", reader.as_raw_fd()))?;
@@ -55,7 +55,7 @@ impl Doorbell {
         })
     }
 
-    pub(crate) fn ring(&self) {
+    pub(crate) fn notify(&self) {
         // The one way to fail is a pipe that is full, and that is readable already.
         let _ = rustix::io::write(&self.pipe, &[0]);
     }
@@ -67,7 +67,7 @@ impl Doorbell {
     }
 }
 
-impl AsFd for Doorbell {
+impl AsFd for PipeNotifier {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.pipe.as_fd()
     }
@@ -86,28 +86,28 @@ mod tests {
 
     #[test]
     fn what_another_rings_is_heard_until_it_is_cleared() {
-        let mine = Doorbell::new().unwrap();
-        let other = Doorbell::open(&mine.address().unwrap()).unwrap();
+        let mine = PipeNotifier::new().unwrap();
+        let other = PipeNotifier::open(&mine.address().unwrap()).unwrap();
         let is_rung = || rustix::io::ioctl_fionread(&mine.pipe).unwrap() > 0;
         assert!(!is_rung());
-        (0..100_000).for_each(|_| other.ring());
+        (0..100_000).for_each(|_| other.notify());
         assert!(is_rung(), "a full pipe rings on");
         while is_rung() {
             mine.clear();
         }
         drop(mine);
-        other.ring();
+        other.notify();
     }
 
     #[test]
     fn only_this_very_pipe_is_opened() {
-        let bell = Doorbell::new().unwrap();
-        let address = bell.address().unwrap();
+        let notifier = PipeNotifier::new().unwrap();
+        let address = notifier.address().unwrap();
         let another = Address { inode: address.inode + 1, ..address };
         let file = File::open("/dev/null").unwrap();
         let no_pipe = Address { descriptor: file.as_raw_fd().cast_unsigned(), ..address };
         for wrong in [another, no_pipe, Address { process: u32::MAX, ..address }] {
-            assert!(Doorbell::open(&wrong).is_err(), "{wrong:?}");
+            assert!(PipeNotifier::open(&wrong).is_err(), "{wrong:?}");
         }
     }
 }

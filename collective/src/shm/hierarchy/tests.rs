@@ -8,7 +8,7 @@ use super::*;
 use crate::Fence;
 use crate::progress::Progress;
 use crate::schedule::Content;
-use crate::shared::Memory;
+use crate::shm::Memory;
 
 #[test]
 fn every_rank_of_every_host_has_the_same_total_and_all_notes() {
@@ -23,10 +23,10 @@ fn every_rank_of_every_host_has_the_same_total_and_all_notes() {
             let mut ranks = Vec::new();
             for (host, link) in senders.into_iter().zip(receivers).enumerate() {
                 let mut link = Some(link);
-                for room in rooms(hosts.ranks(host)) {
+                for region in regions(hosts.ranks(host)) {
                     let (rank, link) =
                         (hosts.ranks(host)[ranks.len() - hosts.ranks(host)[0]], link.take());
-                    let hierarchy = Hierarchy::new(hosts.clone(), host, room);
+                    let hierarchy = Hierarchy::new(hosts.clone(), host, region);
                     ranks.push(scope.spawn(move || run(hierarchy, rank, len, link)));
                 }
             }
@@ -51,17 +51,17 @@ fn run(
     len: usize,
     link: Option<Link>,
 ) -> (Vec<Vec<u8>>, Vec<f32>) {
-    let (pass, progress) = (Fence::new().enter(1).unwrap(), Progress::new());
+    let (registration, progress) = (Fence::new().register(1).unwrap(), Progress::new());
     let src: Vec<f32> = (0..len).map(|at| (rank + at % 7) as f32).collect();
     let (mut dst, mut notes) = (vec![f32::NAN; len], Notes::TooLong);
     for sequence in 0..2 {
         dst.fill(f32::NAN);
-        let (pass, progress) = (&pass, &progress);
-        let watch = Watch { host: None, pass, progress, sequence };
+        let (registration, progress) = (&registration, &progress);
+        let context = WaitContext { host: None, registration, progress, sequence };
         let note = [rank as u8; 3];
         notes = match &link {
-            None => hierarchy.follow(watch, &note, &src, &mut dst).unwrap(),
-            Some(link) => lead(&mut hierarchy, watch, &note, link, &src, &mut dst),
+            None => hierarchy.run_follower(context, &note, &src, &mut dst).unwrap(),
+            Some(link) => lead(&mut hierarchy, context, &note, link, &src, &mut dst),
         };
     }
     let Notes::All(notes) = notes else { panic!("notes are short") };
@@ -71,22 +71,22 @@ fn run(
 /// As [`Hierarchy::lead`], hand to hand.
 fn lead(
     hierarchy: &mut Hierarchy,
-    watch: Watch<'_>,
+    context: WaitContext<'_>,
     note: &[u8],
     (next, prev): &Link,
     src: &[f32],
     dst: &mut [f32],
 ) -> Notes {
-    let (seat, extent) = (hierarchy.host, extent(src.len()));
-    let (own, front) = hierarchy.open(watch, note, src.len()).unwrap();
-    let mut notes = vec![Vec::new(); seat.world];
-    notes[seat.rank] = encode(&own);
-    let mut payload = Payload::new(Body::Sum { src, dst }, notes).with_front(front);
-    let mut schedule = Schedule::all_reduce(seat, extent);
+    let (rank_info, span) = (hierarchy.host, span(src.len()));
+    let (own, leader_side) = hierarchy.begin_leader(context, note, src.len()).unwrap();
+    let mut notes = vec![Vec::new(); rank_info.world];
+    notes[rank_info.rank] = encode(&own);
+    let mut payload = Payload::new(Body::Sum { src, dst }, notes).with_leader_side(leader_side);
+    let mut schedule = Schedule::all_reduce(rank_info, span);
     while !schedule.is_done() {
         if let Some(piece) = schedule.next_send() {
             payload.prepare(&piece).unwrap();
-            let (note, body) = payload.outgoing(&piece);
+            let (note, body) = payload.send_bufs(&piece);
             next.send((note.to_vec(), body.to_vec())).unwrap();
             schedule.on_sent();
             continue;
@@ -96,27 +96,27 @@ fn lead(
         if piece.note {
             payload.expect_note(&piece, note.len());
         }
-        let landing = payload.landing(&piece);
-        landing.0.copy_from_slice(&note);
-        landing.1.copy_from_slice(&body);
-        payload.on_landed(&piece).unwrap();
+        let recv_buf = payload.recv_bufs(&piece);
+        recv_buf.0.copy_from_slice(&note);
+        recv_buf.1.copy_from_slice(&body);
+        payload.on_received(&piece).unwrap();
         schedule.on_received();
     }
     let all = payload.into_notes();
-    hierarchy.close(&all, src.len()).unwrap()
+    hierarchy.finish_leader(&all, src.len()).unwrap()
 }
 
 /// One room for all ranks of a host, in one memory; none for a rank alone.
-fn rooms(ranks: &[usize]) -> Vec<Option<Room>> {
+fn regions(ranks: &[usize]) -> Vec<Option<SharedRegion>> {
     let world = ranks.len();
     if world == 1 {
         return vec![None];
     }
     let memories = Memory::of_threads(Hierarchy::bytes(world), world).into_iter().enumerate();
-    let room = |(rank, memory)| {
-        Room::new(memory, Seat { rank, world }, ranks.to_vec(), Vec::new()).sleepless()
+    let region = |(rank, memory)| {
+        SharedRegion::new(memory, RankInfo { rank, world }, ranks.to_vec(), Vec::new()).spinning()
     };
-    memories.map(room).map(Some).collect()
+    memories.map(region).map(Some).collect()
 }
 
 /// To the next leader, and from the previous one.
@@ -129,9 +129,9 @@ type Parcel = (Vec<u8>, Vec<u8>);
 fn a_host_meets_blocks_as_its_leaders_schedule_does() {
     for hosts in 2..=5 {
         for host in 0..hosts {
-            let (seat, extent) =
-                (Seat { rank: host, world: hosts }, Extent { len: 103, segment_len: 4 });
-            let mut schedule = Schedule::all_reduce(seat, extent);
+            let (rank_info, span) =
+                (RankInfo { rank: host, world: hosts }, Span { len: 103, segment_len: 4 });
+            let mut schedule = Schedule::all_reduce(rank_info, span);
             let (mut sums, mut totals) = (Vec::new(), Vec::new());
             while let Some(piece) = schedule.next_send().filter(|piece| piece.step == 0) {
                 sums.push(piece.range);
@@ -146,8 +146,8 @@ fn a_host_meets_blocks_as_its_leaders_schedule_does() {
                 }
                 schedule.on_received();
             }
-            assert_eq!(order(seat, host, extent), sums, "host {host} of {hosts}");
-            assert_eq!(order(seat, host + 1, extent), totals, "host {host} of {hosts}");
+            assert_eq!(order(rank_info, host, span), sums, "host {host} of {hosts}");
+            assert_eq!(order(rank_info, host + 1, span), totals, "host {host} of {hosts}");
         }
     }
 }
@@ -156,13 +156,13 @@ fn a_host_meets_blocks_as_its_leaders_schedule_does() {
 fn notes_that_make_no_sense_are_no_notes() {
     let all = encode(&Notes::All(vec![b"one".to_vec(), Vec::new()]));
     assert!(
-        matches!(notes_of(&all, 2), Ok(Notes::All(notes)) if notes == [b"one".to_vec(), vec![]])
+        matches!(decode_notes(&all, 2), Ok(Notes::All(notes)) if notes == [b"one".to_vec(), vec![]])
     );
     for cut in 1..all.len() {
-        assert!(notes_of(&all[..cut], 2).is_err(), "{cut}");
+        assert!(decode_notes(&all[..cut], 2).is_err(), "{cut}");
     }
-    assert!(notes_of(&all, 1).is_err());
-    assert!(notes_of(&all, 3).is_err());
-    assert!(notes_of(&[255; 9], 1).is_err());
-    assert!(matches!(notes_of(&[], 2), Ok(Notes::TooLong)));
+    assert!(decode_notes(&all, 1).is_err());
+    assert!(decode_notes(&all, 3).is_err());
+    assert!(decode_notes(&[255; 9], 1).is_err());
+    assert!(matches!(decode_notes(&[], 2), Ok(Notes::TooLong)));
 }

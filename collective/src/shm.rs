@@ -26,30 +26,30 @@
 use std::ops::Range;
 
 use crate::chunk::chunk;
-use crate::schedule::Seat;
+use crate::schedule::RankInfo;
 
-mod doorbell;
-mod heads;
 mod hierarchy;
-mod lookout;
+mod link_monitor;
 mod memory;
-mod room;
+mod op_headers;
+mod pipe_notifier;
+mod region;
 
-pub(crate) use doorbell::Doorbell;
-use heads::Heads;
-pub(crate) use heads::Notes;
-pub(crate) use hierarchy::{Front, Hierarchy, Lead};
-pub(crate) use lookout::Lookout;
+pub(crate) use hierarchy::{Hierarchy, LeaderRing, LeaderSide};
+pub(crate) use link_monitor::LinkMonitor;
 pub(crate) use memory::{Address, Memory};
-use room::Number::{Begun, PutIn, Reduced};
-use room::{Number, Of, Wish};
-pub(crate) use room::{Room, SharedFault, Watch};
+pub(crate) use op_headers::Notes;
+use op_headers::OpHeaders;
+pub(crate) use pipe_notifier::PipeNotifier;
+use region::CounterSlot::{Begun, InputWritten, Reduced};
+use region::{CounterSlot, Scope, WaitCondition};
+pub(crate) use region::{SharedFault, SharedRegion, WaitContext};
 
 /// A group's memory, as one rank uses it.
 #[derive(Debug)]
-pub(crate) struct Shared {
-    room: Room,
-    seat: Seat,
+pub(crate) struct ShmGroup {
+    region: SharedRegion,
+    local: RankInfo,
     layout: Layout,
     /// Operations begun here.
     operations: u64,
@@ -57,10 +57,10 @@ pub(crate) struct Shared {
     blocks: u64,
 }
 
-impl Shared {
-    pub(crate) fn new(room: Room) -> Self {
-        let seat = room.seat;
-        Self { room, seat, layout: Layout { world: seat.world }, operations: 0, blocks: 0 }
+impl ShmGroup {
+    pub(crate) fn new(region: SharedRegion) -> Self {
+        let local = region.local;
+        Self { region, local, layout: Layout { world: local.world }, operations: 0, blocks: 0 }
     }
 
     /// The length of a group's memory.
@@ -71,21 +71,21 @@ impl Shared {
     /// Puts the sum of all ranks' `src` into `dst`.
     pub(crate) fn all_reduce(
         &mut self,
-        watch: Watch<'_>,
+        context: WaitContext<'_>,
         note: &[u8],
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Notes, SharedFault> {
-        let result = self.sum(watch, note, src, dst);
+        let result = self.sum(context, note, src, dst);
         if result.is_err() {
-            self.room.fail();
+            self.region.fail();
         }
         result
     }
 
     fn sum(
         &mut self,
-        watch: Watch<'_>,
+        context: WaitContext<'_>,
         note: &[u8],
         src: &[f32],
         dst: &mut [f32],
@@ -93,19 +93,20 @@ impl Shared {
         let operation = self.operations;
         self.operations += 1;
         let is_small = size_of_val(src) <= SMALL_BYTES;
-        self.layout.heads().say(&self.room, operation, watch.sequence, note, src.len());
+        self.layout.op_headers().post(&self.region, operation, context.sequence, note, src.len());
         if is_small {
-            let slot = self.layout.small(self.seat.rank, operation);
-            self.room.memory.write(slot, bytemuck::cast_slice(src));
+            let slot = self.layout.small(self.local.rank, operation);
+            self.region.memory.write(slot, bytemuck::cast_slice(src));
         }
-        self.room.publish(Begun, operation + 1);
+        self.region.publish(Begun, operation + 1);
         let first_in = !is_small && !src.is_empty();
         if first_in {
             // It needs none of the others, who may not have begun.
             self.put_in(0, src);
         }
-        self.wait(watch, Begun, operation + 1)?;
-        let notes = self.layout.heads().hear(&self.room, watch, operation, src.len())?;
+        self.wait(context, Begun, operation + 1)?;
+        let notes =
+            self.layout.op_headers().collect(&self.region, context, operation, src.len())?;
         if is_small {
             self.sum_small(operation, dst);
             return Ok(notes);
@@ -116,10 +117,10 @@ impl Shared {
                 self.put_in(index, src);
             }
             if (1..=blocks).contains(&index) {
-                self.reduce(watch, index - 1, src, dst)?;
+                self.reduce(context, index - 1, src, dst)?;
             }
             if index >= 2 {
-                self.take_out(watch, index - 2, dst)?;
+                self.take_out(context, index - 2, dst)?;
             }
         }
         self.blocks += blocks as u64;
@@ -127,8 +128,8 @@ impl Shared {
     }
 
     fn sum_small(&self, operation: u64, dst: &mut [f32]) {
-        for rank in 0..self.seat.world {
-            let part = self.room.memory.floats(self.layout.small(rank, operation), dst.len());
+        for rank in 0..self.local.world {
+            let part = self.region.memory.floats(self.layout.small(rank, operation), dst.len());
             match rank {
                 0 => dst.copy_from_slice(part),
                 _ => add(dst, part),
@@ -139,32 +140,32 @@ impl Shared {
     fn put_in(&self, index: usize, src: &[f32]) {
         let block = self.blocks + index as u64;
         let part = block_of(index, src.len());
-        let own = chunk(part.len(), self.seat.world, self.seat.rank);
-        let (slot, src) = (self.layout.input(self.seat.rank, block), &src[part]);
-        self.room.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
-        self.room
+        let own = chunk(part.len(), self.local.world, self.local.rank);
+        let (slot, src) = (self.layout.input(self.local.rank, block), &src[part]);
+        self.region.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
+        self.region
             .memory
             .write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
-        self.room.publish(PutIn, block + 1);
+        self.region.publish(InputWritten, block + 1);
     }
 
     fn reduce(
         &self,
-        watch: Watch<'_>,
+        context: WaitContext<'_>,
         index: usize,
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<(), SharedFault> {
-        let Seat { rank, world } = self.seat;
+        let RankInfo { rank, world } = self.local;
         let block = self.blocks + index as u64;
-        self.wait(watch, PutIn, block + 1)?;
+        self.wait(context, InputWritten, block + 1)?;
         let part = block_of(index, dst.len());
         let own = chunk(part.len(), world, rank);
         let (src, sum) = (&src[part.clone()][own.clone()], &mut dst[part][own.clone()]);
         let others = (0..world).filter(|other| *other != rank);
         for (turn, other) in others.enumerate() {
             let offset = self.layout.input(other, block) + own.start * size_of::<f32>();
-            let part = self.room.memory.floats(offset, own.len());
+            let part = self.region.memory.floats(offset, own.len());
             match turn {
                 0 => sum
                     .iter_mut()
@@ -174,27 +175,37 @@ impl Shared {
                 _ => add(sum, part),
             }
         }
-        self.room.memory.write(self.layout.output(rank, block), bytemuck::cast_slice(sum));
-        self.room.publish(Reduced, block + 1);
+        self.region.memory.write(self.layout.output(rank, block), bytemuck::cast_slice(sum));
+        self.region.publish(Reduced, block + 1);
         Ok(())
     }
 
-    fn take_out(&self, watch: Watch<'_>, index: usize, dst: &mut [f32]) -> Result<(), SharedFault> {
-        let Seat { rank, world } = self.seat;
+    fn take_out(
+        &self,
+        context: WaitContext<'_>,
+        index: usize,
+        dst: &mut [f32],
+    ) -> Result<(), SharedFault> {
+        let RankInfo { rank, world } = self.local;
         let block = self.blocks + index as u64;
-        self.wait(watch, Reduced, block + 1)?;
+        self.wait(context, Reduced, block + 1)?;
         let part = block_of(index, dst.len());
         for other in (1..world).map(|step| (rank + step) % world) {
             let its = chunk(part.len(), world, other);
             let target = bytemuck::cast_slice_mut(&mut dst[part.clone()][its]);
-            self.room.memory.read(self.layout.output(other, block), target);
+            self.region.memory.read(self.layout.output(other, block), target);
         }
         Ok(())
     }
 
     /// Until all have counted so far.
-    fn wait(&self, watch: Watch<'_>, number: Number, count: u64) -> Result<(), SharedFault> {
-        self.room.wait(watch, Wish { of: Of::All, number, count })
+    fn wait(
+        &self,
+        context: WaitContext<'_>,
+        counter: CounterSlot,
+        count: u64,
+    ) -> Result<(), SharedFault> {
+        self.region.wait(context, WaitCondition { scope: Scope::All, counter, count })
     }
 }
 
@@ -223,13 +234,13 @@ struct Layout {
 }
 
 impl Layout {
-    fn heads(self) -> Heads {
-        Heads { start: Room::bytes(self.world), world: self.world }
+    fn op_headers(self) -> OpHeaders {
+        OpHeaders { start: SharedRegion::bytes(self.world), world: self.world }
     }
 
     /// A rank's part of a small sum; as of heads, there are two.
     fn small(self, rank: usize, operation: u64) -> usize {
-        self.heads().end() + (rank * 2 + (operation % 2) as usize) * SMALL_BYTES
+        self.op_headers().end() + (rank * 2 + (operation % 2) as usize) * SMALL_BYTES
     }
 
     fn input(self, rank: usize, block: u64) -> usize {
@@ -285,24 +296,34 @@ mod tests {
         let world = 3;
         thread::scope(|scope| {
             for (rank, memory) in
-                Memory::of_threads(Shared::bytes(world), world).into_iter().enumerate()
+                Memory::of_threads(ShmGroup::bytes(world), world).into_iter().enumerate()
             {
-                let room =
-                    Room::new(memory, Seat { rank, world }, (0..world).collect(), Vec::new())
-                        .sleepless();
+                let region = SharedRegion::new(
+                    memory,
+                    RankInfo { rank, world },
+                    (0..world).collect(),
+                    Vec::new(),
+                )
+                .spinning();
                 scope.spawn(move || {
-                    let mut shared = Shared::new(room);
-                    let (pass, progress) = (Fence::new().enter(1).unwrap(), Progress::new());
+                    let mut shared = ShmGroup::new(region);
+                    let (registration, progress) =
+                        (Fence::new().register(1).unwrap(), Progress::new());
                     // Of no block, small ones, and of more blocks than there are places for.
                     let small = SMALL_BYTES / size_of::<f32>();
                     let long = small.max(6 * BLOCK_LEN_MIN) + 1;
                     for (sequence, len) in [0, 5, small, long, 5, 5, long].into_iter().enumerate() {
-                        let (pass, progress) = (&pass, &progress);
-                        let watch = Watch { host: None, pass, progress, sequence: sequence as u64 };
+                        let (registration, progress) = (&registration, &progress);
+                        let context = WaitContext {
+                            host: None,
+                            registration,
+                            progress,
+                            sequence: sequence as u64,
+                        };
                         let src: Vec<f32> = (0..len).map(|at| (rank + at % 7) as f32).collect();
                         let mut dst = vec![f32::NAN; len];
                         let notes =
-                            shared.all_reduce(watch, &[rank as u8], &src, &mut dst).unwrap();
+                            shared.all_reduce(context, &[rank as u8], &src, &mut dst).unwrap();
                         assert!(matches!(notes, Notes::All(notes) if notes == [[0], [1], [2]]));
                         let right = |at: usize| (3 * (at % 7) + 3) as f32;
                         assert!(

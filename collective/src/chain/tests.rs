@@ -1,4 +1,5 @@
-//! One rank of three, whose peers are the test: it writes and reads the bytes of both links.
+//! Tests of one rank of three; the test plays its peers and writes and reads the bytes of both
+//! links.
 
 use std::io::Write;
 use std::sync::mpsc;
@@ -7,15 +8,15 @@ use std::time::Instant;
 
 use super::*;
 use crate::frame::Kind;
-use crate::tcp::Neighbour;
-use crate::tcp::tests::{WATCHDOG, pair, watch};
-use crate::{CollectiveError, Communicator, Fence, TcpRing};
+use crate::host_group::Neighbour;
+use crate::host_group::tests::{WATCHDOG, pair, watch};
+use crate::{CollectiveError, Communicator, Fence, HostGroup};
 
 const GENERATION: u64 = 5;
 
 #[test]
-fn rank_0_sums_what_comes_up_and_sends_the_total_down() {
-    let Stage { mut ring, mut next, mut prev, .. } = stage(0);
+fn rank_0_adds_the_partial_sums_and_sends_the_total_down() {
+    let TestRank { mut ring, mut next, mut prev, .. } = one_of_three(0);
     next.write_all(&message(UP, 1, &[b"one"], &[10.0, 20.0])).unwrap();
     prev.write_all(&message(UP, 2, &[b""], &[100.0, 200.0])).unwrap();
     let mut dst = [0.0; 2];
@@ -31,8 +32,8 @@ fn rank_0_sums_what_comes_up_and_sends_the_total_down() {
 }
 
 #[test]
-fn an_end_of_an_arm_sends_its_part_up_and_takes_the_total() {
-    let Stage { mut ring, next: _next, mut prev, .. } = stage(1);
+fn the_end_of_a_chain_sends_its_part_up_and_receives_the_total() {
+    let TestRank { mut ring, next: _next, mut prev, .. } = one_of_three(1);
     prev.write_all(&message(DOWN, 0, &[b"zero", b"one", b"two"], &[3.0])).unwrap();
     let mut dst = [0.0];
     assert_eq!(ring.all_reduce(b"one", &[1.0], &mut dst).unwrap(), [&b"zero"[..], b"one", b"two"]);
@@ -44,7 +45,7 @@ fn an_end_of_an_arm_sends_its_part_up_and_takes_the_total() {
 }
 
 #[test]
-fn messages_that_are_not_the_expected_ones_break_the_protocol() {
+fn an_unexpected_message_is_a_protocol_error() {
     let honest = message(UP, 1, &[b"one"], &[10.0]);
     let head = |change: fn(&mut Frame)| {
         let mut frame = Frame::decode(honest.first_chunk().unwrap()).unwrap();
@@ -71,7 +72,7 @@ fn messages_that_are_not_the_expected_ones_break_the_protocol() {
         ("no more notes", with_note(&[&1_u32.to_le_bytes()[..], b"ab"].concat())),
     ];
     for (expected, bytes) in cases {
-        let Stage { mut ring, mut next, mut prev, .. } = stage(0);
+        let TestRank { mut ring, mut next, mut prev, .. } = one_of_three(0);
         prev.write_all(&message(UP, 2, &[b""], &[100.0])).unwrap();
         next.write_all(&bytes).unwrap();
         let error = ring.all_reduce(b"zero", &[1.0], &mut [0.0]).unwrap_err();
@@ -79,15 +80,15 @@ fn messages_that_are_not_the_expected_ones_break_the_protocol() {
             panic!("{expected}: {error:?}")
         };
         assert!(reason.contains(expected), "{expected}: {reason}");
-        assert_eq!(prev.read(&mut [0]).unwrap(), 0, "{expected}: the other link is down");
+        assert_eq!(prev.read(&mut [0]).unwrap(), 0, "{expected}: the other link is closed");
     }
 }
 
 #[test]
-fn a_flipped_bit_in_a_head_is_an_error_and_never_a_panic() {
+fn a_flipped_bit_in_a_frame_header_is_an_error_and_never_a_panic() {
     let honest = message(UP, 1, &[b"one"], &[10.0]);
     for bit in 0..(FRAME_BYTES + NOTE_HEAD_BYTES) * 8 {
-        let Stage { mut ring, mut next, mut prev, .. } = stage(0);
+        let TestRank { mut ring, mut next, mut prev, .. } = one_of_three(0);
         let mut bytes = honest.clone();
         bytes[bit / 8] ^= 1 << (bit % 8);
         prev.write_all(&message(UP, 2, &[b""], &[100.0])).unwrap();
@@ -104,10 +105,10 @@ fn a_flipped_bit_in_a_head_is_an_error_and_never_a_panic() {
 
 #[test]
 fn a_link_that_ends_while_it_is_needed_is_a_lost_peer() {
-    // Of a child, anywhere in its part; with the other child's part there, or not.
+    // A child's link, cut anywhere in its message; with the other child's message there or not.
     let part = message(UP, 2, &[b"two"], &[100.0]);
     for cut in 0..part.len() {
-        let Stage { mut ring, mut next, mut prev, .. } = stage(0);
+        let TestRank { mut ring, mut next, mut prev, .. } = one_of_three(0);
         if cut % 2 == 0 {
             next.write_all(&message(UP, 1, &[b""], &[10.0])).unwrap();
         }
@@ -119,10 +120,10 @@ fn a_link_that_ends_while_it_is_needed_is_a_lost_peer() {
             "{cut}: {error:?}"
         );
     }
-    // Of the parent, anywhere in the total.
+    // The parent's link, cut anywhere in the total.
     let total = message(DOWN, 0, &[b"", b"", b""], &[3.0]);
     for cut in 0..total.len() {
-        let Stage { mut ring, next: _next, mut prev, .. } = stage(1);
+        let TestRank { mut ring, next: _next, mut prev, .. } = one_of_three(1);
         prev.write_all(&total[..cut]).unwrap();
         drop(prev);
         let error = ring.all_reduce(b"one", &[1.0], &mut [0.0]).unwrap_err();
@@ -134,8 +135,8 @@ fn a_link_that_ends_while_it_is_needed_is_a_lost_peer() {
 }
 
 #[test]
-fn a_child_that_goes_after_its_part_and_before_the_total_is_a_lost_peer() {
-    let Stage { mut ring, mut next, prev: _prev, .. } = stage(0);
+fn a_child_that_leaves_between_its_part_and_the_total_is_a_lost_peer() {
+    let TestRank { mut ring, mut next, prev: _prev, .. } = one_of_three(0);
     next.write_all(&message(UP, 1, &[b""], &[10.0])).unwrap();
     drop(next);
     let error = ring.all_reduce(b"zero", &[1.0], &mut [0.0]).unwrap_err();
@@ -143,8 +144,8 @@ fn a_child_that_goes_after_its_part_and_before_the_total_is_a_lost_peer() {
 }
 
 #[test]
-fn the_fence_ends_a_relay_and_tells_the_peers() {
-    let Stage { mut ring, mut next, mut prev, fence } = stage(1);
+fn the_fence_ends_a_chain_reduce_and_closes_its_links() {
+    let TestRank { mut ring, mut next, mut prev, fence } = one_of_three(1);
     let (done, result) = mpsc::channel();
     thread::spawn(move || {
         let error = ring.all_reduce(b"", &[1.0], &mut [0.0]).unwrap_err();
@@ -159,14 +160,14 @@ fn the_fence_ends_a_relay_and_tells_the_peers() {
 }
 
 #[test]
-fn a_relay_shows_what_is_on_its_way_on_either_side() {
-    let Stage { mut ring, mut next, mut prev, fence } = stage(0);
+fn progress_counts_bytes_in_flight_on_both_links() {
+    let TestRank { mut ring, mut next, mut prev, fence } = one_of_three(0);
     let progress = ring.progress().clone();
     let place = || progress.stall().map(|s| (s.operation, s.received, s.sent, s.waits_for_next));
     let waits_at = |expected| {
         let started = Instant::now();
         while place() != Some(expected) {
-            assert!(started.elapsed() < WATCHDOG, "{expected:?} never shows: {:?}", place());
+            assert!(started.elapsed() < WATCHDOG, "{expected:?} is never reached: {:?}", place());
             thread::yield_now();
         }
     };
@@ -183,7 +184,7 @@ fn a_relay_shows_what_is_on_its_way_on_either_side() {
     assert!(!result.recv_timeout(WATCHDOG).unwrap());
     assert_eq!(place(), None);
 
-    let Stage { mut ring, prev: _prev, .. } = stage(1);
+    let TestRank { mut ring, prev: _prev, .. } = one_of_three(1);
     let progress = ring.progress().clone();
     thread::spawn(move || ring.all_reduce(b"", &[1.0], &mut [0.0]).is_ok());
     let sent = message(UP, 1, &[b""], &[1.0]).len() as u64;
@@ -196,29 +197,29 @@ fn a_relay_shows_what_is_on_its_way_on_either_side() {
     }
 }
 
-/// One rank of three, as workers 10, 11 and 12, and the test's ends of its links.
-struct Stage {
-    ring: TcpRing,
+/// One rank of a group of workers 10, 11 and 12, and the peers' ends of its links.
+struct TestRank {
+    ring: HostGroup,
     next: TcpStream,
     prev: TcpStream,
     fence: Fence,
 }
 
-fn stage(rank: usize) -> Stage {
+fn one_of_three(rank: usize) -> TestRank {
     let fence = Fence::new();
     watch(fence.clone());
-    let pass = fence.enter(GENERATION).unwrap();
+    let registration = fence.register(GENERATION).unwrap();
     let neighbour = |rank, link| Neighbour { rank, member: 10 + rank as u64, link };
     let (to_next, next) = pair();
     let (to_prev, prev) = pair();
-    pass.register(&to_next);
-    pass.register(&to_prev);
+    registration.register_link(&to_next);
+    registration.register_link(&to_prev);
     let links = Links {
         next: neighbour((rank + 1) % 3, to_next),
         prev: neighbour((rank + 2) % 3, to_prev),
     };
-    let ring = TcpRing::linked(pass, Progress::new(), Seat { rank, world: 3 }, links);
-    Stage { ring, next, prev, fence }
+    let ring = HostGroup::linked(registration, Progress::new(), RankInfo { rank, world: 3 }, links);
+    TestRank { ring, next, prev, fence }
 }
 
 fn message(step: u32, origin: u32, notes: &[&[u8]], elements: &[f32]) -> Vec<u8> {

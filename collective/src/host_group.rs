@@ -3,20 +3,20 @@ use std::mem;
 use std::net::TcpStream;
 use std::sync::Arc;
 
+use crate::chain::{self, ChainReduce};
 use crate::chunk::chunk;
-use crate::fence::Pass;
+use crate::fence::GroupRegistration;
 use crate::frame::Kind;
 use crate::payload::{Body, Halves, Payload};
 use crate::progress::Progress;
-use crate::relay::{self, Relay};
-use crate::schedule::{Extent, Schedule, Seat};
-use crate::transfer::{self, Fault, LinkFault, Stamp, Transfer};
+use crate::schedule::{RankInfo, Schedule, Span};
+use crate::transfer::{self, Fault, LinkFault, OpTag, Transfer};
 use crate::wire::Half;
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
-mod beside;
+mod alongside;
 
-pub(crate) use beside::Beside;
+pub(crate) use alongside::WaitOutcome;
 
 /// The ring of one generation over TCP: a link to the next rank and one from the previous.
 ///
@@ -28,20 +28,20 @@ pub(crate) use beside::Beside;
 /// Dropping a ring whose operations have succeeded takes nothing from the peers: what they still
 /// have to read is in the kernel's hands.
 #[derive(Debug)]
-pub struct TcpRing {
-    pass: Pass,
+pub struct HostGroup {
+    registration: GroupRegistration,
     progress: Progress,
-    seat: Seat,
+    rank_info: RankInfo,
     links: Option<Links>,
     /// Between the same neighbours, beside `links`: what parts of long sums take.
-    lanes: Vec<Links>,
+    channels: Vec<Links>,
     /// Of the next operation.
     sequence: u64,
     failed: bool,
     /// The same on every rank.
     segment_bytes: usize,
     wire: WireDtype,
-    sharing: Sharing,
+    shm: ShmState,
     /// From here on a sum goes around the ring. The same on every rank.
     ring_bytes_min: usize,
 }
@@ -74,33 +74,43 @@ pub(crate) struct Neighbour {
     pub(crate) link: Arc<TcpStream>,
 }
 
-impl TcpRing {
-    pub(crate) fn alone(pass: Pass, progress: Progress) -> Self {
-        Self::new(pass, progress, Seat { rank: 0, world: 1 }, None)
+impl HostGroup {
+    pub(crate) fn alone(registration: GroupRegistration, progress: Progress) -> Self {
+        Self::new(registration, progress, RankInfo { rank: 0, world: 1 }, None)
     }
 
-    pub(crate) fn linked(pass: Pass, progress: Progress, seat: Seat, links: Links) -> Self {
-        Self::new(pass, progress, seat, Some(links))
+    pub(crate) fn linked(
+        registration: GroupRegistration,
+        progress: Progress,
+        rank_info: RankInfo,
+        links: Links,
+    ) -> Self {
+        Self::new(registration, progress, rank_info, Some(links))
     }
 
-    fn new(pass: Pass, progress: Progress, seat: Seat, links: Option<Links>) -> Self {
+    fn new(
+        registration: GroupRegistration,
+        progress: Progress,
+        rank_info: RankInfo,
+        links: Option<Links>,
+    ) -> Self {
         Self {
-            pass,
+            registration,
             progress,
-            seat,
+            rank_info,
             links,
-            lanes: Vec::new(),
+            channels: Vec::new(),
             sequence: 0,
             failed: false,
             segment_bytes: SEGMENT_BYTES,
             wire: WireDtype::default(),
-            sharing: Sharing::default(),
-            ring_bytes_min: ring_bytes_min(seat.world),
+            shm: ShmState::default(),
+            ring_bytes_min: ring_bytes_min(rank_info.world),
         }
     }
 
-    pub(crate) fn with_lanes(self, lanes: Vec<Links>) -> Self {
-        Self { lanes, ..self }
+    pub(crate) fn with_extra_channels(self, channels: Vec<Links>) -> Self {
+        Self { channels, ..self }
     }
 
     pub(crate) fn with_wire_dtype(self, wire: WireDtype) -> Self {
@@ -117,7 +127,7 @@ impl TcpRing {
         if self.failed {
             return Err(CollectiveError::Aborted { generation: self.generation() });
         }
-        self.pass.check()
+        self.registration.check()
     }
 
     /// One note per rank, of which this rank's is `mine`.
@@ -127,22 +137,22 @@ impl TcpRing {
                 format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", mine.len());
             return Err(CollectiveError::Invalid(reason));
         }
-        let mut notes = vec![Vec::new(); self.seat.world];
-        notes[self.seat.rank] = mine.to_vec();
+        let mut notes = vec![Vec::new(); self.rank_info.world];
+        notes[self.rank_info.rank] = mine.to_vec();
         Ok(notes)
     }
 
     fn check_root(&self, root: usize) -> Result<(), CollectiveError> {
-        if root < self.seat.world {
+        if root < self.rank_info.world {
             return Ok(());
         }
-        let reason = format!("root {root} in a group of {}", self.seat.world);
+        let reason = format!("root {root} in a group of {}", self.rank_info.world);
         Err(CollectiveError::Invalid(reason))
     }
 
     fn gather(&mut self, kind: Kind, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let payload = Payload::new(Body::Empty, self.notes(mine)?);
-        self.run(kind, Schedule::all_gather(self.seat), payload)
+        self.run(kind, Schedule::all_gather(self.rank_info), payload)
     }
 
     /// Runs one operation along the ring.
@@ -153,8 +163,14 @@ impl TcpRing {
         payload: Payload<'_>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let Some(links) = &self.links else { return Ok(payload.into_notes()) };
-        let transfer =
-            Transfer::new(links, &self.pass, &self.progress, self.stamp(kind), schedule, payload);
+        let transfer = Transfer::new(
+            links,
+            &self.registration,
+            &self.progress,
+            self.op_tag(kind),
+            schedule,
+            payload,
+        );
         let result = transfer.run();
         self.end(result)
     }
@@ -168,14 +184,14 @@ impl TcpRing {
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Vec<Vec<u8>>, Fault> {
-        let is_long = size_of_val(src) >= LANE_BYTES_MIN * (1 + self.lanes.len());
-        let lanes: Vec<&Links> =
-            iter::once(links).chain(self.lanes.iter().filter(|_| is_long)).collect();
-        let none = || vec![Vec::new(); self.seat.world];
+        let is_long = size_of_val(src) >= CHANNEL_BYTES_MIN * (1 + self.channels.len());
+        let channels: Vec<&Links> =
+            iter::once(links).chain(self.channels.iter().filter(|_| is_long)).collect();
+        let none = || vec![Vec::new(); self.rank_info.world];
         let (mut notes, mut rest) = (Some(notes), dst);
-        let mut transfers = Vec::with_capacity(lanes.len());
-        for (lane, links) in lanes.iter().enumerate() {
-            let part = chunk(src.len(), lanes.len(), lane);
+        let mut transfers = Vec::with_capacity(channels.len());
+        for (channel, links) in channels.iter().enumerate() {
+            let part = chunk(src.len(), channels.len(), channel);
             let (dst, others) = rest.split_at_mut(part.len());
             rest = others;
             let src = &src[part];
@@ -184,13 +200,13 @@ impl TcpRing {
                 Some(half) => Body::Rounded { src, dst, halves: Halves::new(half) },
             };
             let payload = Payload::new(body, notes.take().unwrap_or_else(none));
-            let schedule = Schedule::all_reduce(self.seat, payload.extent(self.segment_bytes));
-            let stamp = self.stamp(self.sum_kind());
+            let schedule = Schedule::all_reduce(self.rank_info, payload.span(self.segment_bytes));
+            let op_tag = self.op_tag(self.sum_kind());
             transfers.push(Transfer::new(
                 links,
-                &self.pass,
+                &self.registration,
                 &self.progress,
-                stamp,
+                op_tag,
                 schedule,
                 payload,
             ));
@@ -199,8 +215,8 @@ impl TcpRing {
     }
 
     /// What all frames of the next operation have in common.
-    fn stamp(&self, kind: Kind) -> Stamp {
-        Stamp { kind, generation: self.pass.generation(), sequence: self.sequence }
+    fn op_tag(&self, kind: Kind) -> OpTag {
+        OpTag { kind, generation: self.registration.generation(), sequence: self.sequence }
     }
 
     /// A sum's, by what it travels as.
@@ -221,9 +237,9 @@ impl TcpRing {
         };
         let links = self.links.as_ref().expect("without links nothing fails");
         self.failed = true;
-        self.pass.shut_down();
+        self.registration.shut_down();
         // A link that the fence has shut down looks like a lost peer.
-        self.pass.check()?;
+        self.registration.check()?;
         Err(match fault {
             Fault::Here(_) => unreachable!("the whole group is in the ring"),
             Fault::Next(fault) => links.next.error(fault),
@@ -233,17 +249,17 @@ impl TcpRing {
     }
 }
 
-impl Communicator for TcpRing {
+impl Communicator for HostGroup {
     fn rank(&self) -> usize {
-        self.seat.rank
+        self.rank_info.rank
     }
 
     fn world_size(&self) -> usize {
-        self.seat.world
+        self.rank_info.world
     }
 
     fn generation(&self) -> u64 {
-        self.pass.generation()
+        self.registration.generation()
     }
 
     fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
@@ -263,11 +279,11 @@ impl Communicator for TcpRing {
             return Err(CollectiveError::Invalid(reason));
         }
         let notes = self.notes(header)?;
-        self.settle()?;
+        self.negotiate_transport()?;
         let is_small =
-            size_of_val(src) < self.ring_bytes_min && self.seat.world <= relay::WORLD_MAX;
+            size_of_val(src) < self.ring_bytes_min && self.rank_info.world <= chain::WORLD_MAX;
         if self.is_hierarchical() && !is_small {
-            self.agree(src.len())?;
+            self.check_len_with_neighbours(src.len())?;
             return self.sum_shared(header, src, dst);
         }
         if self.shares_memory() {
@@ -279,9 +295,16 @@ impl Communicator for TcpRing {
             return Ok(notes);
         };
         if is_small {
-            let stamp = self.stamp(kind);
-            let relay = Relay::new(links, &self.pass, &self.progress, stamp, self.seat, notes);
-            let result = relay.all_reduce(src, dst);
+            let op_tag = self.op_tag(kind);
+            let chain = ChainReduce::new(
+                links,
+                &self.registration,
+                &self.progress,
+                op_tag,
+                self.rank_info,
+                notes,
+            );
+            let result = chain.all_reduce(src, dst);
             return self.end(result);
         }
         let result = self.sum_along(links, notes, src, dst);
@@ -291,7 +314,7 @@ impl Communicator for TcpRing {
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
         self.check()?;
         self.check_root(root)?;
-        let is_root = self.seat.rank == root;
+        let is_root = self.rank_info.rank == root;
         if is_root && bytes.len() > BROADCAST_BYTES_MAX {
             let reason =
                 format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
@@ -302,10 +325,10 @@ impl Communicator for TcpRing {
         }
         let announcement =
             if is_root { Announcement::encode(bytes, self.segment_bytes) } else { Vec::new() };
-        let mut notes = vec![Vec::new(); self.seat.world];
+        let mut notes = vec![Vec::new(); self.rank_info.world];
         notes[root] = announcement;
-        let nothing = Extent { len: 0, segment_len: 1 };
-        let schedule = Schedule::broadcast(self.seat, root, nothing, true);
+        let nothing = Span { len: 0, segment_len: 1 };
+        let schedule = Schedule::broadcast(self.rank_info, root, nothing, true);
         let mut notes = self.run(Kind::Announcement, schedule, Payload::new(Body::Empty, notes))?;
         let announcement = mem::take(&mut notes[root]);
         let body = match Announcement::decode(announcement, self.segment_bytes) {
@@ -321,23 +344,23 @@ impl Communicator for TcpRing {
             }
             Err(reason) => {
                 self.failed = true;
-                self.pass.shut_down();
+                self.registration.shut_down();
                 let links = self.links.as_ref().expect("a group of one has returned above");
                 return Err(links.prev.error(LinkFault::Broken(reason)));
             }
         };
         let payload = Payload::new(Body::Bytes(body), notes);
         let schedule =
-            Schedule::broadcast(self.seat, root, payload.extent(self.segment_bytes), false);
+            Schedule::broadcast(self.rank_info, root, payload.span(self.segment_bytes), false);
         self.run(Kind::BroadcastBytes, schedule, payload).map(drop)
     }
 
     fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
         self.check()?;
         self.check_root(root)?;
-        let payload = Payload::new(Body::Floats(buf), vec![Vec::new(); self.seat.world]);
+        let payload = Payload::new(Body::Floats(buf), vec![Vec::new(); self.rank_info.world]);
         let schedule =
-            Schedule::broadcast(self.seat, root, payload.extent(self.segment_bytes), false);
+            Schedule::broadcast(self.rank_info, root, payload.span(self.segment_bytes), false);
         self.run(Kind::Broadcast, schedule, payload).map(drop)
     }
 }
@@ -395,10 +418,10 @@ impl Announcement {
     }
 }
 
-mod sharing;
+mod transport;
 
-pub(crate) use sharing::Plan;
-use sharing::Sharing;
+use transport::ShmState;
+pub(crate) use transport::TransportPlan;
 
 /// From how many bytes on the ring is faster than a [`relay`], as measured there.
 fn ring_bytes_min(world: usize) -> usize {
@@ -413,7 +436,7 @@ fn ring_bytes_min(world: usize) -> usize {
 const SEGMENT_BYTES: usize = 256 << 10;
 
 /// A link's part of a sum: below that it is waited for more than worked on.
-const LANE_BYTES_MIN: usize = 256 << 10;
+const CHANNEL_BYTES_MIN: usize = 256 << 10;
 
 #[cfg(test)]
 pub(crate) mod tests;

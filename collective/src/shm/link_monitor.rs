@@ -3,15 +3,15 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::room::{SharedFault, Watch};
+use super::region::{SharedFault, WaitContext};
 use crate::frame::{FRAME_BYTES, Frame};
+use crate::host_group::{Links, Neighbour};
 use crate::link::poll_until;
-use crate::tcp::{Links, Neighbour};
 
 /// The links to ranks of this host, watched while one waits for something else. The end of one ends
 /// an operation over their memory, if anything is still missing there; and a frame of this very
 /// operation is one of a rank that believes in another.
-pub(crate) struct Lookout<'a> {
+pub(crate) struct LinkMonitor<'a> {
     watched: Vec<Watched<'a>>,
     sequence: u64,
 }
@@ -21,14 +21,14 @@ struct Watched<'a> {
     flags: PollFlags,
 }
 
-impl<'a> Lookout<'a> {
-    pub(crate) fn new(watch: Watch<'a>) -> Self {
+impl<'a> LinkMonitor<'a> {
+    pub(crate) fn new(context: WaitContext<'a>) -> Self {
         let flags = PollFlags::IN | PollFlags::RDHUP;
         let both = |links: &'a Links| [&links.next, &links.prev];
         let watched =
-            watch.host.into_iter().flat_map(both).map(|neighbour| Watched { neighbour, flags });
+            context.host.into_iter().flat_map(both).map(|neighbour| Watched { neighbour, flags });
         let watched = watched.collect();
-        Self { watched, sequence: watch.sequence }
+        Self { watched, sequence: context.sequence }
     }
 
     /// What to poll.
@@ -37,7 +37,7 @@ impl<'a> Lookout<'a> {
     }
 
     /// What has come, if it ends the operation. A frame that does not is not polled for again.
-    pub(crate) fn look(&mut self) -> Option<SharedFault> {
+    pub(crate) fn check(&mut self) -> Option<SharedFault> {
         let mut fds: Vec<_> = self.fds().collect();
         if !poll_until(&mut fds, Some(Instant::now())).ok()? {
             return None;

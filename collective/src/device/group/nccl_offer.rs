@@ -1,22 +1,21 @@
-//! Whether a group gets a communicator of NCCL: what each rank says, and what follows from it, the
-//! same on all.
+//! Agreement on NCCL: the offer of each rank, and the decision, which is the same on all ranks.
 
 use super::NcclPolicy;
 
-/// What a rank has to say.
+/// Offer of one rank.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) enum Offer {
-    /// It would not, because of this.
+pub(super) enum NcclOffer {
+    /// The rank does not use NCCL, for this reason.
     Off(String),
     On {
         version: i32,
         uuid: [u8; 16],
-        /// It would also where another rank has its GPU.
+        /// Whether the rank uses NCCL even if another rank has the same GPU.
         on_shared_gpus: bool,
     },
 }
 
-impl Offer {
+impl NcclOffer {
     pub(super) fn of(policy: &NcclPolicy, uuid: [u8; 16]) -> Self {
         match policy {
             NcclPolicy::Off(reason) => Self::Off(reason.clone()),
@@ -44,7 +43,7 @@ impl Offer {
         }
     }
 
-    /// Of what can't be read, that it can't.
+    /// Decodes an offer. Invalid bytes decode to `Off`.
     pub(super) fn decode(bytes: &[u8]) -> Self {
         match bytes {
             [0, reason @ ..] if reason.len() <= REASON_BYTES_MAX => {
@@ -60,17 +59,17 @@ impl Offer {
                     on_shared_gpus: shared == [1],
                 }
             }
-            _ => Self::Off("it said something that can't be read".to_owned()),
+            _ => Self::Off("its offer can't be decoded".to_owned()),
         }
     }
 }
 
-/// Says why the group does without, where it does.
-pub(super) fn agree(offers: &[Offer]) -> Result<(), String> {
+/// Returns an error with the reason if the group continues without NCCL.
+pub(super) fn agree(offers: &[NcclOffer]) -> Result<(), String> {
     let mut seen: Vec<(i32, [u8; 16])> = Vec::new();
     for (rank, offer) in offers.iter().enumerate() {
-        let Offer::On { version, uuid, on_shared_gpus } = offer else {
-            let Offer::Off(reason) = offer else { continue };
+        let NcclOffer::On { version, uuid, on_shared_gpus } = offer else {
+            let NcclOffer::Off(reason) = offer else { continue };
             return Err(format!("rank {rank}: {reason}"));
         };
         if let Some((first, _)) = seen.first()
@@ -93,34 +92,38 @@ const ON_BYTES: usize = size_of::<i32>() + 16 + 1;
 mod tests {
     use super::*;
 
-    const ON: Offer = Offer::On { version: 22_809, uuid: [1; 16], on_shared_gpus: false };
+    const ON: NcclOffer = NcclOffer::On { version: 22_809, uuid: [1; 16], on_shared_gpus: false };
 
     #[test]
-    fn what_is_said_is_what_is_understood() {
+    fn an_offer_survives_the_wire() {
         let long = "ü".repeat(REASON_BYTES_MAX);
-        for offer in [ON, Offer::Off(String::new()), Offer::Off("no libnccl.so.2".to_owned())] {
-            assert_eq!(Offer::decode(&offer.encode()), offer);
+        for offer in
+            [ON, NcclOffer::Off(String::new()), NcclOffer::Off("no libnccl.so.2".to_owned())]
+        {
+            assert_eq!(NcclOffer::decode(&offer.encode()), offer);
         }
-        let Offer::Off(cut) = Offer::decode(&Offer::Off(long.clone()).encode()) else {
-            panic!("it was off")
+        let NcclOffer::Off(cut) = NcclOffer::decode(&NcclOffer::Off(long.clone()).encode()) else {
+            panic!("the offer is off")
         };
         assert!(long.starts_with(&cut) && cut.len() == REASON_BYTES_MAX);
         for bytes in [&[][..], &[1], &[2], &[1; 21], &[1; 23], &vec![0; REASON_BYTES_MAX + 2]] {
             assert!(
-                matches!(Offer::decode(bytes), Offer::Off(reason) if reason.contains("can't be read"))
+                matches!(NcclOffer::decode(bytes), NcclOffer::Off(reason) if reason.contains("can't be decoded"))
             );
         }
     }
 
     #[test]
-    fn one_that_would_not_or_differs_or_shares_keeps_all_from_it() {
-        let other = |version, uuid| Offer::On { version, uuid: [uuid; 16], on_shared_gpus: false };
-        let shared = |uuid| Offer::On { version: 22_809, uuid: [uuid; 16], on_shared_gpus: true };
+    fn an_unwilling_rank_a_version_mismatch_or_a_shared_gpu_disables_nccl() {
+        let other =
+            |version, uuid| NcclOffer::On { version, uuid: [uuid; 16], on_shared_gpus: false };
+        let shared =
+            |uuid| NcclOffer::On { version: 22_809, uuid: [uuid; 16], on_shared_gpus: true };
         assert_eq!(agree(&[ON]), Ok(()));
         assert_eq!(agree(&[ON, other(22_809, 2)]), Ok(()));
-        let error = |offers: &[Offer]| agree(offers).expect_err("it can't be");
+        let error = |offers: &[NcclOffer]| agree(offers).expect_err("the ranks do not agree");
         assert_eq!(
-            error(&[ON, other(22_809, 2), Offer::Off("no library".to_owned())]),
+            error(&[ON, other(22_809, 2), NcclOffer::Off("no library".to_owned())]),
             "rank 2: no library"
         );
         assert_eq!(error(&[ON, other(21_803, 2)]), "rank 0 has version 22809, rank 1 has 21803");

@@ -4,18 +4,18 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 
-use super::library::{Buffers, Handle, Library, Progress, UniqueId};
+use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
 use crate::device::{DeviceError, Element};
 
 /// Not for users: NCCL without anything around it, to compare with. What hangs here hangs.
 #[derive(Debug)]
-pub struct Bare {
+pub struct RawCommunicator {
     library: Arc<Library>,
     handle: Handle,
     stream: Arc<CudaStream>,
 }
 
-impl Bare {
+impl RawCommunicator {
     /// Waits until all ranks have come.
     ///
     /// # Errors
@@ -27,9 +27,9 @@ impl Bare {
         stream: &Arc<CudaStream>,
     ) -> Result<Self, DeviceError> {
         stream.context().bind_to_thread().map_err(DeviceError::cuda("use the GPU"))?;
-        let (handle, progress) = library.begin(id, rank, world)?;
+        let (handle, call_status) = library.begin(id, rank, world)?;
         let bare = Self { library: library.clone(), handle, stream: stream.clone() };
-        bare.follow(progress)?;
+        bare.wait_until_done(call_status)?;
         Ok(bare)
     }
 
@@ -47,23 +47,23 @@ impl Bare {
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
         // SAFETY: the handle is this thread's; the buffers are borrowed until the stream is
         // through.
-        let progress =
+        let call_status =
             unsafe { self.library.all_reduce(self.handle, buffers, stream.cu_stream().cast()) }?;
-        self.follow(progress)?;
+        self.wait_until_done(call_status)?;
         stream.synchronize().map_err(DeviceError::cuda("end a sum of NCCL"))
     }
 
-    fn follow(&self, mut progress: Progress) -> Result<(), DeviceError> {
-        while progress == Progress::Underway {
+    fn wait_until_done(&self, mut call_status: CallStatus) -> Result<(), DeviceError> {
+        while call_status == CallStatus::InProgress {
             std::thread::yield_now();
             // SAFETY: the handle is this thread's.
-            progress = unsafe { self.library.poll("go on", self.handle) }?;
+            call_status = unsafe { self.library.poll("go on", self.handle) }?;
         }
         Ok(())
     }
 }
 
-impl Drop for Bare {
+impl Drop for RawCommunicator {
     fn drop(&mut self) {
         // SAFETY: the handle is this thread's, and not used again.
         if let Err(error) = unsafe { self.library.abort(self.handle) } {

@@ -1,26 +1,26 @@
-//! Moves a small sum: partial sums up the ring's two [arms](crate::arms), the total down. Two ranks
-//! just tell each other their parts.
+//! Double-chain all-reduce for small buffers: partial sums move up the two [chains](self::topology)
+//! of the ring, the total moves down. Two ranks exchange their contributions directly.
 //!
 //! ```text
-//! up, down, to each other:  frame | the notes that are in it, each behind its length (u32) | the elements
+//! message:  frame header | notes of the contributing ranks, each after its length (u32) | elements
 //! ```
 //!
-//! What binds are the writes, with each of which the system delivers into the other's socket, and
-//! the wake-ups: 4 KiB take 3 to 6 µs at 2 ranks on 2 cores (14 around the ring), 25 at 4 (100), 95
-//! at 8 (450). Then the ring's shorter messages begin to win: 64 KiB take 111 µs at 3 ranks (ring
-//! 86), 128 at 4 (97), 221 at 6 (319), 280 at 8 (419); 96 KiB take 502 µs at 6 (321), 575 at 8
-//! (489). With α for a message and β for a byte, a relay takes world·(α + β·bytes), a ring
-//! 2·(world−1)·(α + β·bytes/world): equal at about α/β bytes: 20 KB at 20 µs and 1 GB/s, more where
-//! ranks share cores and α grows.
+//! Latency is bounded by the writes, in each of which the kernel delivers into the receiver's
+//! socket, and by the wake-ups. 4 KiB take 3 to 6 µs at 2 ranks on 2 cores (14 around the ring), 25
+//! at 4 (100), 95 at 8 (450). Above that size the shorter messages of the ring begin to win: 64 KiB
+//! take 111 µs at 3 ranks (ring 86), 128 at 4 (97), 221 at 6 (319), 280 at 8 (419); 96 KiB take 502
+//! µs at 6 (321), 575 at 8 (489). With cost α per message and β per byte, a chain takes world·(α +
+//! β·bytes) and a ring 2·(world−1)·(α + β·bytes/world). The two are equal at about α/β bytes: 20 KB
+//! at 20 µs and 1 GB/s, more where ranks share cores and α grows.
 //!
-//! **Invariant:** the total is computed once, at rank 0, and copied from there; of two ranks, both
-//! add the same two parts in the same order.
+//! **Invariant:** the total is computed once, at rank 0, and copied from there. With two ranks,
+//! both add the same two contributions in the same order.
 //!
-//! **Invariant:** a rank has the total only when every rank's part is in it.
+//! **Invariant:** a rank has the total only when the contribution of every rank is in it.
 //!
-//! **Invariant:** who sends on a link waits for an answer on the same link before it sends there
-//! again. So nothing comes that is not awaited, and what can be read without that is the link's
-//! end.
+//! **Invariant:** a rank that sends on a link waits for an answer on the same link before it sends
+//! there again. So every message is expected, and anything readable on a link with no expected
+//! message is the end of that link.
 
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
@@ -30,52 +30,62 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
-use crate::arms::{self, Side};
+use self::topology::Side;
 use crate::communicator::BLOCK_BYTES_MAX;
-use crate::fence::Pass;
+use crate::fence::GroupRegistration;
 use crate::frame::{FRAME_BYTES, Frame};
+use crate::host_group::Links;
 use crate::link::poll_until;
-use crate::patience::Patience;
 use crate::progress::Progress;
-use crate::schedule::Seat;
-use crate::tcp::Links;
-use crate::transfer::{Course, Fault, LinkFault, Stamp, narrow, probe};
+use crate::schedule::RankInfo;
+use crate::spin_wait::SpinWait;
+use crate::transfer::{Fault, LinkFault, OpTag, TransferProgress, check_idle_link, to_wire};
 
-/// One small sum under way.
-pub(crate) struct Relay<'a> {
+mod topology;
+
+/// One small all-reduce in progress.
+pub(crate) struct ChainReduce<'a> {
     links: &'a Links,
-    pass: &'a Pass,
-    stamp: Stamp,
-    seat: Seat,
-    course: Course<'a>,
-    /// The link to this rank that no relay uses, between the ends of the arms. A frame of this
-    /// operation on it is one of a rank that believes in another operation, and may not show
-    /// anywhere else.
+    registration: &'a GroupRegistration,
+    op_tag: OpTag,
+    rank_info: RankInfo,
+    progress: TransferProgress<'a>,
+    /// The incoming link between the ends of the two chains, which this operation does not use. A
+    /// frame of this operation on it comes from a rank that runs another operation; the mismatch
+    /// may not show on any other link.
     unused: Option<&'a TcpStream>,
-    /// By rank; what has not arrived yet is empty.
+    /// Notes by rank; empty until they arrive.
     notes: Vec<Vec<u8>>,
 }
 
-impl<'a> Relay<'a> {
-    /// `notes`: one per rank, the own one filled in.
+impl<'a> ChainReduce<'a> {
+    /// `notes`: one per rank; the entry of this rank is filled in.
     pub(crate) fn new(
         links: &'a Links,
-        pass: &'a Pass,
+        registration: &'a GroupRegistration,
         progress: &'a Progress,
-        stamp: Stamp,
-        seat: Seat,
+        op_tag: OpTag,
+        rank_info: RankInfo,
         notes: Vec<Vec<u8>>,
     ) -> Self {
-        Self { links, pass, stamp, seat, course: Course::both_ways(progress), unused: None, notes }
+        Self {
+            links,
+            registration,
+            op_tag,
+            rank_info,
+            progress: TransferProgress::both_ways(progress),
+            unused: None,
+            notes,
+        }
     }
 
-    /// Returns with the sum in `dst` and the notes in rank order.
+    /// Writes the sum to `dst` and returns the notes in rank order.
     pub(crate) fn all_reduce(
         mut self,
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Vec<Vec<u8>>, Fault> {
-        match self.seat.world {
+        match self.rank_info.world {
             2 => self.exchange(src, dst)?,
             _ => self.up_and_down(src, dst)?,
         }
@@ -83,7 +93,7 @@ impl<'a> Relay<'a> {
     }
 
     fn exchange(&mut self, src: &[f32], dst: &mut [f32]) -> Result<(), Fault> {
-        let Seat { rank, .. } = self.seat;
+        let RankInfo { rank, .. } = self.rank_info;
         let other = 1 - rank;
         let message = self.encode(UP, rank..rank + 1, src);
         let mut ports = [self.port(Side::Next), self.port(Side::Prev)];
@@ -91,8 +101,8 @@ impl<'a> Relay<'a> {
         ports[1].incoming = Some(self.expect(UP, Side::Prev, other..other + 1, src.len()));
         self.pump(&mut ports)?;
         let theirs = self.open(&mut ports[1])?;
-        // The first rank's part comes first on both: which of two NaNs a sum is depends on their
-        // order.
+        // Both ranks add rank 0's contribution first: which of two NaNs a sum keeps depends on the
+        // order of the operands.
         let (first, second) = if rank == 0 { (src, &*theirs) } else { (&*theirs, src) };
         for ((sum, first), second) in dst.iter_mut().zip(first).zip(second) {
             *sum = first + second;
@@ -101,25 +111,25 @@ impl<'a> Relay<'a> {
     }
 
     fn up_and_down(&mut self, src: &[f32], dst: &mut [f32]) -> Result<(), Fault> {
-        let Seat { rank, world } = self.seat;
-        let place = arms::place(rank, world);
+        let RankInfo { rank, world } = self.rank_info;
+        let position = topology::position(rank, world);
         dst.copy_from_slice(src);
-        if place.parent == Some(Side::Next) && !place.prev_is_child {
+        if position.parent == Some(Side::Next) && !position.prev_is_child {
             self.unused = Some(&self.links.prev.link);
         }
 
         let mut children = Vec::with_capacity(2);
         for (side, is_child) in
-            [(Side::Next, place.next_is_child), (Side::Prev, place.prev_is_child)]
+            [(Side::Next, position.next_is_child), (Side::Prev, position.prev_is_child)]
         {
             if is_child {
-                let ranks = arms::place(self.neighbour(side), world).subtree;
+                let ranks = topology::position(self.neighbour(side), world).subtree;
                 let incoming = Some(self.expect(UP, side, ranks, src.len()));
                 children.push(Port { needed: true, incoming, ..self.port(side) });
             }
         }
         let mut ports = children;
-        ports.extend(place.parent.map(|side| Port { needed: true, ..self.port(side) }));
+        ports.extend(position.parent.map(|side| Port { needed: true, ..self.port(side) }));
         self.pump(&mut ports)?;
         for child in ports.iter_mut().filter(|port| port.incoming.is_some()) {
             for (sum, part) in dst.iter_mut().zip(self.open(child)?) {
@@ -127,12 +137,12 @@ impl<'a> Relay<'a> {
             }
         }
 
-        if let Some(side) = place.parent {
-            let parent = ports.last_mut().expect("the parent's is the last one");
-            parent.outgoing = Some((self.encode(UP, place.subtree, dst), 0));
+        if let Some(side) = position.parent {
+            let parent = ports.last_mut().expect("the parent's port is the last one");
+            parent.outgoing = Some((self.encode(UP, position.subtree, dst), 0));
             parent.incoming = Some(self.expect(DOWN, side, 0..world, src.len()));
             self.pump(&mut ports)?;
-            let mut parent = ports.pop().expect("the parent's is the last one");
+            let mut parent = ports.pop().expect("the parent's port is the last one");
             dst.copy_from_slice(&self.open(&mut parent)?);
         }
         if ports.is_empty() {
@@ -146,16 +156,16 @@ impl<'a> Relay<'a> {
         self.pump(&mut ports)
     }
 
-    /// Returns when all that is outgoing has left and all that is incoming is there.
+    /// Returns when every outgoing message is sent and every incoming one is complete.
     fn pump(&mut self, ports: &mut [Port<'a>]) -> Result<(), Fault> {
-        let mut patience = Patience::of(0);
+        let mut spin_wait = SpinWait::for_bytes(0);
         loop {
             let mut moved = false;
             for index in 0..ports.len() {
-                match ports[index].step(&mut self.course) {
+                match ports[index].step(&mut self.progress) {
                     Ok(flow) => moved |= flow,
                     Err(fault) => {
-                        let fault = root_of(fault, ports, &mut self.course, index);
+                        let fault = root_cause(fault, ports, &mut self.progress, index);
                         return Err(fault);
                     }
                 }
@@ -164,19 +174,19 @@ impl<'a> Relay<'a> {
                 return Ok(());
             }
             if moved {
-                patience.restore();
-            } else if !patience.lasts() {
-                patience.restore();
+                spin_wait.reset();
+            } else if !spin_wait.should_spin() {
+                spin_wait.reset();
                 self.wait(ports)?;
             }
         }
     }
 
-    /// Sleeps until a link or the fence stirs.
+    /// Blocks until a link or the fence has an event.
     fn wait(&mut self, ports: &[Port<'a>]) -> Result<(), Fault> {
         let waits_for_next = ports.iter().any(|port| port.side == Side::Next && port.awaits());
-        self.course.wait(&self.stamp, waits_for_next);
-        let mut fds = vec![PollFd::new(self.pass.bell(), PollFlags::IN)];
+        self.progress.wait(&self.op_tag, waits_for_next);
+        let mut fds = vec![PollFd::new(self.registration.notifier(), PollFlags::IN)];
         if let Some(unused) = self.unused {
             fds.push(PollFd::new(unused, PollFlags::IN));
         }
@@ -188,33 +198,33 @@ impl<'a> Relay<'a> {
         }));
         poll_until(&mut fds, None).map_err(Fault::Wait)?;
         if !fds[0].revents().is_empty() {
-            self.pass.bell().clear();
-            if self.pass.check().is_err() {
+            self.registration.notifier().clear();
+            if self.registration.check().is_err() {
                 return Err(Fault::Wait(ErrorKind::Interrupted.into()));
             }
         }
         for (port, fd) in ports().zip(&fds[watched..]) {
             if !port.awaits() && !(fd.revents() - PollFlags::OUT).is_empty() {
-                probe(port.link).map_err(|fault| port.side.fault(fault))?;
+                check_idle_link(port.link).map_err(|fault| port.side.fault(fault))?;
             }
         }
         if self.unused.is_some() && !fds[1].revents().is_empty() {
-            self.look_at_unused().map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+            self.check_unused_link().map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
         }
         Ok(())
     }
 
-    /// What is there may be of the next operation, from a rank that is done with this one; then it
-    /// is left for later.
-    fn look_at_unused(&mut self) -> Result<(), String> {
+    /// Checks the unused link for a frame of this operation. A frame of the next operation, from a
+    /// rank that has finished this one, stays unread.
+    fn check_unused_link(&mut self) -> Result<(), String> {
         let Some(unused) = self.unused.take() else { return Ok(()) };
         let mut head = [0; FRAME_BYTES];
-        // An end does not matter here, and a head is never sent in parts.
+        // The end of this link does not matter here, and a frame header is never sent in parts.
         if !matches!(unused.peek(&mut head), Ok(FRAME_BYTES)) {
             return Ok(());
         }
         let frame = Frame::decode(&head)?;
-        if (frame.generation, frame.sequence) == (self.stamp.generation, self.stamp.sequence) {
+        if (frame.generation, frame.sequence) == (self.op_tag.generation, self.op_tag.sequence) {
             let Frame { kind, total_bytes, .. } = frame;
             return Err(format!(
                 "expected nothing in this operation, got a frame of {kind:?} of {total_bytes} bytes"
@@ -223,18 +233,18 @@ impl<'a> Relay<'a> {
         Ok(())
     }
 
-    /// The notes of `ranks` and the elements, as they travel.
+    /// Encodes the notes of `ranks` and the elements as one message.
     fn encode(&self, step: u32, ranks: Range<usize>, elements: &[f32]) -> Vec<u8> {
         let notes = &self.notes[ranks];
         let note_bytes = notes.iter().map(|note| NOTE_HEAD_BYTES + note.len()).sum();
         let frame = Frame {
-            note_bytes: narrow(note_bytes),
-            ..self.frame(step, self.seat.rank, elements.len())
+            note_bytes: to_wire(note_bytes),
+            ..self.frame(step, self.rank_info.rank, elements.len())
         };
         let mut message = Vec::with_capacity(FRAME_BYTES + note_bytes + size_of_val(elements));
         message.extend_from_slice(&frame.encode());
         for note in notes {
-            message.extend_from_slice(&narrow(note.len()).to_le_bytes());
+            message.extend_from_slice(&to_wire(note.len()).to_le_bytes());
             message.extend_from_slice(note);
         }
         message.extend_from_slice(bytemuck::cast_slice(elements));
@@ -243,13 +253,13 @@ impl<'a> Relay<'a> {
 
     fn expect(&self, step: u32, side: Side, ranks: Range<usize>, len: usize) -> Incoming {
         let expected = self.frame(step, self.neighbour(side), len);
-        // No message is shorter, so that no byte of the one behind is read.
+        // No valid message is shorter, so no byte of the following message is read.
         let shortest = FRAME_BYTES + ranks.len() * NOTE_HEAD_BYTES + expected.body_bytes as usize;
         Incoming { expected, ranks, bytes: vec![0; shortest], read: 0, note_bytes: None }
     }
 
     fn frame(&self, step: u32, origin: usize, len: usize) -> Frame {
-        let Stamp { kind, generation, sequence } = self.stamp;
+        let OpTag { kind, generation, sequence } = self.op_tag;
         let bytes = len * size_of::<f32>();
         Frame {
             kind,
@@ -257,16 +267,16 @@ impl<'a> Relay<'a> {
             sequence,
             step,
             segment: 0,
-            origin: narrow(origin),
+            origin: to_wire(origin),
             note_bytes: 0,
             total_bytes: bytes as u64,
-            body_bytes: narrow(bytes),
+            body_bytes: to_wire(bytes),
         }
     }
 
-    /// Takes the notes of what has arrived, and returns its elements.
+    /// Stores the notes of a complete message and returns its elements.
     fn open(&mut self, port: &mut Port<'a>) -> Result<Vec<f32>, Fault> {
-        let incoming = port.incoming.take().expect("it was awaited");
+        let incoming = port.incoming.take().expect("the message is expected");
         let (note, body) = incoming.parts();
         self.take_notes(incoming.ranks.clone(), note)
             .map_err(|reason| port.side.fault(LinkFault::Broken(reason)))?;
@@ -277,7 +287,7 @@ impl<'a> Relay<'a> {
     fn take_notes(&mut self, ranks: Range<usize>, mut bytes: &[u8]) -> Result<(), String> {
         for rank in ranks {
             let (length, rest) =
-                bytes.split_first_chunk().ok_or("expected another note's length")?;
+                bytes.split_first_chunk().ok_or("expected the length of another note")?;
             let length = u32::from_le_bytes(*length) as usize;
             if length > BLOCK_BYTES_MAX.min(rest.len()) {
                 return Err(format!(
@@ -320,16 +330,16 @@ impl Side {
     }
 }
 
-/// A neighbour's link, and what is under way on it.
+/// The link of a neighbour, and the messages in progress on it.
 struct Port<'a> {
     side: Side,
     link: &'a TcpStream,
-    /// The operation needs it later, so that its end counts even if nothing is under way on it. A
-    /// neighbour that has all it needs may leave.
+    /// Whether a later phase of the operation needs the link, so that its end is a failure even
+    /// when no message is in progress. A neighbour that has received everything may leave.
     needed: bool,
-    /// A message, and how much of it has left.
+    /// A message, and the number of its bytes that are sent.
     outgoing: Option<(Vec<u8>, usize)>,
-    /// Stays, when it is complete, until it is opened.
+    /// Message being received; a complete one stays until it is opened.
     incoming: Option<Incoming>,
 }
 
@@ -342,21 +352,21 @@ impl Port<'_> {
         self.outgoing.is_some() || self.awaits()
     }
 
-    /// Sends and receives what can be now. Whether anything moved.
-    fn step(&mut self, course: &mut Course<'_>) -> Result<bool, Fault> {
-        let sent = self.send(course).map_err(|fault| self.side.fault(fault))?;
-        let received = self.receive(course).map_err(|fault| self.side.fault(fault))?;
+    /// Sends and receives as much as possible without blocking. Returns whether any byte moved.
+    fn step(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, Fault> {
+        let sent = self.send(progress).map_err(|fault| self.side.fault(fault))?;
+        let received = self.receive(progress).map_err(|fault| self.side.fault(fault))?;
         Ok(sent || received)
     }
 
-    fn send(&mut self, course: &mut Course<'_>) -> Result<bool, LinkFault> {
+    fn send(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, LinkFault> {
         let Some((message, written)) = &mut self.outgoing else { return Ok(false) };
         match rustix::net::send(self.link, &message[*written..], SendFlags::NOSIGNAL) {
             Ok(bytes) => {
                 *written += bytes;
                 match self.side {
-                    Side::Next => course.on_sent(bytes),
-                    Side::Prev => course.on_sent_back(bytes),
+                    Side::Next => progress.on_sent(bytes),
+                    Side::Prev => progress.on_sent_back(bytes),
                 }
                 if *written == message.len() {
                     self.outgoing = None;
@@ -368,7 +378,7 @@ impl Port<'_> {
         }
     }
 
-    fn receive(&mut self, course: &mut Course<'_>) -> Result<bool, LinkFault> {
+    fn receive(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, LinkFault> {
         let Some(incoming) = self.incoming.as_mut().filter(|incoming| !incoming.is_complete())
         else {
             return Ok(false);
@@ -379,8 +389,8 @@ impl Port<'_> {
             Ok(bytes) => {
                 incoming.on_read(bytes).map_err(LinkFault::Broken)?;
                 match self.side {
-                    Side::Next => course.on_received_back(bytes),
-                    Side::Prev => course.on_received(bytes),
+                    Side::Next => progress.on_received_back(bytes),
+                    Side::Prev => progress.on_received(bytes),
                 }
                 Ok(true)
             }
@@ -394,16 +404,16 @@ impl Port<'_> {
     }
 }
 
-/// A message that arrives.
+/// A message that is being received.
 struct Incoming {
-    /// All but the length of its notes.
+    /// Expected frame header, except for the length of the notes.
     expected: Frame,
-    /// Whose notes are in it.
+    /// Ranks whose notes are in the message.
     ranks: Range<usize>,
-    /// As long as is sure so far.
+    /// Received bytes; as long as the message is known to be so far.
     bytes: Vec<u8>,
     read: usize,
-    /// Known when the head has arrived.
+    /// Length of the notes, once the frame header is complete.
     note_bytes: Option<usize>,
 }
 
@@ -417,7 +427,7 @@ impl Incoming {
         if self.note_bytes.is_some() || self.read < FRAME_BYTES {
             return Ok(());
         }
-        let head = self.bytes.first_chunk().expect("a message is longer than its head");
+        let head = self.bytes.first_chunk().expect("a message is longer than its frame header");
         let frame = Frame::decode(head)?;
         let count = self.ranks.len();
         frame.check(&self.expected, count * (NOTE_HEAD_BYTES + BLOCK_BYTES_MAX))?;
@@ -430,20 +440,26 @@ impl Incoming {
         Ok(())
     }
 
-    /// The notes and the elements.
+    /// Returns the notes and the elements of a complete message.
     fn parts(&self) -> (&[u8], &[u8]) {
-        let note_bytes = self.note_bytes.expect("it is complete");
+        let note_bytes = self.note_bytes.expect("the message is complete");
         self.bytes[FRAME_BYTES..].split_at(note_bytes)
     }
 }
 
-/// A neighbour that ended its link may have done so over a disagreement that shows in what others
-/// have sent, too; that says more than an end.
-fn root_of(fault: Fault, ports: &mut [Port<'_>], course: &mut Course<'_>, at: usize) -> Fault {
+/// Returns the root cause of `fault`. A neighbour may have closed its link because of a protocol
+/// violation that is also visible in data from other neighbours. The violation is reported in
+/// preference to the closed link.
+fn root_cause(
+    fault: Fault,
+    ports: &mut [Port<'_>],
+    progress: &mut TransferProgress<'_>,
+    at: usize,
+) -> Fault {
     for port in ports.iter_mut().enumerate().filter(|(index, _)| *index != at).map(|(_, port)| port)
     {
         loop {
-            match port.receive(course) {
+            match port.receive(progress) {
                 Ok(true) => {}
                 Err(broken @ LinkFault::Broken(_)) => return port.side.fault(broken),
                 Ok(false) | Err(_) => break,
@@ -459,7 +475,8 @@ const DOWN: u32 = 1;
 
 const NOTE_HEAD_BYTES: usize = size_of::<u32>();
 
-/// A frame says the length of all notes together, at most `WORLD_MAX` blocks, in 32 bits.
+/// Largest group: a frame header holds the length of all notes, at most `WORLD_MAX` blocks, in 32
+/// bits.
 pub(crate) const WORLD_MAX: usize = 128;
 
 #[cfg(test)]

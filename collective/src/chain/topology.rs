@@ -1,53 +1,54 @@
-//! Where a small sum meets: the ring, laid out as two arms that end at rank 0. Pure.
+//! Topology of a small all-reduce: the ring, cut into two chains that meet at rank 0. Pure.
 //!
 //! ```text
-//! world 5      2 ─▶ 1 ─▶ 0 ◀─ 4 ◀─ 3      up: partial sums
-//!              2 ◀─ 1 ◀─ 0 ─▶ 4 ─▶ 3      down: the total
+//! world 5      2 ─▶ 1 ─▶ 0 ◀─ 4 ◀─ 3      reduce phase: partial sums move up
+//!              2 ◀─ 1 ◀─ 0 ─▶ 4 ─▶ 3      broadcast phase: the total moves down
 //! ```
 //!
-//! All links are the ring's, used both ways: 2·(world−1) messages in all, at most `world` of them
-//! one after the other. The ring needs world·2·(world−1), 2·(world−1) of them one after the other,
-//! but of shorter ones.
+//! All links belong to the ring and are used in both directions: 2·(world−1) messages in all, at
+//! most `world` of them in sequence. The ring algorithm needs world·2·(world−1) messages,
+//! 2·(world−1) of them in sequence, but its messages are shorter.
 
 use std::ops::Range;
 
-/// One rank's place on its arm.
+/// Position of one rank on its chain.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Place {
-    /// Where rank 0 is; none at rank 0 itself.
+pub(crate) struct ChainPosition {
+    /// Direction of rank 0; `None` at rank 0.
     pub(crate) parent: Option<Side>,
-    /// Whether partial sums come from there.
+    /// Whether the next rank sends its partial sum to this rank.
     pub(crate) next_is_child: bool,
+    /// Whether the previous rank sends its partial sum to this rank.
     pub(crate) prev_is_child: bool,
-    /// The ranks whose parts are in what this rank sends up.
+    /// Ranks whose contributions are in the partial sum that this rank sends up.
     pub(crate) subtree: Range<usize>,
 }
 
-/// A neighbour.
+/// One of the two neighbours in the ring.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Side {
     Next,
     Prev,
 }
 
-/// The place of `rank` in a ring of `world`, at least 2.
-pub(crate) fn place(rank: usize, world: usize) -> Place {
+/// Returns the position of `rank` in a group of `world` ranks, at least 2.
+pub(crate) fn position(rank: usize, world: usize) -> ChainPosition {
     assert!(rank < world && world >= 2, "rank {rank} of {world}");
     let tip = world / 2;
     match rank {
-        0 => Place {
+        0 => ChainPosition {
             parent: None,
             next_is_child: true,
             prev_is_child: tip + 1 < world,
             subtree: 0..world,
         },
-        _ if rank <= tip => Place {
+        _ if rank <= tip => ChainPosition {
             parent: Some(Side::Prev),
             next_is_child: rank < tip,
             prev_is_child: false,
             subtree: rank..tip + 1,
         },
-        _ => Place {
+        _ => ChainPosition {
             parent: Some(Side::Next),
             next_is_child: false,
             prev_is_child: rank > tip + 1,
@@ -61,26 +62,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_rank_is_its_parents_child_and_rank_0_has_all() {
+    fn every_rank_is_a_child_of_its_parent_and_rank_0_is_the_root() {
         for world in 2..=20 {
             for rank in 1..world {
-                let Place { parent, subtree, .. } = place(rank, world);
+                let ChainPosition { parent, subtree, .. } = position(rank, world);
                 assert!(subtree.contains(&rank));
                 let (parent, is_child) = match parent.unwrap() {
                     Side::Next => {
-                        ((rank + 1) % world, place((rank + 1) % world, world).prev_is_child)
+                        ((rank + 1) % world, position((rank + 1) % world, world).prev_is_child)
                     }
-                    Side::Prev => (rank - 1, place(rank - 1, world).next_is_child),
+                    Side::Prev => (rank - 1, position(rank - 1, world).next_is_child),
                 };
                 assert!(is_child, "rank {rank} of {world}");
-                let above = place(parent, world).subtree;
+                let above = position(parent, world).subtree;
                 assert!(
                     above.start <= subtree.start
                         && subtree.end <= above.end
                         && above.len() > subtree.len()
                 );
             }
-            let children = (0..world).map(|rank| place(rank, world));
+            let children = (0..world).map(|rank| position(rank, world));
             let count: usize =
                 children.map(|p| usize::from(p.next_is_child) + usize::from(p.prev_is_child)).sum();
             assert_eq!(count, world - 1);
@@ -88,16 +89,16 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_has_is_its_own_part_and_its_childrens() {
+    fn a_subtree_is_the_rank_and_the_subtrees_of_its_children() {
         for world in 2..=20 {
             for rank in 0..world {
-                let own = place(rank, world);
+                let own = position(rank, world);
                 let mut parts = vec![rank];
                 if own.next_is_child {
-                    parts.extend(place(rank + 1, world).subtree);
+                    parts.extend(position(rank + 1, world).subtree);
                 }
                 if own.prev_is_child {
-                    parts.extend(place((rank + world - 1) % world, world).subtree);
+                    parts.extend(position((rank + world - 1) % world, world).subtree);
                 }
                 parts.sort_unstable();
                 assert_eq!(parts, own.subtree.collect::<Vec<_>>(), "rank {rank} of {world}");

@@ -1,6 +1,6 @@
 #![allow(
     unsafe_code,
-    reason = "page-locked memory comes unwritten, and copies go on beside each other"
+    reason = "page-locked memory is allocated uninitialized, and copies run concurrently"
 )]
 
 use std::time::Instant;
@@ -9,21 +9,21 @@ use cudarc::driver::{CudaStream, DriverError};
 
 use super::{Device, DeviceError};
 
-/// How fast a device copies, in bytes per second.
+/// Copy bandwidth of a device, in bytes per second.
 #[derive(Clone, Copy, Debug)]
-pub struct Copies {
-    /// From the host's page-locked memory.
+pub struct CopyBandwidth {
+    /// From page-locked host memory to the device.
     pub to_device: f64,
-    /// To it.
+    /// From the device to page-locked host memory.
     pub to_host: f64,
-    /// Both at once, each way.
+    /// Both directions concurrently, per direction.
     pub both: f64,
-    /// Within the device, each byte counted once.
+    /// Within device memory; each byte counts once.
     pub within: f64,
 }
 
-impl Copies {
-    /// Measures with buffers of `bytes` bytes, at least 1.
+impl CopyBandwidth {
+    /// Measures the bandwidth with buffers of `bytes` bytes, at least 1.
     ///
     /// # Errors
     /// [`DeviceError::Cuda`].
@@ -35,24 +35,24 @@ impl Copies {
         let (out, back) = (device.stream(), device.stream().fork()?);
         let mut on_device = out.alloc_zeros::<u8>(bytes)?;
         let other = out.alloc_zeros::<u8>(bytes)?;
-        // SAFETY: the copies from the device fill it first.
+        // SAFETY: copies from the device initialize the memory before it is read.
         let mut host = unsafe { out.context().alloc_pinned_with_flags::<u8>(bytes, 0) }?;
         // SAFETY: as above.
-        let mut landing = unsafe { out.context().alloc_pinned_with_flags::<u8>(bytes, 0) }?;
+        let mut host_dst = unsafe { out.context().alloc_pinned_with_flags::<u8>(bytes, 0) }?;
         out.memcpy_dtoh(&other, &mut host)?;
         out.synchronize()?;
         let to_device = rate(bytes, &[out], || out.memcpy_htod(&host, &mut on_device))?;
         let to_host = rate(bytes, &[out], || out.memcpy_dtoh(&on_device, &mut host))?;
         let both = rate(bytes, &[out, &back], || {
             out.memcpy_htod(&host, &mut on_device)?;
-            back.memcpy_dtoh(&other, &mut landing)
+            back.memcpy_dtoh(&other, &mut host_dst)
         })?;
         let within = rate(bytes, &[out], || out.memcpy_dtod(&other, &mut on_device))?;
         Ok(Self { to_device, to_host, both, within })
     }
 }
 
-/// The best of a few.
+/// Returns the best rate of five copies.
 fn rate(
     bytes: usize,
     streams: &[&CudaStream],

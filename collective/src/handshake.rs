@@ -32,7 +32,7 @@ pub(crate) struct Hello {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Purpose {
     /// A link of the ring of the ranks of one host, in a group that mixes hosts.
-    Home,
+    Host,
     /// A link of the ring of the hosts' leaders.
     Leaders,
     /// A link of the ring of a generation.
@@ -40,7 +40,7 @@ pub(crate) enum Purpose {
     /// The state, sent over this link; of whatever generation.
     State,
     /// A further link between the same two as [`Ring`](Self::Ring), by its number from 1.
-    Stream(u8),
+    Channel(u8),
 }
 
 /// The job's name, in a fixed length.
@@ -70,10 +70,10 @@ impl Hello {
     }
 
     pub(crate) fn decode(bytes: &[u8; HELLO_BYTES], secret: &Secret) -> Result<Self, HelloError> {
-        let streams = (1..STREAMS_MAX).map(Purpose::Stream);
-        let purpose = [Purpose::Home, Purpose::Leaders, Purpose::Ring, Purpose::State]
+        let channels = (1..CHANNELS_MAX).map(Purpose::Channel);
+        let purpose = [Purpose::Host, Purpose::Leaders, Purpose::Ring, Purpose::State]
             .into_iter()
-            .chain(streams)
+            .chain(channels)
             .find(|purpose| bytes[..8] == purpose.magic())
             .ok_or(HelloError::Foreign)?;
         let (proven, proof) = bytes.split_at(PROVEN_BYTES);
@@ -97,11 +97,11 @@ impl Hello {
 impl Purpose {
     fn magic(self) -> [u8; 8] {
         match self {
-            Self::Home => *b"EDLHOME1",
+            Self::Host => *b"EDLHOME1",
             Self::Leaders => *b"EDLLEAD1",
             Self::Ring => *b"EDLRING1",
             Self::State => *b"EDLSTAT1",
-            Self::Stream(number) => [b'E', b'D', b'L', b'S', b'T', b'R', number, b'1'],
+            Self::Channel(number) => [b'E', b'D', b'L', b'S', b'T', b'R', number, b'1'],
         }
     }
 }
@@ -113,7 +113,7 @@ impl JobDigest {
 }
 
 /// The most links between two neighbours, the first one included.
-pub(crate) const STREAMS_MAX: u8 = 16;
+pub(crate) const CHANNELS_MAX: u8 = 16;
 
 /// The length of a hello.
 pub(crate) const HELLO_BYTES: usize = PROVEN_BYTES + 32;

@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::TcpRing;
+use super::HostGroup;
 use crate::CollectiveError;
-use crate::bell::Bell;
 use crate::frame::Kind;
 use crate::link::poll_until;
+use crate::notifier::Notifier;
 
 /// What a wait beside the ring came to.
 #[derive(Debug)]
-pub(crate) enum Beside {
+pub(crate) enum WaitOutcome {
     /// A neighbour has ended its links: it has failed, or has left after all was done.
     NeighbourGone(CollectiveError),
     /// The bell, or the time.
-    Stirred,
+    Woken,
 }
 
-impl TcpRing {
+impl HostGroup {
     /// The next operation can begin.
     pub(crate) fn check_alive(&self) -> Result<(), CollectiveError> {
         self.check()
@@ -31,7 +31,10 @@ impl TcpRing {
     ///
     /// # Errors
     /// As for an all-gather.
-    pub(crate) fn gather_beside(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+    pub(crate) fn gather_alongside(
+        &mut self,
+        mine: &[u8],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.check()?;
         self.gather(Kind::Device, mine)
     }
@@ -39,11 +42,11 @@ impl TcpRing {
     /// Ends the ring after something beside it has failed, so that the neighbours hear of it.
     pub(crate) fn give_up(&mut self) {
         self.failed = true;
-        self.pass.shut_down();
+        self.registration.shut_down();
     }
 
     /// The links, which end only when nobody has them any more.
-    pub(crate) fn links_to_hold(&self) -> Vec<Arc<TcpStream>> {
+    pub(crate) fn shared_links(&self) -> Vec<Arc<TcpStream>> {
         let links = self.links.iter().flat_map(|links| [&links.prev, &links.next]);
         links.map(|neighbour| neighbour.link.clone()).collect()
     }
@@ -52,13 +55,15 @@ impl TcpRing {
     ///
     /// # Errors
     /// [`CollectiveError::Aborted`], [`CollectiveError::Io`].
-    pub(crate) fn wait_beside(
+    pub(crate) fn wait_alongside(
         &self,
-        bell: &Bell,
+        notifier: &Notifier,
         limit: Duration,
-    ) -> Result<Beside, CollectiveError> {
-        let mut fds =
-            vec![PollFd::new(bell, PollFlags::IN), PollFd::new(self.pass.bell(), PollFlags::IN)];
+    ) -> Result<WaitOutcome, CollectiveError> {
+        let mut fds = vec![
+            PollFd::new(notifier, PollFlags::IN),
+            PollFd::new(self.registration.notifier(), PollFlags::IN),
+        ];
         if let Some(links) = &self.links {
             // The previous member may be in the next operation already; only ends count here.
             fds.push(PollFd::new(&*links.prev.link, PollFlags::RDHUP));
@@ -69,17 +74,19 @@ impl TcpRing {
             .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
         let gone = fds.iter().skip(2).position(|fd| !fd.revents().is_empty());
         drop(fds);
-        self.pass.bell().clear();
+        self.registration.notifier().clear();
         self.check()?;
-        let Some((links, gone)) = self.links.as_ref().zip(gone) else { return Ok(Beside::Stirred) };
+        let Some((links, gone)) = self.links.as_ref().zip(gone) else {
+            return Ok(WaitOutcome::Woken);
+        };
         let neighbour = if gone == 0 { &links.prev } else { &links.next };
         let source = std::io::ErrorKind::ConnectionAborted.into();
         let (rank, member) = (neighbour.rank, neighbour.member);
-        Ok(Beside::NeighbourGone(CollectiveError::PeerLost { rank, member, source }))
+        Ok(WaitOutcome::NeighbourGone(CollectiveError::PeerLost { rank, member, source }))
     }
 
     /// A rank has said something that can't be.
-    pub(crate) fn broken_by(&self, rank: usize, reason: String) -> CollectiveError {
+    pub(crate) fn protocol_error(&self, rank: usize, reason: String) -> CollectiveError {
         let of = |links: &super::Links| {
             let known =
                 [&links.prev, &links.next].into_iter().find(|neighbour| neighbour.rank == rank);

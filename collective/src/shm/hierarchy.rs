@@ -32,17 +32,19 @@
 
 use std::ops::Range;
 
-use super::heads::{Heads, NOTE_BYTES, Notes};
-use super::lookout::Lookout;
-use super::room::Number::{Begun, Noted, PutIn, Reduced, Sent, Taken, Told};
-use super::room::{Number, Of, Room, SharedFault, Watch, Wish};
+use super::link_monitor::LinkMonitor;
+use super::op_headers::{NOTE_BYTES, Notes, OpHeaders};
+use super::region::CounterSlot::{
+    Begun, InputWritten, NotesPublished, Reduced, Sent, TotalPublished, TotalTaken,
+};
+use super::region::{CounterSlot, Scope, SharedFault, SharedRegion, WaitCondition, WaitContext};
 use super::{BLOCK_BYTES, BLOCK_LEN_MAX, SLOTS, add};
 use crate::chunk::{chunk, segment, segment_count};
+use crate::host_group::Links;
 use crate::hosts::Hosts;
 use crate::payload::{Body, Halves, Payload};
-use crate::schedule::{Extent, Schedule, Seat};
-use crate::tcp::Links;
-use crate::transfer::{Fault, LinkFault, Stamp, Transfer, narrow};
+use crate::schedule::{RankInfo, Schedule, Span};
+use crate::transfer::{Fault, LinkFault, OpTag, Transfer, to_wire};
 use crate::wire::Half;
 
 /// One rank's part in the sums of a group that mixes hosts.
@@ -50,15 +52,15 @@ use crate::wire::Half;
 pub(crate) struct Hierarchy {
     hosts: Hosts,
     /// This rank's host, among all.
-    host: Seat,
+    host: RankInfo,
     /// What the ranks of this host share; none where there is but one.
-    home: Option<Home>,
+    host_region: Option<HostRegion>,
 }
 
 /// A host's memory, as one rank uses it.
 #[derive(Debug)]
-struct Home {
-    room: Room,
+struct HostRegion {
+    region: SharedRegion,
     layout: Layout,
     /// Operations begun here.
     operations: u64,
@@ -67,22 +69,22 @@ struct Home {
 }
 
 /// What a leader sums with.
-pub(crate) struct Lead<'a> {
+pub(crate) struct LeaderRing<'a> {
     /// Over all leaders.
     pub(crate) links: &'a Links,
-    pub(crate) stamp: Stamp,
+    pub(crate) op_tag: OpTag,
     pub(crate) half: Option<Half>,
 }
 
 impl Hierarchy {
     /// `room`: of the ranks of this host, if there are several.
-    pub(crate) fn new(hosts: Hosts, host: usize, room: Option<Room>) -> Self {
-        let host = Seat { rank: host, world: hosts.count() };
-        let home = room.map(|room| {
-            let layout = Layout { world: room.seat.world };
-            Home { room, layout, operations: 0, blocks: 0 }
+    pub(crate) fn new(hosts: Hosts, host: usize, region: Option<SharedRegion>) -> Self {
+        let host = RankInfo { rank: host, world: hosts.count() };
+        let host_region = region.map(|region| {
+            let layout = Layout { world: region.local.world };
+            HostRegion { region, layout, operations: 0, blocks: 0 }
         });
-        Self { hosts, host, home }
+        Self { hosts, host, host_region }
     }
 
     /// The length of a host's memory.
@@ -93,205 +95,234 @@ impl Hierarchy {
     /// Puts the sum of all ranks' `src` into `dst`. `lead`: where this rank is its host's leader.
     pub(crate) fn all_reduce(
         &mut self,
-        watch: Watch<'_>,
-        lead: Option<Lead<'_>>,
+        context: WaitContext<'_>,
+        leader_ring: Option<LeaderRing<'_>>,
         note: &[u8],
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Notes, Fault> {
-        let result = match lead {
-            Some(lead) => self.lead(watch, &lead, note, src, dst),
-            None => self.follow(watch, note, src, dst).map_err(Fault::Here),
+        let result = match leader_ring {
+            Some(leader_ring) => self.run_leader(context, &leader_ring, note, src, dst),
+            None => self.run_follower(context, note, src, dst).map_err(Fault::Here),
         };
-        if let (Err(_), Some(home)) = (&result, &self.home) {
-            home.room.fail();
+        if let (Err(_), Some(host_region)) = (&result, &self.host_region) {
+            host_region.region.fail();
         }
         result
     }
 
-    fn lead(
+    fn run_leader(
         &mut self,
-        watch: Watch<'_>,
-        lead: &Lead<'_>,
+        context: WaitContext<'_>,
+        leader_ring: &LeaderRing<'_>,
         note: &[u8],
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Notes, Fault> {
         let host = self.host;
-        let (own, front) = self.open(watch, note, src.len()).map_err(Fault::Here)?;
+        let (own, leader_side) =
+            self.begin_leader(context, note, src.len()).map_err(Fault::Here)?;
         let mut notes = vec![Vec::new(); host.world];
         notes[host.rank] = encode(&own);
-        let room = front.as_ref().map(|front| &front.home.room);
-        let extent = extent(src.len());
-        let body = match lead.half {
+        let region = leader_side.as_ref().map(|leader_side| &leader_side.host_region.region);
+        let span = span(src.len());
+        let body = match leader_ring.half {
             None => Body::Sum { src, dst },
             Some(half) => Body::Rounded { src, dst, halves: Halves::new(half) },
         };
-        let payload = Payload::new(body, notes).with_front(front);
-        let schedule = Schedule::all_reduce(host, extent);
-        let Watch { pass, progress, .. } = watch;
-        let transfer = Transfer::new(lead.links, pass, progress, lead.stamp, schedule, payload);
-        let all = transfer.beside(Lookout::new(watch), room).run()?;
-        self.close(&all, extent.len).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))
+        let payload = Payload::new(body, notes).with_leader_side(leader_side);
+        let schedule = Schedule::all_reduce(host, span);
+        let WaitContext { registration, progress, .. } = context;
+        let transfer = Transfer::new(
+            leader_ring.links,
+            registration,
+            progress,
+            leader_ring.op_tag,
+            schedule,
+            payload,
+        );
+        let all = transfer.alongside(LinkMonitor::new(context), region).run()?;
+        self.finish_leader(&all, span.len).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))
     }
 
     /// Begins a sum at the leader: its host's notes, and its side of the memory.
-    fn open<'a>(
+    fn begin_leader<'a>(
         &'a mut self,
-        watch: Watch<'a>,
+        context: WaitContext<'a>,
         note: &[u8],
         len: usize,
-    ) -> Result<(Notes, Option<Front<'a>>), SharedFault> {
-        let own = match &mut self.home {
-            Some(home) => home.begin(watch, note, len)?,
+    ) -> Result<(Notes, Option<LeaderSide<'a>>), SharedFault> {
+        let own = match &mut self.host_region {
+            Some(host_region) => host_region.begin(context, note, len)?,
             None if note.len() > NOTE_BYTES => Notes::TooLong,
             None => Notes::All(vec![note.to_vec()]),
         };
-        Ok((own, self.home.as_ref().map(|home| Front::new(home, watch, self.host, extent(len)))))
+        Ok((
+            own,
+            self.host_region
+                .as_ref()
+                .map(|host_region| LeaderSide::new(host_region, context, self.host, span(len))),
+        ))
     }
 
     /// Ends a sum at the leader, with the notes of all hosts.
-    fn close(&mut self, by_host: &[Vec<u8>], len: usize) -> Result<Notes, String> {
+    fn finish_leader(&mut self, by_host: &[Vec<u8>], len: usize) -> Result<Notes, String> {
         let notes = decode(by_host, &self.hosts)?;
-        if let Some(home) = &mut self.home {
-            home.tell(&notes);
-            home.blocks += order(self.host, self.host.rank, extent(len)).len() as u64;
+        if let Some(host_region) = &mut self.host_region {
+            host_region.publish_notes(&notes);
+            host_region.blocks += order(self.host, self.host.rank, span(len)).len() as u64;
         }
         Ok(notes)
     }
 
-    fn follow(
+    fn run_follower(
         &mut self,
-        watch: Watch<'_>,
+        context: WaitContext<'_>,
         note: &[u8],
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Notes, SharedFault> {
-        let extent = extent(src.len());
-        let Seat { rank: host, world: hosts } = self.host;
-        let home = self.home.as_mut().expect("who follows shares memory with its leader");
-        home.begin(watch, note, src.len())?;
-        let sums = order(self.host, host, extent);
-        let totals = order(self.host, host + 1, extent);
+        let span = span(src.len());
+        let RankInfo { rank: host, world: hosts } = self.host;
+        let host_region =
+            self.host_region.as_mut().expect("who follows shares memory with its leader");
+        host_region.begin(context, note, src.len())?;
+        let sums = order(self.host, host, span);
+        let totals = order(self.host, host + 1, span);
         // The first total is the one of the last chunk's first block. Who puts in goes on beside it
         // as far as slots reach: the leader may wait for a total to be taken before it takes
         // another sum.
-        let last = chunk(extent.len, hosts, (host + 1) % hosts);
-        let lag = sums.len() - segment_count(&last, extent.segment_len) + SLOTS as usize;
+        let last = chunk(span.len, hosts, (host + 1) % hosts);
+        let lag = sums.len() - segment_count(&last, span.segment_len) + SLOTS as usize;
         for index in 0..sums.len() + lag {
             if let Some(range) = sums.get(index) {
-                home.put_in(watch, index, &src[range.clone()])?;
+                host_region.put_in(context, index, &src[range.clone()])?;
             }
             if let Some(index) = index.checked_sub(1)
                 && let Some(range) = sums.get(index)
             {
-                home.reduce(watch, index, &src[range.clone()], &mut dst[range.clone()])?;
+                host_region.reduce(context, index, &src[range.clone()], &mut dst[range.clone()])?;
             }
             if let Some(index) = index.checked_sub(lag) {
-                home.take(watch, index, &mut dst[totals[index].clone()])?;
+                host_region.take_total(context, index, &mut dst[totals[index].clone()])?;
             }
         }
-        home.blocks += sums.len() as u64;
-        home.hear(watch, self.hosts.rank_count())
+        host_region.blocks += sums.len() as u64;
+        host_region.collect_notes(context, self.hosts.rank_count())
     }
 }
 
-impl Home {
+impl HostRegion {
     /// Says what this rank is about to do, and hears it from the others.
-    fn begin(&mut self, watch: Watch<'_>, note: &[u8], len: usize) -> Result<Notes, SharedFault> {
+    fn begin(
+        &mut self,
+        context: WaitContext<'_>,
+        note: &[u8],
+        len: usize,
+    ) -> Result<Notes, SharedFault> {
         let operation = self.operations;
         self.operations += 1;
-        self.layout.heads().say(&self.room, operation, watch.sequence, note, len);
-        self.room.publish(Begun, operation + 1);
-        self.wait(watch, Of::All, Begun, operation + 1)?;
-        self.layout.heads().hear(&self.room, watch, operation, len)
+        self.layout.op_headers().post(&self.region, operation, context.sequence, note, len);
+        self.region.publish(Begun, operation + 1);
+        self.wait(context, Scope::All, Begun, operation + 1)?;
+        self.layout.op_headers().collect(&self.region, context, operation, len)
     }
 
-    fn put_in(&self, watch: Watch<'_>, index: usize, src: &[f32]) -> Result<(), SharedFault> {
+    fn put_in(
+        &self,
+        context: WaitContext<'_>,
+        index: usize,
+        src: &[f32],
+    ) -> Result<(), SharedFault> {
         let block = self.blocks + index as u64;
-        self.wait(watch, Of::Followers, Reduced, (block + 1).saturating_sub(SLOTS))?;
-        let (own, slot) = (self.own(src.len()), self.layout.input(self.room.seat.rank, block));
-        self.room.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
-        self.room
+        self.wait(context, Scope::Followers, Reduced, (block + 1).saturating_sub(SLOTS))?;
+        let (own, slot) = (self.own(src.len()), self.layout.input(self.region.local.rank, block));
+        self.region.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
+        self.region
             .memory
             .write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
-        self.room.publish(PutIn, block + 1);
+        self.region.publish(InputWritten, block + 1);
         Ok(())
     }
 
     /// `scratch`: where the total will be.
     fn reduce(
         &self,
-        watch: Watch<'_>,
+        context: WaitContext<'_>,
         index: usize,
         src: &[f32],
         scratch: &mut [f32],
     ) -> Result<(), SharedFault> {
         let block = self.blocks + index as u64;
-        self.wait(watch, Of::Followers, PutIn, block + 1)?;
-        self.wait(watch, Of::Leader, Sent, (block + 1).saturating_sub(SLOTS))?;
+        self.wait(context, Scope::Followers, InputWritten, block + 1)?;
+        self.wait(context, Scope::Leader, Sent, (block + 1).saturating_sub(SLOTS))?;
         let own = self.own(src.len());
         let sum = &mut scratch[own.clone()];
         sum.copy_from_slice(&src[own.clone()]);
         let start = own.start * size_of::<f32>();
-        for other in (1..self.layout.world).filter(|other| *other != self.room.seat.rank) {
-            add(sum, self.room.memory.floats(self.layout.input(other, block) + start, own.len()));
+        for other in (1..self.layout.world).filter(|other| *other != self.region.local.rank) {
+            add(sum, self.region.memory.floats(self.layout.input(other, block) + start, own.len()));
         }
-        self.room.memory.write(self.layout.sum(block) + start, bytemuck::cast_slice(sum));
-        self.room.publish(Reduced, block + 1);
+        self.region.memory.write(self.layout.sum(block) + start, bytemuck::cast_slice(sum));
+        self.region.publish(Reduced, block + 1);
         Ok(())
     }
 
-    fn take(&self, watch: Watch<'_>, index: usize, dst: &mut [f32]) -> Result<(), SharedFault> {
+    fn take_total(
+        &self,
+        context: WaitContext<'_>,
+        index: usize,
+        dst: &mut [f32],
+    ) -> Result<(), SharedFault> {
         let block = self.blocks + index as u64;
-        self.wait(watch, Of::Leader, Told, block + 1)?;
-        self.room.memory.read(self.layout.total(block), bytemuck::cast_slice_mut(dst));
-        self.room.publish(Taken, block + 1);
+        self.wait(context, Scope::Leader, TotalPublished, block + 1)?;
+        self.region.memory.read(self.layout.total(block), bytemuck::cast_slice_mut(dst));
+        self.region.publish(TotalTaken, block + 1);
         Ok(())
     }
 
     /// The leader gives the others the notes of all. All have read those of the operation before:
     /// they have begun this one.
-    fn tell(&self, notes: &Notes) {
+    fn publish_notes(&self, notes: &Notes) {
         let bytes = encode(notes);
-        self.room.memory.write(self.layout.notes(), &(bytes.len() as u64).to_le_bytes());
-        self.room.memory.write(self.layout.notes() + size_of::<u64>(), &bytes);
-        self.room.publish(Noted, self.operations);
+        self.region.memory.write(self.layout.notes(), &(bytes.len() as u64).to_le_bytes());
+        self.region.memory.write(self.layout.notes() + size_of::<u64>(), &bytes);
+        self.region.publish(NotesPublished, self.operations);
     }
 
-    fn hear(&self, watch: Watch<'_>, count: usize) -> Result<Notes, SharedFault> {
-        self.wait(watch, Of::Leader, Noted, self.operations)?;
+    fn collect_notes(&self, context: WaitContext<'_>, count: usize) -> Result<Notes, SharedFault> {
+        self.wait(context, Scope::Leader, NotesPublished, self.operations)?;
         let mut bytes = [0; size_of::<u64>()];
-        self.room.memory.read(self.layout.notes(), &mut bytes);
+        self.region.memory.read(self.layout.notes(), &mut bytes);
         let len = usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(usize::MAX);
         let mut bytes = vec![0; len.min(ALL_NOTES_BYTES)];
-        self.room.memory.read(self.layout.notes() + size_of::<u64>(), &mut bytes);
-        notes_of(&bytes, count).map_err(|reason| self.room.broken(0, reason))
+        self.region.memory.read(self.layout.notes() + size_of::<u64>(), &mut bytes);
+        decode_notes(&bytes, count).map_err(|reason| self.region.broken(0, reason))
     }
 
     /// What this rank, who does not lead, sums of a block.
     fn own(&self, len: usize) -> Range<usize> {
-        chunk(len, self.layout.world - 1, self.room.seat.rank - 1)
+        chunk(len, self.layout.world - 1, self.region.local.rank - 1)
     }
 
     /// Until these have counted so far.
     fn wait(
         &self,
-        watch: Watch<'_>,
-        of: Of,
-        number: Number,
+        context: WaitContext<'_>,
+        scope: Scope,
+        counter: CounterSlot,
         count: u64,
     ) -> Result<(), SharedFault> {
-        self.room.wait(watch, Wish { of, number, count })
+        self.region.wait(context, WaitCondition { scope, counter, count })
     }
 }
 
 /// The leader's side of its host's memory, in one sum. Sums and totals go through it in the order
 /// that all of the host expect.
 #[derive(Debug)]
-pub(crate) struct Front<'a> {
-    home: &'a Home,
-    watch: Watch<'a>,
+pub(crate) struct LeaderSide<'a> {
+    host_region: &'a HostRegion,
+    context: WaitContext<'a>,
     /// This host's own chunk, whose sums are sent before anything has been received.
     own: Range<usize>,
     segment_len: usize,
@@ -300,15 +331,29 @@ pub(crate) struct Front<'a> {
     hosts: usize,
     /// Blocks of all operations.
     sent: u64,
-    told: u64,
+    published: u64,
 }
 
-impl<'a> Front<'a> {
-    fn new(home: &'a Home, watch: Watch<'a>, host: Seat, extent: Extent) -> Self {
-        let own = chunk(extent.len, host.world, host.rank);
-        let (sent, told) = (home.blocks, home.blocks);
-        let Extent { segment_len, .. } = extent;
-        Self { home, watch, own, segment_len, own_summed: 0, hosts: host.world, sent, told }
+impl<'a> LeaderSide<'a> {
+    fn new(
+        host_region: &'a HostRegion,
+        context: WaitContext<'a>,
+        host: RankInfo,
+        span: Span,
+    ) -> Self {
+        let own = chunk(span.len, host.world, host.rank);
+        let (sent, published) = (host_region.blocks, host_region.blocks);
+        let Span { segment_len, .. } = span;
+        Self {
+            host_region,
+            context,
+            own,
+            segment_len,
+            own_summed: 0,
+            hosts: host.world,
+            sent,
+            published,
+        }
     }
 
     /// The next segment of this host's own chunk that is not summed yet, if it is among the first
@@ -328,11 +373,11 @@ impl<'a> Front<'a> {
 
     /// Adds the other ranks' parts of the next block.
     pub(crate) fn add(&mut self, sum: &mut [f32]) -> Result<(), SharedFault> {
-        let (Home { room, layout, .. }, block) = (self.home, self.sent);
-        self.home.wait(self.watch, Of::Followers, Reduced, block + 1)?;
-        add(sum, room.memory.floats(layout.sum(block), sum.len()));
+        let (HostRegion { region, layout, .. }, block) = (self.host_region, self.sent);
+        self.host_region.wait(self.context, Scope::Followers, Reduced, block + 1)?;
+        add(sum, region.memory.floats(layout.sum(block), sum.len()));
         self.sent += 1;
-        room.publish(Sent, self.sent);
+        region.publish(Sent, self.sent);
         Ok(())
     }
 
@@ -342,29 +387,34 @@ impl<'a> Front<'a> {
     }
 
     /// Gives the other ranks the next block's total.
-    pub(crate) fn tell(&mut self, total: &[f32]) -> Result<(), SharedFault> {
-        let (Home { room, layout, .. }, block) = (self.home, self.told);
-        self.home.wait(self.watch, Of::Followers, Taken, (block + 1).saturating_sub(SLOTS))?;
-        room.memory.write(layout.total(block), bytemuck::cast_slice(total));
-        self.told += 1;
-        room.publish(Told, self.told);
+    pub(crate) fn publish_total(&mut self, total: &[f32]) -> Result<(), SharedFault> {
+        let (HostRegion { region, layout, .. }, block) = (self.host_region, self.published);
+        self.host_region.wait(
+            self.context,
+            Scope::Followers,
+            TotalTaken,
+            (block + 1).saturating_sub(SLOTS),
+        )?;
+        region.memory.write(layout.total(block), bytemuck::cast_slice(total));
+        self.published += 1;
+        region.publish(TotalPublished, self.published);
         Ok(())
     }
 }
 
 /// How a buffer of `len` elements is cut, in memory and between hosts.
-fn extent(len: usize) -> Extent {
-    Extent { len, segment_len: BLOCK_LEN_MAX }
+fn span(len: usize) -> Span {
+    Span { len, segment_len: BLOCK_LEN_MAX }
 }
 
 /// The blocks of a buffer, as they come at a host: chunk by chunk, from the one of host `first`
 /// down.
-fn order(host: Seat, first: usize, extent: Extent) -> Vec<Range<usize>> {
+fn order(host: RankInfo, first: usize, span: Span) -> Vec<Range<usize>> {
     let hosts = host.world;
-    let chunks = (0..hosts).map(|step| chunk(extent.len, hosts, (first + hosts - step) % hosts));
+    let chunks = (0..hosts).map(|step| chunk(span.len, hosts, (first + hosts - step) % hosts));
     let segments = chunks.flat_map(|chunk| {
-        let count = segment_count(&chunk, extent.segment_len);
-        (0..count).map(move |index| segment(&chunk, extent.segment_len, index))
+        let count = segment_count(&chunk, span.segment_len);
+        (0..count).map(move |index| segment(&chunk, span.segment_len, index))
     });
     segments.collect()
 }
@@ -374,7 +424,7 @@ fn encode(notes: &Notes) -> Vec<u8> {
     let Notes::All(notes) = notes else { return Vec::new() };
     let mut bytes = Vec::new();
     for note in notes {
-        bytes.extend_from_slice(&narrow(note.len()).to_le_bytes());
+        bytes.extend_from_slice(&to_wire(note.len()).to_le_bytes());
         bytes.extend_from_slice(note);
     }
     bytes
@@ -386,7 +436,7 @@ fn decode(by_host: &[Vec<u8>], hosts: &Hosts) -> Result<Notes, String> {
     let mut all = vec![Vec::new(); hosts.rank_count()];
     let mut is_too_long = bytes > ALL_NOTES_BYTES;
     for (host, bytes) in by_host.iter().enumerate() {
-        match notes_of(bytes, hosts.ranks(host).len())? {
+        match decode_notes(bytes, hosts.ranks(host).len())? {
             Notes::All(notes) => {
                 hosts.ranks(host).iter().zip(notes).for_each(|(rank, note)| all[*rank] = note);
             }
@@ -396,7 +446,7 @@ fn decode(by_host: &[Vec<u8>], hosts: &Hosts) -> Result<Notes, String> {
     Ok(if is_too_long { Notes::TooLong } else { Notes::All(all) })
 }
 
-fn notes_of(mut bytes: &[u8], count: usize) -> Result<Notes, String> {
+fn decode_notes(mut bytes: &[u8], count: usize) -> Result<Notes, String> {
     if bytes.is_empty() {
         return Ok(Notes::TooLong);
     }
@@ -420,13 +470,13 @@ struct Layout {
 }
 
 impl Layout {
-    fn heads(self) -> Heads {
-        Heads { start: Room::bytes(self.world), world: self.world }
+    fn op_headers(self) -> OpHeaders {
+        OpHeaders { start: SharedRegion::bytes(self.world), world: self.world }
     }
 
     /// Where the leader puts all ranks' notes: their length, and they.
     fn notes(self) -> usize {
-        self.heads().end()
+        self.op_headers().end()
     }
 
     /// A rank's part of what the others, but the leader, sum.

@@ -1,0 +1,451 @@
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::{DevicePtr, DevicePtrMut};
+
+use super::{Device, DeviceError, Element};
+use crate::host_group::WaitOutcome;
+use crate::nccl::{
+    Buffers, Call, CallKind, CommInit, Library, NcclCommunicator, NcclState, Timeouts,
+};
+use crate::spin_wait::SpinWait;
+use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator, HostGroup};
+
+mod nccl_offer;
+mod staged;
+
+use nccl_offer::NcclOffer;
+
+/// Group whose ranks have one GPU each: the operations of [`Communicator`] on host memory, and the
+/// operations below on device memory.
+///
+/// Every rank of the group has a `DeviceGroup`, and all ranks pass the same [`Path`] to an
+/// operation. Operations run after the work that is already on the [device's
+/// stream](Device::stream), and work enqueued later sees their results.
+#[derive(Debug)]
+pub struct DeviceGroup {
+    /// Dropped first: NCCL's work must not outlive the links that report the end of a peer.
+    nccl: Nccl,
+    host: HostGroup,
+    device: Device,
+}
+
+/// Data path of an operation on device memory; identical on all ranks.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Path {
+    /// Page-locked memory and the host group. Always available.
+    Host,
+    /// NCCL. Available once every rank has reported in an operation that its
+    /// [state](DeviceGroup::nccl_state) is ready.
+    Nccl,
+}
+
+/// Whether a rank is willing to use NCCL.
+#[derive(Clone, Debug)]
+pub enum NcclPolicy {
+    /// NCCL is off, for a reason that the status shows.
+    Off(String),
+    /// NCCL is on, with this library.
+    On(Arc<Library>, NcclOptions),
+}
+
+/// Options of NCCL.
+#[derive(Clone, Copy, Debug)]
+pub struct NcclOptions {
+    /// Limit of a communicator's initialization. After it, the group continues without NCCL.
+    pub init_timeout: Duration,
+    /// Limit of a communicator's abort. After it, the communicator counts as
+    /// [abandoned](crate::nccl::abandoned).
+    pub abort_timeout: Duration,
+    /// Use NCCL even if two ranks share a GPU. NCCL refuses that unless its environment claims that
+    /// the ranks are on different hosts. For experiments.
+    pub on_shared_gpus: bool,
+}
+
+#[derive(Debug)]
+enum Nccl {
+    Absent(String),
+    Begun(NcclCommunicator),
+}
+
+impl DeviceGroup {
+    /// Wraps the host group of a generation. Operations use the host path until NCCL is ready.
+    #[must_use]
+    pub fn new(host: HostGroup, device: Device) -> Self {
+        Self { nccl: Nccl::Absent("it was not requested".to_owned()), host, device }
+    }
+
+    /// Device of this rank.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Host group underneath.
+    #[must_use]
+    pub fn host(&self) -> &HostGroup {
+        &self.host
+    }
+
+    /// Agrees with all ranks on whether the group gets an NCCL communicator, and begins to create
+    /// it in the background. This is a collective operation: all ranks call it at the same point,
+    /// whatever their policy. A communicator from an earlier call is ended.
+    ///
+    /// The group continues without NCCL ([`NcclState::Absent`]) if a rank is not willing, if
+    /// versions differ, or if ranks share a GPU.
+    ///
+    /// # Errors
+    /// [`CollectiveError`] of the host group. It is not an error that NCCL cannot be used.
+    pub fn begin_nccl(&mut self, policy: &NcclPolicy) -> Result<(), CollectiveError> {
+        self.nccl = Nccl::Absent("the ranks are agreeing on it".to_owned());
+        let offers =
+            self.host.gather_alongside(&NcclOffer::of(policy, self.device.uuid()).encode())?;
+        let offers: Vec<_> = offers.iter().map(|bytes| NcclOffer::decode(bytes)).collect();
+        let agreed = nccl_offer::agree(&offers);
+        let (NcclPolicy::On(library, options), Ok(())) = (policy, &agreed) else {
+            let reason = agreed.err().unwrap_or_else(|| "this rank is not willing".to_owned());
+            self.nccl = Nccl::Absent(reason);
+            return Ok(());
+        };
+        let mut bytes = Vec::new();
+        if self.host.rank() == 0 {
+            match library.unique_id() {
+                Ok(id) => bytes = id.as_bytes().to_vec(),
+                Err(error) => tracing::warn!(%error, "cannot create an NCCL communicator"),
+            }
+        }
+        self.host.broadcast_bytes(0, &mut bytes)?;
+        let Some(id) = crate::nccl::UniqueId::from_bytes(&bytes) else {
+            self.nccl = Nccl::Absent("rank 0 could not create a unique id".to_owned());
+            return Ok(());
+        };
+        let (rank, world) = (self.host.rank(), self.host.world_size());
+        let init = CommInit { id, rank, world, stream: self.device.stream().clone() };
+        let timeouts = Timeouts { init: options.init_timeout, abort: options.abort_timeout };
+        let begun = NcclCommunicator::begin(library, init, timeouts);
+        let action = "begin to create an NCCL communicator";
+        self.nccl = Nccl::Begun(begun.map_err(|source| CollectiveError::Io { action, source })?);
+        Ok(())
+    }
+
+    /// Initialization state of NCCL on this rank. The call is cheap: a worker reads the state at
+    /// the end of every step and reports it to the other ranks.
+    #[must_use]
+    pub fn nccl_state(&self) -> NcclState {
+        match &self.nccl {
+            Nccl::Absent(reason) => NcclState::Absent(reason.clone()),
+            Nccl::Begun(communicator) => communicator.state(),
+        }
+    }
+
+    /// Duration of the abort of this group's communicator, once it was aborted and the abort has
+    /// returned.
+    #[must_use]
+    pub fn nccl_abort_time(&self) -> Option<Duration> {
+        match &self.nccl {
+            Nccl::Absent(_) => None,
+            Nccl::Begun(communicator) => communicator.abort_time(),
+        }
+    }
+
+    /// Writes the element-wise sum of all ranks' `src` to every rank's `dst`, and returns every
+    /// rank's `header` in rank order. `src` is only read, so a failed step can be retried with the
+    /// same contribution. All ranks get the same bits.
+    ///
+    /// `header`: at most [`HEADER_BYTES_MAX`] bytes. `src`, `dst`: `[len]`, the same length on
+    /// every rank, on this group's device.
+    ///
+    /// # Errors
+    /// [`CollectiveError`]; `dst` then holds unspecified values. [`CollectiveError::Device`] with
+    /// [`DeviceError::Abandoned`]: NCCL still occupies the device's stream, so the process has to
+    /// end.
+    pub fn all_reduce_device<T: Element>(
+        &mut self,
+        header: &[u8],
+        src: &impl DevicePtr<T>,
+        dst: &mut impl DevicePtrMut<T>,
+        path: Path,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.host.check_alive()?;
+        check_header(header)?;
+        check_len(src.len(), dst.len(), "an all-reduce")?;
+        if path == Path::Host {
+            return self.sum_staged(header, src, dst);
+        }
+        let stream = self.device.stream().clone();
+        let len = src.len();
+        let ((src, _read), (dst, _written)) =
+            (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
+        let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
+        self.run_nccl(header, Call { kind: CallKind::AllReduce, buffers })
+    }
+
+    /// Replaces `buf` on every rank with that of rank `root`.
+    ///
+    /// `buf`: `[len]`, the same length on every rank, on this group's device.
+    ///
+    /// # Errors
+    /// As for [`all_reduce_device`](Self::all_reduce_device).
+    pub fn broadcast_device<T: Element>(
+        &mut self,
+        root: usize,
+        buf: &mut impl DevicePtrMut<T>,
+        path: Path,
+    ) -> Result<(), CollectiveError> {
+        self.host.check_alive()?;
+        if root >= self.host.world_size() {
+            let reason = format!("root {root} in a group of {}", self.host.world_size());
+            return Err(CollectiveError::Invalid(reason));
+        }
+        if path == Path::Host {
+            return self.broadcast_staged(root, buf);
+        }
+        let stream = self.device.stream().clone();
+        let len = buf.len();
+        let (both, _written) = buf.device_ptr_mut(&stream);
+        let buffers = Buffers { src: both, dst: both, len, dtype: T::DTYPE };
+        self.run_nccl(&[], Call { kind: CallKind::Broadcast { root }, buffers }).map(drop)
+    }
+
+    /// Gathers every rank's `src`, in rank order, in every rank's `dst`.
+    ///
+    /// `src`: `[len]`, the same length on every rank; `dst`: `[world_size · len]`; both on this
+    /// group's device.
+    ///
+    /// # Errors
+    /// As for [`all_reduce_device`](Self::all_reduce_device).
+    pub fn all_gather_device<T: Element>(
+        &mut self,
+        src: &impl DevicePtr<T>,
+        dst: &mut impl DevicePtrMut<T>,
+        path: Path,
+    ) -> Result<(), CollectiveError> {
+        self.host.check_alive()?;
+        check_len(src.len() * self.host.world_size(), dst.len(), "an all-gather")?;
+        if path == Path::Host {
+            return self.gather_staged(src, dst);
+        }
+        let stream = self.device.stream().clone();
+        let len = src.len();
+        let ((src, _read), (dst, _written)) =
+            (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
+        let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
+        self.run_nccl(&[], Call { kind: CallKind::AllGather, buffers }).map(drop)
+    }
+
+    /// Runs one operation over NCCL. The NCCL thread moves the elements while this thread gathers
+    /// the headers over the host links and then monitors these links: a closed link is the signal
+    /// that a peer has ended.
+    fn run_nccl(&mut self, header: &[u8], call: Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let Nccl::Begun(communicator) = &self.nccl else {
+            return Err(CollectiveError::Invalid("this group has no NCCL communicator".to_owned()));
+        };
+        if communicator.state() != NcclState::Ready {
+            return Err(CollectiveError::Invalid("NCCL is not ready".to_owned()));
+        }
+        communicator.call(call);
+        let gathered = self.host.gather_alongside(&framed(header, call.buffers.len));
+        let gathered =
+            gathered.and_then(|gathered| unframed(&self.host, gathered, call.buffers.len));
+        let done = gathered.and_then(|headers| {
+            wait_for_nccl(&self.host, communicator, call.buffers.len)?;
+            Ok(headers)
+        });
+        done.map_err(|error| self.stop_nccl(error))
+    }
+
+    /// Ends the group after a failed operation over NCCL. Returns `Abandoned` if the work on the
+    /// device's stream does not end.
+    fn stop_nccl(&mut self, error: CollectiveError) -> CollectiveError {
+        self.host.give_up();
+        let Nccl::Begun(communicator) = &self.nccl else { return error };
+        communicator.abort(&error.to_string());
+        match communicator.wait_until_ended() {
+            Ok(()) => error,
+            Err(source) => {
+                // Releasing the device would wait for the work that hangs; the end of the process
+                // does not.
+                std::mem::forget(self.device.clone());
+                CollectiveError::Device { source }
+            }
+        }
+    }
+}
+
+fn wait_for_nccl(
+    host: &HostGroup,
+    communicator: &NcclCommunicator,
+    len: usize,
+) -> Result<(), CollectiveError> {
+    let mut spin_wait = SpinWait::for_bytes(len * size_of::<f32>());
+    let mut lost_neighbour: Option<(Instant, CollectiveError)> = None;
+    loop {
+        if let Some(result) = communicator.result() {
+            return result.map_err(|source| CollectiveError::Device { source });
+        }
+        if lost_neighbour.is_none() && spin_wait.should_spin() {
+            continue;
+        }
+        let left = match &lost_neighbour {
+            None => POLL_INTERVAL_MAX,
+            Some((since, _)) => LEAVE_GRACE_TIME.saturating_sub(since.elapsed()),
+        };
+        if left.is_zero()
+            && let Some((_, error)) = lost_neighbour
+        {
+            return Err(error);
+        }
+        if lost_neighbour.is_some() {
+            std::thread::sleep(left.min(Duration::from_micros(100)));
+        } else if let WaitOutcome::NeighbourGone(error) =
+            host.wait_alongside(communicator.finished(), left)?
+        {
+            // The neighbour may have left because the operation is complete; then it completes here
+            // soon.
+            lost_neighbour = Some((Instant::now(), error));
+        }
+    }
+}
+
+impl NcclPolicy {
+    /// Uses the system's NCCL with default options, if there is one.
+    #[must_use]
+    pub fn auto() -> Self {
+        match Library::find() {
+            Ok(library) => Self::On(library, NcclOptions::default()),
+            Err(error) => Self::Off(error.to_string()),
+        }
+    }
+
+    /// Uses the NCCL library in this file, with default options.
+    #[must_use]
+    pub fn from_file(path: &std::path::Path) -> Self {
+        match Library::open(path) {
+            Ok(library) => Self::On(library, NcclOptions::default()),
+            Err(error) => Self::Off(error.to_string()),
+        }
+    }
+}
+
+impl Default for NcclOptions {
+    fn default() -> Self {
+        Self {
+            init_timeout: Duration::from_secs(60),
+            abort_timeout: Duration::from_secs(5),
+            on_shared_gpus: false,
+        }
+    }
+}
+
+impl Communicator for DeviceGroup {
+    fn rank(&self) -> usize {
+        self.host.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.host.world_size()
+    }
+
+    fn generation(&self) -> u64 {
+        self.host.generation()
+    }
+
+    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.host.all_gather(mine)
+    }
+
+    fn all_reduce(
+        &mut self,
+        header: &[u8],
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.host.all_reduce(header, src, dst)
+    }
+
+    fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
+        self.host.broadcast_bytes(root, bytes)
+    }
+
+    fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
+        self.host.broadcast(root, buf)
+    }
+}
+
+impl Drop for DeviceGroup {
+    /// Keeps the links open for a moment: a rank that leaves after the last operation may be ahead
+    /// of other ranks, which are still in NCCL's last all-reduce and would take a closed link for a
+    /// lost peer.
+    fn drop(&mut self) {
+        if self.nccl_state() == NcclState::Ready && self.host.check_alive().is_ok() {
+            let links = self.host.shared_links();
+            let hold = move || {
+                std::thread::sleep(LINGER_TIME);
+                drop(links);
+            };
+            // If no thread can be started, the links close now.
+            let _ = std::thread::Builder::new().name("ring-linger".to_owned()).spawn(hold);
+        }
+    }
+}
+
+impl From<DeviceError> for CollectiveError {
+    fn from(source: DeviceError) -> Self {
+        Self::Device { source }
+    }
+}
+
+/// Prefixes a header with the length of the buffer. NCCL carries the elements, so the host group
+/// cannot compare the lengths itself.
+fn framed(header: &[u8], len: usize) -> Vec<u8> {
+    [&(len as u64).to_le_bytes(), header].concat()
+}
+
+fn unframed(
+    host: &HostGroup,
+    gathered: Vec<Vec<u8>>,
+    len: usize,
+) -> Result<Vec<Vec<u8>>, CollectiveError> {
+    let unframe = |(rank, mut framed): (usize, Vec<u8>)| {
+        let its = framed.first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        if its != Some(len as u64) {
+            let its = its.map_or_else(|| "none".to_owned(), |its| its.to_string());
+            let reason = format!("expected a buffer length of {len} elements, got {its}");
+            return Err(host.protocol_error(rank, reason));
+        }
+        framed.drain(..FRAMING_BYTES);
+        Ok(framed)
+    };
+    gathered.into_iter().enumerate().map(unframe).collect()
+}
+
+fn check_header(header: &[u8]) -> Result<(), CollectiveError> {
+    if header.len() <= HEADER_BYTES_MAX {
+        return Ok(());
+    }
+    let reason = format!("a header of {} bytes; the limit is {HEADER_BYTES_MAX}", header.len());
+    Err(CollectiveError::Invalid(reason))
+}
+
+fn check_len(src: usize, dst: usize, what: &str) -> Result<(), CollectiveError> {
+    if src == dst {
+        return Ok(());
+    }
+    Err(CollectiveError::Invalid(format!("a source of {src} elements for {what} of {dst}")))
+}
+
+/// Largest header of an all-reduce on device memory, in bytes.
+pub const HEADER_BYTES_MAX: usize = BLOCK_BYTES_MAX - FRAMING_BYTES;
+
+const FRAMING_BYTES: usize = size_of::<u64>();
+
+/// Grace period of NCCL after a neighbour has closed its links: a neighbour that leaves after an
+/// operation has contributed to it.
+const LEAVE_GRACE_TIME: Duration = Duration::from_millis(20);
+
+/// Far longer than the ranks' skew at the end of an all-reduce.
+const LINGER_TIME: Duration = Duration::from_millis(250);
+
+/// Upper limit of one wait. The fence, the links and the NCCL thread wake the wait earlier; the
+/// limit is a safeguard.
+const POLL_INTERVAL_MAX: Duration = Duration::from_secs(1);

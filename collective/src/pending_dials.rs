@@ -1,0 +1,140 @@
+//! Dials that came before this worker was ready for them. Pure: time is an argument.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::handshake::Purpose;
+
+/// Links by generation and dialler, oldest first.
+///
+/// **Invariant:** at most [`PARKED_MAX`] links, each for at most [`PARKED_TIME_MAX`], one per
+/// generation and dialler, for each purpose.
+#[derive(Debug)]
+pub(crate) struct PendingDials<T> {
+    slots: VecDeque<Slot<T>>,
+}
+
+/// Who dialled, in which generation, and what for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct DialKey {
+    pub(crate) generation: u64,
+    pub(crate) member: u64,
+    pub(crate) purpose: Purpose,
+}
+
+impl<T> PendingDials<T> {
+    pub(crate) fn new() -> Self {
+        Self { slots: VecDeque::new() }
+    }
+
+    /// Keeps `link` until it is taken. A dialler that dials again has given up its former link;
+    /// when all slots are taken, the oldest goes.
+    pub(crate) fn insert(&mut self, key: DialKey, link: T, now: Duration) {
+        self.slots.retain(|slot| slot.key != key);
+        if self.slots.len() == PENDING_DIALS_MAX {
+            self.slots.pop_front();
+        }
+        self.slots.push_back(Slot { key, link, received_at: now });
+    }
+
+    pub(crate) fn take(&mut self, key: DialKey) -> Option<T> {
+        let index = self.slots.iter().position(|slot| slot.key == key)?;
+        self.slots.remove(index).map(|slot| slot.link)
+    }
+
+    pub(crate) fn drop_before(&mut self, generation: u64) {
+        self.slots.retain(|slot| slot.key.generation >= generation);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Drops what has waited too long, and says when to come back.
+    pub(crate) fn expire(&mut self, now: Duration) -> Option<Duration> {
+        self.slots.retain(|slot| now < slot.received_at + PENDING_DIAL_TIME_MAX);
+        self.slots.front().map(|slot| slot.received_at + PENDING_DIAL_TIME_MAX)
+    }
+}
+
+#[derive(Debug)]
+struct Slot<T> {
+    key: DialKey,
+    link: T,
+    received_at: Duration,
+}
+
+/// A group's previous member dials once per generation; there are never many generations ahead.
+const PENDING_DIALS_MAX: usize = 64;
+
+/// Longer than members lie apart in a switch: at most a step or two, which may take minutes.
+const PENDING_DIAL_TIME_MAX: Duration = Duration::from_secs(600);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const T0: Duration = Duration::from_secs(1000);
+
+    fn key(generation: u64, member: u64) -> DialKey {
+        DialKey { generation, member, purpose: Purpose::Ring }
+    }
+
+    #[test]
+    fn a_link_is_taken_once_by_generation_and_member() {
+        let mut pending_dials = PendingDials::new();
+        pending_dials.insert(key(2, 7), 'a', T0);
+        assert_eq!(pending_dials.take(key(1, 7)), None);
+        assert_eq!(pending_dials.take(key(2, 6)), None);
+        assert_eq!(pending_dials.take(key(2, 7)), Some('a'));
+        assert_eq!(pending_dials.take(key(2, 7)), None);
+    }
+
+    #[test]
+    fn a_member_may_have_a_link_for_each_purpose() {
+        let mut pending_dials = PendingDials::new();
+        let host_ring = DialKey { purpose: Purpose::Host, ..key(2, 7) };
+        pending_dials.insert(key(2, 7), 'a', T0);
+        pending_dials.insert(host_ring, 'b', T0);
+        assert_eq!(pending_dials.take(host_ring), Some('b'));
+        assert_eq!(pending_dials.take(key(2, 7)), Some('a'));
+    }
+
+    #[test]
+    fn who_dials_again_replaces_his_link() {
+        let mut pending_dials = PendingDials::new();
+        pending_dials.insert(key(2, 7), 'a', T0);
+        pending_dials.insert(key(2, 7), 'b', T0);
+        assert_eq!(pending_dials.take(key(2, 7)), Some('b'));
+        assert_eq!(pending_dials.take(key(2, 7)), None);
+    }
+
+    #[test]
+    fn older_generations_go_and_newer_ones_stay() {
+        let mut pending_dials = PendingDials::new();
+        for generation in 1..=3 {
+            pending_dials.insert(key(generation, 7), generation, T0);
+        }
+        pending_dials.drop_before(2);
+        assert_eq!(pending_dials.take(key(1, 7)), None);
+        assert_eq!(pending_dials.take(key(2, 7)), Some(2));
+        assert_eq!(pending_dials.take(key(3, 7)), Some(3));
+    }
+
+    #[test]
+    fn places_and_time_are_bounded() {
+        let mut pending_dials = PendingDials::new();
+        for member in 0..=PENDING_DIALS_MAX as u64 {
+            pending_dials.insert(key(1, member), member, T0 + Duration::from_secs(member));
+        }
+        assert_eq!(pending_dials.len(), PENDING_DIALS_MAX);
+        assert_eq!(pending_dials.take(key(1, 0)), None, "the oldest went");
+        let first = T0 + Duration::from_secs(1) + PENDING_DIAL_TIME_MAX;
+        assert_eq!(pending_dials.expire(first - Duration::from_nanos(1)), Some(first));
+        assert_eq!(pending_dials.len(), PENDING_DIALS_MAX);
+        assert_eq!(pending_dials.expire(first), Some(first + Duration::from_secs(1)));
+        assert_eq!(pending_dials.take(key(1, 1)), None);
+        assert_eq!(pending_dials.expire(first * 2), None);
+    }
+}

@@ -1,0 +1,34 @@
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard};
+
+use crate::StateRequest;
+
+/// Where newcomers wait for a donor that is in the middle of a step.
+///
+/// **Invariant:** at most [`VISITORS_MAX`]; a newcomer that dials again has given up its former
+/// link, and when all places are taken, the oldest goes.
+#[derive(Debug, Default)]
+pub(crate) struct PendingRequests {
+    requests: Mutex<VecDeque<StateRequest>>,
+}
+
+impl PendingRequests {
+    pub(crate) fn push(&self, request: StateRequest) {
+        let mut requests = self.lock();
+        requests.retain(|other| other.member() != request.member());
+        if requests.len() == PENDING_REQUESTS_MAX {
+            requests.pop_front();
+        }
+        requests.push_back(request);
+    }
+
+    pub(crate) fn pop(&self) -> Option<StateRequest> {
+        self.lock().pop_front()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<StateRequest>> {
+        self.requests.lock().expect("nothing under this lock panics")
+    }
+}
+
+const PENDING_REQUESTS_MAX: usize = 64;
