@@ -20,7 +20,7 @@ use std::sync::mpsc::{Sender, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use elasticdl_collective::{StateLink, Visitor};
+use elasticdl_collective::{StateLink, StateRequest};
 use elasticdl_proto::Generation;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
@@ -33,7 +33,7 @@ use crate::core::header::{StateRecord, StepHeader};
 #[derive(Debug)]
 pub(crate) struct Donor {
     /// Newcomers that wait for a snapshot.
-    waiting: Vec<Visitor>,
+    waiting: Vec<StateRequest>,
     prepared: Option<Prepared>,
     fetchers: Vec<Fetcher>,
     /// Snapshots that may still take memory.
@@ -64,7 +64,7 @@ struct Fetcher {
     parcels: SyncSender<Parcel>,
     /// The link in use, and where the next one goes when it has broken.
     link: StateLink,
-    links: Sender<Visitor>,
+    links: Sender<StateRequest>,
 }
 
 /// What newcomers are sent after a snapshot. Steps are those of the donor's group of `generation`.
@@ -89,23 +89,23 @@ impl Donor {
     }
 
     /// A newcomer has come to the door. One whose link broke goes on where it was.
-    pub(crate) fn admit(&mut self, visitor: Visitor) {
-        let member = visitor.member();
+    pub(crate) fn admit(&mut self, request: StateRequest) {
+        let member = request.member();
         self.waiting.retain(|other| other.member() != member);
-        let visitor = match self.fetchers.iter_mut().find(|fetcher| fetcher.member == member) {
-            None => Some(visitor),
+        let request = match self.fetchers.iter_mut().find(|fetcher| fetcher.member == member) {
+            None => Some(request),
             Some(fetcher) => {
                 fetcher.link.shut_down();
-                fetcher.link = visitor.link();
-                fetcher.links.send(visitor).err().map(|unsent| unsent.0)
+                fetcher.link = request.link();
+                fetcher.links.send(request).err().map(|unsent| unsent.0)
             }
         };
-        if let Some(visitor) = visitor {
+        if let Some(request) = request {
             self.fetchers.retain(|fetcher| fetcher.member != member);
             if self.waiting.len() == WAITING_MAX {
                 self.waiting.remove(0);
             }
-            self.waiting.push(visitor);
+            self.waiting.push(request);
         }
     }
 
@@ -169,30 +169,30 @@ impl Donor {
             return;
         }
         let Some(Prepared { snapshot, .. }) = self.prepared.take() else { return };
-        for visitor in std::mem::take(&mut self.waiting) {
-            self.serve(visitor, generation, record(), &snapshot);
+        for request in std::mem::take(&mut self.waiting) {
+            self.serve(request, generation, record(), &snapshot);
         }
     }
 
     fn serve(
         &mut self,
-        visitor: Visitor,
+        request: StateRequest,
         generation: Generation,
         record: StateRecord,
         snapshot: &Arc<Snapshot>,
     ) {
-        let (member, step) = (visitor.member(), record.step);
+        let (member, step) = (request.member(), record.step);
         let results = AHEAD_BYTES / (snapshot.parameters_len * size_of::<f32>()).max(1);
         let (parcels, queue) = sync_channel(results.clamp(AHEAD_MIN, AHEAD_MAX));
         let (links, next_links) = channel();
-        let fetcher = Fetcher { member, parcels, link: visitor.link(), links };
+        let fetcher = Fetcher { member, parcels, link: request.link(), links };
         let delivery = Delivery::new(
             (member, self.patience),
             (generation, record),
             Arc::clone(snapshot),
             (queue, next_links),
         );
-        match std::thread::Builder::new().name("donor".into()).spawn(move || delivery.run(visitor))
+        match std::thread::Builder::new().name("donor".into()).spawn(move || delivery.run(request))
         {
             Ok(_) => {
                 tracing::info!(newcomer = member, step, "a newcomer fetches the state");
@@ -227,7 +227,7 @@ impl Donor {
     /// others follow it.
     pub(crate) fn switch(&mut self, generation: Generation, is_member: impl Fn(u64) -> bool) {
         self.prepared = None;
-        self.waiting.retain(|visitor| !is_member(visitor.member()));
+        self.waiting.retain(|request| !is_member(request.member()));
         self.fetchers.retain(|fetcher| match is_member(fetcher.member) {
             true => {
                 fetcher.send(Parcel::End { generation });

@@ -1,19 +1,19 @@
 //! A worker's group: on the host, or with a GPU at each rank.
 
-use elasticdl_collective::device::DeviceRing;
-use elasticdl_collective::{CollectiveError, Communicator, TcpRing};
+use elasticdl_collective::device::DeviceGroup;
+use elasticdl_collective::{CollectiveError, Communicator, HostGroup};
 
 /// The ring of one generation.
 #[derive(Debug)]
 pub(crate) enum Ring {
-    Device(DeviceRing),
-    Host(TcpRing),
+    Device(DeviceGroup),
+    Host(HostGroup),
 }
 
 impl Ring {
     /// # Errors
     /// The ranks compute on CPUs: a defect of the caller.
-    pub(crate) fn device(&mut self) -> Result<&mut DeviceRing, CollectiveError> {
+    pub(crate) fn device(&mut self) -> Result<&mut DeviceGroup, CollectiveError> {
         match self {
             Self::Device(ring) => Ok(ring),
             Self::Host(_) => Err(CollectiveError::Invalid("this group has no GPUs".to_owned())),
@@ -21,7 +21,7 @@ impl Ring {
     }
 
     /// The ring on the host, below.
-    pub(crate) fn host(&self) -> &TcpRing {
+    pub(crate) fn host(&self) -> &HostGroup {
         match self {
             Self::Device(ring) => ring.host(),
             Self::Host(ring) => ring,

@@ -111,7 +111,7 @@ fn train<M: Model>(
     let endpoint =
         Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret.clone())
             .and_then(|endpoint| {
-                endpoint.with_wire_dtype(welcome.wire_dtype).with_streams(welcome.channels)
+                endpoint.with_wire_dtype(welcome.wire_dtype).with_channels(welcome.channels)
             })
             .map_err(|error| Failure::fatal(error.to_string()))?;
     let endpoint = match welcome.worker_timeout {

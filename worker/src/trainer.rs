@@ -7,7 +7,7 @@ use std::mem;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::device::{DeviceRing, NcclPolicy};
+use elasticdl_collective::device::{DeviceGroup, NcclPolicy};
 use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver,
 };
@@ -247,7 +247,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let spec = GroupSpec { generation: membership.generation.0, members };
         let ring = self.endpoint.connect(&spec, CONNECT_DEADLINE).map_err(Stopped::Broken)?;
         self.ring = Some(match &self.tensors {
-            Tensors::Device(state) => Ring::Device(DeviceRing::new(ring, state.device().clone())),
+            Tensors::Device(state) => Ring::Device(DeviceGroup::new(ring, state.device().clone())),
             Tensors::Host(_) => Ring::Host(ring),
         });
         self.gap.on_connected(Instant::now());
@@ -269,7 +269,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             self.donor.dismiss();
             return Ok(());
         }
-        while let Some(visitor) = self.endpoint.visitor() {
+        while let Some(visitor) = self.endpoint.next_state_request() {
             self.donor.admit(visitor);
         }
         let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state())

@@ -10,7 +10,7 @@
 use std::collections::BTreeSet;
 use std::rc::Rc;
 
-use elasticdl_collective::schedule::{Content, Extent, Piece, Schedule};
+use elasticdl_collective::schedule::{Content, Piece, Schedule, Span};
 use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl_worker::core::swap::Path;
 
@@ -159,7 +159,7 @@ impl World {
         let is_root = what.root() == Some(seat.rank);
         let len = trainer.model.parameters.len();
         let segment_len = self.setting.segment_len;
-        let extent = |len| Extent { len, segment_len };
+        let extent = |len| Span { len, segment_len };
         let schedule = match what {
             Collective::Step => Schedule::all_reduce(seat, extent(len)),
             Collective::Synchronize | Collective::IdleRound => Schedule::all_gather(seat),

@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-use elasticdl_collective::schedule::Seat;
+use elasticdl_collective::schedule::RankInfo;
 use elasticdl_master::job::Stall;
 use elasticdl_proto::{Generation, WorkerId};
 use elasticdl_worker::core::header::StateRecord;
@@ -42,7 +42,7 @@ pub(super) struct Endpoint {
 pub(super) struct Ring {
     generation: u64,
     members: Vec<WorkerId>,
-    pub(super) seat: Seat,
+    pub(super) seat: RankInfo,
     pub(super) next: Option<LinkId>,
     pub(super) prev: Option<LinkId>,
     introduced: bool,
@@ -96,7 +96,7 @@ impl Ring {
     }
 
     pub(super) fn neighbour(&self, error: &TransferError) -> Option<WorkerId> {
-        let Seat { rank, world } = self.seat;
+        let RankInfo { rank, world } = self.seat;
         match error {
             TransferError::Aborted | TransferError::Nccl => None,
             TransferError::Next => Some(self.members[(rank + 1) % world]),
@@ -181,7 +181,7 @@ impl World {
         self.switch_fetchers(p, membership.generation, &members);
         let process = &mut self.processes[p];
         let Some(rank) = members.iter().position(|m| Some(*m) == process.worker) else { return };
-        let seat = Seat { rank, world: members.len() };
+        let seat = RankInfo { rank, world: members.len() };
         let mut ring = Ring {
             generation,
             members,

@@ -108,7 +108,7 @@ pub(super) fn overwrite(
 /// CPU.
 pub(super) fn gpu_of(device: &CandleDevice) -> Result<Option<Device>, UserError> {
     match device {
-        CandleDevice::Cuda(device) => Ok(Some(Device::of_stream(device.cuda_stream())?)),
+        CandleDevice::Cuda(device) => Ok(Some(Device::from_stream(device.cuda_stream())?)),
         _ => Ok(None),
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::Duration;
 
-use elasticdl_collective::{Position, StateSender, Visitor};
+use elasticdl_collective::{Position, StateRequest, StateSender};
 use elasticdl_proto::Generation;
 
 use super::{
@@ -38,7 +38,7 @@ pub(super) struct Delivery {
     /// The step of the first result that is in `results`, or will be.
     first_step: u64,
     queue: Receiver<Parcel>,
-    links: Receiver<Visitor>,
+    links: Receiver<StateRequest>,
 }
 
 impl Delivery {
@@ -46,7 +46,7 @@ impl Delivery {
         (newcomer, patience): (u64, Duration),
         (generation, record): (Generation, StateRecord),
         snapshot: Arc<Snapshot>,
-        (queue, links): (Receiver<Parcel>, Receiver<Visitor>),
+        (queue, links): (Receiver<Parcel>, Receiver<StateRequest>),
     ) -> Self {
         Self {
             newcomer,
@@ -65,9 +65,9 @@ impl Delivery {
     }
 
     /// Sends everything until the trainer wants no more sent, or the newcomer stays away.
-    pub(super) fn run(mut self, mut visitor: Visitor) {
+    pub(super) fn run(mut self, mut request: StateRequest) {
         loop {
-            let mut sender = visitor.serve(self.patience);
+            let mut sender = request.serve(self.patience);
             match self.deliver(&mut sender) {
                 Ok(()) => {
                     drop(self);
@@ -79,7 +79,7 @@ impl Delivery {
             }
             drop(sender);
             match self.links.recv_timeout(RETURN_WINDOW) {
-                Ok(again) => visitor = again,
+                Ok(again) => request = again,
                 Err(_) => return,
             }
         }
@@ -112,7 +112,7 @@ impl Delivery {
             is_tip = true;
             match self.queue.recv_timeout(BEAT_INTERVAL.min(self.patience / 4)) {
                 Ok(parcel) => self.results.push_back(parcel),
-                Err(RecvTimeoutError::Timeout) => sender.beat()?,
+                Err(RecvTimeoutError::Timeout) => sender.heartbeat()?,
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
         }

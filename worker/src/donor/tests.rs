@@ -1,7 +1,7 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Instant;
 
-use elasticdl_collective::{Endpoint, Member, ParcelHead, Position, Secret, StateReceiver};
+use elasticdl_collective::{Endpoint, Member, Position, Secret, StateMessageHeader, StateReceiver};
 use elasticdl_proto::RecordRange;
 
 use super::*;
@@ -41,8 +41,8 @@ fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) ->
     let until = Instant::now() + WATCHDOG;
     loop {
         assert!(Instant::now() < until, "the visitor never shows up");
-        if let Some(visitor) = ends[0].visitor() {
-            donor.admit(visitor);
+        if let Some(request) = ends[0].next_state_request() {
+            donor.admit(request);
             return source;
         }
         std::thread::yield_now();
@@ -64,7 +64,7 @@ fn serving(donor: &mut Donor, len: usize) -> (StateReceiver, [Endpoint; 2]) {
     (source, ends)
 }
 
-fn next(source: &mut StateReceiver) -> (ParcelHead, Vec<f32>) {
+fn next(source: &mut StateReceiver) -> (StateMessageHeader, Vec<f32>) {
     let head = source.next(WATCHDOG).unwrap().expect("there is more");
     let mut floats = vec![0.0; head.floats as usize];
     source.take(&mut floats).unwrap();

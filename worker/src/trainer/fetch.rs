@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use elasticdl_collective::device::DeviceError;
-use elasticdl_collective::{Member, ParcelHead, StateReceiver};
+use elasticdl_collective::{Member, StateMessageHeader, StateReceiver};
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::incoming::Incoming;
@@ -98,7 +98,11 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     /// A snapshot, or the rest of one, is about to come.
-    fn begin_state(&mut self, donor: WorkerId, head: &ParcelHead) -> Result<(), FetchError> {
+    fn begin_state(
+        &mut self,
+        donor: WorkerId,
+        head: &StateMessageHeader,
+    ) -> Result<(), FetchError> {
         let note: StateNote =
             header::decode(&head.note).ok_or_else(|| nonsense("a state that can't be read"))?;
         if self.incoming.as_ref().is_some_and(|incoming| incoming.goes_on_with(&note)) {
@@ -112,7 +116,7 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    fn take_part(&mut self, head: &ParcelHead) -> Result<(), FetchError> {
+    fn take_part(&mut self, head: &StateMessageHeader) -> Result<(), FetchError> {
         let Self { source, incoming, tensors, session, .. } = self;
         let note: PartNote =
             header::decode(&head.note).ok_or_else(|| nonsense("a part that can't be read"))?;
@@ -137,7 +141,7 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    fn take_result(&mut self, head: &ParcelHead) -> Result<(), FetchError> {
+    fn take_result(&mut self, head: &StateMessageHeader) -> Result<(), FetchError> {
         let Self { source, incoming, tensors, session, .. } = self;
         let (source, _) = expect(source, incoming)?;
         let headers: Vec<StepHeader> =

@@ -9,8 +9,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaSlice;
-use elasticdl_collective::device::{Copies, Device, DeviceRing, NcclOptions, NcclPolicy, Path};
-use elasticdl_collective::nccl::{Bare, NcclState, UniqueId};
+use elasticdl_collective::device::{
+    CopyBandwidth, Device, DeviceGroup, NcclOptions, NcclPolicy, Path,
+};
+use elasticdl_collective::nccl::{NcclState, RawCommunicator, UniqueId};
 use elasticdl_collective::{Communicator, Endpoint, Fence, GroupSpec, Member, Secret};
 use elasticdl_tests::quantile;
 use serde_json::{Value, json};
@@ -23,8 +25,8 @@ struct Rank {
     endpoint: Endpoint,
     device: Device,
     policy: NcclPolicy,
-    ring: Option<DeviceRing>,
-    bare: Option<Bare>,
+    ring: Option<DeviceGroup>,
+    bare: Option<RawCommunicator>,
     buffers: Option<(CudaSlice<f32>, CudaSlice<f32>)>,
 }
 
@@ -96,7 +98,8 @@ impl Rank {
 
     /// What there is, and how fast it copies.
     fn machine(&self, bytes: usize) -> Fallible<Value> {
-        let Copies { to_device, to_host, both, within } = Copies::measure(&self.device, bytes)?;
+        let CopyBandwidth { to_device, to_host, both, within } =
+            CopyBandwidth::measure(&self.device, bytes)?;
         let nccl = match &self.policy {
             NcclPolicy::On(library, _) => library.version(),
             NcclPolicy::Off(_) => 0,
@@ -119,15 +122,15 @@ impl Rank {
         self.endpoint.fence().abort_before(generation);
         let ring =
             self.endpoint.connect(&GroupSpec { generation, members }, Duration::from_secs(20))?;
-        self.ring = Some(DeviceRing::new(ring, self.device.clone()));
+        self.ring = Some(DeviceGroup::new(ring, self.device.clone()));
         Ok(json!({}))
     }
 
     /// Makes a communicator of NCCL, as a group does, and says how long that took.
     fn begin(&mut self, init_ms: u64, abort_ms: u64) -> Fallible<Value> {
         let options = NcclOptions {
-            init_limit: Duration::from_millis(init_ms),
-            abort_limit: Duration::from_millis(abort_ms),
+            init_timeout: Duration::from_millis(init_ms),
+            abort_timeout: Duration::from_millis(abort_ms),
             on_shared_gpus: true,
         };
         if let NcclPolicy::On(_, current) = &mut self.policy {
@@ -159,7 +162,7 @@ impl Rank {
         ring.broadcast_bytes(0, &mut id)?;
         let id = UniqueId::from_bytes(&id).ok_or("no unique id")?;
         let place = (ring.rank(), ring.world_size());
-        self.bare = Some(Bare::new(library, &id, place, self.device.stream())?);
+        self.bare = Some(RawCommunicator::new(library, &id, place, self.device.stream())?);
         Ok(json!({}))
     }
 
@@ -239,7 +242,7 @@ impl Rank {
                 Err(error) => {
                     let at = now();
                     let abort_ms =
-                        ring.nccl_abort_took().map_or(0.0, |took| took.as_secs_f64() * 1e3);
+                        ring.nccl_abort_time().map_or(0.0, |took| took.as_secs_f64() * 1e3);
                     return Ok(json!({ "lost": describe(&error), "at": at, "abort_ms": abort_ms }));
                 }
             }
