@@ -1,4 +1,4 @@
-//! What the example models share.
+//! Code that the example models share.
 
 mod composed;
 pub mod ops;

@@ -38,7 +38,7 @@ fn gradients_equal_finite_differences() {
 }
 
 #[test]
-fn training_finds_the_plane_that_the_rows_lie_on() {
+fn training_converges_to_the_plane_of_the_rows() {
     let (mut linear, rows) = rows(PLANE);
     let (mut parameters, mut slots) = ([f32::NAN; 3], [0.0; 3]);
     linear.initialize(1, &mut parameters).unwrap();

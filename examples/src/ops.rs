@@ -1,8 +1,8 @@
-//! Operations that candle would make of many small ones: here each is one pass forward and one pass
-//! back.
+//! Fused operations: each is one pass forward and one pass backward, where candle would use many
+//! small operations.
 //!
-//! All work on contiguous `f32` tensors, along the last dimension. Those on a GPU go through
-//! candle's own operations.
+//! All operate on contiguous `f32` tensors, along the last dimension. Tensors on a GPU use candle's
+//! own operations.
 
 use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
@@ -10,38 +10,40 @@ use candle_core::{
 
 use crate::composed;
 
-/// Softmax over the first `i + 1` elements of row `i` of each square matrix, and 0 for the others:
-/// attention that sees no later position.
+/// Causal attention weights: softmax over the first `i + 1` elements of row `i` of each square
+/// matrix, and 0 for the other elements.
 ///
 /// `scores`: `[…, n, n]`.
 ///
 /// # Errors
-/// If `scores` is not what is described.
+/// If `scores` does not have this shape.
 pub fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
     let dims = scores.dims();
     if dims.len() < 2 || dims[dims.len() - 1] != dims[dims.len() - 2] {
-        bail!("causal_softmax: {dims:?} where square matrices should be");
+        bail!("causal_softmax: expected square matrices, got {dims:?}");
     }
-    match scores.device().is_cpu() {
-        true => scores.apply_op1(CausalSoftmax),
-        false => composed::causal_softmax(scores),
+    if scores.device().is_cpu() {
+        scores.apply_op1(CausalSoftmax)
+    } else {
+        composed::causal_softmax(scores)
     }
 }
 
-/// For each row of `logits` the negative logarithm of the probability that their softmax gives the
-/// row's target.
+/// Cross entropy: for each row of `logits`, the negative log probability that their softmax assigns
+/// to the row's target.
 ///
 /// `logits`: `[n, classes]`; `targets`: `[n]` of u32, each below `classes`; result: `[n]`.
 ///
 /// # Errors
-/// If an argument is not what is described.
+/// If an argument does not have this shape or type.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if logits.rank() != 2 || targets.dims() != [logits.dims()[0]] {
         bail!("cross_entropy: logits {:?} and targets {:?}", logits.dims(), targets.dims());
     }
-    match logits.device().is_cpu() {
-        true => logits.apply_op2(targets, CrossEntropy),
-        false => composed::cross_entropy(logits, targets),
+    if logits.device().is_cpu() {
+        logits.apply_op2(targets, CrossEntropy)
+    } else {
+        composed::cross_entropy(logits, targets)
     }
 }
 
@@ -51,12 +53,9 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// gain.
 ///
 /// # Errors
-/// If `rows` is not what is described.
+/// If `rows` does not have this shape.
 pub fn rms_norm(rows: &Tensor) -> Result<Tensor> {
-    match rows.device().is_cpu() {
-        true => rows.apply_op1(RmsNorm),
-        false => composed::rms_norm(rows),
-    }
+    if rows.device().is_cpu() { rows.apply_op1(RmsNorm) } else { composed::rms_norm(rows) }
 }
 
 struct CausalSoftmax;
@@ -239,7 +238,7 @@ impl CustomOp2 for RmsNormBackward {
     }
 }
 
-/// Writes the softmax of `row` to `result`; the logarithm of the sum of exponentials.
+/// Writes the softmax of `row` to `result`. Returns the logarithm of the sum of exponentials.
 fn softmax(row: &[f32], result: &mut [f32]) -> f32 {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     for (result, &value) in result.iter_mut().zip(row) {
@@ -252,11 +251,11 @@ fn softmax(row: &[f32], result: &mut [f32]) -> f32 {
 }
 
 fn rms_scale(row: &[f32]) -> f32 {
-    // The addend keeps a row of zeros finite.
+    // The addend avoids a division by zero.
     1.0 / (dot(row, row) / row.len() as f32 + 1e-6).sqrt()
 }
 
-/// Scalar product, in lanes that can be computed side by side.
+/// Scalar product, in independent lanes that the compiler can vectorize.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let (chunks_a, rest_a) = a.as_chunks::<8>();
     let (chunks_b, rest_b) = b.as_chunks::<8>();
@@ -270,7 +269,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
-/// Length of the last dimension; at least 1, as an empty tensor has no rows to cut.
+/// Length of the last dimension; at least 1, as an empty tensor has no rows to divide into.
 fn width(layout: &Layout) -> usize {
     layout.dims().last().copied().unwrap_or(1).max(1)
 }
@@ -286,7 +285,7 @@ fn u32s<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [u32]> {
 fn part<'a, T>(values: &'a [T], layout: &Layout) -> Result<&'a [T]> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(&values[start..end]),
-        None => bail!("a tensor that is not contiguous: call contiguous() first"),
+        None => bail!("the tensor is not contiguous: call contiguous() first"),
     }
 }
 
@@ -310,8 +309,8 @@ mod tests {
     ) -> [Vec<f32>; 2] {
         let result = op(variable).unwrap();
         let weights = numbers(result.dims());
-        // Weights that differ from element to element, so that no two gradients can be mistaken for
-        // one another.
+        // The weights differ from element to element, so that no gradient can be confused with
+        // another.
         let weights =
             (weights.as_tensor() * 0.7).unwrap().flatten_all().unwrap().cumsum(0).unwrap();
         let weighted =
@@ -335,41 +334,41 @@ mod tests {
         }
     }
 
-    fn plain_softmax(x: &Tensor) -> Result<Tensor> {
+    fn simple_softmax(x: &Tensor) -> Result<Tensor> {
         let exponentials = x.exp()?;
         exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
     }
 
     #[test]
-    fn causal_softmax_equals_the_masked_one() {
+    fn causal_softmax_equals_a_masked_softmax() {
         let n = 5;
         let mask: Vec<f32> = (0..n * n).map(|i| if i % n > i / n { -1e9 } else { 0.0 }).collect();
         let mask = Tensor::from_vec(mask, (n, n), &Device::Cpu).unwrap();
         for op in [causal_softmax, composed::causal_softmax] {
-            equal(&[2, 3, n, n], op, |x| plain_softmax(&x.broadcast_add(&mask)?));
+            equal(&[2, 3, n, n], op, |x| simple_softmax(&x.broadcast_add(&mask)?));
         }
     }
 
     #[test]
-    fn cross_entropy_equals_the_logarithm_of_the_softmax() {
+    fn cross_entropy_equals_the_negative_log_of_the_softmax() {
         let targets = Tensor::new(&[2u32, 0, 8, 3], &Device::Cpu).unwrap();
-        let of_the_softmax = |x: &Tensor| {
-            let chosen = plain_softmax(x)?.gather(&targets.unsqueeze(1)?, 1)?;
+        let negative_log_softmax = |x: &Tensor| {
+            let chosen = simple_softmax(x)?.gather(&targets.unsqueeze(1)?, 1)?;
             chosen.squeeze(1)?.log()?.neg()
         };
         for op in [cross_entropy, composed::cross_entropy] {
-            equal(&[4, 9], |x| op(x, &targets), of_the_softmax);
+            equal(&[4, 9], |x| op(x, &targets), negative_log_softmax);
         }
     }
 
     #[test]
-    fn rms_norm_equals_the_composed_one() {
-        let by_the_mean_square = |x: &Tensor| {
+    fn rms_norm_equals_the_composed_operations() {
+        let by_mean_square = |x: &Tensor| {
             let mean = x.sqr()?.mean_keepdim(D::Minus1)?;
             x.broadcast_div(&(mean + 1e-6)?.sqrt()?)
         };
         for op in [rms_norm, composed::rms_norm] {
-            equal(&[3, 2, 19], op, by_the_mean_square);
+            equal(&[3, 2, 19], op, by_mean_square);
         }
     }
 

@@ -1,9 +1,9 @@
-//! Training as one would write it in candle alone: what a job of one worker is measured against.
+//! A training loop in candle alone: the baseline that a job of one worker is compared with.
 
 use candle_core::{Tensor, Var};
 use elasticdl_worker::UserError;
 
-/// AdamW with clipping, of candle's operations.
+/// AdamW with gradient clipping, composed of candle's operations.
 #[derive(Debug)]
 pub struct AdamW {
     options: Options,
@@ -11,18 +11,18 @@ pub struct AdamW {
     steps: i32,
 }
 
-/// AdamW's constants.
+/// Settings of [`AdamW`].
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Decay rate of the gradient's mean.
+    /// Decay rate of the first moment.
     pub beta1: f64,
-    /// Decay rate of the gradient's square's mean.
+    /// Decay rate of the second moment.
     pub beta2: f64,
-    /// Keeps the division finite.
+    /// Prevents a division by zero.
     pub epsilon: f64,
-    /// Decoupled from the gradient.
+    /// Weight decay, decoupled from the gradient.
     pub weight_decay: f64,
-    /// The norm of the mean gradient that is not exceeded.
+    /// Maximum norm of the mean gradient.
     pub clip_norm: f64,
 }
 
@@ -34,10 +34,10 @@ struct Parameter {
 }
 
 impl AdamW {
-    /// `variables`: those that are trained, as a network holds them.
+    /// `variables`: the variables to train, as a network holds them.
     ///
     /// # Errors
-    /// If candle refuses.
+    /// An error of candle.
     pub fn new(variables: &[&Tensor], options: Options) -> Result<Self, UserError> {
         let parameter = |tensor: &&Tensor| {
             let (mean, square) = (tensor.zeros_like()?, tensor.zeros_like()?);
@@ -47,11 +47,11 @@ impl AdamW {
         Ok(Self { options, parameters, steps: 0 })
     }
 
-    /// One step with the mean gradient of `losses`, one of each part of the batch, each summed over
-    /// its records; `records` in all. Returns their sum.
+    /// Makes one step with the mean gradient of `losses`: one loss for each part of the batch,
+    /// summed over its records; `records` in total. Returns the sum of the losses.
     ///
     /// # Errors
-    /// If candle refuses, or the loss fails.
+    /// An error of candle, or of a loss.
     pub fn step(
         &mut self,
         rate: f64,
@@ -98,8 +98,8 @@ impl Parameter {
         self.square = ((&self.square * beta2)? + (gradient.sqr()? * (1.0 - beta2))?)?;
         let root = (self.square.sqrt()? / (1.0 - beta2.powi(step)).sqrt())?;
         let change = ((&self.mean * (rate / (1.0 - beta1.powi(step))))? / (root + epsilon)?)?;
-        let kept = (self.variable.as_tensor() * (1.0 - rate * weight_decay))?;
-        self.variable.set(&(kept - change)?.detach())?;
+        let decayed = (self.variable.as_tensor() * (1.0 - rate * weight_decay))?;
+        self.variable.set(&(decayed - change)?.detach())?;
         Ok(())
     }
 }

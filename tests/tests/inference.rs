@@ -316,7 +316,7 @@ fn unusable_input_is_refused_before_any_work() {
     refusal(
         fixture.command("evaluate", &["--parameters", "9000"]),
         1,
-        "of the shape [5000] where the model has F32 of [9000]",
+        "of shape [5000] where the model has F32 of shape [9000]",
     );
     write_out(&fixture.path("out"));
     refusal(fixture.predict("csv"), 2, "--predictions: ");

@@ -170,7 +170,7 @@ fn one_line_appended_to_a_table_ends_the_job_which_names_it() {
     let error = ended.summary["error"].as_str().unwrap_or_default();
     let (path, restarts) = (path.to_str().unwrap(), &ended.summary["workers"]["restarts"]);
     assert!(
-        error.contains(path) && error.contains("it was changed since the job began"),
+        error.contains(path) && error.contains("it has changed since the job started"),
         "{}",
         ended.summary
     );

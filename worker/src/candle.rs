@@ -1,14 +1,14 @@
 //! Adapter for models written with candle.
 //!
-//! [`CandleModel`] asks for parameters by name and shape and for a loss; [`Candle`] makes a
-//! [`Model`] of it: the flat slices are copied into candle's variables before each loss, and its
-//! gradients are added to the flat gradient after.
+//! [`CandleModel`] declares parameters by name and shape and defines a loss. [`Candle`] makes a
+//! [`Model`] of it: the flat parameters are copied into candle's variables before each loss, and
+//! candle's gradients are added to the flat gradient after it.
 //!
-//! A model that computes [elsewhere](CandleModel::device) than on the CPU has its variables there.
-//! On a GPU the flat slices are there, too.
+//! A model on another [device](CandleModel::device) than the CPU has its variables there. On a GPU,
+//! the flat slices are there as well.
 //!
-//! candle uses as many threads as the environment variable `RAYON_NUM_THREADS` says, or one per
-//! core, in every process. Several workers on one machine are best given one thread each.
+//! Each process uses `RAYON_NUM_THREADS` threads (environment variable), by default one per core.
+//! If several workers share a machine, one thread per worker is usually best.
 
 use std::collections::BTreeSet;
 use std::f64::consts::TAU;
@@ -24,7 +24,7 @@ use crate::optimizer::Optimizer;
 use crate::predictions::Predictions;
 use crate::reader::Reader;
 
-/// A model written with candle: what is left to fill in of [`Model`].
+/// A model written with candle.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -65,25 +65,24 @@ use crate::reader::Reader;
 pub trait CandleModel: 'static {
     /// Reads the training data.
     type Reader: Reader;
-    /// The parameters' tensors, arranged as the loss needs them.
+    /// The parameters' tensors, as the loss uses them.
     type Network;
-    /// What [`feed`](Self::feed) makes of records.
+    /// Result of [`feed`](Self::feed).
     type Batch;
 
-    /// The reader of the training data.
+    /// Creates the reader of the training data.
     fn reader(&self) -> Self::Reader;
 
-    /// Declares the parameters, always the same in the same order, and arranges their tensors.
+    /// Declares the parameters, always in the same order, and returns their tensors.
     ///
-    /// Called once, when the worker starts. The tensors are candle variables: keep them, and use
-    /// them in the loss; their values change from step to step.
+    /// Called once, when the worker starts. The tensors are candle variables: keep them and use
+    /// them in the loss. Their values change at each step.
     ///
     /// # Errors
     /// Ends the job.
     fn build(&self, parameters: &mut Parameters) -> Result<Self::Network, UserError>;
 
-    /// Where the model computes: its parameters are there, and `feed` makes its batches there.
-    /// Default: the CPU.
+    /// The device of the parameters and of the batches that `feed` makes. Default: the CPU.
     ///
     /// Called once, before [`build`](Self::build).
     ///
@@ -93,23 +92,23 @@ pub trait CandleModel: 'static {
         Ok(Device::Cpu)
     }
 
-    /// Makes a batch of records.
+    /// Builds a batch from records.
     ///
     /// # Errors
-    /// As [`Model::feed`].
+    /// See [`Model::feed`].
     fn feed(
         &mut self,
         records: Vec<<Self::Reader as Reader>::Record>,
     ) -> Result<Self::Batch, UserError>;
 
-    /// The batch's loss, **summed over its records**: one `f32`.
+    /// Computes the batch's loss, **summed over its records**: one `f32`.
     ///
     /// # Errors
     /// As [`Model::gradients`].
     fn loss(&mut self, network: &Self::Network, batch: Self::Batch) -> Result<Tensor, UserError>;
 
-    /// As [`loss`](Self::loss), with [cuts](Cuts::cut) between the layers, where there are
-    /// [buckets](Self::bucket). Default: without.
+    /// Like [`loss`](Self::loss), with [cuts](Cuts::cut) between the layers, if there are
+    /// [buckets](Self::bucket). Default: without cuts.
     ///
     /// # Errors
     /// As [`Model::gradients`].
@@ -122,23 +121,23 @@ pub trait CandleModel: 'static {
         self.loss(network, batch)
     }
 
-    /// As [`Model::bucket`]: a model whose parameters are declared in the order in which the loss
-    /// uses them gains by it.
+    /// See [`Model::bucket`]. Useful if parameters are declared in the order in which the loss uses
+    /// them.
     fn bucket(&self) -> Option<usize> {
         None
     }
 
-    /// The optimizer. Default: AdamW at a rate of 0.001.
+    /// The optimizer. Default: AdamW with a learning rate of 0.001.
     fn optimizer(&self) -> Optimizer {
         Optimizer::adam_w(0.001)
     }
 
-    /// As [`Model::micro_batch`].
+    /// See [`Model::micro_batch`].
     fn micro_batch(&self) -> Option<usize> {
         None
     }
 
-    /// As [`Model::evaluate`]. Default: `loss`, by [`loss`](Self::loss).
+    /// See [`Model::evaluate`]. Default: the metric `loss`, computed by [`loss`](Self::loss).
     ///
     /// # Errors
     /// As [`Model::evaluate`].
@@ -162,7 +161,7 @@ pub trait CandleModel: 'static {
         _network: &Self::Network,
         _batch: Self::Batch,
     ) -> Result<Predictions, UserError> {
-        Err("this model makes no predictions; fill in its method `predict`".into())
+        Err("this model makes no predictions; implement its method `predict`".into())
     }
 
     /// As [`Model::summary`].
@@ -179,17 +178,17 @@ pub trait CandleModel: 'static {
 pub struct Candle<M: CandleModel> {
     model: M,
     parameters: Parameters,
-    /// Or why it could not be built, which is told by the first method that can.
+    /// Or why it could not be built; the first method that can fail returns this error.
     network: Result<M::Network, String>,
     uses: Uses,
-    /// Where the variables are, if that is a GPU.
+    /// The GPU of the variables, if they are on one.
     #[cfg(feature = "cuda")]
     gpu: Option<crate::device::Device>,
 }
 
 impl<M: CandleModel> Candle<M> {
-    /// Builds the model's network, with all parameters 0. An error of [`CandleModel::build`] ends
-    /// the job that it is for.
+    /// Builds the model's network, with all parameters 0. An error of [`CandleModel::build`] is
+    /// returned by the methods of [`Model`], and ends the job.
     pub fn new(mut model: M) -> Self {
         let device = model.device();
         let mut parameters = Parameters::on(device.as_ref().unwrap_or(&Device::Cpu).clone());
@@ -212,7 +211,7 @@ impl<M: CandleModel> Candle<M> {
         }
     }
 
-    /// The parameters, in the order in which they lie in the flat slice.
+    /// The parameters' tensors, in the order in which they lie in the flat slice.
     pub fn tensors(&self) -> &[Declared] {
         &self.parameters.declared
     }
@@ -261,7 +260,7 @@ impl<M: CandleModel> Model for Candle<M> {
         let found = loss.backward()?;
         for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
         {
-            // A parameter that the loss does not depend on has no gradient.
+            // A parameter that does not affect the loss has no gradient.
             if let Some(gradient) = found.get(variable) {
                 add(gradient, &mut gradients[declared.range.clone()])?;
             }
@@ -325,7 +324,7 @@ impl<M: CandleModel> Model for Candle<M> {
     }
 }
 
-/// Takes the declarations of a model's parameters.
+/// Collects the declarations of a model's parameters.
 #[derive(Debug)]
 pub struct Parameters {
     device: Device,
@@ -336,16 +335,16 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Will have the parameters there.
+    /// Creates an empty collection, whose parameters will be on `device`.
     pub fn on(device: Device) -> Self {
         Self { device, declared: Vec::new(), variables: Vec::new(), names: BTreeSet::new(), len: 0 }
     }
 
     /// Declares an `f32` parameter tensor on the model's [device](CandleModel::device) and returns
-    /// it; its values are set later.
+    /// it. Its values are set later.
     ///
     /// # Errors
-    /// If the name is taken, or candle refuses.
+    /// If the name is not unique, or an error of candle.
     pub fn declare(
         &mut self,
         name: &str,
@@ -353,9 +352,7 @@ impl Parameters {
         init: Init,
     ) -> Result<Tensor, UserError> {
         if !self.names.insert(name.to_owned()) {
-            return Err(
-                format!("two parameters named {name:?}: each needs a name of its own").into()
-            );
+            return Err(format!("two parameters named {name:?}: each needs a unique name").into());
         }
         let variable = Var::zeros(shape, DType::F32, &self.device)?;
         let range = self.len..self.len + variable.elem_count();
@@ -371,7 +368,7 @@ impl Parameters {
     fn set(&self, values: &[f32]) -> Result<(), UserError> {
         if values.len() != self.len {
             let (given, declared) = (values.len(), self.len);
-            return Err(format!("{given} parameters where {declared} were declared").into());
+            return Err(format!("got {given} parameters, but {declared} were declared").into());
         }
         for (declared, variable) in self.declared.iter().zip(&self.variables) {
             variable.inplace_op1(&Overwrite(&values[declared.range.clone()]))?;
@@ -380,33 +377,33 @@ impl Parameters {
     }
 }
 
-/// One tensor among the parameters.
+/// A declared parameter tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Declared {
-    /// Its name, of its own.
+    /// Name, unique within the model.
     pub name: String,
-    /// Its shape; the elements lie row by row.
+    /// Shape; the elements are in row-major order.
     pub shape: Vec<usize>,
-    /// Its initial values.
+    /// Distribution of the initial values.
     pub init: Init,
-    /// Where it lies in the flat slice of all parameters.
+    /// Range in the flat slice of all parameters.
     pub range: Range<usize>,
 }
 
 /// Initial values of a parameter.
 ///
-/// What is drawn depends on the job's seed, the parameter's place among the declared and its size,
-/// and nothing else.
+/// The drawn values depend only on the job's seed, the index of the parameter in the order of
+/// declaration, and its size.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
-    /// The same everywhere.
+    /// One constant.
     Constant(f32),
-    /// Normally distributed around 0.
+    /// Normal distribution with mean 0.
     Normal {
         /// Standard deviation.
         std: f64,
     },
-    /// Evenly distributed around 0.
+    /// Uniform distribution with mean 0.
     Uniform {
         /// Values are at least `-bound` and below `bound`.
         bound: f64,
@@ -416,8 +413,8 @@ pub enum Init {
 impl Init {
     fn draw(&self, seed: u64, stream: u64, values: &mut [f32]) {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
-        // One stream for each tensor: what one draws does not depend on the sizes of those before
-        // it.
+        // One random stream per tensor, so its values do not depend on the sizes of earlier
+        // tensors.
         random.set_stream(stream);
         let mut uniform = || (random.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
         match *self {
@@ -440,13 +437,14 @@ impl Init {
     }
 }
 
-/// A loss, which must be one number.
+/// The value of a loss, which must be a single `f32`.
 fn value_of(loss: &Tensor) -> Result<f64, UserError> {
     if loss.elem_count() != 1 || loss.dtype() != DType::F32 {
         let (shape, dtype) = (loss.dims(), loss.dtype().as_str());
-        return Err(
-            format!("the loss has the shape {shape:?} of {dtype} where one f32 should be").into()
-        );
+        return Err(format!(
+            "the loss must be a single f32, but has the shape {shape:?} of {dtype}"
+        )
+        .into());
     }
     Ok(f64::from(loss.flatten_all()?.get(0)?.to_scalar::<f32>()?))
 }
@@ -455,7 +453,7 @@ fn built<N>(network: &Result<N, String>) -> Result<&N, UserError> {
     network.as_ref().map_err(|error| error.clone().into())
 }
 
-/// Writes values over a variable's, in place.
+/// Overwrites a variable's values in place.
 struct Overwrite<'a>(&'a [f32]);
 
 impl InplaceOp1 for Overwrite<'_> {
@@ -468,7 +466,7 @@ impl InplaceOp1 for Overwrite<'_> {
             (CpuStorage::F32(values), Some((start, end))) => {
                 values[start..end].copy_from_slice(self.0)
             }
-            _ => candle_core::bail!("a parameter is a contiguous tensor of f32"),
+            _ => candle_core::bail!("a parameter must be a contiguous tensor of f32"),
         }
         Ok(())
     }
@@ -483,7 +481,7 @@ impl InplaceOp1 for Overwrite<'_> {
     }
 }
 
-/// Adds a gradient to its part of the flat one.
+/// Adds a gradient to its range of the flat gradient.
 fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
     let gradient = gradient.contiguous()?;
     let (storage, layout) = gradient.storage_and_layout();
@@ -493,7 +491,9 @@ fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
                 *sum += value;
             }
         }
-        _ => candle_core::bail!("a parameter's gradient is a tensor of f32 on the CPU"),
+        _ => candle_core::bail!(
+            "a parameter's gradient must be a contiguous tensor of f32 on the CPU"
+        ),
     }
     Ok(())
 }

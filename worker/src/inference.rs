@@ -1,9 +1,9 @@
-//! Work without a group: shards that are leased to this worker alone are evaluated, or predicted
-//! for, one after the other.
+//! Evaluation and prediction without a group: each worker processes the shards that the master
+//! leases to it, one after the other, independently of other workers.
 //!
-//! **Invariant:** what comes of a shard depends on the model and the shard: its records are taken
-//! in order, in batches of one size, and their metrics added in that order. **Invariant:** a shard
-//! is said to be done after all that was to be written of it is.
+//! **Invariant:** the result of a shard depends only on the model and the shard. Its records are
+//! taken in order, in batches of one size, and their metrics are added in that order.
+//! **Invariant:** a shard is reported as done only after all of its output has been written.
 
 mod output;
 
@@ -24,7 +24,8 @@ use crate::predictions::Predictions;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
 
-/// Does the shards of `dataset` that the master leases to this worker, until it is told to end.
+/// Processes the shards of `dataset` that the master leases to this worker, until the master ends
+/// it.
 pub(crate) fn work<M: Model>(
     model: M,
     parameters: Vec<f32>,
@@ -40,7 +41,7 @@ pub(crate) fn work<M: Model>(
         Work::Evaluate { .. } | Work::Train { .. } => Purpose::Evaluate,
     };
     let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
-    // A worker of many and one of a few take the same batches.
+    // The batch size does not depend on the number of workers.
     let most = model.micro_batch().map_or(u64::MAX, |most| most as u64).max(1);
     let batch = welcome.batch.share(1).min(most);
     let prefetch = Prefetch::new(reader, dataset, batch.saturating_mul(BATCHES_AHEAD))
@@ -55,7 +56,7 @@ pub(crate) fn work<M: Model>(
     exit
 }
 
-/// What is made of records.
+/// What is computed for the records.
 enum Purpose {
     Evaluate,
     Predict { output: Output, format: Format },
@@ -65,18 +66,18 @@ struct Inference<'a, M: Model> {
     model: M,
     parameters: Vec<f32>,
     purpose: Purpose,
-    /// Records at once.
+    /// Records per batch.
     batch: u64,
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
-    /// Leased, and not begun.
+    /// Shards that are leased and not yet started.
     shards: VecDeque<RecordRange>,
     control: &'a Control,
 }
 
-/// Sums over a shard's records, by metric.
+/// Sums over a shard's records, by name of the metric.
 type Sums = BTreeMap<String, f64>;
 
-/// Whether work goes on.
+/// `Err` when the worker has to end.
 type Interruptible = Result<(), Exit>;
 
 impl<M: Model> Inference<'_, M> {
@@ -102,20 +103,22 @@ impl<M: Model> Inference<'_, M> {
         self.control.outbox.send(ToMaster::Report(request));
     }
 
-    /// Takes in what the master has said; `wait`s until it says something.
+    /// Handles the messages that the master has sent. With `wait`, blocks until there is at least
+    /// one.
     fn receive(&mut self, wait: bool) -> Interruptible {
         let ended = || Exit::Shutdown("the control stream's thread ended".into());
-        let mut wait = wait;
+        let mut should_wait = wait;
         loop {
-            let message = match wait {
-                true => self.control.inbox.recv().map_err(|_| ended())?,
-                false => match self.control.inbox.try_recv() {
+            let message = if should_wait {
+                self.control.inbox.recv().map_err(|_| ended())?
+            } else {
+                match self.control.inbox.try_recv() {
                     Ok(message) => message,
                     Err(TryRecvError::Empty) => return Ok(()),
                     Err(TryRecvError::Disconnected) => return Err(ended()),
-                },
+                }
             };
-            wait = false;
+            should_wait = false;
             match message {
                 FromMaster::Lease(ranges) => {
                     for range in ranges {
@@ -124,13 +127,14 @@ impl<M: Model> Inference<'_, M> {
                     }
                 }
                 FromMaster::Shutdown(reason) => return Err(Exit::Shutdown(reason)),
-                // What is for members of a group, or was answered before.
+                // Messages for members of a group, and replies that were handled before, do not
+                // matter here.
                 _ => {}
             }
         }
     }
 
-    /// Does one shard; its metrics, if it is evaluated.
+    /// Processes one shard. Returns its metrics, if it is evaluated.
     fn process(&mut self, shard: RecordRange) -> Result<Result<Sums, Exit>, Failure> {
         let mut sums = Sums::new();
         let mut predictions = Predictions::new();
@@ -140,7 +144,7 @@ impl<M: Model> Inference<'_, M> {
             let mut records = Vec::new();
             let mut rest = Some(part);
             while let Some(range) = rest {
-                // Nobody waits for a shard that this worker is not to finish.
+                // On shutdown the shard is abandoned: the master leases it to another worker.
                 if let Err(exit) = self.receive(false) {
                     return Ok(Err(exit));
                 }
@@ -201,7 +205,7 @@ fn fail(error: String, range: RecordRange) -> Failure {
     Failure { error, ranges: vec![range], fatal: false }
 }
 
-/// The reader keeps so many ready.
+/// Number of batches that the reader reads ahead.
 const BATCHES_AHEAD: u64 = 4;
-/// One to work on, and one to read.
+/// One shard is being processed while the next one is read.
 const SHARDS_AHEAD: u64 = 2;

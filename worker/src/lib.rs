@@ -1,6 +1,6 @@
-//! The library that a user links to train a model with elasticdl.
+//! The library that a training program links.
 //!
-//! Fill in the blanks of [`Model`] and hand it to [`run`]; that is a whole training program:
+//! Implement [`Model`] and pass it to [`run`]. That is a complete training program:
 //!
 //! ```no_run
 //! use elasticdl_worker::readers::FixedRecords;
@@ -43,17 +43,17 @@
 //! }
 //! ```
 //!
-//! Inside, [`run`] ties four things together, each a room of its own:
+//! [`run`] connects four parts, each in a module of its own:
 //!
 //! ```text
-//!   control ── gRPC, one thread ──► inbox ──► trainer ──► session   decides, does nothing (pure)
+//!   control ── gRPC, one thread ──► inbox ──► trainer ──► session   decides, does no IO (pure)
 //!                                             │   └─────► ring      elasticdl-collective
-//!   prefetch ── reads, one thread ──► shelf ──┘                     blocks, one thread
+//!   prefetch ── reads, one thread ─► buffer ──┘                     blocks, one thread
 //! ```
 //!
-//! **Invariants:** knows nothing about processes, pods or how it was launched beyond its
-//! environment. Generated types stop at `control`. What decides is in `core` (the session, and what
-//! it reckons with) and has no IO and no clock.
+//! **Invariants:** This crate knows nothing about processes or pods, nor about how it was launched
+//! beyond its environment variables. Generated protobuf types do not leave `control`. All decisions
+//! are made in `core` (the session and its data types), which does no IO and reads no clock.
 
 mod buckets;
 #[cfg(feature = "candle")]

@@ -1,4 +1,4 @@
-//! What a user fills in to train a model.
+//! The trait that a user implements to train a model.
 
 use std::collections::BTreeMap;
 
@@ -8,63 +8,62 @@ use crate::optimizer::Optimizer;
 use crate::predictions::Predictions;
 use crate::reader::Reader;
 
-/// Any error of the user's code. Its text reaches the summary, with the worker and the records it
-/// was working on.
+/// Any error of the user's code. Its text is reported in the summary, with the worker and the
+/// records that it was processing.
 pub type UserError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A model to train: the blanks that a user fills in.
+/// A model to train.
 ///
 /// Parameters and gradients are flat `f32` slices of the same length, `parameters()` elements, in
-/// an order that the model chooses; what they mean is the model's business. The same program runs
-/// on every worker, so what a method returns must depend on its arguments alone, or replicas drift
-/// apart (they are compared, and drift is an error).
+/// an order that the model chooses. Their meaning is up to the model. The same program runs on
+/// every worker, so results must depend on a method's arguments alone. Otherwise replicas diverge;
+/// they are compared, and divergence is an error.
 ///
-/// Any error or panic in a method ends this worker and is reported with the records it was working
-/// on.
+/// An error or panic in a method ends this worker and is reported with the records that it was
+/// processing.
 pub trait Model: 'static {
     /// Reads the training data.
     type Reader: Reader;
-    /// What [`feed`](Self::feed) makes of records.
+    /// Result of [`feed`](Self::feed).
     type Batch;
 
-    /// The reader of the training data. Called once or twice in a worker's life.
+    /// Creates the reader of the training data. Called once or twice per worker process.
     fn reader(&self) -> Self::Reader;
 
-    /// Number of parameters, the same on every worker.
+    /// Number of parameters, identical on every worker.
     fn parameters(&self) -> usize;
 
-    /// The tensors that the parameters consist of, in the order in which they lie in the flat
-    /// slice: how they are called where the model is exported, and where it is loaded again.
-    /// Default: one, `parameters`, of one dimension.
+    /// The tensors that the flat slice of parameters consists of, in order: their names and shapes
+    /// when the model is exported and loaded. Default: one tensor, `parameters`, of one dimension.
     fn layout(&self) -> Vec<NamedTensor> {
         vec![NamedTensor { name: "parameters".into(), shape: vec![self.parameters()] }]
     }
 
     /// Writes the initial parameters, `[parameters()]`, drawn from `seed`.
     ///
-    /// Called on one worker; the others receive its result.
+    /// Called on one worker. The others receive its result.
     ///
     /// # Errors
     /// Ends the job.
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError>;
 
-    /// Makes a batch of records.
+    /// Builds a batch from records.
     ///
     /// # Errors
-    /// Reported with the records' range; the records go to another worker.
+    /// Reported with the range of records, which are then leased to another worker.
     fn feed(
         &mut self,
         records: Vec<<Self::Reader as Reader>::Record>,
     ) -> Result<Self::Batch, UserError>;
 
-    /// Adds the gradient of the batch's loss, **summed over its records**, to `gradients`; returns
-    /// the loss summed over its records.
+    /// Adds the gradient of the batch's loss, **summed over its records**, to `gradients`. Returns
+    /// the loss, summed over its records.
     ///
-    /// `parameters`, `gradients`: `[parameters()]`. `gradients` already holds what other
-    /// micro-batches of this step added.
+    /// `parameters`, `gradients`: `[parameters()]`. `gradients` already contains the gradients of
+    /// the step's earlier micro-batches.
     ///
     /// # Errors
-    /// Reported with the records' range; the records go to another worker.
+    /// Reported with the range of records, which are then leased to another worker.
     fn gradients(
         &mut self,
         parameters: &[f32],
@@ -72,21 +71,22 @@ pub trait Model: 'static {
         gradients: &mut [f32],
     ) -> Result<f64, UserError>;
 
-    /// The optimizer that [`update`](Self::update) uses. Default: plain SGD at a rate of 0.01.
+    /// The optimizer that [`update`](Self::update) uses. Default: SGD with a learning rate of 0.01.
     fn optimizer(&self) -> Optimizer {
         Optimizer::sgd(0.01)
     }
 
-    /// How many `f32`s of state per parameter `update` keeps in [`Update::slots`]. Default: what
-    /// the optimizer needs.
+    /// Number of `f32`s of optimizer state per parameter that `update` keeps in [`Update::slots`].
+    /// Default: what the optimizer needs.
     fn slots(&self) -> usize {
         self.optimizer().slots()
     }
 
-    /// Applies one step's gradient. Default: the optimizer, on the mean over the step's records.
+    /// Applies one step's gradient. Default: the optimizer, applied to the mean over the step's
+    /// records.
     ///
-    /// A model that wants the sum and the count themselves overrides this, and
-    /// [`slots`](Self::slots) with it.
+    /// Override this, together with [`slots`](Self::slots), for an update rule that needs the sum
+    /// and the count themselves.
     ///
     /// # Errors
     /// Ends this worker.
@@ -95,24 +95,25 @@ pub trait Model: 'static {
         Ok(())
     }
 
-    /// Records that fit into memory at once: a larger share is computed in micro-batches. Default:
-    /// any number.
+    /// Maximum number of records that fit into memory at once: a larger share is computed in
+    /// micro-batches. Default: no limit.
     fn micro_batch(&self) -> Option<usize> {
         None
     }
 
-    /// Elements of a bucket, for a model that knows when parts of its gradient are complete: then
-    /// the gradient is summed over the workers in buckets, from its end on, and
-    /// [`gradients_in_buckets`](Self::gradients_in_buckets) says how early. The same on every
-    /// worker. Default: none, for a gradient that is summed as a whole, when it is complete.
+    /// Number of elements per gradient bucket, identical on every worker, for a model that can
+    /// report when parts of its gradient are complete. The gradient is then all-reduced in buckets,
+    /// starting from its end, as [`gradients_in_buckets`](Self::gradients_in_buckets) completes
+    /// them. Default: none; the gradient is all-reduced as a whole once it is complete.
     fn bucket(&self) -> Option<usize> {
         None
     }
 
-    /// As [`gradients`](Self::gradients), called in its place for the last records of a step where
-    /// there are [buckets](Self::bucket) and other workers: what is said to be complete is summed
-    /// while the rest is computed. So a model whose parameters lie in the order of its layers,
-    /// which a backward pass takes from the last one on, spends less time waiting for the network.
+    /// Like [`gradients`](Self::gradients), and called in its place for the last records of a step
+    /// if there are [buckets](Self::bucket) and other workers. Parts that are marked as complete
+    /// are all-reduced while the rest is computed. A model whose parameters lie in the order of its
+    /// layers, which the backward pass visits from the last to the first, spends less time waiting
+    /// for the network.
     ///
     /// # Errors
     /// As for [`gradients`](Self::gradients).
@@ -125,20 +126,20 @@ pub trait Model: 'static {
         self.gradients(parameters, batch, gradients.rest())
     }
 
-    /// The model on a GPU, if it computes there: then this is called in place of
-    /// [`gradients`](Self::gradients), [`update`](Self::update) and, while it trains, of
+    /// The GPU side of the model, if it computes on a GPU. It is then called in place of
+    /// [`gradients`](Self::gradients), [`update`](Self::update) and, during training,
     /// [`evaluate`](Self::evaluate). Default: none, for a model that computes on the CPU.
     ///
-    /// It may not change its mind.
+    /// Every call must return the same variant.
     fn device(&mut self) -> Option<&mut dyn DeviceModel<Batch = Self::Batch>> {
         None
     }
 
-    /// Judges the model on a batch of validation data: adds metrics to `metrics`, **summed over its
-    /// records**.
+    /// Evaluates the model on a batch of validation data: adds metrics to `metrics`, **summed over
+    /// its records**.
     ///
-    /// Default: `loss`, by [`gradients`](Self::gradients), whose gradient is thrown away; a model
-    /// that knows how to do without, or has other metrics, fills this in.
+    /// Default: the metric `loss`, computed by [`gradients`](Self::gradients), whose gradient is
+    /// discarded. Override this to avoid that work or to report other metrics.
     ///
     /// # Errors
     /// As for [`gradients`](Self::gradients).
@@ -148,46 +149,46 @@ pub trait Model: 'static {
         batch: Self::Batch,
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
-        let mut thrown_away = vec![0.0; parameters.len()];
-        let loss = self.gradients(parameters, batch, &mut thrown_away)?;
+        let mut discarded = vec![0.0; parameters.len()];
+        let loss = self.gradients(parameters, batch, &mut discarded)?;
         metrics.add("loss", loss);
         Ok(())
     }
 
-    /// What the model makes of the batch's records: one row for each, in their order.
+    /// Predicts for the batch's records: one row per record, in the records' order.
     ///
-    /// Default: an error, for a model that predicts nothing.
+    /// Default: an error.
     ///
     /// # Errors
-    /// Reported with the records' range; the records go to another worker.
+    /// Reported with the range of records, which are then leased to another worker.
     fn predict(
         &mut self,
         _parameters: &[f32],
         _batch: Self::Batch,
     ) -> Result<Predictions, UserError> {
-        Err("this model makes no predictions; fill in its method `predict`".into())
+        Err("this model makes no predictions; implement its method `predict`".into())
     }
 
-    /// The model's closing words, shown with the job's summary: a sample, a score. Called on one
-    /// worker, at the end.
+    /// A final text about the model, such as a sample or a score, which is shown with the job's
+    /// summary. Called on one worker, after training.
     ///
     /// # Errors
-    /// Shown in place of the words; the job has completed all the same.
+    /// Shown in place of the text. The job counts as completed nevertheless.
     fn summary(&mut self, _parameters: &[f32]) -> Result<Option<String>, UserError> {
         Ok(None)
     }
 }
 
-/// A part of the parameters, as other programs see it.
+/// A named part of the parameters, as it appears in exported models.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedTensor {
-    /// Its name, of its own.
+    /// Name, unique within the model.
     pub name: String,
-    /// Its shape; the elements lie row by row.
+    /// Shape; the elements are in row-major order.
     pub shape: Vec<usize>,
 }
 
-/// What [`Model::evaluate`] finds. What the user sees is the mean over all records of the
+/// The metrics that [`Model::evaluate`] reports. Users see their means over all records of the
 /// validation data.
 #[derive(Debug)]
 pub struct Metrics<'a> {
@@ -199,7 +200,7 @@ impl<'a> Metrics<'a> {
         Self { sums }
     }
 
-    /// Adds `sum`, over the batch's records, to the metric of this name.
+    /// Adds `sum`, a sum over the batch's records, to the metric `name`.
     pub fn add(&mut self, name: &str, sum: f64) {
         match self.sums.get_mut(name) {
             Some(before) => *before += sum,
@@ -211,14 +212,14 @@ impl<'a> Metrics<'a> {
 /// One step's gradient and the state it is applied to.
 #[derive(Debug)]
 pub struct Update<'a> {
-    /// The step, from 0.
+    /// Number of the step, from 0.
     pub step: u64,
-    /// Records behind `sum`, over all ranks; at least 1.
+    /// Number of records in `sum`, over all ranks; at least 1.
     pub records: u64,
-    /// Gradient summed over these records, `[parameters]`.
+    /// Gradient, summed over these records: `[parameters]`.
     pub sum: &'a [f32],
-    /// The parameters, `[parameters]`.
+    /// Parameters: `[parameters]`.
     pub parameters: &'a mut [f32],
-    /// The optimizer's state, `[slots · parameters]`, zero at the start.
+    /// Optimizer state: `[slots · parameters]`, initially zero.
     pub slots: &'a mut [f32],
 }

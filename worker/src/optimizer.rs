@@ -1,8 +1,8 @@
 //! Optimizers: how a step's gradient changes the parameters.
 //!
-//! **Invariant:** [`Optimizer::apply`] is a pure function of its arguments: same bits in, same bits
-//! out, on any processor. It allocates nothing and reads the gradient once (twice when it is
-//! clipped).
+//! **Invariant:** [`Optimizer::apply`] is a pure function of its arguments: the same input bits
+//! give the same output bits on any processor. It allocates nothing and reads the gradient once
+//! (twice if it is clipped).
 
 use crate::model::Update;
 use crate::schedule::{Schedule, power};
@@ -14,7 +14,7 @@ use crate::schedule::{Schedule, power};
 ///
 /// let momentum = Optimizer::sgd(0.1).momentum(0.9).nesterov();
 /// let schedule = Schedule::Cosine { warm_up: 100, total: 10_000, floor: 0.1 };
-/// let adam_w = Optimizer::adam_w(3e-4).betas(0.9, 0.95).weight_decay(0.1).clip_norm(1.0).schedule(schedule);
+/// let adam_w = Optimizer::adam_w(3e-4)\n///     .betas(0.9, 0.95)\n///     .weight_decay(0.1)\n///     .clip_norm(1.0)\n///     .schedule(schedule);
 /// assert_eq!((momentum.slots(), adam_w.slots()), (1, 2));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -61,7 +61,7 @@ impl Optimizer {
         Self::new(Rule::Sgd { momentum: 0.0, nesterov: false }, rate, 0.0)
     }
 
-    /// Sets AdamW's decay rates of the gradient's mean and of its square's.
+    /// Sets AdamW's decay rates of the first and second moment.
     ///
     /// # Panics
     /// If this is not AdamW, or one of them is not in [0, 1).
@@ -76,8 +76,7 @@ impl Optimizer {
         self
     }
 
-    /// Scales the mean gradient down to this Euclidean norm where it is longer
-    /// (`torch.nn.utils.clip_grad_norm_`).
+    /// Clips the mean gradient to this Euclidean norm (`torch.nn.utils.clip_grad_norm_`).
     ///
     /// # Panics
     /// If `norm` is not above 0.
@@ -87,7 +86,7 @@ impl Optimizer {
         self
     }
 
-    /// Sets AdamW's ε, which keeps the division finite.
+    /// Sets AdamW's ε, which prevents a division by zero.
     ///
     /// # Panics
     /// If this is not AdamW, or `epsilon` is not above 0.
@@ -100,7 +99,7 @@ impl Optimizer {
         self
     }
 
-    /// Sets SGD's momentum, which costs one slot if it is above 0.
+    /// Sets SGD's momentum. It takes one slot if it is above 0.
     ///
     /// # Panics
     /// If this is not SGD, or `momentum` is not in [0, 1).
@@ -116,7 +115,7 @@ impl Optimizer {
         self
     }
 
-    /// Makes SGD's momentum look ahead, as Nesterov's.
+    /// Uses Nesterov momentum.
     ///
     /// # Panics
     /// If this is not SGD with momentum.
@@ -130,7 +129,7 @@ impl Optimizer {
         self
     }
 
-    /// Sets how the rate changes over time.
+    /// Sets the learning rate schedule.
     pub fn schedule(mut self, schedule: Schedule) -> Self {
         self.schedule = schedule;
         self
@@ -149,7 +148,7 @@ impl Optimizer {
         self
     }
 
-    /// How many `f32`s of state are kept per parameter: 0, 1 or 2.
+    /// Number of `f32`s of optimizer state per parameter: 0, 1 or 2.
     pub fn slots(&self) -> usize {
         match self.rule {
             Rule::AdamW { .. } => 2,
@@ -162,21 +161,17 @@ impl Optimizer {
         self.rate * self.schedule.factor(step)
     }
 
-    /// Applies the mean gradient, `sum / records`, to the parameters and the slots. Where it is to
-    /// be clipped and has no finite norm, nothing is changed.
+    /// Applies the mean gradient, `sum / records`, to the parameters and the slots. If the gradient
+    /// is to be clipped and its norm is not finite, nothing is changed.
     ///
     /// # Panics
-    /// If `records` is 0, or `parameters` and `slots` are not as long as `sum` and
-    /// [`slots`](Self::slots) say.
+    /// If `records` is 0, or the lengths of `parameters` and `slots` do not match `sum` and
+    /// [`slots`](Self::slots).
     pub fn apply(&self, update: Update<'_>) {
         let Update { step, records, sum, parameters, slots } = update;
         assert!(records > 0, "a step has at least one record");
         assert_eq!(parameters.len(), sum.len(), "one gradient per parameter");
-        assert_eq!(
-            slots.len(),
-            self.slots() * sum.len(),
-            "as many slots as the optimizer asked for"
-        );
+        assert_eq!(slots.len(), self.slots() * sum.len(), "`slots` state values per parameter");
         let Some(factor) = self.clip_factor(sum, records) else { return };
         let scale = (factor / records as f64) as f32;
         match self.arithmetic(step) {
@@ -194,7 +189,7 @@ impl Optimizer {
         }
     }
 
-    /// What is computed for each parameter at `step`.
+    /// Constants of the update at `step`.
     pub(crate) fn arithmetic(&self, step: u64) -> Arithmetic {
         let rate = self.rate(step);
         match self.rule {
@@ -226,7 +221,7 @@ impl Optimizer {
         }
     }
 
-    /// The norm of the mean gradient that is not exceeded.
+    /// Maximum norm of the mean gradient.
     pub(crate) fn norm_limit(&self) -> Option<f64> {
         self.clip_norm
     }
@@ -239,18 +234,17 @@ impl Optimizer {
         Self { rule, rate, weight_decay, clip_norm: None, schedule: Schedule::constant() }
     }
 
-    /// What the mean gradient is to be multiplied with; `None` where that can't be told, for its
-    /// norm is not finite.
+    /// Clipping factor of the mean gradient; `None` if its norm is not finite.
     fn clip_factor(&self, sum: &[f32], records: u64) -> Option<f64> {
         let Some(limit) = self.clip_norm else { return Some(1.0) };
         let norm = norm(sum);
-        // The millionth is torch's.
+        // PyTorch adds 1e-6 too.
         norm.is_finite().then(|| (limit / (norm / records as f64 + 1e-6)).min(1.0))
     }
 }
 
-/// One step's arithmetic. `scale`, where it is used, makes the mean gradient of the sum, and clips
-/// it.
+/// Update rule of one step, with its constants. `scale`, where it is used, divides the sum by the
+/// number of records and clips it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arithmetic {
     AdamW(AdamW),
@@ -259,7 +253,7 @@ pub(crate) enum Arithmetic {
     Plain(Sgd),
 }
 
-/// SGD's constants of one step.
+/// Constants of one step of SGD.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sgd {
     pub(crate) rate: f32,
@@ -291,7 +285,7 @@ impl Sgd {
     }
 }
 
-/// AdamW's constants of one step; both bias corrections are folded into `rate` and `correction`.
+/// Constants of one step of AdamW. Both bias corrections are folded into `rate` and `correction`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AdamW {
     pub(crate) keep: f32,
@@ -322,8 +316,8 @@ impl AdamW {
     }
 }
 
-/// Euclidean norm, in f64, in one fixed order whose lanes are independent so that they can be
-/// computed side by side.
+/// Euclidean norm, in f64, in one fixed order. The lanes are independent, so the compiler can
+/// vectorize them.
 fn norm(values: &[f32]) -> f64 {
     let mut lanes = [0.0f64; 8];
     let (chunks, rest) = values.as_chunks::<8>();
@@ -343,8 +337,8 @@ mod tests {
     use super::*;
 
     const START: [f32; 3] = [1.0, -2.0, 0.5];
-    /// Sums over two records: the means of the first step are 0.5, -0.25 and 0, of the second -0.1,
-    /// 0.2 and 0.3.
+    /// Gradient sums over two records: the means are 0.5, -0.25 and 0 in the first step, and -0.1,
+    /// 0.2 and 0.3 in the second.
     const SUMS: [[f32; 3]; 2] = [[1.0, -0.5, 0.0], [-0.2, 0.4, 0.6]];
 
     /// The parameters after each of two steps.
@@ -377,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn sgd_with_momentum_follows_torchs_definition() {
+    fn sgd_with_momentum_matches_torch() {
         // b: 0.5, -0.25, 0, then 0.9b + g: 0.35, -0.025, 0.3.
         let optimizer = Optimizer::sgd(0.1).momentum(0.9);
         near(two_steps(optimizer), [[0.95, -1.975, 0.5], [0.915, -1.9725, 0.47]]);
@@ -387,8 +381,8 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_that_falls_does_not_shorten_the_momentum_gathered_before() {
-        // b as without a schedule; the second step goes half as far.
+    fn a_falling_rate_does_not_shrink_the_accumulated_momentum() {
+        // `b` as without a schedule; the second step is half as large.
         let schedule = Schedule::Step { every: 1, factor: 0.5 };
         let optimizer = Optimizer::sgd(0.1).momentum(0.9).schedule(schedule);
         near(two_steps(optimizer), [[0.95, -1.975, 0.5], [0.9325, -1.97375, 0.485]]);
@@ -402,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn adam_w_follows_torchs_definition() {
+    fn adam_w_matches_torch() {
         // torch.optim.AdamW in f64, written out parameter by parameter and step by step.
         let (beta1, beta2, epsilon, decay, rate) = (0.8, 0.9, 1e-3, 0.1, 0.01);
         let mut expected = [[0.0; 3]; 2];
@@ -426,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_gradient_is_scaled_to_the_norm_and_a_short_one_is_left_alone() {
+    fn only_gradients_above_the_norm_are_clipped() {
         let apply = |optimizer: Optimizer| {
             let mut parameters = [0.0; 2];
             let sum = &[6.0, -8.0];

@@ -5,10 +5,10 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
-/// `path` from the root on and without `.` and `..`, naming what the system would find by `path`.
+/// `path` as an absolute path without `.` and `..` that leads to the same file.
 ///
-/// `..` behind a symbolic link leads to the parent of the link's target, so what is before it is
-/// resolved as far as it exists. A path without `..` keeps its links.
+/// `..` after a symbolic link is the parent of the link's target, so the part before it is resolved
+/// as far as it exists. A path without `..` keeps its links.
 pub(crate) fn absolute(path: &str) -> io::Result<PathBuf> {
     let whole = std::path::absolute(path)?;
     let mut clean = PathBuf::new();
@@ -18,7 +18,7 @@ pub(crate) fn absolute(path: &str) -> io::Result<PathBuf> {
             Component::ParentDir => {
                 match clean.canonicalize() {
                     Ok(resolved) => clean = resolved,
-                    // What is not there yet is made under the names that it was given.
+                    // A component that does not exist yet is created under the name that was given.
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                     Err(error) => return Err(error),
                 }
@@ -31,8 +31,8 @@ pub(crate) fn absolute(path: &str) -> io::Result<PathBuf> {
     Ok(clean)
 }
 
-/// Whether `address` names a folder where a file is wanted: one of this machine that is there, or
-/// any place whose name ends with `/` or is missing.
+/// Whether `address` names a folder although a file is expected: an existing folder of this
+/// machine, or any address whose last component ends with `/` or is missing.
 pub(crate) fn names_folder(address: &str) -> bool {
     let (is_path, path) = match address.split_once("://") {
         None => (true, address),
@@ -44,8 +44,8 @@ pub(crate) fn names_folder(address: &str) -> bool {
     path.ends_with('/') || !is_named || (is_path && Path::new(path).is_dir())
 }
 
-/// Sixteen digits that no other writer draws: process ids are not unique where several containers
-/// share a folder.
+/// Sixteen random hexadecimal digits, unique among writers: process ids are not unique where
+/// several containers share a folder.
 pub(crate) fn random_digits() -> String {
     format!("{:016x}", RandomState::new().hash_one(OsStr::new("staged")))
 }
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_with_dots_leads_where_the_system_goes() {
+    fn a_path_with_dots_resolves_as_the_system_resolves_it() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().canonicalize().unwrap();
         std::fs::create_dir_all(root.join("real/deep/inside")).unwrap();
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_told_from_a_file_to_come() {
+    fn folders_are_distinguished_from_files_that_do_not_exist_yet() {
         let folder = tempfile::tempdir().unwrap();
         let here = folder.path().to_str().unwrap();
         for address in

@@ -1,12 +1,12 @@
-//! What models predict.
+//! Predictions of a model.
 
-/// What a model predicts for some records: named columns, each with one value for each record, in
-/// the records' order.
+/// Predictions for a batch of records: named columns, each with one value per record, in the
+/// records' order.
 ///
 /// ```
 /// use elasticdl_worker::Predictions;
 ///
-/// let predictions = Predictions::new().i64("class", vec![3, 5]).f32("probability", vec![0.9, 0.6]);
+/// let predictions = Predictions::new()\n///     .i64("class", vec![3, 5])\n///     .f32("probability", vec![0.9, 0.6]);
 /// assert_eq!(predictions.rows(), Ok(2));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -14,30 +14,30 @@ pub struct Predictions {
     columns: Vec<(String, Column)>,
 }
 
-/// Values of one kind.
+/// A column: values of one type.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Column {
-    /// Numbers.
+    /// Floating-point numbers.
     F32(Vec<f32>),
-    /// Whole numbers.
+    /// Integers.
     I64(Vec<i64>),
     /// Text.
     Text(Vec<String>),
 }
 
 impl Predictions {
-    /// No columns yet.
+    /// Creates predictions without columns.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a column of numbers.
+    /// Adds a column of floating-point numbers.
     pub fn f32(self, name: &str, values: Vec<f32>) -> Self {
         self.column(name, Column::F32(values))
     }
 
-    /// Adds a column of whole numbers.
+    /// Adds a column of integers.
     pub fn i64(self, name: &str, values: Vec<i64>) -> Self {
         self.column(name, Column::I64(values))
     }
@@ -57,18 +57,18 @@ impl Predictions {
         &self.columns
     }
 
-    /// Records that are predicted for.
+    /// Number of records predicted for.
     ///
     /// # Errors
-    /// There is no column, two have one name, or they differ in length.
+    /// There is no column, two columns have the same name, or columns differ in length.
     pub fn rows(&self) -> Result<usize, String> {
         let Some((first, column)) = self.columns.first() else {
-            return Err("predictions have at least one column".into());
+            return Err("predictions need at least one column".into());
         };
         let rows = column.len();
         for (i, (name, column)) in self.columns.iter().enumerate() {
             if name.is_empty() || self.columns[..i].iter().any(|(other, _)| other == name) {
-                return Err(format!("column {i} is named {name:?}: each needs a name of its own"));
+                return Err(format!("column {i} is named {name:?}: each needs a unique name"));
             }
             if column.len() != rows {
                 return Err(format!(
@@ -80,10 +80,10 @@ impl Predictions {
         Ok(rows)
     }
 
-    /// Puts `other`'s rows behind these.
+    /// Appends `other`'s rows.
     ///
     /// # Errors
-    /// They are of other columns.
+    /// `other` has different columns.
     pub fn append(&mut self, other: Self) -> Result<(), String> {
         if self.columns.is_empty() {
             *self = other;
@@ -103,7 +103,7 @@ impl Predictions {
         if !same {
             let (here, there) = (describe(self), describe(&other));
             return Err(format!(
-                "predictions of one job have one set of columns: {there} come after {here}"
+                "all predictions of a job must have the same columns: got {there} after {here}"
             ));
         }
         for ((_, column), (_, more)) in self.columns.iter_mut().zip(other.columns) {
@@ -111,7 +111,7 @@ impl Predictions {
                 (Column::F32(values), Column::F32(more)) => values.extend(more),
                 (Column::I64(values), Column::I64(more)) => values.extend(more),
                 (Column::Text(values), Column::Text(more)) => values.extend(more),
-                _ => unreachable!("their kinds were just compared"),
+                _ => unreachable!("the kinds were compared above"),
             }
         }
         Ok(())
@@ -120,7 +120,7 @@ impl Predictions {
 
 impl Column {
     /// Number of values.
-    #[expect(clippy::len_without_is_empty, reason = "an empty column is nothing special")]
+    #[expect(clippy::len_without_is_empty, reason = "an empty column has no special meaning")]
     pub fn len(&self) -> usize {
         match self {
             Self::F32(values) => values.len(),
@@ -147,10 +147,10 @@ mod tests {
     }
 
     #[test]
-    fn columns_have_names_of_their_own_and_one_length() {
+    fn columns_must_have_unique_names_and_equal_lengths() {
         assert_eq!(two().rows(), Ok(2));
         let table = [
-            (Predictions::new(), "at least one column"),
+            (Predictions::new(), "need at least one column"),
             (two().f32("class", vec![0.0; 2]), "column 2 is named \"class\""),
             (two().text("", vec![String::new(); 2]), "column 2 is named \"\""),
             (two().text("t", vec![]), "column \"t\" has 0 values where \"class\" has 2"),
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_come_behind_rows_of_the_same_columns() {
+    fn only_rows_of_the_same_columns_can_be_appended() {
         let mut all = Predictions::new();
         all.append(two()).unwrap();
         all.append(Predictions::new().i64("class", vec![7]).f32("p", vec![1.0])).unwrap();
@@ -176,7 +176,7 @@ mod tests {
             Predictions::new().i64("class", vec![1]).i64("p", vec![1]),
         ] {
             let error = all.append(other).unwrap_err();
-            assert!(error.ends_with("come after \"class\" (i64), \"p\" (f32)"), "{error}");
+            assert!(error.ends_with("after \"class\" (i64), \"p\" (f32)"), "{error}");
         }
     }
 }

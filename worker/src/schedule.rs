@@ -1,54 +1,54 @@
-//! Learning rates over time.
+//! Learning rate schedules.
 //!
-//! **Invariant:** a schedule is a pure function of the step, computed from IEEE-exact operations
-//! alone (`+ − × ÷`): the system's `cos` and `pow` differ in the last bit between processors, and
-//! replicas must not.
+//! **Invariant:** a schedule is a pure function of the step, computed only with operations that
+//! IEEE 754 defines exactly (`+ − × ÷`). The system's `cos` and `pow` differ in the last bit
+//! between processors, which would make replicas diverge.
 
-/// What the learning rate is multiplied by at each step.
+/// Factor of the learning rate at each step.
 ///
-/// A step is one update of the parameters, counted from 0, whatever the number of workers:
-/// schedules mean the same at any size, as long as the global batch is the same.
+/// A step is one update of the parameters, counted from 0, whatever the number of workers. So a
+/// schedule means the same at any world size, as long as the global batch is the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Schedule {
-    /// 1 throughout.
+    /// Always 1.
     #[default]
     Constant,
-    /// Rises in a line to 1 during `warm_up` steps, then falls along half a cosine to `floor` at
+    /// Rises linearly to 1 during `warm_up` steps, then follows half a cosine down to `floor` at
     /// step `total`, and stays there.
     ///
     /// Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), without
     /// the restarts.
     Cosine {
-        /// Steps until the full rate: step `s < warm_up` has `(s + 1) / warm_up` of it.
+        /// Number of warm-up steps: the factor of step `s < warm_up` is `(s + 1) / warm_up`.
         warm_up: u64,
-        /// The step at which the floor is reached, warm-up included. Not above `warm_up`: there is
-        /// no fall in between.
+        /// Step at which the floor is reached, warm-up included. If it is not above `warm_up`, the
+        /// factor drops to the floor directly.
         total: u64,
-        /// The last factor, 0 to 1.
+        /// Final factor, from 0 to 1.
         floor: f64,
     },
     /// Multiplied by `factor` after each `every` steps (`torch.optim.lr_scheduler.StepLR`).
     Step {
-        /// Steps between two changes; 0 is taken as 1.
+        /// Steps between two changes; 0 means 1.
         every: u64,
-        /// The factor of each change.
+        /// Factor of each change.
         factor: f64,
     },
-    /// Rises in a line to 1 during `steps` steps and stays there.
+    /// Rises linearly to 1 during `steps` steps and stays there.
     WarmUp {
-        /// Steps until the full rate: step `s < steps` has `(s + 1) / steps` of it.
+        /// Number of warm-up steps: the factor of step `s < steps` is `(s + 1) / steps`.
         steps: u64,
     },
 }
 
 impl Schedule {
-    /// The rate does not change.
+    /// A constant learning rate.
     pub const fn constant() -> Self {
         Self::Constant
     }
 
-    /// The factor of the learning rate at `step`.
+    /// Factor of the learning rate at `step`.
     pub fn factor(&self, step: u64) -> f64 {
         match *self {
             Self::Constant => 1.0,
@@ -79,8 +79,8 @@ pub(crate) fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// cos(π·x) for x in [0, 1], within 1e-15: the series around 0, reached by symmetry from up to half
-/// a turn's quarter.
+/// cos(π·x) for x in [0, 1], within 1e-15: the power series around 0 for x ≤ 0.5, and by symmetry
+/// beyond that.
 fn cosine_of_half_turns(x: f64) -> f64 {
     use std::f64::consts::PI;
     if x > 0.5 {
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cosine_rises_in_a_line_falls_along_the_curve_and_stays_at_its_floor() {
+    fn a_cosine_schedule_warms_up_linearly_and_ends_at_its_floor() {
         let schedule = Schedule::Cosine { warm_up: 4, total: 12, floor: 0.2 };
         for (step, expected) in
             [(0, 0.25), (1, 0.5), (3, 1.0), (4, 1.0), (8, 0.6), (12, 0.2), (13, 0.2)]
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cosine_shorter_than_its_warm_up_has_no_fall() {
+    fn a_cosine_schedule_shorter_than_its_warm_up_drops_to_the_floor() {
         for total in [0, 3, 4] {
             let schedule = Schedule::Cosine { warm_up: 4, total, floor: 0.5 };
             assert_eq!(
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_multiply_and_a_warm_up_ends() {
+    fn step_schedules_multiply_and_warm_ups_end() {
         let step = Schedule::Step { every: 3, factor: 0.5 };
         assert_eq!([0, 2, 3, 5, 6, 9].map(|at| step.factor(at)), [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]);
         assert_eq!(Schedule::Step { every: 0, factor: 0.5 }.factor(2), 0.25);
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn the_written_out_functions_agree_with_the_systems() {
+    fn exact_functions_agree_with_the_system_library() {
         for k in 0..=1000 {
             let x = f64::from(k) / 1000.0;
             near(cosine_of_half_turns(x), (std::f64::consts::PI * x).cos());

@@ -1,14 +1,14 @@
-//! Where files are: a folder of this machine, or an object store, behind one address.
+//! File access through one interface: a local folder or an object store, selected by the address.
 //!
-//! | address | what it is | settings, from the environment |
+//! | address | storage | settings, from the environment |
 //! |---|---|---|
-//! | a plain path, `file:///path` | a folder or file that this process sees | |
-//! | `s3://bucket/path` | S3, or what speaks its protocol | `AWS_ACCESS_KEY_ID`, `AWS_REGION`, `AWS_ENDPOINT`, … |
+//! | a path, `file:///path` | a local folder or file | |
+//! | `s3://bucket/path` | S3, or a compatible store | `AWS_ACCESS_KEY_ID`, `AWS_REGION`, `AWS_ENDPOINT`, … |
 //! | `gs://bucket/path` | Google Cloud Storage | `GOOGLE_SERVICE_ACCOUNT`, … |
 //! | `az://container/path` | Azure Blob Storage | `AZURE_STORAGE_ACCOUNT_NAME`, … |
 //!
-//! Calls block, so they belong to threads that may wait; requests run on a small runtime of their
-//! own. Storage that does not answer is waited for (see `waits.rs`).
+//! Calls block, so they must be made from threads that may block. Requests run on a small runtime
+//! of their own. Requests that fail with a transient error are retried (see `retry.rs`).
 
 use std::fmt;
 use std::ops::Range;
@@ -30,69 +30,69 @@ use url::Url;
 
 pub(crate) use self::retry::{Transient, WaitStatus, set_wait_flag, wait_status, with_retries};
 
-/// A place for files: paths given to its methods are relative to it, with `/` between their parts;
-/// the empty path is the place itself.
+/// A folder of files. Paths given to its methods are relative to it and use `/` as the separator;
+/// the empty path is the folder, or the file, itself.
 #[derive(Clone, Debug)]
 pub struct Storage {
     store: Arc<dyn ObjectStore>,
     root: Path,
     address: String,
-    /// It is a folder of this machine.
+    /// Whether it is a local folder.
     is_local: bool,
 }
 
-/// A file that was found.
+/// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Relative to where it was looked for.
+    /// Path, relative to the listed folder.
     pub path: String,
-    /// Its length.
+    /// Length of the file, in bytes.
     pub bytes: u64,
 }
 
-/// What tells an object from what it was before, or will be after it is written again.
+/// Version of a file: changes whenever the file is written again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Version {
-    /// Its length.
+    /// Length of the file, in bytes.
     pub(crate) bytes: u64,
-    /// What the store calls its content: an ETag, or when it was written.
+    /// ETag of the content, or the time of the last modification.
     pub(crate) tag: String,
 }
 
-/// Why a place can't be used, or what it refused. The text names the address, and the file.
+/// Why storage cannot be used, or what it refused. The text names the address and the file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StorageError {
-    /// No place can have this address; the reason says what would be right.
+    /// The address is not valid; the reason says what is expected.
     #[error("{address}: {reason}")]
     Address {
-        /// As it was given.
+        /// Address, as it was given.
         address: String,
-        /// What is wrong with it.
+        /// What is wrong with the address.
         reason: String,
     },
-    /// The place has no such file.
+    /// The file does not exist.
     #[error("{path}: no such file")]
     NotFound {
-        /// The whole address.
+        /// Full address of the file.
         path: String,
     },
-    /// It refused, or did not answer in time, and was asked again where that could help.
+    /// The request failed or timed out; transient errors were retried before.
     #[error("{path}: {reason}", reason = errors::reason(source))]
     Store {
-        /// The whole address.
+        /// Full address of the file.
         path: String,
-        /// Its word.
+        /// Error of the store.
         source: Box<object_store::Error>,
     },
 }
 
 impl Storage {
-    /// The place at `address`: a plain path, `file://`, `s3://`, `gs://` or `az://`. Nothing is
-    /// asked of it yet; a folder that is not there is made when something is written to it.
+    /// Opens the storage at `address`: a path, `file://`, `s3://`, `gs://` or `az://`. Makes no
+    /// request yet. A folder that does not exist is created by the first write.
     ///
     /// # Errors
-    /// The address can't be one, or settings that it needs are missing or wrong.
+    /// The address is not valid, or settings that it needs are missing or wrong.
     pub fn open(address: &str) -> Result<Self, StorageError> {
         let wrong = |reason: String| StorageError::Address { address: address.to_owned(), reason };
         if address.is_empty() {
@@ -112,10 +112,11 @@ impl Storage {
         }
         let url = Url::parse(address).map_err(|error| wrong(error.to_string()))?;
         let unknown =
-            || wrong("not a place for files; it must be a path or s3://, gs:// or az://".into());
+            || wrong("not a storage address; it must be a path or s3://, gs:// or az://".into());
         let (scheme, path) = ObjectStoreScheme::parse(&url).map_err(|_| unknown())?;
         let failed = |error: object_store::Error| wrong(error.to_string());
-        // The clients look for the process's way to do TLS; one that is set already is as good.
+        // The clients use the TLS provider of the process. If another provider is already
+        // installed, it is used.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let store: Arc<dyn ObjectStore> = match scheme {
             ObjectStoreScheme::Local => local::store(),
@@ -141,50 +142,50 @@ impl Storage {
         Ok(Self { store, root, address: address.trim_end_matches('/').to_owned(), is_local })
     }
 
-    /// Files in `store` below `root`. `address`: how errors name it.
+    /// Files in `store` below `root`. `address`: name of this storage in errors.
     pub fn within(store: Arc<dyn ObjectStore>, root: Path, address: impl Into<String>) -> Self {
         Self { store, root, address: address.into(), is_local: false }
     }
 
-    /// Whether `address` is one of an object store, and not of a path that this machine must have.
+    /// Whether `address` is in an object store, not a path on this machine.
     #[must_use]
     pub fn is_remote(address: &str) -> bool {
         address.contains("://") && !address.starts_with("file:")
     }
 
-    /// How it was given.
+    /// Address, as it was given.
     #[must_use]
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// The place at `path` below this one.
+    /// The folder or file at `path` below this one.
     #[must_use]
     pub fn join(&self, path: &str) -> Self {
         let (store, is_local) = (Arc::clone(&self.store), self.is_local);
         Self { store, root: self.at(path), address: self.name(path), is_local }
     }
 
-    /// All of a file.
+    /// Reads a whole file.
     ///
     /// # Errors
-    /// [`StorageError::NotFound`], or the store's.
+    /// [`StorageError::NotFound`], or an error of the store.
     pub fn read(&self, path: &str) -> Result<Bytes, StorageError> {
         let at = self.at(path);
         self.request(path, || async { self.store.get(&at).await?.bytes().await })
     }
 
-    /// Bytes `range` of a file; fewer where it ends before.
+    /// Reads bytes `range` of a file; fewer if the file ends before.
     ///
     /// # Errors
-    /// As for [`read`](Self::read); a range that begins at or behind the file's end.
+    /// As for [`read`](Self::read). A range that begins at or after the file's end is an error.
     pub fn read_range(&self, path: &str, range: Range<u64>) -> Result<Bytes, StorageError> {
         let at = self.at(path);
         self.request(path, || self.store.get_range(&at, range.clone()))
     }
 
-    /// As [`read_range`](Self::read_range), once, in any runtime; with which version of the file it
-    /// was. Who wants it asked again does so.
+    /// Like [`read_range`](Self::read_range), but makes one attempt, on the caller's runtime, and
+    /// also returns the version of the file. Retries are up to the caller.
     pub(crate) async fn fetch(
         &self,
         path: &str,
@@ -200,7 +201,7 @@ impl Storage {
         fetched.await.map_err(|error| self.error(path, error))
     }
 
-    /// Length of a file, in bytes.
+    /// Returns the length of a file, in bytes.
     ///
     /// # Errors
     /// As for [`read`](Self::read).
@@ -208,39 +209,39 @@ impl Storage {
         self.version(path).map(|version| version.bytes)
     }
 
-    /// Which version of a file is there.
+    /// Returns the current version of a file.
     pub(crate) fn version(&self, path: &str) -> Result<Version, StorageError> {
         let at = self.at(path);
         self.request(path, || async { Ok(Version::of(&self.store.head(&at).await?)) })
     }
 
-    /// All files below `path`, at any depth, in the order of their paths; none where there is no
-    /// such folder.
+    /// Lists all files below `path`, at any depth, in the order of their paths. Empty if there is
+    /// no such folder.
     ///
     /// # Errors
-    /// The store's.
+    /// An error of the store.
     pub fn list(&self, path: &str) -> Result<Vec<Found>, StorageError> {
         let found = self.list_versions(path)?.into_iter();
         Ok(found.map(|(path, version)| Found { path, bytes: version.bytes }).collect())
     }
 
-    /// As [`list`](Self::list), with the version of each file.
+    /// Like [`list`](Self::list), with the version of each file.
     pub(crate) fn list_versions(&self, path: &str) -> Result<Vec<(String, Version)>, StorageError> {
         let below = self.at(path);
         self.found(path, || self.store.list(Some(&below)).try_collect::<Vec<_>>())
     }
 
-    /// Files in folders of this place whose names begin with `prefix`. What else lies here is not
-    /// looked at, however much it is.
+    /// Lists the files in those folders of this one whose names begin with `prefix`. Other entries
+    /// are not read, however many there are.
     ///
     /// # Errors
-    /// The store's.
+    /// An error of the store.
     pub fn list_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
         if self.is_local {
             return self.list_local_folders(prefix);
         }
         let (first, begins) = (self.at(prefix), self.at(prefix).to_string());
-        // Stores list in the order of names.
+        // Stores list in lexicographical order.
         let listed = || {
             let all = self.store.list_with_offset(Some(&self.root), &first);
             let is_one = |meta: &ObjectMeta| {
@@ -269,7 +270,7 @@ impl Storage {
         Ok(found)
     }
 
-    /// What a list gives, by paths below `path`.
+    /// Result of `list`, as paths relative to `path`.
     fn found<F: Future<Output = object_store::Result<Vec<ObjectMeta>>>>(
         &self,
         path: &str,
@@ -289,13 +290,13 @@ impl Storage {
         Ok(found)
     }
 
-    /// Writes a whole file: it is there with all of `parts`, one behind the other, or as it was
-    /// before.
+    /// Writes a file atomically: all of `parts`, concatenated. On failure the previous content
+    /// stays.
     ///
-    /// Parts are not copied where the store takes them as they are.
+    /// Parts are not copied where the store accepts several buffers.
     ///
     /// # Errors
-    /// The store's.
+    /// An error of the store.
     pub fn write(&self, path: &str, parts: Vec<Bytes>) -> Result<(), StorageError> {
         let at = self.at(path);
         if self.is_local {
@@ -318,8 +319,7 @@ impl Storage {
         for mut part in parts {
             while !part.is_empty() {
                 if let Err(error) = upload.wait_for_capacity(PARTS_AT_ONCE).await {
-                    // What was written of it is paid for until it is given up, and no list shows
-                    // it.
+                    // An upload that is not aborted is billed, and no listing shows it.
                     drop(upload.abort().await);
                     return Err(error);
                 }
@@ -329,10 +329,10 @@ impl Storage {
         upload.finish().await.map(|_| ())
     }
 
-    /// Removes a file; one that is not there is no error.
+    /// Removes a file. A missing file is not an error.
     ///
     /// # Errors
-    /// The store's.
+    /// An error of the store.
     pub fn remove(&self, path: &str) -> Result<(), StorageError> {
         let at = self.at(path);
         match self.request(path, || self.store.delete(&at)) {
@@ -341,17 +341,17 @@ impl Storage {
         }
     }
 
-    /// Removes all that is below `path`, and `first` before the rest.
+    /// Removes all files below `path`, `first` before the rest.
     ///
     /// # Errors
-    /// The store's; some of it may be gone then.
+    /// An error of the store; some files may have been removed.
     pub fn remove_folder(&self, path: &str, first: &str) -> Result<(), StorageError> {
         self.remove(&format!("{path}/{first}"))?;
         for file in self.list(path)? {
             self.remove(&format!("{path}/{}", file.path))?;
         }
         if self.is_local {
-            // The folder itself, and pieces of files that were never finished, which no list shows.
+            // The folder itself, and temporary files of unfinished writes, which no listing shows.
             if let Ok(folder) = LocalFileSystem::new().path_to_filesystem(&self.at(path)) {
                 drop(std::fs::remove_dir_all(folder));
             }
@@ -371,7 +371,7 @@ impl Storage {
         }
     }
 
-    /// Makes a request, again where that may help, and waits for what comes of it.
+    /// Makes a request, with retries, and waits for its result.
     fn request<T, F: Future<Output = object_store::Result<T>>>(
         &self,
         path: &str,
@@ -395,7 +395,7 @@ impl Storage {
     }
 }
 
-/// Whether a path leads through something that is no folder, so that there is nothing.
+/// Whether a component of the path is a file, not a folder, so that nothing exists below it.
 fn lies_below_a_file(error: &object_store::Error) -> bool {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = cause {
@@ -409,7 +409,8 @@ fn lies_below_a_file(error: &object_store::Error) -> bool {
 
 impl Version {
     fn of(meta: &ObjectMeta) -> Self {
-        // A list may have it without the quotes of a header, and times to the millisecond.
+        // A listing may have ETags without the quotes of the header, and times in another
+        // resolution.
         let tag = meta.e_tag.as_deref().map(|tag| tag.trim_matches('"').to_owned());
         let tag = tag.unwrap_or_else(|| meta.last_modified.timestamp().to_string());
         Self { bytes: meta.size, tag }
@@ -428,7 +429,7 @@ impl fmt::Display for Storage {
     }
 }
 
-/// A request that fails for an instant is made again at once, without a word.
+/// The client's own retries, for short failures; they are not logged.
 fn retries() -> RetryConfig {
     let backoff = BackoffConfig {
         init_backoff: Duration::from_millis(50),
@@ -438,12 +439,12 @@ fn retries() -> RetryConfig {
     RetryConfig { backoff, max_retries: RETRIES, retry_timeout: RETRY_TIME }
 }
 
-/// Bytes of the parts in which so many are written.
+/// Size of the parts in which `bytes` are uploaded.
 fn part_bytes(bytes: usize) -> usize {
     bytes.div_ceil(PARTS_MAX).max(PART_BYTES_MIN)
 }
 
-/// Where requests run. Callers may be threads of any other runtime, or of none.
+/// Runtime of all requests. Callers may be threads of any other runtime, or of none.
 pub(crate) fn runtime() -> &'static Runtime {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     RUNTIME.get_or_init(|| {
@@ -452,14 +453,14 @@ pub(crate) fn runtime() -> &'static Runtime {
             .thread_name("storage")
             .enable_all()
             .build()
-            .expect("the system gives a process that trains two threads more")
+            .expect("the system has two more threads for a training process")
     })
 }
 
-/// Larger files are written in parts of as many bytes, or more.
+/// Files above this size are uploaded in parts of at least this size.
 const PART_BYTES_MIN: usize = 16 << 20;
 
-/// S3 takes 10,000.
+/// Maximum number of parts of an upload; S3's limit is 10,000.
 const PARTS_MAX: usize = 9_000;
 
 const PARTS_AT_ONCE: usize = 4;
@@ -484,17 +485,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_found_and_removed() {
+    fn written_files_can_be_read_listed_and_removed() {
         let (folder, storage) = folder();
         assert_eq!(storage.list("").unwrap(), []);
         storage.write("x/1", vec![Bytes::from_static(b"abc"), Bytes::from_static(b"de")]).unwrap();
         storage.join("x").write("0", vec![Bytes::from_static(b"f")]).unwrap();
         let at = folder.path().join("a b/c%d/x/1");
-        assert_eq!(
-            std::fs::read(at).unwrap(),
-            b"abcde",
-            "a path is the path that the system knows"
-        );
+        assert_eq!(std::fs::read(at).unwrap(), b"abcde", "the path is used as it is");
         assert_eq!(storage.read("x/1").unwrap(), "abcde");
         assert_eq!(
             (storage.read_range("x/1", 1..3).unwrap(), storage.bytes("x/1").unwrap()),
@@ -516,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_file_is_whole_wherever_it_is() {
+    fn a_large_file_is_written_completely_to_folders_and_stores() {
         let (_folder, here) = folder();
         let memory = object_store::memory::InMemory::new();
         for storage in [here, Storage::within(Arc::new(memory), Path::default(), "memory")] {
@@ -530,14 +527,14 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_any_length_is_written_in_as_many_parts_as_a_store_takes() {
+    fn the_number_of_parts_stays_below_the_stores_limit() {
         assert_eq!(part_bytes(PART_BYTES_MIN + 1), PART_BYTES_MIN);
         let large = 5 << 40;
-        assert!(large / part_bytes(large) < 10_000, "the largest object that S3 has");
+        assert!(large / part_bytes(large) < 10_000, "S3's largest object");
     }
 
     #[test]
-    fn only_folders_of_that_name_are_listed() {
+    fn only_folders_with_the_prefix_are_listed() {
         let (_folder, here) = folder();
         let memory = object_store::memory::InMemory::new();
         for storage in [here, Storage::within(Arc::new(memory), Path::from("a"), "memory")] {
@@ -552,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn writers_of_one_file_do_not_disturb_each_other() {
+    fn concurrent_writers_of_one_file_leave_one_complete_version() {
         let (_folder, storage) = folder();
         std::thread::scope(|scope| {
             for byte in 0..4 {
@@ -577,7 +574,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_is_none_is_refused_with_what_would_be_right() {
+    fn an_invalid_address_is_refused_and_named() {
         for address in ["", "ftp://host/x", "memory:///", "s3://", "http://host/x"] {
             let error = Storage::open(address).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{address}: ")), "{error}");

@@ -1,4 +1,4 @@
-//! A worker's big buffers: parameters, optimizer state and gradients.
+//! The large buffers of a worker: parameters, optimizer state and gradients.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,30 +13,31 @@ use crate::device::DeviceState;
 use crate::model::Update;
 use crate::ring::Ring;
 
-/// The buffers, where the model computes.
+/// The buffers, in the memory where the model computes.
 #[derive(Debug)]
 pub(crate) enum Tensors {
     Device(Box<DeviceState>),
     Host(HostState),
 }
 
-/// The buffers on the host, each of as many `f32`s as the model has parameters, `slots` of as many
-/// times that. Newcomers are sent copies of the shared ones; whoever writes to one that is still
-/// being copied writes to a copy of its own.
+/// The buffers on the host. Each has one `f32` per parameter; `slots` has a multiple of that.
+/// Joining workers are sent copies of the shared buffers (`Arc`). A write to a buffer that is still
+/// being sent goes to a fresh copy (copy-on-write).
 #[derive(Debug)]
 pub(crate) struct HostState {
     pub(crate) parameters: Arc<Vec<f32>>,
-    /// The optimizer's state, `[slots · parameters]`.
+    /// Optimizer state: `[slots · parameters]`.
     pub(crate) slots: Arc<Vec<f32>>,
-    /// This worker's gradient, summed over its records of the step. No reduce writes to it.
+    /// This worker's gradient, summed over its records of the step. No all-reduce writes to it.
     pub(crate) gradient: Vec<f32>,
-    /// The reduced gradient of the last committed step, for ranks that are a step behind.
+    /// All-reduced gradient of the last committed step, retained for ranks that are one step
+    /// behind.
     pub(crate) retained: Arc<Vec<f32>>,
-    /// Where the next reduced gradient goes.
+    /// Destination of the next all-reduced gradient.
     pub(crate) reduced: Vec<f32>,
 }
 
-/// One of the buffers.
+/// Identifies a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tensor {
     Retained,
@@ -46,7 +47,7 @@ pub(crate) enum Tensor {
 }
 
 impl Tensors {
-    /// Floats of parameters, and of the optimizer's state.
+    /// Number of floats of the parameters and of the optimizer state.
     pub(crate) fn sizes(&self) -> (usize, usize) {
         match self {
             Self::Device(state) => state.sizes(),
@@ -54,7 +55,7 @@ impl Tensors {
         }
     }
 
-    /// On the host; a copy, if it is not there.
+    /// The tensor on the host; a copy, if it is on a GPU.
     pub(crate) fn to_host(&self, tensor: Tensor) -> Result<Arc<Vec<f32>>, DeviceError> {
         Ok(match (self, tensor) {
             (Self::Device(state), tensor) => state.to_host(tensor)?,
@@ -65,7 +66,7 @@ impl Tensors {
         })
     }
 
-    /// Has `fill` write all of the parameters and all of the optimizer's state.
+    /// Calls `fill` to overwrite the parameters and the optimizer state.
     pub(crate) fn fill_state<T, E: From<DeviceError>>(
         &mut self,
         fill: impl FnOnce(&mut [f32], &mut [f32]) -> Result<T, E>,
@@ -83,8 +84,8 @@ impl Tensors {
         }
     }
 
-    /// Has `fill` write `len` floats of the parameters or of the optimizer's state, from float
-    /// `from` of both on. They lie within one of them.
+    /// Calls `fill` to overwrite `len` floats of the state, which is the parameters followed by the
+    /// optimizer state, starting at float `from`. The range must lie within one of the two.
     pub(crate) fn fill_part<E: From<DeviceError>>(
         &mut self,
         from: usize,
@@ -108,7 +109,7 @@ impl Tensors {
         }
     }
 
-    /// Has `fill` write all of the reduced gradient.
+    /// Calls `fill` to overwrite the reduced gradient.
     pub(crate) fn fill_reduced<E: From<DeviceError>>(
         &mut self,
         fill: impl FnOnce(&mut [f32]) -> Result<(), E>,
@@ -133,9 +134,9 @@ impl Tensors {
         }
     }
 
-    /// Puts the sum of all ranks' gradients into `reduced`, with their headers beside it.
-    /// `buckets`: their length, and how many are there already, for a model on the host that has
-    /// buckets.
+    /// All-reduces the gradient into `reduced` and gathers the headers of all ranks along with it.
+    /// `buckets`: length of a bucket, and number of buckets that are reduced already, for a model
+    /// on the host that uses buckets.
     pub(crate) fn sum(
         &mut self,
         ring: &mut Ring,
@@ -143,7 +144,8 @@ impl Tensors {
         path: Path,
         buckets: Option<(usize, usize)>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        // Nobody else needs this rank's gradient again, so it can be the sum without a copy.
+        // A group of one: the local gradient is the sum, and no other rank needs it again, so the
+        // buffers are swapped.
         let is_alone = ring.host().world_size() == 1;
         match self {
             Self::Device(state) if is_alone => state.take_gradient_as_sum(),
@@ -163,7 +165,7 @@ impl Tensors {
         Ok(vec![header.to_vec()])
     }
 
-    /// Whether each element of the reduced gradient is a number, not NaN and not infinite.
+    /// Whether every element of the reduced gradient is finite.
     pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {
         match self {
             Self::Device(state) => state.sum_is_finite(),
@@ -171,8 +173,8 @@ impl Tensors {
         }
     }
 
-    /// As [`sum_is_finite`](Self::sum_is_finite), for this worker's own gradient, which is the sum
-    /// where there is nobody else.
+    /// Like [`sum_is_finite`](Self::sum_is_finite), for this worker's own gradient, which is the
+    /// sum in a group of one.
     pub(crate) fn gradient_is_finite(&mut self) -> Result<bool, DeviceError> {
         match self {
             Self::Device(state) => state.gradient_is_finite(),
@@ -180,7 +182,7 @@ impl Tensors {
         }
     }
 
-    /// As [`sum_is_finite`](Self::sum_is_finite), for the parameters.
+    /// Like [`sum_is_finite`](Self::sum_is_finite), for the parameters.
     pub(crate) fn parameters_are_finite(&mut self) -> Result<bool, DeviceError> {
         match self {
             Self::Device(state) => state.parameters_are_finite(),
@@ -208,7 +210,8 @@ impl Tensors {
         ring.host_mut().broadcast(root, buffer)
     }
 
-    /// Keeps the sum in `reduced`, which the last commit applied, and makes room for the next one.
+    /// Retains the sum in `reduced`, which the last commit applied, and frees `reduced` for the
+    /// next step.
     pub(crate) fn retain_reduced(&mut self) {
         match self {
             Self::Device(state) => state.retain_reduced(),
@@ -216,7 +219,7 @@ impl Tensors {
         }
     }
 
-    /// Digest of parameters, optimizer state and ledger.
+    /// Digest of the parameters, the optimizer state and the ledger.
     pub(crate) fn digest(&self, state: &State) -> Result<u64, DeviceError> {
         let mut digest = Xxh3Default::new();
         digest.update(bytemuck::cast_slice(self.to_host(Tensor::Parameters)?.as_slice()));
@@ -225,8 +228,8 @@ impl Tensors {
         Ok(digest.digest())
     }
 
-    /// As [`Tensors::digest`], but of the tensors only that part whose turn it is: for a group that
-    /// waits for it.
+    /// Like [`Tensors::digest`], but covers only the step's window of the tensors, as the whole
+    /// group waits for the result.
     pub(crate) fn quick_digest(&mut self, state: &State) -> Result<u64, DeviceError> {
         let mut digest = Xxh3Default::new();
         digest.update(&self.window_digest(state.step)?.to_le_bytes());
@@ -234,9 +237,9 @@ impl Tensors {
         Ok(digest.digest())
     }
 
-    /// Digest of the part of the state whose turn it is at `step`: all of it over [`WINDOWS`]
-    /// steps, so that comparing replicas at every step costs next to nothing. On a GPU another one
-    /// than on the host.
+    /// Digest of the step's window of the state. The windows of [`WINDOWS`] consecutive steps cover
+    /// the whole state, so comparing replicas at every step costs next to nothing. The digest on a
+    /// GPU differs from that on the host.
     pub(crate) fn window_digest(&mut self, step: u64) -> Result<u64, DeviceError> {
         Ok(match self {
             Self::Device(state) => {
@@ -255,8 +258,8 @@ impl Tensors {
 }
 
 impl HostState {
-    /// Takes the memory at once: a page that the system hands out at its first use would be waited
-    /// for by the whole group, in the first step.
+    /// Touches all pages at once: a page that the system allocates on first use would delay the
+    /// whole group in the first step.
     pub(crate) fn new(parameters: usize, slots: usize) -> Self {
         Self {
             parameters: Arc::new(zeros(parameters)),
@@ -267,7 +270,7 @@ impl HostState {
         }
     }
 
-    /// What the step's update needs.
+    /// Arguments of the step's update.
     pub(crate) fn update(&mut self, step: u64, records: u64) -> Update<'_> {
         let Self { parameters, slots, reduced: sum, .. } = self;
         Update { step, records, sum, parameters: writable(parameters), slots: writable(slots) }
@@ -276,16 +279,15 @@ impl HostState {
     fn retain_reduced(&mut self) {
         let reduced = Arc::new(std::mem::take(&mut self.reduced));
         let old = std::mem::replace(&mut self.retained, reduced);
-        // A newcomer may not have been sent the old one yet.
+        // The old one may still be being sent to a joining worker.
         self.reduced =
             Arc::try_unwrap(old).unwrap_or_else(|old| elasticdl_collective::zeros(old.len()));
     }
 }
 
-/// Whether all values are numbers: none is NaN or infinite.
+/// Whether no value is NaN or infinite.
 ///
-/// One pass over memory, in blocks without a branch, which the compiler turns into vector
-/// instructions.
+/// One pass over memory, in blocks without a branch, which the compiler vectorizes.
 pub(crate) fn is_finite(values: &[f32]) -> bool {
     let is_bad = |value: &f32| u32::from(value.to_bits() & EXPONENT == EXPONENT);
     values
@@ -293,17 +295,17 @@ pub(crate) fn is_finite(values: &[f32]) -> bool {
         .all(|block| block.iter().fold(0, |bad, value| bad | is_bad(value)) == 0)
 }
 
-/// The elements of a tensor of `len` whose turn it is at `step`.
+/// The step's window of a tensor of `len` elements.
 pub(crate) fn window(step: u64, len: usize) -> Range<usize> {
     let (turn, n) = ((step % WINDOWS) as usize, WINDOWS as usize);
     len * turn / n..len * (turn + 1) / n
 }
 
-/// `len` zeros in memory that is there.
+/// `len` zeros, in memory whose pages are allocated.
 pub(crate) fn zeros(len: usize) -> Vec<f32> {
     let mut zeros = elasticdl_collective::zeros(len);
-    // Zeroed memory is handed out lazily; a write that the compiler can't see through makes it be
-    // there.
+    // The system allocates zeroed memory lazily. A write that the compiler cannot remove forces the
+    // allocation.
     zeros.iter_mut().step_by(PAGE_FLOATS).for_each(|first| *first = std::hint::black_box(0.0));
     zeros
 }
@@ -320,26 +322,26 @@ fn update_with_progress(digest: &mut Xxh3Default, state: &State) {
     }
 }
 
-/// A shared buffer, to write to: a copy of its own, if it is being copied.
+/// A shared buffer for writing (copy-on-write): a fresh copy, if the buffer is still being sent.
 pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
     if Arc::get_mut(shared).is_none() {
         let mut own = elasticdl_collective::zeros(shared.len());
         own.copy_from_slice(shared);
         *shared = Arc::new(own);
     }
-    Arc::get_mut(shared).expect("nobody else has it, and none is weak")
+    Arc::get_mut(shared).expect("this is the only reference, and there are no weak ones")
 }
 
-/// All bits of it are set in NaNs and infinities, and in nothing else.
+/// Exponent bits: all set in NaNs and infinities only.
 const EXPONENT: u32 = 0x7f80_0000;
 
-/// Floats after which a pass may end early.
+/// Number of floats per block, after which a pass may end early.
 const FINITE_BLOCK: usize = 16 << 10;
 
-/// Floats of the smallest page.
+/// Number of floats per page, for the smallest page size.
 const PAGE_FLOATS: usize = 4096 / size_of::<f32>();
 
-/// The state is compared in this many parts, one at each step.
+/// Number of windows of the state; each step compares one.
 const WINDOWS: u64 = 64;
 
 #[cfg(test)]
@@ -349,7 +351,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_value_that_is_not_finite_is_found_wherever_it_is() {
+    fn a_nan_or_infinity_is_found_at_any_position() {
         for len in [0, 1, 3, 4, 5, FINITE_BLOCK - 1, FINITE_BLOCK, 2 * FINITE_BLOCK + 7] {
             let mut values: Vec<f32> = (0..len).map(|i| i as f32 - 2.5).collect();
             values.iter_mut().step_by(3).for_each(|value| *value = f32::MAX);
@@ -372,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flipped_bit_is_seen_at_once_by_the_digest_and_within_all_windows_by_their_digests() {
+    fn a_flipped_bit_changes_the_digest_and_exactly_one_window_digest() {
         let state = State {
             step: 3,
             ledger: Ledger::new(9),

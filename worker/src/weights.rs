@@ -1,7 +1,7 @@
-//! A model's parameters as a safetensors file: what is left of a job, and what others load.
+//! A model's parameters as a safetensors file: the exported result of a job, and an initial model.
 //!
-//! The file is what candle and PyTorch read as they are: one tensor of `F32` for each of
-//! [`Model::layout`], by its name and in its shape, little-endian, row by row.
+//! candle and PyTorch read the file directly. It has one tensor of `F32` for each tensor of
+//! [`Model::layout`], with its name and shape, little-endian and in row-major order.
 //!
 //! [`Model::layout`]: crate::Model::layout
 
@@ -15,20 +15,20 @@ use crate::model::NamedTensor;
 use crate::paths;
 use crate::storage::{Storage, StorageError};
 
-/// Why parameters were not written or read. The text names the file and the tensor.
+/// Why parameters could not be written or read. The text names the file and the tensor.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WeightsError {
-    /// The model's layout is no description of its parameters: mend
+    /// The model's layout does not describe its parameters. Fix
     /// [`Model::layout`](crate::Model::layout).
     #[error("layout() names {0}")]
     Layout(String),
-    /// The file is of another model, or none: give another file, or the options that it was made
-    /// with.
+    /// The file does not contain this model. Use another file, or the options with which it was
+    /// exported.
     #[error("{path}: {reason}")]
     Mismatch { path: String, reason: String },
     #[error(transparent)]
     Storage(#[from] StorageError),
-    /// A folder where a file is wanted.
+    /// The address names a folder, not a file.
     #[error("{0} is a folder; name a file, for example {file}", file = within(.0))]
     Folder(String),
 }
@@ -41,32 +41,32 @@ pub(crate) fn check(tensors: &[NamedTensor], parameters: usize) -> Result<(), We
     header(tensors, parameters).map(drop)
 }
 
-/// Checks that a file can be written where `address` is, before there is anything to lose.
+/// Checks that a file can be written at `address`, before training starts.
 ///
 /// # Errors
-/// [`WeightsError::Folder`], or the place's word.
+/// [`WeightsError::Folder`], or an error of the storage.
 pub(crate) fn check_writable(address: &str) -> Result<(), WeightsError> {
-    match paths::names_folder(address) {
-        true => Err(WeightsError::Folder(address.into())),
-        false => Ok(probe(address)?),
+    if paths::names_folder(address) {
+        return Err(WeightsError::Folder(address.into()));
     }
+    Ok(probe(address)?)
 }
 
-/// Writes a file beside `address`, and removes it. Its name is random: it is nobody's.
+/// Writes a file next to `address`, and removes it. Its name is random, so it conflicts with no
+/// other file.
 ///
 /// # Errors
-/// The place's word.
+/// An error of the storage.
 pub(crate) fn probe(address: &str) -> Result<(), StorageError> {
     let probe = Storage::open(&format!("{address}.probe-{}", paths::random_digits()))?;
-    probe.write("", vec![Bytes::from_static(b"written to see whether it can be")])?;
+    probe.write("", vec![Bytes::from_static(b"checks that this location is writable")])?;
     probe.remove("")
 }
 
-/// Writes `parameters` to `address`: the file is there as a whole, or as it was before. Nothing is
-/// copied.
+/// Writes `parameters` to `address` atomically and without copying them.
 ///
 /// # Errors
-/// [`WeightsError::Layout`], or the place's word.
+/// [`WeightsError::Layout`], or an error of the storage.
 pub(crate) fn save(
     address: &str,
     tensors: &[NamedTensor],
@@ -77,19 +77,19 @@ pub(crate) fn save(
     Ok(Storage::open(address)?.write("", vec![header.into(), values])?)
 }
 
-/// Checks that there is a file, before anybody waits for it.
+/// Checks that the file at `address` exists, before workers are started for it.
 ///
 /// # Errors
-/// The place's word.
+/// An error of the storage.
 pub(crate) fn check_exists(address: &str) -> Result<(), StorageError> {
     Storage::open(address)?.bytes("").map(drop)
 }
 
-/// Reads `parameters` of such a file, which may have been written by another program; what else is
-/// in it is ignored.
+/// Reads `parameters` from a file, which may have been written by another program. Additional
+/// tensors are ignored.
 ///
 /// # Errors
-/// The place's word; what in the file is not as the model has it.
+/// An error of the storage, or a tensor that does not match the model.
 pub(crate) fn load(
     address: &str,
     tensors: &[NamedTensor],
@@ -99,7 +99,7 @@ pub(crate) fn load(
     let bytes = Storage::open(address)?.read("")?;
     let other = |reason: String| WeightsError::Mismatch { path: address.into(), reason };
     let file = SafeTensors::deserialize(&bytes)
-        .map_err(|error| other(format!("no safetensors file: {error}")))?;
+        .map_err(|error| other(format!("not a safetensors file: {error}")))?;
     let mut rest = parameters;
     for NamedTensor { name, shape } in tensors {
         let tensor = file.tensor(name).map_err(|_| {
@@ -111,7 +111,7 @@ pub(crate) fn load(
         if tensor.dtype() != Dtype::F32 || tensor.shape() != shape {
             let (dtype, found) = (tensor.dtype(), tensor.shape());
             return Err(other(format!(
-                "tensor {name:?} is {dtype:?} of the shape {found:?} where the model has F32 of {shape:?}"
+                "tensor {name:?} is {dtype:?} of shape {found:?} where the model has F32 of shape {shape:?}"
             )));
         }
         let (part, after) = rest.split_at_mut(shape.iter().product());
@@ -121,7 +121,7 @@ pub(crate) fn load(
     Ok(())
 }
 
-/// What a file begins with.
+/// The header of the file.
 fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, WeightsError> {
     let mut end = 0usize;
     let mut infos = Vec::with_capacity(tensors.len());
@@ -129,7 +129,7 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
     for NamedTensor { name, shape } in tensors {
         if names.insert(name, ()).is_some() || name.is_empty() || name == "__metadata__" {
             return Err(WeightsError::Layout(format!(
-                "{name:?}, which is taken: each tensor needs a name of its own"
+                "{name:?}, which is not usable: each tensor needs a unique name"
             )));
         }
         let values = shape.iter().try_fold(1usize, |values, &n| values.checked_mul(n));
@@ -148,17 +148,17 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
             "{named} values in all where parameters() is {parameters}"
         )));
     }
-    // What PyTorch's loaders look for.
+    // PyTorch's loaders require this entry.
     let format = HashMap::from([("format".into(), "pt".into())]);
     let metadata =
         Metadata::new(Some(format), infos).map_err(|e| WeightsError::Layout(e.to_string()))?;
     let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
-    // So that the values are aligned in a file that is mapped into memory.
+    // Aligns the values, for programs that map the file into memory.
     json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');
     Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
 }
 
-/// A file in the folder at `address`.
+/// An example of a file in the folder at `address`.
 fn within(address: &str) -> String {
     format!("{}/model.safetensors", address.trim_end_matches('/'))
 }
@@ -170,7 +170,7 @@ fn clip(text: &str) -> String {
     }
 }
 
-/// Shared parameters, as bytes.
+/// Shared parameters as bytes.
 struct Values(Arc<Vec<f32>>);
 
 impl AsRef<[u8]> for Values {
@@ -179,7 +179,7 @@ impl AsRef<[u8]> for Values {
     }
 }
 
-// Values go to files as they lie in memory.
+// Values are written in memory order.
 #[cfg(target_endian = "big")]
 compile_error!("safetensors are little-endian");
 
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_is_loaded_by_name_and_shape() {
+    fn saved_tensors_are_loaded_by_name_and_shape() {
         let (_folder, path) = place();
         let tensors = [
             tensor("b", &[2, 3]),
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn another_models_file_is_refused_by_the_tensor_that_differs() {
+    fn a_file_of_another_model_is_refused_with_the_tensor_that_differs() {
         let (folder, path) = place();
         save(&path, &[tensor("a", &[2, 2])], &Arc::new(vec![0.0; 4])).unwrap();
         let mut values = [0.0; 4];
@@ -240,7 +240,7 @@ mod tests {
         let expected = format!("{path}: no tensor \"w\", which the model has; the file has a");
         assert_eq!(load(&path, &[tensor("w", &[4])]), expected);
         let expected = format!(
-            "{path}: tensor \"a\" is F32 of the shape [2, 2] where the model has F32 of [4]"
+            "{path}: tensor \"a\" is F32 of shape [2, 2] where the model has F32 of shape [4]"
         );
         assert_eq!(load(&path, &[tensor("a", &[4])]), expected);
         let whole = std::fs::read(&path).unwrap();
@@ -248,7 +248,10 @@ mod tests {
         for len in 0..whole.len() {
             std::fs::write(&torn, &whole[..len]).unwrap();
             let error = load(&torn, &[tensor("a", &[2, 2])]);
-            assert!(error.starts_with(&format!("{torn}: no safetensors file: ")), "{len}: {error}");
+            assert!(
+                error.starts_with(&format!("{torn}: not a safetensors file: ")),
+                "{len}: {error}"
+            );
         }
         assert!(load("/nowhere/m", &[tensor("a", &[4])]).contains("/nowhere/m"));
     }
@@ -256,8 +259,8 @@ mod tests {
     #[test]
     fn tensors_that_do_not_describe_the_parameters_are_refused() {
         let table = [
-            (vec![tensor("a", &[2]), tensor("a", &[2])], "\"a\", which is taken"),
-            (vec![tensor("", &[4])], "\"\", which is taken"),
+            (vec![tensor("a", &[2]), tensor("a", &[2])], "\"a\", which is not usable"),
+            (vec![tensor("", &[4])], "\"\", which is not usable"),
             (vec![tensor("a", &[5])], "5 values in all where parameters() is 4"),
             (vec![tensor("a", &[usize::MAX, 2])], "too large"),
         ];
@@ -268,12 +271,12 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_can_t_be_written_to_is_found_out_before() {
+    fn an_address_that_is_not_writable_is_refused_before_training() {
         let (folder, path) = place();
         check_writable(&path).unwrap();
         assert!(
             std::fs::read_dir(folder.path().join("new")).unwrap().next().is_none(),
-            "nothing is left there"
+            "the probe is removed"
         );
         std::fs::write(folder.path().join("file"), "").unwrap();
         let inside = folder.path().join("file/model").to_str().unwrap().to_owned();

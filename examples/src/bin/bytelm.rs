@@ -1,10 +1,10 @@
-//! A small language model of bytes.
+//! A small byte-level language model.
 //!
-//! A transformer as of today, scaled down to learn something visible within a minute on two cores:
-//! blocks of causal attention and a feed-forward network, normalised before each. What is unusual
-//! is the input: the embedding of a byte is summed with embeddings of the few bytes before it, each
-//! from a table of its own. That costs next to nothing and saves the attention from having to learn
-//! what letters stand side by side.
+//! A current transformer, scaled down to show progress within a minute on two cores: blocks of
+//! causal attention and a feed-forward network, each preceded by a normalization. The input is
+//! unusual: the embedding of a byte is summed with embeddings of the few bytes before it, each from
+//! a separate table. That costs next to nothing, and the attention need not learn which bytes are
+//! adjacent.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,7 +20,7 @@ use elasticdl_worker::{Model, Optimizer, Schedule, UserError};
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
-#[expect(clippy::print_stdout, clippy::print_stderr, reason = "what the plain loop is run for")]
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "output of the plain loop")]
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let Some(steps) = arguments.plain_steps else {
@@ -44,71 +44,72 @@ fn main() -> ExitCode {
 /// Trains a small language model on the bytes of text files.
 #[derive(Clone, Debug, Parser)]
 struct Arguments {
-    /// Bytes that the model looks back at
+    /// Number of bytes that the model attends to
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     context: u32,
-    /// Numbers that stand for one byte; a multiple of --heads
+    /// Elements of the vector of one byte; a multiple of --heads
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     width: u32,
-    /// Blocks of attention and feed-forward network
+    /// Number of blocks of attention and feed-forward network
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     layers: u32,
     /// Attention heads per block
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     heads: u32,
-    /// Bytes, up to and with the last, whose embeddings are summed
+    /// Number of bytes, ending with the current one, whose embeddings are summed
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=16))]
     tail: u32,
     /// Learning rate, after the warm-up
     #[arg(long, default_value_t = 0.006, value_parser = rate)]
     rate: f64,
-    /// Steps until the full learning rate
+    /// Number of warm-up steps
     #[arg(long, default_value_t = 20)]
     warm_up: u64,
-    /// Step at which the learning rate has fallen to a tenth [default: it stays]
+    /// Step at which the learning rate has decayed to a tenth [default: constant]
     #[arg(long)]
     steps: Option<u64>,
     /// In folders, read only files with these extensions, as rs,md [default: all]
     #[arg(long, value_delimiter = ',')]
     extensions: Vec<String>,
-    /// Read only so many bytes, from the first file on [default: all]
+    /// Maximum number of bytes to read, from the first file on [default: all]
     #[arg(long)]
     limit_bytes: Option<u64>,
-    /// Where to compute: cpu, cuda, or auto, which is a GPU where there is one
+    /// Device: cpu, cuda, or auto, which is a GPU if there is one
     #[arg(long, default_value = "cpu")]
     device: Place,
-    /// Elements of the gradient that are summed over workers at once, while the rest is computed;
-    /// 0: all, when it is
+    /// Elements per gradient bucket, which is all-reduced while the rest is computed; 0: one
+    /// all-reduce when the gradient is complete
     #[arg(long, default_value_t = 1 << 18)]
     bucket: usize,
-    /// Train so many steps in a plain loop of candle instead, to compare with, and print seconds
-    /// per step and the losses
+    /// Instead of a job, train this number of steps in a plain candle loop, for comparison, and
+    /// print seconds per step and the losses
     #[arg(long, requires = "plain_text")]
     plain_steps: Option<u64>,
-    /// The text that the plain loop reads
+    /// Text file that the plain loop reads
     #[arg(long)]
     plain_text: Option<PathBuf>,
-    /// Records of a step of the plain loop
+    /// Records per step of the plain loop
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     plain_batch: u32,
-    /// What the sampled text at the end begins with
+    /// Prompt of the text that is sampled at the end
     #[arg(long, default_value = "\n")]
     prompt: String,
 }
 
-/// The model, and how well it did lately.
+/// The model, and its recent loss.
 #[derive(Debug)]
 struct ByteModel {
     arguments: Arguments,
-    /// Where batches are made.
+    /// Device of the batches.
     device: Device,
-    /// Running mean over this worker's latest records; each was predicted before it was learned.
+    /// Running mean over this worker's latest records, each predicted before the model was trained
+    /// on it.
     bits_per_byte: Option<f64>,
 }
 
 #[derive(Debug)]
 struct Network {
-    /// `[256, width]` each: of the last byte, of the one before, and so on.
+    /// `[256, width]` each: embeddings of the last byte, of the byte before it, and so on.
     embeddings: Vec<Tensor>,
     /// `[context, width]`
     positions: Tensor,
@@ -117,7 +118,7 @@ struct Network {
     head: Tensor,
 }
 
-/// Matrices, each `[inputs, outputs]`.
+/// The matrices of a block, each `[inputs, outputs]`.
 #[derive(Debug)]
 struct Block {
     /// Queries, keys and values.
@@ -130,7 +131,8 @@ struct Block {
 #[derive(Debug)]
 struct Batch {
     windows: usize,
-    /// For each of the tail's places, all windows' bytes at it: `[windows · context]` of u32.
+    /// For each position of the tail, that byte of all positions of all windows: `[windows ·
+    /// context]` of u32.
     inputs: Vec<Tensor>,
     /// `[windows · context]` of u32.
     targets: Tensor,
@@ -154,7 +156,8 @@ impl CandleModel for ByteModel {
             return Err(format!("--width {width} is not a multiple of --heads {heads}").into());
         }
         let width = width as usize;
-        // In the order in which the loss uses them: the gradient is complete from its end on.
+        // Declared in the order in which the loss uses them, so that the gradient is completed from
+        // its end.
         let embeddings = (0..tail)
             .map(|i| {
                 parameters.declare(
@@ -177,7 +180,8 @@ impl CandleModel for ByteModel {
             )
         };
         let mut blocks = Vec::new();
-        // What a block adds starts small, so that the sum over blocks starts no longer than one.
+        // A block's contribution starts small, so that the sum over blocks has about the norm of
+        // one.
         let small = 1.0 / f64::from(2 * layers).sqrt();
         for i in 0..layers {
             blocks.push(Block {
@@ -216,7 +220,7 @@ impl CandleModel for ByteModel {
     ) -> Result<Tensor, UserError> {
         let Batch { windows, inputs, targets } = batch;
         let logits = self.logits(network, windows, &inputs, cuts)?;
-        // A record's loss is the mean over its bytes: the job's loss is nats per byte.
+        // A record's loss is the mean over its bytes, so the job's loss is in nats per byte.
         let loss =
             (cross_entropy(&logits, &targets)?.sum_all()? / f64::from(self.arguments.context))?;
         let bits = f64::from(loss.to_scalar::<f32>()?) / windows as f64 / std::f64::consts::LN_2;
@@ -246,7 +250,7 @@ impl CandleModel for ByteModel {
         let text = self.sample(network, SAMPLE_BYTES)?;
         let bits = self
             .bits_per_byte
-            .map_or_else(|| "no record here".to_owned(), |bits| format!("{bits:.3}"));
+            .map_or_else(|| "no records on this worker".to_owned(), |bits| format!("{bits:.3}"));
         Ok(Some(format!("bits per byte: {bits}\nsample:\n{text}")))
     }
 }
@@ -256,7 +260,7 @@ impl ByteModel {
         Self { arguments, device: Device::Cpu, bits_per_byte: None }
     }
 
-    /// The tail's bytes at each place of each window, a zero where there is none.
+    /// The bytes of the tail at each position of each window; zero before the beginning.
     fn inputs(&self, windows: &[&[u8]]) -> Result<Vec<Tensor>, UserError> {
         let shifted = |back: usize| {
             let bytes = windows.iter().flat_map(|window| {
@@ -268,7 +272,7 @@ impl ByteModel {
         (0..self.arguments.tail as usize).map(shifted).collect()
     }
 
-    /// Scores of each next byte, `[windows · length, 256]`, for windows of one length.
+    /// Logits of each next byte, `[windows · length, 256]`, for windows of one length.
     fn logits(
         &self,
         network: &Network,
@@ -342,7 +346,7 @@ impl ByteModel {
                 rest -= weight;
                 rest < 0.0
             });
-            // Rounding may leave a little after the last.
+            // Rounding errors may leave a remainder after the last.
             text.push(drawn.unwrap_or(255) as u8);
         }
         let printable = |c: char| if c == '\n' || !c.is_control() { c } else { '\u{fffd}' };
@@ -350,15 +354,14 @@ impl ByteModel {
     }
 }
 
-/// What a plain loop came to.
+/// Result of the plain loop.
 struct Plain {
     seconds_per_step: f64,
-    /// Each step's, in nats per byte.
+    /// Loss of each step, in nats per byte.
     losses: Vec<f64>,
 }
 
-/// Trains in a plain loop of candle, as one would without this project: the same model, batches and
-/// optimizer.
+/// Trains in a plain candle loop, without this project: the same model, batches and optimizer.
 fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
     let path = arguments.plain_text.clone().ok_or("a plain loop needs --plain-text")?;
     let text = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
@@ -411,28 +414,28 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
 }
 
 impl Network {
-    /// All, in the order in which they were declared.
+    /// All tensors, in the order of declaration.
     fn variables(&self) -> Vec<&Tensor> {
         let blocks = self.blocks.iter().flat_map(|b| [&b.attend, &b.merge, &b.widen, &b.narrow]);
         self.embeddings.iter().chain([&self.positions]).chain(blocks).chain([&self.head]).collect()
     }
 }
 
-/// Steps of a plain loop that are not timed.
+/// Initial steps of a plain loop that are not timed.
 const PLAIN_WARM_UP: u64 = 5;
 
-/// Windows computed at once: as many as keep the arithmetic units busy without leaving the caches.
+/// Windows per micro-batch: as many as keep the arithmetic units busy without leaving the caches.
 const MICRO_BATCH: usize = 16;
 
 const SAMPLE_BYTES: usize = 200;
 
-/// Below 1, so that the sample shows more of what the model is sure of.
+/// Below 1, so that the sample prefers bytes that the model is sure of.
 const TEMPERATURE: f32 = 0.7;
 
 fn rate(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(rate) if rate > 0.0 && rate < 10.0 => Ok(rate),
-        _ => Err("a learning rate is a number above 0 and below 10".to_owned()),
+        _ => Err("a learning rate must be above 0 and below 10".to_owned()),
     }
 }
 
@@ -460,8 +463,7 @@ mod tests {
         (model, parameters)
     }
 
-    /// The logits, `[windows · length][256]`, of a network whose initial parameters are drawn, not
-    /// 0.
+    /// The logits, `[windows · length][256]`, of a network with random parameters.
     fn logits(windows: &[&[u8]]) -> Vec<Vec<f32>> {
         let model = ByteModel::new(Arguments::parse_from(SMALL));
         let mut parameters = Parameters::on(Device::Cpu);
@@ -485,18 +487,18 @@ mod tests {
     }
 
     #[test]
-    fn a_later_byte_does_not_change_earlier_logits() {
+    fn logits_do_not_depend_on_later_bytes() {
         let before = logits(&[b"abcdef", b"ghijkl"]);
         let after = logits(&[b"abcdXf", b"ghijkl"]);
         for (place, (before, after)) in before.iter().zip(&after).enumerate() {
-            // Of the first window the fifth byte and the one after it see the change; the second
-            // window sees nothing.
+            // The fifth byte of the first window and the one after it depend on the change; the
+            // second window does not.
             assert_eq!(before != after, place == 4 || place == 5, "place {place}");
         }
     }
 
     #[test]
-    fn every_earlier_byte_counts() {
+    fn logits_depend_on_every_earlier_byte() {
         let before = logits(&[b"abcdef"]);
         for changed in 0..6 {
             let mut window = *b"abcdef";
@@ -551,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_loop_comes_to_the_losses_that_a_job_comes_to() {
+    fn a_plain_loop_computes_the_same_losses_as_a_job() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("text");
         let (steps, batch) = (6, 20);
@@ -597,8 +599,8 @@ mod tests {
             let batch = model.feed(records()).unwrap();
             model.gradients(parameters, batch, &mut vec![0.0; parameters.len()]).unwrap()
         };
-        // Along the gradient in single tensors' worth of stretches: each has many elements, so
-        // rounding averages out.
+        // Moves along the gradient in stretches of the flat slice: each has many elements, so
+        // rounding errors average out.
         for stretch in sum
             .chunks(192)
             .zip((0..).step_by(192))
@@ -622,7 +624,7 @@ mod tests {
     }
 
     #[test]
-    fn queries_keys_and_values_all_take_part() {
+    fn queries_keys_and_values_all_have_gradients() {
         let (mut model, parameters) = small();
         let mut sum = vec![0.0; parameters.len()];
         let batch = model.feed(vec![b"abcdefg".to_vec()]).unwrap();
@@ -641,7 +643,7 @@ mod tests {
 
     #[cfg(not(feature = "cuda"))]
     #[test]
-    fn a_program_without_cuda_says_what_to_build() {
+    fn a_program_without_cuda_names_the_feature_to_build_with() {
         let mut model =
             Candle::new(ByteModel::new(Arguments::parse_from(["bytelm", "--device=cuda"])));
         let error = model.initialize(1, &mut []).unwrap_err().to_string();

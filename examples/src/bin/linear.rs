@@ -1,9 +1,9 @@
-//! The smallest model: a straight line through the rows of a CSV file, `target ≈ columns · weights
-//! + bias`.
+//! The smallest model: linear regression on the rows of a CSV file, `target ≈ columns · weights +
+//! bias`.
 //!
-//! A model is what you see here: where its data comes from, how many parameters it has and how they
-//! start, and the gradient of its loss. The rest is done for you: records are handed out, gradients
-//! summed over however many workers there are at the moment, and each record counted exactly once.
+//! A model defines its data source, the number and initial values of its parameters, and the
+//! gradient of its loss. The rest is done for you: records are distributed, gradients are summed
+//! over the current workers, and each record is counted exactly once.
 
 use std::process::ExitCode;
 
@@ -28,8 +28,8 @@ struct Linear {
 
 impl Model for Linear {
     type Reader = CsvRows;
-    // What `feed` makes of records: whatever the gradient is best computed from. Here the rows as
-    // they are.
+    // The result of `feed`: any type that the gradient can be computed from. Here, the rows
+    // themselves.
     type Batch = Vec<Row>;
 
     fn reader(&self) -> CsvRows {
@@ -51,8 +51,7 @@ impl Model for Linear {
         Ok(rows)
     }
 
-    // Summed over the rows: the mean is left to the update, which alone knows how many all workers
-    // had.
+    // Summed over the rows. The update divides by the number of records of all workers.
     fn gradients(
         &mut self,
         parameters: &[f32],

@@ -1,8 +1,8 @@
-//! `cargo quickstart`: an elastic job that learns on real text while its workers come and go.
+//! `cargo quickstart`: an elastic job that trains on real text while workers leave and join.
 //!
-//! Builds the command and the example, starts a job of four workers, kills one of them at a third
-//! of the way (the master replaces it), and adds another one at two thirds. Everything between is
-//! the user's own command line: `elasticdl train`, `elasticdl status`, `elasticdl scale`.
+//! Builds the command and the example, starts a job of four workers, kills one of them after a
+//! third of the job (the master replaces it), and adds one after two thirds. It only runs commands
+//! that a user would run: `elasticdl train`, `elasticdl status`, `elasticdl scale`.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -12,14 +12,15 @@ use std::time::Duration;
 use clap::Parser;
 use serde_json::Value;
 
-/// Trains a small language model of bytes on real text with four workers; kills one at a third of
-/// the way and adds one at two thirds.
+/// Trains a small language model of bytes on real text with four workers; kills one after a third
+/// of the job and adds one after two thirds.
 #[derive(Parser)]
 #[command(
     after_help = "All other options go to `elasticdl train`, for example --summary FILE or --num-workers 3."
 )]
 struct Quickstart {
-    /// Text to learn: a file or a folder [default: the Rust sources that this build has fetched]
+    /// Text to train on: a file or a folder [default: the Rust sources that this build has
+    /// downloaded]
     #[arg(long)]
     data: Option<PathBuf>,
     /// Options of `elasticdl train`
@@ -33,7 +34,7 @@ fn main() -> ExitCode {
             ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
         }
         Err(error) => {
-            say(&format!("error: {error}"));
+            print_message(&format!("error: {error}"));
             ExitCode::FAILURE
         }
     }
@@ -42,11 +43,11 @@ fn main() -> ExitCode {
 fn run(quickstart: &Quickstart) -> Result<ExitStatus, String> {
     let programs = build()?;
     let (elasticdl, bytelm) = (programs.join("elasticdl"), programs.join("bytelm"));
-    let data = quickstart.data.clone().unwrap_or_else(|| text_at_hand(&programs));
+    let data = quickstart.data.clone().unwrap_or_else(|| default_text(&programs));
     let filter: &[&str] = if quickstart.data.is_some() { &[] } else { &CODE };
     let job_dir = programs.join("quickstart-job");
-    say(&format!(
-        "learning {} with elasticdl train; one worker will be killed on the way",
+    print_message(&format!(
+        "training on {} with elasticdl train; one worker will be killed during the job",
         data.display()
     ));
 
@@ -75,12 +76,12 @@ fn run(quickstart: &Quickstart) -> Result<ExitStatus, String> {
     }
     let job =
         command.args(&quickstart.options).arg("--").arg(bytelm).args(LIMIT).args(filter).spawn();
-    let mut job = job.map_err(|error| format!("elasticdl did not start: {error}"))?;
+    let mut job = job.map_err(|error| format!("elasticdl could not be started: {error}"))?;
     known.disturb(&mut job);
     job.wait().map_err(|error| format!("elasticdl train: {error}"))
 }
 
-/// What the job was started with.
+/// The options that the job was started with.
 struct Options {
     elasticdl: PathBuf,
     job_dir: PathBuf,
@@ -88,7 +89,7 @@ struct Options {
 }
 
 impl Options {
-    /// Kills a worker at a third of the way and adds one at two thirds.
+    /// Kills a worker after a third of the job and adds one after two thirds.
     fn disturb(&self, job: &mut Child) {
         let (mut killed, mut added) = (false, false);
         while !added && matches!(job.try_wait(), Ok(None)) {
@@ -105,7 +106,7 @@ impl Options {
         }
     }
 
-    /// The job's state now; null while it has no answer.
+    /// The job's status; null while the job does not answer.
     fn status(&self) -> Value {
         let output =
             Command::new(&self.elasticdl).arg("status").arg(&self.job_dir).arg("--json").output();
@@ -118,38 +119,38 @@ impl Options {
     fn scale(&self, num_workers: u32) {
         let mut command = Command::new(&self.elasticdl);
         command.arg("scale").arg(&self.job_dir).args(["--num-workers", &num_workers.to_string()]);
-        // If the job does not take one more, its own words tell.
+        // The job logs why, if it refuses.
         let _ = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
     }
 }
 
-/// Kills the member with the lowest rank: the one that speaks for the group, so the hardest case.
+/// Kills the member with rank 0, which reports to the master for the group: the hardest case.
 fn kill_one(status: &Value) {
     let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
     let first = workers.iter().find(|worker| worker["rank"] == 0);
     if let Some(pid) = first.and_then(|worker| worker["pid"].as_u64()) {
-        // The standard library can kill only its own children.
+        // The standard library can only kill child processes.
         let _ = Command::new("sh").arg("-c").arg(format!("kill -KILL {pid}")).status();
     }
 }
 
-/// Builds the command and the example in release mode; the folder they are in.
+/// Builds the command and the example in release mode. Returns the folder of the programs.
 fn build() -> Result<PathBuf, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    // The whole workspace is selected, as it was for this program: so no dependency is built again
-    // with other features.
+    // Builds the whole workspace, like the build of this program, so that no dependency is built
+    // again with other features.
     let workspace =
         Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or_else(|| Path::new("."));
     let mut command = Command::new(cargo);
     command
         .args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"])
         .current_dir(workspace);
-    // What cargo says to the program that it runs, build scripts would take for a change, and much
-    // would be built again.
+    // Cargo sets these variables for the programs that it runs. Build scripts would treat them as
+    // changes, and much would be built again.
     for (name, _) in std::env::vars_os() {
         if ["CARGO_PKG_", "CARGO_MANIFEST_"]
             .iter()
-            .any(|said| name.to_string_lossy().starts_with(said))
+            .any(|prefix| name.to_string_lossy().starts_with(prefix))
         {
             command.env_remove(name);
         }
@@ -162,9 +163,9 @@ fn build() -> Result<PathBuf, String> {
     Ok(this.parent().map(Path::to_path_buf).unwrap_or_default())
 }
 
-/// Text that is on every machine that has just built this: the sources of our dependencies, else
-/// our own.
-fn text_at_hand(programs: &Path) -> PathBuf {
+/// Text that exists on every machine that has just built this program: the sources of the
+/// dependencies, else of this workspace.
+fn default_text(programs: &Path) -> PathBuf {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
     let sources =
@@ -173,7 +174,7 @@ fn text_at_hand(programs: &Path) -> PathBuf {
     sources.or(workspace).unwrap_or_else(|| programs.to_path_buf())
 }
 
-/// The value of `name` among the options, as `--name value` or `--name=value`.
+/// The value of option `name`, given as `--name value` or `--name=value`.
 fn given(options: &[OsString], name: &str) -> Option<OsString> {
     let prefix = format!("{name}=");
     options.iter().enumerate().find_map(|(i, option)| {
@@ -184,8 +185,8 @@ fn given(options: &[OsString], name: &str) -> Option<OsString> {
     })
 }
 
-#[expect(clippy::print_stderr, reason = "the program's own words")]
-fn say(text: &str) {
+#[expect(clippy::print_stderr, reason = "messages to the user")]
+fn print_message(text: &str) {
     eprintln!("quickstart: {text}");
 }
 
@@ -193,5 +194,5 @@ const WORKERS: u32 = 4;
 const BATCH: u32 = 64;
 /// About a minute of training on two cores.
 const LIMIT: [&str; 2] = ["--limit-bytes", "3000000"];
-/// Of the sources at hand, the code.
+/// Restricts the default text to source code.
 const CODE: [&str; 2] = ["--extensions", "rs"];

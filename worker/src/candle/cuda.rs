@@ -1,5 +1,5 @@
-//! candle's variables on a GPU, beside the flat slices there: copies from the parameters, and sums
-//! of the gradients, never leave it.
+//! candle's variables on a GPU, next to the flat slices there. Copies of parameters and sums of
+//! gradients stay on the GPU.
 
 use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::{CudaStorage, InplaceOp1, Layout, Storage};
@@ -12,7 +12,7 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
     type Batch = M::Batch;
 
     fn device(&self) -> &Device {
-        self.gpu.as_ref().expect("it is only asked for where there is one")
+        self.gpu.as_ref().expect("called only if there is a GPU")
     }
 
     fn gradients(
@@ -28,7 +28,7 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
         let found = loss.backward()?;
         for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
         {
-            // A parameter that the loss does not depend on has no gradient.
+            // A parameter that does not affect the loss has no gradient.
             let Some(gradient) = found.get(variable) else { continue };
             let gradient = gradient.contiguous()?;
             let (storage, layout) = gradient.storage_and_layout();
@@ -39,7 +39,7 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
                 }
                 _ => {
                     return Err(
-                        "a parameter's gradient is a tensor of f32 on the parameter's device"
+                        "a parameter's gradient must be a contiguous tensor of f32 on the parameter's device"
                             .into(),
                     );
                 }
@@ -61,7 +61,7 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
 }
 
 impl super::Parameters {
-    /// As `set`, from the GPU.
+    /// Like `set`, from the GPU.
     fn copy(&self, values: &CudaSlice<f32>) -> candle_core::Result<()> {
         for (declared, variable) in self.declared.iter().zip(&self.variables) {
             variable.inplace_op1(&Copy(values.slice(declared.range.clone())))?;
@@ -70,7 +70,7 @@ impl super::Parameters {
     }
 }
 
-/// Writes values over a variable's, in place.
+/// Overwrites a variable's values in place.
 struct Copy<'a>(CudaView<'a, f32>);
 
 impl InplaceOp1 for Copy<'_> {
@@ -79,32 +79,32 @@ impl InplaceOp1 for Copy<'_> {
     }
 
     fn cpu_fwd(&self, _storage: &mut CpuStorage, _layout: &Layout) -> candle_core::Result<()> {
-        candle_core::bail!("a parameter is on the model's device")
+        candle_core::bail!("a parameter must be on the model's device")
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> candle_core::Result<()> {
         let Some((start, end)) = layout.contiguous_offsets() else {
-            candle_core::bail!("a parameter is a contiguous tensor of f32")
+            candle_core::bail!("a parameter must be a contiguous tensor of f32")
         };
         let device = storage.device.clone();
         device.memcpy_dtod(&self.0, &mut storage.as_cuda_slice_mut::<f32>()?.slice_mut(start..end))
     }
 }
 
-/// Writes values of the host over a variable's.
+/// Overwrites a variable's values with values of the host.
 pub(super) fn overwrite(
     storage: &mut CudaStorage,
     layout: &Layout,
     values: &[f32],
 ) -> candle_core::Result<()> {
     let Some((start, end)) = layout.contiguous_offsets() else {
-        candle_core::bail!("a parameter is a contiguous tensor of f32")
+        candle_core::bail!("a parameter must be a contiguous tensor of f32")
     };
     let device = storage.device.clone();
     device.memcpy_htod(values, &mut storage.as_cuda_slice_mut::<f32>()?.slice_mut(start..end))
 }
 
-/// candle's device as this crate knows it: the same GPU, and the same stream. `None`: it is the
+/// Converts candle's device to this crate's: the same GPU and the same CUDA stream. `None`: the
 /// CPU.
 pub(super) fn gpu_of(device: &CandleDevice) -> Result<Option<Device>, UserError> {
     match device {

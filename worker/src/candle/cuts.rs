@@ -1,8 +1,8 @@
-//! A backward pass in parts.
+//! A backward pass in segments.
 //!
 //! ```text
 //! forward    part 0 ── state ─✂─ state' ── part 1 ── state ─✂─ state' ── part 2 ── loss
-//! backward   part 2 first, from the loss; then each part from the gradient of what was cut out behind it
+//! backward   part 2 first, from the loss; then part 1 and part 0, each from the gradient of the\n//!            copy (state') after it
 //! ```
 
 use candle_core::Tensor;
@@ -13,16 +13,16 @@ use super::{Parameters, add};
 use crate::buckets::Gradients;
 use crate::model::UserError;
 
-/// Where a model's backward pass pauses, so that what is complete of its gradient can be summed
-/// over the workers while the rest is computed.
+/// Cuts in a model's forward pass. The backward pass pauses at each, so that the complete parts of
+/// the gradient can be all-reduced while the rest is computed.
 #[derive(Debug)]
 pub struct Cuts {
-    /// What was cut off, and what took its place; none where the pass is one.
+    /// Each cut's original tensor and the copy that replaces it; `None` for a pass without cuts.
     made: Option<Vec<(Tensor, Var)>>,
 }
 
 impl Cuts {
-    /// For a pass that never pauses.
+    /// For a backward pass without pauses.
     #[must_use]
     pub fn none() -> Self {
         Self { made: None }
@@ -32,11 +32,11 @@ impl Cuts {
         Self { made: Some(Vec::new()) }
     }
 
-    /// Cuts here: what follows has to use the returned tensor, which equals `state`, and nothing
-    /// else that stands for what came before, but parameters.
+    /// Cuts the computation graph at `state` and returns a copy of it. The rest of the forward pass
+    /// must use the copy in its place, and no other tensors from before the cut except parameters.
     ///
     /// # Errors
-    /// Candle's.
+    /// An error of candle.
     pub fn cut(&mut self, state: &Tensor) -> Result<Tensor, UserError> {
         let Some(made) = &mut self.made else { return Ok(state.clone()) };
         let copy = Var::from_tensor(&state.detach())?;
@@ -45,17 +45,17 @@ impl Cuts {
     }
 }
 
-/// In which part of the pass each parameter is used first; what is learned from one pass is used in
-/// the next. How early a gradient is said to be complete depends on it, and never what it is.
+/// The first segment of the forward pass in which each parameter is used, as observed in the
+/// previous pass. It determines only how early a gradient is reported as complete, not its value.
 #[derive(Debug, Default)]
 pub(super) struct Uses {
-    /// By parameter, with the number of cuts; empty until it is known.
+    /// First segment by parameter; empty before the first pass.
     first: Vec<usize>,
     cuts: usize,
 }
 
 impl Uses {
-    /// Goes back from the loss, and adds what it finds to `gradients`.
+    /// Runs the backward pass from the loss and adds the gradients to `gradients`.
     pub(super) fn backward(
         &mut self,
         parameters: &Parameters,
@@ -75,8 +75,9 @@ impl Uses {
                 gradients.complete_from(self.complete_from(parameters, part));
             }
             let Some((state, copy)) = cuts.pop() else { break };
-            // What the loss does not depend on has no gradient, and so has nothing before it. The
-            // gradient itself depends on what came behind the cut, which is done with.
+            // A state that does not affect the loss has no gradient, and neither has anything
+            // before it. The gradient is detached from the graph of the later segment, which is no
+            // longer needed.
             let Some(gradient) = found.get(&copy).map(Tensor::detach) else { break };
             found = (state * gradient)?.sum_all()?.backward()?;
         }
@@ -84,7 +85,8 @@ impl Uses {
         Ok(())
     }
 
-    /// After this part: behind the last parameter that an earlier part uses.
+    /// Element from which on the gradient is complete after segment `part`: the end of the last
+    /// parameter that an earlier segment uses.
     pub(super) fn complete_from(&self, parameters: &Parameters, part: usize) -> usize {
         let pairs = parameters.declared.iter().zip(&self.first);
         pairs
@@ -95,7 +97,7 @@ impl Uses {
     }
 }
 
-/// Adds the gradients of all parameters in `found`, and says of which.
+/// Adds the gradients of all parameters in `found`, and reports the parameters' indices.
 fn add_all(
     parameters: &Parameters,
     found: &GradStore,
@@ -109,7 +111,7 @@ fn add_all(
         let Some(place) = gradients.rest().get_mut(declared.range.clone()) else {
             let name = &declared.name;
             return Err(
-                format!("{name:?} is used before a cut, and was not in the pass before").into()
+                format!("{name:?} is used before a cut, but was not in the previous pass").into()
             );
         };
         add(gradient, place)?;

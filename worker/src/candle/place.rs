@@ -4,21 +4,20 @@ use candle_core::Device;
 
 use crate::model::UserError;
 
-/// Where a model computes, as its users choose it: `cpu`, `cuda`, or `auto`, which is a GPU where
-/// there is one.
+/// Kind of device that a model computes on, as users select it: `cpu`, `cuda` or `auto`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Place {
-    /// A GPU of NVIDIA where the program is built for one and there is one; else the CPU.
+    /// An NVIDIA GPU, if the program is built for one and there is one; else the CPU.
     Auto,
     /// The CPU.
     #[default]
     Cpu,
-    /// A GPU of NVIDIA.
+    /// An NVIDIA GPU.
     Cuda,
 }
 
 impl Place {
-    /// The device. Workers on one machine take its GPUs in turn.
+    /// Opens the device. Workers on one machine are assigned its GPUs round-robin.
     ///
     /// # Errors
     /// There is no GPU, or the program is not built for one.
@@ -35,7 +34,9 @@ impl Place {
             #[cfg(not(feature = "cuda"))]
             Self::Auto => Ok(Device::Cpu),
             #[cfg(not(feature = "cuda"))]
-            Self::Cuda => Err("this program is built without CUDA: build it with `--features cuda`, where the CUDA toolkit is".into()),
+            Self::Cuda => Err("this program is built without CUDA: build it with \
+                               `--features cuda` and the CUDA toolkit"
+                .into()),
         }
     }
 }
@@ -48,7 +49,7 @@ impl FromStr for Place {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda),
-            _ => Err(format!("`{text}` is no device; it is cpu, cuda or auto")),
+            _ => Err(format!("`{text}` is not a device; use cpu, cuda or auto")),
         }
     }
 }

@@ -46,8 +46,7 @@ impl CandleModel for TwoLayers {
         let [first, second, shift] = network;
         let (inputs, targets) = batch;
         let hidden = cuts.cut(&inputs.matmul(first)?.tanh()?)?;
-        // The transpose makes the second layer's gradient arrive in another order than it is laid
-        // out.
+        // With the transpose, the second layer's gradient is not in the layout of the parameter.
         let outputs = hidden.matmul(&second.t()?)?.squeeze(1)?;
         Ok((outputs.broadcast_add(shift)? - targets)?.sqr()?.sum_all()?)
     }
@@ -99,11 +98,11 @@ fn gradients_equal_finite_differences() {
 }
 
 #[test]
-fn a_backward_pass_in_parts_finds_the_same_and_says_what_is_complete() {
+fn a_backward_pass_in_segments_computes_the_same_gradient() {
     let (mut model, parameters) = start(1);
     let (loss, whole) = gradients(&mut model, &parameters, records());
     let mut ring = elasticdl_collective::LocalRank::group(1, 1).remove(0);
-    // Where parameters are used is known from the second pass on.
+    // The segments that use each parameter are known from the second pass on.
     for early in [0, 6] {
         let (mut gradient, mut sums) = (vec![0.0; whole.len()], vec![0.0; whole.len()]);
         let batch = model.feed(records()).unwrap();
@@ -122,7 +121,7 @@ fn a_backward_pass_in_parts_finds_the_same_and_says_what_is_complete() {
     assert_eq!(
         [complete(1), complete(0)],
         [15, 0],
-        "behind the first layer, when the second is done"
+        "the end of the first layer, once the second is complete"
     );
 }
 
@@ -161,7 +160,7 @@ fn tensors_lie_one_after_the_other_in_the_order_of_their_declaration() {
 }
 
 #[test]
-fn a_saved_model_is_loaded_and_used_by_plain_candle() {
+fn a_saved_model_can_be_used_with_candle_alone() {
     let (mut model, parameters) = start(5);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
@@ -175,7 +174,7 @@ fn a_saved_model_is_loaded_and_used_by_plain_candle() {
         names,
         [("first", &[3, 5][..]), ("second", &[1, 5]), ("shift", &[]), ("unused", &[7])]
     );
-    // The network again, without a line of this crate's.
+    // The same network, without this crate.
     let (inputs, targets) = TwoLayers.feed(records()).unwrap();
     let hidden = inputs.matmul(&tensors["first"]).unwrap().tanh().unwrap();
     let outputs = hidden.matmul(&tensors["second"].t().unwrap()).unwrap().squeeze(1).unwrap();
@@ -188,7 +187,7 @@ fn a_saved_model_is_loaded_and_used_by_plain_candle() {
 }
 
 #[test]
-fn the_seed_alone_decides_the_initial_parameters() {
+fn the_initial_parameters_depend_only_on_the_seed() {
     assert_eq!(start(1).1, start(1).1);
     assert_ne!(start(1).1, start(2).1);
     let parameters = start(1).1;
@@ -207,7 +206,7 @@ fn drawn_values_have_the_moments_of_their_distribution() {
         };
         [mean_of(1), mean_of(2), mean_of(4)]
     };
-    // Of a normal distribution: 0, σ², 3σ⁴. Of an even one: 0, b²/3, b⁴/5.
+    // Moments of a normal distribution: 0, σ², 3σ⁴. Of a uniform distribution: 0, b²/3, b⁴/5.
     for (init, expected) in [
         (Init::Normal { std: 2.0 }, [0.0, 4.0, 48.0]),
         (Init::Uniform { bound: 3.0 }, [0.0, 3.0, 81.0 / 5.0]),
@@ -253,9 +252,9 @@ impl CandleModel for Wrong {
 }
 
 #[test]
-fn a_network_that_cannot_be_built_is_an_error_of_the_first_call_that_can_fail() {
+fn a_network_that_cannot_be_built_is_an_error_of_each_call_that_can_fail() {
     let mut model = Candle::new(Wrong { names: ["a", "a"] });
-    let expected = "building the network: two parameters named \"a\": each needs a name of its own";
+    let expected = "building the network: two parameters named \"a\": each needs a unique name";
     assert_eq!(model.initialize(1, &mut [0.0; 2]).unwrap_err().to_string(), expected);
     assert_eq!(model.feed(vec![]).unwrap_err().to_string(), expected);
     assert_eq!(model.gradients(&[0.0; 2], (), &mut [0.0; 2]).unwrap_err().to_string(), expected);
@@ -266,7 +265,7 @@ fn a_network_that_cannot_be_built_is_an_error_of_the_first_call_that_can_fail() 
 fn a_loss_that_is_not_one_number_is_an_error() {
     let mut model = Candle::new(Wrong { names: ["a", "b"] });
     let error = model.gradients(&[0.0; 4], (), &mut [0.0; 4]).unwrap_err().to_string();
-    assert_eq!(error, "the loss has the shape [2] of f32 where one f32 should be");
+    assert_eq!(error, "the loss must be a single f32, but has the shape [2] of f32");
     let error = model.gradients(&[0.0; 3], (), &mut [0.0; 3]).unwrap_err().to_string();
-    assert_eq!(error, "3 parameters where 4 were declared");
+    assert_eq!(error, "got 3 parameters, but 4 were declared");
 }

@@ -1,4 +1,4 @@
-//! Finds the newest checkpoint that is whole, and takes the state from it.
+//! Finds the newest complete checkpoint and loads the state from it.
 
 use std::path::Path;
 
@@ -10,39 +10,40 @@ use crate::core::header::StateRecord;
 use crate::storage::{Storage, StorageError};
 use crate::tensors::is_finite;
 
-/// Where checkpoints may be.
+/// Storage locations of checkpoints.
 #[derive(Clone, Debug)]
 pub(crate) struct Locations {
-    /// Of this run, and where new ones go.
+    /// Checkpoints of this run, and the destination of new ones.
     pub(crate) own: Option<Storage>,
-    /// What a new run begins with: a checkpoint, or the folder of some.
+    /// Source of a new run's initial state: a checkpoint, or a folder of checkpoints.
     pub(crate) from: Option<Storage>,
-    /// `own` belongs to this job alone, so that checkpoints of runs before it may lie there.
+    /// `own` belongs to this job alone, so it may contain checkpoints of the job's earlier runs.
     pub(crate) exclusive: bool,
 }
 
-/// A state that came from a checkpoint.
+/// A state that was loaded from a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Restored {
     pub(crate) state: StateRecord,
-    /// The checkpoint's name.
+    /// Name of the checkpoint.
     pub(crate) name: String,
-    /// Of this run.
+    /// Whether this run wrote the checkpoint.
     pub(crate) same_run: bool,
 }
 
-/// Why there is no state.
+/// Why no state could be loaded.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RestoreError {
-    /// Not from here, whoever tries: what is wrong, and what would be right.
+    /// No worker can load a state from here; the text says what is wrong and what the user should
+    /// do.
     Refused(String),
-    /// The place does not answer as it should; another attempt may succeed.
+    /// The storage does not answer correctly; a later attempt may succeed.
     Storage(String),
 }
 
-/// Writes the newest whole checkpoint's state to `parameters` and `slots`; they hold unspecified
-/// values without one. `None` where the job begins from nothing. `damaged` is told of each one that
-/// is not as it was written, with why.
+/// Loads the newest complete checkpoint into `parameters` and `slots`. Without one, these hold
+/// unspecified values and the result is `None`: the job starts from its initial model. `damaged` is
+/// called for each damaged checkpoint, with the reason.
 pub(crate) fn restore(
     locations: &Locations,
     fingerprint: &JobFingerprint,
@@ -55,8 +56,8 @@ pub(crate) fn restore(
     search(locations, fingerprint, &mut take, damaged)
 }
 
-/// Whether [`restore`] would find something for a new job, or nothing is looked for. Looks at
-/// manifests alone.
+/// Checks that [`restore`] would find a checkpoint for a new job, or that none is requested. Reads
+/// only manifests.
 pub(crate) fn check(
     locations: &Locations,
     fingerprint: &JobFingerprint,
@@ -87,8 +88,8 @@ fn search(
             names.last().filter(|_| !found && locations.from.is_none() && !locations.exclusive)
         {
             return Err(RestoreError::Refused(format!(
-                "{own} holds checkpoints of another job, of which {other} is the furthest; to go on from them add \
-                 --resume-from {own}, to begin anew name another --checkpoint-dir"
+                "{own} contains checkpoints of another job, the latest of which is {other}; to resume from it, \
+                 add --resume-from {own}; to start anew, choose another --checkpoint-dir"
             )));
         }
     }
@@ -102,20 +103,20 @@ fn search(
     Err(RestoreError::Refused(format!("there is no whole checkpoint in {from}")))
 }
 
-/// Which checkpoints a folder holds.
+/// Checkpoints in a folder.
 #[derive(Debug, PartialEq)]
 pub(crate) enum CheckpointLookup {
     NotFound,
-    /// It is one itself.
+    /// The folder is a checkpoint itself.
     Single,
-    /// Complete ones; the name of the one with the most steps.
+    /// The folder contains complete checkpoints; the name of the one with the most steps.
     Several(String),
 }
 
-/// Looks at names alone.
+/// Finds out what `folder` contains, from file names only.
 ///
 /// # Errors
-/// The place's word.
+/// An error of the storage.
 pub(crate) fn inspect(folder: &Storage) -> Result<CheckpointLookup, StorageError> {
     if is_one(folder)? {
         return Ok(CheckpointLookup::Single);
@@ -127,11 +128,10 @@ pub(crate) fn inspect(folder: &Storage) -> Result<CheckpointLookup, StorageError
     }))
 }
 
-/// Reads the parameters, `[parameters]`, of the checkpoint that `folder` is, for who needs no more
-/// of it.
+/// Reads only the parameters, `[parameters]`, of the checkpoint in `folder`.
 ///
 /// # Errors
-/// The place's word; what is not as it was written, or of another model.
+/// An error of the storage, a damaged shard, or a checkpoint of another model.
 pub(crate) fn load_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), String> {
     read_parameters(folder, parameters).map_err(|error| match error {
         LoadError::Damaged(reason) | LoadError::Refused(reason) => format!("{folder}: {reason}"),
@@ -176,8 +176,9 @@ fn names(place: &Storage) -> Result<Vec<Name>, RestoreError> {
         .collect())
 }
 
-/// The checkpoint that `from` is, or those that are in it, as they were written: of more than one
-/// job, or of one that went back, the furthest need not be the newest.
+/// The checkpoint that `from` is, or the checkpoints in it, newest first by the time of writing: if
+/// they belong to several jobs, or to a job that was rolled back, the one with the most steps need
+/// not be the newest.
 fn newest_first(
     from: &Storage,
     damaged: &mut dyn FnMut(&str, &str),
@@ -210,7 +211,7 @@ enum LoadError {
     Storage(StorageError),
 }
 
-/// What to make of an attempt: a state, or the next one is to be tried.
+/// Evaluates a load attempt: a state, or `None` if the next checkpoint is to be tried.
 fn accept(
     loaded: Result<StateRecord, LoadError>,
     name: &str,
@@ -223,7 +224,7 @@ fn accept(
             Ok(None)
         }
         Err(LoadError::Refused(reason)) => {
-            Err(RestoreError::Refused(format!("this job can't go on from {name}: {reason}")))
+            Err(RestoreError::Refused(format!("this job cannot resume from {name}: {reason}")))
         }
         Err(LoadError::Storage(error)) => Err(unreachable(error)),
     }
@@ -238,7 +239,7 @@ fn manifest(folder: &Storage) -> Result<Manifest, LoadError> {
     Manifest::decode(&bytes).map_err(|reason| LoadError::Damaged(format!("{MANIFEST}: {reason}")))
 }
 
-/// A manifest that this job can go on from.
+/// Reads the manifest and checks that this job can resume from it.
 fn fitting(
     folder: &Storage,
     fingerprint: &JobFingerprint,
@@ -265,18 +266,18 @@ fn load(
         read_shard(folder, shard, floats)?;
     }
     if !(is_finite(parameters) && is_finite(slots)) {
-        return Err(LoadError::Damaged("it holds a NaN or an infinity".into()));
+        return Err(LoadError::Damaged("it contains a NaN or an infinity".into()));
     }
     Ok(manifest.state)
 }
 
-/// Reads a shard in pieces, and checks it on the way.
+/// Reads a shard in pieces and verifies its digest.
 fn read_shard(folder: &Storage, shard: &Shard, floats: [&mut [f32]; 2]) -> Result<(), LoadError> {
     let damaged = |reason: &str| LoadError::Damaged(format!("{}: {reason}", shard.file));
     match folder.bytes(&shard.file) {
         Ok(bytes) if bytes == shard.bytes => {}
         Ok(bytes) => return Err(damaged(&format!("it has {bytes} bytes, not {}", shard.bytes))),
-        Err(StorageError::NotFound { .. }) => return Err(damaged("it is gone")),
+        Err(StorageError::NotFound { .. }) => return Err(damaged("it is missing")),
         Err(error) => return Err(LoadError::Storage(error)),
     }
     let mut targets = floats.map(bytemuck::cast_slice_mut::<f32, u8>);
@@ -287,7 +288,7 @@ fn read_shard(folder: &Storage, shard: &Shard, floats: [&mut [f32]; 2]) -> Resul
         let end = shard.bytes.min(at + PIECE_BYTES);
         let piece = folder.read_range(&shard.file, at..end).map_err(LoadError::Storage)?;
         if piece.len() as u64 != end - at {
-            return Err(damaged("it became shorter while it was read"));
+            return Err(damaged("it became shorter while it was being read"));
         }
         digest.update(&piece);
         let skipped = header.min(piece.len() as u64);
@@ -302,11 +303,11 @@ fn read_shard(folder: &Storage, shard: &Shard, floats: [&mut [f32]; 2]) -> Resul
         }
         at = end;
     }
-    match format!("{:032x}", digest.digest128()) == shard.digest {
-        true => Ok(()),
-        false => Err(damaged("its digest is another one: it was changed")),
+    if format!("{:032x}", digest.digest128()) != shard.digest {
+        return Err(damaged("its digest does not match: it has changed"));
     }
+    Ok(())
 }
 
-/// How much of a shard is in memory besides the state.
+/// Bytes of a shard that are in memory in addition to the state.
 const PIECE_BYTES: u64 = 32 << 20;

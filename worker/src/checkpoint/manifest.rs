@@ -1,4 +1,4 @@
-//! What a checkpoint says of itself, and whether a job can go on from it.
+//! The manifest of a checkpoint, and whether a job can resume from it.
 
 use std::ops::Range;
 use std::path::Path;
@@ -11,14 +11,14 @@ use crate::core::header::StateRecord;
 use crate::core::plan::Batch;
 use crate::reader::Dataset;
 
-/// What a job is, as far as its checkpoints care.
+/// Identity of a job and its settings that checkpoints depend on.
 #[derive(Clone, Debug)]
 pub(crate) struct JobFingerprint {
     pub(crate) job: String,
-    /// Tells this run from others of the same name: 8 hexadecimal digits.
+    /// Distinguishes runs of the same job: 8 hexadecimal digits.
     pub(crate) run: String,
     pub(crate) parameters: usize,
-    /// Floats of the optimizer's state.
+    /// Number of floats of the optimizer state.
     pub(crate) slots: usize,
     pub(crate) dataset: Dataset,
     pub(crate) training_data: String,
@@ -28,26 +28,26 @@ pub(crate) struct JobFingerprint {
     pub(crate) seed: u64,
 }
 
-/// A checkpoint's manifest. The names of its fields are a public format.
+/// A checkpoint's manifest. Its field names are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Manifest {
     /// [`FORMAT`].
     pub(super) format: String,
     pub(super) job: String,
     pub(super) run: String,
-    /// Seconds since 1970, by the clock of the worker that wrote it.
+    /// Time of writing: seconds since 1970, by the clock of the worker that wrote it.
     pub(super) written_at: u64,
     pub(super) state: StateRecord,
-    /// Floats of the model.
+    /// Number of parameters.
     pub(super) parameters: u64,
-    /// Floats of the optimizer's state.
+    /// Number of floats of the optimizer state.
     pub(super) slots: u64,
     pub(super) options: Options,
     pub(super) files: Vec<DataFile>,
     pub(super) shards: Vec<Shard>,
 }
 
-/// How the job was started: for people. What must fit is checked elsewhere.
+/// The job's options, for users. What must match is checked elsewhere.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Options {
     pub(super) training_data: String,
@@ -58,27 +58,27 @@ pub(super) struct Options {
     pub(super) seed: u64,
 }
 
-/// A file of the data set, whose records the ledger counts.
+/// A file of the data set whose records the ledger counts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct DataFile {
     pub(super) path: String,
     pub(super) records: u64,
 }
 
-/// A part of the state.
+/// A shard of the state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Shard {
     pub(super) file: String,
     pub(super) bytes: u64,
-    /// XXH3, 128 bits, of the file: 32 hexadecimal digits.
+    /// XXH3 digest of the file, 128 bits: 32 hexadecimal digits.
     pub(super) digest: String,
-    /// Which floats of the state: parameters first, then the optimizer's.
+    /// First float of the shard, in the state: parameters, followed by the optimizer state.
     pub(super) start: u64,
     pub(super) end: u64,
 }
 
 impl Shard {
-    /// Which of `parameters` floats it holds, and which of the optimizer's.
+    /// Ranges of the shard in the parameters and in the optimizer state.
     pub(super) fn split(&self, parameters: usize) -> (Range<usize>, Range<usize>) {
         let (start, end) = (self.start as usize, self.end as usize);
         let of_slots = start.max(parameters) - parameters..end.max(parameters) - parameters;
@@ -130,7 +130,7 @@ impl Manifest {
         }
     }
 
-    /// As JSON, whose last field is the digest of all before it.
+    /// Encodes as JSON. The last field is the digest of all the text before it.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut text = serde_json::to_string(self).expect("a manifest's keys are strings");
         let digest = xxh3_128(text.as_bytes());
@@ -139,17 +139,18 @@ impl Manifest {
         text.into_bytes()
     }
 
-    /// Reads what [`encode`](Self::encode) gave.
+    /// Decodes the result of [`encode`](Self::encode).
     ///
     /// # Errors
-    /// It is torn or changed, or of a version that is not known.
+    /// It is truncated or has changed, or its format version is unknown.
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let text = str::from_utf8(bytes).map_err(|_| "it is no text")?;
-        let (head, digest) =
-            text.rsplit_once(DIGEST).ok_or("it has no digest: it is torn, or none")?;
+        let text = str::from_utf8(bytes).map_err(|_| "it is not UTF-8 text")?;
+        let (head, digest) = text
+            .rsplit_once(DIGEST)
+            .ok_or("it has no digest: it is truncated, or not a manifest")?;
         let whole = format!("{head}}}");
         if digest != format!("{:032x}\"}}", xxh3_128(whole.as_bytes())) {
-            return Err("its digest is another one: it was changed".into());
+            return Err("its digest does not match: it has changed".into());
         }
         let manifest: Self = serde_json::from_str(&whole).map_err(|error| error.to_string())?;
         if manifest.format != FORMAT {
@@ -162,28 +163,28 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Its shards make up the state.
+    /// Checks that the shards cover the state without gaps.
     fn check_shards(&self) -> Result<(), String> {
         let mut at = 0;
         for Shard { file, bytes, start, end, .. } in &self.shards {
             let floats = end.checked_sub(*start).filter(|_| *start == at);
             if floats.is_none_or(|floats| floats.saturating_mul(4) > *bytes) {
                 return Err(format!(
-                    "{file} holds floats {start}..{end} in {bytes} bytes, behind {at}"
+                    "{file} contains floats {start}..{end} in {bytes} bytes, after {at}"
                 ));
             }
             at = *end;
         }
-        match self.parameters.checked_add(self.slots) == Some(at) {
-            true => Ok(()),
-            false => Err(format!("its shards end at float {at}")),
+        if self.parameters.checked_add(self.slots) != Some(at) {
+            return Err(format!("its shards end at float {at}"));
         }
+        Ok(())
     }
 
-    /// Whether a job can hold this state: its tensors and its data.
+    /// Checks that the job's model and data match this state.
     ///
     /// # Errors
-    /// What is different, and what would be right.
+    /// Says what is different, and what is expected.
     pub(super) fn check_model_and_data(&self, fingerprint: &JobFingerprint) -> Result<(), String> {
         let (parameters, slots) = (fingerprint.parameters as u64, fingerprint.slots as u64);
         if self.parameters != parameters {
@@ -197,7 +198,7 @@ impl Manifest {
             ));
         }
         let same = |(a, b): (&DataFile, &crate::reader::File)| {
-            // Where it lies may change, from one machine to another; its order may not.
+            // The folder may differ between machines; the order of the files may not.
             Path::new(&a.path).file_name() == Path::new(&b.path).file_name()
                 && a.records == b.records
         };
@@ -215,10 +216,10 @@ impl Manifest {
         }
     }
 
-    /// Whether a new job with these options would have something to train from here.
+    /// Checks that a new job with these options has something left to train.
     ///
     /// # Errors
-    /// What stands in the way, and what would be right.
+    /// Says what prevents it, and what the user should change.
     pub(super) fn check_options(&self, fingerprint: &JobFingerprint) -> Result<(), String> {
         let StateRecord { step, epochs_complete, ranges, .. } = &self.state;
         let reached = ranges.iter().map(|r| r.epoch + 1).max().unwrap_or(0).max(*epochs_complete);
@@ -238,7 +239,7 @@ impl Manifest {
     }
 }
 
-/// The floats of a state of `total` that `rank` keeps: start and end.
+/// Range of the state's `total` floats that `rank` writes: start and end.
 pub(super) fn shard_bounds(total: usize, rank: usize, world_size: usize) -> (usize, usize) {
     let at = |rank: usize| (total as u128 * rank as u128 / world_size as u128) as usize;
     (at(rank), at(rank + 1))
@@ -271,7 +272,7 @@ pub(super) mod tests {
         }
     }
 
-    pub(in super::super) fn record(step: u64) -> StateRecord {
+    pub(in super::super) fn state_at(step: u64) -> StateRecord {
         let ranges = vec![RecordRange { epoch: 1, start: 0, end: 4 * step - 100 }];
         StateRecord {
             step,
@@ -287,7 +288,7 @@ pub(super) mod tests {
     fn manifest() -> Manifest {
         let part =
             |floats: u64| Written { bytes: 128 + 4 * floats, digest: u128::from(floats) << 90 };
-        Manifest::new(&fingerprint(), record(30), &[part(10), part(10), part(10)], 1_700_000_000)
+        Manifest::new(&fingerprint(), state_at(30), &[part(10), part(10), part(10)], 1_700_000_000)
     }
 
     #[test]
@@ -301,7 +302,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn each_flipped_bit_and_each_cut_is_seen() {
+    fn every_flipped_bit_and_every_truncation_is_detected() {
         let bytes = manifest().encode();
         for at in 0..bytes.len() {
             let mut flipped = bytes.clone();
@@ -312,21 +313,21 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn shards_that_do_not_make_up_the_state_are_refused() {
+    fn shards_that_do_not_cover_the_state_are_refused() {
         let changed = |change: fn(&mut Manifest)| {
             let mut manifest = manifest();
             change(&mut manifest);
             Manifest::decode(&manifest.encode()).unwrap_err()
         };
-        assert!(changed(|m| m.shards[1].start = 9).contains("behind 10"));
-        assert!(changed(|m| m.shards[1].end = 19).contains("behind 19"));
+        assert!(changed(|m| m.shards[1].start = 9).contains("after 10"));
+        assert!(changed(|m| m.shards[1].end = 19).contains("after 19"));
         assert!(changed(|m| m.shards[2].bytes = 39).contains("in 39 bytes"));
         assert!(changed(|m| drop(m.shards.pop())).contains("end at float 20"));
         assert!(changed(|m| m.format = "elasticdl checkpoint 2".into()).contains("checkpoint 2"));
     }
 
     #[test]
-    fn another_model_or_data_set_is_refused_with_the_difference() {
+    fn a_different_model_or_data_set_is_refused_with_the_difference() {
         let refused = |change: fn(&mut JobFingerprint)| {
             let mut fingerprint = fingerprint();
             change(&mut fingerprint);
@@ -356,7 +357,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn parts_make_up_the_whole() {
+    fn shards_cover_the_state() {
         for (total, world_size) in [(10, 3), (2, 5), (0, 2), (usize::MAX / 8, 7)] {
             let mut at = 0;
             for rank in 0..world_size {

@@ -1,17 +1,18 @@
-//! Checkpoints as files: how they are written beside the training, found again, checked, and
-//! cleared away.
+//! Checkpoints: writing them concurrently with training, finding, verifying and deleting them.
 //!
 //! ```text
 //!   DIR/step-000000000200-7f3a9c21-g3/shard-00000-of-00002.safetensors   floats 0..n of the state, by rank 0
 //!                                     shard-00001-of-00002.safetensors   the rest, by rank 1
-//!                                     manifest.json                      written last: the checkpoint counts
+//!                                     manifest.json                      written last: completes the checkpoint
 //! ```
 //!
-//! The state is parameters and optimizer state one behind the other, as f32. The name says the
-//! step, the run of a job and the group that wrote it, so that no two attempts meet in one folder.
+//! The state is the parameters followed by the optimizer state, as f32. The name contains the step,
+//! the run of the job and the generation of the group that wrote it, so no two attempts share a
+//! folder.
 //!
-//! **Invariant:** a manifest is written after all that it names, and holds the digest of each shard
-//! and its own. **Invariant:** nothing of another run is changed.
+//! **Invariant:** a manifest is written after all the shards that it names, and holds the digest of
+//! each shard and its own digest. **Invariant:** a job does not change checkpoints of other runs
+//! (unless the folder is exclusive to the job).
 
 mod load;
 mod manifest;

@@ -4,18 +4,18 @@ use std::collections::BTreeMap;
 
 use crate::storage::Found;
 
-/// A checkpoint's folder, in the order in which a run's checkpoints come.
+/// Name of a checkpoint's folder. The order is that in which a run writes checkpoints.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Name {
     pub(super) step: u64,
-    /// The group that wrote it.
+    /// Generation of the group that wrote it.
     pub(super) generation: u64,
-    /// Which run of a job: 8 hexadecimal digits.
+    /// Identifies the run of the job: 8 hexadecimal digits.
     pub(super) run: String,
 }
 
 impl Name {
-    /// The one of that name; `None` where it is not a checkpoint's.
+    /// Parses a folder's name; `None` if it is not that of a checkpoint.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let mut parts = text.strip_prefix(PREFIX)?.split('-');
         let (step, run, generation) = (parts.next()?, parts.next()?, parts.next()?);
@@ -27,7 +27,7 @@ impl Name {
         (parts.next().is_none() && name.to_string() == text).then_some(name)
     }
 
-    /// Checkpoints among `files`, with whether they have a manifest.
+    /// The checkpoints among `files`, and whether each has a manifest.
     pub(super) fn all(files: &[Found]) -> BTreeMap<Self, bool> {
         let mut names = BTreeMap::new();
         for file in files {
@@ -52,11 +52,11 @@ pub(super) fn shard(rank: usize, world_size: usize) -> String {
     format!("shard-{rank:05}-of-{world_size:05}.safetensors")
 }
 
-/// Which checkpoints of `run` are to go when `newest` has become complete: all but the last `keep`
-/// complete ones, and attempts before it that came to nothing. What holds the best model, of step
-/// `best`, stays, and so does what a newer group has written: a rank that was evicted and completes
-/// a checkpoint of its old group must not remove parts that the members of the newer one are still
-/// writing. `exclusive`: all of other runs are to go, too.
+/// Selects the checkpoints to delete when `newest` has become complete: all complete checkpoints of
+/// its run except the last `keep`, and older attempts that did not complete. The checkpoint of the
+/// best model, at step `best`, is retained. Checkpoints of newer generations are retained too: an
+/// evicted rank that completes a checkpoint of its old group must not delete shards that the newer
+/// group is still writing. `exclusive`: all checkpoints of other runs are deleted as well.
 pub(super) fn to_remove(
     names: &BTreeMap<Name, bool>,
     newest: &Name,
@@ -66,15 +66,15 @@ pub(super) fn to_remove(
     let others = names.keys().filter(|name| exclusive && name.run != newest.run);
     let ours = names.iter().rev().filter(|(name, _)| name.run == newest.run);
     let is_newer = |name: &&Name| name.generation > newest.generation;
-    let (complete, torn): (Vec<_>, Vec<_>) = ours.partition(|(_, is_complete)| **is_complete);
+    let (complete, incomplete): (Vec<_>, Vec<_>) = ours.partition(|(_, is_complete)| **is_complete);
     let old = complete.into_iter().skip(keep.max(1)).map(|(name, _)| name);
     let old = old.filter(|name| Some(name.step) != best);
-    let torn = torn.into_iter().map(|(name, _)| name).filter(|name| *name < newest);
-    let old = old.filter(|name| *name != newest).chain(torn).filter(|name| !is_newer(name));
+    let incomplete = incomplete.into_iter().map(|(name, _)| name).filter(|name| *name < newest);
+    let old = old.filter(|name| *name != newest).chain(incomplete).filter(|name| !is_newer(name));
     old.chain(others).cloned().collect()
 }
 
-/// With which the names of checkpoints begin.
+/// Prefix of the names of checkpoints.
 pub(super) const PREFIX: &str = "step-";
 
 pub(super) const MANIFEST: &str = "manifest.json";
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_read_back_and_others_are_none() {
+    fn names_are_parsed_and_other_folders_ignored() {
         let known = name(200, 3, "7f3a9c21");
         assert_eq!(known.to_string(), "step-000000000200-7f3a9c21-g3");
         assert_eq!(Name::parse(&known.to_string()), Some(known));
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_ones_are_kept_and_what_is_torn_goes_and_other_runs_stay() {
+    fn the_newest_checkpoints_are_retained_and_incomplete_ones_deleted() {
         let mut files = vec![file("readme".into()), file("old/manifest.json".into())];
         for (step, run, complete) in [
             (1, "a", true),
@@ -131,7 +131,8 @@ mod tests {
             [name(4, 1, "a"), name(2, 1, "a"), name(1, 1, "a"), name(3, 1, "a")]
         );
         assert_eq!(removed(9), [name(3, 1, "a")]);
-        // A newer group has gone back to an earlier step; an evicted rank completes a later one.
+        // A newer group has rolled back to an earlier step, and an evicted rank completes a later
+        // one.
         for part in [shard(0, 2), MANIFEST.into()] {
             files.push(file(format!("{}/{part}", name(1, 2, "a"))));
         }

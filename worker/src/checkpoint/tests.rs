@@ -1,4 +1,4 @@
-//! Checkpoints in a folder, and in a store that dies at any byte.
+//! Checkpoints in a folder, and in a store whose writer dies at any byte.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use object_store::{
 };
 
 use super::load::Restored;
-use super::manifest::tests::{fingerprint, record};
+use super::manifest::tests::{fingerprint, state_at};
 use super::name::Name;
 use super::*;
 use crate::core::checkpoint::Written;
@@ -27,7 +27,7 @@ fn state(fingerprint: &JobFingerprint, step: u64) -> (Vec<f32>, Vec<f32>) {
     (floats(fingerprint.parameters, 1), floats(fingerprint.slots, 2))
 }
 
-/// Ranks of a job that write together.
+/// The ranks of a job, which write checkpoints together.
 struct Ranks {
     fingerprint: Arc<JobFingerprint>,
     writers: Vec<CheckpointWriter>,
@@ -43,14 +43,14 @@ impl Ranks {
         Self { writers: (0..world_size).map(writer).collect(), fingerprint, generation: 1 }
     }
 
-    /// Writes the checkpoint of `step`; its name.
+    /// Writes the checkpoint of `step` and returns its name.
     fn write(&mut self, step: u64) -> Result<String, String> {
         let (parameters, slots) = state(&self.fingerprint, step);
         let world_size = self.writers.len();
         for (rank, writer) in self.writers.iter_mut().enumerate() {
             writer.prepare(world_size);
             let at = (step, Generation(self.generation));
-            writer.write(at, (rank, world_size), record(step), (&parameters, &slots));
+            writer.write(at, (rank, world_size), state_at(step), (&parameters, &slots));
         }
         let mut parts: Vec<Written> = Vec::new();
         for writer in &mut self.writers {
@@ -78,7 +78,8 @@ fn next(writer: &mut CheckpointWriter) -> Completion {
 
 type Outcome = (Result<Option<Restored>, RestoreError>, Vec<(String, String)>);
 
-/// What a job of `fingerprint` begins with, checked float by float, and what was found damaged.
+/// State that a job with `fingerprint` starts from, verified float by float, and the damaged
+/// checkpoints.
 fn begin(fingerprint: &JobFingerprint, own: Option<&Storage>, from: Option<&Storage>) -> Outcome {
     let locations = Locations { own: own.cloned(), from: from.cloned(), exclusive: false };
     let (mut parameters, mut slots) =
@@ -87,7 +88,7 @@ fn begin(fingerprint: &JobFingerprint, own: Option<&Storage>, from: Option<&Stor
     let mut note = |name: &str, reason: &str| damaged.push((name.to_owned(), reason.to_owned()));
     let restored = restore(&locations, fingerprint, (&mut parameters, &mut slots), &mut note);
     if let Ok(Some(restored)) = &restored {
-        assert_eq!(restored.state, record(restored.state.step));
+        assert_eq!(restored.state, state_at(restored.state.step));
         assert!((parameters, slots) == state(fingerprint, restored.state.step));
     }
     (restored, damaged)
@@ -99,21 +100,21 @@ fn step_of((outcome, _): &Outcome) -> Option<u64> {
 
 fn folder() -> (tempfile::TempDir, Storage) {
     let folder = tempfile::tempdir().unwrap();
-    let storage = Storage::open(folder.path().join("kept here").to_str().unwrap()).unwrap();
+    let storage = Storage::open(folder.path().join("checkpoints here").to_str().unwrap()).unwrap();
     (folder, storage)
 }
 
 #[test]
-fn a_state_comes_back_whatever_the_number_of_ranks_that_wrote_it() {
+fn a_state_is_restored_whatever_the_number_of_ranks_that_wrote_it() {
     for world_size in [1, 2, 3, 7, 40] {
         let (_folder, storage) = folder();
         let mut ranks = Ranks::new(&storage, fingerprint(), world_size, 3);
         let name = ranks.write(30).unwrap();
         assert_eq!(name, "step-000000000030-7f3a9c21-g1");
-        let expected = Restored { state: record(30), name, same_run: true };
+        let expected = Restored { state: state_at(30), name, same_run: true };
         assert_eq!(begin(&fingerprint(), Some(&storage), None), (Ok(Some(expected)), Vec::new()));
         assert_eq!(storage.list("").unwrap().len(), world_size + 1);
-        // Its model alone, for a program whose optimizer may be any.
+        // The parameters alone, for a model with any optimizer.
         let CheckpointLookup::Several(name) = inspect(&storage).unwrap() else {
             panic!("no checkpoint")
         };
@@ -128,17 +129,17 @@ fn a_state_comes_back_whatever_the_number_of_ranks_that_wrote_it() {
 }
 
 #[test]
-fn a_changed_checkpoint_is_no_model() {
+fn a_changed_checkpoint_is_refused_as_a_model() {
     let (folder, storage) = folder();
     let name = Ranks::new(&storage, fingerprint(), 1, 3).write(30).unwrap();
-    let path = folder.path().join("kept here").join(&name).join(name::shard(0, 1));
+    let path = folder.path().join("checkpoints here").join(&name).join(name::shard(0, 1));
     let mut bytes = std::fs::read(&path).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let mut parameters = vec![0.0; fingerprint().parameters];
     let error = load_parameters(&storage.join(&name), &mut parameters).unwrap_err();
-    assert!(error.contains("its digest is another one"), "{error}");
+    assert!(error.contains("its digest does not match"), "{error}");
 }
 
 #[test]
@@ -171,19 +172,22 @@ fn shards_are_safetensors_files() {
 }
 
 #[test]
-fn the_last_ones_are_kept_and_attempts_that_came_to_nothing_go() {
+fn the_newest_checkpoints_are_retained_and_incomplete_attempts_deleted() {
     let (folder, storage) = folder();
     let mut ranks = Ranks::new(&storage, fingerprint(), 2, 2);
     storage.write("step-000000000027-7f3a9c21-g1/shard", vec!["x".into()]).unwrap();
     storage.write("step-000000000099-7f3a9c21-g1/shard", vec!["x".into()]).unwrap();
     storage.write("step-000000000001-00000000-g1/manifest.json", vec!["x".into()]).unwrap();
-    // As a process leaves it that is killed while it writes.
-    std::fs::write(folder.path().join("kept here/step-000000000027-7f3a9c21-g1/shard#1"), "x")
-        .unwrap();
+    // Left by a process that was killed while it wrote.
+    std::fs::write(
+        folder.path().join("checkpoints here/step-000000000027-7f3a9c21-g1/shard#1"),
+        "x",
+    )
+    .unwrap();
     for step in [26, 28, 30] {
         ranks.write(step).unwrap();
     }
-    let mut folders: Vec<String> = std::fs::read_dir(folder.path().join("kept here"))
+    let mut folders: Vec<String> = std::fs::read_dir(folder.path().join("checkpoints here"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
@@ -193,11 +197,11 @@ fn the_last_ones_are_kept_and_attempts_that_came_to_nothing_go() {
 }
 
 #[test]
-fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
+fn a_damaged_checkpoint_is_named_and_the_previous_one_is_used() {
     let (folder, storage) = folder();
     let mut ranks = Ranks::new(&storage, fingerprint(), 3, 9);
     let names = [ranks.write(28).unwrap(), ranks.write(30).unwrap()];
-    let newest = folder.path().join("kept here").join(&names[1]);
+    let newest = folder.path().join("checkpoints here").join(&names[1]);
     let files: Vec<PathBuf> =
         std::fs::read_dir(&newest).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(files.len(), 4);
@@ -224,7 +228,7 @@ fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
             std::fs::remove_file(&file).unwrap();
             let outcome = begin(&fingerprint(), Some(&storage), None);
             assert_eq!(
-                (step_of(&outcome), outcome.1[0].1.ends_with("it is gone")),
+                (step_of(&outcome), outcome.1[0].1.ends_with("it is missing")),
                 (Some(28), true)
             );
         }
@@ -234,20 +238,21 @@ fn what_is_torn_cut_or_flipped_is_named_and_the_one_before_is_taken() {
 }
 
 #[test]
-fn a_job_whose_checkpoints_are_all_damaged_begins_from_nothing_and_says_so() {
+fn a_job_whose_checkpoints_are_all_damaged_starts_from_scratch_and_reports_it() {
     let (folder, storage) = folder();
     let name = Ranks::new(&storage, fingerprint(), 1, 9).write(28).unwrap();
-    std::fs::write(folder.path().join("kept here").join(name).join(name::MANIFEST), "{}").unwrap();
+    std::fs::write(folder.path().join("checkpoints here").join(name).join(name::MANIFEST), "{}")
+        .unwrap();
     let outcome = begin(&fingerprint(), Some(&storage), None);
     assert_eq!((step_of(&outcome), outcome.1.len()), (None, 1));
 }
 
 #[test]
-fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
+fn a_new_job_resumes_only_from_what_it_is_given() {
     let (_folder, storage) = folder();
     let names = [28, 30].map(|step| Ranks::new(&storage, fingerprint(), 2, 9).write(step).unwrap());
     let new = JobFingerprint { run: "00000001".into(), ..fingerprint() };
-    // By mistake in the same place: neither is to be lost in the other.
+    // Both jobs use the same folder by mistake: neither may lose its checkpoints.
     let (refused, _) = begin(&new, Some(&storage), None);
     assert!(
         matches!(&refused, Err(RestoreError::Refused(why)) if why.contains(&names[1]) && why.contains("--resume-from")),
@@ -256,12 +261,12 @@ fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(30));
     let one = storage.join(&names[0]);
     let outcome = begin(&new, Some(&storage), Some(&one));
-    let expected = Restored { state: record(28), name: names[0].clone(), same_run: false };
+    let expected = Restored { state: state_at(28), name: names[0].clone(), same_run: false };
     assert_eq!(outcome, (Ok(Some(expected)), Vec::new()));
-    // Its own come first, though others are further.
+    // Its own checkpoints take precedence, even over later steps of others.
     Ranks::new(&storage, new.clone(), 1, 9).write(29).unwrap();
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(29));
-    // What can't be: nothing there, or another model. It is found out before anything is trained.
+    // No checkpoint, or another model: both are detected before training starts.
     let check = |fingerprint: &JobFingerprint, from: &Storage| {
         check(&Locations { own: None, from: Some(from.clone()), exclusive: false }, fingerprint)
     };
@@ -281,8 +286,8 @@ fn a_new_job_takes_what_it_is_told_to_and_nothing_else() {
     );
 }
 
-/// A store whose writer is killed after so many bytes: what it was writing is left half-done, and
-/// nothing comes after it.
+/// A store whose writer is killed after a number of bytes: the current write stays incomplete, and
+/// all later writes fail.
 #[derive(Debug)]
 struct Dying {
     store: Arc<InMemory>,
@@ -313,7 +318,7 @@ impl ObjectStore for Dying {
             return self.store.put_opts(location, payload, options).await;
         }
         if left > 0 {
-            // Worse than any real store: a part of an object, under its name.
+            // Worse than any real store: the object has its name but only a part of its bytes.
             let bytes: bytes::Bytes = payload.into();
             self.store.put_opts(location, bytes.slice(..left as usize).into(), options).await?;
         }
@@ -365,9 +370,9 @@ impl ObjectStore for Dying {
 }
 
 #[test]
-fn a_writer_that_dies_at_any_byte_leaves_a_checkpoint_that_is_whole() {
-    // 1.5 MiB in three shards: killed at every 64 KiB of them, and at each of the manifest's bytes
-    // around its ends.
+fn a_writer_that_dies_at_any_byte_leaves_a_complete_checkpoint() {
+    // 1.5 MiB in three shards. The writer is killed at every 64 KiB of them, and at every byte
+    // around the end of the manifest.
     let fingerprint = JobFingerprint { parameters: 128 << 10, slots: 256 << 10, ..fingerprint() };
     let whole = {
         let store = Arc::new(InMemory::new());
@@ -391,7 +396,7 @@ fn a_writer_that_dies_at_any_byte_leaves_a_checkpoint_that_is_whole() {
             "killed at {at}"
         );
         survived += u64::from(written.is_err());
-        // Another group goes on from there, and clears away.
+        // Another group resumes from there and deletes old checkpoints.
         let mut next = Ranks { generation: 2, ..Ranks::new(&storage, fingerprint.clone(), 2, 1) };
         next.write(30).unwrap();
         let names: Vec<Name> = Name::all(&storage.list("").unwrap()).into_keys().collect();

@@ -1,11 +1,11 @@
-//! Writes a rank's part of a checkpoint, and the manifest, in a thread of its own.
+//! Writes a rank's shard of a checkpoint, and the manifest, in a background thread.
 //!
 //! ```text
-//!   trainer ── copy of its part ──► thread ── shard, manifest ──► storage
-//!           ◄── the buffer again, and what became of it ──┘
+//!   trainer ── copy of its shard ──► writer thread ── shard, manifest ──► storage
+//!           ◄── buffer for reuse, result ────┘
 //! ```
 //!
-//! **Invariant:** the trainer waits for the copy alone, into memory that is there.
+//! **Invariant:** the trainer waits only for the copy, into memory that is allocated already.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,25 +23,25 @@ use crate::core::header::StateRecord;
 use crate::storage::Storage;
 use crate::tensors::{is_finite, zeros};
 
-/// The trainer's end.
+/// The trainer's handle of the writer thread.
 #[derive(Debug)]
 pub(crate) struct CheckpointWriter {
     fingerprint: Arc<JobFingerprint>,
     requests: Sender<Request>,
     replies: Receiver<Reply>,
     completed: VecDeque<Completion>,
-    /// A buffer that is not in use.
+    /// A buffer for reuse.
     spare: Option<Vec<f32>>,
-    /// The checkpoint that this rank takes part in.
+    /// The checkpoint that this rank is writing a shard of.
     current: Option<(Name, StateRecord)>,
 }
 
-/// What has become of an order.
+/// Result of a request.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Completion {
-    /// The manifest of a step; with what was kept, in bytes.
+    /// The manifest of a step is written, or failed. `result`: bytes of all shards.
     Committed { step: u64, name: String, result: Result<u64, String> },
-    /// This rank's part of a step.
+    /// This rank's shard of a step is written, or failed.
     Written { step: u64, result: Result<Written, String> },
 }
 
@@ -59,10 +59,11 @@ enum Reply {
 }
 
 impl CheckpointWriter {
-    /// `keep`: how many complete checkpoints of this run stay. `exclusive`: none of other runs do.
+    /// Starts the writer thread. `keep`: number of complete checkpoints of this run to retain.
+    /// `exclusive`: checkpoints of other runs are deleted.
     ///
     /// # Errors
-    /// The system gives no thread.
+    /// The thread cannot be created.
     pub(crate) fn new(
         storage: Storage,
         fingerprint: Arc<JobFingerprint>,
@@ -73,7 +74,7 @@ impl CheckpointWriter {
         std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
             let thread = WriterThread { storage, keep, exclusive };
             while let Ok(request) = queue.recv() {
-                // A trainer that has ended needs no answer.
+                // A trainer that has ended needs no reply.
                 thread.handle(request, &replies_tx);
             }
         })?;
@@ -87,8 +88,8 @@ impl CheckpointWriter {
         })
     }
 
-    /// Has memory ready for a part of a group of `world_size`, so that the next copy need not wait
-    /// for it.
+    /// Allocates the buffer for a shard in a group of `world_size`, so that the next copy does not
+    /// wait for the allocation.
     pub(crate) fn prepare(&mut self, world_size: usize) {
         let floats = (self.fingerprint.parameters + self.fingerprint.slots).div_ceil(world_size);
         self.take_replies();
@@ -97,7 +98,7 @@ impl CheckpointWriter {
         }
     }
 
-    /// Copies this rank's part of the state, and has it written.
+    /// Copies this rank's shard of the state, and requests that it be written.
     pub(crate) fn write(
         &mut self,
         (step, generation): (u64, Generation),
@@ -124,8 +125,8 @@ impl CheckpointWriter {
         self.request(Request::Write { name, file, header, floats });
     }
 
-    /// Has the manifest of the checkpoint written that this rank takes part in, all of whose parts
-    /// are there.
+    /// Requests that the manifest be written of the checkpoint that this rank takes part in, all of
+    /// whose shards are written.
     pub(crate) fn commit(&mut self, step: u64, parts: &[Written]) {
         let Some((name, record)) = self.current.take_if(|(name, _)| name.step == step) else {
             return;
@@ -136,7 +137,7 @@ impl CheckpointWriter {
         self.request(Request::Commit { name, manifest });
     }
 
-    /// What has been done since the last call.
+    /// Next result of a request, if there is one.
     pub(crate) fn poll(&mut self) -> Option<Completion> {
         self.take_replies();
         self.completed.pop_front()
@@ -158,11 +159,11 @@ impl CheckpointWriter {
     }
 
     fn request(&self, request: Request) {
-        self.requests.send(request).expect("the thread ends after the trainer");
+        self.requests.send(request).expect("the writer thread outlives the trainer");
     }
 }
 
-/// The thread's end.
+/// State of the writer thread.
 struct WriterThread {
     storage: Storage,
     keep: usize,
@@ -196,7 +197,7 @@ impl WriterThread {
                 if let Ok(Written { bytes, .. }) = result {
                     tracing::info!(%name, file, bytes, ms, "part written");
                 }
-                // Where the store still holds on to it, the next one is made anew.
+                // If the store still references the buffer, the next one is newly allocated.
                 if let Ok(floats) = Arc::try_unwrap(floats) {
                     reply(Reply::Buffer(floats));
                 }
@@ -211,10 +212,10 @@ impl WriterThread {
         header: Vec<u8>,
         floats: &Arc<Vec<f32>>,
     ) -> Result<Written, String> {
-        // Here, where the trainer does not wait for it.
+        // Checked in this thread, so that the trainer does not wait for it.
         if !is_finite(floats) {
             return Err(
-                "the state holds a NaN or an infinity, so no checkpoint is made of it".into()
+                "the state contains a NaN or an infinity, so no checkpoint is written".into()
             );
         }
         let header = Bytes::from(header);
@@ -222,7 +223,7 @@ impl WriterThread {
         let bytes = (header.len() + data.len()) as u64;
         let parts = vec![header.clone(), data.clone()];
         std::thread::scope(|scope| {
-            // Beside the write, which waits for the disk most of the time.
+            // Concurrently with the write, which mostly waits for the disk.
             let digest = scope.spawn(|| {
                 let mut digest = Xxh3Default::new();
                 digest.update(&header);
@@ -235,7 +236,8 @@ impl WriterThread {
         })
     }
 
-    /// Removes what `newest` makes superfluous. What can't be removed now will be the next time.
+    /// Deletes the checkpoints that `newest` makes superfluous. Failed deletions are retried after
+    /// the next checkpoint.
     fn clear(&self, newest: &Name, best: Option<u64>) {
         let result = self.storage.list_folders(name::PREFIX).and_then(|files| {
             let names =
@@ -245,7 +247,7 @@ impl WriterThread {
                 .try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
         });
         if let Err(error) = result {
-            tracing::warn!(%error, "old checkpoints can't be removed");
+            tracing::warn!(%error, "old checkpoints could not be deleted");
         }
     }
 }
@@ -259,8 +261,8 @@ impl AsRef<[u8]> for Floats {
     }
 }
 
-/// The head of a safetensors file whose tensors are one behind the other; empty ones are left out.
-/// `start`: the first float's place in the state.
+/// The header of a safetensors file with consecutive tensors; empty tensors are omitted. `start`:
+/// position of the first float in the state.
 fn header(tensors: &[(&str, usize)], start: usize) -> Vec<u8> {
     let mut fields = serde_json::Map::new();
     fields.insert("__metadata__".into(), serde_json::json!({ "start": start.to_string() }));

@@ -1,10 +1,13 @@
 // Optimizers, clipping and digests on a GPU.
 //
-// NVRTC compiles this at run time, without contracting a * b + c, so every GPU gives the same bits, and those of `optimizer.rs` on a
-// CPU (but for the norm to clip at, which is added up in another order). A host's C compiler makes plain functions of the
-// same text, for tests without a GPU: `void NAME(void **arguments, u64 threads)`, which does what all threads do.
+// NVRTC compiles this file at run time, without contracting a * b + c to fused operations, so all
+// GPUs compute bit-identical results, equal to those of `optimizer.rs` on a CPU (except the norm
+// for clipping, which is summed in another order). For tests without a GPU, a C compiler of the
+// host compiles the same source to functions `void NAME(void **arguments, u64 threads)`, which
+// execute all threads one after the other.
 //
-// A kernel takes one structure, which `kernels.rs` has too. How many threads there are depends on lengths alone.
+// A kernel takes one struct, which `kernels.rs` mirrors. The number of threads depends only on
+// lengths.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -24,12 +27,13 @@ typedef unsigned long long u64;
     static void NAME##_thread(const ARGUMENTS a, u64 THREAD, u64 THREADS)
 #endif
 
-// This thread's elements of LEN.
+// Iterates over this thread's elements of LEN (grid-stride loop).
 #define EACH(I, LEN) for (u64 I = THREAD; I < (LEN); I += THREADS)
 
 // ---- optimizers ----
 
-// Constants are those of `optimizer.rs`. `clipped`: where the scale is, if the gradient is clipped; else it is `scale`.
+// Constants are those of `optimizer.rs`. `clipped`: address of the scale, if the gradient is
+// clipped; else the scale is `scale`.
 typedef struct {
     const float *sum;
     float *parameters;
@@ -91,7 +95,7 @@ KERNEL(adam_w, Step) {
     }
 }
 
-// ---- sums of gradients ----
+// ---- accumulation of gradients ----
 
 typedef struct {
     const float *values;
@@ -105,16 +109,16 @@ KERNEL(add, Add) {
 
 // ---- NaNs and infinities ----
 
-// One number of each thread.
+// A reduction to one partial result per thread.
 typedef struct {
     const void *values;
     void *parts;
     u64 len;
-    // Of the first value, in the tensor that it belongs to.
+    // Position of the first value in its tensor.
     u64 start;
 } Fold;
 
-// How many elements are one: those whose exponent has all its bits.
+// Counts the elements that are NaN or infinite: those whose exponent bits are all set.
 KERNEL(nonfinite, Fold) {
     const u32 *values = (const u32 *)a.values;
     u64 count = 0;
@@ -146,12 +150,12 @@ typedef struct {
     double records;
 } Clip;
 
-// By one thread.
+// Executed by one thread.
 KERNEL(clip_scale, Clip) {
     if (THREAD == 0 && THREADS > 0) {
         double sum = 0.0;
         for (u64 i = 0; i < a.len; i++) sum += a.square_sums[i];
-        // The millionth is torch's.
+        // PyTorch adds 1e-6 too.
         const double factor = a.limit / (sqrt(sum) / a.records + 1e-6);
         *a.scale = (float)((factor < 1.0 ? factor : 1.0) / a.records);
     }
@@ -159,8 +163,9 @@ KERNEL(clip_scale, Clip) {
 
 // ---- digests ----
 
-// Sums of what each element and its place are mixed to: in no order, so that no thread waits for another. One element that
-// differs always makes another sum, for the mixing (SplitMix64's) loses nothing.
+// Sums of a hash of each element and its position. The sum does not depend on the order, so no
+// thread waits for another. The hash (SplitMix64's finalizer) is a bijection, so a change of one element
+// always changes the sum.
 KERNEL(digests, Fold) {
     const u32 *values = (const u32 *)a.values;
     u64 sum = 0;

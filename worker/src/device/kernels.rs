@@ -1,8 +1,8 @@
-//! Launches what `kernels.cu` computes.
+//! Launches the kernels of `kernels.cu`.
 
 #![allow(
     unsafe_code,
-    reason = "a launch hands bare addresses over; which, and how long what is there, is decided here"
+    reason = "kernels take raw addresses; this module ensures that these are valid"
 )]
 
 use std::sync::Arc;
@@ -17,17 +17,17 @@ use elasticdl_collective::device::{Device, DeviceError};
 use super::cuda;
 use crate::optimizer::{AdamW, Arithmetic, Optimizer, Sgd};
 
-/// The kernels, compiled for one device, and what they leave intermediate sums in.
+/// The kernels, compiled for one device, and their scratch memory.
 ///
-/// **Invariant:** how many threads add up what depends on lengths alone, so that every GPU gets the
-/// same bits.
+/// **Invariant:** the number of threads of a reduction depends only on lengths, so all GPUs compute
+/// bit-identical results.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     stream: Arc<CudaStream>,
     functions: Functions,
-    /// A number of each thread.
+    /// Partial results: one per thread of the first pass.
     parts: CudaSlice<u64>,
-    /// A number of each of few threads.
+    /// Partial results: one per thread of the second pass.
     few: CudaSlice<u64>,
     sums: CudaSlice<u64>,
     scale: CudaSlice<f32>,
@@ -48,7 +48,7 @@ struct Functions {
     word_sums: CudaFunction,
 }
 
-/// As in `kernels.cu`. Addresses are of device memory.
+/// Mirrors the struct in `kernels.cu`. Addresses are in device memory.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 struct Step {
@@ -69,7 +69,7 @@ struct Step {
     epsilon: f32,
 }
 
-/// As in `kernels.cu`.
+/// Mirrors the struct in `kernels.cu`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct Add {
@@ -78,7 +78,7 @@ struct Add {
     len: u64,
 }
 
-/// As in `kernels.cu`.
+/// Mirrors the struct in `kernels.cu`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct Fold {
@@ -88,7 +88,7 @@ struct Fold {
     start: u64,
 }
 
-/// As in `kernels.cu`.
+/// Mirrors the struct in `kernels.cu`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct Clip {
@@ -99,7 +99,7 @@ struct Clip {
     records: f64,
 }
 
-// SAFETY: numbers alone, laid out as C lays them out.
+// SAFETY: contains only numbers, in C layout.
 unsafe impl DeviceRepr for Step {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Add {}
@@ -109,14 +109,14 @@ unsafe impl DeviceRepr for Fold {}
 unsafe impl DeviceRepr for Clip {}
 
 impl Kernels {
-    /// Compiles them for the device.
+    /// Compiles the kernels for the device.
     ///
     /// # Errors
-    /// What is missing, and what to do about it.
+    /// Says what is missing, and what the user should do.
     pub(crate) fn new(device: &Device) -> Result<Self, String> {
         let stream = device.stream().clone();
         let functions = Functions::load(stream.context())?;
-        let no_memory = |error: DriverError| format!("no memory on the GPU: {error}");
+        let no_memory = |error: DriverError| format!("not enough GPU memory: {error}");
         Ok(Self {
             parts: stream.alloc_zeros(THREADS_MAX).map_err(no_memory)?,
             few: stream.alloc_zeros(FEW).map_err(no_memory)?,
@@ -127,7 +127,7 @@ impl Kernels {
         })
     }
 
-    /// As [`Optimizer::apply`].
+    /// See [`Optimizer::apply`].
     pub(crate) fn apply(
         &mut self,
         optimizer: &Optimizer,
@@ -138,7 +138,7 @@ impl Kernels {
         let len = sum.len();
         assert!(records > 0, "a step has at least one record");
         assert_eq!(parameters.len(), len, "one gradient per parameter");
-        assert!(slots.len() >= optimizer.slots() * len, "as many slots as the optimizer asked for");
+        assert!(slots.len() >= optimizer.slots() * len, "`slots` state values per parameter");
         if let Some(limit) = optimizer.norm_limit() {
             self.clip(limit, records, sum)?;
         }
@@ -157,7 +157,7 @@ impl Kernels {
         let (sum, _sum) = sum.device_ptr(stream);
         let (parameters, _parameters) = parameters.device_ptr_mut(stream);
         let (clipped, _clipped) = scale.device_ptr(stream);
-        let places = Step {
+        let addresses = Step {
             sum,
             parameters,
             first: first.as_ref().map_or(0, |(address, _)| *address),
@@ -168,33 +168,34 @@ impl Kernels {
             ..Step::default()
         };
         let (function, step) = match optimizer.arithmetic(step) {
-            Arithmetic::AdamW(constants) => (&functions.adam_w, constants.fill(places)),
-            Arithmetic::Momentum(constants) => (&functions.sgd_momentum, constants.fill(places)),
-            Arithmetic::Nesterov(constants) => (&functions.sgd_nesterov, constants.fill(places)),
-            Arithmetic::Plain(constants) => (&functions.sgd, constants.fill(places)),
+            Arithmetic::AdamW(constants) => (&functions.adam_w, constants.fill(addresses)),
+            Arithmetic::Momentum(constants) => (&functions.sgd_momentum, constants.fill(addresses)),
+            Arithmetic::Nesterov(constants) => (&functions.sgd_nesterov, constants.fill(addresses)),
+            Arithmetic::Plain(constants) => (&functions.sgd, constants.fill(addresses)),
         };
-        // SAFETY: all slices are `len` long, as was asserted, and borrowed until their last use is
-        // on the stream.
+        // SAFETY: all slices have the length `len`, as asserted above, and stay borrowed until
+        // their last use is enqueued on the stream.
         unsafe { launch(stream, function, threads(len), &step) }
     }
 
-    /// Adds `values` to `sum`, which is as long.
+    /// Adds `values` to `sum`, which has the same length.
     pub(crate) fn add(
         &self,
         values: &CudaView<'_, f32>,
         sum: &mut CudaViewMut<'_, f32>,
     ) -> Result<(), DeviceError> {
-        assert_eq!(values.len(), sum.len(), "one value for each sum");
+        assert_eq!(values.len(), sum.len(), "`values` and `sum` have the same length");
         let len = values.len();
         let (values, _values) = values.device_ptr(&self.stream);
         let (sum, _sum) = sum.device_ptr_mut(&self.stream);
         let add = Add { values, sum, len: len as u64 };
-        // SAFETY: both are `len` long, and borrowed until their last use is on the stream.
+        // SAFETY: both have the length `len`, and stay borrowed until their last use is enqueued on
+        // the stream.
         unsafe { launch(&self.stream, &self.functions.add, threads(len), &add) }
     }
 
-    /// A number for each of two slices, which changes with any of its elements. `starts`: of their
-    /// first elements, in what they are part of. Waits for all that is on the stream.
+    /// Digests of two slices; each changes with any element. `starts`: positions of the slices'
+    /// first elements in their tensors. Synchronizes with the stream.
     pub(crate) fn digests(
         &mut self,
         slices: [CudaView<'_, f32>; 2],
@@ -216,12 +217,11 @@ impl Kernels {
         }
         let mut found = [0; 2];
         stream.memcpy_dtoh(sums, &mut found[..]).map_err(cuda("copy a digest to the host"))?;
-        stream.synchronize().map_err(cuda("come to the end of its work"))?;
+        stream.synchronize().map_err(cuda("synchronize"))?;
         Ok(found)
     }
 
-    /// Whether none of the slice's elements is NaN or infinite. Waits for all that is on the
-    /// stream.
+    /// Whether no element is NaN or infinite. Synchronizes with the stream.
     pub(crate) fn is_finite(&mut self, slice: &CudaSlice<f32>) -> Result<bool, DeviceError> {
         let Self { stream, functions, parts, few, sums, .. } = self;
         let all = threads(slice.len());
@@ -233,11 +233,11 @@ impl Kernels {
         stream
             .memcpy_dtoh(&sums.slice(..1), &mut found[..])
             .map_err(cuda("copy a count to the host"))?;
-        stream.synchronize().map_err(cuda("come to the end of its work"))?;
+        stream.synchronize().map_err(cuda("synchronize"))?;
         Ok(found == [0])
     }
 
-    /// Leaves what the sum is to be multiplied with in `scale`.
+    /// Writes the factor for the gradient sum, which divides by the records and clips, to `scale`.
     fn clip(&mut self, limit: f64, records: u64, sum: &CudaSlice<f32>) -> Result<(), DeviceError> {
         let Self { stream, functions, parts, few, scale, .. } = self;
         let all = threads(sum.len());
@@ -246,8 +246,8 @@ impl Kernels {
         let (square_sums, _few) = few.device_ptr(stream);
         let (scale, _scale) = scale.device_ptr_mut(stream);
         let clip = Clip { square_sums, scale, len: FEW as u64, limit, records: records as f64 };
-        // SAFETY: there are that many sums, and one scale; both are borrowed until their last use
-        // is on the stream.
+        // SAFETY: there are `FEW` sums and one scale; both stay borrowed until their last use is
+        // enqueued on the stream.
         unsafe { launch(stream, &functions.clip_scale, 1, &clip) }
     }
 }
@@ -255,7 +255,8 @@ impl Kernels {
 impl Functions {
     fn load(context: &Arc<CudaContext>) -> Result<Self, String> {
         find_compiler()?;
-        // Of the oldest GPU that the compiler knows: the driver makes the best of it for its own.
+        // Compiles for the oldest architecture that the compiler supports; the driver translates
+        // the result for the actual GPU.
         let options = CompileOptions {
             fmad: Some(false),
             name: Some("kernels.cu".into()),
@@ -268,12 +269,15 @@ impl Functions {
             other => format!("NVRTC failed: {other}"),
         })?;
         let module = context.load_module(compiled).map_err(|error| {
-            format!("the GPU's driver does not take what NVRTC compiles ({error}); NVRTC may not be newer than the driver")
+            format!(
+                "the GPU's driver rejects the code that NVRTC compiled ({error}); NVRTC must not \
+                 be newer than the driver"
+            )
         })?;
         let load = |name: &str| {
             module
                 .load_function(name)
-                .map_err(|error| format!("the kernel {name} can't be loaded: {error}"))
+                .map_err(|error| format!("the kernel {name} cannot be loaded: {error}"))
         };
         Ok(Self {
             adam_w: load("adam_w")?,
@@ -316,7 +320,7 @@ impl AdamW {
     }
 }
 
-/// Has `function` leave a number of each of `threads` threads in `parts`.
+/// Launches a reduction, which writes one partial result per thread to `parts`.
 fn fold<Guard>(
     stream: &Arc<CudaStream>,
     function: &CudaFunction,
@@ -324,17 +328,17 @@ fn fold<Guard>(
     parts: &mut impl DevicePtrMut<u64>,
     threads: usize,
 ) -> Result<(), DeviceError> {
-    assert!(threads <= parts.len(), "a place for each thread's number");
+    assert!(threads <= parts.len(), "one partial result per thread");
     let (parts, _parts) = parts.device_ptr_mut(stream);
     let fold = Fold { values, parts, len: len as u64, start: start as u64 };
-    // SAFETY: the caller's values are as many as it says, and borrowed by their guard; there is a
-    // part for each thread.
+    // SAFETY: the caller's guard keeps `len` values borrowed; `parts` has an element for each
+    // thread.
     unsafe { launch(stream, function, threads, &fold) }
 }
 
 /// # Safety
-/// `arguments` are those of `function`; what they point to stays until the stream is through with
-/// it.
+/// `arguments` must match `function`; the memory that they point to must stay valid until the
+/// stream has finished with it.
 unsafe fn launch(
     stream: &Arc<CudaStream>,
     function: &CudaFunction,
@@ -347,25 +351,24 @@ unsafe fn launch(
         block_dim: (block as u32, 1, 1),
         shared_mem_bytes: 0,
     };
-    // SAFETY: by the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let launched = unsafe { stream.launch_builder(function).arg(arguments).launch(config) };
     launched.map(drop).map_err(cuda("launch a kernel"))
 }
 
-/// How many threads work on `len` elements: whole blocks.
+/// Number of threads for `len` elements: a multiple of the block size.
 fn threads(len: usize) -> usize {
     len.div_ceil(ELEMENTS_MIN).next_multiple_of(BLOCK).clamp(BLOCK, THREADS_MAX)
 }
 
-/// cudarc panics where the library is not there.
+/// Checks that NVRTC is installed: cudarc panics if the library is missing.
 fn find_compiler() -> Result<(), String> {
     let mut reason = String::new();
     for name in COMPILER_NAMES {
-        // SAFETY: what a system has under this name is NVIDIA's compiler, made to be loaded by
-        // whoever wants.
+        // SAFETY: a library with this name is NVIDIA's compiler, whose initialization is safe.
         match unsafe { libloading::Library::new(name) } {
             Ok(library) => {
-                // Not unloaded again: cudarc loads it too, and keeps pointers into it.
+                // Not unloaded: cudarc loads it too, and keeps pointers into it.
                 std::mem::forget(library);
                 return Ok(());
             }
@@ -374,24 +377,24 @@ fn find_compiler() -> Result<(), String> {
     }
     let names = COMPILER_NAMES.join(", ");
     Err(format!(
-        "NVRTC, which compiles the optimizer for the GPU, is not there ({names}: {reason}); it comes with the CUDA toolkit, \
-         or as the package nvidia-cuda-nvrtc of PyPI"
+        "NVRTC, which compiles the optimizer for the GPU, is not installed ({names}: {reason}); it is \
+         part of the CUDA toolkit, and of the PyPI package nvidia-cuda-nvrtc"
     ))
 }
 
 const SOURCE: &str = include_str!("kernels.cu");
 
-/// In the order in which cudarc looks.
+/// Names of the library, in the order in which cudarc tries them.
 const COMPILER_NAMES: [&str; 4] =
     ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11"];
 
-/// Threads of a block.
+/// Threads per block.
 const BLOCK: usize = 256;
-/// A thread has at least so many elements, while there are threads left.
+/// Minimum number of elements per thread, up to `THREADS_MAX` threads.
 const ELEMENTS_MIN: usize = 4;
-/// About as many as the largest GPUs run at once.
+/// Maximum number of threads: about as many as the largest GPUs run concurrently.
 const THREADS_MAX: usize = 1 << 18;
-/// Threads that add up what those left.
+/// Number of threads of the second pass of a reduction.
 const FEW: usize = 2 * BLOCK;
 
 #[cfg(test)]

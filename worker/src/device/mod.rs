@@ -1,11 +1,12 @@
-//! Models that compute on a GPU: parameters, optimizer state and gradients stay there.
+//! Models on a GPU: the parameters, the optimizer state and the gradients stay in its memory.
 //!
 //! ```text
-//!   Model::device ──▶ DeviceModel   gradients ──▶ sum over the group ──▶ update by `kernels.cu`, all on one stream
-//!                                                   host ring, or NCCL
+//!   Model::device ──▶ DeviceModel   gradients ──▶ all-reduce ──▶ update by `kernels.cu`
+//!                                                 host ring, or NCCL; all on one CUDA stream
 //! ```
 //!
-//! CUDA is looked for at run time: what is built of this runs on machines without a GPU, too.
+//! CUDA is loaded at run time, so a program that is built with this also runs on machines without a
+//! GPU.
 
 use std::ops::Range;
 
@@ -23,7 +24,8 @@ mod state;
 pub(crate) use kernels::Kernels;
 pub(crate) use state::DeviceState;
 
-/// Opens the GPU for this worker. Workers on one machine that see the same GPUs take them in turn.
+/// Opens the GPU of this worker. Workers on one machine that see the same GPUs are assigned them
+/// round-robin.
 ///
 /// # Errors
 /// [`DeviceError`], if there is none, or no driver.
@@ -31,7 +33,7 @@ pub fn open() -> Result<Device, DeviceError> {
     Device::open(ordinal()?)
 }
 
-/// The number of the GPU for this worker, among those that it sees.
+/// Ordinal of this worker's GPU among the visible ones.
 ///
 /// # Errors
 /// As for [`open`].
@@ -40,22 +42,22 @@ pub fn ordinal() -> Result<usize, DeviceError> {
     Ok(index.unwrap_or(0) % Device::count()?.max(1))
 }
 
-/// What a [`Model`](crate::Model) that computes on a GPU fills in beside it. All workers of a job
-/// have one, or none.
+/// The GPU side of a [`Model`](crate::Model). Either all workers of a job use a GPU, or none.
 ///
-/// Slices are flat, as those of `Model`, and in the memory of [`device`](Self::device). What is
-/// enqueued on its stream comes after what is there, and before what this crate enqueues next.
+/// Slices are flat, as those of `Model`, and in the memory of [`device`](Self::device). Work that a
+/// method enqueues on the device's stream runs in stream order: after what is already enqueued, and
+/// before what this crate enqueues next.
 pub trait DeviceModel {
-    /// As [`Model::Batch`](crate::Model::Batch).
+    /// See [`Model::Batch`](crate::Model::Batch).
     type Batch;
 
-    /// The GPU. Always the same.
+    /// The GPU; always the same one.
     fn device(&self) -> &Device;
 
-    /// As [`Model::gradients`](crate::Model::gradients).
+    /// See [`Model::gradients`](crate::Model::gradients).
     ///
     /// # Errors
-    /// As there.
+    /// See the method of `Model`.
     fn gradients(
         &mut self,
         parameters: &CudaSlice<f32>,
@@ -63,10 +65,10 @@ pub trait DeviceModel {
         gradients: &mut DeviceGradients<'_>,
     ) -> Result<f64, UserError>;
 
-    /// As [`Model::evaluate`](crate::Model::evaluate).
+    /// See [`Model::evaluate`](crate::Model::evaluate).
     ///
     /// # Errors
-    /// As there.
+    /// See the method of `Model`.
     fn evaluate(
         &mut self,
         parameters: &CudaSlice<f32>,
@@ -74,32 +76,32 @@ pub trait DeviceModel {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError>;
 
-    /// As [`Model::update`](crate::Model::update); `optimizer` is the model's. Default: the
-    /// optimizer, on the mean over the step's records.
+    /// See [`Model::update`](crate::Model::update); `optimizer` is the model's optimizer. Default:
+    /// the optimizer, applied to the mean over the step's records.
     ///
     /// # Errors
-    /// As there.
+    /// See the method of `Model`.
     fn update(&mut self, update: DeviceUpdate<'_>, optimizer: &Optimizer) -> Result<(), UserError> {
         Ok(update.apply(optimizer)?)
     }
 }
 
-/// Where a step's gradient is added up: `[parameters]`, on the GPU.
+/// The accumulator of a step's gradient: `[parameters]`, on the GPU.
 #[derive(Debug)]
 pub struct DeviceGradients<'a> {
-    /// What micro-batches of this step have added so far.
+    /// Sum over the step's earlier micro-batches.
     pub sum: &'a mut CudaSlice<f32>,
     kernels: &'a Kernels,
 }
 
 impl DeviceGradients<'_> {
-    /// Adds `values` to the elements of `range`, which are as many.
+    /// Adds `values` to the elements of `range`, which must have the same length.
     ///
     /// # Errors
     /// [`DeviceError::Cuda`].
     ///
     /// # Panics
-    /// If they are not as many, or not all there.
+    /// If the lengths differ, or `range` is out of bounds.
     pub fn add(
         &mut self,
         range: Range<usize>,
@@ -109,26 +111,26 @@ impl DeviceGradients<'_> {
     }
 }
 
-/// As [`Update`](crate::Update), on the GPU.
+/// Like [`Update`](crate::Update), on the GPU.
 #[derive(Debug)]
 pub struct DeviceUpdate<'a> {
-    /// The step, from 0.
+    /// Number of the step, from 0.
     pub step: u64,
-    /// Records behind `sum`, over all ranks; at least 1.
+    /// Number of records in `sum`, over all ranks; at least 1.
     pub records: u64,
-    /// Gradient summed over these records, `[parameters]`.
+    /// Gradient, summed over these records: `[parameters]`.
     pub sum: &'a CudaSlice<f32>,
-    /// The parameters, `[parameters]`.
+    /// Parameters: `[parameters]`.
     pub parameters: &'a mut CudaSlice<f32>,
-    /// The optimizer's state, `[slots · parameters]`, zero at the start. One element where there
-    /// are no slots: a GPU has no empty memory.
+    /// Optimizer state: `[slots · parameters]`, initially zero. It has one element if there are no
+    /// slots, as GPU memory cannot be empty.
     pub slots: &'a mut CudaSlice<f32>,
     kernels: &'a mut Kernels,
 }
 
 impl DeviceUpdate<'_> {
-    /// Applies the mean gradient as [`Optimizer::apply`] does, and with the same bits where nothing
-    /// is clipped.
+    /// Applies the mean gradient as [`Optimizer::apply`] does, with bit-identical results unless
+    /// the gradient is clipped.
     ///
     /// # Errors
     /// [`DeviceError::Cuda`].
@@ -138,7 +140,7 @@ impl DeviceUpdate<'_> {
     }
 }
 
-/// For `map_err` of a driver call.
+/// Converts the error of a driver call; for `map_err`.
 fn cuda(action: &'static str) -> impl FnOnce(DriverError) -> DeviceError {
     move |source| DeviceError::Cuda { action, source }
 }

@@ -1,4 +1,4 @@
-//! A worker's big buffers, where they are in a GPU's memory.
+//! The large buffers of a worker in GPU memory.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use super::{CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kerne
 use crate::ring::Ring;
 use crate::tensors::{Tensor, window};
 
-/// The buffers, as those of [`Tensors`](crate::tensors::Tensors).
+/// The buffers, like those of [`Tensors`](crate::tensors::Tensors).
 #[derive(Debug)]
 pub(crate) struct DeviceState {
     device: Device,
     kernels: Kernels,
-    /// Floats of the optimizer's state. There is memory for one at least.
+    /// Number of floats of the optimizer state. At least one is allocated.
     slots_len: usize,
     parameters: CudaSlice<f32>,
     slots: CudaSlice<f32>,
@@ -25,15 +25,15 @@ pub(crate) struct DeviceState {
 }
 
 impl DeviceState {
-    /// Zeros.
+    /// Allocates the buffers, filled with zeros.
     ///
     /// # Errors
-    /// What is missing on this machine, and what to do about it.
+    /// Says what is missing on this machine, and what the user should do.
     pub(crate) fn new(device: &Device, parameters: usize, slots: usize) -> Result<Self, String> {
         let kernels = Kernels::new(device)?;
         let zeros = |len: usize| {
             let floats = device.stream().alloc_zeros::<f32>(len.max(1));
-            floats.map_err(|error| format!("no memory on the GPU for {len} more numbers: {error}"))
+            floats.map_err(|error| format!("not enough GPU memory for {len} more floats: {error}"))
         };
         Ok(Self {
             kernels,
@@ -47,7 +47,7 @@ impl DeviceState {
         })
     }
 
-    /// As [`Tensors::sizes`](crate::tensors::Tensors::sizes).
+    /// See [`Tensors::sizes`](crate::tensors::Tensors::sizes).
     pub(crate) fn sizes(&self) -> (usize, usize) {
         (self.parameters.len(), self.slots_len)
     }
@@ -60,7 +60,7 @@ impl DeviceState {
         &self.parameters
     }
 
-    /// The parameters, and where the gradient is added up.
+    /// The parameters, and the gradient's accumulator.
     pub(crate) fn gradient(&mut self) -> (&CudaSlice<f32>, DeviceGradients<'_>) {
         (&self.parameters, DeviceGradients { sum: &mut self.gradient, kernels: &self.kernels })
     }
@@ -74,7 +74,7 @@ impl DeviceState {
         self.device.stream().memset_zeros(&mut self.gradient).map_err(cuda("clear a gradient"))
     }
 
-    /// A copy on the host.
+    /// Copies a tensor to the host.
     pub(crate) fn to_host(&self, tensor: Tensor) -> Result<Arc<Vec<f32>>, DeviceError> {
         let (slice, len) = match tensor {
             Tensor::Retained => (&self.retained, self.retained.len()),
@@ -93,19 +93,19 @@ impl DeviceState {
         Ok(Arc::new(floats))
     }
 
-    /// Takes a tensor's values from the host.
+    /// Overwrites a tensor with values of the host.
     pub(crate) fn load(&mut self, tensor: Tensor, floats: &[f32]) -> Result<(), DeviceError> {
         let stream = self.stream().clone();
         let slice = self.slice(tensor);
         if !floats.is_empty() {
             stream.memcpy_htod(floats, slice).map_err(cuda("copy from the host"))?;
-            // The caller may drop the floats.
+            // The caller may drop `floats` after the return.
             stream.synchronize().map_err(cuda("copy from the host"))?;
         }
         Ok(())
     }
 
-    /// Takes a part of a tensor's values, from element `at` on, from the host.
+    /// Overwrites a part of a tensor, starting at element `at`, with values of the host.
     pub(crate) fn load_at(
         &mut self,
         tensor: Tensor,
@@ -115,11 +115,11 @@ impl DeviceState {
         let stream = self.stream().clone();
         let mut part = self.slice(tensor).slice_mut(at..at + floats.len());
         stream.memcpy_htod(floats, &mut part).map_err(cuda("copy from the host"))?;
-        // The caller may drop the floats.
+        // The caller may drop `floats` after the return.
         stream.synchronize().map_err(cuda("copy from the host"))
     }
 
-    /// As [`Tensors::sum`](crate::tensors::Tensors::sum).
+    /// See [`Tensors::sum`](crate::tensors::Tensors::sum).
     pub(crate) fn sum(
         &mut self,
         ring: &mut Ring,
@@ -129,7 +129,7 @@ impl DeviceState {
         ring.device()?.all_reduce_device(header, &self.gradient, &mut self.reduced, path)
     }
 
-    /// The gradient is the sum, where there is nobody else.
+    /// Uses the gradient as the sum, in a group of one.
     pub(crate) fn take_gradient_as_sum(&mut self) {
         std::mem::swap(&mut self.gradient, &mut self.reduced);
     }
@@ -162,7 +162,7 @@ impl DeviceState {
         std::mem::swap(&mut self.reduced, &mut self.retained);
     }
 
-    /// Of the part of the parameters, and of that of the slots, whose turn it is.
+    /// Digests of the step's windows of the parameters and of the optimizer state.
     pub(crate) fn window_digests(&mut self, step: u64) -> Result<[u64; 2], DeviceError> {
         let windows = [window(step, self.parameters.len()), window(step, self.slots_len)];
         let starts = [windows[0].start, windows[1].start];

@@ -1,8 +1,9 @@
 //! Files of predictions, one for each shard.
 //!
-//! A file's name says which records it is for, counted through the whole data set, so that the
-//! files in the order of their names hold the rows in the order of the records. It is there as a
-//! whole or not at all; who writes it again writes the same.
+//! A file's name gives the range of its records, counted through the whole data set, so the files
+//! in the order of their names hold the rows in the order of the records. A file appears
+//! atomically: complete or not at all. A worker that processes the same shard again writes the same
+//! bytes.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -24,15 +25,15 @@ use crate::predictions::{Column, Predictions};
 use crate::storage::Storage;
 use crate::weights;
 
-/// Where files of predictions go.
+/// Destination of the prediction files.
 #[derive(Debug)]
 pub(super) enum Output {
-    /// Of this machine's own.
+    /// A folder of this machine.
     Folder(PathBuf),
     Store(Storage),
 }
 
-/// How predictions are written.
+/// File format of predictions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     Csv,
@@ -40,17 +41,17 @@ pub(crate) enum Format {
     Parquet,
 }
 
-/// Checks that there is nothing yet where predictions are to be written, and that they can be.
+/// Checks that the output at `address` is empty and that it is writable.
 ///
 /// # Errors
-/// What is wrong, and what would be right.
+/// Says what is wrong, and what the user should do.
 pub(crate) fn check_output(address: &str) -> Result<(), String> {
     let output = Storage::open(address).map_err(|error| error.to_string())?;
     let found = output.list("").map_err(|error| error.to_string())?;
     if let Some(first) = found.first() {
         return Err(format!(
-            "{address}: there are files already, {} for one; empty it, or give another folder, so that no other job's rows \
-             are among these",
+            "{address}: the output is not empty, it contains for example {}; empty it or give \
+             another folder, so that the rows of different jobs do not mix",
             first.path
         ));
     }
@@ -59,10 +60,10 @@ pub(crate) fn check_output(address: &str) -> Result<(), String> {
 }
 
 impl Output {
-    /// The place at `address`.
+    /// Opens the output at `address`.
     ///
     /// # Errors
-    /// It can't be one.
+    /// `address` is not a valid address, or settings that it needs are missing.
     pub(super) fn open(address: &str) -> Result<Self, String> {
         if Storage::is_remote(address) {
             return Storage::open(address).map(Self::Store).map_err(|error| error.to_string());
@@ -70,17 +71,17 @@ impl Output {
         Ok(Self::Folder(address.strip_prefix("file://").unwrap_or(address).into()))
     }
 
-    /// Removes what killed workers have left, as far as it can be told. Hidden as it is, it does no
-    /// harm.
+    /// Removes temporary files of killed workers, as far as they can be recognized. Their names
+    /// begin with a dot, so they do no harm if they stay.
     pub(super) fn remove_leftovers(&self) {
         if let Self::Folder(folder) = self
             && let Err(error) = remove_leftovers(folder)
         {
-            tracing::debug!(%error, folder = %folder.display(), "not tidied");
+            tracing::debug!(%error, folder = %folder.display(), "temporary files not removed");
         }
     }
 
-    /// Writes a file: it is there as a whole, or as it was before.
+    /// Writes a file atomically: on failure the previous content stays.
     fn write(&self, name: &str, bytes: Vec<u8>) -> Result<(), String> {
         match self {
             Self::Folder(folder) => replace(folder, name, &bytes)
@@ -93,7 +94,8 @@ impl Output {
     }
 }
 
-/// Puts a file in the place of `name`, by way of one that nobody takes for a part of the output.
+/// Writes a file under a hidden temporary name, which no reader takes for a part of the output, and
+/// renames it to `name`.
 fn replace(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let own = folder.join(format!(".{name}.{}", paths::random_digits()));
@@ -103,7 +105,7 @@ fn replace(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     fs::rename(&own, folder.join(name))
 }
 
-/// Removes what killed workers have left of files that others have written since.
+/// Removes temporary files of killed workers whose shards have been written since by others.
 fn remove_leftovers(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -119,7 +121,7 @@ fn remove_leftovers(folder: &Path) -> io::Result<()> {
 /// Writes the rows of a shard.
 ///
 /// # Errors
-/// What could not be written, and why.
+/// Says what could not be written, and why.
 pub(super) fn write_shard(
     output: &Output,
     format: Format,
@@ -132,7 +134,7 @@ pub(super) fn write_shard(
         Format::Jsonl => (to_jsonl(predictions), "jsonl"),
         Format::Parquet => (to_parquet(predictions).map_err(|error| error.to_string())?, "parquet"),
     };
-    // As many digits as the largest data set's records have.
+    // 13 digits: enough for the largest data set.
     let name = format!("part-{start:013}-{end:013}.{extension}");
     output.write(&name, bytes)
 }
@@ -153,7 +155,7 @@ fn to_csv(predictions: &Predictions) -> Vec<u8> {
     rows.into_inner().expect(written)
 }
 
-/// Numbers that are not finite are `null`: JSON has no others.
+/// Numbers that are not finite become `null`, as JSON cannot represent them.
 fn to_jsonl(predictions: &Predictions) -> Vec<u8> {
     let columns = predictions.columns();
     let names: Vec<String> =
@@ -243,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_are_read_as_they_were_predicted() {
+    fn csv_and_parquet_files_read_back_what_was_predicted() {
         let (_folder, path) = written(Format::Csv);
         check(CsvRows::new().i64("class, \"it\"").f32("p").text("words"), &path);
         let (_folder, path) = written(Format::Parquet);
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_json_is_a_row() {
+    fn each_line_of_jsonl_is_one_row() {
         let (_folder, path) = written(Format::Jsonl);
         let text = fs::read_to_string(path).unwrap();
         let lines: Vec<serde_json::Value> =
@@ -270,13 +272,13 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_worker_has_left_of_a_file_goes_once_another_has_written_it() {
+    fn temporary_files_of_killed_workers_are_removed_once_the_shard_is_written() {
         let folder = tempfile::tempdir().unwrap();
         let left = ["part-1.csv", ".part-1.csv.77", ".part-2.csv.77", ".other.77", "part-3.csv"];
         for name in left {
             fs::write(folder.path().join(name), "torn").unwrap();
         }
-        // Another worker, on another machine, may have this one's process id.
+        // A worker on another machine may have the same process id.
         fs::write(folder.path().join(format!(".part-1.csv.{}", std::process::id())), "half")
             .unwrap();
         replace(folder.path(), "part-1.csv", b"whole").unwrap();
@@ -292,11 +294,11 @@ mod tests {
     }
 
     #[test]
-    fn an_output_that_holds_something_is_refused() {
+    fn an_output_that_is_not_empty_is_refused() {
         let (folder, path) = written(Format::Csv);
         let output = folder.path().join("out").to_str().unwrap().to_owned();
         let error = check_output(&output).unwrap_err();
-        assert!(error.contains("there are files already, part-"), "{error}");
+        assert!(error.contains("it contains for example part-"), "{error}");
         fs::remove_file(path).unwrap();
         check_output(&output).unwrap();
         check_output(&format!("{output}/new/")).unwrap();

@@ -1,4 +1,4 @@
-//! Records of one fixed size, one after the other.
+//! Records of one fixed size, stored contiguously.
 
 use std::ops::Range;
 use std::path::Path;
@@ -6,9 +6,9 @@ use std::path::Path;
 use super::files;
 use crate::reader::{DataError, Dataset, File, Reader};
 
-/// Reads files that are nothing but records of one fixed size.
+/// Reads files that consist of records of one fixed size.
 ///
-/// What the bytes mean is the model's business. Empty files are left out.
+/// The meaning of the bytes is up to the model. Empty files are ignored.
 #[derive(Clone, Debug)]
 pub struct FixedRecords {
     bytes: u64,
@@ -25,7 +25,7 @@ impl FixedRecords {
         Self { bytes: bytes as u64, extensions: Vec::new() }
     }
 
-    /// In folders, keeps to files with one of these extensions, given without the dot.
+    /// In folders, reads only files with one of these extensions, given without the dot.
     pub fn extensions(mut self, extensions: &[&str]) -> Self {
         self.extensions = extensions.iter().map(|&extension| extension.to_owned()).collect();
         self
@@ -33,7 +33,7 @@ impl FixedRecords {
 }
 
 impl Reader for FixedRecords {
-    /// As many bytes as a record has.
+    /// The bytes of one record.
     type Record = Vec<u8>;
 
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
@@ -43,7 +43,7 @@ impl Reader for FixedRecords {
             let (records, rest) = (length / self.bytes, length % self.bytes);
             if rest > 0 {
                 let reason = format!(
-                    "{length} bytes where a multiple of the record's {} should be: {rest} too many",
+                    "{length} bytes is not a multiple of the record size, {}; remainder: {rest}",
                     self.bytes
                 );
                 return Err(files::malformed(&path, &reason));
@@ -69,8 +69,7 @@ impl Reader for FixedRecords {
         let length = (range.end - range.start).saturating_mul(self.bytes);
         files::check(file, &[Path::new(&file.path)])?;
         let bytes = files::read(Path::new(&file.path), start, length)?;
-        // The bytes are in memory, so a record, which is no longer than they are, fits into a
-        // usize.
+        // The bytes fit into memory, so a record, which is not longer, fits into a usize.
         Ok(bytes.chunks_exact(self.bytes as usize).map(<[u8]>::to_vec).collect())
     }
 }
@@ -88,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn records_follow_one_another() {
+    fn records_are_read_in_order() {
         let folder =
             folder(&[("a.bin", b"aabbcc"), ("b.bin", b""), ("c.bin", b"dd"), ("d.txt", b"odd")]);
         let mut records = FixedRecords::new(2).extensions(&["bin"]);
@@ -100,12 +99,11 @@ mod tests {
     }
 
     #[test]
-    fn a_length_that_is_no_multiple_is_an_error_that_says_by_how_much() {
+    fn a_length_that_is_not_a_multiple_is_an_error_with_the_remainder() {
         let folder = folder(&[("a", b"aabbc")]);
         let path = folder.path().join("a").to_str().unwrap().to_owned();
         let error = FixedRecords::new(2).describe(&path).unwrap_err();
-        let text =
-            format!("{path}: 5 bytes where a multiple of the record's 2 should be: 1 too many");
+        let text = format!("{path}: 5 bytes is not a multiple of the record size, 2; remainder: 1");
         assert_eq!(error.to_string(), text);
     }
 
@@ -127,7 +125,7 @@ mod tests {
         let path = folder.path().join("a").to_str().unwrap().to_owned();
         let error = FixedRecords::new(2).read(&File::new(path, 3), 1..3).unwrap_err();
         assert!(
-            error.to_string().contains("4 bytes where data was to be read up to byte 6"),
+            error.to_string().contains("4 bytes, but data up to byte 6 was expected"),
             "{error}"
         );
     }

@@ -1,8 +1,9 @@
-//! Blocks of objects that were read, and those that will be.
+//! Cache and read-ahead of blocks of objects.
 //!
-//! Who reads an object from one block to the next is likely to go on: then blocks behind are
-//! fetched meanwhile, the more the longer it goes on, several with one request. Several such
-//! streams may run side by side, as the columns of a table do.
+//! Access to consecutive blocks of an object is treated as a sequential scan. The blocks after the
+//! current one are then fetched in the background, in a window that grows as the scan continues,
+//! several blocks with one request. Several scans may run concurrently, for example one per column
+//! of a table.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,7 +12,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 
-/// Blocks, by object and number.
+/// The block cache, by object and block number.
 #[derive(Debug)]
 pub(super) struct Blocks {
     state: Mutex<State>,
@@ -21,16 +22,16 @@ pub(super) struct Blocks {
 #[derive(Debug)]
 struct State {
     blocks: BTreeMap<PathBuf, BTreeMap<u64, Slot>>,
-    /// How many have come.
+    /// Number of ready blocks.
     ready: usize,
-    /// Looks at blocks so far: which block was looked at last.
+    /// Number of accesses so far; used as the clock of the LRU order.
     accesses: u64,
     scans: Vec<Scan>,
 }
 
 #[derive(Debug)]
 enum Slot {
-    /// Somebody fetches it.
+    /// A thread is fetching the block.
     Claimed,
     Ready {
         bytes: Bytes,
@@ -38,15 +39,15 @@ enum Slot {
     },
 }
 
-/// An object that is read from one block to the next.
+/// A sequential scan of an object.
 #[derive(Debug)]
 struct Scan {
     object: PathBuf,
-    /// The block that comes next.
+    /// Block that the scan accesses next.
     next: u64,
-    /// How many behind it are to be there when it is read.
+    /// Number of blocks after it that should be fetched ahead.
     window: u64,
-    /// Up to here they have been asked for.
+    /// End of the blocks that have been requested.
     asked: u64,
     last_access: u64,
 }
@@ -57,12 +58,12 @@ impl Blocks {
         Self { state: Mutex::new(state), filled: Condvar::new() }
     }
 
-    /// A block is about to be read: which ones behind it are to be fetched meanwhile.
+    /// Records the access to a block. Returns the blocks that should be fetched in the background.
     pub(super) fn access(&self, object: &Path, index: u64) -> Range<u64> {
         self.lock().access(object, index)
     }
 
-    /// The block, if it is there or somebody fetches it.
+    /// Returns the block, if it is cached or being fetched; waits in the second case.
     pub(super) fn wait(&self, object: &Path, index: u64) -> Option<Bytes> {
         let mut state = self.lock();
         loop {
@@ -79,7 +80,8 @@ impl Blocks {
         }
     }
 
-    /// The first run of blocks among `wanted` that nobody has or fetches; the caller fetches them.
+    /// Claims the first run of blocks in `wanted` that are neither cached nor being fetched. The
+    /// caller has to fetch them and call [`fill`](Self::fill).
     pub(super) fn claim(&self, object: &Path, wanted: Range<u64>) -> Range<u64> {
         let mut state = self.lock();
         let blocks = state.blocks.entry(object.into()).or_default();
@@ -92,7 +94,7 @@ impl Blocks {
         start..end
     }
 
-    /// What has become of a run that was claimed: its bytes, if they came.
+    /// Completes a claimed run: with its bytes, or `None` if the fetch failed.
     pub(super) fn fill(&self, object: &Path, run: &Range<u64>, bytes: Option<&Bytes>) {
         let mut state = self.lock();
         let last_access = state.accesses;
@@ -105,7 +107,7 @@ impl Blocks {
                 continue;
             };
             let end = bytes.len().min(begins + BLOCK_BYTES as usize);
-            // A copy: one block that is kept does not keep the whole run.
+            // Copied, so that a cached block does not keep the whole run in memory.
             let bytes = Bytes::copy_from_slice(&bytes[begins..end]);
             blocks.insert(index, Slot::Ready { bytes, last_access });
             ready += 1;
@@ -138,10 +140,11 @@ impl State {
         let recent =
             self.scans.iter().filter(|s| accesses - s.last_access < SCAN_ACCESSES).count() as u64;
         let most = (BLOCKS_MAX as u64 / 2 / recent).clamp(1, WINDOW_MAX);
-        let scan = self.scans.iter_mut().find(|scan| continues(scan)).expect("it was just found");
+        let scan =
+            self.scans.iter_mut().find(|scan| continues(scan)).expect("the entry was found above");
         scan.window = (scan.window * 4).min(most);
         let (begins, ends) = (scan.asked.max(scan.next), scan.next + scan.window);
-        // A few large requests rather than one for each block.
+        // Batches blocks into a few large requests.
         if ends.saturating_sub(begins) < scan.window.div_ceil(2) {
             return 0..0;
         }
@@ -155,7 +158,7 @@ impl State {
         {
             self.scans.swap_remove(oldest);
         }
-        // Who begins at an object's beginning mostly reads it all.
+        // A scan that starts at the beginning of an object mostly reads all of it.
         let window = if index == 0 { WINDOW_FIRST } else { 1 };
         let (next, asked) = (index + 1, index + 1 + window);
         self.scans.push(Scan {
@@ -168,7 +171,7 @@ impl State {
         next..asked
     }
 
-    /// Drops the blocks that were looked at longest ago.
+    /// Evicts the least recently used blocks.
     fn evict_excess(&mut self) {
         while self.ready > BLOCKS_MAX {
             let ready = self.blocks.iter().flat_map(|(object, blocks)| {
@@ -179,7 +182,7 @@ impl State {
             });
             let Some((_, object, index)) = ready.min() else { return };
             let object = object.clone();
-            let blocks = self.blocks.get_mut(&object).expect("it was just found");
+            let blocks = self.blocks.get_mut(&object).expect("the entry was found above");
             blocks.remove(&index);
             if blocks.is_empty() {
                 self.blocks.remove(&object);
@@ -190,23 +193,23 @@ impl State {
 }
 
 pub(super) const BLOCK_BYTES: u64 = 256 << 10;
-/// One request is for so many at most: 8 MiB.
+/// Maximum number of blocks per request: 8 MiB.
 pub(super) const RUN_BLOCKS: u64 = 32;
-/// 64 MiB are kept.
+/// Capacity of the cache in blocks: 64 MiB.
 const BLOCKS_MAX: usize = 256;
-/// One stream has 16 MiB fetched ahead at most,
+/// Maximum read-ahead window of a scan: 16 MiB.
 const WINDOW_MAX: u64 = 64;
-/// and 4 MiB where an object is begun.
+/// Initial window of a scan that starts at the beginning of an object: 4 MiB.
 const WINDOW_FIRST: u64 = 16;
 const SCANS_MAX: usize = 64;
-/// A stream that was not looked at for so many looks has probably ended.
+/// A scan without an access among this many accesses has probably ended.
 const SCAN_ACCESSES: u64 = 256;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The requests that are made ahead while `blocks` are read in this order.
+    /// The read-ahead requests while `blocks` are accessed in this order.
     fn ahead(blocks: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
         let all = Blocks::new();
         let requests = blocks.into_iter().map(|index| all.access(Path::new("s3://b/a"), index));
@@ -214,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reads_on_has_more_and_more_fetched_ahead_and_nothing_twice() {
+    fn a_sequential_scan_grows_its_window_and_fetches_each_block_once() {
         let requests = ahead(0..1000);
         assert_eq!(requests[0], 1..17);
         assert!(requests.windows(2).all(|pair| pair[0].end == pair[1].start), "{requests:?}");
@@ -223,19 +226,19 @@ mod tests {
     }
 
     #[test]
-    fn who_jumps_about_has_little_fetched_ahead() {
+    fn random_access_causes_little_read_ahead() {
         let requests = ahead((1..100).map(|i| i * 37 % 1009));
         let fetched: u64 = requests.iter().map(|request| request.end - request.start).sum();
         assert!(fetched <= 99, "{fetched} blocks for 99");
     }
 
     #[test]
-    fn a_block_that_is_read_again_and_again_is_one_look() {
+    fn repeated_accesses_to_a_block_count_once() {
         assert_eq!(ahead([5, 5, 5, 5]), ahead([5]));
     }
 
     #[test]
-    fn streams_side_by_side_share_the_room() {
+    fn concurrent_scans_share_the_cache() {
         let all = Blocks::new();
         let mut most = 0;
         for index in 0..100 {
@@ -251,13 +254,13 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_claimed_once_come_to_all_and_go_when_there_are_too_many() {
+    fn blocks_are_fetched_once_delivered_to_all_and_evicted() {
         let (blocks, object) = (Blocks::new(), Path::new("s3://b/a"));
         assert_eq!(blocks.claim(object, 0..4), 0..4);
         assert_eq!(blocks.claim(object, 2..6), 4..6);
         assert_eq!(blocks.claim(object, 0..6), 6..6);
         blocks.fill(object, &(4..6), None);
-        assert_eq!(blocks.wait(object, 5), None, "what did not come is nobody's");
+        assert_eq!(blocks.wait(object, 5), None, "a failed run is unclaimed");
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| blocks.wait(object, 1));
             let bytes = Bytes::from(vec![7; 2 * BLOCK_BYTES as usize + 3]);
@@ -265,7 +268,7 @@ mod tests {
             assert_eq!(waiter.join().unwrap().map(|block| block.len() as u64), Some(BLOCK_BYTES));
         });
         assert_eq!(blocks.wait(object, 2), Some(Bytes::from_static(&[7; 3])));
-        assert_eq!(blocks.wait(object, 3), None, "the object has ended before");
+        assert_eq!(blocks.wait(object, 3), None, "the object ends before this block");
         for index in 10..10 + BLOCKS_MAX as u64 {
             assert_eq!(blocks.claim(object, index..index + 1), index..index + 1);
             blocks.fill(object, &(index..index + 1), Some(&Bytes::from_static(b"x")));

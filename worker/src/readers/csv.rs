@@ -15,12 +15,12 @@ use crate::reader::{DataError, Dataset, File, Reader};
 
 /// Reads rows of CSV files whose first line names the columns.
 ///
-/// Name the columns that you need, with their types, in the order in which you want them in the
-/// [`Row`]; others are ignored. Quotes, commas and line breaks within quotes, and blank lines are
-/// understood as RFC 4180 has them. In folders, files that end in `.csv` are read.
+/// Name the required columns, with their types, in the order in which they should appear in the
+/// [`Row`]; other columns are ignored. Quotes, commas and line breaks within quotes, and blank
+/// lines are handled according to RFC 4180. In folders, files that end in `.csv` are read.
 ///
-/// Every field of every file is checked before training starts. Each worker scans a file once for
-/// where its rows begin, and from then on reads just the rows it was asked for.
+/// Every field of every file is validated before training starts. Each worker scans a file once to
+/// index where its rows begin, and from then on reads only the requested rows.
 ///
 /// ```
 /// use elasticdl_worker::readers::CsvRows;
@@ -33,22 +33,22 @@ pub struct CsvRows {
     indices: BTreeMap<String, FileIndex>,
 }
 
-/// Where to find things in one file.
+/// Index of a file's rows and columns.
 #[derive(Clone, Debug)]
 struct FileIndex {
-    /// Length of the file that was scanned.
+    /// Length of the scanned file.
     bytes: u64,
     rows: u64,
-    /// Of every `STRIDE`th row, from 0.
+    /// Positions of rows 0, `STRIDE`, 2·`STRIDE`, …
     positions: Vec<Position>,
-    /// In the header, and so in each row.
+    /// Number of columns in the header, and so in each row.
     columns: usize,
-    /// For each wanted column its place in the file.
+    /// For each requested column, its number in the file.
     fields: Vec<usize>,
 }
 
 impl CsvRows {
-    /// No columns yet: add those that you need.
+    /// Creates a reader without columns; add the required ones.
     pub fn new() -> Self {
         Self::default()
     }
@@ -58,7 +58,7 @@ impl CsvRows {
         self.column(name, Kind::F32)
     }
 
-    /// Adds a column of whole numbers.
+    /// Adds a column of integers.
     pub fn i64(self, name: &str) -> Self {
         self.column(name, Kind::I64)
     }
@@ -73,7 +73,7 @@ impl CsvRows {
         self
     }
 
-    /// Scans a file, checking each row with `check`.
+    /// Scans and indexes a file, and validates each row with `check`.
     fn scan(
         &self,
         path: &Path,
@@ -83,7 +83,7 @@ impl CsvRows {
         let (mut rows, budget) = open(path)?;
         let header = rows.byte_headers().map_err(|error| csv_error(path, error))?.clone();
         if header.as_slice().starts_with(GZIP) {
-            return Err(files::malformed(path, "compressed with gzip: unpack it first"));
+            return Err(files::malformed(path, "compressed with gzip: decompress it first"));
         }
         let fields = self.fields(&header).map_err(|reason| error_at(path, 0, reason))?;
         let mut index =
@@ -100,7 +100,7 @@ impl CsvRows {
         Ok(index)
     }
 
-    /// For each wanted column its place in the header.
+    /// For each requested column, its number in the header.
     fn fields(&self, header: &ByteRecord) -> Result<Vec<usize>, String> {
         let names = || {
             files::shown(&header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", "))
@@ -121,7 +121,7 @@ impl CsvRows {
         self.columns.iter().map(field).collect()
     }
 
-    /// The row that a record holds in the wanted columns.
+    /// Converts the requested columns of a record to a row.
     fn row(&self, record: &ByteRecord, index: &FileIndex) -> Result<Row, String> {
         index.check_width(record)?;
         let value = |((name, kind), &field): (&(String, Kind), &usize)| {
@@ -139,7 +139,7 @@ impl CsvRows {
                 Kind::I64 => match text.trim().parse::<i64>() {
                     Ok(number) => Ok(Value::I64(number)),
                     Err(_) => Err(format!(
-                        "column {name:?} is \"{}\" where a whole number should be",
+                        "column {name:?} is \"{}\" where an integer should be",
                         shown()
                     )),
                 },
@@ -198,8 +198,7 @@ impl Reader for CsvRows {
             self.indices.insert(file.path.clone(), index);
         }
         let index = &self.indices[&file.path];
-        let changed =
-            |found: String| files::malformed(path, &format!("{found}: was it changed since?"));
+        let changed = |found: String| files::malformed(path, &format!("{found}: has it changed?"));
         let bytes = files::length(path)?;
         if bytes != index.bytes {
             return Err(changed(format!("{bytes} bytes where {} were", index.bytes)));
@@ -229,7 +228,7 @@ impl Reader for CsvRows {
     }
 }
 
-/// Rows between two known positions: what a read skips at most.
+/// Number of rows between two indexed positions: the maximum that a read skips.
 const STRIDE: u64 = 1024;
 const RECORD_BYTES_MAX: u64 = 16 << 20;
 const BUFFER_BYTES: usize = 64 << 10;
@@ -237,8 +236,8 @@ const GZIP: &[u8] = &[0x1f, 0x8b];
 
 type Rows = ::csv::Reader<Bounded>;
 
-/// A file that gives no more than there is room for: one stray quote makes one record of all that
-/// follows.
+/// A file that returns at most `budget` bytes, which bounds the size of one record: a stray quote
+/// makes one record of the rest of the file.
 struct Bounded {
     file: Box<dyn files::Source>,
     budget: Arc<AtomicU64>,
@@ -262,18 +261,18 @@ impl Seek for Bounded {
     }
 }
 
-/// The rows of a file, and how many bytes may still be read for the next one.
+/// Opens a file. Returns its rows, and the number of bytes that may still be read for the next row.
 fn open(path: &Path) -> Result<(Rows, Arc<AtomicU64>), DataError> {
     let budget = Arc::new(AtomicU64::new(RECORD_BYTES_MAX));
     let file = Bounded { file: files::open(path)?, budget: Arc::clone(&budget) };
-    // Flexible, so that a wrong number of columns gets a message of ours.
+    // Flexible, so that a wrong number of columns is reported by this reader.
     Ok((
         ReaderBuilder::new().flexible(true).buffer_capacity(BUFFER_BYTES).from_reader(file),
         budget,
     ))
 }
 
-/// Reads the next row; `false` at the file's end.
+/// Reads the next row. Returns `false` at the end of the file.
 fn next(
     path: &Path,
     rows: &mut Rows,
@@ -285,7 +284,7 @@ fn next(
     rows.read_byte_record(record).map_err(|error| match error.kind() {
         ::csv::ErrorKind::Io(source) if source.kind() == std::io::ErrorKind::FileTooLarge => {
             let reason = format!(
-                "a row of more than {} MiB begins here; is a quote missing, or one too many?",
+                "a row of more than {} MiB begins here; is there a missing or a stray quote?",
                 RECORD_BYTES_MAX >> 20
             );
             error_at(path, begins, reason)
@@ -310,10 +309,10 @@ fn error_at(path: &Path, byte: u64, reason: String) -> DataError {
     }
 }
 
-/// The line, from 1, of the record found by a reader that stood at `byte`.
+/// Line number, from 1, of the record that a reader positioned at `byte` finds.
 ///
-/// The csv crate's own line counts neither the blank lines before a record nor the second half of a
-/// CR LF.
+/// The line number of the csv crate counts neither blank lines before a record nor the second half
+/// of a CR LF.
 fn line_at(file: impl Read, byte: u64) -> std::io::Result<u64> {
     let mut bytes = BufReader::new(file);
     let mut line = 1;
@@ -371,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_hold_the_wanted_columns_in_the_wanted_order() {
+    fn rows_contain_the_requested_columns_in_the_requested_order() {
         let table = table("n,skipped,name,y\n3,?,\"a, \"\"b\"\"\",0.5\n\n-4,,c, 1e3\n");
         let mut rows = columns();
         let dataset = rows.describe(&table.path).unwrap();
@@ -383,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn any_range_reads_the_same_as_everything_and_needs_no_description() {
+    fn any_range_reads_the_same_rows_without_a_description() {
         let mut text = "n,name,y\n".to_owned();
         for row in 0..5000 {
             // Rows of different lengths, some with line breaks within quotes.
@@ -411,7 +410,7 @@ mod tests {
         let file = File::new(&*table.path, 3);
         let mut rows = columns();
         rows.read(&file, 0..1).unwrap();
-        // Of the same length and time, with a row that a second scan would refuse.
+        // The same length and modification time, but with a row that a second scan would refuse.
         let written = fs::metadata(&table.path).unwrap().modified().unwrap();
         fs::write(&table.path, "n,name,y\n1,a;0.5\n2,b,0.5\n4,c,0.5\n").unwrap();
         fs::File::options().write(true).open(&table.path).unwrap().set_modified(written).unwrap();
@@ -421,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_with_its_line() {
+    fn errors_name_their_line() {
         let start = "y,name,n\n1,a,1\n";
         let cases = [
             ("2,b\n", " line 3: 2 columns where the header has 3"),
@@ -431,11 +430,8 @@ mod tests {
             ("nan,b,3\n", " line 3: column \"y\" is \"nan\" where a finite number should be"),
             ("1e99,b,3\n", " line 3: column \"y\" is \"1e99\" where a finite number should be"),
             (",b,3\n", " line 3: column \"y\" is \"\" where a finite number should be"),
-            ("2,b,3.5\n", " line 3: column \"n\" is \"3.5\" where a whole number should be"),
-            (
-                "2,\"b\nb\",3\n2,b,?\n",
-                " line 5: column \"n\" is \"?\" where a whole number should be",
-            ),
+            ("2,b,3.5\n", " line 3: column \"n\" is \"3.5\" where an integer should be"),
+            ("2,\"b\nb\",3\n2,b,?\n", " line 5: column \"n\" is \"?\" where an integer should be"),
         ];
         for (rest, expected) in cases {
             assert_eq!(refusal(format!("{start}{rest}")), expected);
@@ -446,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_without_a_wanted_column_is_refused_with_what_it_has() {
+    fn a_header_without_a_requested_column_is_refused_with_its_columns() {
         assert_eq!(refusal("y,n\n1,1\n"), " line 1: no column \"name\": the header has y, n");
         assert_eq!(
             refusal("y,n,name,y\n"),
@@ -476,20 +472,21 @@ mod tests {
         let file = rows.describe(&table.path).unwrap().files[0].clone();
         let error =
             columns().read(&File { records: 5, ..file.clone() }, 0..5).unwrap_err().to_string();
-        assert_eq!(error, format!("{}: 2 rows where 5 were: was it changed since?", table.path));
+        assert_eq!(error, format!("{}: 2 rows where 5 were: has it changed?", table.path));
         fs::write(&table.path, "y,name,n\n1,a,1\n").unwrap();
         let error = rows.read(&file, 0..1).unwrap_err().to_string();
-        let changed = "15 bytes where 21 were; it was changed since the job began";
+        let changed = "15 bytes where 21 were; it has changed since the job started";
         assert_eq!(error, format!("{}: {changed}", table.path));
         let error = columns().read(&file, 0..1).unwrap_err();
         assert!(matches!(error, DataError::Changed { .. }), "another reader: {error}");
     }
 
     #[test]
-    fn a_worker_that_comes_later_notices_that_a_file_has_changed() {
+    fn a_worker_that_joins_later_detects_that_a_file_has_changed() {
         let table = table("y,name,n\n1,a,1\n2,b,2\n");
         let version = columns().describe(&table.path).unwrap().files[0].version;
-        // Another worker has never seen the file: here, another file of that description.
+        // Another worker reads this file for the first time: simulated by another file with the
+        // same description.
         let other = self::table("y,name,n\n1,a,1\n2,b,2\n3,c,3\n");
         let file = File { path: other.path.clone(), records: 2, version };
         let error = columns().read(&file, 0..1).unwrap_err();
@@ -505,14 +502,14 @@ mod tests {
         let mut text = b"y,name,n\n1,a,1\n2,\"b,2\n".to_vec();
         text.extend(b"3,c,3\n".repeat(4 << 20));
         let reason =
-            " line 3: a row of more than 16 MiB begins here; is a quote missing, or one too many?";
+            " line 3: a row of more than 16 MiB begins here; is there a missing or a stray quote?";
         assert_eq!(refusal(text), reason);
     }
 
     #[test]
-    fn what_is_no_text_is_not_shown_as_it_is() {
+    fn binary_content_is_escaped_in_errors() {
         let gz = [&[0x1f, 0x8b, 8, 0][..], &[0x1b; 1000]].concat();
-        assert_eq!(refusal(gz), ": compressed with gzip: unpack it first");
+        assert_eq!(refusal(gz), ": compressed with gzip: decompress it first");
         let message = refusal([&b"a\x1b[2J"[..], &[b'x'; 2000], b",n\n"].concat());
         assert!(
             message.len() < 500 && !message.contains('\x1b') && message.contains("a\\u{1b}[2J"),

@@ -1,5 +1,5 @@
-//! Finding files and reading parts of them, in folders and in object stores alike: a path that
-//! begins with `s3://` and the like names an object.
+//! Finds files and reads parts of them, in folders and in object stores: a path that begins with a
+//! scheme such as `s3://` names an object.
 
 use std::fs;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -10,8 +10,8 @@ use super::{remote, versions};
 use crate::reader::{DataError, Dataset, File};
 use crate::storage::{Version, with_retries};
 
-/// The files behind `source`, in the order of their paths: itself, whatever its extension, or those
-/// below it that have one of `extensions` (without the dot; none: all).
+/// The files of `source`, in the order of their paths: `source` itself, whatever its extension, or
+/// the files below it with one of `extensions` (without the dot; none: all files).
 pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, DataError> {
     let root = PathBuf::from(source.strip_prefix("file://").unwrap_or(source));
     if let Some(object) = remote::object(&root)? {
@@ -36,7 +36,7 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, 
                 continue;
             }
             let kind = entry.file_type().map_err(|source| io_error(&path, source))?;
-            // A link to a folder could lead back up, and the search would never end.
+            // A link to a folder could point to a parent folder, and the search would not end.
             if kind.is_dir() {
                 folders.push(path);
             } else if (kind.is_file() || path.is_file()) && has_extension(&path, extensions) {
@@ -54,8 +54,8 @@ fn sorted(
 ) -> Result<Vec<PathBuf>, DataError> {
     if found.is_empty() {
         let reason = match extensions {
-            [] => "no file in this folder".to_owned(),
-            _ => format!("no file ending in .{} in this folder", extensions.join(" or .")),
+            [] => "no files in this folder".to_owned(),
+            _ => format!("no files ending in .{} in this folder", extensions.join(" or .")),
         };
         return Err(DataError::Empty { path: root, reason });
     }
@@ -63,7 +63,7 @@ fn sorted(
     Ok(found)
 }
 
-/// The files of `dataset`, unless there is no record in them.
+/// Returns `dataset`, or an error if it has no records.
 pub(super) fn not_empty(
     source: &str,
     dataset: Dataset,
@@ -75,7 +75,7 @@ pub(super) fn not_empty(
     Ok(dataset)
 }
 
-/// The path as text, as which it travels to the other workers.
+/// The path as text, as it is sent to other workers.
 pub(super) fn text(path: &Path) -> Result<String, DataError> {
     let text = path.to_str().ok_or_else(|| malformed(path, "the path is not UTF-8: rename it"))?;
     Ok(text.to_owned())
@@ -90,20 +90,20 @@ pub(super) fn is_folder(source: &str) -> Result<bool, DataError> {
     }
 }
 
-/// Which version of these files is there, for a description. One that was looked at before must be
-/// as it was.
+/// Digest of the versions of these files, for a description. Files that were accessed before must
+/// not have changed.
 pub(super) fn version(paths: &[&Path]) -> Result<u32, DataError> {
     let digests = paths.iter().map(|path| digest(path)).collect::<Result<Vec<_>, _>>()?;
     Ok(digests.into_iter().fold(0, |all, digest| all.rotate_left(1) ^ digest))
 }
 
-/// Checks that `file`, which consists of these files, is the version that was described.
+/// Checks that `file`, which consists of the files at `paths`, is the version that was described.
 pub(super) fn check(file: &File, paths: &[&Path]) -> Result<(), DataError> {
     let Some(described) = file.version else { return Ok(()) };
     if version(paths)? == described {
         return Ok(());
     }
-    let first = paths.first().expect("a file of a data set is at least one file");
+    let first = paths.first().expect("a file of a data set consists of at least one file");
     let found = versions::known(first).unwrap_or(Version { bytes: 0, tag: String::new() });
     Err(versions::described_otherwise(first, &found))
 }
@@ -115,7 +115,7 @@ fn digest(path: &Path) -> Result<u32, DataError> {
     }
 }
 
-/// A file to read from wherever one wants.
+/// A seekable file or object.
 pub(super) trait Source: Read + Seek + Send {}
 
 impl<T: Read + Seek + Send> Source for T {}
@@ -140,7 +140,7 @@ pub(super) fn length(path: &Path) -> Result<u64, DataError> {
     Ok(version.bytes)
 }
 
-/// Looks at a file of this machine, which must be the version that is known.
+/// Reads the metadata of a local file, which must be the known version.
 fn stat(path: &Path) -> Result<(fs::Metadata, Version), DataError> {
     let metadata = with_retries(&path.to_string_lossy(), || fs::metadata(path));
     let metadata = metadata.map_err(|source| io_error(path, source))?;
@@ -149,16 +149,15 @@ fn stat(path: &Path) -> Result<(fs::Metadata, Version), DataError> {
     Ok((metadata, version))
 }
 
-/// `length` bytes of a file from `start`; fails where the file is shorter than that.
+/// Reads `length` bytes of a file, starting at `start`. A file that is shorter is an error.
 pub(super) fn read(path: &Path, start: u64, length: u64) -> Result<Vec<u8>, DataError> {
-    // Asked of the file first, so that a wrong length is an error and not a huge allocation.
+    // The length is checked first, so that a wrong length is an error, not a huge allocation.
     let held = self::length(path)?;
     let end = start.checked_add(length).filter(|end| *end <= held);
     let Some(end) = end else {
         let end = start.saturating_add(length);
-        let reason = format!(
-            "{held} bytes where data was to be read up to byte {end}: was it changed since?"
-        );
+        let reason =
+            format!("{held} bytes, but data up to byte {end} was expected: has it changed?");
         return Err(malformed(path, &reason));
     };
     if let Some(object) = remote::object(path)? {
@@ -169,19 +168,19 @@ pub(super) fn read(path: &Path, start: u64, length: u64) -> Result<Vec<u8>, Data
     let mut bytes = Vec::with_capacity(length as usize);
     file.take(length).read_to_end(&mut bytes).map_err(|source| io_error(path, source))?;
     if (bytes.len() as u64) < length {
-        return Err(malformed(path, "it became shorter while it was read: was it changed since?"));
+        return Err(malformed(path, "it became shorter while it was being read: has it changed?"));
     }
     Ok(bytes)
 }
 
-/// Says that these bytes will be read soon: of an object they are fetched meanwhile.
+/// Announces that these bytes will be read soon: those of an object are fetched in the background.
 pub(super) fn read_ahead(path: &Path, start: u64, length: u64) {
     if let Ok(Some(object)) = remote::object(path) {
         object.read_ahead(start..start.saturating_add(length));
     }
 }
 
-/// A file of this machine whose file system may be away for a while.
+/// A local file, whose file system may be temporarily unreachable.
 struct OpenFile {
     path: PathBuf,
     file: fs::File,
@@ -202,7 +201,7 @@ impl Read for OpenFile {
         let mut failed = false;
         let bytes = with_retries(&self.path.to_string_lossy(), || {
             if failed {
-                // A handle can be stale for ever.
+                // A file handle can become stale permanently.
                 self.file = fs::File::open(&self.path)?;
             }
             failed = true;
@@ -225,7 +224,7 @@ impl Seek for OpenFile {
     }
 }
 
-/// What a source's error says; an object's has said it all.
+/// Converts an error of a [`Source`]. An error of an object contains a complete `DataError`.
 pub(super) fn io_error(path: &Path, source: io::Error) -> DataError {
     match source.downcast() {
         Ok(error) => error,
@@ -233,7 +232,7 @@ pub(super) fn io_error(path: &Path, source: io::Error) -> DataError {
     }
 }
 
-/// Text of a file, as it can be shown: of readable characters, and not too long.
+/// Text from a file, escaped and truncated for an error message.
 pub(super) fn shown(text: &str) -> String {
     let mut shown: String = text.escape_debug().take(SHOWN_MAX).collect();
     if text.len() > shown.len() {
@@ -277,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_searched_to_the_bottom_in_the_order_of_paths() {
+    fn a_folder_is_searched_recursively_in_the_order_of_paths() {
         let folder =
             folder(&["b.rs", "a/z.rs", "a/b/c.md", "c", ".git/x.rs", "a/.hidden.rs", "x.rst"]);
         assert_eq!(names(&folder, &[]), ["a/b/c.md", "a/z.rs", "b.rs", "c", "x.rst"]);
@@ -296,19 +295,19 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_without_the_wanted_files_is_an_error_that_says_what_was_wanted() {
+    fn a_folder_without_matching_files_is_an_error_with_the_extensions() {
         let folder = folder(&["a.txt"]);
         let source = folder.path().to_str().unwrap();
         let error = list(source, &["rs".to_owned(), "md".to_owned()]).unwrap_err();
         assert_eq!(
             error.to_string(),
-            format!("{source}: no file ending in .rs or .md in this folder")
+            format!("{source}: no files ending in .rs or .md in this folder")
         );
         let empty = tempfile::tempdir().unwrap();
         let source = empty.path().to_str().unwrap();
         assert_eq!(
             list(source, &[]).unwrap_err().to_string(),
-            format!("{source}: no file in this folder")
+            format!("{source}: no files in this folder")
         );
     }
 
@@ -324,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_past_the_end_is_an_error_and_allocates_nothing() {
+    fn reading_past_the_end_is_an_error_without_an_allocation() {
         let folder = folder(&["abc"]);
         let path = folder.path().join("abc");
         assert_eq!(read(&path, 1, 2).unwrap(), b"bc");

@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 use super::files;
 use crate::reader::{DataError, Dataset, File, Reader};
 
-/// Reads labeled images from a pair of IDX files: images of bytes, and one byte of label for each.
+/// Reads labeled images from a pair of IDX files: images with one byte per pixel, and one byte per
+/// label.
 ///
-/// The source is either a folder with `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, as
-/// MNIST and its successors are distributed (unpacked), or any two files as `images,labels`.
+/// The source is either a folder that contains `train-images-idx3-ubyte` and
+/// `train-labels-idx1-ubyte`, as MNIST and its successors are distributed (decompressed), or two
+/// files as `images,labels`.
 ///
 /// The format: LeCun, Cortes & Burges, The MNIST database of handwritten digits.
 #[derive(Clone, Debug)]
@@ -18,7 +20,7 @@ pub struct IdxImages {
     columns: u32,
 }
 
-/// One image and what it shows.
+/// An image and its class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LabeledImage {
     /// The pixels, `[rows · columns]`, row by row.
@@ -27,7 +29,7 @@ pub struct LabeledImage {
     pub label: u8,
 }
 
-/// The sizes that an IDX file's first bytes declare, checked against its length.
+/// Sizes that the header of an IDX file declares, validated against the file's length.
 struct Shape {
     records: u32,
     /// Bytes before the first record.
@@ -35,7 +37,7 @@ struct Shape {
 }
 
 impl IdxImages {
-    /// Images of `rows` by `columns` pixels: 28 by 28 for MNIST.
+    /// Creates a reader for images of `rows` by `columns` pixels: 28 by 28 for MNIST.
     ///
     /// # Panics
     /// If one of them is 0.
@@ -48,7 +50,8 @@ impl IdxImages {
         u64::from(self.rows) * u64::from(self.columns)
     }
 
-    /// Checks both files; the number of records and where they start in each.
+    /// Validates both files. Returns the number of records and the offset of the first record in
+    /// each.
     fn shapes(&self, images: &Path, labels: &Path) -> Result<[Shape; 2], DataError> {
         let shapes = [shape(images, &[self.rows, self.columns])?, shape(labels, &[])?];
         let [of_images, of_labels] = [shapes[0].records, shapes[1].records];
@@ -64,7 +67,7 @@ impl IdxImages {
 impl Reader for IdxImages {
     type Record = LabeledImage;
 
-    /// As for all readers; the one file's path is that of the images, a comma, and that of the
+    /// Describes one file, whose path is the path of the images, a comma, and the path of the
     /// labels.
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let (images, labels) = pair(source)?;
@@ -87,14 +90,13 @@ impl Reader for IdxImages {
         let start = range.start.saturating_mul(size).saturating_add(of_images.start);
         let pixels = files::read(&images, start, count.saturating_mul(size))?;
         let classes = files::read(&labels, range.start.saturating_add(of_labels.start), count)?;
-        // The pixels are in memory, so an image, which is no longer than they are, fits into a
-        // usize.
+        // The pixels fit into memory, so an image, which is not longer, fits into a usize.
         let records = pixels.chunks_exact(size as usize).zip(classes);
         Ok(records.map(|(pixels, label)| LabeledImage { pixels: pixels.to_vec(), label }).collect())
     }
 }
 
-/// The images and the labels that `source` names.
+/// Paths of the images and of the labels that `source` names.
 fn pair(source: &str) -> Result<(PathBuf, PathBuf), DataError> {
     let right = "give a folder or two files as images,labels";
     let pair: Vec<&str> = source.split(',').collect();
@@ -116,13 +118,13 @@ fn pair(source: &str) -> Result<(PathBuf, PathBuf), DataError> {
     }
 }
 
-/// Checks an IDX file of records of the shape `inner`, whose elements are unsigned bytes.
+/// Validates an IDX file with records of the shape `inner`, whose elements are unsigned bytes.
 fn shape(path: &Path, inner: &[u32]) -> Result<Shape, DataError> {
     let length = files::length(path)?;
     let start = 4 + 4 * (inner.len() as u64 + 1);
     let head = files::read(path, 0, length.min(start))?;
     if head.starts_with(&[0x1f, 0x8b]) {
-        return Err(files::malformed(path, "compressed with gzip: unpack it first"));
+        return Err(files::malformed(path, "compressed with gzip: decompress it first"));
     }
     let magic = [0, 0, UNSIGNED_BYTE, inner.len() as u8 + 1];
     if !head.starts_with(&magic) {
@@ -192,7 +194,8 @@ mod tests {
         }
     }
 
-    /// Three images of 2x3 pixels, numbered through, with the labels 7, 8 and 9; after `change`.
+    /// Three images of 2x3 pixels with consecutive values, with the labels 7, 8 and 9, modified by
+    /// `change`.
     fn pair(change: impl Fn(&mut Vec<u8>, &mut Vec<u8>)) -> Pair {
         let folder = tempfile::tempdir().unwrap();
         let mut images = vec![0, 0, 8, 3, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0, 3];
@@ -224,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_magic_number_is_refused_with_the_right_one() {
+    fn a_wrong_magic_number_is_refused_with_the_expected_one() {
         let swapped = pair(std::mem::swap);
         let expected = "begins with 0x00000801 where the IDX magic number 0x00000803 should be";
         assert_eq!(swapped.refusal(), format!("{}: {expected}", swapped.path(IMAGES)));
@@ -234,12 +237,12 @@ mod tests {
         let packed = pair(|images, _| *images = vec![0x1f, 0x8b, 8, 0]);
         assert_eq!(
             packed.refusal(),
-            format!("{}: compressed with gzip: unpack it first", packed.path(IMAGES))
+            format!("{}: compressed with gzip: decompress it first", packed.path(IMAGES))
         );
     }
 
     #[test]
-    fn a_wrong_length_is_refused_with_the_right_one() {
+    fn a_wrong_length_is_refused_with_the_expected_one() {
         let short = pair(|images, _| images.truncate(33));
         let expected = "33 bytes where the 3 records that it declares need 34";
         assert_eq!(short.refusal(), format!("{}: {expected}", short.path(IMAGES)));
@@ -276,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_is_no_pair_is_refused_with_what_one_is() {
+    fn a_source_that_is_not_a_pair_of_files_is_refused_with_the_syntax() {
         let pair = pair(|images, labels| {
             images.truncate(16);
             images[7] = 0;

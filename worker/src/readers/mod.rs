@@ -1,10 +1,11 @@
-//! Readers of common kinds of data. A reader of your own is two methods: [`Reader`](crate::Reader).
+//! Readers of common data formats. To read another format, implement the two methods of
+//! [`Reader`](crate::Reader).
 //!
-//! A source is a file, or a folder that is searched with its subfolders: files in the order of
-//! their paths, names that begin with a dot left out, links to folders not followed. Either may be
-//! in an object store: `s3://`, `gs://` and `az://`, with the settings of
-//! [`storage`](crate::storage). Storage that does not answer is waited for. A file that changes
-//! while a job reads it is an error that ends the job.
+//! A source is a file, or a folder that is searched recursively: files are taken in the order of
+//! their paths; names that begin with a dot and links to folders are skipped. Either may be in an
+//! object store: `s3://`, `gs://` and `az://`, with the settings of [`storage`](crate::storage).
+//! Requests to storage that does not answer are retried. A file that changes while a job reads it
+//! is an error that ends the job.
 
 mod binary;
 mod blocks;

@@ -22,12 +22,12 @@ use crate::reader::{DataError, Dataset, File, Reader};
 
 /// Reads rows of Parquet files.
 ///
-/// Name the columns that you need, with their types, in the order in which you want them in the
-/// [`Row`]; others are not read. A column of a structure is named with its path, `a.b`. In folders,
+/// Name the required columns, with their types, in the order in which they should appear in the
+/// [`Row`]; other columns are not read. A nested column is named by its path, `a.b`. In folders,
 /// files that end in `.parquet` are read.
 ///
-/// Each row group is a file of the data set, `table.parquet#0`, so that shards do not cross row
-/// groups. Schemas are checked before training starts, values when they are read.
+/// Each row group is a file of the data set, named `table.parquet#0`, so that shards do not span
+/// row groups. Schemas are validated before training starts, values when they are read.
 ///
 /// ```
 /// use elasticdl_worker::readers::ParquetRows;
@@ -38,39 +38,39 @@ use crate::reader::{DataError, Dataset, File, Reader};
 pub struct ParquetRows {
     columns: Vec<(String, Kind)>,
     files: BTreeMap<PathBuf, Arc<SerializedFileReader<Chunks>>>,
-    /// Where the last read ended: the next one mostly goes on there.
+    /// Position of the last read: the next read mostly continues there.
     cursor: Option<Cursor>,
 }
 
-/// A row group that is being read.
+/// Position in a row group that is being read.
 struct Cursor {
-    /// As in the data set.
+    /// Name of the row group in the data set.
     group: String,
-    /// Rows read.
+    /// Number of rows read or skipped so far.
     at: u64,
-    /// One for each wanted column.
+    /// The requested columns.
     columns: Vec<Column>,
 }
 
-/// A column of it.
+/// Reader of a column of a row group.
 struct Column {
     reader: ColumnReader,
-    /// The definition level of what is no null.
+    /// Definition level of values that are not null.
     defined: i16,
 }
 
 impl ParquetRows {
-    /// No columns yet: add those that you need.
+    /// Creates a reader without columns; add the required ones.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a column of finite numbers: `FLOAT`, or `DOUBLE`, which is rounded.
+    /// Adds a column of finite numbers: `FLOAT`, or `DOUBLE`, which is rounded to `f32`.
     pub fn f32(self, name: &str) -> Self {
         self.column(name, Kind::F32)
     }
 
-    /// Adds a column of whole numbers: `INT32`, `INT64` or `BOOLEAN`.
+    /// Adds a column of integers: `INT32`, `INT64` or `BOOLEAN`.
     pub fn i64(self, name: &str) -> Self {
         self.column(name, Kind::I64)
     }
@@ -85,62 +85,62 @@ impl ParquetRows {
         self
     }
 
-    /// The file at `path`, whose footer is read once.
+    /// Opens the file at `path`. Its footer is read once.
     fn file(&mut self, path: &Path) -> Result<Arc<SerializedFileReader<Chunks>>, DataError> {
         if let Some(file) = self.files.get(path) {
             return Ok(Arc::clone(file));
         }
         let chunks = Chunks { path: path.into(), bytes: files::length(path)? };
         let file = SerializedFileReader::new(chunks)
-            .map_err(|error| failed(path, None, "no Parquet file that can be read", error))?;
+            .map_err(|error| failed(path, None, "not a readable Parquet file", error))?;
         let file = Arc::new(file);
         self.files.insert(path.into(), Arc::clone(&file));
         Ok(file)
     }
 
-    /// For each wanted column its place in the file.
-    fn places(&self, path: &Path, metadata: &ParquetMetaData) -> Result<Vec<usize>, DataError> {
+    /// For each requested column, its number in the file.
+    fn fields(&self, path: &Path, metadata: &ParquetMetaData) -> Result<Vec<usize>, DataError> {
         let columns = metadata.file_metadata().schema_descr().columns();
-        let place = |(name, kind): &(String, Kind)| {
-            let place = columns.iter().position(|column| column.path().string() == *name);
-            let place = place.ok_or_else(|| {
+        let field = |(name, kind): &(String, Kind)| {
+            let field = columns.iter().position(|column| column.path().string() == *name);
+            let field = field.ok_or_else(|| {
                 let names: Vec<String> =
                     columns.iter().map(|column| column.path().string()).collect();
                 format!("no column {name:?}: the file has {}", files::shown(&names.join(", ")))
             })?;
-            check(&columns[place], *kind).map_err(|reason| format!("column {name:?} {reason}"))?;
-            Ok(place)
+            check(&columns[field], *kind).map_err(|reason| format!("column {name:?} {reason}"))?;
+            Ok(field)
         };
-        let places: Result<Vec<usize>, String> = self.columns.iter().map(place).collect();
-        places.map_err(|reason| malformed(path, None, &reason))
+        let fields: Result<Vec<usize>, String> = self.columns.iter().map(field).collect();
+        fields.map_err(|reason| malformed(path, None, &reason))
     }
 
-    /// Readers of the wanted columns of a row group, at its first row.
+    /// Readers of the requested columns of a row group, positioned at its first row.
     fn open(&mut self, path: &Path, group: usize) -> Result<Vec<Column>, DataError> {
         let file = self.file(path)?;
-        let places = self.places(path, file.metadata())?;
+        let fields = self.fields(path, file.metadata())?;
         if group >= file.num_row_groups() {
             let reason =
-                format!("the file has {} row groups: was it changed since?", file.num_row_groups());
+                format!("the file has {} row groups: has it changed?", file.num_row_groups());
             return Err(malformed(path, Some(group), &reason));
         }
         let rows = file
             .get_row_group(group)
-            .map_err(|error| failed(path, Some(group), "it can't be read", error))?;
-        let named = self.columns.iter().zip(places);
-        let column = |((name, _), place): (&(String, Kind), usize)| {
+            .map_err(|error| failed(path, Some(group), "it cannot be read", error))?;
+        let named = self.columns.iter().zip(fields);
+        let column = |((name, _), field): (&(String, Kind), usize)| {
             let reader = rows
-                .get_column_reader(place)
+                .get_column_reader(field)
                 .map_err(|error| failed(path, Some(group), &format!("column {name:?}"), error))?;
-            let defined = rows.metadata().schema_descr().column(place).max_def_level();
+            let defined = rows.metadata().schema_descr().column(field).max_def_level();
             Ok(Column { reader, defined })
         };
         named.map(column).collect()
     }
 
-    /// Takes rows from where the cursor is.
+    /// Reads `count` rows from the cursor's position.
     fn take(&mut self, path: &Path, group: usize, count: usize) -> Result<Vec<Row>, DataError> {
-        let cursor = self.cursor.as_mut().expect("a cursor was just put there");
+        let cursor = self.cursor.as_mut().expect("the caller has set the cursor");
         let mut rows: Vec<Vec<Value>> = Vec::new();
         rows.resize_with(count, || Vec::with_capacity(self.columns.len()));
         for ((name, kind), column) in self.columns.iter().zip(&mut cursor.columns) {
@@ -168,19 +168,19 @@ impl ParquetRows {
 impl Reader for ParquetRows {
     type Record = Row;
 
-    /// As for all readers; a file's path has the number of its row group, behind a `#`.
+    /// Describes each row group as a file, whose path ends in `#` and the number of the row group.
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
         for path in files::list(source, &["parquet".to_owned()])? {
             let file = self.file(&path)?;
-            let places = self.places(&path, file.metadata())?;
+            let fields = self.fields(&path, file.metadata())?;
             let text = files::text(&path)?;
             let version = Some(files::version(&[&path])?);
             for (group, metadata) in file.metadata().row_groups().iter().enumerate() {
                 let records = u64::try_from(metadata.num_rows())
                     .map_err(|_| malformed(&path, Some(group), "a negative number of rows"))?;
-                for ((name, _), &place) in self.columns.iter().zip(&places) {
-                    check_chunk(metadata.column(place)).map_err(|reason| {
+                for ((name, _), &field) in self.columns.iter().zip(&fields) {
+                    check_chunk(metadata.column(field)).map_err(|reason| {
                         malformed(&path, Some(group), &format!("column {name:?} {reason}"))
                     })?;
                 }
@@ -203,10 +203,11 @@ impl Reader for ParquetRows {
         if group >= open.num_row_groups() {
             return;
         }
-        let Ok(places) = self.places(path, open.metadata()) else { return };
-        for place in places {
-            let (start, bytes) = open.metadata().row_group(group).column(place).byte_range();
-            // Where a row lies in a column is not known; rows are of about the same size.
+        let Ok(fields) = self.fields(path, open.metadata()) else { return };
+        for field in fields {
+            let (start, bytes) = open.metadata().row_group(group).column(field).byte_range();
+            // The position of a row in a column is unknown; rows are assumed to have about the same
+            // size.
             let at = |row: u64| {
                 (u128::from(bytes) * u128::from(row) / u128::from(file.records.max(1))) as u64
             };
@@ -228,24 +229,23 @@ impl Reader for ParquetRows {
         let path = Path::new(path);
         files::check(file, &[path])?;
         let count = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| {
-            malformed(path, Some(group), "more rows at once than memory has addresses")
+            malformed(path, Some(group), "more rows than fit into the address space")
         })?;
-        let goes_on =
+        let continues =
             self.cursor.as_ref().is_some_and(|c| c.group == file.path && c.at <= range.start);
-        if !goes_on {
+        if !continues {
             let columns = self.open(path, group)?;
             self.cursor = Some(Cursor { group: file.path.clone(), at: 0, columns });
         }
-        let cursor = self.cursor.as_mut().expect("one was just put there");
+        let cursor = self.cursor.as_mut().expect("the cursor was set above");
         let skipped = range.start - cursor.at;
         for ((name, _), column) in self.columns.iter().zip(&mut cursor.columns) {
             let done = skip(&mut column.reader, skipped as usize)
                 .map_err(|error| failed(path, Some(group), &format!("column {name:?}"), error))?;
             if done as u64 != skipped {
                 let rows = cursor.at + done as u64;
-                let reason = format!(
-                    "column {name:?}: {rows} rows where more should be: was it changed since?"
-                );
+                let reason =
+                    format!("column {name:?}: {rows} rows where more should be: has it changed?");
                 return Err(malformed(path, Some(group), &reason));
             }
         }
@@ -258,14 +258,14 @@ impl Reader for ParquetRows {
     }
 }
 
-/// Whether `column` can be read as `kind`, or what it is.
+/// Checks that `column` can be read as `kind`.
 fn check(column: &ColumnDescriptor, kind: Kind) -> Result<(), String> {
     if column.max_rep_level() > 0 {
         return Err("is repeated: a list or a map, not one value for each row".into());
     }
     let meant = column.converted_type();
     if matches!(meant, ConvertedType::DECIMAL | ConvertedType::UINT_32 | ConvertedType::UINT_64) {
-        return Err(format!("is {meant}, which can't be read; write it as DOUBLE or INT64"));
+        return Err(format!("is {meant}, which is not supported; write it as DOUBLE or INT64"));
     }
     let (fits, wanted) = match kind {
         Kind::F32 => (&[Physical::FLOAT, Physical::DOUBLE][..], "f32: FLOAT or DOUBLE"),
@@ -276,38 +276,40 @@ fn check(column: &ColumnDescriptor, kind: Kind) -> Result<(), String> {
         Kind::Text => (&[Physical::BYTE_ARRAY][..], "text: BYTE_ARRAY"),
     };
     let physical = column.physical_type();
-    match fits.contains(&physical) {
-        true => Ok(()),
-        false => Err(format!("is {physical} where one should be that can be read as {wanted}")),
+    if !fits.contains(&physical) {
+        return Err(format!("is {physical}, which cannot be read as {wanted}"));
     }
+    Ok(())
 }
 
-/// Whether a column of a row group can be read, as far as its footer tells.
+/// Checks that a column of a row group can be read, from the metadata in the footer.
 fn check_chunk(chunk: &ColumnChunkMetaData) -> Result<(), String> {
     let compression = chunk.compression();
     if matches!(compression, Compression::BROTLI(_) | Compression::LZO) {
         return Err(format!(
-            "is compressed with {compression}, which can't be read; write it with ZSTD or SNAPPY"
+            "is compressed with {compression}, which is not supported; write it with ZSTD or SNAPPY"
         ));
     }
     match chunk.statistics().and_then(Statistics::null_count_opt) {
         None | Some(0) => Ok(()),
-        Some(1) => Err("has a null where a value should be in each row; fill it before".into()),
+        Some(1) => Err("has a null where each row needs a value; fill it first".into()),
         Some(nulls) => {
-            Err(format!("has {nulls} nulls where a value should be in each row; fill them before"))
+            Err(format!("has {nulls} nulls where each row needs a value; fill them first"))
         }
     }
 }
 
-/// A value, or what is wrong with it.
+/// A value, or why it is invalid.
 type Checked = Result<Value, String>;
 
-/// The next `count` values of a column, fewer where it ends before.
+/// Reads the next `count` values of a column; fewer if it ends before.
 fn values(column: &mut Column, kind: Kind, count: usize) -> ParquetResult<Vec<Checked>> {
     let shape = (count, column.defined);
-    let number = |number: f64, found: f32| match found.is_finite() {
-        true => Ok(Value::F32(found)),
-        false => Err(format!("{number} where a finite f32 should be")),
+    let number = |number: f64, found: f32| {
+        if !found.is_finite() {
+            return Err(format!("{number} where a finite f32 should be"));
+        }
+        Ok(Value::F32(found))
     };
     let text = |bytes: &ByteArray| match std::str::from_utf8(bytes.data()) {
         Ok(text) => Ok(Value::Text(text.to_owned())),
@@ -328,11 +330,13 @@ fn values(column: &mut Column, kind: Kind, count: usize) -> ParquetResult<Vec<Ch
             each(c, shape, |&v| Ok(Value::I64(v.into())))
         }
         (ColumnReader::ByteArrayColumnReader(c), Kind::Text) => each(c, shape, text),
-        _ => Err(ParquetError::General("its type has changed since it was checked".into())),
+        _ => Err(ParquetError::General(
+            "the column's type has changed since it was validated".into(),
+        )),
     }
 }
 
-/// The next `count` rows of a column; a null is an error of its row.
+/// Reads the next `count` rows of a column; a null is an error of its row.
 fn each<T: DataType>(
     column: &mut ColumnReaderImpl<T>,
     (count, defined): (usize, i16),
@@ -340,7 +344,7 @@ fn each<T: DataType>(
 ) -> ParquetResult<Vec<Checked>> {
     let (mut levels, mut found) = (Vec::new(), Vec::new());
     let mut rows = 0;
-    // A column is read in pages, and a read ends where one does.
+    // A column consists of pages, and a read stops at the end of a page.
     while rows < count {
         let (more, ..) = column.read_records(count - rows, Some(&mut levels), None, &mut found)?;
         if more == 0 {
@@ -372,7 +376,7 @@ fn skip(column: &mut ColumnReader, rows: usize) -> ParquetResult<usize> {
     }
 }
 
-/// What the parquet crate could not do; what the file's source said itself is told as it is.
+/// Converts an error of the parquet crate. An error of the file's source is returned unchanged.
 fn failed(path: &Path, group: Option<usize>, what: &str, error: ParquetError) -> DataError {
     let text = error.to_string();
     let ParquetError::External(source) = error else {
@@ -397,7 +401,7 @@ fn malformed(path: &Path, group: Option<usize>, reason: &str) -> DataError {
     }
 }
 
-/// A file as the parquet crate reads it, wherever it lies.
+/// Access of the parquet crate to a file or object.
 #[derive(Debug)]
 struct Chunks {
     path: PathBuf,

@@ -1,9 +1,9 @@
 //! Objects of a store, read in blocks.
 //!
-//! A request to a store takes as long as reading megabytes does, and readers ask for a few records
-//! at a time, mostly those behind the last. So the process keeps the last [blocks](super::blocks)
-//! that it has read, and fetches ahead what is likely to be read next. Which version an object has
-//! is asked once; from then on each answer must be of that version.
+//! A request to a store takes as long as reading megabytes, and readers request a few records at a
+//! time, mostly those after the last. So the process caches the most recently used
+//! [blocks](super::blocks) and fetches those ahead that are likely to be read next. The version of
+//! an object is requested once; all later replies must have that version.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -18,15 +18,15 @@ use super::versions;
 use crate::reader::DataError;
 use crate::storage::{Storage, StorageError, Transient as _, Version, runtime, with_retries};
 
-/// One object, or what lies below one.
+/// An object, or a prefix of objects.
 #[derive(Clone, Debug)]
 pub(super) struct Object {
     storage: Storage,
-    /// Its whole address.
+    /// Full address.
     address: PathBuf,
 }
 
-/// The object behind `path`; `None` for one that this machine has itself.
+/// The object at `path`; `None` for a local path.
 pub(super) fn object(path: &Path) -> Result<Option<Object>, StorageError> {
     match path.to_str() {
         Some(address) if Storage::is_remote(address) => {
@@ -37,17 +37,18 @@ pub(super) fn object(path: &Path) -> Result<Option<Object>, StorageError> {
 }
 
 impl Object {
-    /// The addresses below this one, or this one alone, if it is an object itself.
+    /// The addresses of the objects below this one, or this address alone, if it is an object
+    /// itself.
     pub(super) fn list(&self) -> Result<Vec<PathBuf>, DataError> {
         let address = self.address.to_string_lossy();
         let has_path = address
             .split_once("://")
             .is_none_or(|(_, rest)| rest.trim_end_matches('/').contains('/'));
-        // A store as a whole is no object, whatever it answers.
+        // The root of a store is not an object, whatever the store replies.
         if has_path {
             match self.version() {
                 Ok(_) => return Ok(vec![self.address.clone()]),
-                // A store has no folders: what is below one may be there nevertheless.
+                // Stores have no folders: there may be objects below a missing one.
                 Err(DataError::Storage(StorageError::NotFound { .. })) => {}
                 Err(error) => return Err(error),
             }
@@ -65,7 +66,7 @@ impl Object {
         Ok(addresses)
     }
 
-    /// Which version it is; asked once.
+    /// Version of the object; requested once.
     pub(super) fn version(&self) -> Result<Version, DataError> {
         if let Some(known) = versions::known(&self.address) {
             return Ok(known);
@@ -75,7 +76,7 @@ impl Object {
         Ok(found)
     }
 
-    /// Bytes `range`; fewer where the object ends before.
+    /// Reads bytes `range`; fewer if the object ends before.
     pub(super) fn read(&self, range: Range<u64>) -> Result<Bytes, DataError> {
         let version = self.version()?;
         let range = range.start..range.end.min(version.bytes);
@@ -96,7 +97,7 @@ impl Object {
         Ok(bytes.freeze())
     }
 
-    /// Fetches these bytes while others are read.
+    /// Fetches these bytes in the background.
     pub(super) fn read_ahead(&self, range: Range<u64>) {
         let Some(version) = versions::known(&self.address) else { return };
         let end = range.end.min(version.bytes).div_ceil(BLOCK_BYTES);
@@ -104,7 +105,7 @@ impl Object {
         self.fetch_in_background(&version, first..end.min(first + RUN_BLOCKS));
     }
 
-    /// A block. `last`: of those that are about to be read.
+    /// Returns a block. `last`: last block of the current read.
     fn block(&self, version: &Version, index: u64, last: u64) -> Result<Bytes, DataError> {
         let ahead = BLOCKS.access(&self.address, index);
         self.fetch_in_background(version, ahead.start.max(last + 1)..ahead.end);
@@ -120,8 +121,8 @@ impl Object {
         Ok(bytes.slice(begins..bytes.len().min(begins + BLOCK_BYTES as usize)))
     }
 
-    /// Has missing ones of `blocks` fetched by others than this thread. What can't be fetched so
-    /// will be asked for again.
+    /// Fetches those of `blocks` that are missing on the storage runtime. Errors are ignored:
+    /// failed blocks are requested again when they are read.
     fn fetch_in_background(&self, version: &Version, blocks: Range<u64>) {
         let blocks = blocks.start..blocks.end.min(version.bytes.div_ceil(BLOCK_BYTES));
         let mut rest = blocks;
@@ -142,7 +143,7 @@ impl Object {
         }
     }
 
-    /// Asks the store, and waits for it.
+    /// Requests bytes from the store, with retries, and waits for them.
     fn fetch(&self, range: Range<u64>) -> Result<Bytes, DataError> {
         let address = self.address.to_string_lossy();
         let fetched =
@@ -155,7 +156,7 @@ impl Object {
             Err(StorageError::NotFound { .. }) if versions::known(&self.address).is_some() => {
                 Err(DataError::Changed { path: self.address.clone(), reason: "it is gone".into() })
             }
-            // It may be shorter than it was.
+            // The object may have become shorter.
             Err(error) => {
                 if !error.is_transient()
                     && let Ok(found) = self.storage.version("")
@@ -167,14 +168,14 @@ impl Object {
         }
     }
 
-    /// To be read like a file.
+    /// Opens the object for reading and seeking.
     pub(super) fn open(self) -> Result<ObjectFile, DataError> {
         let bytes = self.version()?.bytes;
         Ok(ObjectFile { object: self, at: 0, bytes })
     }
 }
 
-/// An object that is read like a file.
+/// An object that can be read like a file.
 #[derive(Debug)]
 pub(super) struct ObjectFile {
     object: Object,
@@ -209,10 +210,11 @@ impl Seek for ObjectFile {
 
 static BLOCKS: Blocks = Blocks::new();
 
-/// Stores that are open, by scheme and host.
+/// Open stores, by scheme and host.
 static STORES: OnceLock<Mutex<BTreeMap<String, Storage>>> = OnceLock::new();
 
-/// Where `address` is. A store's connections and credentials are kept for the next call.
+/// Opens the storage at `address`. Connections and credentials of a store are reused by later
+/// calls.
 fn storage(address: &str) -> Result<Storage, StorageError> {
     let (scheme, rest) = address.split_once("://").expect("a remote address has a scheme");
     let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -241,7 +243,7 @@ mod tests {
     use crate::reader::Reader;
     use crate::readers::{CsvRows, FixedRecords, IdxImages, ParquetRows, TextWindows};
 
-    /// Has `s3://bucket` hold what is in `files`.
+    /// Provides `files` at `s3://bucket`.
     fn mount(bucket: &str, files: &[(&str, &[u8])]) {
         let root = format!("s3://{bucket}");
         let storage = Storage::within(Arc::new(InMemory::new()), StorePath::default(), &*root);
@@ -251,7 +253,7 @@ mod tests {
         STORES.get_or_init(Default::default).lock().unwrap().insert(root, storage);
     }
 
-    /// All records that `reader` finds, file by file and three at a time, and the names of the
+    /// All records that `reader` finds, read file by file and three at a time, and the names of the
     /// files.
     fn read_all<R: Reader>(mut reader: R, source: &str) -> (Vec<String>, Vec<R::Record>) {
         let dataset = reader.describe(source).unwrap();
@@ -308,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_store_lacks_is_named_with_its_whole_address() {
+    fn errors_name_the_full_address_of_an_object() {
         mount("lacks", &[("a.csv", b"n,y\n1,x\n"), ("b.bin", b"123")]);
         let describe =
             |source: &str| CsvRows::new().f32("y").describe(source).unwrap_err().to_string();
@@ -317,13 +319,13 @@ mod tests {
         assert_eq!(describe("s3://lacks"), expected);
         assert_eq!(
             describe("s3://lacks/none"),
-            "s3://lacks/none: no file ending in .csv in this folder"
+            "s3://lacks/none: no files ending in .csv in this folder"
         );
         let file = crate::File::new("s3://lacks/b.bin", 2);
         let error = FixedRecords::new(2).read(&file, 0..2).unwrap_err().to_string();
         assert_eq!(
             error,
-            "s3://lacks/b.bin: 3 bytes where data was to be read up to byte 4: was it changed since?"
+            "s3://lacks/b.bin: 3 bytes, but data up to byte 4 was expected: has it changed?"
         );
         let file = crate::File::new("s3://lacks/gone.bin", 2);
         let error = FixedRecords::new(2).read(&file, 0..2).unwrap_err().to_string();
@@ -336,7 +338,7 @@ mod tests {
     }
 
     fn object(bytes: &[u8]) -> Object {
-        // Blocks are kept by address: each test's is its own.
+        // Blocks are cached by address, so each test uses its own.
         let address = format!("mem://{:p}", &raw const *bytes);
         let storage =
             Storage::within(Arc::new(InMemory::new()), StorePath::default(), address).join("a");
@@ -383,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_what_lies_below_it_and_an_object_is_itself() {
+    fn listing_a_prefix_gives_its_objects_and_listing_an_object_itself() {
         let object = object(b"1");
         let root =
             Storage::within(Arc::new(InMemory::new()), StorePath::default(), "s3://bucket/data/");

@@ -1,6 +1,6 @@
-//! Rows of tables, whatever file they are from.
+//! Rows of tables, independent of the file format.
 
-/// One row: a value for each column that was asked for, in that order.
+/// A row: one value per requested column, in the order of the request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
     values: Vec<Value>,
@@ -11,40 +11,40 @@ impl Row {
         Self { values }
     }
 
-    /// All values.
+    /// All values of the row.
     pub fn values(&self) -> &[Value] {
         &self.values
     }
 
-    /// The number in column `index` of those asked for.
+    /// Returns the number in requested column `index`.
     ///
     /// # Panics
-    /// If it was not asked for as `f32`.
+    /// If the column was not requested as `f32`.
     pub fn f32(&self, index: usize) -> f32 {
         let Value::F32(number) = self.values[index] else {
-            panic!("column {index} was not asked for as f32")
+            panic!("column {index} was not requested as f32")
         };
         number
     }
 
-    /// The whole number in column `index` of those asked for.
+    /// Returns the integer in requested column `index`.
     ///
     /// # Panics
-    /// If it was not asked for as `i64`.
+    /// If the column was not requested as `i64`.
     pub fn i64(&self, index: usize) -> i64 {
         let Value::I64(number) = self.values[index] else {
-            panic!("column {index} was not asked for as i64")
+            panic!("column {index} was not requested as i64")
         };
         number
     }
 
-    /// The text in column `index` of those asked for.
+    /// Returns the text in requested column `index`.
     ///
     /// # Panics
-    /// If it was not asked for as text.
+    /// If the column was not requested as text.
     pub fn text(&self, index: usize) -> &str {
         let Value::Text(text) = &self.values[index] else {
-            panic!("column {index} was not asked for as text")
+            panic!("column {index} was not requested as text")
         };
         text
     }
@@ -55,13 +55,13 @@ impl Row {
 pub enum Value {
     /// A finite number.
     F32(f32),
-    /// A whole number.
+    /// An integer.
     I64(i64),
     /// Text, without its quotes.
     Text(String),
 }
 
-/// As what a column is read.
+/// Type that a column is read as.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kind {
     F32,

@@ -8,10 +8,10 @@ use crate::reader::{DataError, Dataset, File, Reader};
 
 /// Reads text as overlapping windows of bytes, for byte-level language models.
 ///
-/// A record is `context + 1` bytes: each but the last is an input, each but the first a target. The
-/// next record starts `context` bytes later, so every byte of a file but the first is a target
-/// once; a rest shorter than a window is left out, and so are files that hold no window. The bytes
-/// need not be UTF-8.
+/// A record has `context + 1` bytes: all but the last are inputs, all but the first are targets.
+/// The next record starts `context` bytes later, so every byte of a file except the first is a
+/// target once. A remainder that is shorter than a window is ignored, and so are files without a
+/// window. The bytes need not be UTF-8.
 #[derive(Clone, Debug)]
 pub struct TextWindows {
     context: u64,
@@ -29,13 +29,13 @@ impl TextWindows {
         Self { context: context as u64, extensions: Vec::new(), limit: u64::MAX }
     }
 
-    /// In folders, keeps to files with one of these extensions, given without the dot.
+    /// In folders, reads only files with one of these extensions, given without the dot.
     pub fn extensions(mut self, extensions: &[&str]) -> Self {
         self.extensions = extensions.iter().map(|&extension| extension.to_owned()).collect();
         self
     }
 
-    /// Uses only the first `bytes` bytes, counted through all files in order.
+    /// Reads only the first `bytes` bytes, counted through all files in order.
     pub fn limit_bytes(mut self, bytes: u64) -> Self {
         self.limit = bytes;
         self
@@ -75,8 +75,7 @@ impl Reader for TextWindows {
         let length = (range.end - range.start).saturating_mul(self.context).saturating_add(1);
         files::check(file, &[Path::new(&file.path)])?;
         let bytes = files::read(Path::new(&file.path), start, length)?;
-        // The bytes are in memory, so the context, which is no longer than they are, fits into a
-        // usize.
+        // The bytes fit into memory, so the context, which is not longer, fits into a usize.
         let context = self.context as usize;
         Ok(bytes.windows(context + 1).step_by(context).map(<[u8]>::to_vec).collect())
     }
@@ -102,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_overlap_by_one_byte_and_a_short_rest_is_left_out() {
+    fn windows_overlap_by_one_byte_and_a_short_remainder_is_ignored() {
         let folder = folder(&[("a", "abcdefghi")]);
         let mut windows = TextWindows::new(3);
         let dataset = windows.describe(folder.path().join("a").to_str().unwrap()).unwrap();
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_counts_from_the_first_whole_window_on() {
+    fn files_without_a_window_are_ignored() {
         let folder = folder(&[
             ("3", "abc"),
             ("4", "abcd"),
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn text_without_a_window_is_an_error_that_says_how_long_one_is() {
+    fn text_shorter_than_a_window_is_an_error_with_the_window_length() {
         let folder = folder(&[("a", "abc")]);
         let source = folder.path().to_str().unwrap();
         let error = TextWindows::new(3).describe(source).unwrap_err();
@@ -162,9 +161,7 @@ mod tests {
         let folder = folder(&[("a", "abcdefg")]);
         let path = folder.path().join("a").to_str().unwrap().to_owned();
         let error = TextWindows::new(3).read(&File::new(&*path, 3), 2..3).unwrap_err();
-        let text = format!(
-            "{path}: 7 bytes where data was to be read up to byte 10: was it changed since?"
-        );
+        let text = format!("{path}: 7 bytes, but data up to byte 10 was expected: has it changed?");
         assert_eq!(error.to_string(), text);
     }
 }

@@ -1,14 +1,15 @@
-//! Which versions of files a job reads.
+//! Versions of the files that a job reads.
 //!
-//! The worker that describes a data set notes what tells each file from other versions of it, as a
-//! digest that travels with the description to all workers, also those that join later. From its
-//! first look on, each worker compares all that it reads with that. A file that has changed can't
-//! be trained on: records that were counted may not be there any more.
+//! The worker that describes a data set computes a digest of each file's version. The digests are
+//! part of the description that all workers receive, including workers that join later. After its
+//! first access to a file, each worker compares all later accesses with the version that it found
+//! first. A file that has changed cannot be trained on: records that were counted may no longer
+//! exist.
 //!
-//! | | told apart by | between workers by |
+//! | | version within a worker | digest across workers |
 //! |---|---|---|
-//! | an object | its length and ETag (or when it was written) | a digest of these |
-//! | a file | its length and when it was written | a digest of its length and last bytes: copies on several machines are one |
+//! | an object | length and ETag (or time of modification) | of both |
+//! | a file | length and time of modification | of its length and last bytes: equal for copies on several machines |
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,19 +24,19 @@ use super::files::io_error;
 use crate::reader::DataError;
 use crate::storage::Version;
 
-/// What this process knows of a file.
+/// The version of a file that this process found first.
 #[derive(Clone, Debug)]
 struct Known {
     version: Version,
-    /// What others know it by, once that has been worked out.
+    /// Digest that identifies the version across workers, once it is computed.
     digest: Option<u32>,
 }
 
-/// Compares a version that was found with the one that is known. The first one that is found is the
+/// Compares `found` with the known version of the file. The first version that is found becomes the
 /// known one.
 ///
 /// # Errors
-/// It is another one.
+/// [`DataError::Changed`], if the versions differ.
 pub(super) fn compare(path: &Path, found: &Version) -> Result<(), DataError> {
     let mut files = lock();
     let Some(known) = files.get(path) else {
@@ -48,12 +49,12 @@ pub(super) fn compare(path: &Path, found: &Version) -> Result<(), DataError> {
     Err(changed(path, &known.version, found))
 }
 
-/// The known version; `None` before the first look.
+/// The known version of a file; `None` before the first access.
 pub(super) fn known(path: &Path) -> Option<Version> {
     lock().get(path).map(|known| known.version.clone())
 }
 
-/// What a file of this machine is told apart by.
+/// Version of a local file.
 pub(super) fn of_file(metadata: &fs::Metadata) -> Version {
     let written = metadata.modified().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
     let tag =
@@ -61,10 +62,10 @@ pub(super) fn of_file(metadata: &fs::Metadata) -> Version {
     Version { bytes: metadata.len(), tag }
 }
 
-/// What workers tell each other of a file. `version` is what this one knows.
+/// Digest that identifies a file's version across workers. `version`: the known version.
 ///
 /// # Errors
-/// The file can't be read.
+/// The file cannot be read.
 pub(super) fn digest(path: &Path, version: &Version, is_object: bool) -> Result<u32, DataError> {
     if let Some(digest) = lock().get(path).and_then(|known| known.digest) {
         return Ok(digest);
@@ -88,9 +89,9 @@ pub(super) fn digest(path: &Path, version: &Version, is_object: bool) -> Result<
     Ok(digest)
 }
 
-/// A file is not what another worker has described.
+/// The error for a file that differs from its description by another worker.
 pub(super) fn described_otherwise(path: &Path, version: &Version) -> DataError {
-    let reason = format!("its {} bytes are not those that were described", version.bytes);
+    let reason = format!("its content ({} bytes) differs from the description", version.bytes);
     DataError::Changed { path: path.into(), reason }
 }
 
@@ -112,7 +113,7 @@ fn lock() -> MutexGuard<'static, BTreeMap<PathBuf, Known>> {
 
 static KNOWN: Mutex<BTreeMap<PathBuf, Known>> = Mutex::new(BTreeMap::new());
 
-/// What was appended to a file, or is left of it, shows at its end.
+/// Bytes at the end of a file that its digest covers: they reveal appended and truncated files.
 const LAST_BYTES: u64 = 4096;
 
 #[cfg(test)]
@@ -124,13 +125,13 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_refused_with_what_is_other() {
+    fn a_different_version_is_refused_with_the_difference() {
         let path = Path::new("s3://versions/a.csv");
         assert_eq!(known(path), None);
         compare(path, &version(7, "\"x\"")).unwrap();
         compare(path, &version(7, "\"x\"")).unwrap();
         let refused = |found| compare(path, &found).unwrap_err().to_string();
-        let end = "it was changed since the job began";
+        let end = "it has changed since the job started";
         assert_eq!(
             refused(version(9, "\"x\"")),
             format!("s3://versions/a.csv: 9 bytes where 7 were; {end}")
@@ -142,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_a_file_are_one_version_and_a_longer_one_is_another() {
+    fn copies_of_a_file_have_the_same_digest_and_longer_files_another() {
         let folder = tempfile::tempdir().unwrap();
         let digest_of = |name: &str, bytes: &[u8]| {
             let path = folder.path().join(name);

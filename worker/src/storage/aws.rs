@@ -1,4 +1,4 @@
-//! Where S3's settings come from: the environment first, then the files of the AWS tools.
+//! Sources of S3's settings: the environment first, then the configuration files of the AWS tools.
 //!
 //! | setting | environment | files |
 //! |---|---|---|
@@ -6,16 +6,16 @@
 //! | region, endpoint | `AWS_REGION`, `AWS_ENDPOINT` or `AWS_ENDPOINT_URL` | `~/.aws/config` |
 //! | profile | `AWS_PROFILE`, else `default` | |
 //!
-//! `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE` name other files. A profile without keys
-//! (single sign-on, a role, a command) is refused with what to do. An endpoint that begins with
-//! `http://` is spoken to without TLS.
+//! `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE` select other files. A profile without keys
+//! (single sign-on, a role, a command) is refused with instructions. An endpoint that begins with
+//! `http://` is used without TLS.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 
-/// A builder with all settings but the address.
+/// A builder with all settings except the address.
 ///
 /// # Errors
 /// The chosen profile does not exist, or has no keys.
@@ -29,7 +29,7 @@ pub(super) fn builder() -> Result<AmazonS3Builder, String> {
     Ok(builder)
 }
 
-/// What is to be set besides what the environment says.
+/// Settings to add to those that the builder reads from the environment.
 fn settings(
     variable: impl Fn(&str) -> Option<String>,
     read: impl Fn(PathBuf) -> Option<String>,
@@ -52,7 +52,8 @@ fn settings(
     profile.get_or_insert_default().extend(credentials.unwrap_or_default());
     let profile = profile.unwrap_or_default();
     let mut settings = Vec::new();
-    // Keys of the environment, or those that a cluster gives to a pod, come before those of files.
+    // Credentials from the environment, or those that a cluster provides to a pod, take precedence
+    // over those in files.
     let has_keys = CREDENTIALS.iter().any(|name| variable(name).is_some());
     if !has_keys {
         let keys = [
@@ -63,7 +64,7 @@ fn settings(
         let found =
             keys.into_iter().filter_map(|(key, name)| Some((key, profile.get(name)?.clone())));
         settings.extend(found);
-        let other = ELSEWHERE.iter().find(|name| profile.contains_key(**name));
+        let other = UNSUPPORTED_CREDENTIALS.iter().find(|name| profile.contains_key(**name));
         if let (true, Some(other)) = (settings.is_empty(), other) {
             return Err(format!(
                 "the AWS profile {name:?} has no keys but {other}, which is not supported; set the variables that `aws \
@@ -87,7 +88,8 @@ fn settings(
     Ok(settings)
 }
 
-/// The section of a profile, in a file of the AWS tools; `None` where it has none of that name.
+/// The profile's section in a configuration file of the AWS tools; `None` if there is none of that
+/// name.
 fn section(text: &str, profile: &str) -> Option<BTreeMap<String, String>> {
     let mut found: Option<BTreeMap<String, String>> = None;
     let mut is_ours = false;
@@ -113,7 +115,7 @@ fn section(text: &str, profile: &str) -> Option<BTreeMap<String, String>> {
     found
 }
 
-/// With one of these, the environment says where the keys are.
+/// Variables that mean that the environment provides credentials.
 const CREDENTIALS: [&str; 6] = [
     "AWS_ACCESS_KEY_ID",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
@@ -124,8 +126,9 @@ const CREDENTIALS: [&str; 6] = [
 ];
 const ENDPOINTS: [&str; 4] =
     ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT"];
-/// Ways to keys that only the AWS tools can go.
-const ELSEWHERE: [&str; 4] = ["credential_process", "role_arn", "sso_session", "sso_start_url"];
+/// Sources of credentials that only the AWS tools support.
+const UNSUPPORTED_CREDENTIALS: [&str; 4] =
+    ["credential_process", "role_arn", "sso_session", "sso_start_url"];
 
 #[cfg(test)]
 mod tests {
@@ -164,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn the_files_of_the_aws_tools_are_read_where_the_environment_says_nothing() {
+    fn files_of_the_aws_tools_are_read_for_settings_that_the_environment_lacks() {
         let keys = [
             ("aws_access_key_id", "A"),
             ("aws_secret_access_key", "B="),
@@ -185,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_comes_first() {
+    fn the_environment_takes_precedence() {
         let set = [("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "y"), ("AWS_REGION", "z")];
         assert_eq!(found(&set).unwrap(), []);
         assert_eq!(
@@ -195,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_without_tls_is_taken_at_its_word() {
+    fn an_http_endpoint_is_used_without_tls() {
         let set = [
             ("AWS_ACCESS_KEY_ID", "x"),
             ("AWS_REGION", "z"),
@@ -205,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_profile_that_has_no_keys_is_refused_with_what_to_do() {
+    fn a_profile_without_keys_is_refused_with_instructions() {
         let error = found(&[("AWS_PROFILE", "none")]).unwrap_err();
         assert!(error.contains("neither ~/.aws/config nor ~/.aws/credentials"), "{error}");
         let error = found(&[("AWS_PROFILE", "sso")]).unwrap_err();

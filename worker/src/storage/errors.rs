@@ -1,4 +1,4 @@
-//! What a store's errors mean: whether they may pass, and how they are told.
+//! Classification of storage errors, transient or permanent, and their texts.
 
 use std::error::Error;
 use std::io;
@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use super::retry::Transient;
 
 /// Whether the same request may succeed later: the store was not reached, did not answer in time,
-/// or says so itself.
+/// or returned a status that asks for a retry.
 pub(super) fn is_transient(error: &object_store::Error) -> bool {
     let object_store::Error::Generic { source, .. } = error else { return false };
     let mut cause: Option<&(dyn Error + 'static)> = Some(source.as_ref());
@@ -32,7 +32,7 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     }
 }
 
-/// An error in few words, with what caused it: of some errors the first words say little.
+/// A short text for an error, with its root cause, as the outer texts of some errors say little.
 pub(super) fn reason(error: &object_store::Error) -> String {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {
@@ -63,10 +63,10 @@ pub(super) fn reason(error: &object_store::Error) -> String {
 }
 
 impl Transient for io::Error {
-    /// Errors of a network file system whose server is away, and of a disk that can't read just
-    /// now.
+    /// Errors of a network file system whose server is unreachable, and temporary read errors of a
+    /// disk.
     fn is_transient(&self) -> bool {
-        let passing = [
+        let transient = [
             Errno::CONNABORTED,
             Errno::CONNREFUSED,
             Errno::CONNRESET,
@@ -83,11 +83,11 @@ impl Transient for io::Error {
             Errno::STALE,
             Errno::TIMEDOUT,
         ];
-        Errno::from_io_error(self).is_some_and(|errno| passing.contains(&errno))
+        Errno::from_io_error(self).is_some_and(|errno| transient.contains(&errno))
     }
 }
 
-/// The request could not even be made: no later one can.
+/// Whether the request could not be built. No retry can succeed.
 fn is_never_sent(error: &HttpError) -> bool {
     let is_builder = |error: &(dyn Error + 'static)| {
         error.downcast_ref::<reqwest::Error>().is_some_and(reqwest::Error::is_builder)
@@ -95,18 +95,18 @@ fn is_never_sent(error: &HttpError) -> bool {
     error.kind() == HttpErrorKind::Unknown && error.source().is_some_and(is_builder)
 }
 
-/// The status of the answer that an error's text tells of.
+/// HTTP status code in an error's text.
 fn status(text: &str) -> Option<u16> {
     let (_, rest) = text.split_once("status code: ")?;
     rest.get(..3)?.parse().ok()
 }
 
-/// What the store said, as far as it is worth a line.
+/// The response body in an error's text, as one line of limited length.
 fn body(text: &str) -> String {
-    let said =
+    let body =
         text.split_once("status code: ").map_or(text, |(_, rest)| rest.get(3..).unwrap_or(rest));
     let line: String =
-        said.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(300).collect();
+        body.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(300).collect();
     line
 }
 
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_may_pass_is_waited_for() {
+    fn only_transient_errors_are_retried() {
         let refused = HttpError::new(
             HttpErrorKind::Connect,
             io::Error::from(io::ErrorKind::ConnectionRefused),
@@ -144,18 +144,18 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_told_in_one_line() {
+    fn an_error_is_one_line_of_text() {
         let io = io::Error::other("connection refused");
         let refused = generic(HttpError::new(HttpErrorKind::Connect, io));
         assert_eq!(reason(&refused), "no answer: connection refused");
         let busy = generic(
             "Server returned non-2xx status code: 503 Service Unavailable: <Code>\nSlow</Code>",
         );
-        let told = reason(&busy);
+        let text = reason(&busy);
         assert!(
-            told.starts_with("the store answered with status 503: Service Unavailable"),
-            "{told}"
+            text.starts_with("the store answered with status 503: Service Unavailable"),
+            "{text}"
         );
-        assert!(!told.contains('\n'));
+        assert!(!text.contains('\n'));
     }
 }

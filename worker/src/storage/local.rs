@@ -1,4 +1,4 @@
-//! Files of this machine, written as a store would.
+//! Local files, written atomically like objects in a store.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::io::Write as _;
@@ -9,14 +9,14 @@ use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 
-/// This machine's file systems as a store.
+/// The local file systems as a store.
 pub(super) fn store() -> Arc<dyn ObjectStore> {
-    // Folders that are emptied stay: another process may be about to write into them.
+    // Empty folders stay: another process may be about to write into them.
     Arc::new(LocalFileSystem::new().with_fsync(true))
 }
 
-/// Writes a file of this machine as its store would, but in this thread and in one go: parts that
-/// several threads write come to the disk in any order.
+/// Writes a local file as its store would, but sequentially in this thread: parts that several
+/// threads write reach the disk out of order.
 pub(super) fn write(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
     let failed = |source: std::io::Error| object_store::Error::Generic {
         store: "LocalFileSystem",
@@ -25,8 +25,8 @@ pub(super) fn write(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
     let path = LocalFileSystem::new().path_to_filesystem(at)?;
     let folder = path.parent().unwrap_or_else(|| std::path::Path::new("/"));
     std::fs::create_dir_all(folder).map_err(failed)?;
-    // No list shows a name that ends so. It is random: writers on other machines may have the same
-    // process id.
+    // Listings skip names with this ending. It is random, as writers on other machines may have the
+    // same process id.
     let mut staged = path.clone().into_os_string();
     staged.push(format!("#{}", RandomState::new().hash_one(std::process::id())));
     let written = std::fs::OpenOptions::new().write(true).create_new(true).open(&staged).and_then(
@@ -39,8 +39,8 @@ pub(super) fn write(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
     if written.is_err() {
         drop(std::fs::remove_file(&staged));
     }
-    // The name, and that of a folder that was just made, are on the disk as well, where the system
-    // lets one say so.
+    // Syncs the directory entries too, of the file and of a folder that was just created, where the
+    // system allows it.
     for folder in folder.ancestors().take(2) {
         drop(std::fs::File::open(folder).and_then(|folder| folder.sync_all()));
     }

@@ -1,39 +1,39 @@
-//! Waiting for storage that does not answer.
+//! Retries of storage requests.
 //!
-//! A request that fails for a reason that may pass is made again, at growing pauses, for up to
-//! [`LIMIT`]. The thread that made it waits; the others go on. A process says once that it waits
-//! and once that it no longer does, however often and from however many threads it asks.
+//! A request that fails with a transient error is retried with exponential back-off for up to
+//! [`RETRY_LIMIT`]. Only the thread that makes the request waits. A process logs the start and the
+//! end of an outage once, however many threads wait.
 //!
-//! **Invariant:** what can't pass (no such file, no permission, a changed object) is never waited
-//! for.
+//! **Invariant:** permanent errors (no such file, no permission, a changed object) are never
+//! retried.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What this process waits for, as it is told to the master.
+/// Storage waits of this process, as reported to the master.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct WaitStatus {
-    /// The address that is asked, and its last error; `None` while all storage answers.
+    /// The address of the failing request and its last error; `None` while all storage answers.
     pub(crate) storage: Option<String>,
-    /// How long the process has waited since it began, in all.
+    /// Total time that the process has waited so far.
     pub(crate) waited: Duration,
 }
 
-/// What happens to a request that failed.
+/// Classifies the error of a failed request.
 pub(crate) trait Transient: std::fmt::Display {
     /// Whether the same request may succeed later.
     fn is_transient(&self) -> bool;
 }
 
-/// Makes `request` until it succeeds, fails for good, or [`LIMIT`] has passed. `address`: what it
-/// asks.
+/// Makes `request`, and retries it until it succeeds, fails permanently, or [`RETRY_LIMIT`] has
+/// passed. `address`: the storage that is requested from.
 pub(crate) fn with_retries<T, E: Transient>(
     address: &str,
     mut request: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
-    // Almost all requests succeed: they cost no look at a clock.
+    // Fast path: almost all requests succeed, and these do not read the clock.
     match request() {
         Err(error) if error.is_transient() => {
             let waiter = Waiter::begin(&WAITS, address, &error);
@@ -42,7 +42,7 @@ pub(crate) fn with_retries<T, E: Transient>(
                 std::thread::sleep(pause);
                 began.elapsed()
             };
-            let done = again(LIMIT, error, request, pause, |error| waiter.note(error));
+            let done = retry_loop(RETRY_LIMIT, error, request, pause, |error| waiter.note(error));
             waiter.end(done.is_ok());
             done
         }
@@ -50,16 +50,16 @@ pub(crate) fn with_retries<T, E: Transient>(
     }
 }
 
-/// Repeats `request` after pauses. `pause` waits for as long as it is told, and gives the time
-/// since the first failure.
-fn again<T, E: Transient>(
+/// Retries `request` after pauses. `pause` sleeps for the given time and returns the time since the
+/// first failure.
+fn retry_loop<T, E: Transient>(
     limit: Duration,
     mut error: E,
     mut request: impl FnMut() -> Result<T, E>,
     mut pause: impl FnMut(Duration) -> Duration,
     mut note: impl FnMut(&E),
 ) -> Result<T, E> {
-    let mut length = PAUSE_FIRST;
+    let mut length = PAUSE_MIN;
     while pause(length) < limit {
         length = (length * 2).min(PAUSE_MAX);
         error = match request() {
@@ -71,28 +71,28 @@ fn again<T, E: Transient>(
     Err(error)
 }
 
-/// What the process waits for now.
+/// Current storage waits of the process.
 pub(crate) fn wait_status() -> WaitStatus {
     WAITS.waiting(Instant::now())
 }
 
-/// Has `flag` set for as long as the current thread waits for storage.
+/// Registers `flag`, which is set whenever the current thread waits for storage.
 pub(crate) fn set_wait_flag(flag: Arc<AtomicBool>) {
     FLAG.set(Some(flag));
 }
 
-/// Threads that wait.
+/// State of all waiting threads.
 #[derive(Debug)]
 struct Waits(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
     threads: usize,
-    /// Since when one of them waits without a break.
+    /// Start of the current outage: since then at least one thread has been waiting.
     since: Option<Instant>,
-    /// Before that.
+    /// Total duration of earlier outages.
     waited: Duration,
-    /// What was asked last, and its error.
+    /// Address of the last failed request, with its error.
     storage: String,
 }
 
@@ -116,7 +116,7 @@ impl Waits {
     }
 }
 
-/// A thread that waits.
+/// A waiting thread.
 struct Waiter<'a> {
     waits: &'a Waits,
     address: &'a str,
@@ -129,8 +129,8 @@ impl<'a> Waiter<'a> {
         state.threads += 1;
         if state.since.is_none() {
             state.since = Some(Instant::now());
-            let limit_s = LIMIT.as_secs();
-            tracing::warn!(address, %error, limit_s, "storage does not answer; it is asked again");
+            let limit_s = RETRY_LIMIT.as_secs();
+            tracing::warn!(address, %error, limit_s, "storage does not answer; retrying");
         }
         drop(state);
         waiter.note(error);
@@ -155,13 +155,11 @@ impl<'a> Waiter<'a> {
         let waited = state.since.take().map_or(Duration::ZERO, |since| since.elapsed());
         state.waited += waited;
         let waited_ms = waited.as_millis() as u64;
-        match is_answered {
-            true => tracing::info!(waited_ms, "storage answers again"),
-            false => tracing::error!(
-                waited_ms,
-                storage = state.storage,
-                "storage is waited for no longer"
-            ),
+        if is_answered {
+            tracing::info!(waited_ms, "storage answers again");
+        } else {
+            let storage = &state.storage;
+            tracing::error!(waited_ms, storage, "storage does not answer; giving up");
         }
     }
 }
@@ -172,9 +170,9 @@ thread_local! {
     static FLAG: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 
-/// For how long storage is waited for: servers are restarted and networks mended in less.
-pub(crate) const LIMIT: Duration = Duration::from_secs(600);
-const PAUSE_FIRST: Duration = Duration::from_millis(250);
+/// Duration of retries: long enough for a server's restart and most network repairs.
+pub(crate) const RETRY_LIMIT: Duration = Duration::from_secs(600);
+const PAUSE_MIN: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
@@ -196,24 +194,24 @@ mod tests {
         }
     }
 
-    const AWAY: Failed = Failed("connection refused", true);
+    const UNREACHABLE: Failed = Failed("connection refused", true);
 
-    /// What comes of a store that answers with `outcome` from `back` on, and the pauses that were
-    /// made.
+    /// Result of a request to a store that fails until `back` and returns `outcome` from then on,
+    /// with the pauses that were made.
     fn ask(back: Duration, outcome: Result<u8, Failed>) -> (Result<u8, Failed>, Vec<Duration>) {
         let (now, mut pauses) = (std::cell::Cell::new(Duration::ZERO), Vec::new());
-        let request = || if now.get() < back { Err(AWAY) } else { outcome.clone() };
+        let request = || if now.get() < back { Err(UNREACHABLE) } else { outcome.clone() };
         let pause = |pause| {
             pauses.push(pause);
             now.set(now.get() + pause);
             now.get()
         };
-        let done = again(LIMIT, AWAY, request, pause, |_| ());
+        let done = retry_loop(RETRY_LIMIT, UNREACHABLE, request, pause, |_| ());
         (done, pauses)
     }
 
     #[test]
-    fn storage_that_comes_back_is_asked_at_growing_pauses_until_then() {
+    fn requests_are_retried_with_back_off_until_storage_answers() {
         let (done, pauses) = ask(Duration::from_secs(20), Ok(7));
         assert_eq!(done, Ok(7));
         let ms = [250, 500, 1000, 2000, 4000, 5000, 5000, 5000];
@@ -221,36 +219,38 @@ mod tests {
     }
 
     #[test]
-    fn the_last_error_is_told_when_the_time_is_over() {
+    fn the_last_error_is_returned_at_the_time_limit() {
         let (done, pauses) = ask(Duration::MAX, Ok(7));
-        assert_eq!(done, Err(AWAY));
+        assert_eq!(done, Err(UNREACHABLE));
         let waited: Duration = pauses.iter().sum();
-        assert!(waited >= LIMIT && waited < LIMIT + PAUSE_MAX, "{waited:?}");
-        assert!(LIMIT >= Duration::from_secs(300));
+        assert!(waited >= RETRY_LIMIT && waited < RETRY_LIMIT + PAUSE_MAX, "{waited:?}");
+        assert!(RETRY_LIMIT >= Duration::from_secs(300));
     }
 
     #[test]
-    fn what_cannot_pass_is_told_at_once() {
+    fn permanent_errors_are_returned_at_once() {
         let refused = Failed("no permission", false);
         let (done, pauses) = ask(Duration::from_secs(1), Err(refused.clone()));
         assert_eq!((done, pauses.len()), (Err(refused.clone()), 3));
-        let mut asked = 0;
+        let mut requests = 0;
         let done: Result<(), _> = with_retries("s3://bucket", || {
-            asked += 1;
+            requests += 1;
             Err(refused.clone())
         });
-        assert_eq!((done, asked), (Err(refused), 1));
+        assert_eq!((done, requests), (Err(refused), 1));
     }
 
     #[test]
-    fn an_outage_is_one_however_many_threads_wait() {
+    fn several_waiting_threads_count_as_one_outage() {
         let waits = Waits::new();
-        let first = Waiter::begin(&waits, "s3://b/x", &AWAY);
-        let second = Waiter::begin(&waits, "s3://b/y", &AWAY);
+        let first = Waiter::begin(&waits, "s3://b/x", &UNREACHABLE);
+        let second = Waiter::begin(&waits, "s3://b/y", &UNREACHABLE);
         let now = Instant::now() + Duration::from_secs(10);
-        let told = waits.waiting(now);
-        assert_eq!(told.storage.as_deref(), Some("s3://b/y: connection refused"));
-        assert!(told.waited >= Duration::from_secs(10) && told.waited < Duration::from_secs(20));
+        let status = waits.waiting(now);
+        assert_eq!(status.storage.as_deref(), Some("s3://b/y: connection refused"));
+        assert!(
+            status.waited >= Duration::from_secs(10) && status.waited < Duration::from_secs(20)
+        );
         first.end(true);
         assert!(waits.waiting(now).storage.is_some());
         second.end(true);
@@ -258,10 +258,10 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_waits_sets_its_flag() {
+    fn a_waiting_thread_sets_its_flag() {
         let (waits, flag) = (Waits::new(), Arc::new(AtomicBool::new(false)));
         set_wait_flag(Arc::clone(&flag));
-        let waiter = Waiter::begin(&waits, "s3://b/x", &AWAY);
+        let waiter = Waiter::begin(&waits, "s3://b/x", &UNREACHABLE);
         assert!(flag.load(Ordering::Acquire));
         waiter.end(false);
         assert!(!flag.load(Ordering::Acquire));

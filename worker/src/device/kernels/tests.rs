@@ -1,4 +1,4 @@
-//! The kernels' text, compiled for the host.
+//! The kernels' source, compiled for the host.
 
 use std::ffi::c_void;
 use std::process::Command;
@@ -28,19 +28,19 @@ impl Host {
             .output();
         let output = output.expect("there is a C compiler");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        // SAFETY: the library has no code that runs when it is loaded.
+        // SAFETY: loading the library runs no code.
         let library = unsafe { libloading::Library::new(&library) }.unwrap();
         Self { library, _folder: folder }
     }
 
-    /// What a launch does; addresses are the host's.
+    /// Executes a kernel like a launch; addresses are the host's.
     fn launch<A: DeviceRepr>(&self, name: &str, threads: usize, arguments: &A) {
-        // SAFETY: the type is that of all kernels, compiled for a host.
+        // SAFETY: all kernels that are compiled for the host have this type.
         let kernel =
             unsafe { self.library.get::<unsafe extern "C" fn(*mut *const c_void, u64)>(name) };
         let kernel = kernel.unwrap_or_else(|error| panic!("{name}: {error}"));
         let mut arguments = [std::ptr::from_ref(arguments).cast::<c_void>()];
-        // SAFETY: the test's arguments point to slices as long as they say.
+        // SAFETY: the test's arguments point to slices of the given lengths.
         unsafe { kernel(arguments.as_mut_ptr(), threads as u64) }
     }
 
@@ -58,7 +58,7 @@ impl Host {
         parts
     }
 
-    /// As [`Kernels::digests`], of one slice.
+    /// Like [`Kernels::digests`], for one slice.
     fn digest(&self, slice: &[f32], start: usize) -> u64 {
         let all = threads(slice.len());
         let parts = self.fold("digests", slice.as_ptr() as u64, (slice.len(), start), all);
@@ -66,7 +66,7 @@ impl Host {
         self.fold("word_sums", few.as_ptr() as u64, (FEW, 0), 1)[0]
     }
 
-    /// As [`Kernels::is_finite`].
+    /// See [`Kernels::is_finite`].
     fn is_finite(&self, slice: &[f32]) -> bool {
         let all = threads(slice.len());
         let parts = self.fold("nonfinite", slice.as_ptr() as u64, (slice.len(), 0), all);
@@ -74,7 +74,7 @@ impl Host {
         self.fold("word_sums", few.as_ptr() as u64, (FEW, 0), 1) == [0]
     }
 
-    /// As [`Kernels::clip`].
+    /// See [`Kernels::clip`].
     fn clip_scale(&self, limit: f64, records: u64, sum: &[f32]) -> f32 {
         let all = threads(sum.len());
         let parts = self.fold("square_sums", sum.as_ptr() as u64, (sum.len(), 0), all);
@@ -102,11 +102,11 @@ fn bits(numbers: &[f32]) -> Vec<u32> {
     numbers.iter().map(|number| number.to_bits()).collect()
 }
 
-/// More than one element for each of several blocks' threads, and a rest.
+/// Several elements per thread in several blocks, and a remainder.
 const LEN: usize = 5003;
 
 #[test]
-fn nans_and_infinities_are_found_wherever_they_are() {
+fn nans_and_infinities_are_found_at_any_position() {
     let host = Host::compile();
     for len in [0, 1, 5, 1000, 3 * THREADS_MAX + 7] {
         let mut values = numbers(len, 3);
@@ -122,7 +122,7 @@ fn nans_and_infinities_are_found_wherever_they_are() {
 }
 
 #[test]
-fn a_step_has_the_same_bits_as_on_the_cpu() {
+fn a_step_is_bit_identical_to_the_cpu() {
     let host = Host::compile();
     let schedule = Schedule::WarmUp { steps: 3 };
     for (name, optimizer) in [
@@ -139,7 +139,7 @@ fn a_step_has_the_same_bits_as_on_the_cpu() {
             let (parameters, slots) = (&mut on_cpu.0[..], &mut on_cpu.1[..]);
             optimizer.apply(Update { step, records: 7, sum: &sum, parameters, slots });
             let slots = on_gpu.1.as_mut_ptr() as u64;
-            let places = Step {
+            let arguments_base = Step {
                 sum: sum.as_ptr() as u64,
                 parameters: on_gpu.0.as_mut_ptr() as u64,
                 first: slots,
@@ -149,10 +149,10 @@ fn a_step_has_the_same_bits_as_on_the_cpu() {
                 ..Step::default()
             };
             let arguments = match optimizer.arithmetic(step) {
-                Arithmetic::AdamW(constants) => constants.fill(places),
+                Arithmetic::AdamW(constants) => constants.fill(arguments_base),
                 Arithmetic::Momentum(constants)
                 | Arithmetic::Nesterov(constants)
-                | Arithmetic::Plain(constants) => constants.fill(places),
+                | Arithmetic::Plain(constants) => constants.fill(arguments_base),
             };
             host.launch(name, threads(LEN), &arguments);
         }
@@ -163,7 +163,7 @@ fn a_step_has_the_same_bits_as_on_the_cpu() {
 }
 
 #[test]
-fn a_clipped_step_takes_its_scale_from_where_the_norm_left_it() {
+fn a_clipped_step_reads_its_scale_from_device_memory() {
     let host = Host::compile();
     let sum = numbers(LEN, 3);
     let norm = sum.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>().sqrt();
@@ -204,7 +204,7 @@ fn every_element_is_added_once() {
 }
 
 #[test]
-fn a_digest_changes_with_each_bit_each_place_and_each_start() {
+fn a_digest_changes_with_each_bit_position_and_start() {
     let host = Host::compile();
     let whole = numbers(1500, 5);
     let digest = host.digest(&whole, 64);
@@ -223,7 +223,7 @@ fn a_digest_changes_with_each_bit_each_place_and_each_start() {
 }
 
 #[test]
-fn how_many_threads_there_are_depends_on_the_length_and_has_bounds() {
+fn the_number_of_threads_is_bounded_and_depends_on_the_length() {
     for (len, expected) in
         [(0, 256), (1, 256), (1024, 256), (1025, 512), (LEN, 1280), (1 << 30, THREADS_MAX)]
     {
@@ -232,7 +232,7 @@ fn how_many_threads_there_are_depends_on_the_length_and_has_bounds() {
 }
 
 #[test]
-fn launched_on_a_device_they_do_the_same() {
+fn kernels_on_a_device_compute_the_same() {
     elasticdl_stand_ins::load();
     let device = Device::open(0).unwrap();
     let stream = device.stream();

@@ -13,7 +13,7 @@ const SCHEMA: &str = "message rows {
     repeated int32 list; required int64 cents (DECIMAL(9, 2)); required binary raw;
 }";
 
-/// Row i of a table: area i/2, rooms i (null where `is_null`), city "c<i>", price 1000·i.
+/// Row i of a table: area i/2, rooms i (null if `is_null`), city "c<i>", price 1000·i.
 fn write_group(
     mut group: SerializedRowGroupWriter<'_, &mut Vec<u8>>,
     rows: Range<i32>,
@@ -52,7 +52,7 @@ fn write_group(
     group.close().unwrap();
 }
 
-/// Row groups of a table without nulls.
+/// The row groups of a table without nulls.
 pub(in crate::readers) fn table(groups: &[Range<i32>]) -> Vec<u8> {
     table_with(groups, |_| false)
 }
@@ -98,7 +98,7 @@ fn rows(range: Range<i32>) -> Vec<Row> {
 }
 
 #[test]
-fn row_groups_are_files_and_any_rows_of_them_are_read_in_any_order() {
+fn row_groups_are_files_whose_rows_are_read_in_any_order() {
     let folder = folder(&[
         ("b.parquet", table(&[100..107])),
         ("a.parquet", table(&[0..33, 33..34, 34..60])),
@@ -135,14 +135,13 @@ fn row_groups_are_files_and_any_rows_of_them_are_read_in_any_order() {
 }
 
 #[test]
-fn a_value_that_can_t_be_used_is_an_error_with_its_file_row_group_column_and_row() {
+fn an_invalid_value_is_an_error_with_its_file_row_group_column_and_row() {
     let folder = folder(&[("a.parquet", table_with(&[0..20, 20..90], |i| i == 35))]);
     let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
     let mut reader = reader();
     let error = reader.describe(&path).unwrap_err().to_string();
-    let expected =
-        "column \"rooms\" has a null where a value should be in each row; fill it before";
-    assert_eq!(error, format!("{path}: row group 1: {expected}"), "its footer counts nulls");
+    let expected = "column \"rooms\" has a null where each row needs a value; fill it first";
+    assert_eq!(error, format!("{path}: row group 1: {expected}"), "the footer counts nulls");
     let files = [File::new(format!("{path}#0"), 20), File::new(format!("{path}#1"), 70)];
     let mut refusal = |range| reader.read(&files[1], range).unwrap_err().to_string();
     let expected =
@@ -151,7 +150,7 @@ fn a_value_that_can_t_be_used_is_an_error_with_its_file_row_group_column_and_row
     let expected =
         format!("{path}: row group 1: column \"price\", row 57: NaN where a finite f32 should be");
     assert_eq!(refusal(50..60), expected);
-    // A reader that has failed reads what can be read.
+    // After an error the reader can read other rows.
     assert_eq!(refusal(15..16), refusal(15..16));
     assert_eq!(reader.read(&files[1], 16..18).unwrap(), rows(36..38));
     let mut raw = ParquetRows::new().text("raw");
@@ -163,7 +162,7 @@ fn a_value_that_can_t_be_used_is_an_error_with_its_file_row_group_column_and_row
 }
 
 #[test]
-fn columns_that_do_not_fit_are_refused_before_anything_is_read() {
+fn columns_of_other_types_are_refused_before_training() {
     let folder = folder(&[("a.parquet", table(&[0..2]))]);
     let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
     let table = [
@@ -171,17 +170,11 @@ fn columns_that_do_not_fit_are_refused_before_anything_is_read() {
             ParquetRows::new().f32("size"),
             "no column \"size\": the file has area, rooms, city, price, more.id,",
         ),
-        (
-            ParquetRows::new().f32("rooms"),
-            "column \"rooms\" is INT32 where one should be that can be read as f32",
-        ),
-        (
-            ParquetRows::new().i64("area"),
-            "column \"area\" is FLOAT where one should be that can be read as i64",
-        ),
+        (ParquetRows::new().f32("rooms"), "column \"rooms\" is INT32, which cannot be read as f32"),
+        (ParquetRows::new().i64("area"), "column \"area\" is FLOAT, which cannot be read as i64"),
         (
             ParquetRows::new().text("price"),
-            "column \"price\" is DOUBLE where one should be that can be read as text",
+            "column \"price\" is DOUBLE, which cannot be read as text",
         ),
         (ParquetRows::new().i64("list"), "column \"list\" is repeated"),
         (ParquetRows::new().i64("cents"), "column \"cents\" is DECIMAL"),
@@ -193,7 +186,7 @@ fn columns_that_do_not_fit_are_refused_before_anything_is_read() {
 }
 
 #[test]
-fn a_file_that_is_torn_or_was_changed_is_an_error_that_names_it_and_never_a_panic() {
+fn a_corrupted_file_is_an_error_that_names_it_and_never_a_panic() {
     let whole = table(&[0..40]);
     let folder = folder(&[("a.parquet", whole.clone()), ("empty.parquet", table(&[]))]);
     let path = folder.path().join("a.parquet");
@@ -206,10 +199,7 @@ fn a_file_that_is_torn_or_was_changed_is_an_error_that_names_it_and_never_a_pani
     );
     let other = File::new(format!("{text}#7"), 1);
     let error = reader().read(&other, 0..1).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        format!("{text}: row group 7: the file has 1 row groups: was it changed since?")
-    );
+    assert_eq!(error, format!("{text}: row group 7: the file has 1 row groups: has it changed?"));
     let error =
         reader().describe(folder.path().join("empty.parquet").to_str().unwrap()).unwrap_err();
     assert!(matches!(error, DataError::Empty { .. }), "{error}");
@@ -222,8 +212,8 @@ fn a_file_that_is_torn_or_was_changed_is_an_error_that_names_it_and_never_a_pani
         let mut flipped = whole.clone();
         flipped[at] ^= 0x40;
         std::fs::write(&path, flipped).unwrap();
-        // It may be read as something else, where the format has no checksum; what fails names the
-        // file.
+        // Corrupted data may be read as other values where the format has no checksum. All errors
+        // name the file.
         if let Err(error) = reader().read(&dataset.files[0], 0..40) {
             assert!(error.to_string().starts_with(&text), "{at}: {error}");
         }
