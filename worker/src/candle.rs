@@ -51,12 +51,15 @@ use crate::reader::Reader;
 ///     }
 ///
 ///     fn feed(&mut self, rows: Vec<Row>) -> Result<Self::Batch, UserError> {
-///         let column = |index| Tensor::from_iter(rows.iter().map(|row| row.f32(index)), &Device::Cpu);
+///         let column = |i| Tensor::from_iter(rows.iter().map(|row| row.f32(i)), &Device::Cpu);
 ///         Ok((column(0)?, column(1)?))
 ///     }
 ///
-///     fn loss(&mut self, network: &Self::Network, (x, y): Self::Batch) -> Result<Tensor, UserError> {
-///         let (slope, intercept) = network;
+///     fn loss(
+///         &mut self,
+///         (slope, intercept): &Self::Network,
+///         (x, y): Self::Batch,
+///     ) -> Result<Tensor, UserError> {
 ///         let residual = (x.broadcast_mul(slope)?.broadcast_add(intercept)? - y)?;
 ///         Ok(residual.sqr()?.sum_all()?)
 ///     }
@@ -104,14 +107,14 @@ pub trait CandleModel: 'static {
     /// Computes the batch's loss, **summed over its records**: one `f32`.
     ///
     /// # Errors
-    /// As [`Model::gradients`].
+    /// See [`Model::gradients`].
     fn loss(&mut self, network: &Self::Network, batch: Self::Batch) -> Result<Tensor, UserError>;
 
     /// Like [`loss`](Self::loss), with [cuts](Cuts::cut) between the layers, if there are
     /// [buckets](Self::bucket). Default: without cuts.
     ///
     /// # Errors
-    /// As [`Model::gradients`].
+    /// See [`Model::gradients`].
     fn loss_in_parts(
         &mut self,
         network: &Self::Network,
@@ -140,7 +143,7 @@ pub trait CandleModel: 'static {
     /// See [`Model::evaluate`]. Default: the metric `loss`, computed by [`loss`](Self::loss).
     ///
     /// # Errors
-    /// As [`Model::evaluate`].
+    /// See [`Model::evaluate`].
     fn evaluate(
         &mut self,
         network: &Self::Network,
@@ -152,10 +155,10 @@ pub trait CandleModel: 'static {
         Ok(())
     }
 
-    /// As [`Model::predict`].
+    /// See [`Model::predict`].
     ///
     /// # Errors
-    /// As [`Model::predict`].
+    /// See [`Model::predict`].
     fn predict(
         &mut self,
         _network: &Self::Network,
@@ -164,10 +167,10 @@ pub trait CandleModel: 'static {
         Err("this model makes no predictions; implement its method `predict`".into())
     }
 
-    /// As [`Model::summary`].
+    /// See [`Model::summary`].
     ///
     /// # Errors
-    /// As [`Model::summary`].
+    /// See [`Model::summary`].
     fn summary(&mut self, _network: &Self::Network) -> Result<Option<String>, UserError> {
         Ok(None)
     }

@@ -116,7 +116,7 @@ pub trait Model: 'static {
     /// for the network.
     ///
     /// # Errors
-    /// As for [`gradients`](Self::gradients).
+    /// See [`gradients`](Self::gradients).
     fn gradients_in_buckets(
         &mut self,
         parameters: &[f32],
@@ -142,7 +142,7 @@ pub trait Model: 'static {
     /// discarded. Override this to avoid that work or to report other metrics.
     ///
     /// # Errors
-    /// As for [`gradients`](Self::gradients).
+    /// See [`gradients`](Self::gradients).
     fn evaluate(
         &mut self,
         parameters: &[f32],

@@ -14,7 +14,11 @@ use crate::schedule::{Schedule, power};
 ///
 /// let momentum = Optimizer::sgd(0.1).momentum(0.9).nesterov();
 /// let schedule = Schedule::Cosine { warm_up: 100, total: 10_000, floor: 0.1 };
-/// let adam_w = Optimizer::adam_w(3e-4)\n///     .betas(0.9, 0.95)\n///     .weight_decay(0.1)\n///     .clip_norm(1.0)\n///     .schedule(schedule);
+/// let adam_w = Optimizer::adam_w(3e-4)
+///     .betas(0.9, 0.95)
+///     .weight_decay(0.1)
+///     .clip_norm(1.0)
+///     .schedule(schedule);
 /// assert_eq!((momentum.slots(), adam_w.slots()), (1, 2));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -6,7 +6,9 @@
 /// ```
 /// use elasticdl_worker::Predictions;
 ///
-/// let predictions = Predictions::new()\n///     .i64("class", vec![3, 5])\n///     .f32("probability", vec![0.9, 0.6]);
+/// let predictions = Predictions::new()
+///     .i64("class", vec![3, 5])
+///     .f32("probability", vec![0.9, 0.6]);
 /// assert_eq!(predictions.rows(), Ok(2));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]

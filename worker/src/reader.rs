@@ -89,7 +89,11 @@ pub enum DataError {
         reason: String,
     },
     /// A file's content is invalid.
-    #[error("{path}{at}: {reason}", path = path.display(), at = line.map(|l| format!(" line {l}")).unwrap_or_default())]
+    #[error(
+        "{path}{at}: {reason}",
+        path = path.display(),
+        at = line.map(|line| format!(" line {line}")).unwrap_or_default()
+    )]
     Malformed {
         /// The file.
         path: PathBuf,

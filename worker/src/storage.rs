@@ -3,7 +3,7 @@
 //! | address | storage | settings, from the environment |
 //! |---|---|---|
 //! | a path, `file:///path` | a local folder or file | |
-//! | `s3://bucket/path` | S3, or a compatible store | `AWS_ACCESS_KEY_ID`, `AWS_REGION`, `AWS_ENDPOINT`, … |
+//! | `s3://bucket/path` | S3, or a compatible store | `AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, … |
 //! | `gs://bucket/path` | Google Cloud Storage | `GOOGLE_SERVICE_ACCOUNT`, … |
 //! | `az://container/path` | Azure Blob Storage | `AZURE_STORAGE_ACCOUNT_NAME`, … |
 //!
@@ -178,7 +178,7 @@ impl Storage {
     /// Reads bytes `range` of a file; fewer if the file ends before.
     ///
     /// # Errors
-    /// As for [`read`](Self::read). A range that begins at or after the file's end is an error.
+    /// See [`read`](Self::read). A range that begins at or after the file's end is an error.
     pub fn read_range(&self, path: &str, range: Range<u64>) -> Result<Bytes, StorageError> {
         let at = self.at(path);
         self.request(path, || self.store.get_range(&at, range.clone()))
@@ -204,7 +204,7 @@ impl Storage {
     /// Returns the length of a file, in bytes.
     ///
     /// # Errors
-    /// As for [`read`](Self::read).
+    /// See [`read`](Self::read).
     pub fn bytes(&self, path: &str) -> Result<u64, StorageError> {
         self.version(path).map(|version| version.bytes)
     }

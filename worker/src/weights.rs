@@ -111,7 +111,8 @@ pub(crate) fn load(
         if tensor.dtype() != Dtype::F32 || tensor.shape() != shape {
             let (dtype, found) = (tensor.dtype(), tensor.shape());
             return Err(other(format!(
-                "tensor {name:?} is {dtype:?} of shape {found:?} where the model has F32 of shape {shape:?}"
+                "tensor {name:?} is {dtype:?} of shape {found:?} where the model has F32 of shape \
+                 {shape:?}"
             )));
         }
         let (part, after) = rest.split_at_mut(shape.iter().product());

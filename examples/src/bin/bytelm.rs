@@ -326,7 +326,7 @@ impl ByteModel {
         Ok(seen.matmul(&block.merge)?)
     }
 
-    /// The prompt and `bytes` bytes drawn after it, with what can't be printed replaced.
+    /// The prompt and `bytes` bytes drawn after it, with non-printable characters replaced.
     fn sample(&self, network: &Network, bytes: usize) -> Result<String, UserError> {
         let mut random = ChaCha8Rng::seed_from_u64(0);
         let mut text = self.arguments.prompt.clone().into_bytes();

@@ -16,7 +16,8 @@ use serde_json::Value;
 /// of the job and adds one after two thirds.
 #[derive(Parser)]
 #[command(
-    after_help = "All other options go to `elasticdl train`, for example --summary FILE or --num-workers 3."
+    after_help = "All other options are passed to `elasticdl train`, for example --summary FILE or \
+                  --num-workers 3."
 )]
 struct Quickstart {
     /// Text to train on: a file or a folder [default: the Rust sources that this build has

@@ -39,7 +39,7 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
                 }
                 _ => {
                     return Err(
-                        "a parameter's gradient must be a contiguous tensor of f32 on the parameter's device"
+                        "a parameter's gradient must be a contiguous tensor of f32 on its device"
                             .into(),
                     );
                 }

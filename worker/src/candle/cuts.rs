@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! forward    part 0 ── state ─✂─ state' ── part 1 ── state ─✂─ state' ── part 2 ── loss
-//! backward   part 2 first, from the loss; then part 1 and part 0, each from the gradient of the\n//!            copy (state') after it
+//! backward   part 2 first, from the loss; then part 1 and part 0, each from the gradient of the
+//!            copy (state') after it
 //! ```
 
 use candle_core::Tensor;

@@ -88,8 +88,9 @@ fn search(
             names.last().filter(|_| !found && locations.from.is_none() && !locations.exclusive)
         {
             return Err(RestoreError::Refused(format!(
-                "{own} contains checkpoints of another job, the latest of which is {other}; to resume from it, \
-                 add --resume-from {own}; to start anew, choose another --checkpoint-dir"
+                "{own} contains checkpoints of another job, the latest of which is {other}; to \
+                 resume from it, add --resume-from {own}; to start anew, choose another \
+                 --checkpoint-dir"
             )));
         }
     }

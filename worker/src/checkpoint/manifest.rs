@@ -193,7 +193,8 @@ impl Manifest {
         }
         if self.slots != slots {
             return Err(format!(
-                "its optimizer keeps {} floats, and this one keeps {slots}; it must be of the same kind",
+                "its optimizer state has {} floats, and this one has {slots}; both must use the \
+                 same kind of optimizer",
                 self.slots
             ));
         }
@@ -210,7 +211,8 @@ impl Manifest {
         match self.files.iter().zip(files).find(|pair| !same(*pair)) {
             None => Ok(()),
             Some((a, b)) => Err(format!(
-                "its data set has {} with {} records where this one has {} with {}; it must be the same data",
+                "its data set has {} with {} records where this one has {} with {}; both must use \
+                 the same data",
                 a.path, a.records, b.path, b.records
             )),
         }
@@ -225,8 +227,8 @@ impl Manifest {
         let reached = ranges.iter().map(|r| r.epoch + 1).max().unwrap_or(0).max(*epochs_complete);
         if reached > fingerprint.epochs || *epochs_complete == fingerprint.epochs {
             return Err(format!(
-                "it has trained {epochs_complete} epochs and reaches into epoch {reached}; --num-epochs {} leaves \
-                 nothing to train, raise it",
+                "it has trained {epochs_complete} epochs and reaches into epoch {reached}; --num-epochs \
+                 {} leaves nothing to train, raise it",
                 fingerprint.epochs
             ));
         }
@@ -335,7 +337,7 @@ pub(super) mod tests {
         };
         assert_eq!(refused(|f| f.dataset.files[0].path = "/mnt/a.csv".into()), "");
         assert!(refused(|f| f.parameters = 11).contains("10 parameters, and this one has 11"));
-        assert!(refused(|f| f.slots = 10).contains("keeps 20 floats, and this one keeps 10"));
+        assert!(refused(|f| f.slots = 10).contains("has 20 floats, and this one has 10"));
         assert!(refused(|f| drop(f.dataset.files.pop())).contains("2 files, and this one has 1"));
         assert!(refused(|f| f.dataset.files[1].records = 41).contains("data/b.csv with 41"));
         assert!(refused(|f| f.dataset.files.swap(0, 1)).contains("data/a.csv with 60"));

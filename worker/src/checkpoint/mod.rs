@@ -1,9 +1,10 @@
 //! Checkpoints: writing them concurrently with training, finding, verifying and deleting them.
 //!
 //! ```text
-//!   DIR/step-000000000200-7f3a9c21-g3/shard-00000-of-00002.safetensors   floats 0..n of the state, by rank 0
-//!                                     shard-00001-of-00002.safetensors   the rest, by rank 1
-//!                                     manifest.json                      written last: completes the checkpoint
+//!   DIR/step-000000000200-7f3a9c21-g3/
+//!     shard-00000-of-00002.safetensors   floats 0..n of the state, written by rank 0
+//!     shard-00001-of-00002.safetensors   the other floats, written by rank 1
+//!     manifest.json                      written last: completes the checkpoint
 //! ```
 //!
 //! The state is the parameters followed by the optimizer state, as f32. The name contains the step,

@@ -255,7 +255,8 @@ fn a_new_job_resumes_only_from_what_it_is_given() {
     // Both jobs use the same folder by mistake: neither may lose its checkpoints.
     let (refused, _) = begin(&new, Some(&storage), None);
     assert!(
-        matches!(&refused, Err(RestoreError::Refused(why)) if why.contains(&names[1]) && why.contains("--resume-from")),
+        matches!(&refused, Err(RestoreError::Refused(why))
+            if why.contains(&names[1]) && why.contains("--resume-from")),
         "{refused:?}"
     );
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(30));

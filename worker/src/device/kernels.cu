@@ -164,8 +164,8 @@ KERNEL(clip_scale, Clip) {
 // ---- digests ----
 
 // Sums of a hash of each element and its position. The sum does not depend on the order, so no
-// thread waits for another. The hash (SplitMix64's finalizer) is a bijection, so a change of one element
-// always changes the sum.
+// thread waits for another. The hash (SplitMix64's finalizer) is a bijection, so a change of one
+// element always changes the sum.
 KERNEL(digests, Fold) {
     const u32 *values = (const u32 *)a.values;
     u64 sum = 0;

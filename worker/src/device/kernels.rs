@@ -377,8 +377,8 @@ fn find_compiler() -> Result<(), String> {
     }
     let names = COMPILER_NAMES.join(", ");
     Err(format!(
-        "NVRTC, which compiles the optimizer for the GPU, is not installed ({names}: {reason}); it is \
-         part of the CUDA toolkit, and of the PyPI package nvidia-cuda-nvrtc"
+        "NVRTC, which compiles the optimizer for the GPU, is not installed ({names}: {reason}); it \
+         is part of the CUDA toolkit, and of the PyPI package nvidia-cuda-nvrtc"
     ))
 }
 

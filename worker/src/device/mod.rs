@@ -36,7 +36,7 @@ pub fn open() -> Result<Device, DeviceError> {
 /// Ordinal of this worker's GPU among the visible ones.
 ///
 /// # Errors
-/// As for [`open`].
+/// See [`open`].
 pub fn ordinal() -> Result<usize, DeviceError> {
     let index = std::env::var("ELASTICDL_INDEX").ok().and_then(|index| index.parse::<usize>().ok());
     Ok(index.unwrap_or(0) % Device::count()?.max(1))

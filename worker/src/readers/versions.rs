@@ -9,7 +9,9 @@
 //! | | version within a worker | digest across workers |
 //! |---|---|---|
 //! | an object | length and ETag (or time of modification) | of both |
-//! | a file | length and time of modification | of its length and last bytes: equal for copies on several machines |
+//! | a file | length and time of modification | of its length and last bytes |
+//!
+//! The digest of a file is equal for copies of the file on several machines.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -2,7 +2,8 @@
 //!
 //! | setting | environment | files |
 //! |---|---|---|
-//! | keys | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN` | `~/.aws/credentials`, `~/.aws/config` |
+//! | keys | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` | `~/.aws/credentials`, `~/.aws/config` |
+//! | token | `AWS_SESSION_TOKEN` | `~/.aws/credentials`, `~/.aws/config` |
 //! | region, endpoint | `AWS_REGION`, `AWS_ENDPOINT` or `AWS_ENDPOINT_URL` | `~/.aws/config` |
 //! | profile | `AWS_PROFILE`, else `default` | |
 //!
@@ -45,8 +46,8 @@ fn settings(
     let credentials = section(&file("AWS_SHARED_CREDENTIALS_FILE", "credentials"), &name);
     if let (Some(chosen), None, None) = (&chosen, &profile, &credentials) {
         return Err(format!(
-            "AWS_PROFILE is {chosen:?}, and neither ~/.aws/config nor ~/.aws/credentials has such a profile; name one of \
-             theirs, or unset it"
+            "AWS_PROFILE is {chosen:?}, and neither ~/.aws/config nor ~/.aws/credentials has such \
+             a profile; name one of theirs, or unset it"
         ));
     }
     profile.get_or_insert_default().extend(credentials.unwrap_or_default());
@@ -67,8 +68,8 @@ fn settings(
         let other = UNSUPPORTED_CREDENTIALS.iter().find(|name| profile.contains_key(**name));
         if let (true, Some(other)) = (settings.is_empty(), other) {
             return Err(format!(
-                "the AWS profile {name:?} has no keys but {other}, which is not supported; set the variables that `aws \
-                 configure export-credentials --profile {name} --format env` prints"
+                "the AWS profile {name:?} has no keys but {other}, which is not supported; set \
+                 the variables that `aws configure export-credentials --profile {name} --format env` prints"
             ));
         }
     }
@@ -137,13 +138,13 @@ mod tests {
     const FILES: [(&str, &str); 2] = [
         (
             "/home/me/.aws/credentials",
-            "# mine\n[default]\naws_access_key_id = A\naws_secret_access_key=B=\n\n[work]\naws_access_key_id = C\n\
-             aws_secret_access_key = D\naws_session_token = E\n",
+            "# mine\n[default]\naws_access_key_id = A\naws_secret_access_key=B=\n\n\
+             [work]\naws_access_key_id = C\naws_secret_access_key = D\naws_session_token = E\n",
         ),
         (
             "/home/me/.aws/config",
-            "[default]\nregion = eu-west-1\ns3 =\n  region = nested\n[profile work]\nendpoint_url = http://minio:9000\n\
-             [profile sso]\nsso_session = corp\n",
+            "[default]\nregion = eu-west-1\ns3 =\n  region = nested\n\
+             [profile work]\nendpoint_url = http://minio:9000\n[profile sso]\nsso_session = corp\n",
         ),
     ];
 
