@@ -320,7 +320,7 @@ mod tests {
             .map(|t| t.flatten_all().unwrap().to_vec1().unwrap())
     }
 
-    /// That an operation equals one composed of candle's own, forward and back.
+    /// Checks that an operation equals `composed`, in its result and its gradient.
     fn equal(
         shape: &[usize],
         op: impl Fn(&Tensor) -> Result<Tensor>,

@@ -56,7 +56,7 @@ pub(crate) fn work<M: Model>(
     exit
 }
 
-/// What is computed for the records.
+/// Purpose of the job: what is computed for the records.
 enum Purpose {
     Evaluate,
     Predict { output: Output, format: Format },

@@ -31,7 +31,7 @@ pub(crate) struct Restored {
     pub(crate) same_run: bool,
 }
 
-/// Why no state could be loaded.
+/// Reason that no state could be loaded.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RestoreError {
     /// No worker can load a state from here; the text says what is wrong and what the user should
@@ -62,8 +62,9 @@ pub(crate) fn check(
     locations: &Locations,
     fingerprint: &JobFingerprint,
 ) -> Result<(), RestoreError> {
-    let mut take =
-        |folder: &Storage, is_new_job| Ok(fitting(folder, fingerprint, is_new_job)?.state);
+    let mut take = |folder: &Storage, is_new_job| {
+        Ok(compatible_manifest(folder, fingerprint, is_new_job)?.state)
+    };
     search(locations, fingerprint, &mut take, &mut |_, _| {}).map(drop)
 }
 
@@ -119,7 +120,7 @@ pub(crate) enum CheckpointLookup {
 /// # Errors
 /// An error of the storage.
 pub(crate) fn inspect(folder: &Storage) -> Result<CheckpointLookup, StorageError> {
-    if is_one(folder)? {
+    if is_checkpoint(folder)? {
         return Ok(CheckpointLookup::Single);
     }
     let files = folder.list_folders(PREFIX)?;
@@ -142,16 +143,16 @@ pub(crate) fn load_parameters(folder: &Storage, parameters: &mut [f32]) -> Resul
 
 fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadError> {
     let manifest = manifest(folder)?;
-    let middle = parameters.len();
-    if manifest.parameters != middle as u64 {
+    let parameter_count = parameters.len();
+    if manifest.parameters != parameter_count as u64 {
         let had = manifest.parameters;
         return Err(LoadError::Refused(format!(
-            "its model has {had} parameters, and this one has {middle}"
+            "its model has {had} parameters, and this one has {parameter_count}"
         )));
     }
     let mut optimizer = Vec::new();
     for shard in manifest.shards.iter().filter(|shard| shard.start < manifest.parameters) {
-        let (of_parameters, of_slots) = shard.split(middle);
+        let (of_parameters, of_slots) = shard.split(parameter_count);
         optimizer.resize(of_slots.len(), 0.0);
         read_shard(folder, shard, [&mut parameters[of_parameters], &mut optimizer])?;
     }
@@ -159,7 +160,7 @@ fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadE
 }
 
 /// Whether `folder` is a checkpoint itself.
-fn is_one(folder: &Storage) -> Result<bool, StorageError> {
+fn is_checkpoint(folder: &Storage) -> Result<bool, StorageError> {
     match folder.bytes(MANIFEST) {
         Ok(_) => Ok(true),
         Err(StorageError::NotFound { .. }) => Ok(false),
@@ -167,9 +168,9 @@ fn is_one(folder: &Storage) -> Result<bool, StorageError> {
     }
 }
 
-/// Complete checkpoints in `place`, those with the fewest steps first.
-fn names(place: &Storage) -> Result<Vec<Name>, RestoreError> {
-    let files = place.list_folders(PREFIX).map_err(unreachable)?;
+/// Complete checkpoints in `folder`, those with the fewest steps first.
+fn names(folder: &Storage) -> Result<Vec<Name>, RestoreError> {
+    let files = folder.list_folders(PREFIX).map_err(unavailable)?;
     Ok(Name::all(&files)
         .into_iter()
         .filter(|(_, is_complete)| *is_complete)
@@ -184,7 +185,7 @@ fn newest_first(
     from: &Storage,
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Vec<(String, Storage)>, RestoreError> {
-    if is_one(from).map_err(unreachable)? {
+    if is_checkpoint(from).map_err(unavailable)? {
         let name = Path::new(from.address())
             .file_name()
             .unwrap_or_default()
@@ -199,7 +200,7 @@ fn newest_first(
             Ok(manifest) => found.push((manifest.written_at, name, folder)),
             Err(LoadError::Damaged(reason)) => damaged(&name.to_string(), &reason),
             Err(LoadError::Refused(reason)) => return Err(RestoreError::Refused(reason)),
-            Err(LoadError::Storage(error)) => return Err(unreachable(error)),
+            Err(LoadError::Storage(error)) => return Err(unavailable(error)),
         }
     }
     found.sort_by(|a, b| (b.0, &b.1).cmp(&(a.0, &a.1)));
@@ -227,11 +228,11 @@ fn accept(
         Err(LoadError::Refused(reason)) => {
             Err(RestoreError::Refused(format!("this job cannot resume from {name}: {reason}")))
         }
-        Err(LoadError::Storage(error)) => Err(unreachable(error)),
+        Err(LoadError::Storage(error)) => Err(unavailable(error)),
     }
 }
 
-fn unreachable(error: StorageError) -> RestoreError {
+fn unavailable(error: StorageError) -> RestoreError {
     RestoreError::Storage(error.to_string())
 }
 
@@ -241,7 +242,7 @@ fn manifest(folder: &Storage) -> Result<Manifest, LoadError> {
 }
 
 /// Reads the manifest and checks that this job can resume from it.
-fn fitting(
+fn compatible_manifest(
     folder: &Storage,
     fingerprint: &JobFingerprint,
     is_new_job: bool,
@@ -260,7 +261,7 @@ fn load(
     (parameters, slots): (&mut [f32], &mut [f32]),
     is_new_job: bool,
 ) -> Result<StateRecord, LoadError> {
-    let manifest = fitting(folder, fingerprint, is_new_job)?;
+    let manifest = compatible_manifest(folder, fingerprint, is_new_job)?;
     for shard in &manifest.shards {
         let (of_parameters, of_slots) = shard.split(parameters.len());
         let floats = [&mut parameters[of_parameters], &mut slots[of_slots]];

@@ -184,7 +184,7 @@ impl Manifest {
     /// Checks that the job's model and data match this state.
     ///
     /// # Errors
-    /// Says what is different, and what is expected.
+    /// A message that explains what is different, and what is expected.
     pub(super) fn check_model_and_data(&self, fingerprint: &JobFingerprint) -> Result<(), String> {
         let (parameters, slots) = (fingerprint.parameters as u64, fingerprint.slots as u64);
         if self.parameters != parameters {
@@ -221,7 +221,7 @@ impl Manifest {
     /// Checks that a new job with these options has something left to train.
     ///
     /// # Errors
-    /// Says what prevents it, and what the user should change.
+    /// A message that explains what prevents it, and what the user should change.
     pub(super) fn check_options(&self, fingerprint: &JobFingerprint) -> Result<(), String> {
         let StateRecord { step, epochs_complete, ranges, .. } = &self.state;
         let reached = ranges.iter().map(|r| r.epoch + 1).max().unwrap_or(0).max(*epochs_complete);

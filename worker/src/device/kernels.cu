@@ -112,7 +112,7 @@ KERNEL(add, Add) {
 // A reduction to one partial result per thread.
 typedef struct {
     const void *values;
-    void *parts;
+    void *partials;
     u64 len;
     // Position of the first value in its tensor.
     u64 start;
@@ -123,7 +123,7 @@ KERNEL(nonfinite, Fold) {
     const u32 *values = (const u32 *)a.values;
     u64 count = 0;
     EACH(i, a.len) count += (values[i] & 0x7f800000u) == 0x7f800000u;
-    ((u64 *)a.parts)[THREAD] = count;
+    ((u64 *)a.partials)[THREAD] = count;
 }
 
 // ---- clipping ----
@@ -132,14 +132,14 @@ KERNEL(square_sums, Fold) {
     const float *values = (const float *)a.values;
     double sum = 0.0;
     EACH(i, a.len) sum += (double)values[i] * (double)values[i];
-    ((double *)a.parts)[THREAD] = sum;
+    ((double *)a.partials)[THREAD] = sum;
 }
 
 KERNEL(double_sums, Fold) {
     const double *values = (const double *)a.values;
     double sum = 0.0;
     EACH(i, a.len) sum += values[i];
-    ((double *)a.parts)[THREAD] = sum;
+    ((double *)a.partials)[THREAD] = sum;
 }
 
 typedef struct {
@@ -175,12 +175,12 @@ KERNEL(digests, Fold) {
         z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
         sum += z ^ (z >> 31);
     }
-    ((u64 *)a.parts)[THREAD] = sum;
+    ((u64 *)a.partials)[THREAD] = sum;
 }
 
 KERNEL(word_sums, Fold) {
     const u64 *values = (const u64 *)a.values;
     u64 sum = 0;
     EACH(i, a.len) sum += values[i];
-    ((u64 *)a.parts)[THREAD] = sum;
+    ((u64 *)a.partials)[THREAD] = sum;
 }

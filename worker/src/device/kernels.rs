@@ -26,9 +26,9 @@ pub(crate) struct Kernels {
     stream: Arc<CudaStream>,
     functions: Functions,
     /// Partial results: one per thread of the first pass.
-    parts: CudaSlice<u64>,
+    partials: CudaSlice<u64>,
     /// Partial results: one per thread of the second pass.
-    few: CudaSlice<u64>,
+    second_pass: CudaSlice<u64>,
     sums: CudaSlice<u64>,
     scale: CudaSlice<f32>,
 }
@@ -83,7 +83,7 @@ struct Add {
 #[repr(C)]
 struct Fold {
     values: u64,
-    parts: u64,
+    partials: u64,
     len: u64,
     start: u64,
 }
@@ -112,14 +112,14 @@ impl Kernels {
     /// Compiles the kernels for the device.
     ///
     /// # Errors
-    /// Says what is missing, and what the user should do.
+    /// A message that explains what is missing, and what the user should do.
     pub(crate) fn new(device: &Device) -> Result<Self, String> {
         let stream = device.stream().clone();
         let functions = Functions::load(stream.context())?;
         let no_memory = |error: DriverError| format!("not enough GPU memory: {error}");
         Ok(Self {
-            parts: stream.alloc_zeros(THREADS_MAX).map_err(no_memory)?,
-            few: stream.alloc_zeros(FEW).map_err(no_memory)?,
+            partials: stream.alloc_zeros(THREADS_MAX).map_err(no_memory)?,
+            second_pass: stream.alloc_zeros(SECOND_PASS_THREADS).map_err(no_memory)?,
             sums: stream.alloc_zeros(2).map_err(no_memory)?,
             scale: stream.alloc_zeros(1).map_err(no_memory)?,
             functions,
@@ -201,19 +201,31 @@ impl Kernels {
         slices: [CudaView<'_, f32>; 2],
         starts: [usize; 2],
     ) -> Result<[u64; 2], DeviceError> {
-        let Self { stream, functions, parts, few, sums, .. } = self;
+        let Self { stream, functions, partials, second_pass, sums, .. } = self;
         for (turn, (slice, start)) in slices.iter().zip(starts).enumerate() {
             let all = threads(slice.len());
             fold(
                 stream,
                 &functions.digests,
                 (slice.device_ptr(stream), slice.len(), start),
-                parts,
+                partials,
                 all,
             )?;
-            fold(stream, &functions.word_sums, (parts.device_ptr(stream), all, 0), few, FEW)?;
+            fold(
+                stream,
+                &functions.word_sums,
+                (partials.device_ptr(stream), all, 0),
+                second_pass,
+                SECOND_PASS_THREADS,
+            )?;
             let mut sum = sums.slice_mut(turn..turn + 1);
-            fold(stream, &functions.word_sums, (few.device_ptr(stream), FEW, 0), &mut sum, 1)?;
+            fold(
+                stream,
+                &functions.word_sums,
+                (second_pass.device_ptr(stream), SECOND_PASS_THREADS, 0),
+                &mut sum,
+                1,
+            )?;
         }
         let mut found = [0; 2];
         stream.memcpy_dtoh(sums, &mut found[..]).map_err(cuda("copy a digest to the host"))?;
@@ -223,12 +235,30 @@ impl Kernels {
 
     /// Whether no element is NaN or infinite. Synchronizes with the stream.
     pub(crate) fn is_finite(&mut self, slice: &CudaSlice<f32>) -> Result<bool, DeviceError> {
-        let Self { stream, functions, parts, few, sums, .. } = self;
+        let Self { stream, functions, partials, second_pass, sums, .. } = self;
         let all = threads(slice.len());
-        fold(stream, &functions.nonfinite, (slice.device_ptr(stream), slice.len(), 0), parts, all)?;
-        fold(stream, &functions.word_sums, (parts.device_ptr(stream), all, 0), few, FEW)?;
+        fold(
+            stream,
+            &functions.nonfinite,
+            (slice.device_ptr(stream), slice.len(), 0),
+            partials,
+            all,
+        )?;
+        fold(
+            stream,
+            &functions.word_sums,
+            (partials.device_ptr(stream), all, 0),
+            second_pass,
+            SECOND_PASS_THREADS,
+        )?;
         let mut sum = sums.slice_mut(..1);
-        fold(stream, &functions.word_sums, (few.device_ptr(stream), FEW, 0), &mut sum, 1)?;
+        fold(
+            stream,
+            &functions.word_sums,
+            (second_pass.device_ptr(stream), SECOND_PASS_THREADS, 0),
+            &mut sum,
+            1,
+        )?;
         let mut found = [0];
         stream
             .memcpy_dtoh(&sums.slice(..1), &mut found[..])
@@ -239,14 +269,32 @@ impl Kernels {
 
     /// Writes the factor for the gradient sum, which divides by the records and clips, to `scale`.
     fn clip(&mut self, limit: f64, records: u64, sum: &CudaSlice<f32>) -> Result<(), DeviceError> {
-        let Self { stream, functions, parts, few, scale, .. } = self;
+        let Self { stream, functions, partials, second_pass, scale, .. } = self;
         let all = threads(sum.len());
-        fold(stream, &functions.square_sums, (sum.device_ptr(stream), sum.len(), 0), parts, all)?;
-        fold(stream, &functions.double_sums, (parts.device_ptr(stream), all, 0), few, FEW)?;
-        let (square_sums, _few) = few.device_ptr(stream);
+        fold(
+            stream,
+            &functions.square_sums,
+            (sum.device_ptr(stream), sum.len(), 0),
+            partials,
+            all,
+        )?;
+        fold(
+            stream,
+            &functions.double_sums,
+            (partials.device_ptr(stream), all, 0),
+            second_pass,
+            SECOND_PASS_THREADS,
+        )?;
+        let (square_sums, _second_pass) = second_pass.device_ptr(stream);
         let (scale, _scale) = scale.device_ptr_mut(stream);
-        let clip = Clip { square_sums, scale, len: FEW as u64, limit, records: records as f64 };
-        // SAFETY: there are `FEW` sums and one scale; both stay borrowed until their last use is
+        let clip = Clip {
+            square_sums,
+            scale,
+            len: SECOND_PASS_THREADS as u64,
+            limit,
+            records: records as f64,
+        };
+        // SAFETY: there are `SECOND_PASS_THREADS` sums and one scale; both stay borrowed until their last use is
         // enqueued on the stream.
         unsafe { launch(stream, &functions.clip_scale, 1, &clip) }
     }
@@ -320,18 +368,18 @@ impl AdamW {
     }
 }
 
-/// Launches a reduction, which writes one partial result per thread to `parts`.
+/// Launches a reduction, which writes one partial result per thread to `partials`.
 fn fold<Guard>(
     stream: &Arc<CudaStream>,
     function: &CudaFunction,
     ((values, _values), len, start): ((u64, Guard), usize, usize),
-    parts: &mut impl DevicePtrMut<u64>,
+    partials: &mut impl DevicePtrMut<u64>,
     threads: usize,
 ) -> Result<(), DeviceError> {
-    assert!(threads <= parts.len(), "one partial result per thread");
-    let (parts, _parts) = parts.device_ptr_mut(stream);
-    let fold = Fold { values, parts, len: len as u64, start: start as u64 };
-    // SAFETY: the caller's guard keeps `len` values borrowed; `parts` has an element for each
+    assert!(threads <= partials.len(), "one partial result per thread");
+    let (partials, _partials) = partials.device_ptr_mut(stream);
+    let fold = Fold { values, partials, len: len as u64, start: start as u64 };
+    // SAFETY: the caller's guard keeps `len` values borrowed; `partials` has an element for each
     // thread.
     unsafe { launch(stream, function, threads, &fold) }
 }
@@ -395,7 +443,7 @@ const ELEMENTS_MIN: usize = 4;
 /// Maximum number of threads: about as many as the largest GPUs run concurrently.
 const THREADS_MAX: usize = 1 << 18;
 /// Number of threads of the second pass of a reduction.
-const FEW: usize = 2 * BLOCK;
+const SECOND_PASS_THREADS: usize = 2 * BLOCK;
 
 #[cfg(test)]
 mod tests;

@@ -28,7 +28,7 @@ impl DeviceState {
     /// Allocates the buffers, filled with zeros.
     ///
     /// # Errors
-    /// Says what is missing on this machine, and what the user should do.
+    /// A message that explains what is missing on this machine, and what the user should do.
     pub(crate) fn new(device: &Device, parameters: usize, slots: usize) -> Result<Self, String> {
         let kernels = Kernels::new(device)?;
         let zeros = |len: usize| {

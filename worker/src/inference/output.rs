@@ -44,7 +44,7 @@ pub(crate) enum Format {
 /// Checks that the output at `address` is empty and that it is writable.
 ///
 /// # Errors
-/// Says what is wrong, and what the user should do.
+/// A message that explains what is wrong, and what the user should do.
 pub(crate) fn check_output(address: &str) -> Result<(), String> {
     let output = Storage::open(address).map_err(|error| error.to_string())?;
     let found = output.list("").map_err(|error| error.to_string())?;
@@ -121,7 +121,7 @@ fn remove_leftovers(folder: &Path) -> io::Result<()> {
 /// Writes the rows of a shard.
 ///
 /// # Errors
-/// Says what could not be written, and why.
+/// A message that explains what could not be written, and why.
 pub(super) fn write_shard(
     output: &Output,
     format: Format,

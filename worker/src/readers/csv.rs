@@ -103,7 +103,9 @@ impl CsvRows {
     /// For each requested column, its number in the header.
     fn fields(&self, header: &ByteRecord) -> Result<Vec<usize>, String> {
         let names = || {
-            files::shown(&header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", "))
+            files::printable(
+                &header.iter().map(String::from_utf8_lossy).collect::<Vec<_>>().join(", "),
+            )
         };
         let field = |(name, _): &(String, Kind)| {
             let mut fields = (0..header.len()).filter(|&field| header[field] == *name.as_bytes());
@@ -127,7 +129,7 @@ impl CsvRows {
         let value = |((name, kind), &field): (&(String, Kind), &usize)| {
             let text = std::str::from_utf8(&record[field])
                 .map_err(|_| format!("column {name:?} is not UTF-8"))?;
-            let shown = || files::shown(text);
+            let shown = || files::printable(text);
             match kind {
                 Kind::F32 => match text.trim().parse::<f32>() {
                     Ok(number) if number.is_finite() => Ok(Value::F32(number)),

@@ -233,7 +233,7 @@ pub(super) fn io_error(path: &Path, source: io::Error) -> DataError {
 }
 
 /// Text from a file, escaped and truncated for an error message.
-pub(super) fn shown(text: &str) -> String {
+pub(super) fn printable(text: &str) -> String {
     let mut shown: String = text.escape_debug().take(SHOWN_MAX).collect();
     if text.len() > shown.len() {
         shown.push('…');

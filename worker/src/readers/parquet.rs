@@ -106,7 +106,7 @@ impl ParquetRows {
             let field = field.ok_or_else(|| {
                 let names: Vec<String> =
                     columns.iter().map(|column| column.path().string()).collect();
-                format!("no column {name:?}: the file has {}", files::shown(&names.join(", ")))
+                format!("no column {name:?}: the file has {}", files::printable(&names.join(", ")))
             })?;
             check(&columns[field], *kind).map_err(|reason| format!("column {name:?} {reason}"))?;
             Ok(field)

@@ -154,7 +154,10 @@ impl Object {
                 Ok(bytes)
             }
             Err(StorageError::NotFound { .. }) if versions::known(&self.address).is_some() => {
-                Err(DataError::Changed { path: self.address.clone(), reason: "it is gone".into() })
+                Err(DataError::Changed {
+                    path: self.address.clone(),
+                    reason: "it was deleted".into(),
+                })
             }
             // The object may have become shorter.
             Err(error) => {

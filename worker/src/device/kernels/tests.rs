@@ -51,39 +51,46 @@ impl Host {
         (len, start): (usize, usize),
         threads: usize,
     ) -> Vec<u64> {
-        let mut parts = vec![0u64; threads];
-        let fold =
-            Fold { values, parts: parts.as_mut_ptr() as u64, len: len as u64, start: start as u64 };
+        let mut partials = vec![0u64; threads];
+        let fold = Fold {
+            values,
+            partials: partials.as_mut_ptr() as u64,
+            len: len as u64,
+            start: start as u64,
+        };
         self.launch(name, threads, &fold);
-        parts
+        partials
     }
 
     /// Like [`Kernels::digests`], for one slice.
     fn digest(&self, slice: &[f32], start: usize) -> u64 {
         let all = threads(slice.len());
-        let parts = self.fold("digests", slice.as_ptr() as u64, (slice.len(), start), all);
-        let few = self.fold("word_sums", parts.as_ptr() as u64, (all, 0), FEW);
-        self.fold("word_sums", few.as_ptr() as u64, (FEW, 0), 1)[0]
+        let partials = self.fold("digests", slice.as_ptr() as u64, (slice.len(), start), all);
+        let second_pass =
+            self.fold("word_sums", partials.as_ptr() as u64, (all, 0), SECOND_PASS_THREADS);
+        self.fold("word_sums", second_pass.as_ptr() as u64, (SECOND_PASS_THREADS, 0), 1)[0]
     }
 
     /// See [`Kernels::is_finite`].
     fn is_finite(&self, slice: &[f32]) -> bool {
         let all = threads(slice.len());
-        let parts = self.fold("nonfinite", slice.as_ptr() as u64, (slice.len(), 0), all);
-        let few = self.fold("word_sums", parts.as_ptr() as u64, (all, 0), FEW);
-        self.fold("word_sums", few.as_ptr() as u64, (FEW, 0), 1) == [0]
+        let partials = self.fold("nonfinite", slice.as_ptr() as u64, (slice.len(), 0), all);
+        let second_pass =
+            self.fold("word_sums", partials.as_ptr() as u64, (all, 0), SECOND_PASS_THREADS);
+        self.fold("word_sums", second_pass.as_ptr() as u64, (SECOND_PASS_THREADS, 0), 1) == [0]
     }
 
     /// See [`Kernels::clip`].
     fn clip_scale(&self, limit: f64, records: u64, sum: &[f32]) -> f32 {
         let all = threads(sum.len());
-        let parts = self.fold("square_sums", sum.as_ptr() as u64, (sum.len(), 0), all);
-        let few = self.fold("double_sums", parts.as_ptr() as u64, (all, 0), FEW);
+        let partials = self.fold("square_sums", sum.as_ptr() as u64, (sum.len(), 0), all);
+        let second_pass =
+            self.fold("double_sums", partials.as_ptr() as u64, (all, 0), SECOND_PASS_THREADS);
         let mut scale = f32::NAN;
         let clip = Clip {
-            square_sums: few.as_ptr() as u64,
+            square_sums: second_pass.as_ptr() as u64,
             scale: std::ptr::from_mut(&mut scale) as u64,
-            len: FEW as u64,
+            len: SECOND_PASS_THREADS as u64,
             limit,
             records: records as f64,
         };
