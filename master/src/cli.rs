@@ -1,21 +1,21 @@
 //! The `elasticdl` command line.
 
-mod apart;
 mod background;
 mod checkpoint;
 mod client;
 mod cluster;
+mod dry_run;
 mod follow;
-mod interrupts;
+mod inference;
+mod job_options;
 mod master;
-mod plan;
-mod preview;
 mod remote;
+mod render;
 mod resilience;
+mod signals;
 mod status;
 mod train;
 mod validation;
-mod view;
 mod watch;
 mod zoo;
 
@@ -24,10 +24,10 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-pub use apart::{EvaluateArgs, FormatName, PredictArgs};
 pub use checkpoint::{CheckpointArgs, CheckpointOptions};
 pub use client::ScaleArgs;
-pub use cluster::{ClusterArgs, Format, Labels, PlaceArgs, Tolerations, Volumes};
+pub use cluster::{ClusterArgs, ClusterTarget, Format, Labels, Tolerations, Volumes};
+pub use inference::{EvaluateArgs, FormatName, PredictArgs};
 pub use master::MasterArgs;
 pub use remote::{DeleteArgs, ListArgs, LogsArgs, StopArgs};
 pub use resilience::ResilienceOptions;
@@ -108,11 +108,11 @@ pub fn main() -> ExitCode {
     let code = match Cli::parse().command {
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::Delete(args) => remote::delete(&args),
-        Command::Evaluate(args) => apart::evaluate(*args),
+        Command::Evaluate(args) => inference::evaluate(*args),
         Command::List(args) => remote::list(&args),
         Command::Logs(args) => remote::logs(&args),
         Command::Master(args) => master::master(&args),
-        Command::Predict(args) => apart::predict(*args),
+        Command::Predict(args) => inference::predict(*args),
         Command::Scale(args) => client::scale(&args),
         Command::Status(args) => status::status(&args),
         Command::Stop(args) => remote::stop(&args),

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use super::client::{directory_of, print};
-use super::plan::Plan;
+use super::job_options::LocalJob;
 use super::train::TrainArgs;
 use super::{EXIT_FAILED, EXIT_OK, Failure};
 use crate::jobdir::{self, JobDir, quoted};
@@ -23,17 +23,17 @@ pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
         Some(job) => directory_of(job),
         None => {
             let is_named = (args.job_name.is_some(), args.job_dir.is_some());
-            let plan = Plan::new(args)?;
-            JobDir::check(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+            let job = LocalJob::new(args)?;
+            JobDir::check(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
             // A name that was drawn at random, and a folder that follows from it, are what is
             // printed.
             if !is_named.0 {
-                added.extend(["--job-name".into(), plan.spec.name.into()]);
+                added.extend(["--job-name".into(), job.spec.name.into()]);
             }
             if !is_named.1 {
-                added.extend(["--job-dir".into(), plan.job_dir.clone().into()]);
+                added.extend(["--job-dir".into(), job.job_dir.clone().into()]);
             }
-            plan.job_dir
+            job.job_dir
         }
     };
     let failed = |e: std::io::Error| {

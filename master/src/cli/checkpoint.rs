@@ -9,11 +9,11 @@ use elasticdl_proto::v1;
 use tokio::time::Instant;
 
 use super::client::{Connection, print, to_failure};
-use super::cluster::PlaceArgs;
-use super::remote::{self, Found};
+use super::cluster::ClusterTarget;
+use super::remote::{self, JobLookup};
+use super::render::CheckpointsJson;
 use super::train::TrainArgs;
-use super::view::CheckpointsJson;
-use super::{Failure, new_runtime, plan};
+use super::{Failure, job_options, new_runtime};
 use crate::job::{CheckpointEvery, CheckpointSpec};
 use crate::jobdir;
 use crate::limits::STEPS_MAX;
@@ -26,12 +26,12 @@ pub struct CheckpointArgs {
     pub job: PathBuf,
 
     /// Wait for it at most this long.
-    #[arg(long, value_name = "DURATION", default_value = "10min", value_parser = plan::parse_timeout)]
+    #[arg(long, value_name = "DURATION", default_value = "10min", value_parser = job_options::parse_timeout)]
     pub timeout: Duration,
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
-    pub place: PlaceArgs,
+    pub target: ClusterTarget,
 }
 
 /// What `elasticdl train` is told about checkpoints.
@@ -76,7 +76,7 @@ impl CheckpointOptions {
     /// Where and when checkpoints are kept, and what the job begins with. Paths are made whole by
     /// `absolute`. A `local` job without a folder may keep them [in its
     /// directory](Self::in_job_dir).
-    pub(super) fn plan(
+    pub(super) fn spec(
         &self,
         local: bool,
         absolute: impl Fn(&str, &str) -> Result<String, Failure>,
@@ -107,7 +107,7 @@ impl CheckpointOptions {
             )));
         }
         let checkpoints =
-            whole("--checkpoint-dir", &dir)?.map(|dir| self.kept_in(dir, KEEP_DEFAULT));
+            whole("--checkpoint-dir", &dir)?.map(|dir| self.spec_in(dir, KEEP_DEFAULT));
         Ok((checkpoints, whole("--resume-from", &self.resume_from)?))
     }
 
@@ -119,10 +119,10 @@ impl CheckpointOptions {
         }
         // What is no text can't be told to workers.
         let dir = job_dir.join(jobdir::CHECKPOINTS).into_os_string().into_string().ok()?;
-        Some(CheckpointSpec { exclusive: true, ..self.kept_in(dir, KEEP_IN_JOB_DIR_DEFAULT) })
+        Some(CheckpointSpec { exclusive: true, ..self.spec_in(dir, KEEP_IN_JOB_DIR_DEFAULT) })
     }
 
-    fn kept_in(&self, dir: String, keep: u32) -> CheckpointSpec {
+    fn spec_in(&self, dir: String, keep: u32) -> CheckpointSpec {
         CheckpointSpec {
             dir,
             every: self.checkpoint_every.unwrap_or(CheckpointEvery::Time(EVERY_DEFAULT)),
@@ -133,7 +133,7 @@ impl CheckpointOptions {
 }
 
 /// On this machine, a path is taken from the current directory.
-pub(super) fn from_here(option: &str, path: &str) -> Result<String, Failure> {
+pub(super) fn absolute_path(option: &str, path: &str) -> Result<String, Failure> {
     let whole =
         std::path::absolute(path).map_err(|e| Failure::usage(format!("{option} {path}: {e}")))?;
     whole
@@ -143,7 +143,7 @@ pub(super) fn from_here(option: &str, path: &str) -> Result<String, Failure> {
 }
 
 /// In a cluster, a path is one of the workers' volumes.
-pub(super) fn from_volumes(
+pub(super) fn path_in_volume(
     args: &TrainArgs,
     mounts: &[&str],
     option: &str,
@@ -162,9 +162,9 @@ pub(super) fn from_volumes(
 
 /// Asks a job for a checkpoint, and waits for it; the exit code.
 pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
-    let root = match remote::find(&args.job, &args.place)? {
-        Found::InCluster(job) => return job.checkpoint(args.timeout),
-        Found::Here(root) => root,
+    let root = match remote::find(&args.job, &args.target)? {
+        JobLookup::Cluster(job) => return job.checkpoint(args.timeout),
+        JobLookup::Local(root) => root,
     };
     new_runtime()?.block_on(async {
         let mut connection =
@@ -173,13 +173,13 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
             client.checkpoint(request).await
         });
         let asked_at = ask.await.map_err(|status| to_failure(&root, &status))?.step;
-        let mut wait = Wait::new(args.timeout);
+        let mut wait = CheckpointWait::new(args.timeout);
         loop {
             let ask = connection
                 .ask(v1::StatusRequest {}, async |client, request| client.status(request).await);
             let status = ask.await.map_err(|status| to_failure(&root, &status))?;
             if let Some(code) =
-                wait.look(asked_at, status.checkpoints.map(CheckpointsJson::from))?
+                wait.poll(asked_at, status.checkpoints.map(CheckpointsJson::from))?
             {
                 return Ok(code);
             }
@@ -189,21 +189,21 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
 }
 
 /// Waits for the checkpoint that was asked for.
-pub(super) struct Wait {
+pub(super) struct CheckpointWait {
     until: Instant,
     limit: Duration,
     /// How many had failed before.
     failed: Option<u64>,
 }
 
-impl Wait {
+impl CheckpointWait {
     pub(super) fn new(limit: Duration) -> Self {
         Self { until: Instant::now() + limit, limit, failed: None }
     }
 
     /// What to make of the newest status, of a job that was at step `asked_at` when it was asked;
     /// the exit code, at the end.
-    pub(super) fn look(
+    pub(super) fn poll(
         &mut self,
         asked_at: u64,
         known: Option<CheckpointsJson>,
@@ -300,13 +300,13 @@ mod tests {
             error: error.map(Into::into),
             ..CheckpointsJson::default()
         };
-        let mut wait = Wait::new(Duration::from_secs(60));
+        let mut wait = CheckpointWait::new(Duration::from_secs(60));
         let old = known(10, 1, Some("long ago"));
-        assert!(wait.look(10, Some(old.clone())).is_ok_and(|code| code.is_none()));
-        assert!(wait.look(10, Some(known(11, 1, None))).is_ok_and(|code| code == Some(0)));
-        let failed = wait.look(10, Some(known(10, 2, Some("disk full"))));
+        assert!(wait.poll(10, Some(old.clone())).is_ok_and(|code| code.is_none()));
+        assert!(wait.poll(10, Some(known(11, 1, None))).is_ok_and(|code| code == Some(0)));
+        let failed = wait.poll(10, Some(known(10, 2, Some("disk full"))));
         assert!(failed.is_err_and(|failure| failure.text.contains("disk full")));
-        let late = Wait::new(Duration::ZERO).look(10, Some(old));
+        let late = CheckpointWait::new(Duration::ZERO).poll(10, Some(old));
         assert!(late.is_err_and(|failure| failure.text.contains("after 0 s")));
     }
 }

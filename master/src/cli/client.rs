@@ -10,9 +10,9 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 use v1::master_client::MasterClient;
 
-use super::cluster::PlaceArgs;
-use super::remote::{self, Found};
-use super::{EXIT_OK, Failure, new_runtime, plan};
+use super::cluster::ClusterTarget;
+use super::remote::{self, JobLookup};
+use super::{EXIT_OK, Failure, job_options, new_runtime};
 use crate::jobdir::{self, LookupError};
 use crate::token::Token;
 
@@ -24,19 +24,19 @@ pub struct ScaleArgs {
     pub job: PathBuf,
 
     /// Workers to keep, between the job's --min-workers and --max-workers.
-    #[arg(long, value_name = "N", value_parser = plan::parse_workers)]
+    #[arg(long, value_name = "N", value_parser = job_options::parse_workers)]
     pub num_workers: u32,
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
-    pub place: PlaceArgs,
+    pub target: ClusterTarget,
 }
 
 /// Asks a job for another number of workers; the exit code.
 pub(super) fn scale(args: &ScaleArgs) -> Result<u8, Failure> {
-    let root = match remote::find(&args.job, &args.place)? {
-        Found::InCluster(job) => return job.scale(args.num_workers),
-        Found::Here(root) => root,
+    let root = match remote::find(&args.job, &args.target)? {
+        JobLookup::Cluster(job) => return job.scale(args.num_workers),
+        JobLookup::Local(root) => root,
     };
     let runtime = new_runtime()?;
     let mut connection =

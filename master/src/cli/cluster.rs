@@ -9,9 +9,9 @@ use clap::builder::PossibleValuesParser;
 use clap::{Arg, Args, ValueEnum};
 use k8s_openapi::api::core::v1::Toleration;
 
-use super::checkpoint::from_volumes;
+use super::checkpoint::path_in_volume;
 use super::train::TrainArgs;
-use super::{EXIT_OK, Failure, follow, plan};
+use super::{EXIT_OK, Failure, follow, job_options};
 use crate::job::MAX_WORKERS_PER_POD;
 use crate::kube::certificates::Certificates;
 use crate::kube::client::{Cluster, ClusterChoice, ClusterError};
@@ -38,7 +38,7 @@ pub struct ClusterArgs {
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
-    pub place: PlaceArgs,
+    pub target: ClusterTarget,
 
     /// The service account that the master acts as; see manifests/rbac.yaml.
     #[arg(long, value_name = "NAME", default_value = "elasticdl", value_parser = options::parse_object_name,
@@ -62,7 +62,7 @@ pub struct ClusterArgs {
     ///
     /// They share what --worker-resources asks for, and are started, ended and replaced together.
     /// The numbers of workers are multiples of it.
-    #[arg(long, value_name = "K", value_parser = plan::parse_workers_per_pod, requires = "image",
+    #[arg(long, value_name = "K", value_parser = job_options::parse_workers_per_pod, requires = "image",
           conflicts_with = "local")]
     pub workers_per_pod: Option<u32>,
 
@@ -155,7 +155,7 @@ pub struct ClusterArgs {
 /// Where in which cluster.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = HEADING)]
-pub struct PlaceArgs {
+pub struct ClusterTarget {
     /// The namespace. [default: the context's]
     #[arg(long, short, value_name = "NAME", value_parser = options::parse_namespace)]
     pub namespace: Option<String>,
@@ -167,7 +167,7 @@ pub struct PlaceArgs {
     pub context: Option<String>,
 }
 
-impl PlaceArgs {
+impl ClusterTarget {
     /// Whether a cluster is meant, and no job of this machine.
     pub(super) fn is_given(&self) -> bool {
         self.namespace.is_some() || self.context.is_some()
@@ -179,7 +179,7 @@ impl PlaceArgs {
 }
 
 /// Refuses an option of clusters for a job of this machine, which it would mean nothing to.
-pub(super) fn apart_from_local(arg: Arg) -> Arg {
+pub(super) fn conflicting_with_local(arg: Arg) -> Arg {
     let is_for_both = ["image", "detach", "dry_run"].contains(&arg.get_id().as_str());
     match arg.get_help_heading() {
         Some(HEADING) if !is_for_both => arg.conflicts_with_all(["local", "resume"]),
@@ -217,13 +217,13 @@ fn parse_volumes(text: &str) -> Result<Volumes, String> {
 pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
     let runtime = super::new_runtime()?;
     let pods = pod_options(&args.cluster, image)?;
-    let place = args.cluster.place.clone();
+    let target = args.cluster.target.clone();
     if args.cluster.dry_run {
-        let namespace = match place.namespace {
+        let namespace = match target.namespace {
             Some(namespace) => namespace,
             // What would be used if there is a cluster; no server is asked.
             None => runtime
-                .block_on(Cluster::connect(&place.choice()))
+                .block_on(Cluster::connect(&target.choice()))
                 .map_or_else(|_| "default".into(), |cluster| cluster.namespace),
         };
         let request = request(args, pods, namespace)?;
@@ -231,7 +231,7 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
         return print(&objects.to_yaml());
     }
     runtime.block_on(async {
-        let cluster = Cluster::connect(&place.choice()).await.map_err(to_failure)?;
+        let cluster = Cluster::connect(&target.choice()).await.map_err(to_failure)?;
         let request = request(args, pods, cluster.namespace.clone())?;
         let objects = Objects::new(&request, draw(&request)?).map_err(to_usage)?;
         let job = &request.task.job;
@@ -253,7 +253,7 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
             // Nobody may be reading any more.
             let _ = writeln!(std::io::stderr(), "job {name} is submitted to the namespace {namespace}");
         }
-        follow::follow(&cluster, name, follow::Manner { quiet: args.quiet, summary: args.summary.clone() })
+        follow::follow(&cluster, name, follow::OutputMode { quiet: args.quiet, summary: args.summary.clone() })
             .await
     })
 }
@@ -276,7 +276,7 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
     })?;
     let name = match &args.job_name {
         Some(name) => name.clone(),
-        None => plan::default_name(Path::new(program.first().map_or("", String::as_str)))?,
+        None => job_options::default_name(Path::new(program.first().map_or("", String::as_str)))?,
     };
     if program.first().is_none_or(String::is_empty) {
         return Err(Failure::usage(
@@ -290,7 +290,9 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
     };
     let mounts: Vec<&str> = pods.volumes.iter().map(|v| v.mount.mount_path.as_str()).collect();
     let task = Task {
-        job: plan::job_spec(args, name, |option, path| from_volumes(args, &mounts, option, path))?,
+        job: job_options::job_spec(args, name, |option, path| {
+            path_in_volume(args, &mounts, option, path)
+        })?,
         master_timeout: args.master_timeout,
         priority_tiers,
         metrics_port: metrics_port(args.metrics_port)?,

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::cluster::to_failure;
 use super::master::code_of_state;
-use super::view::StatusJson;
+use super::render::StatusJson;
 use super::{EXIT_INTERRUPTED, Failure};
 use crate::job::{Summary, Time};
 use crate::jobdir;
@@ -22,7 +22,7 @@ use crate::report::{self, Paths};
 
 /// How a job is followed.
 #[derive(Clone, Debug)]
-pub(super) struct Manner {
+pub(super) struct OutputMode {
     /// Print nothing but errors.
     pub(super) quiet: bool,
     /// Write the summary here, too.
@@ -30,25 +30,33 @@ pub(super) struct Manner {
 }
 
 /// Why a job is not followed any more.
-enum Seen {
+enum FollowEnd {
     /// It has ended, with this summary.
     Summary(String),
     /// The user has seen enough.
-    Enough,
+    Detached,
 }
 
 /// Shows a job until it ends, or until the user has seen enough; the exit code.
-pub(super) async fn follow(cluster: &Cluster, job: &str, manner: Manner) -> Result<u8, Failure> {
-    let mut printer = Printer::new(manner.quiet);
+pub(super) async fn follow(
+    cluster: &Cluster,
+    job: &str,
+    output: OutputMode,
+) -> Result<u8, Failure> {
+    let mut printer = Printer::new(output.quiet);
     let seen = observe(cluster, job, &mut printer).await;
     printer.progress.end();
     match seen? {
-        Seen::Summary(summary) => end(&manner, &summary),
-        Seen::Enough => Ok(detach(job, &cluster.namespace)),
+        FollowEnd::Summary(summary) => end(&output, &summary),
+        FollowEnd::Detached => Ok(detach(job, &cluster.namespace)),
     }
 }
 
-async fn observe(cluster: &Cluster, job: &str, printer: &mut Printer) -> Result<Seen, Failure> {
+async fn observe(
+    cluster: &Cluster,
+    job: &str,
+    printer: &mut Printer,
+) -> Result<FollowEnd, Failure> {
     let no_signals = |e| Failure::failed(format!("can't handle signals: {e}"));
     let mut interrupt = signal(SignalKind::interrupt()).map_err(no_signals)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(no_signals)?;
@@ -70,38 +78,38 @@ async fn observe(cluster: &Cluster, job: &str, printer: &mut Printer) -> Result<
                     is_there = true;
                     printer.show(&data);
                     if let Some(summary) = data.get(SUMMARY) {
-                        return Ok(Seen::Summary(summary.clone()));
+                        return Ok(FollowEnd::Summary(summary.clone()));
                     }
                 }
             },
             sight = masters.next() => match sight {
                 MasterStatus::CannotStart(why) => {
                     stuck.since.get_or_insert_with(Instant::now);
-                    printer.say(&format!("the master can't start: {why}"));
+                    printer.print(&format!("the master can't start: {why}"));
                     stuck.why = why;
                 }
-                MasterStatus::Ended(why) => printer.say(&format!("a master has ended: {why}")),
+                MasterStatus::Ended(why) => printer.print(&format!("a master has ended: {why}")),
                 MasterStatus::Failed(why) => {
                     // The last word may be on its way.
                     let data = Anchor::new(cluster, job).read().await.map_err(to_failure)?.data.unwrap_or_default();
                     if let Some(summary) = data.get(SUMMARY) {
                         printer.show(&data);
-                        return Ok(Seen::Summary(summary.clone()));
+                        return Ok(FollowEnd::Summary(summary.clone()));
                     }
                     return Err(Failure::failed(format!("no master could finish the job {job}: {why}")));
                 }
                 MasterStatus::Running => {
                     stuck = Stuck::default();
-                    printer.say("the master runs");
+                    printer.print("the master runs");
                 }
-                MasterStatus::Pending(why) => printer.say(&format!("the master waits: {why}")),
+                MasterStatus::Pending(why) => printer.print(&format!("the master waits: {why}")),
             },
             () = stuck.due() => {
                 let hint = format!("`elasticdl delete {job} --namespace {namespace}` removes the job");
                 return Err(Failure::failed(format!("the master can't start: {}; {hint}", stuck.why)));
             }
-            _ = interrupt.recv() => return Ok(Seen::Enough),
-            _ = terminate.recv() => return Ok(Seen::Enough),
+            _ = interrupt.recv() => return Ok(FollowEnd::Detached),
+            _ = terminate.recv() => return Ok(FollowEnd::Detached),
         }
     }
 }
@@ -116,17 +124,17 @@ fn detach(job: &str, namespace: &str) -> u8 {
     EXIT_INTERRUPTED
 }
 
-fn end(manner: &Manner, text: &str) -> Result<u8, Failure> {
+fn end(output: &OutputMode, text: &str) -> Result<u8, Failure> {
     let summary: Summary = serde_json::from_str(text).map_err(|e| {
         Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
     })?;
-    if !manner.quiet {
+    if !output.quiet {
         let mut table = Vec::new();
         report::write_table(&mut table, &summary, Paths::default())
             .expect("a vector takes any bytes");
         let _ = stdout().write_all(&table);
     }
-    if let Some(path) = &manner.summary {
+    if let Some(path) = &output.summary {
         jobdir::write_atomically(path, text.as_bytes()).map_err(|e| {
             Failure::failed(format!("can't write the summary {}: {e}", path.display()))
         })?;
@@ -193,7 +201,7 @@ impl Printer {
             .saturating_sub(self.events_emitted)
             .saturating_sub(new.len() as u64);
         if missed > 0 {
-            self.say(&format!("({missed} lines before this are in the master's log)"));
+            self.print(&format!("({missed} lines before this are in the master's log)"));
         }
         let first = status.events.len() - new.len();
         for (index, event) in new.iter().enumerate() {
@@ -203,8 +211,8 @@ impl Printer {
                 .copied()
                 .filter(|at| at.is_finite() && *at >= 0.0);
             match at.and_then(|at| Duration::try_from_secs_f64(at).ok()) {
-                Some(at) => self.say_at(Time(at), event),
-                None => self.say(event),
+                Some(at) => self.print_at(Time(at), event),
+                None => self.print(event),
             }
         }
         self.events_emitted = status.events_emitted;
@@ -213,12 +221,12 @@ impl Printer {
     }
 
     /// Shows a line, unless it is the one before.
-    fn say(&mut self, text: &str) {
-        self.say_at(self.now(), text);
+    fn print(&mut self, text: &str) {
+        self.print_at(self.now(), text);
     }
 
-    /// As [`Printer::say`], of something that happened then.
-    fn say_at(&mut self, time: Time, text: &str) {
+    /// As [`Printer::print`], of something that happened then.
+    fn print_at(&mut self, time: Time, text: &str) {
         if self.last != text {
             self.last = text.into();
             self.progress.say(time, text.into());

@@ -19,8 +19,8 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::cluster::to_failure;
-use super::view::StatusJson;
-use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, plan};
+use super::render::StatusJson;
+use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, job_options};
 use crate::entrance::{Entrance, Identity};
 use crate::job::{JobRecord, Outcome, Snapshot, Status};
 use crate::kube::anchor::{
@@ -50,7 +50,7 @@ use crate::token::Token;
 #[derive(Args, Debug)]
 pub struct MasterArgs {
     /// The job's name; its anchor says the rest.
-    #[arg(long, value_name = "NAME", value_parser = plan::parse_job_name)]
+    #[arg(long, value_name = "NAME", value_parser = job_options::parse_job_name)]
     pub job_name: String,
 
     /// This master's pod.
@@ -87,15 +87,15 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
     let anchor = Anchor::new(&cluster, &args.job_name);
     let ConfigMap { metadata: meta, data, .. } = anchor.read().await.map_err(to_failure)?;
     // Who waits for the lease is alive, too.
-    let pages = Pages::serve(&data.unwrap_or_default()).await?;
+    let http = HttpServer::serve(&data.unwrap_or_default()).await?;
     let mut lease = tokio::select! {
         lease = LeaderLease::acquire(&cluster, &meta, &args.pod) => lease.map_err(to_failure)?,
         _ = terminate.recv() => return Ok(EXIT_TERMINATED),
     };
     let (tell_keeper, keeper) = oneshot::channel();
     let give_up = Notify::new();
-    let lead = Lead { args, cluster: &cluster, anchor: &anchor, give_up: &give_up };
-    let leading = lead.run(lease.guard(), &pages, tell_keeper);
+    let lead = Leader { args, cluster: &cluster, anchor: &anchor, give_up: &give_up };
+    let leading = lead.run(lease.guard(), &http, tell_keeper);
     tokio::pin!(leading);
     let code = tokio::select! {
         code = &mut leading => code,
@@ -118,7 +118,7 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
 }
 
 /// What a master does its work with, while the lease is held.
-struct Lead<'a> {
+struct Leader<'a> {
     args: &'a MasterArgs,
     cluster: &'a Cluster,
     anchor: &'a Anchor,
@@ -126,12 +126,12 @@ struct Lead<'a> {
     give_up: &'a Notify,
 }
 
-impl Lead<'_> {
+impl Leader<'_> {
     /// Leads the job; the exit code. Where the job has failed, the Job fails with this master.
     async fn run(
         &self,
         warrant: LeaseGuard,
-        pages: &Pages,
+        http: &HttpServer,
         tell_keeper: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         // What the master before this one has written last is there by now.
@@ -141,7 +141,7 @@ impl Lead<'_> {
                 info!("the job has ended before; this master has nothing to do");
                 (Ok(code), false)
             }
-            Ok(submitted) => (self.conduct(submitted, warrant, pages, tell_keeper).await, true),
+            Ok(submitted) => (self.conduct(submitted, warrant, http, tell_keeper).await, true),
             Err(failure) => (Err(failure), true),
         };
         // What a job was asked for does not get better either.
@@ -159,11 +159,11 @@ impl Lead<'_> {
         &self,
         submitted: Submitted,
         warrant: LeaseGuard,
-        pages: &Pages,
+        http: &HttpServer,
         tell_keeper: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         let Self { args, cluster, anchor, give_up } = *self;
-        lead(args, (cluster, anchor), submitted, warrant, pages, tell_keeper, give_up).await
+        lead(args, (cluster, anchor), submitted, warrant, http, tell_keeper, give_up).await
     }
 }
 
@@ -173,7 +173,7 @@ async fn lead(
     (cluster, anchor): (&Cluster, &Anchor),
     mut submitted: Submitted,
     warrant: LeaseGuard,
-    pages: &Pages,
+    http: &HttpServer,
     tell_keeper: oneshot::Sender<PersistedWatch>,
     give_up: &Notify,
 ) -> Result<u8, Failure> {
@@ -229,13 +229,13 @@ async fn lead(
         pods.has_trained();
     }
     let keeper = PersistedJobWriter::new(writer.clone(), warrant.clone(), recorder, data);
-    let _ = pages.lead.set(warrant.clone());
+    let _ = http.lead.set(warrant.clone());
     let office = Office { incarnation: submitted.incarnation, warrant };
     // Who waits for it may have gone.
     let _ = tell_keeper.send(keeper.watch());
     let entrance = Entrance { listener, token, identity: Some(identity) };
-    let published = pages.publish.subscribe();
-    let progress = Progress::on_stderr().published(pages.publish.clone());
+    let published = http.publish.subscribe();
+    let progress = Progress::on_stderr().published(http.publish.clone());
     let events = match &submitted.task.tensorboard_dir {
         Some(folder) => {
             let events = EventFile::create(folder, &args.job_name).map_err(|e| {
@@ -268,13 +268,13 @@ async fn lead(
 }
 
 /// What a master shows over HTTP from its start on.
-struct Pages {
+struct HttpServer {
     publish: watch::Sender<Option<Snapshot>>,
     /// Set once this master leads.
     lead: Arc<OnceLock<LeaseGuard>>,
 }
 
-impl Pages {
+impl HttpServer {
     /// Serves them on the port that the anchor names.
     async fn serve(anchor: &Data) -> Result<Self, Failure> {
         let task = anchor.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
@@ -282,11 +282,11 @@ impl Pages {
         let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).await.map_err(|e| {
             Failure::failed(format!("can't listen on port {port} for metrics: {e}"))
         })?;
-        let pages = Self { publish: watch::Sender::new(None), lead: Arc::default() };
-        let lead = Arc::clone(&pages.lead);
+        let http = Self { publish: watch::Sender::new(None), lead: Arc::default() };
+        let lead = Arc::clone(&http.lead);
         let ready: metrics::Ready = Arc::new(move || lead.get().is_some_and(LeaseGuard::is_valid));
-        tokio::spawn(metrics::serve(listener, pages.publish.subscribe(), ready));
-        Ok(pages)
+        tokio::spawn(metrics::serve(listener, http.publish.subscribe(), ready));
+        Ok(http)
     }
 }
 
@@ -383,7 +383,7 @@ async fn publish(
     writer: &AnchorWriter,
     mut published: watch::Receiver<Option<Snapshot>>,
     age: Duration,
-    times: &RefCell<Times>,
+    times: &RefCell<EventTimes>,
 ) {
     let mut pace = WriteThrottle::default();
     let start = Instant::now();
@@ -396,7 +396,7 @@ async fn publish(
             continue;
         };
         times.borrow_mut().note(age + start.elapsed(), status.events_emitted);
-        let news = news_of(&status);
+        let news = status_digest(&status);
         let due = pace.due(Instant::now(), news);
         if due > Instant::now() {
             tokio::select! {
@@ -416,7 +416,7 @@ async fn publish(
     }
 }
 
-fn status_json(status: Status, times: &Times) -> String {
+fn status_json(status: Status, times: &EventTimes) -> String {
     let mut status = StatusJson::from(service::status_reply(status));
     status.events_at_s = times.of_last(status.events.len());
     status.into_json_within(STATUS_BYTES_MAX)
@@ -424,13 +424,13 @@ fn status_json(status: Status, times: &Times) -> String {
 
 /// When the lines of a job's story were said, by its age.
 #[derive(Debug, Default)]
-struct Times {
+struct EventTimes {
     said: u64,
     /// Of the newest lines.
     at: VecDeque<Duration>,
 }
 
-impl Times {
+impl EventTimes {
     /// At this age of the job, so many lines have been said.
     fn note(&mut self, age: Duration, said: u64) {
         let new = said.saturating_sub(self.said).min(LINES_MAX as u64);
@@ -451,7 +451,7 @@ impl Times {
 }
 
 /// A digest of what is worth a write of its own.
-fn news_of(status: &Status) -> u64 {
+fn status_digest(status: &Status) -> u64 {
     let mut hasher = DefaultHasher::new();
     (status.state, status.generation.0, status.workers_desired, &status.events).hash(&mut hasher);
     // One that is asked for is waited for.
@@ -470,7 +470,7 @@ async fn write_end(
     writer: &AnchorWriter,
     ended: &Ended,
     status: Option<Status>,
-    times: &Times,
+    times: &EventTimes,
 ) -> Result<(), Failure> {
     let mut summary = ended.summary.clone();
     // An anchor holds a megabyte. The last changes tell most.
@@ -581,7 +581,7 @@ const STATUS_BYTES_MAX: usize = 224 << 10;
 const SUMMARY_BYTES_MAX: usize = 256 << 10;
 
 #[cfg(test)]
-mod rest;
+mod api_budget;
 #[cfg(test)]
 mod tests {
     use super::*;

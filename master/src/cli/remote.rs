@@ -15,10 +15,10 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
-use super::checkpoint::Wait;
+use super::checkpoint::CheckpointWait;
 use super::client::{directory_of, print};
-use super::cluster::{PlaceArgs, to_failure};
-use super::view::StatusJson;
+use super::cluster::{ClusterTarget, to_failure};
+use super::render::StatusJson;
 use super::{EXIT_OK, Failure, follow, new_runtime};
 use crate::job::LaunchId;
 use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted};
@@ -39,7 +39,7 @@ pub struct DeleteArgs {
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
-    pub place: PlaceArgs,
+    pub target: ClusterTarget,
 }
 
 /// What `elasticdl list` is told.
@@ -51,7 +51,7 @@ pub struct ListArgs {
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
-    pub place: PlaceArgs,
+    pub target: ClusterTarget,
 }
 
 /// What `elasticdl logs` is told.
@@ -71,7 +71,7 @@ pub struct LogsArgs {
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
-    pub place: PlaceArgs,
+    pub target: ClusterTarget,
 }
 
 /// What `elasticdl stop` is told.
@@ -83,37 +83,37 @@ pub struct StopArgs {
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
-    pub place: PlaceArgs,
+    pub target: ClusterTarget,
 }
 
 /// Where a job is.
-pub(super) enum Found {
+pub(super) enum JobLookup {
     /// In this directory, which may not be there.
-    Here(PathBuf),
+    Local(PathBuf),
     /// In a cluster, where it may not be either.
-    InCluster(Box<ClusterJob>),
+    Cluster(Box<ClusterJob>),
 }
 
 /// Finds a job by what the user calls it.
-pub(super) fn find(job: &Path, place: &PlaceArgs) -> Result<Found, Failure> {
+pub(super) fn find(job: &Path, target: &ClusterTarget) -> Result<JobLookup, Failure> {
     let directory = directory_of(job);
     let is_path = directory == job;
-    if is_path && place.is_given() {
+    if is_path && target.is_given() {
         return Err(Failure::usage(
             "a job in a cluster has a name; a path goes without --namespace and --context",
         ));
     }
     if is_path
-        || (!place.is_given() && directory.is_dir())
-        || (!place.is_given() && !Cluster::is_configured())
+        || (!target.is_given() && directory.is_dir())
+        || (!target.is_given() && !Cluster::is_configured())
     {
-        return Ok(Found::Here(directory));
+        return Ok(JobLookup::Local(directory));
     }
     let name = job.to_str().ok_or_else(|| Failure::usage("the job's name is not UTF-8"))?;
     let runtime = new_runtime()?;
-    let cluster = runtime.block_on(Cluster::connect(&place.choice())).map_err(to_failure)?;
+    let cluster = runtime.block_on(Cluster::connect(&target.choice())).map_err(to_failure)?;
     let anchor = Anchor::new(&cluster, name);
-    Ok(Found::InCluster(Box::new(ClusterJob { runtime, anchor, cluster, name: name.into() })))
+    Ok(JobLookup::Cluster(Box::new(ClusterJob { runtime, anchor, cluster, name: name.into() })))
 }
 
 /// A job in a cluster.
@@ -174,8 +174,8 @@ impl ClusterJob {
 
     /// Shows it until it ends; the exit code.
     pub(super) fn follow(&self) -> Result<u8, Failure> {
-        let manner = follow::Manner { quiet: false, summary: None };
-        self.runtime.block_on(follow::follow(&self.cluster, &self.name, manner))
+        let output = follow::OutputMode { quiet: false, summary: None };
+        self.runtime.block_on(follow::follow(&self.cluster, &self.name, output))
     }
 
     /// Asks for another number of workers.
@@ -209,10 +209,10 @@ impl ClusterJob {
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         self.wish(CHECKPOINT, now.as_millis().to_string())?;
-        let mut wait = Wait::new(timeout);
+        let mut wait = CheckpointWait::new(timeout);
         loop {
             let data = self.data()?;
-            if let Some(code) = wait.look(asked_at, known(&data).1)? {
+            if let Some(code) = wait.poll(asked_at, known(&data).1)? {
                 return Ok(code);
             }
             self.check_running(&data)?;
@@ -253,12 +253,12 @@ impl ClusterJob {
 
 /// Removes a job; the exit code.
 pub(super) fn delete(args: &DeleteArgs) -> Result<u8, Failure> {
-    match find(&args.job, &args.place)? {
-        Found::InCluster(job) => {
+    match find(&args.job, &args.target)? {
+        JobLookup::Cluster(job) => {
             job.runtime.block_on(submit::delete(&job.cluster, &job.name)).map_err(to_failure)?;
             print(&format!("{} and all that it made is deleted\n", job.name))
         }
-        Found::Here(root) => {
+        JobLookup::Local(root) => {
             let left = jobdir::delete(&root).map_err(|error| match error {
                 DeleteError::Lookup(error) => Failure::usage(error.to_string()),
                 DeleteError::InUse(error @ JobDirError::Running { .. }) => {
@@ -286,12 +286,12 @@ pub(super) fn delete(args: &DeleteArgs) -> Result<u8, Failure> {
 /// Shows all jobs; the exit code.
 pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
     let mut rows = Vec::new();
-    if !args.place.is_given() {
+    if !args.target.is_given() {
         rows.extend(local_rows(&jobdir::default_root()));
     }
-    if args.place.is_given() || (!args.local && Cluster::is_configured()) {
+    if args.target.is_given() || (!args.local && Cluster::is_configured()) {
         let listed = new_runtime()?.block_on(async {
-            let cluster = Cluster::connect(&args.place.choice()).await?;
+            let cluster = Cluster::connect(&args.target.choice()).await?;
             let anchors = anchor::list_all(&cluster).await?;
             let failed = master_pods::failed_jobs(&cluster).await;
             let mut rows = Vec::new();
@@ -314,9 +314,9 @@ pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
 
 /// Stops a job; the exit code.
 pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
-    match find(&args.job, &args.place)? {
-        Found::InCluster(job) => job.stop(),
-        Found::Here(root) => {
+    match find(&args.job, &args.target)? {
+        JobLookup::Cluster(job) => job.stop(),
+        JobLookup::Local(root) => {
             let told = jobdir::stop(&root).map_err(|error| match error {
                 StopError::Lookup(LookupError::NotRunning { .. }) => {
                     Failure::failed(error.to_string())
@@ -339,8 +339,8 @@ pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
 
 /// Shows logs; the exit code.
 pub(super) fn logs(args: &LogsArgs) -> Result<u8, Failure> {
-    match find(&args.job, &args.place)? {
-        Found::InCluster(job) => {
+    match find(&args.job, &args.target)? {
+        JobLookup::Cluster(job) => {
             let source =
                 args.launch.map_or(LogSource::Master, |launch| LogSource::Worker(LaunchId(launch)));
             let copied = job.runtime.block_on(logs::copy(
@@ -353,7 +353,7 @@ pub(super) fn logs(args: &LogsArgs) -> Result<u8, Failure> {
             ));
             copied.map_err(to_failure).map(|()| EXIT_OK)
         }
-        Found::Here(root) => {
+        JobLookup::Local(root) => {
             if let Err(error @ LookupError::NoSuchJob { .. }) = jobdir::look_up(&root) {
                 return Err(Failure::usage(error.to_string()));
             }
@@ -466,10 +466,10 @@ ns         job  completed  -         3/4
 
     #[test]
     fn a_path_is_no_job_of_a_cluster() {
-        let place = PlaceArgs { namespace: Some("ml".into()), context: None };
-        assert!(find(Path::new("./job"), &place).is_err());
+        let target = ClusterTarget { namespace: Some("ml".into()), context: None };
+        assert!(find(Path::new("./job"), &target).is_err());
         assert!(
-            matches!(find(Path::new("./job"), &PlaceArgs::default()), Ok(Found::Here(path)) if path == Path::new("./job"))
+            matches!(find(Path::new("./job"), &ClusterTarget::default()), Ok(JobLookup::Local(path)) if path == Path::new("./job"))
         );
     }
 }

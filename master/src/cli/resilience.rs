@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::plan;
+use super::job_options;
 use crate::job::OnNonfinite;
 
 /// What `elasticdl train` is told about trouble.
@@ -36,7 +36,7 @@ pub struct ResilienceOptions {
     /// state. When all workers that hold the state get it, as on a spot notice, they keep a
     /// checkpoint first, if there is a place for checkpoints. So this must be longer than a step
     /// and the writing of a checkpoint.
-    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = plan::parse_timeout)]
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = job_options::parse_timeout)]
     pub grace_period: Duration,
 }
 

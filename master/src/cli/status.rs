@@ -7,10 +7,10 @@ use clap::Args;
 use elasticdl_proto::v1;
 
 use super::client::{Connection, print, to_failure};
-use super::cluster::PlaceArgs;
-use super::remote::{self, Found};
-use super::view::{StatusJson, to_table};
-use super::{Failure, new_runtime, plan, watch};
+use super::cluster::ClusterTarget;
+use super::remote::{self, JobLookup};
+use super::render::{StatusJson, to_table};
+use super::{Failure, job_options, new_runtime, watch};
 
 /// What `elasticdl status` is told.
 #[derive(Args, Debug)]
@@ -32,18 +32,18 @@ pub struct StatusArgs {
     pub watch: bool,
 
     /// How often --watch looks at the job.
-    #[arg(long, value_name = "DURATION", default_value = "500ms", value_parser = plan::parse_interval,
+    #[arg(long, value_name = "DURATION", default_value = "500ms", value_parser = job_options::parse_interval,
           requires = "watch")]
     pub interval: Duration,
 
     /// How long --watch waits for a master that is gone: another may take its place.
-    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = plan::parse_timeout,
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = job_options::parse_timeout,
           requires = "watch")]
     pub master_timeout: Duration,
 
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
-    pub place: PlaceArgs,
+    pub target: ClusterTarget,
 }
 
 const AFTER_HELP: &str = "\
@@ -80,16 +80,16 @@ Exit codes:
 
 /// Shows a job's status; the exit code.
 pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
-    let root = match remote::find(&args.job, &args.place)? {
-        Found::InCluster(job) if args.watch && !args.json => return job.follow(),
-        Found::InCluster(_) if args.watch => {
+    let root = match remote::find(&args.job, &args.target)? {
+        JobLookup::Cluster(job) if args.watch && !args.json => return job.follow(),
+        JobLookup::Cluster(_) if args.watch => {
             return Err(Failure::usage("in a cluster, --watch goes without --json"));
         }
-        Found::InCluster(job) => {
+        JobLookup::Cluster(job) => {
             let status = job.status()?;
             return print(&if args.json { status.to_pretty_json() } else { to_table(&status) });
         }
-        Found::Here(root) => root,
+        JobLookup::Local(root) => root,
     };
     let runtime = new_runtime()?;
     if args.watch {

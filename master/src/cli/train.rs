@@ -18,12 +18,12 @@ use tracing::{info, warn};
 use super::checkpoint::CheckpointOptions;
 use super::client::directory_of;
 use super::cluster::{self, ClusterArgs};
-use super::interrupts::{Patience, Signals, Stop};
-use super::plan::{self, Plan};
+use super::job_options::{self, LocalJob};
 use super::resilience::ResilienceOptions;
+use super::signals::{Signals, Stop, StopEscalation};
 use super::validation::ValidationOptions;
 use super::{
-    EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, preview, print_error, print_warning,
+    EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, dry_run, print_error, print_warning,
 };
 use crate::entrance::Entrance;
 use crate::job::{self, Outcome, Time, WireDtype};
@@ -42,7 +42,7 @@ use crate::tensorboard::{self, EventFile};
                       elasticdl train --image <IMG> --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
                       elasticdl train --resume <JOB>",
     after_long_help = AFTER_HELP,
-    mut_args(cluster::apart_from_local)
+    mut_args(cluster::conflicting_with_local)
 )]
 pub struct TrainArgs {
     /// Run master and workers as processes of this machine; without a cluster.
@@ -57,7 +57,7 @@ pub struct TrainArgs {
     /// 6 random digits]
     ///
     /// `elasticdl status` and `elasticdl scale` find the job by it.
-    #[arg(long, value_name = "NAME", value_parser = plan::parse_job_name, help_heading = WHERE)]
+    #[arg(long, value_name = "NAME", value_parser = job_options::parse_job_name, help_heading = WHERE)]
     pub job_name: Option<String>,
 
     /// Directory for the job's logs, summary and token. [default: ~/.local/state/elasticdl/NAME]
@@ -74,7 +74,7 @@ pub struct TrainArgs {
     ///
     /// Workers that PROGRAM starts elsewhere (a container, a network namespace) need one that they
     /// can reach. They take part with their own address on the way to it. The port is a free one.
-    #[arg(long, value_name = "IP", default_value = "127.0.0.1", value_parser = plan::parse_listen,
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1", value_parser = job_options::parse_listen,
           help_heading = WHERE)]
     pub listen: IpAddr,
 
@@ -89,17 +89,17 @@ pub struct TrainArgs {
     /// Workers to keep running. [default: 2]
     ///
     /// Where pods hold several workers, by default at least one pod's.
-    #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
+    #[arg(long, value_name = "N", value_parser = job_options::parse_workers, help_heading = WORKERS)]
     pub num_workers: Option<u32>,
 
     /// With fewer workers than this, the others wait. [default: 1]
     ///
     /// Where pods hold several workers, by default one pod's.
-    #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
+    #[arg(long, value_name = "N", value_parser = job_options::parse_workers, help_heading = WORKERS)]
     pub min_workers: Option<u32>,
 
     /// `elasticdl scale` can go up to this. [default: twice --num-workers, at least 8]
-    #[arg(long, value_name = "N", value_parser = plan::parse_workers, help_heading = WORKERS)]
+    #[arg(long, value_name = "N", value_parser = job_options::parse_workers, help_heading = WORKERS)]
     pub max_workers: Option<u32>,
 
     /// Crashes and errors of workers, without progress between them, after which the job fails.
@@ -114,7 +114,7 @@ pub struct TrainArgs {
     ///
     /// By the default it is out within a second. A worker whose model computes is not silent,
     /// however long it takes, and one that only the master cannot hear trains on.
-    #[arg(long, value_name = "DURATION", default_value = "800ms", value_parser = plan::parse_worker_timeout,
+    #[arg(long, value_name = "DURATION", default_value = "800ms", value_parser = job_options::parse_worker_timeout,
           help_heading = WORKERS)]
     pub worker_timeout: Duration,
 
@@ -126,7 +126,7 @@ pub struct TrainArgs {
     /// be gone. [default: 30s; with --image 15min, which is more than a cluster takes to replace a
     /// lost node's master]
     #[arg(long, value_name = "DURATION", default_value = "30s", hide_default_value = true,
-          default_value_if("image", ArgPredicate::IsPresent, "15min"), value_parser = plan::parse_timeout,
+          default_value_if("image", ArgPredicate::IsPresent, "15min"), value_parser = job_options::parse_timeout,
           help_heading = WORKERS)]
     pub master_timeout: Duration,
 
@@ -154,26 +154,26 @@ pub struct TrainArgs {
     pub training_data: Option<String>,
 
     /// Passes over the data.
-    #[arg(long, value_name = "N", default_value = "1", value_parser = plan::parse_epochs,
+    #[arg(long, value_name = "N", default_value = "1", value_parser = job_options::parse_epochs,
           help_heading = DATA)]
     pub num_epochs: u32,
 
     /// Stop after exactly this many steps, if the data has not ended before. [default: no limit]
-    #[arg(long, value_name = "N", value_parser = plan::parse_steps, help_heading = DATA)]
+    #[arg(long, value_name = "N", value_parser = job_options::parse_steps, help_heading = DATA)]
     pub max_steps: Option<u64>,
 
     /// Records of a step over all workers, however many there are. [default: 64]
-    #[arg(long, value_name = "RECORDS", value_parser = plan::parse_batch, conflicts_with = "minibatch_size",
+    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_batch, conflicts_with = "minibatch_size",
           help_heading = DATA)]
     pub global_batch_size: Option<u64>,
 
     /// Records of a step per worker: the step grows with the number of workers.
-    #[arg(long, value_name = "RECORDS", value_parser = plan::parse_batch, help_heading = DATA)]
+    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_batch, help_heading = DATA)]
     pub minibatch_size: Option<u64>,
 
     /// Records of a shard, the unit in which data is shuffled and handed out. [default: from the
     /// size of the data]
-    #[arg(long, value_name = "RECORDS", value_parser = plan::parse_shard, help_heading = DATA)]
+    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_shard, help_heading = DATA)]
     pub records_per_shard: Option<u64>,
 
     /// Draw a new order of shards for each epoch. This is the default.
@@ -209,7 +209,7 @@ pub struct TrainArgs {
     /// Workers write it, so in a cluster the path must lie in a --volume. It is there as a whole or
     /// not at all, also when the job is stopped before its end; what cannot be written to is found
     /// out before the training.
-    #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = OUTPUT)]
+    #[arg(long, value_name = "URI", value_parser = job_options::parse_uri, help_heading = OUTPUT)]
     pub export: Option<String>,
 
     /// Serve metrics for Prometheus on this port, at /metrics; 0 takes a free one. [default: with
@@ -283,7 +283,7 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
         return cluster::train(&args, &image);
     }
     if args.cluster.dry_run {
-        return preview::show(args);
+        return dry_run::show(args);
     }
     if args.cluster.detach {
         return background::start(args);
@@ -339,17 +339,17 @@ struct Work {
 }
 
 enum Task {
-    Begin(Box<Plan>),
+    Begin(Box<LocalJob>),
     Resume(Box<AbandonedJob>),
 }
 
 impl Work {
     fn begin(args: TrainArgs) -> Result<(Self, JobDir), Failure> {
-        let mut plan = Plan::new(args)?;
-        let dir = JobDir::create(&plan.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
-        plan.keep_checkpoints_in(dir.path());
-        let (summary, quiet) = (plan.summary.clone(), plan.quiet);
-        Ok((Self { task: Task::Begin(Box::new(plan)), summary, quiet }, dir))
+        let mut job = LocalJob::new(args)?;
+        let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+        job.keep_checkpoints_in(dir.path());
+        let (summary, quiet) = (job.summary.clone(), job.quiet);
+        Ok((Self { task: Task::Begin(Box::new(job)), summary, quiet }, dir))
     }
 
     fn resume(job: &Path, quiet: bool) -> Result<(Self, JobDir), Failure> {
@@ -374,9 +374,9 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
         move |e: std::io::Error| Failure::failed(format!("can't {what}: {e}"))
     };
     let listener = match &task {
-        Task::Begin(plan) => TcpListener::bind((plan.listen, 0)).await.map_err(|e| {
+        Task::Begin(job) => TcpListener::bind((job.listen, 0)).await.map_err(|e| {
             let wanted = "it must be an address of this machine";
-            Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", plan.listen))
+            Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", job.listen))
         })?,
         Task::Resume(abandoned) => {
             let address = abandoned.start.address;
@@ -387,7 +387,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     };
     let address = listener.local_addr().map_err(failed("learn the listener's address"))?;
     let scraped = match &task {
-        Task::Begin(plan) => plan.metrics,
+        Task::Begin(job) => job.metrics,
         Task::Resume(abandoned) => abandoned.start.metrics,
     };
     let scraped = match scraped {
@@ -417,7 +417,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
         progress.say(Time::default(), text);
     }
     let events = match &task {
-        Task::Begin(plan) => event_file(plan.tensorboard_dir.as_deref(), &plan.spec.name)?,
+        Task::Begin(job) => event_file(job.tensorboard_dir.as_deref(), &job.spec.name)?,
         Task::Resume(abandoned) => {
             let folder = abandoned.start.tensorboard_dir.as_deref().map(Path::new);
             event_file(folder, &abandoned.record.spec().name)?
@@ -433,13 +433,13 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     };
     let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
     let master = match task {
-        Task::Begin(plan) => {
-            let start = start_of(&plan, dir, address, metrics);
+        Task::Begin(job) => {
+            let start = start_of(&job, dir, address, metrics);
             let start = start.map_err(failed("learn the current directory"))?;
             dir.persist_start(&start).map_err(|e| Failure::failed(e.to_string()))?;
             let launcher = launcher(&start.program, &start.args, start.master_timeout);
             let launcher = launcher.with_copy(start.copy);
-            Master::new(plan.spec, entrance, launcher, progress)
+            Master::new(job.spec, entrance, launcher, progress)
         }
         Task::Resume(abandoned) => {
             let JobStart { program, args, master_timeout, began, copy, .. } = &abandoned.start;
@@ -453,7 +453,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
     let run = master.run(interrupted);
     tokio::pin!(run);
-    let mut patience = Patience::default();
+    let mut patience = StopEscalation::default();
     let ended = loop {
         tokio::select! {
             ended = &mut run => break ended,
@@ -484,23 +484,23 @@ fn event_file(folder: Option<&Path>, job: &str) -> Result<Option<EventFile>, Fai
 
 /// How another master will have to start.
 fn start_of(
-    plan: &Plan,
+    job: &LocalJob,
     dir: &JobDir,
     address: SocketAddr,
     metrics: Option<SocketAddr>,
 ) -> std::io::Result<JobStart> {
     let folder = std::env::current_dir()?;
     Ok(JobStart {
-        program: plan.program.clone().into(),
-        args: plan.args.clone(),
-        summary: plan.summary.as_ref().map(|path| folder.join(path).into()),
-        tensorboard_dir: plan.tensorboard_dir.as_ref().map(|path| folder.join(path).into()),
+        program: job.program.clone().into(),
+        args: job.args.clone(),
+        summary: job.summary.as_ref().map(|path| folder.join(path).into()),
+        tensorboard_dir: job.tensorboard_dir.as_ref().map(|path| folder.join(path).into()),
         folder: folder.into(),
         address,
         metrics,
-        master_timeout: plan.master_timeout,
+        master_timeout: job.master_timeout,
         began: SystemTime::now(),
-        copy: ProgramCopy::make(&plan.program, dir.program_path()),
+        copy: ProgramCopy::make(&job.program, dir.program_path()),
     })
 }
 

@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{Failure, plan};
+use super::{Failure, job_options};
 use crate::job::ValidationSpec;
 
 /// What `elasticdl train` is told about evaluations.
@@ -17,7 +17,7 @@ pub struct ValidationOptions {
     pub validation_data: Option<String>,
 
     /// Evaluate after every so many steps, and at the end. [default: at the end alone]
-    #[arg(long, value_name = "STEPS", value_parser = plan::parse_steps, requires = "validation_data")]
+    #[arg(long, value_name = "STEPS", value_parser = job_options::parse_steps, requires = "validation_data")]
     pub evaluate_every: Option<u64>,
 
     /// The metric that tells which model is the best; with `:max` the highest is, else the lowest.
@@ -40,7 +40,7 @@ pub struct Metric {
 }
 
 impl ValidationOptions {
-    pub(super) fn plan(&self) -> Result<Option<ValidationSpec>, Failure> {
+    pub(super) fn spec(&self) -> Result<Option<ValidationSpec>, Failure> {
         let Some(data) = self.validation_data.clone() else { return Ok(None) };
         if data.is_empty() {
             return Err(Failure::usage(

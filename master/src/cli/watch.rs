@@ -14,7 +14,7 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::client::{Connection, OpenError, print};
-use super::view::{StatusJson, to_table};
+use super::render::{StatusJson, to_table};
 use super::{EXIT_OK, Failure};
 use crate::jobdir::LookupError;
 use crate::progress::{one_line, short};
@@ -28,31 +28,31 @@ pub(super) struct Timing {
 
 /// Shows the job in `root` until it ends; the exit code.
 pub(super) async fn watch(root: &Path, timing: Timing, json: bool) -> Result<u8, Failure> {
-    let mut view = View::new(json);
+    let mut display = Display::new(json);
     let mut connection = None;
     let (mut missed, mut answered) = (0_u32, Instant::now());
     loop {
-        match look(root, &mut connection).await {
-            Look::Ended(path) => {
-                view.end(&Ending::read(&path)?)?;
+        match query(root, &mut connection).await {
+            StatusQuery::Ended(path) => {
+                display.end(&JobEnd::read(&path)?)?;
                 return Ok(EXIT_OK);
             }
-            Look::Failed(failure) => return Err(failure),
+            StatusQuery::Failed(failure) => return Err(failure),
             // It may just be ending: the next look tells.
-            Look::NoMaster(_) if missed == 0 => missed = 1,
-            Look::NoMaster(why) => {
+            StatusQuery::NoMaster(_) if missed == 0 => missed = 1,
+            StatusQuery::NoMaster(why) => {
                 if answered.elapsed() >= timing.master_timeout {
                     return Err(Failure {
                         text: format!("{}; no other has come", why.text),
                         ..why
                     });
                 }
-                view.no_master(missed)?;
+                display.no_master(missed)?;
                 missed = missed.saturating_add(1);
             }
-            Look::Status(status) => {
+            StatusQuery::Status(status) => {
                 (missed, answered) = (0, Instant::now());
-                view.show(*status)?;
+                display.show(*status)?;
             }
         }
         tokio::time::sleep(if missed == 1 { timing.interval.min(SOON) } else { timing.interval })
@@ -61,7 +61,7 @@ pub(super) async fn watch(root: &Path, timing: Timing, json: bool) -> Result<u8,
 }
 
 /// What one look at a job finds.
-enum Look {
+enum StatusQuery {
     /// Its summary is there.
     Ended(PathBuf),
     /// There is nothing to be waited for.
@@ -71,19 +71,19 @@ enum Look {
     Status(Box<StatusJson>),
 }
 
-async fn look(root: &Path, connection: &mut Option<Connection>) -> Look {
+async fn query(root: &Path, connection: &mut Option<Connection>) -> StatusQuery {
     if connection.is_none() {
         match Connection::open(root).await {
             Ok(opened) => *connection = Some(opened),
             Err(OpenError::Lookup(LookupError::NotRunning { summary: Some(path), .. })) => {
-                return Look::Ended(path);
+                return StatusQuery::Ended(path);
             }
             Err(error) => {
                 let failure = error.to_failure(root);
                 return if may_pass(&error) {
-                    Look::NoMaster(failure)
+                    StatusQuery::NoMaster(failure)
                 } else {
-                    Look::Failed(failure)
+                    StatusQuery::Failed(failure)
                 };
             }
         }
@@ -94,10 +94,10 @@ async fn look(root: &Path, connection: &mut Option<Connection>) -> Look {
     let answer =
         open.ask(v1::StatusRequest {}, async |client, request| client.status(request).await).await;
     match answer {
-        Ok(reply) => Look::Status(Box::new(reply.into())),
+        Ok(reply) => StatusQuery::Status(Box::new(reply.into())),
         Err(status) => {
             *connection = None;
-            Look::NoMaster(super::client::to_failure(root, &status))
+            StatusQuery::NoMaster(super::client::to_failure(root, &status))
         }
     }
 }
@@ -114,27 +114,27 @@ fn may_pass(error: &OpenError) -> bool {
     }
 }
 
-/// What is told of a job's end.
+/// What is reported of a job's end.
 #[derive(Debug, Deserialize)]
-struct Ending {
+struct JobEnd {
     job: String,
     state: String,
     steps: u64,
     epochs: u32,
     wall_s: f64,
-    records: EndingRecords,
+    records: JobEndRecords,
     error: Option<String>,
     #[serde(skip)]
     path: PathBuf,
 }
 
 #[derive(Debug, Deserialize)]
-struct EndingRecords {
+struct JobEndRecords {
     expected: u64,
     counted: u64,
 }
 
-impl Ending {
+impl JobEnd {
     fn read(path: &Path) -> Result<Self, Failure> {
         let unreadable = |e: &dyn std::fmt::Display| {
             Failure::failed(format!(
@@ -182,18 +182,18 @@ impl Ending {
 }
 
 /// Where it is shown.
-enum View {
+enum Display {
     /// One document a line.
     Json { last: Option<Box<StatusJson>> },
     /// One change a line.
-    Lines { told: Option<Told> },
+    Lines { reported: Option<Reported> },
     /// A table in its place.
     Table { bar: ProgressBar, table: String },
 }
 
-/// What of a status has been told in lines.
+/// What of a status has been reported in lines.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Told {
+struct Reported {
     events_emitted: u64,
     state: String,
     generation: u64,
@@ -201,13 +201,13 @@ struct Told {
     stragglers: Vec<u64>,
 }
 
-impl View {
+impl Display {
     fn new(json: bool) -> Self {
         if json {
             return Self::Json { last: None };
         }
         if !stdout().is_terminal() {
-            return Self::Lines { told: None };
+            return Self::Lines { reported: None };
         }
         let style = ProgressStyle::with_template("{msg}").expect("the template is valid");
         let bar =
@@ -221,10 +221,10 @@ impl View {
                 print(&status.to_json_line())?;
                 *last = Some(Box::new(status));
             }
-            Self::Lines { told } => {
-                let now = Told::of(&status);
-                let lines = lines(&status, told.as_ref(), &now);
-                *told = Some(now);
+            Self::Lines { reported } => {
+                let now = Reported::of(&status);
+                let lines = lines(&status, reported.as_ref(), &now);
+                *reported = Some(now);
                 print(&lines)?;
             }
             Self::Table { bar, table } => {
@@ -249,7 +249,7 @@ impl View {
         Ok(())
     }
 
-    fn end(self, ending: &Ending) -> Result<(), Failure> {
+    fn end(self, ending: &JobEnd) -> Result<(), Failure> {
         let text = match self {
             Self::Json { last } => ending.to_status(last.map(|last| *last)).to_json_line(),
             Self::Lines { .. } => ending.describe() + "\n",
@@ -262,7 +262,7 @@ impl View {
     }
 }
 
-impl Told {
+impl Reported {
     fn of(status: &StatusJson) -> Self {
         let stragglers = status.workers.iter().filter(|w| w.straggler).map(|w| w.worker).collect();
         Self {
@@ -275,11 +275,11 @@ impl Told {
     }
 }
 
-/// What has changed since `told`: the lines that were said, and where the job stands if that is
+/// What has changed since `reported`: the lines that were said, and where the job stands if that is
 /// something else.
-fn lines(status: &StatusJson, told: Option<&Told>, now: &Told) -> String {
+fn lines(status: &StatusJson, reported: Option<&Reported>, now: &Reported) -> String {
     // A new master counts from 0 again.
-    let known = told.map_or(0, |told| told.events_emitted);
+    let known = reported.map_or(0, |reported| reported.events_emitted);
     let fresh = now.events_emitted.checked_sub(known).unwrap_or(now.events_emitted);
     let fresh = usize::try_from(fresh).unwrap_or(usize::MAX).min(status.events.len());
     let mut text = String::new();
@@ -287,8 +287,9 @@ fn lines(status: &StatusJson, told: Option<&Told>, now: &Told) -> String {
         text.push_str(&one_line(event));
         text.push('\n');
     }
-    let elsewhere =
-        told.is_none_or(|told| Told { events_emitted: now.events_emitted, ..told.clone() } != *now);
+    let elsewhere = reported.is_none_or(|reported| {
+        Reported { events_emitted: now.events_emitted, ..reported.clone() } != *now
+    });
     if elsewhere {
         let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
         let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
@@ -319,41 +320,41 @@ const STRAGGLERS_NAMED: usize = 8;
 
 #[cfg(test)]
 mod tests {
-    use super::super::view::tests::reply;
+    use super::super::render::tests::reply;
     use super::*;
 
     #[test]
     fn a_line_is_told_once_and_only_what_is_new() {
         let first = StatusJson::from(reply());
-        let told = Told::of(&first);
+        let reported = Reported::of(&first);
         let place = "running · epoch 1/3 · step 10 · 33.3 % · loss 0.2500 · 20.0 k records/s · members 1 · \
                      generation 2 · slow: 1\n";
-        assert_eq!(lines(&first, None, &told), format!("generation 2: 1 worker\n{place}"));
-        assert_eq!(lines(&first, Some(&told), &told), "");
+        assert_eq!(lines(&first, None, &reported), format!("generation 2: 1 worker\n{place}"));
+        assert_eq!(lines(&first, Some(&reported), &reported), "");
         let events = ["a", "b", "c"].map(String::from).to_vec();
         let more = StatusJson { events_emitted: 9, events, step: 11, ..first };
-        assert_eq!(lines(&more, Some(&told), &Told::of(&more)), "b\nc\n");
+        assert_eq!(lines(&more, Some(&reported), &Reported::of(&more)), "b\nc\n");
         let many = StatusJson { events_emitted: 900, ..more.clone() };
-        assert_eq!(lines(&many, Some(&told), &Told::of(&many)), "a\nb\nc\n");
+        assert_eq!(lines(&many, Some(&reported), &Reported::of(&many)), "a\nb\nc\n");
         let replaced = StatusJson { events_emitted: 1, ..more.clone() };
-        assert_eq!(lines(&replaced, Some(&told), &Told::of(&replaced)), "c\n");
+        assert_eq!(lines(&replaced, Some(&reported), &Reported::of(&replaced)), "c\n");
         let waits = StatusJson { events_emitted: 9, state: "waiting".into(), ..more.clone() };
-        let told = lines(&waits, Some(&Told::of(&more)), &Told::of(&waits));
+        let reported = lines(&waits, Some(&Reported::of(&more)), &Reported::of(&waits));
         assert!(
-            told.starts_with("waiting · epoch 1/3 · step 11") && told.lines().count() == 1,
-            "{told}"
+            reported.starts_with("waiting · epoch 1/3 · step 11") && reported.lines().count() == 1,
+            "{reported}"
         );
     }
 
     #[test]
     fn the_last_status_is_the_summarys() {
-        let ending = Ending {
+        let ending = JobEnd {
             job: "mnist".into(),
             state: "completed".into(),
             steps: 30,
             epochs: 3,
             wall_s: 1.25,
-            records: EndingRecords { expected: 1920, counted: 1920 },
+            records: JobEndRecords { expected: 1920, counted: 1920 },
             error: None,
             path: "/j/summary.json".into(),
         };

@@ -18,7 +18,7 @@ use clap::{Args, Subcommand};
 pub use source::Source;
 pub use tool::Tool;
 
-use super::{EXIT_OK, Failure, plan};
+use super::{EXIT_OK, Failure, job_options};
 use crate::kube::options;
 
 /// What `elasticdl zoo` is told.
@@ -149,12 +149,12 @@ fn files(name: &str, source: &Source) -> [(&'static str, String); 6] {
         filled.replace("{{sources}}", &source.copies()).replace("{{command}}", &source.command())
     };
     [
-        ("Cargo.toml", fill(include_str!("../../zoo/Cargo.toml.template"))),
-        ("src/main.rs", fill(include_str!("../../zoo/src/main.rs"))),
+        ("Cargo.toml", fill(include_str!("../../templates/model-crate/Cargo.toml.template"))),
+        ("src/main.rs", fill(include_str!("../../templates/model-crate/src/main.rs"))),
         ("data/points.csv", points()),
-        ("Dockerfile", fill(include_str!("../../zoo/Dockerfile"))),
-        (".dockerignore", fill(include_str!("../../zoo/dockerignore"))),
-        ("README.md", fill(include_str!("../../zoo/README.md"))),
+        ("Dockerfile", fill(include_str!("../../templates/model-crate/Dockerfile"))),
+        (".dockerignore", fill(include_str!("../../templates/model-crate/dockerignore"))),
+        ("README.md", fill(include_str!("../../templates/model-crate/README.md"))),
     ]
 }
 
@@ -204,10 +204,10 @@ fn parse_name(text: &str) -> Result<String, String> {
     if RESERVED.contains(&text) {
         return Err("it has a meaning for cargo or Rust".into());
     }
-    plan::parse_job_name(text)
+    job_options::parse_job_name(text)
 }
 
-fn say(text: &str) {
+fn print_line(text: &str) {
     // With standard error closed there is nobody to tell.
     let _ = writeln!(stderr(), "{text}");
 }

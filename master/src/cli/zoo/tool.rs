@@ -8,7 +8,7 @@ use std::process::Command;
 
 use clap::ValueEnum;
 
-use super::{Failure, say};
+use super::{Failure, print_line};
 
 /// A tool that builds and pushes images.
 ///
@@ -69,7 +69,7 @@ pub(super) fn run(chosen: Option<Tool>, words: Vec<OsString>) -> Result<u8, Fail
     };
     let (tool, program) = found;
     let shown: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
-    say(&format!("+ {} {}", tool.name(), shown.join(" ")));
+    print_line(&format!("+ {} {}", tool.name(), shown.join(" ")));
     let status = Command::new(program)
         .args(&words)
         .status()
@@ -77,7 +77,7 @@ pub(super) fn run(chosen: Option<Tool>, words: Vec<OsString>) -> Result<u8, Fail
     let code = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
     let others: Vec<_> = there.iter().filter(|(other, _)| other != tool).cloned().collect();
     if code != 0 && chosen.is_none() && !others.is_empty() {
-        say(&format!(
+        print_line(&format!(
             "{} failed; with --tool you can choose another that is there: {}",
             tool.name(),
             names(&others)

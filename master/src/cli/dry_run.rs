@@ -2,24 +2,24 @@
 
 use super::Failure;
 use super::client::print;
-use super::plan::Plan;
+use super::job_options::LocalJob;
 use super::train::TrainArgs;
 use crate::job::{Batch, CheckpointEvery, JobSpec, Work};
 use crate::jobdir::{JobDir, quoted};
 
 /// Checks a command line and shows what it asks for; starts and writes nothing. The exit code.
 pub(super) fn show(args: TrainArgs) -> Result<u8, Failure> {
-    let mut plan = Plan::new(args)?;
-    let job_dir = plan.job_dir.clone();
+    let mut job = LocalJob::new(args)?;
+    let job_dir = job.job_dir.clone();
     JobDir::check(&job_dir).map_err(|e| Failure::usage(e.to_string()))?;
-    plan.keep_checkpoints_in(&job_dir);
-    print(&describe(&plan))
+    job.keep_checkpoints_in(&job_dir);
+    print(&describe(&job))
 }
 
-fn describe(plan: &Plan) -> String {
-    let spec = &plan.spec;
-    let words = plan.args.iter().map(|word| quoted(word.as_ref()));
-    let program = std::iter::once(quoted(&plan.program)).chain(words).collect::<Vec<_>>().join(" ");
+fn describe(job: &LocalJob) -> String {
+    let spec = &job.spec;
+    let words = job.args.iter().map(|word| quoted(word.as_ref()));
+    let program = std::iter::once(quoted(&job.program)).chain(words).collect::<Vec<_>>().join(" ");
     let mut rows = vec![("program", program), ("data", spec.training_data.clone())];
     let workers = format!(
         "{} (`elasticdl scale` takes {} to {})",
@@ -27,11 +27,11 @@ fn describe(plan: &Plan) -> String {
     );
     rows.push(("workers", workers));
     rows.extend(describe_work(spec));
-    rows.push(("directory", plan.job_dir.display().to_string()));
+    rows.push(("directory", job.job_dir.display().to_string()));
     let path = |path: &std::path::PathBuf| path.display().to_string();
-    rows.extend(plan.summary.as_ref().map(|file| ("summary", path(file))));
-    rows.extend(plan.metrics.map(|address| ("metrics", format!("http://{address}/metrics"))));
-    rows.extend(plan.tensorboard_dir.as_ref().map(|folder| ("tensorboard", path(folder))));
+    rows.extend(job.summary.as_ref().map(|file| ("summary", path(file))));
+    rows.extend(job.metrics.map(|address| ("metrics", format!("http://{address}/metrics"))));
+    rows.extend(job.tensorboard_dir.as_ref().map(|folder| ("tensorboard", path(folder))));
     let mut text = format!("job {} would be started on this machine; nothing was\n", spec.name);
     for (name, value) in rows {
         text.push_str(&format!("  {name:<13} {value}\n"));

@@ -1,6 +1,6 @@
 //! From a command line to a job that can be started: every check that needs no worker.
 //!
-//! **Invariant:** when [`Plan::new`] refuses, nothing has been written or started.
+//! **Invariant:** when [`LocalJob::new`] refuses, nothing has been written or started.
 
 use std::ffi::{OsStr, OsString};
 use std::net::{IpAddr, SocketAddr};
@@ -23,7 +23,7 @@ use crate::limits::{
 
 /// A job that can be started.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct LocalJob {
     pub(super) spec: JobSpec,
     /// The program, with a path.
     pub(super) program: PathBuf,
@@ -38,7 +38,7 @@ pub(super) struct Plan {
     checkpoints: CheckpointOptions,
 }
 
-impl Plan {
+impl LocalJob {
     /// Checks `args` as a whole; each value alone has been checked when it was parsed.
     pub(super) fn new(args: TrainArgs) -> Result<Self, Failure> {
         if !args.local {
@@ -48,7 +48,7 @@ impl Plan {
             ));
         }
         // First: what is wrong with the numbers is wrong for any program.
-        Workers::plan(&args)?;
+        WorkerCounts::new(&args)?;
         let (program, program_args) =
             args.program.split_first().expect("clap asks for one where nothing is resumed");
         let program = find_program(program)?;
@@ -65,7 +65,7 @@ impl Plan {
             Some(name) => name.clone(),
             None => default_name(&program)?,
         };
-        let spec = job_spec(&args, name, checkpoint::from_here)?;
+        let spec = job_spec(&args, name, checkpoint::absolute_path)?;
         let program_args = program_args.to_vec();
         let job_dir = args.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
         Ok(Self {
@@ -99,8 +99,8 @@ pub(super) fn job_spec(
     name: String,
     absolute: impl Fn(&str, &str) -> Result<String, Failure>,
 ) -> Result<JobSpec, Failure> {
-    let (checkpoints, resume_from) = args.checkpoints.plan(args.local, absolute)?;
-    let workers = Workers::plan(args)?;
+    let (checkpoints, resume_from) = args.checkpoints.spec(args.local, absolute)?;
+    let workers = WorkerCounts::new(args)?;
     let work = args.work.clone().unwrap_or_else(|| Work::Train { export: args.export.clone() });
     let spec = JobSpec {
         name,
@@ -123,7 +123,7 @@ pub(super) fn job_spec(
         master_timeout: args.master_timeout,
         checkpoints,
         resume_from,
-        validation: args.validation.plan()?,
+        validation: args.validation.spec()?,
         work,
         wire_dtype: args.wire_dtype,
         channels: args.channels,
@@ -136,15 +136,15 @@ pub(super) fn job_spec(
 }
 
 /// The numbers of workers, checked against one another.
-struct Workers {
+struct WorkerCounts {
     num: u32,
     min: u32,
     max: u32,
     per_pod: u32,
 }
 
-impl Workers {
-    fn plan(args: &TrainArgs) -> Result<Self, Failure> {
+impl WorkerCounts {
+    fn new(args: &TrainArgs) -> Result<Self, Failure> {
         let (per_pod, why) = cluster::workers_per_pod(&args.cluster)?;
         let num = args.num_workers.unwrap_or_else(|| NUM_WORKERS_DEFAULT.next_multiple_of(per_pod));
         let min = args.min_workers.unwrap_or(per_pod);
@@ -276,7 +276,7 @@ pub(super) fn parse_listen(text: &str) -> Result<IpAddr, String> {
 }
 
 /// Checks a place of files as far as it can be known wrong here: workers open it.
-pub(super) fn parse_place(text: &str) -> Result<String, String> {
+pub(super) fn parse_uri(text: &str) -> Result<String, String> {
     let known = ["s3", "gs", "az", "file"];
     match text.split_once("://") {
         _ if text.is_empty() => Err("it must not be empty".into()),
@@ -375,21 +375,21 @@ mod tests {
     use crate::cli::{Cli, Command};
     use crate::job::{CheckpointEvery, CheckpointSpec, OnNonfinite, WireDtype};
 
-    fn plan(options: &str) -> Result<Plan, String> {
+    fn local_job(options: &str) -> Result<LocalJob, String> {
         let line = format!("elasticdl train --training-data d {options} -- true a --b");
         match Cli::try_parse_from(line.split_whitespace()).map_err(|e| e.to_string())?.command {
-            Command::Train(args) => Plan::new(*args).map_err(|e| e.text),
+            Command::Train(args) => LocalJob::new(*args).map_err(|e| e.text),
             other => panic!("{other:?}"),
         }
     }
 
     fn spec(options: &str) -> JobSpec {
-        plan(options).unwrap().spec
+        local_job(options).unwrap().spec
     }
 
     #[test]
     fn defaults_are_as_the_help_says() {
-        let plan = plan("--local --job-name j").unwrap();
+        let job = local_job("--local --job-name j").unwrap();
         let expected = JobSpec {
             name: "j".into(),
             training_data: "d".into(),
@@ -416,14 +416,14 @@ mod tests {
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
         };
-        assert_eq!(plan.spec, expected);
-        assert_eq!(plan.master_timeout, Duration::from_secs(30));
+        assert_eq!(job.spec, expected);
+        assert_eq!(job.master_timeout, Duration::from_secs(30));
         assert_eq!(
-            (plan.args, plan.quiet, plan.summary),
+            (job.args, job.quiet, job.summary),
             (vec!["a".into(), "--b".into()], false, None)
         );
-        assert!(plan.program.is_absolute() && plan.program.ends_with("true"), "{:?}", plan.program);
-        assert!(plan.job_dir.ends_with("elasticdl/j") || plan.job_dir.ends_with(".elasticdl/j"));
+        assert!(job.program.is_absolute() && job.program.ends_with("true"), "{:?}", job.program);
+        assert!(job.job_dir.ends_with("elasticdl/j") || job.job_dir.ends_with(".elasticdl/j"));
     }
 
     /// As for a cluster.
@@ -457,7 +457,7 @@ mod tests {
             [2, 6, 4, 6]
         );
         // There each worker is a process anyway, and they take the GPUs in turn.
-        let error = plan("--local --workers-per-pod 2").unwrap_err();
+        let error = local_job("--local --workers-per-pod 2").unwrap_err();
         assert!(
             error.contains("'--local' cannot be used with '--workers-per-pod")
                 || error.contains("'--workers-per-pod <K>' cannot be used with '--local'"),
@@ -479,7 +479,7 @@ mod tests {
         assert!(!spec("--local --no-shuffle").shuffle);
         assert!(spec("--local --no-shuffle --shuffle").shuffle);
         assert_eq!(
-            plan("--local --master-timeout 2min").unwrap().master_timeout,
+            local_job("--local --master-timeout 2min").unwrap().master_timeout,
             Duration::from_secs(120)
         );
     }
@@ -504,9 +504,9 @@ mod tests {
     #[test]
     fn a_local_job_keeps_checkpoints_in_its_directory_unless_told_otherwise() {
         let kept = |options: &str| {
-            let mut plan = plan(options).unwrap();
-            plan.keep_checkpoints_in(Path::new("/jobs/j"));
-            plan.spec.checkpoints
+            let mut job = local_job(options).unwrap();
+            job.keep_checkpoints_in(Path::new("/jobs/j"));
+            job.spec.checkpoints
         };
         let every = CheckpointEvery::Time(Duration::from_secs(300));
         let own =
@@ -520,7 +520,7 @@ mod tests {
         assert_eq!(kept("--local --checkpoint-dir none"), None);
         assert!(kept("--local --checkpoint-dir ./none").unwrap().dir.ends_with("/none"));
         assert!(!kept("--local --checkpoint-dir /c").unwrap().exclusive);
-        let error = plan("--local --checkpoint-dir none --checkpoint-every 200").unwrap_err();
+        let error = local_job("--local --checkpoint-dir none --checkpoint-every 200").unwrap_err();
         assert!(
             error.contains("--checkpoint-every") && error.contains("--checkpoint-dir"),
             "{error}"
@@ -540,8 +540,8 @@ mod tests {
 
     #[test]
     fn the_master_listens_where_it_is_told_if_one_can_dial_that() {
-        assert_eq!(plan("--local").unwrap().listen.to_string(), "127.0.0.1");
-        assert_eq!(plan("--local --listen ::1").unwrap().listen.to_string(), "::1");
+        assert_eq!(local_job("--local").unwrap().listen.to_string(), "127.0.0.1");
+        assert_eq!(local_job("--local --listen ::1").unwrap().listen.to_string(), "::1");
         for bad in ["0.0.0.0", "::", "224.0.0.1", "localhost", "127.0.0.1:80", ""] {
             assert!(parse_listen(bad).is_err(), "{bad}");
         }
@@ -551,10 +551,10 @@ mod tests {
     fn a_place_is_a_path_or_in_a_store_that_is_known() {
         for good in ["m.safetensors", "/a/b", "s3://bucket/a", "gs://b/c", "az://c/d", "file:///a"]
         {
-            assert_eq!(parse_place(good).as_deref(), Ok(good));
+            assert_eq!(parse_uri(good).as_deref(), Ok(good));
         }
         for bad in ["", "http://host/a", "ftp://x", "s3://", &"a".repeat(5000)] {
-            assert!(parse_place(bad).is_err(), "{bad}");
+            assert!(parse_uri(bad).is_err(), "{bad}");
         }
     }
 

@@ -23,11 +23,11 @@ impl Stop {
 
 /// What the user's signals ask for: the first one a stop, any later one the end.
 #[derive(Debug, Default)]
-pub(super) struct Patience {
+pub(super) struct StopEscalation {
     pub(super) first: Option<Stop>,
 }
 
-impl Patience {
+impl StopEscalation {
     pub(super) fn interrupt(&mut self, stop: Stop) -> Interrupt {
         if self.first.is_some() {
             return Interrupt::Kill;
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn the_first_signal_stops_and_names_the_exit_code_and_the_second_ends_at_once() {
-        let mut patience = Patience::default();
+        let mut patience = StopEscalation::default();
         let said = [Stop::Terminated, Stop::Interrupted, Stop::Interrupted]
             .map(|stop| patience.interrupt(stop));
         assert_eq!(said, [Interrupt::Stop, Interrupt::Kill, Interrupt::Kill]);

@@ -6,7 +6,7 @@
 use clap::{Arg, Args, ValueEnum};
 
 use super::train::{self, TrainArgs};
-use super::{Failure, plan};
+use super::{Failure, job_options};
 use crate::job::{Format, Work};
 
 /// What `elasticdl evaluate` is told.
@@ -15,7 +15,7 @@ use crate::job::{Format, Work};
 pub struct EvaluateArgs {
     /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of
     /// one checkpoint, a path or s3://, gs://, az://.
-    #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
+    #[arg(long, value_name = "URI", value_parser = job_options::parse_uri, help_heading = MODEL)]
     pub model: String,
 
     #[command(flatten)]
@@ -29,7 +29,7 @@ pub struct EvaluateArgs {
 pub struct PredictArgs {
     /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of
     /// one checkpoint, a path or s3://, gs://, az://.
-    #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
+    #[arg(long, value_name = "URI", value_parser = job_options::parse_uri, help_heading = MODEL)]
     pub model: String,
 
     /// The folder for the predictions: a path or s3://, gs://, az://. It must be empty, or not
@@ -37,7 +37,7 @@ pub struct PredictArgs {
     ///
     /// Each shard has a file, `part-START-END`, named after the records that its rows are for.
     /// Workers write them, so in a cluster a path must lie in a --volume.
-    #[arg(long, value_name = "URI", value_parser = plan::parse_place, help_heading = MODEL)]
+    #[arg(long, value_name = "URI", value_parser = job_options::parse_uri, help_heading = MODEL)]
     pub predictions: String,
 
     /// How predictions are written.
