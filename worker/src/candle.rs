@@ -82,7 +82,7 @@ pub trait CandleModel: 'static {
     /// them in the loss. Their values change at each step.
     ///
     /// # Errors
-    /// Ends the job.
+    /// An error ends the job.
     fn build(&self, parameters: &mut Parameters) -> Result<Self::Network, UserError>;
 
     /// The device of the parameters and of the batches that `feed` makes. Default: the CPU.
@@ -90,7 +90,7 @@ pub trait CandleModel: 'static {
     /// Called once, before [`build`](Self::build).
     ///
     /// # Errors
-    /// Ends the job.
+    /// An error ends the job.
     fn device(&mut self) -> Result<Device, UserError> {
         Ok(Device::Cpu)
     }

@@ -44,13 +44,13 @@ pub trait Model: 'static {
     /// Called on one worker. The others receive its result.
     ///
     /// # Errors
-    /// Ends the job.
+    /// An error ends the job.
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError>;
 
     /// Builds a batch from records.
     ///
     /// # Errors
-    /// Reported with the range of records, which are then leased to another worker.
+    /// An error is reported with the range of records, which are then leased to another worker.
     fn feed(
         &mut self,
         records: Vec<<Self::Reader as Reader>::Record>,
@@ -63,7 +63,7 @@ pub trait Model: 'static {
     /// the step's earlier micro-batches.
     ///
     /// # Errors
-    /// Reported with the range of records, which are then leased to another worker.
+    /// An error is reported with the range of records, which are then leased to another worker.
     fn gradients(
         &mut self,
         parameters: &[f32],
@@ -89,7 +89,7 @@ pub trait Model: 'static {
     /// and the count themselves.
     ///
     /// # Errors
-    /// Ends this worker.
+    /// An error ends this worker.
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
         self.optimizer().apply(update);
         Ok(())
@@ -160,7 +160,7 @@ pub trait Model: 'static {
     /// Default: an error.
     ///
     /// # Errors
-    /// Reported with the range of records, which are then leased to another worker.
+    /// An error is reported with the range of records, which are then leased to another worker.
     fn predict(
         &mut self,
         _parameters: &[f32],
@@ -173,7 +173,7 @@ pub trait Model: 'static {
     /// summary. Called on one worker, after training.
     ///
     /// # Errors
-    /// Shown in place of the text. The job counts as completed nevertheless.
+    /// An error is shown in place of the text. The job counts as completed nevertheless.
     fn summary(&mut self, _parameters: &[f32]) -> Result<Option<String>, UserError> {
         Ok(None)
     }

@@ -40,9 +40,9 @@ pub(crate) struct HostState {
 /// Identifies a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tensor {
-    Retained,
     Parameters,
     Reduced,
+    Retained,
     Slots,
 }
 

@@ -227,8 +227,8 @@ impl Manifest {
         let reached = ranges.iter().map(|r| r.epoch + 1).max().unwrap_or(0).max(*epochs_complete);
         if reached > fingerprint.epochs || *epochs_complete == fingerprint.epochs {
             return Err(format!(
-                "it has trained {epochs_complete} epochs and reaches into epoch {reached}; --num-epochs \
-                 {} leaves nothing to train, raise it",
+                "it has trained {epochs_complete} epochs and reaches into epoch {reached}; \
+                 --num-epochs {} leaves nothing to train, raise it",
                 fingerprint.epochs
             ));
         }

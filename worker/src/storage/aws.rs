@@ -69,7 +69,8 @@ fn settings(
         if let (true, Some(other)) = (settings.is_empty(), other) {
             return Err(format!(
                 "the AWS profile {name:?} has no keys but {other}, which is not supported; set \
-                 the variables that `aws configure export-credentials --profile {name} --format env` prints"
+                 the variables that `aws configure export-credentials --profile {name} --format \
+                 env` prints"
             ));
         }
     }
