@@ -22,11 +22,11 @@ use crate::{
     StateRequest, Transport, WireDtype,
 };
 
-/// A worker's end of all links: its listener and its fence. One per worker process, and lives as
-/// long as it.
+/// Endpoint of a worker for links to its peers: its listener and its fence. One per worker process,
+/// with the same lifetime.
 ///
-/// Peers' dials are taken in by a thread of its own, so that they never wait for a worker that is
-/// computing.
+/// A separate acceptor thread accepts the dials of peers, so that they never wait for a worker that
+/// is computing.
 #[derive(Debug)]
 pub struct Endpoint {
     identity: Arc<Identity>,
@@ -34,20 +34,19 @@ pub struct Endpoint {
     fence: Fence,
     pending_requests: Arc<PendingRequests>,
     progress: Progress,
-    /// How long a dial waits for an answer; `None` waits as long as the whole attempt.
+    /// Limit of one dial; `None` limits a dial only by the deadline of the whole attempt.
     dial_limit: Option<Duration>,
     wire: WireDtype,
     transport: Transport,
-    /// Links between two neighbours.
+    /// Number of links between two neighbours.
     channels: u8,
     stop: Arc<Notifier>,
-    /// Taken only when the endpoint is dropped.
+    /// `None` only while the endpoint is being dropped.
     acceptor: Option<JoinHandle<()>>,
 }
 
 impl Endpoint {
-    /// Listens on a free port of `ip` as worker `me` of `job`, and starts the thread that takes in
-    /// dials.
+    /// Listens on a free port of `ip` as worker `own_id` of `job`, and starts the acceptor thread.
     ///
     /// # Errors
     /// [`CollectiveError::Invalid`] if the secret is empty, [`CollectiveError::Bind`],
@@ -63,8 +62,8 @@ impl Endpoint {
         Self::from_listener(listener, job, own_id, secret)
     }
 
-    /// As [`bind`](Self::bind), on a listener that is there already: a worker tells its master
-    /// where peers reach it before it learns its own id.
+    /// Like [`bind`](Self::bind), on an existing listener: a worker tells the master its address
+    /// before it learns its own id.
     ///
     /// # Errors
     /// As for [`bind`](Self::bind).
@@ -98,7 +97,10 @@ impl Endpoint {
         let acceptor = thread::Builder::new()
             .name("ring-accept".to_owned())
             .spawn(move || acceptor.run())
-            .map_err(|source| CollectiveError::Io { action: "start the accept thread", source })?;
+            .map_err(|source| CollectiveError::Io {
+                action: "start the acceptor thread",
+                source,
+            })?;
         let (progress, dial_limit, wire) = (Progress::new(), None, WireDtype::default());
         let (transport, channels) = (Transport::default(), 1);
         Ok(Self {
@@ -116,72 +118,73 @@ impl Endpoint {
         })
     }
 
-    /// Sets how long a dial waits for an answer. The member's system answers whatever the member is
-    /// busy with, so this can be much shorter than the wait for the previous member, which may have
-    /// to finish something first.
+    /// Sets the limit of a dial. The member's kernel answers regardless of what the member is
+    /// computing, so this limit can be much shorter than the wait for the previous member, which
+    /// may have to finish something first.
     #[must_use]
     pub fn with_dial_limit(mut self, limit: Duration) -> Self {
         self.dial_limit = Some(limit);
         self
     }
 
-    /// Sets as what the elements of sums travel, in groups to come. It must be the same on all
-    /// members: an operation of two that differ fails.
+    /// Sets the data type of elements on the wire, for future groups. It must be the same on all
+    /// members: an operation between members that differ fails.
     #[must_use]
     pub fn with_wire_dtype(mut self, wire: WireDtype) -> Self {
         self.wire = wire;
         self
     }
 
-    /// Sets what sums go over, in groups to come. It must be the same on all members.
+    /// Sets the transport of all-reduces, for future groups. It must be the same on all members.
     #[must_use]
     pub fn with_transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
         self
     }
 
-    /// Sets over how many links at once two neighbours send the parts of long sums, in groups to
-    /// come: 1 to 16. It must be the same on all members. A network that gives each connection a
-    /// share of its own, or that loses packets, carries more over several; within a host they only
-    /// cost. Groups that share memory on some host have one.
+    /// Sets the number of channels, that is of parallel links between two neighbours for long
+    /// all-reduces, for future groups: 1 to 16. It must be the same on all members. Several
+    /// channels help on a network that limits the bandwidth of each connection or that loses
+    /// packets; within a host they only cost. Groups that share memory on some host use one
+    /// channel.
     ///
     /// # Errors
     /// [`CollectiveError::Invalid`].
     pub fn with_channels(mut self, channels: u8) -> Result<Self, CollectiveError> {
         if !(1..=CHANNELS_MAX).contains(&channels) {
             let reason =
-                format!("{channels} links between neighbours; 1 to {CHANNELS_MAX} are possible");
+                format!("{channels} channels; the number must be from 1 to {CHANNELS_MAX}");
             return Err(CollectiveError::Invalid(reason));
         }
         self.channels = channels;
         Ok(self)
     }
 
-    /// Where peers dial this worker.
+    /// Address at which peers dial this worker.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The fence that ends what this endpoint has built or is building.
+    /// Fence that aborts the groups and connection attempts of this endpoint.
     pub fn fence(&self) -> Fence {
         self.fence.clone()
     }
 
-    /// Where this endpoint waits for its peers.
+    /// Progress of this endpoint: at which point it waits for its peers.
     pub fn progress(&self) -> Progress {
         self.progress.clone()
     }
 
-    /// Builds the ring of one generation: dials the next member and takes the dial of the previous
-    /// one, both within `deadline`, the former within the [dial limit](Self::with_dial_limit) too.
-    /// From here on, dials of older generations are refused; older rings live on until they are
-    /// dropped or the fence is raised.
+    /// Builds the group of one generation: dials the next member and accepts the dial of the
+    /// previous one, both within `deadline`, and the dial also within the [dial
+    /// limit](Self::with_dial_limit). From then on dials of older generations are refused. Older
+    /// groups continue to work until they are dropped or the fence is raised.
     ///
-    /// Success says nothing about the other links of the ring; whether they stand shows in the
-    /// first operation.
+    /// Success does not cover the other links of the ring; whether they exist shows in the first
+    /// operation.
     ///
     /// # Errors
-    /// [`CollectiveError`]; nothing of the attempt is left open.
+    /// [`CollectiveError`]; no link of the attempt stays open.
     pub fn connect(
         &self,
         group: &GroupSpec,
@@ -227,7 +230,8 @@ impl Endpoint {
         let mut links =
             Attempt::run_all(attempts).inspect_err(|_| registration.shut_down())?.into_iter();
         let mut next = || links.next().flatten();
-        let (ring, host_ring, leaders) = (next().expect("it was asked for"), next(), next());
+        let (ring, host_ring, leaders) =
+            (next().expect("every attempt has a result"), next(), next());
         let ring = HostGroup::linked(registration, self.progress(), RankInfo { rank, world }, ring);
         let ring = ring.with_extra_channels(links.flatten().collect());
         let members = group.members.iter().map(|member| member.id).collect();
@@ -235,14 +239,15 @@ impl Endpoint {
         Ok(ring.with_wire_dtype(self.wire).with_transport_plan(plan))
     }
 
-    /// The next newcomer that wants this worker's state, if one waits. Never blocks.
+    /// Returns the next joiner that requests this worker's state, if there is one. Never blocks.
     #[must_use]
     pub fn next_state_request(&self) -> Option<StateRequest> {
         self.pending_requests.pop()
     }
 
-    /// Dials `donor` for its state, within `limit`. `patience`: how long it may be silent once it
-    /// has begun. `position`: how far an earlier fetch from it has come, if its link broke.
+    /// Dials `donor` for its state, within `limit`. `idle_timeout`: limit of the donor's silence
+    /// once the transfer has begun. `position`: position of an earlier fetch from the same donor
+    /// whose link broke.
     ///
     /// # Errors
     /// [`CollectiveError::Deadline`], [`CollectiveError::PeerLost`] (both with rank 0),
@@ -275,10 +280,11 @@ impl Endpoint {
             from: *own_id,
             to: donor.id,
         };
-        // A fresh socket's buffer holds many hellos, so this is one write and cannot block.
+        // The buffer of a new socket holds many hellos, so this is one write and cannot block.
         (&*link).write_all(&hello.encode(secret)).map_err(lost)?;
-        StateReceiver::new(donor.id, link, idle_timeout, position)
-            .map_err(|source| CollectiveError::Io { action: "start the thread of a fetch", source })
+        StateReceiver::new(donor.id, link, idle_timeout, position).map_err(|source| {
+            CollectiveError::Io { action: "start the reporter thread of a fetch", source }
+        })
     }
 }
 
@@ -286,13 +292,13 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         self.stop.notify();
         if let Some(acceptor) = mem::take(&mut self.acceptor) {
-            // It can only have panicked, and has said so.
+            // An error means that the thread panicked, which it has reported itself.
             let _ = acceptor.join();
         }
     }
 }
 
-/// One try at building one ring of a generation.
+/// One attempt to build one ring of a generation.
 struct Attempt<'a> {
     identity: &'a Identity,
     group: &'a GroupSpec,
@@ -300,22 +306,22 @@ struct Attempt<'a> {
     progress: &'a Progress,
     dial_limit: Option<Duration>,
     purpose: Purpose,
-    /// Ranks of the group.
+    /// Ranks of the two neighbours, in the group.
     next: usize,
     prev: usize,
     until: Until,
 }
 
-/// How long an attempt may take.
+/// Deadline of an attempt.
 #[derive(Clone, Copy)]
 struct Until {
-    /// None if it is beyond what the clock can tell.
+    /// `None` if the deadline exceeds the range of the clock.
     at: Option<Instant>,
     waited: Duration,
 }
 
 impl Attempt<'_> {
-    /// Dials all next members before it waits for a previous one.
+    /// Dials the next members of all rings before it waits for any previous one.
     fn run_all(attempts: Vec<Option<Self>>) -> Result<Vec<Option<Links>>, CollectiveError> {
         let dial = |attempt: Self| attempt.dial_next().map(|next| (attempt, next));
         let dialled: Result<Vec<_>, _> =
@@ -359,15 +365,15 @@ impl Attempt<'_> {
             from: self.identity.own_id,
             to: peer.id,
         };
-        // A fresh socket's buffer holds many hellos, so this is one write and cannot block.
+        // The buffer of a new socket holds many hellos, so this is one write and cannot block.
         (&*link)
             .write_all(&hello.encode(&self.identity.secret))
             .map_err(|source| self.lost(self.next, source))?;
         Ok(link)
     }
 
-    /// A dial whose first packet is lost is only repeated by the system after a second, which may
-    /// be longer than the limit: so a few are made within it.
+    /// Dials several times within the dial limit. The kernel repeats a lost first packet only after
+    /// a second, which may be longer than the limit.
     fn dial_within_limit(&self, address: SocketAddr) -> Result<TcpStream, DialError> {
         let Some(limit) = self.dial_limit else {
             return dial(address, Some(self.registration), self.until.at);
@@ -378,8 +384,8 @@ impl Attempt<'_> {
             let until = until.into_iter().chain(self.until.at).min();
             match dial(address, Some(self.registration), until) {
                 Err(DialError::TimedOut) => {}
-                // A router's word, or a neighbour's silence to the question for its address: it may
-                // pass.
+                // The error comes from a router or from an unanswered ARP request, and may be
+                // temporary.
                 Err(DialError::Lost(error)) if is_unreachable(error.kind()) => self.pause(until)?,
                 done => return done,
             }
@@ -390,7 +396,7 @@ impl Attempt<'_> {
         Err(DialError::Unanswered(limit))
     }
 
-    /// Waits until then, or until the pass is aborted.
+    /// Waits until `until`, or until the registration is aborted.
     fn pause(&self, until: Option<Instant>) -> Result<(), DialError> {
         loop {
             self.registration.check().map_err(DialError::Ended)?;
@@ -402,9 +408,9 @@ impl Attempt<'_> {
         }
     }
 
-    /// Waits for the previous member's dial, and for the end of the link to the next member
-    /// meanwhile. Bytes may come from there: the next member may have all its links, and have
-    /// begun.
+    /// Waits for the previous member's dial, and monitors the link to the next member meanwhile.
+    /// Data on that link is not an error: the next member may have all its links and have begun an
+    /// operation.
     fn accept_prev(&self, next: &Arc<TcpStream>) -> Result<Arc<TcpStream>, CollectiveError> {
         let member = self.group.members[self.prev].id;
         loop {
@@ -426,7 +432,7 @@ impl Attempt<'_> {
             }
             if !fds[1].revents().is_empty() {
                 self.registration.check()?;
-                // What has been sent before the end does not matter any more.
+                // Data sent before the end of the link is irrelevant.
                 let fault = next.take_error().ok().flatten();
                 return Err(
                     self.lost(self.next, fault.unwrap_or_else(|| ErrorKind::UnexpectedEof.into()))
@@ -456,7 +462,7 @@ impl Attempt<'_> {
     }
 }
 
-/// Dials of one member, each given up for the next, within the dial limit.
+/// Number of dials of one member within the dial limit.
 const DIALS_MAX: u32 = 4;
 
 fn is_unreachable(kind: ErrorKind) -> bool {

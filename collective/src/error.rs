@@ -3,103 +3,104 @@ use std::time::Duration;
 
 use crate::device::DeviceError;
 
-/// Why a group could not be built, or an operation stopped.
+/// Why a group could not be built, or why an operation stopped.
 ///
-/// After a failed operation its output buffers hold unspecified values, its inputs are untouched,
-/// and the ring is dead: both links are shut down, so that the news runs around the ring, and later
-/// calls return [`Aborted`](Self::Aborted). Only [`Invalid`](Self::Invalid) leaves the ring as it
-/// was.
+/// After a failed operation its output buffers hold unspecified values and its inputs are
+/// unchanged. The group is dead: all its links are shut down, so that the failure propagates around
+/// the ring, and later calls return [`Aborted`](Self::Aborted). Only [`Invalid`](Self::Invalid)
+/// leaves the group unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CollectiveError {
-    /// The fence was raised above this generation, or the ring had failed before. Wait for the next
-    /// membership, connect, and contribute the same input again.
-    #[error("generation {generation} is over")]
+    /// The fence was raised above this generation, or the group had failed before. Wait for the
+    /// next membership, connect, and retry with the same input.
+    #[error("generation {generation} was aborted")]
     Aborted {
-        /// The generation that is over.
+        /// Generation that was aborted.
         generation: u64,
     },
-    /// The listener could not be set up. Nothing is open; the worker can't take part on this
+    /// The listener could not be set up. No socket is open; the worker can't take part on this
     /// address.
     #[error("cannot listen for peers")]
     Bind {
-        /// What the operating system said.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// A neighbour did not take part in building the ring in time. Report it, then as for
+    /// A neighbour did not take part in building the group in time. Report it, then proceed as for
     /// `Aborted`.
-    #[error("rank {rank} (worker {member}) did not show up within {waited:?}")]
+    #[error("rank {rank} (worker {member}) did not connect within {waited:?}")]
     Deadline {
-        /// The neighbour's rank in the group that was to be built.
+        /// Rank of the neighbour in the group that was to be built.
         rank: usize,
-        /// The neighbour's id.
+        /// Id of the neighbour.
         member: u64,
-        /// The deadline that the caller gave.
+        /// Deadline that the caller passed.
         waited: Duration,
     },
-    /// This rank's GPU or NCCL failed. Report it, then as for `Aborted`, unless the device's error
-    /// says that the process has to end.
-    #[error("the GPU ring failed")]
+    /// This rank's GPU or NCCL failed. Report it, then proceed as for `Aborted`, unless the
+    /// device's error requires the process to end.
+    #[error("the operation on the GPU failed")]
     Device {
-        /// What happened.
+        /// Error of the device.
         #[source]
         source: DeviceError,
     },
-    /// The caller asked for something that makes no sense, and nothing was sent. A defect of the
-    /// caller: the ring is as it was, but peers that have entered the operation wait for this rank
-    /// until their fence is raised.
+    /// The arguments of the call are invalid, and nothing was sent. A defect of the caller: the
+    /// group is unchanged, but peers that have entered the operation wait for this rank until their
+    /// fence is raised.
     #[error("invalid call: {0}")]
     Invalid(String),
-    /// The operating system refused something that has to do with no peer, such as one more file
-    /// descriptor. As for `Aborted`, if it goes away.
+    /// The operating system refused a request that concerns no peer, such as one more file
+    /// descriptor. Proceed as for `Aborted`, if the condition is temporary.
     #[error("cannot {action}")]
     Io {
-        /// What was tried.
+        /// Operation that failed.
         action: &'static str,
-        /// What the operating system said.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// The link to a neighbour ended or could not be made. Report it, then as for `Aborted`. The
-    /// neighbour is not always the one that failed: who hears of a failure ends its own links too.
+    /// The link to a neighbour ended or could not be made. Report it, then proceed as for
+    /// `Aborted`. The neighbour is not always the one that failed: a rank that detects a failure
+    /// closes its own links too.
     #[error("lost rank {rank} (worker {member})")]
     PeerLost {
-        /// The neighbour's rank.
+        /// Rank of the neighbour.
         rank: usize,
-        /// The neighbour's id.
+        /// Id of the neighbour.
         member: u64,
-        /// How the link ended.
+        /// Error of the link.
         #[source]
         source: io::Error,
     },
-    /// A neighbour is in another operation, disagrees on a length, or speaks another language: a
-    /// defect on one of the two sides. Report it; the next generation may well end the same way.
+    /// A neighbour is in another operation, disagrees on a length, or uses another protocol: a
+    /// defect on one of the two sides. Report it; the next generation may fail in the same way.
     #[error("rank {rank} (worker {member}) broke the protocol: {reason}")]
     Protocol {
-        /// The neighbour's rank.
+        /// Rank of the neighbour.
         rank: usize,
-        /// The neighbour's id.
+        /// Id of the neighbour.
         member: u64,
-        /// What was expected, and what came.
+        /// Expected and received values.
         reason: String,
     },
-    /// Nobody answered at the address of the next rank, not even its system, which does so whatever
-    /// the worker is busy with. Report it, then as for `Aborted`: one of the two is cut off, or
-    /// both from each other.
-    #[error("rank {rank} (worker {member}) could not be reached within {waited:?}")]
+    /// The address of the next rank did not answer. A host's kernel answers a dial regardless of
+    /// what the worker is computing, so the network is partitioned or the host is down. Report it,
+    /// then proceed as for `Aborted`: one of the two ranks is cut off, or both from each other.
+    #[error("rank {rank} (worker {member}) was not reachable within {waited:?}")]
     Unreachable {
-        /// The neighbour's rank in the group that was to be built.
+        /// Rank of the neighbour in the group that was to be built.
         rank: usize,
-        /// The neighbour's id.
+        /// Id of the neighbour.
         member: u64,
-        /// How long an answer was waited for.
+        /// Duration of the wait for an answer.
         waited: Duration,
     },
 }
 
 impl CollectiveError {
-    /// The member whose link failed, if the error is about one.
+    /// Returns the member whose link failed, if the error is about one.
     #[must_use]
     pub fn member(&self) -> Option<u64> {
         match self {

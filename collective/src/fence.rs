@@ -10,23 +10,24 @@ use crate::handshake::Purpose;
 use crate::notifier::Notifier;
 use crate::pending_dials::{DialKey, PendingDials};
 
-/// Ends everything older than a generation, at once, from any thread. All clones are one fence.
+/// Fencing of old generations: aborts, from any thread and at once, all groups older than a given
+/// generation. Clones share one fence.
 ///
-/// **Invariant:** generations are compared here and nowhere else; frames are only checked for being
-/// of their link's.
+/// **Invariant:** generations are compared only here; a frame is only checked to be of its link's
+/// generation.
 ///
-/// **Invariant:** what is ended is marked before its sockets are shut down and its bell is rung,
-/// under the lock under which links are registered and handed over. No wake-up is lost, whatever
-/// the other side is about to do.
+/// **Invariant:** a group is marked as aborted before its sockets are shut down and its notifier is
+/// set, under the lock under which links are registered and handed over. So no wake-up is lost,
+/// whatever the other thread is about to do.
 #[derive(Clone, Debug)]
 pub struct Fence {
     state: Arc<Mutex<State>>,
 }
 
 impl Fence {
-    /// Makes every `connect` and every operation of a generation below `generation` return
-    /// [`CollectiveError::Aborted`], those in progress and those to come, and shuts down their
-    /// links, so that peers hear of it. Never blocks. Lowering the fence again is not possible.
+    /// Makes every current and future `connect` and operation of a generation below `generation`
+    /// return [`CollectiveError::Aborted`], and shuts down their links, so that the peers detect
+    /// it. Never blocks. The fence cannot be lowered again.
     pub fn abort_before(&self, generation: u64) {
         let mut state = self.lock();
         state.floor = state.floor.max(generation);
@@ -55,11 +56,12 @@ impl Fence {
         Self { state: Arc::new(Mutex::new(state)) }
     }
 
-    /// Begins to build a group. From now on dials of older generations are refused.
+    /// Registers a group that is about to be built. From now on dials of older generations are
+    /// refused.
     ///
     /// # Errors
-    /// [`CollectiveError::Aborted`], if the fence is above `generation` or a newer group has been
-    /// begun; [`CollectiveError::Io`].
+    /// [`CollectiveError::Aborted`] if the fence is above `generation` or a newer group is
+    /// registered; [`CollectiveError::Io`].
     pub(crate) fn register(&self, generation: u64) -> Result<GroupRegistration, CollectiveError> {
         let notifier = Notifier::new().map_err(|errno| CollectiveError::Io {
             action: "create an event descriptor",
@@ -79,8 +81,8 @@ impl Fence {
         Ok(GroupRegistration { fence: self.clone(), id, generation, signal })
     }
 
-    /// Has `link`, which is of no generation, shut down when everything is over: when the fence is
-    /// raised above all generations.
+    /// Registers a link that belongs to no generation. It is shut down when the fence is raised
+    /// above all generations.
     pub(crate) fn watch(&self, link: &Arc<TcpStream>) {
         let mut state = self.lock();
         state.watched.retain(|link| link.strong_count() > 0);
@@ -90,7 +92,7 @@ impl Fence {
         state.watched.push(Arc::downgrade(link));
     }
 
-    /// Takes in a proven dial, for whoever builds that generation now or later.
+    /// Stores an authenticated dial until its generation is built.
     pub(crate) fn admit(
         &self,
         key: DialKey,
@@ -99,7 +101,7 @@ impl Fence {
     ) -> Result<(), Refusal> {
         let mut state = self.lock();
         if key.generation < state.oldest_admitted() {
-            return Err(Refusal::Old);
+            return Err(Refusal::TooOld);
         }
         if state.taken.contains(&key) {
             return Err(Refusal::Duplicate);
@@ -111,18 +113,18 @@ impl Fence {
         Ok(())
     }
 
-    /// Drops dials that nobody came for, and says when to come back.
+    /// Drops expired dials, and returns when the next one expires.
     pub(crate) fn expire(&self, now: Duration) -> Option<Duration> {
         self.lock().pending_dials.expire(now)
     }
 
-    /// The number of groups that are being built or in use.
+    /// Number of groups that are being built or in use.
     #[cfg(test)]
     pub(crate) fn groups(&self) -> usize {
         self.lock().entries.len()
     }
 
-    /// The number of dials that wait.
+    /// Number of pending dials.
     #[cfg(test)]
     pub(crate) fn pending_dial_count(&self) -> usize {
         self.lock().pending_dials.len()
@@ -133,16 +135,16 @@ impl Fence {
     }
 }
 
-/// Why a proven dial is not taken in.
+/// Why an authenticated dial is refused.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum Refusal {
-    #[error("this member has a link in this generation already")]
+    #[error("the member already has a link in this generation")]
     Duplicate,
-    #[error("its generation is over")]
-    Old,
+    #[error("its generation is too old")]
+    TooOld,
 }
 
-/// One group's registration with the fence, from the first dial to the last byte.
+/// Registration of one group with the fence, from the first dial to the last operation.
 #[derive(Debug)]
 pub(crate) struct GroupRegistration {
     fence: Fence,
@@ -156,7 +158,7 @@ impl GroupRegistration {
         self.generation
     }
 
-    /// Rings when the pass is aborted or a dial of its generation has come in.
+    /// Notifier that is set when the group is aborted or a dial of its generation arrives.
     pub(crate) fn notifier(&self) -> &Notifier {
         &self.signal.notifier
     }
@@ -170,17 +172,19 @@ impl GroupRegistration {
         Ok(())
     }
 
-    /// Has `link` shut down when the pass is aborted. If it has been already, so is the link.
+    /// Registers a link of the group, to be shut down when the group is aborted. If the group is
+    /// aborted already, the link is shut down now.
     pub(crate) fn register_link(&self, link: &Arc<TcpStream>) {
         let mut state = self.fence.lock();
         if self.signal.aborted.load(Ordering::Acquire) {
             shut_down(link);
         }
-        let entry = state.entries.get_mut(&self.id).expect("the entry lives as long as its pass");
+        let entry =
+            state.entries.get_mut(&self.id).expect("the entry lives as long as its registration");
         entry.links.push(link.clone());
     }
 
-    /// The dial of `member` in this generation, if it has come in.
+    /// Takes the dial of `member` in this generation, if it has arrived.
     pub(crate) fn take(&self, member: u64, purpose: Purpose) -> Option<TcpStream> {
         let key = DialKey { generation: self.generation, member, purpose };
         let mut state = self.fence.lock();
@@ -189,7 +193,7 @@ impl GroupRegistration {
         Some(link)
     }
 
-    /// Shuts down the links: the neighbours hear of it even if nobody reads or writes.
+    /// Shuts down the links. The neighbours detect it even if this rank neither reads nor writes.
     pub(crate) fn shut_down(&self) {
         if let Some(entry) = self.fence.lock().entries.get(&self.id) {
             entry.shut_down();
@@ -205,11 +209,11 @@ impl Drop for GroupRegistration {
 
 #[derive(Debug)]
 struct State {
-    /// What is below is over.
+    /// Generations below this one are aborted.
     floor: u64,
-    /// The newest generation that a group was begun for.
+    /// Newest generation for which a group was registered.
     newest: u64,
-    /// The dials of the newest generation that were handed over.
+    /// Dials of the newest generation that were handed over.
     taken: Vec<DialKey>,
     pending_dials: PendingDials<TcpStream>,
     entries: BTreeMap<u64, Entry>,
@@ -243,6 +247,6 @@ struct Signal {
 }
 
 fn shut_down(link: &TcpStream) {
-    // A link that the peer has reset is down already.
+    // A link that the peer has reset is already down.
     let _: io::Result<()> = link.shutdown(Shutdown::Both);
 }

@@ -1,50 +1,51 @@
-//! The head of every frame on a ring link. Pure.
+//! Header of every frame on a ring link. Pure.
 //!
 //! ```text
 //! magic  kind  generation  sequence  step  segment  origin  note bytes  total bytes  body bytes │ note, body
 //!   u32   u32         u64       u64   u32      u32     u32         u32          u64         u32 │
 //! ```
 //!
-//! All little endian. The body is elements of the operation's buffer as they are in memory (f32, or
-//! halves where the kind says so, little endian).
+//! All fields are little endian. The body holds elements of the operation's buffer in their memory
+//! representation, little endian: f32, or 16-bit elements if the kind says so. The note is the
+//! caller's header of an all-reduce or block of an all-gather.
 //!
-//! **Invariant:** a receiver knows every field but the note's length beforehand, and takes nothing
-//! else.
+//! **Invariant:** a receiver knows every field but the length of the note beforehand, and accepts
+//! no other value.
 
 use std::fmt::Debug;
 
-/// Says what the note and the body behind it are.
+/// Frame header; describes the note and the body that follow it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Frame {
     pub(crate) kind: Kind,
     pub(crate) generation: u64,
-    /// Counts the operations of a generation, from 0.
+    /// Sequence number of the operation in its generation, from 0.
     pub(crate) sequence: u64,
     pub(crate) step: u32,
     pub(crate) segment: u32,
     pub(crate) origin: u32,
     pub(crate) note_bytes: u32,
-    /// The length of the operation's whole buffer, so that a disagreement shows in the first frame.
+    /// Length of the operation's whole buffer, so that a mismatch shows in the first frame.
     pub(crate) total_bytes: u64,
     pub(crate) body_bytes: u32,
 }
 
-/// The operation that a frame belongs to.
+/// Operation of a frame.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
     AllGather = 1,
     AllReduce = 2,
-    /// An all-reduce whose elements travel as bf16.
+    /// All-reduce with bf16 elements on the wire.
     AllReduceBf16 = 6,
-    /// An all-reduce whose elements travel as f16.
+    /// All-reduce with f16 elements on the wire.
     AllReduceF16 = 7,
-    /// The length of a `broadcast_bytes`, and all of it if it is short.
+    /// Length of a `broadcast_bytes`, with all bytes if they are few.
     Announcement = 3,
     Broadcast = 4,
     BroadcastBytes = 5,
-    /// What goes along with an operation on buffers of GPUs.
+    /// Headers of an operation on device memory.
     Device = 16,
-    /// The ranks find out what they have in common.
+    /// Negotiation of the transport.
     Negotiation = 8,
 }
 
@@ -65,15 +66,15 @@ impl Frame {
         let mut bytes = [0; FRAME_BYTES];
         let mut rest = bytes.as_mut_slice();
         for field in fields {
-            let (place, after) = rest.split_at_mut(field.len());
-            place.copy_from_slice(field);
+            let (target, after) = rest.split_at_mut(field.len());
+            target.copy_from_slice(field);
             rest = after;
         }
         bytes
     }
 
     /// # Errors
-    /// What is wrong, if these are not the bytes of a frame.
+    /// A message with the mismatch, if the bytes are not a frame header.
     pub(crate) fn decode(bytes: &[u8; FRAME_BYTES]) -> Result<Self, String> {
         let mut rest = bytes.as_slice();
         let magic = take_u32(&mut rest);
@@ -94,12 +95,12 @@ impl Frame {
         })
     }
 
-    /// Checks this frame against the one that must come now.
+    /// Checks this frame header against the expected one.
     ///
-    /// `note_bytes_max`: 0 if no note rides along; `expected.note_bytes` is not looked at.
+    /// `note_bytes_max`: 0 if the frame has no note; `expected.note_bytes` is ignored.
     ///
     /// # Errors
-    /// The first difference.
+    /// A message with the first difference.
     pub(crate) fn check(&self, expected: &Self, note_bytes_max: usize) -> Result<(), String> {
         same("generation", self.generation, expected.generation)?;
         same("operation", self.kind, expected.kind)?;
@@ -112,7 +113,7 @@ impl Frame {
         if self.note_bytes as usize > note_bytes_max {
             let note_bytes = self.note_bytes;
             return Err(format!(
-                "expected at most {note_bytes_max} bytes beside the elements, got {note_bytes}"
+                "expected at most {note_bytes_max} bytes of notes, got {note_bytes}"
             ));
         }
         Ok(())
@@ -144,7 +145,7 @@ impl TryFrom<u32> for Kind {
     }
 }
 
-/// The length of a frame's head.
+/// Length of a frame header.
 pub(crate) const FRAME_BYTES: usize = 52;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"EDL1");
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_but_the_notes_length_is_checked() {
+    fn every_field_but_the_length_of_the_note_is_checked() {
         let mutants = [
             Frame { kind: Kind::Broadcast, ..FRAME },
             Frame { generation: FRAME.generation - 1, ..FRAME },
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_bytes_are_no_frame() {
+    fn other_bytes_are_not_a_frame() {
         assert!(Frame::decode(&[0; FRAME_BYTES]).unwrap_err().contains("expected a frame"));
         let mut bytes = FRAME.encode();
         bytes[4] = 99;

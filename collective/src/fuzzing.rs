@@ -1,4 +1,4 @@
-//! What fuzzers call: one rank of a ring whose neighbours send whatever they are given.
+//! Entry points of the fuzzers: one rank of a group whose neighbours send arbitrary bytes.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -15,9 +15,10 @@ use crate::{
     CollectiveError, Communicator, Fence, HostGroup, Secret, StateReceiver, StateRequest, WireDtype,
 };
 
-/// The first byte chooses the operation, the second the rank, the group's size and which links end;
-/// the rest is what comes, from the previous member or, in part, from the next. The operation must
-/// end, by itself and without a panic. Whether it has succeeded.
+/// Runs one operation against fuzzed input. The first byte selects the operation; the second
+/// selects the rank, the size of the group and the links that end; the rest is the data from the
+/// previous member and, in part, from the next. The operation must end by itself and without a
+/// panic. Returns whether it succeeded.
 pub fn ring(data: &[u8]) -> bool {
     let Some((&[operation, shape], bytes)) = data.split_first_chunk() else { return false };
     let bytes = &bytes[..bytes.len().min(BYTES_MAX)];
@@ -39,7 +40,7 @@ pub fn ring(data: &[u8]) -> bool {
         next: neighbour((rank + 1) % world, Arc::new(next)),
         prev: neighbour((rank + world - 1) % world, Arc::new(prev)),
     };
-    let registration = Fence::new().register(GENERATION).expect("it is the first one");
+    let registration = Fence::new().register(GENERATION).expect("it is the first registration");
     let wire = [WireDtype::F32, WireDtype::Bf16, WireDtype::F16][usize::from(operation >> 4) % 3];
     let mut ring =
         HostGroup::linked(registration, Progress::new(), RankInfo { rank, world }, links)
@@ -55,7 +56,7 @@ pub fn ring(data: &[u8]) -> bool {
     result.is_ok()
 }
 
-/// Bytes that look like a hello.
+/// Decodes bytes as a hello, which must fail.
 pub fn hello(data: &[u8]) {
     if let Some(bytes) = data.first_chunk::<HELLO_BYTES>() {
         let forged = Hello::decode(bytes, &Secret::new("a secret that no fuzzer knows"));
@@ -63,8 +64,9 @@ pub fn hello(data: &[u8]) {
     }
 }
 
-/// Bytes that come instead of a state's parcels, and instead of a newcomer's positions. Both ends
-/// must stop, by themselves and without a panic. How many parcels and positions there were.
+/// Feeds bytes to a state receiver instead of state messages, and to a state sender instead of
+/// positions. Both ends must stop by themselves and without a panic. Returns how many messages and
+/// positions were accepted.
 pub fn state(data: &[u8]) -> (usize, usize) {
     let data = &data[..data.len().min(BYTES_MAX)];
     let mut counts = (0, 0);
@@ -91,26 +93,25 @@ pub fn state(data: &[u8]) -> (usize, usize) {
     counts
 }
 
-/// An input of [`state`] to start from: what an honest donor sends, and what an honest newcomer
-/// does.
+/// Seed inputs of [`state`]: what a valid donor sends, and what a valid joiner sends.
 #[must_use]
 pub fn state_seeds() -> Vec<Vec<u8>> {
     let word = |magic: &[u8; 4], kind: u32, fields: [u64; 3]| {
         let fields: Vec<u8> = fields.iter().flat_map(|field| field.to_le_bytes()).collect();
         [&magic[..], &kind.to_le_bytes(), &fields].concat()
     };
-    let parcel = |kind, note: &[u8], floats: &[f32]| {
+    let message = |kind, note: &[u8], floats: &[f32]| {
         let head = word(b"EDLP", kind, [5, note.len() as u64, floats.len() as u64]);
         [&head, note, bytemuck::cast_slice(floats)].concat()
     };
     vec![
-        [parcel(1, b"a record", &[]), parcel(5, b"a place", &[1.0; 64]), parcel(0, b"", &[])]
+        [message(1, b"a record", &[]), message(5, b"a place", &[1.0; 64]), message(0, b"", &[])]
             .concat(),
         [word(b"EDLQ", 0, [0; 3]), word(b"EDLQ", 1, [7, 64, 7])].concat(),
     ]
 }
 
-/// Inputs of [`ring`] to start from: what honest neighbours send, as far as it is known beforehand.
+/// Seed inputs of [`ring`]: what valid neighbours send, as far as it is known beforehand.
 #[must_use]
 pub fn seeds() -> Vec<Vec<u8>> {
     let head = |kind, step, origin, note_bytes, total: u64, body| Frame {
@@ -128,7 +129,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         let rest = vec![1; (frame.note_bytes + frame.body_bytes) as usize];
         [frame.encode().to_vec(), rest].concat()
     };
-    let relayed = |step, origin, ranks: u32| {
+    let chain_message = |step, origin, ranks: u32| {
         let frame = head(Kind::AllReduce, step, origin, 4 * ranks, 4, 4);
         [&frame.encode()[..], &vec![0; 4 * ranks as usize], &1_f32.to_le_bytes()].concat()
     };
@@ -139,9 +140,9 @@ pub fn seeds() -> Vec<Vec<u8>> {
     };
     vec![
         input(0, 16, &[frame(head(Kind::AllGather, 0, 1, 3, 0, 0))]),
-        input(1, 16, &[relayed(0, 1, 1)]),
-        input(1, 3 | 16, &[relayed(1, 0, 3)]),
-        input(1, 1, &[relayed(0, 1, 1), relayed(0, 2, 1)]),
+        input(1, 16, &[chain_message(0, 1, 1)]),
+        input(1, 3 | 16, &[chain_message(1, 0, 3)]),
+        input(1, 1, &[chain_message(0, 1, 1), chain_message(0, 2, 1)]),
         input(
             2,
             16,
@@ -194,10 +195,10 @@ fn pair() -> (TcpStream, TcpStream) {
 
 const GENERATION: u64 = 5;
 
-/// Elements of a sum that goes around the ring.
+/// Length of a sum that uses the ring algorithm, in elements.
 const RING_LEN: usize = 8194;
 
 const BYTES_MAX: usize = 60 << 10;
 
-/// Everything has come, and the end of the link behind it.
+/// Never reached: all input and the end of the link are there already.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);

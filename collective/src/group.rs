@@ -3,12 +3,13 @@ use std::net::SocketAddr;
 
 use crate::CollectiveError;
 
-/// Who is in the group of one generation, in ring order: a member's rank is its index.
+/// Members of the group of one generation, in ring order: a member's rank is its index.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct GroupSpec {
-    /// Grows by one with every change of membership.
+    /// Incremented with every change of membership.
     pub generation: u64,
-    /// At least one, at most [`MEMBERS_MAX`]; ids are distinct, and the caller's own is among them.
+    /// Members of the group: at least one, at most [`MEMBERS_MAX`]. Ids are distinct, and the
+    /// caller's own id is among them.
     pub members: Vec<Member>,
 }
 
@@ -16,12 +17,14 @@ impl GroupSpec {
     pub(crate) fn rank_of(&self, id: u64) -> Result<usize, CollectiveError> {
         let world = self.members.len();
         if world > MEMBERS_MAX {
-            let reason = format!("a group of {world} members; at most {MEMBERS_MAX} are possible");
+            let reason = format!("a group of {world} members; the limit is {MEMBERS_MAX}");
             return Err(CollectiveError::Invalid(reason));
         }
         let ids: BTreeSet<u64> = self.members.iter().map(|member| member.id).collect();
         if ids.len() < world {
-            return Err(CollectiveError::Invalid("a worker is in the group twice".to_owned()));
+            return Err(CollectiveError::Invalid(
+                "a worker is in the group more than once".to_owned(),
+            ));
         }
         self.members.iter().position(|member| member.id == id).ok_or_else(|| {
             CollectiveError::Invalid(format!(
@@ -35,11 +38,11 @@ impl GroupSpec {
 /// One member of a group.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Member {
-    /// Names one incarnation of a worker; never reused.
+    /// Id of one incarnation of a worker; never reused.
     pub id: u64,
-    /// Where the member's [`Endpoint`](crate::Endpoint) listens.
+    /// Address on which the member's [`Endpoint`](crate::Endpoint) listens.
     pub address: SocketAddr,
 }
 
-/// The largest group.
+/// Maximum number of members.
 pub const MEMBERS_MAX: usize = 4096;

@@ -1,24 +1,24 @@
-//! The first bytes on every link: who dials whom, in which generation, and the proof that the
-//! dialler is of the job. Pure.
+//! Handshake: the first bytes on every link. They name the two workers and the generation, and
+//! prove that the dialling worker belongs to the job. Pure.
 //!
 //! ```text
 //! purpose     job (SHA-256 of its name)  generation  from  to  proof (HMAC-SHA256 over all before it)
 //! 8 bytes                      32 bytes         u64   u64  u64                              32 bytes
 //! ```
 //!
-//! **Invariant:** the secret never travels, and nothing behind the purpose is looked at before the
-//! proof is verified.
+//! **Invariant:** the secret is never sent, and no field after the purpose is used before the proof
+//! is verified.
 //!
-//! The proof keeps strangers out; it does not protect the bytes that follow from who can read or
-//! change the network's traffic. A recorded hello is worth nothing in another generation, nor to
-//! another worker.
+//! The proof keeps unauthenticated peers out. It does not protect the bytes that follow from an
+//! attacker who can read or modify the network's traffic. A recorded hello is valid neither in
+//! another generation nor for another worker.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
 use crate::Secret;
 
-/// A dialler's words.
+/// First message of the worker that dials.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Hello {
     pub(crate) purpose: Purpose,
@@ -28,32 +28,32 @@ pub(crate) struct Hello {
     pub(crate) to: u64,
 }
 
-/// What a dialler wants.
+/// Purpose of a link.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Purpose {
-    /// A link of the ring of the ranks of one host, in a group that mixes hosts.
+    /// Link of the ring of the ranks on one host, in a group on several hosts.
     Host,
-    /// A link of the ring of the hosts' leaders.
+    /// Link of the ring of the hosts' leaders.
     Leaders,
-    /// A link of the ring of a generation.
+    /// Link of the ring of a generation.
     Ring,
-    /// The state, sent over this link; of whatever generation.
+    /// Link for a state transfer, independent of the generation.
     State,
-    /// A further link between the same two as [`Ring`](Self::Ring), by its number from 1.
+    /// Additional link between the same members as [`Ring`](Self::Ring), with its number from 1.
     Channel(u8),
 }
 
-/// The job's name, in a fixed length.
+/// Digest of the job's name.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct JobDigest([u8; 32]);
 
-/// Why bytes are not a hello of this job.
+/// Why the bytes are not a valid hello.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum HelloError {
     #[error("not a hello")]
-    Foreign,
+    NotAHello,
     #[error("the proof is wrong")]
-    Unproven,
+    Unauthenticated,
 }
 
 impl Hello {
@@ -75,9 +75,9 @@ impl Hello {
             .into_iter()
             .chain(channels)
             .find(|purpose| bytes[..8] == purpose.magic())
-            .ok_or(HelloError::Foreign)?;
+            .ok_or(HelloError::NotAHello)?;
         let (proven, proof) = bytes.split_at(PROVEN_BYTES);
-        mac(secret, proven).verify_slice(proof).map_err(|_| HelloError::Unproven)?;
+        mac(secret, proven).verify_slice(proof).map_err(|_| HelloError::Unauthenticated)?;
         let mut job = [0; 32];
         job.copy_from_slice(&proven[8..40]);
         let number = |at: usize| {
@@ -112,10 +112,10 @@ impl JobDigest {
     }
 }
 
-/// The most links between two neighbours, the first one included.
+/// Maximum number of links between two neighbours, including the first one.
 pub(crate) const CHANNELS_MAX: u8 = 16;
 
-/// The length of a hello.
+/// Length of a hello.
 pub(crate) const HELLO_BYTES: usize = PROVEN_BYTES + 32;
 
 const PROVEN_BYTES: usize = 64;
@@ -143,25 +143,29 @@ mod tests {
     }
 
     #[test]
-    fn every_bit_is_proven() {
+    fn every_bit_is_authenticated() {
         let secret = Secret::new("open sesame");
         let bytes = hello().encode(&secret);
         for bit in 0..HELLO_BYTES * 8 {
             let mut forged = bytes;
             forged[bit / 8] ^= 1 << (bit % 8);
-            let expected = if bit < 64 { HelloError::Foreign } else { HelloError::Unproven };
+            let expected =
+                if bit < 64 { HelloError::NotAHello } else { HelloError::Unauthenticated };
             assert_eq!(Hello::decode(&forged, &secret), Err(expected), "bit {bit}");
         }
     }
 
     #[test]
-    fn another_secret_proves_nothing() {
+    fn a_hello_with_another_secret_is_refused() {
         let bytes = hello().encode(&Secret::new("open sesame"));
-        assert_eq!(Hello::decode(&bytes, &Secret::new("open barley")), Err(HelloError::Unproven));
+        assert_eq!(
+            Hello::decode(&bytes, &Secret::new("open barley")),
+            Err(HelloError::Unauthenticated)
+        );
     }
 
     #[test]
-    fn debug_shows_nothing_of_the_secret() {
+    fn debug_does_not_show_the_secret() {
         assert_eq!(format!("{:?}", Secret::new("open sesame")), "Secret(..)");
     }
 }

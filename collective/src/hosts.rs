@@ -1,19 +1,20 @@
-//! How the ranks of a group lie on hosts. Pure.
+//! Placement of a group's ranks on hosts. Pure.
 
 use crate::Member;
 
-/// A group's ranks by host: the hosts in the order of their first ranks, each with its ranks in
-/// ascending order. Ranks of one host need not be neighbours.
+/// Ranks of a group by host: hosts in the order of their first ranks, and the ranks of each host in
+/// ascending order. The ranks of one host need not be neighbours.
 ///
-/// What says the same address may be one host; whether it is shows when it shares memory.
+/// Members with the same address may be on one host; whether they are shows when they share memory.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Hosts(Vec<Vec<usize>>);
 
-/// Where a rank is.
+/// Position of a rank.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct HostPosition {
     pub(crate) host: usize,
-    /// Among the ranks of the host. The first one leads: it speaks with other hosts.
+    /// Index among the ranks of the host. Rank 0 of a host is its leader: it communicates with
+    /// other hosts.
     pub(crate) local_rank: usize,
 }
 
@@ -31,7 +32,7 @@ impl Hosts {
         Self(hosts)
     }
 
-    /// Hosts of so many ranks, one after the other.
+    /// Hosts with the given numbers of ranks, in rank order.
     #[cfg(test)]
     pub(crate) fn of_sizes(sizes: &[usize]) -> Self {
         let mut ranks = 0..;
@@ -46,17 +47,17 @@ impl Hosts {
         self.0.iter().map(Vec::len).sum()
     }
 
-    /// The ranks of a host.
+    /// Ranks of a host.
     pub(crate) fn ranks(&self, host: usize) -> &[usize] {
         &self.0[host]
     }
 
-    /// The ranks that speak for their hosts.
+    /// Leader of each host.
     pub(crate) fn leaders(&self) -> Vec<usize> {
         self.0.iter().map(|ranks| ranks[0]).collect()
     }
 
-    /// The most ranks on one host.
+    /// Largest number of ranks on one host.
     pub(crate) fn largest(&self) -> usize {
         self.0.iter().map(Vec::len).max().unwrap_or(0)
     }
@@ -75,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_of_one_address_are_together_wherever_they_are_in_the_ring() {
+    fn ranks_with_one_address_are_on_one_host_wherever_they_are_in_the_ring() {
         let member = |id, last| Member { id, address: ([10, 0, 0, last], 1000 + id as u16).into() };
         let members = [member(0, 7), member(1, 5), member(2, 7), member(3, 6), member(4, 5)];
         let hosts = Hosts::of(&members);

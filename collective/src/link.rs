@@ -1,4 +1,4 @@
-//! Sockets: how links are made and what they are set to.
+//! Links: creation and configuration of sockets.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -12,21 +12,21 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use crate::CollectiveError;
 use crate::fence::GroupRegistration;
 
-/// Why a link was not made.
+/// Why a dial failed.
 #[derive(Debug)]
 pub(crate) enum DialError {
-    /// Not the peer's fault.
+    /// The attempt ended for a reason that concerns no peer.
     Ended(CollectiveError),
     Lost(io::Error),
-    /// By the deadline.
+    /// The deadline has passed.
     TimedOut,
-    /// Within this time, though dialled more than once.
+    /// No answer within this time, although dialled more than once.
     Unanswered(Duration),
 }
 
-/// Connects to `address`, until `deadline` or until `pass`, if there is one, is aborted.
+/// Connects to `address`, until `deadline` or until `registration`, if there is one, is aborted.
 ///
-/// The peer's kernel answers, so that a peer that is busy computing delays nobody.
+/// The peer's kernel answers, so a peer that is busy computing does not delay the dial.
 pub(crate) fn dial(
     address: SocketAddr,
     registration: Option<&GroupRegistration>,
@@ -42,7 +42,7 @@ pub(crate) fn dial(
             })
         })?;
     if is_same_host(address) {
-        calm(&socket);
+        disable_pacing(&socket);
     }
     match rustix::net::connect(&socket, &address) {
         Ok(()) => {}
@@ -71,7 +71,7 @@ pub(crate) fn dial(
         Err(errno) => return Err(DialError::Lost(errno.into())),
     }
     let link = TcpStream::from(socket);
-    // A dial to a free port of this host can meet itself.
+    // A dial to a free port of this host can connect to itself (TCP simultaneous open).
     if link.local_addr().map_err(DialError::Lost)? == address {
         return Err(DialError::Lost(ErrorKind::ConnectionRefused.into()));
     }
@@ -79,51 +79,51 @@ pub(crate) fn dial(
     Ok(link)
 }
 
-/// Sets a fresh socket to what all links are: non-blocking, and sent at once.
+/// Configures a new socket as a link: non-blocking, without Nagle's delay.
 pub(crate) fn set_up(link: &TcpStream) -> io::Result<()> {
     link.set_nonblocking(true)?;
     link.set_nodelay(true)?;
     if link.local_addr()?.ip() == link.peer_addr()?.ip() {
-        // Within a host there is no delay to bridge, and a short queue stays in the cache. The
-        // receiving side is left to the system: a window that a few of loopback's large segments
-        // fill closes again and again, and opens, at the worst, only to a probe a fifth of a second
-        // later. A system that refuses is only slower.
+        // Within a host there is no round-trip time to cover, and a short queue stays in the cache.
+        // The receive buffer is left to the kernel: a window that a few of loopback's large
+        // segments fill closes repeatedly, and opens, at the worst, only on a window probe 200 ms
+        // later. If the kernel refuses the option, the link is only slower.
         let _ = sockopt::set_socket_send_buffer_size(link, SAME_HOST_BUFFER_BYTES);
-        calm(link);
+        disable_pacing(link);
     }
     Ok(())
 }
 
-/// Sets a fresh listener so that what it accepts within this host is not paced.
+/// Configures a new listener so that connections it accepts within this host are not paced.
 pub(crate) fn set_up_listener(listener: &TcpListener) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     if listener.local_addr()?.ip().is_loopback() {
-        calm(listener);
+        disable_pacing(listener);
     }
     Ok(())
 }
 
-/// Chooses a congestion control that does not pace: within a host there is nothing to pace for. It
-/// has to be chosen before the socket is connected: one that was bbr for a moment is paced by
-/// timers for all its life, which took a fifth of the time of large sums. A system that refuses is
-/// only slower.
-fn calm(socket: impl AsFd) {
+/// Selects a congestion control without pacing: within a host there is nothing to pace. It has to
+/// be selected before the socket is connected: a socket that used bbr for a moment is paced by
+/// timers for its whole life, which took a fifth of the time of large sums. If the kernel refuses
+/// the option, the link is only slower.
+fn disable_pacing(socket: impl AsFd) {
     let _ = sockopt::set_tcp_congestion(socket, "reno");
 }
 
-/// Whether `address` is one of this host's: then packets to it leave from that address.
+/// Whether `address` belongs to this host: then packets to it have that source address.
 fn is_same_host(address: SocketAddr) -> bool {
     let any: IpAddr =
         if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    // A datagram socket looks up the way without a packet.
-    let way = UdpSocket::bind((any, 0)).and_then(|socket| {
+    // Connecting a datagram socket looks up the route without sending a packet.
+    let route = UdpSocket::bind((any, 0)).and_then(|socket| {
         socket.connect(address)?;
         socket.local_addr()
     });
-    way.is_ok_and(|way| way.ip() == address.ip())
+    route.is_ok_and(|route| route.ip() == address.ip())
 }
 
-/// Polls until something happens (true) or `deadline` has passed (false).
+/// Polls until an event occurs (true) or `deadline` has passed (false).
 pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
     loop {
         let timeout =
@@ -137,7 +137,7 @@ pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> i
     }
 }
 
-/// Two segments: one on its way while one is reduced.
+/// Two segments: one is in flight while the other is reduced.
 const SAME_HOST_BUFFER_BYTES: usize = 512 << 10;
 
 fn timespec(duration: Duration) -> Timespec {

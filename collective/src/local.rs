@@ -3,19 +3,20 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator};
 
-/// One rank of a group within a process: threads that meet under a lock. For tests of what is built
-/// on a [`Communicator`], without sockets; slow, and simple enough to compare others with.
+/// One rank of an in-process group: threads that synchronize under a lock. For tests of code that
+/// uses a [`Communicator`], without sockets; slow, and simple enough to be a reference for other
+/// backends.
 ///
-/// Who comes last to an operation does it for all.
+/// The rank that enters an operation last completes it for all ranks.
 #[derive(Debug)]
 pub struct LocalRank {
     group: Arc<Barrier>,
     rank: usize,
-    /// Of the next operation.
+    /// Sequence number of the next operation.
     sequence: u64,
 }
 
-/// Ends a [`LocalRank`]'s operations from outside.
+/// Aborts the operations of a [`LocalRank`] from another thread.
 #[derive(Clone, Debug)]
 pub struct LocalFence {
     group: Arc<Barrier>,
@@ -23,7 +24,7 @@ pub struct LocalFence {
 }
 
 impl LocalRank {
-    /// All ranks of a group of `world`, at least 1, in order.
+    /// Creates all ranks of a group of `world` ranks, at least 1, in rank order.
     #[must_use]
     pub fn group(world: usize, generation: u64) -> Vec<Self> {
         assert!(world > 0, "a group has at least one rank");
@@ -33,13 +34,14 @@ impl LocalRank {
         (0..world).map(|rank| Self { group: group.clone(), rank, sequence: 0 }).collect()
     }
 
-    /// What ends this rank's operations.
+    /// Fence that aborts this rank's operations.
     #[must_use]
     pub fn fence(&self) -> LocalFence {
         LocalFence { group: self.group.clone(), rank: self.rank }
     }
 
-    /// Meets all others in the next operation, and returns what all have brought, in rank order.
+    /// Waits for all ranks in the next operation, and returns the contributions of all ranks in
+    /// rank order.
     fn exchange(&mut self, mine: Part) -> Result<Arc<Vec<Part>>, CollectiveError> {
         let sequence = self.sequence;
         self.sequence += 1;
@@ -49,7 +51,7 @@ impl LocalRank {
         let operation = state.operations.entry(sequence).or_insert_with(|| Operation {
             parts: vec![None; world],
             all: None,
-            taken: 0,
+            readers: 0,
         });
         operation.parts[self.rank] = Some(mine);
         if operation.parts.iter().all(Option::is_some) {
@@ -57,11 +59,13 @@ impl LocalRank {
             self.group.changed.notify_all();
         }
         loop {
-            let operation =
-                state.operations.get_mut(&sequence).expect("it stays until all have taken it");
+            let operation = state
+                .operations
+                .get_mut(&sequence)
+                .expect("the operation stays until all ranks have read it");
             if let Some(all) = operation.all.clone() {
-                operation.taken += 1;
-                if operation.taken == world {
+                operation.readers += 1;
+                if operation.readers == world {
                     state.operations.remove(&sequence);
                 }
                 drop(state);
@@ -82,7 +86,7 @@ impl LocalRank {
         }
     }
 
-    /// Checks that all have brought the same kind and length.
+    /// Checks that the contributions of all ranks have the same kind and length.
     fn agree(&self, all: Arc<Vec<Part>>) -> Result<Arc<Vec<Part>>, CollectiveError> {
         let mine = &all[self.rank];
         let Some(rank) = all.iter().position(|part| (part.kind, part.len) != (mine.kind, mine.len))
@@ -104,16 +108,15 @@ impl LocalRank {
 
     fn check_root(&self, root: usize) -> Result<(), CollectiveError> {
         let world = self.world_size();
-        match root < world {
-            true => Ok(()),
-            false => Err(CollectiveError::Invalid(format!("root {root} in a group of {world}"))),
+        if root < world {
+            return Ok(());
         }
+        Err(CollectiveError::Invalid(format!("root {root} in a group of {world}")))
     }
 }
 
 impl LocalFence {
-    /// Makes the rank's operation in progress, and all to come, return
-    /// [`CollectiveError::Aborted`].
+    /// Makes the rank's current operation and all future ones return [`CollectiveError::Aborted`].
     pub fn abort(&self) {
         self.group.lock().ends[self.rank] = Some(Ending::Aborted);
         self.group.changed.notify_all();
@@ -168,7 +171,7 @@ impl Communicator for LocalRank {
         self.check_root(root)?;
         if root == self.rank && bytes.len() > BROADCAST_BYTES_MAX {
             let reason =
-                format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
+                format!("a broadcast of {} bytes; the limit is {BROADCAST_BYTES_MAX}", bytes.len());
             return Err(CollectiveError::Invalid(reason));
         }
         let mine = if root == self.rank { bytes.clone() } else { Vec::new() };
@@ -192,7 +195,7 @@ impl Communicator for LocalRank {
             floats: mine,
         })?;
         if all[root].floats.len() != buf.len() {
-            let reason = "another rank broadcasts".to_owned();
+            let reason = "the root's buffer has another length".to_owned();
             return Err(CollectiveError::Protocol { rank: root, member: root as u64, reason });
         }
         buf.copy_from_slice(&all[root].floats);
@@ -222,13 +225,13 @@ impl Barrier {
 
 #[derive(Debug)]
 struct State {
-    /// By sequence number. A rank can be in one that others have taken, or have not come to.
+    /// Operations by sequence number. Ranks can be in different operations at the same time.
     operations: BTreeMap<u64, Operation>,
-    /// By rank.
+    /// Why each rank has ended, by rank.
     ends: Vec<Option<Ending>>,
 }
 
-/// Why a rank takes part no more.
+/// Why a rank has left the group.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Ending {
     Aborted,
@@ -238,18 +241,18 @@ enum Ending {
 
 #[derive(Debug)]
 struct Operation {
-    /// By rank, until all are there.
+    /// Contributions by rank, until all have arrived.
     parts: Vec<Option<Part>>,
     all: Option<Arc<Vec<Part>>>,
-    /// How many ranks have taken all.
-    taken: usize,
+    /// Number of ranks that have read the result.
+    readers: usize,
 }
 
-/// What a rank brings to an operation.
+/// Contribution of a rank to an operation.
 #[derive(Clone, Debug)]
 struct Part {
     kind: &'static str,
-    /// The same on all ranks.
+    /// Length of the buffer, or the root; identical on all ranks.
     len: usize,
     bytes: Vec<u8>,
     floats: Vec<f32>,
@@ -259,7 +262,6 @@ fn check_block(block: &[u8]) -> Result<(), CollectiveError> {
     if block.len() <= BLOCK_BYTES_MAX {
         return Ok(());
     }
-    let reason =
-        format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", block.len());
+    let reason = format!("a block of {} bytes; the limit is {BLOCK_BYTES_MAX}", block.len());
     Err(CollectiveError::Invalid(reason))
 }

@@ -1,30 +1,30 @@
-//! What the pieces of an operation are made of: the caller's buffers, and the notes that ride
-//! along. No IO.
+//! Payload of an operation: the caller's buffers, and the notes that accompany them. No IO.
 
 use crate::schedule::{Content, Piece, Span};
 use crate::shm::{LeaderSide, SharedFault};
 use crate::wire::Half;
 
-/// The buffers of one operation on one rank.
+/// Buffers of one operation on one rank.
 ///
-/// **Invariant:** elements are received where they belong and summed there; there is no other copy
-/// of them, but of a segment each way where they travel as halves.
+/// **Invariant:** elements are received at their final address and summed there. There is no other
+/// copy of them, except for one segment per direction if the wire type has 16 bits.
 #[derive(Debug)]
 pub(crate) struct Payload<'a> {
     body: Body<'a>,
-    /// By rank; what has not arrived yet is empty.
+    /// Notes by rank; empty until they arrive.
     notes: Vec<Vec<u8>>,
-    /// Where this rank sums for others of its host, too.
+    /// The leader's side of the host's memory, if this rank also reduces for other ranks of its
+    /// host.
     leader_side: Option<LeaderSide<'a>>,
 }
 
-/// The caller's buffers, as the operation needs them.
+/// The caller's buffers, by operation.
 #[derive(Debug)]
 pub(crate) enum Body<'a> {
     Bytes(&'a mut [u8]),
     Empty,
     Floats(&'a mut [f32]),
-    /// A sum whose elements travel as halves.
+    /// An all-reduce with 16-bit elements on the wire.
     Rounded {
         src: &'a [f32],
         dst: &'a mut [f32],
@@ -36,7 +36,7 @@ pub(crate) enum Body<'a> {
     },
 }
 
-/// A segment each way, as it travels.
+/// Wire buffers of one segment per direction.
 #[derive(Debug)]
 pub(crate) struct Halves {
     half: Half,
@@ -51,7 +51,7 @@ impl Halves {
 }
 
 impl<'a> Payload<'a> {
-    /// `notes`: one per rank, the own one filled in.
+    /// `notes`: one per rank; the entry of this rank is filled in.
     pub(crate) fn new(body: Body<'a>, notes: Vec<Vec<u8>>) -> Self {
         Self { body, notes, leader_side: None }
     }
@@ -60,25 +60,26 @@ impl<'a> Payload<'a> {
         Self { leader_side, ..self }
     }
 
-    /// The body's length, and how many elements make a segment of `segment_bytes`.
+    /// Span of the body, with segments of `segment_bytes`.
     pub(crate) fn span(&self, segment_bytes: usize) -> Span {
         Span { len: self.len(), segment_len: segment_bytes / self.element_bytes() }
     }
 
-    /// The body's length in bytes.
+    /// Length of the body in bytes.
     pub(crate) fn total_bytes(&self) -> usize {
         self.len() * self.element_bytes()
     }
 
-    /// The length of a piece's elements in bytes.
+    /// Length of a piece's elements in bytes.
     pub(crate) fn piece_bytes(&self, piece: &Piece) -> usize {
         piece.range.len() * self.element_bytes()
     }
 
-    /// To be called before a piece is sent.
+    /// Prepares a piece for sending: reduces this host's contributions and converts to the wire
+    /// type.
     ///
     /// # Errors
-    /// Only where this rank sums for others of its host, too.
+    /// Only if this rank also reduces for other ranks of its host.
     pub(crate) fn prepare(&mut self, piece: &Piece) -> Result<(), SharedFault> {
         if piece.content == Content::Own {
             self.sum_own(piece.segment + 1)?;
@@ -93,7 +94,8 @@ impl<'a> Payload<'a> {
             Content::Own | Content::Sum => half.round(&dst[range], send_buf),
             Content::Total => {
                 half.round(&dst[range.clone()], send_buf);
-                // What the others get is what its owner keeps; whoever sends it on has it so.
+                // The owner of a chunk keeps the rounded values that the other ranks receive; a
+                // rank that forwards them has these values already.
                 if piece.step + 1 == self.notes.len() {
                     half.widen(send_buf, &mut dst[range]);
                 }
@@ -102,8 +104,9 @@ impl<'a> Payload<'a> {
         Ok(())
     }
 
-    /// Sums the parts of this host's ranks, where it has several, of the first segments of the own
-    /// chunk, in `dst`: nothing comes there before they have left.
+    /// Reduces the contributions of this host's ranks, if it has several, for the first `segments`
+    /// segments of the host's own chunk. The result is in `dst`: nothing is received there before
+    /// these segments are sent.
     fn sum_own(&mut self, segments: usize) -> Result<(), SharedFault> {
         let Some(leader_side) = &mut self.leader_side else { return Ok(()) };
         let (Body::Rounded { src, dst, .. } | Body::Sum { src, dst }) = &mut self.body else {
@@ -115,7 +118,7 @@ impl<'a> Payload<'a> {
         Ok(())
     }
 
-    /// What to send for `piece`: the note, empty if none rides along, and the elements.
+    /// Returns the data to send for `piece`: the note, empty if there is none, and the elements.
     pub(crate) fn send_bufs(&self, piece: &Piece) -> (&[u8], &[u8]) {
         let note = if piece.note { self.notes[piece.origin].as_slice() } else { &[] };
         let range = piece.range.clone();
@@ -134,13 +137,13 @@ impl<'a> Payload<'a> {
         (note, body)
     }
 
-    /// Makes room for the note of `piece`.
+    /// Allocates the note of `piece`.
     pub(crate) fn expect_note(&mut self, piece: &Piece, bytes: usize) {
         self.notes[piece.origin] = vec![0; bytes];
     }
 
-    /// Where `piece` is to be received: the note's place, empty if none rides along, and the
-    /// elements'.
+    /// Returns the receive buffers of `piece`: for the note, empty if there is none, and for the
+    /// elements.
     pub(crate) fn recv_bufs(&mut self, piece: &Piece) -> (&mut [u8], &mut [u8]) {
         let note: &mut [u8] = if piece.note { &mut self.notes[piece.origin] } else { &mut [] };
         let range = piece.range.clone();
@@ -157,21 +160,23 @@ impl<'a> Payload<'a> {
         (note, body)
     }
 
-    /// `piece` has been received: adds the own part to a sum.
+    /// Handles a received piece: adds this rank's contribution to a partial sum.
     ///
-    /// The order of addition is the ring's, from the chunk's origin on, the same wherever the chunk
-    /// is.
+    /// The order of addition is that of the ring, starting at the chunk's origin, on every rank.
     ///
     /// # Errors
-    /// Only where this rank sums for others of its host, too.
+    /// Only if this rank also reduces for other ranks of its host.
     pub(crate) fn on_received(&mut self, piece: &Piece) -> Result<(), SharedFault> {
         let range = piece.range.clone();
         let is_sum = piece.content == Content::Sum;
         match &mut self.body {
-            Body::Rounded { src, dst, halves: Halves { half, recv_buf, .. } } => match is_sum {
-                true => half.add(recv_buf, &src[range.clone()], &mut dst[range]),
-                false => half.widen(recv_buf, &mut dst[range]),
-            },
+            Body::Rounded { src, dst, halves: Halves { half, recv_buf, .. } } => {
+                if is_sum {
+                    half.add(recv_buf, &src[range.clone()], &mut dst[range]);
+                } else {
+                    half.widen(recv_buf, &mut dst[range]);
+                }
+            }
             Body::Sum { src, dst } if is_sum => {
                 for (sum, own) in dst[range.clone()].iter_mut().zip(&src[range]) {
                     *sum += own;
@@ -185,10 +190,11 @@ impl<'a> Payload<'a> {
         }
     }
 
-    /// Adds the parts of this host's other ranks to a sum that has landed, and gives them the
-    /// totals.
+    /// Adds the contributions of this host's other ranks to a received partial sum, and publishes
+    /// totals to them.
     fn share_with_host(&mut self, piece: &Piece) -> Result<(), SharedFault> {
-        // They put in what is sent first before what comes first.
+        // The ranks of the host write the blocks in schedule order: the host's own chunk comes
+        // first.
         self.sum_own(usize::MAX)?;
         let Some(leader_side) = &mut self.leader_side else { return Ok(()) };
         let is_total = piece.content == Content::Total || leader_side.completes(piece.step);
@@ -203,7 +209,7 @@ impl<'a> Payload<'a> {
             && is_total
             && let Body::Rounded { dst, halves: Halves { half, recv_buf, .. }, .. } = &mut self.body
         {
-            // As it will be when it has been sent.
+            // Round as the wire does, so that all ranks hold the same bits.
             let dst = &mut dst[piece.range.clone()];
             half.round(dst, recv_buf);
             half.widen(recv_buf, dst);

@@ -1,20 +1,21 @@
-//! Dials that came before this worker was ready for them. Pure: time is an argument.
+//! Pending dials: connections that arrived before this worker builds their generation. Pure: time
+//! is an argument.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::handshake::Purpose;
 
-/// Links by generation and dialler, oldest first.
+/// Links by key, oldest first.
 ///
-/// **Invariant:** at most [`PARKED_MAX`] links, each for at most [`PARKED_TIME_MAX`], one per
-/// generation and dialler, for each purpose.
+/// **Invariant:** at most [`PENDING_DIALS_MAX`] links, each for at most [`PENDING_DIAL_TIME_MAX`],
+/// one per key.
 #[derive(Debug)]
 pub(crate) struct PendingDials<T> {
     slots: VecDeque<Slot<T>>,
 }
 
-/// Who dialled, in which generation, and what for.
+/// Key of a dial: generation, dialling member, and purpose.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct DialKey {
     pub(crate) generation: u64,
@@ -27,8 +28,8 @@ impl<T> PendingDials<T> {
         Self { slots: VecDeque::new() }
     }
 
-    /// Keeps `link` until it is taken. A dialler that dials again has given up its former link;
-    /// when all slots are taken, the oldest goes.
+    /// Stores `link` until it is taken. A second dial with the same key replaces the first one. At
+    /// the limit, the oldest link is dropped.
     pub(crate) fn insert(&mut self, key: DialKey, link: T, now: Duration) {
         self.slots.retain(|slot| slot.key != key);
         if self.slots.len() == PENDING_DIALS_MAX {
@@ -51,7 +52,7 @@ impl<T> PendingDials<T> {
         self.slots.len()
     }
 
-    /// Drops what has waited too long, and says when to come back.
+    /// Drops expired links, and returns when the next one expires.
     pub(crate) fn expire(&mut self, now: Duration) -> Option<Duration> {
         self.slots.retain(|slot| now < slot.received_at + PENDING_DIAL_TIME_MAX);
         self.slots.front().map(|slot| slot.received_at + PENDING_DIAL_TIME_MAX)
@@ -65,10 +66,12 @@ struct Slot<T> {
     received_at: Duration,
 }
 
-/// A group's previous member dials once per generation; there are never many generations ahead.
+/// Maximum number of pending dials. The previous member dials once per generation, and few
+/// generations are ahead at any time.
 const PENDING_DIALS_MAX: usize = 64;
 
-/// Longer than members lie apart in a switch: at most a step or two, which may take minutes.
+/// Lifetime of a pending dial: longer than the skew of members at a change of generation, which is
+/// at most a step or two, and steps may take minutes.
 const PENDING_DIAL_TIME_MAX: Duration = Duration::from_secs(600);
 
 #[cfg(test)]
@@ -102,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn who_dials_again_replaces_his_link() {
+    fn a_second_dial_replaces_the_first_one() {
         let mut pending_dials = PendingDials::new();
         pending_dials.insert(key(2, 7), 'a', T0);
         pending_dials.insert(key(2, 7), 'b', T0);
@@ -111,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn older_generations_go_and_newer_ones_stay() {
+    fn older_generations_are_dropped_and_newer_ones_kept() {
         let mut pending_dials = PendingDials::new();
         for generation in 1..=3 {
             pending_dials.insert(key(generation, 7), generation, T0);
@@ -123,13 +126,13 @@ mod tests {
     }
 
     #[test]
-    fn places_and_time_are_bounded() {
+    fn the_number_and_age_of_dials_are_limited() {
         let mut pending_dials = PendingDials::new();
         for member in 0..=PENDING_DIALS_MAX as u64 {
             pending_dials.insert(key(1, member), member, T0 + Duration::from_secs(member));
         }
         assert_eq!(pending_dials.len(), PENDING_DIALS_MAX);
-        assert_eq!(pending_dials.take(key(1, 0)), None, "the oldest went");
+        assert_eq!(pending_dials.take(key(1, 0)), None, "the oldest is dropped");
         let first = T0 + Duration::from_secs(1) + PENDING_DIAL_TIME_MAX;
         assert_eq!(pending_dials.expire(first - Duration::from_nanos(1)), Some(first));
         assert_eq!(pending_dials.len(), PENDING_DIALS_MAX);

@@ -3,10 +3,10 @@ use std::sync::{Mutex, MutexGuard};
 
 use crate::StateRequest;
 
-/// Where newcomers wait for a donor that is in the middle of a step.
+/// State requests of joiners that wait for a donor in the middle of a step.
 ///
-/// **Invariant:** at most [`VISITORS_MAX`]; a newcomer that dials again has given up its former
-/// link, and when all places are taken, the oldest goes.
+/// **Invariant:** at most [`PENDING_REQUESTS_MAX`] requests. A second request of the same joiner
+/// replaces its first one; at the limit, the oldest request is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct PendingRequests {
     requests: Mutex<VecDeque<StateRequest>>,

@@ -2,38 +2,38 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// Shows whoever looks, from any thread, where an endpoint waits for its peers. All clones show the
-/// same.
+/// Progress of an endpoint, readable from any thread: the point at which the endpoint waits for its
+/// peers. Clones show the same endpoint.
 ///
-/// A neighbour that is gone ends its links, and that is an error. One that the network has cut off,
-/// or that has stopped, ends nothing: all wait. What is seen here of all members together tells
-/// where it hangs.
+/// A neighbour that ends closes its links, which is an error. A neighbour that is cut off by the
+/// network, or that is stopped, closes nothing: all ranks wait. The progress of all members
+/// together shows where the ring hangs.
 ///
-/// One thread at a time builds and uses the rings of an endpoint; were there more, the last one to
-/// wait is shown.
+/// One thread at a time builds and uses the groups of an endpoint. With several threads, the most
+/// recent wait is shown.
 #[derive(Clone, Debug)]
 pub struct Progress {
     cell: Arc<Cell>,
 }
 
-/// Where an endpoint waits, and since when no byte has moved there.
+/// The point at which an endpoint waits, and how long no byte has moved there.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Stall {
-    /// The generation of its group.
+    /// Generation of the group.
     pub generation: u64,
-    /// Operations begun in this generation, this one included. 0: the next member has been dialled,
-    /// and the dial of the previous one is awaited.
+    /// Number of operations begun in this generation, including this one. 0: the next member has
+    /// been dialled, and the dial of the previous one is awaited.
     pub operation: u64,
-    /// Bytes of this operation that came from the previous member. What the next one has received
-    /// of it is less than `sent` only while something is on its way.
+    /// Bytes of this operation received from the previous member. The next member has received less
+    /// than `sent` only while bytes are in flight.
     pub received: u64,
-    /// Bytes of this operation that the system has taken for the next member.
+    /// Bytes of this operation that the kernel has accepted for the next member.
     pub sent: u64,
-    /// What is awaited comes from the next member. Then, and whenever the operation's bytes run
-    /// both ways on the ring's links, `sent` and `received` are counted so that the two ends of a
-    /// link still differ by what is on its way.
+    /// Whether the awaited data comes from the next member. In that case, and whenever an operation
+    /// uses the ring's links in both directions, `sent` and `received` are counted so that the two
+    /// ends of a link still differ by the bytes in flight.
     pub waits_for_next: bool,
-    /// How long no byte has moved.
+    /// Time since the last byte moved.
     pub since: Duration,
 }
 
@@ -52,8 +52,8 @@ impl Progress {
         Self { cell: Arc::new(cell) }
     }
 
-    /// Where the endpoint waits; `None` while it moves bytes, and while it waits for no peer at
-    /// all.
+    /// Returns the point at which the endpoint waits; `None` while bytes move, and while the
+    /// endpoint does not wait for a peer.
     #[must_use]
     pub fn stall(&self) -> Option<Stall> {
         let cell = &*self.cell;
@@ -67,13 +67,13 @@ impl Progress {
             since: cell.started.elapsed().saturating_sub(Duration::from_nanos(since)),
         };
         fence(Ordering::Acquire);
-        // Each wait begins at another moment: the same one twice, and nothing has changed in
-        // between.
+        // Sequence lock: every wait has a distinct start time, so an unchanged value means that the
+        // fields were not modified in between.
         let is_whole = cell.since.load(Ordering::Relaxed) == since;
         (since != MOVING && is_whole).then_some(stall)
     }
 
-    /// The endpoint is about to wait at `place`.
+    /// Records that the endpoint begins to wait at `point`.
     pub(crate) fn begin_wait(&self, point: WaitPoint) {
         let cell = &*self.cell;
         cell.since.store(MOVING, Ordering::Relaxed);
@@ -88,13 +88,13 @@ impl Progress {
         cell.since.store(now, Ordering::Release);
     }
 
-    /// It goes on.
+    /// Records that the wait has ended.
     pub(crate) fn end_wait(&self) {
         self.cell.since.store(MOVING, Ordering::Relaxed);
     }
 }
 
-/// As in [`Stall`].
+/// Point at which an endpoint waits; see [`Stall`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WaitPoint {
     pub(crate) generation: u64,
@@ -104,7 +104,7 @@ pub(crate) struct WaitPoint {
     pub(crate) waits_for_next: bool,
 }
 
-/// **Invariant:** the place changes only while `since` is [`MOVING`].
+/// **Invariant:** the other fields change only while `since` is [`MOVING`].
 #[derive(Debug)]
 struct Cell {
     started: Instant,
@@ -117,7 +117,7 @@ struct Cell {
     waits_for_next: AtomicBool,
 }
 
-/// It waits for nobody.
+/// Value of `since` while the endpoint does not wait.
 const MOVING: u64 = u64::MAX;
 
 #[cfg(test)]
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_is_never_seen_half_written() {
+    fn a_wait_point_is_never_read_half_written() {
         let progress = Progress::new();
         let over = AtomicBool::new(false);
         thread::scope(|scope| {

@@ -1,28 +1,28 @@
-//! Who sends what, when: the ring's schedule as two lanes of pieces. Pure; knows nothing about
-//! sockets or numbers.
+//! Schedule of the ring algorithms: which piece each rank sends and receives, in which order. Pure;
+//! knows nothing about sockets or numbers.
 //!
 //! A **piece** is one segment in one ring step. In step `t` rank `r` sends chunk `r−t` to rank
-//! `r+1` and receives chunk `r−1−t` from rank `r−1`. What it receives in step `t` is what it sends
-//! in step `t+1`, so that both lanes, flattened, are one stream:
+//! `r+1` and receives chunk `r−1−t` from rank `r−1`. A rank sends in step `t+1` what it receives in
+//! step `t`, so each direction is one continuous stream of pieces:
 //!
 //! ```text
-//! all-reduce, world 3, rank 0                   step 0     step 1     step 2     step 3
-//!   sends     own chunk, then sums, then totals c0         c2         c1         c0
-//!   receives  sums, then totals                 c2 (sum)   c1 (total) c0 (total) c2 (total)
+//! all-reduce, world 3, rank 0                     step 0     step 1     step 2     step 3
+//!   sends     own chunk, then sums, then totals   c0         c2         c1         c0
+//!   receives  sums, then totals                   c2 (sum)   c1 (total) c0 (total) c2 (total)
 //! ```
 //!
-//! (In step `world−2`, the last of the reduce-scatter, the sum that arrives plus the own part is
-//! the total.)
+//! (In step `world−2`, the last one of the reduce-scatter, the received sum plus this rank's
+//! contribution is the total.)
 //!
-//! **Invariant:** the first `free` sends, the rank's own data, need nothing; send `free + m` needs
-//! receive `m` done. A segment thus moves on as soon as it is reduced, across steps; there is no
-//! barrier between steps or phases.
+//! **Invariant:** the first `free` sends, the rank's own data, have no dependency; send `free + m`
+//! depends on receive `m`. So a segment moves on as soon as it is reduced, across steps; there is
+//! no barrier between steps or phases.
 //!
-//! **Invariant:** pieces are sent and received in the lane's order, so both ends know each next
+//! **Invariant:** pieces are sent and received in sequence order, so both ends know every next
 //! piece exactly.
 //!
-//! **Invariant:** a total is received into memory whose partial sum, or own part, has left before:
-//! the total contains it.
+//! **Invariant:** a total is received into memory whose partial sum, or own contribution, is
+//! already sent: the total contains it.
 //!
 //! Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009).
 
@@ -30,7 +30,7 @@ use std::ops::Range;
 
 use crate::chunk;
 
-/// One rank's part in one operation: what is to be sent and received next.
+/// Schedule of one rank in one operation: the pieces to send and receive next.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     sends: PieceSequence,
@@ -45,23 +45,23 @@ pub struct Schedule {
 pub struct Piece {
     pub step: usize,
     pub segment: usize,
-    /// The rank whose chunk, and note, this is.
+    /// Rank to which the chunk and the note belong.
     pub origin: usize,
-    /// Elements of the operation's buffer.
+    /// Range of elements in the operation's buffer.
     pub range: Range<usize>,
-    /// Whether the note of `origin` rides along.
+    /// Whether the frame carries the note of `origin`.
     pub note: bool,
     pub content: Content,
 }
 
-/// What the elements of a piece are.
+/// Content of a piece's elements.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Content {
     /// The sender's own contribution.
     Own,
-    /// The sum of some ranks; the receiver adds its own contribution.
+    /// Partial sum; the receiver adds its own contribution.
     Sum,
-    /// The result, to be kept as it is.
+    /// Final result, copied unchanged.
     Total,
 }
 
@@ -72,7 +72,7 @@ pub struct RankInfo {
     pub world: usize,
 }
 
-/// The length of a buffer and of the segments that it travels in, in elements.
+/// Length of a buffer and of its segments, in elements.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Span {
     pub len: usize,
@@ -80,7 +80,7 @@ pub struct Span {
 }
 
 impl Schedule {
-    /// Every rank's note to every rank: `world − 1` steps without elements.
+    /// All-gather of the notes: `world − 1` steps without elements.
     pub fn all_gather(rank_info: RankInfo) -> Self {
         let steps = rank_info.world - 1;
         Self::ring(
@@ -90,7 +90,7 @@ impl Schedule {
         )
     }
 
-    /// Every rank's note to the next one.
+    /// Sends every rank's note to the next rank.
     pub fn exchange(rank_info: RankInfo) -> Self {
         Self::ring(
             rank_info,
@@ -100,14 +100,14 @@ impl Schedule {
     }
 
     /// Reduce-scatter in the first `world − 1` steps, which also carry the notes, and all-gather in
-    /// the next ones.
+    /// the following ones.
     pub fn all_reduce(rank_info: RankInfo, span: Span) -> Self {
         let half = rank_info.world - 1;
         Self::ring(rank_info, span, Phases { steps: 2 * half, summing: half, noting: half })
     }
 
-    /// The buffer of `root` down the chain `root → root+1 → … → root−1`, as one stream of segments;
-    /// with `note` the root's note rides on the first.
+    /// Broadcast of the buffer of `root` along the chain `root → root+1 → … → root−1`, as a stream
+    /// of segments. With `note`, the first segment carries the root's note.
     pub fn broadcast(rank_info: RankInfo, root: usize, span: Span, note: bool) -> Self {
         let RankInfo { rank, world } = rank_info;
         let hops = (rank + world - root) % world;
@@ -127,7 +127,8 @@ impl Schedule {
         Self { sends, receives, free, sent: 0, received: 0 }
     }
 
-    /// The piece to be sent now; none if all are sent, or the next one waits for a receive.
+    /// Returns the piece to send now; `None` if all are sent, or if the next one depends on a
+    /// pending receive.
     pub fn next_send(&self) -> Option<Piece> {
         if self.sent >= self.free.saturating_add(self.received) {
             return None;
@@ -135,13 +136,13 @@ impl Schedule {
         self.sends.piece()
     }
 
-    /// The piece that arrives next; none if all have arrived.
+    /// Returns the piece to receive next; `None` if all have arrived.
     pub fn next_receive(&self) -> Option<Piece> {
         self.receives.piece()
     }
 
-    /// Whether the piece that arrives next would overwrite what this rank still has to send. Peers
-    /// that keep to the schedule can't send it yet.
+    /// Whether the next piece to receive would overwrite data that this rank still has to send.
+    /// Peers that follow the schedule cannot send it yet.
     pub fn next_receive_is_early(&self) -> bool {
         let PieceSequence { step, segment, phases, .. } = self.receives;
         step >= phases.summing
@@ -149,13 +150,13 @@ impl Schedule {
             && (self.sends.step, self.sends.segment) <= (step - phases.summing, segment)
     }
 
-    /// The piece that `next_send` named has left.
+    /// Marks the piece returned by `next_send` as sent.
     pub fn on_sent(&mut self) {
         self.sends.advance();
         self.sent += 1;
     }
 
-    /// The piece that `next_receive` named has arrived, and is reduced.
+    /// Marks the piece returned by `next_receive` as received and reduced.
     pub fn on_received(&mut self) {
         self.receives.advance();
         self.received += 1;
@@ -189,23 +190,22 @@ impl Schedule {
     }
 }
 
-/// The pieces of one direction, in order, and the place in them.
+/// Pieces of one direction in order, and the current position.
 #[derive(Clone, Debug)]
 struct PieceSequence {
     world: usize,
     span: Span,
     phases: Phases,
-    /// The origin in step 0.
+    /// Origin in step 0.
     first: usize,
-    /// The buffer is one chunk, not one per rank.
+    /// Whether the buffer is one chunk, instead of one per rank.
     whole: bool,
     sending: bool,
     step: usize,
     segment: usize,
 }
 
-/// How many ring steps there are in all, and how many of them, from the first, carry sums and
-/// notes.
+/// Number of ring steps in total, and how many of them, from the first, carry sums and notes.
 #[derive(Clone, Copy, Debug)]
 struct Phases {
     steps: usize,
@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rank_0_of_3_sends_and_receives_as_drawn() {
+    fn rank_0_of_3_sends_and_receives_as_documented() {
         let rank_info = RankInfo { rank: 0, world: 3 };
         let mut schedule = Schedule::all_reduce(rank_info, Span { len: 3, segment_len: 8 });
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
@@ -284,13 +284,13 @@ mod tests {
     }
 
     #[test]
-    fn what_one_rank_sends_is_what_the_next_one_expects() {
+    fn a_rank_sends_what_the_next_one_expects() {
         for world in 1..=9 {
             for len in 0..=20 {
                 for rank in 0..world {
                     let span = Span { len, segment_len: 2 };
                     let mut sender = Schedule::all_reduce(RankInfo { rank, world }, span);
-                    let mut taker =
+                    let mut receiver =
                         Schedule::all_reduce(RankInfo { rank: (rank + 1) % world, world }, span);
                     loop {
                         let position =
@@ -298,14 +298,14 @@ mod tests {
                         let sent = sender.sends.piece().map(position);
                         assert_eq!(
                             sent,
-                            taker.next_receive().map(position),
+                            receiver.next_receive().map(position),
                             "world {world}, len {len}"
                         );
                         if sent.is_none() {
                             break;
                         }
                         sender.on_sent();
-                        taker.on_received();
+                        receiver.on_received();
                     }
                 }
             }
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_total_is_early_until_the_own_part_has_left() {
+    fn a_total_is_early_until_this_ranks_contribution_is_sent() {
         let rank_info = RankInfo { rank: 0, world: 2 };
         let mut schedule = Schedule::all_reduce(rank_info, Span { len: 4, segment_len: 1 });
         assert!(!schedule.next_receive_is_early());

@@ -3,18 +3,17 @@ use std::fmt;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use sha2::Sha256;
 
-/// The job's secret; proves membership in every hello. It never travels, and `Debug` shows nothing
-/// of it.
+/// Secret of the job; authenticates every hello. It is never sent, and `Debug` does not show it.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
 
 impl Secret {
-    /// Takes the secret's bytes as they are; an [`Endpoint`](crate::Endpoint) refuses an empty one.
+    /// Creates a secret from its bytes; an [`Endpoint`](crate::Endpoint) refuses an empty one.
     pub fn new(bytes: impl Into<Vec<u8>>) -> Self {
         Self(bytes.into())
     }
 
-    /// A number that tells this secret from others, for this purpose, and tells nothing of it.
+    /// Returns a number that identifies this secret for this purpose, and reveals nothing about it.
     #[must_use]
     pub fn fingerprint(&self, purpose: &str) -> u32 {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("a key may have any length");

@@ -1,27 +1,27 @@
-//! Sums of ranks that share memory.
+//! All-reduce of ranks that share memory.
 //!
 //! ```text
-//! block k    in      each rank copies its part of the others' chunks into its slot
-//!            reduce  each rank sums its own chunk out of all slots, into its result slot
-//!            out     each rank copies the others' chunks out of their result slots
+//! block k    write   each rank copies its contribution to the other ranks' chunks into its slot
+//!            reduce  each rank reduces its own chunk from all slots into its result slot
+//!            read    each rank copies the other ranks' chunks from their result slots
 //! ```
 //!
-//! A buffer goes through in blocks that stay in the cache, the three stages of successive blocks
-//! side by side. What binds are passes over memory: 2·(n−1)/n copies and one sum, about three
+//! A buffer is processed in blocks that stay in the cache, with the three stages of successive
+//! blocks pipelined. Memory bandwidth is the limit: 2·(n−1)/n copies and one sum, about three
 //! passes over the buffer, where sockets take four copies through the kernel. Sums of up to 16 KiB
-//! take one stage: each rank puts its part into its slot and sums all of them itself.
+//! take one stage: each rank writes its contribution to its slot and reduces all slots itself.
 //!
-//! Each rank counts the blocks that it has put in and reduced, and waits for the others'
-//! [numbers](room).
+//! Each rank counts the blocks that it has written and reduced, and waits for the
+//! [counters](region) of the other ranks.
 //!
-//! **Invariant:** a slot is written again only when all are done with what was in it; see
+//! **Invariant:** a slot is rewritten only when all ranks have finished with its content; see
 //! [`SLOTS`].
 //!
-//! **Invariant:** every element is summed in the same order on all ranks: by its chunk's rank
-//! alone, or by all from rank 0 on.
+//! **Invariant:** every element is summed in the same order for all ranks: by its chunk's owner
+//! alone, or by every rank from rank 0 on.
 //!
-//! **Invariant:** a rank that has finished an operation waits for nobody to have read what it has
-//! written: it may leave.
+//! **Invariant:** a rank that has finished an operation does not wait until other ranks have read
+//! its results: it may leave.
 
 use std::ops::Range;
 
@@ -45,15 +45,15 @@ use region::CounterSlot::{Begun, InputWritten, Reduced};
 use region::{CounterSlot, Scope, WaitCondition};
 pub(crate) use region::{SharedFault, SharedRegion, WaitContext};
 
-/// A group's memory, as one rank uses it.
+/// Shared memory of a group, from the view of one rank.
 #[derive(Debug)]
 pub(crate) struct ShmGroup {
     region: SharedRegion,
     local: RankInfo,
     layout: Layout,
-    /// Operations begun here.
+    /// Number of operations begun.
     operations: u64,
-    /// Blocks of all operations before.
+    /// Number of blocks of all previous operations.
     blocks: u64,
 }
 
@@ -63,12 +63,12 @@ impl ShmGroup {
         Self { region, local, layout: Layout { world: local.world }, operations: 0, blocks: 0 }
     }
 
-    /// The length of a group's memory.
+    /// Length of a group's memory in bytes.
     pub(crate) fn bytes(world: usize) -> usize {
         Layout { world }.end()
     }
 
-    /// Puts the sum of all ranks' `src` into `dst`.
+    /// Writes the sum of all ranks' `src` to `dst`.
     pub(crate) fn all_reduce(
         &mut self,
         context: WaitContext<'_>,
@@ -101,7 +101,7 @@ impl ShmGroup {
         self.region.publish(Begun, operation + 1);
         let first_in = !is_small && !src.is_empty();
         if first_in {
-            // It needs none of the others, who may not have begun.
+            // The first block depends on no other rank, some of which may not have begun.
             self.put_in(0, src);
         }
         self.wait(context, Begun, operation + 1)?;
@@ -198,7 +198,7 @@ impl ShmGroup {
         Ok(())
     }
 
-    /// Until all have counted so far.
+    /// Waits until the counters of all ranks have reached `count`.
     fn wait(
         &self,
         context: WaitContext<'_>,
@@ -221,13 +221,13 @@ fn block_of(index: usize, len: usize) -> Range<usize> {
     index * block_len..len.min((index + 1) * block_len)
 }
 
-/// How many elements of a buffer make a block: enough blocks for the stages to run side by side,
-/// and not more counting than needed.
+/// Number of elements in a block: small enough to pipeline the stages, large enough to limit the
+/// synchronization.
 fn block_len(len: usize) -> usize {
     (len / 16).clamp(BLOCK_LEN_MIN, BLOCK_LEN_MAX)
 }
 
-/// Where what is. All offsets are in bytes.
+/// Layout of a group's memory. All offsets are in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     world: usize,
@@ -238,7 +238,7 @@ impl Layout {
         OpHeaders { start: SharedRegion::bytes(self.world), world: self.world }
     }
 
-    /// A rank's part of a small sum; as of heads, there are two.
+    /// Offset of a rank's contribution to a small sum; two slots, as for operation headers.
     fn small(self, rank: usize, operation: u64) -> usize {
         self.op_headers().end() + (rank * 2 + (operation % 2) as usize) * SMALL_BYTES
     }
@@ -258,28 +258,28 @@ impl Layout {
     }
 }
 
-/// Two lines of cache, which are fetched together.
+/// Two cache lines, which are prefetched together.
 const LINE_BYTES: usize = 128;
 
-/// Up to here all ranks sum everything.
+/// Largest sum in which every rank reduces the whole buffer.
 const SMALL_BYTES: usize = 16 << 10;
 
 const BLOCK_BYTES: usize = BLOCK_LEN_MAX * size_of::<f32>();
 
-/// 1 MiB at two ranks took 189 µs in blocks of 64 KiB, 264 in blocks of 256 KiB; 16 MiB the other
-/// way round.
+/// Smallest block. 1 MiB at two ranks took 189 µs in blocks of 64 KiB and 264 µs in blocks of 256
+/// KiB; for 16 MiB the larger blocks were faster.
 const BLOCK_LEN_MIN: usize = if cfg!(miri) { 256 } else { 16 << 10 };
 
-/// Miri takes as long for an element as a processor for thousands.
+/// Largest block; small under Miri, which is thousands of times slower per element.
 const BLOCK_LEN_MAX: usize = if cfg!(miri) { 1 << 10 } else { 64 << 10 };
 
-/// Blocks under way. A rank puts block `k` in before it reduces `k−1`, and that before it takes out
-/// `k−2`. So who puts `k` in has taken `k−3` out, and all had reduced it: its slots are free. And
-/// who reduces `k`, when all have put it in, knows that all have taken `k−3` out: its result slot
-/// is free.
+/// Number of blocks in progress. A rank writes block `k` before it reduces `k−1`, and reduces `k−1`
+/// before it reads the results of `k−2`. So when a rank writes `k`, it has read the results of
+/// `k−3`, and all ranks have reduced `k−3`: its input slots are free. When a rank reduces `k`, all
+/// ranks have written `k`, and so have read the results of `k−3`: its result slot is free.
 const SLOTS: u64 = 3;
 
-/// The largest group that shares memory.
+/// Maximum number of ranks that share memory.
 pub(crate) const WORLD_MAX: usize = 64;
 
 #[cfg(test)]
@@ -290,9 +290,9 @@ mod tests {
     use crate::Fence;
     use crate::progress::Progress;
 
-    /// Miri runs this, and sees whether ranks ever touch what another one uses.
+    /// Miri runs this test and checks that ranks never access memory that another rank uses.
     #[test]
-    fn threads_that_share_memory_have_the_same_sums_and_all_notes() {
+    fn threads_that_share_memory_get_the_same_sums_and_all_notes() {
         let world = 3;
         thread::scope(|scope| {
             for (rank, memory) in
@@ -309,7 +309,7 @@ mod tests {
                     let mut shared = ShmGroup::new(region);
                     let (registration, progress) =
                         (Fence::new().register(1).unwrap(), Progress::new());
-                    // Of no block, small ones, and of more blocks than there are places for.
+                    // Empty sums, small ones, and sums of more blocks than there are slots.
                     let small = SMALL_BYTES / size_of::<f32>();
                     let long = small.max(6 * BLOCK_LEN_MIN) + 1;
                     for (sequence, len) in [0, 5, small, long, 5, 5, long].into_iter().enumerate() {

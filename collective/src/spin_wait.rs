@@ -1,38 +1,38 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a rank looks again and again for what it waits for, before it lets the system put it to
-/// sleep.
+/// Spin-then-block policy of a rank that waits: it polls for a limited time before it blocks in the
+/// kernel.
 ///
-/// To be woken costs more than a small message: on an idle core, several times its flight. Whoever
-/// else has something to do on this core gets it meanwhile, and keeps it for its turn; who has
-/// slept gets it back sooner. So who has got its core back late too often does not look again for a
-/// while.
+/// A wake-up by the scheduler costs more than a small message: on an idle core, several times the
+/// latency of the message. While a rank spins, it yields the core to other threads, which keep it
+/// for their time slice; a thread that has slept gets the core back sooner. So a rank that often
+/// gets its core back late does not spin for a while.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpinWait {
     limit: Duration,
     since: Option<Instant>,
-    /// How much of a [`WINDOW`] may be lost.
+    /// Time that may be lost within a [`WINDOW`].
     lost_max: Duration,
-    /// When it first got the core back late, of late, and how much time that has taken since.
+    /// Start of the current window of late returns, and the time lost since then.
     late: Option<(Instant, Duration)>,
-    /// Until then others need the core.
+    /// End of the period in which other threads need the core.
     busy_until: Option<Instant>,
 }
 
 impl SpinWait {
-    /// For one operation on so many bytes.
+    /// Policy of one operation on `bytes` bytes.
     pub(crate) fn for_bytes(bytes: usize) -> Self {
         let limit = if bytes <= SPIN_BYTES_MAX { SPIN_TIME_MAX } else { Duration::ZERO };
         Self::new(limit)
     }
 
-    /// For ranks that share memory, at any length.
+    /// Policy of ranks that share memory, at any length.
     pub(crate) fn for_shared_memory() -> Self {
         Self::new(SPIN_TIME_IN_SHARED_MEMORY_MAX)
     }
 
-    /// Never sleeps.
+    /// Policy without a limit: never blocks.
     #[cfg(test)]
     pub(crate) fn unlimited() -> Self {
         Self { lost_max: Duration::MAX, ..Self::new(Duration::MAX) }
@@ -42,7 +42,7 @@ impl SpinWait {
         Self { limit, since: None, lost_max: WINDOW / 2, late: None, busy_until: None }
     }
 
-    /// Whether to look once more. Lets others run before it says so.
+    /// Returns whether to poll once more. Yields the core to other threads first.
     pub(crate) fn should_spin(&mut self) -> bool {
         if self.limit.is_zero() {
             return false;
@@ -53,18 +53,18 @@ impl SpinWait {
             !is_busy && now.duration_since(*self.since.get_or_insert(now)) < self.limit;
         if should_spin {
             thread::yield_now();
-            let away = now.elapsed();
-            if away > LATE_MIN {
-                self.note_late(now, away);
+            let delay = now.elapsed();
+            if delay > LATE_MIN {
+                self.note_late(now, delay);
             }
         }
         should_spin
     }
 
-    fn note_late(&mut self, now: Instant, away: Duration) {
+    fn note_late(&mut self, now: Instant, delay: Duration) {
         let recent = self.late.filter(|(first, _)| now.duration_since(*first) < WINDOW);
         let (first, before) = recent.unwrap_or((now, Duration::ZERO));
-        let lost = before + away;
+        let lost = before + delay;
         self.late = Some((first, lost));
         if lost > self.lost_max {
             self.late = None;
@@ -72,33 +72,35 @@ impl SpinWait {
         }
     }
 
-    /// Something has come, or the rank has slept.
+    /// Restarts the spin time: data has arrived, or the rank has slept.
     pub(crate) fn reset(&mut self) {
         self.since = None;
     }
 }
 
-/// Two ranks on two cores: 4 KiB took 20 µs without, 14 µs with 20, 50 or 200 µs of it. With more
-/// ranks than cores more of it only takes time from others.
+/// Spin time over TCP. Two ranks on two cores: 4 KiB took 20 µs without spinning, 14 µs with 20, 50
+/// or 200 µs. With more ranks than cores, a longer time only takes the core from other ranks.
 const SPIN_TIME_MAX: Duration = Duration::from_micros(20);
 
-/// 16 MiB at four ranks on two cores took 17.4 ms without, 10.2 ms with 20 µs, 11.0 with 100, 9.6
-/// with 500; 1 MiB at eight 1.66, 1.67, 1.59 and 1.12 ms.
+/// Spin time in shared memory. 16 MiB at four ranks on two cores took 17.4 ms without spinning,
+/// 10.2 ms with 20 µs, 11.0 with 100, 9.6 with 500; 1 MiB at eight ranks 1.66, 1.67, 1.59 and 1.12
+/// ms.
 const SPIN_TIME_IN_SHARED_MEMORY_MAX: Duration = Duration::from_micros(200);
 
-/// 1 MiB at two ranks took 422 µs without and 372 with it; 16 MiB no less with it, and on a machine
-/// that others keep busy almost twice as long.
+/// Largest operation over TCP that spins. 1 MiB at two ranks took 422 µs without spinning and 372
+/// µs with it; 16 MiB was not faster with it, and took almost twice as long on a machine that other
+/// processes keep busy.
 const SPIN_BYTES_MAX: usize = 1 << 20;
 
-/// Ranks that share a core leave it to each other within a fraction of this, others after a slice
-/// of the scheduler's: 3 or 4 ms.
+/// Minimum delay that counts as late. Ranks that share a core yield it to each other within a
+/// fraction of this; other threads after a time slice of the scheduler: 3 or 4 ms.
 const LATE_MIN: Duration = Duration::from_millis(1);
 
-/// Where half of this is lost, others need the core for good: some housekeeper takes a slice now
-/// and then.
+/// Window of the accounting. If half of it is lost, other threads need the core continuously;
+/// background tasks take a slice only now and then.
 const WINDOW: Duration = Duration::from_millis(40);
 
-/// A tenth of the time is lost at most.
+/// Time without spinning after that: at most a tenth of the time is lost.
 const BUSY_TIME: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
@@ -106,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_often_gets_its_core_back_late_stops_looking_for_a_while() {
+    fn a_rank_that_often_gets_its_core_back_late_stops_spinning_for_a_while() {
         let now = Instant::now();
         let (slice, rare) = (Duration::from_millis(4), Duration::from_millis(10));
         for (pause, sleeps) in [(Duration::ZERO, true), (rare, false)] {

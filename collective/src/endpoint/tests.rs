@@ -1,4 +1,4 @@
-//! What shows only from inside: who waits, and what is parked.
+//! Tests of internal state: pending dials and registered groups.
 
 use std::io::Read;
 use std::net::Ipv4Addr;
@@ -12,11 +12,11 @@ use crate::{Communicator, Member};
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// Far beyond what anything here takes; only a hang gets there.
+/// Limit that only a hang reaches.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_dial_of_a_newer_generation_is_parked_until_its_time_comes() {
+fn a_dial_of_a_newer_generation_waits_until_that_group_is_built() {
     let early = endpoint(1);
     let late = endpoint(2);
     let members = [&early, &late].map(member).to_vec();
@@ -29,7 +29,7 @@ fn a_dial_of_a_newer_generation_is_parked_until_its_time_comes() {
         move || done.send(early.connect(&group, WATCHDOG).map(|ring| (ring, early))).unwrap()
     });
     until(|| late.fence.pending_dial_count() == 1);
-    // The dial waits; the older generation works on.
+    // The dial waits; the group of the older generation still works.
     assert_eq!(old.all_gather(b"old").unwrap(), [b"old"]);
     let mut ring = late.connect(&group, WATCHDOG).unwrap();
     let (mut peer, _end) = result.recv_timeout(WATCHDOG).unwrap().unwrap();
@@ -39,7 +39,7 @@ fn a_dial_of_a_newer_generation_is_parked_until_its_time_comes() {
 }
 
 #[test]
-fn the_fence_ends_a_dial_that_nobody_answers() {
+fn the_fence_ends_an_unanswered_dial() {
     let silent = Silent::new();
     let end = endpoint(1).with_dial_limit(WATCHDOG);
     let fence = end.fence();
@@ -64,15 +64,15 @@ fn a_member_that_answers_no_dial_is_unreachable_long_before_the_deadline() {
         panic!("{outcome:?}")
     };
     assert_eq!((waited, outcome.member()), (limit, Some(2)));
-    assert_eq!(end.fence().groups(), 0, "nothing of the attempt is left");
+    assert_eq!(end.fence().groups(), 0, "the attempt leaves no registration");
 }
 
 #[test]
-fn who_waits_for_the_previous_members_dial_shows_it() {
+fn a_wait_for_the_previous_members_dial_is_a_stall() {
     let (one, two) = (endpoint(1), endpoint(2));
     let group = GroupSpec { generation: 4, members: [&one, &two].map(member).to_vec() };
     let progress = one.progress();
-    assert_eq!(progress.stall(), None, "it waits for nobody yet");
+    assert_eq!(progress.stall(), None, "the endpoint does not wait yet");
     thread::scope(|scope| {
         let first = scope.spawn(|| one.connect(&group, WATCHDOG).unwrap());
         until(|| progress.stall().is_some_and(|stall| stall.since > Duration::from_millis(20)));
@@ -101,7 +101,7 @@ fn a_second_dial_of_a_linked_member_is_refused() {
 }
 
 #[test]
-fn a_hello_must_be_proven_and_for_this_worker_of_this_job() {
+fn a_hello_must_be_authenticated_and_name_this_job_and_worker() {
     let end = endpoint(2);
     end.fence().abort_before(5);
     let hello =
@@ -114,18 +114,18 @@ fn a_hello_must_be_proven_and_for_this_worker_of_this_job() {
     assert_eq!(end.fence.pending_dial_count(), 0);
     let mut link = TcpStream::connect(end.address()).unwrap();
     link.set_read_timeout(Some(WATCHDOG)).unwrap();
-    // In two parts, as a slow network may bring it.
+    // In two parts, as a slow network may deliver it.
     let bytes = hello.encode(&secret());
     let (first, second) = bytes.split_at(50);
     link.write_all(first).unwrap();
     link.write_all(second).unwrap();
     until(|| end.fence.pending_dial_count() == 1);
     end.fence().abort_before(6);
-    assert_eq!(link.read(&mut [0]).unwrap(), 0, "the fence closes what is parked");
+    assert_eq!(link.read(&mut [0]).unwrap(), 0, "the fence closes pending dials");
 }
 
 #[test]
-fn a_ring_that_is_dropped_is_forgotten_by_the_fence() {
+fn dropping_a_group_removes_its_registration() {
     let end = endpoint(1);
     let group = GroupSpec { generation: 1, members: vec![member(&end)] };
     let ring = end.connect(&group, WATCHDOG).unwrap();
@@ -134,7 +134,7 @@ fn a_ring_that_is_dropped_is_forgotten_by_the_fence() {
     assert_eq!(end.fence.groups(), 0);
 }
 
-/// An address where nobody answers: a listener whose queue is full drops what comes in.
+/// An address that does not answer: a listener whose backlog is full drops new connections.
 struct Silent {
     address: SocketAddr,
     _listener: TcpListener,
@@ -173,7 +173,7 @@ fn secret() -> Secret {
     Secret::new("secret")
 }
 
-/// Dials with `hello` and expects the link to be closed.
+/// Dials with `hello` and expects the acceptor to close the link.
 fn assert_refused(end: &Endpoint, hello: &[u8]) {
     let mut link = TcpStream::connect(end.address()).unwrap();
     link.set_read_timeout(Some(WATCHDOG)).unwrap();
@@ -188,7 +188,7 @@ fn assert_refused(end: &Endpoint, hello: &[u8]) {
 fn until(condition: impl Fn() -> bool) {
     let started = Instant::now();
     while !condition() {
-        assert!(started.elapsed() < WATCHDOG, "it never happens");
+        assert!(started.elapsed() < WATCHDOG, "the condition is never true");
         thread::yield_now();
     }
 }

@@ -1,5 +1,8 @@
-//! One communicator: the thread that calls NCCL, and the one that ends it.
-#![allow(unsafe_code, reason = "calls into a C library; who holds the handle when is decided here")]
+//! One NCCL communicator: the thread that calls NCCL, and the watchdog that aborts it.
+#![allow(
+    unsafe_code,
+    reason = "calls into a C library; this module decides which thread uses the handle"
+)]
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,21 +17,22 @@ use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
 use crate::device::DeviceError;
 use crate::notifier::Notifier;
 
-/// How far a group is with NCCL, as one of its ranks sees it.
+/// State of a group's NCCL communicator, on one rank.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum NcclState {
-    /// The group does without, because of this. The same on all ranks.
+    /// The group continues without NCCL, for this reason; identical on all ranks.
     Absent(String),
-    /// A communicator is being made in the background.
+    /// A communicator is being created in the background.
     Building,
-    /// It could not be made, or has ended, because of this. The group does without from here on.
+    /// The communicator could not be created, or has ended, for this reason. The group continues
+    /// without NCCL.
     Failed(String),
-    /// This rank can use it; it may be used once all can.
+    /// The communicator is ready on this rank; it may be used once it is ready on all ranks.
     Ready,
 }
 
-/// One rank's communicator. Dropping it never blocks: what works is brought to rest in the
-/// background, what does not is aborted.
+/// Communicator of one rank. Dropping it never blocks: a working communicator is finalized in the
+/// background, any other one is aborted.
 #[derive(Debug)]
 pub(crate) struct NcclCommunicator {
     shared: Arc<Shared>,
@@ -36,24 +40,25 @@ pub(crate) struct NcclCommunicator {
     results: Receiver<Result<(), DeviceError>>,
 }
 
-/// Who a communicator is made for.
+/// Parameters of a new communicator.
 #[derive(Clone, Debug)]
 pub(crate) struct CommInit {
     pub(crate) id: UniqueId,
     pub(crate) rank: usize,
     pub(crate) world: usize,
-    /// On which all calls are enqueued.
+    /// Stream on which all operations are enqueued.
     pub(crate) stream: Arc<CudaStream>,
 }
 
-/// How long NCCL may take.
+/// Timeouts of NCCL.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Timeouts {
     pub(crate) init: Duration,
     pub(crate) abort: Duration,
 }
 
-/// An operation. The buffers stay until its result has come, or the communicator has ended.
+/// One operation. The buffers stay valid until its result has arrived, or until the communicator
+/// has ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Call {
     pub(crate) kind: CallKind,
@@ -67,8 +72,9 @@ pub(crate) enum CallKind {
     Broadcast { root: usize },
 }
 
-/// The communicators of this process that NCCL did not give back in time. Where there are any, the
-/// process should end when it can: they hold threads and memory of the device, and may hold more.
+/// Returns the number of communicators of this process that NCCL did not release in time. If there
+/// are any, the process should end when it can: they occupy threads and device memory, and may
+/// occupy more.
 #[must_use]
 pub fn abandoned() -> usize {
     let now = Instant::now();
@@ -76,10 +82,10 @@ pub fn abandoned() -> usize {
 }
 
 impl NcclCommunicator {
-    /// Begins to make one, in the background.
+    /// Begins to create a communicator in the background.
     ///
     /// # Errors
-    /// What the system says if it gives no threads or descriptors.
+    /// The error of the operating system if it refuses a thread or a descriptor.
     pub(crate) fn begin(
         library: &Arc<Library>,
         init: CommInit,
@@ -103,13 +109,13 @@ impl NcclCommunicator {
         let spawned = thread::Builder::new().name("nccl".to_owned()).spawn(move || caller.run());
         if let Err(error) = spawned {
             shared.lock().in_call = false;
-            shared.end("no thread for it");
+            shared.end("no thread could be started");
             return Err(error);
         }
         Ok(Self { shared, calls, results })
     }
 
-    /// Never blocks.
+    /// State of the communicator. Never blocks.
     pub(crate) fn state(&self) -> NcclState {
         match &self.shared.lock().phase {
             Phase::Building => NcclState::Building,
@@ -118,14 +124,14 @@ impl NcclCommunicator {
         }
     }
 
-    /// Has an operation done. One at a time.
+    /// Starts an operation. One operation at a time.
     pub(crate) fn call(&self, call: Call) {
-        // A thread that has ended has said why in the state.
+        // A thread that has ended has recorded the reason in the state.
         let _ = self.calls.send(call);
     }
 
-    /// The result of the operation, once there is one. `None` again and again if the communicator
-    /// has ended otherwise.
+    /// Returns the result of the operation, once it is complete. Returns an error repeatedly if the
+    /// communicator has ended otherwise.
     pub(crate) fn result(&self) -> Option<Result<(), DeviceError>> {
         self.shared.finished.clear();
         match self.results.try_recv() {
@@ -134,24 +140,24 @@ impl NcclCommunicator {
             Err(TryRecvError::Disconnected) => {
                 let reason = match self.state() {
                     NcclState::Failed(reason) => reason,
-                    _ => "its thread has ended".to_owned(),
+                    _ => "the NCCL thread has ended".to_owned(),
                 };
-                Some(Err(DeviceError::Nccl { action: "go on", code: 0, reason }))
+                Some(Err(DeviceError::Nccl { action: "make progress", code: 0, reason }))
             }
         }
     }
 
-    /// Rings when there is a result.
+    /// Notifier that is set when there is a result.
     pub(crate) fn finished(&self) -> &Notifier {
         &self.shared.finished
     }
 
-    /// Has it aborted, because of this. Never blocks.
+    /// Requests an abort, for this reason. Never blocks.
     pub(crate) fn abort(&self, reason: &str) {
         self.shared.end(reason);
     }
 
-    /// Waits until NCCL has given it back, once it is being aborted.
+    /// Waits until NCCL has released the communicator, after an abort was requested.
     ///
     /// # Errors
     /// [`DeviceError::Abandoned`].
@@ -169,7 +175,7 @@ impl NcclCommunicator {
         Ok(())
     }
 
-    /// How long NCCL took to give it back, if it has.
+    /// Duration of the abort, once it has returned.
     pub(crate) fn abort_time(&self) -> Option<Duration> {
         match self.shared.abort_nanos.load(Ordering::Acquire) {
             0 => None,
@@ -182,30 +188,30 @@ impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let is_ready = matches!(self.shared.lock().phase, Phase::Ready);
         if !is_ready {
-            // A call that hangs in the making would hold the thread for ever.
-            self.shared.end("the group is over");
+            // An initialization that hangs would block the thread for ever.
+            self.shared.end("the group was dropped");
         }
-        // Otherwise the thread sees that nothing is to come, and brings it to rest.
+        // Otherwise the calling thread sees the closed channel and finalizes the communicator.
     }
 }
 
-/// What both threads and the owner know.
+/// State shared by both threads and the owner.
 #[derive(Debug)]
 struct Shared {
     library: Arc<Library>,
     timeouts: Timeouts,
     begun: Instant,
     finished: Notifier,
-    /// Set once; from then on no call begins.
+    /// Set once; no call of NCCL begins after that.
     abort: AtomicBool,
-    /// How long the abort took; 0 until it has returned.
+    /// Duration of the abort in nanoseconds; 0 until it has returned.
     abort_nanos: AtomicU64,
     status: Mutex<Status>,
     changed: Condvar,
 }
 
-/// **Invariant:** the handle is used by the calling thread while `in_call`, and by the watchdog
-/// after `abort` is set and that call is over or is thought to hang.
+/// **Invariant:** the calling thread uses the handle while `in_call` is set. The watchdog uses it
+/// after `abort` is set and the call has returned or is considered hung.
 #[derive(Debug)]
 struct Status {
     phase: Phase,
@@ -216,9 +222,9 @@ struct Status {
 #[derive(Clone, Debug, Eq, PartialEq)]
 enum Phase {
     Building,
-    /// To be aborted, because of this.
+    /// An abort is requested, for this reason.
     Ending(String),
-    /// NCCL has given it back, or never made it.
+    /// NCCL has released the communicator, or never created it.
     Ended(String),
     Ready,
 }
@@ -253,12 +259,13 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// What tells this communicator's abort from others'.
+    /// Key of this communicator in the list of aborts.
     fn key(&self) -> usize {
         std::ptr::from_ref(self).addr()
     }
 
-    /// The watchdog: waits until the communicator is to end, and ends it.
+    /// Body of the watchdog thread: waits until an abort is requested or the initialization times
+    /// out, and aborts the communicator.
     fn watch(&self) {
         let mut status = self.lock();
         while !self.abort.load(Ordering::Acquire) {
@@ -267,7 +274,8 @@ impl Shared {
                 _ => None,
             };
             if left == Some(Duration::ZERO) {
-                let reason = format!("it was not made within {:?}", self.timeouts.init);
+                let reason =
+                    format!("initialization did not complete within {:?}", self.timeouts.init);
                 self.end_locked(&mut status, &reason);
                 break;
             }
@@ -278,19 +286,19 @@ impl Shared {
             let left = CALL_TIME_MAX.saturating_sub(asked.elapsed());
             match (status.handle, status.in_call) {
                 (handle, false) => break handle,
-                // NCCL's abort is made to end calls that hang.
+                // NCCL's abort is designed to end calls that hang.
                 (handle @ Some(_), true) if left.is_zero() => break handle,
                 (Some(_), true) => status = self.wait(status, Some(left)),
-                // There is nothing to abort yet.
+                // There is no handle to abort yet.
                 (None, true) => status = self.wait(status, None),
             }
         };
         status.handle = None;
         drop(status);
         if let Some(handle) = handle {
-            // SAFETY: this is the only abort, as the handle was taken; no call begins any more.
+            // SAFETY: this is the only abort, since the handle was taken; no further call begins.
             if let Err(error) = unsafe { self.library.abort(handle) } {
-                tracing::warn!(%error, "what NCCL said to an abort");
+                tracing::warn!(%error, "an abort of NCCL failed");
             }
         }
         let nanos = u64::try_from(asked.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -306,7 +314,7 @@ impl Shared {
 
 /// Why the calling thread stops.
 enum Stop {
-    /// It is being aborted; the watchdog does the rest.
+    /// The communicator is being aborted by the watchdog.
     Aborted,
     Failed(DeviceError),
 }
@@ -342,7 +350,7 @@ impl Caller {
             rank = self.init.rank,
             world = self.init.world,
             ?took,
-            "NCCL communicator made"
+            "NCCL communicator created"
         );
         for call in &self.to_do {
             let result = match self.perform(call, &event) {
@@ -354,18 +362,18 @@ impl Caller {
                 self.shared.end(&error.to_string());
             }
             let has_failed = result.is_err();
-            // Nobody listens any more where the group was dropped in the middle of an operation.
+            // The receiver is gone if the group was dropped during an operation.
             let _ = self.done.send(result);
             self.shared.finished.notify();
             if has_failed {
                 return;
             }
         }
-        // Whatever comes of this, the abort frees it.
+        // If this fails, the abort below still releases the communicator.
         if let Err(Stop::Failed(error)) = self.finalize() {
-            tracing::debug!(%error, "a communicator that could not be brought to rest");
+            tracing::debug!(%error, "cannot finalize an NCCL communicator");
         }
-        self.shared.end("the group is over");
+        self.shared.end("the group was dropped");
     }
 
     fn stop(&self, stop: Stop) {
@@ -374,14 +382,14 @@ impl Caller {
         }
     }
 
-    /// Makes the communicator, and the event that marks its operations' ends.
+    /// Creates the communicator, and the event that marks the end of an operation.
     fn build(&self) -> Result<CudaEvent, Stop> {
         let CommInit { id, rank, world, stream } = &self.init;
         let context = stream.context();
         let prepared = context.bind_to_thread().and_then(|()| context.new_event(None));
         let begun = match prepared {
             Ok(_) => self.shared.library.begin(id, *rank, *world),
-            Err(source) => Err(DeviceError::Cuda { action: "make an event", source }),
+            Err(source) => Err(DeviceError::Cuda { action: "create an event", source }),
         };
         let mut status = self.shared.lock();
         status.in_call = false;
@@ -389,8 +397,8 @@ impl Caller {
         let (handle, call_status) = begun?;
         status.handle = Some(handle);
         drop(status);
-        self.wait_until_done("make a communicator", call_status, &Pause::new())?;
-        prepared.map_err(|source| DeviceError::Cuda { action: "make an event", source }.into())
+        self.wait_until_done("create a communicator", call_status, &BackOff::new())?;
+        prepared.map_err(|source| DeviceError::Cuda { action: "create an event", source }.into())
     }
 
     fn perform(&self, call: Call, event: &CudaEvent) -> Result<(), Stop> {
@@ -399,15 +407,15 @@ impl Caller {
         let raw = stream.cu_stream().cast();
         let (action, call_status) = match kind {
             CallKind::AllGather => (
-                "gather",
+                "all-gather",
                 self.call(|nccl, handle| {
-                    // SAFETY: this thread's turn, see `call`; the buffers are by the caller's
-                    // promise.
+                    // SAFETY: this thread may use the handle, see `call`; the caller guarantees the
+                    // buffers.
                     unsafe { nccl.all_gather(handle, buffers, raw) }
                 })?,
             ),
             CallKind::AllReduce => (
-                "sum",
+                "all-reduce",
                 self.call(|nccl, handle| {
                     // SAFETY: as above.
                     unsafe { nccl.all_reduce(handle, buffers, raw) }
@@ -421,51 +429,51 @@ impl Caller {
                 })?,
             ),
         };
-        let pause = Pause::new();
-        self.wait_until_done(action, call_status, &pause)?;
+        let back_off = BackOff::new();
+        self.wait_until_done(action, call_status, &back_off)?;
         event.record(stream).map_err(DeviceError::cuda("record an event"))?;
-        while !event.try_is_complete().map_err(DeviceError::cuda("end an operation of NCCL"))? {
+        while !event.try_is_complete().map_err(DeviceError::cuda("complete an NCCL operation"))? {
             self.poll(action)?;
-            pause.wait();
+            back_off.wait();
         }
-        // An error that came with the end counts, too.
+        // An error reported together with completion counts as well.
         self.poll(action).map(drop)
     }
 
-    /// Brings it to rest: peers get what they are still to get from here.
+    /// Finalizes the communicator: outstanding data reaches the peers.
     fn finalize(&self) -> Result<(), Stop> {
-        // SAFETY: this thread's turn, see `call`.
+        // SAFETY: this thread may use the handle, see `call`.
         let mut call_status = self.call(|nccl, handle| unsafe { nccl.finalize(handle) })?;
-        let (begun, pause) = (Instant::now(), Pause::new());
+        let (begun, back_off) = (Instant::now(), BackOff::new());
         while call_status == CallStatus::InProgress && begun.elapsed() < self.shared.timeouts.abort
         {
-            pause.wait();
-            call_status = self.poll("bring the communicator to rest")?;
+            back_off.wait();
+            call_status = self.poll("finalize the communicator")?;
         }
         Ok(())
     }
 
-    /// Asks until what was begun is done.
+    /// Polls until the last request is complete.
     fn wait_until_done(
         &self,
         action: &'static str,
         mut call_status: CallStatus,
-        pause: &Pause,
+        back_off: &BackOff,
     ) -> Result<(), Stop> {
         while call_status == CallStatus::InProgress {
-            pause.wait();
+            back_off.wait();
             call_status = self.poll(action)?;
         }
         Ok(())
     }
 
     fn poll(&self, action: &'static str) -> Result<CallStatus, Stop> {
-        // SAFETY: this thread's turn, see `call`.
+        // SAFETY: this thread may use the handle, see `call`.
         self.call(|nccl, handle| unsafe { nccl.poll(action, handle) })
     }
 
-    /// Makes one call with the communicator, unless it is being aborted: nobody else uses it
-    /// meanwhile.
+    /// Makes one call with the communicator, unless it is being aborted. No other thread uses the
+    /// handle meanwhile.
     fn call<T>(
         &self,
         call: impl FnOnce(&Library, Handle) -> Result<T, DeviceError>,
@@ -488,13 +496,12 @@ impl Caller {
     }
 }
 
-/// Between two looks: short at first, as operations are, then long enough to leave the core to
-/// others.
-struct Pause {
+/// Back-off between two polls: yields at first, then sleeps, so that other threads get the core.
+struct BackOff {
     begun: Instant,
 }
 
-impl Pause {
+impl BackOff {
     fn new() -> Self {
         Self { begun: Instant::now() }
     }
@@ -503,20 +510,21 @@ impl Pause {
         if self.begun.elapsed() < SPIN_TIME_MAX {
             thread::yield_now();
         } else {
-            thread::sleep(PAUSE);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Aborts that have not returned, and until when they should have.
+/// Aborts that have not returned, with their deadlines.
 fn aborts() -> MutexGuard<'static, Vec<(usize, Instant)>> {
     static ABORTS: Mutex<Vec<(usize, Instant)>> = Mutex::new(Vec::new());
     ABORTS.lock().expect("nothing under this lock panics")
 }
 
-/// Calls of a non-blocking communicator return at once. One that does not hangs.
+/// Limit of one call. Calls of a non-blocking communicator return at once; one that exceeds the
+/// limit hangs.
 const CALL_TIME_MAX: Duration = Duration::from_millis(100);
 
-/// As long as a large operation takes.
+/// Time before the back-off sleeps: about the duration of a large operation.
 const SPIN_TIME_MAX: Duration = Duration::from_millis(1);
-const PAUSE: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);

@@ -1,4 +1,4 @@
-//! The functions of `libnccl`, as far as they are used here.
+//! Binding of the functions of `libnccl` that this crate uses.
 #![allow(unsafe_code, reason = "calls into a C library that is loaded at run time")]
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::device::{DeviceError, Dtype};
 
-/// A loaded NCCL. It stays loaded: threads of its own may run in it.
+/// A loaded NCCL library. It is never unloaded: its own threads may run in it.
 pub struct Library {
     name: String,
     version: i32,
@@ -18,35 +18,36 @@ pub struct Library {
     _library: ManuallyDrop<libloading::Library>,
 }
 
-/// What the ranks of a new communicator find each other by. Drawn on one of them, and good for one
-/// communicator.
+/// Unique id by which the ranks of a new communicator find each other. Created on one rank, and
+/// valid for one communicator.
 #[derive(Clone, Copy, Eq, PartialEq)]
 #[repr(C)]
 pub struct UniqueId([u8; UNIQUE_ID_BYTES]);
 
-/// `ncclComm_t`: valid from its init to its abort, and used by one thread at a time.
+/// `ncclComm_t`: valid from its initialization to its abort, and used by one thread at a time.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Handle(*mut c_void);
 
-/// What a call does with its buffers. Addresses are of device memory.
+/// Buffers of a call; addresses in device memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Buffers {
     pub(crate) src: u64,
     pub(crate) dst: u64,
-    /// Elements: of both in a sum and a broadcast, of `src` in a gather.
+    /// Length in elements: of both buffers in an all-reduce and a broadcast, of `src` in an
+    /// all-gather.
     pub(crate) len: usize,
     pub(crate) dtype: Dtype,
 }
 
-/// How far the library is with what it was last asked for.
+/// Status of the last request to the library.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum CallStatus {
     Done,
     InProgress,
 }
 
-// SAFETY: NCCL's functions may be called from any thread; the handle of a communicator is an
-// address to this side, and its owner takes care that calls come one at a time.
+// SAFETY: NCCL's functions may be called from any thread. The handle is an opaque address here, and
+// its owner serializes the calls.
 unsafe impl Send for Handle {}
 
 impl Library {
@@ -77,27 +78,27 @@ impl Library {
         }
     }
 
-    /// As NCCL counts: 22 809 is 2.28.9.
+    /// Version in NCCL's encoding: 22 809 is 2.28.9.
     #[must_use]
     pub fn version(&self) -> i32 {
         self.version
     }
 
-    /// Draws what a new communicator's ranks find each other by. This process has to live until
-    /// they have.
+    /// Creates the unique id of a new communicator. This process has to live until all ranks have
+    /// connected.
     ///
     /// # Errors
     /// [`DeviceError::Nccl`].
     pub fn unique_id(&self) -> Result<UniqueId, DeviceError> {
         let mut id = [0; UNIQUE_ID_BYTES];
-        // SAFETY: the function writes that many bytes there.
+        // SAFETY: the function writes `UNIQUE_ID_BYTES` bytes there.
         let code = unsafe { (self.calls.get_unique_id)(id.as_mut_ptr().cast()) };
-        self.done("draw a unique id", code)?;
+        self.done("create a unique id", code)?;
         Ok(UniqueId(id))
     }
 
-    /// Begins to make a communicator on the thread's current device, and returns it at once,
-    /// whatever comes of it.
+    /// Begins to create a communicator on the thread's current device, and returns its handle at
+    /// once.
     pub(crate) fn begin(
         &self,
         id: &UniqueId,
@@ -117,17 +118,17 @@ impl Library {
         };
         let mut handle = ptr::null_mut();
         let (world, rank) = (to_c_int(world), to_c_int(rank));
-        // SAFETY: the id is passed by value, as C does with a structure of this size; the
-        // configuration says its own size and version, and the library looks at no field beyond
+        // SAFETY: the id is passed by value, as C passes a structure of this size. The
+        // configuration states its own size and version, and the library reads no field beyond
         // those.
         let code = unsafe {
             (self.calls.comm_init_rank_config)(&mut handle, world, *id, rank, &mut config)
         };
-        let call_status = self.status("make a communicator", code)?;
+        let call_status = self.status("create a communicator", code)?;
         Ok((Handle(handle), call_status))
     }
 
-    /// How far the communicator is with what it was last asked for.
+    /// Returns the status of the communicator's last request.
     ///
     /// # Safety
     /// `handle` has not been aborted, and no other thread uses it.
@@ -137,17 +138,17 @@ impl Library {
         handle: Handle,
     ) -> Result<CallStatus, DeviceError> {
         let mut state = SUCCESS;
-        // SAFETY: by the caller's promise; the state is written to a live place.
+        // SAFETY: guaranteed by the caller; the state is written to a live variable.
         let code = unsafe { (self.calls.comm_get_async_error)(handle.0, &mut state) };
         self.done(action, code)?;
         self.status(action, state)
     }
 
-    /// Enqueues a sum of all ranks' `src` into `dst` on `stream`.
+    /// Enqueues an all-reduce of all ranks' `src` into `dst` on `stream`.
     ///
     /// # Safety
-    /// As for [`poll`](Self::poll). The buffers stay until the stream is through with them, and
-    /// have that many elements.
+    /// As for [`poll`](Self::poll). The buffers stay valid until the stream has completed the
+    /// operation, and have the stated length.
     pub(crate) unsafe fn all_reduce(
         &self,
         handle: Handle,
@@ -155,7 +156,7 @@ impl Library {
         stream: *mut c_void,
     ) -> Result<CallStatus, DeviceError> {
         let Buffers { src, dst, len, dtype } = buffers;
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe {
             (self.calls.all_reduce)(
                 address(src),
@@ -167,7 +168,7 @@ impl Library {
                 stream,
             )
         };
-        self.status("sum", code)
+        self.status("all-reduce", code)
     }
 
     /// Enqueues a copy of the `src` of rank `root` into all ranks' `dst` on `stream`.
@@ -183,7 +184,7 @@ impl Library {
     ) -> Result<CallStatus, DeviceError> {
         let Buffers { src, dst, len, dtype } = buffers;
         let (dtype, root) = (code_of(dtype), to_c_int(root));
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe {
             (self.calls.broadcast)(address(src), address(dst), len, dtype, root, handle.0, stream)
         };
@@ -193,7 +194,7 @@ impl Library {
     /// Enqueues a copy of all ranks' `src`, in rank order, into `dst` on `stream`.
     ///
     /// # Safety
-    /// As for [`all_reduce`](Self::all_reduce); `dst` has room for all.
+    /// As for [`all_reduce`](Self::all_reduce); `dst` has space for the data of all ranks.
     pub(crate) unsafe fn all_gather(
         &self,
         handle: Handle,
@@ -201,7 +202,7 @@ impl Library {
         stream: *mut c_void,
     ) -> Result<CallStatus, DeviceError> {
         let Buffers { src, dst, len, dtype } = buffers;
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe {
             (self.calls.all_gather)(
                 address(src),
@@ -212,34 +213,33 @@ impl Library {
                 stream,
             )
         };
-        self.status("gather", code)
+        self.status("all-gather", code)
     }
 
-    /// Begins to bring a communicator to rest: what it has been asked for is done, also for its
-    /// peers.
+    /// Begins to finalize a communicator: outstanding operations complete, also for its peers.
     ///
     /// # Safety
     /// As for [`poll`](Self::poll).
     pub(crate) unsafe fn finalize(&self, handle: Handle) -> Result<CallStatus, DeviceError> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe { (self.calls.comm_finalize)(handle.0) };
-        self.status("bring the communicator to rest", code)
+        self.status("finalize the communicator", code)
     }
 
-    /// Ends what the communicator does, and frees it. May block.
+    /// Aborts the communicator's operations and frees it. May block.
     ///
     /// # Safety
-    /// `handle` has not been aborted before. Another thread may be in a call with it, and not begin
-    /// one.
+    /// `handle` has not been aborted before. Another thread may be in a call with it, but does not
+    /// begin one.
     pub(crate) unsafe fn abort(&self, handle: Handle) -> Result<(), DeviceError> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe { (self.calls.comm_abort)(handle.0) };
         self.status("abort the communicator", code).map(drop)
     }
 
     fn load(name: &OsStr) -> Result<libloading::Library, String> {
-        // SAFETY: what a system has under this name, or a user has named, is made to be loaded by
-        // whoever wants.
+        // SAFETY: the system's library of this name, or the file that the user has chosen, is an
+        // NCCL, which is made to be loaded.
         unsafe { libloading::Library::new(name) }
             .map_err(|error| DeviceError::loader_message(&error))
     }
@@ -248,10 +248,10 @@ impl Library {
         let library = ManuallyDrop::new(library);
         let calls = Calls::of(&name, &library)?;
         let mut version = 0;
-        // SAFETY: the version is written to a live place.
+        // SAFETY: the version is written to a live variable.
         let code = unsafe { (calls.get_version)(&mut version) };
         let library = Self { name, version, calls, _library: library };
-        library.done("tell its version", code)?;
+        library.done("report its version", code)?;
         if version < VERSION_MIN {
             return Err(DeviceError::NcclVersion { found: version });
         }
@@ -274,12 +274,12 @@ impl Library {
     }
 
     fn reason(&self, code: c_int) -> String {
-        // SAFETY: the library returns a text that stays, or none.
+        // SAFETY: the library returns a static string or null.
         let text = unsafe { (self.calls.get_error_string)(code) };
         if text.is_null() {
-            return "no word on it".to_owned();
+            return "unknown error".to_owned();
         }
-        // SAFETY: it ends with a zero.
+        // SAFETY: the string is terminated by a zero.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 }
@@ -291,13 +291,13 @@ impl fmt::Debug for Library {
 }
 
 impl UniqueId {
-    /// From what came over the ring.
+    /// Creates an id from bytes received over the host group.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         bytes.try_into().ok().map(Self)
     }
 
-    /// For the way over the ring.
+    /// Bytes of the id, to be sent over the host group.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
@@ -312,7 +312,7 @@ impl fmt::Debug for UniqueId {
 
 macro_rules! calls {
     ($($name:ident: $symbol:literal = fn($($argument:ty),*) -> $result:ty;)*) => {
-        /// The functions, by what follows `nccl` in their names.
+        /// Functions of the library, named without the prefix `nccl`.
         struct Calls {
             $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
@@ -347,8 +347,8 @@ calls! {
     get_version: "ncclGetVersion" = fn(*mut c_int) -> c_int;
 }
 
-/// `ncclConfig_t` as of 2.18. Later versions have more fields behind these, and set those of a
-/// configuration that says this version to their defaults.
+/// `ncclConfig_t` as of 2.18. Later versions have more fields after these, and use defaults for
+/// them if a configuration states this version.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -375,14 +375,14 @@ fn code_of(dtype: Dtype) -> c_int {
 }
 
 fn to_c_int(rank: usize) -> c_int {
-    c_int::try_from(rank).expect("members are limited")
+    c_int::try_from(rank).expect("group sizes are limited")
 }
 
-/// PyPI's package has the first name only.
+/// File names of the library. The PyPI package has the first name only.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// The first with non-blocking communicators that can be brought to rest, and with this
-/// configuration.
+/// First version with non-blocking communicators that can be finalized, and with this configuration
+/// structure.
 const VERSION_MIN: i32 = 21_800;
 const CONFIG_VERSION: c_uint = 21_800;
 const CONFIG_MAGIC: c_uint = 0xcafe_beef;

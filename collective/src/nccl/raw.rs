@@ -7,7 +7,8 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
 use crate::device::{DeviceError, Element};
 
-/// Not for users: NCCL without anything around it, to compare with. What hangs here hangs.
+/// Not for users: NCCL without the watchdog, as a baseline for benchmarks. A call that hangs is not
+/// aborted.
 #[derive(Debug)]
 pub struct RawCommunicator {
     library: Arc<Library>,
@@ -16,7 +17,7 @@ pub struct RawCommunicator {
 }
 
 impl RawCommunicator {
-    /// Waits until all ranks have come.
+    /// Creates a communicator; waits until all ranks have called this.
     ///
     /// # Errors
     /// [`DeviceError::Nccl`].
@@ -33,7 +34,7 @@ impl RawCommunicator {
         Ok(bare)
     }
 
-    /// A sum, until it is done.
+    /// Runs an all-reduce and waits for it.
     ///
     /// # Errors
     /// [`DeviceError::Nccl`], [`DeviceError::Cuda`].
@@ -45,19 +46,19 @@ impl RawCommunicator {
         let (len, stream) = (src.len(), &self.stream);
         let ((src, _read), (dst, _written)) = (src.device_ptr(stream), dst.device_ptr_mut(stream));
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
-        // SAFETY: the handle is this thread's; the buffers are borrowed until the stream is
-        // through.
+        // SAFETY: only this thread uses the handle; the buffers are borrowed until the stream is
+        // synchronized.
         let call_status =
             unsafe { self.library.all_reduce(self.handle, buffers, stream.cu_stream().cast()) }?;
         self.wait_until_done(call_status)?;
-        stream.synchronize().map_err(DeviceError::cuda("end a sum of NCCL"))
+        stream.synchronize().map_err(DeviceError::cuda("complete an NCCL all-reduce"))
     }
 
     fn wait_until_done(&self, mut call_status: CallStatus) -> Result<(), DeviceError> {
         while call_status == CallStatus::InProgress {
             std::thread::yield_now();
-            // SAFETY: the handle is this thread's.
-            call_status = unsafe { self.library.poll("go on", self.handle) }?;
+            // SAFETY: only this thread uses the handle.
+            call_status = unsafe { self.library.poll("make progress", self.handle) }?;
         }
         Ok(())
     }
@@ -65,9 +66,9 @@ impl RawCommunicator {
 
 impl Drop for RawCommunicator {
     fn drop(&mut self) {
-        // SAFETY: the handle is this thread's, and not used again.
+        // SAFETY: only this thread uses the handle, and it is not used again.
         if let Err(error) = unsafe { self.library.abort(self.handle) } {
-            tracing::debug!(%error, "what NCCL said to an abort");
+            tracing::debug!(%error, "an abort of NCCL failed");
         }
     }
 }

@@ -1,17 +1,18 @@
-//! The schedule and the payload under adversarial interleavings, over queues instead of sockets.
+//! Simulation of the schedule and the payload under adversarial interleavings, with queues instead
+//! of sockets.
 //!
-//! A send takes its bytes in two halves, with anything in between, as a socket does that takes half
-//! a frame. A killed rank ends its links; what it had sent still arrives (its process died) or is
-//! lost (its machine did). A rank that notices an ended link that it still needs fails, and ends
-//! its own links.
+//! A send copies its bytes in two halves, with other events in between, as a socket does that
+//! accepts half a frame. A killed rank closes its links; data that it had sent still arrives (its
+//! process died) or is lost (its host died). A rank that detects a closed link that it still needs
+//! fails, and closes its own links.
 //!
-//! What is asserted:
-//! * at the end every rank is done, failed or killed: nothing hangs;
-//! * a rank that is done has the reference result, bit for bit, and every rank's note. As every
-//!   rank's part is in the reference, **no rank reports success without every rank's
-//!   contribution**;
-//! * nobody fails without a kill; and with one, the next rank is not done unless the victim had
-//!   sent it everything.
+//! Assertions:
+//! * at the end every rank is done, failed or killed: no rank hangs;
+//! * a rank that is done has the reference result, bit for bit, and every rank's note. Since every
+//!   contribution is in the reference, **no rank reports success without the contribution of every
+//!   rank**;
+//! * no rank fails without a kill; and after a kill, the next rank is not done unless the victim
+//!   had sent it everything.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -62,7 +63,7 @@ fn all_worlds_lengths_and_segments_reach_the_reference() {
 }
 
 #[test]
-fn all_gathers_and_broadcasts_reach_everybody() {
+fn all_gathers_and_broadcasts_reach_every_rank() {
     for world in 1..=9 {
         for policy in Policy::several(world as u64) {
             let nothing = Span { len: 0, segment_len: 1 };
@@ -104,7 +105,7 @@ fn a_kill_after_any_number_of_events_never_fakes_a_success() {
     }
 }
 
-/// Goes through every state that any order of events can reach; returns their number.
+/// Explores every state that any order of events can reach; returns their number.
 fn explore(case: Case, kill: Option<Kill>) -> usize {
     let mut seen = HashSet::new();
     let mut open = vec![(Ring::new(case, 2), kill)];
@@ -130,7 +131,7 @@ fn explore(case: Case, kill: Option<Kill>) -> usize {
     seen.len()
 }
 
-/// Plays one order of events to its end; true if there was a kill.
+/// Runs one order of events to its end; true if there was a kill.
 fn play(case: Case, policy: Policy, kill: Option<(u64, Kill)>) -> bool {
     let mut ring = Ring::new(case, if policy.seed.is_multiple_of(2) { 1 } else { usize::MAX });
     let mut random = Random(policy.seed);
@@ -170,7 +171,7 @@ struct Kill {
     queue_is_lost: bool,
 }
 
-/// Who runs next.
+/// Which event happens next.
 #[derive(Clone, Copy, Debug)]
 struct Policy {
     bias: Bias,
@@ -188,7 +189,7 @@ enum Bias {
 }
 
 impl Policy {
-    /// One that favours somebody and one that is fair; which, depends on the seed.
+    /// Returns one biased policy, chosen by the seed, and one fair policy.
     fn two(seed: u64) -> impl Iterator<Item = Self> {
         let biases = [Bias::HighestRank, Bias::LowestRank, Bias::ReceivesFirst, Bias::Sticky];
         [biases[seed as usize / 2 % 4], Bias::None].into_iter().map(move |bias| Self { bias, seed })
@@ -223,7 +224,7 @@ struct Event {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum What {
     BeginSend,
-    /// Notices that a link that is still needed has ended.
+    /// Detects that a link that is still needed is closed.
     Fail,
     FinishSend,
     Receive,
@@ -236,7 +237,7 @@ struct Ring {
     /// Link `r` runs from rank `r` to the next.
     links: Vec<Link>,
     capacity: usize,
-    /// Who was killed, and whether all that it had to send had been sent and not lost.
+    /// The killed rank, and whether all its sends had been completed and not lost.
     victim: Option<(usize, bool)>,
 }
 
@@ -279,7 +280,7 @@ impl Ring {
         let ranks = (0..world).map(|rank| Rank::new(case, rank)).collect();
         let mut ring =
             Self { case, ranks, links: vec![Link::default(); world], capacity, victim: None };
-        (0..world).for_each(|rank| ring.settle(rank));
+        (0..world).for_each(|rank| ring.finish_if_done(rank));
         ring
     }
 
@@ -300,8 +301,8 @@ impl Ring {
             if expects && !inward.queue.is_empty() {
                 add(What::Receive);
             }
-            let dry = expects && inward.queue.is_empty() && inward.sender_ended;
-            if dry || (rank.schedule.has_sends_left() && out.receiver_ended) {
+            let is_drained = expects && inward.queue.is_empty() && inward.sender_ended;
+            if is_drained || (rank.schedule.has_sends_left() && out.receiver_ended) {
                 add(What::Fail);
             }
         }
@@ -357,11 +358,12 @@ impl Ring {
                 rank.schedule.on_received();
             }
         }
-        self.settle(event.rank);
+        self.finish_if_done(event.rank);
     }
 
-    /// A rank with nothing left to do is done, checks its result, and may close its links at once.
-    fn settle(&mut self, index: usize) {
+    /// A rank with nothing left to do is done: it checks its result, and may close its links at
+    /// once.
+    fn finish_if_done(&mut self, index: usize) {
         let rank = &mut self.ranks[index];
         if rank.state == State::Running && rank.schedule.is_done() {
             rank.state = State::Done;
@@ -408,7 +410,7 @@ impl Ring {
         (rank + self.case.world - 1) % self.case.world
     }
 
-    /// All that decides what can happen and what comes out.
+    /// All state that affects future events and results.
     fn fingerprint(&self) -> Vec<u64> {
         let mut all = Vec::new();
         let bits = |floats: &[f32]| {
@@ -472,7 +474,7 @@ impl Rank {
         let Case { world, span, operation } = case;
         let expected = match operation {
             Operation::AllGather => Vec::new(),
-            // No step, no copy: the ring leaves that to its caller.
+            // A group of one has no steps; the caller of the schedule copies the data.
             Operation::AllReduce if world == 1 => return,
             Operation::AllReduce => reference(world, span.len),
             Operation::Broadcast { root } => contribution(root, span.len),
@@ -486,7 +488,7 @@ impl Rank {
     }
 }
 
-/// Numbers of such different size that another order of addition gives other bits.
+/// Numbers of such different magnitude that another order of addition gives other bits.
 fn contribution(rank: usize, len: usize) -> Vec<f32> {
     let mut random = Random(rank as u64 + 1);
     (0..len)
@@ -498,7 +500,7 @@ fn note(rank: usize) -> Vec<u8> {
     vec![rank as u8; rank % 4 + 1]
 }
 
-/// Each chunk summed from its origin on, around the ring.
+/// Reference: each chunk is summed around the ring, from its origin.
 fn reference(world: usize, len: usize) -> Vec<f32> {
     let parts: Vec<_> = (0..world).map(|rank| contribution(rank, len)).collect();
     let mut sums = Vec::new();

@@ -1,29 +1,31 @@
-//! Sums of groups that mix hosts: memory inside each host, a ring of leaders between hosts.
+//! Hierarchical all-reduce for groups on several hosts: shared memory inside each host, and a ring
+//! of leaders between hosts.
 //!
 //! ```text
-//!   rank ─┐   put in, reduce: the sum of all but the leader          ┌─ rank
+//!   rank ─┐   write, reduce: the sum of all but the leader           ┌─ rank
 //!   rank ─┼─▶ sums ─▶ leader ◀══ ring of leaders ══▶ leader ◀─ sums ◀┼─ rank
-//!   rank ─┘ ◀─ totals ◀──┘      over TCP, as f32 or halves           └─ rank
+//!   rank ─┘ ◀─ totals ◀──┘      over TCP, f32 or 16-bit              └─ rank
 //! ```
 //!
-//! Between hosts every byte crosses as often as a ring of one rank per host would have it,
-//! `2·(h−1)/h` times for `h` hosts, however many ranks there are and in whatever order. One leader
-//! per host, and not a ring for every rank of a host: hosts may have different numbers of ranks,
-//! and up to tens of Gbit/s one link is enough.
+//! Traffic between hosts equals that of a ring with one rank per host, `2·(h−1)/h` times the buffer
+//! for `h` hosts, whatever the number and order of ranks. There is one leader per host, not one
+//! ring for every rank of a host: hosts may have different numbers of ranks, and up to tens of
+//! Gbit/s one link is sufficient.
 //!
-//! The buffer goes through in blocks, the segments of the leaders' [schedule](crate::schedule), in
-//! the order in which that needs them: the leader takes a block's sum when the ring's partial sum
-//! of it is there, and gives totals back as they come. So memory and network work side by side, and
-//! the leader, which has the network to serve, adds, and sums for nobody.
+//! The buffer is processed in blocks, which are the segments of the leaders'
+//! [schedule](crate::schedule), in the order of that schedule. The leader takes a block's sum when
+//! the ring's partial sum of the block has arrived, and publishes totals as they arrive. So memory
+//! and network work concurrently. The leader, which serves the network, adds but reduces no chunk
+//! itself.
 //!
 //! ```text
-//! host 0 of 3, sums:    c0 (its own, sent first)   c2   c1 (the last to be summed here)
-//!              totals:  c1 (complete here)         c0   c2
+//! host 0 of 3, sums:    c0 (own chunk, sent first)   c2   c1 (the last one to be reduced here)
+//!              totals:  c1 (complete here)           c0   c2
 //! ```
 //!
-//! **Invariant:** who waits for a rank of its own host waits for no network: the others' next steps
-//! depend on what the leader has done, never on what it is in. So the leader may wait for them in
-//! the middle of a transfer.
+//! **Invariant:** a rank that waits for a rank of its own host waits for no network: the next steps
+//! of followers depend on what the leader has completed, never on what it is doing. So the leader
+//! may wait for followers in the middle of a transfer.
 //!
 //! **Invariant:** a total is computed once among all hosts and copied from there.
 //!
@@ -47,37 +49,37 @@ use crate::schedule::{RankInfo, Schedule, Span};
 use crate::transfer::{Fault, LinkFault, OpTag, Transfer, to_wire};
 use crate::wire::Half;
 
-/// One rank's part in the sums of a group that mixes hosts.
+/// Hierarchical all-reduce, from the view of one rank.
 #[derive(Debug)]
 pub(crate) struct Hierarchy {
     hosts: Hosts,
-    /// This rank's host, among all.
+    /// Index of this rank's host, and the number of hosts.
     host: RankInfo,
-    /// What the ranks of this host share; none where there is but one.
+    /// Region shared by the ranks of this host; `None` if there is only one.
     host_region: Option<HostRegion>,
 }
 
-/// A host's memory, as one rank uses it.
+/// Region of a host, from the view of one rank.
 #[derive(Debug)]
 struct HostRegion {
     region: SharedRegion,
     layout: Layout,
-    /// Operations begun here.
+    /// Number of operations begun.
     operations: u64,
-    /// Blocks of all operations before.
+    /// Number of blocks of all previous operations.
     blocks: u64,
 }
 
-/// What a leader sums with.
+/// Ring of leaders, as a leader uses it.
 pub(crate) struct LeaderRing<'a> {
-    /// Over all leaders.
+    /// Links of the ring of all leaders.
     pub(crate) links: &'a Links,
     pub(crate) op_tag: OpTag,
     pub(crate) half: Option<Half>,
 }
 
 impl Hierarchy {
-    /// `room`: of the ranks of this host, if there are several.
+    /// `region`: shared by the ranks of this host, if there are several.
     pub(crate) fn new(hosts: Hosts, host: usize, region: Option<SharedRegion>) -> Self {
         let host = RankInfo { rank: host, world: hosts.count() };
         let host_region = region.map(|region| {
@@ -87,12 +89,13 @@ impl Hierarchy {
         Self { hosts, host, host_region }
     }
 
-    /// The length of a host's memory.
+    /// Length of a host's memory in bytes.
     pub(crate) fn bytes(world: usize) -> usize {
         Layout { world }.end()
     }
 
-    /// Puts the sum of all ranks' `src` into `dst`. `lead`: where this rank is its host's leader.
+    /// Writes the sum of all ranks' `src` to `dst`. `leader_ring`: present if this rank is its
+    /// host's leader.
     pub(crate) fn all_reduce(
         &mut self,
         context: WaitContext<'_>,
@@ -145,7 +148,8 @@ impl Hierarchy {
         self.finish_leader(&all, span.len).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))
     }
 
-    /// Begins a sum at the leader: its host's notes, and its side of the memory.
+    /// Begins an operation at the leader: collects the notes of its host, and sets up its side of
+    /// the memory.
     fn begin_leader<'a>(
         &'a mut self,
         context: WaitContext<'a>,
@@ -165,7 +169,7 @@ impl Hierarchy {
         ))
     }
 
-    /// Ends a sum at the leader, with the notes of all hosts.
+    /// Finishes an operation at the leader, with the notes of all hosts.
     fn finish_leader(&mut self, by_host: &[Vec<u8>], len: usize) -> Result<Notes, String> {
         let notes = decode(by_host, &self.hosts)?;
         if let Some(host_region) = &mut self.host_region {
@@ -185,13 +189,13 @@ impl Hierarchy {
         let span = span(src.len());
         let RankInfo { rank: host, world: hosts } = self.host;
         let host_region =
-            self.host_region.as_mut().expect("who follows shares memory with its leader");
+            self.host_region.as_mut().expect("a follower shares memory with its leader");
         host_region.begin(context, note, src.len())?;
         let sums = order(self.host, host, span);
         let totals = order(self.host, host + 1, span);
-        // The first total is the one of the last chunk's first block. Who puts in goes on beside it
-        // as far as slots reach: the leader may wait for a total to be taken before it takes
-        // another sum.
+        // The first total belongs to the first block of the last chunk. A follower continues to
+        // write inputs concurrently, as far as its slots allow: the leader may wait for a total to
+        // be read before it takes another sum.
         let last = chunk(span.len, hosts, (host + 1) % hosts);
         let lag = sums.len() - segment_count(&last, span.segment_len) + SLOTS as usize;
         for index in 0..sums.len() + lag {
@@ -213,7 +217,7 @@ impl Hierarchy {
 }
 
 impl HostRegion {
-    /// Says what this rank is about to do, and hears it from the others.
+    /// Posts the operation header of this rank, and collects those of the other ranks.
     fn begin(
         &mut self,
         context: WaitContext<'_>,
@@ -245,7 +249,7 @@ impl HostRegion {
         Ok(())
     }
 
-    /// `scratch`: where the total will be.
+    /// `scratch`: the block of the output buffer, which the total overwrites later.
     fn reduce(
         &self,
         context: WaitContext<'_>,
@@ -281,8 +285,8 @@ impl HostRegion {
         Ok(())
     }
 
-    /// The leader gives the others the notes of all. All have read those of the operation before:
-    /// they have begun this one.
+    /// Publishes the notes of all ranks, at the leader. The followers have read the notes of the
+    /// previous operation: they have begun this one.
     fn publish_notes(&self, notes: &Notes) {
         let bytes = encode(notes);
         self.region.memory.write(self.layout.notes(), &(bytes.len() as u64).to_le_bytes());
@@ -300,12 +304,12 @@ impl HostRegion {
         decode_notes(&bytes, count).map_err(|reason| self.region.broken(0, reason))
     }
 
-    /// What this rank, who does not lead, sums of a block.
+    /// Range of a block that this rank, a follower, reduces.
     fn own(&self, len: usize) -> Range<usize> {
         chunk(len, self.layout.world - 1, self.region.local.rank - 1)
     }
 
-    /// Until these have counted so far.
+    /// Waits until the counters of these ranks have reached `count`.
     fn wait(
         &self,
         context: WaitContext<'_>,
@@ -317,20 +321,21 @@ impl HostRegion {
     }
 }
 
-/// The leader's side of its host's memory, in one sum. Sums and totals go through it in the order
-/// that all of the host expect.
+/// The leader's side of its host's memory in one operation. Sums and totals pass through it in the
+/// order that all ranks of the host expect.
 #[derive(Debug)]
 pub(crate) struct LeaderSide<'a> {
     host_region: &'a HostRegion,
     context: WaitContext<'a>,
-    /// This host's own chunk, whose sums are sent before anything has been received.
+    /// Chunk of this host, whose sums are sent before anything is received.
     own: Range<usize>,
     segment_len: usize,
-    /// Segments of it that are summed.
+    /// Number of its segments that are reduced.
     own_summed: usize,
     hosts: usize,
-    /// Blocks of all operations.
+    /// Number of blocks of all operations whose sums are taken.
     sent: u64,
+    /// Number of blocks of all operations whose totals are published.
     published: u64,
 }
 
@@ -356,22 +361,22 @@ impl<'a> LeaderSide<'a> {
         }
     }
 
-    /// The next segment of this host's own chunk that is not summed yet, if it is among the first
-    /// `count`.
+    /// Returns the next segment of this host's chunk that is not reduced yet, if it is among the
+    /// first `count`.
     pub(crate) fn next_own(&self, count: usize) -> Option<Range<usize>> {
         let all = segment_count(&self.own, self.segment_len);
         let is_left = self.own_summed < count.min(all);
         is_left.then(|| segment(&self.own, self.segment_len, self.own_summed))
     }
 
-    /// Puts into `sum` this host's parts of that segment; `src` is the leader's.
+    /// Writes this host's sum of that segment to `sum`; `src` is the leader's contribution.
     pub(crate) fn sum_own(&mut self, src: &[f32], sum: &mut [f32]) -> Result<(), SharedFault> {
         sum.copy_from_slice(src);
         self.own_summed += 1;
         self.add(sum)
     }
 
-    /// Adds the other ranks' parts of the next block.
+    /// Adds the followers' sum of the next block.
     pub(crate) fn add(&mut self, sum: &mut [f32]) -> Result<(), SharedFault> {
         let (HostRegion { region, layout, .. }, block) = (self.host_region, self.sent);
         self.host_region.wait(self.context, Scope::Followers, Reduced, block + 1)?;
@@ -381,12 +386,13 @@ impl<'a> LeaderSide<'a> {
         Ok(())
     }
 
-    /// Whether the sum that arrives in this step of the ring is the total.
+    /// Whether the sum received in this ring step is the total once this host's contributions are
+    /// added.
     pub(crate) fn completes(&self, step: usize) -> bool {
         step + 2 == self.hosts
     }
 
-    /// Gives the other ranks the next block's total.
+    /// Publishes the next block's total to the followers.
     pub(crate) fn publish_total(&mut self, total: &[f32]) -> Result<(), SharedFault> {
         let (HostRegion { region, layout, .. }, block) = (self.host_region, self.published);
         self.host_region.wait(
@@ -402,13 +408,13 @@ impl<'a> LeaderSide<'a> {
     }
 }
 
-/// How a buffer of `len` elements is cut, in memory and between hosts.
+/// Span of a buffer of `len` elements, in memory and between hosts.
 fn span(len: usize) -> Span {
     Span { len, segment_len: BLOCK_LEN_MAX }
 }
 
-/// The blocks of a buffer, as they come at a host: chunk by chunk, from the one of host `first`
-/// down.
+/// Blocks of a buffer in the order of one host: chunk by chunk, from the chunk of host `first`
+/// downwards.
 fn order(host: RankInfo, first: usize, span: Span) -> Vec<Range<usize>> {
     let hosts = host.world;
     let chunks = (0..hosts).map(|step| chunk(span.len, hosts, (first + hosts - step) % hosts));
@@ -419,7 +425,7 @@ fn order(host: RankInfo, first: usize, span: Span) -> Vec<Range<usize>> {
     segments.collect()
 }
 
-/// Notes as they travel, each behind its length (u32); none at all where one is too long.
+/// Encodes notes, each after its length (u32); the encoding is empty if a note is too long.
 fn encode(notes: &Notes) -> Vec<u8> {
     let Notes::All(notes) = notes else { return Vec::new() };
     let mut bytes = Vec::new();
@@ -430,7 +436,7 @@ fn encode(notes: &Notes) -> Vec<u8> {
     bytes
 }
 
-/// All ranks' notes, out of those of all hosts.
+/// Decodes the notes of all ranks from the encodings of all hosts.
 fn decode(by_host: &[Vec<u8>], hosts: &Hosts) -> Result<Notes, String> {
     let bytes: usize = by_host.iter().map(Vec::len).sum();
     let mut all = vec![Vec::new(); hosts.rank_count()];
@@ -463,7 +469,7 @@ fn decode_notes(mut bytes: &[u8], count: usize) -> Result<Notes, String> {
     }
 }
 
-/// Where what is. All offsets are in bytes.
+/// Layout of a host's memory. All offsets are in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     world: usize,
@@ -474,17 +480,17 @@ impl Layout {
         OpHeaders { start: SharedRegion::bytes(self.world), world: self.world }
     }
 
-    /// Where the leader puts all ranks' notes: their length, and they.
+    /// Offset of all ranks' notes: their length and their encoding, written by the leader.
     fn notes(self) -> usize {
         self.op_headers().end()
     }
 
-    /// A rank's part of what the others, but the leader, sum.
+    /// Offset of a follower's input block, which the other followers reduce.
     fn input(self, rank: usize, block: u64) -> usize {
         self.notes() + size_of::<u64>() + ALL_NOTES_BYTES + self.slot((rank - 1) as u64, block)
     }
 
-    /// The sum of all but the leader.
+    /// Offset of the sum of all followers.
     fn sum(self, block: u64) -> usize {
         self.input(self.world, 0) + self.slot(0, block)
     }
@@ -502,7 +508,7 @@ impl Layout {
     }
 }
 
-/// The notes of all ranks together; longer ones take another way.
+/// Maximum length of all notes together; longer ones are exchanged over TCP.
 const ALL_NOTES_BYTES: usize = 256 << 10;
 
 #[cfg(test)]

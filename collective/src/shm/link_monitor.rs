@@ -8,9 +8,9 @@ use crate::frame::{FRAME_BYTES, Frame};
 use crate::host_group::{Links, Neighbour};
 use crate::link::poll_until;
 
-/// The links to ranks of this host, watched while one waits for something else. The end of one ends
-/// an operation over their memory, if anything is still missing there; and a frame of this very
-/// operation is one of a rank that believes in another.
+/// Monitors the links to the ranks of this host while this rank waits in shared memory. A closed
+/// link ends the operation if its result is still incomplete. A frame of this operation on a link
+/// means that its sender runs another operation.
 pub(crate) struct LinkMonitor<'a> {
     watched: Vec<Watched<'a>>,
     sequence: u64,
@@ -31,12 +31,13 @@ impl<'a> LinkMonitor<'a> {
         Self { watched, sequence: context.sequence }
     }
 
-    /// What to poll.
+    /// Descriptors to poll.
     pub(crate) fn fds(&self) -> impl Iterator<Item = PollFd<'a>> + '_ {
         self.watched.iter().map(|watched| PollFd::new(&*watched.neighbour.link, watched.flags))
     }
 
-    /// What has come, if it ends the operation. A frame that does not is not polled for again.
+    /// Checks the links, and returns the fault that ends the operation, if there is one. A link
+    /// with a harmless frame is no longer polled for data.
     pub(crate) fn check(&mut self) -> Option<SharedFault> {
         let mut fds: Vec<_> = self.fds().collect();
         if !poll_until(&mut fds, Some(Instant::now())).ok()? {
@@ -60,8 +61,8 @@ impl<'a> LinkMonitor<'a> {
     }
 }
 
-/// What has come may be of the next operation; if it is of this one, its sender believes in
-/// another.
+/// Returns the reason if the frame on `link` belongs to this operation: its sender then runs a
+/// different one. A frame of the next operation is valid.
 fn disagreement(link: &TcpStream, sequence: u64) -> Option<String> {
     let mut head = [0; FRAME_BYTES];
     match link.peek(&mut head) {

@@ -1,10 +1,13 @@
-//! Memory that processes of one host share.
+//! Memory shared by processes on one host.
 //!
-//! An anonymous file, mapped by all. It has no name, so that nothing is left of it when the last
-//! process that maps it is gone, however it ends; and its size is sealed, so that no access can
+//! It is an anonymous file (memfd) that all ranks map. It has no name, so nothing is left of it
+//! when the last process that maps it ends, in whatever way. Its size is sealed, so no access can
 //! fail.
 
-#![allow(unsafe_code, reason = "memory that others write to is outside what the language knows")]
+#![allow(
+    unsafe_code,
+    reason = "other processes write to the memory, which the language does not model"
+)]
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -18,11 +21,11 @@ use std::{process, slice};
 use rustix::fs::{MemfdFlags, OFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// A mapping of an anonymous file, readable and writable.
+/// A readable and writable mapping of an anonymous file.
 ///
-/// **Invariant:** whoever maps it keeps to the [protocol](super): what one process writes here, no
-/// other reads or writes until the writer has said so by one of the atomic numbers, which are apart
-/// from all else.
+/// **Invariant:** every process that maps the memory follows the [protocol](super): data written by
+/// one process is neither read nor written by another one until the writer has published it by
+/// incrementing an atomic counter. Counters and data do not overlap.
 #[derive(Debug)]
 pub(crate) struct Memory {
     base: NonNull<u8>,
@@ -30,11 +33,11 @@ pub(crate) struct Memory {
     backing: Backing,
 }
 
-/// What the memory is of.
+/// Backing of the memory.
 #[derive(Debug)]
 enum Backing {
     File(File),
-    /// Memory of this process, which its threads share as processes do.
+    /// Heap memory of this process, shared by its threads as processes share a file.
     #[cfg(test)]
     Heap {
         _until_dropped: std::sync::Arc<Heap>,
@@ -51,8 +54,8 @@ impl Backing {
     }
 }
 
-/// Where to find the memory, for processes that see the same processes under the same ids. What is
-/// found there is only taken if it is this very file.
+/// Address of a memory, for processes in the same PID namespace. A file found there is accepted
+/// only if it has this device and inode.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Address {
     pub(crate) process: u32,
@@ -71,7 +74,8 @@ impl Address {
         bytes
     }
 
-    /// The address that these bytes begin with, and what is behind it. None, if there is none.
+    /// Decodes the address at the start of `bytes`, and returns it with the remaining bytes; `None`
+    /// if they are too short.
     pub(crate) fn split(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let (address, rest) = bytes.split_first_chunk::<ADDRESS_BYTES>()?;
         let short = |at: usize| address[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
@@ -82,15 +86,16 @@ impl Address {
     }
 }
 
-// SAFETY: the mapping is of this process, not of a thread, and all that is done with it from
-// `&self` is either atomic or, by the invariant, not done by two at once.
+// SAFETY: the mapping belongs to the process, not to a thread. Accesses through `&self` are either
+// atomic or, by the invariant, not concurrent.
 unsafe impl Send for Memory {}
 
 impl Memory {
-    /// Makes memory of `len` zeros.
+    /// Creates memory of `len` zeros.
     pub(crate) fn create(len: usize) -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // A strict system takes nothing that could be executed; an old one does not know the flag.
+        // A strict kernel refuses memory that could be executable; an old one does not know the
+        // flag.
         let file = memfd_create(NAME, flags | MemfdFlags::NOEXEC_SEAL)
             .or_else(|_| memfd_create(NAME, flags))?;
         let file = File::from(file);
@@ -99,24 +104,24 @@ impl Memory {
         Self::map(file, len)
     }
 
-    /// Opens the memory that another process has created, which must be of this length.
+    /// Opens the memory of another process, which must have length `len`.
     pub(crate) fn open(address: &Address, len: usize) -> io::Result<Self> {
         let path = format!("/proc/{}/fd/{}", address.process, address.descriptor);
-        // To open some other file might do something.
+        // Opening a different kind of file could have side effects.
         if !fs::read_link(&path)?.as_os_str().as_encoded_bytes().starts_with(LINK_START) {
             return Err(ErrorKind::NotFound.into());
         }
         let flags = OFlags::NONBLOCK.bits().cast_signed();
         let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
         let found = file.metadata()?;
-        let is_it = (found.st_dev(), found.st_ino()) == (address.device, address.inode);
-        if !is_it || found.len() != len as u64 || !fcntl_get_seals(&file)?.contains(SEALS) {
+        let is_same_file = (found.st_dev(), found.st_ino()) == (address.device, address.inode);
+        if !is_same_file || found.len() != len as u64 || !fcntl_get_seals(&file)?.contains(SEALS) {
             return Err(ErrorKind::InvalidData.into());
         }
         Self::map(file, len)
     }
 
-    /// Where other processes find it, as long as this one has it.
+    /// Address of this memory, valid as long as this process keeps it open.
     pub(crate) fn address(&self) -> io::Result<Address> {
         let Some(file) = self.backing.file() else { return Err(ErrorKind::Unsupported.into()) };
         let descriptor = file.as_raw_fd().cast_unsigned();
@@ -130,8 +135,8 @@ impl Memory {
     }
 
     fn map(file: File, len: usize) -> io::Result<Self> {
-        // SAFETY: a new mapping, at an address that the system chooses, touches nothing that is
-        // there.
+        // SAFETY: a new mapping, at an address chosen by the kernel, does not affect existing
+        // memory.
         let base = unsafe {
             mmap(
                 null_mut(),
@@ -149,9 +154,9 @@ impl Memory {
     pub(crate) fn word32(&self, offset: usize) -> &AtomicU32 {
         self.check(offset, size_of::<AtomicU32>());
         assert!(offset.is_multiple_of(align_of::<AtomicU32>()), "offset {offset}");
-        // SAFETY: it lies within the mapping, which is aligned to pages and lives as long as
-        // `self`; all its bits are valid; and whoever else writes there does so atomically, by the
-        // invariant.
+        // SAFETY: the word lies within the mapping, which is page-aligned and lives as long as
+        // `self`. All bit patterns are valid, and by the invariant other processes access it
+        // atomically.
         unsafe { self.base.add(offset).cast().as_ref() }
     }
 
@@ -164,8 +169,8 @@ impl Memory {
 
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
         self.check(offset, bytes.len());
-        // SAFETY: the target lies within the mapping, `bytes` is not part of it, and nobody else
-        // uses the target now, by the invariant.
+        // SAFETY: the target lies within the mapping, `bytes` is not part of it, and by the
+        // invariant no other process uses the target now.
         unsafe {
             self.base.as_ptr().add(offset).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
         };
@@ -175,15 +180,16 @@ impl Memory {
         bytes.copy_from_slice(self.bytes(offset, bytes.len()));
     }
 
-    /// What is there, until it is overwritten: to be used at once.
+    /// Returns the floats at `offset`. The slice is valid only until the owner overwrites it, so
+    /// callers use it immediately.
     pub(crate) fn floats(&self, offset: usize, len: usize) -> &[f32] {
         bytemuck::cast_slice(self.bytes(offset, len * size_of::<f32>()))
     }
 
     fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         self.check(offset, len);
-        // SAFETY: it lies within the mapping, all its bits are valid, and nobody writes there now,
-        // by the invariant.
+        // SAFETY: the range lies within the mapping, all bit patterns are valid, and by the
+        // invariant no process writes there now.
         unsafe { slice::from_raw_parts(self.base.as_ptr().add(offset), len) }
     }
 
@@ -197,8 +203,8 @@ impl Drop for Memory {
     fn drop(&mut self) {
         match &self.backing {
             Backing::File(_) => {
-                // SAFETY: it is this mapping, and with `self` all references into it are gone. It
-                // can't fail for a mapping that is there.
+                // SAFETY: the range is this mapping, and no reference into it outlives `self`.
+                // Unmapping an existing mapping cannot fail.
                 let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
             }
             #[cfg(test)]
@@ -215,7 +221,7 @@ const NAME: &str = "elasticdl";
 
 const LINK_START: &[u8] = b"/memfd:elasticdl";
 
-/// What threads share, until the last one lets go.
+/// Memory shared by threads, freed with the last reference.
 #[cfg(test)]
 #[derive(Debug)]
 struct Heap {
@@ -225,11 +231,11 @@ struct Heap {
 
 #[cfg(test)]
 impl Memory {
-    /// The same zeros for so many threads: what Miri can look at, and a sanitizer, for which
-    /// mappings of one file are different memory.
+    /// Creates the same zeros for `threads` threads. Miri and thread sanitizers can check heap
+    /// memory; to them, two mappings of one file are different memory.
     pub(crate) fn of_threads(len: usize, threads: usize) -> Vec<Self> {
         let layout = std::alloc::Layout::from_size_align(len, 4096).unwrap();
-        // SAFETY: no memory of a group is empty.
+        // SAFETY: the memory of a group is never empty.
         let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).unwrap();
         let heap = std::sync::Arc::new(Heap { base, layout });
         (0..threads)
@@ -238,7 +244,7 @@ impl Memory {
     }
 }
 
-// SAFETY: nothing is done with it but to free it.
+// SAFETY: the only operation on it is freeing it.
 #[cfg(test)]
 unsafe impl Send for Heap {}
 
@@ -249,7 +255,7 @@ unsafe impl Sync for Heap {}
 #[cfg(test)]
 impl Drop for Heap {
     fn drop(&mut self) {
-        // SAFETY: it was allocated with this layout, and the last one that used it is gone.
+        // SAFETY: the memory was allocated with this layout, and the last user is gone.
         unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
     }
 }
@@ -259,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_writes_another_that_opens_it_reads() {
+    fn data_written_by_one_mapping_is_read_by_another() {
         let mine = Memory::create(8192).unwrap();
         let other = Memory::open(&mine.address().unwrap(), 8192).unwrap();
         mine.write(100, bytemuck::cast_slice(&[1.5_f32, 2.5]));
@@ -268,7 +274,7 @@ mod tests {
         other.read(104, &mut bytes);
         assert_eq!(bytes, 2.5_f32.to_le_bytes());
         drop(mine);
-        assert_eq!(other.floats(100, 1), [1.5], "it lives as long as one maps it");
+        assert_eq!(other.floats(100, 1), [1.5], "the memory lives as long as one mapping");
     }
 
     #[test]
@@ -285,14 +291,14 @@ mod tests {
             assert!(Memory::open(&wrong, 4096).is_err(), "{wrong:?}");
         }
         assert!(Memory::open(&address, 8192).is_err());
-        let Backing::File(file) = &memory.backing else { panic!("it was created") };
+        let Backing::File(file) = &memory.backing else { panic!("it is backed by a file") };
         file.set_len(100).unwrap_err();
         file.set_len(10_000).unwrap_err();
     }
 
     #[test]
     #[should_panic(expected = "4 bytes at 4093 of 4096")]
-    fn nothing_outside_is_touched() {
+    fn an_access_out_of_bounds_panics() {
         Memory::create(4096).unwrap().write(4093, &[0; 4]);
     }
 }

@@ -1,23 +1,24 @@
-//! What each rank says when it begins an operation: which one it is, how long its buffer is, and a
-//! note.
+//! Operation headers: each rank posts its sequence number, the length of its buffer and a note when
+//! it begins an operation.
 
 use super::region::{SharedFault, SharedRegion, WaitContext};
 
-/// Where ranks say it: two places per rank, by turns. Who begins the operation after the next has
-/// seen all others begin the next, and so be done with this one.
+/// Layout of the headers: two slots per rank, used alternately. A rank that begins operation k+2
+/// has seen all ranks begin k+1, and so finish k: the slot of k is free.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OpHeaders {
-    /// In the memory, in bytes.
+    /// Offset in the region, in bytes.
     pub(super) start: usize,
     pub(super) world: usize,
 }
 
-/// The notes that have been told.
+/// Notes of all ranks.
 #[derive(Debug)]
 pub(crate) enum Notes {
-    /// One per rank.
+    /// One note per rank.
     All(Vec<Vec<u8>>),
-    /// One is too long for the memory, so that they have to be told otherwise.
+    /// At least one note does not fit into the region; the ranks exchange all notes over TCP
+    /// instead.
     TooLong,
 }
 
@@ -26,7 +27,7 @@ impl OpHeaders {
         self.offset(self.world, 0)
     }
 
-    /// To be counted as begun by the caller.
+    /// Posts the header of this rank. The caller then increments `Begun`.
     pub(super) fn post(
         self,
         region: &SharedRegion,
@@ -43,7 +44,7 @@ impl OpHeaders {
         }
     }
 
-    /// Checks that all, who have begun, are in the same operation, and reads their notes.
+    /// Checks that all ranks, which have begun, are in the same operation, and reads their notes.
     pub(super) fn collect(
         self,
         region: &SharedRegion,
@@ -84,5 +85,5 @@ impl OpHeaders {
 
 const HEAD_BYTES: usize = 24;
 
-/// Longer notes take another way.
+/// Maximum length of a note in the region; longer notes are exchanged over TCP.
 pub(super) const NOTE_BYTES: usize = (16 << 10) - HEAD_BYTES;

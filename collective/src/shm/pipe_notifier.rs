@@ -1,4 +1,4 @@
-//! What wakes a rank that sleeps, from another process of the host.
+//! Wakes a waiting rank from another process on the host.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -12,10 +12,10 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::memory::Address;
 
-/// A pipe without a name, which every rank of the host can write to and one polls: it stays
-/// readable until it is cleared.
+/// An anonymous pipe that every rank of the host can write to and one rank polls. It stays readable
+/// until it is cleared.
 ///
-/// Whoever has it has both ends of it, so that to ring at a rank that is gone is no error, and no
+/// Every process has both ends open, so notifying a rank that is gone is neither an error nor a
 /// signal.
 #[derive(Debug)]
 pub(crate) struct PipeNotifier {
@@ -29,10 +29,10 @@ impl PipeNotifier {
         Ok(Self { pipe })
     }
 
-    /// Opens the one that another process has made.
+    /// Opens the pipe of another process.
     pub(crate) fn open(address: &Address) -> io::Result<Self> {
         let path = format!("/proc/{}/fd/{}", address.process, address.descriptor);
-        // To open some other file might do something.
+        // Opening a different kind of file could have side effects.
         if !fs::read_link(&path)?.as_os_str().as_encoded_bytes().starts_with(LINK_START) {
             return Err(ErrorKind::NotFound.into());
         }
@@ -44,7 +44,7 @@ impl PipeNotifier {
         Ok(Self { pipe })
     }
 
-    /// Where other processes find it, as long as this one has it.
+    /// Address of this pipe, valid as long as this process keeps it open.
     pub(crate) fn address(&self) -> io::Result<Address> {
         let file = self.pipe.metadata()?;
         Ok(Address {
@@ -56,13 +56,14 @@ impl PipeNotifier {
     }
 
     pub(crate) fn notify(&self) {
-        // The one way to fail is a pipe that is full, and that is readable already.
+        // The write fails only if the pipe is full, and then it is readable already.
         let _ = rustix::io::write(&self.pipe, &[0]);
     }
 
-    /// Look at what the bell may have been rung for after this, not before.
+    /// Resets the notification. The caller checks its wake-up conditions after this call, not
+    /// before.
     pub(crate) fn clear(&self) {
-        // It has been rung once for each time this rank has slept, or a few times more.
+        // The pipe holds about one byte for each time this rank has slept.
         let _ = rustix::io::read(&self.pipe, &mut [0; 64]);
     }
 }
@@ -85,14 +86,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_another_rings_is_heard_until_it_is_cleared() {
+    fn a_notification_stays_until_it_is_cleared() {
         let mine = PipeNotifier::new().unwrap();
         let other = PipeNotifier::open(&mine.address().unwrap()).unwrap();
-        let is_rung = || rustix::io::ioctl_fionread(&mine.pipe).unwrap() > 0;
-        assert!(!is_rung());
+        let is_set = || rustix::io::ioctl_fionread(&mine.pipe).unwrap() > 0;
+        assert!(!is_set());
         (0..100_000).for_each(|_| other.notify());
-        assert!(is_rung(), "a full pipe rings on");
-        while is_rung() {
+        assert!(is_set(), "a full pipe stays readable");
+        while is_set() {
             mine.clear();
         }
         drop(mine);

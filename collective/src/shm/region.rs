@@ -1,16 +1,19 @@
-//! What ranks that share memory do to meet: they count, and wait for each other's numbers.
+//! Synchronization of ranks that share memory: monotonic counters, and waits for the counters of
+//! other ranks.
 //!
-//! Each rank counts in numbers that only it writes. There is no lock: a rank that is killed, at
-//! whatever instruction, just counts no further. That it is gone shows at links, which are watched
-//! while one waits, and who sees it says so in the memory and rings.
+//! Each counter has a single writer. There is no lock: a rank that is killed, at any instruction,
+//! just stops counting. Its end shows as a closed link; waiting ranks monitor the links, and the
+//! first one that detects it marks the region as broken and notifies the other ranks.
 //!
-//! Who sleeps has said what for, and only the rank with whose count that has come to pass rings: 4
-//! ranks on 2 cores that were woken by every count took a quarter longer for 1 MiB.
+//! A waiter publishes its wait condition before it sleeps. Only the rank whose increment satisfies
+//! the condition wakes it: with 4 ranks on 2 cores, a wake-up by every increment took a quarter
+//! longer for 1 MiB.
 //!
-//! **Invariant:** who sleeps has said so before it looked for the last time, and who has counted
-//! looks for sleepers after that: so either the count is seen, or the sleeper; and of two that
-//! count at once, one sees both counts. A rank that is killed before it rings leaves the others
-//! asleep; they look again now and then.
+//! **Invariant:** a waiter publishes its condition *before* its last check of the counters; a rank
+//! that increments a counter checks for waiters *after* its increment (Dekker's pattern, with
+//! sequentially consistent fences). So either the waiter sees the count, or the counting rank sees
+//! the waiter; and of two ranks that increment concurrently, one sees both counts. A rank that is
+//! killed before it notifies leaves waiters asleep, so waiters check again periodically.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
@@ -28,43 +31,43 @@ use crate::progress::{Progress, WaitPoint};
 use crate::schedule::RankInfo;
 use crate::spin_wait::SpinWait;
 
-/// Memory that ranks share, as one of them uses it.
+/// Shared memory region of several ranks, from the view of one of them.
 #[derive(Debug)]
 pub(crate) struct SharedRegion {
     pub(super) memory: Memory,
-    /// Among those that share it.
+    /// This rank, and the number of ranks that share the region.
     pub(super) local: RankInfo,
-    /// Of all of them, in the group.
+    /// Ranks in the group, by local rank.
     ranks: Vec<usize>,
-    /// By seat.
+    /// Notifiers by local rank.
     notifiers: Vec<PipeNotifier>,
     spin_wait: Cell<SpinWait>,
 }
 
-/// What a rank waits with.
+/// Context of a wait.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WaitContext<'a> {
-    /// The ring of the ranks of this host, if there are several.
+    /// Links of the ring of this host's ranks, if there are several.
     pub(crate) host: Option<&'a Links>,
     pub(crate) registration: &'a GroupRegistration,
     pub(crate) progress: &'a Progress,
-    /// Of the operation, among all of the group.
+    /// Sequence number of the operation in the group.
     pub(crate) sequence: u64,
 }
 
 /// Why a sum over shared memory stopped. Ranks are those of the group.
 #[derive(Debug)]
 pub(crate) enum SharedFault {
-    /// By the fence.
+    /// The fence aborted the group.
     Aborted,
-    /// This rank is in another operation.
+    /// This rank runs another operation.
     Broken(usize, String),
-    /// This rank is gone, or has failed.
+    /// This rank is gone or has failed.
     Lost(usize),
 }
 
 impl SharedRegion {
-    /// `doorbells`, `ranks`: by seat.
+    /// `notifiers`, `ranks`: by local rank.
     pub(crate) fn new(
         memory: Memory,
         local: RankInfo,
@@ -80,29 +83,29 @@ impl SharedRegion {
         }
     }
 
-    /// Never sleeps.
+    /// Makes waits spin without a limit.
     #[cfg(test)]
     pub(crate) fn spinning(mut self) -> Self {
         self.spin_wait = Cell::new(SpinWait::unlimited());
         self
     }
 
-    /// Of the numbers of a group, which are at the memory's start.
+    /// Length of the counters of a group, which are at the start of the memory.
     pub(super) const fn bytes(world: usize) -> usize {
         LINE_BYTES * (1 + world)
     }
 
-    /// A fault of the rank at this seat.
+    /// Returns a protocol fault of the given local rank.
     pub(super) fn broken(&self, local_rank: usize, reason: String) -> SharedFault {
         SharedFault::Broken(self.ranks[local_rank], reason)
     }
 
-    /// Rings when somebody counts while this rank sleeps, or has failed.
+    /// Notifier of this rank: set when its wait condition becomes true, or when a rank has failed.
     pub(crate) fn notifier(&self) -> &PipeNotifier {
         &self.notifiers[self.local.rank]
     }
 
-    /// Counts, and wakes whoever waited for that and for nothing else.
+    /// Sets a counter of this rank, and wakes the ranks whose wait condition it satisfies.
     pub(super) fn publish(&self, counter: CounterSlot, count: u64) {
         self.counter(self.local.rank, counter).store(count, Ordering::Release);
         fence(Ordering::SeqCst);
@@ -129,7 +132,7 @@ impl SharedRegion {
         }
     }
 
-    /// Whoever waits for this rank hears of it at once. What it says is not looked at.
+    /// Marks the region as broken, and wakes all other ranks.
     pub(super) fn fail(&self) {
         self.memory.word32(BROKEN).store(self.local.rank as u32 + 1, Ordering::SeqCst);
         for local_rank in (0..self.local.world).filter(|local_rank| *local_rank != self.local.rank)
@@ -138,13 +141,13 @@ impl SharedRegion {
         }
     }
 
-    /// What a rank that has failed has said.
+    /// Returns the fault of a rank that has marked the region as broken.
     pub(crate) fn failed(&self) -> Option<SharedFault> {
         let local_rank = self.memory.word32(BROKEN).load(Ordering::SeqCst).checked_sub(1)? as usize;
         Some(SharedFault::Lost(self.ranks[local_rank.min(self.local.world - 1)]))
     }
 
-    /// Waits until these ranks have counted so far.
+    /// Waits until `condition` is satisfied.
     pub(super) fn wait(
         &self,
         context: WaitContext<'_>,
@@ -164,7 +167,8 @@ impl SharedRegion {
         Ok(())
     }
 
-    /// Who has not begun may compute, on this very core: it is not in the way.
+    /// Saves the spin state across waits. A wait for `Begun` is excluded: a rank that has not begun
+    /// may be computing on this core, and that is not contention.
     fn save_spin_wait(&self, mut spin_wait: SpinWait, condition: WaitCondition) {
         if condition.counter != CounterSlot::Begun {
             spin_wait.reset();
@@ -200,7 +204,8 @@ impl SharedRegion {
                 break Err(SharedFault::Aborted);
             }
             let fault = self.failed().or_else(|| link_monitor.check());
-            // Who has left after the operation's end has counted all before.
+            // A rank that left after the end of the operation has incremented all its counters
+            // before.
             match (fault, self.is_satisfied(condition)) {
                 (_, true) => break Ok(()),
                 (Some(fault), false) => break Err(fault),
@@ -212,14 +217,14 @@ impl SharedRegion {
         result
     }
 
-    /// Until something stirs.
+    /// Blocks until a notifier, the fence or a link has an event.
     fn wait_for_event(&self, registration: &GroupRegistration, link_monitor: &LinkMonitor<'_>) {
         let mut fds = vec![
             PollFd::new(registration.notifier(), PollFlags::IN),
             PollFd::new(self.notifier(), PollFlags::IN),
         ];
         fds.extend(link_monitor.fds());
-        // A poll that fails is as good as one that has ended: all is looked at again.
+        // A failed poll is treated like an event: the caller checks all conditions again.
         let _ = poll_until(&mut fds, Instant::now().checked_add(RECHECK_INTERVAL));
         if !fds[0].revents().is_empty() {
             registration.notifier().clear();
@@ -244,33 +249,34 @@ impl SharedRegion {
             .all(|local_rank| self.counter(local_rank, counter).load(Ordering::Acquire) >= count)
     }
 
-    /// What a rank sleeps for.
+    /// Published wait condition of a rank.
     fn condition(&self, local_rank: usize) -> &AtomicU64 {
         self.memory.word64(LINE_BYTES * (1 + local_rank) + CONDITION)
     }
 
-    /// How many sleep. One that was killed stays among them, which costs the others a look.
+    /// Number of waiting ranks. A killed rank stays counted, which costs the other ranks a check of
+    /// its condition.
     fn waiters(&self) -> &AtomicU32 {
         self.memory.word32(WAITERS)
     }
 }
 
-/// What a rank waits for: that these ranks have counted so far.
+/// Wait condition: the counters of these ranks have reached `count`.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct WaitCondition {
     pub(super) scope: Scope,
     pub(super) counter: CounterSlot,
-    /// Below 2^48.
+    /// Count to reach, below 2^48.
     pub(super) count: u64,
 }
 
-/// Whose numbers.
+/// Ranks whose counters are compared.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Scope {
     All,
-    /// All but the first one.
+    /// All ranks but the leader.
     Followers,
-    /// The first one.
+    /// The first rank of the host.
     Leader,
 }
 
@@ -279,7 +285,7 @@ impl WaitCondition {
         self.count << 16 | (self.counter as u64) << 8 | (self.scope as u64 + 1)
     }
 
-    /// None of who is awake.
+    /// Decodes a published condition; `None` if the rank does not wait.
     fn decode(published: u64) -> Option<Self> {
         let [scope, counter, ..] = published.to_le_bytes();
         let scope = [Scope::All, Scope::Followers, Scope::Leader]
@@ -290,22 +296,22 @@ impl WaitCondition {
     }
 }
 
-/// What a rank counts.
+/// Counters of a rank.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum CounterSlot {
-    /// Operations.
+    /// Operations begun.
     Begun = 0,
-    /// Blocks that others need for their parts of a sum.
+    /// Blocks written for the ranks that reduce them.
     InputWritten = 1,
-    /// Blocks of which the own part is summed.
+    /// Blocks whose chunk this rank has reduced.
     Reduced = 2,
-    /// Blocks that have gone on to other hosts.
+    /// Blocks that the leader has taken over for the ring of leaders.
     Sent = 3,
-    /// Blocks whose totals are there.
+    /// Blocks whose totals are published.
     TotalPublished = 4,
-    /// Blocks whose totals are taken.
+    /// Blocks whose totals this rank has read.
     TotalTaken = 5,
-    /// Operations whose notes are there.
+    /// Operations whose notes are published.
     NotesPublished = 6,
 }
 
@@ -321,20 +327,20 @@ impl CounterSlot {
     ];
 }
 
-/// A [`Wish`] that is none.
+/// Encoding of the absence of a [`WaitCondition`].
 const NOT_WAITING: u64 = 0;
 
-/// Behind the numbers of a rank, apart from those of others so that they don't share a cache line.
+/// Offset of the wait condition after a rank's counters, on a separate cache line.
 const CONDITION: usize = 64;
 
-/// At the start of the memory: who has failed, and how many sleep.
+/// Offsets at the start of the memory: the failed rank, and the number of waiters.
 const BROKEN: usize = 0;
 const WAITERS: usize = 64;
 
-/// Two lines of cache, which are fetched together.
+/// Two cache lines, which are prefetched together.
 const LINE_BYTES: usize = 128;
 
-/// How soon a ring that a killed rank owed is made up for.
+/// Period of a waiter's checks, in case a killed rank did not notify it.
 const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
@@ -342,7 +348,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wish_survives_the_memory() {
+    fn a_wait_condition_survives_the_encoding() {
         for scope in [Scope::All, Scope::Followers, Scope::Leader] {
             for counter in CounterSlot::ALL {
                 for count in [0, 1, (1 << 48) - 1] {

@@ -1,5 +1,5 @@
-//! A host's memory without a network: leaders pass what they send to each other from hand to hand.
-//! Miri runs these, and sees whether ranks ever touch what another one uses.
+//! Tests of a host's memory without a network: leaders exchange messages over channels. Miri runs
+//! these tests and checks that ranks never access memory that another rank uses.
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
@@ -12,7 +12,7 @@ use crate::shm::Memory;
 
 #[test]
 fn every_rank_of_every_host_has_the_same_total_and_all_notes() {
-    // Chunks of five blocks, more than there are places for.
+    // Chunks of five blocks, more than there are slots.
     let len = 2 * (4 * BLOCK_LEN_MAX + 5) + 1;
     for sizes in [&[3, 1][..], &[2, 4]] {
         let hosts = Hosts::of_sizes(sizes);
@@ -44,7 +44,7 @@ fn every_rank_of_every_host_has_the_same_total_and_all_notes() {
     }
 }
 
-/// Two sums of one rank, the second one's notes and total.
+/// Runs two sums on one rank; returns the notes and the total of the second one.
 fn run(
     mut hierarchy: Hierarchy,
     rank: usize,
@@ -68,7 +68,7 @@ fn run(
     (notes, dst)
 }
 
-/// As [`Hierarchy::lead`], hand to hand.
+/// Like [`Hierarchy::run_leader`], over channels.
 fn lead(
     hierarchy: &mut Hierarchy,
     context: WaitContext<'_>,
@@ -106,7 +106,7 @@ fn lead(
     hierarchy.finish_leader(&all, src.len()).unwrap()
 }
 
-/// One room for all ranks of a host, in one memory; none for a rank alone.
+/// Creates one region for all ranks of a host, in one memory; none for a single rank.
 fn regions(ranks: &[usize]) -> Vec<Option<SharedRegion>> {
     let world = ranks.len();
     if world == 1 {
@@ -119,14 +119,14 @@ fn regions(ranks: &[usize]) -> Vec<Option<SharedRegion>> {
     memories.map(region).map(Some).collect()
 }
 
-/// To the next leader, and from the previous one.
-type Link = (Sender<Parcel>, Receiver<Parcel>);
+/// Channels to the next leader and from the previous one.
+type Link = (Sender<Message>, Receiver<Message>);
 
 /// A note and elements.
-type Parcel = (Vec<u8>, Vec<u8>);
+type Message = (Vec<u8>, Vec<u8>);
 
 #[test]
-fn a_host_meets_blocks_as_its_leaders_schedule_does() {
+fn a_host_orders_blocks_like_its_leaders_schedule() {
     for hosts in 2..=5 {
         for host in 0..hosts {
             let (rank_info, span) =
@@ -153,7 +153,7 @@ fn a_host_meets_blocks_as_its_leaders_schedule_does() {
 }
 
 #[test]
-fn notes_that_make_no_sense_are_no_notes() {
+fn malformed_notes_are_an_error() {
     let all = encode(&Notes::All(vec![b"one".to_vec(), Vec::new()]));
     assert!(
         matches!(decode_notes(&all, 2), Ok(Notes::All(notes)) if notes == [b"one".to_vec(), vec![]])
