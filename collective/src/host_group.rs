@@ -18,48 +18,51 @@ mod alongside;
 
 pub(crate) use alongside::WaitOutcome;
 
-/// The ring of one generation over TCP: a link to the next rank and one from the previous.
+/// Group of one generation on host memory. Its ranks form a ring of TCP links: each rank has a link
+/// to the next rank and one from the previous rank. All-reduces also use [shared memory](Transport)
+/// inside hosts.
 ///
-/// A group of one is an ordinary state: no links, and operations copy.
+/// A group of one rank is an ordinary case: no links, and operations copy.
 ///
-/// **Invariant:** after a failed operation both links are shut down and nothing more is sent or
+/// **Invariant:** after a failed operation all links are shut down, and nothing more is sent or
 /// received.
 ///
-/// Dropping a ring whose operations have succeeded takes nothing from the peers: what they still
-/// have to read is in the kernel's hands.
+/// A rank that drops its group after successful operations does not affect its peers: unread data
+/// is in the kernel's buffers.
 #[derive(Debug)]
 pub struct HostGroup {
     registration: GroupRegistration,
     progress: Progress,
     rank_info: RankInfo,
     links: Option<Links>,
-    /// Between the same neighbours, beside `links`: what parts of long sums take.
+    /// Links of the additional channels, between the same neighbours as `links`; used by long
+    /// all-reduces.
     channels: Vec<Links>,
-    /// Of the next operation.
+    /// Sequence number of the next operation.
     sequence: u64,
     failed: bool,
-    /// The same on every rank.
+    /// Segment size; identical on every rank.
     segment_bytes: usize,
     wire: WireDtype,
     shm: ShmState,
-    /// From here on a sum goes around the ring. The same on every rank.
+    /// Size from which an all-reduce uses the ring algorithm; identical on every rank.
     ring_bytes_min: usize,
 }
 
-/// What sums go over. All else goes around the ring.
+/// Transport of all-reduces. All other operations use the ring of TCP links.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Transport {
-    /// Memory between members on one host that can open each other's, TCP between hosts. What
-    /// shares memory has one address, sees the same processes, and may look into them: the
-    /// processes of one user in one container. Where the members of some host can't, all go over
-    /// TCP.
+    /// Shared memory between members on one host, TCP between hosts. Members can share memory if
+    /// they have one address, are in one PID namespace and may open each other's descriptors:
+    /// processes of one user in one container. If the members of some host cannot, all ranks use
+    /// TCP only.
     #[default]
     Auto,
     /// TCP.
     Tcp,
 }
 
-/// A rank's two links.
+/// The two links of a rank in a ring.
 #[derive(Debug)]
 pub(crate) struct Links {
     pub(crate) next: Neighbour,
@@ -122,7 +125,7 @@ impl HostGroup {
         &self.progress
     }
 
-    /// The next operation can begin.
+    /// Checks that the next operation can begin.
     fn check(&self) -> Result<(), CollectiveError> {
         if self.failed {
             return Err(CollectiveError::Aborted { generation: self.generation() });
@@ -130,11 +133,10 @@ impl HostGroup {
         self.registration.check()
     }
 
-    /// One note per rank, of which this rank's is `mine`.
+    /// Returns one note per rank; the note of this rank is `mine`, all others are empty.
     fn notes(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         if mine.len() > BLOCK_BYTES_MAX {
-            let reason =
-                format!("a block of {} bytes; at most {BLOCK_BYTES_MAX} are possible", mine.len());
+            let reason = format!("a block of {} bytes; the limit is {BLOCK_BYTES_MAX}", mine.len());
             return Err(CollectiveError::Invalid(reason));
         }
         let mut notes = vec![Vec::new(); self.rank_info.world];
@@ -175,9 +177,9 @@ impl HostGroup {
         self.end(result)
     }
 
-    /// A sum around the ring. A long one goes in parts, each around a ring of its own, side by
-    /// side.
-    fn sum_along(
+    /// Ring all-reduce. A long buffer is split over the channels, each of which runs a ring of its
+    /// own concurrently.
+    fn ring_all_reduce(
         &self,
         links: &Links,
         notes: Vec<Vec<u8>>,
@@ -214,12 +216,12 @@ impl HostGroup {
         transfer::run_all(transfers)
     }
 
-    /// What all frames of the next operation have in common.
+    /// Fields that all frames of the next operation have in common.
     fn op_tag(&self, kind: Kind) -> OpTag {
         OpTag { kind, generation: self.registration.generation(), sequence: self.sequence }
     }
 
-    /// A sum's, by what it travels as.
+    /// Frame kind of an all-reduce, by its type on the wire.
     fn sum_kind(&self) -> Kind {
         match self.wire {
             WireDtype::Bf16 => Kind::AllReduceBf16,
@@ -228,20 +230,20 @@ impl HostGroup {
         }
     }
 
-    /// Ends an operation, and the links with it if it has failed.
+    /// Finishes an operation; shuts the links down if it has failed.
     fn end<T>(&mut self, result: Result<T, Fault>) -> Result<T, CollectiveError> {
         self.sequence += 1;
         let fault = match result {
             Ok(value) => return Ok(value),
             Err(fault) => fault,
         };
-        let links = self.links.as_ref().expect("without links nothing fails");
+        let links = self.links.as_ref().expect("an operation without links cannot fail");
         self.failed = true;
         self.registration.shut_down();
         // A link that the fence has shut down looks like a lost peer.
         self.registration.check()?;
         Err(match fault {
-            Fault::Here(_) => unreachable!("the whole group is in the ring"),
+            Fault::Local(_) => unreachable!("only operations in shared memory have local faults"),
             Fault::Next(fault) => links.next.error(fault),
             Fault::Prev(fault) => links.prev.error(fault),
             Fault::Wait(source) => CollectiveError::Io { action: "wait for a peer", source },
@@ -284,10 +286,10 @@ impl Communicator for HostGroup {
             size_of_val(src) < self.ring_bytes_min && self.rank_info.world <= chain::WORLD_MAX;
         if self.is_hierarchical() && !is_small {
             self.check_len_with_neighbours(src.len())?;
-            return self.sum_shared(header, src, dst);
+            return self.shm_all_reduce(header, src, dst);
         }
         if self.shares_memory() {
-            return self.sum_shared(header, src, dst);
+            return self.shm_all_reduce(header, src, dst);
         }
         let kind = self.sum_kind();
         let Some(links) = &self.links else {
@@ -307,7 +309,7 @@ impl Communicator for HostGroup {
             let result = chain.all_reduce(src, dst);
             return self.end(result);
         }
-        let result = self.sum_along(links, notes, src, dst);
+        let result = self.ring_all_reduce(links, notes, src, dst);
         self.end(result)
     }
 
@@ -317,7 +319,7 @@ impl Communicator for HostGroup {
         let is_root = self.rank_info.rank == root;
         if is_root && bytes.len() > BROADCAST_BYTES_MAX {
             let reason =
-                format!("{} bytes to all; at most {BROADCAST_BYTES_MAX} are possible", bytes.len());
+                format!("a broadcast of {} bytes; the limit is {BROADCAST_BYTES_MAX}", bytes.len());
             return Err(CollectiveError::Invalid(reason));
         }
         if self.links.is_none() {
@@ -375,14 +377,14 @@ impl Neighbour {
     }
 }
 
-/// What goes ahead of the bytes of a `broadcast_bytes`, as only the root knows how many there are.
+/// Announcement of a `broadcast_bytes`: only the root knows the length.
 ///
-/// `length (u64, little endian) | the bytes, if they fit a segment`
+/// `length (u64, little endian) | the bytes, if they fit into a segment`
 #[derive(Debug, Eq, PartialEq)]
 enum Announcement {
     /// The bytes; nothing follows.
     All(Vec<u8>),
-    /// So many bytes follow.
+    /// This number of bytes follows.
     Follow(usize),
 }
 
@@ -409,7 +411,7 @@ impl Announcement {
             return Ok(Self::All(note));
         }
         if behind > 0 {
-            return Err(format!("expected nothing behind the length {length}, got {behind} bytes"));
+            return Err(format!("expected nothing after the length {length}, got {behind} bytes"));
         }
         match usize::try_from(length) {
             Ok(length) if length <= BROADCAST_BYTES_MAX => Ok(Self::Follow(length)),
@@ -423,7 +425,7 @@ mod transport;
 use transport::ShmState;
 pub(crate) use transport::TransportPlan;
 
-/// From how many bytes on the ring is faster than a [`relay`], as measured there.
+/// Returns the size from which the ring is faster than the [chains](chain), as measured there.
 fn ring_bytes_min(world: usize) -> usize {
     match world {
         0..6 => (32 << 10) + 1,
@@ -431,11 +433,11 @@ fn ring_bytes_min(world: usize) -> usize {
     }
 }
 
-/// Small enough to stay in a core's cache while it is received, reduced and sent on; large enough
-/// for system calls not to matter.
+/// Segment size: small enough to stay in a core's cache while it is received, reduced and sent;
+/// large enough to amortize system calls.
 const SEGMENT_BYTES: usize = 256 << 10;
 
-/// A link's part of a sum: below that it is waited for more than worked on.
+/// Smallest part of an all-reduce per channel; below it, waiting dominates.
 const CHANNEL_BYTES_MIN: usize = 256 << 10;
 
 #[cfg(test)]

@@ -1,50 +1,48 @@
-//! Group communication between the ranks of one generation: a ring over TCP.
+//! Collective communication between the ranks of one generation.
 //!
 //! ```text
 //!            Endpoint (one per worker)                    HostGroup (one per generation)
 //!   ┌───────────────────────────────────────┐
-//!   │ listener ─▶ porter ─▶ hello proven?   │   ┌─▶ rank 0 ─▶ rank 1 ─▶ rank 2 ─┐
+//!   │ listener ─▶ acceptor ─▶ hello proven? │   ┌─▶ rank 0 ─▶ rank 1 ─▶ rank 2 ─┐
 //!   │                 └─▶ Fence: generation │   └───────────────────────────────┘
 //!   │                     old? refused      │   each arrow is one connection, dialled by its tail,
-//!   │                     new? parked       │   on which frames run one way
+//!   │                     new? pending      │   on which frames run one way
 //!   └───────────────────────────────────────┘
 //! ```
 //!
 //! An [`Endpoint`] [connects](Endpoint::connect) the members of a [`GroupSpec`] to a [`HostGroup`],
-//! whose operations are those of [`Communicator`]. A [`Fence`] ends them from outside. What a ring
-//! sends and receives in which order is a pure [schedule](crate#layout), simulated in tests apart
-//! from sockets.
+//! whose operations are those of [`Communicator`]. A [`Fence`] aborts groups from outside. The
+//! order in which a rank of the ring sends and receives is a pure [schedule](crate#layout), which
+//! tests simulate without sockets.
 //!
-//! **Invariant:** the sum of an all-reduce has the same bits on all ranks, and who gets it has
-//! every rank's part in it.
+//! **Invariant:** the sum of an all-reduce has the same bits on all ranks, and a rank that gets it
+//! has the contribution of every rank in it.
 //!
-//! **Invariant:** inputs are never written to. A failed step can be contributed again, in the next
-//! group.
+//! **Invariant:** inputs are never written to. A failed step can be retried with the same
+//! contribution, in the next group.
 //!
-//! **Invariant:** a link belongs to one generation. What is older is refused at the door, before a
-//! frame is read.
+//! **Invariant:** a link belongs to one generation. A dial of an older generation is refused by the
+//! acceptor, before any frame is read.
 //!
-//! **Invariant:** no byte is looked at before the dialler has proven that it knows the job's
-//! secret, and nothing that comes over the network panics or grows memory beyond the limits given
-//! here.
+//! **Invariant:** no field is used before the peer has proven that it knows the job's secret, and
+//! no data from the network causes a panic or allocates memory beyond the limits documented here.
 //!
 //! **Invariant:** this crate knows nothing about Kubernetes, gRPC, shards or models, and decides
-//! nothing about membership. Its clocks bound how long it waits for a link, never how long an
-//! operation takes; how long one has waited can be [seen](Progress).
+//! nothing about membership. Its clocks bound the wait for a link, never the duration of an
+//! operation; the duration of a wait can be [observed](Progress).
 //!
-//! A newcomer [fetches](Endpoint::fetch) the state from a member beside the ring, while the ring
-//! works.
+//! A joiner [fetches](Endpoint::fetch) the state from a member, concurrently with the group's
+//! operations.
 //!
 //! # Layout
 //!
-//! Pure: `chunk` (bounds), `schedule` (who sends what, when), `arms` (the same for small sums),
-//! `payload` (what that is made of), `wire` (as what it travels), `frame`, `hello` (bytes), `hosts`
-//! (who is where), `parking` (dials that came early). Sockets: `endpoint`, `porter` (the accept
-//! thread), `link`, `transfer` (the loop that moves an operation around the ring), `relay` (and a
-//! small sum along its two arms), `shared` (a sum in memory that ranks share), `tcp`, `state`
-//! (parcels for newcomers), `lobby`. Between threads: `fence`, `bell`, `progress`; [`device`] and
-//! [`nccl`] for buffers of a GPU; `patience` is how long one looks before it sleeps. Memory:
-//! `pages`.
+//! Pure: `chunk` (bounds), `schedule` (which piece is sent when), `chain::topology` (the same for
+//! small sums), `payload` (buffers), `wire` (data types on the wire), `frame` and `handshake`
+//! (encodings), `hosts` (placement), `pending_dials` (dials that arrived early). Sockets:
+//! `endpoint`, `acceptor` (its thread), `link`, `transfer` (the loop that runs an operation around
+//! the ring), `chain` (small sums along two chains), `host_group`, `state` (state transfer),
+//! `pending_requests`. Shared memory: `shm`, `huge_pages`. Synchronization: `fence`, `notifier`,
+//! `progress`, `spin_wait`. GPUs: [`device`] and [`nccl`].
 
 mod acceptor;
 mod chain;

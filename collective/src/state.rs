@@ -1,25 +1,24 @@
-//! State transfer: from a member to a newcomer, beside the ring, while the ring works.
+//! State transfer from a member (the donor) to a joiner, concurrently with the group's operations.
 //!
 //! ```text
-//!   newcomer ── hello, position (to the donor's listener) ──▶ donor
-//!   newcomer ◀── head | note | floats ── head | note | floats ── … ── donor
-//!   newcomer ── position ── position ── … ──▶ donor
+//!   joiner ── hello, position (to the donor's listener) ──▶ donor
+//!   joiner ◀── header | note | floats ── header | note | floats ── … ── donor
+//!   joiner ── position ── position ── … ──▶ donor
 //!
-//!   head:      magic  kind  generation  note bytes  floats
+//!   header:    magic  kind  generation  note bytes  floats
 //!                u32   u32         u64         u64     u64        all little endian
 //!   position:  magic  kind    snapshot      floats    step
 //!                u32   u32         u64         u64     u64
 //! ```
 //!
-//! What kinds, notes and floats of parcels mean is the caller's affair; kind 0 is the one that is
-//! not, a beat: it says that the donor lives, and the receiver keeps it to itself. A newcomer's
-//! [`Position`] is both its beat and the place at which a transfer goes on when its link breaks. A
-//! thread sends it, so a newcomer that is busy with what it has received is not taken for one that
-//! is gone.
+//! The caller defines the kinds, notes and floats of its messages. Kind 0 is reserved for
+//! heartbeats of the donor, which the receiver handles itself. A joiner's [`Position`] is both its
+//! heartbeat and the point at which a transfer resumes when its link breaks. A separate thread
+//! sends it, so a joiner that is busy with received data is not considered dead.
 //!
-//! **Invariant:** neither side waits for the other for longer than its patience without a sign of
-//! life, but for a newcomer that waits for its first parcel: a donor begins between two steps, and
-//! those may be long.
+//! **Invariant:** neither side waits for the other for longer than its idle timeout without a sign
+//! of life. The exception is a joiner that waits for its first message: a donor begins between two
+//! steps, and steps may be long.
 
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -30,7 +29,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::link::poll_until;
 
-/// A newcomer that has dialled this endpoint, and waits.
+/// State request of a joiner that has dialled this endpoint and waits.
 #[derive(Debug)]
 pub struct StateRequest {
     member: u64,
@@ -42,20 +41,20 @@ impl StateRequest {
         Self { member, link: Arc::new(link) }
     }
 
-    /// Its id.
+    /// Id of the joiner.
     #[must_use]
     pub fn member(&self) -> u64 {
         self.member
     }
 
-    /// A handle to end the link with, from any thread.
+    /// Handle to close the link from any thread.
     #[must_use]
     pub fn link(&self) -> StateLink {
         StateLink(Arc::clone(&self.link))
     }
 
-    /// Begins to serve it. `patience`: how long it may take no byte and send no position before it
-    /// is given up.
+    /// Begins to serve the request. `idle_timeout`: limit of the time in which the joiner neither
+    /// takes a byte nor sends a position.
     #[must_use]
     pub fn serve(self, idle_timeout: Duration) -> StateSender {
         StateSender {
@@ -69,58 +68,58 @@ impl StateRequest {
     }
 }
 
-/// The link to a newcomer.
+/// Handle to the link of a joiner.
 #[derive(Clone, Debug)]
 pub struct StateLink(Arc<TcpStream>);
 
 impl StateLink {
-    /// Ends the link: whoever waits for the newcomer gets an error.
+    /// Closes the link: a thread that waits for the joiner gets an error.
     pub fn shut_down(&self) {
-        // It may have ended already.
+        // The link may be closed already.
         let _ = self.0.shutdown(Shutdown::Both);
     }
 }
 
-/// What a parcel is, and whose.
+/// Header of a state message.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct StateMessageHeader {
-    /// The caller's; at least 1.
+    /// Kind, defined by the caller; at least 1.
     pub kind: u32,
-    /// The caller's.
+    /// Generation, defined by the caller.
     pub generation: u64,
-    /// The caller's, at most [`NOTE_BYTES_MAX`].
+    /// Note, defined by the caller; at most [`NOTE_BYTES_MAX`] bytes.
     pub note: Vec<u8>,
-    /// How many floats follow.
+    /// Number of floats that follow.
     pub floats: u64,
 }
 
-/// How far a newcomer has come with one snapshot of the state.
+/// Progress of a joiner with one snapshot of the state.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Position {
-    /// The snapshot's step.
+    /// Step of the snapshot.
     pub snapshot: u64,
-    /// Floats of the snapshot that the newcomer has received and verified.
+    /// Number of floats of the snapshot that the joiner has received and verified.
     pub floats: u64,
-    /// Steps of the newcomer's state, once it has all floats of the snapshot; until then the
-    /// snapshot's step.
+    /// Step of the joiner's state, once it has all floats of the snapshot; until then the step of
+    /// the snapshot.
     pub step: u64,
 }
 
-/// The donor's end. Blocks, so it belongs to a thread of its own.
+/// Donor's end of a state transfer. Its calls block, so it runs on a thread of its own.
 #[derive(Debug)]
 pub struct StateSender {
     link: Arc<TcpStream>,
     idle_timeout: Duration,
-    /// When the newcomer last took a byte or sent one.
+    /// Time when the joiner last took or sent a byte.
     alive_at: Instant,
-    /// The newcomer's last word; `None` inside where it has nothing.
+    /// Last position of the joiner; the inner `None` if it has no data.
     position: Option<Option<Position>>,
     bytes: [u8; POSITION_BYTES],
     read: usize,
 }
 
 impl StateSender {
-    /// Waits for the newcomer's first word: how far it is, `None` where it has nothing.
+    /// Waits for the joiner's first position; `None` if it has no data.
     ///
     /// # Errors
     /// As for [`send`](Self::send).
@@ -135,7 +134,7 @@ impl StateSender {
         }
     }
 
-    /// How far the newcomer is, by its last word.
+    /// Returns the joiner's last position.
     ///
     /// # Errors
     /// As for [`send`](Self::send).
@@ -144,13 +143,12 @@ impl StateSender {
         Ok(self.position.flatten())
     }
 
-    /// Sends one parcel: `tensors` one behind the other, each f32 in host memory, and counted
-    /// together.
+    /// Sends one message: `tensors` one after the other, each f32 in host memory, counted together.
     ///
     /// # Errors
-    /// The link's, `UnexpectedEof` where the newcomer has ended it, `InvalidData` where it sends no
-    /// positions, or `TimedOut` where it has taken nothing and has said nothing for longer than the
-    /// patience.
+    /// The link's; `UnexpectedEof` if the joiner has closed it; `InvalidData` if it sends no valid
+    /// positions; `TimedOut` if it has neither taken nor sent a byte for longer than the idle
+    /// timeout.
     pub fn send(
         &mut self,
         kind: u32,
@@ -165,7 +163,7 @@ impl StateSender {
         tensors.iter().try_for_each(|tensor| self.write(bytemuck::cast_slice(tensor), &[]))
     }
 
-    /// Says that the donor lives. To be called several times within the receiver's patience.
+    /// Sends a heartbeat. The caller sends several within the receiver's idle timeout.
     ///
     /// # Errors
     /// As for [`send`](Self::send).
@@ -173,8 +171,8 @@ impl StateSender {
         self.send(HEARTBEAT, 0, &[], &[])
     }
 
-    /// Waits until the newcomer has taken everything and ended the link, or for the patience. A
-    /// link that is closed before may be reset, and then the newcomer loses what it has not read.
+    /// Waits until the joiner has received everything and closed the link, at most for the idle
+    /// timeout. A link that is closed earlier may be reset, and then the joiner loses unread data.
     pub fn finish(mut self) {
         let end = Instant::now() + self.idle_timeout;
         if self.link.shutdown(Shutdown::Write).is_ok() {
@@ -206,16 +204,16 @@ impl StateSender {
         Ok(())
     }
 
-    /// Waits until the link stirs; `TimedOut` where it has not for longer than the patience.
+    /// Waits until the link has an event; `TimedOut` after the idle timeout.
     fn wait(&self, flags: PollFlags) -> io::Result<()> {
         let until = self.alive_at.checked_add(self.idle_timeout);
-        match poll_until(&mut [PollFd::new(&*self.link, flags)], until)? {
-            true => Ok(()),
-            false => Err(ErrorKind::TimedOut.into()),
+        if poll_until(&mut [PollFd::new(&*self.link, flags)], until)? {
+            return Ok(());
         }
+        Err(ErrorKind::TimedOut.into())
     }
 
-    /// Reads what the newcomer has said. Never blocks.
+    /// Reads the joiner's available positions. Never blocks.
     fn receive_positions(&mut self) -> io::Result<()> {
         loop {
             match (&*self.link).read(&mut self.bytes[self.read..]) {
@@ -234,25 +232,25 @@ impl StateSender {
     }
 }
 
-/// The newcomer's end.
+/// Joiner's end of a state transfer.
 #[derive(Debug)]
 pub struct StateReceiver {
     donor: u64,
-    /// The fence holds another reference, to shut the link down.
+    /// The fence has a weak reference, to shut the link down.
     link: Arc<TcpStream>,
     reporter: Arc<PositionReporter>,
     idle_timeout: Duration,
-    /// When something came last; `None` before the first byte.
+    /// Time of the last received byte; `None` before the first one.
     received_at: Option<Instant>,
     head: [u8; HEAD_BYTES],
     read: usize,
-    /// Floats of the current parcel that are not taken yet.
+    /// Number of floats of the current message that are not taken yet.
     floats_left: u64,
 }
 
 impl StateReceiver {
-    /// On a link on which the hello is sent. Tells the donor at once how far this newcomer is, and
-    /// then several times within `patience`, from a thread.
+    /// Starts to receive on a link on which the hello is already sent. Reports the joiner's
+    /// position at once, and then several times within `idle_timeout`, from a separate thread.
     pub(crate) fn new(
         donor: u64,
         link: Arc<TcpStream>,
@@ -268,7 +266,7 @@ impl StateReceiver {
         reporter.send(&mut reporter.lock());
         let reporting = Arc::clone(&reporter);
         std::thread::Builder::new()
-            .name("state-beat".to_owned())
+            .name("state-heartbeat".to_owned())
             .spawn(move || reporting.report_every(idle_timeout / HEARTBEATS_PER_TIMEOUT))?;
         Ok(Self {
             donor,
@@ -282,29 +280,29 @@ impl StateReceiver {
         })
     }
 
-    /// The member at the other end.
+    /// Id of the donor.
     #[must_use]
     pub fn donor(&self) -> u64 {
         self.donor
     }
 
-    /// Tells the donor how far this newcomer is. Never blocks.
+    /// Reports the position of this joiner to the donor. Never blocks.
     pub fn report(&self, position: Position) {
         let mut state = self.reporter.lock();
         state.position = Some(position);
         self.reporter.send(&mut state);
     }
 
-    /// The next parcel's head, if it comes within `wait`. The floats of the one before must have
-    /// been [taken](Self::take).
+    /// Returns the header of the next message, if it arrives within `wait`. The floats of the
+    /// previous message must have been [taken](Self::take).
     ///
     /// # Errors
-    /// The link's; `UnexpectedEof` at its end; `TimedOut` where the donor has been silent for
-    /// longer than the patience; `InvalidData` where these are no parcels.
+    /// The link's; `UnexpectedEof` at its end; `TimedOut` if the donor has been silent for longer
+    /// than the idle timeout; `InvalidData` if the bytes are not a message.
     pub fn next(&mut self, wait: Duration) -> io::Result<Option<StateMessageHeader>> {
         if self.floats_left > 0 {
             return Err(invalid(format!(
-                "{} floats of the parcel before were not taken",
+                "{} floats of the previous message were not taken",
                 self.floats_left
             )));
         }
@@ -337,28 +335,31 @@ impl StateReceiver {
         }
     }
 
-    /// Takes the next `buf.len()` floats of the current parcel.
+    /// Reads the next `buf.len()` floats of the current message.
     ///
     /// # Errors
-    /// As for [`next`](Self::next); `InvalidData` where the parcel has not as many; `buf` then
-    /// holds unspecified values.
+    /// As for [`next`](Self::next); `InvalidData` if the message has fewer floats; `buf` then holds
+    /// unspecified values.
     pub fn take(&mut self, buf: &mut [f32]) -> io::Result<()> {
         self.floats_left = self.floats_left.checked_sub(buf.len() as u64).ok_or_else(|| {
-            invalid(format!("a parcel with {} floats too few", buf.len() as u64 - self.floats_left))
+            invalid(format!(
+                "a message with {} floats too few",
+                buf.len() as u64 - self.floats_left
+            ))
         })?;
         self.read_exact(bytemuck::cast_slice_mut(buf))
     }
 
-    /// The head that has come, with its note; `None` for a beat.
+    /// Decodes a received header and reads its note; `None` for a heartbeat.
     fn open(&mut self) -> io::Result<Option<StateMessageHeader>> {
         let (kind, [generation, note_bytes, floats]) = decode(MAGIC, &self.head)
-            .map_err(|got| invalid(format!("expected a parcel, got {got}")))?;
+            .map_err(|got| invalid(format!("expected a message, got {got}")))?;
         if note_bytes > NOTE_BYTES_MAX as u64 {
             return Err(invalid(format!(
-                "a note of {note_bytes} bytes; at most {NOTE_BYTES_MAX} are possible"
+                "a note of {note_bytes} bytes; the limit is {NOTE_BYTES_MAX}"
             )));
         }
-        // The note grows with what comes, so that a length alone takes no memory.
+        // The note grows with the received data, so that a length alone does not allocate memory.
         let mut note = Vec::new();
         while (note.len() as u64) < note_bytes {
             let have = note.len();
@@ -368,7 +369,7 @@ impl StateReceiver {
         self.floats_left = floats;
         match (kind, note_bytes, floats) {
             (HEARTBEAT, 0, 0) => Ok(None),
-            (HEARTBEAT, ..) => Err(invalid("a beat with something in it".to_owned())),
+            (HEARTBEAT, ..) => Err(invalid("a heartbeat with content".to_owned())),
             _ => Ok(Some(StateMessageHeader { kind, generation, note, floats })),
         }
     }
@@ -396,12 +397,12 @@ impl Drop for StateReceiver {
     fn drop(&mut self) {
         self.reporter.lock().is_stopped = true;
         self.reporter.stopped.notify_all();
-        // The beating thread may hold the link a little longer.
+        // The reporter thread may keep the link open a little longer.
         let _ = self.link.shutdown(Shutdown::Both);
     }
 }
 
-/// What a newcomer says to its donor, from two threads.
+/// Sends a joiner's positions to its donor, from two threads.
 #[derive(Debug)]
 struct PositionReporter {
     link: Arc<TcpStream>,
@@ -412,7 +413,7 @@ struct PositionReporter {
 #[derive(Debug)]
 struct ReporterState {
     position: Option<Position>,
-    /// The rest of a word of which the link took a part only.
+    /// Rest of a position of which the link accepted only a part.
     unsent: Vec<u8>,
     is_stopped: bool,
 }
@@ -422,18 +423,17 @@ impl PositionReporter {
         self.state.lock().expect("nothing under this lock panics")
     }
 
-    /// Sends the position as far as the link takes it. Reading finds out what is wrong with the
-    /// link.
+    /// Sends the position, as far as the link accepts it. Errors of the link show when it is read.
     fn send(&self, state: &mut ReporterState) {
         if !state.unsent.is_empty() && !self.send_rest(state) {
-            // The link holds earlier words, and those are signs of life, too.
+            // The link still holds earlier positions, which are signs of life as well.
             return;
         }
         state.unsent.extend(encode_position(state.position));
         self.send_rest(state);
     }
 
-    /// Whether nothing is left.
+    /// Sends the rest of a position. Returns whether all of it is sent.
     fn send_rest(&self, state: &mut ReporterState) -> bool {
         if let Ok(bytes) = (&*self.link).write(&state.unsent) {
             state.unsent.drain(..bytes);
@@ -453,16 +453,15 @@ impl PositionReporter {
     }
 }
 
-/// The kind of a parcel that says nothing but that the donor lives, and of a position of a newcomer
-/// that has nothing.
+/// Kind of a donor's heartbeat, and of the position of a joiner that has no data.
 const HEARTBEAT: u32 = 0;
 
-/// The kind of a newcomer's position.
+/// Kind of a joiner's position.
 const POSITION: u32 = 1;
 
 const HEARTBEATS_PER_TIMEOUT: u32 = 4;
 
-/// The longest note, in bytes: 64 MiB.
+/// Maximum length of a note, in bytes: 64 MiB.
 pub const NOTE_BYTES_MAX: usize = 64 << 20;
 
 const NOTE_INCREMENT_BYTES: usize = 1 << 20;
@@ -483,7 +482,7 @@ fn encode(magic: u32, kind: u32, fields: [u64; 3]) -> [u8; HEAD_BYTES] {
     head
 }
 
-/// Kind and fields, or what these bytes are instead.
+/// Decodes kind and fields; the error describes the bytes.
 fn decode(magic: u32, head: &[u8; HEAD_BYTES]) -> Result<(u32, [u64; 3]), String> {
     let short = |at: usize| {
         u32::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"))
@@ -510,7 +509,7 @@ fn decode_position(bytes: &[u8; POSITION_BYTES]) -> Result<Option<Position>, Str
     match decode(POSITION_MAGIC, bytes) {
         Ok((HEARTBEAT, [0, 0, 0])) => Ok(None),
         Ok((POSITION, [snapshot, floats, step])) => Ok(Some(Position { snapshot, floats, step })),
-        Ok((kind, _)) => Err(format!("expected a position, got a word of kind {kind}")),
+        Ok((kind, _)) => Err(format!("expected a position, got a message of kind {kind}")),
         Err(got) => Err(format!("expected a position, got {got}")),
     }
 }

@@ -1,25 +1,26 @@
-//! Moves one operation's pieces over the two links of a rank.
+//! Transfers the pieces of one operation over the two links of a rank.
 //!
 //! ```text
 //!   prev ── frame | note | body ──▶ this rank ── frame | note | body ──▶ next
 //! ```
 //!
-//! One thread, two non-blocking sockets (or several pairs of them, a part of the sum each), one
-//! poll: with a core per rank this beats a thread per direction.
+//! One thread, two non-blocking sockets per channel, and one poll: with a core per rank this is
+//! faster than a thread per direction.
 //!
-//! What binds, on loopback and two cores: up to about 1 MiB system calls and wake-ups, of which
-//! there are `2·(n−1)` writes and reads per rank one behind the other; above that the two copies of
-//! each byte, into the kernel and out of it. Of the processor time of 4 ranks and 16 MiB, 33 ms,
-//! they take 47 %, the additions, which wait for memory, 16 %, the way through the stack and all
-//! else 37 %; on an idle machine both cores are busy with it for 16 ms, 1.6 GB/s of bus bandwidth.
-//! To save the copy into the kernel would take pages that nobody changes until the neighbour has
-//! read them, and an operation that is aborted can't wait for that. Over a network the wire binds.
+//! Performance on loopback with two cores: up to about 1 MiB the limit is system calls and
+//! wake-ups, of which there are `2·(n−1)` writes and reads per rank in sequence. Above that, it is
+//! the two copies of each byte, into the kernel and out of it. For 4 ranks and 16 MiB, of 33 ms of
+//! CPU time the copies take 47 %, the additions, which wait for memory, 16 %, and the network stack
+//! and everything else 37 %. On an idle machine both cores are busy for 16 ms, a bus bandwidth of
+//! 1.6 GB/s. Zero-copy sends would require pages that stay unmodified until the neighbour has read
+//! them, and an aborted operation cannot wait for that. Over a network the bandwidth of the network
+//! is the limit.
 //!
-//! **Invariant:** a frame, its note and its body leave in one system call, unless the socket's
-//! buffer is full.
+//! **Invariant:** a frame header, its note and its body are sent in one system call, unless the
+//! socket's buffer is full.
 //!
-//! **Invariant:** a link's end counts only while the operation still needs the link. A neighbour
-//! that has all it needs may leave.
+//! **Invariant:** the end of a link is a failure only while the operation still needs the link. A
+//! neighbour that has received everything may leave.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
 use std::net::TcpStream;
@@ -40,7 +41,7 @@ use crate::schedule::{Piece, Schedule};
 use crate::shm::{LinkMonitor, SharedFault, SharedRegion};
 use crate::spin_wait::SpinWait;
 
-/// One operation under way.
+/// One operation in progress on one channel.
 pub(crate) struct Transfer<'a> {
     links: &'a Links,
     registration: &'a GroupRegistration,
@@ -50,15 +51,15 @@ pub(crate) struct Transfer<'a> {
     outgoing: Option<Outgoing>,
     incoming: Incoming,
     progress: TransferProgress<'a>,
-    /// The next member's link is needed to the end, whatever is left to be sent.
+    /// Whether the link to the next member is needed until the end, even after everything is sent.
     needs_next: bool,
-    /// What is watched beside the links.
+    /// Monitor of further links, if there are any.
     link_monitor: Option<LinkMonitor<'a>>,
-    /// What the ranks of this host share, where this one leads them.
+    /// Region shared by the ranks of this host, if this rank is their leader.
     region: Option<&'a SharedRegion>,
 }
 
-/// What all frames of one operation have in common.
+/// Fields that all frames of one operation have in common.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpTag {
     pub(crate) kind: Kind,
@@ -66,17 +67,17 @@ pub(crate) struct OpTag {
     pub(crate) sequence: u64,
 }
 
-/// Why a transfer stopped. Whether that was the fence's doing is for the caller to ask.
+/// Why a transfer stopped. The caller checks whether the fence was the cause.
 #[derive(Debug)]
 pub(crate) enum Fault {
-    /// Among the ranks of this host, or at a link beside the transfer's.
-    Here(SharedFault),
+    /// Fault among the ranks of this host.
+    Local(SharedFault),
     Next(LinkFault),
     Prev(LinkFault),
     Wait(io::Error),
 }
 
-/// What is wrong with a link.
+/// Fault of a link.
 #[derive(Debug)]
 pub(crate) enum LinkFault {
     Broken(String),
@@ -109,14 +110,14 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// The next member can't be done before this rank is: its end is that of the operation, even if
-    /// all is sent.
+    /// Requires the link to the next member until the end: that member cannot finish before this
+    /// rank, so its end is a failure even after everything is sent.
     pub(crate) fn with_next_required(self) -> Self {
         Self { needs_next: true, ..self }
     }
 
-    /// Among leaders of hosts: their ring is not the group's. So neither are its bytes shown, which
-    /// would be taken for those between neighbours of the group.
+    /// Configures a transfer in the ring of leaders. Its byte counts are not shown in the progress:
+    /// they would be mistaken for those of the group's ring.
     pub(crate) fn alongside(
         self,
         link_monitor: LinkMonitor<'a>,
@@ -129,23 +130,23 @@ impl<'a> Transfer<'a> {
         Self { link_monitor: Some(link_monitor), region, progress, ..self }
     }
 
-    /// Returns when all pieces are sent and received, with the notes in rank order.
+    /// Runs the transfer. Returns the notes in rank order when all pieces are sent and received.
     pub(crate) fn run(self) -> Result<Vec<Vec<u8>>, Fault> {
         run_all(vec![self])
     }
 
-    /// Sends until the socket is full, or nothing more may be sent yet.
+    /// Sends until the socket is full, or no further piece may be sent yet.
     fn send(&mut self) -> Result<Flow, Fault> {
         let mut flow = Flow::Idle;
         while let Some(piece) = self.schedule.next_send() {
             if self.outgoing.is_none() {
-                self.payload.prepare(&piece).map_err(Fault::Here)?;
-                // It may have waited meanwhile, and shown that.
+                self.payload.prepare(&piece).map_err(Fault::Local)?;
+                // The preparation may have waited and recorded that.
                 self.progress.end_wait();
                 let head = self.frame(&piece).encode();
                 self.outgoing = Some(Outgoing { head, written: 0 });
             }
-            let outgoing = self.outgoing.as_mut().expect("it was just put there");
+            let outgoing = self.outgoing.as_mut().expect("the frame was just created");
             let (note, body) = self.payload.send_bufs(&piece);
             match outgoing.write(&self.links.next.link, note, body) {
                 Ok(bytes) => {
@@ -193,15 +194,15 @@ impl<'a> Transfer<'a> {
                 && read == FRAME_BYTES + note_bytes + self.payload.piece_bytes(&piece)
             {
                 self.incoming.read = 0;
-                self.payload.on_received(&piece).map_err(Fault::Here)?;
+                self.payload.on_received(&piece).map_err(Fault::Local)?;
                 self.schedule.on_received();
                 return Ok(Flow::Moved);
             }
         }
     }
 
-    /// One read: the rest of the head and, where its length is sure, the body with it; or what is
-    /// left behind the head.
+    /// Reads once: the rest of the frame header and, if its length is known, the body with it; or
+    /// the rest of note and body.
     fn read(&mut self, piece: &Piece) -> io::Result<usize> {
         let Self { links, schedule, payload, incoming, .. } = self;
         let mut prev: &TcpStream = &links.prev.link;
@@ -222,13 +223,13 @@ impl<'a> Transfer<'a> {
         ])
     }
 
-    /// Checks the head that has arrived for `piece`, and returns the length of its note.
+    /// Checks the received frame header of `piece`, and returns the length of its note.
     fn check(&self, piece: &Piece) -> Result<usize, String> {
         let frame = Frame::decode(&self.incoming.head)?;
         let note_bytes_max = if piece.note { BLOCK_BYTES_MAX } else { 0 };
         frame.check(&self.frame(piece), note_bytes_max)?;
         if self.schedule.next_receive_is_early() {
-            return Err("got a total that this rank's part is not in".to_owned());
+            return Err("got a total without this rank's part".to_owned());
         }
         Ok(frame.note_bytes as usize)
     }
@@ -249,13 +250,13 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Adds what it waits for to `fds`.
+    /// Adds the descriptors that this transfer waits for to `fds`.
     fn watch(&self, send_blocked: bool, fds: &mut Vec<PollFd<'a>>) -> Watched {
         let when = |condition, flags| if condition { flags } else { PollFlags::empty() };
         let start = fds.len();
         let needs_next = self.schedule.has_sends_left() || self.needs_next;
         if needs_next {
-            // Nothing ever comes from there but the news of its end.
+            // The only readable event on this link is its end.
             let flags = PollFlags::IN | when(send_blocked, PollFlags::OUT);
             fds.push(PollFd::new(&*self.links.next.link, flags));
         }
@@ -268,7 +269,7 @@ impl<'a> Transfer<'a> {
         Watched { next: needs_next.then_some(start), others: others..fds.len() }
     }
 
-    /// Looks at what has stirred.
+    /// Handles the polled events.
     fn handle_events(&mut self, watched: &Watched, events: &[PollFlags]) -> Result<(), Fault> {
         if events[watched.others.clone()].iter().any(|events| !events.is_empty()) {
             self.check_host()?;
@@ -282,18 +283,20 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Something has stirred beside the transfer's links.
+    /// Checks this host's region and links after an event there.
     fn check_host(&mut self) -> Result<(), Fault> {
-        let said = self.region.and_then(|region| {
+        let fault_in_region = self.region.and_then(|region| {
             region.notifier().clear();
             region.failed()
         });
-        let fault = said.or_else(|| self.link_monitor.as_mut().and_then(LinkMonitor::check));
-        fault.map_or(Ok(()), |fault| Err(Fault::Here(fault)))
+        let fault =
+            fault_in_region.or_else(|| self.link_monitor.as_mut().and_then(LinkMonitor::check));
+        fault.map_or(Ok(()), |fault| Err(Fault::Local(fault)))
     }
 
-    /// A next member that ended the link may have done so over a disagreement that shows in what
-    /// the previous one has sent, too; that says more than an end.
+    /// Returns the root cause of `fault`. The next member may have closed its link because of a
+    /// protocol violation that is also visible in data from the previous member. The violation is
+    /// reported in preference to the closed link.
     fn root_cause(&mut self, fault: Fault) -> Fault {
         loop {
             match self.receive() {
@@ -305,8 +308,8 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// Runs transfers side by side, of one operation, each over links of its own to the same
-/// neighbours. Returns when all pieces are sent and received, with the first one's notes.
+/// Runs the transfers of one operation concurrently, each over its own links to the same
+/// neighbours. Returns the notes of the first one when all pieces are sent and received.
 pub(crate) fn run_all(mut transfers: Vec<Transfer<'_>>) -> Result<Vec<Vec<u8>>, Fault> {
     let bytes = transfers.iter().map(|transfer| transfer.payload.total_bytes()).sum();
     let mut spin_wait = SpinWait::for_bytes(bytes);
@@ -339,9 +342,9 @@ pub(crate) fn run_all(mut transfers: Vec<Transfer<'_>>) -> Result<Vec<Vec<u8>>, 
     }
 }
 
-/// Shows how far all of them have come, as one.
+/// Records the progress of all transfers as one.
 fn show_wait(transfers: &mut [Transfer<'_>], shown: &mut u64) {
-    let (first, others) = transfers.split_first_mut().expect("there is one at least");
+    let (first, others) = transfers.split_first_mut().expect("there is at least one transfer");
     let sum = |of: fn(&TransferProgress<'_>) -> u64| {
         others.iter().map(|transfer| of(&transfer.progress)).sum()
     };
@@ -353,7 +356,7 @@ fn show_wait(transfers: &mut [Transfer<'_>], shown: &mut u64) {
     first.progress.wait_alongside(&first.op_tag, alongside);
 }
 
-/// Sleeps until a link or the fence stirs.
+/// Blocks until a link or the fence has an event.
 fn wait(transfers: &mut [Transfer<'_>], blocked: &[bool]) -> Result<(), Fault> {
     let registration = transfers[0].registration;
     let mut fds = vec![PollFd::new(registration.notifier(), PollFlags::IN)];
@@ -381,17 +384,17 @@ fn root_cause(transfers: &mut [Transfer<'_>], fault: Fault) -> Fault {
     transfers.iter_mut().fold(fault, |fault, transfer| transfer.root_cause(fault))
 }
 
-/// What a transfer has polled, by where it is among all that is polled.
+/// Indexes of a transfer's descriptors among all that are polled.
 #[derive(Debug)]
 struct Watched {
     next: Option<usize>,
     others: Range<usize>,
 }
 
-/// How far a direction got.
+/// Outcome of one attempt to send or receive.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Flow {
-    /// Until the socket would have blocked.
+    /// The socket would block.
     Blocked,
     /// There was nothing to do.
     Idle,
@@ -401,12 +404,12 @@ enum Flow {
 #[derive(Debug)]
 struct Outgoing {
     head: [u8; FRAME_BYTES],
-    /// Bytes of head, note and body that have left.
+    /// Number of bytes of header, note and body that are sent.
     written: usize,
 }
 
 impl Outgoing {
-    /// One write; the number of bytes that have left with it.
+    /// Writes once; returns the number of bytes written.
     fn write(&mut self, link: &TcpStream, note: &[u8], body: &[u8]) -> rustix::io::Result<usize> {
         let mut skip = self.written;
         let slices = [self.head.as_slice(), note, body].map(|part| {
@@ -421,27 +424,28 @@ impl Outgoing {
     }
 }
 
-/// How far the operation has come, and what is shown of it. The clock is read once a wait, and
+/// Progress of one operation, and its part that is shown. The clock is read once per wait, and
 /// nothing is shown between two waits.
 pub(crate) struct TransferProgress<'a> {
     progress: &'a Progress,
     received: u64,
     sent: u64,
-    /// Shown as waiting, and no byte has moved since.
+    /// Whether a wait is recorded and no byte has moved since.
     waits: bool,
-    /// Whether what has come and gone is shown, too.
+    /// Whether the byte counts are shown as well.
     is_shown: bool,
 }
 
 impl<'a> TransferProgress<'a> {
-    /// Of an operation whose bytes come from the previous member and go to the next one.
+    /// Progress of an operation whose bytes come from the previous member and go to the next one.
     fn one_way(progress: &'a Progress) -> Self {
         Self { progress, received: 0, sent: 0, waits: false, is_shown: true }
     }
 
-    /// Of an operation that uses links both ways. What comes back is taken off what was sent, and
-    /// what is sent back off what has come, from a start that is large enough: so the two ends of a
-    /// link still differ by what is on its way, whichever way.
+    /// Progress of an operation that uses its links in both directions. Bytes received from the
+    /// next member are subtracted from `sent`, and bytes sent to the previous member are subtracted
+    /// from `received`, from a sufficiently large start value. So the two ends of a link still
+    /// differ by the bytes in flight, in either direction.
     pub(crate) fn both_ways(progress: &'a Progress) -> Self {
         Self {
             progress,
@@ -476,7 +480,7 @@ impl<'a> TransferProgress<'a> {
         self.wait_with(op_tag, [self.received, self.sent], waits_for_next);
     }
 
-    /// `beside`: bytes that have been received and sent over other links of the operation.
+    /// `others`: bytes received and sent over other channels of the operation.
     fn wait_alongside(&mut self, op_tag: &OpTag, alongside: [u64; 2]) {
         self.wait_with(op_tag, [self.received + alongside[0], self.sent + alongside[1]], false);
     }
@@ -512,11 +516,11 @@ impl Drop for TransferProgress<'_> {
 
 const BOTH_WAYS_START: u64 = 1 << 62;
 
-/// Whatever can be read from a link on which nothing is awaited is the link's end.
+/// Checks a link on which no data is expected: a read returns its end, or a protocol violation.
 pub(crate) fn check_idle_link(mut link: &TcpStream) -> Result<(), LinkFault> {
     Err(match link.read(&mut [0]) {
         Ok(0) => LinkFault::Lost(ErrorKind::UnexpectedEof.into()),
-        Ok(_) => LinkFault::Broken("expected silence on the link to it, got bytes".to_owned()),
+        Ok(_) => LinkFault::Broken("expected no data on the link to it, got bytes".to_owned()),
         Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {
             return Ok(());
         }
@@ -527,13 +531,13 @@ pub(crate) fn check_idle_link(mut link: &TcpStream) -> Result<(), LinkFault> {
 #[derive(Debug)]
 struct Incoming {
     head: [u8; FRAME_BYTES],
-    /// Bytes of head, note and body that have arrived.
+    /// Number of bytes of header, note and body that are received.
     read: usize,
-    /// Known when the head is complete.
+    /// Length of the note, once the header is complete.
     note_bytes: usize,
 }
 
-/// Steps, segments, ranks and lengths that the limits keep small.
+/// Converts a step, segment, rank or length to its type on the wire; limits keep all of them small.
 pub(crate) fn to_wire(number: usize) -> u32 {
-    u32::try_from(number).expect("members, segments and blocks are limited")
+    u32::try_from(number).expect("group sizes, segments and blocks are limited")
 }

@@ -1,34 +1,34 @@
-//! What the elements of a sum are on their way. Pure.
+//! Data type of an all-reduce's elements on the wire. Pure.
 //!
-//! bf16 and f16 halve the bytes. Sums stay f32 where they are added; each time a partial sum leaves
-//! a rank, and once more when the total does, it is rounded to the nearest. The rank that owns a
-//! chunk keeps what it has sent, not what it had, so that all ranks hold the same bits.
+//! bf16 and f16 halve the traffic. Sums are added in f32. A partial sum is rounded to nearest each
+//! time it is sent, and the total once more. The rank that owns a chunk keeps the rounded values
+//! that it has sent, so that all ranks hold the same bits.
 //!
-//! With `n` ranks an element is off by at most `n` roundings of the largest partial sum `s` on its
-//! way: `n·s/256` for bf16 (8 bits of precision, the range of f32), `n·s/2048` for f16 (11 bits).
-//! Above 65504 an f16 is infinite, and so is then the sum, on every rank; what is below 6e-8 is
-//! zero.
+//! With `n` ranks the error of an element is at most `n` roundings of the largest partial sum `s`
+//! on its path: `n·s/256` for bf16 (8 bits of precision, the range of f32), `n·s/2048` for f16 (11
+//! bits). A value above 65504 becomes infinite in f16, and so does the sum, on every rank; a value
+//! below 6e-8 becomes zero.
 
 use half::f16;
 
 mod bf16;
 use half::slice::HalfFloatSliceExt;
 
-/// What the elements of a sum are on their way: f32, or rounded to 16 bits each time they leave a
-/// rank.
+/// Data type of an all-reduce's elements on the wire: f32, or rounded to 16 bits each time they are
+/// sent.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum WireDtype {
-    /// 8 bits of precision, the range of f32: an element of a sum over `n` ranks is off by at most
-    /// `n/256` of the largest partial sum.
+    /// 8 bits of precision, the range of f32: the error of an element of a sum over `n` ranks is at
+    /// most `n/256` of the largest partial sum.
     Bf16,
-    /// 11 bits of precision, up to 65504; what is larger is infinite.
+    /// 11 bits of precision, up to 65504; larger values become infinite.
     F16,
-    /// As it is.
+    /// No conversion.
     #[default]
     F32,
 }
 
-/// A dtype of 16 bits.
+/// A 16-bit data type.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Half {
     Bf16,
@@ -44,7 +44,7 @@ impl Half {
         }
     }
 
-    /// Rounds `floats` to the nearest, ties to even. Both are as long.
+    /// Rounds `floats` to nearest, ties to even. Both slices have the same length.
     pub(crate) fn round(self, floats: &[f32], to: &mut [u16]) {
         match self {
             Self::Bf16 => bf16::round(floats, to),
@@ -52,7 +52,7 @@ impl Half {
         }
     }
 
-    /// Puts `own` plus what was rounded into `sum`. All are as long.
+    /// Writes `own` plus the widened `from` to `sum`. All slices have the same length.
     pub(crate) fn add(self, from: &[u16], own: &[f32], sum: &mut [f32]) {
         let mut tile = [0.0; TILE_LEN];
         let pieces = from.chunks(TILE_LEN).zip(own.chunks(TILE_LEN)).zip(sum.chunks_mut(TILE_LEN));
@@ -65,7 +65,7 @@ impl Half {
         }
     }
 
-    /// Puts what was rounded into `floats`. Both are as long.
+    /// Widens `from` to f32. Both slices have the same length.
     pub(crate) fn widen(self, from: &[u16], floats: &mut [f32]) {
         match self {
             Self::Bf16 => bf16::widen(from, floats),
@@ -74,7 +74,7 @@ impl Half {
     }
 }
 
-/// Elements that stay in the innermost cache.
+/// Number of elements that stay in the L1 cache.
 const TILE_LEN: usize = 1024;
 
 #[cfg(test)]
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_widened_rounds_to_itself_and_f16_has_its_range() {
+    fn rounding_inverts_widening_and_f16_overflows_to_infinity() {
         for half in [Half::Bf16, Half::F16] {
             let all: Vec<u16> = (0..=u16::MAX).collect();
             let (mut floats, mut again) = (vec![0.0; all.len()], vec![0; all.len()]);

@@ -1,4 +1,4 @@
-//! Compiles the stand-ins by the compiler that compiles the tests.
+//! Compiles the fake libraries with the compiler of the tests.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,7 +6,7 @@ use std::{env, fs, io};
 
 fn main() -> io::Result<()> {
     println!("cargo::rerun-if-changed=libraries");
-    let folder = PathBuf::from(env::var_os("OUT_DIR").expect("cargo says where"));
+    let folder = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     compile("cuda", &folder.join("libcuda.so"), &[])?;
     compile("nvrtc", &folder.join("libnvrtc.so"), &[])?;
     compile("nccl", &folder.join("libnccl.so.2"), &[])?;
@@ -18,7 +18,7 @@ fn main() -> io::Result<()> {
 }
 
 fn compile(name: &str, library: &Path, options: &[&str]) -> io::Result<()> {
-    let done = Command::new(env::var_os("RUSTC").expect("cargo says by what"))
+    let done = Command::new(env::var_os("RUSTC").expect("cargo sets RUSTC"))
         .args(["--edition", "2024", "--crate-type", "cdylib", "-O", "-C", "strip=symbols"])
         .args(["-C", &format!("link-arg=-Wl,-soname,lib{name}.so")])
         .args(options)
@@ -29,6 +29,6 @@ fn compile(name: &str, library: &Path, options: &[&str]) -> io::Result<()> {
     if done.success() { Ok(()) } else { Err(io::Error::other(format!("{name} can't be compiled"))) }
 }
 
-/// What a stand-in of NCCL does wrong is said by its file's name.
+/// Faults of the fake NCCL, each selected by the library's file name.
 const FAULTS: [&str; 7] =
     ["abort_blocks", "async_error", "init_blocks", "init_fails", "init_hangs", "old", "op_fails"];

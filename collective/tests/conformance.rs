@@ -1,4 +1,4 @@
-//! Every backend under the same suite.
+//! Runs the conformance suite on every backend.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -24,26 +24,26 @@ conforms!(tcp_bf16, true, |world| form(world, &|end| end
 conforms!(tcp_f16, true, |world| form(world, &|end| end
     .with_wire_dtype(WireDtype::F16)
     .with_transport(Transport::Tcp)));
-conforms!(tcp_streams, true, |world| form(world, &|end| streams(end)));
-conforms!(tcp_streams_bf16, true, |world| form(world, &|end| streams(end)
+conforms!(tcp_channels, true, |world| form(world, &|end| channels(end)));
+conforms!(tcp_channels_bf16, true, |world| form(world, &|end| channels(end)
     .with_wire_dtype(WireDtype::Bf16)));
 
-// Hosts are played by addresses of loopback: two whose ranks take turns, three of different sizes.
+// Loopback addresses simulate hosts: two whose ranks alternate, and three of different sizes.
 conforms!(hierarchy, true, |world| form_on(world, &|id| 1 + id % 2, &|end| end));
 conforms!(hierarchy_uneven, true, |world| form_on(world, &uneven, &|end| end));
 conforms!(hierarchy_bf16, true, |world| form_on(world, &uneven, &|end| end
     .with_wire_dtype(WireDtype::Bf16)));
 
-/// Without this, all of the above might go over TCP.
+/// Guards the tests above: without shared memory they would all pass over TCP.
 #[test]
-fn memory_is_used_inside_hosts_and_goes_on_to_be() {
-    let ways: [(Places<'_>, (bool, bool)); 4] = [
+fn shared_memory_is_used_inside_hosts_in_every_operation() {
+    let cases: [(HostOf<'_>, (bool, bool)); 4] = [
         (&|_| 1, (true, false)),
         (&|id| 1 + id % 2, (false, true)),
         (&uneven, (false, true)),
         (&|id| 1 + id, (false, false)),
     ];
-    for (index, (host, way)) in ways.into_iter().enumerate() {
+    for (index, (host, expected)) in cases.into_iter().enumerate() {
         let rings = rings_on(5, host, &|end| end);
         thread::scope(|scope| {
             for (mut ring, _) in rings {
@@ -51,7 +51,7 @@ fn memory_is_used_inside_hosts_and_goes_on_to_be() {
                     for len in [1, 100_000, 0, 100_000, 3_000_000] {
                         ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).unwrap();
                         let found = (ring.shares_memory(), ring.is_hierarchical());
-                        assert_eq!(found, way, "{index}");
+                        assert_eq!(found, expected, "{index}");
                     }
                 });
             }
@@ -59,7 +59,7 @@ fn memory_is_used_inside_hosts_and_goes_on_to_be() {
     }
 }
 
-fn streams(end: Endpoint) -> Endpoint {
+fn channels(end: Endpoint) -> Endpoint {
     end.with_transport(Transport::Tcp).with_channels(3).unwrap()
 }
 
@@ -75,18 +75,18 @@ fn local(world: usize) -> Group {
     ranks.collect()
 }
 
-/// The host of each id.
-type Places<'a> = &'a dyn Fn(u8) -> u8;
+/// Host of each member, by id.
+type HostOf<'a> = &'a dyn Fn(u8) -> u8;
 
-/// Endpoints of this process, over loopback, set up by `with`.
+/// Builds a group of endpoints of this process, over loopback, configured by `with`.
 fn form(world: usize, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
     form_on(world, &|_| 1, with)
 }
 
-/// As `form`, each at the address that ends in its `host`.
-fn form_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
+/// Like `form`, with the loopback address of each endpoint chosen by `host`.
+fn form_on(world: usize, host: HostOf<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
     let ranks = rings_on(world, host, with).into_iter().map(|(ring, end)| {
-        // The endpoint stays for as long as somebody may abort.
+        // The endpoint stays open as long as the group may be aborted.
         Rank { communicator: Box::new(ring), abort: Arc::new(move || end.fence().abort_before(2)) }
     });
     ranks.collect()
@@ -94,7 +94,7 @@ fn form_on(world: usize, host: Places<'_>, with: &dyn Fn(Endpoint) -> Endpoint) 
 
 fn rings_on(
     world: usize,
-    host: Places<'_>,
+    host: HostOf<'_>,
     with: &dyn Fn(Endpoint) -> Endpoint,
 ) -> Vec<(HostGroup, Endpoint)> {
     let ends: Vec<_> = (0..world as u8)
@@ -110,7 +110,7 @@ fn rings_on(
             end.connect(&spec, Duration::from_secs(60)).expect("all members connect")
         };
         let rings: Vec<_> = ends.iter().map(|end| scope.spawn(move || connect(end))).collect();
-        rings.into_iter().map(|ring| ring.join().expect("it does not panic")).collect()
+        rings.into_iter().map(|ring| ring.join().expect("the thread does not panic")).collect()
     });
     rings.into_iter().zip(ends).collect()
 }

@@ -1,11 +1,11 @@
-//! A bounded run of what `fuzz/` runs without an end: honest streams, changed at random.
+//! A bounded run of the fuzz targets in `fuzz/`: valid inputs with random changes.
 
 use elasticdl_collective::fuzzing;
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
 #[test]
-fn honest_streams_end_well_and_changed_ones_end() {
+fn valid_inputs_succeed_and_changed_ones_terminate() {
     let seeds = fuzzing::seeds();
     for (index, seed) in seeds.iter().enumerate() {
         assert!(fuzzing::ring(seed), "seed {index}");
@@ -21,7 +21,7 @@ fn honest_streams_end_well_and_changed_ones_end() {
 }
 
 #[test]
-fn whatever_comes_in_place_of_a_state_ends_both_sides() {
+fn any_input_in_place_of_a_state_transfer_terminates_both_sides() {
     let seeds = fuzzing::state_seeds();
     assert_eq!(seeds.iter().map(|seed| fuzzing::state(seed)).collect::<Vec<_>>(), [(2, 0), (0, 1)]);
     for seed in 0..1000 {
@@ -35,7 +35,7 @@ fn whatever_comes_in_place_of_a_state_ends_both_sides() {
 }
 
 #[test]
-fn no_bytes_are_a_hello() {
+fn random_bytes_are_never_a_valid_hello() {
     for seed in 0..20_000 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut data: Vec<u8> = (0..96).map(|_| rng.random()).collect();
@@ -46,12 +46,13 @@ fn no_bytes_are_a_hello() {
     }
 }
 
-/// A flipped bit, a number that is an edge, a piece that is missing, doubled or moved, or noise.
+/// Applies a random change: a flipped bit, a boundary value, a piece that is removed, duplicated or
+/// moved, or noise.
 fn change(data: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
     if data.len() < 2 {
         return;
     }
-    // Mostly in the first heads.
+    // Most changes are in the first frame headers.
     let most = if rng.random_range(0..3) == 0 { data.len() } else { data.len().min(130) };
     let at = rng.random_range(0..most);
     let end = (at + rng.random_range(1..60)).min(data.len());

@@ -1,4 +1,4 @@
-//! Rings of real endpoints over loopback, one thread per rank.
+//! Groups of real endpoints over loopback, one thread per rank.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -15,7 +15,7 @@ use elasticdl_collective::{
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// Far beyond what anything here takes; only a hang gets there.
+/// Limit that only a hang reaches.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
 #[test]
@@ -48,14 +48,14 @@ fn an_all_reduce_gives_every_rank_the_same_bits_and_all_headers() {
 }
 
 #[test]
-fn sums_that_travel_as_halves_are_the_same_everywhere_and_off_by_their_roundings_alone() {
-    // The largest relative error of one rounding.
+fn sums_with_a_16_bit_wire_type_are_identical_everywhere_within_rounding_error() {
+    // Largest relative error of one rounding.
     for (wire, unit) in [(WireDtype::Bf16, 1.0 / 256.0), (WireDtype::F16, 1.0 / 2048.0)] {
         for world in 1..=6 {
-            // As many elements go without halves.
-            let relayed = if world < 6 { 8192 } else { 16_384 };
+            // Sums of up to this length are sent without conversion.
+            let chain_len_max = if world < 6 { 8192 } else { 16_384 };
             let mut rings = form(&endpoints_with(world, wire), 1);
-            for len in [0, 1, relayed, relayed + 1, 65_537, 300_007] {
+            for len in [0, 1, chain_len_max, chain_len_max + 1, 65_537, 300_007] {
                 let results = on_all(&mut rings, move |ring| {
                     let src = numbers(ring.rank() as u64, len);
                     let mut dst = vec![f32::NAN; len];
@@ -74,13 +74,13 @@ fn sums_that_travel_as_halves_are_the_same_everywhere_and_off_by_their_roundings
                         "{wire:?}, {world}: {sum} for {exact}"
                     );
                 }
-                // It does travel as halves: not all of a large sum can be exact.
+                // The elements are in fact rounded: not all elements of a large sum can be exact.
                 let exact = |index: usize| parts.iter().map(|part| part[index]).sum::<f32>();
                 let is_rounded =
                     (0..len).any(|index| (results[0][index] - exact(index)).abs() > 1e-2);
                 assert_eq!(
                     is_rounded,
-                    world > 1 && len > relayed,
+                    world > 1 && len > chain_len_max,
                     "{wire:?}, world {world}, len {len}"
                 );
             }
@@ -89,7 +89,7 @@ fn sums_that_travel_as_halves_are_the_same_everywhere_and_off_by_their_roundings
 }
 
 #[test]
-fn members_with_different_dtypes_on_the_wire_hear_of_it() {
+fn members_with_different_wire_types_get_a_protocol_error() {
     let bind = |id, wire| {
         let end = Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).unwrap();
         (id, Arc::new(end.with_wire_dtype(wire).with_transport(Transport::Tcp)))
@@ -104,7 +104,7 @@ fn members_with_different_dtypes_on_the_wire_hear_of_it() {
 }
 
 #[test]
-fn any_sequence_of_operations_does_what_it_says() {
+fn any_sequence_of_operations_is_correct() {
     for seed in 0..12_u64 {
         let world = 1 + seed as usize % 5;
         let mut rings = form(&endpoints(world), seed);
@@ -133,7 +133,7 @@ fn any_sequence_of_operations_does_what_it_says() {
                         assert_eq!(dst, vec![sum; lens[0]], "{context}");
                     }
                     2 => {
-                        // The root's length is nobody else's business.
+                        // The length on the root does not depend on the length on other ranks.
                         let mut got = bytes(rank, lens[rank] * 200);
                         ring.broadcast_bytes(root, &mut got).unwrap();
                         assert!(got == bytes(root, lens[root] * 200), "{context}");
@@ -183,7 +183,7 @@ fn a_group_of_one_works_without_links() {
 }
 
 #[test]
-fn a_lost_rank_fails_the_operation_of_all_others_and_kills_their_rings() {
+fn a_lost_rank_fails_the_operation_of_all_others_and_ends_their_groups() {
     for world in 2..=5 {
         for victim in 0..world {
             for len in [0, 1, 300_000] {
@@ -191,7 +191,7 @@ fn a_lost_rank_fails_the_operation_of_all_others_and_kills_their_rings() {
                 let lost = rings.remove(victim);
                 let (entered, entries) = mpsc::channel();
                 let dropper = thread::spawn(move || {
-                    // All others are on their way into the operation when the victim goes.
+                    // All other ranks are about to enter the operation when the victim leaves.
                     (1..world).for_each(|_| entries.recv_timeout(WATCHDOG).unwrap());
                     drop(lost);
                 });
@@ -215,7 +215,7 @@ fn a_lost_rank_fails_the_operation_of_all_others_and_kills_their_rings() {
 }
 
 #[test]
-fn ranks_that_leave_right_after_an_operation_take_nothing_from_the_others() {
+fn ranks_that_leave_after_an_operation_do_not_fail_the_others() {
     for round in 0..20 {
         for world in 2..=5 {
             let rings = form(&endpoints(world), 1);
@@ -232,7 +232,7 @@ fn ranks_that_leave_right_after_an_operation_take_nothing_from_the_others() {
 }
 
 #[test]
-fn what_a_root_has_sent_arrives_after_it_is_gone() {
+fn data_of_a_root_arrives_after_the_root_is_gone() {
     let bytes: Vec<u8> = (0..100_000).map(|at| (at % 251) as u8).collect();
     let mut ends = endpoints(2);
     let mut rings = form(&ends, 1);
@@ -247,7 +247,7 @@ fn what_a_root_has_sent_arrives_after_it_is_gone() {
 }
 
 #[test]
-fn peers_that_disagree_on_the_length_both_hear_of_it() {
+fn peers_that_disagree_on_the_length_both_get_a_protocol_error() {
     for lens in [[3, 4], [0, 1], [1_000_000, 999_999]] {
         let mut rings = form(&endpoints(2), 1);
         on_all(&mut rings, move |ring| {
@@ -263,14 +263,14 @@ fn peers_that_disagree_on_the_length_both_hear_of_it() {
 }
 
 #[test]
-fn a_dissenter_in_a_larger_ring_is_named_and_fails_everybody() {
+fn a_mismatched_rank_is_named_and_fails_every_rank() {
     for (world, len) in (3..=5).flat_map(|world| [5, 8191, 20_000].map(|len| (world, len))) {
         let mut rings = form(&endpoints(world), 1);
         let errors = on_all(&mut rings, move |ring| {
             let len = if ring.rank() == 1 { len } else { len + 2 };
             ring.all_reduce(b"", &vec![1.0; len], &mut vec![0.0; len]).unwrap_err()
         });
-        // The dissenter and its neighbours name each other, whoever hears of it first.
+        // The mismatched rank and its neighbours name each other, whichever detects it first.
         let names = |reporter: usize, error: &CollectiveError| match error {
             CollectiveError::Protocol { rank, .. } => *rank == 1 || reporter == 1,
             _ => false,
@@ -281,7 +281,7 @@ fn a_dissenter_in_a_larger_ring_is_named_and_fails_everybody() {
 }
 
 #[test]
-fn peers_in_different_operations_hear_of_it() {
+fn peers_in_different_operations_get_a_protocol_error() {
     let mut rings = form(&endpoints(2), 1);
     on_all(&mut rings, move |ring| {
         let error = match ring.rank() {
@@ -293,7 +293,7 @@ fn peers_in_different_operations_hear_of_it() {
 }
 
 #[test]
-fn an_invalid_call_sends_nothing_and_leaves_the_ring_as_it_was() {
+fn an_invalid_call_sends_nothing_and_leaves_the_group_unchanged() {
     let mut rings = form(&endpoints(2), 1);
     let is_invalid = |result| matches!(result, Err(CollectiveError::Invalid(_)));
     on_all(&mut rings, move |ring| {
@@ -306,7 +306,7 @@ fn an_invalid_call_sends_nothing_and_leaves_the_ring_as_it_was() {
 }
 
 #[test]
-fn a_group_must_be_sound() {
+fn an_invalid_group_is_refused() {
     let ends = endpoints(2);
     let connect =
         |members: Vec<Member>| ends[0].1.connect(&GroupSpec { generation: 1, members }, WATCHDOG);
@@ -321,28 +321,28 @@ fn a_group_must_be_sound() {
 }
 
 #[test]
-fn strangers_neither_stop_a_group_nor_get_in() {
+fn unauthenticated_peers_neither_block_nor_join_a_group() {
     let ends = endpoints(3);
-    let mut strangers = Vec::new();
+    let mut unauthenticated_peers = Vec::new();
     let mut random = Splitmix(7);
     for (_, end) in &ends {
         for number in 0..150 {
-            let mut stranger = TcpStream::connect(end.address()).unwrap();
+            let mut unauthenticated_peer = TcpStream::connect(end.address()).unwrap();
             let noise: Vec<u8> = (0..random.below(300)).map(|_| random.below(256) as u8).collect();
             if number % 2 == 0 {
-                // It may have been thrown out while it spoke.
-                let _ = stranger.write_all(&noise);
+                // The acceptor may close the connection during the write.
+                let _ = unauthenticated_peer.write_all(&noise);
             }
-            strangers.push(stranger);
+            unauthenticated_peers.push(unauthenticated_peer);
         }
     }
     let mut rings = form(&ends, 1);
     on_all(&mut rings, move |ring| assert_eq!(ring.all_gather(b"").unwrap(), vec![b""; 3]));
-    drop(strangers);
+    drop(unauthenticated_peers);
 }
 
 #[test]
-fn who_has_another_secret_or_job_is_refused() {
+fn a_peer_with_another_secret_or_job_is_refused() {
     for (job, secret) in [("job", "wrong"), ("jobs", "secret")] {
         let honest = Endpoint::bind(LOOPBACK, "job", 100, Secret::new("secret")).unwrap();
         let other = Endpoint::bind(LOOPBACK, job, 101, Secret::new(secret)).unwrap();
@@ -403,7 +403,7 @@ fn the_fence_ends_a_connect_that_waits_for_the_previous_member() {
 }
 
 #[test]
-fn the_fence_ends_rings_of_older_generations_only() {
+fn the_fence_ends_groups_of_older_generations_only() {
     let ends = endpoints(2);
     let mut old = form(&ends, 1);
     let mut new = form(&ends, 2);
@@ -440,7 +440,7 @@ fn survivors_build_generation_after_generation_in_the_same_process() {
 /// A worker's id and its endpoint.
 type Peer = (u64, Arc<Endpoint>);
 
-/// Workers 100, 101, …
+/// Endpoints of workers 100, 101, …
 fn endpoints(world: usize) -> Vec<Peer> {
     endpoints_with(world, WireDtype::F32)
 }
@@ -468,7 +468,7 @@ fn form(peers: &[Peer], generation: u64) -> Vec<HostGroup> {
     })
 }
 
-/// Runs `act` for every ring at once.
+/// Runs `act` on every rank concurrently.
 fn on_all<T: Send + 'static>(
     rings: &mut Vec<HostGroup>,
     act: impl Fn(&mut HostGroup) -> T + Send + Sync + 'static,
@@ -485,8 +485,8 @@ fn on_all<T: Send + 'static>(
         .collect()
 }
 
-/// Gives each item to its own thread. A panic in one drops its ring, and so frees the others; a
-/// hang fails the test.
+/// Runs each item on its own thread. A panic drops its group and so ends the others; a hang fails
+/// the test.
 fn on_each<S: Send + 'static, T: Send + 'static>(
     items: Vec<S>,
     act: impl Fn(S) -> T + Send + Sync + 'static,

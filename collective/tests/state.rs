@@ -1,5 +1,5 @@
-//! State transfer over real sockets: what a donor sends arrives, and who is silent or speaks
-//! nonsense is given up.
+//! State transfer over real sockets: data arrives unchanged, and a silent or invalid peer is
+//! dropped.
 
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
@@ -9,7 +9,7 @@ use elasticdl_collective::{
     Endpoint, Member, Position, Secret, StateReceiver, StateRequest, StateSender,
 };
 
-/// Far beyond what anything here takes; only a hang gets there.
+/// Limit that only a hang reaches.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
 fn endpoint(id: u64) -> Endpoint {
@@ -39,8 +39,8 @@ fn pair(idle_timeout: Duration) -> (StateSender, StateReceiver, (Endpoint, Endpo
     pair_of(idle_timeout, idle_timeout)
 }
 
-/// The patience of the donor, and that of the newcomer, which says several times within its own
-/// that it lives.
+/// Connects a donor and a joiner with separate idle timeouts. The joiner sends several positions
+/// within its own.
 fn pair_of(
     of_donor: Duration,
     of_joiner: Duration,
@@ -52,9 +52,9 @@ fn pair_of(
 }
 
 #[test]
-fn parcels_arrive_as_they_were_sent() {
+fn messages_arrive_as_they_were_sent() {
     let (mut sender, mut receiver, _ends) = pair(WATCHDOG);
-    // More than the sockets hold.
+    // More data than the socket buffers hold.
     let big: Vec<f32> = (0..3_000_000).map(|i| i as f32).collect();
     let note = vec![7; 2 << 20];
     let sending = std::thread::spawn({
@@ -80,7 +80,7 @@ fn parcels_arrive_as_they_were_sent() {
 }
 
 #[test]
-fn what_is_not_taken_or_not_there_is_an_error() {
+fn skipped_or_missing_floats_are_an_error() {
     let (mut sender, mut receiver, _ends) = pair(WATCHDOG);
     sender.send(1, 5, &[], &[&[1.0, 2.0]]).unwrap();
     receiver.next(WATCHDOG).unwrap().unwrap();
@@ -90,9 +90,9 @@ fn what_is_not_taken_or_not_there_is_an_error() {
 }
 
 #[test]
-fn a_donor_that_has_not_begun_is_waited_for_and_one_that_falls_silent_is_given_up() {
+fn only_a_donor_that_falls_silent_after_the_first_byte_times_out() {
     let (mut sender, mut receiver, _ends) = pair(Duration::from_millis(30));
-    // Longer than the patience, before the first byte.
+    // Longer than the idle timeout, before the first byte.
     assert_eq!(receiver.next(Duration::from_millis(60)).unwrap(), None);
     sender.heartbeat().unwrap();
     let error = loop {
@@ -105,14 +105,14 @@ fn a_donor_that_has_not_begun_is_waited_for_and_one_that_falls_silent_is_given_u
 }
 
 #[test]
-fn a_newcomer_that_takes_nothing_and_says_nothing_is_given_up() {
+fn a_joiner_that_neither_reads_nor_reports_times_out() {
     let (mut sender, _receiver, _ends) = pair_of(Duration::from_millis(30), WATCHDOG);
     let big = vec![0.0; 4 << 20];
     assert_eq!(sender.send(1, 1, &[], &[&big]).unwrap_err().kind(), ErrorKind::TimedOut);
 }
 
 #[test]
-fn a_newcomer_that_is_busy_for_longer_than_the_patience_still_gets_everything() {
+fn a_joiner_busy_for_longer_than_the_idle_timeout_gets_all_data() {
     let idle_timeout = Duration::from_secs(1);
     let (mut sender, mut receiver, _ends) = pair_of(idle_timeout, idle_timeout / 10);
     let big = vec![1.0; 4 << 20];
@@ -121,7 +121,7 @@ fn a_newcomer_that_is_busy_for_longer_than_the_patience_still_gets_everything() 
         move || sender.send(1, 1, &[], &[&big])
     });
     receiver.next(WATCHDOG).unwrap().unwrap();
-    // What a slow digest does, or an update: the link is full meanwhile.
+    // Simulates a slow digest or update; the link is full meanwhile.
     std::thread::sleep(idle_timeout * 2);
     let mut taken = vec![0.0; big.len()];
     receiver.take(&mut taken).unwrap();
@@ -130,7 +130,7 @@ fn a_newcomer_that_is_busy_for_longer_than_the_patience_still_gets_everything() 
 }
 
 #[test]
-fn a_donor_learns_how_far_a_newcomer_is() {
+fn a_donor_receives_the_joiners_position() {
     let (donor, joiner) = (endpoint(1), endpoint(2));
     let (request, receiver) = request_state(&donor, &joiner, WATCHDOG);
     let mut sender = request.serve(WATCHDOG);
@@ -139,7 +139,7 @@ fn a_donor_learns_how_far_a_newcomer_is() {
     receiver.report(position);
     let until = Instant::now() + WATCHDOG;
     while sender.position().unwrap() != Some(position) {
-        assert!(Instant::now() < until, "its word never comes");
+        assert!(Instant::now() < until, "the position never arrives");
         std::thread::yield_now();
     }
     drop(receiver);
@@ -152,7 +152,7 @@ fn a_donor_learns_how_far_a_newcomer_is() {
         }
         std::thread::yield_now();
     };
-    // The earlier link is at its end.
+    // The earlier link is closed.
     while sender.position().is_ok() {
         assert!(Instant::now() < until, "the link never ends");
         std::thread::yield_now();
@@ -165,7 +165,7 @@ fn a_donor_learns_how_far_a_newcomer_is() {
 }
 
 #[test]
-fn the_end_of_everything_ends_a_fetch() {
+fn raising_the_fence_above_all_generations_ends_a_fetch() {
     let (_sender, mut receiver, (_, joiner)) = pair(WATCHDOG);
     joiner.fence().abort_before(9);
     assert_eq!(receiver.next(Duration::from_millis(1)).unwrap(), None);
@@ -174,7 +174,7 @@ fn the_end_of_everything_ends_a_fetch() {
 }
 
 #[test]
-fn nonsense_is_refused_and_takes_no_memory() {
+fn malformed_messages_are_refused_without_allocation() {
     let magic = *b"EDLP";
     let long = |value: u64| value.to_le_bytes();
     let head = |kind: u32, note: u64, floats: u64| {
@@ -193,7 +193,7 @@ fn nonsense_is_refused_and_takes_no_memory() {
 }
 
 #[test]
-fn who_does_not_know_the_secret_gets_nothing() {
+fn a_joiner_without_the_secret_gets_nothing() {
     let donor = endpoint(1);
     let unauthenticated =
         Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 2, Secret::new("open barley"))

@@ -257,7 +257,7 @@ impl DeviceGroup {
     /// Ends the group after a failed operation over NCCL. Returns `Abandoned` if the work on the
     /// device's stream does not end.
     fn stop_nccl(&mut self, error: CollectiveError) -> CollectiveError {
-        self.host.give_up();
+        self.host.fail();
         let Nccl::Begun(communicator) = &self.nccl else { return error };
         communicator.abort(&error.to_string());
         match communicator.wait_until_ended() {

@@ -1,4 +1,4 @@
-//! A ring whose ranks do something else together, and watch its links meanwhile.
+//! Support for operations that another backend runs while the host group monitors its links.
 
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -12,22 +12,24 @@ use crate::frame::Kind;
 use crate::link::poll_until;
 use crate::notifier::Notifier;
 
-/// What a wait beside the ring came to.
+/// Outcome of a wait.
 #[derive(Debug)]
 pub(crate) enum WaitOutcome {
-    /// A neighbour has ended its links: it has failed, or has left after all was done.
+    /// A neighbour has closed its links: it has failed, or has left after the operation was
+    /// complete.
     NeighbourGone(CollectiveError),
-    /// The bell, or the time.
+    /// The notifier is set, or the time is over.
     Woken,
 }
 
 impl HostGroup {
-    /// The next operation can begin.
+    /// Checks that the next operation can begin.
     pub(crate) fn check_alive(&self) -> Result<(), CollectiveError> {
         self.check()
     }
 
-    /// As an all-gather, and of another kind than those of the ring's user.
+    /// Like an all-gather, with a frame kind that differs from that of the caller's own
+    /// all-gathers.
     ///
     /// # Errors
     /// As for an all-gather.
@@ -39,19 +41,19 @@ impl HostGroup {
         self.gather(Kind::Device, mine)
     }
 
-    /// Ends the ring after something beside it has failed, so that the neighbours hear of it.
-    pub(crate) fn give_up(&mut self) {
+    /// Fails the group after the other backend has failed, so that the neighbours detect it.
+    pub(crate) fn fail(&mut self) {
         self.failed = true;
         self.registration.shut_down();
     }
 
-    /// The links, which end only when nobody has them any more.
+    /// Returns references to the links, which close when the last reference is dropped.
     pub(crate) fn shared_links(&self) -> Vec<Arc<TcpStream>> {
         let links = self.links.iter().flat_map(|links| [&links.prev, &links.next]);
         links.map(|neighbour| neighbour.link.clone()).collect()
     }
 
-    /// Waits until `bell` rings, `limit` is over, a neighbour is gone, or the fence is raised.
+    /// Waits until `notifier` is set, `limit` is over, a neighbour is gone, or the fence is raised.
     ///
     /// # Errors
     /// [`CollectiveError::Aborted`], [`CollectiveError::Io`].
@@ -65,7 +67,8 @@ impl HostGroup {
             PollFd::new(self.registration.notifier(), PollFlags::IN),
         ];
         if let Some(links) = &self.links {
-            // The previous member may be in the next operation already; only ends count here.
+            // The previous member may be in the next operation already; only closed links count
+            // here.
             fds.push(PollFd::new(&*links.prev.link, PollFlags::RDHUP));
             fds.push(PollFd::new(&*links.next.link, PollFlags::RDHUP));
         }
@@ -85,7 +88,7 @@ impl HostGroup {
         Ok(WaitOutcome::NeighbourGone(CollectiveError::PeerLost { rank, member, source }))
     }
 
-    /// A rank has said something that can't be.
+    /// Returns the error of a rank that sent invalid data.
     pub(crate) fn protocol_error(&self, rank: usize, reason: String) -> CollectiveError {
         let of = |links: &super::Links| {
             let known =

@@ -1,4 +1,4 @@
-//! One rank of two, whose only peer is the test: it writes and reads the bytes of both links.
+//! Tests of one rank of two; the test plays its peer and writes and reads the bytes of both links.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
@@ -13,12 +13,12 @@ use crate::{Endpoint, Fence, GroupSpec, Member, Secret};
 
 const GENERATION: u64 = 5;
 
-/// Far beyond what anything here takes; only a hang gets there.
+/// Limit that only a hang reaches.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
 
 #[test]
-fn an_honest_peer_is_understood() {
-    let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
+fn an_all_reduce_with_a_valid_peer_succeeds() {
+    let TestRank { mut ring, mut to_ring, mut from_ring, .. } = one_of_two();
     for piece in reduce_frames(0) {
         to_ring.write_all(&piece).unwrap();
     }
@@ -36,7 +36,7 @@ fn an_honest_peer_is_understood() {
 }
 
 #[test]
-fn frames_that_are_not_the_expected_ones_break_the_protocol() {
+fn an_unexpected_frame_is_a_protocol_error() {
     let [sum, total] = reduce_frames(0);
     let head = |change: fn(&mut Frame)| {
         let mut frame = Frame::decode(sum.first_chunk().unwrap()).unwrap();
@@ -57,7 +57,7 @@ fn frames_that_are_not_the_expected_ones_break_the_protocol() {
         ("expected a frame", [sum.clone(), b"x".to_vec(), total].concat()),
     ];
     for (expected, bytes) in cases {
-        let Stage { mut ring, mut to_ring, .. } = stage();
+        let TestRank { mut ring, mut to_ring, .. } = one_of_two();
         to_ring.write_all(&bytes).unwrap();
         let src = [1.0, 2.0];
         let error = ring.all_reduce(b"me", &src, &mut [0.0; 2]).unwrap_err();
@@ -70,8 +70,8 @@ fn frames_that_are_not_the_expected_ones_break_the_protocol() {
 }
 
 #[test]
-fn a_duplicate_of_an_operations_last_frame_breaks_the_next_operation() {
-    let Stage { mut ring, mut to_ring, .. } = stage();
+fn a_duplicate_of_the_last_frame_fails_the_next_operation() {
+    let TestRank { mut ring, mut to_ring, .. } = one_of_two();
     let frame = gather_frame(0);
     to_ring.write_all(&[frame.clone(), frame].concat()).unwrap();
     ring.all_gather(b"").unwrap();
@@ -84,7 +84,7 @@ fn a_duplicate_of_an_operations_last_frame_breaks_the_next_operation() {
 fn a_link_that_ends_anywhere_in_an_operation_is_a_lost_peer() {
     let whole = reduce_frames(0).concat();
     for cut in 0..whole.len() {
-        let Stage { mut ring, mut to_ring, .. } = stage();
+        let TestRank { mut ring, mut to_ring, .. } = one_of_two();
         to_ring.write_all(&whole[..cut]).unwrap();
         drop(to_ring);
         let error = ring.all_reduce(b"me", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
@@ -96,11 +96,11 @@ fn a_link_that_ends_anywhere_in_an_operation_is_a_lost_peer() {
 }
 
 #[test]
-fn after_a_failure_both_links_are_down_and_the_ring_is_dead() {
-    let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
+fn after_a_failure_both_links_are_closed_and_the_group_is_dead() {
+    let TestRank { mut ring, mut to_ring, mut from_ring, .. } = one_of_two();
     to_ring.write_all(&[0; FRAME_BYTES]).unwrap();
     ring.all_gather(b"").unwrap_err();
-    // Both ends see it while the ring still exists.
+    // Both ends detect it while the group still exists.
     let mut sent = Vec::new();
     from_ring.read_to_end(&mut sent).unwrap();
     assert_eq!(sent.len(), FRAME_BYTES);
@@ -110,24 +110,24 @@ fn after_a_failure_both_links_are_down_and_the_ring_is_dead() {
 }
 
 #[test]
-fn bytes_against_the_direction_of_a_link_break_the_protocol() {
-    let Stage { mut ring, to_ring: _to_ring, mut from_ring, .. } = stage();
+fn bytes_against_the_direction_of_a_link_are_a_protocol_error() {
+    let TestRank { mut ring, to_ring: _to_ring, mut from_ring, .. } = one_of_two();
     from_ring.write_all(b"!").unwrap();
     let error = ring.all_reduce(b"", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
     assert!(matches!(error, CollectiveError::Protocol { rank: 1, .. }), "{error:?}");
 }
 
 #[test]
-fn a_next_member_that_goes_while_it_is_needed_is_lost() {
-    let Stage { mut ring, to_ring: _to_ring, from_ring, .. } = stage();
+fn a_next_member_that_leaves_while_it_is_needed_is_a_lost_peer() {
+    let TestRank { mut ring, to_ring: _to_ring, from_ring, .. } = one_of_two();
     drop(from_ring);
     let error = ring.all_reduce(b"", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
     assert!(matches!(error, CollectiveError::PeerLost { rank: 1, .. }), "{error:?}");
 }
 
 #[test]
-fn a_next_member_that_has_all_it_needs_may_go() {
-    let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
+fn a_next_member_that_has_received_everything_may_leave() {
+    let TestRank { mut ring, mut to_ring, mut from_ring, .. } = one_of_two();
     let (done, result) = mpsc::channel();
     thread::spawn(move || done.send(ring.all_gather(b"mine")));
     from_ring.read_exact(&mut [0; FRAME_BYTES + 4]).unwrap();
@@ -138,10 +138,10 @@ fn a_next_member_that_has_all_it_needs_may_go() {
 }
 
 #[test]
-fn a_total_that_lacks_this_ranks_part_breaks_the_protocol() {
-    // Nobody reads what the ring sends, so that most of its part can't have left.
+fn a_total_without_this_ranks_part_is_a_protocol_error() {
+    // The peer reads nothing, so most of this rank's contribution cannot be sent.
     let len = 8 << 20;
-    let Stage { mut ring, mut to_ring, from_ring: _from_ring, .. } = stage();
+    let TestRank { mut ring, mut to_ring, from_ring: _from_ring, .. } = one_of_two();
     ring.segment_bytes = 4 * len;
     let (done, result) = mpsc::channel();
     thread::spawn(move || done.send(ring.all_reduce(b"", &vec![1.0; len], &mut vec![0.0; len])));
@@ -165,14 +165,14 @@ fn a_total_that_lacks_this_ranks_part_breaks_the_protocol() {
 }
 
 #[test]
-fn the_fence_ends_a_blocked_operation_and_tells_the_peers() {
-    let Stage { mut ring, mut to_ring, mut from_ring, fence } = stage();
+fn the_fence_ends_a_blocked_operation_and_closes_its_links() {
+    let TestRank { mut ring, mut to_ring, mut from_ring, fence } = one_of_two();
     let (done, result) = mpsc::channel();
     thread::spawn(move || {
         let error = ring.all_reduce(b"", &[1.0, 2.0], &mut [0.0; 2]).unwrap_err();
         done.send((ring, error)).unwrap();
     });
-    // The ring is in the operation: its first frame has come.
+    // The rank is in the operation: its first frame has arrived.
     from_ring.read_exact(&mut [0; FRAME_BYTES + 4]).unwrap();
     fence.abort_before(GENERATION);
     assert!(result.try_recv().is_err());
@@ -184,8 +184,8 @@ fn the_fence_ends_a_blocked_operation_and_tells_the_peers() {
 }
 
 #[test]
-fn the_fence_tells_the_peers_of_an_idle_ring_at_once() {
-    let Stage { mut ring, mut to_ring, mut from_ring, fence } = stage();
+fn the_fence_closes_the_links_of_an_idle_group_at_once() {
+    let TestRank { mut ring, mut to_ring, mut from_ring, fence } = one_of_two();
     fence.abort_before(GENERATION + 1);
     assert_eq!(from_ring.read(&mut [0]).unwrap(), 0);
     assert_eq!(to_ring.read(&mut [0]).unwrap(), 0);
@@ -194,10 +194,10 @@ fn the_fence_tells_the_peers_of_an_idle_ring_at_once() {
 }
 
 #[test]
-fn a_flipped_bit_in_a_head_is_an_error_and_never_a_panic() {
+fn a_flipped_bit_in_a_frame_header_is_an_error_and_never_a_panic() {
     let whole = reduce_frames(0).concat();
     for bit in 0..FRAME_BYTES * 8 {
-        let Stage { mut ring, mut to_ring, .. } = stage();
+        let TestRank { mut ring, mut to_ring, .. } = one_of_two();
         let mut bytes = whole.clone();
         bytes[bit / 8] ^= 1 << (bit % 8);
         to_ring.write_all(&bytes).unwrap();
@@ -212,13 +212,13 @@ fn a_flipped_bit_in_a_head_is_an_error_and_never_a_panic() {
 }
 
 #[test]
-fn a_senseless_announcement_breaks_the_protocol() {
+fn an_invalid_announcement_is_a_protocol_error() {
     let too_long = (BROADCAST_BYTES_MAX as u64 + 1).to_le_bytes();
     let more_than_said = [&1_u64.to_le_bytes()[..], b"ab"].concat();
     let behind_a_long_one = [&(1_u64 << 20).to_le_bytes()[..], b"a"].concat();
     for note in [&b""[..], &too_long, &more_than_said, &behind_a_long_one, &u64::MAX.to_le_bytes()]
     {
-        let Stage { mut ring, mut to_ring, mut from_ring, .. } = stage();
+        let TestRank { mut ring, mut to_ring, mut from_ring, .. } = one_of_two();
         let frame = Frame {
             kind: Kind::Announcement,
             origin: 1,
@@ -230,12 +230,12 @@ fn a_senseless_announcement_breaks_the_protocol() {
         let mut bytes = b"before".to_vec();
         let error = ring.broadcast_bytes(1, &mut bytes).unwrap_err();
         assert!(matches!(error, CollectiveError::Protocol { rank: 1, .. }), "{note:?}: {error:?}");
-        assert_eq!(from_ring.read(&mut [0]).unwrap(), 0, "the links are down");
+        assert_eq!(from_ring.read(&mut [0]).unwrap(), 0, "the links are closed");
     }
 }
 
 #[test]
-fn every_link_is_without_delay_at_both_ends() {
+fn every_link_has_nodelay_at_both_ends() {
     let bind =
         |me| Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", me, Secret::new("secret")).unwrap();
     let ends = [bind(1), bind(2)];
@@ -253,7 +253,7 @@ fn every_link_is_without_delay_at_both_ends() {
 }
 
 #[test]
-fn a_link_that_is_registered_after_its_end_is_shut_down() {
+fn a_link_registered_after_the_abort_is_shut_down() {
     let fence = Fence::new();
     let registration = fence.register(1).unwrap();
     fence.abort_before(2);
@@ -263,14 +263,14 @@ fn a_link_that_is_registered_after_its_end_is_shut_down() {
 }
 
 #[test]
-fn an_operation_shows_where_it_waits_until_it_ends() {
-    let Stage { mut ring, mut to_ring, from_ring: _from_ring, fence } = stage();
+fn an_operation_reports_its_wait_points_until_it_ends() {
+    let TestRank { mut ring, mut to_ring, from_ring: _from_ring, fence } = one_of_two();
     let progress = ring.progress.clone();
     let place = || progress.stall().map(|s| (s.generation, s.operation, s.received, s.sent));
     let waits_at = |expected| {
         let started = Instant::now();
         while place() != Some(expected) {
-            assert!(started.elapsed() < WATCHDOG, "{expected:?} never shows: {:?}", place());
+            assert!(started.elapsed() < WATCHDOG, "{expected:?} is never reached: {:?}", place());
             thread::yield_now();
         }
     };
@@ -302,7 +302,7 @@ fn an_operation_shows_where_it_waits_until_it_ends() {
 }
 
 #[test]
-fn long_sums_take_all_links_and_short_ones_the_first() {
+fn long_sums_use_all_channels_and_short_ones_the_first() {
     let ends = [0, 1].map(|id| {
         let end =
             Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", id, Secret::new("secret")).unwrap();
@@ -335,7 +335,7 @@ fn long_sums_take_all_links_and_short_ones_the_first() {
 }
 
 #[test]
-fn a_number_of_links_that_is_not_possible_is_refused() {
+fn an_invalid_number_of_channels_is_refused() {
     for channels in [0, 17, 255] {
         let end =
             Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", 1, Secret::new("secret")).unwrap();
@@ -344,15 +344,15 @@ fn a_number_of_links_that_is_not_possible_is_refused() {
     }
 }
 
-/// Rank 0 of two, as worker 10 beside worker 11.
-struct Stage {
+/// Rank 0 of a group of workers 10 and 11, and the peer's ends of its links.
+struct TestRank {
     ring: HostGroup,
     to_ring: TcpStream,
     from_ring: TcpStream,
     fence: Fence,
 }
 
-fn stage() -> Stage {
+fn one_of_two() -> TestRank {
     let fence = Fence::new();
     watch(fence.clone());
     let registration = fence.register(GENERATION).unwrap();
@@ -365,7 +365,7 @@ fn stage() -> Stage {
     let mut ring =
         HostGroup::linked(registration, Progress::new(), RankInfo { rank: 0, world: 2 }, links);
     ring.ring_bytes_min = 0;
-    Stage { ring, to_ring, from_ring, fence }
+    TestRank { ring, to_ring, from_ring, fence }
 }
 
 pub(crate) fn pair() -> (Arc<TcpStream>, TcpStream) {
@@ -377,7 +377,7 @@ pub(crate) fn pair() -> (Arc<TcpStream>, TcpStream) {
     (Arc::new(dialled), accepted)
 }
 
-/// Ends what hangs, so that its test fails.
+/// Aborts a group that hangs, so that its test fails.
 pub(crate) fn watch(fence: Fence) {
     static WATCHED: LazyLock<mpsc::Sender<(Instant, Fence)>> = LazyLock::new(|| {
         let (watched, fences) = mpsc::channel::<(Instant, Fence)>();
@@ -394,8 +394,8 @@ pub(crate) fn watch(fence: Fence) {
     WATCHED.send((Instant::now() + WATCHDOG, fence)).unwrap();
 }
 
-/// What rank 1 sends in an all-reduce of `[1, 2]` and `[10, 20]`: its own chunk 1, then the total
-/// of chunk 0.
+/// Frames that rank 1 sends in an all-reduce of `[1, 2]` and `[10, 20]`: its own chunk 1, then the
+/// total of chunk 0.
 fn reduce_frames(sequence: u64) -> [Vec<u8>; 2] {
     [(1, 20_f32, b"you".as_slice()), (0, 11_f32, b"")].map(|(origin, number, note)| {
         let frame = Frame {
@@ -413,7 +413,7 @@ fn reduce_frames(sequence: u64) -> [Vec<u8>; 2] {
     })
 }
 
-/// What rank 1 sends in an all-gather.
+/// Frame that rank 1 sends in an all-gather.
 fn gather_frame(sequence: u64) -> Vec<u8> {
     let [frame, _] = reduce_frames(sequence);
     let frame = Frame {

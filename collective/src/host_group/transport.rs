@@ -1,4 +1,4 @@
-//! Which sums go through memory, and how that is found out.
+//! Choice of the transport of all-reduces: negotiation of shared memory, and its use.
 
 use std::io::ErrorKind;
 use std::mem;
@@ -22,19 +22,19 @@ pub(super) enum ShmState {
     #[default]
     Off,
     On(TransportPlan, ActiveTransport),
-    /// To be found out before the first sum.
-    Open(TransportPlan),
+    /// Not negotiated yet; decided before the first all-reduce.
+    Undecided(TransportPlan),
 }
 
-/// What a group may share, and with whom.
+/// Ranks and links that shared memory may use.
 #[derive(Debug)]
 pub(crate) struct TransportPlan {
-    /// All ids in order.
+    /// Ids of all members, in rank order.
     pub(crate) members: Vec<u64>,
     pub(crate) hosts: Hosts,
-    /// The ring of the ranks of this host, if there are several, and other hosts too.
+    /// Ring of this host's ranks, if there are several, and the group has several hosts.
     pub(crate) host_ring: Option<Links>,
-    /// That of the hosts' leaders, if this rank is one, and there are others.
+    /// Ring of the hosts' leaders, if this rank is one, and the group has several hosts.
     pub(crate) leaders: Option<Links>,
 }
 
@@ -42,35 +42,35 @@ pub(crate) struct TransportPlan {
 pub(super) enum ActiveTransport {
     /// All ranks are on one host.
     ShmGroup(Box<ShmGroup>),
-    /// Hosts have rings between them.
+    /// The group has several hosts, connected by a ring of leaders.
     Hierarchy(Box<Hierarchy>),
 }
 
 impl HostGroup {
     pub(crate) fn with_transport_plan(self, plan: Option<TransportPlan>) -> Self {
         let plan = plan.filter(|plan| plan.hosts.largest() <= shm::WORLD_MAX);
-        Self { shm: plan.map_or(ShmState::Off, ShmState::Open), ..self }
+        Self { shm: plan.map_or(ShmState::Off, ShmState::Undecided), ..self }
     }
 
-    /// Whether sums go through memory that the whole group shares. Known after the first one.
+    /// Whether all-reduces use memory that the whole group shares. Known after the first one.
     #[must_use]
     pub fn shares_memory(&self) -> bool {
         matches!(self.shm, ShmState::On(_, ActiveTransport::ShmGroup(_)))
     }
 
-    /// Whether sums go through memory inside hosts and over TCP between them. Known after the first
-    /// one.
+    /// Whether all-reduces use memory inside hosts and TCP between them. Known after the first one.
     #[must_use]
     pub fn is_hierarchical(&self) -> bool {
         matches!(self.shm, ShmState::On(_, ActiveTransport::Hierarchy(_)))
     }
 
-    /// Finds out, once and with all others, whether the ranks of each host share memory: the first
-    /// of them makes it, all make bells, and say where; all try to open the others', and say how
-    /// that went. All use it, or nobody.
+    /// Negotiates, once and with all ranks, whether the ranks of each host share memory. The first
+    /// rank of a host creates the memory, every rank creates a notifier, and all ranks publish the
+    /// addresses. Every rank tries to open those of its host and publishes whether it succeeded.
+    /// Shared memory is used by all ranks or by none.
     pub(super) fn negotiate_transport(&mut self) -> Result<(), CollectiveError> {
         let plan = match mem::take(&mut self.shm) {
-            ShmState::Open(plan) => plan,
+            ShmState::Undecided(plan) => plan,
             decided => {
                 self.shm = decided;
                 return Ok(());
@@ -83,8 +83,8 @@ impl HostGroup {
             if is_mixed { Hierarchy::bytes(ranks.len()) } else { ShmGroup::bytes(ranks.len()) };
         let mine =
             if ranks.len() > 1 { TransportOffer::make(local_rank == 0, bytes) } else { None };
-        let said = mine.as_ref().and_then(TransportOffer::encode).unwrap_or_default();
-        let offers = self.gather(Kind::Negotiation, &said)?;
+        let encoded = mine.as_ref().and_then(TransportOffer::encode).unwrap_or_default();
+        let offers = self.gather(Kind::Negotiation, &encoded)?;
         let offers: Vec<&[u8]> = ranks.iter().map(|rank| offers[*rank].as_slice()).collect();
         let region = mine.and_then(|mine| {
             let (memory, notifiers) = mine.open(local_rank, bytes, &offers)?;
@@ -111,13 +111,13 @@ impl HostGroup {
             self.shm = ShmState::On(plan, transport);
         }
         let (shared, hierarchical) = (self.shares_memory(), self.is_hierarchical());
-        tracing::debug!(shared, hierarchical, "what sums go over");
+        tracing::debug!(shared, hierarchical, "transport of all-reduces");
         Ok(())
     }
 
-    /// Tells the next rank how long the sum is that begins, and hears it from the previous one. In
-    /// a hierarchy not all neighbours of the ring speak with each other, so that a rank in another
-    /// operation might wait for one that waits for it.
+    /// Sends the length of the buffer to the next rank, and compares it with that of the previous
+    /// rank. In a hierarchy not all neighbours of the ring communicate, so without this check ranks
+    /// in different operations could wait for each other.
     pub(super) fn check_len_with_neighbours(&mut self, len: usize) -> Result<(), CollectiveError> {
         let mine = (len as u64).to_le_bytes();
         let payload = Payload::new(Body::Empty, self.notes(&mine)?);
@@ -136,8 +136,8 @@ impl HostGroup {
         Err(links.prev.error(LinkFault::Broken(reason)))
     }
 
-    /// A sum over memory that ranks share.
-    pub(super) fn sum_shared(
+    /// All-reduce over shared memory.
+    pub(super) fn shm_all_reduce(
         &mut self,
         mine: &[u8],
         src: &[f32],
@@ -145,14 +145,14 @@ impl HostGroup {
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let op_tag = self.op_tag(self.sum_kind());
         let (ShmState::On(plan, transport), Some(ring)) = (&mut self.shm, &self.links) else {
-            unreachable!("the caller has looked");
+            unreachable!("the caller has checked the transport");
         };
         let Self { registration, progress, sequence, .. } = self;
         let context = WaitContext { host: None, registration, progress, sequence: *sequence };
         let result = match transport {
             ActiveTransport::ShmGroup(shared) => {
                 let context = WaitContext { host: Some(ring), ..context };
-                shared.all_reduce(context, mine, src, dst).map_err(Fault::Here)
+                shared.all_reduce(context, mine, src, dst).map_err(Fault::Local)
             }
             ActiveTransport::Hierarchy(hierarchy) => {
                 let context = WaitContext { host: plan.host_ring.as_ref(), ..context };
@@ -183,13 +183,13 @@ impl HostGroup {
 
 impl TransportPlan {
     fn error(&self, fault: Fault, generation: u64) -> CollectiveError {
-        let leaders = || self.leaders.as_ref().expect("only leaders have such links");
+        let leaders = || self.leaders.as_ref().expect("only leaders have faults on these links");
         match fault {
-            Fault::Here(SharedFault::Aborted) => CollectiveError::Aborted { generation },
-            Fault::Here(SharedFault::Broken(rank, reason)) => {
+            Fault::Local(SharedFault::Aborted) => CollectiveError::Aborted { generation },
+            Fault::Local(SharedFault::Broken(rank, reason)) => {
                 CollectiveError::Protocol { rank, member: self.members[rank], reason }
             }
-            Fault::Here(SharedFault::Lost(rank)) => {
+            Fault::Local(SharedFault::Lost(rank)) => {
                 let source = ErrorKind::ConnectionAborted.into();
                 CollectiveError::PeerLost { rank, member: self.members[rank], source }
             }
@@ -200,21 +200,21 @@ impl TransportPlan {
     }
 }
 
-/// What a rank has made for those of its host.
+/// Resources that a rank has created for the ranks of its host.
 struct TransportOffer {
     notifier: PipeNotifier,
-    /// Made by the first of them.
+    /// Memory; created by the first rank of the host.
     memory: Option<Memory>,
 }
 
 impl TransportOffer {
-    /// None where the system refuses.
+    /// Creates the resources; `None` if the operating system refuses.
     fn make(with_memory: bool, bytes: usize) -> Option<Self> {
         let memory = if with_memory { Some(Memory::create(bytes).ok()?) } else { None };
         Some(Self { notifier: PipeNotifier::new().ok()?, memory })
     }
 
-    /// Where the doorbell is, and then the memory.
+    /// Encodes the address of the notifier, followed by that of the memory.
     fn encode(&self) -> Option<Vec<u8>> {
         let mut bytes = self.notifier.address().ok()?.encode().to_vec();
         if let Some(memory) = &self.memory {
@@ -223,8 +223,8 @@ impl TransportOffer {
         Some(bytes)
     }
 
-    /// Opens what the others offer; `index`: the own one's place among them. None if one can't be
-    /// opened.
+    /// Opens the offers of the other ranks. `local_rank`: index of this rank among them. `None` if
+    /// one cannot be opened.
     fn open(
         self,
         local_rank: usize,
@@ -236,9 +236,10 @@ impl TransportOffer {
         let mut notifiers = Vec::with_capacity(offers.len());
         for (other, offer) in offers.iter().enumerate() {
             let (address, _) = Address::split(offer)?;
-            notifiers.push(match other == local_rank {
-                true => mine.take()?,
-                false => PipeNotifier::open(&address).ok()?,
+            notifiers.push(if other == local_rank {
+                mine.take()?
+            } else {
+                PipeNotifier::open(&address).ok()?
             });
         }
         let memory = match memory {

@@ -106,7 +106,7 @@ impl Hierarchy {
     ) -> Result<Notes, Fault> {
         let result = match leader_ring {
             Some(leader_ring) => self.run_leader(context, &leader_ring, note, src, dst),
-            None => self.run_follower(context, note, src, dst).map_err(Fault::Here),
+            None => self.run_follower(context, note, src, dst).map_err(Fault::Local),
         };
         if let (Err(_), Some(host_region)) = (&result, &self.host_region) {
             host_region.region.fail();
@@ -124,7 +124,7 @@ impl Hierarchy {
     ) -> Result<Notes, Fault> {
         let host = self.host;
         let (own, leader_side) =
-            self.begin_leader(context, note, src.len()).map_err(Fault::Here)?;
+            self.begin_leader(context, note, src.len()).map_err(Fault::Local)?;
         let mut notes = vec![Vec::new(); host.world];
         notes[host.rank] = encode(&own);
         let region = leader_side.as_ref().map(|leader_side| &leader_side.host_region.region);

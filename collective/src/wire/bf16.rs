@@ -1,30 +1,27 @@
-//! Rounding to bf16 and back, many at once.
+//! Conversion to bf16 and back, vectorized.
 //!
-//! The loops are plain; where the processor has AVX2 they are compiled for it a second time. With
-//! the additions in one pass, and nothing widened twice, 4 ranks on 2 cores took 35 ms outside the
-//! kernel for a sum of 16 MiB, and 38 before; what is left is memory. Sums of f32 wait for memory
-//! alone, and have no second version.
+//! The loops are portable; on a processor with AVX2, a second version compiled for it is used. With
+//! the additions in the same pass, and nothing widened twice, 4 ranks on 2 cores took 35 ms outside
+//! the kernel for a sum of 16 MiB, and 38 ms before; the rest is memory bandwidth. Sums of f32 are
+//! limited by memory bandwidth alone, and have no second version.
 
-#![allow(
-    unsafe_code,
-    reason = "to call what is compiled for a processor that has more than the least"
-)]
+#![allow(unsafe_code, reason = "calls functions compiled for AVX2 after a runtime check")]
 
-/// Rounds `floats` to the nearest, ties to even. Both are as long.
+/// Rounds `floats` to nearest, ties to even. Both slices have the same length.
 pub(super) fn round(floats: &[f32], to: &mut [u16]) {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has it.
+        // SAFETY: the processor has AVX2.
         return unsafe { round_avx2(floats, to) };
     }
     round_all(floats, to);
 }
 
-/// Puts what was rounded into `floats`. Both are as long.
+/// Widens `from` to f32. Both slices have the same length.
 pub(super) fn widen(from: &[u16], floats: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has it.
+        // SAFETY: the processor has AVX2.
         return unsafe { widen_avx2(from, floats) };
     }
     widen_all(from, floats);
@@ -56,12 +53,12 @@ fn widen_all(from: &[u16], floats: &mut [f32]) {
     }
 }
 
-/// As `half::bf16::from_f32`, without a branch, so that it is done for many at once.
+/// Like `half::bf16::from_f32`, without a branch, so that the loop vectorizes.
 #[inline(always)]
 fn round_one(float: f32) -> u16 {
     let bits = float.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
-    // A NaN stays one.
+    // A NaN stays a NaN.
     let bits = if float.is_nan() { bits | 0x0040_0000 } else { rounded };
     (bits >> 16) as u16
 }
@@ -97,11 +94,10 @@ mod tests {
             round_all(&between, &mut plain);
             assert_eq!(rounded, plain);
             for (rounded, between) in rounded.into_iter().zip(between) {
-                match between.is_nan() {
-                    true => assert!(bf16::from_bits(rounded).is_nan()),
-                    false => {
-                        assert_eq!(rounded, bf16::from_f32_const(between).to_bits(), "{between:e}")
-                    }
+                if between.is_nan() {
+                    assert!(bf16::from_bits(rounded).is_nan());
+                } else {
+                    assert_eq!(rounded, bf16::from_f32_const(between).to_bits(), "{between:e}");
                 }
             }
         }

@@ -1,14 +1,14 @@
-//! A stand-in for `libcuda.so`: the calls of the CUDA driver that are made here, on the host's
-//! memory.
+//! Fake `libcuda.so`: the CUDA driver calls that this workspace makes, on host memory.
 //!
-//! Devices are numbers, and memory is the host's. What is enqueued on a stream is done as late as
-//! can be: when somebody asks for it or waits. So what is read or written too early shows. Copies
-//! from and to memory of the host that is not page-locked are waited for, as the driver does.
-//! Another stand-in can put something on a stream that takes time: it takes a ticket, and hands it
-//! in when it is done.
+//! Devices are numbers, and device memory is host memory. Work on a stream is executed as late as
+//! possible: when the caller queries or waits for it. So accesses that are too early are detected.
+//! As in the driver, a copy between the device and pageable host memory is synchronous. Another
+//! fake library can put asynchronous work on a stream: it reserves a ticket, and completes it
+//! later.
 //!
-//! A module's image is the path of a shared library whose functions `void NAME(void **arguments,
-//! u64 threads)` do what all threads of the kernel NAME do; `nvrtc.rs` makes them.
+//! The image of a module is the path of a shared library. Its functions `void NAME(void
+//! **arguments, u64 threads)` do the work of all threads of the kernel NAME; `nvrtc.rs` creates
+//! such libraries.
 
 #![allow(non_snake_case, reason = "the driver's names")]
 
@@ -19,10 +19,10 @@ use std::ptr;
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-/// All that is enqueued. One lock for all streams, as they wait for each other.
+/// Queues of all streams, under one lock since streams wait for each other.
 struct Queues {
     streams: BTreeMap<usize, Stream>,
-    /// Page-locked memory, by where it begins, and its length.
+    /// Lengths of page-locked memory, by start address.
     locked: BTreeMap<usize, usize>,
     streams_ever: usize,
 }
@@ -30,7 +30,7 @@ struct Queues {
 #[derive(Default)]
 struct Stream {
     queue: VecDeque<Work>,
-    /// How many pieces of work were enqueued, and how many done.
+    /// Numbers of work items that were enqueued and done.
     enqueued: u64,
     done: u64,
 }
@@ -47,19 +47,19 @@ enum Work {
         bytes: usize,
     },
     Free(usize),
-    /// Another stand-in's; whether it is handed in.
+    /// Work of another fake library; whether it is complete.
     Ticket(bool),
     WaitFor(Vec<Mark>),
 }
 
-/// The place on a stream at which so much of it is done.
+/// Point on a stream at which `done` work items are done.
 #[derive(Clone, Copy)]
 struct Mark {
     stream: usize,
     done: u64,
 }
 
-/// What had to be done when it was recorded, and when that was.
+/// Point on a stream when the event was recorded, and the time of the recording.
 #[derive(Default)]
 struct Event {
     mark: Option<Mark>,
@@ -75,7 +75,7 @@ fn queues() -> MutexGuard<'static, Queues> {
 }
 
 impl Queues {
-    /// Puts work at the end, and says where that is.
+    /// Appends work to a stream, and returns the point after it.
     fn push(&mut self, stream: *mut c_void, work: Work) -> Mark {
         let stream = number(stream);
         let queue = self.streams.entry(stream).or_default();
@@ -84,20 +84,20 @@ impl Queues {
         Mark { stream, done: queue.enqueued }
     }
 
-    /// The place behind all that is on a stream.
+    /// Returns the point after all work on a stream.
     fn end(&mut self, stream: *mut c_void) -> Mark {
         let stream = number(stream);
         Mark { stream, done: self.streams.entry(stream).or_default().enqueued }
     }
 
-    /// Does what is before the mark, as far as it can be done now; whether that was all.
+    /// Executes the work before the mark as far as possible. Returns whether all of it is done.
     fn reach(&mut self, mark: Mark) -> bool {
         loop {
             let Some(stream) = self.streams.get_mut(&mark.stream) else { return true };
             if stream.done >= mark.done {
                 return true;
             }
-            match stream.queue.front().expect("what is not done is enqueued") {
+            match stream.queue.front().expect("pending work is in the queue") {
                 Work::Ticket(false) => return false,
                 Work::WaitFor(marks) => {
                     let marks = marks.clone();
@@ -107,9 +107,9 @@ impl Queues {
                 }
                 _ => {}
             }
-            let stream = self.streams.get_mut(&mark.stream).expect("it was just there");
+            let stream = self.streams.get_mut(&mark.stream).expect("the stream was just found");
             stream.done += 1;
-            match stream.queue.pop_front().expect("it was just there") {
+            match stream.queue.pop_front().expect("the stream was just found") {
                 Work::Copy { src, dst, bytes } => unsafe {
                     ptr::copy(at(src as u64).cast::<u8>(), at(dst as u64).cast::<u8>(), bytes);
                 },
@@ -141,25 +141,25 @@ fn synchronize(stream: *mut c_void) {
     wait_for(mark);
 }
 
-/// A stream's number: its handle, or 0 for the default one's three names.
+/// Number of a stream: its handle, or 0 for the three names of the default stream.
 fn number(stream: *mut c_void) -> usize {
     if stream.addr() <= 2 { 0 } else { stream.addr() }
 }
 
-/// For other stand-ins: what is enqueued after this waits until [`fakeStreamComplete`]. Returns the
-/// ticket.
+/// For other fake libraries: reserves a ticket on a stream. Work that is enqueued later waits until
+/// [`fakeStreamComplete`].
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeStreamReserve(stream: *mut c_void) -> u64 {
     queues().push(stream, Work::Ticket(false)).done
 }
 
-/// Waits until it is a ticket's turn on its stream.
+/// Waits until all work before a ticket is done.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeStreamAwaitTurn(stream: *mut c_void, ticket: u64) {
     wait_for(Mark { stream: number(stream), done: ticket - 1 });
 }
 
-/// Hands a ticket in.
+/// Completes a ticket.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeStreamComplete(stream: *mut c_void, ticket: u64) {
     let mut queues = queues();
@@ -195,8 +195,8 @@ pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> c_in
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, _device: c_int) -> c_int {
-    let text = c"stand-in";
-    assert!(text.to_bytes_with_nul().len() <= len as usize, "room for the name");
+    let text = c"fake";
+    assert!(text.to_bytes_with_nul().len() <= len as usize, "the buffer holds the name");
     unsafe { ptr::copy_nonoverlapping(text.as_ptr(), name, text.to_bytes_with_nul().len()) };
     SUCCESS
 }
@@ -220,7 +220,11 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) -> c_int {
+pub unsafe extern "C" fn cuDeviceGetAttribute(
+    value: *mut c_int,
+    attribute: c_int,
+    _device: c_int,
+) -> c_int {
     let of = match attribute {
         MULTIPROCESSORS => 4,
         CAPABILITY_MAJOR => 9,
@@ -233,7 +237,10 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) -> c_int {
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(
+    context: *mut *mut c_void,
+    device: c_int,
+) -> c_int {
     unsafe { *context = ptr::without_provenance_mut(0x1000 + device as usize) };
     SUCCESS
 }
@@ -297,9 +304,13 @@ pub extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> c_int {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags: c_uint) -> c_int {
+pub unsafe extern "C" fn cuStreamWaitEvent(
+    stream: *mut c_void,
+    event: *mut c_void,
+    _flags: c_uint,
+) -> c_int {
     let Some(mark) = event_of(event).mark else { return SUCCESS };
-    // What is on the same stream comes before anyway.
+    // Work on the same stream is ordered anyway.
     if mark.stream != number(stream) {
         queues().push(stream, Work::WaitFor(vec![mark]));
     }
@@ -343,7 +354,11 @@ pub unsafe extern "C" fn cuEventSynchronize(event: *mut c_void) -> c_int {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventElapsedTime_v2(ms: *mut f32, start: *mut c_void, end: *mut c_void) -> c_int {
+pub unsafe extern "C" fn cuEventElapsedTime_v2(
+    ms: *mut f32,
+    start: *mut c_void,
+    end: *mut c_void,
+) -> c_int {
     let (Some(start), Some(end)) = (event_of(start).recorded, event_of(end).recorded) else {
         return INVALID_VALUE;
     };
@@ -353,18 +368,22 @@ pub unsafe extern "C" fn cuEventElapsedTime_v2(ms: *mut f32, start: *mut c_void,
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAllocAsync(memory: *mut u64, bytes: usize, _stream: *mut c_void) -> c_int {
+pub unsafe extern "C" fn cuMemAllocAsync(
+    memory: *mut u64,
+    bytes: usize,
+    _stream: *mut c_void,
+) -> c_int {
     unsafe { cuMemAlloc_v2(memory, bytes) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(memory: *mut u64, bytes: usize) -> c_int {
-    // As the driver does.
+    // As in the driver.
     if bytes == 0 {
         return INVALID_VALUE;
     }
     let made = unsafe { aligned_alloc(256, bytes.next_multiple_of(256)) };
-    // What was not written shows.
+    // Makes reads of uninitialized memory visible.
     unsafe { ptr::write_bytes(made.cast::<u8>(), 0xa5, bytes) };
     unsafe { *memory = made.expose_provenance() as u64 };
     SUCCESS
@@ -383,7 +402,11 @@ pub unsafe extern "C" fn cuMemFree_v2(memory: u64) -> c_int {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, _flags: c_uint) -> c_int {
+pub unsafe extern "C" fn cuMemHostAlloc(
+    memory: *mut *mut c_void,
+    bytes: usize,
+    _flags: c_uint,
+) -> c_int {
     let made = unsafe { aligned_alloc(4096, bytes.next_multiple_of(4096)) };
     queues().locked.insert(made.expose_provenance(), bytes);
     unsafe { *memory = made };
@@ -428,7 +451,12 @@ pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemsetD8Async(dst: u64, value: u8, bytes: usize, stream: *mut c_void) -> c_int {
+pub unsafe extern "C" fn cuMemsetD8Async(
+    dst: u64,
+    value: u8,
+    bytes: usize,
+    stream: *mut c_void,
+) -> c_int {
     push(stream, Work::Fill { dst: dst as usize, value, bytes })
 }
 
@@ -444,7 +472,7 @@ pub unsafe extern "C" fn cuGetErrorString(code: c_int, text: *mut *const c_char)
         INVALID_CONTEXT => c"invalid context",
         INVALID_VALUE => c"invalid value",
         NOT_FOUND => c"not found",
-        _ => c"an error of the stand-in",
+        _ => c"an error of the fake driver",
     };
     unsafe { *text = of.as_ptr() };
     SUCCESS
@@ -453,7 +481,7 @@ pub unsafe extern "C" fn cuGetErrorString(code: c_int, text: *mut *const c_char)
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) -> c_int {
     let library = unsafe { dlopen(image.cast(), RTLD_NOW) };
-    // It is loaded, or of no use.
+    // The file is loaded, or useless.
     let path = unsafe { std::ffi::CStr::from_ptr(image.cast()) };
     let _ = std::fs::remove_file(path.to_string_lossy().as_ref());
     unsafe { *module = library };
@@ -491,8 +519,9 @@ pub unsafe extern "C" fn cuLaunchKernel(
     _extra: *mut *mut c_void,
 ) -> c_int {
     synchronize(stream);
-    let threads = [grid_x, grid_y, grid_z, block_x, block_y, block_z].into_iter().map(u64::from).product();
-    // SAFETY: what a module of this stand-in has is such functions.
+    let threads =
+        [grid_x, grid_y, grid_z, block_x, block_y, block_z].into_iter().map(u64::from).product();
+    // SAFETY: the modules of this fake library contain functions of this type.
     unsafe {
         let kernel: extern "C" fn(*mut *mut c_void, u64) = std::mem::transmute(function);
         kernel(arguments, threads);
@@ -500,7 +529,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
     SUCCESS
 }
 
-/// How many bytes this thread has had copied between host and device.
+/// Number of bytes that this thread has copied between host and device.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeBytesCopied() -> u64 {
     COPIED.get()
@@ -510,7 +539,7 @@ thread_local! {
     static COPIED: Cell<u64> = const { Cell::new(0) };
 }
 
-/// A copy between host and device, of which `host` is the host's side.
+/// Enqueues a copy between host and device; `host` is the address on the host.
 fn copy(dst: usize, src: usize, host: usize, bytes: usize, stream: *mut c_void) -> c_int {
     COPIED.set(COPIED.get() + bytes as u64);
     let code = push(stream, Work::Copy { src, dst, bytes });
@@ -536,10 +565,12 @@ fn at(address: u64) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
 }
 
-/// `STAND_IN_DEVICES`, or enough for all tests.
+/// Number of devices: `STAND_IN_DEVICES`, or enough for all tests.
 fn devices() -> c_int {
     static COUNT: OnceLock<c_int> = OnceLock::new();
-    *COUNT.get_or_init(|| std::env::var("STAND_IN_DEVICES").map_or(16, |count| count.parse().unwrap()))
+    *COUNT.get_or_init(|| {
+        std::env::var("STAND_IN_DEVICES").map_or(16, |count| count.parse().unwrap())
+    })
 }
 
 unsafe extern "C" {

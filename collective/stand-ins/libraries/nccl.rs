@@ -1,12 +1,12 @@
-//! A stand-in for `libnccl.so`: the calls of NCCL that are made here, between threads and processes
-//! of one host.
+//! Fake `libnccl.so`: the NCCL calls that this workspace makes, between threads and processes of
+//! one host.
 //!
-//! Who draws the unique id runs a hub: a thread that the ranks connect to, and that does each
-//! operation for all once all have brought their part. A rank has a thread that does what was
-//! enqueued, one after the other, while the stream that it is on (of the stand-in `cuda.rs`) waits.
-//! A rank that is gone is not noticed: as with NCCL, the others wait until they are aborted.
+//! The process that creates the unique id runs a hub: a thread that the ranks connect to, and that
+//! computes each operation once all ranks have sent their contributions. A rank has a thread that
+//! executes the enqueued operations in order, while the stream (of the fake `cuda.rs`) waits. The
+//! loss of a rank is not detected: as with NCCL, the other ranks wait until they are aborted.
 //!
-//! Faults are planned in the library's file name, `libnccl.FAULT.so`: see [`fault`].
+//! The library's file name, `libnccl.FAULT.so`, selects a fault: see [`fault`].
 
 #![allow(non_snake_case, reason = "the library's names")]
 
@@ -21,26 +21,30 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use std::{process, ptr, slice};
 
-/// What a library of this file name does wrong:
+/// Fault of a library with this file name:
 ///
-/// `abort_blocks`: an abort never returns. `async_error`: the second operation ends with a remote
-/// error, and never. `init_blocks`: the call that begins a communicator never returns.
-/// `init_fails`: its making ends with an error. `init_hangs`: its making never ends. `old`: its
-/// version is 2.17.8. `op_fails`: the second operation is refused.
+/// `abort_blocks`: an abort never returns. `async_error`: the second operation reports a remote
+/// error and never completes. `init_blocks`: the call that begins the initialization never returns.
+/// `init_fails`: the initialization ends with an error. `init_hangs`: the initialization never
+/// ends. `old`: the version is 2.17.8. `op_fails`: the second operation is refused.
 fn fault() -> &'static str {
     static FAULT: OnceLock<String> = OnceLock::new();
     FAULT.get_or_init(|| {
-        let mut info = Info { file: ptr::null(), base: ptr::null(), name: ptr::null(), at: ptr::null() };
+        let mut info =
+            Info { file: ptr::null(), base: ptr::null(), name: ptr::null(), at: ptr::null() };
         let found = unsafe { dladdr(ncclGetVersion as *const c_void, &mut info) };
         assert!(found != 0 && !info.file.is_null(), "a library knows its file");
         let path = unsafe { CStr::from_ptr(info.file) }.to_str().unwrap().to_owned();
         let name = path.rsplit('/').next().unwrap().to_owned();
-        name.strip_prefix("libnccl.").and_then(|rest| rest.strip_suffix(".so")).unwrap_or("").to_owned()
+        name.strip_prefix("libnccl.")
+            .and_then(|rest| rest.strip_suffix(".so"))
+            .unwrap_or("")
+            .to_owned()
     })
 }
 
 struct Communicator {
-    /// As NCCL's asynchronous error.
+    /// NCCL's asynchronous error state.
     state: Arc<AtomicI32>,
     abort: Arc<AtomicBool>,
     link: Arc<OnceLock<TcpStream>>,
@@ -62,7 +66,7 @@ struct Operation {
     ticket: u64,
 }
 
-/// What all ranks must say alike, and the bytes of a part.
+/// Header of a contribution; must be the same on all ranks.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Head {
     kind: u8,
@@ -108,13 +112,13 @@ pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclGetErrorString(code: c_int) -> *const c_char {
     match code {
-        SYSTEM_ERROR => c"system error of the stand-in".as_ptr(),
-        REMOTE_ERROR => c"remote error of the stand-in".as_ptr(),
-        _ => c"error of the stand-in".as_ptr(),
+        SYSTEM_ERROR => c"system error of the fake".as_ptr(),
+        REMOTE_ERROR => c"remote error of the fake".as_ptr(),
+        _ => c"error of the fake".as_ptr(),
     }
 }
 
-/// The port, and a number that no other hub has.
+/// The id holds the port, and a token unique to this hub.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetUniqueId(id: *mut [u8; 128]) -> c_int {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -185,7 +189,10 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommGetAsyncError(communicator: *mut c_void, state: *mut c_int) -> c_int {
+pub unsafe extern "C" fn ncclCommGetAsyncError(
+    communicator: *mut c_void,
+    state: *mut c_int,
+) -> c_int {
     let communicator = unsafe { &*communicator.cast::<Communicator>() };
     unsafe { *state = communicator.state.load(Ordering::SeqCst) };
     SUCCESS
@@ -272,7 +279,7 @@ unsafe fn enqueue(communicator: *mut c_void, head: Head, src: u64, dst: u64, str
     }
     let ticket = unsafe { (streams().take)(stream) };
     if fault() == "async_error" && communicator.operations == 2 {
-        // The ticket is handed in when the communicator is aborted.
+        // The ticket is completed when the communicator is aborted.
         let (abort, state) = (communicator.abort.clone(), communicator.state.clone());
         state.store(REMOTE_ERROR, Ordering::SeqCst);
         thread::spawn(move || {
@@ -286,7 +293,7 @@ unsafe fn enqueue(communicator: *mut c_void, head: Head, src: u64, dst: u64, str
     SUCCESS
 }
 
-/// Finds the hub, and waits for all others to have.
+/// Connects to the hub, and waits until all ranks have connected.
 fn join(
     id: &[u8; 128],
     rank: usize,
@@ -302,7 +309,7 @@ fn join(
     hello.extend_from_slice(&(world as u32).to_le_bytes());
     (&link).write_all(&hello)?;
     own.set(link.try_clone()?).unwrap();
-    // A peer that dies while all join is waited for.
+    // As with NCCL, a peer that dies during the initialization is waited for.
     if (&link).read_exact(&mut [0]).is_err() {
         wait_for(abort);
     }
@@ -326,7 +333,7 @@ fn perform(operation: &Operation, mut link: &TcpStream, world: usize, abort: &At
     unsafe { (streams().done)(stream, ticket) };
 }
 
-/// The hub of one communicator.
+/// Body of the hub thread of one communicator.
 fn serve(listener: &TcpListener, token: u64) {
     let mut links = BTreeMap::new();
     let mut world = 1;
@@ -352,7 +359,7 @@ fn serve(listener: &TcpListener, token: u64) {
             let _ = link.write_all(&result);
         }
     }
-    // Whoever is left notices nothing: its link stays until all have ended theirs.
+    // The remaining ranks detect nothing: their links stay open until all have closed theirs.
     for link in links.values_mut() {
         let _ = io::copy(link, &mut io::sink());
     }
@@ -374,7 +381,9 @@ fn compute(head: Head, parts: &[(Head, Vec<u8>)]) -> Vec<u8> {
         _ => {
             let mut sums = vec![0.0_f32; head.len as usize];
             for (_, part) in parts {
-                sums.iter_mut().zip(numbers(head.dtype, part)).for_each(|(sum, number)| *sum += number);
+                sums.iter_mut()
+                    .zip(numbers(head.dtype, part))
+                    .for_each(|(sum, number)| *sum += number);
             }
             sums.into_iter().flat_map(|sum| encode(head.dtype, sum)).collect()
         }
@@ -386,7 +395,9 @@ fn numbers(dtype: u8, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         BFLOAT16 => halves().map(|half| f32::from_bits(u32::from(half) << 16)).collect(),
         FLOAT16 => halves().map(widen).collect(),
-        _ => bytes.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect(),
+        _ => {
+            bytes.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect()
+        }
     }
 }
 
@@ -403,7 +414,8 @@ fn encode(dtype: u8, number: f32) -> Vec<u8> {
 }
 
 fn widen(half: u16) -> f32 {
-    let (sign, exponent, fraction) = (half >> 15, i32::from(half >> 10 & 31), f32::from(half & 1023));
+    let (sign, exponent, fraction) =
+        (half >> 15, i32::from(half >> 10 & 31), f32::from(half & 1023));
     let size = match exponent {
         0 => fraction * 2_f32.powi(-24),
         31 => {
@@ -429,7 +441,7 @@ fn round(number: f32) -> u16 {
     sign | (((exponent + 14) as u16) << 10) + steps
 }
 
-/// What the stand-in of the driver has for others.
+/// Functions that the fake driver exports to other fake libraries.
 struct Streams {
     take: unsafe extern "C" fn(u64) -> u64,
     turn: unsafe extern "C" fn(u64, u64),
@@ -442,7 +454,7 @@ fn streams() -> &'static Streams {
         let driver = dlopen(c"libcuda.so".as_ptr(), RTLD_NOW);
         let find = |name: &CStr| {
             let found = dlsym(driver, name.as_ptr());
-            assert!(!found.is_null(), "the driver is the stand-in");
+            assert!(!found.is_null(), "the driver is the fake one");
             found
         };
         Streams {

@@ -1,6 +1,6 @@
-//! A stand-in for `libnvrtc.so`: compiles a program with the host's C compiler to a shared library,
-//! whose path is the image for `cuda.rs`. The program sees no `__CUDACC__`, and makes functions of
-//! its kernels itself.
+//! Fake `libnvrtc.so`: compiles a program with the host's C compiler to a shared library, whose
+//! path is the image for `cuda.rs`. In the program `__CUDACC__` is not defined, and the program
+//! defines functions for its kernels itself.
 
 #![allow(non_snake_case, reason = "the library's names")]
 
@@ -38,7 +38,7 @@ pub unsafe extern "C" fn nvrtcCompileProgram(
 ) -> c_int {
     static PROGRAMS: AtomicU64 = AtomicU64::new(0);
     let program = unsafe { &mut *program.cast::<Program>() };
-    let name = format!("stand-in-{}-{}", process::id(), PROGRAMS.fetch_add(1, Ordering::Relaxed));
+    let name = format!("fake-nvrtc-{}-{}", process::id(), PROGRAMS.fetch_add(1, Ordering::Relaxed));
     let (source, library) =
         (env::temp_dir().join(format!("{name}.c")), env::temp_dir().join(format!("{name}.so")));
     fs::write(&source, &program.source).unwrap();

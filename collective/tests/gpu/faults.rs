@@ -1,4 +1,4 @@
-//! What goes wrong with NCCL, and that the host's ring goes on.
+//! Faults of NCCL: the host path keeps working.
 
 use std::path::Path as File;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use elasticdl_collective::{CollectiveError, Communicator};
 
 use crate::group::{Gpu, group, nccl, on_all};
 
-/// A sum of ones.
+/// An all-reduce of ones.
 fn sum(gpu: &mut Gpu, len: usize, path: Path) -> Result<Vec<f32>, CollectiveError> {
     let (src, mut dst) = (gpu.put(&vec![1.0_f32; len])?, gpu.put(&vec![f32::NAN; len])?);
     let result = gpu.ring.all_reduce_device(b"header", &src, &mut dst, path);
@@ -20,7 +20,7 @@ fn sum(gpu: &mut Gpu, len: usize, path: Path) -> Result<Vec<f32>, CollectiveErro
 fn begin(group: &mut [Gpu], policy: &NcclPolicy) -> Vec<NcclState> {
     on_all(group, |gpu| {
         gpu.ring.begin_nccl(policy).unwrap();
-        gpu.settle()
+        gpu.wait_for_nccl()
     })
 }
 
@@ -29,7 +29,7 @@ fn failed(states: &[NcclState], with: &str) -> bool {
 }
 
 #[test]
-fn a_library_that_is_not_there_or_lacks_something_or_is_old_is_a_value() {
+fn a_missing_incomplete_or_old_library_is_an_error_value() {
     elasticdl_stand_ins::load();
     let missing = Library::open(File::new("/nowhere/libnccl.so.2")).unwrap_err();
     assert!(matches!(missing, DeviceError::NoLibrary { .. }), "{missing:?}");
@@ -45,7 +45,7 @@ fn a_library_that_is_not_there_or_lacks_something_or_is_old_is_a_value() {
 }
 
 #[test]
-fn a_rank_without_nccl_keeps_all_on_the_hosts_ring_and_all_know_why() {
+fn a_rank_without_nccl_keeps_all_ranks_on_the_host_path_with_the_reason() {
     let mut group = group(3);
     let with = nccl("");
     let without = NcclPolicy::from_file(File::new("/nowhere/libnccl.so.2"));
@@ -67,7 +67,7 @@ fn a_rank_without_nccl_keeps_all_on_the_hosts_ring_and_all_know_why() {
 }
 
 #[test]
-fn the_hosts_ring_works_while_nccl_hangs_in_the_making_and_after_it_is_given_up() {
+fn the_host_path_works_while_and_after_the_initialization_of_nccl_hangs() {
     for fault in ["init_hangs", "init_blocks"] {
         let mut group = group(2);
         let policy = nccl(fault);
@@ -77,19 +77,19 @@ fn the_hosts_ring_works_while_nccl_hangs_in_the_making_and_after_it_is_given_up(
             sum(gpu, 1000, Path::Host).unwrap()
         });
         assert_eq!(sums, vec![vec![2.0; 1000]; 2]);
-        let states = on_all(&mut group, |gpu| gpu.settle());
-        assert!(failed(&states, "not made within 1s"), "{fault}: {states:?}");
+        let states = on_all(&mut group, |gpu| gpu.wait_for_nccl());
+        assert!(failed(&states, "did not complete within 1s"), "{fault}: {states:?}");
         let sums = on_all(&mut group, |gpu| sum(gpu, 1000, Path::Host).unwrap());
         assert_eq!(sums, vec![vec![2.0; 1000]; 2]);
     }
 }
 
 #[test]
-fn a_failure_in_the_making_is_told() {
+fn a_failed_initialization_is_reported() {
     let mut group = group(2);
     let states = begin(&mut group, &nccl("init_fails"));
     assert!(
-        failed(&states, "could not make a communicator: system error of the stand-in (result 2)"),
+        failed(&states, "failed to create a communicator: system error of the fake (result 2)"),
         "{states:?}"
     );
     let sums = on_all(&mut group, |gpu| sum(gpu, 3, Path::Host).unwrap());
@@ -97,7 +97,7 @@ fn a_failure_in_the_making_is_told() {
 }
 
 #[test]
-fn an_error_in_an_operation_ends_the_group_and_leaves_the_source() {
+fn an_error_in_an_operation_ends_the_group_and_keeps_the_source() {
     for (fault, code) in [("async_error", 6), ("op_fails", 2)] {
         let mut group = group(3);
         let states = begin(&mut group, &nccl(fault));
@@ -108,7 +108,7 @@ fn an_error_in_an_operation_ends_the_group_and_leaves_the_source() {
                 CollectiveError::Device { source: DeviceError::Nccl { code: got, .. } } => {
                     assert_eq!(got, code)
                 }
-                // Another rank was faster, and its end shows first.
+                // Another rank failed first, and its closed link shows first.
                 CollectiveError::PeerLost { .. } => {}
                 other => panic!("{fault}: {other:?}"),
             }
@@ -121,15 +121,15 @@ fn an_error_in_an_operation_ends_the_group_and_leaves_the_source() {
 }
 
 #[test]
-fn a_rank_that_goes_amid_a_sum_of_nccl_ends_it_for_all_though_nccl_would_wait_for_ever() {
+fn a_rank_lost_during_an_nccl_all_reduce_ends_it_on_all_ranks() {
     let mut group = group(4);
     let (fine, breaks) = (nccl(""), nccl("async_error"));
     on_all(&mut group, |gpu| {
         gpu.ring.begin_nccl(if gpu.ring.rank() == 0 { &breaks } else { &fine }).unwrap();
-        assert_eq!(gpu.settle(), NcclState::Ready);
+        assert_eq!(gpu.wait_for_nccl(), NcclState::Ready);
         assert_eq!(sum(gpu, 100_000, Path::Nccl).unwrap(), vec![4.0; 100_000]);
     });
-    // Rank 0 tells its header, and then breaks down; two of the others are its neighbours.
+    // Rank 0 sends its header and then fails; two of the other ranks are its neighbours.
     let ends = on_all(&mut group, |gpu| {
         let end = sum(gpu, 100_000, Path::Nccl).unwrap_err();
         (end, gpu.ring.nccl_abort_time().is_some())
@@ -143,40 +143,41 @@ fn a_rank_that_goes_amid_a_sum_of_nccl_ends_it_for_all_though_nccl_would_wait_fo
 }
 
 #[test]
-fn an_abort_that_does_not_return_is_said_to_be_abandoned() {
+fn an_abort_that_does_not_return_is_reported_as_abandoned() {
     let mut group = group(2);
     assert_eq!(begin(&mut group, &nccl("abort_blocks")), vec![NcclState::Ready; 2]);
     let before = abandoned();
-    let mut away = group.pop().unwrap();
-    let mut stays = group.pop().unwrap();
+    let mut absent_rank = group.pop().unwrap();
+    let mut waiting_rank = group.pop().unwrap();
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| {
-            let (src, mut dst) = (stays.put(&[1.0_f32]).unwrap(), stays.put(&[0.0_f32]).unwrap());
-            let result = stays.ring.all_reduce_device(&[], &src, &mut dst, Path::Nccl);
-            // Their memory is behind what hangs.
+            let (src, mut dst) =
+                (waiting_rank.put(&[1.0_f32]).unwrap(), waiting_rank.put(&[0.0_f32]).unwrap());
+            let result = waiting_rank.ring.all_reduce_device(&[], &src, &mut dst, Path::Nccl);
+            // Freeing the buffers would wait for the operation that hangs.
             std::mem::forget((src, dst));
             result.unwrap_err()
         });
-        // The other rank tells its header, and never comes to the sum.
-        away.ring.all_gather(&[]).unwrap_err();
+        // The other rank sends its header, and never starts the all-reduce.
+        absent_rank.ring.all_gather(&[]).unwrap_err();
         let error = waits.join().unwrap();
         let waited = Duration::from_secs(1);
-        let is_said = matches!(
+        let is_abandoned = matches!(
             error,
             CollectiveError::Device { source: DeviceError::Abandoned { waited: limit } } if limit == waited
         );
-        assert!(is_said, "{error:?}");
+        assert!(is_abandoned, "{error:?}");
     });
     assert!(abandoned() > before, "{} before, {} after", before, abandoned());
-    assert!(stays.ring.nccl_abort_time().is_none());
+    assert!(waiting_rank.ring.nccl_abort_time().is_none());
 }
 
 #[test]
-fn a_communicator_that_is_made_anew_in_the_same_group_takes_the_place_of_the_first() {
+fn a_second_communicator_in_the_same_group_replaces_the_first() {
     let fine = nccl("");
     for world in 1..=3 {
         let mut group = group(world);
-        // The first one may not be there yet.
+        // The first communicator may not be ready yet.
         on_all(&mut group, |gpu| gpu.ring.begin_nccl(&fine).unwrap());
         assert_eq!(begin(&mut group, &fine), vec![NcclState::Ready; world]);
         let sums = on_all(&mut group, |gpu| sum(gpu, 9, Path::Nccl).unwrap());

@@ -1,4 +1,4 @@
-//! Groups of GPUs on the stand-ins.
+//! Groups of ranks with fake GPUs.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path as File;
@@ -14,14 +14,14 @@ use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret,
 };
 
-/// One rank: its ring, and the endpoint that the ring must not outlive.
+/// One rank: its group, and the endpoint, which outlives the group.
 pub(crate) struct Gpu {
     pub(crate) ring: DeviceGroup,
     pub(crate) fence: Fence,
     _end: Arc<Endpoint>,
 }
 
-/// A group of so many ranks on a GPU each.
+/// Builds a group of `world` ranks with one GPU each.
 pub(crate) fn group(world: usize) -> Vec<Gpu> {
     elasticdl_stand_ins::load();
     let ends: Vec<_> = (0..world as u64)
@@ -44,15 +44,16 @@ fn regroup(ends: &[&Arc<Endpoint>], generation: u64) -> Vec<Gpu> {
         let rings: Vec<_> =
             ends.iter().map(|end| ((*end).clone(), scope.spawn(move || connect(end)))).collect();
         let rings = rings.into_iter().enumerate().map(|(ordinal, (end, ring))| {
-            let ring = ring.join().expect("it does not panic").expect("all members connect");
-            let device = Device::open(ordinal).expect("the stand-in has as many");
+            let ring =
+                ring.join().expect("the thread does not panic").expect("all members connect");
+            let device = Device::open(ordinal).expect("the fake driver has enough devices");
             Gpu { ring: DeviceGroup::new(ring, device), fence: end.fence(), _end: end }
         });
         rings.collect()
     })
 }
 
-/// NCCL by the stand-in of this fault, with limits that a hang soon reaches.
+/// Policy that uses the fake NCCL with this fault, with short limits where it hangs.
 pub(crate) fn nccl(fault: &str) -> NcclPolicy {
     let file = match fault {
         "" => elasticdl_stand_ins::folder().join("libnccl.so.2"),
@@ -67,17 +68,17 @@ pub(crate) fn nccl(fault: &str) -> NcclPolicy {
 }
 
 fn open(file: &File) -> Arc<Library> {
-    Library::open(file).expect("the stand-in is there")
+    Library::open(file).expect("the fake NCCL exists")
 }
 
 impl Gpu {
-    /// Waits until NCCL is there or will not be.
-    pub(crate) fn settle(&self) -> NcclState {
+    /// Waits until the initialization of NCCL has succeeded or failed.
+    pub(crate) fn wait_for_nccl(&self) -> NcclState {
         let begun = Instant::now();
         loop {
             match self.ring.nccl_state() {
                 NcclState::Building => {
-                    assert!(begun.elapsed() < WATCHDOG, "it is being made for ever");
+                    assert!(begun.elapsed() < WATCHDOG, "the initialization hangs");
                     thread::sleep(Duration::from_millis(1));
                 }
                 state => return state,
@@ -85,27 +86,27 @@ impl Gpu {
         }
     }
 
-    /// These numbers on the device.
+    /// Copies numbers to the device.
     pub(crate) fn put<T: Element>(&self, numbers: &[T]) -> Result<CudaSlice<T>, CollectiveError> {
         let stream = self.ring.device().stream();
-        // The driver gives no memory of length 0.
+        // The driver does not allocate zero bytes.
         let mut memory = stream.alloc_zeros(numbers.len().max(1)).expect("there is memory");
         if !numbers.is_empty() {
-            stream.memcpy_htod(numbers, &mut memory).expect("it is copied");
+            stream.memcpy_htod(numbers, &mut memory).expect("the copy succeeds");
         }
         Ok(memory)
     }
 
     pub(crate) fn get<T: Element>(&self, memory: &CudaSlice<T>, len: usize) -> Vec<T> {
         let stream = self.ring.device().stream();
-        let mut numbers = stream.clone_dtoh(memory).expect("it is copied");
+        let mut numbers = stream.clone_dtoh(memory).expect("the copy succeeds");
         stream.synchronize().expect("the stream ends");
         numbers.truncate(len);
         numbers
     }
 }
 
-/// Runs `act` on every rank at once.
+/// Runs `act` on every rank concurrently.
 pub(crate) fn on_all<T: Send>(group: &mut [Gpu], act: impl Fn(&mut Gpu) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let act = &act;
@@ -118,11 +119,11 @@ pub(crate) fn on_all<T: Send>(group: &mut [Gpu], act: impl Fn(&mut Gpu) -> T + S
                 })
             })
             .collect();
-        runs.into_iter().map(|run| run.join().expect("it does not panic")).collect()
+        runs.into_iter().map(|run| run.join().expect("the thread does not panic")).collect()
     })
 }
 
-/// Ends a rank that panics, so that the others do not wait for it.
+/// Aborts the group of a rank that panics, so that the other ranks do not wait for it.
 struct Ended(Fence);
 
 impl Drop for Ended {
@@ -133,7 +134,7 @@ impl Drop for Ended {
     }
 }
 
-/// For the conformance suite: operations on the host's memory, done on the device's.
+/// Adapter for the conformance suite: operations on host memory that run on the device.
 struct OnDevice {
     gpu: Gpu,
     path: Path,
@@ -144,8 +145,8 @@ pub(crate) fn form(world: usize, path: Path) -> Group {
     if path == Path::Nccl {
         let nccl = nccl("");
         let states = on_all(&mut group, |gpu| {
-            gpu.ring.begin_nccl(&nccl).expect("the host's ring works");
-            gpu.settle()
+            gpu.ring.begin_nccl(&nccl).expect("the host path works");
+            gpu.wait_for_nccl()
         });
         assert_eq!(states, vec![NcclState::Ready; world]);
     }
@@ -203,5 +204,5 @@ impl Communicator for OnDevice {
     }
 }
 
-/// Far beyond what anything here takes; only a hang gets there.
+/// Limit that only a hang reaches.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);

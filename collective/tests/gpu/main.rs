@@ -1,5 +1,4 @@
-//! Rings of GPUs, on libraries that stand in for the driver and NCCL: the suite, and what goes
-//! wrong.
+//! Device groups on fake CUDA and NCCL libraries: the conformance suite, and faults.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

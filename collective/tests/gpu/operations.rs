@@ -1,4 +1,4 @@
-//! What operations on device memory do, on both paths.
+//! Operations on device memory, on both data paths.
 
 use cudarc::driver::CudaSlice;
 use elasticdl_collective::Communicator;
@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 use crate::group::{Gpu, group, nccl, on_all};
 
-/// On both paths, in worlds from 1 to 3.
+/// Runs `act` on both paths, in groups of 1 to 3 ranks.
 fn everywhere(act: impl Fn(&mut Gpu, Path) + Sync) {
     let nccl = nccl("");
     for world in 1..=3 {
@@ -16,23 +16,23 @@ fn everywhere(act: impl Fn(&mut Gpu, Path) + Sync) {
         on_all(&mut group, |gpu| act(gpu, Path::Host));
         on_all(&mut group, |gpu| {
             gpu.ring.begin_nccl(&nccl).unwrap();
-            assert_eq!(gpu.settle(), NcclState::Ready);
+            assert_eq!(gpu.wait_for_nccl(), NcclState::Ready);
         });
         on_all(&mut group, |gpu| act(gpu, Path::Nccl));
-        // The host's path is there all the time.
+        // The host path is_local available.
         on_all(&mut group, |gpu| act(gpu, Path::Host));
     }
 }
 
-/// What a rank contributes: small whole numbers, exact in all types and in whatever order they are
-/// summed.
+/// Contribution of a rank: small whole numbers, exact in all types and in any order.
 fn part<T: Element>(rank: usize, len: usize) -> Vec<T> {
     (0..len)
         .map(|index| T::round(((index * 7 + index / 1009 + rank * 5) % 16) as f32 - 8.0))
         .collect()
 }
 
-/// A buffer that holds these numbers once what is on the device's stream is done, and not before.
+/// Returns a buffer that holds these numbers only after the work on the device's stream is
+/// complete.
 fn written<T: Element>(gpu: &Gpu, numbers: &[T]) -> CudaSlice<T> {
     let there = gpu.put(numbers).unwrap();
     let mut buffer = gpu.put(&vec![T::round(77.0); numbers.len()]).unwrap();
@@ -48,10 +48,10 @@ fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
     let (from, mut to) = (src.slice(..len), dst.slice_mut(..len));
     let before = elasticdl_stand_ins::bytes_copied();
     let headers = gpu.ring.all_reduce_device(&header, &from, &mut to, path).unwrap();
-    // Over NCCL, and of one rank, nothing leaves the device; otherwise it goes out and comes in
+    // Over NCCL, and with one rank, no data leaves the device; otherwise it is copied out and in
     // once.
-    let stays = path == Path::Nccl || world == 1;
-    let bytes = if stays { 0 } else { 2 * len * size_of::<T>() };
+    let is_local = path == Path::Nccl || world == 1;
+    let bytes = if is_local { 0 } else { 2 * len * size_of::<T>() };
     assert_eq!(
         elasticdl_stand_ins::bytes_copied() - before,
         bytes as u64,
@@ -99,7 +99,7 @@ fn sums_of_all_types_are_exact() {
 }
 
 #[test]
-fn broadcasts_and_gathers_of_all_types_bring_what_was_there() {
+fn broadcasts_and_all_gathers_of_all_types_copy_the_data() {
     everywhere(|gpu, path| {
         for len in [0, 1, 3, 20_011] {
             moves::<f32>(gpu, path, len);
@@ -111,7 +111,7 @@ fn broadcasts_and_gathers_of_all_types_bring_what_was_there() {
 }
 
 #[test]
-fn a_device_that_is_not_there_is_said_to_be_so() {
+fn a_missing_device_is_an_error() {
     elasticdl_stand_ins::load();
     let count = Device::count().unwrap();
     let error = Device::open(count).unwrap_err();

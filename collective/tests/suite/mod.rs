@@ -1,6 +1,6 @@
-//! The suite, as tests.
+//! The conformance suite as tests.
 
-/// One module of tests per backend.
+/// Defines one test module per backend.
 macro_rules! conforms {
     ($backend:ident, $exact:expr, $form:expr) => {
         mod $backend {

@@ -1,15 +1,16 @@
-//! Times an all-reduce of f32 sums, checks what comes out, and prints one line of JSON.
+//! Benchmark of an f32 all-reduce: measures the time, checks the result, and prints one line of
+//! JSON.
 //!
 //! ```sh
 //! cargo run --release -p elasticdl-collective --bin allreduce_bench -- \
 //!     --world 4 --bytes 67108864 --iters 9 --transport tcp
 //! ```
 //!
-//! runs four ranks as processes of this machine. With `--rank R --peers a:p,b:p,…` this process is
-//! one rank of a group whose other ranks are started the same way elsewhere. With `--recover` each
-//! iteration is a group of its own that loses its last rank in the middle of an operation; the line
-//! then says how long the survivors took until they were in a new group, and until the operation
-//! that they retried was complete.
+//! This runs four ranks as processes on this machine. With `--rank R --peers a:p,b:p,…` the process
+//! is one rank of a group whose other ranks are started in the same way elsewhere. With `--recover`
+//! each iteration builds a group that loses its last rank in the middle of an operation. The line
+//! then reports the time until the survivors had detected the loss, until they were in a new group,
+//! and until the retried operation was complete.
 
 mod rank;
 
@@ -23,38 +24,38 @@ use elasticdl_collective::WireDtype;
 
 use crate::rank::Event;
 
-/// Times an all-reduce of f32 sums
+/// Benchmark an all-reduce of f32 sums
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// Ranks
+    /// Number of ranks
     #[arg(long, default_value_t = 2)]
     world: usize,
-    /// Length of the buffer, rounded down to whole elements
+    /// Length of the buffer in bytes, rounded down to whole elements
     #[arg(long, default_value_t = 64 << 20)]
     bytes: usize,
-    /// Operations that are timed, after three that are not
+    /// Measured operations, after three warm-up operations
     #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     iters: u32,
-    /// What ranks speak over; `hier` is memory inside hosts and TCP between them
+    /// Transport; `hier` is shared memory inside hosts and TCP between them
     #[arg(long, default_value = "auto")]
     transport: Transport,
-    /// Hosts that the ranks play, by turns, each with an address of loopback of its own
+    /// Number of simulated hosts, assigned to the ranks in turn; each host is one loopback address
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=200))]
     hosts: u8,
-    /// As what the elements travel
+    /// Data type on the wire
     #[arg(long, default_value = "f32")]
     wire: Wire,
-    /// Links between two neighbours, where sums go over TCP alone: 1 to 16
+    /// Channels: parallel links between two neighbours, for sums over TCP alone: 1 to 16
     #[arg(long, alias = "streams", default_value_t = 1)]
     channels: u8,
-    /// Time the recovery of a group of which one rank is killed in the middle of an operation
+    /// Measure the recovery of a group after one rank is killed in the middle of an operation
     #[arg(long)]
     recover: bool,
-    /// Run this rank alone; its peers run elsewhere
+    /// Run only this rank; its peers run elsewhere
     #[arg(long, requires = "peers")]
     rank: Option<usize>,
-    /// Every rank's address, in rank order; `-` says its own on standard output and reads the list
-    /// from standard input
+    /// Addresses of all ranks, in rank order; `-` prints the own address on standard output and
+    /// reads the list from standard input
     #[arg(long, value_name = "ADDRESS,…", requires = "rank")]
     peers: Option<String>,
 }
@@ -98,7 +99,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Forks the ranks; the first one says the times.
+/// Starts the ranks; rank 0 reports the times.
 fn reduce(arguments: &Arguments) -> Fallible<()> {
     let mut ranks = Ranks::start(arguments)?;
     let line = ranks.line(0)?;
@@ -124,7 +125,7 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
                 *latest = latest.max(gap);
             }
         }
-        // The victim's end is no success, and the others have said all.
+        // The victim fails, and the others have reported everything.
         let _ = ranks.wait();
         gaps.iter_mut().zip(latest).for_each(|(gaps, gap)| gaps.push(gap));
     }
@@ -143,13 +144,13 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
     Ok(())
 }
 
-/// The processes of a group. Those that still run when this is dropped are killed.
+/// Processes of a group. Those that still run when this is dropped are killed.
 struct Ranks {
     children: Vec<(Child, BufReader<ChildStdout>)>,
 }
 
 impl Ranks {
-    /// Starts the processes and tells all of them where the others are.
+    /// Starts the processes and sends the list of addresses to all of them.
     fn start(arguments: &Arguments) -> Fallible<Self> {
         let mut ranks = Self { children: Vec::new() };
         for rank in 0..arguments.world {
@@ -158,20 +159,20 @@ impl Ranks {
                 .args(["--rank", &rank.to_string(), "--peers", rank::ASK])
                 .args(arguments.rank_arguments());
             let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-            let lines = BufReader::new(child.stdout.take().expect("it is piped"));
+            let lines = BufReader::new(child.stdout.take().expect("the stream is piped"));
             ranks.children.push((child, lines));
         }
         let addresses: Result<Vec<SocketAddr>, Box<dyn Error>> =
             (0..arguments.world).map(|rank| Ok(ranks.line(rank)?.parse()?)).collect();
         let list = addresses?.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",");
         for (child, _) in &mut ranks.children {
-            let mut input = child.stdin.take().expect("it is piped");
+            let mut input = child.stdin.take().expect("the stream is piped");
             writeln!(input, "{list}")?;
         }
         Ok(ranks)
     }
 
-    /// The next line that a rank says.
+    /// Reads the next line of a rank's output.
     fn line(&mut self, rank: usize) -> Fallible<String> {
         let mut line = String::new();
         self.children[rank].1.read_line(&mut line)?;
@@ -195,7 +196,7 @@ impl Ranks {
 impl Drop for Ranks {
     fn drop(&mut self) {
         for (child, _) in &mut self.children {
-            // One that has ended already is only reaped.
+            // A process that has ended is only reaped.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -240,7 +241,7 @@ impl Transport {
         }
     }
 
-    /// Memory can be asked for, and not forced: a rank that finds that it has none says so.
+    /// Shared memory can be requested but not forced: a rank that does not get it reports an error.
     fn choice(self) -> elasticdl_collective::Transport {
         match self {
             Self::Auto | Self::Hier | Self::Shm => elasticdl_collective::Transport::Auto,
@@ -267,13 +268,13 @@ impl Wire {
     }
 }
 
-/// The median and the 99th percentile.
+/// Returns the median and the 99th percentile.
 fn quantiles(mut samples: Vec<f64>) -> [f64; 2] {
     samples.sort_by(f64::total_cmp);
     [samples[samples.len() / 2], samples[(samples.len() * 99).div_ceil(100) - 1]]
 }
 
-/// Prints a line. Who listens no more misses nothing.
+/// Prints a line; a closed output is ignored.
 fn print_line(mut to: impl Write, line: &str) {
     let _ = writeln!(to, "{line}");
     let _ = to.flush();

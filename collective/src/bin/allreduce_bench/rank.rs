@@ -1,4 +1,4 @@
-//! One rank's process.
+//! Process of one rank.
 
 use std::io::{stdin, stdout};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -11,10 +11,10 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::{Arguments, Fallible, Transport, print_line, quantiles};
 
-/// The peers' addresses are asked for.
+/// Value of `--peers`: the addresses are exchanged over standard output and input.
 pub(crate) const ASK: &str = "-";
 
-/// Something happened in a rank, by a clock that all processes of a machine share.
+/// Time of an event in a rank, by a clock that all processes of a machine share.
 pub(crate) struct Event {
     pub(crate) at: Duration,
 }
@@ -83,17 +83,17 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
             let _ = kill_process(getpid(), Signal::KILL);
         });
         bench.reduce()?;
-        // The kill may come a little late.
+        // The kill may be delayed.
         thread::sleep(CONNECT_TIME_MAX);
         return Err("still alive".into());
     }
-    // Who was done before the kill fails in the next operation.
+    // A rank that had finished before the kill fails in the next operation.
     while bench.reduce().is_ok() {}
     let failed = Event::now();
     endpoint.fence().abort_before(2);
     let survivors = GroupSpec { generation: 2, members: members[..world - 1].to_vec() };
     bench.ring = endpoint.connect(&survivors, CONNECT_TIME_MAX)?;
-    // All are in the new group when all have spoken in it.
+    // All ranks are in the new group once they have completed an operation in it.
     bench.ring.all_gather(&[])?;
     let regrouped = Event::now();
     bench.reduce()?;
@@ -103,7 +103,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     Ok(())
 }
 
-/// Peers that are started by hand may come later.
+/// Retries the connection: peers that are started by hand may start later.
 fn connect_all(endpoint: &Endpoint, group: &GroupSpec) -> Fallible<HostGroup> {
     let started = Instant::now();
     loop {
@@ -115,7 +115,7 @@ fn connect_all(endpoint: &Endpoint, group: &GroupSpec) -> Fallible<HostGroup> {
     }
 }
 
-/// The listener and every rank's address.
+/// Returns the listener and the addresses of all ranks.
 fn listen(rank: usize, peers: &str, hosts: u8) -> Fallible<(TcpListener, Vec<SocketAddr>)> {
     let parse =
         |list: &str| list.trim().split(',').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>();
@@ -161,7 +161,8 @@ impl Bench {
         Ok(())
     }
 
-    /// The seconds that one operation takes once all ranks are there.
+    /// Returns the duration of one operation in seconds, from the point at which all ranks are
+    /// ready.
     fn timed(&mut self) -> Fallible<f64> {
         self.ring.all_reduce(&[], &[], &mut [])?;
         let started = Instant::now();
@@ -181,7 +182,7 @@ impl Bench {
     }
 }
 
-/// What a rank contributes: small whole numbers, so that the sum is exact in whatever order.
+/// Contribution of a rank: small whole numbers, so that the sum is exact in any order.
 fn part(rank: usize, index: usize) -> f32 {
     ((index * 7 + rank) % 16) as f32
 }

@@ -148,7 +148,7 @@ impl DeviceGroup {
         let joined = staging.join(stream).map_err(CollectiveError::from);
         let result = result.and_then(|value| joined.map(|()| value));
         if result.is_err() {
-            host.give_up();
+            host.fail();
         }
         result
     }
