@@ -124,8 +124,8 @@ pub(crate) fn inspect(folder: &Storage) -> Result<CheckpointLookup, StorageError
         return Ok(CheckpointLookup::Single);
     }
     let files = folder.list_folders(PREFIX)?;
-    let furthest = Name::all(&files).into_iter().rev().find(|(_, is_complete)| *is_complete);
-    Ok(furthest.map_or(CheckpointLookup::NotFound, |(name, _)| {
+    let latest = Name::all(&files).into_iter().rev().find(|(_, is_complete)| *is_complete);
+    Ok(latest.map_or(CheckpointLookup::NotFound, |(name, _)| {
         CheckpointLookup::Several(name.to_string())
     }))
 }
@@ -152,9 +152,9 @@ fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadE
     }
     let mut optimizer = Vec::new();
     for shard in manifest.shards.iter().filter(|shard| shard.start < manifest.parameters) {
-        let (of_parameters, of_slots) = shard.split(parameter_count);
-        optimizer.resize(of_slots.len(), 0.0);
-        read_shard(folder, shard, [&mut parameters[of_parameters], &mut optimizer])?;
+        let (parameter_range, slot_range) = shard.split(parameter_count);
+        optimizer.resize(slot_range.len(), 0.0);
+        read_shard(folder, shard, [&mut parameters[parameter_range], &mut optimizer])?;
     }
     Ok(())
 }
@@ -263,8 +263,8 @@ fn load(
 ) -> Result<StateRecord, LoadError> {
     let manifest = compatible_manifest(folder, fingerprint, is_new_job)?;
     for shard in &manifest.shards {
-        let (of_parameters, of_slots) = shard.split(parameters.len());
-        let floats = [&mut parameters[of_parameters], &mut slots[of_slots]];
+        let (parameter_range, slot_range) = shard.split(parameters.len());
+        let floats = [&mut parameters[parameter_range], &mut slots[slot_range]];
         read_shard(folder, shard, floats)?;
     }
     if !(is_finite(parameters) && is_finite(slots)) {

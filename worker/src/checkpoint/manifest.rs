@@ -81,8 +81,8 @@ impl Shard {
     /// Ranges of the shard in the parameters and in the optimizer state.
     pub(super) fn split(&self, parameters: usize) -> (Range<usize>, Range<usize>) {
         let (start, end) = (self.start as usize, self.end as usize);
-        let of_slots = start.max(parameters) - parameters..end.max(parameters) - parameters;
-        (start.min(parameters)..end.min(parameters), of_slots)
+        let slot_range = start.max(parameters) - parameters..end.max(parameters) - parameters;
+        (start.min(parameters)..end.min(parameters), slot_range)
     }
 }
 

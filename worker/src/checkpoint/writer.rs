@@ -103,37 +103,38 @@ impl CheckpointWriter {
         &mut self,
         (step, generation): (u64, Generation),
         (rank, world_size): (usize, usize),
-        record: StateRecord,
+        state: StateRecord,
         (parameters, slots): (&[f32], &[f32]),
     ) {
         self.take_replies();
         let name = Name { step, generation: generation.0, run: self.fingerprint.run.clone() };
         let (start, end) = shard_bounds(parameters.len() + slots.len(), rank, world_size);
-        let of = |tensor: &[f32], before: usize| {
+        let overlap = |tensor: &[f32], before: usize| {
             let at = |float: usize| float.saturating_sub(before).min(tensor.len());
             at(start)..at(end)
         };
-        let (of_parameters, of_slots) = (of(parameters, 0), of(slots, parameters.len()));
+        let (parameter_range, slot_range) =
+            (overlap(parameters, 0), overlap(slots, parameters.len()));
         let header =
-            header(&[("parameters", of_parameters.len()), ("slots", of_slots.len())], start);
+            header(&[("parameters", parameter_range.len()), ("slots", slot_range.len())], start);
         let mut floats = self.spare.take().unwrap_or_default();
         floats.clear();
-        floats.extend_from_slice(&parameters[of_parameters]);
-        floats.extend_from_slice(&slots[of_slots]);
+        floats.extend_from_slice(&parameters[parameter_range]);
+        floats.extend_from_slice(&slots[slot_range]);
         let file = name::shard(rank, world_size);
-        self.current = Some((name.clone(), record));
+        self.current = Some((name.clone(), state));
         self.request(Request::Write { name, file, header, floats });
     }
 
     /// Requests that the manifest be written of the checkpoint that this rank takes part in, all of
     /// whose shards are written.
     pub(crate) fn commit(&mut self, step: u64, parts: &[Written]) {
-        let Some((name, record)) = self.current.take_if(|(name, _)| name.step == step) else {
+        let Some((name, state)) = self.current.take_if(|(name, _)| name.step == step) else {
             return;
         };
         let now =
             SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let manifest = Box::new(Manifest::new(&self.fingerprint, record, parts, now));
+        let manifest = Box::new(Manifest::new(&self.fingerprint, state, parts, now));
         self.request(Request::Commit { name, manifest });
     }
 

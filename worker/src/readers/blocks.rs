@@ -48,7 +48,7 @@ struct Scan {
     /// Number of blocks after it that should be fetched ahead.
     window: u64,
     /// End of the blocks that have been requested.
-    asked: u64,
+    requested: u64,
     last_access: u64,
 }
 
@@ -143,12 +143,12 @@ impl State {
         let scan =
             self.scans.iter_mut().find(|scan| continues(scan)).expect("the entry was found above");
         scan.window = (scan.window * 4).min(most);
-        let (begins, ends) = (scan.asked.max(scan.next), scan.next + scan.window);
+        let (begins, ends) = (scan.requested.max(scan.next), scan.next + scan.window);
         // Batches blocks into a few large requests.
         if ends.saturating_sub(begins) < scan.window.div_ceil(2) {
             return 0..0;
         }
-        scan.asked = ends;
+        scan.requested = ends;
         begins..ends
     }
 
@@ -160,15 +160,15 @@ impl State {
         }
         // A scan that starts at the beginning of an object mostly reads all of it.
         let window = if index == 0 { WINDOW_FIRST } else { 1 };
-        let (next, asked) = (index + 1, index + 1 + window);
+        let (next, requested) = (index + 1, index + 1 + window);
         self.scans.push(Scan {
             object: object.into(),
             next,
             window,
-            asked,
+            requested,
             last_access: self.accesses,
         });
-        next..asked
+        next..requested
     }
 
     /// Evicts the least recently used blocks.
