@@ -30,7 +30,7 @@ impl Network {
     /// # Panics
     /// It is demanded, and can't be made.
     #[must_use]
-    #[expect(clippy::print_stderr, reason = "a test that was skipped says so")]
+    #[expect(clippy::print_stderr, reason = "a skipped test reports it")]
     pub fn new(hosts: u8) -> Option<Self> {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);

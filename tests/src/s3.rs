@@ -32,7 +32,7 @@ pub struct FaultRates {
     /// Additional delay of every answer: the network distance to the store.
     pub distance_ms: u64,
     /// Whether the store is unavailable: no connection gets an answer.
-    pub away: bool,
+    pub unavailable: bool,
 }
 
 /// Number of requests, by method.
@@ -58,7 +58,7 @@ struct State {
     fault_rates: FaultRates,
     rng: ChaCha8Rng,
     /// Number of requests that a fault has hit.
-    disturbed: u64,
+    requests_hit: u64,
 }
 
 impl S3 {
@@ -79,7 +79,7 @@ impl S3 {
             uploads_begun: 0,
             fault_rates,
             rng: ChaCha8Rng::seed_from_u64(seed),
-            disturbed: 0,
+            requests_hit: 0,
         }));
         let server = Self { address, state };
         let serving = server.clone();
@@ -111,8 +111,8 @@ impl S3 {
 
     /// Number of requests that a fault has hit.
     #[must_use]
-    pub fn disturbed(&self) -> u64 {
-        self.state().disturbed
+    pub fn requests_hit(&self) -> u64 {
+        self.state().requests_hit
     }
 
     /// The requests so far.
@@ -170,7 +170,7 @@ impl S3 {
                     return Ok(());
                 }
                 Kind::Error => Reply::new(503, "<Error><Code>SlowDown</Code></Error>"),
-                Kind::Fine => self.state().answer(&request),
+                Kind::None => self.state().answer(&request),
             };
             reply.write(&stream, request.method == "HEAD")?;
         }
@@ -178,7 +178,7 @@ impl S3 {
     }
 }
 
-struct Fate {
+struct RequestFault {
     kind: Kind,
     delay: Duration,
 }
@@ -187,7 +187,7 @@ enum Kind {
     Cut,
     CutAfter,
     Error,
-    Fine,
+    None,
 }
 
 struct Request {
@@ -275,11 +275,11 @@ impl State {
         self.objects.insert(name.into(), object);
     }
 
-    fn draw(&mut self, method: &str) -> Fate {
-        let FaultRates { errors, cuts, delay_ms, distance_ms, away } = self.fault_rates;
-        if away {
-            self.disturbed += 1;
-            return Fate { kind: Kind::Cut, delay: Duration::ZERO };
+    fn draw(&mut self, method: &str) -> RequestFault {
+        let FaultRates { errors, cuts, delay_ms, distance_ms, unavailable } = self.fault_rates;
+        if unavailable {
+            self.requests_hit += 1;
+            return RequestFault { kind: Kind::Cut, delay: Duration::ZERO };
         }
         *self.requests.entry(method.into()).or_default() += 1;
         let delay = Duration::from_millis(distance_ms + self.rng.random_range(0..=delay_ms));
@@ -287,10 +287,10 @@ impl State {
             n if n < errors => Kind::Error,
             n if n < errors + cuts && n % 2 == 0 => Kind::Cut,
             n if n < errors + cuts => Kind::CutAfter,
-            _ => Kind::Fine,
+            _ => Kind::None,
         };
-        self.disturbed += u64::from(!matches!(kind, Kind::Fine));
-        Fate { kind, delay }
+        self.requests_hit += u64::from(!matches!(kind, Kind::None));
+        RequestFault { kind, delay }
     }
 
     fn answer(&mut self, request: &Request) -> Reply {

@@ -60,7 +60,7 @@ fn a_quota_holds_a_job_at_the_size_that_fits_until_it_is_raised() {
     quota(3);
     let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "20"], 4000);
     let few = job.wait_for_group(2);
-    job.wait_for("the status tells of the quota", || {
+    job.wait_for("the status shows the quota", || {
         events(&namespace, "count").contains("exceeded quota").then_some(())
     });
     job.wait_for_report("QuotaExceeded", "exceeded quota");

@@ -149,7 +149,7 @@ fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
     let reason = "must specify limits.cpu";
     let look =
         |command: &str, args: &[&str]| text(&namespace.elasticdl(command, args).output().unwrap());
-    job.wait_for("the list tells why", || look("list", &[]).contains(reason).then_some(()));
+    job.wait_for("the list shows why", || look("list", &[]).contains(reason).then_some(()));
     assert!(look("status", &["count"]).contains(reason), "{}", look("status", &["count"]));
     // The command polls every few seconds.
     std::thread::sleep(Duration::from_secs(8));

@@ -44,8 +44,8 @@ fn training_continues_while_the_api_server_is_unavailable() {
     let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "25"], 4000);
     let pods = job.wait_for_group(3);
     let (generation, step, since) = (generation(&job), job.step(), Instant::now());
-    let stopped = server.stop(AWAY + Duration::from_secs(10));
-    std::thread::sleep(AWAY);
+    let stopped = server.stop(UNAVAILABLE + Duration::from_secs(10));
+    std::thread::sleep(UNAVAILABLE);
     drop(stopped);
     // Then its connections break too.
     server.restart();
@@ -53,7 +53,7 @@ fn training_continues_while_the_api_server_is_unavailable() {
     // Three workers, 64 records a step, 4 ms a record: a worker that holds a third of them is done
     // after 85 ms. If the group had not trained in those 30 s, it would have made no more than this
     // number of steps.
-    let steps_beside = (since.elapsed() - AWAY).as_millis() as u64 / 85;
+    let steps_beside = (since.elapsed() - UNAVAILABLE).as_millis() as u64 / 85;
     let steps = job.step() - step;
     assert!(
         steps > steps_beside + 100,
@@ -330,4 +330,4 @@ impl Drop for Volume {
 }
 
 /// How long the API server does not answer.
-const AWAY: Duration = Duration::from_secs(30);
+const UNAVAILABLE: Duration = Duration::from_secs(30);

@@ -119,7 +119,7 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
 
 #[test]
 fn pods_evaluate_and_predict_each_record_once() {
-    let Some(fixture) = VolumeFixture::new("apart") else { return };
+    let Some(fixture) = VolumeFixture::new("inference") else { return };
     let namespace = &fixture.namespace;
     let options =
         ["--num-workers", "2", "--num-epochs", "2", "--export", "/kept/model.safetensors"];

@@ -247,7 +247,7 @@ fn a_replacement_runs_the_program_that_the_job_began_with_even_after_a_rebuild()
     let ended = job.wait();
     ended.assert_exactly_once("a new program", RECORDS, 3);
     assert!(ended.output.contains("the job's own copy of the program"), "{}", ended.output);
-    assert!(!fixture.folder.path().join("job/program").exists(), "nobody needs it any more");
+    assert!(!fixture.folder.path().join("job/program").exists(), "it is not needed any more");
     assert_eq!(ended.summary["workers"]["restarts"], 1);
 }
 

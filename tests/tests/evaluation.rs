@@ -55,12 +55,10 @@ fn each_record_is_evaluated_once_whichever_worker_is_killed() {
             if !job.is_running() {
                 break;
             }
-            match fault == 3 {
-                true => job.workers().values().for_each(|pid| send(*pid, Signal::KILL)),
-                false => job
-                    .any_worker(&mut rng)
-                    .into_iter()
-                    .for_each(|(_, pid)| send(pid, Signal::KILL)),
+            if fault == 3 {
+                job.workers().values().for_each(|pid| send(*pid, Signal::KILL))
+            } else {
+                job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL))
             }
         }
         let ended = job.wait();

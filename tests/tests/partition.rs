@@ -203,7 +203,7 @@ fn a_worker_that_comes_back_after_its_eviction_is_fenced_and_ends() {
     let (pid, host) = fixture.place_of(1);
     fixture.cut(host, 0..HOSTS);
     fixture.wait_until_it_goes_on(&[1], 3);
-    assert!(is_alive(pid), "nobody could tell it");
+    assert!(is_alive(pid), "no process could notify it");
     fixture.heal(host, 0..HOSTS);
     wait_for_end_of(pid);
     let ended = fixture.end("worker 1 cut off from everybody");

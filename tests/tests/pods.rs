@@ -132,14 +132,14 @@ fn variable(pid: u32, name: &str) -> Option<String> {
 }
 
 /// A supervisor of two workers without a job: their master accepts connections and does not answer.
-struct Lonely {
+struct SilentPod {
     _folder: tempfile::TempDir,
     _master: std::net::TcpListener,
     supervisor: std::process::Child,
     workers: Vec<u32>,
 }
 
-impl Lonely {
+impl SilentPod {
     fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let token = folder.path().join("token");
@@ -180,7 +180,7 @@ fn wait_until<T>(look: impl Fn() -> Option<T>) -> T {
 
 #[test]
 fn workers_end_with_a_supervisor_that_is_killed() {
-    let mut pod = Lonely::start();
+    let mut pod = SilentPod::start();
     pod.supervisor.kill().unwrap();
     pod.supervisor.wait().unwrap();
     wait_until(|| (!pod.workers.iter().any(|pid| is_alive(*pid))).then_some(()));
@@ -189,7 +189,7 @@ fn workers_end_with_a_supervisor_that_is_killed() {
 /// The other worker does not leave on SIGTERM, as it has no stream yet; so it is killed, too.
 #[test]
 fn a_supervisor_ends_as_the_first_of_its_workers_that_failed() {
-    let mut pod = Lonely::start();
+    let mut pod = SilentPod::start();
     send(pod.workers[1], Signal::ABORT);
     assert_eq!(pod.supervisor.wait().unwrap().code(), Some(128 + 6));
     assert!(!pod.workers.iter().any(|pid| is_alive(*pid)));

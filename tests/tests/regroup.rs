@@ -75,7 +75,7 @@ fn a_joiner_that_dies_before_it_is_a_member_does_not_delay_the_group() {
         for _ in 0..4 {
             // The newest worker: it is fetching the state, or has just joined.
             let known = job.workers().keys().copied().max();
-            let status = job.wait_for("a newcomer", |status| {
+            let status = job.wait_for("a joiner", |status| {
                 let ids = status["workers"]
                     .as_array()
                     .into_iter()
@@ -92,7 +92,7 @@ fn a_joiner_that_dies_before_it_is_a_member_does_not_delay_the_group() {
             job.wait_for("its end", |status| !ids_of(status).contains(&newest));
         }
         let ended = job.wait();
-        ended.assert_exact(&format!("seed {seed}, {kills} newcomers killed"));
+        ended.assert_exact(&format!("seed {seed}, {kills} joiners killed"));
         assert!(kills > 0, "seed {seed}");
     }
 }

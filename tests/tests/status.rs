@@ -65,7 +65,7 @@ fn a_running_job_shows_its_workers_its_shards_and_what_a_loss_cost() {
     let victim = *job.workers().values().next_back().unwrap();
     send(victim, Signal::KILL);
     // The line is logged, and the membership is final, once all survivors have reported.
-    let status = job.wait_for("one line says so", |status| {
+    let status = job.wait_for("a line about it", |status| {
         let events = status["events"].as_array();
         events.is_some_and(|e| {
             e.iter().any(|l| l.as_str().is_some_and(|l| l.contains("(lost): step")))

@@ -46,8 +46,8 @@ fn job(folder: &TempDir, server: &S3) -> Command {
         .started_by([vec!["env".to_owned()], server.environment()].concat())
 }
 
-fn go_away(server: &S3, for_how_long: Duration) {
-    server.set_fault_rates(FaultRates { away: true, ..FaultRates::default() });
+fn become_unavailable(server: &S3, for_how_long: Duration) {
+    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
     std::thread::sleep(for_how_long);
     server.set_fault_rates(FaultRates::default());
 }
@@ -70,10 +70,10 @@ fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_an
     let mut job = job.start();
     job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
     let before = step(&job);
-    go_away(&server, Duration::from_secs(6));
+    become_unavailable(&server, Duration::from_secs(6));
     job.wait_for("steps after six seconds", |status| status["step"].as_u64() > Some(before + 20));
     let before = step(&job);
-    go_away(&server, Duration::from_secs(20));
+    become_unavailable(&server, Duration::from_secs(20));
     let status = job.status();
     let members =
         status["workers"].as_array().unwrap().iter().filter(|w| w["rank"].is_u64()).count();
@@ -96,18 +96,18 @@ fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_an
 #[test]
 fn a_group_that_waits_for_storage_from_its_start_on_still_changes() {
     let folder = tempfile::tempdir().unwrap();
-    let server = S3::start(FaultRates { away: true, ..FaultRates::default() }, 1);
+    let server = S3::start(FaultRates { unavailable: true, ..FaultRates::default() }, 1);
     let mut job = job(&folder, &server).start();
     std::thread::sleep(Duration::from_secs(2));
     server.set_fault_rates(FaultRates::default());
     job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
-    server.set_fault_rates(FaultRates { away: true, ..FaultRates::default() });
+    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
     // Until the prefetched data is used up.
     std::thread::sleep(Duration::from_secs(3));
     let (worker, pid) = job.members()[1];
     send(pid, Signal::KILL);
     let killed = Instant::now();
-    job.wait_for("three members again, without a word from the store", |status| {
+    job.wait_for("three members again, while the store is unavailable", |status| {
         let workers = status["workers"].as_array().into_iter().flatten();
         let members: Vec<_> = workers.filter(|w| w["rank"].is_u64()).collect();
         members.len() == 3 && members.iter().all(|member| member["worker"] != worker)

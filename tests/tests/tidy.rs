@@ -71,7 +71,7 @@ fn the_core_has_no_io_no_clock_and_no_randomness() {
         ("std::fs", "a core does no IO"),
         ("TcpStream", "a core does no IO"),
         ("thread", "a core is one state machine, driven by one task"),
-        ("Mutex", "one task owns the state; nobody shares it"),
+        ("Mutex", "one task owns the state; it is not shared"),
     ];
     for path in core {
         let code = code(&path);
@@ -143,7 +143,7 @@ fn no_file_is_too_long() {
             let most = if is_test { 820 } else { 620 };
             assert!(
                 lines <= most,
-                "{}: {lines} lines; two things live in one room",
+                "{}: {lines} lines; split it by topic",
                 path.display()
             );
         }
@@ -163,7 +163,7 @@ fn no_open_ends_are_left_in_the_code() {
         for mark in marks {
             assert!(
                 !text.contains(mark),
-                "{}: {mark}: finish it, or say in the README that it is missing",
+                "{}: {mark}: finish it, or list it in the README as missing",
                 path.display()
             );
         }

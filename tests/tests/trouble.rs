@@ -165,7 +165,7 @@ fn workers_that_all_get_sigterm_write_a_checkpoint_and_no_step_is_lost() {
     job.wait_for("some steps", |status| status["step"].as_u64() > Some(10));
     job.workers().values().for_each(|pid| send(*pid, Signal::TERM));
     let ended = job.wait();
-    ended.assert_exact("all told to end");
+    ended.assert_exact("SIGTERM for all");
     assert_eq!(ended.lost(), [0; 0], "{:?}", ended.memberships());
     assert!(ended.summary["state_lost"].is_null(), "{}", ended.summary);
     // If one worker leaves a step before the other, its replacement can fetch the state from the

@@ -97,9 +97,9 @@ fn tools(names: &[&str], code: u8) -> TempDir {
 fn zoo(tools: &TempDir, args: &[&str]) -> (i32, String, String) {
     let output =
         Command::new(ELASTICDL).arg("zoo").args(args).env("PATH", tools.path()).output().unwrap();
-    let told = fs::read_to_string(tools.path().join("log")).unwrap_or_default();
+    let calls = fs::read_to_string(tools.path().join("log")).unwrap_or_default();
     let _ = fs::remove_file(tools.path().join("log"));
-    (output.status.code().unwrap(), text(&output), told)
+    (output.status.code().unwrap(), text(&output), calls)
 }
 
 #[test]
@@ -117,19 +117,19 @@ fn a_container_tool_builds_and_pushes_the_image() {
     let order = ["docker", "podman", "nerdctl", "buildah"];
     for first in 0..order.len() {
         let tools = tools(&order[first..], 0);
-        let (code, printed, told) = zoo(&tools, &build);
-        assert_eq!((code, told), (0, format!("{} {words}", order[first])), "{printed}");
+        let (code, printed, calls) = zoo(&tools, &build);
+        assert_eq!((code, calls), (0, format!("{} {words}", order[first])), "{printed}");
         assert!(printed.contains(&format!("+ {} {words}", order[first])), "{printed}");
     }
     let tools = tools(&order, 0);
-    let (code, printed, told) = zoo(&tools, &["push", "team/line:1", "--tool", "nerdctl"]);
-    assert_eq!((code, told.as_str()), (0, "nerdctl push team/line:1\n"), "{printed}");
+    let (code, printed, calls) = zoo(&tools, &["push", "team/line:1", "--tool", "nerdctl"]);
+    assert_eq!((code, calls.as_str()), (0, "nerdctl push team/line:1\n"), "{printed}");
     // A crate that depends on a published elasticdl needs no checkout.
     let other = folder.path().join("other");
     assert!(init(&other, &["--elasticdl", "0.1"]).status.success());
-    let (_, printed, told) =
+    let (_, printed, calls) =
         zoo(&tools, &["build", other.to_str().unwrap(), "--image", "team/line:1"]);
-    assert!(told.starts_with("docker build") && !told.contains("context"), "{told}{printed}");
+    assert!(calls.starts_with("docker build") && !calls.contains("context"), "{calls}{printed}");
 }
 
 #[test]
@@ -144,8 +144,8 @@ fn the_output_of_a_container_tool_is_forwarded_and_its_absence_reported() {
     assert_eq!(code, 2);
     assert!(printed.contains("none of docker, podman, nerdctl and buildah"), "{printed}");
     assert!(printed.contains("apt-get install buildah"), "{printed}");
-    let (code, printed, told) = zoo(&tools(&["podman"], 0), &["push", "line", "--tool", "docker"]);
-    assert_eq!((code, told.as_str()), (2, ""));
+    let (code, printed, calls) = zoo(&tools(&["podman"], 0), &["push", "line", "--tool", "docker"]);
+    assert_eq!((code, calls.as_str()), (2, ""));
     assert!(printed.contains("docker is not in $PATH") && printed.contains("podman"), "{printed}");
     let empty = tempfile::tempdir().unwrap();
     let (code, printed, _) =

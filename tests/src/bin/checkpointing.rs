@@ -1,11 +1,10 @@
-//! What a checkpoint costs: how long training pauses for it, and how fast it is written.
+//! The cost of a checkpoint: the pause of training, and the write throughput.
 //!
 //! `cargo run --release -p elasticdl-tests --bin checkpointing` trains a model of 100 Mi parameters
-//! with AdamW (a state of 1.2 GiB), has checkpoints written while it trains, and lets `dd` write as
-//! much to the same folder by turns, training going on in the same way. The pause is what lies
-//! between a step's update and the next gradient, and is compared with a copy of as many bytes.
-//! Needs about 5 GB of memory. This program is at once the benchmark, the `elasticdl` command and
-//! the job's worker.
+//! with AdamW (a state of 1.2 GiB) while checkpoints are written, and in turn while `dd` writes as
+//! many bytes to the same folder. The pause is the time between a step's update and the next
+//! gradient, and is compared with a copy of as many bytes. Needs about 5 GB of memory. This program
+//! is at once the benchmark, the `elasticdl` command and the job's worker.
 
 use std::error::Error;
 use std::fs::File;
@@ -31,17 +30,17 @@ struct Arguments {
     /// Checkpoints, and as many copies by dd
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Where both are written [default: the folder for temporary files]
+    /// Folder that both are written to [default: the folder for temporary files]
     #[arg(long)]
     folder: Option<PathBuf>,
 }
 
-/// A model whose steps are little but their update, and that notes the time between them.
+/// A model whose steps are little more than their update, and that records the time between them.
 #[derive(Debug, Parser)]
 struct Timed {
     #[arg(long)]
     parameters: usize,
-    /// Where the notes go: microseconds between two steps, one a line.
+    /// Folder of the recorded times: microseconds between two steps, one per line.
     #[arg(long)]
     notes: PathBuf,
     #[arg(skip)]
@@ -140,7 +139,7 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     job.signal(Signal::TERM);
     let ended = job.wait();
     let saved = ended.summary["checkpoints"]["saved"].as_u64().unwrap_or(0) as usize;
-    // The last one is of the job's end, after which no step comes.
+    // The last checkpoint is written at the job's end, after which no step follows.
     let pauses = pauses(&folder.join("notes"), saved.saturating_sub(1))?;
     let gb = bytes as f64 / 1e9;
     print(&format!("state of {gb:.2} GB on {} workers, {saved} checkpoints", arguments.workers));
@@ -180,7 +179,7 @@ fn start(arguments: &Arguments, folder: &Path) -> Result<Running, Box<dyn Error>
         .start())
 }
 
-/// How fast a checkpoint's parts were written together, in GB/s, by its workers' own word.
+/// Write throughput of all parts of a checkpoint, in GB/s, from the logs of its workers.
 fn written(logs: &Path, checkpoint: &str) -> Result<f64, Box<dyn Error>> {
     let name = Path::new(checkpoint).file_name().and_then(|name| name.to_str()).ok_or("no name")?;
     let (mut bytes, mut slowest) = (0.0, 0.0_f64);
@@ -199,7 +198,7 @@ fn written(logs: &Path, checkpoint: &str) -> Result<f64, Box<dyn Error>> {
     Ok(bytes / slowest / 1e6)
 }
 
-/// How fast dd writes as much, in GB/s.
+/// Throughput of dd with as many bytes, in GB/s.
 fn dd(folder: &Path, bytes: usize) -> Result<f64, Box<dyn Error>> {
     let file = folder.join("dd");
     let began = Instant::now();
@@ -211,13 +210,14 @@ fn dd(folder: &Path, bytes: usize) -> Result<f64, Box<dyn Error>> {
         .status()?;
     let seconds = began.elapsed().as_secs_f64();
     std::fs::remove_file(&file)?;
-    match status.success() {
-        true => Ok((count << 24) as f64 / seconds / 1e9),
-        false => Err("dd failed".into()),
+    if status.success() {
+        Ok((count << 24) as f64 / seconds / 1e9)
+    } else {
+        Err("dd failed".into())
     }
 }
 
-/// The median time that a copy of so many bytes takes, into memory that is there.
+/// Median time to copy this number of bytes into memory that is already mapped.
 fn copy_ms(bytes: usize, rounds: usize) -> f64 {
     let from = vec![1_u8; bytes];
     let mut to = vec![2_u8; bytes];
@@ -237,7 +237,7 @@ struct Pauses {
     most: f64,
 }
 
-/// Milliseconds between steps; the `checkpoints` longest of each worker are those with one.
+/// Milliseconds between steps; the `checkpoints` longest ones of each worker contain a checkpoint.
 fn pauses(notes: &Path, checkpoints: usize) -> Result<Pauses, Box<dyn Error>> {
     let (mut with, mut without) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(notes)? {

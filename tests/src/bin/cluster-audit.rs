@@ -1,5 +1,5 @@
-//! Whether the Role of manifests/rbac.yaml is what masters need, and nothing more: `begin` lets the
-//! API server of a test cluster write down what it is asked; after the tests, `check` compares.
+//! Checks that the Role of manifests/rbac.yaml is what masters need, and nothing more: `begin`
+//! enables the audit log of a test cluster's API server; after the tests, `check` compares.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -11,9 +11,9 @@ use serde_json::Value;
 
 #[derive(Parser)]
 enum Command {
-    /// From now on the API server writes down what it is asked.
+    /// Enable the audit log of the API server.
     Begin,
-    /// Compares what the masters in namespaces e2e-… asked with what the Role allows.
+    /// Compare the calls of the masters in namespaces e2e-… with what the Role allows.
     Check,
 }
 
@@ -34,7 +34,7 @@ fn main() -> ExitCode {
         if !call.allowed {
             faults.insert(format!("refused: {} {}", call.verb, call.resource));
         } else if call.resource.starts_with('/') {
-            // Discovery, which every account may do.
+            // Discovery, which all accounts may do.
         } else if call.namespace != call.home {
             faults.insert(format!("outside its namespace: {} {}", call.verb, call.resource));
         } else if !role.contains(&right) {
@@ -93,5 +93,5 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().into()
 }
 
-/// What a real API server can't be made to need: resource, verb, after what it is asked.
+/// Rights that no test can make a master use: resource, verb, and when it is used.
 const RARE: [(&str, &str, &str); 1] = [("pods", "get", "a create whose answer was lost")];

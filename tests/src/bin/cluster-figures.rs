@@ -1,4 +1,4 @@
-//! What a job in a real cluster takes: the time line of its start, what a killed worker costs, the
+//! Figures of a job in a real cluster: the timeline of its start, the cost of a killed worker, the
 //! master's memory.
 //!
 //! For the cluster that `$KUBECONFIG` names, whose node is this machine, with the test image
@@ -54,14 +54,14 @@ fn main() {
     show("master running", &pod_watch.times("count-master", "Running"));
     show("workers created", &pod_watch.times("count-w-", "Pending"));
     show("workers running", &pod_watch.times("count-w-", "Running"));
-    let said = |pods: &[Value], words: &str| {
+    let times = |pods: &[Value], words: &str| {
         let mut times: Vec<_> =
             pods.iter().filter_map(|pod| time_of_line(&namespace, name(pod), words)).collect();
         times.sort_unstable();
         times
     };
-    show("workers joined", &said(&pods, "welcomed"));
-    show("first step", &said(&pods, FIRST_UPDATE)[..1]);
+    show("workers joined", &times(&pods, "welcomed"));
+    show("first step", &times(&pods, FIRST_UPDATE)[..1]);
     let mut pods = pods;
     println!(
         "killed workers: survivors' gap (ms), until the replacement's pod is created, runs, contributes (s):"

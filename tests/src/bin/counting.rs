@@ -1,6 +1,6 @@
 //! A model whose parameters count records: after training, parameter `i` is the number of times
 //! that record `i` was absorbed. So the model itself proves that records are counted exactly once,
-//! whatever happened to its workers.
+//! whatever happens to its workers.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -24,22 +24,22 @@ struct Counting {
     /// Parameters, at least as many as records; the rest stay zero.
     #[arg(long, default_value_t = 0)]
     parameters: usize,
-    /// Time that a record's gradient takes.
+    /// Time to compute the gradient of a record.
     #[arg(long, default_value_t = 0)]
     micros_per_record: u64,
-    /// Time that a record takes to be evaluated, with one more metric, or predicted for.
+    /// Time to evaluate a record, with one more metric, or to predict for it.
     #[arg(long)]
     inference_micros: Option<u64>,
-    /// Time is slept away instead of computed, and none is taken once this file is there.
+    /// Sleep instead of computing; and take no time at all once this file exists.
     #[arg(long)]
     hurry_when: Option<PathBuf>,
-    /// Records that fit at once: more are computed in micro-batches.
+    /// Records per micro-batch at most.
     #[arg(long)]
     micro_batch: Option<usize>,
-    /// Counts are summed in buckets of so many, while the rest is counted.
+    /// Length of the buckets that counts are summed in, while the rest is counted.
     #[arg(long)]
     bucket: Option<usize>,
-    /// Where to write the final counts, as one line: smallest and greatest.
+    /// File to write the final counts to, as one line: smallest and greatest.
     #[arg(long)]
     counts: Option<PathBuf>,
     /// Panics at this record.
@@ -48,17 +48,17 @@ struct Counting {
     /// Returns an error at this record.
     #[arg(long)]
     fail_at: Option<u64>,
-    /// At this step, adds something of this process's own to its parameters: a model that is not
+    /// At this step, add a value of this process to its parameters: a model that is not
     /// deterministic.
     #[arg(long)]
     drift_at: Option<u64>,
     /// Adds NaN to the gradient at this record.
     #[arg(long)]
     nan_at: Option<u64>,
-    /// Ends the process at this record, without a word.
+    /// End the process at this record, without a report.
     #[arg(long)]
     exit_at: Option<u64>,
-    /// Keeps parameters and gradients on a GPU.
+    /// Hold parameters and gradients on a GPU.
     #[arg(long)]
     gpu: bool,
     #[arg(skip)]
@@ -70,24 +70,24 @@ struct Counting {
 }
 
 impl Counting {
-    /// For who looks at the clock, in the log of a pod.
+    /// Line with a timestamp, in the log of a pod.
     #[expect(clippy::print_stderr, reason = "it is a program")]
-    fn say_once(&mut self, said: fn(&mut Self) -> &mut bool, what: &str) {
-        if self.hurry_when.is_some() && !std::mem::replace(said(self), true) {
+    fn log_once(&mut self, logged: fn(&mut Self) -> &mut bool, what: &str) {
+        if self.hurry_when.is_some() && !std::mem::replace(logged(self), true) {
             eprintln!("{what}");
         }
     }
 }
 
 impl Counting {
-    /// Whether nobody waits any more.
-    fn hurries(&self) -> bool {
+    /// Whether delays have been ended.
+    fn is_hurried(&self) -> bool {
         self.hurry_when.as_ref().is_some_and(|file| file.exists())
     }
 
-    /// Takes as long as it should, and fails where it should.
-    fn look_at(&self, batch: &[u64]) -> Result<(), UserError> {
-        if !self.hurries() {
+    /// Takes the configured time, and fails at the configured records.
+    fn delay_and_fail(&self, batch: &[u64]) -> Result<(), UserError> {
+        if !self.is_hurried() {
             std::thread::sleep(Duration::from_micros(
                 self.inference_micros.unwrap_or(0) * batch.len() as u64,
             ));
@@ -126,7 +126,7 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut [f32],
     ) -> Result<f64, UserError> {
-        self.say_once(|model| &mut model.has_computed, FIRST_GRADIENT);
+        self.log_once(|model| &mut model.has_computed, FIRST_GRADIENT);
         assert!(
             self.micro_batch.is_none_or(|most| batch.len() <= most),
             "{} records at once",
@@ -146,7 +146,7 @@ impl Model for Counting {
                 if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
         }
         match &self.hurry_when {
-            Some(_) if self.hurries() => {}
+            Some(_) if self.is_hurried() => {}
             Some(_) => std::thread::sleep(until.saturating_duration_since(Instant::now())),
             None => {
                 while Instant::now() < until {
@@ -183,7 +183,7 @@ impl Model for Counting {
     }
 
     fn predict(&mut self, parameters: &[f32], batch: Vec<u64>) -> Result<Predictions, UserError> {
-        self.look_at(&batch)?;
+        self.delay_and_fail(&batch)?;
         let records = batch.iter().map(|&record| record as i64).collect();
         let values = batch.iter().map(|&record| parameters[record as usize]).collect();
         let names = batch.iter().map(|record| format!("record {record}")).collect();
@@ -191,7 +191,7 @@ impl Model for Counting {
     }
 
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
-        self.say_once(|model| &mut model.has_updated, FIRST_UPDATE);
+        self.log_once(|model| &mut model.has_updated, FIRST_UPDATE);
         for (parameter, sum) in update.parameters.iter_mut().zip(update.sum) {
             *parameter += sum;
         }
@@ -201,7 +201,8 @@ impl Model for Counting {
         Ok(())
     }
 
-    /// `seen`: which part of the records has been absorbed; `loss`: the same for every model.
+    /// Metrics `seen`: the fraction of the records that has been absorbed; `loss`: the same for
+    /// every model.
     fn evaluate(
         &mut self,
         parameters: &[f32],
@@ -212,8 +213,8 @@ impl Model for Counting {
         metrics.add("seen", seen as f64);
         metrics.add("loss", batch.len() as f64);
         if self.inference_micros.is_some() {
-            self.look_at(&batch)?;
-            // Its last bits depend on the order in which it is added.
+            self.delay_and_fail(&batch)?;
+            // Its last bits depend on the order of the summation.
             let of =
                 |record: &u64| f64::from(parameters[*record as usize]) / (*record as f64 + 3.0);
             metrics.add("harmonic", batch.iter().map(of).fold(0.0, |sum, one| sum + one));
@@ -238,7 +239,7 @@ impl Model for Counting {
     }
 }
 
-/// The same sums, of numbers that are counted on the host.
+/// The same counts, computed on the host and copied to the GPU.
 impl DeviceModel for Counting {
     type Batch = Vec<u64>;
 

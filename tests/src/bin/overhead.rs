@@ -1,7 +1,7 @@
-//! What a job of one worker costs over a bare loop that calls the same model.
+//! The overhead of a job of one worker over a bare loop that calls the same model.
 //!
 //! `cargo run --release -p elasticdl-tests --bin overhead` trains the same model on the same
-//! records both ways, by turns, and prints the median over the rounds of the two times' ratio. This
+//! records both ways, in turn, and prints the median over the rounds of the two times' ratio. This
 //! program is at once the benchmark, the `elasticdl` command (`overhead train …`) and the job's
 //! worker.
 
@@ -108,7 +108,8 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         let (b, e) = (bare[round - 1], elastic[round - 1]);
         print(&format!("round {round}: bare {b:.0} records/s, one worker {e:.0} records/s"));
     }
-    // The two of a round stand side by side in time, so what else the machine does touches both.
+    // The two trainings of a round follow each other directly, so that other load on the machine
+    // affects both.
     let mut overheads: Vec<f64> =
         bare.iter().zip(&elastic).map(|(b, e)| (b / e - 1.0) * 100.0).collect();
     let overhead = quantile(&mut overheads, 0.5);

@@ -1,9 +1,9 @@
-//! A model with nothing to learn, over any of the readers: for what happens to data that can't be
-//! used, and for how fast data is read that can.
+//! A model without parameters to learn, over any of the readers: to test data that can't be used,
+//! and to measure how fast data is read.
 //!
 //! ```text
-//! reading csv [MICROS]            a worker; each record takes so many microseconds
-//! reading speed ELASTICDL [ROWS]  jobs that read tables from a store, near by and 30 ms away: records per second, and requests
+//! reading csv [MICROS]            a worker; each record takes MICROS microseconds
+//! reading speed ELASTICDL [ROWS]  jobs that read tables from a store, nearby and 30 ms away: records per second, and requests
 //! ```
 
 use std::fmt::Write as _;
@@ -77,7 +77,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints how fast jobs with default settings read tables of so many rows.
+/// Prints how fast jobs with default settings read tables of `rows` rows.
 #[expect(clippy::print_stdout, reason = "it is a program")]
 fn speed(elasticdl: &str, rows: usize) -> ExitCode {
     for kind in ["csv", "parquet"] {
@@ -105,7 +105,7 @@ fn speed(elasticdl: &str, rows: usize) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Records per second and steps of a job on what the server has.
+/// Records per second and steps of a job on the objects of the server.
 #[expect(clippy::print_stderr, reason = "it is a program")]
 fn train(elasticdl: &str, kind: &str, server: &S3) -> Option<(f64, u64)> {
     let folder = tempfile::tempdir().ok()?;

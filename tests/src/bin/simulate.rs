@@ -1,4 +1,4 @@
-//! Runs simulated jobs: many seeds for a while, or one with its story.
+//! Runs simulated jobs: many seeds for some minutes, or one with its trace.
 //!
 //! `cargo run --release -p elasticdl-tests --bin simulate -- --minutes 30`, or `--seeds 0..100000`,
 //! or `--seed 7 --story`.
@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use elasticdl_tests::simulation::{Many, run_many, run_traced};
 
-/// Runs whole jobs in simulated worlds, each drawn from a seed, and says which came out wrong.
+/// Runs whole jobs in simulated worlds, each drawn from a seed, and reports those that violate an
+/// invariant.
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Run these seeds
@@ -20,22 +21,22 @@ struct Arguments {
     /// Run this seed
     #[arg(long, value_name = "N", conflicts_with = "seeds")]
     seed: Option<u64>,
-    /// Tell what happens, line by line; one seed only
+    /// Print the trace: one line per state change; one seed only
     #[arg(long = "story", requires = "seed")]
     trace: bool,
-    /// Stop after so long [default: when the seeds are through, or after one minute where none are
+    /// Stop after M minutes [default: when all seeds have run, or after one minute if no seeds are
     /// given]
     #[arg(long, value_name = "M")]
     minutes: Option<u64>,
-    /// Go on until so many seeds have failed
+    /// Continue until N seeds have failed
     #[arg(long, value_name = "N", default_value = "1")]
     failures: usize,
-    /// Threads [default: one for each core]
+    /// Threads [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<NonZero<usize>>,
 }
 
-#[expect(clippy::print_stdout, reason = "the findings, for whoever runs this")]
+#[expect(clippy::print_stdout, reason = "it is a program")]
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if let (true, Some(seed)) = (arguments.trace, arguments.seed) {
@@ -50,7 +51,7 @@ fn main() -> ExitCode {
     let one = NonZero::<usize>::MIN;
     let threads =
         arguments.threads.unwrap_or_else(|| std::thread::available_parallelism().unwrap_or(one));
-    // A core's panic is told with its seed; its trace would only hide that.
+    // A core's panic is reported with its seed; the output of the panic hook is not needed.
     std::panic::set_hook(Box::new(|_| {}));
     let started = Instant::now();
     let Many { coverage, failures } = run_many(seeds, threads, arguments.failures, time);

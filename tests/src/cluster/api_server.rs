@@ -89,7 +89,7 @@ impl ApiServer {
     #[must_use]
     pub fn audit(&self) -> PathBuf {
         let log = self.dir.join("log/audit.log");
-        if !self.words().iter().any(|word| word.starts_with("--audit-log-path")) {
+        if !self.arguments().iter().any(|argument| argument.starts_with("--audit-log-path")) {
             let policy = self.dir.join("audit-policy.yaml");
             fs::write(&policy, AUDIT_POLICY).expect("the cluster's directory takes files");
             let option = |name: &str, path: &Path| format!("--audit-{name}={}", path.display());
@@ -99,16 +99,16 @@ impl ApiServer {
     }
 
     /// Arguments of its command line.
-    fn words(&self) -> Vec<String> {
+    fn arguments(&self) -> Vec<String> {
         let line = fs::read(format!("/proc/{}/cmdline", self.pid()))
             .expect("a process has a command line");
-        let words = line.split(|&b| b == 0).filter(|word| !word.is_empty());
-        words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()
+        let arguments = line.split(|&b| b == 0).filter(|argument| !argument.is_empty());
+        arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect()
     }
 
     #[expect(clippy::zombie_processes, reason = "the server outlives this process")]
     fn restart_with(&self, more: &[String]) {
-        let (pid, words) = (self.pid(), self.words());
+        let (pid, arguments) = (self.pid(), self.arguments());
         let cwd = fs::read_link(format!("/proc/{pid}/cwd")).expect("a process has a directory");
         let log = OpenOptions::new().append(true).open(self.dir.join("log/kube-apiserver.log"));
         let log = log.expect("the server has a log");
@@ -118,8 +118,8 @@ impl ApiServer {
             assert!(Instant::now() < deadline, "the API server outlives SIGKILL");
             std::thread::sleep(Duration::from_millis(10));
         }
-        let child = Command::new(&words[0])
-            .args(&words[1..])
+        let child = Command::new(&arguments[0])
+            .args(&arguments[1..])
             .args(more)
             .current_dir(cwd)
             .stdin(Stdio::null())

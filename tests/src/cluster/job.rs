@@ -110,7 +110,7 @@ impl<'a> Job<'a> {
 
     /// Waits for an event in the status that contains all of `words`.
     pub fn wait_for_event(&self, words: &[&str]) {
-        self.wait_for(&format!("an event that says {words:?}"), || {
+        self.wait_for(&format!("an event with {words:?}"), || {
             let status = self.status();
             let events = status["events"].as_array()?;
             let says = |event: &Value| {
@@ -146,9 +146,9 @@ impl<'a> Job<'a> {
         });
     }
 
-    /// Waits until `look` returns a value.
-    pub fn wait_for<T>(&self, what: &str, look: impl FnMut() -> Option<T>) -> T {
-        self.namespace.wait_for(&self.name, what, look)
+    /// Waits until `poll` returns a value.
+    pub fn wait_for<T>(&self, what: &str, poll: impl FnMut() -> Option<T>) -> T {
+        self.namespace.wait_for(&self.name, what, poll)
     }
 
     /// Ends the delay per record of all workers.

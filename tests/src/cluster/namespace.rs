@@ -30,7 +30,7 @@ impl Namespace {
     /// # Panics
     /// The cluster does not work.
     #[must_use]
-    #[expect(clippy::print_stdout, reason = "a test that was skipped says so to its reader")]
+    #[expect(clippy::print_stdout, reason = "a skipped test reports it")]
     pub fn new(test: &str, elasticdl: impl Into<PathBuf>) -> Option<Self> {
         if std::env::var_os("KUBECONFIG").is_none() {
             println!(
@@ -299,14 +299,14 @@ impl Namespace {
         pids
     }
 
-    /// Waits until `look` returns a value.
+    /// Waits until `poll` returns a value.
     ///
     /// # Panics
     /// It does not within two minutes.
-    pub fn wait_for<T>(&self, job: &str, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    pub fn wait_for<T>(&self, job: &str, what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
         let deadline = Instant::now() + Duration::from_secs(120);
         loop {
-            if let Some(found) = look() {
+            if let Some(found) = poll() {
                 return found;
             }
             if Instant::now() >= deadline {

@@ -301,10 +301,13 @@ impl World {
             }
             // The master dies between two events, or between two actions that follow from one
             // event.
-            FaultKind::CrashMaster => match self.rng.chance(1, 2) {
-                true => self.crash_master(),
-                false => self.master.dies_after = Some(self.rng.below(12)),
-            },
+            FaultKind::CrashMaster => {
+                if self.rng.chance(1, 2) {
+                    self.crash_master()
+                } else {
+                    self.master.dies_after = Some(self.rng.below(12))
+                }
+            }
             FaultKind::CrashTwo => {
                 self.crash(p);
                 if let Some(q) = self.target(Target::Any, None) {

@@ -229,9 +229,10 @@ impl World {
     fn found_record(&mut self) -> (u64, JobRecord) {
         let records = &self.master.records;
         let newest = records.len() - 1;
-        let found = match self.setting.may_restore_stale && self.rng.chance(2, 3) {
-            true => self.rng.below(records.len() as u64) as usize,
-            false => newest,
+        let found = if self.setting.may_restore_stale && self.rng.chance(2, 3) {
+            self.rng.below(records.len() as u64) as usize
+        } else {
+            newest
         };
         trace!(self, "master: its snapshot is {} versions old", newest - found);
         self.master.records[found].clone()
@@ -376,9 +377,10 @@ impl World {
                 self.oracle.on_killed(worker);
             }
         }
-        let delay = match self.rng.chance(1, 4) {
-            true => self.rng.below(self.setting.kill_us) + 50,
-            false => self.rng.between(50, 2000),
+        let delay = if self.rng.chance(1, 4) {
+            self.rng.below(self.setting.kill_us) + 50
+        } else {
+            self.rng.between(50, 2000)
         };
         trace!(self, "master: kills {} in {delay} us", self.name(p));
         pod.for_each(|p| self.clock.after(delay, Event::Die { p, signal: 9 }));

@@ -594,9 +594,10 @@ impl World {
             return Err(format!("some record was not absorbed exactly once: {last:?}"));
         }
         let summary = self.master.job.summary(self.time()).records;
-        match (summary.counted, summary.missing, summary.repeated) == (counted, 0, 0) {
-            true => Ok(()),
-            false => Err(format!("the summary reports {summary:?}, and {counted} were counted")),
+        if (summary.counted, summary.missing, summary.repeated) == (counted, 0, 0) {
+            Ok(())
+        } else {
+            Err(format!("the summary reports {summary:?}, and {counted} were counted"))
         }
     }
 }

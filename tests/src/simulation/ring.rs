@@ -114,9 +114,10 @@ impl World {
             return;
         };
         let Some(generation) = generation else {
-            return match self.processes[p].endpoint.open {
-                true => self.on_state_request(p, from, link),
-                false => self.shut(link, p + 1),
+            return if self.processes[p].endpoint.open {
+                self.on_state_request(p, from, link)
+            } else {
+                self.shut(link, p + 1)
             };
         };
         let endpoint = &mut self.processes[p].endpoint;

@@ -278,9 +278,10 @@ impl Setting {
         let min_workers = if rng.chance(2, 3) { 1 } else { rng.between(1, num_workers) };
         let files: Vec<u64> = (0..rng.between(1, 2)).map(|_| rng.between(3, 36)).collect();
         let some = |n: u64| NonZeroU64::new(n).expect("drawn from 1 on");
-        let batch = match rng.chance(3, 4) {
-            true => Batch::Global(some(rng.between(1, files.iter().sum::<u64>().min(8)))),
-            false => Batch::PerWorker(some(rng.between(1, 3))),
+        let batch = if rng.chance(3, 4) {
+            Batch::Global(some(rng.between(1, files.iter().sum::<u64>().min(8))))
+        } else {
+            Batch::PerWorker(some(rng.between(1, 3)))
         };
         let timeout_ms = rng.chance(7, 8).then(|| rng.between(2, 8) * 100);
         // From a generator of their own, so that the other draws of a seed stay as they are.
@@ -333,9 +334,10 @@ impl Setting {
 
 fn checkpoints(rng: &mut SimRng) -> Option<CheckpointSpec> {
     let steps = NonZeroU64::new(rng.between(1, 8)).expect("drawn from 1 on");
-    let every = match rng.chance(3, 4) {
-        true => CheckpointEvery::Steps(steps),
-        false => CheckpointEvery::Time(Duration::from_millis(steps.get())),
+    let every = if rng.chance(3, 4) {
+        CheckpointEvery::Steps(steps)
+    } else {
+        CheckpointEvery::Time(Duration::from_millis(steps.get()))
     };
     rng.chance(1, 2).then(|| CheckpointSpec {
         dir: "vault".into(),

@@ -1,4 +1,4 @@
-//! The pure core, driven as fast as it goes.
+//! Throughput of the pure core, without a network.
 
 use std::net::SocketAddr;
 use std::num::NonZeroU64;
@@ -14,11 +14,11 @@ use elasticdl_tests::job_spec;
 use crate::Fault;
 use crate::memory::resident_bytes;
 
-/// Records of a shard, and of what a worker asks for at a time.
+/// Records of a shard, and of one lease request.
 pub(crate) const SHARD_RECORDS: u64 = 64;
 
 /// Lease operations per second over one epoch: a request, the lease that answers it, and its
-/// commit. Each worker asks in its turn; the group reports when all have had theirs.
+/// commit. The workers ask in turn; the group reports after each has asked once.
 pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
     let mut job = started(workers, u64::from(shards));
     let start = Instant::now();
@@ -27,7 +27,7 @@ pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
     while operations < u64::from(shards) {
         let mut ranges: Vec<RecordRange> = Vec::new();
         for worker in 1..=u64::from(workers) {
-            say(&mut job, worker, FromWorker::LeaseRequest { epoch: 0, records: SHARD_RECORDS });
+            send(&mut job, worker, FromWorker::LeaseRequest { epoch: 0, records: SHARD_RECORDS });
             ranges.extend(drain(&mut job));
         }
         operations += ranges.len() as u64;
@@ -46,8 +46,8 @@ pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
             times,
             steps_skipped: 0,
         };
-        say(&mut job, 1, FromWorker::Committed(report));
-        // What a commit makes room for near the epoch's end is the next step's.
+        send(&mut job, 1, FromWorker::Committed(report));
+        // Near the epoch's end, records that a commit makes available belong to the next step.
         let late = drain(&mut job);
         assert!(late.is_empty() || operations < u64::from(shards), "leases after the end");
         operations += late.len() as u64;
@@ -55,14 +55,14 @@ pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
     operations as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Resident bytes that the core takes for each of 10,000 workers that have connected and have the
-/// data set.
+/// Resident bytes per worker of the core, for 10,000 workers that have connected and have the data
+/// set.
 pub(crate) fn worker_bytes() -> Result<u64, Fault> {
     const WORKERS: u32 = 10_000;
     let mut job = Job::new(spec(WORKERS));
     drain(&mut job);
     connect(&mut job, 1);
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(1 << 10))));
+    send(&mut job, 1, FromWorker::Described(Ok(dataset(1 << 10))));
     drain(&mut job);
     let before = resident_bytes(std::process::id())?;
     for worker in 2..=u64::from(WORKERS) {
@@ -78,11 +78,11 @@ pub(crate) fn worker_bytes() -> Result<u64, Fault> {
 fn started(workers: u32, shards: u64) -> Job {
     let mut job = Job::new(spec(workers));
     connect(&mut job, 1);
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(shards))));
+    send(&mut job, 1, FromWorker::Described(Ok(dataset(shards))));
     (2..=u64::from(workers)).for_each(|worker| connect(&mut job, worker));
-    (1..=u64::from(workers)).for_each(|w| say(&mut job, w, FromWorker::Ready { parameters: 10 }));
+    (1..=u64::from(workers)).for_each(|w| send(&mut job, w, FromWorker::Ready { parameters: 10 }));
     let ledger = LedgerReport::default();
-    say(&mut job, 1, FromWorker::Formed { generation: Generation(1), step: 0, ledger });
+    send(&mut job, 1, FromWorker::Formed { generation: Generation(1), step: 0, ledger });
     drain(&mut job);
     job
 }
@@ -105,11 +105,11 @@ fn connect(job: &mut Job, i: u64) {
     job.handle(NOW, Event::Connected { connection, launch, address, pid: 1, resume: None });
 }
 
-fn say(job: &mut Job, worker: u64, message: FromWorker) {
+fn send(job: &mut Job, worker: u64, message: FromWorker) {
     job.handle(NOW, Event::Message { worker: WorkerId(worker), message });
 }
 
-/// Takes the job's actions; the records that it leased.
+/// Takes all actions of the job, and returns the records that it leased.
 fn drain(job: &mut Job) -> Vec<RecordRange> {
     let mut leased = Vec::new();
     while let Some(action) = job.poll_action() {

@@ -1,10 +1,10 @@
-//! How much a master can do: leases per second, how fast a thousand workers hear of a new
-//! membership, and the memory that each of them takes.
+//! The capacity of a master: leases per second, the time in which a thousand workers receive a new
+//! membership, and the memory per worker.
 //!
 //! `cargo run --release -p elasticdl-tests --bin capacity` measures the pure core in this process,
-//! and then a real master (`elasticdl train --local`, which this program is too) as a process of
-//! its own. That master's workers are processes that do nothing; this program speaks for all of
-//! them, each on a connection of its own. So master and benchmark share the machine's cores.
+//! and then a real master (`elasticdl train --local`, which this program includes) as a process of
+//! its own. That master's workers are processes that do nothing; this program acts for all of them,
+//! each on a connection of its own. So master and benchmark share the machine's cores.
 
 mod core;
 mod memory;
@@ -22,7 +22,7 @@ type Fault = Box<dyn std::error::Error + Send + Sync>;
 
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// Workers that are connected
+    /// Connected workers
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(3..=i64::from(WORKERS_MAX)))]
     workers: u32,
     /// Shards of the data set, of 64 records each
@@ -61,15 +61,16 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
     print(&format!(
         "core: {core:.0} lease operations/s (target 100000), {core_worker_bytes} bytes per worker of 10000"
     ));
-    let wire::Measured { leases_per_s, mut told_ms, worker_bytes } =
+    let wire::Measured { leases_per_s, mut published_ms, worker_bytes } =
         wire::measure(wire::Load { workers, shards, operations, changes })?;
-    told_ms.sort_by(f64::total_cmp);
-    let (told_p50, told_max) = (told_ms[told_ms.len() / 2], told_ms[told_ms.len() - 1]);
+    published_ms.sort_by(f64::total_cmp);
+    let (p50, max) = (published_ms[published_ms.len() / 2], published_ms[published_ms.len() - 1]);
     print(&format!("gRPC: {leases_per_s:.0} lease operations/s (target 10000)"));
     print(&format!(
-        "gRPC: {} workers told of a new membership in {told_p50:.1} ms p50, {told_max:.1} ms max of {} changes (target 250)",
+        "gRPC: {} workers received a new membership in {p50:.1} ms p50, {max:.1} ms max of {} \
+         changes (target 250)",
         workers - 1,
-        told_ms.len()
+        published_ms.len()
     ));
     print(&format!("master: {worker_bytes} bytes of resident memory per connected worker"));
     let result = json!({
@@ -79,7 +80,7 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
         "core_leases_per_s": core,
         "core_worker_bytes": core_worker_bytes,
         "grpc_leases_per_s": leases_per_s,
-        "membership_told_ms": {"p50": told_p50, "max": told_max, "changes": told_ms.len()},
+        "membership_told_ms": {"p50": p50, "max": max, "changes": published_ms.len()},
         "master_worker_bytes": worker_bytes,
     });
     print(&result.to_string());

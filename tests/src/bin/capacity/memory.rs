@@ -1,4 +1,4 @@
-//! What a process takes of the machine's memory.
+//! Memory of a process.
 
 use std::fs;
 use std::path::Path;

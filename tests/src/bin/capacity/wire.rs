@@ -11,14 +11,14 @@ use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Streaming};
 use v1::master_client::MasterClient;
-use v1::master_message::Kind as Told;
-use v1::worker_message::Kind as Said;
+use v1::master_message::Kind as FromMaster;
+use v1::worker_message::Kind as FromWorker;
 
 use crate::Fault;
 use crate::core::SHARD_RECORDS;
 use crate::memory::resident_bytes;
 
-/// What is done to the master.
+/// Load on the master.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Load {
     pub(crate) workers: u32,
@@ -27,15 +27,15 @@ pub(crate) struct Load {
     pub(crate) changes: u32,
 }
 
-/// What it made of it.
+/// Measurements of the master.
 #[derive(Debug)]
 pub(crate) struct Measured {
     pub(crate) leases_per_s: f64,
-    /// For each change: from the end of one worker's stream until the last of the others had the
-    /// membership without it.
-    pub(crate) told_ms: Vec<f64>,
+    /// For each change: time from the end of one worker's stream until the last of the other
+    /// workers has received the membership without it.
+    pub(crate) published_ms: Vec<f64>,
     /// Growth of the master's resident memory from the first connected worker to the last, per
-    /// worker; with what it takes to watch over a process.
+    /// worker; includes the supervision of a process.
     pub(crate) worker_bytes: u64,
 }
 
@@ -48,10 +48,10 @@ pub(crate) fn measure(load: Load) -> Result<Measured, Fault> {
 
 async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, Fault> {
     let target = Target::find(job_dir).await?;
-    let (news_sender, mut news) = mpsc::unbounded_channel();
-    let crowd = Crowd { target, news: news_sender };
-    let mut workers = vec![crowd.join(1).await?];
-    told(&mut news, 1, |told| matches!(told, Told::Describe(_))).await?;
+    let (sender, mut received) = mpsc::unbounded_channel();
+    let connector = Connector { target, received: sender };
+    let mut workers = vec![connector.join(1).await?];
+    wait_for(&mut received, 1, |message| matches!(message, FromMaster::Describe(_))).await?;
     let file = v1::File {
         path: "none".into(),
         records: u64::from(load.shards) * SHARD_RECORDS,
@@ -59,31 +59,31 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
     };
     let dataset = v1::Dataset { files: vec![file], ..v1::Dataset::default() };
     let dataset = v1::described::Outcome::Dataset(dataset);
-    workers[0].say(Said::Described(v1::Described { outcome: Some(dataset) }))?;
-    // Its processes are named in the order in which they are wanted, before the first worker hears
-    // that the data is known.
-    told(&mut news, 1, |told| matches!(told, Told::Prepare(_))).await?;
+    workers[0].send(FromWorker::Described(v1::Described { outcome: Some(dataset) }))?;
+    // The launches are started in the order of their ids, before the first worker receives the
+    // data set.
+    wait_for(&mut received, 1, |message| matches!(message, FromMaster::Prepare(_))).await?;
     let before = resident_bytes(master.child.id())?;
     for launches in Vec::from_iter(2..=u64::from(load.workers)).chunks(JOINS_AT_ONCE) {
         let mut joins = tokio::task::JoinSet::new();
         for &launch in launches {
-            let crowd = crowd.clone();
-            joins.spawn(async move { crowd.join(launch).await });
+            let connector = connector.clone();
+            joins.spawn(async move { connector.join(launch).await });
         }
         while let Some(joined) = joins.join_next().await {
             workers.push(joined??);
         }
     }
     for worker in &workers {
-        worker.say(Said::Ready(v1::Ready { parameters: 10 }))?;
+        worker.send(FromWorker::Ready(v1::Ready { parameters: 10 }))?;
     }
     let mut group = Group::default();
-    group.gather(&mut news, workers.len()).await?;
+    group.gather(&mut received, workers.len()).await?;
     let worker_bytes =
         resident_bytes(master.child.id())?.saturating_sub(before) / u64::from(load.workers - 1);
     group.form(&workers, 0, Vec::new())?;
-    let leases_per_s = lease(&workers, &mut news, &mut group, load.operations).await?;
-    let mut told_ms = Vec::new();
+    let leases_per_s = lease(&workers, &mut received, &mut group, load.operations).await?;
+    let mut published_ms = Vec::new();
     for _ in 0..load.changes {
         let (first, last) = group.ends()?;
         let at = workers
@@ -93,23 +93,24 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
         let gone = workers.swap_remove(at);
         let started = Instant::now();
         gone.end();
-        let heard = group.gather(&mut news, workers.len()).await?;
-        told_ms.push(heard.duration_since(started).as_secs_f64() * 1000.0);
+        let last_received = group.gather(&mut received, workers.len()).await?;
+        published_ms.push(last_received.duration_since(started).as_secs_f64() * 1000.0);
         let ledger = group.absorbed.clone();
         group.form(&workers, group.step, ledger)?;
     }
-    Ok(Measured { leases_per_s, told_ms, worker_bytes })
+    Ok(Measured { leases_per_s, published_ms, worker_bytes })
 }
 
 /// Lease operations per second: a request, the lease that answers it, and its commit. Each worker
-/// asks again when it has been answered; the lowest rank reports what all have, ten times a second.
+/// asks again when it has been answered; the lowest rank reports for all of them ten times a
+/// second.
 async fn lease(
     workers: &[Worker],
-    news: &mut News,
+    received: &mut Received,
     group: &mut Group,
     operations: u64,
 ) -> Result<f64, Fault> {
-    let ask = || Said::LeaseRequest(v1::LeaseRequest { epoch: 0, records: SHARD_RECORDS });
+    let ask = || FromWorker::LeaseRequest(v1::LeaseRequest { epoch: 0, records: SHARD_RECORDS });
     let mut by_id: Vec<Option<&Worker>> = Vec::new();
     for worker in workers {
         let at = usize::try_from(worker.id)?;
@@ -119,14 +120,14 @@ async fn lease(
     let started = Instant::now();
     let (mut asked, mut committed, mut reported) = (0, 0, Instant::now());
     for worker in workers {
-        worker.say(ask())?;
+        worker.send(ask())?;
         asked += 1;
     }
     let mut pending = Vec::new();
     while committed < operations {
-        let (id, told, _) =
-            tokio::time::timeout(PATIENCE, news.recv()).await?.ok_or("all streams ended")?;
-        let Told::Lease(lease) = told else {
+        let (id, message, _) =
+            tokio::time::timeout(TIMEOUT, received.recv()).await?.ok_or("all streams ended")?;
+        let FromMaster::Lease(lease) = message else {
             continue;
         };
         pending.extend(lease.ranges);
@@ -136,8 +137,8 @@ async fn lease(
                 .get(usize::try_from(id)?)
                 .copied()
                 .flatten()
-                .ok_or("a lease for nobody")?
-                .say(ask())?;
+                .ok_or("a lease for an unknown worker")?
+                .send(ask())?;
         }
         let all = committed + pending.len() as u64 >= operations;
         if all || reported.elapsed() >= REPORT_INTERVAL {
@@ -146,14 +147,14 @@ async fn lease(
             reported = Instant::now();
         }
     }
-    // The master has taken the last commit when it answers what was asked after it.
-    let speaker = group.speaker(workers)?;
-    speaker.say(ask())?;
-    told(news, speaker.id, |told| matches!(told, Told::Lease(_))).await?;
+    // The master has handled the last commit when it answers a request that was sent after it.
+    let reporter = group.reporter(workers)?;
+    reporter.send(ask())?;
+    wait_for(received, reporter.id, |message| matches!(message, FromMaster::Lease(_))).await?;
     Ok(operations as f64 / started.elapsed().as_secs_f64())
 }
 
-/// What the group knows of itself.
+/// State of the group.
 #[derive(Debug, Default)]
 struct Group {
     generation: u64,
@@ -163,14 +164,15 @@ struct Group {
 }
 
 impl Group {
-    /// Waits until `count` workers have heard of the next generation; when the last one did.
-    async fn gather(&mut self, news: &mut News, count: usize) -> Result<Instant, Fault> {
-        let mut heard = 0;
+    /// Waits until `count` workers have received the next generation, and returns the time at which
+    /// the last one did.
+    async fn gather(&mut self, received: &mut Received, count: usize) -> Result<Instant, Fault> {
+        let mut count_received = 0;
         let wanted = self.generation + 1;
         loop {
-            let (_, told, at) =
-                tokio::time::timeout(PATIENCE, news.recv()).await?.ok_or("all streams ended")?;
-            let Told::Membership(membership) = told else {
+            let (_, message, at) =
+                tokio::time::timeout(TIMEOUT, received.recv()).await?.ok_or("all streams ended")?;
+            let FromMaster::Membership(membership) = message else {
                 continue;
             };
             if membership.generation != wanted || membership.members.len() != count {
@@ -181,8 +183,8 @@ impl Group {
                 )
                 .into());
             }
-            heard += 1;
-            if heard == count {
+            count_received += 1;
+            if count_received == count {
                 self.generation = wanted;
                 self.members = membership.members.iter().map(|m| m.worker).collect();
                 return Ok(at);
@@ -194,14 +196,14 @@ impl Group {
         Ok((*self.members.first().ok_or("no members")?, *self.members.last().ok_or("no members")?))
     }
 
-    fn speaker<'a>(&self, workers: &'a [Worker]) -> Result<&'a Worker, Fault> {
+    fn reporter<'a>(&self, workers: &'a [Worker]) -> Result<&'a Worker, Fault> {
         let (first, _) = self.ends()?;
         Ok(workers.iter().find(|w| w.id == first).ok_or("the lowest rank is gone")?)
     }
 
     fn form(&self, workers: &[Worker], step: u64, ranges: Vec<v1::Range>) -> Result<(), Fault> {
         let ledger = Some(v1::Ledger { epochs_complete: 0, ranges, repeated_records: 0 });
-        self.speaker(workers)?.say(Said::Formed(v1::Formed {
+        self.reporter(workers)?.send(FromWorker::Formed(v1::Formed {
             generation: self.generation,
             step,
             ledger,
@@ -212,7 +214,7 @@ impl Group {
         self.step += 1;
         self.absorbed.extend(&ranges);
         let records = ranges.iter().map(|range| range.end - range.start).sum();
-        self.speaker(workers)?.say(Said::Committed(v1::Committed {
+        self.reporter(workers)?.send(FromWorker::Committed(v1::Committed {
             generation: self.generation,
             step: self.step,
             ranges,
@@ -225,24 +227,28 @@ impl Group {
     }
 }
 
-/// What a worker was told, and when.
-type News = mpsc::UnboundedReceiver<(u64, Told, Instant)>;
+/// Messages to workers, with the worker and the time of arrival.
+type Received = mpsc::UnboundedReceiver<(u64, FromMaster, Instant)>;
 
-async fn told(news: &mut News, worker: u64, wanted: impl Fn(&Told) -> bool) -> Result<(), Fault> {
+async fn wait_for(
+    received: &mut Received,
+    worker: u64,
+    wanted: impl Fn(&FromMaster) -> bool,
+) -> Result<(), Fault> {
     loop {
-        let (id, told, _) =
-            tokio::time::timeout(PATIENCE, news.recv()).await?.ok_or("all streams ended")?;
-        if id == worker && wanted(&told) {
+        let (id, message, _) =
+            tokio::time::timeout(TIMEOUT, received.recv()).await?.ok_or("all streams ended")?;
+        if id == worker && wanted(&message) {
             return Ok(());
         }
     }
 }
 
-/// How workers come to be.
+/// Connects workers.
 #[derive(Clone)]
-struct Crowd {
+struct Connector {
     target: Target,
-    news: mpsc::UnboundedSender<(u64, Told, Instant)>,
+    received: mpsc::UnboundedSender<(u64, FromMaster, Instant)>,
 }
 
 /// One worker's stream.
@@ -252,7 +258,7 @@ struct Worker {
     reader: tokio::task::JoinHandle<()>,
 }
 
-impl Crowd {
+impl Connector {
     /// Connects as the process of `launch` would.
     async fn join(&self, launch: u64) -> Result<Worker, Fault> {
         let Target { address, bearer } = &self.target;
@@ -267,16 +273,16 @@ impl Crowd {
             pid: std::process::id(),
             resume: None,
         };
-        outgoing.send(v1::WorkerMessage { kind: Some(Said::Hello(hello)) })?;
+        outgoing.send(v1::WorkerMessage { kind: Some(FromWorker::Hello(hello)) })?;
         let mut request = Request::new(UnboundedReceiverStream::new(received));
         request.metadata_mut().insert("authorization", bearer.parse()?);
         let mut incoming = client.join(request).await?.into_inner();
-        let Some(v1::MasterMessage { kind: Some(Told::Welcome(welcome)) }) =
+        let Some(v1::MasterMessage { kind: Some(FromMaster::Welcome(welcome)) }) =
             incoming.message().await?
         else {
             return Err("no welcome".into());
         };
-        let reader = tokio::spawn(read(welcome.worker, incoming, self.news.clone()));
+        let reader = tokio::spawn(read(welcome.worker, incoming, self.received.clone()));
         Ok(Worker { id: welcome.worker, outgoing, reader })
     }
 }
@@ -284,11 +290,11 @@ impl Crowd {
 async fn read(
     id: u64,
     mut incoming: Streaming<v1::MasterMessage>,
-    news: mpsc::UnboundedSender<(u64, Told, Instant)>,
+    received: mpsc::UnboundedSender<(u64, FromMaster, Instant)>,
 ) {
     while let Some(Ok(message)) = incoming.next().await {
         if let Some(kind) = message.kind
-            && news.send((id, kind, Instant::now())).is_err()
+            && received.send((id, kind, Instant::now())).is_err()
         {
             return;
         }
@@ -296,17 +302,17 @@ async fn read(
 }
 
 impl Worker {
-    fn say(&self, kind: Said) -> Result<(), Fault> {
+    fn send(&self, kind: FromWorker) -> Result<(), Fault> {
         Ok(self.outgoing.send(v1::WorkerMessage { kind: Some(kind) })?)
     }
 
-    /// Ends its stream, as the end of its process would.
+    /// Ends the stream, as the end of the worker's process would.
     fn end(self) {
         self.reader.abort();
     }
 }
 
-/// Where a master is and what it wants to see.
+/// Address and token of a master.
 #[derive(Clone)]
 struct Target {
     address: String,
@@ -314,9 +320,9 @@ struct Target {
 }
 
 impl Target {
-    /// Waits for the master to say where it listens.
+    /// Waits until the master publishes its address.
     async fn find(job_dir: &Path) -> Result<Self, Fault> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             match jobdir::look_up(job_dir) {
                 Ok((endpoint, token)) => {
@@ -330,8 +336,8 @@ impl Target {
     }
 }
 
-/// A master as a process. Should this process be killed, the master ends by itself: the workers
-/// that it then starts say nothing for a minute, and it may not try again.
+/// A master as a process. If this process is killed, the master ends by itself: the workers that it
+/// then starts stay silent for a minute, and it may not restart them.
 struct Master {
     child: Child,
 }
@@ -353,7 +359,7 @@ impl Master {
                 "--num-epochs",
                 "2",
             ])
-            // Streams of this program do not beat.
+            // The streams of this program send no heartbeats.
             .args(["--worker-timeout", "1day", "--max-worker-restarts", "0"])
             .arg("--job-dir")
             .arg(folder.join("job"))
@@ -368,7 +374,7 @@ impl Master {
 impl Drop for Master {
     fn drop(&mut self) {
         let pid = self.child.id();
-        // The first asks for the end of the step, the second ends it.
+        // The first signal requests the end after the step, the second one ends the step.
         elasticdl_tests::send(pid, rustix::process::Signal::TERM);
         std::thread::sleep(Duration::from_millis(100));
         elasticdl_tests::send(pid, rustix::process::Signal::TERM);
@@ -377,9 +383,9 @@ impl Drop for Master {
 }
 
 const JOB: &str = "capacity";
-/// Fewer than the master lets wait without having said who they are.
+/// Fewer than the number of unauthenticated connections that the master allows.
 const JOINS_AT_ONCE: usize = 32;
-/// Nothing here takes that long on any machine.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// As workers do.
+/// Longer than any wait of this benchmark takes on any machine.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// The interval of real workers.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);

@@ -1,5 +1,5 @@
-//! One job of real processes under the benchmark's eyes, which are its workers' diaries: asking the
-//! master would take time from what is measured.
+//! One job of real processes, observed through the event logs of its workers: queries to the master
+//! would disturb the measurement.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
@@ -31,7 +31,7 @@ pub(crate) struct Bench {
 pub(crate) struct Ended {
     pub(crate) summary: Value,
     pub(crate) logs: EventLogs,
-    /// Workers that were there when it was told to stop.
+    /// Workers that were alive when the job was stopped.
     last: Vec<u32>,
 }
 
@@ -61,13 +61,13 @@ impl Bench {
         Ok(bench)
     }
 
-    /// Waits until as many workers as wanted contribute and no others are there, and then until the
-    /// group has made some more steps and some time has passed, so that what comes next finds it at
-    /// rest.
+    /// Waits until the wanted number of workers contributes and no others are left, and then until
+    /// the group has made some more steps and some time has passed, so that the next event finds it
+    /// at rest.
     pub(crate) fn settle(&mut self) -> Result<(), Box<dyn Error>> {
         self.wait_whole()?;
         let (since, from) = (now(), self.step());
-        // Not always at the same part of a step.
+        // At different parts of a step.
         let pause =
             REST + Duration::from_micros(self.rng.random_range(0..REST_VARIES.as_micros() as u64));
         self.wait_for("some more steps", |bench| {
@@ -76,7 +76,7 @@ impl Bench {
         self.wait_whole()
     }
 
-    /// Waits until as many workers as wanted contribute, and no others are there.
+    /// Waits until the wanted number of workers contributes, and no others are left.
     pub(crate) fn wait_whole(&mut self) -> Result<(), Box<dyn Error>> {
         self.wait_for("all members", |bench| {
             bench.logs.living().count() == bench.workers
@@ -91,27 +91,27 @@ impl Bench {
 
     /// Waits for a worker whose first contribution comes after `at`.
     pub(crate) fn wait_joiner(&mut self, at: Duration) -> Result<(), Box<dyn Error>> {
-        self.wait_for("a newcomer", |bench| bench.logs.living().any(|log| log.is_new(at)))
+        self.wait_for("a joiner", |bench| bench.logs.living().any(|log| log.is_new(at)))
     }
 
-    /// Sends a signal to one of the members, but never to the last that knows the state.
+    /// Sends a signal to one of the members, but never to the last one that has the state.
     pub(crate) fn disturb(&mut self, signal: Signal) -> Result<u32, Box<dyn Error>> {
         self.logs.refresh()?;
         let (members, others): (Vec<_>, Vec<_>) =
             self.logs.living().partition(|log| log.contribution().is_some());
         let victims = if members.len() > 1 { members } else { others };
         let victim =
-            victims.iter().map(|d| d.pid).choose(&mut self.rng).ok_or("nobody to disturb")?;
+            victims.iter().map(|d| d.pid).choose(&mut self.rng).ok_or("no member to disturb")?;
         send(victim, signal);
         Ok(victim)
     }
 
-    /// Asks for this many workers more than the job began with.
+    /// Scales the job to this many workers more than it began with.
     pub(crate) fn scale(&self, more: u32) {
         self.job.scale(self.workers as u32 + more);
     }
 
-    /// Sleeps, but ends with an error where the job ends.
+    /// Sleeps until `at`; an error if the job ends before.
     pub(crate) fn rest_until(&mut self, at: Duration) -> Result<(), Box<dyn Error>> {
         self.wait_for("a moment", |_| now() >= at)
     }
@@ -135,7 +135,7 @@ impl Bench {
     }
 
     fn wait_for(&mut self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), Box<dyn Error>> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             self.logs.refresh()?;
             if done(self) {
@@ -144,21 +144,21 @@ impl Bench {
             if !self.job.is_running() || Instant::now() >= deadline {
                 return Err(format!("no sign of {what}: {}", self.job.status()).into());
             }
-            std::thread::sleep(GLANCE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
 impl Ended {
-    /// Records that should have been counted and were not, and those counted more than once: the
-    /// worse of what the job says of itself and what the model counted.
+    /// Records that were not counted, and records that were counted more than once: the worse of
+    /// what the job's summary reports and what the model counted.
     pub(crate) fn records_lost_and_repeated(&self) -> Result<(u64, u64), Box<dyn Error>> {
-        let said =
+        let summary_count =
             |name: &str| self.summary["records"][name].as_u64().ok_or("no records in the summary");
-        let words = self.summary["model_summary"].as_str().ok_or("the model said nothing")?;
+        let words = self.summary["model_summary"].as_str().ok_or("there is no model summary")?;
         let counts: Vec<f64> = words.split(' ').map(str::parse).collect::<Result<_, _>>()?;
         let [least, _, total] = counts[..] else {
-            return Err("the model said something else".into());
+            return Err("the model summary is malformed".into());
         };
         let epochs = self.summary["epochs"].as_u64().ok_or("no epochs in the summary")?;
         let over = |a: u64, b: u64| a.saturating_sub(b);
@@ -167,14 +167,16 @@ impl Ended {
             let most = out_of_turn.entry(commit.step).or_insert(0);
             *most = commit.repeated.max(*most);
         }
-        let (counted, total) = (said("counted")?, total as u64);
-        let lost = said("missing")?.max(over(counted, total)).max(over(epochs, least as u64));
-        let repeated = said("repeated")?.max(over(total, counted)).max(out_of_turn.values().sum());
+        let (counted, total) = (summary_count("counted")?, total as u64);
+        let lost =
+            summary_count("missing")?.max(over(counted, total)).max(over(epochs, least as u64));
+        let repeated =
+            summary_count("repeated")?.max(over(total, counted)).max(out_of_turn.values().sum());
         Ok((lost, repeated))
     }
 
     /// Distinct steps that a worker other than the `disturbed` had to compute again, or that were
-    /// undone; and of those that left in order, what they had begun and nobody took.
+    /// undone; and steps that workers which left in order had begun in vain.
     pub(crate) fn steps_lost(&self, disturbed: &[u32]) -> usize {
         let others = || self.logs.all.values().filter(|log| !disturbed.contains(&log.pid));
         let again: BTreeSet<u64> = others().flat_map(|log| log.steps_lost()).collect();
@@ -183,14 +185,14 @@ impl Ended {
     }
 }
 
-/// Records of an epoch, at most.
+/// Maximum number of records of an epoch.
 const RECORDS: usize = 1 << 15;
 const RECORDS_PER_WORKER: u32 = 8;
-/// Between one event's end and the next one, at least.
+/// Minimum time between the end of one event and the next one.
 const REST: Duration = Duration::from_millis(400);
 const REST_VARIES: Duration = Duration::from_millis(100);
 const REST_STEPS: u64 = 8;
-/// Between two looks at the diaries.
-const GLANCE: Duration = Duration::from_millis(10);
-/// For anything to happen.
-const PATIENCE: Duration = Duration::from_secs(180);
+/// Interval at which the event logs are read.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Limit of all waits.
+const TIMEOUT: Duration = Duration::from_secs(180);

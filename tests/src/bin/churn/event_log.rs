@@ -1,8 +1,8 @@
-//! Diaries of workers: each process writes down, as it happens, what its model was called for. All
-//! processes of a machine share one clock, so the diaries can be laid side by side.
+//! Event logs of workers: each process records the calls of its model as they happen. All processes
+//! of a machine share one clock, so the logs can be merged.
 //!
-//! A diary is a file of entries of seven little-endian `u64`s, one `write` each, so that a killed
-//! process leaves a whole one; a model's calls cost it some microseconds.
+//! An event log is a file of entries of seven little-endian `u64`s, one `write` each, so that a
+//! killed process leaves complete entries; they add some microseconds to a model's calls.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// What a model writes down.
+/// An entry of an event log.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Entry {
     /// A step was applied.
@@ -26,24 +26,24 @@ pub(crate) enum Entry {
 pub(crate) struct Commit {
     /// From 0.
     pub(crate) step: u64,
-    /// Over all ranks.
+    /// Number of records over all ranks.
     pub(crate) records: u64,
-    /// Of those, computed by this worker.
+    /// Number of these records that this worker has computed.
     pub(crate) own: u64,
-    /// Records that this worker had computed since the last step and that were thrown away.
+    /// Number of records that this worker has computed since the last step and that were discarded.
     pub(crate) undone: u64,
-    /// Records that were counted when it was not their turn.
+    /// Number of records that were counted out of turn.
     pub(crate) repeated: u64,
 }
 
-/// A worker's own diary.
+/// The writer of a worker's own event log.
 #[derive(Debug)]
 pub(crate) struct Writer {
     file: File,
 }
 
 impl Writer {
-    /// Begins the diary of this process in `folder`, with its birth.
+    /// Creates the event log of this process in `folder`, with the time of the process's start.
     pub(crate) fn create(folder: &Path) -> io::Result<Self> {
         let file = File::create_new(folder.join(std::process::id().to_string()))?;
         let mut writer = Self { file };
@@ -65,18 +65,19 @@ impl Writer {
     }
 }
 
-/// One worker's diary, read while it is being written.
+/// The event log of one worker, read while it is being written.
 #[derive(Debug)]
 pub(crate) struct EventLog {
     pub(crate) pid: u32,
-    /// When its process was started; by the system's word, rounded down to a tick (10 ms).
+    /// Time at which its process was started; from the system's records, rounded down to a tick (10
+    /// ms).
     pub(crate) born: Duration,
-    /// When each of its steps was applied.
+    /// Its commits, with their times.
     pub(crate) commits: Vec<(Duration, Commit)>,
-    /// Records computed after the last of them.
+    /// Number of records computed after the last commit.
     pub(crate) open: u64,
-    /// Its process runs.
-    lives: bool,
+    /// Whether its process runs.
+    is_alive: bool,
     file: File,
     rest: Vec<u8>,
 }
@@ -89,35 +90,35 @@ impl EventLog {
             born: Duration::ZERO,
             commits: Vec::new(),
             open: 0,
-            lives: true,
+            is_alive: true,
             file,
             rest: Vec::new(),
         })
     }
 
-    /// The first commit with records of its own in it.
+    /// The first commit with records that the worker has computed itself.
     pub(crate) fn contribution(&self) -> Option<(Duration, Commit)> {
         self.commits.iter().find(|(_, commit)| commit.own > 0).copied()
     }
 
-    /// Whether its worker began to take part after `at`.
+    /// Whether the worker began to contribute after `at`.
     pub(crate) fn is_new(&self, at: Duration) -> bool {
         self.contribution().is_some_and(|(first, _)| first > at)
     }
 
-    /// When `step` was applied here, for the last time.
+    /// Time at which the worker has last applied `step`.
     pub(crate) fn time_of(&self, step: u64) -> Option<Duration> {
         self.commits.iter().rev().find(|(_, commit)| commit.step == step).map(|(at, _)| *at)
     }
 
-    /// Steps committed before `at`.
+    /// Number of steps committed before `at`.
     pub(crate) fn steps_before(&self, at: Duration) -> u64 {
         let before = self.commits.partition_point(|(committed, _)| *committed < at);
         before.checked_sub(1).map_or(0, |last| self.commits[last].1.step + 1)
     }
 
-    /// Steps whose work here was for nothing: computed and thrown away, or applied more than once.
-    /// What a newcomer does before it takes part costs nobody a step.
+    /// Steps whose work was lost here: computed and discarded, or applied more than once. What a
+    /// joiner does before it contributes costs no other worker a step.
     pub(crate) fn steps_lost(&self) -> Vec<u64> {
         let first = self.commits.iter().position(|(_, commit)| commit.own > 0);
         let commits = &self.commits[first.unwrap_or(self.commits.len())..];
@@ -128,11 +129,11 @@ impl EventLog {
     }
 
     fn refresh(&mut self) -> io::Result<()> {
-        if !self.lives {
+        if !self.is_alive {
             return Ok(());
         }
-        // Asked first: what it wrote before its end is read too.
-        self.lives = elasticdl_tests::is_alive(self.pid);
+        // Checked before the file is read, so that the last entries are read too.
+        self.is_alive = elasticdl_tests::is_alive(self.pid);
         self.file.read_to_end(&mut self.rest)?;
         let whole = self.rest.len() / ENTRY_BYTES * ENTRY_BYTES;
         let read: Vec<u8> = self.rest.drain(..whole).collect();
@@ -154,7 +155,7 @@ impl EventLog {
     }
 }
 
-/// All diaries of a job.
+/// All event logs of a job.
 #[derive(Debug)]
 pub(crate) struct EventLogs {
     pub(crate) folder: PathBuf,
@@ -167,7 +168,7 @@ impl EventLogs {
         Ok(Self { folder, all: BTreeMap::new() })
     }
 
-    /// Reads what was written since the last time.
+    /// Reads the entries that were added since the last call.
     pub(crate) fn refresh(&mut self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.folder)? {
             let entry = entry?;
@@ -180,12 +181,12 @@ impl EventLogs {
         self.all.values_mut().try_for_each(EventLog::refresh)
     }
 
-    /// Those of processes that ran at the last refresh.
+    /// Event logs of the processes that ran at the last refresh.
     pub(crate) fn living(&self) -> impl Iterator<Item = &EventLog> {
-        self.all.values().filter(|log| log.lives)
+        self.all.values().filter(|log| log.is_alive)
     }
 
-    /// When each step was first applied anywhere, with its records.
+    /// Time at which each step was first applied by any worker, with its records.
     pub(crate) fn steps(&self) -> BTreeMap<u64, (Duration, u64)> {
         let mut steps = BTreeMap::new();
         for (at, commit) in self.all.values().flat_map(|log| &log.commits) {
@@ -196,7 +197,7 @@ impl EventLogs {
     }
 }
 
-/// Time since the machine's start, the same for all processes.
+/// Time since the machine's start; the same clock for all processes.
 pub(crate) fn now() -> Duration {
     since_start(ClockId::Monotonic)
 }
@@ -206,17 +207,16 @@ fn since_start(clock: ClockId) -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// When this process was started.
+/// Time at which this process was started.
 fn birth() -> io::Result<Duration> {
     let stat = std::fs::read_to_string("/proc/self/stat")?;
     // After the command's name in brackets comes the third field; the 22nd is the start in ticks.
     let field = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(22 - 3));
     let ticks: Option<u64> = field.and_then(|field| field.parse().ok());
-    let ticks =
-        ticks.ok_or_else(|| io::Error::other("the system does not tell this process's start"))?;
+    let ticks = ticks.ok_or_else(|| io::Error::other("the start of this process can't be read"))?;
     let born = Duration::from_secs(ticks) / rustix::param::clock_ticks_per_second() as u32;
-    // The system counts from the start of the machine with the time that it slept, the clock
-    // without.
+    // The system's count includes the time that the machine was suspended, the monotonic clock does
+    // not.
     let slept = since_start(ClockId::Boottime).saturating_sub(now());
     Ok(born.saturating_sub(slept))
 }

@@ -1,4 +1,4 @@
-//! Events of one kind on one job, and what each cost those that it did not hit.
+//! Events of one kind in one job, and their cost for the workers that they do not hit.
 
 use std::error::Error;
 use std::path::Path;
@@ -12,44 +12,45 @@ use crate::bench::{Bench, Ended};
 use crate::event_log::{EventLog, now};
 use crate::{Arguments, Kind};
 
-/// What the events of one kind cost. Gaps are between two commits of one worker, of the worker that
-/// waited longest, less the median step; all in milliseconds.
+/// The cost of the events of one kind. A gap is the time between two commits of one worker, for the
+/// worker that waited longest, less the median step. All times are in milliseconds.
 #[derive(Debug, Default)]
 pub(crate) struct Measured {
     pub(crate) median_step: f64,
-    /// Of each event, until the survivors stepped again; of a join, from the newcomer's start until
-    /// it contributed.
+    /// For each event, the gap of the survivors; for a join, the time from the joiner's start until
+    /// it contributes.
     pub(crate) gaps: Vec<f64>,
-    /// The longest gap in as much time just before each event: what the machine's other work does.
+    /// The longest gap in an equally long time just before each event: the effect of the machine's
+    /// other work.
     pub(crate) quiet: Vec<f64>,
-    /// After that, until the one in the victim's place contributed; of a join, of the switch alone.
+    /// The gap when the replacement joins the group; for a join, the gap of the regroup alone.
     pub(crate) switches: Vec<f64>,
-    /// From each newcomer's start until a step with records of its own was committed.
+    /// Time from each joiner's start until a step with its own records was committed.
     pub(crate) latencies: Vec<f64>,
     pub(crate) steps_lost: usize,
     pub(crate) records_lost: u64,
     pub(crate) records_repeated: u64,
-    /// Parts of the gap as the workers told the master, of the events and of the newcomers'
-    /// switches.
+    /// Parts of the gaps of the events and of the joiners' regroups, as the workers reported them
+    /// to the master.
     pub(crate) phases: Phases,
     pub(crate) switch_phases: Phases,
 }
 
-/// Parts of gaps, over events: one list for each of [`PHASES`].
+/// Parts of gaps, over all events: one list for each of [`PHASES`].
 pub(crate) type Phases = [Vec<f64>; PHASES.len()];
 
-/// As the summary names them, less `_ms`.
+/// Names of the parts in the summary, without `_ms`.
 pub(crate) const PHASES: [&str; 5] = ["detect", "agree", "connect", "state", "first_step"];
 
 struct Event {
     at: Duration,
-    /// All members wanted contribute again.
+    /// Time at which all members that the job wants contribute again.
     until: Duration,
     victim: Option<u32>,
 }
 
-/// Starts a job in `folder` and disturbs it as many times as asked for, each time when it is whole
-/// and at rest.
+/// Starts a job in `folder` and disturbs it as often as the arguments say, each time when it is
+/// complete and at rest.
 pub(crate) fn disturb(
     arguments: &Arguments,
     kind: Kind,
@@ -83,7 +84,7 @@ pub(crate) fn disturb(
     Ok(measured)
 }
 
-/// Makes one event happen and waits until the group is whole again.
+/// Causes one event and waits until the group is complete again.
 fn cause(bench: &mut Bench, kind: Kind) -> Result<Event, Box<dyn Error>> {
     let at = now();
     let signal = match kind {
@@ -128,8 +129,8 @@ impl Measured {
         let joiners: Vec<(Duration, Duration, u64)> = joiners.collect();
         self.latencies.extend(joiners.iter().map(|(born, at, _)| ms(*at - *born)));
         let joined_by =
-            joiners.iter().map(|(.., step)| *step).max().ok_or("an event without a newcomer")?;
-        // The generations that the event led to, each with the step from which it counts.
+            joiners.iter().map(|(.., step)| *step).max().ok_or("an event without a joiner")?;
+        // The generations that the event led to, each with its first step.
         let steps = first.steps_before(event.at)..=joined_by;
         let records =
             ended.summary["memberships"].as_array().ok_or("no memberships in the summary")?;
@@ -143,7 +144,8 @@ impl Measured {
         let last = |join: bool| records.iter().rfind(|(_, record)| is_join(record) == join);
         let switch = last(true);
         let (from, to) = match kind {
-            // All that the others notice of a newcomer, its start and preparation included.
+            // The whole time that the survivors notice the joiner, its start and preparation
+            // included.
             Kind::All | Kind::Join => {
                 (joiners.iter().map(|(born, ..)| *born).min().unwrap_or(event.at), joined_by)
             }
@@ -159,8 +161,8 @@ impl Measured {
         let to = time_of(to).ok_or("a generation without a step")?;
         self.gaps.push(longest(from, to));
         if let Some((step, record)) = switch {
-            // A join's generation is that of the two commits around it; another event's lasts until
-            // the newcomer works.
+            // The generation of a join is that of the two commits around it; that of another event
+            // lasts until the joiner contributes.
             let after =
                 time_of(step.saturating_sub(1)).filter(|_| kind == Kind::Join).unwrap_or(to);
             self.switches.push(longest(after, event.until));
@@ -191,14 +193,14 @@ fn survivors<'a>(ended: &'a Ended, event: &Event) -> impl Iterator<Item = &'a Ev
     })
 }
 
-/// Times between this worker's commits, of the pairs of which the later one lies after `from` and
-/// up to `to`.
+/// Times between successive commits of this worker, where the later one lies after `from` and not
+/// after `to`.
 fn gaps(log: &EventLog, from: Duration, to: Duration) -> impl Iterator<Item = Duration> {
     let pairs = log.commits.windows(2);
     pairs.filter(move |pair| pair[1].0 > from && pair[1].0 <= to).map(|pair| pair[1].0 - pair[0].0)
 }
 
-/// Of a step while nothing happens, in milliseconds.
+/// Median time of a step while no event happens, in milliseconds.
 fn median_step(ended: &Ended, events: &[Event]) -> f64 {
     let starts = std::iter::once(Duration::ZERO).chain(events.iter().map(|event| event.until));
     let ends = events.iter().map(|event| event.at);

@@ -1,4 +1,5 @@
-//! How much work is done while workers are killed and replaced, against how much is done in peace.
+//! The amount of work that is done while workers are killed and replaced, relative to undisturbed
+//! training.
 
 use std::error::Error;
 use std::path::Path;
@@ -10,12 +11,12 @@ use crate::Arguments;
 use crate::bench::{Bench, Ended};
 use crate::event_log::now;
 
-/// Records committed per second, in windows of one job that take turns: peace, disturbance, peace,
-/// …, peace. What else the machine does touches both.
+/// Records committed per second, in alternating windows of one job: undisturbed, disturbed,
+/// undisturbed, …, undisturbed. So other load on the machine affects both.
 #[derive(Debug)]
 pub(crate) struct Goodput {
-    /// In peace; one more than disturbed.
-    pub(crate) peaceful: Vec<f64>,
+    /// Rates of the undisturbed windows; one more than of the disturbed ones.
+    pub(crate) undisturbed: Vec<f64>,
     pub(crate) disturbed: Vec<f64>,
     pub(crate) kills: usize,
     pub(crate) steps_lost: usize,
@@ -31,12 +32,12 @@ impl Goodput {
         let kills_each =
             arguments.goodput_seconds.div_ceil(windows).div_ceil(PERIOD.as_secs()).max(1);
         let length = PERIOD * kills_each as u32;
-        let (mut peaceful, mut disturbed, mut victims) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut undisturbed, mut disturbed, mut victims) = (Vec::new(), Vec::new(), Vec::new());
         for window in 0..=windows {
             bench.settle()?;
             let start = now();
             bench.rest_until(start + length)?;
-            peaceful.push(start);
+            undisturbed.push(start);
             if window == windows {
                 break;
             }
@@ -53,7 +54,7 @@ impl Goodput {
         let rates =
             |starts: &[Duration]| starts.iter().map(|start| rate(&ended, *start, length)).collect();
         Ok(Self {
-            peaceful: rates(&peaceful),
+            undisturbed: rates(&undisturbed),
             disturbed: rates(&disturbed),
             kills: victims.len(),
             steps_lost: ended.steps_lost(&victims),
@@ -62,18 +63,17 @@ impl Goodput {
         })
     }
 
-    /// The part of peace's records that the disturbed windows committed: each against the mean of
-    /// its neighbours.
+    /// For each disturbed window, its rate relative to the mean of its undisturbed neighbours.
     pub(crate) fn parts(&self) -> Vec<f64> {
-        let around = self.peaceful.windows(2).map(|pair| f64::midpoint(pair[0], pair[1]));
+        let around = self.undisturbed.windows(2).map(|pair| f64::midpoint(pair[0], pair[1]));
         self.disturbed
             .iter()
             .zip(around)
-            .map(|(disturbed, peaceful)| disturbed / peaceful)
+            .map(|(disturbed, undisturbed)| disturbed / undisturbed)
             .collect()
     }
 
-    /// Their mean.
+    /// The mean of [`Self::parts`].
     pub(crate) fn part(&self) -> f64 {
         let parts = self.parts();
         parts.iter().sum::<f64>() / parts.len() as f64
@@ -87,7 +87,7 @@ fn rate(ended: &Ended, start: Duration, length: Duration) -> f64 {
     within.map(|(_, records)| *records).sum::<u64>() as f64 / length.as_secs_f64()
 }
 
-/// Between two kills.
+/// Time between two kills.
 const PERIOD: Duration = Duration::from_secs(2);
-/// Of peace or disturbance.
+/// Length of a window.
 const WINDOW: Duration = Duration::from_secs(10);

@@ -1,17 +1,17 @@
-//! What coming and going costs: kills, leaves, joins and stops of real worker processes, one at a
-//! time.
+//! The cost of membership changes: kills, leaves, joins and stops of real worker processes, one at
+//! a time.
 //!
 //! `cargo run --release -p elasticdl-tests --bin churn -- --workers 4 --params 1048576 --events 20`
-//! prints, per kind of event, the gap between two committed steps that the others saw, less the
-//! median step. The workers' own diaries are the measure; the master's word (its summary) gives the
+//! prints, per kind of event, the gap between two committed steps that the other workers saw, less
+//! the median step. It is measured from the workers' own event logs; the master's summary gives the
 //! parts of the gaps and is checked against what the model counted. A lost step is one that a
 //! worker which was not itself killed or stopped had to compute again, or that was undone, or that
 //! a worker which left in order had begun in vain.
 //!
 //! This program is at once the benchmark, the `elasticdl` command and the job's worker.
 //!
-//! Memory: a worker holds four buffers of the parameters' size and what its connections hold; there
-//! is one worker more than `--workers` while one joins.
+//! Memory: a worker holds four buffers of the parameters' size and the buffers of its connections;
+//! there is one worker more than `--workers` while one joins.
 
 mod bench;
 mod event_log;
@@ -30,7 +30,7 @@ use elasticdl_tests::print;
 use crate::goodput::Goodput;
 use crate::report::Report;
 
-/// Measure what the coming and going of workers costs the others.
+/// Measure what membership changes cost the other workers.
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Workers of the job
@@ -45,8 +45,8 @@ struct Arguments {
     /// What happens to workers
     #[arg(long, value_enum, default_value = "all")]
     kind: Kind,
-    /// For how long a worker is killed every 2 s, to see how much work is done all the same; as
-    /// much time again is measured in peace; 0 to leave it out
+    /// Duration of the phase in which a worker is killed every 2 s, to measure the remaining
+    /// throughput; as much time again is measured undisturbed; 0 to leave it out
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     goodput_seconds: u64,
     /// Also write the result to this file

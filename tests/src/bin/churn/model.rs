@@ -1,4 +1,4 @@
-//! The model that is trained: it counts records, and keeps a diary of what happens to its work.
+//! The model that is trained: it counts records, and writes an event log of its work.
 
 use clap::Parser;
 use elasticdl_tests::{counting_reader, counts_summary, numbers};
@@ -7,7 +7,7 @@ use elasticdl_worker::{Model, Update, UserError};
 
 use crate::event_log::{Commit, Entry, Writer};
 
-/// What a worker of the benchmark's jobs is told.
+/// Arguments of a worker of the benchmark's jobs.
 #[derive(Debug, Parser)]
 pub(crate) struct Arguments {
     #[arg(long)]
@@ -15,21 +15,21 @@ pub(crate) struct Arguments {
     /// Records of an epoch.
     #[arg(long)]
     records: usize,
-    /// Where diaries are kept.
+    /// Folder of the event logs.
     #[arg(long)]
     event_logs: std::path::PathBuf,
 }
 
-/// Parameter `i` is the number of times that record `i` was absorbed; parameters beyond are there
-/// to be reduced.
+/// Parameter `i` is the number of times that record `i` was absorbed; further parameters only add
+/// to the size of the reductions.
 #[derive(Debug)]
 pub(crate) struct Counting {
     params: usize,
     records: usize,
     log: Writer,
-    /// Records whose gradient was computed here and that no update has brought yet.
+    /// Records whose gradient was computed here and that are in no update yet.
     pending: Vec<usize>,
-    /// Of those, how many were thrown away since the last update.
+    /// Number of records that were discarded since the last update.
     undone: u64,
 }
 
@@ -72,8 +72,8 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut [f32],
     ) -> Result<f64, UserError> {
-        // What was computed before and is in no update must still be in the buffer; else it was for
-        // nothing.
+        // Records that were computed before and are in no update must still be in the buffer;
+        // otherwise their work is lost.
         let pending = self.pending.len();
         self.pending.retain(|&record| gradients[record] > 0.0);
         self.undone += (pending - self.pending.len()) as u64;
@@ -87,13 +87,11 @@ impl Model for Counting {
 
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
         let (sum, counts) = (&update.sum[..self.records], &update.parameters[..self.records]);
-        // Epochs follow one another, so a record's turn comes when no other has been counted less
-        // often.
+        // Epochs follow one another, so it is a record's turn if no other record has been counted
+        // less often.
         let turn = counts.iter().copied().fold(f32::INFINITY, f32::min);
-        let out_of_turn = |(sum, count): (&f32, &f32)| match *count == turn {
-            true => (*sum - 1.0).max(0.0),
-            false => *sum,
-        };
+        let out_of_turn =
+            |(sum, count): (&f32, &f32)| if *count == turn { (*sum - 1.0).max(0.0) } else { *sum };
         let repeated: f32 = sum.iter().zip(counts).map(out_of_turn).sum();
         let pending = self.pending.len();
         self.pending.retain(|&record| sum[record] < 1.0);

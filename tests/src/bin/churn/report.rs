@@ -1,4 +1,4 @@
-//! The benchmark's result, for people and for programs.
+//! The benchmark's result, as a table and as JSON.
 
 use elasticdl_tests::{print, quantile};
 use serde_json::{Map, Value, json};
@@ -7,7 +7,7 @@ use crate::events::{Measured, PHASES, Phases};
 use crate::goodput::Goodput;
 use crate::{Arguments, Kind};
 
-/// All that was measured.
+/// All measurements.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     kinds: Vec<(Kind, Measured)>,
@@ -36,7 +36,7 @@ impl Report {
         self.goodput = Some(goodput);
     }
 
-    /// What stands above the lines of the kinds.
+    /// Prints the head of the table.
     pub(crate) fn print_head(arguments: &Arguments) {
         let cores = std::thread::available_parallelism().map_or(0, usize::from);
         let Arguments { workers, params, events, .. } = arguments;
@@ -67,7 +67,7 @@ impl Report {
         ));
     }
 
-    /// The result for programs, and where time went for people.
+    /// The result as JSON; prints the parts of the gaps as a table.
     pub(crate) fn finish(&self, arguments: &Arguments) -> Value {
         print(&format!(
             "\n{:<14}{}   (median parts of the gap, ms)",
@@ -181,7 +181,7 @@ fn spread(values: &mut [f64]) -> Value {
     json!({ "p50": quantile(values, 0.5), "p99": quantile(values, 0.99) })
 }
 
-/// Processes that ran or wanted to, over the last minute.
+/// Load average of the machine over the last minute.
 fn load() -> f64 {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split(' ').next().and_then(|word| word.parse().ok()).unwrap_or(0.0)

@@ -1,9 +1,9 @@
-//! What the ring of GPUs does on this machine, in at most ten minutes:
-//! `cargo run --release -p elasticdl-tests --bin gpu_drill -- --json FILE`.
+//! Measures the GPU ring on this machine, in at most ten minutes: `cargo run --release -p
+//! elasticdl-tests --bin gpu_drill -- --json FILE`.
 //!
-//! The ranks are processes of this program. They have a GPU each where there are enough, and share
-//! the first one where not: then NCCL is told that they are on different hosts, and goes over
-//! sockets. A phase that fails says so, and the others run.
+//! The ranks are processes of this program. They have a GPU each if there are enough, and share the
+//! first one otherwise: then NCCL is configured as if they were on different hosts, and uses
+//! sockets. A phase that fails is reported, and the others run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,11 +23,11 @@ mod step;
 /// Measures the ring of GPUs, and prints a table
 #[derive(Clone, Debug, Parser)]
 struct Arguments {
-    /// Write all figures there, too
+    /// Also write all figures to this file
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Look for libcuda.so and libnccl.so.2 there first: the stand-ins of the tests, or a package's
-    /// folder
+    /// Folder in which libcuda.so and libnccl.so.2 are looked up first: the fakes of the tests, or
+    /// a package's folder
     #[arg(long, value_name = "DIR")]
     stand_in: Option<PathBuf>,
     /// The largest buffer, in bytes
@@ -36,11 +36,11 @@ struct Arguments {
     /// The buffer of the phases in which a rank fails, in bytes
     #[arg(long, default_value_t = 400 << 20)]
     bytes_lost: usize,
-    /// Seconds until what is not done is left out
+    /// Seconds after which remaining phases are left out
     #[arg(long, default_value_t = 570)]
     seconds: u64,
-    /// The example of that name, built with `--features cuda`, for steps beside a plain loop of
-    /// candle
+    /// The example of that name, built with `--features cuda`, to compare steps with a plain loop
+    /// of candle
     #[arg(long, value_name = "FILE")]
     bytelm: Option<PathBuf>,
     /// Its arguments: 100 million parameters, on a GPU
@@ -56,10 +56,10 @@ struct Arguments {
     /// Only these phases
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Be this rank, and do what standard input says
+    /// Run as this rank, and execute the commands on standard input
     #[arg(long, hide = true)]
     rank: Option<u64>,
-    /// Of this GPU
+    /// Index of the rank's GPU
     #[arg(long, hide = true, default_value_t = 0)]
     ordinal: usize,
 }
@@ -73,16 +73,16 @@ struct Figure {
     unit: &'static str,
 }
 
-/// What all phases get.
+/// Context of all phases.
 #[derive(Debug)]
 struct Drill {
     arguments: Arguments,
     devices: usize,
-    /// Each way, while both go on, in bytes per second.
+    /// Copy rate per direction with both directions active, in bytes per second.
     copy_rate: f64,
     begun: Instant,
     figures: Vec<Figure>,
-    /// By phase, why there are no more figures of it.
+    /// Errors that ended a phase, by phase.
     failures: BTreeMap<&'static str, String>,
 }
 
@@ -138,12 +138,12 @@ impl Drill {
         self.figures.push(Figure { phase, what: what.into(), value, unit });
     }
 
-    /// How often to repeat what takes `once` seconds.
+    /// Number of repetitions of an operation that takes `once` seconds.
     fn iterations(&self, once: f64) -> u64 {
         (self.arguments.effort_ms as f64 / 1e3 / once.max(1e-6)).clamp(3.0, 300.0) as u64
     }
 
-    /// What can't be over in time is not begun.
+    /// Fails if the time is up: no further phase begins.
     fn check_time(&self) -> Fallible<()> {
         if self.left().is_zero() {
             Err("left out from here: the time is up".into())
@@ -152,7 +152,7 @@ impl Drill {
         }
     }
 
-    /// Of the whole time.
+    /// Time that is left of the whole drill.
     fn left(&self) -> Duration {
         Duration::from_secs(self.arguments.seconds).saturating_sub(self.begun.elapsed())
     }

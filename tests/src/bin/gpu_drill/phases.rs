@@ -1,4 +1,4 @@
-//! What is measured, one thing after the other.
+//! The phases of the drill, in their order.
 
 use std::thread;
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub(crate) const ALL: [(&str, Phase); 9] = [
     ("step", crate::step::step),
 ];
 
-/// What there is, and its ceilings.
+/// Properties of the machine, and its copy rates as upper bounds.
 fn machine(drill: &mut Drill) -> Fallible<()> {
     let mut ranks = Ranks::start(drill, 1, false)?;
     let bytes = drill.arguments.bytes_max.min(256 << 20);
@@ -49,11 +49,11 @@ fn machine(drill: &mut Drill) -> Fallible<()> {
     Ok(())
 }
 
-/// How long NCCL takes to be there.
+/// Time to create NCCL communicators.
 fn init(drill: &mut Drill) -> Fallible<()> {
     for world in 1..=3 {
         let mut ranks = Ranks::start(drill, world, false)?;
-        // The first in a process loads the library's kernels.
+        // The first communicator of a process loads the library's kernels.
         for (generation, which) in [(1, "first"), (2, "next")] {
             ranks.connect(generation)?;
             let took = slowest(&ranks.all(&begin())?, "s")?;
@@ -68,7 +68,7 @@ fn init(drill: &mut Drill) -> Fallible<()> {
     Ok(())
 }
 
-/// This layer beside NCCL alone, in one run.
+/// This layer compared with NCCL alone, in one run.
 fn nccl(drill: &mut Drill) -> Fallible<()> {
     for world in worlds(drill) {
         let mut ranks = Ranks::start(drill, world, false)?;
@@ -114,7 +114,7 @@ fn staged(drill: &mut Drill) -> Fallible<()> {
                     "ms",
                 );
             }
-            // All share the way to one GPU.
+            // All ranks share the bus of one GPU.
             let copies = (world * bytes) as f64 / drill.copy_rate;
             let share = 100.0 * medians[1].max(copies) / medians[0];
             let what =
@@ -125,17 +125,18 @@ fn staged(drill: &mut Drill) -> Fallible<()> {
     Ok(())
 }
 
-/// A rank is killed in the middle of an operation over NCCL.
+/// A rank is killed during an operation over NCCL.
 fn kill(drill: &mut Drill) -> Fallible<()> {
     lose(drill, "kill", "nccl", Signal::KILL)
 }
 
-/// The same over the host's ring.
+/// A rank is killed during an operation over the host's ring.
 fn kill_on_the_host(drill: &mut Drill) -> Fallible<()> {
     lose(drill, "kill-host", "host", Signal::KILL)
 }
 
-/// A rank is stopped: nothing ends, and the master says so after a second.
+/// A rank is stopped: no connection ends, and the generation is aborted after a second, as a master
+/// would do.
 fn stop(drill: &mut Drill) -> Fallible<()> {
     lose(drill, "stop", "nccl", Signal::STOP)
 }
@@ -151,15 +152,15 @@ fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> F
     }
     let victim = ranks.len() - 1;
     let until_lost = json!({ "do": "until_lost", "bytes": bytes, "path": path });
-    (0..ranks.len()).try_for_each(|index| ranks.tell(index, &until_lost))?;
-    // The third one's length is known from the second.
+    (0..ranks.len()).try_for_each(|index| ranks.send(index, &until_lost))?;
+    // The duration of the third operation is estimated from the second.
     let turns = (0..3).map(|_| ranks.answer(0)).collect::<Fallible<Vec<_>>>()?;
     let length = number(&turns[2]["turn"])? - number(&turns[1]["turn"])?;
     thread::sleep(Duration::from_secs_f64(length / 2e9));
     let lost = ranks.signal(victim, signal)?;
     if signal == Signal::STOP {
         thread::sleep(SILENCE);
-        (0..victim).try_for_each(|index| ranks.tell(index, &json!({ "over": 1 })))?;
+        (0..victim).try_for_each(|index| ranks.send(index, &json!({ "over": 1 })))?;
     }
     let mut ends = Vec::new();
     for index in 0..victim {
@@ -194,37 +195,37 @@ fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> F
     Ok(())
 }
 
-/// An abort that may take no time is given up: the rank says that its process has to end, and
-/// another takes its place.
+/// An abort with a deadline of zero is given up: the rank reports that its process has to end, so
+/// that it can be replaced.
 fn abandon(drill: &mut Drill) -> Fallible<()> {
     let mut ranks = Ranks::start(drill, 2, false)?;
     ranks.connect(1)?;
     ranks.all(&json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 0 }))?;
-    ranks.tell(
+    ranks.send(
         0,
         &json!({ "do": "until_lost", "bytes": drill.arguments.bytes_lost, "path": "nccl" }),
     )?;
-    ranks.tell(1, &json!({ "do": "stay_away" }))?;
+    ranks.send(1, &json!({ "do": "stay_away" }))?;
     let answers = [ranks.answer(0)?, ranks.answer(1)?];
     let lost = answers[0]["lost"].as_str().unwrap_or("");
     if !lost.contains("this process can't go on") {
-        return Err(format!("it said: {lost}").into());
+        return Err(format!("unexpected error: {lost}").into());
     }
-    drill.add("abandon", "an abort beyond its deadline is said to be one", 1.0, "");
+    drill.add("abandon", "an abort beyond its deadline is reported", 1.0, "");
     Ok(())
 }
 
-/// Begins to make a communicator, and waits for it.
+/// The command to build a communicator and wait for it.
 fn begin() -> Value {
     json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 5000 })
 }
 
-/// One rank, and as many as there are GPUs; two on one.
+/// World sizes: one rank, and as many as there are GPUs; two ranks on one GPU.
 fn worlds(drill: &Drill) -> [usize; 2] {
     [1, drill.devices.clamp(2, 8)]
 }
 
-/// From 4 KiB to `most`, fourfold each.
+/// Buffer sizes from 4 KiB to `most`, each four times the one before.
 fn sizes(most: usize) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(4096), |bytes| Some(bytes * 4))
         .take_while(move |bytes| *bytes <= most)
@@ -235,7 +236,7 @@ fn slowest(answers: &[Value], name: &str) -> Fallible<f64> {
 }
 
 fn number(value: &Value) -> Fallible<f64> {
-    value.as_f64().ok_or_else(|| format!("a rank said {value} for a number").into())
+    value.as_f64().ok_or_else(|| format!("a rank answered {value} instead of a number").into())
 }
 
 fn size(bytes: usize) -> String {
@@ -248,5 +249,5 @@ fn size(bytes: usize) -> String {
 
 const INIT_MS: u64 = 60_000;
 
-/// How long a worker may be silent.
+/// Time after which a silent worker is detected.
 const SILENCE: Duration = Duration::from_secs(1);

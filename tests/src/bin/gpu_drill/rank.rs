@@ -1,5 +1,5 @@
-//! One rank's process: does what its standard input says, a line of JSON each, and answers
-//! likewise.
+//! The process of one rank: executes the commands on standard input, one line of JSON each, and
+//! answers likewise.
 
 use std::io::{BufRead, Write, stdin, stdout};
 use std::net::{IpAddr, Ipv4Addr};
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use crate::Fallible;
 use crate::ranks::now;
 
-/// A rank between two commands.
+/// The state of a rank between two commands.
 struct Rank {
     endpoint: Endpoint,
     device: Device,
@@ -30,27 +30,27 @@ struct Rank {
     buffers: Option<(CudaSlice<f32>, CudaSlice<f32>)>,
 }
 
-/// Answers until standard input ends.
-pub(crate) fn serve(me: u64, ordinal: usize) -> ExitCode {
-    let mut rank = match Rank::open(me, ordinal) {
+/// Executes commands until standard input ends.
+pub(crate) fn serve(rank_index: u64, ordinal: usize) -> ExitCode {
+    let mut rank = match Rank::open(rank_index, ordinal) {
         Ok(rank) => rank,
         Err(error) => {
-            say(&json!({ "error": describe(&*error) }));
+            print_answer(&json!({ "error": describe(&*error) }));
             return ExitCode::FAILURE;
         }
     };
-    say(&json!({ "address": rank.endpoint.address().to_string() }));
+    print_answer(&json!({ "address": rank.endpoint.address().to_string() }));
     let (read, commands) = mpsc::channel();
     let fence = rank.endpoint.fence();
     thread::spawn(move || listen(&fence, &read));
     for command in commands {
         let answer = rank.perform(&command);
-        say(&answer.unwrap_or_else(|error| json!({ "error": describe(&*error) })));
+        print_answer(&answer.unwrap_or_else(|error| json!({ "error": describe(&*error) })));
     }
     ExitCode::SUCCESS
 }
 
-/// Reads commands. That a generation is over is heard in the middle of another command.
+/// Reads commands. The end of a generation takes effect during another command.
 fn listen(fence: &Fence, read: &mpsc::Sender<Value>) {
     for line in stdin().lock().lines().map_while(Result::ok) {
         let command: Value = serde_json::from_str(&line).unwrap_or_default();
@@ -63,10 +63,11 @@ fn listen(fence: &Fence, read: &mpsc::Sender<Value>) {
 }
 
 impl Rank {
-    fn open(me: u64, ordinal: usize) -> Fallible<Self> {
+    fn open(rank_index: u64, ordinal: usize) -> Fallible<Self> {
         let device = Device::open(ordinal)?;
         let secret = Secret::new("gpu_drill");
-        let endpoint = Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "gpu_drill", me, secret)?;
+        let endpoint =
+            Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "gpu_drill", rank_index, secret)?;
         Ok(Self {
             endpoint,
             device,
@@ -96,7 +97,7 @@ impl Rank {
         }
     }
 
-    /// What there is, and how fast it copies.
+    /// Properties of the machine, and its copy rates.
     fn machine(&self, bytes: usize) -> Fallible<Value> {
         let CopyBandwidth { to_device, to_host, both, within } =
             CopyBandwidth::measure(&self.device, bytes)?;
@@ -126,7 +127,7 @@ impl Rank {
         Ok(json!({}))
     }
 
-    /// Makes a communicator of NCCL, as a group does, and says how long that took.
+    /// Builds an NCCL communicator as a group does, and reports the time.
     fn begin(&mut self, init_ms: u64, abort_ms: u64) -> Fallible<Value> {
         let options = NcclOptions {
             init_timeout: Duration::from_millis(init_ms),
@@ -150,7 +151,7 @@ impl Rank {
         }
     }
 
-    /// NCCL without anything around it, beside.
+    /// Builds a second communicator without the layers above NCCL.
     fn make_bare(&mut self) -> Fallible<Value> {
         let (Some(ring), NcclPolicy::On(library, _)) = (&mut self.ring, &self.policy) else {
             return Err("no group, or no NCCL".into());
@@ -166,7 +167,7 @@ impl Rank {
         Ok(json!({}))
     }
 
-    /// Buffers of so many bytes, the source all ones.
+    /// Allocates buffers of this many bytes; the source is all ones.
     fn prepare(&mut self, bytes: usize) -> Fallible<()> {
         let len = bytes / size_of::<f32>();
         if self.buffers.as_ref().is_none_or(|(src, _)| src.len() != len) {
@@ -178,7 +179,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Sums over a path: the median time, and that the result is right.
+    /// All-reduces over a path: reports the median time and checks the result.
     fn sum(&mut self, bytes: usize, iterations: u64, path: Path) -> Fallible<Value> {
         self.prepare(bytes)?;
         let (ring, buffers) = (self.ring.as_mut(), self.buffers.as_mut());
@@ -196,7 +197,7 @@ impl Rank {
         Ok(json!({ "s": quantile(&mut times, 0.5), "at": at }))
     }
 
-    /// The same sum by this layer and by NCCL alone, by turns: the two medians.
+    /// The same all-reduce by this layer and by NCCL alone, in turn: reports both medians.
     fn beside(&mut self, bytes: usize, iterations: u64) -> Fallible<Value> {
         self.prepare(bytes)?;
         let all = self.ring.as_mut().zip(self.bare.as_ref()).zip(self.buffers.as_mut());
@@ -216,7 +217,7 @@ impl Rank {
         Ok(json!({ "s": quantile(&mut ours, 0.5), "bare_s": quantile(&mut theirs, 0.5) }))
     }
 
-    /// The host's ring on the host's memory.
+    /// All-reduces over the host's ring, in host memory.
     fn host(&mut self, bytes: usize, iterations: u64) -> Fallible<Value> {
         let ring = self.ring.as_mut().ok_or("no group")?;
         let src = vec![1.0; bytes / size_of::<f32>()];
@@ -231,14 +232,14 @@ impl Rank {
         Ok(json!({ "s": quantile(&mut times, 0.5) }))
     }
 
-    /// Sums until the group ends, and says when that showed.
+    /// All-reduces until the group fails, and reports when the error occurred.
     fn until_lost(&mut self, bytes: usize, path: Path) -> Fallible<Value> {
         self.prepare(bytes)?;
         let (ring, buffers) = (self.ring.as_mut(), self.buffers.as_mut());
         let (ring, (src, dst)) = ring.zip(buffers).ok_or("no group")?;
         loop {
             match ring.all_reduce_device(&[], src, dst, path) {
-                Ok(_) => say(&json!({ "turn": now() })),
+                Ok(_) => print_answer(&json!({ "turn": now() })),
                 Err(error) => {
                     let at = now();
                     let abort_ms =
@@ -249,7 +250,7 @@ impl Rank {
         }
     }
 
-    /// The source is what it was.
+    /// Checks that the source has not changed.
     fn intact(&self) -> Fallible<Value> {
         let (src, _) = self.buffers.as_ref().ok_or("no buffers")?;
         let source = self.device.stream().clone_dtoh(src)?;
@@ -258,7 +259,7 @@ impl Rank {
         if changed { Err("a source has changed".into()) } else { Ok(json!({})) }
     }
 
-    /// Is in the group, and does not come to its operation.
+    /// Joins the group, and does not take part in its operation.
     fn stay_away(&mut self) -> Fallible<Value> {
         let ring = self.ring.as_mut().ok_or("no group")?;
         let error = ring.all_gather(&[]).err().ok_or("the others came")?;
@@ -266,7 +267,7 @@ impl Rank {
     }
 }
 
-/// Every element is the sum of all ranks' ones.
+/// Checks that every element is the sum of all ranks' ones.
 fn check(device: &Device, dst: &CudaSlice<f32>, world: usize) -> Fallible<()> {
     let sums = device.stream().clone_dtoh(dst)?;
     device.stream().synchronize()?;
@@ -286,8 +287,8 @@ fn describe(error: &dyn std::error::Error) -> String {
     describe
 }
 
-/// Who listens no more misses nothing.
-fn say(answer: &Value) {
+/// A reader that is gone needs no answer.
+fn print_answer(answer: &Value) {
     let mut output = stdout().lock();
     let _ = writeln!(output, "{answer}");
     let _ = output.flush();

@@ -1,4 +1,4 @@
-//! The ranks' processes, as the drill sees them.
+//! The processes of the ranks, as the drill controls them.
 
 use std::env;
 use std::io::{BufRead, BufReader, Write};
@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 
 use crate::{Drill, Fallible};
 
-/// A group of processes. Those that still run when this is dropped are killed.
+/// A group of processes. Those that are still running when this is dropped are killed.
 pub(crate) struct Ranks {
     ranks: Vec<Rank>,
-    /// How long an answer may take.
-    patience: Duration,
+    /// Timeout of an answer.
+    timeout: Duration,
 }
 
 struct Rank {
@@ -29,10 +29,11 @@ struct Rank {
 }
 
 impl Ranks {
-    /// `shared`: all on the first GPU; otherwise each has its own, as far as there are.
+    /// Starts the processes. `shared`: all on the first GPU; otherwise on a GPU each, as far as
+    /// there are enough.
     pub(crate) fn start(drill: &Drill, world: usize, shared: bool) -> Fallible<Self> {
-        let patience = PATIENCE.min(drill.left());
-        let mut ranks = Self { ranks: Vec::new(), patience };
+        let timeout = ANSWER_TIMEOUT.min(drill.left());
+        let mut ranks = Self { ranks: Vec::new(), timeout };
         for id in 0..world as u64 {
             let ordinal = if shared { 0 } else { id as usize % drill.devices.max(1) };
             let mut command = Command::new(env::current_exe()?);
@@ -46,10 +47,10 @@ impl Ranks {
                 command.env("NCCL_HOSTID", format!("drill-{id}")).envs(ONE_GPU);
             }
             let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-            let (said, lines) = mpsc::channel();
+            let (sender, lines) = mpsc::channel();
             let output = BufReader::new(child.stdout.take().expect("it is piped"));
             thread::spawn(move || {
-                output.lines().map_while(Result::ok).try_for_each(|line| said.send(line))
+                output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
             });
             let input = child.stdin.take().expect("it is piped");
             ranks.ranks.push(Rank { id, child, input, lines, address: String::new() });
@@ -58,7 +59,7 @@ impl Ranks {
             let hello = ranks.answer(index)?;
             hello["address"]
                 .as_str()
-                .ok_or("a rank said no address")?
+                .ok_or("a rank printed no address")?
                 .clone_into(&mut ranks.ranks[index].address);
         }
         Ok(ranks)
@@ -68,13 +69,13 @@ impl Ranks {
         self.ranks.len()
     }
 
-    /// Has all do the same, and gives their answers in order.
+    /// Sends all ranks the same command, and returns their answers in rank order.
     pub(crate) fn all(&mut self, command: &Value) -> Fallible<Vec<Value>> {
-        (0..self.len()).try_for_each(|index| self.tell(index, command))?;
+        (0..self.len()).try_for_each(|index| self.send(index, command))?;
         (0..self.len()).map(|index| self.answer(index)).collect()
     }
 
-    /// Has those that are there build a group.
+    /// Builds a group of the ranks that are left.
     pub(crate) fn connect(&mut self, generation: u64) -> Fallible<()> {
         let members: Vec<_> =
             self.ranks.iter().map(|rank| json!([rank.id, rank.address])).collect();
@@ -82,7 +83,7 @@ impl Ranks {
             .map(drop)
     }
 
-    pub(crate) fn tell(&mut self, index: usize, command: &Value) -> Fallible<()> {
+    pub(crate) fn send(&mut self, index: usize, command: &Value) -> Fallible<()> {
         let input = &mut self.ranks[index].input;
         writeln!(input, "{command}").and_then(|()| input.flush())?;
         Ok(())
@@ -91,8 +92,8 @@ impl Ranks {
     pub(crate) fn answer(&self, index: usize) -> Fallible<Value> {
         let line = self.ranks[index]
             .lines
-            .recv_timeout(self.patience)
-            .map_err(|_| format!("rank {index} did not answer within {:?}", self.patience))?;
+            .recv_timeout(self.timeout)
+            .map_err(|_| format!("rank {index} did not answer within {:?}", self.timeout))?;
         let answer: Value = serde_json::from_str(&line)?;
         match answer["error"].as_str() {
             Some(error) => Err(format!("rank {index}: {error}").into()),
@@ -100,7 +101,7 @@ impl Ranks {
         }
     }
 
-    /// Sends a signal, and says when.
+    /// Sends a signal, and returns the time.
     pub(crate) fn signal(&self, index: usize, signal: Signal) -> Fallible<u64> {
         let pid = i32::try_from(self.ranks[index].child.id())?;
         let at = now();
@@ -108,7 +109,7 @@ impl Ranks {
         Ok(at)
     }
 
-    /// It takes part no more.
+    /// Removes a rank from the group.
     pub(crate) fn remove(&mut self, index: usize) {
         drop(self.ranks.remove(index));
     }
@@ -116,7 +117,7 @@ impl Ranks {
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // One that has ended already is only reaped.
+        // A process that has ended already is only reaped.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -128,8 +129,8 @@ pub(crate) fn now() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// For ranks that share a GPU: NCCL takes them for different hosts', and each for one with few
-/// resources.
+/// For ranks that share a GPU: NCCL treats them as ranks on different hosts, and uses few resources
+/// for each.
 const ONE_GPU: [(&str, &str); 6] = [
     ("NCCL_IB_DISABLE", "1"),
     ("NCCL_MAX_NCHANNELS", "1"),
@@ -139,4 +140,4 @@ const ONE_GPU: [(&str, &str); 6] = [
     ("NCCL_SOCKET_IFNAME", "lo"),
 ];
 
-const PATIENCE: Duration = Duration::from_secs(90);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(90);

@@ -1,4 +1,4 @@
-//! A job of one worker beside the same model in a plain loop of its framework.
+//! A job of one worker, compared with the same model in a plain loop of its framework.
 
 use std::env;
 use std::fs;
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::{Drill, Fallible};
 
-/// The median times of a step, by turns.
+/// The median times of a step of both, measured in turn.
 pub(crate) fn step(drill: &mut Drill) -> Fallible<()> {
     let Some(model) = &drill.arguments.bytelm else {
         return Err("left out: name bytelm, built with `--features cuda`, by --bytelm".into());
@@ -27,7 +27,7 @@ pub(crate) fn step(drill: &mut Drill) -> Fallible<()> {
     for round in 0..ROUNDS {
         drill.check_time()?;
         plain.push(plain_step(model, &arguments, &text)?);
-        // What a job does before its first step is in both of two lengths.
+        // The work before the first step is the same in jobs of both lengths.
         let [short, long] =
             STEPS.map(|steps| job_time(model, &arguments, &text, folder.path(), (round, steps)));
         job.push((long? - short?) / (STEPS[1] - STEPS[0]) as f64);
@@ -61,11 +61,11 @@ fn plain_step(model: &Path, arguments: &[&str], text: &Path) -> Fallible<f64> {
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).into_owned().into());
     }
-    let said: Value = serde_json::from_slice(&output.stdout)?;
-    said["seconds_per_step"].as_f64().ok_or_else(|| "the plain loop said no time".into())
+    let output_json: Value = serde_json::from_slice(&output.stdout)?;
+    output_json["seconds_per_step"].as_f64().ok_or_else(|| "the plain loop printed no time".into())
 }
 
-/// Seconds of a job of so many steps, from its first group's start to its end.
+/// Seconds of a job of this number of steps, from its first group's start to its end.
 fn job_time(
     model: &Path,
     arguments: &[&str],
