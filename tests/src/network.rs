@@ -46,8 +46,8 @@ impl Network {
             "no network namespaces: {why}"
         );
         eprintln!(
-            "SKIPPED, for want of network namespaces: {why}. Run it as root with iproute2: ELASTICDL_NETNS=1 cargo \
-             test -p elasticdl-tests --test partition"
+            "SKIPPED, since there are no network namespaces: {why}. Run it as root with iproute2: \
+             ELASTICDL_NETNS=1 cargo test -p elasticdl-tests --test partition"
         );
         None
     }

@@ -256,8 +256,8 @@ impl Reply {
     fn write(&self, mut stream: &TcpStream, head_only: bool) -> std::io::Result<()> {
         let (status, length) = (self.status, self.body.len());
         let mut bytes = format!(
-            "HTTP/1.1 {status} x\r\ncontent-length: {length}\r\nlast-modified: Tue, 01 Jan 2030 00:00:00 GMT\r\n\
-             {}\r\n",
+            "HTTP/1.1 {status} x\r\ncontent-length: {length}\r\n\
+             last-modified: Tue, 01 Jan 2030 00:00:00 GMT\r\n{}\r\n",
             self.headers
         )
         .into_bytes();

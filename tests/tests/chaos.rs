@@ -84,8 +84,8 @@ fn records_are_counted_exactly_once_under_mixed_schedules() {
         let mut job = JobFixture { bucket, ..fixture }.start(seed);
         let started = Instant::now();
         let mut trace = format!(
-            "{num_workers} workers, large: {is_large}, buckets: {bucket:?}; again: ELASTICDL_CHAOS_SEED={seed} cargo test -p \
-             elasticdl-tests --test chaos mixed\n"
+            "{num_workers} workers, large: {is_large}, buckets: {bucket:?}; to run it again: \
+             ELASTICDL_CHAOS_SEED={seed} cargo test -p elasticdl-tests --test chaos mixed\n"
         );
         while job.is_running() {
             let fault = Fault::draw(&mut rng);

@@ -51,7 +51,7 @@ fn kill_repeatedly(job: &mut Running, seed: u64, pause_ms: std::ops::Range<u64>)
         if rng.random_ratio(2, 3) && fault < 12 {
             kill_all(job)
         } else {
-            { job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL)) }
+            job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL));
         }
     }
 }

@@ -105,7 +105,8 @@ fn when_nccl_fails_repeatedly_the_job_continues_without_it() {
 fn a_worker_without_a_gpu_is_refused_by_a_group_on_gpus() {
     let fixture = fixture(2);
     let program = format!(
-        "[ $ELASTICDL_INDEX = 1 ] || gpu=--gpu; exec {} --records 6000 --micros-per-record 400 $gpu",
+        "[ $ELASTICDL_INDEX = 1 ] || gpu=--gpu; \
+         exec {} --records 6000 --micros-per-record 400 $gpu",
         PROGRAMS.counting
     );
     let ended = Command::new(

@@ -141,11 +141,7 @@ fn no_file_is_too_long() {
             let is_test =
                 path.strip_prefix(&folder).unwrap().components().any(|c| c.as_os_str() == "tests");
             let most = if is_test { 820 } else { 620 };
-            assert!(
-                lines <= most,
-                "{}: {lines} lines; split it by topic",
-                path.display()
-            );
+            assert!(lines <= most, "{}: {lines} lines; split it by topic", path.display());
         }
     }
 }

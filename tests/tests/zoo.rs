@@ -110,7 +110,8 @@ fn a_container_tool_builds_and_pushes_the_image() {
     let root = root();
     let root = root.to_str().unwrap();
     let words = format!(
-        "build --tag team/line:1 --build-arg BASE=mine --build-context elasticdl={root} --file {path}/Dockerfile {path}\n"
+        "build --tag team/line:1 --build-arg BASE=mine --build-context elasticdl={root} \
+         --file {path}/Dockerfile {path}\n"
     );
     let build = ["build", path, "--image", "team/line:1", "--build-arg", "BASE=mine"];
     // Each tool is chosen if those before it do not exist.

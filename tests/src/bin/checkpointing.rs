@@ -145,7 +145,8 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     print(&format!("state of {gb:.2} GB on {} workers, {saved} checkpoints", arguments.workers));
     print(&format!("copy of a rank's part ({:.2} GB): {copy_ms:.0} ms", part as f64 / 1e9));
     print(&format!(
-        "between two steps: {:.1} ms without a checkpoint, {:.0} ms with one (median), {:.0} ms at most",
+        "between two steps: {:.1} ms without a checkpoint, {:.0} ms with one (median), \
+         {:.0} ms at most",
         pauses.usual, pauses.median, pauses.most
     ));
     let (ours, theirs) = (quantile(&mut ours, 0.5), quantile(&mut theirs, 0.5));

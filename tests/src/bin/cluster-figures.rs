@@ -64,7 +64,8 @@ fn main() {
     show("first step", &times(&pods, FIRST_UPDATE)[..1]);
     let mut pods = pods;
     println!(
-        "killed workers: survivors' gap (ms), until the replacement's pod is created, runs, contributes (s):"
+        "killed workers: survivors' gap (ms), until the replacement's pod is created, runs, \
+         contributes (s):"
     );
     for _ in 0..options.kills {
         let (killed, at) = (pods[0].clone(), since_midnight(SystemTime::now()));

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! reading csv [MICROS]            a worker; each record takes MICROS microseconds
-//! reading speed ELASTICDL [ROWS]  jobs that read tables from a store, nearby and 30 ms away: records per second, and requests
+//! reading speed ELASTICDL [ROWS]  jobs that read tables from a store, nearby and 30 ms away:
+//!                                 records per second, and requests
 //! ```
 
 use std::fmt::Write as _;
@@ -98,7 +99,8 @@ fn speed(elasticdl: &str, rows: usize) -> ExitCode {
             let part = per_s / near.get_or_insert(per_s).max(1.0) * 100.0;
             let requests = server.requests();
             println!(
-                "{kind:8} {distance_ms:3} ms: {per_s:9.0} records/s ({part:3.0} %), {steps} steps, requests {requests:?}"
+                "{kind:8} {distance_ms:3} ms: {per_s:9.0} records/s ({part:3.0} %), {steps} steps, \
+                 requests {requests:?}"
             );
         }
     }

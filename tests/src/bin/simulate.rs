@@ -16,7 +16,8 @@ use elasticdl_tests::simulation::{Many, run_many, run_traced};
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Run these seeds
-    #[arg(long, value_name = "A..B", value_parser = parse_seeds, default_value = "0..18446744073709551615")]
+    #[arg(long, value_name = "A..B", value_parser = parse_seeds,
+        default_value = "0..18446744073709551615")]
     seeds: Range<u64>,
     /// Run this seed
     #[arg(long, value_name = "N", conflicts_with = "seeds")]

@@ -34,7 +34,8 @@ impl Namespace {
     pub fn new(test: &str, elasticdl: impl Into<PathBuf>) -> Option<Self> {
         if std::env::var_os("KUBECONFIG").is_none() {
             println!(
-                "skipped: {test}: KUBECONFIG is not set; `.ci/cluster` starts a cluster and runs this"
+                "skipped: {test}: KUBECONFIG is not set; `.ci/cluster` starts a cluster and runs \
+                 this"
             );
             return None;
         }
@@ -208,7 +209,8 @@ impl Namespace {
     /// The server refuses.
     pub fn evict(&self, pod: &str) {
         let eviction = format!(
-            r#"{{"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {{"name": "{pod}", "namespace": "{}"}}}}"#,
+            r#"{{"apiVersion": "policy/v1beta1", "kind": "Eviction",
+                 "metadata": {{"name": "{pod}", "namespace": "{}"}}}}"#,
             self.name
         );
         let file = tempfile::NamedTempFile::new().expect("there is room for a file");

@@ -28,7 +28,7 @@ pub(super) struct FaultPlan {
     /// Whether the user has stopped the job.
     pub(super) stopped: bool,
     /// Whether a process or a link has failed unasked: other links may break from now on.
-    pub(super) has_harmed: bool,
+    pub(super) links_may_break: bool,
     /// Whether all faults of the run hit the control plane only: the master, its streams, its
     /// persisted snapshots, the storage.
     pub(super) is_control_only: bool,
@@ -133,7 +133,7 @@ impl FaultPlan {
             unhealed: 0,
             healed_since: None,
             stopped: false,
-            has_harmed: false,
+            links_may_break: false,
         }
     }
 }
@@ -291,7 +291,7 @@ impl World {
         );
         let is_control_only =
             CONTROL_PLANE_FAULTS.iter().any(|f| mem::discriminant(f) == mem::discriminant(&kind));
-        self.fault_plan.has_harmed |=
+        self.fault_plan.links_may_break |=
             !is_order && !is_control_only && !matches!(kind, FaultKind::Pause);
         match kind {
             FaultKind::Crash => self.crash(p),

@@ -183,7 +183,7 @@ impl World {
             self.shut(link, MASTER);
         }
         self.oracle.on_master_crash();
-        self.fault_plan.has_harmed = true;
+        self.fault_plan.links_may_break = true;
         self.processes.iter_mut().for_each(|process| process.lost_contact = true);
         self.restart_later();
     }

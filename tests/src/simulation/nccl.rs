@@ -196,7 +196,8 @@ impl World {
         self.oracle.coverage.nccl_steps += 1;
         if ready != world {
             self.violate(format!(
-                "{} steps over NCCL in generation {generation}, and it is ready on {ready} of {world} ranks",
+                "{} steps over NCCL in generation {generation}, which is ready on {ready} of \
+                 {world} ranks",
                 self.name(p)
             ));
         }
@@ -212,7 +213,7 @@ impl World {
     /// NCCL has failed during a step.
     pub(super) fn nccl_broke(&mut self, p: usize) {
         trace!(self, "FAULT: NCCL fails, {}", self.name(p));
-        self.fault_plan.has_harmed = true;
+        self.fault_plan.links_may_break = true;
         self.processes[p].is_degraded = true;
         self.oracle.coverage.nccl_failures += 1;
         let trainer = &mut self.processes[p].trainer;

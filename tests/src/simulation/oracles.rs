@@ -445,7 +445,7 @@ impl World {
     /// The master closes the stream of a worker that it evicts.
     pub(super) fn check_eviction(&mut self, worker: WorkerId) {
         self.oracle.coverage.evicted += 1;
-        self.fault_plan.has_harmed = true;
+        self.fault_plan.links_may_break = true;
         if let Some((other, reason)) = self.oracle.shutdown_sent.take()
             && other == worker
         {
@@ -513,7 +513,7 @@ impl World {
     pub(super) fn check_break(&mut self, p: usize, why: &str) {
         self.processes[p].broke_in = self.oracle.newest_generation();
         let is_over = self.oracle.shut_down.contains(&p);
-        if !self.fault_plan.has_harmed && !is_over {
+        if !self.fault_plan.links_may_break && !is_over {
             self.violate(format!("the links of {} broke without a fault: {why}", self.name(p)));
         }
     }

@@ -152,7 +152,7 @@ impl World {
             self.name(p),
             if lossy { ", and what it sent is lost" } else { "" }
         );
-        self.fault_plan.has_harmed |= exit != Exit::Code(0);
+        self.fault_plan.links_may_break |= exit != Exit::Code(0);
         let process = &mut self.processes[p];
         process.exit = Some(exit);
         process.paused = false;

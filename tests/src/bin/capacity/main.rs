@@ -23,10 +23,12 @@ type Fault = Box<dyn std::error::Error + Send + Sync>;
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Connected workers
-    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(3..=i64::from(WORKERS_MAX)))]
+    #[arg(long, default_value_t = 1000,
+        value_parser = clap::value_parser!(u32).range(3..=i64::from(WORKERS_MAX)))]
     workers: u32,
     /// Shards of the data set, of 64 records each
-    #[arg(long, default_value_t = 1 << 20, value_parser = clap::value_parser!(u32).range(1 << 10..=1 << 24))]
+    #[arg(long, default_value_t = 1 << 20,
+        value_parser = clap::value_parser!(u32).range(1 << 10..=1 << 24))]
     shards: u32,
     /// Lease operations through gRPC
     #[arg(long, default_value_t = 200_000)]
@@ -59,7 +61,8 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
     let core_worker_bytes = core::worker_bytes()?;
     let core = core::leases(workers, shards);
     print(&format!(
-        "core: {core:.0} lease operations/s (target 100000), {core_worker_bytes} bytes per worker of 10000"
+        "core: {core:.0} lease operations/s (target 100000), {core_worker_bytes} bytes per worker \
+         of 10000"
     ));
     let wire::Measured { leases_per_s, mut published_ms, worker_bytes } =
         wire::measure(wire::Load { workers, shards, operations, changes })?;

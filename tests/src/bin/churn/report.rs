@@ -23,7 +23,8 @@ impl Report {
     pub(crate) fn add_goodput(&mut self, goodput: Goodput) {
         let mut parts = goodput.parts();
         print(&format!(
-            "goodput {:.1} % ({:.1} to {:.1} % over {} windows, {} kills; {} steps lost; {} records lost, {} repeated)",
+            "goodput {:.1} % ({:.1} to {:.1} % over {} windows, {} kills; {} steps lost; \
+             {} records lost, {} repeated)",
             goodput.part() * 100.0,
             quantile(&mut parts, 0.0) * 100.0,
             quantile(&mut parts, 1.0) * 100.0,
@@ -41,14 +42,16 @@ impl Report {
         let cores = std::thread::available_parallelism().map_or(0, usize::from);
         let Arguments { workers, params, events, .. } = arguments;
         print(&format!(
-            "{workers} workers of {params} parameters, {events} events of each kind; {cores} cores, load {:.1}: with more \
-             processes than free cores the figures hold the machine's other work, of which `before` gives an idea",
+            "{workers} workers of {params} parameters, {events} events of each kind; {cores} \
+             cores, load {:.1}: with more processes than free cores the figures include the \
+             machine's other work, which `before` estimates",
             load(),
         ));
         print(
-            "Milliseconds. gap: the longest that a survivor saw between two steps, less the median step. before: the \
-             same in as much time just before each event. switch: when the newcomer is taken in. latency: from the \
-             newcomer's start until its first contribution is committed.",
+            "Milliseconds. gap: the longest time that a survivor saw between two steps, less the \
+             median step. before: the same in an equally long time just before each event. \
+             switch: when the joiner becomes a member. latency: from the joiner's start until its \
+             first contribution is committed.",
         );
         print(&format!(
             "{:<6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>15} {:>15} {:>15} {:>5} {:>8} {:>9}",
@@ -134,7 +137,8 @@ impl Measured {
             format!("{:.1} / {:.1}", quantile(&mut values, 0.5), quantile(&mut values, 1.0))
         };
         format!(
-            "{name:<6} {:>6} {:>7.1} {:>7.1} {:>7.1} {:>7.1} {:>15} {:>15} {:>15} {:>5} {:>8} {:>9}",
+            "{name:<6} {:>6} {:>7.1} {:>7.1} {:>7.1} {:>7.1} {:>15} {:>15} {:>15} {:>5} {:>8} \
+             {:>9}",
             self.gaps.len(),
             self.median_step,
             gap(0.5),

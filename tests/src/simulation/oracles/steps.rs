@@ -130,7 +130,8 @@ impl World {
             ))
         } else if goes_back && carrier.is_some() {
             Some(format!(
-                "generation {generation} begins with {base:?}; {stable:?} is stable, {carrier:?} has it"
+                "generation {generation} begins with {base:?}; {stable:?} is stable, \
+                 {carrier:?} has it"
             ))
         } else if history.is_some_and(|history| {
             history.base != base || (history.lineage != lineage && history.came_from != lineage)
