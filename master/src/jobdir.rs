@@ -30,7 +30,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::job::LaunchId;
-use crate::local::Started;
+use crate::local::ProcessIdentity;
 use crate::token::Token;
 
 pub use contents::{DeleteError, delete};
@@ -139,7 +139,7 @@ impl JobDir {
     pub fn publish(&self, address: SocketAddr) -> Result<(), JobDirError> {
         let path = self.root.join(MASTER);
         let pid = std::process::id();
-        let started = Started::look_up(pid).map(|started| started.at);
+        let started = ProcessIdentity::look_up(pid).map(|started| started.start_ticks);
         let endpoint = Endpoint { address, pid, started };
         let json = serde_json::to_vec(&endpoint).expect("an address and a number are valid JSON");
         write_atomically(&path, &json).map_err(|source| JobDirError::Write { path, source })
@@ -455,7 +455,8 @@ mod tests {
         let address = "127.0.0.1:4711".parse().unwrap();
         dir.publish(address).unwrap();
         let (endpoint, token) = look_up(&root).unwrap();
-        let started = Started::look_up(std::process::id()).map(|started| started.at);
+        let started =
+            ProcessIdentity::look_up(std::process::id()).map(|started| started.start_ticks);
         assert!(started.is_some());
         assert_eq!(endpoint, Endpoint { address, pid: std::process::id(), started });
         assert_eq!(token.to_hex(), dir.token().to_hex());

@@ -1,7 +1,7 @@
 //! The job's brain and the `elasticdl` command.
 //!
 //! ```text
-//!  cli ──► run::Master ──owns──► job::Job          the pure core: events and the time in, actions out
+//!  cli ──► event_loop::Master ──owns──► job::Job          the pure core: events and the time in, actions out
 //!              ├── service                         gRPC: workers' streams, the commands' questions
 //!              ├── local                           workers as processes of this machine
 //!              ├── kube                            jobs in a cluster: workers as pods
@@ -16,18 +16,18 @@
 //! Prost types stop at `service` and at the commands' client.
 
 pub mod cli;
-pub mod entrance;
+pub mod event_loop;
 pub mod job;
+mod job_store;
 pub mod jobdir;
-mod keeping;
 pub mod kube;
-mod launches;
 pub mod limits;
+pub mod listener;
 pub mod local;
 pub mod metrics;
 pub mod progress;
 pub mod report;
-pub mod run;
 mod service;
 pub mod tensorboard;
 pub mod token;
+mod worker_backend;

@@ -32,4 +32,4 @@ pub(crate) const PHASE_US_MAX: u64 = 1 << 50;
 /// Bytes of one gRPC message.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 20;
 /// How long a connection may be open without having proved the token.
-pub(crate) const PROOF_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(5);

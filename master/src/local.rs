@@ -33,11 +33,11 @@ use tokio::task::JoinSet;
 use tracing::{info, warn};
 
 pub use program::ProgramCopy;
-use program::Source;
+use program::ProgramSource;
 
 use crate::job::{Exit, LaunchId};
 use crate::jobdir::{self, JobDir};
-use crate::launches::Happening;
+use crate::worker_backend::BackendEvent;
 
 /// What a job's workers are started as.
 #[derive(Clone, Debug)]
@@ -59,14 +59,14 @@ pub struct Launcher {
 
 /// A process that was started. Its id alone may be another one's by now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Started {
+pub struct ProcessIdentity {
     /// Its id.
     pub pid: u32,
     /// When, in the system's ticks since it came up.
-    pub at: u64,
+    pub start_ticks: u64,
 }
 
-impl Started {
+impl ProcessIdentity {
     /// The process `pid`; `None` if it has ended.
     pub(crate) fn look_up(pid: u32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -74,8 +74,8 @@ impl Started {
         // and what follows.
         let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
         let runs = !matches!(fields.next()?, "Z" | "X");
-        let at = fields.nth(STAT_STARTTIME - STAT_STATE - 1)?.parse().ok()?;
-        runs.then_some(Self { pid, at })
+        let start_ticks = fields.nth(STAT_STARTTIME - STAT_STATE - 1)?.parse().ok()?;
+        runs.then_some(Self { pid, start_ticks })
     }
 
     /// Signals this process, and no other that may have its id by now; whether it was there.
@@ -121,8 +121,8 @@ impl Launcher {
         Self { copy, ..self }
     }
 
-    fn source(&self) -> Source<'_> {
-        self.copy.as_ref().map_or(Source::Program, |copy| copy.source(&self.program))
+    fn source(&self) -> ProgramSource<'_> {
+        self.copy.as_ref().map_or(ProgramSource::Original, |copy| copy.source(&self.program))
     }
 
     fn spawn(&self, launch: LaunchId, index: u32) -> io::Result<Child> {
@@ -134,8 +134,8 @@ impl Launcher {
             .mode(0o600)
             .open(jobdir::worker_log(&self.logs, launch))?;
         let mut command = match self.source() {
-            Source::Copy(copy) => Command::new(copy),
-            Source::Other | Source::Program => Command::new(&self.program),
+            ProgramSource::Copy(copy) => Command::new(copy),
+            ProgramSource::Replaced | ProgramSource::Original => Command::new(&self.program),
         };
         command
             .arg0(&self.program)
@@ -162,32 +162,32 @@ pub(crate) struct Processes {
     launcher: Arc<Launcher>,
     /// Dropping a sender kills its process.
     running: BTreeMap<LaunchId, oneshot::Sender<()>>,
-    tasks: JoinSet<Ended>,
-    known: Arc<Known>,
+    tasks: JoinSet<ProcessExit>,
+    flags: Arc<SharedFlags>,
     /// The first launch that was killed while no launch had ever said hello.
-    silent: Option<LaunchId>,
+    first_silent: Option<LaunchId>,
     notices: (mpsc::UnboundedSender<Notice>, mpsc::UnboundedReceiver<Notice>),
     ready: VecDeque<Notice>,
 }
 
-type Notice = (LaunchId, Happening);
+type Notice = (LaunchId, BackendEvent);
 
 /// What all that supervise processes know.
 #[derive(Debug, Default)]
-struct Known {
+struct SharedFlags {
     /// Some launch has said hello: the program is one of ours.
-    heard: AtomicBool,
+    hello_received: AtomicBool,
     /// It has been said that the program's file has changed.
-    told_of_change: AtomicBool,
+    change_reported: AtomicBool,
 }
 
 /// The end of a process.
 #[derive(Debug)]
-struct Ended {
+struct ProcessExit {
     launch: LaunchId,
     exit: Exit,
     /// The last lines that it has printed.
-    printed: Option<String>,
+    output_tail: Option<String>,
 }
 
 impl Processes {
@@ -196,8 +196,8 @@ impl Processes {
             launcher: Arc::new(launcher),
             running: BTreeMap::new(),
             tasks: JoinSet::new(),
-            known: Arc::default(),
-            silent: None,
+            flags: Arc::default(),
+            first_silent: None,
             notices: mpsc::unbounded_channel(),
             ready: VecDeque::new(),
         }
@@ -208,54 +208,56 @@ impl Processes {
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         let (kill, killed) = oneshot::channel();
         self.running.insert(launch, kill);
-        if let Some(silent) = self.silent {
+        if let Some(first_silent) = self.first_silent {
             let program = self.launcher.program.display();
             let exit = Exit::NotStarted(format!(
                 "launch {} of {program} never said hello: is it an elasticdl program, one that calls \
                  elasticdl_worker::run()?",
-                silent.0
+                first_silent.0
             ));
-            self.tasks.spawn(async move { Ended { launch, exit, printed: None } });
+            self.tasks.spawn(async move { ProcessExit { launch, exit, output_tail: None } });
             return;
         }
-        let (launcher, known) = (Arc::clone(&self.launcher), Arc::clone(&self.known));
+        let (launcher, flags) = (Arc::clone(&self.launcher), Arc::clone(&self.flags));
         let notices = self.notices.0.clone();
         self.tasks.spawn(async move {
             // Messages to workers that wait in the same turn go first: a fork is milliseconds.
             tokio::task::yield_now().await;
             let notify = |words: String| {
                 // Nobody may be waiting any more.
-                let _ = notices.send((launch, Happening::Explained(words)));
+                let _ = notices.send((launch, BackendEvent::Explained(words)));
             };
-            supervise(&launcher, (launch, index), &known, notify, killed).await
+            supervise(&launcher, (launch, index), &flags, notify, killed).await
         });
     }
 
     /// A process that is `launch` has said hello.
-    pub(crate) fn heard(&mut self) {
-        self.known.heard.store(true, Ordering::Relaxed);
-        self.silent = None;
+    pub(crate) fn on_hello(&mut self) {
+        self.flags.hello_received.store(true, Ordering::Relaxed);
+        self.first_silent = None;
     }
 
     /// Takes over one that another master has started, if it still runs; its end is reported like
     /// that of any other.
-    pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<Started>) {
+    pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<ProcessIdentity>) {
         let (kill, killed) = oneshot::channel();
         self.running.insert(launch, kill);
-        self.heard();
+        self.on_hello();
         self.tasks.spawn(async move {
             if let Some(started) = started {
-                watch(launch, started, killed).await;
+                supervise_adopted(launch, started, killed).await;
             }
-            Ended { launch, exit: Exit::Unknown, printed: None }
+            ProcessExit { launch, exit: Exit::Unknown, output_tail: None }
         });
     }
 
     /// Kills one, with everything that it started; its end is told by [`Processes::next`].
     pub(crate) fn kill(&mut self, launch: LaunchId) {
-        // While nobody has been heard of, the first launch is alone, and killed for its silence.
-        if self.running.remove(&launch).is_some() && !self.known.heard.load(Ordering::Relaxed) {
-            self.silent.get_or_insert(launch);
+        // While no launch has said hello, the first launch is alone, and killed for its silence.
+        if self.running.remove(&launch).is_some()
+            && !self.flags.hello_received.load(Ordering::Relaxed)
+        {
+            self.first_silent.get_or_insert(launch);
         }
     }
 
@@ -269,14 +271,14 @@ impl Processes {
             biased;
             Some(notice) = self.notices.1.recv() => notice,
             Some(ended) = self.tasks.join_next() => {
-                let Ended { launch, exit, printed } =
+                let ProcessExit { launch, exit, output_tail } =
                     ended.expect("a supervising task neither panics nor is aborted");
                 self.running.remove(&launch);
-                let ended = (launch, Happening::Ended(exit));
-                match printed {
+                let ended = (launch, BackendEvent::Ended(exit));
+                match output_tail {
                     Some(lines) => {
                         self.ready.push_back(ended);
-                        (launch, Happening::Printed(lines))
+                        (launch, BackendEvent::OutputTail(lines))
                     }
                     None => ended,
                 }
@@ -298,39 +300,39 @@ impl Processes {
 async fn supervise(
     launcher: &Launcher,
     (launch, index): (LaunchId, u32),
-    known: &Known,
+    flags: &SharedFlags,
     notify: impl Fn(String),
     killed: oneshot::Receiver<()>,
-) -> Ended {
+) -> ProcessExit {
     let program = launcher.program.display();
     let from = match launcher.source() {
-        Source::Program => None,
-        Source::Copy(_) => Some("the job's own copy of the program"),
-        Source::Other => Some("another program than the first launch"),
+        ProgramSource::Original => None,
+        ProgramSource::Copy(_) => Some("the job's own copy of the program"),
+        ProgramSource::Replaced => Some("another program than the first launch"),
     };
-    if let Some(from) = from.filter(|_| !known.told_of_change.swap(true, Ordering::Relaxed)) {
+    if let Some(from) = from.filter(|_| !flags.change_reported.swap(true, Ordering::Relaxed)) {
         notify(format!("started from {from}, as {program} has changed since the job began"));
     }
     let mut process = match launcher.spawn(launch, index) {
-        Ok(child) => Process(child),
+        Ok(child) => ChildGroup(child),
         Err(error) => {
-            return Ended {
+            return ProcessExit {
                 launch,
                 exit: Exit::NotStarted(format!("{program}: {error}")),
-                printed: None,
+                output_tail: None,
             };
         }
     };
     let group = process.pid();
     info!(launch = launch.0, pid = process.0.id(), "worker process started");
-    if let Some(started) = process.0.id().and_then(Started::look_up)
+    if let Some(started) = process.0.id().and_then(ProcessIdentity::look_up)
         && let Err(error) = jobdir::note_process(&launcher.processes, launch, started)
     {
         warn!(launch = launch.0, %error, "can't note the process: another master would not find it");
     }
     let hint = async {
         tokio::time::sleep(HELLO_HINT).await;
-        if !known.heard.load(Ordering::Relaxed) {
+        if !flags.hello_received.load(Ordering::Relaxed) {
             notify(format!(
                 "started {} s ago and has not said hello; is {program} an elasticdl program, one that calls \
                  elasticdl_worker::run()?",
@@ -358,25 +360,29 @@ async fn supervise(
         Err(error) => Exit::NotStarted(format!("its end was not seen: {error}")),
     };
     info!(launch = launch.0, ?exit, "worker process ended");
-    let printed = matches!(exit, Exit::Code(_) | Exit::Signal(_))
+    let output_tail = matches!(exit, Exit::Code(_) | Exit::Signal(_))
         .then(|| log::last_lines(&jobdir::worker_log(&launcher.logs, launch)))
         .flatten();
-    Ended { launch, exit, printed }
+    ProcessExit { launch, exit, output_tail }
 }
 
 /// Waits for the end of a process that is no child, which `killed` hastens.
-async fn watch(launch: LaunchId, started: Started, killed: oneshot::Receiver<()>) {
+async fn supervise_adopted(
+    launch: LaunchId,
+    started: ProcessIdentity,
+    killed: oneshot::Receiver<()>,
+) {
     let Some(pid) = i32::try_from(started.pid).ok().and_then(Pid::from_raw) else {
         return;
     };
     // In this order: what the descriptor stands for keeps its id, so it is the one that is looked
     // at.
     let descriptor = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from);
-    if Started::look_up(started.pid) != Some(started) {
+    if ProcessIdentity::look_up(started.pid) != Some(started) {
         return;
     }
-    let group = Stranger(pid);
-    let mut end = match descriptor.and_then(end_of) {
+    let group = AdoptedGroup(pid);
+    let mut end = match descriptor.and_then(exit_receiver) {
         Ok(end) => end,
         Err(error) => {
             warn!(launch = launch.0, pid = started.pid, %error, "can't watch a process that is no child; killing it");
@@ -399,7 +405,7 @@ async fn watch(launch: LaunchId, started: Started, killed: oneshot::Receiver<()>
 
 /// The end of the process that `descriptor` stands for. A thread waits for it, which ends with the
 /// process: a descriptor of a process can be polled and nothing else.
-fn end_of(descriptor: OwnedFd) -> io::Result<oneshot::Receiver<()>> {
+fn exit_receiver(descriptor: OwnedFd) -> io::Result<oneshot::Receiver<()>> {
     let (ended, end) = oneshot::channel();
     std::thread::Builder::new().name("process".into()).spawn(move || {
         let mut polled = [PollFd::new(&descriptor, PollFlags::IN)];
@@ -411,25 +417,25 @@ fn end_of(descriptor: OwnedFd) -> io::Result<oneshot::Receiver<()>> {
 }
 
 /// A process that is no child, and that leads its own process group; takes it along when dropped.
-struct Stranger(Pid);
+struct AdoptedGroup(Pid);
 
-impl Stranger {
+impl AdoptedGroup {
     fn kill(&self) {
         // Fails only if the group has ended by itself.
         let _ = rustix::process::kill_process_group(self.0, Signal::KILL);
     }
 }
 
-impl Drop for Stranger {
+impl Drop for AdoptedGroup {
     fn drop(&mut self) {
         self.kill();
     }
 }
 
 /// A child that leads its own process group, and takes it along when dropped.
-struct Process(Child);
+struct ChildGroup(Child);
 
-impl Process {
+impl ChildGroup {
     fn kill_group(&self) {
         if let Some(pid) = self.pid() {
             // Fails only if the group has ended by itself.
@@ -443,7 +449,7 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for ChildGroup {
     fn drop(&mut self) {
         if let Some(pid) = self.pid() {
             self.kill_group();

@@ -19,50 +19,53 @@ use crate::job::{Snapshot, Status, Time};
 /// Shows a job's progress until [`Progress::end`], or until it is dropped.
 #[derive(Debug)]
 pub struct Progress {
-    printer: Option<(SyncSender<Line>, JoinHandle<()>)>,
-    published: Option<watch::Sender<Option<Snapshot>>>,
+    printer: Option<(SyncSender<PrinterMessage>, JoinHandle<()>)>,
+    publisher: Option<watch::Sender<Option<Snapshot>>>,
 }
 
 impl Progress {
     /// Shows nothing.
     #[must_use]
     pub fn quiet() -> Self {
-        Self { printer: None, published: None }
+        Self { printer: None, publisher: None }
     }
 
     /// Shows a bar if standard error is a terminal, plain lines if not; the bar is there at once.
     #[must_use]
     pub fn on_stderr() -> Self {
         let (lines, received) = sync_channel(LINES_MAX);
-        let view =
-            if stderr().is_terminal() { View::Bar(new_bar()) } else { View::Plain { last: None } };
-        let thread = std::thread::spawn(move || print(&received, view));
-        Self { printer: Some((lines, thread)), published: None }
+        let printer = if stderr().is_terminal() {
+            Printer::Bar(new_bar())
+        } else {
+            Printer::Plain { last: None }
+        };
+        let thread = std::thread::spawn(move || print(&received, printer));
+        Self { printer: Some((lines, thread)), publisher: None }
     }
 
     /// Lets `published` see where the job stands, too.
     #[must_use]
-    pub fn published(self, published: watch::Sender<Option<Snapshot>>) -> Self {
-        Self { published: Some(published), ..self }
+    pub fn publishing(self, publisher: watch::Sender<Option<Snapshot>>) -> Self {
+        Self { publisher: Some(publisher), ..self }
     }
 
     /// Shows where the job stands at `now`.
     pub fn show(&self, now: Time, snapshot: Snapshot) {
         if self.printer.is_some() {
-            self.glance(now, Glance::of(&snapshot.status));
+            self.show_line(now, ProgressLine::of(&snapshot.status));
         }
-        if let Some(published) = &self.published {
-            published.send_replace(Some(snapshot));
+        if let Some(publisher) = &self.publisher {
+            publisher.send_replace(Some(snapshot));
         }
     }
 
-    pub(crate) fn glance(&self, now: Time, glance: Glance) {
-        self.line(Line::Glance(now, glance));
+    pub(crate) fn show_line(&self, now: Time, line: ProgressLine) {
+        self.send(PrinterMessage::Progress(now, line));
     }
 
     /// Shows a notice.
-    pub fn say(&self, now: Time, text: String) {
-        self.line(Line::Notice(now, text));
+    pub fn notice(&self, now: Time, text: String) {
+        self.send(PrinterMessage::Notice(now, text));
     }
 
     /// Prints what is left and clears the bar.
@@ -73,62 +76,66 @@ impl Progress {
         }
     }
 
-    fn line(&self, line: Line) {
+    fn send(&self, message: PrinterMessage) {
         if let Some((lines, _)) = &self.printer {
-            let _ = lines.try_send(line);
+            let _ = lines.try_send(message);
         }
     }
 }
 
 /// Where a job stands, in a line.
 #[derive(Debug)]
-pub(crate) struct Glance {
+pub(crate) struct ProgressLine {
     /// 0 to 1.
     pub(crate) progress: f64,
     pub(crate) step: u64,
     pub(crate) text: String,
 }
 
-impl Glance {
+impl ProgressLine {
     fn of(status: &Status) -> Self {
         Self { progress: status.progress, step: status.step, text: describe(status) }
     }
 }
 
-enum Line {
+enum PrinterMessage {
     Notice(Time, String),
-    Glance(Time, Glance),
+    Progress(Time, ProgressLine),
 }
 
-enum View {
+enum Printer {
     Bar(ProgressBar),
     Plain { last: Option<Time> },
 }
 
-fn print(lines: &Receiver<Line>, mut view: View) {
+fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer) {
     while let Ok(line) = lines.recv() {
-        match (line, &mut view) {
-            (Line::Notice(now, text), View::Bar(bar)) => bar.println(notice(now, &text)),
-            (Line::Notice(now, text), View::Plain { .. }) => write_line(&notice(now, &text)),
-            (Line::Glance(_, glance), View::Bar(bar)) => {
-                bar.set_position((glance.progress.clamp(0.0, 1.0) * BAR_PARTS as f64) as u64);
-                bar.set_message(glance.text);
+        match (line, &mut printer) {
+            (PrinterMessage::Notice(now, text), Printer::Bar(bar)) => {
+                bar.println(format_notice(now, &text))
             }
-            (Line::Glance(now, glance), View::Plain { last }) => {
+            (PrinterMessage::Notice(now, text), Printer::Plain { .. }) => {
+                write_line(&format_notice(now, &text))
+            }
+            (PrinterMessage::Progress(_, line), Printer::Bar(bar)) => {
+                bar.set_position((line.progress.clamp(0.0, 1.0) * BAR_PARTS as f64) as u64);
+                bar.set_message(line.text);
+            }
+            (PrinterMessage::Progress(now, line), Printer::Plain { last }) => {
                 // Before the first step a line would only say that nothing has happened yet.
                 let due = match last {
                     Some(last) => now.since(*last) >= PLAIN_INTERVAL,
-                    None => glance.step > 0 || now.0 >= PLAIN_INTERVAL,
+                    None => line.step > 0 || now.0 >= PLAIN_INTERVAL,
                 };
                 if due {
-                    let percent = glance.progress * 100.0;
-                    write_line(&notice(now, &format!("{percent:.1} %  {}", glance.text)));
+                    let percent = line.progress * 100.0;
+                    write_line(&format_notice(now, &format!("{percent:.1} %  {}", line.text)));
                     *last = Some(now);
                 }
             }
         }
     }
-    if let View::Bar(bar) = view {
+    if let Printer::Bar(bar) = printer {
         bar.finish_and_clear();
     }
 }
@@ -143,7 +150,7 @@ fn new_bar() -> ProgressBar {
     bar
 }
 
-fn notice(now: Time, text: &str) -> String {
+fn format_notice(now: Time, text: &str) -> String {
     format!("{:>9.3} s  {}", now.0.as_secs_f64(), one_line(text))
 }
 
@@ -164,14 +171,14 @@ fn describe(status: &Status) -> String {
         status.state,
         status.epochs,
         status.step,
-        short(status.records_per_s),
+        format_rate(status.records_per_s),
         if members == 1 { "worker" } else { "workers" },
         status.generation,
     )
 }
 
 /// A rate with three or four digits.
-pub(crate) fn short(rate: f64) -> String {
+pub(crate) fn format_rate(rate: f64) -> String {
     match rate {
         r if r >= 1e9 => format!("{:.2} G", r / 1e9),
         r if r >= 1e6 => format!("{:.2} M", r / 1e6),
@@ -251,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_workers_text_cannot_steer_the_terminal() {
-        let shown = notice(Time(Duration::from_millis(1500)), "a\u{1b}[2Jb\nc");
+        let shown = format_notice(Time(Duration::from_millis(1500)), "a\u{1b}[2Jb\nc");
         assert_eq!(shown, "    1.500 s  a [2Jb c");
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::job::{
     CheckpointsSummary, EvaluationsSummary, MembershipRecord, StateLoss, Summary, in_words,
 };
-use crate::progress::{one_line, short};
+use crate::progress::{format_rate, one_line};
 
 /// Where the user finds more, on this machine.
 #[derive(Clone, Copy, Debug, Default)]
@@ -99,7 +99,7 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     row(
         out,
         "throughput",
-        &format!("{} records/s, {:.1} steps/s", short(rate.records_per_s), rate.steps_per_s),
+        &format!("{} records/s, {:.1} steps/s", format_rate(rate.records_per_s), rate.steps_per_s),
     )?;
     let workers = &summary.workers;
     let counts = format!(

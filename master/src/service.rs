@@ -1,13 +1,13 @@
 //! The master's gRPC server: streams of workers, and the commands' questions.
 //!
 //! ```text
-//!  worker ──Join──► gate ──► reader task ──hello, messages, end──► inputs ──► the job's one task
-//!         ◄──────────────── outbox (bounded) ◄──────── Line ◄─────────────────┘
+//!  worker ──Join──► gate ──► reader task ──hello, messages, end──► events ──► the job's one task
+//!         ◄──────────────── outbox (bounded) ◄──────── WorkerOutbox ◄─────────────────┘
 //! ```
 //!
 //! **Invariants:** nothing of a request is decoded before its token is proved. Everything that
-//! reaches the inputs has been checked field by field. Nobody waits for a worker that doesn't read:
-//! its outbox overflows and it is cut off. A stream's end reaches the inputs at once, by the
+//! reaches the events has been checked field by field. Nobody waits for a worker that doesn't read:
+//! its outbox overflows and it is cut off. A stream's end reaches the events at once, by the
 //! connection's own error or end.
 
 mod convert;
@@ -31,22 +31,22 @@ use v1::master_server::{Master, MasterServer};
 
 pub(crate) use convert::{Hello, status_reply, to_worker, welcome};
 
-use crate::entrance::{Entrance, Identity};
 use crate::job::{self, ConnectionId, FromWorker};
 use crate::limits::MESSAGE_BYTES_MAX;
+use crate::listener::{Identity, ServerConfig};
 use crate::token::Token;
 
 /// What the server hands to the task that owns the job.
 #[derive(Debug)]
-pub(crate) enum Input {
+pub(crate) enum ServerEvent {
     /// A command wants a checkpoint; answered with the step that is committed.
     Checkpoint { reply: oneshot::Sender<Result<u64, Status>> },
     /// A stream ended.
     Closed { connection: ConnectionId },
     /// A stream proved the token and said hello.
-    Connected { connection: ConnectionId, hello: Hello, line: Line },
+    Connected { connection: ConnectionId, hello: Hello, outbox: WorkerOutbox },
     /// A stream that has said hello said more.
-    Said { connection: ConnectionId, message: FromWorker },
+    Message { connection: ConnectionId, message: FromWorker },
     /// A command wants another number of workers; answered with the number that was wanted before.
     Scale { num_workers: u32, reply: oneshot::Sender<Result<u32, Status>> },
     /// A command asks how the job is.
@@ -56,13 +56,13 @@ pub(crate) enum Input {
 /// The master's end of a worker's stream. The stream ends when it is dropped, after what was sent
 /// before.
 #[derive(Debug)]
-pub(crate) struct Line {
-    outbox: Outbox,
+pub(crate) struct WorkerOutbox {
+    outbox: MessageSender,
     /// Its drop ends the task that reads the stream.
     _open: oneshot::Sender<()>,
 }
 
-impl Line {
+impl WorkerOutbox {
     /// Queues a message, which may be in many lines' queues at once; `false` if the worker doesn't
     /// read what it is sent (or has gone).
     pub(crate) fn send(&self, message: Arc<v1::MasterMessage>) -> bool {
@@ -78,7 +78,7 @@ impl Line {
 
 /// What waits for a worker to read it. A membership of a thousand is in a thousand of these, and
 /// there only once.
-type Outbox = mpsc::Sender<Result<Arc<v1::MasterMessage>, Status>>;
+type MessageSender = mpsc::Sender<Result<Arc<v1::MasterMessage>, Status>>;
 
 /// A running server; see [`Server::end`].
 #[derive(Debug)]
@@ -89,23 +89,23 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Serves `job` at `entrance` from now on. `inputs` is the job's queue: when it is full,
+    /// Serves `job` at `server_config` from now on. `events` is the job's queue: when it is full,
     /// streams wait. Connections whose other end is silent for much longer than `worker_timeout`
     /// are ended.
     pub(crate) fn start(
-        entrance: Entrance,
+        server_config: ServerConfig,
         job: &str,
         worker_timeout: Option<Duration>,
-        inputs: mpsc::Sender<Input>,
+        events: mpsc::Sender<ServerEvent>,
     ) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
         let (open, opened) = watch::channel(true);
-        let Entrance { listener, token, identity } = entrance;
+        let ServerConfig { listener, token, identity } = server_config;
         let service = Service {
             job: job.into(),
-            inputs,
+            events,
             connections: AtomicU64::new(0),
-            unnamed: Arc::new(Semaphore::new(UNNAMED_MAX)),
+            awaiting_hello: Arc::new(Semaphore::new(AWAITING_HELLO_MAX)),
             open: opened.clone(),
         };
         let service = MasterServer::new(service)
@@ -119,7 +119,7 @@ impl Server {
             // is only stopped has an open connection.
             .http2_keepalive_interval(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
             .http2_keepalive_timeout(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
-            .add_service(InterceptedService::new(service, Gate(token)));
+            .add_service(InterceptedService::new(service, TokenInterceptor(token)));
         let task = tokio::spawn(async move {
             let stopped = async { drop(stopped.await) };
             let served =
@@ -153,18 +153,18 @@ impl Server {
 
 /// Lets through what proves the job's token.
 #[derive(Clone)]
-struct Gate(Token);
+struct TokenInterceptor(Token);
 
-impl Interceptor for Gate {
+impl Interceptor for TokenInterceptor {
     fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
         let shown = request.metadata().get("authorization").map(|value| value.as_encoded_bytes());
-        if !self.0.is_proven_by(shown.unwrap_or_default()) {
+        if !self.0.authorizes(shown.unwrap_or_default()) {
             return Err(Status::unauthenticated(
                 "`authorization` must be `Bearer ` and the job's token",
             ));
         }
-        if let Some(proof) = request.extensions().get::<incoming::Proof>() {
-            proof.give();
+        if let Some(authentication) = request.extensions().get::<incoming::Authentication>() {
+            authentication.complete();
         }
         Ok(request)
     }
@@ -172,11 +172,11 @@ impl Interceptor for Gate {
 
 struct Service {
     job: String,
-    inputs: mpsc::Sender<Input>,
+    events: mpsc::Sender<ServerEvent>,
     /// Connections named so far.
     connections: AtomicU64,
     /// Streams that may wait to say hello.
-    unnamed: Arc<Semaphore>,
+    awaiting_hello: Arc<Semaphore>,
     /// Whether streams are taken now.
     open: watch::Receiver<bool>,
 }
@@ -194,12 +194,13 @@ impl Master for Service {
                 "this master does not hold the job's lease now; try again",
             ));
         }
-        let unnamed = Arc::clone(&self.unnamed).try_acquire_owned().map_err(|_| {
-            Status::resource_exhausted("too many streams wait to say hello; try again")
-        })?;
+        let awaiting_hello =
+            Arc::clone(&self.awaiting_hello).try_acquire_owned().map_err(|_| {
+                Status::resource_exhausted("too many streams wait to say hello; try again")
+            })?;
         let connection = ConnectionId(self.connections.fetch_add(1, Ordering::Relaxed));
         let (outbox, outgoing) = mpsc::channel(OUTBOX_MAX);
-        let (job, inputs) = (self.job.clone(), self.inputs.clone());
+        let (job, events) = (self.job.clone(), self.events.clone());
         let mut stream = request.into_inner();
         tokio::spawn(async move {
             let hello = match first_message(&mut stream, &job).await {
@@ -210,8 +211,8 @@ impl Master for Service {
                     return;
                 }
             };
-            drop(unnamed);
-            read(connection, hello, stream, outbox, inputs).await;
+            drop(awaiting_hello);
+            read(connection, hello, stream, outbox, events).await;
         });
         // Copied no sooner than the connection takes it.
         let outgoing =
@@ -224,7 +225,7 @@ impl Master for Service {
         _request: Request<v1::StatusRequest>,
     ) -> Result<Response<v1::StatusReply>, Status> {
         let (reply, answer) = oneshot::channel();
-        self.inputs.send(Input::Status { reply }).await.map_err(|_| ending())?;
+        self.events.send(ServerEvent::Status { reply }).await.map_err(|_| ending())?;
         let status = answer.await.map_err(|_| ending())?;
         Ok(Response::new(status_reply(status)))
     }
@@ -234,7 +235,7 @@ impl Master for Service {
         _: Request<v1::CheckpointRequest>,
     ) -> Result<Response<v1::CheckpointReply>, Status> {
         let (reply, answer) = oneshot::channel();
-        self.inputs.send(Input::Checkpoint { reply }).await.map_err(|_| ending())?;
+        self.events.send(ServerEvent::Checkpoint { reply }).await.map_err(|_| ending())?;
         let step = answer.await.map_err(|_| ending())??;
         Ok(Response::new(v1::CheckpointReply { step }))
     }
@@ -245,7 +246,7 @@ impl Master for Service {
     ) -> Result<Response<v1::ScaleReply>, Status> {
         let num_workers = request.into_inner().num_workers;
         let (reply, answer) = oneshot::channel();
-        self.inputs.send(Input::Scale { num_workers, reply }).await.map_err(|_| ending())?;
+        self.events.send(ServerEvent::Scale { num_workers, reply }).await.map_err(|_| ending())?;
         let was = answer.await.map_err(|_| ending())??;
         Ok(Response::new(v1::ScaleReply { was }))
     }
@@ -267,13 +268,13 @@ async fn read(
     connection: ConnectionId,
     hello: Hello,
     mut stream: Streaming<v1::WorkerMessage>,
-    outbox: Outbox,
-    inputs: mpsc::Sender<Input>,
+    outbox: MessageSender,
+    events: mpsc::Sender<ServerEvent>,
 ) {
     let (open, mut closed) = oneshot::channel();
     let errors = outbox.downgrade();
-    let line = Line { outbox, _open: open };
-    if inputs.send(Input::Connected { connection, hello, line }).await.is_err() {
+    let outbox = WorkerOutbox { outbox, _open: open };
+    if events.send(ServerEvent::Connected { connection, hello, outbox }).await.is_err() {
         return;
     }
     loop {
@@ -289,7 +290,7 @@ async fn read(
         };
         match checked {
             Ok(message) => {
-                if inputs.send(Input::Said { connection, message }).await.is_err() {
+                if events.send(ServerEvent::Message { connection, message }).await.is_err() {
                     return;
                 }
             }
@@ -303,7 +304,7 @@ async fn read(
         }
     }
     // Fails only if the job has ended.
-    let _ = inputs.send(Input::Closed { connection }).await;
+    let _ = events.send(ServerEvent::Closed { connection }).await;
 }
 
 fn ending() -> Status {
@@ -316,7 +317,7 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// A worker that leaves this many messages unread has stopped.
 const OUTBOX_MAX: usize = 1024;
 const STREAMS_PER_CONNECTION_MAX: u32 = 16;
-const UNNAMED_MAX: usize = 64;
+const AWAITING_HELLO_MAX: usize = 64;
 
 #[cfg(test)]
 mod tests;

@@ -52,7 +52,7 @@ impl Token {
     /// Whether `authorization` (`Bearer <hex>`) proves this token. Takes the same time for every
     /// wrong one.
     #[must_use]
-    pub fn is_proven_by(&self, authorization: &[u8]) -> bool {
+    pub fn authorizes(&self, authorization: &[u8]) -> bool {
         let Some(digits) = authorization.strip_prefix(SCHEME.as_bytes()) else {
             return false;
         };
@@ -88,7 +88,7 @@ mod tests {
     fn a_token_is_proven_by_its_own_digits_alone() {
         let token = Token::random().unwrap();
         let other = Token::random().unwrap();
-        assert!(token.is_proven_by(token.to_bearer().as_bytes()));
+        assert!(token.authorizes(token.to_bearer().as_bytes()));
         let bare = token.to_hex();
         let mut last_changed = token.to_bearer();
         let last = if last_changed.pop() == Some('0') { '1' } else { '0' };
@@ -102,9 +102,9 @@ mod tests {
             "Bearer 00".into(),
         ];
         for shown in wrong {
-            assert!(!token.is_proven_by(shown.as_bytes()), "{shown:?}");
+            assert!(!token.authorizes(shown.as_bytes()), "{shown:?}");
         }
-        assert!(!token.is_proven_by(b"Bearer \xff\xff"));
+        assert!(!token.authorizes(b"Bearer \xff\xff"));
     }
 
     #[test]

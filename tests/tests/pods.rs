@@ -9,12 +9,12 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use elasticdl_master::entrance::Entrance;
+use elasticdl_master::event_loop::{JobResult, Master, UserCommand};
 use elasticdl_master::job::{Batch, JobSpec, Outcome, Snapshot, Status};
 use elasticdl_master::jobdir::JobDir;
+use elasticdl_master::listener::ServerConfig;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
-use elasticdl_master::run::{Ended, Interrupt, Master};
 use elasticdl_tests::{counting_data, is_alive, job_spec, send};
 use rustix::process::Signal;
 use tokio::net::TcpListener;
@@ -29,8 +29,8 @@ struct Running {
     _folder: tempfile::TempDir,
     hurry: PathBuf,
     shown: watch::Receiver<Option<Snapshot>>,
-    interrupts: mpsc::Sender<Interrupt>,
-    ended: JoinHandle<Ended>,
+    interrupts: mpsc::Sender<UserCommand>,
+    ended: JoinHandle<JobResult>,
 }
 
 fn spec(data: &str) -> JobSpec {
@@ -60,11 +60,11 @@ impl Running {
             Launcher::new(env!("CARGO_BIN_EXE_counting").into(), args, &dir, patience);
         launcher.env.push(("ELASTICDL_WORKERS".into(), "2".into()));
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-        let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
+        let server_config = ServerConfig { listener, token: dir.token().clone(), identity: None };
         let (publish, shown) = watch::channel(None);
-        let progress = Progress::quiet().published(publish);
+        let progress = Progress::quiet().publishing(publish);
         let master =
-            Master::new(spec(data.to_str().unwrap()), entrance, launcher, progress).unwrap();
+            Master::new(spec(data.to_str().unwrap()), server_config, launcher, progress).unwrap();
         let (interrupts, interrupted) = mpsc::channel(4);
         let ended = tokio::spawn(master.run(interrupted));
         Self { _folder: folder, hurry, shown, interrupts, ended }
@@ -104,7 +104,7 @@ impl Running {
     }
 
     /// Hurries the job to its end, and asserts that it is complete.
-    async fn assert_completes(self) -> Ended {
+    async fn assert_completes(self) -> JobResult {
         fs::write(&self.hurry, "").unwrap();
         let ended = self.ended.await.unwrap();
         assert_eq!(ended.outcome, Outcome::Completed, "{:?}", ended.summary);
@@ -263,9 +263,9 @@ async fn a_pod_that_gets_sigterm_leaves_in_one_change_without_a_loss() {
 async fn a_job_is_scaled_by_whole_pods() {
     let mut job = Running::start(&SLOW).await;
     job.wait_for_members(&[1, 2, 3, 4]).await;
-    job.interrupts.send(Interrupt::Scale(2)).await.unwrap();
+    job.interrupts.send(UserCommand::Scale(2)).await.unwrap();
     job.wait_for_members(&[1, 2]).await;
-    job.interrupts.send(Interrupt::Scale(6)).await.unwrap();
+    job.interrupts.send(UserCommand::Scale(6)).await.unwrap();
     job.wait_for_members(&[1, 2, 5, 6, 7, 8]).await;
     let ended = job.assert_completes().await;
     assert!(ended.summary.memberships.iter().all(|m| m.lost.is_empty()));

@@ -7,13 +7,13 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::time::Duration;
 
-use elasticdl_master::entrance::{Entrance, Identity};
+use elasticdl_master::event_loop::{JobResult, Master};
 use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome};
 use elasticdl_master::jobdir::{JobDir, worker_log};
 use elasticdl_master::kube::certificates::Certificates;
+use elasticdl_master::listener::{Identity, ServerConfig};
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
-use elasticdl_master::run::{Ended, Master};
 use elasticdl_tests::{counting_data, job_spec};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -35,7 +35,7 @@ async fn run(
     shown: &Certificates,
     wanted: Option<(&str, &str)>,
     master_timeout: Duration,
-) -> (Ended, String) {
+) -> (JobResult, String) {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("data");
     counting_data(&data, RECORDS, 3).unwrap();
@@ -49,12 +49,12 @@ async fn run(
         launcher.env.push(("ELASTICDL_CA_FILE".into(), file.into()));
         launcher.env.push(("ELASTICDL_MASTER_NAME".into(), name.into()));
     }
-    let entrance = Entrance {
+    let server_config = ServerConfig {
         listener: TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap(),
         token: dir.token().clone(),
         identity: Some(Identity::from_pem(&shown.certificate, &shown.key).unwrap()),
     };
-    let master = Master::new(spec(&data), entrance, launcher, Progress::quiet()).unwrap();
+    let master = Master::new(spec(&data), server_config, launcher, Progress::quiet()).unwrap();
     let (_interrupts, interrupted) = mpsc::channel(1);
     let ended = master.run(interrupted).await;
     let log = std::fs::read_to_string(worker_log(&dir.logs(), LaunchId(1))).unwrap();

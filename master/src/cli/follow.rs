@@ -17,7 +17,7 @@ use crate::jobdir;
 use crate::kube::anchor::{Anchor, AnchorEvent, Data, STATUS, SUMMARY};
 use crate::kube::client::Cluster;
 use crate::kube::master_pods::{MasterPods, MasterStatus};
-use crate::progress::{Glance, Progress, short};
+use crate::progress::{Progress, ProgressLine, format_rate};
 use crate::report::{self, Paths};
 
 /// How a job is followed.
@@ -216,7 +216,7 @@ impl Printer {
             }
         }
         self.events_emitted = status.events_emitted;
-        self.progress.glance(self.now(), glance(&status));
+        self.progress.show_line(self.now(), glance(&status));
         self.events = status.events;
     }
 
@@ -229,23 +229,23 @@ impl Printer {
     fn print_at(&mut self, time: Time, text: &str) {
         if self.last != text {
             self.last = text.into();
-            self.progress.say(time, text.into());
+            self.progress.notice(time, text.into());
         }
     }
 }
 
-fn glance(status: &StatusJson) -> Glance {
+fn glance(status: &StatusJson) -> ProgressLine {
     let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
     let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
     let text = format!(
         "{} · step {}{loss} · {} records/s · workers {members} of {} · generation {}",
         status.state,
         status.step,
-        short(status.records_per_s),
+        format_rate(status.records_per_s),
         status.workers_desired,
         status.generation
     );
-    Glance { progress: status.progress, step: status.step, text }
+    ProgressLine { progress: status.progress, step: status.step, text }
 }
 
 /// What `now` has that `before` had not: both are the last lines of one story.

@@ -21,7 +21,7 @@ use tracing::{info, warn};
 use super::cluster::to_failure;
 use super::render::StatusJson;
 use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, job_options};
-use crate::entrance::{Entrance, Identity};
+use crate::event_loop::{JobResult, Master, MasterTerm, UserCommand};
 use crate::job::{JobRecord, Outcome, Snapshot, Status};
 use crate::kube::anchor::{
     Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, INCARNATION, MASTER, RECORD, STATUS,
@@ -38,10 +38,10 @@ use crate::kube::persisted_job::{self, PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::submit;
 use crate::kube::succession::{self, NextMaster};
+use crate::listener::{Identity, ServerConfig};
 use crate::metrics;
 use crate::progress::Progress;
 use crate::report;
-use crate::run::{Ended, Interrupt, Master, Office};
 use crate::service;
 use crate::tensorboard::{self, EventFile};
 use crate::token::Token;
@@ -230,12 +230,12 @@ async fn lead(
     }
     let keeper = PersistedJobWriter::new(writer.clone(), warrant.clone(), recorder, data);
     let _ = http.lead.set(warrant.clone());
-    let office = Office { incarnation: submitted.incarnation, warrant };
+    let term = MasterTerm { incarnation: submitted.incarnation, lease_guard: warrant };
     // Who waits for it may have gone.
     let _ = tell_keeper.send(keeper.watch());
-    let entrance = Entrance { listener, token, identity: Some(identity) };
+    let server_config = ServerConfig { listener, token, identity: Some(identity) };
     let published = http.publish.subscribe();
-    let progress = Progress::on_stderr().published(http.publish.clone());
+    let progress = Progress::on_stderr().publishing(http.publish.clone());
     let events = match &submitted.task.tensorboard_dir {
         Some(folder) => {
             let events = EventFile::create(folder, &args.job_name).map_err(|e| {
@@ -249,13 +249,21 @@ async fn lead(
         None => None,
     };
     let master = match submitted.record {
-        None => Master::with_pods(submitted.task.job, entrance, pods, keeper, office, progress),
+        None => Master::with_pods(submitted.task.job, server_config, pods, keeper, term, progress),
         Some(record) => {
             let left = (record, left);
-            Master::resume_with_pods(left, submitted.age, entrance, pods, keeper, office, progress)
-                .map_err(|reason| {
-                    Failure::failed(format!("the job's record can't be true: {reason}"))
-                })?
+            Master::resume_with_pods(
+                left,
+                submitted.age,
+                server_config,
+                pods,
+                keeper,
+                term,
+                progress,
+            )
+            .map_err(|reason| {
+                Failure::failed(format!("the job's record can't be true: {reason}"))
+            })?
         }
     };
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
@@ -340,7 +348,7 @@ async fn conduct(
             ended = &mut run => break ended,
             () = &mut publishing => {}
             () = give_up.notified() => {
-                let _ = interrupts.send(Interrupt::Kill).await;
+                let _ = interrupts.send(UserCommand::Kill).await;
             }
             sight = followed.next() => match sight {
                 AnchorEvent::Forbidden(message) => warn!(message, "the anchor can't be watched: scale and stop have no effect"),
@@ -368,12 +376,12 @@ async fn conduct(
 }
 
 /// What the master is to be told when the wishes change.
-fn changes(before: DesiredState, now: DesiredState) -> Vec<Interrupt> {
+fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
     let scale =
-        now.num_workers.filter(|_| now.num_workers != before.num_workers).map(Interrupt::Scale);
-    let stop = (now.stop && !before.stop).then_some(Interrupt::Stop);
+        now.num_workers.filter(|_| now.num_workers != before.num_workers).map(UserCommand::Scale);
+    let stop = (now.stop && !before.stop).then_some(UserCommand::Stop);
     let asked = now.checkpoint.is_some() && now.checkpoint != before.checkpoint;
-    let checkpoint = asked.then_some(Interrupt::Checkpoint);
+    let checkpoint = asked.then_some(UserCommand::Checkpoint);
     scale.into_iter().chain(checkpoint).chain(stop).collect()
 }
 
@@ -468,7 +476,7 @@ fn status_digest(status: &Status) -> u64 {
 
 async fn write_end(
     writer: &AnchorWriter,
-    ended: &Ended,
+    ended: &JobResult,
     status: Option<Status>,
     times: &EventTimes,
 ) -> Result<(), Failure> {
@@ -591,13 +599,13 @@ mod tests {
         let none = DesiredState::default();
         let four = DesiredState { num_workers: Some(4), ..none };
         let stop = DesiredState { stop: true, ..four };
-        assert_eq!(changes(none, four), [Interrupt::Scale(4)]);
+        assert_eq!(changes(none, four), [UserCommand::Scale(4)]);
         assert_eq!(changes(four, four), []);
-        assert_eq!(changes(four, stop), [Interrupt::Stop]);
-        assert_eq!(changes(none, stop), [Interrupt::Scale(4), Interrupt::Stop]);
+        assert_eq!(changes(four, stop), [UserCommand::Stop]);
+        assert_eq!(changes(none, stop), [UserCommand::Scale(4), UserCommand::Stop]);
         assert_eq!(changes(stop, none), []);
         let asked = DesiredState { checkpoint: Some(7), ..four };
-        assert_eq!(changes(four, asked), [Interrupt::Checkpoint]);
+        assert_eq!(changes(four, asked), [UserCommand::Checkpoint]);
         assert_eq!(changes(asked, asked), []);
     }
 }

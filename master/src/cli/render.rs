@@ -6,7 +6,7 @@ use elasticdl_proto::{Generation, WorkerId, v1};
 use serde::{Deserialize, Serialize};
 
 use crate::job::{Cause, Evaluated, MembershipRecord, SavedCheckpoint, in_words};
-use crate::progress::{one_line, short};
+use crate::progress::{format_rate, one_line};
 use crate::report;
 
 /// A status. The names of its fields are a public format.
@@ -279,7 +279,7 @@ pub(super) fn to_table(status: &StatusJson) -> String {
     if let Some(loss) = status.loss {
         row("loss", &format!("{loss:.4}"));
     }
-    row("speed", &format!("{} records/s", short(status.records_per_s)));
+    row("speed", &format!("{} records/s", format_rate(status.records_per_s)));
     if let Some(allreduce_transport) = &status.allreduce_transport {
         row("all-reduce", &one_line(allreduce_transport));
     }

@@ -3,7 +3,7 @@
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::{EXIT_INTERRUPTED, EXIT_TERMINATED};
-use crate::run::Interrupt;
+use crate::event_loop::UserCommand;
 
 /// Which signal asked for the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,12 +28,12 @@ pub(super) struct StopEscalation {
 }
 
 impl StopEscalation {
-    pub(super) fn interrupt(&mut self, stop: Stop) -> Interrupt {
+    pub(super) fn interrupt(&mut self, stop: Stop) -> UserCommand {
         if self.first.is_some() {
-            return Interrupt::Kill;
+            return UserCommand::Kill;
         }
         self.first = Some(stop);
-        Interrupt::Stop
+        UserCommand::Stop
     }
 }
 
@@ -68,7 +68,7 @@ mod tests {
         let mut patience = StopEscalation::default();
         let said = [Stop::Terminated, Stop::Interrupted, Stop::Interrupted]
             .map(|stop| patience.interrupt(stop));
-        assert_eq!(said, [Interrupt::Stop, Interrupt::Kill, Interrupt::Kill]);
+        assert_eq!(said, [UserCommand::Stop, UserCommand::Kill, UserCommand::Kill]);
         assert_eq!(patience.first.map(Stop::exit_code), Some(143));
         assert_eq!(Stop::Interrupted.exit_code(), 130);
     }

@@ -25,14 +25,14 @@ use super::validation::ValidationOptions;
 use super::{
     EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, dry_run, print_error, print_warning,
 };
-use crate::entrance::Entrance;
+use crate::event_loop::{JobResult, Master};
 use crate::job::{self, Outcome, Time, WireDtype};
 use crate::jobdir::{self, AbandonedJob, JobDir, JobStart};
+use crate::listener::ServerConfig;
 use crate::local::{Launcher, ProgramCopy};
 use crate::metrics;
 use crate::progress::Progress;
 use crate::report::{self, Paths};
-use crate::run::{Ended, Master};
 use crate::tensorboard::{self, EventFile};
 
 /// What `elasticdl train` is told.
@@ -368,7 +368,7 @@ impl Work {
     }
 }
 
-async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Stop>), Failure> {
+async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option<Stop>), Failure> {
     let failed = |what: &str| {
         let what = what.to_owned();
         move |e: std::io::Error| Failure::failed(format!("can't {what}: {e}"))
@@ -410,11 +410,12 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     dir.publish(address).map_err(|e| Failure::failed(e.to_string()))?;
     let mut signals = Signals::new().map_err(failed("handle signals"))?;
     let (publish, published) = watch::channel(None);
-    let progress = if quiet { Progress::quiet() } else { Progress::on_stderr() }.published(publish);
+    let progress =
+        if quiet { Progress::quiet() } else { Progress::on_stderr() }.publishing(publish);
     if let Some(address) = metrics {
         let text = format!("metrics at http://{address}/metrics");
         info!("{text}");
-        progress.say(Time::default(), text);
+        progress.notice(Time::default(), text);
     }
     let events = match &task {
         Task::Begin(job) => event_file(job.tensorboard_dir.as_deref(), &job.spec.name)?,
@@ -431,7 +432,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
     let launcher = |program: &OsString, args: &[OsString], timeout| {
         Launcher::new(program.into(), args.to_vec(), dir, timeout)
     };
-    let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
+    let server_config = ServerConfig { listener, token: dir.token().clone(), identity: None };
     let master = match task {
         Task::Begin(job) => {
             let start = start_of(&job, dir, address, metrics);
@@ -439,17 +440,19 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(Ended, Option<Sto
             dir.persist_start(&start).map_err(|e| Failure::failed(e.to_string()))?;
             let launcher = launcher(&start.program, &start.args, start.master_timeout);
             let launcher = launcher.with_copy(start.copy);
-            Master::new(job.spec, entrance, launcher, progress)
+            Master::new(job.spec, server_config, launcher, progress)
         }
         Task::Resume(abandoned) => {
             let JobStart { program, args, master_timeout, began, copy, .. } = &abandoned.start;
             let launcher = launcher(program, args, *master_timeout).with_copy(copy.clone());
             // A clock that was set back makes the job younger, and nothing else.
             let age = SystemTime::now().duration_since(*began).unwrap_or_default();
-            Master::resume(*abandoned, age, entrance, launcher, progress)
+            Master::resume(*abandoned, age, server_config, launcher, progress)
         }
     };
-    let master = master.map_err(failed("start the master"))?.keeping(dir.persisted_job_file());
+    let master = master
+        .map_err(failed("start the master"))?
+        .with_persisted_job_file(dir.persisted_job_file());
     let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
     let run = master.run(interrupted);
     tokio::pin!(run);
@@ -544,7 +547,7 @@ fn add_logs(error: &str, logs: &Path) -> String {
     format!("{error}{separator}(logs: {})", logs.display())
 }
 
-fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &Ended) -> Result<(), Failure> {
+fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Result<(), Failure> {
     let json = report::to_json(&ended.summary);
     for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
         jobdir::write_atomically(path, &json).map_err(|e| {

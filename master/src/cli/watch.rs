@@ -17,7 +17,7 @@ use super::client::{Connection, OpenError, print};
 use super::render::{StatusJson, to_table};
 use super::{EXIT_OK, Failure};
 use crate::jobdir::LookupError;
-use crate::progress::{one_line, short};
+use crate::progress::{format_rate, one_line};
 
 /// How often to look, and how long to wait for a master.
 #[derive(Clone, Copy, Debug)]
@@ -307,7 +307,7 @@ fn lines(status: &StatusJson, reported: Option<&Reported>, now: &Reported) -> St
             status.epochs,
             status.step,
             status.progress * 100.0,
-            short(status.records_per_s),
+            format_rate(status.records_per_s),
             status.generation,
         ));
     }

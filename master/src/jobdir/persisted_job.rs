@@ -28,7 +28,7 @@ use tracing::error;
 
 use super::{FILES, JOB, JobDir, JobDirError, PROCESSES, RECORD, SUMMARY, replace, take_lock};
 use crate::job::{DataMark, JobRecord, LaunchId};
-use crate::local::{ProgramCopy, Started};
+use crate::local::{ProcessIdentity, ProgramCopy};
 use crate::token::Token;
 
 /// How a job was started.
@@ -67,7 +67,7 @@ pub struct AbandonedJob {
     /// How far it was.
     pub record: JobRecord,
     /// Processes that were started, as far as the system was told.
-    pub processes: BTreeMap<LaunchId, Started>,
+    pub processes: BTreeMap<LaunchId, ProcessIdentity>,
 }
 
 /// Where the core's record is kept.
@@ -185,14 +185,18 @@ pub fn is_abandoned(root: &Path) -> bool {
 }
 
 /// Notes in the file at `path` that `launch` runs.
-pub(crate) fn note_process(path: &Path, launch: LaunchId, started: Started) -> io::Result<()> {
-    let line = format!("{} {} {}\n", launch.0, started.pid, started.at);
+pub(crate) fn note_process(
+    path: &Path,
+    launch: LaunchId,
+    started: ProcessIdentity,
+) -> io::Result<()> {
+    let line = format!("{} {} {}\n", launch.0, started.pid, started.start_ticks);
     // One write of a short line: it is there as a whole or not at all.
     fs::File::options().append(true).create(true).open(path)?.write_all(line.as_bytes())
 }
 
 /// The processes that were noted in the directory `root`.
-pub(super) fn read_notes(root: &Path) -> io::Result<BTreeMap<LaunchId, Started>> {
+pub(super) fn read_notes(root: &Path) -> io::Result<BTreeMap<LaunchId, ProcessIdentity>> {
     match fs::read_to_string(root.join(PROCESSES)) {
         Ok(notes) => Ok(notes.lines().filter_map(parse_note).collect()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
@@ -200,11 +204,11 @@ pub(super) fn read_notes(root: &Path) -> io::Result<BTreeMap<LaunchId, Started>>
     }
 }
 
-fn parse_note(line: &str) -> Option<(LaunchId, Started)> {
+fn parse_note(line: &str) -> Option<(LaunchId, ProcessIdentity)> {
     let mut fields = line.split(' ');
     let mut next = || fields.next()?.parse::<u64>().ok();
     let (launch, pid, at) = (next()?, next()?, next()?);
-    Some((LaunchId(launch), Started { pid: u32::try_from(pid).ok()?, at }))
+    Some((LaunchId(launch), ProcessIdentity { pid: u32::try_from(pid).ok()?, start_ticks: at }))
 }
 
 fn read_list(root: &Path) -> Result<FileList, ResumeError> {
@@ -353,8 +357,18 @@ mod tests {
         let (token, log) =
             (dir.token().to_hex(), super::super::worker_log(&dir.logs(), LaunchId(1)));
         fs::write(&log, "said").unwrap();
-        note_process(&dir.processes_path(), LaunchId(1), Started { pid: 70, at: 9 }).unwrap();
-        note_process(&dir.processes_path(), LaunchId(2), Started { pid: 71, at: 10 }).unwrap();
+        note_process(
+            &dir.processes_path(),
+            LaunchId(1),
+            ProcessIdentity { pid: 70, start_ticks: 9 },
+        )
+        .unwrap();
+        note_process(
+            &dir.processes_path(),
+            LaunchId(2),
+            ProcessIdentity { pid: 71, start_ticks: 10 },
+        )
+        .unwrap();
         // A note that was torn is none.
         fs::File::options()
             .append(true)
@@ -366,8 +380,10 @@ mod tests {
         let (dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
         assert_eq!(dir.token().to_hex(), token);
         assert_eq!((abandoned.start, abandoned.record), (start(), Job::new(spec()).record()));
-        let processes =
-            [(LaunchId(1), Started { pid: 70, at: 9 }), (LaunchId(2), Started { pid: 71, at: 10 })];
+        let processes = [
+            (LaunchId(1), ProcessIdentity { pid: 70, start_ticks: 9 }),
+            (LaunchId(2), ProcessIdentity { pid: 71, start_ticks: 10 }),
+        ];
         assert_eq!(abandoned.processes, BTreeMap::from(processes));
         assert_eq!(fs::read_to_string(log).unwrap(), "said");
     }
@@ -457,7 +473,12 @@ mod tests {
     fn a_new_run_clears_what_was_kept() {
         let scratch = tempfile::tempdir().unwrap();
         let dir = kept(scratch.path());
-        note_process(&dir.processes_path(), LaunchId(1), Started { pid: 70, at: 9 }).unwrap();
+        note_process(
+            &dir.processes_path(),
+            LaunchId(1),
+            ProcessIdentity { pid: 70, start_ticks: 9 },
+        )
+        .unwrap();
         drop(dir);
         drop(JobDir::create(scratch.path()).unwrap());
         assert!(matches!(JobDir::resume(scratch.path()), Err(ResumeError::NotPersisted { .. })));

@@ -11,7 +11,7 @@ use rustix::process::Signal;
 
 use super::persisted_job::read_notes;
 use super::{JobDirError, LOCK, LookupError, look_up, take_lock};
-use crate::local::Started;
+use crate::local::ProcessIdentity;
 
 /// Who was told to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,9 +41,9 @@ pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
         let (endpoint, _) = look_up(root)?;
         let gone = || StopError::Changing { path: root.into() };
         let process = match endpoint.started {
-            Some(at) => Started { pid: endpoint.pid, at },
+            Some(at) => ProcessIdentity { pid: endpoint.pid, start_ticks: at },
             // A master of an older version has not said when it started; it holds the lock.
-            None => Started::look_up(endpoint.pid).ok_or_else(gone)?,
+            None => ProcessIdentity::look_up(endpoint.pid).ok_or_else(gone)?,
         };
         return match process.signal(Signal::TERM).map_err(failed(process.pid))? {
             true => Ok(StopTarget::Master),
@@ -77,9 +77,12 @@ pub(super) fn refuse_if_workers_live(root: &Path) -> Result<(), JobDirError> {
 }
 
 /// Processes that a master in `root` has started and that still run.
-fn living_workers(root: &Path) -> Vec<Started> {
+fn living_workers(root: &Path) -> Vec<ProcessIdentity> {
     let noted = read_notes(root).unwrap_or_default();
-    noted.into_values().filter(|started| Started::look_up(started.pid) == Some(*started)).collect()
+    noted
+        .into_values()
+        .filter(|started| ProcessIdentity::look_up(started.pid) == Some(*started))
+        .collect()
 }
 
 /// Why a job was not told to end.
@@ -119,8 +122,8 @@ mod tests {
             Self(std::process::Command::new("sleep").arg("100000").spawn().unwrap())
         }
 
-        fn started(&self) -> Started {
-            Started::look_up(self.0.id()).unwrap()
+        fn started(&self) -> ProcessIdentity {
+            ProcessIdentity::look_up(self.0.id()).unwrap()
         }
 
         /// By which signal it was ended.
@@ -146,7 +149,7 @@ mod tests {
         let scratch = tempfile::tempdir().unwrap();
         let root = scratch.path().join("job");
         let mut unrelated = UnrelatedProcess::new();
-        let Started { pid, at } = unrelated.started();
+        let ProcessIdentity { pid, start_ticks: at } = unrelated.started();
         drop(JobDir::create(&root).unwrap());
         write_master(&root, pid, Some(at));
         // No master holds the lock, whatever its file says.
@@ -155,7 +158,7 @@ mod tests {
         // Another master runs, and has not said so yet; the file is the dead one's.
         write_master(&root, pid, Some(at - 1));
         assert!(matches!(stop(&root), Err(StopError::Changing { .. })));
-        assert_eq!(Started::look_up(pid), Some(Started { pid, at }));
+        assert_eq!(ProcessIdentity::look_up(pid), Some(ProcessIdentity { pid, start_ticks: at }));
         write_master(&root, pid, Some(at));
         assert_eq!(stop(&root).unwrap(), StopTarget::Master);
         assert_eq!(unrelated.ended_by(), Some(15));
@@ -169,8 +172,13 @@ mod tests {
         let (mut worker, mut unrelated) = (UnrelatedProcess::new(), UnrelatedProcess::new());
         let dir = JobDir::create(&root).unwrap();
         note_process(&dir.processes_path(), LaunchId(1), worker.started()).unwrap();
-        let Started { pid, at } = unrelated.started();
-        note_process(&dir.processes_path(), LaunchId(2), Started { pid, at: at - 1 }).unwrap();
+        let ProcessIdentity { pid, start_ticks: at } = unrelated.started();
+        note_process(
+            &dir.processes_path(),
+            LaunchId(2),
+            ProcessIdentity { pid, start_ticks: at - 1 },
+        )
+        .unwrap();
         drop(dir);
         let error = JobDir::create(&root).unwrap_err();
         assert!(matches!(error, JobDirError::Abandoned { workers: 1, .. }), "{error}");

@@ -39,7 +39,7 @@ use super::priority_tiers::PriorityTiers;
 use super::verdict::{Cause, End, Termination, Verdict, classify, has_running_sidecar, vanished};
 use super::watch::{Change, Selection, Watch};
 use crate::job::{Exit, LaunchId, Wait};
-use crate::launches::Happening;
+use crate::worker_backend::BackendEvent;
 
 /// Everything that a worker pod is made from, except its launch and slot.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ pub(crate) struct PodFactory {
 #[derive(Debug)]
 pub(crate) struct Pods {
     commands: mpsc::UnboundedSender<PodCommand>,
-    backend_events: mpsc::UnboundedReceiver<(LaunchId, Happening)>,
+    backend_events: mpsc::UnboundedReceiver<(LaunchId, BackendEvent)>,
     task: JoinHandle<()>,
 }
 
@@ -135,7 +135,7 @@ impl Pods {
         let _ = self.commands.send(PodCommand::Kill(launch));
     }
 
-    pub(crate) async fn next(&mut self) -> (LaunchId, Happening) {
+    pub(crate) async fn next(&mut self) -> (LaunchId, BackendEvent) {
         match self.backend_events.recv().await {
             Some(event) => event,
             None => std::future::pending().await,
@@ -179,7 +179,7 @@ struct PodController {
     /// Deleted pods for whose deletion no reason is known yet.
     unexplained: Vec<UnexplainedDeletion>,
     calls: JoinSet<CallResult>,
-    event_sender: mpsc::UnboundedSender<(LaunchId, Happening)>,
+    event_sender: mpsc::UnboundedSender<(LaunchId, BackendEvent)>,
     /// Whether a worker of the job has run. Then image, configuration and permissions are valid, so
     /// a pod that can't start is a problem of the cluster, and is retried.
     has_run: Arc<AtomicBool>,
@@ -203,7 +203,7 @@ struct ActiveLaunch {
     /// The scheduler's message about its preemption, if there is one.
     preempted: Option<String>,
     /// The last reported event.
-    reported: Option<Happening>,
+    reported: Option<BackendEvent>,
     /// Set when the creation must not be retried.
     cancelled: Arc<AtomicBool>,
 }
@@ -240,7 +240,7 @@ impl PodController {
                 command = commands.recv() => match command {
                     Some(PodCommand::Start(launch, slot)) => {
                         self.launches.insert(launch, ActiveLaunch { slot, ..ActiveLaunch::default() });
-                        self.report(launch, Happening::Waits(Wait::Answer(None)));
+                        self.report(launch, BackendEvent::Waiting(Wait::Answer(None)));
                         self.create(launch);
                     }
                     Some(PodCommand::Adopt(launch, pod)) => self.adopt(launch, pod.as_deref()),
@@ -290,7 +290,7 @@ impl PodController {
             launched.pod = Some((uid.clone(), Some(Instant::now())));
         }
         info!(launch = launch.0, pod = name_of(pod), "worker pod taken over");
-        let _ = self.event_sender.send((launch, Happening::Made(class)));
+        let _ = self.event_sender.send((launch, BackendEvent::Created(class)));
         self.on_seen(pod);
     }
 
@@ -313,7 +313,7 @@ impl PodController {
                 if let Wait::Room(why) = &wait {
                     recorder.record("QuotaExceeded", why.clone());
                 }
-                let _ = event_sender.send((launch, Happening::Waits(wait)));
+                let _ = event_sender.send((launch, BackendEvent::Waiting(wait)));
             };
             let known = CreateContext { owner: &owner, cancelled: &cancelled, has_run: &has_run };
             CallResult::Created(launch, client.create(&pod, known, tell).await)
@@ -328,7 +328,7 @@ impl PodController {
                 let uid = pod.metadata.uid.unwrap_or_default();
                 launched.pod.get_or_insert((uid, None)).1 = Some(Instant::now());
                 let class = pod.spec.and_then(|spec| spec.priority_class_name);
-                let _ = self.event_sender.send((launch, Happening::Made(class)));
+                let _ = self.event_sender.send((launch, BackendEvent::Created(class)));
             }
             (CreateOutcome::MissingClass(class), Some(_)) => self.on_missing_class(launch, &class),
             (CreateOutcome::Rejected(why), Some(_)) => self.ended(launch, Exit::NotStarted(why)),
@@ -370,7 +370,9 @@ impl PodController {
                 "{no_class} in this cluster (see manifests/priorityclasses.yaml): {instead}"
             );
             warn!("{message}");
-            let _ = self.event_sender.send((launch, Happening::Waits(Wait::Answer(Some(message)))));
+            let _ = self
+                .event_sender
+                .send((launch, BackendEvent::Waiting(Wait::Answer(Some(message)))));
             self.factory.priority_tiers = shorter;
         }
         self.create(launch);
@@ -427,17 +429,17 @@ impl PodController {
             _ => launched.stuck = None,
         }
         match verdict {
-            Verdict::Created => self.report(launch, Happening::Waits(Wait::Answer(None))),
+            Verdict::Created => self.report(launch, BackendEvent::Waiting(Wait::Answer(None))),
             Verdict::CannotStart(why) => {
-                self.report(launch, Happening::Waits(Wait::Start(Some(why))))
+                self.report(launch, BackendEvent::Waiting(Wait::Start(Some(why))))
             }
             Verdict::Unschedulable(why) => self.on_unschedulable(launch, pod, why),
-            Verdict::Starting => self.report(launch, Happening::Waits(Wait::Start(None))),
+            Verdict::Starting => self.report(launch, BackendEvent::Waiting(Wait::Start(None))),
             Verdict::Terminating(termination) => self.on_terminating(launch, pod, termination),
             Verdict::Running => {
                 self.has_run.store(true, Ordering::Relaxed);
                 self.stuck = 0;
-                self.report(launch, Happening::Runs);
+                self.report(launch, BackendEvent::Running);
             }
             Verdict::Ended(end) => {
                 self.on_end(launch, pod, end);
@@ -452,7 +454,7 @@ impl PodController {
     }
 
     fn on_unschedulable(&mut self, launch: LaunchId, pod: &Pod, why: String) {
-        let waits = Happening::Waits(Wait::Room(why.clone()));
+        let waits = BackendEvent::Waiting(Wait::Room(why.clone()));
         let is_known =
             self.launches.get(&launch).is_none_or(|l| l.reported.as_ref() == Some(&waits));
         if !is_known {
@@ -470,7 +472,7 @@ impl PodController {
         if since.is_none() && is_unexplained {
             self.note_unexplained(launch, pod);
         }
-        self.report(launch, Happening::Leaves(message));
+        self.report(launch, BackendEvent::Terminating(message));
     }
 
     /// Handles the end of a launch as its pod reports it.
@@ -542,7 +544,8 @@ impl PodController {
                         "a deleted worker pod was preempted"
                     );
                     self.record_event(Cause::Preempted, &name, &message);
-                    let _ = self.event_sender.send((launch, Happening::Explained(message.clone())));
+                    let _ =
+                        self.event_sender.send((launch, BackendEvent::Explained(message.clone())));
                     if let Some(launched) = self.launches.get_mut(&launch) {
                         launched.preempted = Some(message);
                     }
@@ -575,7 +578,7 @@ impl PodController {
     }
 
     /// Reports an event of a launch, unless it is equal to the last one.
-    fn report(&mut self, launch: LaunchId, event: Happening) {
+    fn report(&mut self, launch: LaunchId, event: BackendEvent) {
         let Some(launched) = self.launches.get_mut(&launch) else { return };
         if launched.reported.as_ref() != Some(&event) {
             launched.reported = Some(event.clone());
@@ -587,7 +590,7 @@ impl PodController {
         if let Some(launched) = self.launches.remove(&launch) {
             launched.cancelled.store(true, Ordering::Relaxed);
             info!(launch = launch.0, ?exit, "worker pod ended");
-            let _ = self.event_sender.send((launch, Happening::Ended(exit)));
+            let _ = self.event_sender.send((launch, BackendEvent::Ended(exit)));
         }
     }
 
@@ -596,7 +599,7 @@ impl PodController {
     /// little later (as it reports late that they run), and their exit is worth knowing.
     fn kill_soon(&mut self, launch: LaunchId) {
         let waits = |l: &ActiveLaunch| {
-            matches!(l.reported, Some(Happening::Waits(Wait::Answer(_) | Wait::Room(_))))
+            matches!(l.reported, Some(BackendEvent::Waiting(Wait::Answer(_) | Wait::Room(_))))
         };
         let has_node = |l: &ActiveLaunch| l.pod.is_some() && !waits(l);
         if !self.launches.get(&launch).is_some_and(has_node) {

@@ -35,13 +35,13 @@ struct FileId {
 
 /// Which file a worker is started from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source<'a> {
+pub(super) enum ProgramSource<'a> {
     /// The program's path has another file by now; this one is as the job began.
     Copy(&'a Path),
     /// The program's path has another file by now, and there is no copy of the one before.
-    Other,
+    Replaced,
     /// The program's path.
-    Program,
+    Original,
 }
 
 impl ProgramCopy {
@@ -80,14 +80,14 @@ impl ProgramCopy {
     }
 
     /// What to start a worker of `program` from.
-    pub(super) fn source(&self, program: &Path) -> Source<'_> {
+    pub(super) fn source(&self, program: &Path) -> ProgramSource<'_> {
         if FileId::of(program).is_ok_and(|now| now == self.original) {
-            return Source::Program;
+            return ProgramSource::Original;
         }
         // A file that was written to in its place has changed under both names.
         match FileId::of(&self.path).is_ok_and(|now| now == self.copied) {
-            true => Source::Copy(&self.path),
-            false => Source::Other,
+            true => ProgramSource::Copy(&self.path),
+            false => ProgramSource::Replaced,
         }
     }
 }
@@ -153,12 +153,12 @@ mod tests {
     fn a_program_that_is_built_again_is_found_as_it_was() {
         let files = Files::new();
         let copy = files.make().unwrap();
-        assert_eq!(copy.source(&files.program()), Source::Program);
+        assert_eq!(copy.source(&files.program()), ProgramSource::Original);
         // As builders do.
         fs::remove_file(files.program()).unwrap();
-        assert_eq!(copy.source(&files.program()), Source::Copy(&files.copy()));
+        assert_eq!(copy.source(&files.program()), ProgramSource::Copy(&files.copy()));
         files.write("\x7fELF new");
-        assert_eq!(copy.source(&files.program()), Source::Copy(&files.copy()));
+        assert_eq!(copy.source(&files.program()), ProgramSource::Copy(&files.copy()));
         assert_eq!(fs::read(files.copy()).unwrap(), b"\x7fELF old");
     }
 
@@ -167,7 +167,7 @@ mod tests {
         let files = Files::new();
         let copy = files.make().unwrap();
         files.write("\x7fELF newer");
-        assert_eq!(copy.source(&files.program()), Source::Other);
+        assert_eq!(copy.source(&files.program()), ProgramSource::Replaced);
     }
 
     #[test]

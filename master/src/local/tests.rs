@@ -58,7 +58,7 @@ impl Shell {
 /// Waits for the next process to end.
 async fn next_ended(processes: &mut Processes) -> (LaunchId, Exit) {
     loop {
-        if let (launch, Happening::Ended(exit)) = processes.next().await {
+        if let (launch, BackendEvent::Ended(exit)) = processes.next().await {
             return (launch, exit);
         }
     }
@@ -104,9 +104,10 @@ async fn a_process_gets_its_environment_and_writes_to_its_log() {
 async fn what_a_process_printed_last_is_told_before_its_end() {
     let shell = Shell::new();
     let mut processes = shell.start("echo one; echo two >&2; exit 2");
-    let expected = [Happening::Printed("one\ntwo".into()), Happening::Ended(Exit::Code(2))];
-    for happening in expected {
-        assert_eq!(processes.next().await, (LAUNCH, happening));
+    let expected =
+        [BackendEvent::OutputTail("one\ntwo".into()), BackendEvent::Ended(Exit::Code(2))];
+    for event in expected {
+        assert_eq!(processes.next().await, (LAUNCH, event));
     }
     let log = jobdir::worker_log(shell.folder.path(), LAUNCH);
     assert_eq!(fs::metadata(log).unwrap().permissions().mode() & 0o777, 0o600);
@@ -117,7 +118,7 @@ async fn a_program_that_never_says_hello_is_doubted_soon_and_started_once() {
     let shell = Shell::new();
     let mut processes = shell.start("exec sleep 100000");
     tokio::time::pause();
-    let (launch, Happening::Explained(words)) = processes.next().await else { panic!() };
+    let (launch, BackendEvent::Explained(words)) = processes.next().await else { panic!() };
     assert!(launch == LAUNCH && words.contains("has not said hello; is /bin/sh"), "{words}");
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
@@ -126,7 +127,7 @@ async fn a_program_that_never_says_hello_is_doubted_soon_and_started_once() {
     assert!(why.contains("launch 4 of /bin/sh never said hello"), "{why}");
     // One that is killed for another reason is started again.
     let mut processes = shell.start("exec sleep 100000");
-    processes.heard();
+    processes.on_hello();
     processes.kill(LAUNCH);
     next_ended(&mut processes).await;
     processes.start(LAUNCH, 3);
@@ -152,7 +153,7 @@ async fn a_program_that_was_built_again_is_started_as_it_was() {
         assert_eq!(shell.log(), format!("{}\0/proc/self/cmdline\0", program.display()));
     }
     processes.start(LAUNCH, 3);
-    let told = processes.known.told_of_change.load(Ordering::Relaxed);
+    let told = processes.flags.change_reported.load(Ordering::Relaxed);
     assert!(told, "it is told");
 }
 
@@ -177,7 +178,7 @@ async fn a_process_that_ends_by_itself_takes_along_what_it_started() {
 
 /// A process that is no child of this one's runtime, in a group of its own, with a child that keeps
 /// the pipe open.
-fn stranger(shell: &Shell) -> std::process::Child {
+fn adopted_process(shell: &Shell) -> std::process::Child {
     let mut command = std::process::Command::new("/bin/sh");
     command.args(["-c", &format!("{LEAVE_A_CHILD} wait")]).env("PIPE", shell.pipe());
     std::os::unix::process::CommandExt::process_group(&mut command, 0).spawn().unwrap()
@@ -194,18 +195,18 @@ fn none(shell: &Shell) -> Processes {
 #[tokio::test]
 async fn a_stranger_that_is_taken_over_is_watched_and_killed_like_a_child() {
     let shell = Shell::new();
-    let mut child = stranger(&shell);
+    let mut child = adopted_process(&shell);
     let pipe = shell.opened().await;
     let mut processes = none(&shell);
-    processes.adopt(LAUNCH, Started::look_up(child.id()));
+    processes.adopt(LAUNCH, ProcessIdentity::look_up(child.id()));
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
     all_gone(pipe).await;
     child.wait().unwrap();
 
-    let mut child = stranger(&shell);
+    let mut child = adopted_process(&shell);
     let pipe = shell.opened().await;
-    processes.adopt(LAUNCH, Started::look_up(child.id()));
+    processes.adopt(LAUNCH, ProcessIdentity::look_up(child.id()));
     child.kill().unwrap();
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
     all_gone(pipe).await;
@@ -215,20 +216,21 @@ async fn a_stranger_that_is_taken_over_is_watched_and_killed_like_a_child() {
 #[tokio::test]
 async fn a_process_that_is_not_the_one_that_was_started_is_left_alone() {
     let shell = Shell::new();
-    let mut child = stranger(&shell);
-    let started = Started::look_up(child.id()).unwrap();
+    let mut child = adopted_process(&shell);
+    let started = ProcessIdentity::look_up(child.id()).unwrap();
     let mut processes = none(&shell);
-    processes.adopt(LAUNCH, Some(Started { at: started.at - 1, ..started }));
+    processes
+        .adopt(LAUNCH, Some(ProcessIdentity { start_ticks: started.start_ticks - 1, ..started }));
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
     processes.adopt(LAUNCH, None);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
     drop(processes);
-    assert_eq!(Started::look_up(child.id()), Some(started));
+    assert_eq!(ProcessIdentity::look_up(child.id()), Some(started));
     let pipe = shell.opened().await;
-    drop(Stranger(Pid::from_child(&child)));
+    drop(AdoptedGroup(Pid::from_child(&child)));
     all_gone(pipe).await;
     child.wait().unwrap();
-    assert_eq!(Started::look_up(child.id()), None);
+    assert_eq!(ProcessIdentity::look_up(child.id()), None);
 }
 
 #[tokio::test]
@@ -242,8 +244,8 @@ async fn a_started_process_is_noted() {
     let note = fs::read_to_string(shell.folder.path().join("processes")).unwrap();
     let fields: Vec<u64> = note.split_whitespace().map(|f| f.parse().unwrap()).collect();
     let [launch, pid, at] = fields[..] else { panic!("{note}") };
-    let started = Started { pid: u32::try_from(pid).unwrap(), at };
-    assert_eq!((launch, Started::look_up(started.pid)), (LAUNCH.0, Some(started)));
+    let started = ProcessIdentity { pid: u32::try_from(pid).unwrap(), start_ticks: at };
+    assert_eq!((launch, ProcessIdentity::look_up(started.pid)), (LAUNCH.0, Some(started)));
     drop(pipe);
     assert_eq!(next_ended(&mut processes).await.1, Exit::Code(0));
 }

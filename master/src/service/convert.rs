@@ -56,7 +56,7 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
             let parameters = parameters
                 .map(|n| within("hello.resume.parameters", n, 1, PARAMETERS_MAX))
                 .transpose()?;
-            let membership = membership.map(|m| heard_membership(&m)).transpose()?;
+            let membership = membership.map(|m| known_membership(&m)).transpose()?;
             Some(Resume { worker: WorkerId(worker), membership, parameters })
         }
         None => None,
@@ -65,7 +65,7 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
 }
 
 /// The newest membership that a worker has heard of.
-fn heard_membership(membership: &v1::Membership) -> Result<Membership, Status> {
+fn known_membership(membership: &v1::Membership) -> Result<Membership, Status> {
     let generation = Generation(within(
         "hello.resume.membership.generation",
         membership.generation,

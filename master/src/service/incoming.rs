@@ -1,7 +1,7 @@
 //! Connections, before and after they have proved the job's token.
 //!
-//! **Invariant:** at most [`UNPROVEN_MAX`] connections are open without proof, each for
-//! [`PROOF_TIMEOUT`] at most; more wait in the listener's queue. So whoever can reach the port but
+//! **Invariant:** at most [`UNAUTHENTICATED_MAX`] connections are open without authentication, each for
+//! [`AUTHENTICATION_TIMEOUT`] at most; more wait in the listener's queue. So whoever can reach the port but
 //! has no token can't use up the master's files. A handshake takes its time and its place from
 //! these.
 
@@ -19,7 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 use tracing::warn;
 
-use crate::limits::PROOF_TIMEOUT;
+use crate::limits::AUTHENTICATION_TIMEOUT;
 
 /// Accepts connections of `listener` until the stream is dropped. While `open` is false nobody
 /// listens: dials are refused.
@@ -29,14 +29,16 @@ pub(super) fn accept(
 ) -> ReceiverStream<io::Result<Connection>> {
     let (connections, incoming) = mpsc::channel(1);
     tokio::spawn(async move {
-        let unproven = Arc::new(Semaphore::new(UNPROVEN_MAX));
+        let unauthenticated = Arc::new(Semaphore::new(UNAUTHENTICATED_MAX));
         loop {
-            let permit =
-                Arc::clone(&unproven).acquire_owned().await.expect("nobody closes this semaphore");
+            let permit = Arc::clone(&unauthenticated)
+                .acquire_owned()
+                .await
+                .expect("nobody closes this semaphore");
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 () = connections.closed() => return,
-                () = turns(&mut open, false) => {
+                () = until_open_is(&mut open, false) => {
                     let Some(again) = reopen(listener, &mut open, &connections).await else { return };
                     listener = again;
                     continue;
@@ -61,7 +63,7 @@ pub(super) fn accept(
 }
 
 /// Waits until `open` is `wanted`.
-async fn turns(open: &mut watch::Receiver<bool>, wanted: bool) {
+async fn until_open_is(open: &mut watch::Receiver<bool>, wanted: bool) {
     if open.wait_for(|&open| open == wanted).await.is_err() {
         // The server has ended, and nobody wants its connections.
         std::future::pending().await
@@ -77,7 +79,7 @@ async fn reopen<T>(
     let address = listener.local_addr();
     drop(listener);
     tokio::select! {
-        () = turns(open, true) => {}
+        () = until_open_is(open, true) => {}
         () = connections.closed() => return None,
     }
     loop {
@@ -102,7 +104,7 @@ async fn reopen<T>(
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
-    proof: Proof,
+    authentication: Authentication,
     deadline: Pin<Box<Sleep>>,
 }
 
@@ -111,31 +113,35 @@ impl Connection {
         if let Err(error) = stream.set_nodelay(true) {
             warn!(%error, "can't set TCP_NODELAY");
         }
-        let deadline = Box::pin(tokio::time::sleep(PROOF_TIMEOUT));
-        Self { stream, proof: Proof(Arc::new(Mutex::new(Some(permit)))), deadline }
+        let deadline = Box::pin(tokio::time::sleep(AUTHENTICATION_TIMEOUT));
+        Self {
+            stream,
+            authentication: Authentication(Arc::new(Mutex::new(Some(permit)))),
+            deadline,
+        }
     }
 }
 
 /// Whether a connection has proved the token; goes with each of its requests.
 #[derive(Clone, Debug)]
-pub(super) struct Proof(Arc<Mutex<Option<OwnedSemaphorePermit>>>);
+pub(super) struct Authentication(Arc<Mutex<Option<OwnedSemaphorePermit>>>);
 
-impl Proof {
+impl Authentication {
     /// The connection has proved the token: it may stay, and makes room for the next.
-    pub(super) fn give(&self) {
+    pub(super) fn complete(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    fn is_given(&self) -> bool {
+    fn is_complete(&self) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 }
 
 impl Connected for Connection {
-    type ConnectInfo = Proof;
+    type ConnectInfo = Authentication;
 
-    fn connect_info(&self) -> Proof {
-        self.proof.clone()
+    fn connect_info(&self) -> Authentication {
+        self.authentication.clone()
     }
 }
 
@@ -145,7 +151,7 @@ impl AsyncRead for Connection {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if !self.proof.is_given() && self.deadline.as_mut().poll(cx).is_ready() {
+        if !self.authentication.is_complete() && self.deadline.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
         Pin::new(&mut self.stream).poll_read(cx, buf)
@@ -184,4 +190,4 @@ impl AsyncWrite for Connection {
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 const REOPEN_PAUSE: Duration = Duration::from_millis(500);
-pub(super) const UNPROVEN_MAX: usize = 64;
+pub(super) const UNAUTHENTICATED_MAX: usize = 64;

@@ -1,4 +1,4 @@
-//! The server at its edge: what gets in, what does not, and what the job's queue hears of it.
+//! The server over real connections: what it accepts, what it refuses, and the events it emits.
 
 mod tls;
 
@@ -17,12 +17,12 @@ use crate::job::{LaunchId, Membership, Resume, ToWorker};
 
 const MUCH_LATER: Duration = Duration::from_secs(3600);
 
-struct Edge {
+struct ServerFixture {
     address: SocketAddr,
     /// The same, as clients see it.
     endpoint: Endpoint,
     token: Token,
-    inputs: mpsc::Receiver<Input>,
+    events: mpsc::Receiver<ServerEvent>,
     server: Server,
 }
 
@@ -32,7 +32,7 @@ struct Stream {
     incoming: Streaming<v1::MasterMessage>,
 }
 
-impl Edge {
+impl ServerFixture {
     async fn start() -> Self {
         Self::start_with(None, |address| {
             Endpoint::from_shared(format!("http://{address}")).unwrap()
@@ -47,10 +47,10 @@ impl Edge {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
         let token = Token::random().unwrap();
-        let (sender, inputs) = mpsc::channel(16);
-        let entrance = Entrance { listener, token: token.clone(), identity };
-        let server = Server::start(entrance, "mnist", None, sender);
-        Self { address, endpoint: endpoint(address), token, inputs, server }
+        let (sender, events) = mpsc::channel(16);
+        let server_config = ServerConfig { listener, token: token.clone(), identity };
+        let server = Server::start(server_config, "mnist", None, sender);
+        Self { address, endpoint: endpoint(address), token, events, server }
     }
 
     async fn client(&self) -> MasterClient<Channel> {
@@ -68,20 +68,20 @@ impl Edge {
         Stream { outgoing, incoming }
     }
 
-    /// Opens a stream that says hello, and takes its line from the queue.
-    async fn admitted(&mut self) -> (Stream, ConnectionId, Line) {
+    /// Opens a stream that says hello, and takes its outbox from the queue.
+    async fn admitted(&mut self) -> (Stream, ConnectionId, WorkerOutbox) {
         let stream = self.join(vec![hello()]).await;
-        match self.inputs.recv().await {
-            Some(Input::Connected { connection, line, .. }) => (stream, connection, line),
+        match self.events.recv().await {
+            Some(ServerEvent::Connected { connection, outbox, .. }) => (stream, connection, outbox),
             other => panic!("{other:?}"),
         }
     }
 
     /// Of who has proved the token.
-    async fn assert_silence_is_borne(mut self) {
-        let (stream, connection, _line) = self.admitted().await;
+    async fn assert_silence_is_allowed(mut self) {
+        let (stream, connection, _outbox) = self.admitted().await;
         tokio::time::pause();
-        let closed = tokio::time::timeout(MUCH_LATER, self.inputs.recv()).await;
+        let closed = tokio::time::timeout(MUCH_LATER, self.events.recv()).await;
         assert!(closed.is_err(), "{connection:?} was closed: {closed:?}");
         tokio::time::resume();
         drop(stream);
@@ -95,8 +95,8 @@ impl Edge {
             tokio::spawn(
                 async move { client.status(with_token(v1::StatusRequest {}, &bearer)).await },
             );
-        match self.inputs.recv().await {
-            Some(Input::Status { reply }) => drop(reply),
+        match self.events.recv().await {
+            Some(ServerEvent::Status { reply }) => drop(reply),
             other => panic!("{other:?}"),
         }
         assert_eq!(asked.await.unwrap().unwrap_err().code(), Code::Unavailable);
@@ -122,7 +122,7 @@ fn with_token<T>(message: T, authorization: &str) -> Request<T> {
     request
 }
 
-fn said(kind: Kind) -> v1::WorkerMessage {
+fn message_of(kind: Kind) -> v1::WorkerMessage {
     v1::WorkerMessage { kind: Some(kind) }
 }
 
@@ -134,19 +134,19 @@ fn hello() -> v1::WorkerMessage {
         pid: 42,
         resume: None,
     };
-    said(Kind::Hello(hello))
+    message_of(Kind::Hello(hello))
 }
 
 #[tokio::test]
 async fn without_the_jobs_token_no_call_is_served() {
-    let mut edge = Edge::start().await;
+    let mut fixture = ServerFixture::start().await;
     let other = Token::random().unwrap().to_bearer();
-    for wrong in [None, Some(""), Some(other.as_str()), Some(&edge.token.to_hex())] {
+    for wrong in [None, Some(""), Some(other.as_str()), Some(&fixture.token.to_hex())] {
         let request = |message| match wrong {
             Some(shown) => with_token(message, shown),
             None => Request::new(message),
         };
-        let mut client = edge.client().await;
+        let mut client = fixture.client().await;
         let status = client.status(request(v1::StatusRequest {})).await.unwrap_err();
         assert_eq!(status.code(), Code::Unauthenticated, "{wrong:?}");
         let scale = Request::from_parts(
@@ -166,38 +166,38 @@ async fn without_the_jobs_token_no_call_is_served() {
         );
         assert_eq!(client.join(join).await.unwrap_err().code(), Code::Unauthenticated, "{wrong:?}");
     }
-    edge.assert_nothing_reached_the_queue().await;
+    fixture.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
 async fn a_streams_life_reaches_the_queue_in_order() {
-    let mut edge = Edge::start().await;
-    let (stream, connection, line) = edge.admitted().await;
-    stream.outgoing.send(said(Kind::Leaving(v1::Leaving {}))).await.unwrap();
-    let leaving = edge.inputs.recv().await;
+    let mut fixture = ServerFixture::start().await;
+    let (stream, connection, outbox) = fixture.admitted().await;
+    stream.outgoing.send(message_of(Kind::Leaving(v1::Leaving {}))).await.unwrap();
+    let leaving = fixture.events.recv().await;
     assert!(
-        matches!(&leaving, Some(Input::Said { connection: c, message: FromWorker::Leaving })
+        matches!(&leaving, Some(ServerEvent::Message { connection: c, message: FromWorker::Leaving })
             if *c == connection),
         "{leaving:?}"
     );
     drop(stream);
-    let closed = edge.inputs.recv().await;
+    let closed = fixture.events.recv().await;
     assert!(
-        matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection),
+        matches!(&closed, Some(ServerEvent::Closed { connection: c }) if *c == connection),
         "{closed:?}"
     );
-    drop(line);
+    drop(outbox);
 }
 
 #[tokio::test]
 async fn a_line_carries_messages_in_order_and_ends_with_its_drop() {
-    let mut edge = Edge::start().await;
-    let (mut stream, _, line) = edge.admitted().await;
+    let mut fixture = ServerFixture::start().await;
+    let (mut stream, _, outbox) = fixture.admitted().await;
     let lease = |start| ToWorker::Lease(vec![RecordRange { epoch: 0, start, end: start + 1 }]);
     for start in 0..100 {
-        assert!(line.send(Arc::new(to_worker(lease(start)))));
+        assert!(outbox.send(Arc::new(to_worker(lease(start)))));
     }
-    drop(line);
+    drop(outbox);
     for start in 0..100 {
         assert_eq!(stream.incoming.message().await.unwrap(), Some(to_worker(lease(start))));
     }
@@ -206,102 +206,110 @@ async fn a_line_carries_messages_in_order_and_ends_with_its_drop() {
 
 #[tokio::test]
 async fn a_refused_worker_learns_why() {
-    let mut edge = Edge::start().await;
-    let (mut stream, _, line) = edge.admitted().await;
-    line.refuse("no such launch".into());
+    let mut fixture = ServerFixture::start().await;
+    let (mut stream, _, outbox) = fixture.admitted().await;
+    outbox.refuse("no such launch".into());
     let status = stream.incoming.message().await.unwrap_err();
     assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "no such launch"));
 }
 
 #[tokio::test]
 async fn a_worker_that_does_not_read_fills_its_outbox_and_no_more() {
-    let mut edge = Edge::start().await;
-    let (_stream, _, line) = edge.admitted().await;
+    let mut fixture = ServerFixture::start().await;
+    let (_stream, _, outbox) = fixture.admitted().await;
     // The server's tasks don't run in between: nothing is awaited.
     let taken = (0..10 * OUTBOX_MAX)
-        .take_while(|_| line.send(Arc::new(to_worker(ToWorker::Drain))))
+        .take_while(|_| outbox.send(Arc::new(to_worker(ToWorker::Drain))))
         .count();
     assert_eq!(taken, OUTBOX_MAX);
 }
 
 #[tokio::test]
 async fn what_is_not_a_hello_ends_the_stream_before_the_queue_hears_of_it() {
-    let mut edge = Edge::start().await;
+    let mut fixture = ServerFixture::start().await;
     let hello_with = |change: fn(&mut v1::Hello)| {
         let Some(Kind::Hello(mut hello)) = hello().kind else { unreachable!() };
         change(&mut hello);
-        said(Kind::Hello(hello))
+        message_of(Kind::Hello(hello))
     };
     let first_messages = [
-        said(Kind::Leaving(v1::Leaving {})),
+        message_of(Kind::Leaving(v1::Leaving {})),
         v1::WorkerMessage { kind: None },
         hello_with(|hello| hello.job = "other".into()),
         hello_with(|hello| hello.address = "nowhere".into()),
         hello_with(|hello| hello.address = "0.0.0.0:80".into()),
         hello_with(|hello| hello.address = "127.0.0.1:0".into()),
         hello_with(|hello| hello.pid = 0),
-        hello_with(|hello| hello.resume = Some(resume(heard(u64::MAX, &["127.0.0.1:9"]), None))),
-        hello_with(|hello| hello.resume = Some(resume(heard(0, &["127.0.0.1:9"]), None))),
-        hello_with(|hello| hello.resume = Some(resume(heard(1, &[]), None))),
-        hello_with(|hello| hello.resume = Some(resume(heard(1, &["127.0.0.1:0"]), None))),
         hello_with(|hello| {
-            let mut twice = heard(1, &["127.0.0.1:9", "127.0.0.1:8"]);
+            hello.resume = Some(resume(known_membership(u64::MAX, &["127.0.0.1:9"]), None))
+        }),
+        hello_with(|hello| {
+            hello.resume = Some(resume(known_membership(0, &["127.0.0.1:9"]), None))
+        }),
+        hello_with(|hello| hello.resume = Some(resume(known_membership(1, &[]), None))),
+        hello_with(|hello| {
+            hello.resume = Some(resume(known_membership(1, &["127.0.0.1:0"]), None))
+        }),
+        hello_with(|hello| {
+            let mut twice = known_membership(1, &["127.0.0.1:9", "127.0.0.1:8"]);
             twice.members[1].worker = 1;
             hello.resume = Some(resume(twice, None));
         }),
-        hello_with(|hello| hello.resume = Some(resume(heard(1, &["127.0.0.1:9"]), Some(0)))),
+        hello_with(|hello| {
+            hello.resume = Some(resume(known_membership(1, &["127.0.0.1:9"]), Some(0)))
+        }),
     ];
     for message in first_messages {
-        let stream = edge.join(vec![message.clone()]).await;
+        let stream = fixture.join(vec![message.clone()]).await;
         assert_eq!(stream.end().await, Code::InvalidArgument, "{message:?}");
     }
-    edge.assert_nothing_reached_the_queue().await;
+    fixture.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
 async fn a_stream_that_never_says_hello_is_ended() {
-    let mut edge = Edge::start().await;
-    let stream = edge.join(Vec::new()).await;
+    let mut fixture = ServerFixture::start().await;
+    let stream = fixture.join(Vec::new()).await;
     // From here on, time passes as soon as nothing else happens.
     tokio::time::pause();
     let ended = tokio::time::timeout(MUCH_LATER, stream.end()).await;
     assert_eq!(ended.unwrap(), Code::DeadlineExceeded);
     tokio::time::resume();
-    edge.assert_nothing_reached_the_queue().await;
+    fixture.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
 async fn a_malformed_message_ends_its_stream_alone() {
-    let mut edge = Edge::start().await;
-    let (_bystander, _, _kept) = edge.admitted().await;
-    let (stream, connection, _line) = edge.admitted().await;
-    stream.outgoing.send(said(Kind::Ready(v1::Ready { parameters: 0 }))).await.unwrap();
-    let closed = edge.inputs.recv().await;
+    let mut fixture = ServerFixture::start().await;
+    let (_bystander, _, _kept) = fixture.admitted().await;
+    let (stream, connection, _outbox) = fixture.admitted().await;
+    stream.outgoing.send(message_of(Kind::Ready(v1::Ready { parameters: 0 }))).await.unwrap();
+    let closed = fixture.events.recv().await;
     assert!(
-        matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection),
+        matches!(&closed, Some(ServerEvent::Closed { connection: c }) if *c == connection),
         "{closed:?}"
     );
     assert_eq!(stream.end().await, Code::InvalidArgument);
-    edge.assert_nothing_reached_the_queue().await;
+    fixture.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
 async fn a_message_over_the_limit_ends_its_stream() {
-    let mut edge = Edge::start().await;
-    let (stream, connection, _line) = edge.admitted().await;
+    let mut fixture = ServerFixture::start().await;
+    let (stream, connection, _outbox) = fixture.admitted().await;
     let error = "x".repeat(MESSAGE_BYTES_MAX + 1);
     let failed = v1::Failed { error, ranges: Vec::new(), fatal: false };
-    stream.outgoing.send(said(Kind::Failed(failed))).await.unwrap();
-    let closed = edge.inputs.recv().await;
+    stream.outgoing.send(message_of(Kind::Failed(failed))).await.unwrap();
+    let closed = fixture.events.recv().await;
     assert!(
-        matches!(&closed, Some(Input::Closed { connection: c }) if *c == connection),
+        matches!(&closed, Some(ServerEvent::Closed { connection: c }) if *c == connection),
         "{closed:?}"
     );
 }
 
 #[tokio::test]
 async fn bytes_that_are_no_http2_change_nothing() {
-    let mut edge = Edge::start().await;
+    let mut fixture = ServerFixture::start().await;
     let mut xorshift = 0x9e37_79b9_7f4a_7c15_u64;
     let mut garbage = vec![0; 4096];
     for byte in &mut garbage {
@@ -313,18 +321,18 @@ async fn bytes_that_are_no_http2_change_nothing() {
     let mut broken_frame = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
     broken_frame.extend_from_slice(&garbage);
     for bytes in [garbage.as_slice(), b"GET / HTTP/1.1\r\n\r\n", &broken_frame] {
-        let mut stream = TcpStream::connect(edge.address).await.unwrap();
+        let mut stream = TcpStream::connect(fixture.address).await.unwrap();
         // The server may hang up while this is being written.
         let _ = stream.write_all(bytes).await;
         let _ = stream.read_to_end(&mut Vec::new()).await;
     }
-    edge.assert_nothing_reached_the_queue().await;
+    fixture.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
 async fn a_silent_connection_is_closed_in_time() {
-    let edge = Edge::start().await;
-    let mut stream = TcpStream::connect(edge.address).await.unwrap();
+    let fixture = ServerFixture::start().await;
+    let mut stream = TcpStream::connect(fixture.address).await.unwrap();
     stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
     // The server has answered the preface: it has the connection.
     assert!(stream.read(&mut [0; 1024]).await.unwrap() > 0);
@@ -336,17 +344,17 @@ async fn a_silent_connection_is_closed_in_time() {
 
 #[tokio::test]
 async fn a_connection_that_has_proved_the_token_may_be_silent() {
-    Edge::start().await.assert_silence_is_borne().await;
+    ServerFixture::start().await.assert_silence_is_allowed().await;
 }
 
 #[tokio::test]
 async fn a_scale_is_answered_by_the_job() {
-    let mut edge = Edge::start().await;
-    let (mut client, bearer) = (edge.client().await, edge.token.to_bearer());
+    let mut fixture = ServerFixture::start().await;
+    let (mut client, bearer) = (fixture.client().await, fixture.token.to_bearer());
     let request = with_token(v1::ScaleRequest { num_workers: 5 }, &bearer);
     let asked = tokio::spawn(async move { client.scale(request).await });
-    match edge.inputs.recv().await {
-        Some(Input::Scale { num_workers: 5, reply }) => reply.send(Ok(3)).unwrap(),
+    match fixture.events.recv().await {
+        Some(ServerEvent::Scale { num_workers: 5, reply }) => reply.send(Ok(3)).unwrap(),
         other => panic!("{other:?}"),
     }
     assert_eq!(asked.await.unwrap().unwrap().into_inner().was, 3);
@@ -357,7 +365,7 @@ fn resume(membership: v1::Membership, parameters: Option<u64>) -> v1::Resume {
 }
 
 /// Members 1, 2 and so on.
-fn heard(generation: u64, addresses: &[&str]) -> v1::Membership {
+fn known_membership(generation: u64, addresses: &[&str]) -> v1::Membership {
     let member =
         |(worker, address): (u64, &&str)| v1::Member { worker, address: (*address).into() };
     v1::Membership { generation, members: (1..).zip(addresses).map(member).collect(), abort: true }
@@ -365,17 +373,17 @@ fn heard(generation: u64, addresses: &[&str]) -> v1::Membership {
 
 #[tokio::test]
 async fn a_hello_is_handed_over_field_by_field() {
-    let mut edge = Edge::start().await;
+    let mut fixture = ServerFixture::start().await;
     let Some(Kind::Hello(mut again)) = hello().kind else { unreachable!() };
-    again.resume = Some(resume(heard(5, &["127.0.0.1:8", "127.0.0.1:9"]), Some(9)));
+    again.resume = Some(resume(known_membership(5, &["127.0.0.1:8", "127.0.0.1:9"]), Some(9)));
     let members =
         [(1, 8), (2, 9)].map(|(id, port)| (WorkerId(id), ([127, 0, 0, 1], port).into())).to_vec();
     let membership = Some(Membership { generation: Generation(5), members, abort: true });
     let resume = Resume { worker: WorkerId(3), membership, parameters: Some(9) };
-    for (message, resume) in [(hello(), None), (said(Kind::Hello(again)), Some(resume))] {
-        let _stream = edge.join(vec![message]).await;
-        match edge.inputs.recv().await {
-            Some(Input::Connected { hello, .. }) => {
+    for (message, resume) in [(hello(), None), (message_of(Kind::Hello(again)), Some(resume))] {
+        let _stream = fixture.join(vec![message]).await;
+        match fixture.events.recv().await {
+            Some(ServerEvent::Connected { hello, .. }) => {
                 let address = "127.0.0.1:9".parse().unwrap();
                 assert_eq!(
                     hello,
@@ -389,21 +397,21 @@ async fn a_hello_is_handed_over_field_by_field() {
 
 #[tokio::test]
 async fn a_closed_server_refuses_dials_and_streams_until_it_is_opened_again() {
-    let mut edge = Edge::start().await;
-    let (stream, _, line) = edge.admitted().await;
-    let mut old = edge.client().await;
-    edge.server.close();
-    drop(line);
+    let mut fixture = ServerFixture::start().await;
+    let (stream, _, outbox) = fixture.admitted().await;
+    let mut old = fixture.client().await;
+    fixture.server.close();
+    drop(outbox);
     assert_eq!(stream.end().await, Code::Ok);
     let hello = || ReceiverStream::new(mpsc::channel::<v1::WorkerMessage>(1).1);
-    let refused = old.join(with_token(hello(), &edge.token.to_bearer())).await.unwrap_err();
+    let refused = old.join(with_token(hello(), &fixture.token.to_bearer())).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
-    while TcpStream::connect(edge.address).await.is_ok() {
+    while TcpStream::connect(fixture.address).await.is_ok() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    edge.server.reopen();
-    while TcpStream::connect(edge.address).await.is_err() {
+    fixture.server.reopen();
+    while TcpStream::connect(fixture.address).await.is_err() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    let _ = edge.admitted().await;
+    let _ = fixture.admitted().await;
 }

@@ -15,11 +15,11 @@ use crate::kube::testing::FakeServer;
 
 const DELETED: &str = "its pod is being deleted";
 
-fn leaves() -> (LaunchId, Happening) {
-    (ONE, Happening::Leaves(DELETED.into()))
+fn leaves() -> (LaunchId, BackendEvent) {
+    (ONE, BackendEvent::Terminating(DELETED.into()))
 }
 
-fn taken(words: &str) -> (LaunchId, Happening) {
+fn taken(words: &str) -> (LaunchId, BackendEvent) {
     ended(Exit::Taken(words.into()))
 }
 
@@ -31,7 +31,7 @@ async fn is_quiet(pods: &mut Pods, time: Duration) -> bool {
 async fn classes(pods: &mut Pods, count: usize) -> BTreeMap<u64, Option<String>> {
     let mut classes = BTreeMap::new();
     while classes.len() < count {
-        if let (launch, Happening::Made(class)) = pods.next().await {
+        if let (launch, BackendEvent::Created(class)) = pods.next().await {
             classes.insert(launch.0, class);
         }
     }
@@ -84,7 +84,7 @@ async fn an_older_servers_scheduler_is_asked_once_why_a_pod_was_deleted() {
     // Nobody waits for the reason.
     assert_eq!(next(&mut pods).await, leaves());
     fake.put("events", "e", event);
-    let explained = Happening::Explained("preempted by ns/high on node n".into());
+    let explained = BackendEvent::Explained("preempted by ns/high on node n".into());
     assert_eq!(next(&mut pods).await, (ONE, explained));
     fake.remove("j-w-1");
     assert_eq!(next(&mut pods).await, taken("preempted by ns/high on node n"));
@@ -203,7 +203,7 @@ async fn thirty_pods_that_are_lost_at_once_are_replaced_at_once() {
     let before = Instant::now();
     let mut ends = 0;
     while ends < 30 {
-        if let (launch, Happening::Ended(_)) = next(&mut pods).await {
+        if let (launch, BackendEvent::Ended(_)) = next(&mut pods).await {
             ends += 1;
             pods.start(LaunchId(launch.0 + 30), launch.0 as u32 - 1);
         }
@@ -291,8 +291,8 @@ async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() 
     let (mut classes, mut words) = (Vec::new(), Vec::new());
     while classes.len() < 2 {
         match pods.next().await.1 {
-            Happening::Made(class) => classes.push(class.unwrap()),
-            Happening::Waits(Wait::Answer(Some(said))) => words.push(said),
+            BackendEvent::Created(class) => classes.push(class.unwrap()),
+            BackendEvent::Waiting(Wait::Answer(Some(said))) => words.push(said),
             _ => {}
         }
     }
@@ -343,7 +343,7 @@ async fn pods_of_several_workers_are_made_and_replaced_as_one() {
     fake.set_status("j-w-1", exited(139));
     loop {
         let (launch, happening) = next(&mut pods).await;
-        if let Happening::Ended(exit) = happening {
+        if let BackendEvent::Ended(exit) = happening {
             assert_eq!((launch, &exit), (ONE, &Exit::Signal(11)));
             job.handle(Time::default(), JobEvent::ProcessEnded { launch, exit });
             break;

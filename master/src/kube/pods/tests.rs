@@ -48,18 +48,18 @@ pub(super) fn exited(code: i32) -> Value {
     container("Failed", json!({"terminated": {"exitCode": code, "reason": "Error"}}))
 }
 
-pub(super) const WAITS: (LaunchId, Happening) = (ONE, Happening::Waits(Wait::Answer(None)));
+pub(super) const WAITS: (LaunchId, BackendEvent) = (ONE, BackendEvent::Waiting(Wait::Answer(None)));
 
-pub(super) fn ended(exit: Exit) -> (LaunchId, Happening) {
-    (ONE, Happening::Ended(exit))
+pub(super) fn ended(exit: Exit) -> (LaunchId, BackendEvent) {
+    (ONE, BackendEvent::Ended(exit))
 }
 
 /// The next thing that happens, within an hour of the tests' own time; not that a pod was made.
-pub(super) async fn next(pods: &mut Pods) -> (LaunchId, Happening) {
+pub(super) async fn next(pods: &mut Pods) -> (LaunchId, BackendEvent) {
     loop {
         let happening =
             timeout(Duration::from_secs(3600), pods.next()).await.expect("something happens");
-        if !matches!(happening.1, Happening::Made(_)) {
+        if !matches!(happening.1, BackendEvent::Created(_)) {
             return happening;
         }
     }
@@ -72,7 +72,7 @@ pub(super) async fn started() -> (Arc<FakeServer>, Pods) {
     assert_eq!(next(&mut pods).await, WAITS);
     until(|| fake.state().names() == ["j-w-1"]).await;
     fake.set_status("j-w-1", running());
-    assert_eq!(next(&mut pods).await, (ONE, Happening::Runs));
+    assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Running));
     (fake, pods)
 }
 
@@ -96,7 +96,7 @@ async fn a_pod_is_made_runs_and_ends_once() {
     fake.set_status("j-w-1", exited(3));
     fake.remove("j-w-1");
     pods.start(LaunchId(2), 0);
-    assert_eq!(next(&mut pods).await, (LaunchId(2), Happening::Waits(Wait::Answer(None))));
+    assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Answer(None))));
     until(|| fake.state().names() == ["j-w-2"]).await;
 }
 
@@ -107,11 +107,11 @@ async fn a_creation_whose_answer_was_lost_makes_no_second_pod() {
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     let (_, lost) = next(&mut pods).await;
-    assert!(matches!(lost, Happening::Waits(Wait::Answer(Some(_)))), "{lost:?}");
+    assert!(matches!(lost, BackendEvent::Waiting(Wait::Answer(Some(_)))), "{lost:?}");
     until(|| fake.state().count("GET pods") == 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     fake.set_status("j-w-1", running());
-    let runs = (ONE, Happening::Runs);
+    let runs = (ONE, BackendEvent::Running);
     assert_eq!(next(&mut pods).await, runs);
     fake.set_status("j-w-1", exited(0));
     assert_eq!(next(&mut pods).await, ended(Exit::Code(0)));
@@ -125,7 +125,7 @@ async fn a_quota_that_is_used_up_is_waited_out() {
     fake.state().refusals.extend([(403, message), (403, message)]);
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
-    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Wait::Room(message.into()))));
+    assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Waiting(Wait::Room(message.into()))));
     until(|| fake.state().names() == ["j-w-1"]).await;
 }
 
@@ -199,7 +199,7 @@ async fn a_killed_launch_may_have_run_before_its_node_says_so() {
         "j-w-1",
         container("Pending", json!({"waiting": {"reason": "ContainerCreating"}})),
     );
-    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Wait::Start(None))));
+    assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Waiting(Wait::Start(None))));
     pods.kill(ONE);
     tokio::time::sleep(END_WAIT / 2).await;
     fake.set_status("j-w-1", exited(3));
@@ -233,10 +233,10 @@ async fn pods_of_a_master_before_are_taken_over_as_they_are() {
         pods.adopt(objects::launch_and_slot(&pod).unwrap().0, Some(pod));
     }
     pods.adopt(LaunchId(3), None);
-    assert_eq!(next(&mut pods).await, (ONE, Happening::Runs));
-    assert_eq!(next(&mut pods).await, (LaunchId(2), Happening::Waits(Wait::Answer(None))));
+    assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Running));
+    assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Answer(None))));
     let gone = Exit::Taken("its pod is gone".into());
-    assert_eq!(next(&mut pods).await, (LaunchId(3), Happening::Ended(gone)));
+    assert_eq!(next(&mut pods).await, (LaunchId(3), BackendEvent::Ended(gone)));
     fake.set_status("j-w-1", exited(3));
     assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
     let state = fake.state();
@@ -251,7 +251,7 @@ async fn a_launch_that_is_killed_before_its_pod_is_there_leaves_none() {
     assert_eq!(next(&mut pods).await, WAITS);
     pods.kill(ONE);
     loop {
-        if let (_, Happening::Ended(_)) = next(&mut pods).await {
+        if let (_, BackendEvent::Ended(_)) = next(&mut pods).await {
             break;
         }
     }
@@ -268,7 +268,7 @@ async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
     let stuck = json!({"waiting": {"reason": "ErrImagePull", "message": "no such image"}});
     fake.set_status("j-w-1", container("Pending", stuck));
     let why = "ErrImagePull: no such image";
-    assert_eq!(next(&mut pods).await, (ONE, Happening::Waits(Wait::Start(Some(why.into())))));
+    assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Waiting(Wait::Start(Some(why.into())))));
     let before = Instant::now();
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     let waited = before.elapsed();
@@ -298,11 +298,11 @@ async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_ever_later_an
             until(|| fake.state().names().contains(&name.as_str())).await;
             let stuck = json!({"waiting": {"reason": "ImagePullBackOff", "message": "the registry is away"}});
             fake.set_status(&name, container("Pending", stuck));
-            let wait = Happening::Waits(Wait::Start(Some(why.into())));
+            let wait = BackendEvent::Waiting(Wait::Start(Some(why.into())));
             while next(&mut pods).await != (LaunchId(launch), wait.clone()) {}
             let before = Instant::now();
             let exit = Exit::Taken(format!("it could not start in {seconds} s: {why}"));
-            assert_eq!(next(&mut pods).await, (LaunchId(launch), Happening::Ended(exit)));
+            assert_eq!(next(&mut pods).await, (LaunchId(launch), BackendEvent::Ended(exit)));
             let waited = before.elapsed();
             let expected = Duration::from_secs(seconds);
             assert!(waited >= expected - TICK && waited <= expected + TICK, "{launch}: {waited:?}");
@@ -315,7 +315,8 @@ async fn once_a_worker_has_run_a_refusal_is_waited_for() {
     let (fake, mut pods) = started().await;
     fake.state().refusals.extend([(403, "denied the request: not on Fridays"); 3]);
     pods.start(LaunchId(2), 0);
-    let denied = Happening::Waits(Wait::Answer(Some("denied the request: not on Fridays".into())));
+    let denied =
+        BackendEvent::Waiting(Wait::Answer(Some("denied the request: not on Fridays".into())));
     while next(&mut pods).await != (LaunchId(2), denied.clone()) {}
     until(|| fake.state().names().contains(&"j-w-2")).await;
 }
@@ -329,7 +330,7 @@ async fn a_quota_that_wants_limits_is_waited_for_with_the_option_that_helps() {
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     match next(&mut pods).await {
-        (ONE, Happening::Waits(Wait::Room(why))) => {
+        (ONE, BackendEvent::Waiting(Wait::Room(why))) => {
             assert!(why.contains("--worker-resources"), "{why}")
         }
         other => panic!("{other:?}"),
@@ -345,7 +346,7 @@ async fn of_the_pods_that_have_ended_the_last_16_are_kept() {
         let name = format!("j-w-{launch}");
         until(|| fake.state().names().contains(&name.as_str())).await;
         fake.set_status(&name, exited(1));
-        while next(&mut pods).await != (LaunchId(launch), Happening::Ended(Exit::Code(1))) {}
+        while next(&mut pods).await != (LaunchId(launch), BackendEvent::Ended(Exit::Code(1))) {}
     }
     until(|| fake.state().deleted.len() == 4).await;
     assert_eq!(fake.state().deleted, ["j-w-1", "j-w-2", "j-w-3", "j-w-4"]);
@@ -357,7 +358,7 @@ async fn the_end_deletes_what_runs_and_nothing_else() {
     pods.start(LaunchId(2), 0);
     until(|| fake.state().names().len() == 2).await;
     fake.set_status("j-w-2", exited(0));
-    while next(&mut pods).await != (LaunchId(2), Happening::Ended(Exit::Code(0))) {}
+    while next(&mut pods).await != (LaunchId(2), BackendEvent::Ended(Exit::Code(0))) {}
     pods.end().await;
     assert_eq!(fake.state().names(), ["j-w-2"]);
 }

@@ -1,4 +1,4 @@
-//! The same edge over TLS.
+//! The same server over TLS.
 
 use std::error::Error as _;
 
@@ -6,7 +6,7 @@ use tonic::transport::{Certificate, ClientTlsConfig};
 
 use super::*;
 use crate::kube::certificates::Certificates;
-use crate::service::incoming::UNPROVEN_MAX;
+use crate::service::incoming::UNAUTHENTICATED_MAX;
 
 const NAME: &str = "mnist-master";
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -16,9 +16,10 @@ fn certificates() -> Certificates {
 }
 
 /// A server that shows what `certificates` say, and clients that look for it.
-async fn start(certificates: &Certificates) -> Edge {
+async fn start(certificates: &Certificates) -> ServerFixture {
     let identity = Identity::from_pem(&certificates.certificate, &certificates.key).unwrap();
-    Edge::start_with(Some(identity), |address| endpoint(address, &certificates.ca, NAME)).await
+    ServerFixture::start_with(Some(identity), |address| endpoint(address, &certificates.ca, NAME))
+        .await
 }
 
 fn endpoint(address: SocketAddr, ca: &str, name: &str) -> Endpoint {
@@ -39,48 +40,48 @@ async fn refusal(endpoint: Endpoint) -> String {
 #[tokio::test]
 async fn who_knows_the_jobs_ca_and_its_masters_name_gets_through() {
     let certificates = certificates();
-    let mut edge = start(&certificates).await;
-    edge.admitted().await;
-    edge.endpoint = endpoint(edge.address, &certificates.ca, "mnist-master.ml.svc");
-    let (_stream, _, line) = edge.admitted().await;
-    line.refuse("enough".into());
+    let mut fixture = start(&certificates).await;
+    fixture.admitted().await;
+    fixture.endpoint = endpoint(fixture.address, &certificates.ca, "mnist-master.ml.svc");
+    let (_stream, _, outbox) = fixture.admitted().await;
+    outbox.refuse("enough".into());
 }
 
 #[tokio::test]
 async fn another_ca_and_another_name_are_not_taken_for_it() {
     let certificates = certificates();
-    let mut edge = start(&certificates).await;
+    let mut fixture = start(&certificates).await;
     let other = self::certificates().ca;
-    let why = refusal(endpoint(edge.address, &other, NAME)).await;
+    let why = refusal(endpoint(fixture.address, &other, NAME)).await;
     assert!(why.contains("invalid peer certificate"), "{why}");
-    let why = refusal(endpoint(edge.address, &certificates.ca, "cifar-master")).await;
+    let why = refusal(endpoint(fixture.address, &certificates.ca, "cifar-master")).await;
     assert!(why.contains("not valid for name"), "{why}");
-    edge.assert_nothing_reached_the_queue().await;
+    fixture.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
 async fn nothing_is_said_in_the_open() {
-    let mut edge = start(&certificates()).await;
+    let mut fixture = start(&certificates()).await;
     // A channel may exist before the server has hung up.
     if let Ok(channel) =
-        Endpoint::from_shared(format!("http://{}", edge.address)).unwrap().connect().await
+        Endpoint::from_shared(format!("http://{}", fixture.address)).unwrap().connect().await
     {
-        let request = with_token(v1::StatusRequest {}, &edge.token.to_bearer());
+        let request = with_token(v1::StatusRequest {}, &fixture.token.to_bearer());
         let mut client = MasterClient::new(channel);
         let answer = tokio::time::timeout(PATIENCE, client.status(request)).await;
         assert!(matches!(answer, Ok(Err(_))), "somebody listens");
     }
-    edge.assert_nothing_reached_the_queue().await;
+    fixture.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
 async fn peers_that_never_finish_their_handshake_hold_no_place_for_long() {
-    let mut edge = start(&certificates()).await;
+    let mut fixture = start(&certificates()).await;
     // The head of a record that promises a client's hello, and no more.
     let promise: &[u8] = &[0x16, 0x03, 0x01, 0x02, 0x00, 0x01];
     let mut silent = Vec::new();
-    for index in 0..2 * UNPROVEN_MAX {
-        let mut stream = TcpStream::connect(edge.address).await.unwrap();
+    for index in 0..2 * UNAUTHENTICATED_MAX {
+        let mut stream = TcpStream::connect(fixture.address).await.unwrap();
         if index % 2 == 0 {
             stream.write_all(promise).await.unwrap();
         }
@@ -93,47 +94,47 @@ async fn peers_that_never_finish_their_handshake_hold_no_place_for_long() {
         assert!(tokio::time::timeout(MUCH_LATER, stream.read_to_end(&mut rest)).await.is_ok());
     }
     tokio::time::resume();
-    let served = tokio::time::timeout(PATIENCE, edge.assert_nothing_reached_the_queue()).await;
+    let served = tokio::time::timeout(PATIENCE, fixture.assert_nothing_reached_the_queue()).await;
     assert!(served.is_ok(), "there is no place for anybody else");
 }
 
 #[tokio::test]
 async fn a_handshake_alone_earns_no_place() {
-    let mut edge = start(&certificates()).await;
+    let mut fixture = start(&certificates()).await;
     let mut mute = Vec::new();
-    for _ in 0..UNPROVEN_MAX {
-        mute.push(edge.endpoint.connect().await.unwrap());
+    for _ in 0..UNAUTHENTICATED_MAX {
+        mute.push(fixture.endpoint.connect().await.unwrap());
     }
     tokio::time::pause();
     tokio::time::sleep(MUCH_LATER).await;
     tokio::time::resume();
-    let served = tokio::time::timeout(PATIENCE, edge.assert_nothing_reached_the_queue()).await;
+    let served = tokio::time::timeout(PATIENCE, fixture.assert_nothing_reached_the_queue()).await;
     assert!(served.is_ok(), "there is no place for anybody else");
 }
 
 #[tokio::test]
 async fn who_has_proved_the_token_may_be_silent() {
-    start(&certificates()).await.assert_silence_is_borne().await;
+    start(&certificates()).await.assert_silence_is_allowed().await;
 }
 
 #[tokio::test]
 async fn bytes_that_are_no_handshake_change_nothing() {
-    let mut edge = start(&certificates()).await;
-    let (stream, connection, _line) = edge.admitted().await;
+    let mut fixture = start(&certificates()).await;
+    let (stream, connection, _outbox) = fixture.admitted().await;
     let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     for bytes in [preface, &[0x16; 4096], &[0x17, 0x03, 0x03, 0xff, 0xff, 0x00], &[0; 70_000]] {
-        let mut peer = TcpStream::connect(edge.address).await.unwrap();
+        let mut peer = TcpStream::connect(fixture.address).await.unwrap();
         // The server may hang up while this is being written.
         let _ = peer.write_all(bytes).await;
         let _ = peer.read_to_end(&mut Vec::new()).await;
     }
-    // Who was there before is still heard.
-    stream.outgoing.send(said(Kind::Leaving(v1::Leaving {}))).await.unwrap();
-    let leaving = edge.inputs.recv().await;
+    // Who was there before is still known_membership.
+    stream.outgoing.send(message_of(Kind::Leaving(v1::Leaving {}))).await.unwrap();
+    let leaving = fixture.events.recv().await;
     assert!(
-        matches!(&leaving, Some(Input::Said { connection: c, message: FromWorker::Leaving })
+        matches!(&leaving, Some(ServerEvent::Message { connection: c, message: FromWorker::Leaving })
             if *c == connection),
         "{leaving:?}"
     );
-    edge.assert_nothing_reached_the_queue().await;
+    fixture.assert_nothing_reached_the_queue().await;
 }

@@ -6,7 +6,7 @@ use crate::kube::persisted_job::{PersistError, PersistedJobWriter};
 
 /// Where records go.
 #[derive(Debug)]
-pub(crate) enum Keeping {
+pub(crate) enum JobStore {
     /// Written later, and maybe never.
     Anchor(PersistedJobWriter),
     /// Written at once.
@@ -14,9 +14,9 @@ pub(crate) enum Keeping {
     Nothing,
 }
 
-impl Keeping {
+impl JobStore {
     /// Keeps what another master would have to know of what is done next.
-    pub(crate) fn keep(&mut self, job: &Job) {
+    pub(crate) fn save(&mut self, job: &Job) {
         match self {
             Self::Anchor(keeper) => keeper.submit(job.revision(), job.barrier(), job.record()),
             Self::File(file) => file.write(&job.record()),
@@ -26,12 +26,12 @@ impl Keeping {
 
     /// Whether records are kept for the sake of the step alone: not where each is a call to a
     /// server that others need.
-    pub(crate) fn keeps_steps(&self) -> bool {
+    pub(crate) fn saves_steps(&self) -> bool {
         matches!(self, Self::File(_))
     }
 
     /// Whether anything more may be done.
-    pub(crate) fn lets_act(&self, job: &Job) -> bool {
+    pub(crate) fn allows_actions(&self, job: &Job) -> bool {
         match self {
             Self::Anchor(keeper) => keeper.persisted() >= job.barrier(),
             Self::File(_) | Self::Nothing => true,

@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Streaming};
 use v1::master_client::MasterClient;
-use v1::master_message::Kind as Told;
+use v1::master_message::Kind;
 
 use super::*;
 use crate::job::testing::spec;
@@ -19,23 +19,23 @@ use crate::kube::pods::PodFactory;
 use crate::kube::testing::FakeServer;
 use crate::token::Token;
 
-struct Stage {
+struct MasterFixture {
     address: SocketAddr,
     token: Token,
     /// For how long the master holds its lease from now on.
     hold: Box<dyn Fn(Duration)>,
     _fake: Arc<FakeServer>,
-    _interrupts: mpsc::Sender<Interrupt>,
+    _commands: mpsc::Sender<UserCommand>,
 }
 
-impl Stage {
+impl MasterFixture {
     /// The third master of a job in a cluster.
     async fn start() -> Self {
         let (fake, cluster) = FakeServer::start();
         let meta = json!({"name": "job", "namespace": "ns", "uid": "anchor"});
         fake.put("configmaps", "job", json!({"metadata": meta, "data": {"task": "{}"}}));
         let meta = serde_json::from_value(meta).unwrap();
-        let (warrant, hold) = LeaseGuard::for_test();
+        let (lease_guard, hold) = LeaseGuard::for_test();
         let recorder = EventRecorder::start(&cluster, &meta);
         let mould = PodFactory {
             template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
@@ -45,19 +45,20 @@ impl Stage {
             min_workers: 1,
             priority_tiers: None,
         };
-        let pods = Pods::new(&cluster, mould, warrant.clone(), recorder.clone());
+        let pods = Pods::new(&cluster, mould, lease_guard.clone(), recorder.clone());
         let anchor = Anchor::new(&cluster, "job");
         let seen = anchor.read().await.unwrap();
         let writer = AnchorWriter::begin(&anchor, &seen, 3).await.unwrap();
-        let keeper = PersistedJobWriter::new(writer, warrant.clone(), recorder, None);
+        let keeper = PersistedJobWriter::new(writer, lease_guard.clone(), recorder, None);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let (address, token) = (listener.local_addr().unwrap(), Token::random().unwrap());
-        let entrance = Entrance { listener, token: token.clone(), identity: None };
-        let office = Office { incarnation: 3, warrant };
-        let master = Master::with_pods(spec(), entrance, pods, keeper, office, Progress::quiet());
-        let (interrupts, interrupted) = mpsc::channel(1);
-        tokio::spawn(master.run(interrupted));
-        Self { address, token, hold: Box::new(hold), _fake: fake, _interrupts: interrupts }
+        let server_config = ServerConfig { listener, token: token.clone(), identity: None };
+        let term = MasterTerm { incarnation: 3, lease_guard };
+        let master =
+            Master::with_pods(spec(), server_config, pods, keeper, term, Progress::quiet());
+        let (commands, received) = mpsc::channel(1);
+        tokio::spawn(master.run(received));
+        Self { address, token, hold: Box::new(hold), _fake: fake, _commands: commands }
     }
 
     /// What the master says to a worker, which was welcomed by this incarnation before.
@@ -99,33 +100,33 @@ impl Stage {
 
 #[tokio::test]
 async fn a_master_whose_lease_is_not_renewed_sends_its_workers_away_until_it_is() {
-    let stage = Stage::start().await;
-    let mut told = stage.join(None).await;
-    let Some(Told::Welcome(welcome)) = told.message().await.unwrap().unwrap().kind else {
+    let fixture = MasterFixture::start().await;
+    let mut stream = fixture.join(None).await;
+    let Some(Kind::Welcome(welcome)) = stream.message().await.unwrap().unwrap().kind else {
         panic!("no welcome")
     };
     assert_eq!((welcome.worker, welcome.incarnation), (1, 3));
-    (stage.hold)(Duration::ZERO);
-    while let Ok(Some(_)) = told.message().await {}
-    stage.until(false).await;
-    (stage.hold)(Duration::from_secs(3600));
-    stage.until(true).await;
+    (fixture.hold)(Duration::ZERO);
+    while let Ok(Some(_)) = stream.message().await {}
+    fixture.until(false).await;
+    (fixture.hold)(Duration::from_secs(3600));
+    fixture.until(true).await;
 }
 
 #[tokio::test]
 async fn a_master_that_hears_of_a_newer_one_listens_no_more_until_the_server_says_that_it_is_the_one()
  {
-    let stage = Stage::start().await;
+    let fixture = MasterFixture::start().await;
     // As old as this one: nothing is wrong with that.
-    let mut told = stage.join(Some(3)).await;
-    while let Ok(Some(_)) = told.message().await {}
-    assert!(stage.listens().await);
-    let mut told = stage.join(Some(4)).await;
+    let mut stream = fixture.join(Some(3)).await;
+    while let Ok(Some(_)) = stream.message().await {}
+    assert!(fixture.listens().await);
+    let mut stream = fixture.join(Some(4)).await;
     assert!(
-        told.message().await.is_ok_and(|word| word.is_none()),
+        stream.message().await.is_ok_and(|word| word.is_none()),
         "a worker of a newer master was answered"
     );
-    stage.until(false).await;
-    (stage.hold)(Duration::from_secs(1_000_000_000_000));
-    stage.until(true).await;
+    fixture.until(false).await;
+    (fixture.hold)(Duration::from_secs(1_000_000_000_000));
+    fixture.until(true).await;
 }

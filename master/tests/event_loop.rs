@@ -9,12 +9,12 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use elasticdl_master::entrance::Entrance;
+use elasticdl_master::event_loop::{JobResult, Master, UserCommand};
 use elasticdl_master::job::{Batch, JobSpec, OnNonfinite, Outcome, WireDtype, Work};
 use elasticdl_master::jobdir::JobDir;
+use elasticdl_master::listener::ServerConfig;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
-use elasticdl_master::run::{Ended, Interrupt, Master};
 use elasticdl_proto::v1;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -33,8 +33,8 @@ struct Fixture {
     dir: JobDir,
     pipe: PathBuf,
     address: SocketAddr,
-    interrupts: mpsc::Sender<Interrupt>,
-    ended: JoinHandle<Ended>,
+    interrupts: mpsc::Sender<UserCommand>,
+    ended: JoinHandle<JobResult>,
 }
 
 /// The test's end of a worker's stream.
@@ -54,8 +54,8 @@ impl Fixture {
         let launcher = Launcher::new("/bin/sh".into(), args, &dir, Duration::from_secs(30));
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let entrance = Entrance { listener, token: dir.token().clone(), identity: None };
-        let master = Master::new(spec(), entrance, launcher, Progress::quiet()).unwrap();
+        let server_config = ServerConfig { listener, token: dir.token().clone(), identity: None };
+        let master = Master::new(spec(), server_config, launcher, Progress::quiet()).unwrap();
         let (interrupts, interrupted) = mpsc::channel(4);
         let ended = tokio::spawn(master.run(interrupted));
         Self { _folder: folder, dir, pipe, address, interrupts, ended }
@@ -104,7 +104,7 @@ impl Fixture {
         Worker { outgoing, incoming }
     }
 
-    async fn ended(self) -> Ended {
+    async fn ended(self) -> JobResult {
         self.ended.await.unwrap()
     }
 }
@@ -222,7 +222,7 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
     worker.told_of(|told| matches!(told, Told::Shutdown(_)).then_some(())).await;
     drop(worker);
     job.let_end().await;
-    let Ended { outcome, summary } = job.ended().await;
+    let JobResult { outcome, summary } = job.ended().await;
     assert_eq!(
         (outcome, &*summary.state, summary.steps),
         (Outcome::Completed, "completed", 1),
@@ -245,7 +245,7 @@ async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
     worker.told_of(|told| matches!(told, Told::Shutdown(_)).then_some(())).await;
     drop(worker);
     job.let_end().await;
-    let Ended { outcome, summary } = job.ended().await;
+    let JobResult { outcome, summary } = job.ended().await;
     assert_eq!((outcome, &*summary.state), (Outcome::Refused, "refused"));
     assert!(
         summary.error.as_ref().is_some_and(|e| e.contains("d: no such file")),
@@ -258,7 +258,7 @@ async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
 async fn an_interrupt_that_kills_ends_the_job_at_once() {
     let job = Fixture::start().await;
     let _worker = job.join(job.launched().await).await;
-    job.interrupts.send(Interrupt::Kill).await.unwrap();
+    job.interrupts.send(UserCommand::Kill).await.unwrap();
     assert_eq!(job.ended().await.outcome, Outcome::Stopped);
 }
 
@@ -266,8 +266,8 @@ async fn an_interrupt_that_kills_ends_the_job_at_once() {
 async fn a_stop_before_there_is_a_group_ends_the_job() {
     let job = Fixture::start().await;
     job.launched().await;
-    job.interrupts.send(Interrupt::Stop).await.unwrap();
-    let Ended { outcome, summary } = job.ended().await;
+    job.interrupts.send(UserCommand::Stop).await.unwrap();
+    let JobResult { outcome, summary } = job.ended().await;
     assert_eq!((outcome, &*summary.state), (Outcome::Stopped, "stopped"));
 }
 
@@ -279,7 +279,7 @@ async fn a_worker_whose_stream_ends_is_replaced_or_fails_the_job() {
     // counting.
     drop(worker);
     assert!(job.launched().await > 0);
-    job.interrupts.send(Interrupt::Kill).await.unwrap();
+    job.interrupts.send(UserCommand::Kill).await.unwrap();
     job.ended().await;
 }
 
@@ -289,7 +289,7 @@ async fn a_worker_that_nobody_launched_is_refused() {
     let launch = job.launched().await;
     let mut stranger = job.join(launch + 1000).await;
     assert_eq!(stranger.incoming.message().await.unwrap_err().code(), Code::FailedPrecondition);
-    job.interrupts.send(Interrupt::Kill).await.unwrap();
+    job.interrupts.send(UserCommand::Kill).await.unwrap();
     job.ended().await;
 }
 
@@ -310,6 +310,6 @@ async fn a_job_is_scaled_within_its_bounds_and_shows_it() {
     assert_eq!((status.job.as_str(), status.workers_desired), ("mnist", 3));
     assert_eq!(status.workers.iter().map(|w| w.pid).collect::<Vec<_>>(), [42]);
     drop(worker);
-    job.interrupts.send(Interrupt::Kill).await.unwrap();
+    job.interrupts.send(UserCommand::Kill).await.unwrap();
     job.ended().await;
 }

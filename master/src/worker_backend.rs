@@ -2,32 +2,32 @@
 
 use crate::job::{Exit, LaunchId, Wait};
 use crate::kube::pods::Pods;
-use crate::local::{Processes, Started};
+use crate::local::{ProcessIdentity, Processes};
 
 /// The launches of a job: started, ended, and watched.
 #[derive(Debug)]
-pub(crate) enum Launches {
+pub(crate) enum WorkerBackend {
     Pods(Pods),
     Processes(Processes),
 }
 
 /// What became of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Happening {
+pub(crate) enum BackendEvent {
     Ended(Exit),
     /// It was taken away: by whom, or what for. May come after its end.
     Explained(String),
     /// It is being taken away, but its program still runs.
-    Leaves(String),
+    Terminating(String),
     /// It has been asked for, with this priority class.
-    Made(Option<String>),
+    Created(Option<String>),
     /// It has ended, and these are the last lines that it has printed; its end follows.
-    Printed(String),
-    Runs,
-    Waits(Wait),
+    OutputTail(String),
+    Running,
+    Waiting(Wait),
 }
 
-impl Launches {
+impl WorkerBackend {
     /// Starts one, at the place `index` of the job's. Never fails here: what can't be started ends
     /// at once, as [`Exit::NotStarted`].
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
@@ -38,15 +38,15 @@ impl Launches {
     }
 
     /// Takes over a process that another master has started.
-    pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<Started>) {
+    pub(crate) fn adopt(&mut self, launch: LaunchId, process: Option<ProcessIdentity>) {
         match self {
             // Pods are taken over as they are found: `Pods::adopt`.
             Self::Pods(pods) => pods.adopt(launch, None),
-            Self::Processes(processes) => processes.adopt(launch, started),
+            Self::Processes(processes) => processes.adopt(launch, process),
         }
     }
 
-    /// Ends one at once; its end is told by [`Launches::next`].
+    /// Ends one at once; its end is told by [`WorkerBackend::next`].
     pub(crate) fn kill(&mut self, launch: LaunchId) {
         match self {
             Self::Pods(pods) => pods.kill(launch),
@@ -55,7 +55,7 @@ impl Launches {
     }
 
     /// Waits for the next thing to happen; for ever, if none runs. Safe to drop at any time.
-    pub(crate) async fn next(&mut self) -> (LaunchId, Happening) {
+    pub(crate) async fn next(&mut self) -> (LaunchId, BackendEvent) {
         match self {
             Self::Pods(pods) => pods.next().await,
             Self::Processes(processes) => processes.next().await,
@@ -63,11 +63,11 @@ impl Launches {
     }
 
     /// Some launch has said hello.
-    pub(crate) fn heard(&mut self) {
+    pub(crate) fn on_hello(&mut self) {
         match self {
             // A pod's program is judged by its pod.
             Self::Pods(_) => {}
-            Self::Processes(processes) => processes.heard(),
+            Self::Processes(processes) => processes.on_hello(),
         }
     }
 

@@ -1,9 +1,9 @@
 //! The master at work: one task that owns the job, and everything that feeds it.
 //!
 //! ```text
-//!  streams ─► Server ─┐                            ┌─► Line (a worker's outbox)
-//!  launches ──────────┼─► Master::run ─► Job ──────┼─► Launches: processes, or pods
-//!  interrupts, time ──┘    (one task)    actions   └─► Progress
+//!  streams ─► Server ─┐                            ┌─► WorkerOutbox (a worker's outbox)
+//!  launches ──────────┼─► Master::run ─► Job ──────┼─► WorkerBackend: processes, or pods
+//!  commands, time ──┘    (one task)    actions   └─► Progress
 //! ```
 //!
 //! **Invariants:** the job is touched by this task alone. The task never waits for a worker, a
@@ -24,22 +24,22 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tonic::Status;
 use tracing::{info, warn};
 
-use crate::entrance::Entrance;
 use crate::job::{
     Action, ConnectionId, Event, Job, JobRecord, JobSpec, LaunchId, Membership, Outcome, Summary,
     Time, ToWorker,
 };
+use crate::job_store::JobStore;
 use crate::jobdir::{AbandonedJob, PersistedJobFile};
-use crate::keeping::Keeping;
 use crate::kube::leader_lease::LeaseGuard;
 use crate::kube::objects;
 use crate::kube::persisted_job::PersistedJobWriter;
 use crate::kube::pods::Pods;
 use crate::kube::verdict::{Verdict, classify};
-use crate::launches::{Happening, Launches};
+use crate::listener::ServerConfig;
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
-use crate::service::{self, Input, Line, Server};
+use crate::service::{self, Server, ServerEvent, WorkerOutbox};
+use crate::worker_backend::{BackendEvent, WorkerBackend};
 
 /// A master that is about to run one job.
 #[derive(Debug)]
@@ -49,13 +49,13 @@ pub struct Master {
     start: Instant,
     /// How old the job was then.
     age: Duration,
-    keeping: Keeping,
+    job_store: JobStore,
     /// What the record's file holds, and when it was written.
-    written: Written,
-    launches: Launches,
+    last_write: LastWrite,
+    backend: WorkerBackend,
     progress: Progress,
     server: Server,
-    inputs: mpsc::Receiver<Input>,
+    events: mpsc::Receiver<ServerEvent>,
     /// Streams that are open on this side.
     peers: BTreeMap<ConnectionId, Peer>,
     workers: BTreeMap<WorkerId, ConnectionId>,
@@ -65,24 +65,24 @@ pub struct Master {
     /// they know.
     incarnation: u64,
     /// In a cluster: whether this master holds the job's lease.
-    warrant: Option<LeaseGuard>,
+    lease_guard: Option<LeaseGuard>,
     /// A worker has told of a newer master: the server is to say whether this one still holds the
     /// lease.
-    is_doubted: bool,
+    is_lease_doubted: bool,
 }
 
 /// Who a master in a cluster is.
 #[derive(Debug)]
-pub(crate) struct Office {
+pub(crate) struct MasterTerm {
     /// Which of the job's masters.
     pub(crate) incarnation: u64,
     /// Whether it holds the job's lease.
-    pub(crate) warrant: LeaseGuard,
+    pub(crate) lease_guard: LeaseGuard,
 }
 
 /// What the user can do to a running job from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Interrupt {
+pub enum UserCommand {
     /// Write a checkpoint.
     Checkpoint,
     /// End at once: kill the workers.
@@ -95,7 +95,7 @@ pub enum Interrupt {
 
 /// How a job ended.
 #[derive(Clone, Debug)]
-pub struct Ended {
+pub struct JobResult {
     /// In a word.
     pub outcome: Outcome,
     /// In full.
@@ -103,14 +103,14 @@ pub struct Ended {
 }
 
 #[derive(Debug)]
-struct Written {
+struct LastWrite {
     revision: u64,
     step: u64,
     at: Instant,
 }
 
 struct Peer {
-    line: Line,
+    outbox: WorkerOutbox,
     /// `None` until it is admitted.
     worker: Option<WorkerId>,
 }
@@ -122,7 +122,7 @@ impl std::fmt::Debug for Peer {
 }
 
 impl Master {
-    /// A master at `entrance`, whose workers are started by `launcher`. Must be called within a
+    /// A master at `server_config`, whose workers are started by `launcher`. Must be called within a
     /// tokio runtime; nothing is started before [`Master::run`].
     ///
     /// `spec` has passed [`JobSpec::check`].
@@ -131,15 +131,15 @@ impl Master {
     /// The listener has no address.
     pub fn new(
         spec: JobSpec,
-        entrance: Entrance,
+        server_config: ServerConfig,
         launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
         let job = Job::new(spec.clone());
-        Self::with(job, spec, Duration::ZERO, entrance, launcher, progress)
+        Self::with(job, spec, Duration::ZERO, server_config, launcher, progress)
     }
 
-    /// A master that goes on with a job whose master died, `age` after the job began. `entrance` is
+    /// A master that goes on with a job whose master died, `age` after the job began. `server_config` is
     /// where its workers look for it; the rest as for [`Master::new`].
     ///
     /// # Errors
@@ -147,7 +147,7 @@ impl Master {
     pub fn resume(
         abandoned: AbandonedJob,
         age: Duration,
-        entrance: Entrance,
+        server_config: ServerConfig,
         launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
@@ -160,54 +160,65 @@ impl Master {
                 format!("the job's record can't be true: {reason}"),
             )
         })?;
-        let mut master = Self::with(job, spec, age, entrance, launcher, progress)?;
+        let mut master = Self::with(job, spec, age, server_config, launcher, progress)?;
         for launch in launches {
-            master.launches.adopt(launch, processes.remove(&launch));
+            master.backend.adopt(launch, processes.remove(&launch));
         }
         Ok(master)
     }
 
     /// Keeps what another master would need in `record`.
     #[must_use]
-    pub fn keeping(self, record: PersistedJobFile) -> Self {
-        Self { keeping: Keeping::File(record), ..self }
+    pub fn with_persisted_job_file(self, file: PersistedJobFile) -> Self {
+        Self { job_store: JobStore::File(file), ..self }
     }
 
     fn with(
         job: Job,
         spec: JobSpec,
         age: Duration,
-        entrance: Entrance,
+        server_config: ServerConfig,
         mut launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
-        let address = entrance.listener.local_addr()?;
+        let address = server_config.listener.local_addr()?;
         launcher.env.push(("ELASTICDL_MASTER".into(), address.to_string().into()));
         launcher.env.push(("ELASTICDL_JOB".into(), spec.name.clone().into()));
         info!(job = spec.name, %address, "master listens");
-        let launches = Launches::Processes(Processes::new(launcher));
-        Ok(Self::assemble(job, spec, age, entrance, launches, progress))
+        let backend = WorkerBackend::Processes(Processes::new(launcher));
+        Ok(Self::assemble(job, spec, age, server_config, backend, progress))
     }
 
     /// A master whose workers are `pods`, and which keeps what another one would need with
     /// `keeper`.
     pub(crate) fn with_pods(
         spec: JobSpec,
-        entrance: Entrance,
+        server_config: ServerConfig,
         pods: Pods,
-        keeper: PersistedJobWriter,
-        office: Office,
+        writer: PersistedJobWriter,
+        term: MasterTerm,
         progress: Progress,
     ) -> Self {
         let job = Job::new(spec.clone());
-        let master =
-            Self::assemble(job, spec, Duration::ZERO, entrance, Launches::Pods(pods), progress);
-        master.in_cluster(keeper, office)
+        let master = Self::assemble(
+            job,
+            spec,
+            Duration::ZERO,
+            server_config,
+            WorkerBackend::Pods(pods),
+            progress,
+        );
+        master.in_cluster(writer, term)
     }
 
-    fn in_cluster(self, keeper: PersistedJobWriter, office: Office) -> Self {
-        let Office { incarnation, warrant } = office;
-        Self { keeping: Keeping::Anchor(keeper), incarnation, warrant: Some(warrant), ..self }
+    fn in_cluster(self, writer: PersistedJobWriter, term: MasterTerm) -> Self {
+        let MasterTerm { incarnation, lease_guard } = term;
+        Self {
+            job_store: JobStore::Anchor(writer),
+            incarnation,
+            lease_guard: Some(lease_guard),
+            ..self
+        }
     }
 
     /// As [`Master::with_pods`], going on with a job whose master died, `age` after the job began:
@@ -218,10 +229,10 @@ impl Master {
     pub(crate) fn resume_with_pods(
         (mut record, left): (JobRecord, Vec<Pod>),
         age: Duration,
-        entrance: Entrance,
+        server_config: ServerConfig,
         pods: Pods,
-        keeper: PersistedJobWriter,
-        office: Office,
+        writer: PersistedJobWriter,
+        term: MasterTerm,
         progress: Progress,
     ) -> Result<Self, String> {
         let mut left: BTreeMap<LaunchId, Pod> = left
@@ -238,47 +249,48 @@ impl Master {
             pods.adopt(launch, left.remove(&launch));
         }
         strays.iter().filter_map(|launch| left.remove(launch)).for_each(|pod| pods.remove(pod));
-        let master = Self::assemble(job, spec, age, entrance, Launches::Pods(pods), progress);
-        Ok(master.in_cluster(keeper, office))
+        let master =
+            Self::assemble(job, spec, age, server_config, WorkerBackend::Pods(pods), progress);
+        Ok(master.in_cluster(writer, term))
     }
 
     fn assemble(
         job: Job,
         spec: JobSpec,
         age: Duration,
-        entrance: Entrance,
-        launches: Launches,
+        server_config: ServerConfig,
+        backend: WorkerBackend,
         progress: Progress,
     ) -> Self {
-        let (sender, inputs) = mpsc::channel(INPUTS_MAX);
-        let server = Server::start(entrance, &spec.name, spec.worker_timeout, sender);
+        let (sender, events) = mpsc::channel(SERVER_EVENTS_MAX);
+        let server = Server::start(server_config, &spec.name, spec.worker_timeout, sender);
         Self {
             incarnation: job.masters(),
-            warrant: None,
-            is_doubted: false,
+            lease_guard: None,
+            is_lease_doubted: false,
             job,
             spec,
             start: Instant::now(),
             age,
-            keeping: Keeping::Nothing,
-            written: Written { revision: 0, step: 0, at: Instant::now() },
-            launches,
+            job_store: JobStore::Nothing,
+            last_write: LastWrite { revision: 0, step: 0, at: Instant::now() },
+            backend,
             progress,
             server,
-            inputs,
+            events,
             peers: BTreeMap::new(),
             workers: BTreeMap::new(),
             membership: None,
         }
     }
 
-    /// Runs the job to its end. `interrupts` may be closed.
-    pub async fn run(mut self, mut interrupts: mpsc::Receiver<Interrupt>) -> Ended {
+    /// Runs the job to its end. `commands` may be closed.
+    pub async fn run(mut self, mut commands: mpsc::Receiver<UserCommand>) -> JobResult {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         let outcome = loop {
-            if std::mem::take(&mut self.is_doubted) {
-                self.step_aside().await;
+            if std::mem::take(&mut self.is_lease_doubted) {
+                self.suspend().await;
             }
             if let Some(outcome) = self.act() {
                 break outcome;
@@ -287,38 +299,38 @@ impl Master {
             let due = timeout.unwrap_or_default().since(Time(self.age));
             let due = tokio::time::sleep_until(self.start + due);
             tokio::select! {
-                Some(input) = self.inputs.recv() => self.on_input(input),
-                (launch, happening) = self.launches.next() => {
-                    self.job.handle(self.now(), match happening {
-                        Happening::Ended(exit) => Event::ProcessEnded { launch, exit },
-                        Happening::Explained(words) => Event::LaunchExplained { launch, words },
-                        Happening::Leaves(reason) => Event::LaunchLeaves { launch, reason },
-                        Happening::Made(class) => Event::LaunchMade { launch, class },
-                        Happening::Printed(lines) => Event::LaunchPrinted { launch, lines },
-                        Happening::Runs => Event::LaunchRuns { launch },
-                        Happening::Waits(wait) => Event::LaunchWaits { launch, wait },
+                Some(event) = self.events.recv() => self.on_server_event(event),
+                (launch, event) = self.backend.next() => {
+                    self.job.handle(self.now(), match event {
+                        BackendEvent::Ended(exit) => Event::ProcessEnded { launch, exit },
+                        BackendEvent::Explained(words) => Event::LaunchExplained { launch, words },
+                        BackendEvent::Terminating(reason) => Event::LaunchLeaves { launch, reason },
+                        BackendEvent::Created(class) => Event::LaunchMade { launch, class },
+                        BackendEvent::OutputTail(lines) => Event::LaunchPrinted { launch, lines },
+                        BackendEvent::Running => Event::LaunchRuns { launch },
+                        BackendEvent::Waiting(wait) => Event::LaunchWaits { launch, wait },
                     });
                 }
-                Some(interrupt) = interrupts.recv() => match interrupt {
-                    Interrupt::Checkpoint => self.job.handle(self.now(), Event::Checkpoint),
-                    Interrupt::Kill => {
+                Some(command) = commands.recv() => match command {
+                    UserCommand::Checkpoint => self.job.handle(self.now(), Event::Checkpoint),
+                    UserCommand::Kill => {
                         info!("killed by the user");
                         break Outcome::Stopped;
                     }
-                    Interrupt::Scale(num_workers) => {
+                    UserCommand::Scale(num_workers) => {
                         if let Err(reason) = self.scale(num_workers) {
-                            self.progress.say(self.now(), reason);
+                            self.progress.notice(self.now(), reason);
                         }
                     }
-                    Interrupt::Stop => {
-                        self.progress.say(self.now(), "stopping; press Ctrl-C again to end at once".into());
+                    UserCommand::Stop => {
+                        self.progress.notice(self.now(), "stopping; press Ctrl-C again to end at once".into());
                         self.job.handle(self.now(), Event::Stop);
                     }
                 },
-                event = self.keeping.changed() => if let Some(event) = event {
+                event = self.job_store.changed() => if let Some(event) = event {
                     self.job.handle(self.now(), event);
                 },
-                () = has_run_out(&mut self.warrant) => self.step_aside().await,
+                () = lease_has_expired(&mut self.lease_guard) => self.suspend().await,
                 () = due, if timeout.is_some() => self.job.handle_timeout(self.now()),
                 _ = ticks.tick() => self.show(),
             }
@@ -328,16 +340,16 @@ impl Master {
         let summary = self.job.summary(now);
         info!(?outcome, steps = summary.steps, "job ended");
         self.peers.clear();
-        self.launches.end().await;
+        self.backend.end().await;
         self.server.end().await;
         self.progress.end();
-        Ended { outcome, summary }
+        JobResult { outcome, summary }
     }
 
     /// The lease can't be renewed, so another master may have the job: workers are sent away, and
     /// nobody listens until the server has answered. Workers train on and look for a master
     /// meanwhile. The job's clock stands still, for nothing that it waits for can happen.
-    async fn step_aside(&mut self) {
+    async fn suspend(&mut self) {
         let since = Instant::now();
         warn!(
             "the job's lease is not renewed: workers are sent away, and none is taken until it is"
@@ -350,12 +362,12 @@ impl Master {
             }
         }
         self.peers.clear();
-        match &mut self.warrant {
-            Some(warrant) => warrant.renewed().await,
+        match &mut self.lease_guard {
+            Some(lease_guard) => lease_guard.renewed().await,
             None => return,
         }
         // What came of streams that are over, and of hellos that came too late.
-        while self.inputs.try_recv().is_ok() {}
+        while self.events.try_recv().is_ok() {}
         self.start += since.elapsed();
         self.server.reopen();
         info!(
@@ -373,9 +385,9 @@ impl Master {
         let status = &snapshot.status;
         // How far the job is need not be exact in its record, but not far behind either.
         let is_behind =
-            status.step != self.written.step && self.written.at.elapsed() >= RECORD_AGE_MAX;
-        if is_behind && self.keeping.keeps_steps() {
-            self.written.revision = 0;
+            status.step != self.last_write.step && self.last_write.at.elapsed() >= RECORD_AGE_MAX;
+        if is_behind && self.job_store.saves_steps() {
+            self.last_write.revision = 0;
         }
         self.progress.show(self.now(), snapshot);
     }
@@ -383,10 +395,10 @@ impl Master {
     /// Keeps what another master would have to know of what is done next.
     fn write_record(&mut self) {
         let revision = self.job.revision();
-        if revision != self.written.revision {
-            self.keeping.keep(&self.job);
+        if revision != self.last_write.revision {
+            self.job_store.save(&self.job);
             let step = self.job.step();
-            self.written = Written { revision, step, at: Instant::now() };
+            self.last_write = LastWrite { revision, step, at: Instant::now() };
         }
     }
 
@@ -394,7 +406,7 @@ impl Master {
     fn act(&mut self) -> Option<Outcome> {
         loop {
             self.write_record();
-            if !self.keeping.lets_act(&self.job) {
+            if !self.job_store.allows_actions(&self.job) {
                 return None;
             }
             let action = self.job.poll_action()?;
@@ -404,17 +416,17 @@ impl Master {
                     self.disconnect(worker);
                 }
                 Action::End(outcome) => return Some(outcome),
-                Action::Kill { launch } => self.launches.kill(launch),
-                Action::Launch { launch, index } => self.launches.start(launch, index),
+                Action::Kill { launch } => self.backend.kill(launch),
+                Action::Launch { launch, index } => self.backend.start(launch, index),
                 Action::Refuse { connection, reason } => {
                     warn!(connection = connection.0, reason, "worker refused");
                     if let Some(peer) = self.peers.remove(&connection) {
-                        peer.line.refuse(reason);
+                        peer.outbox.refuse(reason);
                     }
                 }
                 Action::Say(text) => {
                     info!("{text}");
-                    self.progress.say(self.now(), text);
+                    self.progress.notice(self.now(), text);
                 }
                 Action::Send { worker, message } => {
                     let message = self.encode(message);
@@ -451,7 +463,7 @@ impl Master {
 
     fn send(&mut self, worker: WorkerId, message: Arc<MasterMessage>) {
         let peer = self.workers.get(&worker).and_then(|connection| self.peers.get(connection));
-        if peer.is_some_and(|peer| !peer.line.send(message)) && self.disconnect(worker) {
+        if peer.is_some_and(|peer| !peer.outbox.send(message)) && self.disconnect(worker) {
             warn!(%worker, "worker doesn't read what it is sent: disconnected");
             self.job.handle(self.now(), Event::Disconnected { worker });
         }
@@ -462,20 +474,20 @@ impl Master {
         self.workers.remove(&worker).and_then(|connection| self.peers.remove(&connection)).is_some()
     }
 
-    fn on_input(&mut self, input: Input) {
+    fn on_server_event(&mut self, event: ServerEvent) {
         let now = self.now();
-        match input {
-            Input::Checkpoint { reply } => {
+        match event {
+            ServerEvent::Checkpoint { reply } => {
                 // The command may have gone.
                 let _ = reply.send(self.checkpoint().map_err(Status::invalid_argument));
             }
-            Input::Closed { connection } => {
+            ServerEvent::Closed { connection } => {
                 if let Some(worker) = self.peers.remove(&connection).and_then(|peer| peer.worker) {
                     self.workers.remove(&worker);
                     self.job.handle(now, Event::Disconnected { worker });
                 }
             }
-            Input::Connected { connection, hello, line } => {
+            ServerEvent::Connected { connection, hello, outbox } => {
                 let service::Hello { launch, address, pid, resume, incarnation } = hello;
                 if incarnation > self.incarnation {
                     // Its stream ends without a word; it goes on looking.
@@ -483,22 +495,22 @@ impl Master {
                         launch = launch.0,
                         incarnation, "a worker has been with a newer master of this job"
                     );
-                    return self.doubt(incarnation);
+                    return self.doubt_lease(incarnation);
                 }
-                self.launches.heard();
-                self.peers.insert(connection, Peer { line, worker: None });
+                self.backend.on_hello();
+                self.peers.insert(connection, Peer { outbox, worker: None });
                 self.job.handle(now, Event::Connected { connection, launch, address, pid, resume });
             }
-            Input::Said { connection, message } => {
+            ServerEvent::Message { connection, message } => {
                 if let Some(worker) = self.peers.get(&connection).and_then(|peer| peer.worker) {
                     self.job.handle(now, Event::Message { worker, message });
                 }
             }
-            Input::Scale { num_workers, reply } => {
+            ServerEvent::Scale { num_workers, reply } => {
                 // The command may have gone.
                 let _ = reply.send(self.scale(num_workers).map_err(Status::invalid_argument));
             }
-            Input::Status { reply } => {
+            ServerEvent::Status { reply } => {
                 // The command may have gone.
                 let _ = reply.send(self.job.status(now));
             }
@@ -506,9 +518,9 @@ impl Master {
     }
 
     /// There is, or was, a newer master than this one.
-    fn doubt(&mut self, incarnation: u64) {
+    fn doubt_lease(&mut self, incarnation: u64) {
         self.incarnation = incarnation;
-        self.is_doubted = self.warrant.is_some();
+        self.is_lease_doubted = self.lease_guard.is_some();
     }
 
     /// Asks the group for a checkpoint; the step that it has reached.
@@ -533,15 +545,15 @@ impl Master {
 }
 
 /// Waits until a master that has a lease does not hold it any more.
-async fn has_run_out(warrant: &mut Option<LeaseGuard>) {
-    match warrant {
-        Some(warrant) => warrant.expired().await,
+async fn lease_has_expired(lease_guard: &mut Option<LeaseGuard>) {
+    match lease_guard {
+        Some(lease_guard) => lease_guard.expired().await,
         None => std::future::pending().await,
     }
 }
 
 /// Events that may wait for the job; when there are more, streams wait.
-const INPUTS_MAX: usize = 1024;
+const SERVER_EVENTS_MAX: usize = 1024;
 /// How old the record of a job that makes progress may be.
 const RECORD_AGE_MAX: Duration = Duration::from_secs(1);
 /// How often progress is looked at.

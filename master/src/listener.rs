@@ -8,12 +8,12 @@ use tokio::net::TcpListener;
 use tonic::transport;
 use tonic::transport::ServerTlsConfig;
 
-use crate::limits::PROOF_TIMEOUT;
+use crate::limits::AUTHENTICATION_TIMEOUT;
 use crate::token::Token;
 
 /// A master's entrance.
 #[derive(Debug)]
-pub struct Entrance {
+pub struct ServerConfig {
     /// Where it listens.
     pub listener: TcpListener,
     /// What all must prove.
@@ -39,7 +39,7 @@ impl Identity {
     /// They can't be read, or the key is another certificate's.
     pub fn from_pem(certificate: &str, key: &str) -> Result<Self, IdentityError> {
         let identity = transport::Identity::from_pem(certificate, key);
-        let config = ServerTlsConfig::new().identity(identity).timeout(PROOF_TIMEOUT);
+        let config = ServerTlsConfig::new().identity(identity).timeout(AUTHENTICATION_TIMEOUT);
         let server = transport::Server::builder().tls_config(config);
         server.map(Self).map_err(|error| {
             // The cause says what; the error itself says no more than that there is one.
