@@ -218,12 +218,12 @@ impl<'a> ChainReduce<'a> {
     /// rank that has finished this one, stays unread.
     fn check_unused_link(&mut self) -> Result<(), String> {
         let Some(unused) = self.unused.take() else { return Ok(()) };
-        let mut head = [0; FRAME_BYTES];
+        let mut header = [0; FRAME_BYTES];
         // The end of this link does not matter here, and a frame header is never sent in parts.
-        if !matches!(unused.peek(&mut head), Ok(FRAME_BYTES)) {
+        if !matches!(unused.peek(&mut header), Ok(FRAME_BYTES)) {
             return Ok(());
         }
-        let frame = Frame::decode(&head)?;
+        let frame = Frame::decode(&header)?;
         if (frame.generation, frame.sequence) == (self.op_tag.generation, self.op_tag.sequence) {
             let Frame { kind, total_bytes, .. } = frame;
             return Err(format!(
@@ -236,7 +236,7 @@ impl<'a> ChainReduce<'a> {
     /// Encodes the notes of `ranks` and the elements as one message.
     fn encode(&self, step: u32, ranks: Range<usize>, elements: &[f32]) -> Vec<u8> {
         let notes = &self.notes[ranks];
-        let note_bytes = notes.iter().map(|note| NOTE_HEAD_BYTES + note.len()).sum();
+        let note_bytes = notes.iter().map(|note| NOTE_LEN_BYTES + note.len()).sum();
         let frame = Frame {
             note_bytes: to_wire(note_bytes),
             ..self.frame(step, self.rank_info.rank, elements.len())
@@ -254,7 +254,7 @@ impl<'a> ChainReduce<'a> {
     fn expect(&self, step: u32, side: Side, ranks: Range<usize>, len: usize) -> Incoming {
         let expected = self.frame(step, self.neighbour(side), len);
         // No valid message is shorter, so no byte of the following message is read.
-        let shortest = FRAME_BYTES + ranks.len() * NOTE_HEAD_BYTES + expected.body_bytes as usize;
+        let shortest = FRAME_BYTES + ranks.len() * NOTE_LEN_BYTES + expected.body_bytes as usize;
         Incoming { expected, ranks, bytes: vec![0; shortest], read: 0, note_bytes: None }
     }
 
@@ -427,12 +427,12 @@ impl Incoming {
         if self.note_bytes.is_some() || self.read < FRAME_BYTES {
             return Ok(());
         }
-        let head = self.bytes.first_chunk().expect("a message is longer than its frame header");
-        let frame = Frame::decode(head)?;
+        let header = self.bytes.first_chunk().expect("a message is longer than its frame header");
+        let frame = Frame::decode(header)?;
         let count = self.ranks.len();
-        frame.check(&self.expected, count * (NOTE_HEAD_BYTES + BLOCK_BYTES_MAX))?;
+        frame.check(&self.expected, count * (NOTE_LEN_BYTES + BLOCK_BYTES_MAX))?;
         let note_bytes = frame.note_bytes as usize;
-        if note_bytes < count * NOTE_HEAD_BYTES {
+        if note_bytes < count * NOTE_LEN_BYTES {
             return Err(format!("expected the notes of {count} ranks, got {note_bytes} bytes"));
         }
         self.bytes.resize(FRAME_BYTES + note_bytes + frame.body_bytes as usize, 0);
@@ -473,7 +473,7 @@ const UP: u32 = 0;
 
 const DOWN: u32 = 1;
 
-const NOTE_HEAD_BYTES: usize = size_of::<u32>();
+const NOTE_LEN_BYTES: usize = size_of::<u32>();
 
 /// Largest group: a frame header holds the length of all notes, at most `WORLD_MAX` blocks, in 32
 /// bits.

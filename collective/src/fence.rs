@@ -163,6 +163,8 @@ impl GroupRegistration {
         &self.signal.notifier
     }
 
+    /// Checks that the group is not aborted.
+    ///
     /// # Errors
     /// [`CollectiveError::Aborted`].
     pub(crate) fn check(&self) -> Result<(), CollectiveError> {

@@ -1,8 +1,8 @@
 //! Header of every frame on a ring link. Pure.
 //!
 //! ```text
-//! magic  kind  generation  sequence  step  segment  origin  note bytes  total bytes  body bytes │ note, body
-//!   u32   u32         u64       u64   u32      u32     u32         u32          u64         u32 │
+//! magic kind generation sequence step segment origin note bytes total bytes body bytes │ note body
+//!   u32  u32        u64      u64  u32     u32    u32        u32         u64        u32 │
 //! ```
 //!
 //! All fields are little endian. The body holds elements of the operation's buffer in their memory
@@ -73,6 +73,8 @@ impl Frame {
         bytes
     }
 
+    /// Decodes a frame header.
+    ///
     /// # Errors
     /// A message with the mismatch, if the bytes are not a frame header.
     pub(crate) fn decode(bytes: &[u8; FRAME_BYTES]) -> Result<Self, String> {

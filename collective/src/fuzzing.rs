@@ -75,9 +75,9 @@ pub fn state(data: &[u8]) -> (usize, usize) {
     to_end.shutdown(Shutdown::Write).expect("it is open");
     let receiver = StateReceiver::new(1, Arc::new(end), IDLE_TIMEOUT, None);
     let mut receiver = receiver.expect("the system has a thread");
-    while let Ok(Some(head)) = receiver.next(IDLE_TIMEOUT) {
+    while let Ok(Some(header)) = receiver.next(IDLE_TIMEOUT) {
         counts.0 += 1;
-        let floats = usize::try_from(head.floats).unwrap_or(usize::MAX).min(BYTES_MAX);
+        let floats = usize::try_from(header.floats).unwrap_or(usize::MAX).min(BYTES_MAX);
         if receiver.take(&mut vec![0.0; floats]).is_err() {
             break;
         }
@@ -101,8 +101,8 @@ pub fn state_seeds() -> Vec<Vec<u8>> {
         [&magic[..], &kind.to_le_bytes(), &fields].concat()
     };
     let message = |kind, note: &[u8], floats: &[f32]| {
-        let head = word(b"EDLP", kind, [5, note.len() as u64, floats.len() as u64]);
-        [&head, note, bytemuck::cast_slice(floats)].concat()
+        let header = word(b"EDLP", kind, [5, note.len() as u64, floats.len() as u64]);
+        [&header, note, bytemuck::cast_slice(floats)].concat()
     };
     vec![
         [message(1, b"a record", &[]), message(5, b"a place", &[1.0; 64]), message(0, b"", &[])]
@@ -114,7 +114,7 @@ pub fn state_seeds() -> Vec<Vec<u8>> {
 /// Seed inputs of [`ring`]: what valid neighbours send, as far as it is known beforehand.
 #[must_use]
 pub fn seeds() -> Vec<Vec<u8>> {
-    let head = |kind, step, origin, note_bytes, total: u64, body| Frame {
+    let header = |kind, step, origin, note_bytes, total: u64, body| Frame {
         kind,
         generation: GENERATION,
         sequence: 0,
@@ -130,7 +130,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         [frame.encode().to_vec(), rest].concat()
     };
     let chain_message = |step, origin, ranks: u32| {
-        let frame = head(Kind::AllReduce, step, origin, 4 * ranks, 4, 4);
+        let frame = header(Kind::AllReduce, step, origin, 4 * ranks, 4, 4);
         [&frame.encode()[..], &vec![0; 4 * ranks as usize], &1_f32.to_le_bytes()].concat()
     };
     let half = RING_LEN as u32 / 2 * 4;
@@ -139,7 +139,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         [&[operation, shape][..], &frames.concat()].concat()
     };
     vec![
-        input(0, 16, &[frame(head(Kind::AllGather, 0, 1, 3, 0, 0))]),
+        input(0, 16, &[frame(header(Kind::AllGather, 0, 1, 3, 0, 0))]),
         input(1, 16, &[chain_message(0, 1, 1)]),
         input(1, 3 | 16, &[chain_message(1, 0, 3)]),
         input(1, 1, &[chain_message(0, 1, 1), chain_message(0, 2, 1)]),
@@ -147,29 +147,29 @@ pub fn seeds() -> Vec<Vec<u8>> {
             2,
             16,
             &[
-                frame(head(Kind::AllReduce, 0, 1, 5, ring_bytes, half)),
-                frame(head(Kind::AllReduce, 1, 0, 0, ring_bytes, half)),
+                frame(header(Kind::AllReduce, 0, 1, 5, ring_bytes, half)),
+                frame(header(Kind::AllReduce, 1, 0, 0, ring_bytes, half)),
             ],
         ),
         input(
             2 | 16,
             16,
             &[
-                frame(head(Kind::AllReduceBf16, 0, 1, 5, ring_bytes / 2, half / 2)),
-                frame(head(Kind::AllReduceBf16, 1, 0, 0, ring_bytes / 2, half / 2)),
+                frame(header(Kind::AllReduceBf16, 0, 1, 5, ring_bytes / 2, half / 2)),
+                frame(header(Kind::AllReduceBf16, 1, 0, 0, ring_bytes / 2, half / 2)),
             ],
         ),
         input(
             3,
             16,
             &[[
-                &head(Kind::Announcement, 0, 1, 10, 0, 0).encode()[..],
+                &header(Kind::Announcement, 0, 1, 10, 0, 0).encode()[..],
                 &2_u64.to_le_bytes(),
                 b"ab",
             ]
             .concat()],
         ),
-        input(4, 16, &[frame(head(Kind::Broadcast, 0, 1, 0, 400, 400))]),
+        input(4, 16, &[frame(header(Kind::Broadcast, 0, 1, 0, 400, 400))]),
     ]
 }
 

@@ -2,8 +2,8 @@
 //! prove that the dialling worker belongs to the job. Pure.
 //!
 //! ```text
-//! purpose     job (SHA-256 of its name)  generation  from  to  proof (HMAC-SHA256 over all before it)
-//! 8 bytes                      32 bytes         u64   u64  u64                              32 bytes
+//! purpose  job (SHA-256 of its name)  generation  from   to  proof (HMAC-SHA256 of the fields)
+//! 8 bytes                   32 bytes         u64   u64  u64                        32 bytes
 //! ```
 //!
 //! **Invariant:** the secret is never sent, and no field after the purpose is used before the proof
@@ -64,8 +64,8 @@ impl Hello {
         bytes[40..48].copy_from_slice(&self.generation.to_le_bytes());
         bytes[48..56].copy_from_slice(&self.from.to_le_bytes());
         bytes[56..64].copy_from_slice(&self.to.to_le_bytes());
-        let proof = mac(secret, &bytes[..PROVEN_BYTES]).finalize().into_bytes();
-        bytes[PROVEN_BYTES..].copy_from_slice(&proof);
+        let proof = mac(secret, &bytes[..AUTHENTICATED_BYTES]).finalize().into_bytes();
+        bytes[AUTHENTICATED_BYTES..].copy_from_slice(&proof);
         bytes
     }
 
@@ -76,12 +76,14 @@ impl Hello {
             .chain(channels)
             .find(|purpose| bytes[..8] == purpose.magic())
             .ok_or(HelloError::NotAHello)?;
-        let (proven, proof) = bytes.split_at(PROVEN_BYTES);
-        mac(secret, proven).verify_slice(proof).map_err(|_| HelloError::Unauthenticated)?;
+        let (authenticated, proof) = bytes.split_at(AUTHENTICATED_BYTES);
+        mac(secret, authenticated).verify_slice(proof).map_err(|_| HelloError::Unauthenticated)?;
         let mut job = [0; 32];
-        job.copy_from_slice(&proven[8..40]);
+        job.copy_from_slice(&authenticated[8..40]);
         let number = |at: usize| {
-            let field = proven[at..].first_chunk().expect("a field lies within the proven bytes");
+            let field = authenticated[at..]
+                .first_chunk()
+                .expect("a field lies within the authenticated bytes");
             u64::from_le_bytes(*field)
         };
         Ok(Self {
@@ -116,9 +118,9 @@ impl JobDigest {
 pub(crate) const CHANNELS_MAX: u8 = 16;
 
 /// Length of a hello.
-pub(crate) const HELLO_BYTES: usize = PROVEN_BYTES + 32;
+pub(crate) const HELLO_BYTES: usize = AUTHENTICATED_BYTES + 32;
 
-const PROVEN_BYTES: usize = 64;
+const AUTHENTICATED_BYTES: usize = 64;
 
 fn mac(secret: &Secret, message: &[u8]) -> Hmac<Sha256> {
     let mut mac =

@@ -55,10 +55,10 @@ pub enum Transport {
     /// Shared memory between members on one host, TCP between hosts. Members can share memory if
     /// they have one address, are in one PID namespace and may open each other's descriptors:
     /// processes of one user in one container. If the members of some host cannot, all ranks use
-    /// TCP only.
+    /// TCP.
     #[default]
     Auto,
-    /// TCP.
+    /// TCP only.
     Tcp,
 }
 

@@ -102,7 +102,7 @@ impl ShmGroup {
         let first_in = !is_small && !src.is_empty();
         if first_in {
             // The first block depends on no other rank, some of which may not have begun.
-            self.put_in(0, src);
+            self.write_input(0, src);
         }
         self.wait(context, Begun, operation + 1)?;
         let notes =
@@ -114,13 +114,13 @@ impl ShmGroup {
         let blocks = src.len().div_ceil(block_len(src.len()));
         for index in 1..blocks + 2 {
             if index < blocks {
-                self.put_in(index, src);
+                self.write_input(index, src);
             }
             if (1..=blocks).contains(&index) {
                 self.reduce(context, index - 1, src, dst)?;
             }
             if index >= 2 {
-                self.take_out(context, index - 2, dst)?;
+                self.read_results(context, index - 2, dst)?;
             }
         }
         self.blocks += blocks as u64;
@@ -137,7 +137,7 @@ impl ShmGroup {
         }
     }
 
-    fn put_in(&self, index: usize, src: &[f32]) {
+    fn write_input(&self, index: usize, src: &[f32]) {
         let block = self.blocks + index as u64;
         let part = block_of(index, src.len());
         let own = chunk(part.len(), self.local.world, self.local.rank);
@@ -180,7 +180,7 @@ impl ShmGroup {
         Ok(())
     }
 
-    fn take_out(
+    fn read_results(
         &self,
         context: WaitContext<'_>,
         index: usize,

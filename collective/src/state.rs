@@ -157,9 +157,9 @@ impl StateSender {
         tensors: &[&[f32]],
     ) -> io::Result<()> {
         let floats: u64 = tensors.iter().map(|tensor| tensor.len() as u64).sum();
-        let head = encode(MAGIC, kind, [generation, note.len() as u64, floats]);
+        let header = encode(MAGIC, kind, [generation, note.len() as u64, floats]);
         self.alive_at = Instant::now();
-        self.write(&head, note)?;
+        self.write(&header, note)?;
         tensors.iter().try_for_each(|tensor| self.write(bytemuck::cast_slice(tensor), &[]))
     }
 
@@ -242,7 +242,7 @@ pub struct StateReceiver {
     idle_timeout: Duration,
     /// Time of the last received byte; `None` before the first one.
     received_at: Option<Instant>,
-    head: [u8; HEAD_BYTES],
+    header: [u8; HEADER_BYTES],
     read: usize,
     /// Number of floats of the current message that are not taken yet.
     floats_left: u64,
@@ -274,7 +274,7 @@ impl StateReceiver {
             reporter,
             idle_timeout,
             received_at: None,
-            head: [0; HEAD_BYTES],
+            header: [0; HEADER_BYTES],
             read: 0,
             floats_left: 0,
         })
@@ -308,7 +308,7 @@ impl StateReceiver {
         }
         let until = Instant::now() + wait;
         loop {
-            match (&*self.link).read(&mut self.head[self.read..]) {
+            match (&*self.link).read(&mut self.header[self.read..]) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(bytes) => {
                     self.read += bytes;
@@ -326,10 +326,10 @@ impl StateReceiver {
                 }
                 Err(error) => return Err(error),
             }
-            if self.read == HEAD_BYTES {
+            if self.read == HEADER_BYTES {
                 self.read = 0;
-                if let Some(head) = self.open()? {
-                    return Ok(Some(head));
+                if let Some(header) = self.open()? {
+                    return Ok(Some(header));
                 }
             }
         }
@@ -352,7 +352,7 @@ impl StateReceiver {
 
     /// Decodes a received header and reads its note; `None` for a heartbeat.
     fn open(&mut self) -> io::Result<Option<StateMessageHeader>> {
-        let (kind, [generation, note_bytes, floats]) = decode(MAGIC, &self.head)
+        let (kind, [generation, note_bytes, floats]) = decode(MAGIC, &self.header)
             .map_err(|got| invalid(format!("expected a message, got {got}")))?;
         if note_bytes > NOTE_BYTES_MAX as u64 {
             return Err(invalid(format!(
@@ -466,29 +466,29 @@ pub const NOTE_BYTES_MAX: usize = 64 << 20;
 
 const NOTE_INCREMENT_BYTES: usize = 1 << 20;
 
-const HEAD_BYTES: usize = 32;
-const POSITION_BYTES: usize = HEAD_BYTES;
+const HEADER_BYTES: usize = 32;
+const POSITION_BYTES: usize = HEADER_BYTES;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"EDLP");
 const POSITION_MAGIC: u32 = u32::from_le_bytes(*b"EDLQ");
 
-fn encode(magic: u32, kind: u32, fields: [u64; 3]) -> [u8; HEAD_BYTES] {
-    let mut head = [0; HEAD_BYTES];
-    head[..4].copy_from_slice(&magic.to_le_bytes());
-    head[4..8].copy_from_slice(&kind.to_le_bytes());
-    for (to, field) in head[8..].chunks_exact_mut(8).zip(fields) {
+fn encode(magic: u32, kind: u32, fields: [u64; 3]) -> [u8; HEADER_BYTES] {
+    let mut header = [0; HEADER_BYTES];
+    header[..4].copy_from_slice(&magic.to_le_bytes());
+    header[4..8].copy_from_slice(&kind.to_le_bytes());
+    for (to, field) in header[8..].chunks_exact_mut(8).zip(fields) {
         to.copy_from_slice(&field.to_le_bytes());
     }
-    head
+    header
 }
 
 /// Decodes kind and fields; the error describes the bytes.
-fn decode(magic: u32, head: &[u8; HEAD_BYTES]) -> Result<(u32, [u64; 3]), String> {
+fn decode(magic: u32, header: &[u8; HEADER_BYTES]) -> Result<(u32, [u64; 3]), String> {
     let short = |at: usize| {
-        u32::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"))
+        u32::from_le_bytes(*header[at..].first_chunk().expect("a field lies within the head"))
     };
     let long = |at: usize| {
-        u64::from_le_bytes(*head[at..].first_chunk().expect("a field lies within the head"))
+        u64::from_le_bytes(*header[at..].first_chunk().expect("a field lies within the head"))
     };
     match short(0) {
         got if got == magic => Ok((short(4), [long(8), long(16), long(24)])),

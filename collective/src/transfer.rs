@@ -93,7 +93,7 @@ impl<'a> Transfer<'a> {
         schedule: Schedule,
         payload: Payload<'a>,
     ) -> Self {
-        let incoming = Incoming { head: [0; FRAME_BYTES], read: 0, note_bytes: 0 };
+        let incoming = Incoming { header: [0; FRAME_BYTES], read: 0, note_bytes: 0 };
         let progress = TransferProgress::one_way(progress);
         Self {
             links,
@@ -143,8 +143,8 @@ impl<'a> Transfer<'a> {
                 self.payload.prepare(&piece).map_err(Fault::Local)?;
                 // The preparation may have waited and recorded that.
                 self.progress.end_wait();
-                let head = self.frame(&piece).encode();
-                self.outgoing = Some(Outgoing { head, written: 0 });
+                let header = self.frame(&piece).encode();
+                self.outgoing = Some(Outgoing { header, written: 0 });
             }
             let outgoing = self.outgoing.as_mut().expect("the frame was just created");
             let (note, body) = self.payload.send_bufs(&piece);
@@ -172,10 +172,10 @@ impl<'a> Transfer<'a> {
             match self.read(&piece) {
                 Ok(0) => return Err(Fault::Prev(LinkFault::Lost(ErrorKind::UnexpectedEof.into()))),
                 Ok(bytes) => {
-                    let head_complete = self.incoming.read >= FRAME_BYTES;
+                    let header_complete = self.incoming.read >= FRAME_BYTES;
                     self.incoming.read += bytes;
                     self.progress.on_received(bytes);
-                    if !head_complete && self.incoming.read >= FRAME_BYTES {
+                    if !header_complete && self.incoming.read >= FRAME_BYTES {
                         let note_bytes = self
                             .check(&piece)
                             .map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
@@ -207,12 +207,12 @@ impl<'a> Transfer<'a> {
         let Self { links, schedule, payload, incoming, .. } = self;
         let mut prev: &TcpStream = &links.prev.link;
         if incoming.read < FRAME_BYTES {
-            let head = &mut incoming.head[incoming.read..];
+            let header = &mut incoming.header[incoming.read..];
             if piece.note || schedule.next_receive_is_early() {
-                return prev.read(head);
+                return prev.read(header);
             }
             let (_, body) = payload.recv_bufs(piece);
-            return prev.read_vectored(&mut [IoSliceMut::new(head), IoSliceMut::new(body)]);
+            return prev.read_vectored(&mut [IoSliceMut::new(header), IoSliceMut::new(body)]);
         }
         let done = incoming.read - FRAME_BYTES;
         let (note, body) = payload.recv_bufs(piece);
@@ -225,7 +225,7 @@ impl<'a> Transfer<'a> {
 
     /// Checks the received frame header of `piece`, and returns the length of its note.
     fn check(&self, piece: &Piece) -> Result<usize, String> {
-        let frame = Frame::decode(&self.incoming.head)?;
+        let frame = Frame::decode(&self.incoming.header)?;
         let note_bytes_max = if piece.note { BLOCK_BYTES_MAX } else { 0 };
         frame.check(&self.frame(piece), note_bytes_max)?;
         if self.schedule.next_receive_is_early() {
@@ -348,12 +348,12 @@ fn show_wait(transfers: &mut [Transfer<'_>], shown: &mut u64) {
     let sum = |of: fn(&TransferProgress<'_>) -> u64| {
         others.iter().map(|transfer| of(&transfer.progress)).sum()
     };
-    let alongside: [u64; 2] = [sum(|progress| progress.received), sum(|progress| progress.sent)];
-    if *shown != alongside[0] + alongside[1] {
-        *shown = alongside[0] + alongside[1];
+    let other_bytes: [u64; 2] = [sum(|progress| progress.received), sum(|progress| progress.sent)];
+    if *shown != other_bytes[0] + other_bytes[1] {
+        *shown = other_bytes[0] + other_bytes[1];
         first.progress.end_wait();
     }
-    first.progress.wait_alongside(&first.op_tag, alongside);
+    first.progress.wait_alongside(&first.op_tag, other_bytes);
 }
 
 /// Blocks until a link or the fence has an event.
@@ -403,7 +403,7 @@ enum Flow {
 
 #[derive(Debug)]
 struct Outgoing {
-    head: [u8; FRAME_BYTES],
+    header: [u8; FRAME_BYTES],
     /// Number of bytes of header, note and body that are sent.
     written: usize,
 }
@@ -412,7 +412,7 @@ impl Outgoing {
     /// Writes once; returns the number of bytes written.
     fn write(&mut self, link: &TcpStream, note: &[u8], body: &[u8]) -> rustix::io::Result<usize> {
         let mut skip = self.written;
-        let slices = [self.head.as_slice(), note, body].map(|part| {
+        let slices = [self.header.as_slice(), note, body].map(|part| {
             let skipped = skip.min(part.len());
             skip -= skipped;
             IoSlice::new(&part[skipped..])
@@ -481,8 +481,8 @@ impl<'a> TransferProgress<'a> {
     }
 
     /// `others`: bytes received and sent over other channels of the operation.
-    fn wait_alongside(&mut self, op_tag: &OpTag, alongside: [u64; 2]) {
-        self.wait_with(op_tag, [self.received + alongside[0], self.sent + alongside[1]], false);
+    fn wait_alongside(&mut self, op_tag: &OpTag, others: [u64; 2]) {
+        self.wait_with(op_tag, [self.received + others[0], self.sent + others[1]], false);
     }
 
     fn wait_with(&mut self, op_tag: &OpTag, bytes: [u64; 2], waits_for_next: bool) {
@@ -530,7 +530,7 @@ pub(crate) fn check_idle_link(mut link: &TcpStream) -> Result<(), LinkFault> {
 
 #[derive(Debug)]
 struct Incoming {
-    head: [u8; FRAME_BYTES],
+    header: [u8; FRAME_BYTES],
     /// Number of bytes of header, note and body that are received.
     read: usize,
     /// Length of the note, once the header is complete.

@@ -344,9 +344,9 @@ fn unauthenticated_peers_neither_block_nor_join_a_group() {
 #[test]
 fn a_peer_with_another_secret_or_job_is_refused() {
     for (job, secret) in [("job", "wrong"), ("jobs", "secret")] {
-        let honest = Endpoint::bind(LOOPBACK, "job", 100, Secret::new("secret")).unwrap();
+        let valid = Endpoint::bind(LOOPBACK, "job", 100, Secret::new("secret")).unwrap();
         let other = Endpoint::bind(LOOPBACK, job, 101, Secret::new(secret)).unwrap();
-        let peers = vec![(100, Arc::new(honest)), (101, Arc::new(other))];
+        let peers = vec![(100, Arc::new(valid)), (101, Arc::new(other))];
         let group = spec(1, &peers);
         let errors = on_each(peers, move |(_, end)| end.connect(&group, WATCHDOG).map(drop));
         for error in errors {

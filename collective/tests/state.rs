@@ -65,16 +65,16 @@ fn messages_arrive_as_they_were_sent() {
             sender.send(2, 6, &[], &[]).unwrap();
         }
     });
-    let head = receiver.next(WATCHDOG).unwrap().unwrap();
-    assert_eq!((head.kind, head.generation, head.floats), (1, 5, 3_000_002));
-    assert!(head.note == note);
+    let header = receiver.next(WATCHDOG).unwrap().unwrap();
+    assert_eq!((header.kind, header.generation, header.floats), (1, 5, 3_000_002));
+    assert!(header.note == note);
     let (mut first, mut second) = (vec![0.0; big.len()], [0.0; 2]);
     receiver.take(&mut first).unwrap();
     receiver.take(&mut second).unwrap();
     assert!(first == big);
     assert_eq!(second, [1.5, 2.5]);
-    let head = receiver.next(WATCHDOG).unwrap().unwrap();
-    assert_eq!((head.kind, head.generation, head.note.len(), head.floats), (2, 6, 0, 0));
+    let header = receiver.next(WATCHDOG).unwrap().unwrap();
+    assert_eq!((header.kind, header.generation, header.note.len(), header.floats), (2, 6, 0, 0));
     sending.join().unwrap();
     assert_eq!(receiver.next(WATCHDOG).unwrap_err().kind(), ErrorKind::UnexpectedEof);
 }
@@ -177,11 +177,11 @@ fn raising_the_fence_above_all_generations_ends_a_fetch() {
 fn malformed_messages_are_refused_without_allocation() {
     let magic = *b"EDLP";
     let long = |value: u64| value.to_le_bytes();
-    let head = |kind: u32, note: u64, floats: u64| {
+    let header = |kind: u32, note: u64, floats: u64| {
         [&magic[..], &kind.to_le_bytes(), &long(1), &long(note), &long(floats)].concat()
     };
     for nonsense in
-        [vec![b'x'; 32], head(1, u64::MAX, 0), head(1, (64 << 20) + 1, 0), head(0, 0, 1)]
+        [vec![b'x'; 32], header(1, u64::MAX, 0), header(1, (64 << 20) + 1, 0), header(0, 0, 1)]
     {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let joiner = endpoint(2);

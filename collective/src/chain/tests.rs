@@ -46,27 +46,27 @@ fn the_end_of_a_chain_sends_its_part_up_and_receives_the_total() {
 
 #[test]
 fn an_unexpected_message_is_a_protocol_error() {
-    let honest = message(UP, 1, &[b"one"], &[10.0]);
-    let head = |change: fn(&mut Frame)| {
-        let mut frame = Frame::decode(honest.first_chunk().unwrap()).unwrap();
+    let valid = message(UP, 1, &[b"one"], &[10.0]);
+    let header = |change: fn(&mut Frame)| {
+        let mut frame = Frame::decode(valid.first_chunk().unwrap()).unwrap();
         change(&mut frame);
-        [&frame.encode(), &honest[FRAME_BYTES..]].concat()
+        [&frame.encode(), &valid[FRAME_BYTES..]].concat()
     };
     let with_note = |note: &[u8]| {
-        let frame = Frame::decode(honest.first_chunk().unwrap()).unwrap();
+        let frame = Frame::decode(valid.first_chunk().unwrap()).unwrap();
         let frame = Frame { note_bytes: note.len() as u32, ..frame };
         [&frame.encode(), note, &10_f32.to_le_bytes()].concat()
     };
     let cases: [(&str, Vec<u8>); 12] = [
-        ("generation", head(|frame| frame.generation -= 1)),
-        ("operation", head(|frame| frame.kind = Kind::Broadcast)),
-        ("sequence", head(|frame| frame.sequence += 1)),
-        ("buffer length", head(|frame| frame.total_bytes += 4)),
-        ("origin", head(|frame| frame.origin = 2)),
-        ("expected step 0", head(|frame| frame.step = 1)),
-        ("segment", head(|frame| frame.segment = 1)),
-        ("at most", head(|frame| frame.note_bytes = u32::MAX)),
-        ("the notes of 1 ranks", head(|frame| frame.note_bytes = 3)),
+        ("generation", header(|frame| frame.generation -= 1)),
+        ("operation", header(|frame| frame.kind = Kind::Broadcast)),
+        ("sequence", header(|frame| frame.sequence += 1)),
+        ("buffer length", header(|frame| frame.total_bytes += 4)),
+        ("origin", header(|frame| frame.origin = 2)),
+        ("expected step 0", header(|frame| frame.step = 1)),
+        ("segment", header(|frame| frame.segment = 1)),
+        ("at most", header(|frame| frame.note_bytes = u32::MAX)),
+        ("the notes of 1 ranks", header(|frame| frame.note_bytes = 3)),
         ("the note of rank 1", with_note(&5_u32.to_le_bytes())),
         ("the note of rank 1", with_note(&[&u32::MAX.to_le_bytes()[..], b"abcd"].concat())),
         ("no more notes", with_note(&[&1_u32.to_le_bytes()[..], b"ab"].concat())),
@@ -86,10 +86,10 @@ fn an_unexpected_message_is_a_protocol_error() {
 
 #[test]
 fn a_flipped_bit_in_a_frame_header_is_an_error_and_never_a_panic() {
-    let honest = message(UP, 1, &[b"one"], &[10.0]);
-    for bit in 0..(FRAME_BYTES + NOTE_HEAD_BYTES) * 8 {
+    let valid = message(UP, 1, &[b"one"], &[10.0]);
+    for bit in 0..(FRAME_BYTES + NOTE_LEN_BYTES) * 8 {
         let TestRank { mut ring, mut next, mut prev, .. } = one_of_three(0);
-        let mut bytes = honest.clone();
+        let mut bytes = valid.clone();
         bytes[bit / 8] ^= 1 << (bit % 8);
         prev.write_all(&message(UP, 2, &[b""], &[100.0])).unwrap();
         next.write_all(&bytes).unwrap();

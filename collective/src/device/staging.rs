@@ -88,7 +88,7 @@ impl CopyQueue {
     /// Starts a copy of the first `bytes` bytes of slot `turn` to device memory at `dst`.
     ///
     /// # Safety
-    /// As for [`begin_out`](Self::begin_out).
+    /// As for [`start_copy_to_host`](Self::start_copy_to_host).
     pub(crate) unsafe fn start_copy_to_device(
         &mut self,
         turn: usize,

@@ -38,21 +38,21 @@ fn an_all_reduce_with_a_valid_peer_succeeds() {
 #[test]
 fn an_unexpected_frame_is_a_protocol_error() {
     let [sum, total] = reduce_frames(0);
-    let head = |change: fn(&mut Frame)| {
+    let header = |change: fn(&mut Frame)| {
         let mut frame = Frame::decode(sum.first_chunk().unwrap()).unwrap();
         change(&mut frame);
         [&frame.encode(), &sum[FRAME_BYTES..]].concat()
     };
     let cases: [(&str, Vec<u8>); 11] = [
-        ("generation", head(|frame| frame.generation -= 1)),
-        ("generation", head(|frame| frame.generation += 1)),
-        ("operation", head(|frame| frame.kind = Kind::Broadcast)),
-        ("sequence", head(|frame| frame.sequence += 1)),
-        ("buffer length", head(|frame| frame.total_bytes += 4)),
-        ("origin", head(|frame| frame.origin = 0)),
-        ("segment length", head(|frame| frame.body_bytes = 0)),
-        ("at most", head(|frame| frame.note_bytes = u32::MAX)),
-        ("expected step 1, got 0", [sum.clone(), head(|frame| frame.origin = 0)].concat()),
+        ("generation", header(|frame| frame.generation -= 1)),
+        ("generation", header(|frame| frame.generation += 1)),
+        ("operation", header(|frame| frame.kind = Kind::Broadcast)),
+        ("sequence", header(|frame| frame.sequence += 1)),
+        ("buffer length", header(|frame| frame.total_bytes += 4)),
+        ("origin", header(|frame| frame.origin = 0)),
+        ("segment length", header(|frame| frame.body_bytes = 0)),
+        ("at most", header(|frame| frame.note_bytes = u32::MAX)),
+        ("expected step 1, got 0", [sum.clone(), header(|frame| frame.origin = 0)].concat()),
         ("origin", [sum.clone(), sum.clone()].concat()),
         ("expected a frame", [sum.clone(), b"x".to_vec(), total].concat()),
     ];

@@ -323,7 +323,8 @@ macro_rules! calls {
                 Ok(Self {
                     // SAFETY: the function of this name has had this type in all versions since
                     // 2.18.
-                    $($name: *unsafe { library.get($symbol.as_bytes()) }.map_err(|_| missing($symbol))?,)*
+                    $($name: *unsafe { library.get($symbol.as_bytes()) }
+                        .map_err(|_| missing($symbol))?,)*
                 })
             }
         }

@@ -2,7 +2,7 @@
 //! its own.
 //!
 //! ```text
-//!   DeviceGroup ──operation──▶ thread "nccl" ──▶ ncclAllReduce …, then polls stream and communicator
+//!   DeviceGroup ──operation──▶ thread "nccl" ──▶ ncclAllReduce …, polls stream, communicator
 //!       ▲   └─────result─────────┘  │
 //!       └── closed link, fence ──▶ thread "nccl-watchdog" ──▶ ncclCommAbort, with a deadline
 //! ```

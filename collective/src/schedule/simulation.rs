@@ -208,7 +208,7 @@ impl Policy {
             Bias::HighestRank => events.last(),
             Bias::LowestRank => events.first(),
             Bias::None => None,
-            Bias::ReceivesFirst => events.iter().find(|event| event.what == What::Receive),
+            Bias::ReceivesFirst => events.iter().find(|event| event.kind == EventKind::Receive),
             Bias::Sticky => events.iter().find(|event| event.rank == last),
         };
         preferred.or(any).copied()
@@ -218,11 +218,11 @@ impl Policy {
 #[derive(Clone, Copy, Debug)]
 struct Event {
     rank: usize,
-    what: What,
+    kind: EventKind,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum What {
+enum EventKind {
     BeginSend,
     /// Detects that a link that is still needed is closed.
     Fail,
@@ -291,19 +291,19 @@ impl Ring {
                 continue;
             }
             let (out, inward) = (&self.links[index], &self.links[self.prev(index)]);
-            let mut add = |what| events.push(Event { rank: index, what });
+            let mut add = |kind| events.push(Event { rank: index, kind });
             if rank.sending.is_some() {
-                add(What::FinishSend);
+                add(EventKind::FinishSend);
             } else if rank.schedule.next_send().is_some() && out.queue.len() < self.capacity {
-                add(What::BeginSend);
+                add(EventKind::BeginSend);
             }
             let expects = rank.schedule.next_receive().is_some();
             if expects && !inward.queue.is_empty() {
-                add(What::Receive);
+                add(EventKind::Receive);
             }
             let is_drained = expects && inward.queue.is_empty() && inward.sender_ended;
             if is_drained || (rank.schedule.has_sends_left() && out.receiver_ended) {
-                add(What::Fail);
+                add(EventKind::Fail);
             }
         }
         events
@@ -312,18 +312,18 @@ impl Ring {
     fn step(&mut self, event: Event) {
         let prev = self.prev(event.rank);
         let rank = &mut self.ranks[event.rank];
-        match event.what {
-            What::BeginSend => {
+        match event.kind {
+            EventKind::BeginSend => {
                 let piece = rank.schedule.next_send().unwrap();
                 let bytes =
                     rank.with_payload(self.case, |payload| payload.send_bufs(&piece).1.to_vec());
                 rank.sending = Some((piece, bytes[..bytes.len() / 2].to_vec()));
             }
-            What::Fail => {
+            EventKind::Fail => {
                 rank.state = State::Failed;
                 self.end_links(event.rank);
             }
-            What::FinishSend => {
+            EventKind::FinishSend => {
                 let (piece, mut body) = rank.sending.take().unwrap();
                 let (note, now) = rank.with_payload(self.case, |payload| {
                     let (note, body) = payload.send_bufs(&piece);
@@ -333,7 +333,7 @@ impl Ring {
                 rank.schedule.on_sent();
                 self.links[event.rank].queue.push_back(Message { piece, note, body });
             }
-            What::Receive => {
+            EventKind::Receive => {
                 let Message { piece: sent, note, body } =
                     self.links[prev].queue.pop_front().unwrap();
                 let piece = rank.schedule.next_receive().unwrap();

@@ -200,7 +200,7 @@ impl Hierarchy {
         let lag = sums.len() - segment_count(&last, span.segment_len) + SLOTS as usize;
         for index in 0..sums.len() + lag {
             if let Some(range) = sums.get(index) {
-                host_region.put_in(context, index, &src[range.clone()])?;
+                host_region.write_input(context, index, &src[range.clone()])?;
             }
             if let Some(index) = index.checked_sub(1)
                 && let Some(range) = sums.get(index)
@@ -232,7 +232,7 @@ impl HostRegion {
         self.layout.op_headers().collect(&self.region, context, operation, len)
     }
 
-    fn put_in(
+    fn write_input(
         &self,
         context: WaitContext<'_>,
         index: usize,

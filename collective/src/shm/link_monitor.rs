@@ -64,12 +64,12 @@ impl<'a> LinkMonitor<'a> {
 /// Returns the reason if the frame on `link` belongs to this operation: its sender then runs a
 /// different one. A frame of the next operation is valid.
 fn disagreement(link: &TcpStream, sequence: u64) -> Option<String> {
-    let mut head = [0; FRAME_BYTES];
-    match link.peek(&mut head) {
+    let mut header = [0; FRAME_BYTES];
+    match link.peek(&mut header) {
         Ok(FRAME_BYTES) => {}
         Ok(_) | Err(_) => return None,
     }
-    match Frame::decode(&head) {
+    match Frame::decode(&header) {
         Ok(frame) if frame.sequence != sequence => None,
         Ok(frame) => {
             Some(format!("expected a sum over shared memory, got a frame of {:?}", frame.kind))

@@ -37,10 +37,10 @@ impl OpHeaders {
         len: usize,
     ) {
         let offset = self.offset(region.local.rank, operation);
-        let head = [sequence, len as u64, note.len() as u64];
-        region.memory.write(offset, bytemuck::cast_slice(&head));
+        let header = [sequence, len as u64, note.len() as u64];
+        region.memory.write(offset, bytemuck::cast_slice(&header));
         if note.len() <= NOTE_BYTES {
-            region.memory.write(offset + HEAD_BYTES, note);
+            region.memory.write(offset + HEADER_BYTES, note);
         }
     }
 
@@ -56,9 +56,9 @@ impl OpHeaders {
         let mut is_too_long = false;
         for local_rank in 0..self.world {
             let offset = self.offset(local_rank, operation);
-            let mut head = [0_u64; 3];
-            region.memory.read(offset, bytemuck::cast_slice_mut(&mut head));
-            let [sequence, its_len, note_bytes] = head;
+            let mut header = [0_u64; 3];
+            region.memory.read(offset, bytemuck::cast_slice_mut(&mut header));
+            let [sequence, its_len, note_bytes] = header;
             if sequence != context.sequence {
                 let reason =
                     format!("expected sequence number {}, got {sequence}", context.sequence);
@@ -71,7 +71,7 @@ impl OpHeaders {
             is_too_long |= note_bytes > NOTE_BYTES as u64;
             if !is_too_long {
                 let mut note = vec![0; note_bytes as usize];
-                region.memory.read(offset + HEAD_BYTES, &mut note);
+                region.memory.read(offset + HEADER_BYTES, &mut note);
                 notes.push(note);
             }
         }
@@ -79,11 +79,11 @@ impl OpHeaders {
     }
 
     fn offset(self, local_rank: usize, operation: u64) -> usize {
-        self.start + (local_rank * 2 + (operation % 2) as usize) * (HEAD_BYTES + NOTE_BYTES)
+        self.start + (local_rank * 2 + (operation % 2) as usize) * (HEADER_BYTES + NOTE_BYTES)
     }
 }
 
-const HEAD_BYTES: usize = 24;
+const HEADER_BYTES: usize = 24;
 
 /// Maximum length of a note in the region; longer notes are exchanged over TCP.
-pub(super) const NOTE_BYTES: usize = (16 << 10) - HEAD_BYTES;
+pub(super) const NOTE_BYTES: usize = (16 << 10) - HEADER_BYTES;

@@ -19,7 +19,7 @@ pub fn folder() -> &'static Path {
 /// ones, unless these are loaded already.
 ///
 /// # Panics
-/// Panics if they cannot be loaded.
+/// If the libraries cannot be loaded.
 pub fn load() {
     static LOADED: OnceLock<()> = OnceLock::new();
     LOADED.get_or_init(|| {

@@ -162,11 +162,11 @@ fn an_abort_that_does_not_return_is_reported_as_abandoned() {
         absent_rank.ring.all_gather(&[]).unwrap_err();
         let error = waits.join().unwrap();
         let waited = Duration::from_secs(1);
-        let is_abandoned = matches!(
-            error,
-            CollectiveError::Device { source: DeviceError::Abandoned { waited: limit } } if limit == waited
-        );
-        assert!(is_abandoned, "{error:?}");
+        let CollectiveError::Device { source: DeviceError::Abandoned { waited: limit } } = error
+        else {
+            panic!("{error:?}")
+        };
+        assert_eq!(limit, waited);
     });
     assert!(abandoned() > before, "{} before, {} after", before, abandoned());
     assert!(waiting_rank.ring.nccl_abort_time().is_none());

@@ -19,7 +19,7 @@ fn everywhere(act: impl Fn(&mut Gpu, Path) + Sync) {
             assert_eq!(gpu.wait_for_nccl(), NcclState::Ready);
         });
         on_all(&mut group, |gpu| act(gpu, Path::Nccl));
-        // The host path is_local available.
+        // The host path stays available.
         on_all(&mut group, |gpu| act(gpu, Path::Host));
     }
 }
@@ -115,9 +115,8 @@ fn a_missing_device_is_an_error() {
     elasticdl_stand_ins::load();
     let count = Device::count().unwrap();
     let error = Device::open(count).unwrap_err();
-    assert!(
-        matches!(error, DeviceError::NoDevice { ordinal, count: seen } if (ordinal, seen) == (count, count))
-    );
+    let DeviceError::NoDevice { ordinal, count: seen } = error else { panic!("{error:?}") };
+    assert_eq!((ordinal, seen), (count, count));
     let uuids: Vec<_> = (0..count).map(|ordinal| Device::open(ordinal).unwrap().uuid()).collect();
     assert!(uuids.windows(2).all(|pair| pair[0] != pair[1]), "two devices have one UUID");
 }

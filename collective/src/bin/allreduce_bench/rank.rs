@@ -192,8 +192,8 @@ fn line(arguments: &Arguments, world: usize, times: Vec<f64>) -> String {
     let [median, p99] = quantiles(times);
     let traffic = 2.0 * (world - 1) as f64 / world as f64 * *bytes as f64;
     format!(
-        "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\"wire\":\"{}\",\"iters\":{iters},\
-         \"median_s\":{median:.9},\"p99_s\":{p99:.9},\"busbw_gbs\":{:.3}}}",
+        "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\"wire\":\"{}\",\
+         \"iters\":{iters},\"median_s\":{median:.9},\"p99_s\":{p99:.9},\"busbw_gbs\":{:.3}}}",
         arguments.transport.name(),
         arguments.wire.name(),
         traffic / median / 1e9
