@@ -3,7 +3,7 @@
 //! ```text
 //!             Path::Host                                        Path::Nccl
 //!   src ─copy─▶ pinned ─HostGroup─▶ pinned ─copy─▶ dst    src ─NCCL on the caller's stream─▶ dst
-//!       block k+1        block k         block k−1      headers: HostGroup; a closed link aborts NCCL
+//!       block k+1        block k         block k−1      headers: HostGroup; link loss aborts NCCL
 //! ```
 //!
 //! A [`Device`] is one GPU with the CUDA stream on which its owner computes. A [`DeviceGroup`] is a
