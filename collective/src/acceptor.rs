@@ -150,10 +150,10 @@ impl Acceptor {
         let hello =
             Hello::decode(bytes, &self.identity.secret).map_err(|error| error.to_string())?;
         if hello.job != self.identity.job {
-            return Err("it names another job".to_owned());
+            return Err("the hello names another job".to_owned());
         }
         if hello.to != self.identity.own_id {
-            return Err(format!("it is for worker {}", hello.to));
+            return Err(format!("the hello is for worker {}", hello.to));
         }
         if hello.purpose == Purpose::State {
             self.pending_requests.push(StateRequest::new(hello.from, link));

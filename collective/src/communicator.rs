@@ -20,11 +20,11 @@ pub trait Communicator {
 
     /// Gathers the bytes of every rank on every rank, in rank order.
     ///
-    /// `mine`: at most [`BLOCK_BYTES_MAX`] bytes; lengths may differ between ranks.
+    /// `block`: at most [`BLOCK_BYTES_MAX`] bytes; lengths may differ between ranks.
     ///
     /// # Errors
     /// [`CollectiveError`].
-    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError>;
+    fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError>;
 
     /// Writes the element-wise sum of all ranks' `src` to every rank's `dst`, and returns every
     /// rank's `header` in rank order. `src` is only read, so a failed step can be retried with the

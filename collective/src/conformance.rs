@@ -150,7 +150,7 @@ pub fn a_rank_that_ends_at_any_point_ends_all_without_wrong_results(form: Form<'
         let abort = group[victim].abort.clone();
         let start = Arc::new(Barrier::new(world + 1));
         let begin = start.clone();
-        let ender = thread::spawn(move || {
+        let aborter = thread::spawn(move || {
             begin.wait();
             thread::sleep(delay);
             if is_abort {
@@ -187,7 +187,7 @@ pub fn a_rank_that_ends_at_any_point_ends_all_without_wrong_results(form: Form<'
                 other => Err(format!("after a failure: {other:?}")),
             }
         });
-        ender.join().expect("the thread only sleeps");
+        aborter.join().expect("the thread only sleeps");
         for result in results {
             result.unwrap_or_else(|error| {
                 panic!("seed {seed}, world {world}, victim {victim}, len {len}: {error}")
@@ -222,7 +222,7 @@ pub fn any_group_sums_correctly_or_fails(form: Form<'_>) {
             let ring = &mut *rank.communicator;
             let mut done = Vec::new();
             for (step, (len, headers)) in planned.iter().enumerate() {
-                let ender = match victim {
+                let aborter = match victim {
                     Some((victim, at)) if victim == ring.rank() && at == step && is_abort => {
                         let abort = aborts[victim].clone();
                         Some(thread::spawn(move || {
@@ -236,8 +236,8 @@ pub fn any_group_sums_correctly_or_fails(form: Form<'_>) {
                 let (src, mut dst) = (part(ring.rank() + step, *len), vec![f32::NAN; *len]);
                 let header = vec![(ring.rank() + step) as u8; headers[ring.rank()]];
                 let result = ring.all_reduce(&header, &src, &mut dst);
-                if let Some(ender) = ender {
-                    ender.join().expect("the thread only sleeps");
+                if let Some(aborter) = aborter {
+                    aborter.join().expect("the thread only sleeps");
                 }
                 match result {
                     Ok(headers) => done.push((headers, dst)),
@@ -285,14 +285,14 @@ pub fn a_waiting_rank_can_be_aborted(form: Form<'_>) {
             let mut group = form(world);
             let absent_rank = group.remove(absent);
             let aborts: Vec<_> = group.iter().map(|rank| rank.abort.clone()).collect();
-            let ender = thread::spawn(move || {
+            let aborter = thread::spawn(move || {
                 thread::sleep(Duration::from_millis(5));
                 aborts.iter().for_each(|abort| abort());
             });
             let results = on_each(group, move |mut rank| {
                 rank.communicator.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).map(drop)
             });
-            ender.join().expect("the thread only sleeps");
+            aborter.join().expect("the thread only sleeps");
             for result in results {
                 // A rank that sees another rank's closed link first reports that.
                 let is_expected = matches!(

@@ -33,14 +33,14 @@ pub fn ring(data: &[u8]) -> bool {
     let (prev, to_prev) = pair();
     for (mut link, bytes) in [(&to_next, from_next), (&to_prev, from_prev)] {
         link.write_all(bytes).expect("a fresh socket's buffer holds that much");
-        link.shutdown(Shutdown::Write).expect("it is open");
+        link.shutdown(Shutdown::Write).expect("the socket is open");
     }
     let neighbour = |rank, link| Neighbour { rank, member: rank as u64, link };
     let links = Links {
         next: neighbour((rank + 1) % world, Arc::new(next)),
         prev: neighbour((rank + world - 1) % world, Arc::new(prev)),
     };
-    let registration = Fence::new().register(GENERATION).expect("it is the first registration");
+    let registration = Fence::new().register(GENERATION).expect("this is the first registration");
     let wire = [WireDtype::F32, WireDtype::Bf16, WireDtype::F16][usize::from(operation >> 4) % 3];
     let mut ring =
         HostGroup::linked(registration, Progress::new(), RankInfo { rank, world }, links)
@@ -72,7 +72,7 @@ pub fn state(data: &[u8]) -> (usize, usize) {
     let mut counts = (0, 0);
     let (end, mut to_end) = pair();
     to_end.write_all(data).expect("a fresh socket's buffer holds that much");
-    to_end.shutdown(Shutdown::Write).expect("it is open");
+    to_end.shutdown(Shutdown::Write).expect("the socket is open");
     let receiver = StateReceiver::new(1, Arc::new(end), IDLE_TIMEOUT, None);
     let mut receiver = receiver.expect("the system has a thread");
     while let Ok(Some(header)) = receiver.next(IDLE_TIMEOUT) {
@@ -84,7 +84,7 @@ pub fn state(data: &[u8]) -> (usize, usize) {
     }
     let (end, mut to_end) = pair();
     to_end.write_all(data).expect("a fresh socket's buffer holds that much");
-    to_end.shutdown(Shutdown::Write).expect("it is open");
+    to_end.shutdown(Shutdown::Write).expect("the socket is open");
     let mut sender = StateRequest::new(1, end).serve(IDLE_TIMEOUT);
     if sender.first_position().is_ok() {
         counts.1 += 1;
@@ -186,10 +186,10 @@ fn run(ring: &mut HostGroup, operation: u8) -> Result<(), CollectiveError> {
 
 fn pair() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has free ports");
-    let address = listener.local_addr().expect("it is bound");
-    let dialled = TcpStream::connect(address).expect("it listens");
-    set_up(&dialled).expect("it is open");
-    let (accepted, _) = listener.accept().expect("it was dialled");
+    let address = listener.local_addr().expect("the listener is bound");
+    let dialled = TcpStream::connect(address).expect("the listener accepts");
+    set_up(&dialled).expect("the socket is open");
+    let (accepted, _) = listener.accept().expect("the listener was dialled");
     (dialled, accepted)
 }
 

@@ -133,14 +133,15 @@ impl HostGroup {
         self.registration.check()
     }
 
-    /// Returns one note per rank; the note of this rank is `mine`, all others are empty.
-    fn notes(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        if mine.len() > BLOCK_BYTES_MAX {
-            let reason = format!("a block of {} bytes; the limit is {BLOCK_BYTES_MAX}", mine.len());
+    /// Returns one note per rank; the note of this rank is `block`, all others are empty.
+    fn notes(&self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        if block.len() > BLOCK_BYTES_MAX {
+            let reason =
+                format!("a block of {} bytes; the limit is {BLOCK_BYTES_MAX}", block.len());
             return Err(CollectiveError::Invalid(reason));
         }
         let mut notes = vec![Vec::new(); self.rank_info.world];
-        notes[self.rank_info.rank] = mine.to_vec();
+        notes[self.rank_info.rank] = block.to_vec();
         Ok(notes)
     }
 
@@ -152,8 +153,8 @@ impl HostGroup {
         Err(CollectiveError::Invalid(reason))
     }
 
-    fn gather(&mut self, kind: Kind, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let payload = Payload::new(Body::Empty, self.notes(mine)?);
+    fn gather(&mut self, kind: Kind, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let payload = Payload::new(Body::Empty, self.notes(block)?);
         self.run(kind, Schedule::all_gather(self.rank_info), payload)
     }
 
@@ -264,9 +265,9 @@ impl Communicator for HostGroup {
         self.registration.generation()
     }
 
-    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+    fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.check()?;
-        self.gather(Kind::AllGather, mine)
+        self.gather(Kind::AllGather, block)
     }
 
     fn all_reduce(

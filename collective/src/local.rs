@@ -42,7 +42,7 @@ impl LocalRank {
 
     /// Waits for all ranks in the next operation, and returns the contributions of all ranks in
     /// rank order.
-    fn exchange(&mut self, mine: Part) -> Result<Arc<Vec<Part>>, CollectiveError> {
+    fn exchange(&mut self, own: Part) -> Result<Arc<Vec<Part>>, CollectiveError> {
         let sequence = self.sequence;
         self.sequence += 1;
         let mut state = self.group.lock();
@@ -53,7 +53,7 @@ impl LocalRank {
             all: None,
             readers: 0,
         });
-        operation.parts[self.rank] = Some(mine);
+        operation.parts[self.rank] = Some(own);
         if operation.parts.iter().all(Option::is_some) {
             operation.all = Some(Arc::new(operation.parts.drain(..).flatten().collect()));
             self.group.changed.notify_all();
@@ -88,13 +88,13 @@ impl LocalRank {
 
     /// Checks that the contributions of all ranks have the same kind and length.
     fn agree(&self, all: Arc<Vec<Part>>) -> Result<Arc<Vec<Part>>, CollectiveError> {
-        let mine = &all[self.rank];
-        let Some(rank) = all.iter().position(|part| (part.kind, part.len) != (mine.kind, mine.len))
+        let own = &all[self.rank];
+        let Some(rank) = all.iter().position(|part| (part.kind, part.len) != (own.kind, own.len))
         else {
             return Ok(all);
         };
         self.group.lock().ends[self.rank] = Some(Ending::Failed);
-        let (got, expected) = ((all[rank].kind, all[rank].len), (mine.kind, mine.len));
+        let (got, expected) = ((all[rank].kind, all[rank].len), (own.kind, own.len));
         let reason = format!("expected the operation {expected:?}, got {got:?}");
         Err(CollectiveError::Protocol { rank, member: rank as u64, reason })
     }
@@ -136,9 +136,9 @@ impl Communicator for LocalRank {
         self.group.generation
     }
 
-    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        check_block(mine)?;
-        let part = Part { kind: "all-gather", len: 0, bytes: mine.to_vec(), floats: Vec::new() };
+    fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        check_block(block)?;
+        let part = Part { kind: "all-gather", len: 0, bytes: block.to_vec(), floats: Vec::new() };
         Ok(self.exchange(part)?.iter().map(|part| part.bytes.clone()).collect())
     }
 
@@ -174,11 +174,11 @@ impl Communicator for LocalRank {
                 format!("a broadcast of {} bytes; the limit is {BROADCAST_BYTES_MAX}", bytes.len());
             return Err(CollectiveError::Invalid(reason));
         }
-        let mine = if root == self.rank { bytes.clone() } else { Vec::new() };
+        let own = if root == self.rank { bytes.clone() } else { Vec::new() };
         let all = self.exchange(Part {
             kind: "broadcast of bytes",
             len: root,
-            bytes: mine,
+            bytes: own,
             floats: Vec::new(),
         })?;
         bytes.clone_from(&all[root].bytes);
@@ -187,12 +187,12 @@ impl Communicator for LocalRank {
 
     fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
         self.check_root(root)?;
-        let mine = if root == self.rank { buf.to_vec() } else { Vec::new() };
+        let own = if root == self.rank { buf.to_vec() } else { Vec::new() };
         let all = self.exchange(Part {
             kind: "broadcast",
             len: buf.len(),
             bytes: Vec::new(),
-            floats: mine,
+            floats: own,
         })?;
         if all[root].floats.len() != buf.len() {
             let reason = "the root's buffer has another length".to_owned();

@@ -3,7 +3,7 @@
 //!
 //! A **piece** is one segment in one ring step. In step `t` rank `r` sends chunk `r−t` to rank
 //! `r+1` and receives chunk `r−1−t` from rank `r−1`. A rank sends in step `t+1` what it receives in
-//! step `t`, so each direction is one continuous stream of pieces:
+//! step `t`, so each direction is one continuous sequence of pieces:
 //!
 //! ```text
 //! all-reduce, world 3, rank 0                     step 0     step 1     step 2     step 3
@@ -106,8 +106,8 @@ impl Schedule {
         Self::ring(rank_info, span, Phases { steps: 2 * half, summing: half, noting: half })
     }
 
-    /// Broadcast of the buffer of `root` along the chain `root → root+1 → … → root−1`, as a stream
-    /// of segments. With `note`, the first segment carries the root's note.
+    /// Broadcast of the buffer of `root` along the chain `root → root+1 → … → root−1`, as a
+    /// sequence of segments. With `note`, the first segment carries the root's note.
     pub fn broadcast(rank_info: RankInfo, root: usize, span: Span, note: bool) -> Self {
         let RankInfo { rank, world } = rank_info;
         let hops = (rank + world - root) % world;

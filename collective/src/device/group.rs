@@ -72,7 +72,7 @@ impl DeviceGroup {
     /// Wraps the host group of a generation. Operations use the host path until NCCL is ready.
     #[must_use]
     pub fn new(host: HostGroup, device: Device) -> Self {
-        Self { nccl: Nccl::Absent("it was not requested".to_owned()), host, device }
+        Self { nccl: Nccl::Absent("NCCL was not requested".to_owned()), host, device }
     }
 
     /// Device of this rank.
@@ -97,7 +97,7 @@ impl DeviceGroup {
     /// # Errors
     /// [`CollectiveError`] of the host group. It is not an error that NCCL cannot be used.
     pub fn begin_nccl(&mut self, policy: &NcclPolicy) -> Result<(), CollectiveError> {
-        self.nccl = Nccl::Absent("the ranks are agreeing on it".to_owned());
+        self.nccl = Nccl::Absent("the ranks are agreeing on NCCL".to_owned());
         let offers =
             self.host.gather_alongside(&NcclOffer::of(policy, self.device.uuid()).encode())?;
         let offers: Vec<_> = offers.iter().map(|bytes| NcclOffer::decode(bytes)).collect();
@@ -350,8 +350,8 @@ impl Communicator for DeviceGroup {
         self.host.generation()
     }
 
-    fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.host.all_gather(mine)
+    fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.host.all_gather(block)
     }
 
     fn all_reduce(

@@ -35,10 +35,10 @@ impl HostGroup {
     /// As for an all-gather.
     pub(crate) fn gather_alongside(
         &mut self,
-        mine: &[u8],
+        block: &[u8],
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.check()?;
-        self.gather(Kind::Device, mine)
+        self.gather(Kind::Device, block)
     }
 
     /// Fails the group after the other backend has failed, so that the neighbours detect it.

@@ -81,13 +81,13 @@ impl HostGroup {
         let is_mixed = plan.hosts.count() > 1;
         let bytes =
             if is_mixed { Hierarchy::bytes(ranks.len()) } else { ShmGroup::bytes(ranks.len()) };
-        let mine =
+        let own_offer =
             if ranks.len() > 1 { TransportOffer::make(local_rank == 0, bytes) } else { None };
-        let encoded = mine.as_ref().and_then(TransportOffer::encode).unwrap_or_default();
+        let encoded = own_offer.as_ref().and_then(TransportOffer::encode).unwrap_or_default();
         let offers = self.gather(Kind::Negotiation, &encoded)?;
         let offers: Vec<&[u8]> = ranks.iter().map(|rank| offers[*rank].as_slice()).collect();
-        let region = mine.and_then(|mine| {
-            let (memory, notifiers) = mine.open(local_rank, bytes, &offers)?;
+        let region = own_offer.and_then(|offer| {
+            let (memory, notifiers) = offer.open(local_rank, bytes, &offers)?;
             Some(SharedRegion::new(
                 memory,
                 RankInfo { rank: local_rank, world: ranks.len() },
@@ -119,8 +119,8 @@ impl HostGroup {
     /// rank. In a hierarchy not all neighbours of the ring communicate, so without this check ranks
     /// in different operations could wait for each other.
     pub(super) fn check_len_with_neighbours(&mut self, len: usize) -> Result<(), CollectiveError> {
-        let mine = (len as u64).to_le_bytes();
-        let payload = Payload::new(Body::Empty, self.notes(&mine)?);
+        let own_len = (len as u64).to_le_bytes();
+        let payload = Payload::new(Body::Empty, self.notes(&own_len)?);
         let Some(links) = &self.links else { return Ok(()) };
         let (op_tag, schedule) = (self.op_tag(self.sum_kind()), Schedule::exchange(self.rank_info));
         let transfer =
@@ -129,7 +129,7 @@ impl HostGroup {
         let notes = self.end(notes)?;
         let RankInfo { rank, world } = self.rank_info;
         let theirs = &notes[(rank + world - 1) % world];
-        let Some(links) = self.links.as_ref().filter(|_| theirs != &mine) else { return Ok(()) };
+        let Some(links) = self.links.as_ref().filter(|_| theirs != &own_len) else { return Ok(()) };
         let reason = format!("expected a buffer of {len} elements, got the length {theirs:?}");
         self.failed = true;
         self.registration.shut_down();
@@ -139,7 +139,7 @@ impl HostGroup {
     /// All-reduce over shared memory.
     pub(super) fn shm_all_reduce(
         &mut self,
-        mine: &[u8],
+        header: &[u8],
         src: &[f32],
         dst: &mut [f32],
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
@@ -152,14 +152,14 @@ impl HostGroup {
         let result = match transport {
             ActiveTransport::ShmGroup(shared) => {
                 let context = WaitContext { host: Some(ring), ..context };
-                shared.all_reduce(context, mine, src, dst).map_err(Fault::Local)
+                shared.all_reduce(context, header, src, dst).map_err(Fault::Local)
             }
             ActiveTransport::Hierarchy(hierarchy) => {
                 let context = WaitContext { host: plan.host_ring.as_ref(), ..context };
                 let half = Half::of(self.wire);
                 let leader_ring =
                     plan.leaders.as_ref().map(|links| LeaderRing { links, op_tag, half });
-                hierarchy.all_reduce(context, leader_ring, mine, src, dst)
+                hierarchy.all_reduce(context, leader_ring, header, src, dst)
             }
         };
         let fault = match result {
@@ -169,7 +169,7 @@ impl HostGroup {
             }
             Ok(Notes::TooLong) => {
                 self.sequence += 1;
-                return self.all_gather(mine);
+                return self.all_gather(header);
             }
             Err(fault) => fault,
         };
@@ -232,12 +232,12 @@ impl TransportOffer {
         offers: &[&[u8]],
     ) -> Option<(Memory, Vec<PipeNotifier>)> {
         let Self { notifier, memory } = self;
-        let mut mine = Some(notifier);
+        let mut own_notifier = Some(notifier);
         let mut notifiers = Vec::with_capacity(offers.len());
         for (other, offer) in offers.iter().enumerate() {
             let (address, _) = Address::split(offer)?;
             notifiers.push(if other == local_rank {
-                mine.take()?
+                own_notifier.take()?
             } else {
                 PipeNotifier::open(&address).ok()?
             });

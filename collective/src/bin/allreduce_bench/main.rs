@@ -159,14 +159,14 @@ impl Ranks {
                 .args(["--rank", &rank.to_string(), "--peers", rank::ASK])
                 .args(arguments.rank_arguments());
             let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-            let lines = BufReader::new(child.stdout.take().expect("the stream is piped"));
+            let lines = BufReader::new(child.stdout.take().expect("the pipe is set up"));
             ranks.children.push((child, lines));
         }
         let addresses: Result<Vec<SocketAddr>, Box<dyn Error>> =
             (0..arguments.world).map(|rank| Ok(ranks.line(rank)?.parse()?)).collect();
         let list = addresses?.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",");
         for (child, _) in &mut ranks.children {
-            let mut input = child.stdin.take().expect("the stream is piped");
+            let mut input = child.stdin.take().expect("the pipe is set up");
             writeln!(input, "{list}")?;
         }
         Ok(ranks)

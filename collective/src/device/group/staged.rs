@@ -41,8 +41,8 @@ impl DeviceGroup {
                 let bytes = blocks.bytes(turn).len();
                 let input = staging.to_host.slot(turn, bytes, || host.check_alive())?;
                 let output = staging.to_device.slot(turn, bytes, || host.check_alive())?;
-                let mine = if turn == 0 { framed(header, blocks.len) } else { Vec::new() };
-                let gathered = sum_block::<T>(host, &mine, input, output, &mut scratch)?;
+                let own_header = if turn == 0 { framed(header, blocks.len) } else { Vec::new() };
+                let gathered = sum_block::<T>(host, &own_header, input, output, &mut scratch)?;
                 if turn == 0 {
                     headers = unframed(host, gathered, blocks.len)?;
                 }
