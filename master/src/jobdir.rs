@@ -3,17 +3,16 @@
 //! ```text
 //! <job>/lock                    held by the running master
 //!       token                   the job's secret, mode 0600
-//!       master.json             where the running master listens; gone when it has ended
-//!       logs/master.log         what the master did
-//!       logs/worker-<launch>.log   what one worker printed
-//!       job.json, record.json, files.zst, processes   what another master needs to go on: see `kept`
-//!       program                 the training program as it was when the job began
-//!       checkpoints/            where the job keeps them, unless it was told another place
-//!       summary.json            how the job ended
+//!       master.json             address of the running master; removed at its end
+//!       logs/master.log         log of the masters
+//!       logs/worker-<launch>.log   output of one worker
+//!       job.json, record.json, files.zst, processes   the persisted job: see `persisted_job`
+//!       program                 copy of the training program, made at the job's start
+//!       checkpoints/            the job's checkpoints, unless another location was chosen
+//!       summary.json            result of the job
 //! ```
 //!
-//! **Invariant:** whoever holds the lock is the only one that writes here. Files appear whole or
-//! not at all.
+//! **Invariant:** only the process that holds the lock writes here. Files are written atomically.
 
 mod contents;
 mod persisted_job;
@@ -44,16 +43,17 @@ pub use processes::{StopError, StopTarget, is_running, stop};
 pub struct JobDir {
     root: PathBuf,
     token: Token,
-    /// The lock goes with the file, however this process ends.
+    /// The lock is released with the file, however this process ends.
     _lock: File,
 }
 
 impl JobDir {
-    /// Makes `root` the directory of a new run: takes its lock, clears what an earlier run left,
-    /// draws a token.
+    /// Makes `root` the directory of a new run: takes its lock, removes the files of an earlier
+    /// run, and generates a token.
     ///
     /// # Errors
-    /// [`JobDirError`]; nothing has been cleared then, nor written to a directory that is no job's.
+    /// [`JobDirError`]; then no file was removed, and none was written to a directory that is not a
+    /// job's.
     pub fn create(root: &Path) -> Result<Self, JobDirError> {
         contents::check_usable(root)?;
         let refused = |source| JobDirError::Create { path: root.into(), source };
@@ -78,7 +78,7 @@ impl JobDir {
         Ok(Self { root, token, _lock: lock })
     }
 
-    /// Checks that [`JobDir::create`] would take `root`, and writes nothing.
+    /// Checks that [`JobDir::create`] would accept `root`. Writes nothing.
     ///
     /// # Errors
     /// [`JobDirError`].
@@ -90,7 +90,7 @@ impl JobDir {
         refuse_if_workers_live(root)
     }
 
-    /// The directory, absolute.
+    /// Absolute path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.root
@@ -102,37 +102,37 @@ impl JobDir {
         &self.token
     }
 
-    /// Where workers read the secret.
+    /// Path of the secret's file, which workers read.
     #[must_use]
     pub fn token_path(&self) -> PathBuf {
         self.root.join(TOKEN)
     }
 
-    /// Where logs are.
+    /// Path of the folder of logs.
     #[must_use]
     pub fn logs(&self) -> PathBuf {
         self.root.join(LOGS)
     }
 
-    /// Where masters say what they do.
+    /// Path of the masters' log.
     #[must_use]
     pub fn master_log(&self) -> PathBuf {
         self.logs().join(MASTER_LOG)
     }
 
-    /// Where the job's copy of the training program is.
+    /// Path of the job's copy of the training program.
     #[must_use]
     pub fn program_path(&self) -> PathBuf {
         self.root.join(PROGRAM)
     }
 
-    /// Where the summary is written when the job has ended.
+    /// Path of the summary, which is written at the job's end.
     #[must_use]
     pub fn summary_path(&self) -> PathBuf {
         self.root.join(SUMMARY)
     }
 
-    /// Tells commands where this job's master listens, until the directory is dropped.
+    /// Publishes the master's address to commands, until the directory is dropped.
     ///
     /// # Errors
     /// [`JobDirError::Write`].
@@ -148,19 +148,21 @@ impl JobDir {
 
 impl Drop for JobDir {
     fn drop(&mut self) {
-        // Best effort: a command that finds a stale one gets no answer at its address and says so.
+        // Best effort: a command that finds a stale file gets no answer at its address and reports
+        // that.
         let _ = fs::remove_file(self.root.join(MASTER));
     }
 }
 
-/// Why a directory can't be a job's.
+/// Why a directory can't be used for a job.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JobDirError {
-    /// Its master is gone, but workers of it still train. Go on with the job, or tell them to end.
+    /// Its master has died, but workers of it still train. Resume the job, or stop its workers.
     #[error(
-        "the master of the job in {} is gone, but {workers} {} of it still {}; go on with the job by\n    \
-         elasticdl train --resume {3}\nor end it by\n    elasticdl stop {3}",
+        "the master of the job in {} has died, but {workers} {} of it still {}; \
+         resume the job by\n    \
+         elasticdl train --resume {3}\nor stop it by\n    elasticdl stop {3}",
         path.display(),
         if *workers == 1 { "worker" } else { "workers" },
         if *workers == 1 { "trains" } else { "train" },
@@ -169,38 +171,42 @@ pub enum JobDirError {
     Abandoned {
         /// The directory.
         path: PathBuf,
-        /// How many workers live.
+        /// Number of running workers.
         workers: usize,
     },
-    /// It can't be made. Choose another, or make its parent writable.
-    #[error("can't create the job directory {}: {source}; choose another with --job-dir", path.display())]
+    /// It can't be created. Choose another, or make its parent writable.
+    #[error(
+        "can't create the job directory {}: {source}; choose another with --job-dir",
+        path.display()
+    )]
     Create {
         /// The directory.
         path: PathBuf,
-        /// The system's word.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// It holds what is not a job's. Choose another.
+    /// It contains files that are not a job's. Choose another.
     #[error(
-        "{} is not a job's directory, and not empty: {} is in it; give --job-dir an empty folder, a job's, or one that is \
-         not there yet, for example {}",
+        "{} is not a job's directory, and not empty: it contains {}; give --job-dir \
+         an empty folder, a job's, or one that does not exist yet, for example {}",
         path.display(), found.display(), path.join("job").display()
     )]
     Foreign {
         /// The directory.
         path: PathBuf,
-        /// Something in it.
+        /// One of these files.
         found: PathBuf,
     },
     /// A master runs in it. Wait for it, stop it, or choose another name or directory.
     #[error(
-        "a job is already running in {}{}; stop it first, or choose another --job-name or --job-dir",
+        "a job is already running in {}{}; \
+         stop it first, or choose another --job-name or --job-dir",
         path.display(), pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default()
     )]
     Running {
         /// The directory.
         path: PathBuf,
-        /// The master's process, if it has said so already.
+        /// Process id of the master, if it has published it.
         pid: Option<u32>,
     },
     /// A file in it can't be written.
@@ -208,25 +214,25 @@ pub enum JobDirError {
     Write {
         /// The file.
         path: PathBuf,
-        /// The system's word.
+        /// Error of the operating system.
         source: io::Error,
     },
 }
 
-/// Where a running master listens.
+/// Address of a running master.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
-    /// Its gRPC server.
+    /// Address of its gRPC server.
     pub address: SocketAddr,
-    /// Its process.
+    /// Its process id.
     pub pid: u32,
-    /// When that was started, in the system's ticks since it came up; unknown where an older
-    /// program has written it.
+    /// Start time of the process, in clock ticks since boot. `None` if an older version has written
+    /// the file.
     #[serde(default)]
     pub started: Option<u64>,
 }
 
-/// Finds the master of the job whose directory is `root`, and the secret to speak to it with.
+/// Finds the master of the job whose directory is `root`, and the secret with which it is accessed.
 ///
 /// # Errors
 /// [`LookupError`].
@@ -263,32 +269,33 @@ pub enum LookupError {
     /// No job ever ran there. Check the name.
     #[error("no such job: {} is not a job's directory", path.display())]
     NoSuchJob {
-        /// Where it was looked for.
+        /// Directory that was searched.
         path: PathBuf,
     },
-    /// It ran, and has ended.
+    /// The job has ended.
     #[error(
         "the job in {} is not running{}", path.display(),
-        summary.as_ref().map(|p| format!("; how it ended is in {}", p.display())).unwrap_or_default()
+        summary.as_ref()
+            .map(|p| format!("; its summary is in {}", p.display())).unwrap_or_default()
     )]
     NotRunning {
-        /// Its directory.
+        /// Directory of the job.
         path: PathBuf,
-        /// Its summary, if it came to write one.
+        /// Path of its summary, if there is one.
         summary: Option<PathBuf>,
     },
-    /// A file of it can't be read. Jobs can be asked by the user who started them.
+    /// A file of the job can't be read. Only the user who started the job has access.
     #[error("can't read {}: {source}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Error of the operating system, or of the parser.
         source: io::Error,
     },
 }
 
-/// Where jobs' directories are by default: `elasticdl` in the user's state directory, or
-/// `.elasticdl` here if the environment names neither a state directory nor a home.
+/// Default folder of jobs' directories: `elasticdl` in the user's state directory, or `.elasticdl`
+/// in the working directory if the environment names neither a state directory nor a home.
 #[must_use]
 pub fn default_root() -> PathBuf {
     let absolute =
@@ -298,17 +305,16 @@ pub fn default_root() -> PathBuf {
         .map_or_else(|| PathBuf::from(".elasticdl"), |state| state.join("elasticdl"))
 }
 
-/// Replaces `path` with `bytes`, readable by its owner alone: a reader, or a crash at any time,
-/// sees the old file or the new one.
+/// Atomically replaces `path` with `bytes`, readable by its owner only. A reader, also after a
+/// crash, sees either the old file or the new one.
 ///
 /// # Errors
-/// The system's; the old file is still there.
+/// An error of the operating system; the old file is unchanged.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_and_rename(path, bytes, File::sync_all)
 }
 
-/// As [`write_atomically`], but a crash of the whole machine may lose the new file, or what is in
-/// it.
+/// Like [`write_atomically`], but a crash of the machine may lose the new file or its content.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_and_rename(path, bytes, |_| Ok(()))
 }
@@ -324,15 +330,15 @@ fn write_and_rename(
         sync(&file)
     });
     written.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| {
-        // It may not have been created at all.
+        // The file may not have been created at all.
         let _ = fs::remove_file(&temporary);
     })
 }
 
-/// Whether [`write_atomically`] would work for `path` now; leaves nothing behind.
+/// Checks that [`write_atomically`] would succeed for `path` now. Leaves no file behind.
 ///
 /// # Errors
-/// Why it would not.
+/// Why it would fail.
 pub fn check_writable(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a directory"));
@@ -346,7 +352,7 @@ fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
 }
 
-/// A name in the same directory (so that a rename is atomic), drawn at random: process ids are not
+/// Returns a random name in the same directory, so that a rename is atomic. Process ids are not
 /// unique where several containers share a folder.
 fn temporary_beside(path: &Path) -> io::Result<PathBuf> {
     let name = path
@@ -372,7 +378,7 @@ fn take_lock(root: &Path) -> Result<File, JobDirError> {
             Ok(()) => return Ok(file),
             Err(TryLockError::Error(source)) => return Err(JobDirError::Write { path, source }),
             Err(TryLockError::WouldBlock) if attempts == 0 => return Err(running(root)),
-            // Another command may be looking whether a master runs.
+            // Another command may be checking whether a master runs.
             Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
         }
     }
@@ -383,20 +389,20 @@ fn running(root: &Path) -> JobDirError {
     JobDirError::Running { path: root.into(), pid }
 }
 
-/// A path as a shell takes it.
+/// Quotes a path for a shell, if necessary.
 pub(crate) fn quoted(path: &Path) -> String {
     let text = path.display().to_string();
     let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
     if text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', "'\\''")) }
 }
 
-/// The name of one worker's log file.
+/// Returns the path of a worker's log.
 #[must_use]
 pub fn worker_log(logs: &Path, launch: LaunchId) -> PathBuf {
     logs.join(format!("worker-{}.log", launch.0))
 }
 
-/// Where a job keeps checkpoints that has no other place for them.
+/// Folder of the checkpoints of a job without another location for them.
 pub(crate) const CHECKPOINTS: &str = "checkpoints";
 const FILES: &str = "files.zst";
 const JOB: &str = "job.json";
@@ -438,9 +444,8 @@ mod tests {
         let first = JobDir::create(&root).unwrap();
         first.publish("127.0.0.1:1".parse().unwrap()).unwrap();
         let pid = std::process::id();
-        assert!(
-            matches!(JobDir::create(&root), Err(JobDirError::Running { pid: Some(p), .. }) if p == pid)
-        );
+        let Err(JobDirError::Running { pid: found, .. }) = JobDir::create(&root) else { panic!() };
+        assert_eq!(found, Some(pid));
         drop(first);
         assert!(JobDir::create(&root).is_ok());
     }
@@ -466,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_run_starts_clean_with_a_token_of_its_own() {
+    fn a_new_run_starts_with_an_empty_directory_and_a_new_token() {
         let scratch = scratch();
         let dir = JobDir::create(scratch.path()).unwrap();
         let before = dir.token().to_hex();
@@ -488,17 +493,17 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_quoted_where_a_shell_would_take_it_apart() {
+    fn a_path_is_quoted_where_a_shell_would_split_it() {
         assert_eq!(quoted(Path::new("/tmp/job-1.a")), "/tmp/job-1.a");
         assert_eq!(quoted(Path::new("/tmp/it's a $job")), r"'/tmp/it'\''s a $job'");
     }
 
     #[test]
-    fn a_file_is_replaced_whole_and_leaves_no_trace_of_a_failure() {
+    fn a_file_is_replaced_atomically_and_a_failure_leaves_no_temporary_file() {
         let scratch = scratch();
         let path = scratch.path().join("summary.json");
         write_atomically(&path, b"one").unwrap();
-        // A reader that opened the old file keeps it whole: the new one has another inode.
+        // A reader that has opened the old file keeps all of it: the new one has another inode.
         let mut old = File::open(&path).unwrap();
         write_atomically(&path, b"two").unwrap();
         let mut text = String::new();
@@ -512,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_made_is_refused_with_its_name() {
+    fn a_directory_that_cannot_be_created_is_named_in_the_error() {
         let scratch = scratch();
         let file = scratch.path().join("file");
         fs::write(&file, "").unwrap();

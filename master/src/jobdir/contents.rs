@@ -1,7 +1,7 @@
-//! What a job writes into its directory, told from what is not a job's.
+//! Distinguishes the files that a job writes into its directory from others.
 //!
-//! **Invariant:** nothing is removed but files that a job writes under these names; a directory
-//! that is not a job's is neither used nor removed.
+//! **Invariant:** only files with names that a job writes are removed; a directory that is not a
+//! job's is neither used nor removed.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -13,8 +13,8 @@ use super::{
     RECORD, SUMMARY, TOKEN, take_lock,
 };
 
-/// Checks that a job may use `root`: that it is absent, empty, or a job's directory. Writes
-/// nothing.
+/// Checks that a job may use `root`: that it does not exist, is empty, or is a job's directory.
+/// Writes nothing.
 ///
 /// # Errors
 /// [`JobDirError::Foreign`], or [`JobDirError::Create`] if it can't be read.
@@ -30,8 +30,8 @@ pub(super) fn check_usable(root: &Path) -> Result<(), JobDirError> {
     Err(JobDirError::Foreign { path: root.into(), found: root.join(foreign) })
 }
 
-/// Whether a job has run in `root`: its lock is there, which is an empty file, and nothing else or
-/// what a job has written.
+/// Returns whether a job has run in `root`: it contains the lock, an empty file, and otherwise
+/// nothing or what a job writes.
 pub(super) fn is_job_dir(root: &Path) -> bool {
     let is_file =
         |name: &str| fs::symlink_metadata(root.join(name)).is_ok_and(|found| found.is_file());
@@ -41,11 +41,11 @@ pub(super) fn is_job_dir(root: &Path) -> bool {
     has_lock && (is_file(TOKEN) || is_sole())
 }
 
-/// Removes what the job in `root` has written, and `root` if nothing else is in it. Returns what is
-/// left in it.
+/// Removes the files of the job in `root`, and `root` itself if it is then empty. Returns the
+/// remaining paths.
 ///
 /// # Errors
-/// [`DeleteError`]; some files may be gone if one could not be removed.
+/// [`DeleteError`]; then some files may have been removed already.
 pub fn delete(root: &Path) -> Result<Vec<PathBuf>, DeleteError> {
     if !is_job_dir(root) {
         return Err(LookupError::NoSuchJob { path: root.into() }.into());
@@ -68,11 +68,11 @@ pub fn delete(root: &Path) -> Result<Vec<PathBuf>, DeleteError> {
         fs::remove_dir_all(&checkpoint).map_err(|e| failed(&checkpoint, e))?;
     }
     for folder in [logs, checkpoints] {
-        // It stays if something else is in it.
+        // The folder stays if it contains other files.
         let _ = fs::remove_dir(folder);
     }
     let mut files: Vec<OsString> = names(root).map_err(|e| failed(root, e))?;
-    // The lock last: until it is gone nobody else begins here.
+    // The lock is removed last: until then no other master starts here.
     files.retain(|name| is_job_file(name) && name != LOCK);
     files.push(LOCK.into());
     for name in files {
@@ -95,32 +95,32 @@ pub enum DeleteError {
     /// There is no job in it. Check the name.
     #[error(transparent)]
     Lookup(#[from] LookupError),
-    /// The job runs, or its workers do.
+    /// The job, or one of its workers, still runs.
     #[error(transparent)]
     InUse(#[from] JobDirError),
-    /// The system refuses.
+    /// The operating system refuses.
     #[error("can't remove {}: {source}", path.display())]
     Remove {
-        /// What could not be removed.
+        /// Path that could not be removed.
         path: PathBuf,
-        /// The system's word.
+        /// Error of the operating system.
         source: io::Error,
     },
 }
 
-/// What an earlier run has left that would be taken for the next one's.
+/// Returns the files of an earlier run that would be taken for the next one's.
 pub(super) fn stale_files(root: &Path) -> io::Result<Vec<PathBuf>> {
-    let kept = [LOCK, TOKEN];
+    let retained = [LOCK, TOKEN];
     let mut stale: Vec<PathBuf> = names(root)?
         .into_iter()
-        .filter(|name| is_job_file(name) && !kept.iter().any(|kept| name == kept))
+        .filter(|name| is_job_file(name) && !retained.iter().any(|retained| name == retained))
         .map(|name| root.join(name))
         .collect();
     stale.extend(job_logs(&root.join(LOGS))?);
     Ok(stale)
 }
 
-/// The logs in the folder at `path` that jobs write; none if there is no such folder.
+/// Returns the logs of jobs in the folder at `path`; none if there is no such folder.
 fn job_logs(path: &Path) -> io::Result<Vec<PathBuf>> {
     let is_log = |name: &OsString| {
         let launch =
@@ -130,7 +130,7 @@ fn job_logs(path: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(names_or_none(path)?.into_iter().filter(is_log).map(|name| path.join(name)).collect())
 }
 
-/// The checkpoints in the folder at `path`; none if there is no such folder.
+/// Returns the checkpoints in the folder at `path`; none if there is no such folder.
 fn job_checkpoints(path: &Path) -> io::Result<Vec<PathBuf>> {
     let is_checkpoint = |name: &OsString| {
         let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.split('-').next());
@@ -147,7 +147,7 @@ fn is_known(name: &OsStr) -> bool {
     is_job_file(name) || name == LOGS || name == CHECKPOINTS
 }
 
-/// Whether it is a file of a job, or one that was about to take such a file's place.
+/// Returns whether it is a file of a job, or a temporary file for an atomic replacement of one.
 fn is_job_file(name: &OsStr) -> bool {
     let staged = |name: &str| {
         let (file, _) = name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
@@ -168,7 +168,7 @@ fn names_or_none(folder: &Path) -> io::Result<Vec<OsString>> {
     }
 }
 
-/// Every file that a job writes at the top of its directory. One that is missing here is never
+/// All files that a job writes at the top of its directory. A file that is not listed here is never
 /// removed.
 const JOB_FILES: [&str; 9] =
     [super::FILES, JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN];
@@ -201,7 +201,7 @@ mod tests {
         found
     }
 
-    /// A directory in which a job has run to its end.
+    /// Creates a directory in which a job has run to its end.
     fn ended(root: &Path) {
         let dir = JobDir::create(root).unwrap();
         dir.publish("127.0.0.1:1".parse().unwrap()).unwrap();
@@ -211,7 +211,7 @@ mod tests {
             fs::write(root.join(file), "").unwrap();
         }
         for log in [dir.master_log(), worker_log(&dir.logs(), LaunchId(12))] {
-            fs::write(log, "said").unwrap();
+            fs::write(log, "output").unwrap();
         }
         let checkpoint = root.join(CHECKPOINTS).join("step-000000000007-0123abcd-g1");
         fs::create_dir_all(&checkpoint).unwrap();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_jobs_directory_goes_as_a_whole() {
+    fn a_jobs_directory_is_removed_as_a_whole() {
         let scratch = scratch();
         let root = scratch.path().join("job");
         ended(&root);
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_job_has_written_is_left_and_named() {
+    fn files_that_no_job_has_written_are_kept_and_reported() {
         let scratch = scratch();
         let root = scratch.path().join("job");
         ended(&root);
@@ -246,7 +246,7 @@ mod tests {
             fs::create_dir_all(root.join(file).parent().unwrap()).unwrap();
             fs::write(root.join(file), "mine").unwrap();
         }
-        // What is another's stays from a new run's start on.
+        // A new run leaves files that are not the job's in place.
         drop(JobDir::create(&root).unwrap());
         let left = delete(&root).unwrap();
         let mut expected = foreign.map(str::to_owned).to_vec();
@@ -254,13 +254,13 @@ mod tests {
         assert_eq!(files(&root), expected);
         let named = [".git", ".summary.json.tmp", "checkpoints", "lock.rs", "logs", "src"];
         assert_eq!(left, named.map(|name| root.join(name)));
-        // It is no job's any more.
+        // It is no longer a job's directory.
         assert!(matches!(delete(&root), Err(DeleteError::Lookup(LookupError::NoSuchJob { .. }))));
         assert_eq!(files(&root), expected);
     }
 
     #[test]
-    fn a_directory_that_is_no_jobs_is_neither_used_nor_removed() {
+    fn a_directory_that_is_not_a_jobs_is_neither_used_nor_removed() {
         for own in [
             &["main.rs"][..],
             &["lock", "main.rs"],
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_was_killed_before_it_had_begun_is_no_obstacle() {
+    fn a_run_that_was_killed_at_its_start_does_not_block_the_next() {
         let scratch = scratch();
         fs::write(scratch.path().join(LOCK), "").unwrap();
         fs::create_dir(scratch.path().join(LOGS)).unwrap();

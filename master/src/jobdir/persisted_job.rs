@@ -1,18 +1,17 @@
-//! What a job's directory keeps so that another master can go on with the job.
+//! Persists a job in its directory, so that another master can resume it.
 //!
 //! ```text
 //!  job.json      how the job was started: written once
-//!  record.json   what the core must not forget: replaced at each change, before anybody is told of it
-//!  files.zst     the list of the data set's files, packed: written once
-//!  processes     one line for each process that was started: launch, process id, the moment of its start
+//!  record.json   state of the job's core: replaced at each change, before any message about it
+//!  files.zst     the list of the data set's files, compressed: written once
+//!  processes     one line per started process: launch, process id, start time
 //! ```
 //!
-//! **Invariant:** the record is never older than what a worker has been told: one that can't be
-//! replaced is removed.
+//! **Invariant:** record.json is never older than what a worker has been sent: if it can't be
+//! replaced, it is removed.
 //!
-//! Nothing here waits for the disk. A record that is lost with the whole machine is no loss, for
-//! then the workers are lost too; a master that dies alone leaves what it has written to the
-//! system.
+//! Writes are not synced to disk. If they are lost, the whole machine has crashed, and the workers
+//! are lost too; if only the master dies, the operating system still writes them.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -34,54 +33,53 @@ use crate::token::Token;
 /// How a job was started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobStart {
-    /// The training program, with its path.
+    /// Path of the training program.
     pub program: OsString,
-    /// Its arguments.
+    /// Arguments of the program.
     pub args: Vec<OsString>,
-    /// The folder in which the command was given, and workers run.
+    /// Working directory of the command and of the workers.
     pub folder: OsString,
-    /// Where workers look for their master.
+    /// Address at which workers connect to their master.
     pub address: SocketAddr,
-    /// How long workers look for it.
+    /// Time for which workers wait for a master.
     pub master_timeout: Duration,
-    /// Where the user wants the summary, besides the directory.
+    /// Additional path of the summary, chosen by the user.
     pub summary: Option<OsString>,
-    /// Where metrics are served, if they are.
+    /// Address at which metrics are served, if any.
     #[serde(default)]
     pub metrics: Option<SocketAddr>,
-    /// Where events for TensorBoard go, if they do.
+    /// Folder of events for TensorBoard, if any.
     #[serde(default)]
     pub tensorboard_dir: Option<OsString>,
-    /// When the job began.
+    /// Start time of the job.
     pub began: SystemTime,
-    /// The program's file as it was then, and the job's copy of it, where one could be made.
+    /// The program's file at that time, and the job's copy of it, if one could be made.
     #[serde(default)]
     pub copy: Option<ProgramCopy>,
 }
 
-/// A job whose master died.
+/// A job whose master has died.
 #[derive(Debug)]
 pub struct AbandonedJob {
     /// How it was started.
     pub start: JobStart,
-    /// How far it was.
+    /// Its persisted state.
     pub record: JobRecord,
-    /// Processes that were started, as far as the system was told.
+    /// The processes that were started, as far as they were noted.
     pub processes: BTreeMap<LaunchId, ProcessIdentity>,
 }
 
-/// Where the core's record is kept.
+/// The file with the state of the job's core.
 #[derive(Debug)]
 pub struct PersistedJobFile {
     path: PathBuf,
-    /// The list of files that is beside it.
+    /// The list of files that is stored next to it.
     stored: Option<DataMark>,
     failed: bool,
 }
 
 impl PersistedJobFile {
-    /// Replaces the record. A failure is logged: the job goes on, but no other master will be able
-    /// to.
+    /// Replaces the persisted state. A failure is logged: the job continues, but can't be resumed.
     pub(crate) fn write(&mut self, record: &JobRecord) {
         let json = serde_json::to_vec(&Versioned { version: RECORD_VERSION, content: record })
             .expect("a record's keys are strings");
@@ -90,17 +88,18 @@ impl PersistedJobFile {
             self.failed = false;
             return;
         };
-        // An old one would name generations again that are used up.
+        // The old state would lead to a reuse of generations.
         let removed = fs::remove_file(&self.path);
         if !std::mem::replace(&mut self.failed, true) {
             let path = self.path.display();
-            error!(%path, error = %failure, removed = removed.is_ok(), "can't keep the job's record; it can't be resumed");
+            let removed = removed.is_ok();
+            error!(%path, error = %failure, removed, "can't persist the job; it can't be resumed");
         }
     }
 }
 
 impl PersistedJobFile {
-    /// Writes the list of files that the record names, if it is not there yet.
+    /// Writes the list of files to which the state refers, if it is not stored yet.
     fn write_list(&mut self, record: &JobRecord) -> io::Result<()> {
         if let Some(list) = record.file_list()
             && self.stored != Some(DataMark::of(list))
@@ -113,7 +112,7 @@ impl PersistedJobFile {
 }
 
 impl JobDir {
-    /// Keeps how the job was started.
+    /// Persists how the job was started.
     ///
     /// # Errors
     /// [`JobDirError::Write`].
@@ -124,19 +123,19 @@ impl JobDir {
         replace(&path, &json).map_err(|source| JobDirError::Write { path, source })
     }
 
-    /// Where the job's record is to be kept.
+    /// Returns the file with the state of the job's core.
     #[must_use]
     pub fn persisted_job_file(&self) -> PersistedJobFile {
         PersistedJobFile { path: self.root.join(RECORD), stored: None, failed: false }
     }
 
-    /// Where started processes are to be noted.
+    /// Path of the file in which started processes are noted.
     #[must_use]
     pub fn processes_path(&self) -> PathBuf {
         self.root.join(PROCESSES)
     }
 
-    /// Takes over the directory of a job whose master died. Nothing in it is changed.
+    /// Takes over the directory of a job whose master has died. Changes nothing in it.
     ///
     /// # Errors
     /// [`ResumeError`].
@@ -175,13 +174,13 @@ impl JobDir {
     }
 }
 
-/// Whether the job in `root` has not ended, and has no master: another one can go on with it.
+/// Returns whether the job in `root` has not ended and has no master, so that it can be resumed.
 #[must_use]
 pub fn is_abandoned(root: &Path) -> bool {
-    let kept =
+    let is_persisted =
         root.join(JOB).is_file() && root.join(RECORD).is_file() && !root.join(SUMMARY).is_file();
-    // The lock is free again at once.
-    kept && take_lock(root).is_ok()
+    // The lock is released immediately.
+    is_persisted && take_lock(root).is_ok()
 }
 
 /// Notes in the file at `path` that `launch` runs.
@@ -191,11 +190,11 @@ pub(crate) fn note_process(
     started: ProcessIdentity,
 ) -> io::Result<()> {
     let line = format!("{} {} {}\n", launch.0, started.pid, started.start_ticks);
-    // One write of a short line: it is there as a whole or not at all.
+    // One write of a short line is atomic.
     fs::File::options().append(true).create(true).open(path)?.write_all(line.as_bytes())
 }
 
-/// The processes that were noted in the directory `root`.
+/// Reads the processes that were noted in the directory `root`.
 pub(super) fn read_notes(root: &Path) -> io::Result<BTreeMap<LaunchId, ProcessIdentity>> {
     match fs::read_to_string(root.join(PROCESSES)) {
         Ok(notes) => Ok(notes.lines().filter_map(parse_note).collect()),
@@ -221,7 +220,7 @@ fn read_list(root: &Path) -> Result<FileList, ResumeError> {
     list.map_err(|reason| ResumeError::Unreadable { path, reason })
 }
 
-/// Reads a file of version `newest` or an older one.
+/// Reads a file of version `newest` or older.
 fn read<T: serde::de::DeserializeOwned>(
     root: &Path,
     name: &str,
@@ -243,7 +242,7 @@ fn read<T: serde::de::DeserializeOwned>(
         path: path.clone(),
         reason: error.to_string(),
     };
-    // The rest of another version may be anything.
+    // Only the version is common to all versions.
     let Version { version } = serde_json::from_slice(&text).map_err(unreadable)?;
     if !(1..=newest).contains(&version) {
         return Err(ResumeError::OtherVersion { path, version, newest });
@@ -258,53 +257,54 @@ struct Versioned<T> {
     content: T,
 }
 
-/// Why a job can't be gone on with.
+/// Why a job can't be resumed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResumeError {
-    /// It has ended: there is nothing to do. JobStart another one.
-    #[error("the job in {} has ended; how is in {}", path.display(), summary.display())]
+    /// It has ended. Start another one.
+    #[error("the job in {} has ended; its summary is in {}", path.display(), summary.display())]
     Ended {
-        /// Its directory.
+        /// Directory of the job.
         path: PathBuf,
-        /// How it ended.
+        /// Path of its summary.
         summary: PathBuf,
     },
     /// No job ever ran there. Check the path.
     #[error("no such job: {} is not a job's directory", path.display())]
     NoSuchJob {
-        /// Where it was looked for.
+        /// Directory that was searched.
         path: PathBuf,
     },
-    /// Its master died before it had started anything, or could not write. JobStart the job again.
-    #[error("the job in {} left nothing to go on with; start it again", path.display())]
+    /// Its master died before it had started a worker, or could not write. Start the job again.
+    #[error("the job in {} left nothing to resume; start it again", path.display())]
     NotPersisted {
-        /// Its directory.
+        /// Directory of the job.
         path: PathBuf,
     },
-    /// Another version of this program keeps jobs in another way. Resume with the one that started
-    /// the job.
+    /// Another version of this program has written the file in another format. Resume with the
+    /// version that started the job.
     #[error(
-        "{} is of version {version}, and this program reads versions up to {newest}; resume with the program that \
+        "{} is of version {version}, and this program reads versions up to {newest}; \
+         resume with the program that \
          started the job, or a newer one", path.display()
     )]
     OtherVersion {
         /// The file.
         path: PathBuf,
-        /// Its version.
+        /// Version of the file.
         version: u32,
-        /// The newest that can be read.
+        /// Newest version that can be read.
         newest: u32,
     },
-    /// Its master lives. Leave it alone.
+    /// Its master still runs. Leave it running.
     #[error(
         "the job in {} is still running{}; there is nothing to resume",
         path.display(), pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default()
     )]
     Running {
-        /// Its directory.
+        /// Directory of the job.
         path: PathBuf,
-        /// The master's process, if it has said so already.
+        /// Process id of the master, if it has published it.
         pid: Option<u32>,
     },
     /// A file of it can't be read, or has been changed. JobStart the job again.
@@ -317,9 +317,9 @@ pub enum ResumeError {
     },
 }
 
-/// Of the files; another one when an older program could not read them, or would read them wrong.
+/// Version of the files; incremented when an older program could not read them correctly.
 const VERSION: u32 = 1;
-/// Of the record. Version 1 had the list of files in it.
+/// Version of the persisted state. Version 1 contained the list of files.
 const RECORD_VERSION: u32 = 2;
 
 #[cfg(test)]
@@ -343,7 +343,7 @@ mod tests {
         }
     }
 
-    fn kept(root: &Path) -> JobDir {
+    fn persisted(root: &Path) -> JobDir {
         let dir = JobDir::create(root).unwrap();
         dir.persist_start(&start()).unwrap();
         dir.persisted_job_file().write(&Job::new(spec()).record());
@@ -351,12 +351,12 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dead_master_kept_is_there_for_the_next_one() {
+    fn the_state_that_a_dead_master_persisted_is_loaded_by_the_next() {
         let scratch = tempfile::tempdir().unwrap();
-        let dir = kept(scratch.path());
+        let dir = persisted(scratch.path());
         let (token, log) =
             (dir.token().to_hex(), super::super::worker_log(&dir.logs(), LaunchId(1)));
-        fs::write(&log, "said").unwrap();
+        fs::write(&log, "output").unwrap();
         note_process(
             &dir.processes_path(),
             LaunchId(1),
@@ -369,7 +369,7 @@ mod tests {
             ProcessIdentity { pid: 71, start_ticks: 10 },
         )
         .unwrap();
-        // A note that was torn is none.
+        // A torn line is ignored.
         fs::File::options()
             .append(true)
             .open(dir.processes_path())
@@ -385,13 +385,13 @@ mod tests {
             (LaunchId(2), ProcessIdentity { pid: 71, start_ticks: 10 }),
         ];
         assert_eq!(abandoned.processes, BTreeMap::from(processes));
-        assert_eq!(fs::read_to_string(log).unwrap(), "said");
+        assert_eq!(fs::read_to_string(log).unwrap(), "output");
     }
 
     #[test]
-    fn the_list_of_files_is_written_once_and_another_one_is_not_taken_for_it() {
+    fn the_list_of_files_is_written_once_and_another_list_is_refused() {
         let scratch = tempfile::tempdir().unwrap();
-        let dir = kept(scratch.path());
+        let dir = persisted(scratch.path());
         let record = crate::job::testing::largest().record();
         let list = record.file_list().unwrap().clone();
         let mut file = dir.persisted_job_file();
@@ -401,9 +401,9 @@ mod tests {
         file.write(&record);
         assert!(!path.exists(), "it is written at each change");
         drop(dir);
-        let unreadable = |words: &str| {
+        let unreadable = |text: &str| {
             let error = JobDir::resume(scratch.path()).unwrap_err().to_string();
-            assert!(error.contains(FILES) && error.contains(words), "{error}");
+            assert!(error.contains(FILES) && error.contains(text), "{error}");
         };
         unreadable("No such file");
         fs::write(&path, "{}").unwrap();
@@ -414,7 +414,7 @@ mod tests {
         let (dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
         assert!(abandoned.record == record);
         drop(dir);
-        // As version 1 had it.
+        // The format of version 1.
         fs::remove_file(&path).unwrap();
         let mut old: serde_json::Value =
             serde_json::from_slice(&fs::read(scratch.path().join(RECORD)).unwrap()).unwrap();
@@ -428,13 +428,13 @@ mod tests {
     }
 
     #[test]
-    fn only_a_job_without_end_and_without_master_is_resumed() {
+    fn only_an_unfinished_job_without_a_master_is_resumed() {
         let scratch = tempfile::tempdir().unwrap();
         let root = scratch.path().join("job");
         assert!(matches!(JobDir::resume(&root), Err(ResumeError::NoSuchJob { .. })));
         drop(JobDir::create(&root).unwrap());
         assert!(matches!(JobDir::resume(&root), Err(ResumeError::NotPersisted { .. })));
-        let dir = kept(&root);
+        let dir = persisted(&root);
         assert!(matches!(JobDir::resume(&root), Err(ResumeError::Running { .. })));
         assert!(!is_abandoned(&root));
         drop(dir);
@@ -455,11 +455,11 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_cannot_be_replaced_is_removed_rather_than_left_old() {
+    fn a_persisted_job_that_cannot_be_replaced_is_removed() {
         let scratch = tempfile::tempdir().unwrap();
-        let dir = kept(scratch.path());
+        let dir = persisted(scratch.path());
         let mut file = dir.persisted_job_file();
-        // Nothing can be put in place of a folder that is not empty, whoever the user is.
+        // A folder that is not empty can't be replaced, even by root.
         fs::remove_file(&file.path).unwrap();
         fs::create_dir_all(file.path.join("in the way")).unwrap();
         file.write(&Job::new(spec()).record());
@@ -470,9 +470,9 @@ mod tests {
     }
 
     #[test]
-    fn a_new_run_clears_what_was_kept() {
+    fn a_new_run_removes_the_persisted_job() {
         let scratch = tempfile::tempdir().unwrap();
-        let dir = kept(scratch.path());
+        let dir = persisted(scratch.path());
         note_process(
             &dir.processes_path(),
             LaunchId(1),

@@ -1,7 +1,7 @@
-//! The processes of a job: whether they live, and how they are told to end.
+//! The processes of a job: whether they run, and how they are signalled.
 //!
-//! **Invariant:** a process is signalled through a descriptor that was opened before its start time
-//! was compared with the one that was noted. A process id alone may be another process's by now.
+//! **Invariant:** a process is signalled through a pidfd that was opened before its start time was
+//! compared with the noted one. A process id alone may have been reused.
 
 use std::fs;
 use std::io;
@@ -13,25 +13,24 @@ use super::persisted_job::read_notes;
 use super::{JobDirError, LOCK, LookupError, look_up, take_lock};
 use crate::local::ProcessIdentity;
 
-/// Who was told to end.
+/// The processes that were signalled to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopTarget {
     /// The master, which lets the job finish its step.
     Master,
-    /// So many workers, whose master is gone.
+    /// This number of workers; their master has died.
     Workers(usize),
 }
 
-/// Whether a master runs the job in `root`.
+/// Returns whether a master runs the job in `root`.
 #[must_use]
 pub fn is_running(root: &Path) -> bool {
-    // Opened for reading, and locked for a moment and as one of many: another look at the same time
-    // sees no master.
+    // The lock is taken for a moment and shared: a concurrent check does not see a master.
     let lock = fs::File::open(root.join(LOCK));
     lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
 }
 
-/// Tells the job in `root` to end in order: its master, or its workers where the master is gone.
+/// Signals the job in `root` to end gracefully: its master, or its workers if the master has died.
 ///
 /// # Errors
 /// [`StopError`].
@@ -39,36 +38,36 @@ pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
     let failed = |pid| move |source| StopError::Signal { pid, source };
     if is_running(root) {
         let (endpoint, _) = look_up(root)?;
-        let gone = || StopError::Changing { path: root.into() };
+        let changing = || StopError::Changing { path: root.into() };
         let process = match endpoint.started {
             Some(at) => ProcessIdentity { pid: endpoint.pid, start_ticks: at },
-            // A master of an older version has not said when it started; it holds the lock.
-            None => ProcessIdentity::look_up(endpoint.pid).ok_or_else(gone)?,
+            // A master of an older version has not published its start time; it holds the lock.
+            None => ProcessIdentity::look_up(endpoint.pid).ok_or_else(changing)?,
         };
         return match process.signal(Signal::TERM).map_err(failed(process.pid))? {
             true => Ok(StopTarget::Master),
-            false => Err(gone()),
+            false => Err(changing()),
         };
     }
     if !super::contents::is_job_dir(root) {
         return Err(LookupError::NoSuchJob { path: root.into() }.into());
     }
-    // No other master takes over meanwhile.
+    // The lock prevents a take-over by another master.
     let _lock = take_lock(root).map_err(|_| StopError::Changing { path: root.into() })?;
-    let mut told = 0;
+    let mut signalled = 0;
     for worker in living_workers(root) {
-        told += usize::from(worker.signal(Signal::TERM).map_err(failed(worker.pid))?);
+        signalled += usize::from(worker.signal(Signal::TERM).map_err(failed(worker.pid))?);
     }
-    match told {
+    match signalled {
         0 => {
             let summary = Some(root.join(super::SUMMARY)).filter(|path| path.is_file());
             Err(LookupError::NotRunning { path: root.into(), summary }.into())
         }
-        told => Ok(StopTarget::Workers(told)),
+        signalled => Ok(StopTarget::Workers(signalled)),
     }
 }
 
-/// Refuses to touch a job whose master is gone while workers of it still train.
+/// Refuses to change a job whose master has died while its workers still train.
 pub(super) fn refuse_if_workers_live(root: &Path) -> Result<(), JobDirError> {
     match living_workers(root).len() {
         0 => Ok(()),
@@ -76,7 +75,7 @@ pub(super) fn refuse_if_workers_live(root: &Path) -> Result<(), JobDirError> {
     }
 }
 
-/// Processes that a master in `root` has started and that still run.
+/// Returns the processes that a master in `root` has started and that still run.
 fn living_workers(root: &Path) -> Vec<ProcessIdentity> {
     let noted = read_notes(root).unwrap_or_default();
     noted
@@ -85,25 +84,25 @@ fn living_workers(root: &Path) -> Vec<ProcessIdentity> {
         .collect()
 }
 
-/// Why a job was not told to end.
+/// Why a job was not signalled to end.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StopError {
     /// Its master is just starting or ending. Try again.
     #[error("the master of the job in {} is just starting or ending; try again", path.display())]
     Changing {
-        /// The job's directory.
+        /// Directory of the job.
         path: std::path::PathBuf,
     },
     /// No job runs there. Check the name.
     #[error(transparent)]
     Lookup(#[from] LookupError),
-    /// The system refuses.
+    /// The operating system refuses.
     #[error("can't signal process {pid}: {source}")]
     Signal {
-        /// The process.
+        /// Process id.
         pid: u32,
-        /// The system's word.
+        /// Error of the operating system.
         source: io::Error,
     },
 }
@@ -114,7 +113,7 @@ mod tests {
     use super::*;
     use crate::job::LaunchId;
 
-    /// A process of this user that is no job's.
+    /// A process of this user that belongs to no job.
     struct UnrelatedProcess(std::process::Child);
 
     impl UnrelatedProcess {
@@ -126,7 +125,7 @@ mod tests {
             ProcessIdentity::look_up(self.0.id()).unwrap()
         }
 
-        /// By which signal it was ended.
+        /// Returns the signal that ended it.
         fn ended_by(&mut self) -> Option<i32> {
             std::os::unix::process::ExitStatusExt::signal(&self.0.wait().unwrap())
         }
@@ -145,17 +144,17 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_a_dead_masters_process_id_by_now_is_left_alone() {
+    fn a_process_that_has_a_dead_masters_process_id_is_not_signalled() {
         let scratch = tempfile::tempdir().unwrap();
         let root = scratch.path().join("job");
         let mut unrelated = UnrelatedProcess::new();
         let ProcessIdentity { pid, start_ticks: at } = unrelated.started();
         drop(JobDir::create(&root).unwrap());
         write_master(&root, pid, Some(at));
-        // No master holds the lock, whatever its file says.
+        // No master holds the lock, so the file is stale.
         assert!(matches!(stop(&root), Err(StopError::Lookup(LookupError::NotRunning { .. }))));
         let next = JobDir::create(&root).unwrap();
-        // Another master runs, and has not said so yet; the file is the dead one's.
+        // Another master runs and has not published its address yet; the file is its predecessor's.
         write_master(&root, pid, Some(at - 1));
         assert!(matches!(stop(&root), Err(StopError::Changing { .. })));
         assert_eq!(ProcessIdentity::look_up(pid), Some(ProcessIdentity { pid, start_ticks: at }));
@@ -166,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_of_a_dead_master_protect_their_job_until_they_are_told_to_end() {
+    fn workers_of_a_dead_master_block_a_new_run_until_they_are_stopped() {
         let scratch = tempfile::tempdir().unwrap();
         let root = scratch.path().join("job");
         let (mut worker, mut unrelated) = (UnrelatedProcess::new(), UnrelatedProcess::new());
@@ -199,13 +198,13 @@ mod tests {
     }
 
     #[test]
-    fn looks_at_a_job_do_not_take_it_for_running() {
+    fn concurrent_checks_of_a_job_do_not_report_it_as_running() {
         let scratch = tempfile::tempdir().unwrap();
         let dir = JobDir::create(scratch.path()).unwrap();
         assert!(is_running(scratch.path()));
         drop(dir);
-        let look = fs::File::open(scratch.path().join(LOCK)).unwrap();
-        look.try_lock_shared().unwrap();
+        let check = fs::File::open(scratch.path().join(LOCK)).unwrap();
+        check.try_lock_shared().unwrap();
         assert!(!is_running(scratch.path()));
     }
 }

@@ -5,12 +5,12 @@
 //!
 //! | key | written by | holds |
 //! |---|---|---|
-//! | `task`, `worker-pod` | the user, at submission | what to train, and the template of the workers' pods |
+//! | `task`, `worker-pod` | the user, at submission | what to train, and the worker pod template |
 //! | `num-workers`, `stop`, `checkpoint` | the user, later | requested changes |
 //! | `incarnation` | each master, at its start | number of masters so far: the fencing token |
 //! | `status` | the master | status of the job, as in `elasticdl status --json` |
 //! | `record` | the master | the persisted job, for the next master: see `persisted_job` |
-//! | `files` | the master, once | the list of the data set's files, or its location: see `file_list` |
+//! | `files` | the master, once | the data set's list of files, or its location: see `file_list` |
 //! | `summary` | the master, at the end | result of the job |
 //!
 //! **Invariants:** a writer changes its own keys only, so that concurrent writes do not overwrite
@@ -23,7 +23,7 @@
 //! | key | bytes at most | enforced by |
 //! |---|---|---|
 //! | `task`, `worker-pod` | 256 Ki | nothing yet: they contain the user's input |
-//! | `record` | 416 Ki | `persisted_job` compresses it, and shortens it where that is not enough; empty once there is a summary |
+//! | `record` | 416 Ki | `persisted_job` compresses and shortens it; empty after the summary |
 //! | `files` | 128 Ki | a longer list is stored in objects of its own |
 //! | `status` | 224 Ki | it is written in one line, and with fewer entries where needed |
 //! | `summary` | 256 Ki | as for the status |
@@ -161,7 +161,11 @@ impl AnchorWriter {
         loop {
             let operations = json!([
                 {"op": "test", "path": "/metadata/resourceVersion", "value": version},
-                {"op": "add", "path": format!("/data/{INCARNATION}"), "value": incarnation.to_string()},
+                {
+                    "op": "add",
+                    "path": format!("/data/{INCARNATION}"),
+                    "value": incarnation.to_string(),
+                },
             ]);
             let Err(error) = writer.patch(&operations).await else { return Ok(writer) };
             let now = anchor.read().await.map_err(WriteError::Retryable)?;
@@ -183,9 +187,14 @@ impl AnchorWriter {
     /// [`WriteError`].
     pub async fn write(&self, data: &Data) -> Result<(), WriteError> {
         let mut operations = vec![json!({
-            "op": "test", "path": format!("/data/{INCARNATION}"), "value": self.incarnation.to_string()
+            "op": "test",
+            "path": format!("/data/{INCARNATION}"),
+            "value": self.incarnation.to_string(),
         })];
-        let set = |(key, value): (&String, &String)| json!({"op": "add", "path": format!("/data/{key}"), "value": value});
+        let set = |(key, value): (&String, &String)| {
+            let path = format!("/data/{key}");
+            json!({"op": "add", "path": path, "value": value})
+        };
         operations.extend(data.iter().map(set));
         let Err(error) = self.patch(&operations.into()).await else { return Ok(()) };
         if !is_code(&error, 422) {
@@ -194,9 +203,10 @@ impl AnchorWriter {
         // A failed `test` operation and an object that is too long have the same status code.
         let now = self.anchor.read().await.map_err(WriteError::Retryable)?;
         let newest = now.data.as_ref().and_then(|data| data.get(INCARNATION));
-        match newest == Some(&self.incarnation.to_string()) {
-            true => Err(self.explain(error)),
-            false => Err(WriteError::Fenced),
+        if newest == Some(&self.incarnation.to_string()) {
+            Err(self.explain(error))
+        } else {
+            Err(WriteError::Fenced)
         }
     }
 
@@ -257,9 +267,10 @@ impl AnchorWriter {
 
     fn explain(&self, error: kube::Error) -> WriteError {
         let is_final = [400, 413, 422].into_iter().any(|code| is_code(&error, code));
-        let explained = match is_code(&error, 404) {
-            true => self.anchor.absent(),
-            false => self.anchor.cluster.explain("write to the job's anchor", error),
+        let explained = if is_code(&error, 404) {
+            self.anchor.absent()
+        } else {
+            self.anchor.cluster.explain("write to the job's anchor", error)
         };
         if is_final {
             WriteError::Refused(explained.to_string())
@@ -363,19 +374,19 @@ pub struct WriteThrottle {
 }
 
 impl WriteThrottle {
-    /// Returns when a status is to be written whose events have the digest `news`.
+    /// Returns when a status is to be written whose events have the digest `digest`.
     #[must_use]
-    pub fn due(&self, now: Instant, news: u64) -> Instant {
+    pub fn due(&self, now: Instant, digest: u64) -> Instant {
         match self.written {
             None => now,
-            Some((at, known)) if known != news => at + CHANGE_INTERVAL,
+            Some((at, known)) if known != digest => at + CHANGE_INTERVAL,
             Some((at, _)) => at + PROGRESS_INTERVAL,
         }
     }
 
     /// Notes that the status was written.
-    pub fn on_written(&mut self, now: Instant, news: u64) {
-        self.written = Some((now, news));
+    pub fn on_written(&mut self, now: Instant, digest: u64) {
+        self.written = Some((now, digest));
     }
 }
 
@@ -415,7 +426,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wishes_are_read_and_nonsense_wishes_nothing() {
+    fn requests_are_parsed_and_invalid_ones_are_ignored() {
         let data = |pairs: &[(&str, &str)]| {
             pairs.iter().map(|&(k, v)| (k.into(), v.into())).collect::<Data>()
         };
@@ -435,7 +446,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn news_are_written_within_5_s_and_progress_within_15() {
+    async fn events_are_written_within_5_s_and_progress_within_15() {
         let mut pace = WriteThrottle::default();
         let now = Instant::now();
         assert_eq!(pace.due(now, 1), now);

@@ -127,7 +127,8 @@ pub enum ClusterError {
     /// A permission is missing. Ask the administrator of the cluster.
     #[error(
         "can't {doing}: {message}; the rights that elasticdl needs are in manifests/rbac.yaml: \
-         sed 's/namespace: elasticdl/namespace: {namespace}/' manifests/rbac.yaml | kubectl apply -f -"
+         sed 's/namespace: elasticdl/namespace: {namespace}/' manifests/rbac.yaml \
+         | kubectl apply -f -"
     )]
     Forbidden {
         /// Operation that failed.
@@ -139,7 +140,8 @@ pub enum ClusterError {
     },
     /// There is no job of this name.
     #[error(
-        "there is no job {job} in the namespace {namespace}; `elasticdl list` shows those that are there"
+        "there is no job {job} in the namespace {namespace}; \
+         `elasticdl list` shows the existing ones"
     )]
     NoSuchJob {
         /// Name of the job.
@@ -163,7 +165,8 @@ pub enum ClusterError {
     },
     /// The server does not accept the credentials.
     #[error(
-        "the API server does not know you: {message}; are the credentials of the kubeconfig still good?"
+        "the API server does not accept your credentials: {message}; are those of the kubeconfig \
+         still valid?"
     )]
     Unknown {
         /// The server's message.

@@ -65,7 +65,7 @@ impl EventRecorder {
         if let Some(sender) = &self.sender
             && sender.try_send(EventReport { reason, message }).is_err()
         {
-            debug!(reason, "an Event is lost: too many at once");
+            debug!(reason, "an Event is dropped: too many at once");
         }
     }
 }
@@ -122,8 +122,8 @@ async fn write(api: Api<Event>, about: ObjectReference, mut reports: mpsc::Recei
                 let Some((reason, entry)) = pending.next() else { continue };
                 match timeout(CALL_TIMEOUT, put(&api, &about, reason, entry)).await {
                     Ok(Ok(name)) => entry.name = Some(name),
-                    Ok(Err(error)) => debug!(%error, reason, "an Event is lost"),
-                    Err(_) => debug!(reason, "an Event is lost: no answer"),
+                    Ok(Err(error)) => debug!(%error, reason, "an Event is dropped"),
+                    Err(_) => debug!(reason, "an Event is dropped: no answer"),
                 }
             }
         }
@@ -260,29 +260,29 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn repetitions_are_counted_in_one_object_about_the_job() {
+    async fn repeated_events_are_counted_in_one_object_of_the_job() {
         let (fake, recorder) = start();
         for pod in 1..=3 {
             recorder.record("WorkerFailed", format!("j-w-{pod} failed"));
             settle().await;
         }
-        recorder.record("Unschedulable", "no room".into());
+        recorder.record("Unschedulable", "0/1 nodes are available".into());
         settle().await;
         let events = fake.state().all("events");
         assert_eq!(events.len(), 2, "{events:?}");
         let failed = &events[0];
         assert_eq!(failed["involvedObject"]["uid"], "job");
         assert_eq!(failed["involvedObject"]["kind"], "Job");
-        let told = ["reason", "message", "type", "count"].map(|key| failed[key].clone());
+        let fields = ["reason", "message", "type", "count"].map(|key| failed[key].clone());
         assert_eq!(
-            told,
+            fields,
             [json!("WorkerFailed"), json!("j-w-3 failed"), json!("Warning"), json!(3)]
         );
         assert_eq!(events[1]["type"], "Normal");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_thousand_at_once_cost_a_few_calls() {
+    async fn a_thousand_events_at_once_cost_a_few_calls() {
         let (fake, recorder) = start();
         for pod in 0..1000 {
             recorder.record("WorkerPreempted", format!("j-w-{pod}"));
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_object_that_the_server_has_dropped_is_made_anew() {
+    async fn an_event_that_the_server_has_dropped_is_created_again() {
         let (fake, recorder) = start();
         recorder.record("WorkerFailed", "one".into());
         settle().await;
@@ -309,21 +309,21 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_server_that_is_away_loses_events_and_blocks_nobody() {
+    async fn an_unreachable_server_loses_events_and_blocks_no_caller() {
         let (fake, recorder) = start();
-        fake.state().away = true;
+        fake.state().unreachable = true;
         for _ in 0..1000 {
-            recorder.record("WorkerFailed", "unheard".into());
+            recorder.record("WorkerFailed", "dropped".into());
         }
         tokio::time::sleep(Duration::from_secs(600)).await;
-        fake.state().away = false;
-        recorder.record("WorkerFailed", "heard".into());
+        fake.state().unreachable = false;
+        recorder.record("WorkerFailed", "recorded".into());
         tokio::time::sleep(Duration::from_secs(60)).await;
-        assert_eq!(fake.state().all("events")[0]["message"], "heard");
+        assert_eq!(fake.state().all("events")[0]["message"], "recorded");
     }
 
     #[test]
-    fn what_keeps_a_worker_from_starting_is_its_image_or_its_configuration() {
+    fn a_start_failure_is_caused_by_the_image_or_the_configuration() {
         for why in
             ["ErrImagePull: x", "ImagePullBackOff: x", "InvalidImageName: x", "ImageInspectError"]
         {

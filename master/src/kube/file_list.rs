@@ -38,8 +38,8 @@ pub(crate) enum LoadError {
     Cluster(#[from] ClusterError),
     /// The list is missing, or was changed.
     #[error(
-        "the list of the data set's files {0}: no master can go on with this job; delete it, and submit it again (with \
-         --resume-from, if it has kept checkpoints)"
+        "the list of the data set's files {0}: no master can resume this job; \
+         delete it, and submit it again (with --resume-from, if it has checkpoints)"
     )]
     Damaged(String),
 }
@@ -77,7 +77,7 @@ pub(crate) async fn load(
 ) -> Result<FileList, LoadError> {
     let damaged = |what: String| LoadError::Damaged(what);
     let location =
-        data.get(FILES).ok_or_else(|| damaged(format!("is gone (the anchor's key {FILES})")))?;
+        data.get(FILES).ok_or_else(|| damaged(format!("is missing (the anchor's key {FILES})")))?;
     let location =
         serde_json::from_str(location).map_err(|e| damaged(format!("can't be read: {e}")))?;
     let packed: Vec<u8> = match location {
@@ -90,7 +90,7 @@ pub(crate) async fn load(
                 let name = part_name(job, uid, mark, index);
                 let part = anchor.read_part(&name).await?;
                 packed.extend(part.ok_or_else(|| {
-                    damaged(format!("is not complete: ConfigMap {name} is gone"))
+                    damaged(format!("is not complete: ConfigMap {name} is missing"))
                 })?);
             }
             packed

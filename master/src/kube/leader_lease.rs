@@ -107,7 +107,7 @@ impl LeaderLease {
         let (publish_state, state) =
             watch::channel(LeaseState::Held(client.start + leadership.until()));
         let (release, released) = oneshot::channel();
-        let task = tokio::spawn(client.keep(leadership, publish_state, released));
+        let task = tokio::spawn(client.keep_renewing(leadership, publish_state, released));
         Ok(Self { state, release, task })
     }
 
@@ -132,7 +132,7 @@ impl LeaderLease {
         let (unused, _) = oneshot::channel();
         let _ = std::mem::replace(&mut self.release, unused).send(());
         if timeout(CALL_TIMEOUT, &mut self.task).await.is_err() {
-            warn!("the lease could not be released; the next master waits until it has run out");
+            warn!("the Lease could not be released; the next master waits until it expires");
         }
     }
 }
@@ -154,8 +154,8 @@ impl LeaseGuard {
     #[cfg(test)]
     pub(crate) fn for_test() -> (Self, impl Fn(Duration)) {
         let years = Duration::from_secs(100 * 365 * 24 * 3600);
-        let (tell, state) = watch::channel(LeaseState::Held(Instant::now() + years));
-        let hold = move |time| drop(tell.send_replace(LeaseState::Held(Instant::now() + time)));
+        let (sender, state) = watch::channel(LeaseState::Held(Instant::now() + years));
+        let hold = move |time| drop(sender.send_replace(LeaseState::Held(Instant::now() + time)));
         (Self { state }, hold)
     }
 
@@ -237,7 +237,7 @@ impl LeaseClient {
     ) -> Result<Leadership, ClusterError> {
         let mut candidate = Candidate::new(identity.to_string());
         let mut failures = 0;
-        let mut told = None;
+        let mut logged = None;
         loop {
             let found = match timeout(CALL_TIMEOUT, self.leases.get_opt(self.name())).await {
                 Ok(Ok(found)) => found,
@@ -248,34 +248,34 @@ impl LeaseClient {
                 }
                 Err(_) => continue,
             };
-            let record = found.map(read);
-            let holder = record.as_ref().and_then(|record| record.holder.clone());
+            let snapshot = found.map(read);
+            let holder = snapshot.as_ref().and_then(|snapshot| snapshot.holder.clone());
             let holder_has_ended = match &holder {
                 Some(holder) => self.holder_has_ended(holder).await,
                 None => false,
             };
             let sent = self.start.elapsed();
-            let written = match candidate.decide(sent, record.as_ref(), holder_has_ended) {
+            let written = match candidate.decide(sent, snapshot.as_ref(), holder_has_ended) {
                 CandidateAction::Create => self.write(&identity.to_string(), 0, None).await,
                 CandidateAction::Take => {
                     let LeaseSnapshot { transitions, version, .. } =
-                        record.expect("it was just decided on");
+                        snapshot.expect("it was just decided on");
                     self.write(&identity.to_string(), transitions.saturating_add(1), Some(version))
                         .await
                 }
                 CandidateAction::Wait(pause) => {
-                    if told != holder {
-                        info!(holder, "another master holds the job's lease; this one waits");
-                        told = holder;
+                    if logged != holder {
+                        info!(holder, "another master holds the job's Lease; this one waits");
+                        logged = holder;
                     }
                     tokio::time::sleep(pause).await;
                     continue;
                 }
             };
             match written {
-                WriteOutcome::Accepted(record) => {
-                    info!(transitions = record.transitions, "the job's lease is held");
-                    return Ok(Leadership::new(identity.to_string(), record, sent));
+                WriteOutcome::Accepted(snapshot) => {
+                    info!(transitions = snapshot.transitions, "the job's Lease is held");
+                    return Ok(Leadership::new(identity.to_string(), snapshot, sent));
                 }
                 WriteOutcome::Conflict => {}
                 WriteOutcome::Failed(error) => {
@@ -288,7 +288,7 @@ impl LeaseClient {
     }
 
     /// Renews the Lease until it is to be released, or is lost.
-    async fn keep(
+    async fn keep_renewing(
         self,
         mut leadership: Leadership,
         publish_state: watch::Sender<LeaseState>,
@@ -319,17 +319,17 @@ impl LeaseClient {
         for _ in 0..2 {
             let sent = self.start.elapsed();
             match self.write(&leadership.identity, leadership.transitions, version).await {
-                WriteOutcome::Accepted(record) => {
-                    leadership.on_renewed(sent, record.version);
+                WriteOutcome::Accepted(snapshot) => {
+                    leadership.on_renewed(sent, snapshot.version);
                     return Ok(());
                 }
                 WriteOutcome::Conflict => {}
                 WriteOutcome::Failed(error) => {
-                    warn!(%error, "the job's lease can't be renewed");
+                    warn!(%error, "the job's Lease can't be renewed");
                     break;
                 }
                 WriteOutcome::TimedOut => {
-                    warn!("the job's lease can't be renewed: no answer");
+                    warn!("the job's Lease can't be renewed: no answer");
                     break;
                 }
             }
@@ -369,7 +369,7 @@ impl LeaseClient {
             }
         };
         match timeout(CALL_TIMEOUT, call).await {
-            Ok(Ok(taken)) => WriteOutcome::Accepted(read(taken)),
+            Ok(Ok(written)) => WriteOutcome::Accepted(read(written)),
             Ok(Err(error)) if is_code(&error, 409) || is_code(&error, 404) => {
                 WriteOutcome::Conflict
             }
@@ -404,10 +404,10 @@ fn refused(cluster: &Cluster, error: kube::Error) -> Result<(), ClusterError> {
         kube::Error::Api(status)
             if (400..500).contains(&status.code) && ![408, 429].contains(&status.code) =>
         {
-            Err(cluster.explain("hold the job's lease", error))
+            Err(cluster.explain("acquire the job's Lease", error))
         }
         _ => {
-            warn!(%error, "the job's lease can't be had yet");
+            warn!(%error, "the job's Lease can't be acquired yet");
             Ok(())
         }
     }

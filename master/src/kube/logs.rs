@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn logs_are_those_of_the_master_that_has_led_the_job() {
+    fn logs_are_those_of_the_newest_master_that_has_led_the_job() {
         let pod = |name: &str, second: u32, phase: &str| {
             let created = format!("2024-05-01T10:00:{second:02}Z");
             let meta = serde_json::json!({"name": name, "creationTimestamp": created});

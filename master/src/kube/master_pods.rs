@@ -184,13 +184,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_job_that_gave_up_is_told_from_one_that_goes_on() {
+    fn a_failed_job_is_distinguished_from_a_running_one() {
         let job = |conditions: serde_json::Value| {
             let job: Job =
                 serde_json::from_value(json!({"status": {"conditions": conditions}})).unwrap();
             status_of_job(&job)
         };
-        let failed = json!([{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "too many"}]);
+        let failed = json!([{
+            "type": "Failed", "status": "True", "reason": "BackoffLimitExceeded",
+            "message": "too many"
+        }]);
         assert_eq!(
             job(failed),
             Some(MasterStatus::Failed("BackoffLimitExceeded: too many".into()))
@@ -201,12 +204,14 @@ mod tests {
     }
 
     #[test]
-    fn what_keeps_the_jobs_own_master_from_being_made_is_told_and_nothing_else() {
+    fn only_events_that_block_the_jobs_own_master_are_reported() {
         let mut known = JobUids::default();
         known.uids.extend(["job".to_owned()]);
         let event = |uid: &str, reason: &str| {
             let about = json!({"kind": "Job", "uid": uid});
-            let event = json!({"metadata": {}, "involvedObject": about, "reason": reason, "message": "no quota"});
+            let event = json!({
+                "metadata": {}, "involvedObject": about, "reason": reason, "message": "no quota"
+            });
             known.warning(&serde_json::from_value(event).unwrap())
         };
         assert_eq!(event("job", "FailedCreate").unwrap(), "FailedCreate: no quota");
@@ -215,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_master_that_ended_in_order_is_no_news() {
+    fn a_master_that_exited_with_0_is_not_reported() {
         let pod = |code: i32| {
             let status = json!({"phase": "Failed", "containerStatuses": [{
                 "name": "master", "image": "i", "imageID": "", "ready": false, "restartCount": 0,

@@ -1,7 +1,7 @@
 //! The objects of a job. Pure: a request in, objects out.
 //!
 //! ```text
-//!  batch/v1 Job <job>-master ──owns──► ConfigMap <job> (the anchor) ──owns──► Secret, Service, worker pods
+//!  Job <job>-master ──owns──► ConfigMap <job> (the anchor) ──owns──► Secret, Service, worker pods
 //! ```
 //!
 //! The Job is created with a parallelism of 0, which is raised to 1 when all objects exist: until
@@ -149,8 +149,8 @@ impl Objects {
         self.own_anchor(&unknown(self.job.metadata.clone()));
         self.own_rest(&unknown(self.anchor.metadata.clone()));
         let secrets = self.secret.data.take().unwrap_or_default();
-        let words = secrets.into_keys().map(|key| (key, "(drawn at submission)".into()));
-        self.secret.string_data = Some(words.collect());
+        let placeholders = secrets.into_keys().map(|key| (key, "(drawn at submission)".into()));
+        self.secret.string_data = Some(placeholders.collect());
         let documents = [
             serde_saphyr::to_string(&self.job),
             serde_saphyr::to_string(&self.anchor),

@@ -75,7 +75,8 @@ pub struct Mounted {
 /// # Errors
 /// What is wrong, and an example of what is valid.
 pub fn parse_resources(text: &str) -> Result<Resources, String> {
-    let example = "for example `cpu=1,memory=2Gi` or `cpu=500m,memory=1Gi,nvidia.com/gpu=1`, with `limits.cpu=2` for a limit";
+    let example = "for example `cpu=1,memory=2Gi` or `cpu=500m,memory=1Gi,nvidia.com/gpu=1`, \
+                   with `limits.cpu=2` for a limit";
     let mut resources = Resources::new();
     for (name, amount) in parse_pairs(text).map_err(|e| format!("{e}; {example}"))? {
         let of = name.strip_prefix(LIMITS).unwrap_or(&name);
@@ -302,7 +303,8 @@ pub fn parse_image(text: &str) -> Result<String, String> {
 /// # Errors
 /// What a valid duration is.
 pub fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let wanted = "it must be a duration in whole seconds, for example `90s`, `10min` or `2days`, at most 1 year";
+    let wanted = "it must be a duration in whole seconds, for example `90s`, `10min` or `2days`, \
+                  at most 1 year";
     let duration = humantime::parse_duration(text).map_err(|e| format!("{e}; {wanted}"))?;
     let whole = duration.subsec_nanos() == 0 && duration <= Duration::from_secs(366 * 24 * 3600);
     if whole { Ok(duration) } else { Err(wanted.into()) }
@@ -343,7 +345,8 @@ fn check_label_value(value: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "`{value}` must be at most 63 letters, digits, `-`, `_` and `.`, a letter or digit first and last"
+        "`{value}` must be at most 63 letters, digits, `-`, `_` and `.`, \
+         a letter or digit first and last"
     ))
 }
 
@@ -423,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn tolerations_read_like_taints() {
+    fn tolerations_are_written_like_taints() {
         let toleration =
             |key: &str, operator: &str, value: Option<&str>, effect: Option<&str>| Toleration {
                 key: Some(key.into()),
@@ -445,7 +448,8 @@ mod tests {
     #[test]
     fn volumes_follow_the_grammar() {
         let parsed = parse_volumes(
-            "claim_name=c,mount_path=/a,sub_path=s,read_only=true; host_path=/h,type=Directory,mount_path=/b",
+            "claim_name=c,mount_path=/a,sub_path=s,read_only=true; \
+             host_path=/h,type=Directory,mount_path=/b",
         )
         .unwrap();
         let claim = parsed[0].volume.persistent_volume_claim.as_ref().unwrap();
@@ -474,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_images_that_no_server_takes_are_refused() {
+    fn names_and_images_that_no_server_accepts_are_refused() {
         for bad in ["", "A", "a_b", "-a", "a-", &"a".repeat(254)] {
             assert!(parse_object_name(bad).is_err(), "{bad}");
         }

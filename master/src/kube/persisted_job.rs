@@ -92,7 +92,7 @@ impl PersistedJobWriter {
         let (persisted_sender, persisted) = watch::channel(0);
         let (error_sender, errors) = mpsc::unbounded_channel();
         let writer_task = WriterTask { writer, guard, recorder, stored, errors: error_sender };
-        let task = tokio::spawn(writer_task.keep(submissions, persisted_sender));
+        let task = tokio::spawn(writer_task.run(submissions, persisted_sender));
         Self { submitted, persisted, errors, is_refused: false, task }
     }
 
@@ -158,8 +158,9 @@ pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
     let Head { version, packed } = serde_json::from_str(text).map_err(wrong)?;
     if !(VERSION_OLDEST..=VERSION).contains(&version) {
         return Err(format!(
-            "it is of version {version}, and this program (elasticdl {}) reads versions {VERSION_OLDEST} to {VERSION}; its \
-             master must be of the release that wrote it, or a newer one",
+            "it is of version {version}, and this program (elasticdl {}) reads versions \
+             {VERSION_OLDEST} to {VERSION}; its master must be of the release that wrote it, or a \
+             newer one",
             env!("CARGO_PKG_VERSION")
         ));
     }
@@ -184,7 +185,7 @@ fn write(mut record: JobRecord) -> Result<String, String> {
     }
     warn!(
         bytes = text.len(),
-        "the job's record is shortened: the next master will not know all of the job's course"
+        "the persisted job is shortened: the next master will not know all of its history"
     );
     record.shorten();
     let text = pack(&record);
@@ -220,7 +221,7 @@ struct WriterTask {
 }
 
 impl WriterTask {
-    async fn keep(
+    async fn run(
         mut self,
         mut submissions: watch::Receiver<PendingWrite>,
         persisted: watch::Sender<u64>,
@@ -250,7 +251,7 @@ impl WriterTask {
                     }
                     Some(Err(WriteError::Fenced)) => {
                         warn!(
-                            "another master keeps the job's record: this one's is not written any more"
+                            "another master leads the job: this one's state is no longer written"
                         );
                         return std::future::pending().await;
                     }
@@ -261,7 +262,7 @@ impl WriterTask {
                     Some(Err(WriteError::Retryable(error))) => error.to_string(),
                 };
                 if failures == 0 {
-                    warn!(why, "the job's record is not persisted yet");
+                    warn!(why, "the job is not persisted yet");
                     // The receiver may have been dropped, at the job's end.
                     let _ = self.errors.send(PersistError::Retrying(why));
                 }
@@ -299,9 +300,8 @@ impl WriterTask {
     }
 
     fn refuse(&self, why: String) {
-        error!(why, "the job's record can't be persisted: the job fails");
-        self.recorder
-            .record("RecordRefused", format!("the job's record can't be persisted: {why}"));
+        error!(why, "the job can't be persisted: the job fails");
+        self.recorder.record("RecordRefused", format!("the job can't be persisted: {why}"));
         // The receiver may have been dropped, at the job's end.
         let _ = self.errors.send(PersistError::Refused(why));
     }

@@ -239,7 +239,8 @@ impl PodController {
             tokio::select! {
                 command = commands.recv() => match command {
                     Some(PodCommand::Start(launch, slot)) => {
-                        self.launches.insert(launch, ActiveLaunch { slot, ..ActiveLaunch::default() });
+                        let active = ActiveLaunch { slot, ..ActiveLaunch::default() };
+                        self.launches.insert(launch, active);
                         self.report(launch, BackendEvent::Waiting(Wait::Answer(None)));
                         self.create(launch);
                     }
@@ -256,10 +257,14 @@ impl PodController {
                 change = watch.next() => self.on_change(change),
                 Some(answer) = self.calls.join_next() => {
                     match answer.expect("a call neither panics nor is aborted") {
-                        CallResult::Created(launch, made) => self.on_created(launch, made),
+                        CallResult::Created(launch, outcome) => self.on_created(launch, outcome),
                         CallResult::Deleted => {}
-                        CallResult::KillDue(launch) => self.kill(launch, "it is not wanted any more"),
-                        CallResult::Explained(asked, preemptors) => self.on_explained(asked, &preemptors),
+                        CallResult::KillDue(launch) => {
+                            self.kill(launch, "it is not wanted any more");
+                        }
+                        CallResult::Explained(asked, preemptors) => {
+                            self.on_explained(asked, &preemptors);
+                        }
                     }
                 }
                 _ = ticks.tick() => {
@@ -289,7 +294,7 @@ impl PodController {
             launched.class.clone_from(&class);
             launched.pod = Some((uid.clone(), Some(Instant::now())));
         }
-        info!(launch = launch.0, pod = name_of(pod), "worker pod taken over");
+        info!(launch = launch.0, pod = name_of(pod), "worker pod adopted");
         let _ = self.event_sender.send((launch, BackendEvent::Created(class)));
         self.on_seen(pod);
     }
@@ -309,19 +314,19 @@ impl PodController {
         let (client, event_sender, recorder) =
             (self.client.clone(), self.event_sender.clone(), self.recorder.clone());
         self.calls.spawn(async move {
-            let tell = |wait: Wait| {
+            let report_wait = |wait: Wait| {
                 if let Wait::Room(why) = &wait {
                     recorder.record("QuotaExceeded", why.clone());
                 }
                 let _ = event_sender.send((launch, BackendEvent::Waiting(wait)));
             };
-            let known = CreateContext { owner: &owner, cancelled: &cancelled, has_run: &has_run };
-            CallResult::Created(launch, client.create(&pod, known, tell).await)
+            let context = CreateContext { owner: &owner, cancelled: &cancelled, has_run: &has_run };
+            CallResult::Created(launch, client.create(&pod, context, report_wait).await)
         });
     }
 
-    fn on_created(&mut self, launch: LaunchId, made: CreateOutcome) {
-        match (made, self.launches.get_mut(&launch)) {
+    fn on_created(&mut self, launch: LaunchId, outcome: CreateOutcome) {
+        match (outcome, self.launches.get_mut(&launch)) {
             (CreateOutcome::Created(pod), Some(launched)) => {
                 info!(launch = launch.0, pod = name_of(&pod), "worker pod created");
                 // The watch may have reported the pod already.
@@ -394,17 +399,17 @@ impl PodController {
                 }
             }
             Change::Listed(asked, uids) => {
-                let is_gone = |launched: &ActiveLaunch| match &launched.pod {
+                let is_deleted = |launched: &ActiveLaunch| match &launched.pod {
                     Some((uid, Some(known))) => *known < asked && !uids.contains(uid),
                     _ => false,
                 };
-                let gone: Vec<_> = self
+                let deleted: Vec<_> = self
                     .launches
                     .iter()
-                    .filter(|(_, l)| is_gone(l))
+                    .filter(|(_, l)| is_deleted(l))
                     .map(|(&launch, _)| launch)
                     .collect();
-                for launch in gone {
+                for launch in deleted {
                     let name = self.name_of_launch(launch);
                     self.record_event(Cause::Deleted, &name, &vanished().detail);
                     self.ended(launch, exit_of(vanished()));

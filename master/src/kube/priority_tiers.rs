@@ -87,8 +87,8 @@ pub fn parse(text: &str) -> Result<TierChoice, String> {
         "off" => return Ok(TierChoice::Off),
         _ => {}
     }
-    let wanted = "it must be `auto`, `off`, or a class for the core and 1 to 10 for the others, the highest first, \
-                  for example `team-core,team-more,team-most`";
+    let wanted = "it must be `auto`, `off`, or a class for the core and 1 to 10 for the others, \
+                  the highest first, for example `team-core,team-more,team-most`";
     let classes: Result<Vec<String>, String> = text
         .split(',')
         .map(|name| {
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_has_its_class() {
+    fn each_slot_has_its_class() {
         let tiers = PriorityTiers::shipped();
         let table = [
             // Slots, minimum number of workers, class.
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn fewer_rungs_stand_for_several_bands_each() {
+    fn fewer_tiers_cover_several_bands_each() {
         let Ok(TierChoice::These(tiers)) = parse("c, a,b") else { panic!() };
         let classes: Vec<&str> =
             [0, 1, 14, 15, 47, 500].iter().map(|&slot| tiers.class(slot, 1)).collect();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn the_servers_words_name_the_missing_class() {
+    fn the_missing_class_is_parsed_from_the_servers_message() {
         let message =
             "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-core was found";
         assert_eq!(missing_class(message), Some("elasticdl-core"));
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn choices_are_read_and_nonsense_is_refused() {
+    fn choices_are_parsed_and_invalid_ones_are_refused() {
         assert_eq!(parse("auto"), Ok(TierChoice::Auto));
         assert_eq!(parse("off"), Ok(TierChoice::Off));
         for bad in ["", "on", "core", "a,", "a,B", "a,b,a", "a,b,c,d,e,f,g,h,i,j,k,l"] {

@@ -49,19 +49,19 @@ pub async fn submit(
         Err(error) if is_code(&error, 409) => return Err(already(name, &cluster.namespace)),
         Err(error) => return Err(cluster.explain("create the master's job", error)),
     };
-    let made = make_rest(cluster, name, &mut objects, &job.metadata).await;
-    if made.is_err() {
+    let created = create_rest(cluster, name, &mut objects, &job.metadata).await;
+    if created.is_err() {
         // The garbage collector deletes the objects that the Job owns already.
         let params =
             DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
         if let Err(error) = jobs.delete(&objects::master_name(name), &params).await {
-            warn!(%error, "what had been made of the job can't be removed");
+            warn!(%error, "the objects that were created can't be deleted");
         }
     }
-    made
+    created
 }
 
-async fn make_rest(
+async fn create_rest(
     cluster: &Cluster,
     name: &str,
     objects: &mut Objects,
@@ -90,7 +90,7 @@ where
     let api: Api<K> = cluster.api();
     let name = object.meta().name.clone().unwrap_or_default();
     match api.create(&PostParams::default(), object).await {
-        Ok(made) => Ok(made),
+        Ok(created) => Ok(created),
         Err(error) if is_code(&error, 409) => Err(ClusterError::Exists(format!(
             "the namespace {} has a {kind} {name} already, which is not this job's; \
              choose another --job-name, or remove it",
@@ -160,7 +160,7 @@ async fn wait_until_gone(
     let anchors: Api<ConfigMap> = cluster.api();
     let deadline = Instant::now() + GONE_TIMEOUT;
     loop {
-        let doing = "see what is left of the job";
+        let doing = "list what is left of the job";
         let anchor = anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e))?;
         let mut left: Vec<String> =
             anchor.map(|_| format!("ConfigMap {name}")).into_iter().collect();
@@ -198,13 +198,14 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
             return Err(ClusterError::Forbidden {
                 doing: format!("run the master as the service account {name}"),
                 message: format!(
-                    "there is none in the namespace {namespace}, if that is there at all (see --service-account)"
+                    "there is none in the namespace {namespace}, if that exists \
+                     (see --service-account)"
                 ),
                 namespace: namespace.clone(),
             });
         }
         // Permission to create jobs does not imply permission to read service accounts.
-        Err(error) => debug!(%error, "the service account can't be looked at"),
+        Err(error) => debug!(%error, "the service account can't be read"),
     }
     let mut reviews = JoinSet::new();
     for (group, resource, verbs) in MASTER_RULES {
@@ -284,7 +285,7 @@ pub async fn service_address(cluster: &Cluster, job: &str) -> Result<String, Clu
 
 fn already(name: &str, namespace: &str) -> ClusterError {
     ClusterError::Exists(format!(
-        "a job {name} is there already in the namespace {namespace}; look at it with \
+        "a job {name} exists already in the namespace {namespace}; inspect it with \
          `elasticdl status {name} --namespace {namespace}`, remove it with \
          `elasticdl delete {name} --namespace {namespace}`, or choose another --job-name"
     ))

@@ -44,7 +44,7 @@ pub(crate) async fn ensure_successor(
     holder: &Holder,
 ) -> Result<NextMaster, ClusterError> {
     let name = anchor.name.as_deref().unwrap_or_default();
-    let doing = "make the next master";
+    let doing = "create the next master";
     let jobs: Api<Job> = cluster.api();
     let job =
         jobs.get_opt(&objects::master_name(name)).await.map_err(|e| cluster.explain(doing, e))?;
@@ -71,9 +71,9 @@ pub(crate) async fn ensure_successor(
         return Ok(NextMaster::Expected);
     }
     if let Some(pod) = successor(&job, anchor) {
-        let made = pods.create(&PostParams::default(), &pod).await;
-        let made = made.map_err(|e| cluster.explain(doing, e))?;
-        info!(pod = made.metadata.name, "the next master is made");
+        let created = pods.create(&PostParams::default(), &pod).await;
+        let created = created.map_err(|e| cluster.explain(doing, e))?;
+        info!(pod = created.metadata.name, "the next master is created");
     }
     Ok(NextMaster::Expected)
 }
@@ -84,8 +84,8 @@ pub fn failure_of(job: &Job) -> Option<String> {
     let mut conditions = job.status.as_ref()?.conditions.iter().flatten();
     let failed = conditions
         .rfind(|c| ["Failed", "FailureTarget"].contains(&c.type_.as_str()) && c.status == "True")?;
-    let words = [&failed.reason, &failed.message].map(|text| text.clone().unwrap_or_default());
-    Some(words.join(": "))
+    let parts = [&failed.reason, &failed.message].map(|text| text.clone().unwrap_or_default());
+    Some(parts.join(": "))
 }
 
 /// Returns an error if the Job's deadline has passed, even if its status does not show that yet.
@@ -127,7 +127,10 @@ pub(crate) async fn stop_replacements(cluster: &Cluster, name: &str, led: bool) 
             Err(error) => error,
         };
         if !matches!(error, ClusterError::Unreachable { .. }) || start.elapsed() >= RETRY_TIME_MAX {
-            warn!(%error, "the Job can't be told that it has failed: it makes more masters, which have nothing to do");
+            warn!(
+                %error,
+                "can't lower the Job's backoffLimit: more masters are created, and find it ended"
+            );
             return;
         }
         sleep(PAUSE).await;
@@ -142,7 +145,7 @@ async fn try_stop_replacements(
     let failed = if led {
         let jobs: Api<Job> = cluster.api();
         let job = jobs.get(&objects::master_name(name)).await;
-        let job = job.map_err(|error| cluster.explain("look at the master's job", error))?;
+        let job = job.map_err(|error| cluster.explain("read the master's Job", error))?;
         // A limit below the number of failed pods would end this pod at once, and its log with
         // it.
         job.status.and_then(|status| status.failed).unwrap_or(0)
@@ -174,7 +177,10 @@ mod tests {
     fn job(spec: &Value, status: &Value) -> Value {
         let mut spec = spec.clone();
         spec["template"] = json!({
-            "metadata": {"labels": {"controller-uid": "x", "elasticdl/role": "master"}, "annotations": {"a": "b"}},
+            "metadata": {
+                "labels": {"controller-uid": "x", "elasticdl/role": "master"},
+                "annotations": {"a": "b"}
+            },
             "spec": {"containers": [{"name": "master", "image": "i"}], "priorityClassName": "high"}
         });
         json!({"metadata": {"name": "j-master", "uid": "job"}, "spec": spec, "status": status})
@@ -189,7 +195,7 @@ mod tests {
     }
 
     /// Returns what follows the master `one`, and the pods that were created.
-    async fn told_to_end(job: Value, others: &[Value]) -> (NextMaster, Vec<Value>) {
+    async fn terminated_master(job: Value, others: &[Value]) -> (NextMaster, Vec<Value>) {
         let (fake, cluster) = FakeServer::start();
         fake.put("jobs", "j-master", job);
         fake.put("pods", "one", master("one", &json!({"phase": "Running"})));
@@ -198,16 +204,17 @@ mod tests {
         }
         let holder = Holder { pod: "one".into(), uid: "uid-of-one".into() };
         let next = ensure_successor(&cluster, &anchor(), &holder).await.unwrap();
-        let made = |pod: &Value| !pod["metadata"]["generateName"].is_null();
-        let pods = fake.state().all("pods").into_iter().filter(made).collect();
+        let created = |pod: &Value| !pod["metadata"]["generateName"].is_null();
+        let pods = fake.state().all("pods").into_iter().filter(created).collect();
         (next, pods)
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_master_that_is_told_to_end_makes_one_that_the_job_does_not_count() {
-        let (next, made) = told_to_end(job(&json!({"parallelism": 1}), &json!({})), &[]).await;
-        assert_eq!((next, made.len()), (NextMaster::Expected, 1));
-        let meta = &made[0]["metadata"];
+    async fn a_master_that_is_terminated_creates_a_successor_that_the_job_does_not_count() {
+        let (next, created) =
+            terminated_master(job(&json!({"parallelism": 1}), &json!({})), &[]).await;
+        assert_eq!((next, created.len()), (NextMaster::Expected, 1));
+        let meta = &created[0]["metadata"];
         assert_eq!(
             (&meta["generateName"], &meta["annotations"]),
             (&json!("j-master-"), &json!({"a": "b"}))
@@ -220,11 +227,11 @@ mod tests {
         assert_eq!(labels["elasticdl/job"], "j");
         let owner = &meta["ownerReferences"][0];
         assert_eq!((&owner["kind"], &owner["uid"]), (&json!("ConfigMap"), &json!("anchor")));
-        assert_eq!(made[0]["spec"]["priorityClassName"], "high");
+        assert_eq!(created[0]["spec"]["priorityClassName"], "high");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn no_other_is_made_where_one_is_there_or_none_is_wanted() {
+    async fn no_successor_is_created_where_one_exists_or_none_is_wanted() {
         let runs = json!({"phase": "Running"});
         let mut dying = master("two", &runs);
         dying["metadata"]["deletionTimestamp"] = "2024-05-01T10:00:00Z".into();
@@ -233,7 +240,7 @@ mod tests {
             {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "m"}
         ]});
         let old = json!({"startTime": "2020-01-01T00:00:00Z"});
-        let nothing = |why: &str| NextMaster::Unwanted(why.into());
+        let unwanted = |why: &str| NextMaster::Unwanted(why.into());
         let late = "DeadlineExceeded: the job has run for longer than 60 s";
         // Specification of the Job, its status, another pod, what follows, and the number of
         // created pods.
@@ -255,22 +262,21 @@ mod tests {
             ),
             (spec.clone(), json!({}), Some(dying), NextMaster::Expected, 1),
             (json!({"parallelism": 1, "suspend": true}), json!({}), None, NextMaster::Expected, 0),
-            (spec.clone(), failed, None, nothing("BackoffLimitExceeded: m"), 0),
-            (json!({"parallelism": 1, "activeDeadlineSeconds": 60}), old, None, nothing(late), 0),
+            (spec.clone(), failed, None, unwanted("BackoffLimitExceeded: m"), 0),
+            (json!({"parallelism": 1, "activeDeadlineSeconds": 60}), old, None, unwanted(late), 0),
         ];
         for (spec, status, other, next, count) in table {
             let others: Vec<Value> = other.into_iter().collect();
-            let (found, made) = told_to_end(job(&spec, &status), &others).await;
-            assert_eq!((found, made.len()), (next, count), "{spec} {status} {others:?}");
+            let (found, created) = terminated_master(job(&spec, &status), &others).await;
+            assert_eq!((found, created.len()), (next, count), "{spec} {status} {others:?}");
         }
-        let mut gone = job(&spec, &json!({}));
-        gone["metadata"]["deletionTimestamp"] = "2024-05-01T10:00:00Z".into();
-        assert_eq!(told_to_end(gone, &[]).await.0, nothing("the job is being deleted"));
+        let mut deleted = job(&spec, &json!({}));
+        deleted["metadata"]["deletionTimestamp"] = "2024-05-01T10:00:00Z".into();
+        assert_eq!(terminated_master(deleted, &[]).await.0, unwanted("the job is being deleted"));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_failed_job_allows_as_many_lost_masters_as_there_were_and_its_end_that_is_seen_again_none()
-     {
+    async fn a_failed_jobs_back_off_limit_is_its_number_of_failures_or_0_if_seen_again() {
         let (fake, cluster) = FakeServer::start();
         fake.put("jobs", "j-master", job(&json!({"backoffLimit": 6}), &json!({"failed": 4})));
         let limit =

@@ -1,4 +1,4 @@
-//! An API server that keeps objects, and can be made to do what a real one does only now and then.
+//! A fake API server that stores objects, and can be made to fail as real ones do.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
@@ -20,7 +20,7 @@ use tower::retry::RetryLayer;
 
 use super::client::Cluster;
 
-/// The server.
+/// The fake server.
 #[derive(Default)]
 pub(crate) struct FakeServer {
     state: Mutex<State>,
@@ -30,44 +30,44 @@ pub(crate) struct FakeServer {
 #[derive(Default)]
 pub(crate) struct State {
     version: u64,
-    /// By resource and name.
+    /// Objects by resource and name.
     objects: BTreeMap<(String, String), Value>,
-    /// What watches are told, by version and resource.
+    /// Watch events by version and resource.
     events: Vec<(u64, String, Value)>,
-    /// Versions before this one are forgotten.
+    /// Versions below this one have expired.
     floor: u64,
-    /// Answers to the next creations of pods: code and message.
+    /// Status code and message for the next creations of pods.
     pub(crate) refusals: VecDeque<(u16, &'static str)>,
-    /// Answers to the next calls of a kind (`POST pods`, `PUT leases`, …): code and `Retry-After`.
+    /// Status code and `Retry-After` for the next calls of a kind (`POST pods`, `PUT leases`, …).
     pub(crate) throttles: VecDeque<(&'static str, u16, u64)>,
-    /// How many of the next creations succeed without the client being told.
+    /// Number of next creations that succeed although the client gets an error.
     pub(crate) lost: u32,
-    /// Watches are refused.
-    pub(crate) deaf: bool,
-    /// Watches are opened, and say nothing any more; nor do they end.
+    /// Whether watches are refused.
+    pub(crate) refuses_watches: bool,
+    /// Whether watches are opened, but neither yield events nor end.
     pub(crate) black_hole: bool,
-    /// Nothing is answered.
-    pub(crate) away: bool,
-    /// How long calls of a kind take.
+    /// Whether no call is answered.
+    pub(crate) unreachable: bool,
+    /// Duration of calls, by kind.
     pub(crate) slow: BTreeMap<&'static str, Duration>,
     pub(crate) created: u32,
     pub(crate) deleted: Vec<String>,
-    /// Every call: when it came, and its kind.
+    /// Time and kind of each call.
     pub(crate) calls: Vec<(Instant, String)>,
-    /// Calls under way, and the most that ever were, by kind.
+    /// Number of concurrent calls by kind, and its maximum so far.
     in_flight: BTreeMap<String, usize>,
-    pub(crate) most: BTreeMap<String, usize>,
+    pub(crate) in_flight_max: BTreeMap<String, usize>,
 }
 
 impl FakeServer {
-    /// The client tries again what is throttled, as the real one does.
+    /// Starts a server. The client retries throttled calls, as the real one does.
     pub(crate) fn start() -> (Arc<Self>, Cluster) {
         let fake = Arc::new(Self::default());
         let cluster = fake.cluster();
         (fake, cluster)
     }
 
-    /// One more way to it.
+    /// Returns another client of the server.
     pub(crate) fn cluster(self: &Arc<Self>) -> Cluster {
         let server = Arc::clone(self);
         let service = tower::service_fn(move |request| {
@@ -83,7 +83,7 @@ impl FakeServer {
         self.state.lock().unwrap()
     }
 
-    /// Puts an object there, as somebody else would; watches hear of it.
+    /// Stores an object as another client would. Watches see it.
     pub(crate) fn put(&self, resource: &str, name: &str, object: Value) {
         let mut state = self.state();
         let key = (resource.to_owned(), name.to_owned());
@@ -92,14 +92,14 @@ impl FakeServer {
         self.changed.notify_waiters();
     }
 
-    /// Gives a pod this status; watches hear of it.
+    /// Sets the status of a pod. Watches see it.
     pub(crate) fn set_status(&self, name: &str, status: Value) {
         let mut pod = self.state().pod(name);
         pod["status"] = status;
         self.put("pods", name, pod);
     }
 
-    /// Marks a pod as being deleted; watches hear of it.
+    /// Marks a pod as being deleted. Watches see it.
     pub(crate) fn terminate(&self, name: &str) {
         let mut pod = self.state().pod(name);
         pod["metadata"]["deletionTimestamp"] = "2024-05-01T10:00:00Z".into();
@@ -107,19 +107,19 @@ impl FakeServer {
         self.put("pods", name, pod);
     }
 
-    /// Removes a ConfigMap; watches hear of it.
+    /// Removes a ConfigMap. Watches see it.
     pub(crate) fn remove_config_map(&self, name: &str) {
         self.state().remove("configmaps", name);
         self.changed.notify_waiters();
     }
 
-    /// Removes a pod; watches hear of it.
+    /// Removes a pod. Watches see it.
     pub(crate) fn remove(&self, name: &str) {
         self.state().remove("pods", name);
         self.changed.notify_waiters();
     }
 
-    /// Ends all watches, and forgets what they could have gone on from.
+    /// Ends all watches, and expires the versions from which they could continue.
     pub(crate) fn forget(&self) {
         let mut state = self.state();
         state.version += 1;
@@ -128,7 +128,7 @@ impl FakeServer {
         self.changed.notify_waiters();
     }
 
-    /// Tells the last `count` events again, the last one first, as if they were new.
+    /// Sends the last `count` events again, in reverse order, as if they were new.
     pub(crate) fn repeat(&self, count: usize) {
         let mut state = self.state();
         let again: Vec<_> = state.events.iter().rev().take(count).cloned().collect();
@@ -157,18 +157,18 @@ impl FakeServer {
             ref method => method.as_str(),
         };
         let kind = format!("{verb} {resource}");
-        let (away, slow) = {
+        let (unreachable, slow) = {
             let mut state = self.state();
             state.calls.push((Instant::now(), kind.clone()));
             let in_flight = state.in_flight.entry(kind.clone()).or_default();
             *in_flight += 1;
             let in_flight = *in_flight;
-            let most = state.most.entry(kind.clone()).or_default();
-            *most = in_flight.max(*most);
-            (state.away, state.slow.get(kind.as_str()).copied())
+            let in_flight_max = state.in_flight_max.entry(kind.clone()).or_default();
+            *in_flight_max = in_flight.max(*in_flight_max);
+            (state.unreachable, state.slow.get(kind.as_str()).copied())
         };
         let _in_flight = InFlight(Arc::clone(&self), kind.clone());
-        if away {
+        if unreachable {
             std::future::pending::<()>().await;
         }
         if let Some(slow) = slow {
@@ -209,7 +209,7 @@ impl FakeServer {
 
     fn list(&self, resource: &str, query: &str) -> Response<Lines> {
         let state = self.state();
-        // Of field selectors only the one that events are found by.
+        // The only field selector that is supported is the one for Events of an object.
         let about = query
             .split("involvedObject.uid%3D")
             .nth(1)
@@ -306,13 +306,13 @@ impl FakeServer {
         }
     }
 
-    /// Tells what happens until the client's time is up, with a bookmark a minute.
+    /// Streams events until the client's timeout, with a bookmark once a minute.
     fn watch(self: Arc<Self>, resource: &str, query: &str) -> Response<Lines> {
         let value =
             |key: &str| query.split('&').find_map(|pair| pair.strip_prefix(key)?.strip_prefix('='));
         let mut from: u64 = value("resourceVersion").unwrap().parse().unwrap();
         let limit = Duration::from_secs(value("timeoutSeconds").unwrap().parse().unwrap());
-        if self.state().deaf {
+        if self.state().refuses_watches {
             return failure(500, "no watches now");
         }
         let (sender, receiver) = mpsc::unbounded_channel();
@@ -321,42 +321,43 @@ impl FakeServer {
             let end = tokio::time::sleep(limit);
             tokio::pin!(end);
             let mut bookmarks = tokio::time::interval_at(Instant::now() + BOOKMARKS, BOOKMARKS);
-            let tell =
+            let send =
                 |event: &Value| sender.send(format!("{event}\n").into_bytes().into()).is_ok();
             loop {
                 let changed = self.changed.notified();
-                let mut heard = true;
+                let mut open = true;
                 if self.state().black_hole {
                     return sender.closed().await;
                 }
                 {
                     let state = self.state();
                     if from < state.floor {
-                        // As servers do: well, and then not.
-                        tell(
-                            &json!({"type": "ERROR", "object": status(410, "too old resource version")}),
-                        );
+                        // As real servers do: status 200, followed by an error event.
+                        let error = status(410, "too old resource version");
+                        send(&json!({"type": "ERROR", "object": error}));
                         return;
                     }
                     for (at, of, event) in &state.events {
                         if *at > from && *of == resource {
-                            heard &= tell(event);
+                            open &= send(event);
                         }
                     }
                     from = from.max(state.version);
                 }
                 tokio::select! {
-                    () = changed, if heard => {}
+                    () = changed, if open => {}
                     () = &mut end => return,
                     () = sender.closed() => return,
                     _ = bookmarks.tick() => {
                         if from > self.state().version {
-                            // Of a version that is yet to come nothing is said.
+                            // There are no bookmarks of a version in the future.
                             continue;
                         }
-                        let metadata = json!({"resourceVersion": from.to_string(), "creationTimestamp": null});
+                        let version = from.to_string();
+                        let metadata =
+                            json!({"resourceVersion": version, "creationTimestamp": null});
                         let object = json!({"apiVersion": "v1", "kind": "X", "metadata": metadata});
-                        tell(&json!({"type": "BOOKMARK", "object": object}));
+                        send(&json!({"type": "BOOKMARK", "object": object}));
                     }
                 }
             }
@@ -400,7 +401,7 @@ impl State {
         self.object("pods", name).unwrap()
     }
 
-    /// The names of the pods.
+    /// Names of the pods.
     pub(crate) fn names(&self) -> Vec<&str> {
         self.objects.keys().filter(|(of, _)| of == "pods").map(|(_, name)| name.as_str()).collect()
     }
@@ -409,12 +410,12 @@ impl State {
         self.objects.retain(|(of, _), _| of != resource);
     }
 
-    /// How many calls of a kind there were.
+    /// Number of calls of a kind.
     pub(crate) fn count(&self, kind: &str) -> usize {
         self.calls.iter().filter(|(_, call)| call == kind).count()
     }
 
-    /// The server has lost what came after this version, as after a restored backup.
+    /// Removes everything after this version, as a restored backup does.
     pub(crate) fn travel_back(&mut self, versions: u64) {
         self.version -= versions;
         let version = self.version;
@@ -422,7 +423,7 @@ impl State {
     }
 }
 
-/// A call under way.
+/// A call in progress.
 struct InFlight(Arc<FakeServer>, String);
 
 impl Drop for InFlight {
@@ -431,7 +432,7 @@ impl Drop for InFlight {
     }
 }
 
-/// A body that goes on until its sender is gone.
+/// A body that ends when its sender is dropped.
 struct Lines(mpsc::UnboundedReceiver<Bytes>);
 
 impl http_body::Body for Lines {
@@ -457,7 +458,7 @@ fn merge(object: &mut Value, patch: &Value) {
     }
 }
 
-/// Does a list of operations (RFC 6902), as far as they are used.
+/// Applies a JSON patch (RFC 6902), as far as this crate uses it.
 fn operate(object: &mut Value, operations: &Value) -> Result<(), String> {
     for operation in operations.as_array().unwrap() {
         let (path, value) = (operation["path"].as_str().unwrap(), &operation["value"]);
@@ -477,14 +478,17 @@ fn operate(object: &mut Value, operations: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// What the server checks of a ConfigMap: its size.
+/// Checks the size of a ConfigMap, as the server does.
 fn check(resource: &str, object: &Value) -> Result<(), String> {
     let values = |key: &str| {
         object[key].as_object().into_iter().flatten().map(|(_, v)| v.as_str().unwrap().len())
     };
     let bytes = values("data").sum::<usize>() + values("binaryData").sum::<usize>() / 4 * 3;
     match resource == "configmaps" && bytes > 1 << 20 {
-        true => Err("ConfigMap is invalid: []: Too long: must have at most 1048576 bytes".into()),
+        true => {
+            Err("ConfigMap is invalid: []: Too long: must have at in_flight_max 1048576 bytes"
+                .into())
+        }
         false => Ok(()),
     }
 }
@@ -504,7 +508,8 @@ fn failure(code: u16, message: &str) -> Response<Lines> {
 fn status(code: u16, message: &str) -> Value {
     let reason = if code == 404 { "NotFound" } else { "Another" };
     json!({
-        "apiVersion": "v1", "kind": "Status", "status": "Failure", "code": code, "message": message, "reason": reason
+        "apiVersion": "v1", "kind": "Status", "status": "Failure",
+        "code": code, "message": message, "reason": reason
     })
 }
 

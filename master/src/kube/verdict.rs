@@ -9,16 +9,19 @@
 //! | what the pod shows | verdict | counts as the worker's failure |
 //! |---|---|---|
 //! | being deleted, and its container runs | terminating | |
-//! | condition `DisruptionTarget`, `TerminationTarget` | removed by the cluster: preempted, drained, evicted, … | no |
+//! | condition `DisruptionTarget`, `TerminationTarget` | preempted, drained, evicted, … | no |
 //! | `status.reason` `Evicted`, over its own disk limit | over a limit | yes |
-//! | `status.reason` `Evicted`, `Preempting`, `Shutdown`, `NodeShutdown`, `Terminated`, `NodeLost` | removed by the cluster | no |
-//! | `status.reason` `OutOf…`, `NodeAffinity`, `UnexpectedAdmissionError`, … | refused by its node | no |
+//! | `status.reason` `Evicted` (node short of a resource) | evicted | no |
+//! | `status.reason` `Preempting` | preempted | no |
+//! | `status.reason` `Shutdown`, `NodeShutdown`, `Terminated` | drained | no |
+//! | `status.reason` `NodeLost` | lost | no |
+//! | `status.reason` `OutOf…`, `NodeAffinity`, … | refused by its node | no |
 //! | being deleted, and its container has ended or never ran | deleted | no |
 //! | container `OOMKilled` | out of memory | yes |
 //! | container ended by signal 1, 2, 9 or 15 (exit code 128 + n) | killed | no |
 //! | container ended by another signal, or with a code | failed | yes |
 //! | failed without a container status | lost | no |
-//! | waiting: `ErrImagePull`, `CreateContainerConfigError`, … | cannot start | after a while, fatal |
+//! | waiting: `ErrImagePull`, … | cannot start | after a while, fatal |
 //! | `PodScheduled` false, `Unschedulable` or gated | unschedulable | no |
 //! | pending, with a node | starting | no |
 //! | pending, without conditions | created | no |
@@ -179,13 +182,17 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
         ["DisruptionTarget", "TerminationTarget"].iter().find_map(|name| holds(status, name));
     if let Some(condition) = condition {
         let reason = condition.reason.as_deref().unwrap_or("no reason given");
-        let told = [condition.message.as_deref(), status.message.as_deref()];
-        let is_own = told.iter().flatten().any(|m| OWN_LIMITS.iter().any(|own| m.contains(own)));
+        let messages = [condition.message.as_deref(), status.message.as_deref()];
+        let is_own =
+            messages.iter().flatten().any(|m| OWN_LIMITS.iter().any(|own| m.contains(own)));
         let cause = match reason {
             // Newer servers report both that the kubelet has ended it, and the reason.
             "TerminationByKubelet" if is_own => {
-                let message = told[0].or(told[1]);
-                return Some(End { cause: Cause::OverLimit, detail: words("Evicted", message) });
+                let message = messages[0].or(messages[1]);
+                return Some(End {
+                    cause: Cause::OverLimit,
+                    detail: with_message("Evicted", message),
+                });
             }
             "PreemptionByScheduler" | "PreemptionByKubeScheduler" => Cause::Preempted,
             "EvictionByEvictionAPI" | "DeletionByTaintManager" => Cause::Drained,
@@ -194,7 +201,7 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
             "DeletionByPodGC" => Cause::Lost,
             _ => Cause::Reclaimed,
         };
-        return Some(End { cause, detail: words(reason, condition.message.as_deref()) });
+        return Some(End { cause, detail: with_message(reason, condition.message.as_deref()) });
     }
     let reason = status.reason.as_deref()?;
     let message = status.message.as_deref();
@@ -208,7 +215,7 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
         "NodeLost" => Cause::Lost,
         _ => return None,
     };
-    Some(End { cause, detail: words(reason, message) })
+    Some(End { cause, detail: with_message(reason, message) })
 }
 
 /// Returns the end of a pod that its node's kubelet did not admit.
@@ -216,8 +223,10 @@ fn refused(status: &PodStatus) -> Option<End> {
     let reason = status.reason.as_deref()?;
     let known =
         ["NodeAffinity", "UnexpectedAdmissionError", "PodOSNotSupported", "TopologyAffinityError"];
-    (reason.starts_with("OutOf") || known.contains(&reason))
-        .then(|| End { cause: Cause::Refused, detail: words(reason, status.message.as_deref()) })
+    (reason.starts_with("OutOf") || known.contains(&reason)).then(|| End {
+        cause: Cause::Refused,
+        detail: with_message(reason, status.message.as_deref()),
+    })
 }
 
 fn deleted(pod: &Pod) -> Option<End> {
@@ -241,12 +250,12 @@ fn how_it_ended(ended: &ContainerStateTerminated) -> End {
         (_, Some(signal)) => (Cause::Signalled(signal), format!("ended by signal {signal}")),
         (_, None) => (Cause::Exited(code), format!("exited with code {code}")),
     };
-    End { cause, detail: words(&what, message) }
+    End { cause, detail: with_message(&what, message) }
 }
 
 fn lost(status: &PodStatus) -> End {
     let reason = status.reason.as_deref().unwrap_or("it ended, and its node does not say how");
-    End { cause: Cause::Lost, detail: words(reason, status.message.as_deref()) }
+    End { cause: Cause::Lost, detail: with_message(reason, status.message.as_deref()) }
 }
 
 /// Returns what prevents a pod from running, if anything.
@@ -255,13 +264,13 @@ fn waiting(status: &PodStatus) -> Option<Verdict> {
         && scheduled.status == "False"
     {
         let reason = scheduled.reason.as_deref().unwrap_or("not scheduled");
-        return Some(Verdict::Unschedulable(words(reason, scheduled.message.as_deref())));
+        return Some(Verdict::Unschedulable(with_message(reason, scheduled.message.as_deref())));
     }
     let waiting = container(status)?.waiting.as_ref()?;
     let reason = waiting.reason.as_deref()?;
     CANNOT_START
         .contains(&reason)
-        .then(|| Verdict::CannotStart(words(reason, waiting.message.as_deref())))
+        .then(|| Verdict::CannotStart(with_message(reason, waiting.message.as_deref())))
 }
 
 /// Returns the state of the pod's own container. There may be sidecars.
@@ -279,7 +288,7 @@ fn holds<'a>(status: &'a PodStatus, name: &str) -> Option<&'a PodCondition> {
     status.conditions.iter().flatten().find(|c| c.type_ == name && c.status == "True")
 }
 
-fn words(what: &str, message: Option<&str>) -> String {
+fn with_message(what: &str, message: Option<&str>) -> String {
     match message.map(str::trim).filter(|message| !message.is_empty()) {
         Some(message) => format!("{what}: {message}"),
         None => what.to_owned(),

@@ -131,15 +131,15 @@ where
             Ok(Err(error)) => return self.failed(&error).await.map(|()| true),
             Err(_) => return self.wait("the watch took too long to open").await.map(|()| true),
         };
-        let mut heard = Instant::now();
+        let mut last_event = Instant::now();
         loop {
             match timeout(IDLE, stream.next()).await {
                 Ok(Some(Ok(event))) => match self.cache.apply(event) {
                     EventOutcome::Change(change) => {
-                        (self.failures, heard) = (0, Instant::now());
+                        (self.failures, last_event) = (0, Instant::now());
                         self.send(change).await?;
                     }
-                    EventOutcome::Ignored => (self.failures, heard) = (0, Instant::now()),
+                    EventOutcome::Ignored => (self.failures, last_event) = (0, Instant::now()),
                     EventOutcome::Expired => return Ok(false),
                     EventOutcome::Error(error) => {
                         self.wait(&error).await?;
@@ -149,7 +149,7 @@ where
                 // Servers end watches from time to time. A watch that did not receive even a
                 // bookmark for long started from a version that the server does not have: the
                 // server's data is older than what this client has seen.
-                Ok(None) => return Ok(heard.elapsed() < SILENCE_MAX),
+                Ok(None) => return Ok(last_event.elapsed() < SILENCE_MAX),
                 Ok(Some(Err(error))) => {
                     debug!(%error, "a watch broke");
                     return self.wait("a watch broke").await.map(|()| true);
@@ -312,7 +312,10 @@ mod tests {
 
     fn list(version: &str, items: Vec<Pod>) -> ObjectList<Pod> {
         let items = serde_json::to_value(items).unwrap();
-        let list = json!({"apiVersion": "v1", "kind": "PodList", "metadata": {"resourceVersion": version}, "items": items});
+        let list = json!({
+            "apiVersion": "v1", "kind": "PodList",
+            "metadata": {"resourceVersion": version}, "items": items
+        });
         serde_json::from_value(list).unwrap()
     }
 
@@ -328,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_list_tells_the_differences_by_uid() {
+    fn a_second_list_yields_the_differences_by_uid() {
         let mut cache = cache();
         let changes = cache.replace(list("20", vec![pod("b", "3"), pod("c", "4")]));
         let expected = [
@@ -342,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn events_that_were_seen_before_say_nothing() {
+    fn repeated_events_are_ignored() {
         let mut cache = cache();
         let same = serde_json::to_value(pod("a", "1")).unwrap();
         assert_eq!(cache.apply(event("ADDED", same)), EventOutcome::Ignored);
@@ -361,15 +364,18 @@ mod tests {
     }
 
     #[test]
-    fn a_bookmark_moves_the_place_to_go_on_from() {
+    fn a_bookmark_advances_the_version() {
         let mut cache = cache();
-        let bookmark = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"resourceVersion": "99", "creationTimestamp": null}});
+        let bookmark = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {"resourceVersion": "99", "creationTimestamp": null}
+        });
         assert_eq!(cache.apply(event("BOOKMARK", bookmark)), EventOutcome::Ignored);
         assert_eq!(cache.version, "99");
     }
 
     #[test]
-    fn a_forgotten_version_is_told_from_other_errors() {
+    fn an_expired_version_is_distinguished_from_other_errors() {
         let error = |code: u16| {
             let status = json!({
                 "apiVersion": "v1", "kind": "Status", "status": "Failure",
@@ -382,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn patience_grows_and_has_an_end() {
+    fn the_back_off_grows_up_to_a_limit() {
         for (failures, most) in [(0, 250), (1, 500), (4, 4000), (7, 30_000), (60, 30_000)] {
             let pause = backoff(failures);
             let most = Duration::from_millis(most);

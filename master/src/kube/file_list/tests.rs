@@ -9,10 +9,11 @@ fn list(files: u32, path: impl Fn(u32) -> String) -> FileList {
     FileList::pack((0..files).map(|i| (path(i), 1)))
 }
 
-/// 96 bytes, as data pipelines name them.
+/// A name of 96 bytes, in the style of data pipelines.
 fn long(i: u32) -> String {
     format!(
-        "s3://corpus/some-project/2026-07-01T00:00:00Z/preprocessed/train/part-{i:07}-of-1000000.parquet.zstd"
+        "s3://corpus/some-project/2026-07-01T00:00:00Z/preprocessed/train/\
+         part-{i:07}-of-1000000.parquet.zstd"
     )
 }
 
@@ -46,9 +47,9 @@ async fn fifteen_thousand_long_paths_fit_into_the_anchor() {
 }
 
 #[tokio::test]
-async fn very_many_long_paths_are_kept_in_a_few_objects_that_go_with_the_anchor() {
+async fn very_many_long_paths_are_stored_in_a_few_objects_that_the_anchor_owns() {
     let (fake, anchor, writer) = start().await;
-    // A name that says nothing of the next one: what can't be compressed.
+    // Names that are independent of each other do not compress.
     let hash = |i: u32| u64::from(i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let list = list(150_000, |i| format!("{}/{:016x}", long(i), hash(i)));
     assert!(list.packed().len() > PART_BYTES, "{list:?}");
@@ -65,20 +66,20 @@ async fn very_many_long_paths_are_kept_in_a_few_objects_that_go_with_the_anchor(
     }
     let mark = DataMark::of(&list);
     assert_eq!(load_again(&anchor, mark).await.unwrap(), list);
-    // Once more, as after a lost answer: the same objects.
+    // A repetition, as after a lost answer, uses the same objects.
     store(&writer, &list).await.unwrap();
     assert_eq!(parts(&fake), names);
     fake.remove_config_map(&names[1]);
     let error = load_again(&anchor, mark).await.unwrap_err().to_string();
-    assert!(error.contains("ConfigMap job-files-") && error.contains("is gone"), "{error}");
+    assert!(error.contains("ConfigMap job-files-") && error.contains("is missing"), "{error}");
 }
 
 #[tokio::test]
-async fn another_list_than_the_jobs_is_refused() {
+async fn a_list_other_than_the_jobs_is_refused() {
     let (_fake, anchor, writer) = start().await;
     let (ours, theirs) = (list(10, long), list(11, long));
     let error = load_again(&anchor, DataMark::of(&ours)).await.unwrap_err().to_string();
-    assert!(error.contains("is gone"), "{error}");
+    assert!(error.contains("is missing"), "{error}");
     store(&writer, &theirs).await.unwrap();
     let error = load_again(&anchor, DataMark::of(&ours)).await.unwrap_err().to_string();
     assert!(error.contains("is not the one that the job was started with"), "{error}");
@@ -87,7 +88,7 @@ async fn another_list_than_the_jobs_is_refused() {
 }
 
 #[tokio::test]
-async fn a_part_that_may_not_be_made_is_told_with_the_right_that_is_missing() {
+async fn a_missing_permission_to_create_a_part_is_named_in_the_error() {
     let (fake, _anchor, writer) = start().await;
     let list = list(60_000, |i| {
         format!("{:08x}{:08x}", i.wrapping_mul(0x9e37_79b9), i.wrapping_mul(0x85eb_ca6b))
@@ -95,7 +96,7 @@ async fn a_part_that_may_not_be_made_is_told_with_the_right_that_is_missing() {
     assert!(list.packed().len() > WHOLE_BYTES_MAX);
     fake.state().throttles.push_back(("POST configmaps", 403, 0));
     let Err(WriteError::Retryable(error)) = store(&writer, &list).await else {
-        panic!("it was taken")
+        panic!("it was accepted")
     };
     assert!(error.to_string().contains("manifests/rbac.yaml"), "{error}");
     store(&writer, &list).await.unwrap();

@@ -46,22 +46,23 @@ impl Candidate {
     pub(super) fn decide(
         &mut self,
         now: Duration,
-        record: Option<&LeaseSnapshot>,
+        snapshot: Option<&LeaseSnapshot>,
         holder_has_ended: bool,
     ) -> CandidateAction {
-        let Some(record) = record else { return CandidateAction::Create };
-        if holder_has_ended || record.holder.as_ref().is_none_or(|holder| *holder == self.identity)
+        let Some(snapshot) = snapshot else { return CandidateAction::Create };
+        if holder_has_ended
+            || snapshot.holder.as_ref().is_none_or(|holder| *holder == self.identity)
         {
             return CandidateAction::Take;
         }
         let since = match &self.seen {
-            Some((version, since)) if *version == record.version => *since,
+            Some((version, since)) if *version == snapshot.version => *since,
             _ => {
-                self.seen = Some((record.version.clone(), now));
+                self.seen = Some((snapshot.version.clone(), now));
                 now
             }
         };
-        match record.duration.saturating_sub(now.saturating_sub(since)) {
+        match snapshot.duration.saturating_sub(now.saturating_sub(since)) {
             Duration::ZERO => CandidateAction::Take,
             left => CandidateAction::Wait(left.min(POLL)),
         }
@@ -90,9 +91,9 @@ pub(super) enum LeaderAction {
 }
 
 impl Leadership {
-    /// Creates the state from `record`, which the server has accepted and which was sent at `sent`.
-    pub(super) fn new(identity: String, record: LeaseSnapshot, sent: Duration) -> Self {
-        let LeaseSnapshot { transitions, version, .. } = record;
+    /// Creates the state from `snapshot`, an accepted write that was sent at `sent`.
+    pub(super) fn new(identity: String, snapshot: LeaseSnapshot, sent: Duration) -> Self {
+        let LeaseSnapshot { transitions, version, .. } = snapshot;
         Self { identity, transitions, version, renewed: sent, due: sent + RENEW }
     }
 
@@ -117,9 +118,9 @@ impl Leadership {
     }
 
     /// Handles a Lease that has changed, and now has this content.
-    pub(super) fn on_changed(&mut self, record: Option<LeaseSnapshot>) -> LeaderAction {
-        let Some(record) = record else { return LeaderAction::Create };
-        let LeaseSnapshot { holder, transitions, version, .. } = record;
+    pub(super) fn on_changed(&mut self, snapshot: Option<LeaseSnapshot>) -> LeaderAction {
+        let Some(snapshot) = snapshot else { return LeaderAction::Create };
+        let LeaseSnapshot { holder, transitions, version, .. } = snapshot;
         // Another master may have held the Lease in between; its actions are unknown here.
         let is_mine = holder.as_ref().is_none_or(|holder| *holder == self.identity);
         if !is_mine || transitions != self.transitions {
@@ -151,22 +152,22 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    fn record(holder: &str, version: &str) -> LeaseSnapshot {
+    fn snapshot(holder: &str, version: &str) -> LeaseSnapshot {
         let holder = Some(holder.to_owned()).filter(|holder| !holder.is_empty());
         LeaseSnapshot { holder, duration: HOLD, transitions: 3, version: version.into() }
     }
 
     #[test]
-    fn a_lease_is_taken_at_once_or_when_it_has_not_changed_for_its_duration() {
-        let other = record("other", "1");
+    fn a_lease_is_taken_when_it_is_free_or_unchanged_for_its_duration() {
+        let other = snapshot("other", "1");
         // Time, Lease as read, whether its holder has ended, and the expected action.
         type Row = (u64, Option<LeaseSnapshot>, bool, CandidateAction);
         let table: [(&str, Vec<Row>); 7] = [
             ("absent", vec![(7, None, false, CandidateAction::Create)]),
-            ("released", vec![(7, Some(record("", "1")), false, CandidateAction::Take)]),
+            ("released", vec![(7, Some(snapshot("", "1")), false, CandidateAction::Take)]),
             (
                 "mine, though the answer was lost",
-                vec![(7, Some(record("me", "1")), false, CandidateAction::Take)],
+                vec![(7, Some(snapshot("me", "1")), false, CandidateAction::Take)],
             ),
             ("its holder has ended", vec![(7, Some(other.clone()), true, CandidateAction::Take)]),
             (
@@ -181,24 +182,24 @@ mod tests {
                 "renewed",
                 vec![
                     (7, Some(other.clone()), false, CandidateAction::Wait(s(5))),
-                    (51, Some(record("other", "2")), false, CandidateAction::Wait(s(5))),
-                    (95, Some(record("other", "2")), false, CandidateAction::Wait(s(1))),
-                    (96, Some(record("other", "2")), false, CandidateAction::Take),
+                    (51, Some(snapshot("other", "2")), false, CandidateAction::Wait(s(5))),
+                    (95, Some(snapshot("other", "2")), false, CandidateAction::Wait(s(1))),
+                    (96, Some(snapshot("other", "2")), false, CandidateAction::Take),
                 ],
             ),
             (
-                "taken by a third one",
+                "taken by a third master",
                 vec![
                     (0, Some(other), false, CandidateAction::Wait(s(5))),
-                    (45, Some(record("third", "9")), false, CandidateAction::Wait(s(5))),
+                    (45, Some(snapshot("third", "9")), false, CandidateAction::Wait(s(5))),
                 ],
             ),
         ];
         for (name, rows) in table {
             let mut candidate = Candidate::new("me".into());
-            for (now, record, holder_has_ended, expected) in rows {
+            for (now, snapshot, holder_has_ended, expected) in rows {
                 assert_eq!(
-                    candidate.decide(s(now), record.as_ref(), holder_has_ended),
+                    candidate.decide(s(now), snapshot.as_ref(), holder_has_ended),
                     expected,
                     "{name} at {now}"
                 );
@@ -207,8 +208,8 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_stops_before_anybody_who_saw_its_renewal_begins() {
-        let mut leadership = Leadership::new("me".into(), record("me", "1"), s(100));
+    fn a_holder_stops_before_a_candidate_that_saw_its_renewal_starts() {
+        let mut leadership = Leadership::new("me".into(), snapshot("me", "1"), s(100));
         assert_eq!((leadership.due(), leadership.until()), (s(115), s(140)));
         leadership.on_renewed(s(115), "2".into());
         assert_eq!((leadership.due(), leadership.until()), (s(130), s(155)));
@@ -219,7 +220,7 @@ mod tests {
         // A candidate that saw the renewal at the moment at which it was sent waits longer than
         // that.
         let mut candidate = Candidate::new("other".into());
-        let seen = record("me", "2");
+        let seen = snapshot("me", "2");
         assert_eq!(candidate.decide(s(115), Some(&seen), false), CandidateAction::Wait(POLL));
         assert_ne!(candidate.decide(leadership.until(), Some(&seen), false), CandidateAction::Take);
         // The server comes back before another master takes the Lease: the holder continues.
@@ -228,14 +229,15 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_that_changed_is_another_masters_unless_it_is_plainly_ones_own() {
-        let leadership = || Leadership::new("me".into(), record("me", "1"), s(0));
-        let changed_hands = |holder: &str| LeaseSnapshot { transitions: 4, ..record(holder, "2") };
+    fn a_changed_lease_fences_the_holder_unless_it_still_names_it() {
+        let leadership = || Leadership::new("me".into(), snapshot("me", "1"), s(0));
+        let changed_hands =
+            |holder: &str| LeaseSnapshot { transitions: 4, ..snapshot(holder, "2") };
         let table = [
             (None, LeaderAction::Create),
             // An answer was lost, or another client has set a label.
-            (Some(record("me", "2")), LeaderAction::Renew),
-            (Some(record("", "2")), LeaderAction::Renew),
+            (Some(snapshot("me", "2")), LeaderAction::Renew),
+            (Some(snapshot("", "2")), LeaderAction::Renew),
             (Some(changed_hands("other")), LeaderAction::Fenced("other".into())),
             (Some(changed_hands("")), LeaderAction::Fenced("another, which has ended".into())),
         ];
@@ -243,7 +245,7 @@ mod tests {
             assert_eq!(leadership().on_changed(read.clone()), expected, "{read:?}");
         }
         let mut mine = leadership();
-        assert_eq!(mine.on_changed(Some(record("me", "2"))), LeaderAction::Renew);
+        assert_eq!(mine.on_changed(Some(snapshot("me", "2"))), LeaderAction::Renew);
         assert_eq!(mine.version, "2");
     }
 }

@@ -17,7 +17,7 @@ async fn acquire(cluster: &Cluster, pod: &str) -> LeaderLease {
     LeaderLease::acquire(cluster, &anchor(), &identity(pod)).await.unwrap()
 }
 
-/// A server at which the master `one` holds the lease.
+/// A server at which the master `one` holds the Lease.
 async fn held() -> (Arc<FakeServer>, Cluster, LeaderLease) {
     let (fake, cluster) = FakeServer::start();
     let lease = acquire(&cluster, "one").await;
@@ -28,7 +28,7 @@ fn spec(fake: &FakeServer) -> Value {
     fake.state().object("leases", "j").unwrap()["spec"].clone()
 }
 
-/// Another has taken it, and this server's clients don't know yet.
+/// Another master takes the Lease, unknown to this server's clients.
 fn take(fake: &FakeServer, holder: &str) {
     let mut lease = fake.state().object("leases", "j").unwrap();
     lease["spec"]["holderIdentity"] = holder.into();
@@ -42,7 +42,7 @@ async fn is_pending(future: impl Future) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_master_makes_the_lease_and_renews_it_four_times_a_minute() {
+async fn the_first_master_creates_the_lease_and_renews_it_four_times_a_minute() {
     let (fake, _, mut lease) = held().await;
     let object = fake.state().object("leases", "j").unwrap();
     let owner = &object["metadata"]["ownerReferences"][0];
@@ -57,7 +57,7 @@ async fn the_first_master_makes_the_lease_and_renews_it_four_times_a_minute() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_released_lease_is_taken_by_the_one_who_waits() {
+async fn a_released_lease_is_taken_by_the_waiting_master() {
     let (fake, cluster, lease) = held().await;
     let next = tokio::spawn(async move { acquire(&cluster, "two").await });
     tokio::time::sleep(Duration::from_secs(600)).await;
@@ -73,7 +73,7 @@ async fn a_released_lease_is_taken_by_the_one_who_waits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_releases_the_lease_may_not_act_any_more() {
+async fn a_master_that_has_released_the_lease_may_not_act() {
     let (fake, _, lease) = held().await;
     let mut guard = lease.guard();
     lease.release().await;
@@ -84,21 +84,25 @@ async fn who_releases_the_lease_may_not_act_any_more() {
 #[tokio::test(start_paused = true)]
 async fn the_lease_of_a_master_that_has_ended_is_taken_at_once() {
     let pod = |uid: &str, state: Value| {
-        let container = json!({"name": "master", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state});
-        json!({"metadata": {"name": "one", "uid": uid}, "status": {"phase": "Failed", "containerStatuses": [container]}})
+        let container = json!({
+            "name": "master", "image": "i", "imageID": "",
+            "ready": false, "restartCount": 0, "state": state
+        });
+        let status = json!({"phase": "Failed", "containerStatuses": [container]});
+        json!({"metadata": {"name": "one", "uid": uid}, "status": status})
     };
     let ended = || json!({"terminated": {"exitCode": 137}});
-    // Each row: the holder's pod, and how long its lease is waited for.
+    // Each row: the holder's pod, and the time until its Lease is taken.
     let table = [
         (Some(pod("uid-of-one", ended())), 0),
         (Some(pod("uid-of-another", ended())), 45),
-        // A collector's word about a node that does not answer.
+        // The status that the garbage collector sets for a node that does not answer.
         (Some(pod("uid-of-one", json!({"running": {}}))), 45),
         (None, 45),
     ];
     for (there, seconds) in table {
         let (fake, cluster, lease) = held().await;
-        // It dies without a word.
+        // The master dies without releasing the Lease.
         drop(lease);
         if let Some(pod) = &there {
             fake.put("pods", "one", pod.clone());
@@ -110,7 +114,7 @@ async fn the_lease_of_a_master_that_has_ended_is_taken_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_master_whose_lease_another_has_is_fenced_and_writes_nothing_more() {
+async fn a_master_that_has_lost_its_lease_is_fenced_and_writes_nothing() {
     let (fake, _, mut lease) = held().await;
     take(&fake, "two/x");
     assert_eq!(lease.lost().await, "two/x");
@@ -124,14 +128,14 @@ async fn a_master_whose_lease_another_has_is_fenced_and_writes_nothing_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_master_that_slept_while_another_came_and_went_is_fenced() {
+async fn a_master_that_slept_while_another_held_and_released_the_lease_is_fenced() {
     let (fake, _, mut lease) = held().await;
     take(&fake, "");
     assert_eq!(lease.lost().await, "another, which has ended");
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_server_took_without_saying_so_fences_nobody() {
+async fn a_lost_answer_to_an_accepted_write_does_not_fence_the_master() {
     let (fake, _, mut lease) = held().await;
     fake.state().lost = 1;
     tokio::time::sleep(Duration::from_secs(60)).await;
@@ -141,23 +145,23 @@ async fn what_the_server_took_without_saying_so_fences_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_the_server_is_away_the_warrant_runs_out_and_comes_back_with_it() {
+async fn the_guard_expires_while_the_server_is_unreachable_and_becomes_valid_again() {
     let (fake, _, mut lease) = held().await;
     let start = Instant::now();
-    // The renewal at 15 s is the last that is answered.
+    // The renewal at 15 s is the last one that is answered.
     tokio::time::sleep(Duration::from_secs(16)).await;
-    fake.state().away = true;
+    fake.state().unreachable = true;
     let mut guard = lease.guard();
     let unanswered = guard.during(std::future::pending::<()>()).await;
     assert_eq!((unanswered, start.elapsed().as_secs()), (None, 55));
     assert!(is_pending(guard.during(async {})).await);
     tokio::time::sleep(Duration::from_secs(3600)).await;
-    fake.state().away = false;
+    fake.state().unreachable = false;
     let back = Instant::now();
     assert_eq!(guard.during(async { 7 }).await, Some(7));
     assert!(back.elapsed() <= Duration::from_secs(15), "{:?}", back.elapsed());
     assert!(is_pending(lease.lost()).await);
-    // Who has stepped aside waits for an answer that comes after that.
+    // A master that has stopped acting waits for a later renewal.
     let asked = Instant::now();
     guard.renewed().await;
     assert!(
@@ -168,7 +172,7 @@ async fn while_the_server_is_away_the_warrant_runs_out_and_comes_back_with_it() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_is_an_error_with_the_right_that_is_missing() {
+async fn a_refusal_names_the_missing_permission() {
     let (fake, cluster) = FakeServer::start();
     fake.state().throttles.push_back(("GET leases", 403, 0));
     let error = LeaderLease::acquire(&cluster, &anchor(), &identity("one")).await.unwrap_err();
@@ -176,7 +180,7 @@ async fn a_refusal_is_an_error_with_the_right_that_is_missing() {
 }
 
 #[test]
-fn an_identity_is_read_as_it_is_written() {
+fn an_identity_is_parsed_as_it_is_formatted() {
     let one = identity("one");
     assert_eq!(one.to_string().parse(), Ok(one));
     for bad in ["", "one", "/x", "one/", "a/b/c"] {

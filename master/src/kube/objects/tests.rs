@@ -79,19 +79,27 @@ fn each_object_has_one_owner_and_the_job_is_at_the_top() {
     objects.own_anchor(&meta("mnist-master"));
     objects.own_rest(&meta("mnist"));
     let owners = |meta: &ObjectMeta| serde_json::to_value(&meta.owner_references).unwrap();
-    let by = |api_version: &str, kind: &str, name: &str| json!([{"apiVersion": api_version, "kind": kind, "name": name, "uid": format!("{name}-uid"), "controller": true}]);
+    let by = |api_version: &str, kind: &str, name: &str| {
+        json!([{
+            "apiVersion": api_version, "kind": kind, "name": name, "uid": format!("{name}-uid"),
+            "controller": true
+        }])
+    };
     assert_eq!(owners(&objects.job.metadata), Value::Null);
     assert_eq!(owners(&objects.anchor.metadata), by("batch/v1", "Job", "mnist-master"));
     for meta in [&objects.secret.metadata, &objects.service.metadata] {
         assert_eq!(owners(meta), by("v1", "ConfigMap", "mnist"));
     }
     let pod = worker(&request(), 1, 1);
-    let owner = json!([{"apiVersion": "v1", "kind": "ConfigMap", "name": "mnist", "uid": "anchor-uid", "controller": true}]);
+    let owner = json!([{
+        "apiVersion": "v1", "kind": "ConfigMap", "name": "mnist", "uid": "anchor-uid",
+        "controller": true
+    }]);
     assert_eq!(pod["metadata"]["ownerReferences"], owner);
 }
 
 #[test]
-fn what_is_secret_is_in_the_secret_alone() {
+fn secrets_are_in_the_secret_only() {
     let request = request();
     let objects = objects(&request);
     let secret = objects.secret.data.clone().unwrap();
@@ -115,14 +123,14 @@ fn what_is_secret_is_in_the_secret_alone() {
         objects.to_yaml(),
     ];
     for text in others {
-        // Nor as base64.
+        // Not even in base64.
         assert!(!text.contains("5ec4e7") && !text.contains("NWVjNGU3"), "{text}");
     }
     assert!(!format!("{:?}", credentials()).contains("5ec4e7"));
 }
 
 #[test]
-fn each_pod_sees_of_the_secret_what_it_needs() {
+fn each_pod_mounts_only_the_keys_that_it_needs() {
     let master = objects(&request()).job.spec.unwrap().template.spec.unwrap();
     let master = serde_json::to_value(master).unwrap();
     let worker = worker(&request(), 1, 1)["spec"].clone();
@@ -141,7 +149,7 @@ fn each_pod_sees_of_the_secret_what_it_needs() {
 }
 
 #[test]
-fn pods_may_do_as_little_as_possible() {
+fn pods_have_the_least_privileges() {
     let objects = objects(&request());
     let master = serde_json::to_value(&objects.job.spec.unwrap().template.spec).unwrap();
     let worker = worker(&request(), 1, 1)["spec"].clone();
@@ -164,7 +172,7 @@ fn pods_may_do_as_little_as_possible() {
 }
 
 #[test]
-fn a_workers_pod_says_who_it_is_and_where_its_master_is_and_nothing_that_changes() {
+fn a_worker_pods_environment_has_its_identity_and_master_and_nothing_that_changes() {
     let pod = worker(&request(), 7, 1);
     assert_eq!(pod["metadata"]["name"], "mnist-w-7");
     assert_eq!(pod["metadata"]["namespace"], "ml");
@@ -204,7 +212,7 @@ fn a_workers_pod_says_who_it_is_and_where_its_master_is_and_nothing_that_changes
 }
 
 #[test]
-fn a_pod_says_which_launch_and_which_place_it_is() {
+fn a_pods_labels_name_its_launch_and_slot() {
     let pod = worker(&request(), 12, 3);
     assert_eq!(pod["metadata"]["name"], format!("{}-w-12", request().task.job.name));
     let labels = &pod["metadata"]["labels"];
@@ -217,7 +225,7 @@ fn a_pod_says_which_launch_and_which_place_it_is() {
 }
 
 #[test]
-fn a_pod_of_several_workers_is_told_so_and_they_share_processors_and_memory() {
+fn several_workers_of_a_pod_share_cpus_and_memory() {
     let one = worker(&request(), 1, 0);
     let mut request = request();
     request.task.job.workers_per_pod = 4;
@@ -250,19 +258,19 @@ fn a_pod_of_several_workers_is_told_so_and_they_share_processors_and_memory() {
         (names.len(), mounts)
     };
     assert_eq!((memory(&one), memory(&pod)), ((0, 0), (1, 1)));
-    // The user's own stays.
+    // The user's own volume stays.
     request.pods.volumes = parse_volumes("host_path=/dev/shm,mount_path=/dev/shm").unwrap();
     assert_eq!(memory(&worker(&request, 5, 4)), (0, 1));
 }
 
 #[test]
-fn nothing_runs_until_all_is_there() {
+fn nothing_runs_until_all_objects_exist() {
     let objects = objects(&request());
     assert_eq!(objects.job.spec.unwrap().parallelism, Some(0));
 }
 
 #[test]
-fn the_service_finds_the_master_and_no_worker() {
+fn the_service_selects_the_master_and_no_worker() {
     let objects = objects(&request());
     let selector = objects.service.spec.unwrap().selector.unwrap();
     let matches =
@@ -275,7 +283,7 @@ fn the_service_finds_the_master_and_no_worker() {
 }
 
 #[test]
-fn the_service_leads_to_a_master_that_is_ready_and_to_no_other() {
+fn the_service_routes_only_to_a_ready_master() {
     let objects = objects(&request());
     assert_eq!(objects.service.spec.unwrap().publish_not_ready_addresses, None);
     let spec = serde_json::to_value(objects.job.spec.unwrap().template.spec).unwrap();
@@ -287,7 +295,7 @@ fn the_service_leads_to_a_master_that_is_ready_and_to_no_other() {
 }
 
 #[test]
-fn a_master_leaves_a_lost_node_within_seconds_unless_the_user_says_otherwise() {
+fn a_master_is_evicted_from_a_lost_node_within_seconds_unless_the_user_overrides_it() {
     let tolerations = |own: &str| {
         let mut request = request();
         if !own.is_empty() {
@@ -302,12 +310,12 @@ fn a_master_leaves_a_lost_node_within_seconds_unless_the_user_says_otherwise() {
     assert_eq!(tolerations(""), [(not_ready.clone(), Some(20)), (unreachable.clone(), Some(20))]);
     let own = tolerations(&format!("gpu,{not_ready}"));
     assert_eq!(own, [("gpu".into(), None), (not_ready, None), (unreachable, Some(20))]);
-    // Workers are replaced by the job itself, which hears of their silence.
+    // The job itself replaces silent workers.
     assert_eq!(worker(&request(), 1, 0)["spec"]["tolerations"], Value::Null);
 }
 
 #[test]
-fn processors_have_a_limit_where_the_user_sets_one() {
+fn cpus_are_limited_only_where_the_user_sets_a_limit() {
     let mut request = request();
     request.pods.worker_resources = parse_resources("cpu=2,memory=1Gi,limits.cpu=4").unwrap();
     let resources = json!({
@@ -318,7 +326,7 @@ fn processors_have_a_limit_where_the_user_sets_one() {
 }
 
 #[test]
-fn a_task_survives_its_anchor() {
+fn a_task_round_trips_through_the_anchor() {
     let request = request();
     let anchor = objects(&request).anchor;
     let task: Task = serde_json::from_str(&anchor.data.unwrap()[TASK]).unwrap();
@@ -332,7 +340,10 @@ fn a_template_is_merged_by_name() {
         "runtimeClassName": "nvidia",
         "securityContext": {"runAsUser": 1000, "fsGroup": null},
         "containers": [
-            {"name": "worker", "env": [{"name": "A", "value": "c"}, {"name": "B", "value": "d"}], "workingDir": "/w"},
+            {
+                "name": "worker", "workingDir": "/w",
+                "env": [{"name": "A", "value": "c"}, {"name": "B", "value": "d"}]
+            },
             {"name": "side", "image": "side:1"}
         ],
         "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}]
@@ -362,7 +373,7 @@ fn a_template_is_merged_by_name() {
 }
 
 #[test]
-fn a_template_that_does_not_fit_is_refused_with_the_place() {
+fn an_invalid_template_is_refused_with_the_path_of_the_error() {
     let table = [
         (json!({"nodeNmae": "n"}), "spec.nodeNmae is no field"),
         (
@@ -372,7 +383,9 @@ fn a_template_that_does_not_fit_is_refused_with_the_place() {
         (json!({"restartPolicy": "Always"}), "restartPolicy must be Never"),
         (json!({"containers": null}), "can't be used"),
         (
-            json!({"containers": [{"name": "worker", "env": [{"name": "ELASTICDL_JOB", "value": "x"}]}]}),
+            json!({"containers": [
+                {"name": "worker", "env": [{"name": "ELASTICDL_JOB", "value": "x"}]}
+            ]}),
             "ELASTICDL_JOB is set by elasticdl",
         ),
         (json!({"terminationGracePeriodSeconds": "ten"}), "can't be used"),

@@ -19,7 +19,7 @@ fn start() -> (Arc<FakeServer>, Anchor) {
     (fake, Anchor::new(&cluster, "job"))
 }
 
-/// The writer of the next master of the job.
+/// Starts the next incarnation of the job's master.
 async fn begin(anchor: &Anchor) -> AnchorWriter {
     let seen = anchor.read().await.unwrap();
     let before =
@@ -43,7 +43,7 @@ fn writes(fake: &FakeServer) -> usize {
     fake.state().count("PATCH configmaps")
 }
 
-/// A record that is told from others by its seed.
+/// A job that is identified by its seed.
 fn record(seed: u64) -> JobRecord {
     Job::new(JobSpec { seed, ..spec() }).record()
 }
@@ -55,7 +55,7 @@ async fn persisted(writer: &mut PersistedJobWriter, revision: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_newest_is_written_once_a_second_and_what_somebody_waits_for_at_once() {
+async fn the_newest_state_is_written_once_a_second_and_an_awaited_one_at_once() {
     let (fake, anchor) = start();
     let mut writer = writer(begin(&anchor).await);
     let begun = writes(&fake);
@@ -77,13 +77,13 @@ async fn the_newest_is_written_once_a_second_and_what_somebody_waits_for_at_once
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_is_away_gets_the_newest_when_it_is_back_and_it_is_told_once() {
+async fn an_unreachable_server_gets_the_newest_state_later_and_one_error_is_reported() {
     let (fake, anchor) = start();
     let mut writer = writer(begin(&anchor).await);
     fake.state().throttles.extend([("PATCH configmaps", 500, 0); 3]);
     writer.submit(1, 1, record(1));
     let Some(PersistError::Retrying(why)) = writer.changed().await else {
-        panic!("it was not told")
+        panic!("no error was reported")
     };
     assert!(why.contains("too many requests"), "{why}");
     assert_eq!((writer.persisted(), seed(&fake)), (0, None));
@@ -92,8 +92,8 @@ async fn a_server_that_is_away_gets_the_newest_when_it_is_back_and_it_is_told_on
     all.flush(Duration::from_secs(60)).await;
     assert_eq!((writer.persisted(), seed(&fake)), (2, Some(2)));
     assert_eq!(writer.changed().await, None);
-    // There is an end to waiting, too.
-    fake.state().away = true;
+    // The wait has a time limit.
+    fake.state().unreachable = true;
     writer.submit(3, 3, record(3));
     let before = Instant::now();
     all.flush(Duration::from_secs(3)).await;
@@ -101,14 +101,14 @@ async fn a_server_that_is_away_gets_the_newest_when_it_is_back_and_it_is_told_on
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_server_will_never_take_is_told_and_waited_for_no_more() {
+async fn a_permanent_refusal_is_reported_and_ends_the_waiting() {
     for code in [413, 422, 400] {
         let (fake, anchor) = start();
         let mut writer = writer(begin(&anchor).await);
         fake.state().throttles.push_back(("PATCH configmaps", code, 0));
         writer.submit(1, 1, record(1));
         let Some(PersistError::Refused(why)) = writer.changed().await else {
-            panic!("{code}: it was not told")
+            panic!("{code}: no error was reported")
         };
         assert!(why.contains("the API server answered: too many requests"), "{why}");
         // The job's end is submitted, too, and must not wait.
@@ -121,13 +121,13 @@ async fn what_the_server_will_never_take_is_told_and_waited_for_no_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_right_that_is_missing_is_told_and_tried_again() {
+async fn a_missing_permission_is_reported_and_retried() {
     let (fake, anchor) = start();
     let mut writer = writer(begin(&anchor).await);
     fake.state().throttles.push_back(("PATCH configmaps", 403, 0));
     writer.submit(1, 1, record(1));
     let Some(PersistError::Retrying(why)) = writer.changed().await else {
-        panic!("it was not told")
+        panic!("no error was reported")
     };
     assert!(why.contains("manifests/rbac.yaml"), "{why}");
     persisted(&mut writer, 1).await;
@@ -135,14 +135,15 @@ async fn a_right_that_is_missing_is_told_and_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_write_of_a_master_that_another_one_has_followed_changes_nothing() {
+async fn a_write_of_a_replaced_master_changes_nothing() {
     let (fake, anchor) = start();
     let first = begin(&anchor).await;
     let mut old = writer(first.clone());
     old.submit(1, 1, record(1));
     persisted(&mut old, 1).await;
     let mut new = writer(begin(&anchor).await);
-    // Its lease holds, as far as it knows: the API server is slow, or its clock was stopped.
+    // The old master still considers its Lease valid: the API server is slow, or the master's clock
+    // was stopped.
     old.submit(2, 2, record(2));
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert_eq!((old.persisted(), seed(&fake)), (1, Some(1)));
@@ -151,17 +152,17 @@ async fn the_write_of_a_master_that_another_one_has_followed_changes_nothing() {
     old.submit(3, 3, record(4));
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert_eq!((old.persisted(), seed(&fake)), (1, Some(3)));
-    // Nor does it write a status or a summary.
+    // It writes no status and no summary either.
     let data = Data::from([("summary".into(), "{}".into())]);
     assert_eq!(first.write(&data).await, Err(WriteError::Fenced));
     assert_eq!(anchor_key(&fake, "summary"), None);
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_masters_that_saw_the_same_anchor_one_begins() {
+async fn of_two_masters_that_read_the_same_anchor_one_starts() {
     let (fake, anchor) = start();
     let seen = anchor.read().await.unwrap();
-    // What the user writes meanwhile is no other master.
+    // A concurrent write of the user is not another master's.
     anchor.write(&Data::from([("num-workers".into(), "3".into())])).await.unwrap();
     let first = AnchorWriter::begin(&anchor, &seen, 1).await.unwrap();
     assert_eq!(
@@ -180,7 +181,7 @@ async fn of_two_masters_that_saw_the_same_anchor_one_begins() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_list_of_files_is_written_once_and_before_the_record_that_names_it() {
+async fn the_list_of_files_is_written_once_and_before_the_job_that_refers_to_it() {
     let (fake, anchor) = start();
     let mut writer = writer(begin(&anchor).await);
     let begun = writes(&fake);
@@ -197,7 +198,7 @@ async fn the_list_of_files_is_written_once_and_before_the_record_that_names_it()
 }
 
 #[test]
-fn the_largest_record_is_packed_and_leaves_room_for_the_other_keys() {
+fn the_largest_job_is_compressed_and_leaves_space_for_the_other_keys() {
     let record = largest().record();
     let text = write(record.clone()).unwrap();
     assert!(text.starts_with("{\"version\":2,\"packed\":"), "{}", &text[..60]);
@@ -208,7 +209,7 @@ fn the_largest_record_is_packed_and_leaves_room_for_the_other_keys() {
 }
 
 #[test]
-fn versions_that_can_be_read_are_and_others_are_not_guessed_at() {
+fn known_versions_are_read_and_others_are_refused() {
     let text = write(record(7)).unwrap();
     assert_eq!(read(&text), Ok(record(7)));
     let version_1 = text.replacen("\"version\":2", "\"version\":1", 1);

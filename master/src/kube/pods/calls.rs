@@ -59,12 +59,12 @@ impl PodClient {
         Self { api, gate: Arc::new(CallGate::new()), guard }
     }
 
-    /// Creates a pod. `tell` is called with what the creation waits for.
+    /// Creates a pod. `report_wait` is called with what the creation waits for.
     pub(super) async fn create(
         mut self,
         pod: &Pod,
         context: CreateContext<'_>,
-        tell: impl Fn(Wait),
+        report_wait: impl Fn(Wait),
     ) -> CreateOutcome {
         let CreateContext { owner, cancelled, has_run } = context;
         let mut failures = 0;
@@ -86,7 +86,7 @@ impl PodClient {
             };
             drop(permit);
             if failures == 0 || why.is_quota {
-                tell(if why.is_quota {
+                report_wait(if why.is_quota {
                     Wait::Room(why.text)
                 } else {
                     Wait::Answer(Some(why.text))
@@ -182,7 +182,7 @@ async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<Create
     Some(if is_ours {
         CreateOutcome::Created(Box::new(there))
     } else {
-        CreateOutcome::Rejected(format!("a pod {name} is there already, and not this job's"))
+        CreateOutcome::Rejected(format!("a pod {name} exists already, and is not this job's"))
     })
 }
 

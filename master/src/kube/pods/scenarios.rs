@@ -1,4 +1,4 @@
-//! What servers, nodes and networks do to a master, one story per test.
+//! Failures of servers, nodes and networks, one per test.
 
 use std::collections::BTreeSet;
 
@@ -19,15 +19,15 @@ fn leaves() -> (LaunchId, BackendEvent) {
     (ONE, BackendEvent::Terminating(DELETED.into()))
 }
 
-fn taken(words: &str) -> (LaunchId, BackendEvent) {
-    ended(Exit::Taken(words.into()))
+fn reclaimed(message: &str) -> (LaunchId, BackendEvent) {
+    ended(Exit::Taken(message.into()))
 }
 
 async fn is_quiet(pods: &mut Pods, time: Duration) -> bool {
     timeout(time, pods.next()).await.is_err()
 }
 
-/// Takes the word that each of these launches was given a class; the classes, by launch.
+/// Waits until each of these launches has a class, and returns the classes by launch.
 async fn classes(pods: &mut Pods, count: usize) -> BTreeMap<u64, Option<String>> {
     let mut classes = BTreeMap::new();
     while classes.len() < count {
@@ -39,13 +39,13 @@ async fn classes(pods: &mut Pods, count: usize) -> BTreeMap<u64, Option<String>>
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_running_pod_that_is_deleted_leaves_and_ends_once_it_is_gone() {
+async fn a_running_pod_that_is_deleted_terminates_and_ends_with_its_object() {
     let (fake, mut pods) = started().await;
     fake.terminate("j-w-1");
     assert_eq!(next(&mut pods).await, leaves());
     assert!(is_quiet(&mut pods, Duration::from_secs(9)).await);
     fake.remove("j-w-1");
-    assert_eq!(next(&mut pods).await, taken(DELETED));
+    assert_eq!(next(&mut pods).await, reclaimed(DELETED));
     assert!(is_quiet(&mut pods, Duration::from_secs(60)).await);
 }
 
@@ -54,50 +54,50 @@ async fn a_pod_that_is_deleted_has_ended_when_its_container_has() {
     let (fake, mut pods) = started().await;
     fake.terminate("j-w-1");
     assert_eq!(next(&mut pods).await, leaves());
-    // With a finalizer of somebody's it may stay for long.
+    // With another client's finalizer the object may stay for long.
     fake.set_status("j-w-1", exited(0));
-    assert_eq!(next(&mut pods).await, taken(DELETED));
+    assert_eq!(next(&mut pods).await, reclaimed(DELETED));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_node_that_does_not_answer_is_given_a_little_more_than_the_grace_period() {
+async fn an_unresponsive_node_is_given_a_little_more_than_the_grace_period() {
     let (fake, mut pods) = started().await;
     fake.terminate("j-w-1");
     assert_eq!(next(&mut pods).await, leaves());
-    let told = Instant::now();
-    // What the cluster says meanwhile does not begin it anew.
+    let start = Instant::now();
+    // Further events do not restart the time limit.
     tokio::time::sleep(Duration::from_secs(20)).await;
     fake.set_status("j-w-1", running());
-    let words = format!("it was to end in 10 s, and its node does not answer: {DELETED}");
-    assert_eq!(next(&mut pods).await, taken(&words));
-    let waited = told.elapsed();
+    let message = format!("it was to end in 10 s, and its node does not answer: {DELETED}");
+    assert_eq!(next(&mut pods).await, reclaimed(&message));
+    let waited = start.elapsed();
     assert!(waited >= Duration::from_secs(25) && waited <= Duration::from_secs(27), "{waited:?}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_older_servers_scheduler_is_asked_once_why_a_pod_was_deleted() {
+async fn the_events_of_an_older_scheduler_are_read_once_per_deletion() {
     let (fake, mut pods) = started().await;
-    let words = "Preempted by ns/high on node n";
+    let message = "Preempted by ns/high on node n";
     let event =
-        json!({"metadata": {"name": "e"}, "involvedObject": {"uid": "uid-1"}, "message": words});
+        json!({"metadata": {"name": "e"}, "involvedObject": {"uid": "uid-1"}, "message": message});
     fake.terminate("j-w-1");
-    // Nobody waits for the reason.
+    // The reason is not waited for.
     assert_eq!(next(&mut pods).await, leaves());
     fake.put("events", "e", event);
     let explained = BackendEvent::Explained("preempted by ns/high on node n".into());
     assert_eq!(next(&mut pods).await, (ONE, explained));
     fake.remove("j-w-1");
-    assert_eq!(next(&mut pods).await, taken("preempted by ns/high on node n"));
+    assert_eq!(next(&mut pods).await, reclaimed("preempted by ns/high on node n"));
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert_eq!(fake.state().count("LIST events"), 1);
-    let told = fake.state().all("events");
-    let told: Vec<_> = told.iter().filter(|e| e["reason"] == "WorkerPreempted").collect();
-    assert_eq!(told.len(), 1, "{told:?}");
-    assert_eq!(told[0]["message"], "worker pod j-w-1: preempted by ns/high on node n");
+    let recorded = fake.state().all("events");
+    let recorded: Vec<_> = recorded.iter().filter(|e| e["reason"] == "WorkerPreempted").collect();
+    assert_eq!(recorded.len(), 1, "{recorded:?}");
+    assert_eq!(recorded[0]["message"], "worker pod j-w-1: preempted by ns/high on node n");
 }
 
 #[tokio::test(start_paused = true)]
-async fn ends_that_nobody_asked_for_are_told_as_events_and_others_not() {
+async fn only_unrequested_ends_are_recorded_as_events() {
     let (fake, mut pods) = started().await;
     for launch in 2..=4 {
         pods.start(LaunchId(launch), 0);
@@ -118,7 +118,7 @@ async fn ends_that_nobody_asked_for_are_told_as_events_and_others_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_has_ended_takes_its_companions_along() {
+async fn sidecars_are_deleted_when_their_worker_has_ended() {
     let (fake, mut pods) = started().await;
     let mut status = container("Running", json!({"terminated": {"exitCode": 0}}));
     let mut sidecar = running()["containerStatuses"][0].clone();
@@ -130,7 +130,7 @@ async fn a_worker_that_has_ended_takes_its_companions_along() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watch_that_is_told_gone_in_its_midst_misses_nothing() {
+async fn a_watch_that_expires_midway_misses_nothing() {
     let (fake, mut pods) = started().await;
     fake.set_status("j-w-1", exited(3));
     fake.forget();
@@ -141,7 +141,7 @@ async fn a_watch_that_is_told_gone_in_its_midst_misses_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_asks_for_patience_gets_it() {
+async fn a_throttling_server_is_not_called_before_its_retry_after() {
     let (fake, mut pods) = pods();
     fake.state().throttles.extend([("POST pods", 429, 7), ("POST pods", 429, 8)]);
     pods.start(ONE, 0);
@@ -152,7 +152,7 @@ async fn a_server_that_asks_for_patience_gets_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watch_whose_line_is_dead_is_given_up() {
+async fn a_watch_on_a_dead_connection_is_restarted() {
     let (fake, mut pods) = started().await;
     fake.state().black_hole = true;
     let before = Instant::now();
@@ -162,14 +162,14 @@ async fn a_watch_whose_line_is_dead_is_given_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watch_from_a_version_that_is_no_more_is_given_up() {
+async fn a_watch_from_an_expired_version_is_restarted() {
     let (fake, mut pods) = started().await;
     for _ in 0..10 {
         fake.put("pods", "another", json!({"metadata": {"name": "another", "uid": "x"}}));
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
-    // A backup was restored: versions are counted from there again, and the watch waits for one
-    // that is far off.
+    // A backup was restored: versions restart from there, and the watch waits for one in the far
+    // future.
     fake.state().travel_back(10);
     let before = Instant::now();
     fake.set_status("j-w-1", exited(3));
@@ -178,7 +178,7 @@ async fn a_watch_from_a_version_that_is_no_more_is_given_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_told_again_and_out_of_order_changes_nothing() {
+async fn repeated_and_reordered_events_change_nothing() {
     let (fake, mut pods) = started().await;
     fake.repeat(2);
     assert!(timeout(Duration::from_secs(60), next(&mut pods)).await.is_err());
@@ -209,11 +209,11 @@ async fn thirty_pods_that_are_lost_at_once_are_replaced_at_once() {
         }
     }
     classes(&mut pods, 30).await;
-    assert_eq!((fake.state().most["POST pods"], before.elapsed().as_secs()), (30, 2));
+    assert_eq!((fake.state().in_flight_max["POST pods"], before.elapsed().as_secs()), (30, 2));
 }
 
 #[tokio::test(start_paused = true)]
-async fn at_a_slow_server_deletions_go_before_creations() {
+async fn at_a_slow_server_deletions_precede_creations() {
     let (fake, pods) = started().await;
     fake.state().slow.insert("POST pods", Duration::from_secs(10));
     fake.state().calls.clear();
@@ -229,20 +229,20 @@ async fn at_a_slow_server_deletions_go_before_creations() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_is_not_answered_is_made_again() {
+async fn a_call_without_an_answer_is_retried() {
     let (fake, mut pods) = pods();
     until(|| fake.state().count("LIST pods") == 1).await;
-    fake.state().away = true;
+    fake.state().unreachable = true;
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
     tokio::time::sleep(Duration::from_secs(1)).await;
-    fake.state().away = false;
+    fake.state().unreachable = false;
     until(|| fake.state().names() == ["j-w-1"]).await;
     assert_eq!(fake.state().count("POST pods"), 2);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_master_without_its_lease_neither_makes_nor_deletes_pods() {
+async fn a_master_without_its_lease_neither_creates_nor_deletes_pods() {
     let (fake, cluster) = FakeServer::start();
     let anchor =
         serde_json::from_value(json!({"name": "j", "namespace": "ns", "uid": "anchor"})).unwrap();
@@ -266,7 +266,7 @@ async fn a_master_without_its_lease_neither_makes_nor_deletes_pods() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pod_has_the_class_of_its_place() {
+async fn a_pod_has_the_class_of_its_slot() {
     let (fake, cluster) = FakeServer::start();
     let mut pods = pods_of(&cluster, LeaseGuard::unlimited(), Some(PriorityTiers::shipped()));
     for (launch, index) in [(1, 0), (2, 1), (3, 2), (4, 70)] {
@@ -280,7 +280,7 @@ async fn a_pod_has_the_class_of_its_place() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() {
+async fn a_missing_class_reduces_the_tiers_for_all_launches_and_is_reported_once() {
     let (fake, cluster) = FakeServer::start();
     let mut pods = pods_of(&cluster, LeaseGuard::unlimited(), Some(PriorityTiers::shipped()));
     let no_rung =
@@ -288,17 +288,17 @@ async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() 
     fake.state().refusals.extend([(403, no_rung), (403, no_rung)]);
     pods.start(LaunchId(1), 2);
     pods.start(LaunchId(2), 3);
-    let (mut classes, mut words) = (Vec::new(), Vec::new());
+    let (mut classes, mut messages) = (Vec::new(), Vec::new());
     while classes.len() < 2 {
         match pods.next().await.1 {
             BackendEvent::Created(class) => classes.push(class.unwrap()),
-            BackendEvent::Waiting(Wait::Answer(Some(said))) => words.push(said),
+            BackendEvent::Waiting(Wait::Answer(Some(message))) => messages.push(message),
             _ => {}
         }
     }
     assert_eq!(classes, ["elasticdl-tier-10", "elasticdl-tier-10"]);
-    assert_eq!(words.len(), 1, "{words:?}");
-    // The last one goes too: no class for anybody.
+    assert_eq!(messages.len(), 1, "{messages:?}");
+    // The core's class is missing, too: no worker has a class.
     let no_core =
         "pods \"j-w-3\" is forbidden: no PriorityClass with name elasticdl-core was found";
     fake.state().refusals.push_back((403, no_core));
@@ -309,7 +309,7 @@ async fn a_class_that_is_missing_shortens_the_ladder_for_all_and_is_said_once() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_class_of_the_users_own_that_is_missing_ends_the_launch() {
+async fn a_missing_class_of_the_users_choice_ends_the_launch() {
     let (fake, mut pods) = pods();
     let message = "pods \"j-w-1\" is forbidden: no PriorityClass with name mine was found";
     fake.state().refusals.push_back((403, message));
@@ -322,9 +322,10 @@ async fn a_class_of_the_users_own_that_is_missing_ends_the_launch() {
     assert_eq!(fake.state().count("POST pods"), 1);
 }
 
-/// The core counts workers, the cluster pods: each goes by its first worker's number.
+/// The minimum counts workers, whereas the cluster counts pods: a pod has the class of its first
+/// worker's slot.
 #[tokio::test(start_paused = true)]
-async fn pods_of_several_workers_are_made_and_replaced_as_one() {
+async fn pods_of_several_workers_are_created_and_replaced_as_one() {
     let (fake, mut pods) = pods();
     let spec =
         JobSpec { num_workers: 4, max_workers: 4, workers_per_pod: 2, min_workers: 2, ..spec() };

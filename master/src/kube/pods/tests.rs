@@ -7,7 +7,7 @@ use super::*;
 
 pub(super) const ONE: LaunchId = LaunchId(1);
 
-/// Pods of a job `j` at a server of which the test is the master.
+/// Pods of a job `j` at a fake server.
 pub(super) fn pods() -> (Arc<FakeServer>, Pods) {
     let (fake, cluster) = FakeServer::start();
     let pods = pods_of(&cluster, LeaseGuard::unlimited(), None);
@@ -36,7 +36,10 @@ pub(super) fn pods_of(
 }
 
 pub(super) fn container(phase: &str, state: Value) -> Value {
-    let container = json!({"name": "worker", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state});
+    let container = json!({
+        "name": "worker", "image": "i", "imageID": "",
+        "ready": false, "restartCount": 0, "state": state
+    });
     json!({"phase": phase, "containerStatuses": [container]})
 }
 
@@ -54,7 +57,7 @@ pub(super) fn ended(exit: Exit) -> (LaunchId, BackendEvent) {
     (ONE, BackendEvent::Ended(exit))
 }
 
-/// The next thing that happens, within an hour of the tests' own time; not that a pod was made.
+/// Returns the next event within an hour of the paused clock; skips the creation of pods.
 pub(super) async fn next(pods: &mut Pods) -> (LaunchId, BackendEvent) {
     loop {
         let happening =
@@ -65,7 +68,7 @@ pub(super) async fn next(pods: &mut Pods) -> (LaunchId, BackendEvent) {
     }
 }
 
-/// A pod that runs.
+/// Starts a pod that runs.
 pub(super) async fn started() -> (Arc<FakeServer>, Pods) {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
@@ -76,7 +79,7 @@ pub(super) async fn started() -> (Arc<FakeServer>, Pods) {
     (fake, pods)
 }
 
-/// Lets the tasks work until it is so. Time stands still meanwhile, but for what they wait for.
+/// Lets the tasks run until the condition holds. The clock advances only when all tasks wait.
 pub(super) async fn until(is_so: impl Fn() -> bool) {
     for _ in 0..100_000 {
         if is_so() {
@@ -88,11 +91,11 @@ pub(super) async fn until(is_so: impl Fn() -> bool) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pod_is_made_runs_and_ends_once() {
+async fn a_pod_is_created_runs_and_ends_once() {
     let (fake, mut pods) = started().await;
     fake.set_status("j-w-1", exited(3));
     assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
-    // What comes after the end says nothing.
+    // Events after the end are ignored.
     fake.set_status("j-w-1", exited(3));
     fake.remove("j-w-1");
     pods.start(LaunchId(2), 0);
@@ -101,7 +104,7 @@ async fn a_pod_is_made_runs_and_ends_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_creation_whose_answer_was_lost_makes_no_second_pod() {
+async fn a_creation_whose_answer_was_lost_creates_no_second_pod() {
     let (fake, mut pods) = pods();
     fake.state().lost = 1;
     pods.start(ONE, 0);
@@ -119,7 +122,7 @@ async fn a_creation_whose_answer_was_lost_makes_no_second_pod() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quota_that_is_used_up_is_waited_out() {
+async fn an_exceeded_quota_is_waited_out() {
     let (fake, mut pods) = pods();
     let message = "pods \"j-w-1\" is forbidden: exceeded quota: q";
     fake.state().refusals.extend([(403, message), (403, message)]);
@@ -130,7 +133,7 @@ async fn a_quota_that_is_used_up_is_waited_out() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_no_waiting_mends_ends_the_launch_with_the_servers_words() {
+async fn a_permanent_refusal_ends_the_launch_with_the_servers_message() {
     let (fake, mut pods) = pods();
     fake.state().refusals.extend([(403, "pods is forbidden: User x cannot create resource pods")]);
     pods.start(ONE, 0);
@@ -141,22 +144,22 @@ async fn what_no_waiting_mends_ends_the_launch_with_the_servers_words() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_watch_has_missed_is_found_by_the_next_list() {
+async fn events_that_a_watch_has_missed_are_found_by_the_next_list() {
     let (fake, mut pods) = started().await;
-    // Gone while nobody was told.
-    fake.state().deaf = true;
+    // The pod is removed without a watch event.
+    fake.state().refuses_watches = true;
     fake.remove("j-w-1");
     fake.forget();
-    fake.state().deaf = false;
+    fake.state().refuses_watches = false;
     assert_eq!(next(&mut pods).await, ended(Exit::Taken("its pod is gone".into())));
     assert!(fake.state().count("LIST pods") >= 2);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pod_that_came_and_went_between_two_lists_has_ended_too() {
+async fn a_pod_that_was_removed_between_two_lists_has_ended() {
     let (fake, mut pods) = pods();
     until(|| fake.state().count("LIST pods") == 1).await;
-    fake.state().deaf = true;
+    fake.state().refuses_watches = true;
     fake.forget();
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
@@ -164,12 +167,12 @@ async fn a_pod_that_came_and_went_between_two_lists_has_ended_too() {
     tokio::time::sleep(Duration::from_millis(10)).await;
     fake.remove("j-w-1");
     fake.forget();
-    fake.state().deaf = false;
+    fake.state().refuses_watches = false;
     assert_eq!(next(&mut pods).await, ended(Exit::Taken("its pod is gone".into())));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_killed_launch_that_runs_on_is_deleted_after_a_moment() {
+async fn a_killed_launch_that_keeps_running_is_deleted_after_a_moment() {
     let (fake, mut pods) = started().await;
     let before = Instant::now();
     pods.kill(ONE);
@@ -179,7 +182,7 @@ async fn a_killed_launch_that_runs_on_is_deleted_after_a_moment() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn how_a_killed_launch_has_ended_by_itself_is_told_and_its_pod_is_kept() {
+async fn a_killed_launch_that_ends_by_itself_is_reported_with_its_exit_and_its_pod_is_retained() {
     let (fake, mut pods) = started().await;
     pods.kill(ONE);
     tokio::time::sleep(END_WAIT / 2).await;
@@ -190,7 +193,7 @@ async fn how_a_killed_launch_has_ended_by_itself_is_told_and_its_pod_is_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_killed_launch_may_have_run_before_its_node_says_so() {
+async fn a_killed_launch_may_have_run_before_its_node_reports_it() {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
@@ -207,7 +210,7 @@ async fn a_killed_launch_may_have_run_before_its_node_says_so() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_killed_launch_that_has_no_node_goes_at_once() {
+async fn a_killed_launch_without_a_node_is_deleted_at_once() {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
@@ -219,7 +222,7 @@ async fn a_killed_launch_that_has_no_node_goes_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pods_of_a_master_before_are_taken_over_as_they_are() {
+async fn pods_of_an_earlier_master_are_adopted_in_their_present_state() {
     let (fake, before) = started().await;
     before.start(LaunchId(2), 5);
     until(|| fake.state().names().len() == 2).await;
@@ -244,7 +247,7 @@ async fn pods_of_a_master_before_are_taken_over_as_they_are() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_launch_that_is_killed_before_its_pod_is_there_leaves_none() {
+async fn a_launch_that_is_killed_before_its_pod_exists_leaves_no_pod() {
     let (fake, mut pods) = pods();
     fake.state().refusals.extend([(500, "not now"), (500, "not now")]);
     pods.start(ONE, 0);
@@ -260,7 +263,7 @@ async fn a_launch_that_is_killed_before_its_pod_is_there_leaves_none() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
+async fn a_pod_that_cannot_start_is_evicted_after_a_while() {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITS);
@@ -280,9 +283,9 @@ async fn a_pod_that_cannot_start_is_given_up_after_a_while() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_ever_later_and_nobody_is_blamed()
+async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_with_back_off_and_without_blame()
 {
-    // By this master, or by one before it.
+    // By this master, or by an earlier one.
     for by_this_master in [true, false] {
         let (fake, mut pods) = if by_this_master {
             started().await
@@ -291,12 +294,13 @@ async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_ever_later_an
             pods.has_trained();
             (fake, pods)
         };
-        let why = "ImagePullBackOff: the registry is away";
+        let why = "ImagePullBackOff: the registry is unreachable";
         for (launch, seconds) in (2..).zip([20_u64, 40, 80, 160, 320, 320]) {
             let name = format!("j-w-{launch}");
             pods.start(LaunchId(launch), 0);
             until(|| fake.state().names().contains(&name.as_str())).await;
-            let stuck = json!({"waiting": {"reason": "ImagePullBackOff", "message": "the registry is away"}});
+            let message = "the registry is unreachable";
+            let stuck = json!({"waiting": {"reason": "ImagePullBackOff", "message": message}});
             fake.set_status(&name, container("Pending", stuck));
             let wait = BackendEvent::Waiting(Wait::Start(Some(why.into())));
             while next(&mut pods).await != (LaunchId(launch), wait.clone()) {}
@@ -311,7 +315,7 @@ async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_ever_later_an
 }
 
 #[tokio::test(start_paused = true)]
-async fn once_a_worker_has_run_a_refusal_is_waited_for() {
+async fn once_a_worker_has_run_a_refusal_is_retried() {
     let (fake, mut pods) = started().await;
     fake.state().refusals.extend([(403, "denied the request: not on Fridays"); 3]);
     pods.start(LaunchId(2), 0);
@@ -322,7 +326,7 @@ async fn once_a_worker_has_run_a_refusal_is_waited_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quota_that_wants_limits_is_waited_for_with_the_option_that_helps() {
+async fn a_quota_that_requires_limits_is_reported_with_the_option_that_helps() {
     let (fake, mut pods) = pods();
     fake.state()
         .refusals
@@ -339,7 +343,7 @@ async fn a_quota_that_wants_limits_is_waited_for_with_the_option_that_helps() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_the_pods_that_have_ended_the_last_16_are_kept() {
+async fn the_last_16_ended_pods_are_retained() {
     let (fake, mut pods) = pods();
     for launch in 1..=20 {
         pods.start(LaunchId(launch), 0);
@@ -353,7 +357,7 @@ async fn of_the_pods_that_have_ended_the_last_16_are_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_end_deletes_what_runs_and_nothing_else() {
+async fn the_end_deletes_running_pods_and_no_others() {
     let (fake, mut pods) = started().await;
     pods.start(LaunchId(2), 0);
     until(|| fake.state().names().len() == 2).await;

@@ -54,7 +54,7 @@ impl PodController {
         let lost: Vec<_> =
             self.launches.iter().filter_map(|(&id, l)| Some((id, is_lost(l)?.1))).collect();
         for (launch, termination) in lost {
-            let state = if termination.ready { "says that it runs" } else { "does not answer" };
+            let state = if termination.ready { "reports that it runs" } else { "does not answer" };
             let message = format!(
                 "it was to end in {} s, and its node {state}: {}",
                 termination.grace.as_secs(),

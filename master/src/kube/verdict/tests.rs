@@ -1,4 +1,4 @@
-//! One row per way in which a cluster tells a pod's end; the JSON is what servers send.
+//! One row per way in which a cluster reports the end of a pod; the JSON is that of real servers.
 
 use serde_json::{Value, json};
 
@@ -29,7 +29,8 @@ fn waiting(reason: &str, message: &str) -> Value {
 
 fn container(state: Value) -> Value {
     json!({
-        "name": "worker", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state
+        "name": "worker", "image": "i", "imageID": "",
+        "ready": false, "restartCount": 0, "state": state
     })
 }
 
@@ -51,7 +52,7 @@ fn running() -> Value {
     container(json!({"running": {"startedAt": "2024-05-01T10:00:00Z"}}))
 }
 
-/// A pod whose program runs, with a condition of the cluster's.
+/// A pod whose program runs, with a condition that the cluster has set.
 fn condition(name: &str, reason: &str, message: &str) -> Value {
     json!({"phase": "Running", "containerStatuses": [running()], "conditions": [
         {"type": "Ready", "status": "True"},
@@ -65,7 +66,7 @@ fn leaves(cause: Cause, detail: &str) -> Verdict {
 }
 
 #[test]
-fn what_the_cluster_takes_leaves_and_then_has_ended_in_the_clusters_words() {
+fn a_pod_that_the_cluster_removes_terminates_and_ends_with_the_clusters_message() {
     let preempting = "preempting to accommodate a higher priority pod";
     let table = [
         ("DisruptionTarget", "PreemptionByScheduler", preempting, Cause::Preempted),
@@ -87,11 +88,11 @@ fn what_the_cluster_takes_leaves_and_then_has_ended_in_the_clusters_words() {
     ];
     for (name, reason, message, cause) in table {
         let mut status = condition(name, reason, message);
-        // Announced, and perhaps never done.
+        // Announced, and perhaps never carried out.
         assert_eq!(classify(&pod(status.clone())), Verdict::Running, "{status}");
         let detail = format!("{reason}: {message}");
         assert_eq!(classify(&deleted_pod(status.clone())), leaves(cause, &detail), "{status}");
-        // A drained worker ends in order, with 0, or by the signal that the kubelet sent.
+        // A drained worker exits with 0, or by the kubelet's signal.
         for code in [0, 137, 143] {
             let state = json!({"terminated": {"exitCode": code, "reason": "Error"}});
             status["containerStatuses"] = json!([container(state)]);
@@ -103,14 +104,14 @@ fn what_the_cluster_takes_leaves_and_then_has_ended_in_the_clusters_words() {
         }
         assert!(!cause.is_own_fault());
     }
-    // A pod whose node is no more has nobody who would tell its program.
+    // The node of this pod does not exist any more, so no kubelet stops its program.
     let gone = condition("DisruptionTarget", "DeletionByPodGC", "PodGC: node no longer exists");
     let lost = ended(Cause::Lost, "DeletionByPodGC: PodGC: node no longer exists");
     assert_eq!(classify(&deleted_pod(gone)), lost);
 }
 
 #[test]
-fn what_its_node_took_has_ended_when_the_phase_says_so() {
+fn a_pod_that_its_node_removes_has_ended_by_its_phase() {
     let table = [
         ("Evicted", "The node was low on resource: memory. ", Cause::Evicted),
         ("Preempting", "Preempted in order to admit critical pod", Cause::Preempted),
@@ -125,7 +126,7 @@ fn what_its_node_took_has_ended_when_the_phase_says_so() {
 }
 
 #[test]
-fn deletion_is_stronger_than_how_the_container_ended() {
+fn a_deletion_takes_precedence_over_the_containers_exit() {
     for code in [0, 1, 137, 143] {
         let status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
         assert_eq!(
@@ -134,14 +135,14 @@ fn deletion_is_stronger_than_how_the_container_ended() {
             "{code}"
         );
     }
-    // A condition that is not there any more says nothing.
+    // A condition with status False is ignored.
     let mut status = terminated("Succeeded", json!({"exitCode": 0, "reason": "Completed"}));
     status["conditions"] = json!([{"type": "DisruptionTarget", "status": "False", "reason": "X"}]);
     assert_eq!(classify(&pod(status)), ended(Cause::Exited(0), "exited with code 0"));
 }
 
 #[test]
-fn a_program_that_runs_leaves_and_one_that_does_not_is_gone() {
+fn a_deleted_pod_terminates_if_its_program_runs_and_has_ended_otherwise() {
     let runs = condition("ContainersReady", "", "");
     assert_eq!(classify(&deleted_pod(runs)), leaves(Cause::Deleted, "its pod is being deleted"));
     let gone = ended(Cause::Deleted, "its pod is being deleted");
@@ -152,8 +153,8 @@ fn a_program_that_runs_leaves_and_one_that_does_not_is_gone() {
 }
 
 #[test]
-fn of_a_node_that_does_not_answer_the_pods_leave_unready_or_are_lost() {
-    // The taint manager deletes them; nobody is there to obey, so they terminate for ever.
+fn pods_of_an_unresponsive_node_terminate_unready_or_are_lost() {
+    // The taint manager deletes these pods; without a kubelet they terminate forever.
     let status = json!({"phase": "Running", "containerStatuses": [running()], "conditions": [
         {"type": "Ready", "status": "False", "reason": "NodeNotReady"}
     ]});
@@ -161,36 +162,37 @@ fn of_a_node_that_does_not_answer_the_pods_leave_unready_or_are_lost() {
         panic!("{status}")
     };
     assert!(!leave.ready && leave.grace == Duration::from_secs(10), "{leave:?}");
-    // And some servers say so themselves.
+    // Some servers also set the reason.
     let mut status = status;
     status["reason"] = "NodeLost".into();
     status["message"] = "Node n which was running pod p is unresponsive".into();
     let detail = "NodeLost: Node n which was running pod p is unresponsive";
-    assert_eq!(classify(&deleted_pod(status)), ended(Cause::Lost, detail));
+    assert_eq!(classify(&deleted_pod(status)), ended(Cause::Lost, &detail));
 }
 
 #[test]
-fn a_companion_that_runs_on_is_seen_once_the_worker_has_ended() {
-    let beside = |own: Value| {
+fn a_running_sidecar_is_detected_once_the_worker_has_ended() {
+    let with_sidecar = |own: Value| {
         let mut sidecar = running();
         sidecar["name"] = "proxy".into();
         pod(json!({"phase": "Running", "containerStatuses": [sidecar, own]}))
     };
-    let over = beside(container(json!({"terminated": {"exitCode": 0, "reason": "Completed"}})));
+    let over =
+        with_sidecar(container(json!({"terminated": {"exitCode": 0, "reason": "Completed"}})));
     assert_eq!(classify(&over), ended(Cause::Exited(0), "exited with code 0"));
     assert!(has_running_sidecar(&over));
-    let alive = beside(running());
+    let alive = with_sidecar(running());
     assert_eq!((classify(&alive), has_running_sidecar(&alive)), (Verdict::Running, false));
     assert!(!has_running_sidecar(&pod(terminated("Failed", json!({"exitCode": 1})))));
     assert!(!has_running_sidecar(&Pod::default()));
 }
 
 #[test]
-fn processes_are_over_only_if_their_end_was_seen() {
+fn processes_have_terminated_only_if_their_end_was_observed() {
     let exited = json!({"exitCode": 1, "reason": "Error"});
     assert!(has_terminated(&pod(terminated("Failed", exited.clone()))));
     assert!(has_terminated(&pod(terminated("Succeeded", json!({"exitCode": 0})))));
-    // Others may run on, or start again.
+    // Other containers may still run, or restart.
     assert!(!has_terminated(&pod(terminated("Running", exited))));
     let unknown =
         terminated("Failed", json!({"exitCode": 137, "reason": "ContainerStatusUnknown"}));
@@ -201,7 +203,7 @@ fn processes_are_over_only_if_their_end_was_seen() {
 }
 
 #[test]
-fn a_node_that_does_not_let_a_pod_start_is_not_its_fault() {
+fn a_pod_that_its_node_does_not_admit_is_not_at_fault() {
     let table = [
         (
             "OutOfcpu",
@@ -226,7 +228,7 @@ fn a_node_that_does_not_let_a_pod_start_is_not_its_fault() {
 }
 
 #[test]
-fn limits_that_a_pod_broke_are_its_fault() {
+fn a_pod_that_exceeds_its_own_limits_is_at_fault() {
     let oom = terminated("Failed", json!({"exitCode": 137, "reason": "OOMKilled"}));
     assert_eq!(
         classify(&pod(oom)),
@@ -241,17 +243,20 @@ fn limits_that_a_pod_broke_are_its_fault() {
         let detail = format!("Evicted: {}", message.trim());
         assert_eq!(classify(&pod(failed("Evicted", message))), ended(Cause::OverLimit, &detail));
     }
-    // Newer servers add who has ended it, and may leave out the reason.
+    // Newer servers add what has ended it, and may omit the reason.
     let own = "Usage of EmptyDir volume \"tmp\" exceeds the limit \"1Mi\". ";
-    let condition = json!([{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": own}]);
+    let condition = json!([{
+        "type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet",
+        "message": own
+    }]);
     let detail = format!("Evicted: {}", own.trim());
-    let told = pod(json!({"phase": "Failed", "conditions": condition}));
-    assert_eq!(classify(&told), ended(Cause::OverLimit, &detail));
+    let pod = pod(json!({"phase": "Failed", "conditions": condition}));
+    assert_eq!(classify(&pod), ended(Cause::OverLimit, &detail));
     assert!(Cause::OverLimit.is_own_fault() && Cause::OutOfMemory.is_own_fault());
 }
 
 #[test]
-fn exit_codes_tell_crashes_from_kills() {
+fn exit_codes_distinguish_crashes_from_kills() {
     let table = [
         (0, Cause::Exited(0), true),
         (1, Cause::Exited(1), true),
@@ -272,25 +277,26 @@ fn exit_codes_tell_crashes_from_kills() {
     }
     let named = terminated(
         "Failed",
-        json!({"exitCode": 137, "signal": 9, "reason": "Error", "message": "last words"}),
+        json!({"exitCode": 137, "signal": 9, "reason": "Error", "message": "last lines"}),
     );
-    assert_eq!(classify(&pod(named)), ended(Cause::Signalled(9), "ended by signal 9: last words"));
+    assert_eq!(classify(&pod(named)), ended(Cause::Signalled(9), "ended by signal 9: last lines"));
 }
 
 #[test]
-fn a_container_that_has_ended_is_the_end_before_the_pods_phase_says_so() {
+fn a_pod_has_ended_with_its_container_before_its_phase_changes() {
     let status = terminated("Running", json!({"exitCode": 1, "reason": "Error"}));
     assert_eq!(classify(&pod(status)), ended(Cause::Exited(1), "exited with code 1"));
 }
 
 #[test]
-fn an_end_without_a_word_is_a_loss() {
+fn an_end_without_a_status_is_a_loss() {
+    let message = "The container could not be located when the pod was terminated";
     let unknown = terminated(
         "Failed",
-        json!({"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "The container could not be located when the pod was terminated"}),
+        json!({"exitCode": 137, "reason": "ContainerStatusUnknown", "message": message}),
     );
-    let detail = "its node does not know how it ended: The container could not be located when the pod was terminated";
-    assert_eq!(classify(&pod(unknown)), ended(Cause::Lost, detail));
+    let detail = format!("its node does not know how it ended: {message}");
+    assert_eq!(classify(&pod(unknown)), ended(Cause::Lost, &detail));
     let silent = ended(Cause::Lost, "it ended, and its node does not say how");
     assert_eq!(classify(&pod(json!({"phase": "Failed"}))), silent);
     assert_eq!(
@@ -306,7 +312,7 @@ fn an_end_without_a_word_is_a_loss() {
 }
 
 #[test]
-fn what_waiting_does_not_mend_is_told_from_what_it_does() {
+fn permanent_start_failures_are_distinguished_from_temporary_ones() {
     for reason in [
         "ErrImagePull",
         "ImagePullBackOff",
@@ -325,12 +331,13 @@ fn what_waiting_does_not_mend_is_told_from_what_it_does() {
         json!({"spec": {"nodeName": "n", "containers": []}, "status": {"phase": "Pending"}});
     assert_eq!(classify(&serde_json::from_value(bound).unwrap()), Verdict::Starting);
     assert_eq!(classify(&Pod::default()), Verdict::Created);
-    let running = json!({"phase": "Running", "containerStatuses": [container(json!({"running": {"startedAt": "2024-05-01T10:00:00Z"}}))]});
+    let state = container(json!({"running": {"startedAt": "2024-05-01T10:00:00Z"}}));
+    let running = json!({"phase": "Running", "containerStatuses": [state]});
     assert_eq!(classify(&pod(running)), Verdict::Running);
 }
 
 #[test]
-fn no_room_is_no_end() {
+fn an_unschedulable_pod_has_not_ended() {
     let table = [
         ("Unschedulable", "0/1 nodes are available: 1 Insufficient cpu."),
         ("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates"),
