@@ -80,10 +80,10 @@ pub struct PersistedJobFile {
 
 impl PersistedJobFile {
     /// Replaces the persisted state. A failure is logged: the job continues, but can't be resumed.
-    pub(crate) fn write(&mut self, record: &JobRecord) {
-        let json = serde_json::to_vec(&Versioned { version: RECORD_VERSION, content: record })
-            .expect("a record's keys are strings");
-        let written = self.write_list(record).and_then(|()| replace(&self.path, &json));
+    pub(crate) fn write(&mut self, job: &JobRecord) {
+        let json = serde_json::to_vec(&Versioned { version: RECORD_VERSION, content: job })
+            .expect("the keys of a job are strings");
+        let written = self.write_list(job).and_then(|()| replace(&self.path, &json));
         let Err(failure) = written else {
             self.failed = false;
             return;
@@ -100,8 +100,8 @@ impl PersistedJobFile {
 
 impl PersistedJobFile {
     /// Writes the list of files to which the state refers, if it is not stored yet.
-    fn write_list(&mut self, record: &JobRecord) -> io::Result<()> {
-        if let Some(list) = record.file_list()
+    fn write_list(&mut self, job: &JobRecord) -> io::Result<()> {
+        if let Some(list) = job.file_list()
             && self.stored != Some(DataMark::of(list))
         {
             replace(&self.path.with_file_name(FILES), list.packed())?;

@@ -137,12 +137,12 @@ pub enum WriteError {
     /// A newer master has started. Write nothing more.
     #[error("another master of the job has begun since")]
     Fenced,
-    /// The write may succeed later. Retry it.
-    #[error(transparent)]
-    Retryable(ClusterError),
     /// The server will never accept this write.
     #[error("{0}")]
     Refused(String),
+    /// The write may succeed later. Retry it.
+    #[error(transparent)]
+    Retryable(ClusterError),
 }
 
 impl AnchorWriter {
@@ -313,12 +313,12 @@ pub struct AnchorWatch {
 /// A change of a watched anchor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AnchorEvent {
-    /// The server denies the watch; it is retried all the same.
-    Forbidden(String),
-    /// The anchor was deleted, or never existed.
-    Deleted,
     /// The anchor's present data.
     Data(Data),
+    /// The anchor was deleted, or never existed.
+    Deleted,
+    /// The server denies the watch; it is retried all the same.
+    Forbidden(String),
 }
 
 impl AnchorWatch {

@@ -223,9 +223,9 @@ struct LeaseClient {
 
 /// Result of a write.
 enum WriteOutcome {
+    Accepted(LeaseSnapshot),
     Conflict,
     Failed(kube::Error),
-    Accepted(LeaseSnapshot),
     TimedOut,
 }
 

@@ -36,10 +36,10 @@ pub enum MasterStatus {
     Ended(String),
     /// The Job has failed; no other master will follow. The reason.
     Failed(String),
-    /// The master runs.
-    Running,
     /// The master is unschedulable. The reason.
     Pending(String),
+    /// The master runs.
+    Running,
 }
 
 impl MasterPods {

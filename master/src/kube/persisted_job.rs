@@ -64,7 +64,7 @@ pub(crate) struct PersistedWatch {
 
 #[derive(Clone, Debug, Default)]
 struct PendingWrite {
-    record: Option<JobRecord>,
+    job: Option<JobRecord>,
     revision: u64,
     /// The newest revision that the master waits for.
     awaited: u64,
@@ -98,8 +98,8 @@ impl PersistedJobWriter {
 
     /// Submits the state of `revision`. It is written without delay if `awaited` is not persisted
     /// yet.
-    pub(crate) fn submit(&self, revision: u64, awaited: u64, record: JobRecord) {
-        self.submitted.send_replace(PendingWrite { record: Some(record), revision, awaited });
+    pub(crate) fn submit(&self, revision: u64, awaited: u64, job: JobRecord) {
+        self.submitted.send_replace(PendingWrite { job: Some(job), revision, awaited });
     }
 
     /// Returns the newest revision that need not be waited for: it is persisted, or writes have
@@ -178,30 +178,30 @@ pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
 ///
 /// # Errors
 /// It is too long.
-fn write(mut record: JobRecord) -> Result<String, String> {
-    let text = pack(&record);
-    if text.len() <= RECORD_BYTES_MAX {
+fn write(mut job: JobRecord) -> Result<String, String> {
+    let text = pack(&job);
+    if text.len() <= JOB_BYTES_MAX {
         return Ok(text);
     }
     warn!(
         bytes = text.len(),
         "the persisted job is shortened: the next master will not know all of its history"
     );
-    record.shorten();
-    let text = pack(&record);
+    job.shorten();
+    let text = pack(&job);
     match text.len() {
-        0..=RECORD_BYTES_MAX => Ok(text),
+        0..=JOB_BYTES_MAX => Ok(text),
         bytes => Err(format!(
             "it takes {} KiB, and at most {} are possible",
             bytes >> 10,
-            RECORD_BYTES_MAX >> 10
+            JOB_BYTES_MAX >> 10
         )),
     }
 }
 
-fn pack(record: &JobRecord) -> String {
-    let versioned = Versioned { version: VERSION, content: record };
-    let plain = serde_json::to_string(&versioned).expect("a record's keys are strings");
+fn pack(job: &JobRecord) -> String {
+    let versioned = Versioned { version: VERSION, content: job };
+    let plain = serde_json::to_string(&versioned).expect("the keys of a job are strings");
     if plain.len() <= PLAIN_BYTES_MAX {
         return plain;
     }
@@ -237,12 +237,12 @@ impl WriterTask {
             }
             let mut failures = 0;
             loop {
-                let PendingWrite { record: Some(record), revision, .. } =
+                let PendingWrite { job: Some(job), revision, .. } =
                     submissions.borrow_and_update().clone()
                 else {
                     break;
                 };
-                let why = match self.try_persist(record).await {
+                let why = match self.try_persist(job).await {
                     None => continue,
                     Some(Ok(())) => {
                         written = Some(Instant::now());
@@ -274,8 +274,8 @@ impl WriterTask {
 
     /// Writes the list of files, if it is new, and the job. `None`: the guard expired before the
     /// answer.
-    async fn try_persist(&mut self, record: JobRecord) -> Option<Result<(), WriteError>> {
-        if let Some(list) = record.file_list()
+    async fn try_persist(&mut self, job: JobRecord) -> Option<Result<(), WriteError>> {
+        if let Some(list) = job.file_list()
             && self.stored != Some(DataMark::of(list))
         {
             let stored = self.guard.during(file_list::store(&self.writer, list)).await?;
@@ -284,7 +284,7 @@ impl WriterTask {
                 Err(error) => return Some(Err(error)),
             }
         }
-        let text = match write(record) {
+        let text = match write(job) {
             Ok(text) => text,
             Err(why) => return Some(Err(WriteError::Refused(why))),
         };
@@ -318,7 +318,7 @@ const VERSION_OLDEST: u32 = 1;
 /// Length above which the JSON is compressed.
 const PLAIN_BYTES_MAX: usize = 64 << 10;
 /// Maximum length; the anchor has 1 MiB in total.
-const RECORD_BYTES_MAX: usize = 416 << 10;
+const JOB_BYTES_MAX: usize = 416 << 10;
 const LEVEL: i32 = 3;
 
 #[cfg(test)]

@@ -222,10 +222,10 @@ struct UnexplainedDeletion {
 enum CallResult {
     Created(LaunchId, CreateOutcome),
     Deleted,
-    /// The launch has had its time to end by itself and is to be killed.
-    KillDue(LaunchId),
     /// The scheduler's messages about preempted pods, by uid.
     Explained(Vec<UnexplainedDeletion>, BTreeMap<String, String>),
+    /// The launch has had its time to end by itself and is to be killed.
+    KillDue(LaunchId),
 }
 
 impl PodController {

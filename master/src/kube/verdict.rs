@@ -38,18 +38,18 @@ use k8s_openapi::api::core::v1::{
 /// State of a pod, as its object shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The object exists; the scheduler has not considered it yet.
-    Created,
     /// The pod can't start without a change, on this node or on any. The reason, for the user.
     CannotStart(String),
+    /// The object exists; the scheduler has not considered it yet.
+    Created,
     /// The pod has ended, or will never run.
     Ended(End),
-    /// The pod is being deleted, and its program still runs.
-    Terminating(Termination),
     /// Its program runs.
     Running,
     /// The pod has a node, which pulls its image or prepares its volumes.
     Starting,
+    /// The pod is being deleted, and its program still runs.
+    Terminating(Termination),
     /// No node has capacity for the pod, or a scheduling gate holds it back. The reason.
     Unschedulable(String),
 }
@@ -93,12 +93,12 @@ pub enum Cause {
     OverLimit,
     /// A pod of higher priority needed its capacity.
     Preempted,
+    /// The cluster removed it for another reason.
+    Reclaimed,
     /// Its node's kubelet did not admit it.
     Refused,
     /// Its program was ended by this signal.
     Signalled(i32),
-    /// The cluster removed it for another reason.
-    Reclaimed,
 }
 
 impl Cause {

@@ -23,14 +23,14 @@ use super::client::is_code;
 /// A change of the selected objects.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Change<K> {
-    /// The server denies access; the request is retried all the same.
-    Forbidden(String),
-    /// The object was deleted; its last known content.
-    Deleted(K),
-    /// A list, requested at this time, has returned exactly these uids.
-    Listed(Instant, BTreeSet<String>),
     /// The object is new, or has changed.
     Applied(K),
+    /// The object was deleted; its last known content.
+    Deleted(K),
+    /// The server denies access; the request is retried all the same.
+    Forbidden(String),
+    /// A list, requested at this time, has returned exactly these uids.
+    Listed(Instant, BTreeSet<String>),
 }
 
 /// Field selector and label selector of the objects.

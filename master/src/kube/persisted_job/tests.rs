@@ -44,7 +44,7 @@ fn writes(fake: &FakeServer) -> usize {
 }
 
 /// A job that is identified by its seed.
-fn record(seed: u64) -> JobRecord {
+fn job_with_seed(seed: u64) -> JobRecord {
     Job::new(JobSpec { seed, ..spec() }).record()
 }
 
@@ -60,16 +60,16 @@ async fn the_newest_state_is_written_once_a_second_and_an_awaited_one_at_once() 
     let mut writer = writer(begin(&anchor).await);
     let begun = writes(&fake);
     let start = Instant::now();
-    writer.submit(1, 0, record(1));
+    writer.submit(1, 0, job_with_seed(1));
     persisted(&mut writer, 1).await;
     assert!(start.elapsed() < Duration::from_millis(100));
     assert_eq!(seed(&fake), Some(1));
-    writer.submit(2, 0, record(2));
-    writer.submit(3, 0, record(3));
+    writer.submit(2, 0, job_with_seed(2));
+    writer.submit(3, 0, job_with_seed(3));
     persisted(&mut writer, 3).await;
     assert!(start.elapsed() >= INTERVAL);
     assert_eq!((seed(&fake), writes(&fake) - begun), (Some(3), 2));
-    writer.submit(4, 4, record(4));
+    writer.submit(4, 4, job_with_seed(4));
     let before = Instant::now();
     persisted(&mut writer, 4).await;
     assert!(before.elapsed() < Duration::from_millis(100));
@@ -81,20 +81,20 @@ async fn an_unreachable_server_gets_the_newest_state_later_and_one_error_is_repo
     let (fake, anchor) = start();
     let mut writer = writer(begin(&anchor).await);
     fake.state().throttles.extend([("PATCH configmaps", 500, 0); 3]);
-    writer.submit(1, 1, record(1));
+    writer.submit(1, 1, job_with_seed(1));
     let Some(PersistError::Retrying(why)) = writer.changed().await else {
         panic!("no error was reported")
     };
     assert!(why.contains("too many requests"), "{why}");
     assert_eq!((writer.persisted(), seed(&fake)), (0, None));
-    writer.submit(2, 1, record(2));
+    writer.submit(2, 1, job_with_seed(2));
     let mut all = writer.watch();
     all.flush(Duration::from_secs(60)).await;
     assert_eq!((writer.persisted(), seed(&fake)), (2, Some(2)));
     assert_eq!(writer.changed().await, None);
     // The wait has a time limit.
     fake.state().unreachable = true;
-    writer.submit(3, 3, record(3));
+    writer.submit(3, 3, job_with_seed(3));
     let before = Instant::now();
     all.flush(Duration::from_secs(3)).await;
     assert_eq!((before.elapsed(), writer.persisted()), (Duration::from_secs(3), 2));
@@ -106,14 +106,14 @@ async fn a_permanent_refusal_is_reported_and_ends_the_waiting() {
         let (fake, anchor) = start();
         let mut writer = writer(begin(&anchor).await);
         fake.state().throttles.push_back(("PATCH configmaps", code, 0));
-        writer.submit(1, 1, record(1));
+        writer.submit(1, 1, job_with_seed(1));
         let Some(PersistError::Refused(why)) = writer.changed().await else {
             panic!("{code}: no error was reported")
         };
         assert!(why.contains("the API server answered: too many requests"), "{why}");
         // The job's end is submitted, too, and must not wait.
         let before = writes(&fake);
-        writer.submit(2, 2, record(2));
+        writer.submit(2, 2, job_with_seed(2));
         assert!(writer.persisted() >= 2);
         tokio::time::sleep(Duration::from_secs(60)).await;
         assert_eq!(writes(&fake), before, "{code}");
@@ -125,7 +125,7 @@ async fn a_missing_permission_is_reported_and_retried() {
     let (fake, anchor) = start();
     let mut writer = writer(begin(&anchor).await);
     fake.state().throttles.push_back(("PATCH configmaps", 403, 0));
-    writer.submit(1, 1, record(1));
+    writer.submit(1, 1, job_with_seed(1));
     let Some(PersistError::Retrying(why)) = writer.changed().await else {
         panic!("no error was reported")
     };
@@ -139,17 +139,17 @@ async fn a_write_of_a_replaced_master_changes_nothing() {
     let (fake, anchor) = start();
     let first = begin(&anchor).await;
     let mut old = writer(first.clone());
-    old.submit(1, 1, record(1));
+    old.submit(1, 1, job_with_seed(1));
     persisted(&mut old, 1).await;
     let mut new = writer(begin(&anchor).await);
     // The old master still considers its Lease valid: the API server is slow, or the master's clock
     // was stopped.
-    old.submit(2, 2, record(2));
+    old.submit(2, 2, job_with_seed(2));
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert_eq!((old.persisted(), seed(&fake)), (1, Some(1)));
-    new.submit(1, 1, record(3));
+    new.submit(1, 1, job_with_seed(3));
     persisted(&mut new, 1).await;
-    old.submit(3, 3, record(4));
+    old.submit(3, 3, job_with_seed(4));
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert_eq!((old.persisted(), seed(&fake)), (1, Some(3)));
     // It writes no status and no summary either.
@@ -202,7 +202,7 @@ fn the_largest_job_is_compressed_and_leaves_space_for_the_other_keys() {
     let record = largest().record();
     let text = write(record.clone()).unwrap();
     assert!(text.starts_with("{\"version\":2,\"packed\":"), "{}", &text[..60]);
-    assert!(text.len() < RECORD_BYTES_MAX / 2, "{} KiB", text.len() >> 10);
+    assert!(text.len() < JOB_BYTES_MAX / 2, "{} KiB", text.len() >> 10);
     let mut read = read(&text).unwrap();
     read.attach(record.file_list().unwrap().clone()).unwrap();
     assert!(read == record);
@@ -210,10 +210,10 @@ fn the_largest_job_is_compressed_and_leaves_space_for_the_other_keys() {
 
 #[test]
 fn known_versions_are_read_and_others_are_refused() {
-    let text = write(record(7)).unwrap();
-    assert_eq!(read(&text), Ok(record(7)));
+    let text = write(job_with_seed(7)).unwrap();
+    assert_eq!(read(&text), Ok(job_with_seed(7)));
     let version_1 = text.replacen("\"version\":2", "\"version\":1", 1);
-    assert_eq!(read(&version_1), Ok(record(7)));
+    assert_eq!(read(&version_1), Ok(job_with_seed(7)));
     let error = read("{\"version\": 3, \"anything\": [1]}").unwrap_err();
     assert!(error.contains("version 3") && error.contains("reads versions 1 to 2"), "{error}");
     assert!(

@@ -45,11 +45,11 @@ pub(super) struct CreateContext<'a> {
 /// Result of a creation.
 #[derive(Debug)]
 pub(super) enum CreateOutcome {
-    /// The cluster has no priority class of this name.
-    MissingClass(String),
     /// The launch was killed before the pod was created.
     Cancelled,
     Created(Box<Pod>),
+    /// The cluster has no priority class of this name.
+    MissingClass(String),
     /// The server will never accept the pod.
     Rejected(String),
 }
