@@ -44,10 +44,8 @@ pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
             // A master of an older version has not published its start time; it holds the lock.
             None => ProcessIdentity::look_up(endpoint.pid).ok_or_else(changing)?,
         };
-        return match process.signal(Signal::TERM).map_err(failed(process.pid))? {
-            true => Ok(StopTarget::Master),
-            false => Err(changing()),
-        };
+        let is_signalled = process.signal(Signal::TERM).map_err(failed(process.pid))?;
+        return if is_signalled { Ok(StopTarget::Master) } else { Err(changing()) };
     }
     if !super::contents::is_job_dir(root) {
         return Err(LookupError::NoSuchJob { path: root.into() }.into());

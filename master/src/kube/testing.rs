@@ -484,12 +484,10 @@ fn check(resource: &str, object: &Value) -> Result<(), String> {
         object[key].as_object().into_iter().flatten().map(|(_, v)| v.as_str().unwrap().len())
     };
     let bytes = values("data").sum::<usize>() + values("binaryData").sum::<usize>() / 4 * 3;
-    match resource == "configmaps" && bytes > 1 << 20 {
-        true => {
-            Err("ConfigMap is invalid: []: Too long: must have at in_flight_max 1048576 bytes"
-                .into())
-        }
-        false => Ok(()),
+    if resource == "configmaps" && bytes > 1 << 20 {
+        Err("ConfigMap is invalid: []: Too long: must have at in_flight_max 1048576 bytes".into())
+    } else {
+        Ok(())
     }
 }
 

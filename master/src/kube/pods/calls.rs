@@ -81,7 +81,7 @@ impl PodClient {
                 Ok(CreateOutcome::Rejected(text)) if has_run.load(Ordering::Relaxed) => {
                     Retry { text, is_quota: false }
                 }
-                Ok(made) => return made,
+                Ok(outcome) => return outcome,
                 Err(why) => why,
             };
             drop(permit);
@@ -138,14 +138,14 @@ struct Retry {
 async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<CreateOutcome, Retry> {
     let later = |text: String| Err(Retry { text, is_quota: false });
     let error = match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), pod)).await {
-        Ok(Ok(made)) => return Ok(CreateOutcome::Created(Box::new(made))),
+        Ok(Ok(created)) => return Ok(CreateOutcome::Created(Box::new(created))),
         Ok(Err(error)) => error,
         Err(_) => return later("the API server does not answer".into()),
     };
     if is_code(&error, 409)
-        && let Ok(Some(made)) = timeout(CALL_TIMEOUT, made_before(api, pod, owner)).await
+        && let Ok(Some(found)) = timeout(CALL_TIMEOUT, find_existing(api, pod, owner)).await
     {
-        return Ok(made);
+        return Ok(found);
     }
     match &error {
         kube::Error::Api(status) if status.code == 403 && is_quota(&status.message) => {
@@ -163,15 +163,16 @@ async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<CreateOutc
 
 /// Returns the server's message, with the option that helps, if there is one.
 fn with_hint(message: &str) -> String {
-    match message.contains("must specify limits.cpu") {
-        true => format!("{message}; --worker-resources and --master-resources take limits.cpu=N"),
-        false => message.to_owned(),
+    if message.contains("must specify limits.cpu") {
+        format!("{message}; --worker-resources and --master-resources take limits.cpu=N")
+    } else {
+        message.to_owned()
     }
 }
 
 /// Handles a name that exists: the pod is this launch's own if an earlier answer was lost. `None`:
 /// unknown, retry.
-async fn made_before(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<CreateOutcome> {
+async fn find_existing(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<CreateOutcome> {
     let name = name_of(wanted);
     let there = api.get_opt(&name).await.ok()??;
     let owners = there.metadata.owner_references.iter().flatten();

@@ -14,9 +14,10 @@ impl PodController {
     /// afterwards it is the cluster's, and the limit doubles with each attempt.
     pub(super) fn evict_stuck(&mut self) {
         let has_run = self.has_run.load(Ordering::Relaxed);
-        let limit = match has_run {
-            true => STUCK_MAX.saturating_mul(1 << self.stuck.min(8)).min(STUCK_MAX_TRAINED),
-            false => STUCK_MAX,
+        let limit = if has_run {
+            STUCK_MAX.saturating_mul(1 << self.stuck.min(8)).min(STUCK_MAX_TRAINED)
+        } else {
+            STUCK_MAX
         };
         let is_stuck = |l: &ActiveLaunch| {
             l.stuck.as_ref().filter(|(since, _)| since.elapsed() >= limit).cloned()
@@ -34,9 +35,10 @@ impl PodController {
                 );
                 self.delete(name, uid);
             }
-            let exit = match has_run {
-                true => Exit::Taken(format!("it could not start in {} s: {why}", limit.as_secs())),
-                false => Exit::NotStarted(why),
+            let exit = if has_run {
+                Exit::Taken(format!("it could not start in {} s: {why}", limit.as_secs()))
+            } else {
+                Exit::NotStarted(why)
             };
             self.ended(launch, exit);
         }
