@@ -485,7 +485,7 @@ fn check(resource: &str, object: &Value) -> Result<(), String> {
     };
     let bytes = values("data").sum::<usize>() + values("binaryData").sum::<usize>() / 4 * 3;
     if resource == "configmaps" && bytes > 1 << 20 {
-        Err("ConfigMap is invalid: []: Too long: must have at in_flight_max 1048576 bytes".into())
+        Err("ConfigMap is invalid: []: Too long: must have at most 1048576 bytes".into())
     } else {
         Ok(())
     }
