@@ -1,15 +1,16 @@
-//! The master at work: one task that owns the job, and everything that feeds it.
+//! The master's event loop: one task that owns the job and feeds it events.
 //!
 //! ```text
-//!  streams ─► Server ─┐                            ┌─► WorkerOutbox (a worker's outbox)
-//!  launches ──────────┼─► Master::run ─► Job ──────┼─► WorkerBackend: processes, or pods
-//!  commands, time ──┘    (one task)    actions   └─► Progress
+//!  streams ─► Server ─┐                            ┌─► WorkerOutbox, one per worker
+//!  WorkerBackend ─────┼─► Master::run ─► Job ──────┼─► WorkerBackend: processes or pods
+//!  commands, time ────┘    (one task)    actions   └─► Progress
 //! ```
 //!
-//! **Invariants:** the job is touched by this task alone. The task never waits for a worker, a
-//! terminal or a disk between an event and the actions that follow from it; the job's record, which
-//! comes before the actions, is handed on and not waited for, but for what nobody else could tell.
-//! When [`Master::run`] returns, or is dropped, no process that it started is left.
+//! **Invariants:** only this task accesses the job. The task never waits for a worker, a terminal
+//! or a disk between an event and the actions that follow from it. The persisted job is handed to
+//! the [`JobStore`] before the actions; the task waits for the write only where a successor could
+//! not recover the fact from any other source ([`Job::barrier`]). When [`Master::run`] returns or
+//! is dropped, no process that it started is left.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -41,51 +42,53 @@ use crate::progress::Progress;
 use crate::service::{self, Server, ServerEvent, WorkerOutbox};
 use crate::worker_backend::{BackendEvent, WorkerBackend};
 
-/// A master that is about to run one job.
+/// The master of one job, ready to run.
 #[derive(Debug)]
 pub struct Master {
     spec: JobSpec,
     job: Job,
+    /// When this master began; moves forward by the time that the job's clock stands still.
     start: Instant,
-    /// How old the job was then.
+    /// Age of the job at `start`.
     age: Duration,
     job_store: JobStore,
-    /// What the record's file holds, and when it was written.
+    /// The newest write to `job_store`.
     last_write: LastWrite,
     backend: WorkerBackend,
     progress: Progress,
     server: Server,
     events: mpsc::Receiver<ServerEvent>,
-    /// Streams that are open on this side.
+    /// Streams that this side has not closed.
     peers: BTreeMap<ConnectionId, Peer>,
     workers: BTreeMap<WorkerId, ConnectionId>,
-    /// The newest membership as it is sent: the same to all, and long where these are many.
+    /// The newest membership in its encoded form: all workers receive the same message, which is
+    /// long in a large job.
     membership: Option<(Generation, Arc<MasterMessage>)>,
-    /// Which of the job's masters this is, from 1. Workers accept none that is older than one that
-    /// they know.
+    /// Fencing token of this master: its number among the job's masters, from 1. A worker rejects a
+    /// master whose incarnation is lower than one that it has seen.
     incarnation: u64,
-    /// In a cluster: whether this master holds the job's lease.
+    /// In a cluster: tells whether this master holds the leader Lease.
     lease_guard: Option<LeaseGuard>,
-    /// A worker has told of a newer master: the server is to say whether this one still holds the
-    /// lease.
+    /// A worker reported a newer master: the API server must confirm that this master still holds
+    /// the leader Lease.
     is_lease_doubted: bool,
 }
 
-/// Who a master in a cluster is.
+/// The leadership of a master in a cluster.
 #[derive(Debug)]
 pub(crate) struct MasterTerm {
-    /// Which of the job's masters.
+    /// Number of this master among the job's masters, from 1.
     pub(crate) incarnation: u64,
-    /// Whether it holds the job's lease.
+    /// Tells whether this master still holds the leader Lease.
     pub(crate) lease_guard: LeaseGuard,
 }
 
-/// What the user can do to a running job from outside.
+/// A request of the user to a running job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UserCommand {
     /// Write a checkpoint.
     Checkpoint,
-    /// End at once: kill the workers.
+    /// Kill the workers and end at once.
     Kill,
     /// Keep this many workers.
     Scale(u32),
@@ -96,12 +99,13 @@ pub enum UserCommand {
 /// How a job ended.
 #[derive(Clone, Debug)]
 pub struct JobResult {
-    /// In a word.
+    /// The outcome.
     pub outcome: Outcome,
-    /// In full.
+    /// The full summary.
     pub summary: Summary,
 }
 
+/// What the persisted job contained at its newest write.
 #[derive(Debug)]
 struct LastWrite {
     revision: u64,
@@ -109,9 +113,10 @@ struct LastWrite {
     at: Instant,
 }
 
+/// One open stream.
 struct Peer {
     outbox: WorkerOutbox,
-    /// `None` until it is admitted.
+    /// `None` until the worker is admitted.
     worker: Option<WorkerId>,
 }
 
@@ -122,8 +127,8 @@ impl std::fmt::Debug for Peer {
 }
 
 impl Master {
-    /// A master at `server_config`, whose workers are started by `launcher`. Must be called within a
-    /// tokio runtime; nothing is started before [`Master::run`].
+    /// A master that serves with `server_config` and starts its workers with `launcher`. Must be
+    /// called within a tokio runtime. No worker is started before [`Master::run`].
     ///
     /// `spec` has passed [`JobSpec::check`].
     ///
@@ -139,11 +144,11 @@ impl Master {
         Self::with(job, spec, Duration::ZERO, server_config, launcher, progress)
     }
 
-    /// A master that goes on with a job whose master died, `age` after the job began. `server_config` is
-    /// where its workers look for it; the rest as for [`Master::new`].
+    /// A master that resumes a job whose master died, `age` after the job began. Workers find it at
+    /// the listener of `server_config`. Otherwise as [`Master::new`].
     ///
     /// # Errors
-    /// The listener has no address, or no job can be made of the record.
+    /// The listener has no address, or the persisted job is inconsistent.
     pub fn resume(
         abandoned: AbandonedJob,
         age: Duration,
@@ -167,7 +172,7 @@ impl Master {
         Ok(master)
     }
 
-    /// Keeps what another master would need in `record`.
+    /// Persists what a successor needs in `file`.
     #[must_use]
     pub fn with_persisted_job_file(self, file: PersistedJobFile) -> Self {
         Self { job_store: JobStore::File(file), ..self }
@@ -189,8 +194,7 @@ impl Master {
         Ok(Self::assemble(job, spec, age, server_config, backend, progress))
     }
 
-    /// A master whose workers are `pods`, and which keeps what another one would need with
-    /// `keeper`.
+    /// A master whose workers are `pods`, and which persists what a successor needs with `writer`.
     pub(crate) fn with_pods(
         spec: JobSpec,
         server_config: ServerConfig,
@@ -221,11 +225,11 @@ impl Master {
         }
     }
 
-    /// As [`Master::with_pods`], going on with a job whose master died, `age` after the job began:
-    /// `record` is what that one has kept, `left` are the pods that it has made.
+    /// As [`Master::with_pods`], but resumes a job whose master died, `age` after the job began.
+    /// The first argument holds the persisted job and the pods that the former master created.
     ///
     /// # Errors
-    /// What in the record can't be; no job can be made of it.
+    /// The inconsistency in the persisted job.
     pub(crate) fn resume_with_pods(
         (mut record, left): (JobRecord, Vec<Pod>),
         age: Duration,
@@ -284,7 +288,7 @@ impl Master {
         }
     }
 
-    /// Runs the job to its end. `commands` may be closed.
+    /// Runs the job to its end. The sender of `commands` may be dropped.
     pub async fn run(mut self, mut commands: mpsc::Receiver<UserCommand>) -> JobResult {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -346,13 +350,15 @@ impl Master {
         JobResult { outcome, summary }
     }
 
-    /// The lease can't be renewed, so another master may have the job: workers are sent away, and
-    /// nobody listens until the server has answered. Workers train on and look for a master
-    /// meanwhile. The job's clock stands still, for nothing that it waits for can happen.
+    /// Suspends the master while the leader Lease is not renewed, because another master may hold
+    /// it: disconnects all workers and closes the listener until the API server answers. Workers
+    /// continue to train and search for a master. The job's clock stands still, because no event
+    /// that the job waits for can arrive.
     async fn suspend(&mut self) {
         let since = Instant::now();
         warn!(
-            "the job's lease is not renewed: workers are sent away, and none is taken until it is"
+            "the leader Lease is not renewed: workers are disconnected, and none is admitted until \
+             it is"
         );
         self.server.close();
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
@@ -366,13 +372,13 @@ impl Master {
             Some(lease_guard) => lease_guard.renewed().await,
             None => return,
         }
-        // What came of streams that are over, and of hellos that came too late.
+        // These events belong to streams that are closed.
         while self.events.try_recv().is_ok() {}
         self.start += since.elapsed();
         self.server.reopen();
         info!(
-            away_s = since.elapsed().as_secs(),
-            "the job's lease is renewed: workers are taken again"
+            suspended_s = since.elapsed().as_secs(),
+            "the leader Lease is renewed: workers are admitted again"
         );
     }
 
@@ -383,17 +389,17 @@ impl Master {
     fn show(&mut self) {
         let snapshot = self.job.snapshot(self.now());
         let status = &snapshot.status;
-        // How far the job is need not be exact in its record, but not far behind either.
-        let is_behind =
-            status.step != self.last_write.step && self.last_write.at.elapsed() >= RECORD_AGE_MAX;
+        // The persisted step may lag behind the job's step, but by `PERSISTED_STEP_AGE_MAX` at most.
+        let is_behind = status.step != self.last_write.step
+            && self.last_write.at.elapsed() >= PERSISTED_STEP_AGE_MAX;
         if is_behind && self.job_store.saves_steps() {
             self.last_write.revision = 0;
         }
         self.progress.show(self.now(), snapshot);
     }
 
-    /// Keeps what another master would have to know of what is done next.
-    fn write_record(&mut self) {
+    /// Persists what a successor must know about the actions that follow.
+    fn persist(&mut self) {
         let revision = self.job.revision();
         if revision != self.last_write.revision {
             self.job_store.save(&self.job);
@@ -402,10 +408,10 @@ impl Master {
         }
     }
 
-    /// Does what the job wants done; its outcome, if that is the end.
+    /// Performs the actions of the job. Returns the outcome when the job ends.
     fn act(&mut self) -> Option<Outcome> {
         loop {
-            self.write_record();
+            self.persist();
             if !self.job_store.allows_actions(&self.job) {
                 return None;
             }
@@ -437,7 +443,7 @@ impl Master {
     }
 
     fn admit(&mut self, connection: ConnectionId, worker: WorkerId) {
-        // The stream may have ended while the job decided; its end is on the way then.
+        // The stream may have closed before this action; its `Closed` event is then queued.
         if let Some(peer) = self.peers.get_mut(&connection) {
             peer.worker = Some(worker);
             if let Some(dead) = self.workers.insert(worker, connection) {
@@ -464,12 +470,12 @@ impl Master {
     fn send(&mut self, worker: WorkerId, message: Arc<MasterMessage>) {
         let peer = self.workers.get(&worker).and_then(|connection| self.peers.get(connection));
         if peer.is_some_and(|peer| !peer.outbox.send(message)) && self.disconnect(worker) {
-            warn!(%worker, "worker doesn't read what it is sent: disconnected");
+            warn!(%worker, "worker does not read its messages: disconnected");
             self.job.handle(self.now(), Event::Disconnected { worker });
         }
     }
 
-    /// Ends a worker's stream from this side; whether it was open.
+    /// Closes the stream of `worker` from this side. Returns whether it was open.
     fn disconnect(&mut self, worker: WorkerId) -> bool {
         self.workers.remove(&worker).and_then(|connection| self.peers.remove(&connection)).is_some()
     }
@@ -478,7 +484,7 @@ impl Master {
         let now = self.now();
         match event {
             ServerEvent::Checkpoint { reply } => {
-                // The command may have gone.
+                // The client may have disconnected.
                 let _ = reply.send(self.checkpoint().map_err(Status::invalid_argument));
             }
             ServerEvent::Closed { connection } => {
@@ -490,10 +496,10 @@ impl Master {
             ServerEvent::Connected { connection, hello, outbox } => {
                 let service::Hello { launch, address, pid, resume, incarnation } = hello;
                 if incarnation > self.incarnation {
-                    // Its stream ends without a word; it goes on looking.
+                    // The stream closes without a message; the worker continues its search.
                     warn!(
                         launch = launch.0,
-                        incarnation, "a worker has been with a newer master of this job"
+                        incarnation, "a worker has been welcomed by a newer master of this job"
                     );
                     return self.doubt_lease(incarnation);
                 }
@@ -507,23 +513,23 @@ impl Master {
                 }
             }
             ServerEvent::Scale { num_workers, reply } => {
-                // The command may have gone.
+                // The client may have disconnected.
                 let _ = reply.send(self.scale(num_workers).map_err(Status::invalid_argument));
             }
             ServerEvent::Status { reply } => {
-                // The command may have gone.
+                // The client may have disconnected.
                 let _ = reply.send(self.job.status(now));
             }
         }
     }
 
-    /// There is, or was, a newer master than this one.
+    /// A master with a higher `incarnation` exists or existed.
     fn doubt_lease(&mut self, incarnation: u64) {
         self.incarnation = incarnation;
         self.is_lease_doubted = self.lease_guard.is_some();
     }
 
-    /// Asks the group for a checkpoint; the step that it has reached.
+    /// Requests a checkpoint from the group. Returns the newest committed step.
     fn checkpoint(&mut self) -> Result<u64, String> {
         if self.spec.checkpoints.is_none() {
             return Err(
@@ -534,7 +540,7 @@ impl Master {
         Ok(self.job.step())
     }
 
-    /// Keeps this many workers from now on; how many it were before.
+    /// Changes the desired number of workers. Returns the previous number.
     fn scale(&mut self, num_workers: u32) -> Result<u32, String> {
         self.spec.check_scale(num_workers)?;
         let now = self.now();
@@ -544,7 +550,7 @@ impl Master {
     }
 }
 
-/// Waits until a master that has a lease does not hold it any more.
+/// Waits until a master with a leader Lease no longer holds it.
 async fn lease_has_expired(lease_guard: &mut Option<LeaseGuard>) {
     match lease_guard {
         Some(lease_guard) => lease_guard.expired().await,
@@ -552,11 +558,11 @@ async fn lease_has_expired(lease_guard: &mut Option<LeaseGuard>) {
     }
 }
 
-/// Events that may wait for the job; when there are more, streams wait.
+/// Capacity of the server's event queue; streams wait while it is full.
 const SERVER_EVENTS_MAX: usize = 1024;
-/// How old the record of a job that makes progress may be.
-const RECORD_AGE_MAX: Duration = Duration::from_secs(1);
-/// How often progress is looked at.
+/// Longest time that the persisted step of a job that makes progress may lag behind.
+const PERSISTED_STEP_AGE_MAX: Duration = Duration::from_secs(1);
+/// Interval at which progress is published.
 const TICK: Duration = Duration::from_millis(100);
 
 #[cfg(test)]

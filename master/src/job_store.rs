@@ -1,21 +1,23 @@
-//! Where what another master would need is kept: in a file, or in a cluster.
+//! Storage of the persisted job, from which a successor master resumes: a file of this machine, or
+//! the job's ConfigMap in a cluster.
 
 use crate::job::{Event, Job};
 use crate::jobdir::PersistedJobFile;
 use crate::kube::persisted_job::{PersistError, PersistedJobWriter};
 
-/// Where records go.
+/// Destination of the persisted job.
 #[derive(Debug)]
 pub(crate) enum JobStore {
-    /// Written later, and maybe never.
+    /// Written asynchronously; a write may fail for good.
     Anchor(PersistedJobWriter),
-    /// Written at once.
+    /// Written synchronously.
     File(PersistedJobFile),
+    /// Not persisted.
     Nothing,
 }
 
 impl JobStore {
-    /// Keeps what another master would have to know of what is done next.
+    /// Persists what a successor must know about the actions that follow.
     pub(crate) fn save(&mut self, job: &Job) {
         match self {
             Self::Anchor(keeper) => keeper.submit(job.revision(), job.barrier(), job.record()),
@@ -24,13 +26,13 @@ impl JobStore {
         }
     }
 
-    /// Whether records are kept for the sake of the step alone: not where each is a call to a
-    /// server that others need.
+    /// Whether a new step alone is worth a write. Not in a cluster, where each write is a call to
+    /// the shared API server.
     pub(crate) fn saves_steps(&self) -> bool {
         matches!(self, Self::File(_))
     }
 
-    /// Whether anything more may be done.
+    /// Whether the job's actions may be performed: everything up to the job's barrier is durable.
     pub(crate) fn allows_actions(&self, job: &Job) -> bool {
         match self {
             Self::Anchor(keeper) => keeper.persisted() >= job.barrier(),
@@ -38,8 +40,8 @@ impl JobStore {
         }
     }
 
-    /// Waits until more may be allowed, or the job is to be told something. Safe to drop at any
-    /// time.
+    /// Waits until a write completes or fails; a failure is returned as an event for the job.
+    /// Cancel safe.
     pub(crate) async fn changed(&mut self) -> Option<Event> {
         match self {
             Self::Anchor(keeper) => keeper.changed().await.map(|trouble| match trouble {

@@ -1,19 +1,21 @@
-//! The job's brain and the `elasticdl` command.
+//! The master of a job and the `elasticdl` command.
 //!
 //! ```text
-//!  cli ──► event_loop::Master ──owns──► job::Job          the pure core: events and the time in, actions out
-//!              ├── service                         gRPC: workers' streams, the commands' questions
-//!              ├── local                           workers as processes of this machine
-//!              ├── kube                            jobs in a cluster: workers as pods
-//!              └── progress                        what the user sees meanwhile
-//!                    └── metrics, tensorboard      what other programs see of it
-//!  jobdir, token, entrance                         what lies on disk, who may speak and where
-//!  report                                          how it ended
+//!  cli ──► event_loop::Master ──owns──► job::Job   pure core: events and the time in, actions out
+//!              ├── service                         gRPC server: streams of workers, user commands
+//!              ├── worker_backend                  starts workers
+//!              │     ├── local                     as processes of this machine
+//!              │     └── kube                      as pods of a cluster
+//!              ├── job_store                       persists the job for a successor master
+//!              └── progress                        terminal output
+//!                    └── metrics, tensorboard      exported metrics
+//!  jobdir, token, listener                         files, authentication, server configuration
+//!  report                                          summary of an ended job
 //! ```
 //!
-//! **Invariants:** everything but [`job`] is shell and decides nothing. Knows nothing about
-//! gradients or CUDA, and does not link the worker crate: workers are programs that it starts.
-//! Prost types stop at `service` and at the commands' client.
+//! **Invariants:** all decisions are made in [`job`]; the other modules are its shell. The crate
+//! knows nothing about gradients or CUDA and does not link the worker crate: workers are programs
+//! that it starts. Generated protobuf types stop at `service` and at the client of the commands.
 
 pub mod cli;
 pub mod event_loop;

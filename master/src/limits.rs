@@ -1,35 +1,35 @@
-//! How much of anything a job may be asked to handle.
+//! Upper bounds on everything that a job accepts from outside.
 //!
-//! Far above what makes sense, and small enough that no sum or product of them overflows: records
-//! of all epochs stay below 2^60.
+//! Each bound is far above any sensible value, and small enough that no sum or product of bounded
+//! values overflows: the records of all epochs stay below 2^60.
 
 use std::time::Duration;
 
-/// Passes over the data.
+/// Most epochs of a job.
 pub const EPOCHS_MAX: u32 = 1 << 20;
-/// Workers of a job.
+/// Most workers of a job.
 pub const WORKERS_MAX: u32 = 1024;
-/// Records of a step.
+/// Most records of a step.
 pub const BATCH_RECORDS_MAX: u64 = 1 << 32;
-/// Records of a shard.
+/// Most records of a shard.
 pub const SHARD_RECORDS_MAX: u64 = DATASET_RECORDS_MAX;
-/// Steps of a job.
+/// Most steps of a job.
 pub const STEPS_MAX: u64 = 1 << 60;
-/// Records of one epoch.
+/// Most records of one epoch.
 pub(crate) const DATASET_RECORDS_MAX: u64 = 1 << 40;
-/// Files of a data set.
+/// Most files of a data set.
 pub(crate) const DATASET_FILES_MAX: usize = 1 << 20;
-/// Parameters of a model.
+/// Most parameters of a model.
 pub(crate) const PARAMETERS_MAX: u64 = 1 << 48;
-/// Bytes of a file's path.
+/// Most bytes of a file's path.
 pub(crate) const PATH_BYTES_MAX: usize = 4096;
-/// Bytes kept of an error text.
+/// Bytes to which an error text is truncated.
 pub(crate) const ERROR_BYTES_MAX: usize = 4096;
-/// Bytes kept of a model's closing words.
+/// Bytes to which a model's summary is truncated.
 pub(crate) const SUMMARY_BYTES_MAX: usize = 64 << 10;
-/// Microseconds of one phase of a membership change: 35 years.
+/// Longest phase of a membership change in microseconds: 35 years.
 pub(crate) const PHASE_US_MAX: u64 = 1 << 50;
-/// Bytes of one gRPC message.
+/// Most bytes of one gRPC message.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 20;
-/// How long a connection may be open without having proved the token.
+/// Time within which a connection must authenticate.
 pub(crate) const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(5);

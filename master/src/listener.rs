@@ -1,4 +1,4 @@
-//! Where a master is spoken to, and what it shows to who comes.
+//! Configuration of the master's server: listener, token and TLS identity.
 
 use std::error::Error;
 use std::fmt;
@@ -11,46 +11,46 @@ use tonic::transport::ServerTlsConfig;
 use crate::limits::AUTHENTICATION_TIMEOUT;
 use crate::token::Token;
 
-/// A master's entrance.
+/// Configuration of a master's server.
 #[derive(Debug)]
 pub struct ServerConfig {
-    /// Where it listens.
+    /// Listener of the server.
     pub listener: TcpListener,
-    /// What all must prove.
+    /// Token that each client must present.
     pub token: Token,
-    /// What it shows; `None` where what is said needs no cover, as between processes of one
-    /// machine.
+    /// TLS identity; `None` for plain TCP, as between processes of one machine.
     pub identity: Option<Identity>,
 }
 
-/// The certificate that a server shows, and the key that it proves it with.
+/// The TLS identity of a server: a certificate and its private key.
 #[derive(Clone)]
 pub struct Identity(transport::Server);
 
-/// No identity can be made of what was given.
+/// Why a certificate and a key form no [`Identity`].
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct IdentityError(String);
 
 impl Identity {
-    /// Makes one of PEM: the certificate (and those between it and the CA, if any), and its key.
+    /// Builds an identity from PEM texts: the certificate, followed by any intermediate
+    /// certificates, and its key.
     ///
     /// # Errors
-    /// They can't be read, or the key is another certificate's.
+    /// A text is malformed, or the key belongs to another certificate.
     pub fn from_pem(certificate: &str, key: &str) -> Result<Self, IdentityError> {
         let identity = transport::Identity::from_pem(certificate, key);
         let config = ServerTlsConfig::new().identity(identity).timeout(AUTHENTICATION_TIMEOUT);
         let server = transport::Server::builder().tls_config(config);
         server.map(Self).map_err(|error| {
-            // The cause says what; the error itself says no more than that there is one.
+            // The display text of the error itself is generic; its source holds the reason.
             IdentityError(error.source().map_or_else(|| error.to_string(), ToString::to_string))
         })
     }
 
-    /// Reads one from two files.
+    /// Reads an identity from two PEM files.
     ///
     /// # Errors
-    /// They can't be read, or as for [`Identity::from_pem`]; the text names them.
+    /// A file can't be read, or as [`Identity::from_pem`]; the text names the files.
     pub fn read(certificate: &Path, key: &Path) -> Result<Self, IdentityError> {
         let read = |what: &str, path: &Path| {
             std::fs::read_to_string(path).map_err(|e| {
@@ -66,14 +66,14 @@ impl Identity {
         })
     }
 
-    /// A server that shows it.
+    /// A server builder with this identity.
     pub(crate) fn into_server(self) -> transport::Server {
         self.0
     }
 }
 
 impl fmt::Debug for Identity {
-    /// Without the key.
+    /// Omits the key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Identity(..)")
     }
@@ -85,7 +85,7 @@ mod tests {
     use crate::kube::certificates::Certificates;
 
     #[test]
-    fn what_makes_no_identity_is_refused_with_the_reason() {
+    fn an_invalid_identity_is_refused_with_the_reason() {
         let [ours, other] = [(); 2].map(|()| Certificates::generate("j", &["m".into()]).unwrap());
         let broken = ours.key.replace("PRIVATE KEY", "SECRET");
         let table = [

@@ -1,12 +1,12 @@
 //! Workers as processes of this machine.
 //!
-//! Each worker leads a process group of its own, so that a Ctrl-C at the terminal reaches the
-//! master alone, and so that whatever a worker started goes with it.
+//! Each worker leads its own process group, so that a Ctrl-C at the terminal reaches the master
+//! alone, and so that the children of a worker are killed with it.
 //!
-//! **Invariant:** no process outlives `Processes`, however it ends: each one is owned by a task
-//! that kills its group when it is dropped. (A master that is killed itself can't see to that: its
-//! workers look for another master for a while, and one that comes takes over their processes,
-//! which are not its children.)
+//! **Invariant:** no process outlives `Processes`: each process is owned by a task that kills its
+//! group when the task is dropped. The exception is a master that is killed: its workers search
+//! for another master for a while, and a successor takes over their processes, which are not its
+//! children.
 
 mod log;
 mod program;
@@ -39,46 +39,47 @@ use crate::job::{Exit, LaunchId};
 use crate::jobdir::{self, JobDir};
 use crate::worker_backend::BackendEvent;
 
-/// What a job's workers are started as.
+/// How a job's worker processes are started.
 #[derive(Clone, Debug)]
 pub struct Launcher {
-    /// The program, with its path.
+    /// Path of the program.
     pub program: PathBuf,
-    /// Its arguments.
+    /// Arguments of the program.
     pub args: Vec<OsString>,
-    /// Added to the master's own environment; `ELASTICDL_LAUNCH` and `ELASTICDL_INDEX` are added to
-    /// it for each launch.
+    /// Environment variables in addition to the master's own; each launch further gets
+    /// `ELASTICDL_LAUNCH` and `ELASTICDL_INDEX`.
     pub env: Vec<(OsString, OsString)>,
-    /// Folder of their logs.
+    /// Folder of the workers' logs.
     pub logs: PathBuf,
-    /// The file in which each process is noted.
+    /// File that lists the started processes.
     pub processes: PathBuf,
-    /// The program's file as it was when the job began.
+    /// Copy of the program's file from when the job began.
     pub copy: Option<ProgramCopy>,
 }
 
-/// A process that was started. Its id alone may be another one's by now.
+/// Identity of a process. The id alone does not suffice, because the system reuses ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessIdentity {
-    /// Its id.
+    /// Process id.
     pub pid: u32,
-    /// When, in the system's ticks since it came up.
+    /// Start time in clock ticks since the system booted.
     pub start_ticks: u64,
 }
 
 impl ProcessIdentity {
-    /// The process `pid`; `None` if it has ended.
+    /// Looks up the process with id `pid`; `None` if it has ended.
     pub(crate) fn look_up(pid: u32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // After the name, which is in brackets and may hold anything: the third field, the state,
-        // and what follows.
+        // The name is in parentheses and may contain any character. The third field, the state,
+        // follows its closing parenthesis.
         let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
         let runs = !matches!(fields.next()?, "Z" | "X");
         let start_ticks = fields.nth(STAT_STARTTIME - STAT_STATE - 1)?.parse().ok()?;
         runs.then_some(Self { pid, start_ticks })
     }
 
-    /// Signals this process, and no other that may have its id by now; whether it was there.
+    /// Signals this process, but no other process that reuses its id. Returns whether the process
+    /// existed.
     pub(crate) fn signal(self, signal: Signal) -> io::Result<bool> {
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
             return Ok(false);
@@ -87,7 +88,7 @@ impl ProcessIdentity {
             Err(Errno::SRCH) => return Ok(false),
             descriptor => descriptor?,
         };
-        // In this order: what the descriptor stands for is what is looked at.
+        // The descriptor is opened before the look-up, so that both refer to the same process.
         if Self::look_up(self.pid) != Some(self) {
             return Ok(false);
         }
@@ -99,8 +100,8 @@ impl ProcessIdentity {
 }
 
 impl Launcher {
-    /// Starts `program` with `args` for the job in `dir`. Workers end by themselves when their
-    /// master has been gone for `master_timeout`.
+    /// A launcher of `program` with `args` for the job in `dir`. A worker exits when it has had no
+    /// master for `master_timeout`.
     #[must_use]
     pub fn new(
         program: PathBuf,
@@ -115,7 +116,7 @@ impl Launcher {
         Self { program, args, env, logs: dir.logs(), processes: dir.processes_path(), copy: None }
     }
 
-    /// Starts workers from `copy` once the program's path has another file.
+    /// Starts workers from `copy` when the file at the program's path has been replaced.
     #[must_use]
     pub fn with_copy(self, copy: Option<ProgramCopy>) -> Self {
         Self { copy, ..self }
@@ -126,7 +127,7 @@ impl Launcher {
     }
 
     fn spawn(&self, launch: LaunchId, index: u32) -> io::Result<Child> {
-        // What a program prints may be for its user's eyes alone.
+        // The output of a program may be confidential.
         let log = File::options()
             .write(true)
             .create(true)
@@ -147,8 +148,8 @@ impl Launcher {
             .stdout(log.try_clone()?)
             .stderr(log)
             .process_group(0);
-        // One rank computes with one thread unless the user says otherwise: ranks share this
-        // machine's cores.
+        // A rank computes with one thread unless the user sets another number, because the ranks
+        // share this machine's cores.
         if std::env::var_os(RAYON_THREADS).is_none() {
             command.env(RAYON_THREADS, "1");
         }
@@ -156,7 +157,7 @@ impl Launcher {
     }
 }
 
-/// The processes that this master has started and that have not ended.
+/// The running processes that this master has started or taken over.
 #[derive(Debug)]
 pub(crate) struct Processes {
     launcher: Arc<Launcher>,
@@ -164,7 +165,7 @@ pub(crate) struct Processes {
     running: BTreeMap<LaunchId, oneshot::Sender<()>>,
     tasks: JoinSet<ProcessExit>,
     flags: Arc<SharedFlags>,
-    /// The first launch that was killed while no launch had ever said hello.
+    /// The first launch that was killed before any launch sent a hello.
     first_silent: Option<LaunchId>,
     notices: (mpsc::UnboundedSender<Notice>, mpsc::UnboundedReceiver<Notice>),
     ready: VecDeque<Notice>,
@@ -172,12 +173,12 @@ pub(crate) struct Processes {
 
 type Notice = (LaunchId, BackendEvent);
 
-/// What all that supervise processes know.
+/// State that all supervising tasks share.
 #[derive(Debug, Default)]
 struct SharedFlags {
-    /// Some launch has said hello: the program is one of ours.
+    /// A launch has sent its hello, so the program is an elasticdl program.
     hello_received: AtomicBool,
-    /// It has been said that the program's file has changed.
+    /// A notice about the replacement of the program's file has been sent.
     change_reported: AtomicBool,
 }
 
@@ -186,7 +187,7 @@ struct SharedFlags {
 struct ProcessExit {
     launch: LaunchId,
     exit: Exit,
-    /// The last lines that it has printed.
+    /// Last lines of its output.
     output_tail: Option<String>,
 }
 
@@ -203,8 +204,8 @@ impl Processes {
         }
     }
 
-    /// Starts one, at the place `index` of the job's. Never fails here: a process that can't be
-    /// started ends at once, as [`Exit::NotStarted`].
+    /// Starts `launch` in the slot `index` of the job. Never fails here: a process that can't be
+    /// started ends at once with [`Exit::NotStarted`].
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         let (kill, killed) = oneshot::channel();
         self.running.insert(launch, kill);
@@ -221,24 +222,24 @@ impl Processes {
         let (launcher, flags) = (Arc::clone(&self.launcher), Arc::clone(&self.flags));
         let notices = self.notices.0.clone();
         self.tasks.spawn(async move {
-            // Messages to workers that wait in the same turn go first: a fork is milliseconds.
+            // Yields to queued messages to workers first, because a fork takes milliseconds.
             tokio::task::yield_now().await;
-            let notify = |words: String| {
-                // Nobody may be waiting any more.
-                let _ = notices.send((launch, BackendEvent::Explained(words)));
+            let notify = |text: String| {
+                // The receiver may have been dropped.
+                let _ = notices.send((launch, BackendEvent::Explained(text)));
             };
             supervise(&launcher, (launch, index), &flags, notify, killed).await
         });
     }
 
-    /// A process that is `launch` has said hello.
+    /// Records that a launch has sent its hello.
     pub(crate) fn on_hello(&mut self) {
         self.flags.hello_received.store(true, Ordering::Relaxed);
         self.first_silent = None;
     }
 
-    /// Takes over one that another master has started, if it still runs; its end is reported like
-    /// that of any other.
+    /// Takes over a process that a former master started, if it still runs; its end is reported like
+    /// that of any other process.
     pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<ProcessIdentity>) {
         let (kill, killed) = oneshot::channel();
         self.running.insert(launch, kill);
@@ -251,9 +252,9 @@ impl Processes {
         });
     }
 
-    /// Kills one, with everything that it started; its end is told by [`Processes::next`].
+    /// Kills the process group of `launch`; [`Processes::next`] reports the end.
     pub(crate) fn kill(&mut self, launch: LaunchId) {
-        // While no launch has said hello, the first launch is alone, and killed for its silence.
+        // Before the first hello there is only one launch, and the job kills it for its silence.
         if self.running.remove(&launch).is_some()
             && !self.flags.hello_received.load(Ordering::Relaxed)
         {
@@ -261,8 +262,7 @@ impl Processes {
         }
     }
 
-    /// Waits for the next thing to happen to a process; for ever, if none runs. Safe to drop at any
-    /// time.
+    /// Waits for the next event of a process; for ever while none runs. Cancel safe.
     pub(crate) async fn next(&mut self) -> Notice {
         if let Some(ready) = self.ready.pop_front() {
             return ready;
@@ -286,7 +286,7 @@ impl Processes {
         }
     }
 
-    /// Kills all and waits for them, for as long as the system takes to end a killed process.
+    /// Kills all processes and waits for their ends, up to `END_TIMEOUT`.
     pub(crate) async fn end(mut self) {
         self.running.clear();
         let all_ended = async { while self.tasks.join_next().await.is_some() {} };
@@ -296,7 +296,7 @@ impl Processes {
     }
 }
 
-/// Runs one process to its end, which `killed` hastens.
+/// Runs one process to its end; kills it when `killed` resolves.
 async fn supervise(
     launcher: &Launcher,
     (launch, index): (LaunchId, u32),
@@ -349,14 +349,14 @@ async fn supervise(
         }
         () = hint => unreachable!("it never ends"),
     };
-    // What it started does not outlive it. (A group's number is not given out again while it has a
-    // member.)
+    // Its children do not outlive it. The system does not reuse a group's id while the group has a
+    // member.
     if let Some(group) = group {
         let _ = rustix::process::kill_process_group(group, Signal::KILL);
     }
     let exit = match ended {
         Ok(status) => exit_of(status),
-        // Waiting for a child fails only if someone else in this process has waited for it.
+        // Waiting for a child fails only if other code in this process has reaped it.
         Err(error) => Exit::NotStarted(format!("its end was not seen: {error}")),
     };
     info!(launch = launch.0, ?exit, "worker process ended");
@@ -366,7 +366,7 @@ async fn supervise(
     ProcessExit { launch, exit, output_tail }
 }
 
-/// Waits for the end of a process that is no child, which `killed` hastens.
+/// Waits for the end of a process that is not a child; kills it when `killed` resolves.
 async fn supervise_adopted(
     launch: LaunchId,
     started: ProcessIdentity,
@@ -375,8 +375,8 @@ async fn supervise_adopted(
     let Some(pid) = i32::try_from(started.pid).ok().and_then(Pid::from_raw) else {
         return;
     };
-    // In this order: what the descriptor stands for keeps its id, so it is the one that is looked
-    // at.
+    // The descriptor is opened before the look-up. It keeps the id from being reused, so both refer
+    // to the same process.
     let descriptor = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from);
     if ProcessIdentity::look_up(started.pid) != Some(started) {
         return;
@@ -385,12 +385,12 @@ async fn supervise_adopted(
     let mut end = match descriptor.and_then(exit_receiver) {
         Ok(end) => end,
         Err(error) => {
-            warn!(launch = launch.0, pid = started.pid, %error, "can't watch a process that is no child; killing it");
+            warn!(launch = launch.0, pid = started.pid, %error, "can't watch a process that is not a child; killing it");
             return;
         }
     };
     info!(launch = launch.0, pid = started.pid, "worker process taken over");
-    // The thread tells, or fails to wait; either way there is nothing more to wait for.
+    // The channel closes if the thread fails to wait; then there is nothing more to wait for.
     tokio::select! {
         _ = &mut end => {}
         _ = killed => {
@@ -398,25 +398,25 @@ async fn supervise_adopted(
             let _ = end.await;
         }
     }
-    // As for a child, what it started goes with it.
+    // As with a child, its own children are killed too.
     drop(group);
     info!(launch = launch.0, pid = started.pid, "worker process ended");
 }
 
-/// The end of the process that `descriptor` stands for. A thread waits for it, which ends with the
-/// process: a descriptor of a process can be polled and nothing else.
+/// Resolves when the process of `descriptor` ends. A thread waits for that, because a process
+/// descriptor supports `poll` only; the thread ends with the process.
 fn exit_receiver(descriptor: OwnedFd) -> io::Result<oneshot::Receiver<()>> {
     let (ended, end) = oneshot::channel();
     std::thread::Builder::new().name("process".into()).spawn(move || {
         let mut polled = [PollFd::new(&descriptor, PollFlags::IN)];
         while rustix::event::poll(&mut polled, None) == Err(Errno::INTR) {}
-        // Nobody may be waiting any more.
+        // The receiver may have been dropped.
         let _ = ended.send(());
     })?;
     Ok(end)
 }
 
-/// A process that is no child, and that leads its own process group; takes it along when dropped.
+/// The process group of a leader that is not a child; killed on drop.
 struct AdoptedGroup(Pid);
 
 impl AdoptedGroup {
@@ -432,7 +432,7 @@ impl Drop for AdoptedGroup {
     }
 }
 
-/// A child that leads its own process group, and takes it along when dropped.
+/// The process group of a child; killed on drop.
 struct ChildGroup(Child);
 
 impl ChildGroup {
@@ -443,7 +443,7 @@ impl ChildGroup {
         }
     }
 
-    /// `None` when its end has been seen.
+    /// Process id; `None` once the child has been reaped.
     fn pid(&self) -> Option<Pid> {
         self.0.id().and_then(|id| Pid::from_raw(id.cast_signed()))
     }
@@ -453,7 +453,7 @@ impl Drop for ChildGroup {
     fn drop(&mut self) {
         if let Some(pid) = self.pid() {
             self.kill_group();
-            // Not reaped here: that is left to the runtime, which holds the child.
+            // The child is not reaped here; the runtime, which owns it, does that.
             let _ = rustix::process::waitid(
                 WaitId::Pid(pid),
                 WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
@@ -471,10 +471,10 @@ fn exit_of(status: ExitStatus) -> Exit {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-/// A program that calls `run()` first of all has said hello long before.
+/// A program that calls `run()` first sends its hello well before this time.
 const HELLO_HINT: Duration = Duration::from_secs(5);
 const RAYON_THREADS: &str = "RAYON_NUM_THREADS";
-/// Numbers of fields in a process's `stat`, as its manual counts them.
+/// Field numbers in `/proc/PID/stat`, from 1 as in proc(5).
 const STAT_STATE: usize = 3;
 const STAT_STARTTIME: usize = 22;
 

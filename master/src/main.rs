@@ -1,4 +1,4 @@
-//! The `elasticdl` command; all of it is in the library.
+//! The `elasticdl` command. Its implementation is the library [`elasticdl_master`].
 
 use std::process::ExitCode;
 

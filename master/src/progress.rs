@@ -1,10 +1,10 @@
-//! What the user sees of a running job, on standard error.
+//! Progress of a running job on standard error.
 //!
-//! A terminal gets a bar with notices above it; anything else gets notices and, now and then, a
-//! line of progress.
+//! A terminal shows a progress bar with notices above it. Any other output receives the notices and
+//! a line of progress every few seconds.
 //!
-//! **Invariant:** the job never waits for the terminal. A thread of its own prints; what it can't
-//! print in time is dropped (notices are in the master's log too).
+//! **Invariant:** the job never waits for the terminal. A separate thread prints; messages that it
+//! can't print in time are dropped. Notices are also in the master's log.
 
 use std::io::{IsTerminal as _, Write as _, stderr};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -16,7 +16,7 @@ use tokio::sync::watch;
 
 use crate::job::{Snapshot, Status, Time};
 
-/// Shows a job's progress until [`Progress::end`], or until it is dropped.
+/// Shows a job's progress until [`Progress::end`] or until the value is dropped.
 #[derive(Debug)]
 pub struct Progress {
     printer: Option<(SyncSender<PrinterMessage>, JoinHandle<()>)>,
@@ -24,13 +24,13 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Shows nothing.
+    /// A `Progress` without output.
     #[must_use]
     pub fn quiet() -> Self {
         Self { printer: None, publisher: None }
     }
 
-    /// Shows a bar if standard error is a terminal, plain lines if not; the bar is there at once.
+    /// Prints to standard error: a bar, drawn at once, if it is a terminal, plain lines otherwise.
     #[must_use]
     pub fn on_stderr() -> Self {
         let (lines, received) = sync_channel(LINES_MAX);
@@ -43,13 +43,13 @@ impl Progress {
         Self { printer: Some((lines, thread)), publisher: None }
     }
 
-    /// Lets `published` see where the job stands, too.
+    /// Also publishes each snapshot to `publisher`.
     #[must_use]
     pub fn publishing(self, publisher: watch::Sender<Option<Snapshot>>) -> Self {
         Self { publisher: Some(publisher), ..self }
     }
 
-    /// Shows where the job stands at `now`.
+    /// Shows the state of the job at `now`.
     pub fn show(&self, now: Time, snapshot: Snapshot) {
         if self.printer.is_some() {
             self.show_line(now, ProgressLine::of(&snapshot.status));
@@ -68,7 +68,7 @@ impl Progress {
         self.send(PrinterMessage::Notice(now, text));
     }
 
-    /// Prints what is left and clears the bar.
+    /// Prints the remaining notices and clears the bar.
     pub fn end(self) {
         if let Some((lines, thread)) = self.printer {
             drop(lines);
@@ -83,10 +83,10 @@ impl Progress {
     }
 }
 
-/// Where a job stands, in a line.
+/// One line that describes the state of a job.
 #[derive(Debug)]
 pub(crate) struct ProgressLine {
-    /// 0 to 1.
+    /// Completed part of the job, 0 to 1.
     pub(crate) progress: f64,
     pub(crate) step: u64,
     pub(crate) text: String,
@@ -122,7 +122,7 @@ fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer) {
                 bar.set_message(line.text);
             }
             (PrinterMessage::Progress(now, line), Printer::Plain { last }) => {
-                // Before the first step a line would only say that nothing has happened yet.
+                // Before the first step a line of progress would contain no information.
                 let due = match last {
                     Some(last) => now.since(*last) >= PLAIN_INTERVAL,
                     None => line.step > 0 || now.0 >= PLAIN_INTERVAL,
@@ -154,7 +154,8 @@ fn format_notice(now: Time, text: &str) -> String {
     format!("{:>9.3} s  {}", now.0.as_secs_f64(), one_line(text))
 }
 
-/// Texts come from workers too: a line stays one line, and no escape sequence reaches the terminal.
+/// `text` as one line without control characters. Texts also come from workers, and no escape
+/// sequence of theirs may reach the terminal.
 pub(crate) fn one_line(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
@@ -177,7 +178,7 @@ fn describe(status: &Status) -> String {
     )
 }
 
-/// A rate with three or four digits.
+/// Formats a rate with three or four digits.
 pub(crate) fn format_rate(rate: f64) -> String {
     match rate {
         r if r >= 1e9 => format!("{:.2} G", r / 1e9),
@@ -189,7 +190,7 @@ pub(crate) fn format_rate(rate: f64) -> String {
 }
 
 fn write_line(line: &str) {
-    // Nobody may be reading any more; the job goes on.
+    // Standard error may be closed; the job continues.
     let _ = writeln!(stderr(), "{line}");
 }
 
@@ -257,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_workers_text_cannot_steer_the_terminal() {
+    fn a_workers_text_cannot_control_the_terminal() {
         let shown = format_notice(Time(Duration::from_millis(1500)), "a\u{1b}[2Jb\nc");
         assert_eq!(shown, "    1.500 s  a [2Jb c");
     }

@@ -1,14 +1,14 @@
-//! The master's gRPC server: streams of workers, and the commands' questions.
+//! The master's gRPC server: streams of workers and requests of user commands.
 //!
 //! ```text
-//!  worker ──Join──► gate ──► reader task ──hello, messages, end──► events ──► the job's one task
-//!         ◄──────────────── outbox (bounded) ◄──────── WorkerOutbox ◄─────────────────┘
+//!  worker ──Join──► TokenInterceptor ──► reader task ──hello, messages, end──► events ──► Master
+//!         ◄──────────────────── WorkerOutbox (bounded) ◄───────────────────────────────────┘
 //! ```
 //!
-//! **Invariants:** nothing of a request is decoded before its token is proved. Everything that
-//! reaches the events has been checked field by field. Nobody waits for a worker that doesn't read:
-//! its outbox overflows and it is cut off. A stream's end reaches the events at once, by the
-//! connection's own error or end.
+//! **Invariants:** no part of a request is decoded before its token is verified. Every message that
+//! reaches the event queue has passed validation of each field. The master never waits for a worker
+//! that does not read: the worker's outbox overflows and its stream is closed. The end of a stream
+//! reaches the event queue at once, through the error or the end of the connection.
 
 mod convert;
 mod incoming;
@@ -36,48 +36,47 @@ use crate::limits::MESSAGE_BYTES_MAX;
 use crate::listener::{Identity, ServerConfig};
 use crate::token::Token;
 
-/// What the server hands to the task that owns the job.
+/// An event of the server for the task that owns the job.
 #[derive(Debug)]
 pub(crate) enum ServerEvent {
-    /// A command wants a checkpoint; answered with the step that is committed.
+    /// A command requests a checkpoint; the reply is the newest committed step.
     Checkpoint { reply: oneshot::Sender<Result<u64, Status>> },
     /// A stream ended.
     Closed { connection: ConnectionId },
-    /// A stream proved the token and said hello.
+    /// A stream presented the token and sent a hello.
     Connected { connection: ConnectionId, hello: Hello, outbox: WorkerOutbox },
-    /// A stream that has said hello said more.
+    /// A stream sent a message after its hello.
     Message { connection: ConnectionId, message: FromWorker },
-    /// A command wants another number of workers; answered with the number that was wanted before.
+    /// A command sets the desired number of workers; the reply is the previous number.
     Scale { num_workers: u32, reply: oneshot::Sender<Result<u32, Status>> },
-    /// A command asks how the job is.
+    /// A command requests the status of the job.
     Status { reply: oneshot::Sender<job::Status> },
 }
 
-/// The master's end of a worker's stream. The stream ends when it is dropped, after what was sent
-/// before.
+/// Sending half of a worker's stream. On drop the stream closes after the queued messages are sent.
 #[derive(Debug)]
 pub(crate) struct WorkerOutbox {
     outbox: MessageSender,
-    /// Its drop ends the task that reads the stream.
+    /// Dropping this sender ends the task that reads the stream.
     _open: oneshot::Sender<()>,
 }
 
 impl WorkerOutbox {
-    /// Queues a message, which may be in many lines' queues at once; `false` if the worker doesn't
-    /// read what it is sent (or has gone).
+    /// Queues a message, which may be shared with other outboxes. `false` if the outbox is full,
+    /// because the worker does not read, or if the stream has ended.
     pub(crate) fn send(&self, message: Arc<v1::MasterMessage>) -> bool {
         self.outbox.try_send(Ok(message)).is_ok()
     }
 
     /// Ends the stream with an error.
     pub(crate) fn refuse(self, reason: String) {
-        // A full outbox: the stream ends without the reason.
+        // If the outbox is full, the stream ends without the reason.
         let _ = self.outbox.try_send(Err(Status::failed_precondition(reason)));
     }
 }
 
-/// What waits for a worker to read it. A membership of a thousand is in a thousand of these, and
-/// there only once.
+/// Queue of messages to a worker. The outboxes share a message that is sent to all workers, such as
+/// a membership.
 type MessageSender = mpsc::Sender<Result<Arc<v1::MasterMessage>, Status>>;
 
 /// A running server; see [`Server::end`].
@@ -89,9 +88,9 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Serves `job` at `server_config` from now on. `events` is the job's queue: when it is full,
-    /// streams wait. Connections whose other end is silent for much longer than `worker_timeout`
-    /// are ended.
+    /// Starts to serve `job` with `server_config`. `events` is the event queue of the job; streams
+    /// wait while it is full. Connections that are silent for much longer than `worker_timeout` are
+    /// closed.
     pub(crate) fn start(
         server_config: ServerConfig,
         job: &str,
@@ -114,9 +113,9 @@ impl Server {
         let router = identity
             .map_or_else(tonic::transport::Server::builder, Identity::into_server)
             .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
-            // The job judges by its own clock who is silent; this is for connections that are
-            // nobody's any more, which the network has swallowed. It comes later, for a worker that
-            // is only stopped has an open connection.
+            // The job detects silent workers by its own clock. The keepalive closes half-open
+            // connections, whose peer is unreachable. It is not needed for a worker that is merely
+            // stopped, whose connection stays open.
             .http2_keepalive_interval(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
             .http2_keepalive_timeout(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
             .add_service(InterceptedService::new(service, TokenInterceptor(token)));
@@ -131,8 +130,8 @@ impl Server {
         Self { open, stop, task }
     }
 
-    /// Stops listening, and takes no stream on connections that are open. Streams that there are
-    /// end with their lines.
+    /// Stops listening and rejects new streams on open connections. An existing stream ends when its
+    /// outbox is dropped.
     pub(crate) fn close(&self) {
         self.open.send_replace(false);
     }
@@ -142,7 +141,7 @@ impl Server {
         self.open.send_replace(true);
     }
 
-    /// Stops accepting, gives answers on their way a moment, and ends.
+    /// Stops accepting, waits up to `END_TIMEOUT` for replies in flight, and ends.
     pub(crate) async fn end(mut self) {
         drop(self.stop);
         if tokio::time::timeout(END_TIMEOUT, &mut self.task).await.is_err() {
@@ -151,7 +150,7 @@ impl Server {
     }
 }
 
-/// Lets through what proves the job's token.
+/// Rejects requests without the job's token.
 #[derive(Clone)]
 struct TokenInterceptor(Token);
 
@@ -173,11 +172,11 @@ impl Interceptor for TokenInterceptor {
 struct Service {
     job: String,
     events: mpsc::Sender<ServerEvent>,
-    /// Connections named so far.
+    /// Id of the next connection.
     connections: AtomicU64,
-    /// Streams that may wait to say hello.
+    /// Permits for streams that have not sent a hello yet.
     awaiting_hello: Arc<Semaphore>,
-    /// Whether streams are taken now.
+    /// Whether new streams are accepted.
     open: watch::Receiver<bool>,
 }
 
@@ -191,7 +190,7 @@ impl Master for Service {
     ) -> Result<Response<Self::JoinStream>, Status> {
         if !*self.open.borrow() {
             return Err(Status::unavailable(
-                "this master does not hold the job's lease now; try again",
+                "this master does not hold the leader Lease now; try again",
             ));
         }
         let awaiting_hello =
@@ -214,7 +213,7 @@ impl Master for Service {
             drop(awaiting_hello);
             read(connection, hello, stream, outbox, events).await;
         });
-        // Copied no sooner than the connection takes it.
+        // A shared message is copied when the connection sends it, not earlier.
         let outgoing =
             ReceiverStream::new(outgoing).map(|message| message.map(Arc::unwrap_or_clone));
         Ok(Response::new(Box::pin(outgoing)))
@@ -263,7 +262,7 @@ async fn first_message(
     convert::hello(message, job)
 }
 
-/// Reads a stream that has said hello to its end, whoever ends it.
+/// Reads a stream after its hello until either side closes it.
 async fn read(
     connection: ConnectionId,
     hello: Hello,
@@ -280,7 +279,7 @@ async fn read(
     loop {
         let received = tokio::select! {
             received = stream.message() => received,
-            // Ended from this side: nobody waits for word of it.
+            // Closed from this side, so that no `Closed` event is needed.
             _ = &mut closed => return,
         };
         let checked = match received {
@@ -314,7 +313,7 @@ fn ending() -> Status {
 const END_TIMEOUT: Duration = Duration::from_millis(200);
 const KEEPALIVE_MIN: Duration = Duration::from_secs(10);
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// A worker that leaves this many messages unread has stopped.
+/// Capacity of an outbox. A worker with this many unread messages counts as stopped.
 const OUTBOX_MAX: usize = 1024;
 const STREAMS_PER_CONNECTION_MAX: u32 = 16;
 const AWAITING_HELLO_MAX: usize = 64;

@@ -1,11 +1,11 @@
 //! Event files for TensorBoard: scalars over steps.
 //!
-//! An event file is a row of records, each a length, a checksum of it, an event (a protobuf message
-//! of four fields), and a checksum of that. The crates that write them are years old and bring an
-//! image library or another protobuf; these are two messages and a checksum, so they are written
-//! here.
+//! An event file is a sequence of frames (TFRecord): a length, the checksum of the length, an event
+//! (a protobuf message of four fields), and the checksum of the event. The crates that write event
+//! files are outdated and depend on an image library or another protobuf implementation. The format
+//! needs three messages and a checksum, so it is implemented here.
 //!
-//! **Invariant:** what can't be written costs the job nothing but these files; it is said once.
+//! **Invariant:** a write error affects these files alone and never the job; it is logged once.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -18,29 +18,30 @@ use tracing::warn;
 
 use crate::job::{Snapshot, StepTimes};
 
-/// Writes scalars of one job into one file.
+/// Writer of one job's event file.
 #[derive(Debug)]
 pub struct EventFile {
     file: File,
     path: PathBuf,
-    /// Of the newest point.
+    /// Step of the newest point.
     step: Option<u64>,
+    /// Step times at the newest point.
     times: StepTimes,
-    /// Of the newest evaluation.
+    /// Step of the newest evaluation.
     evaluated: Option<u64>,
 }
 
 impl EventFile {
-    /// Begins a file of its own in `folder`, which is made if it is not there.
+    /// Creates a new file in `folder`, and the folder if it does not exist.
     ///
     /// # Errors
-    /// The system's word.
+    /// The I/O error of the file system.
     pub fn create(folder: &Path, job: &str) -> io::Result<Self> {
         std::fs::create_dir_all(folder)?;
         let now = SystemTime::now();
         let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        // TensorBoard looks for `tfevents` in names, and reads files in their order. A master that
-        // goes on with a job has another process id.
+        // TensorBoard searches for `tfevents` in file names and reads files in the order of their
+        // names. A master that resumes a job has another process id.
         let name = format!("events.out.tfevents.{seconds:010}.{job}.{}", std::process::id());
         let path = folder.join(name);
         let mut file = File::create_new(&path)?;
@@ -50,11 +51,11 @@ impl EventFile {
         Ok(Self { file, path, step: None, times: StepTimes::default(), evaluated: None })
     }
 
-    /// Adds a point for the snapshot's step, unless that is the newest point's already, and one for
-    /// its evaluation.
+    /// Appends a point for the snapshot's step and one for its evaluation, unless the file already
+    /// has them.
     ///
     /// # Errors
-    /// The system's word.
+    /// The I/O error of the file system.
     pub fn add(&mut self, now: SystemTime, snapshot: &Snapshot) -> io::Result<()> {
         let status = &snapshot.status;
         if let Some(evaluated) =
@@ -103,13 +104,12 @@ impl EventFile {
         let step = i64::try_from(step).unwrap_or(i64::MAX);
         let event =
             Event { wall_time: wall(now), step, summary: Some(summary), ..Event::default() };
-        // One write: a reader sees an event as a whole, or the beginning of one, which it reads
-        // again later.
+        // A single write: a reader sees the whole event or a prefix, which it reads again later.
         self.file.write_all(&framed(&event.encode_to_vec()))
     }
 }
 
-/// Adds a point now and then, and a last one when the job is over.
+/// Appends a point at most once per `POINT_INTERVAL`, and a last one when the job ends.
 pub(crate) async fn follow(mut events: EventFile, mut known: watch::Receiver<Option<Snapshot>>) {
     loop {
         let open = known.changed().await.is_ok();
@@ -140,20 +140,20 @@ pub(crate) async fn follow(mut events: EventFile, mut known: watch::Receiver<Opt
     }
 }
 
-/// Waits for the end of the job, whatever is said before.
+/// Waits for the end of the job and ignores the snapshots before it.
 async fn closed(mut known: watch::Receiver<Option<Snapshot>>) {
     while known.changed().await.is_ok() {}
 }
 
-/// `tensorflow.Event`, the fields that are used here.
+/// `tensorflow.Event`, restricted to the fields that are used here.
 #[derive(Clone, PartialEq, Message)]
 struct Event {
-    /// Seconds since 1970.
+    /// Seconds since the Unix epoch.
     #[prost(double, tag = "1")]
     wall_time: f64,
     #[prost(int64, tag = "2")]
     step: i64,
-    /// In a file's first event alone.
+    /// Set in the first event of a file only.
     #[prost(string, optional, tag = "3")]
     file_version: Option<String>,
     #[prost(message, optional, tag = "5")]
@@ -180,19 +180,19 @@ fn wall(now: SystemTime) -> f64 {
     now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-/// An event as it lies in a file.
+/// The TFRecord frame of an event.
 fn framed(event: &[u8]) -> Vec<u8> {
     let len = (event.len() as u64).to_le_bytes();
     [&len[..], &masked(crc32c(&len)).to_le_bytes(), event, &masked(crc32c(event)).to_le_bytes()]
         .concat()
 }
 
-/// A checksum as it is kept: that of a text which has checksums in it would be weak.
+/// Masks a checksum as TFRecord does, because the CRC of data that contains its own CRC is weak.
 fn masked(crc: u32) -> u32 {
     crc.rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// CRC-32C (Castagnoli), bit by bit: there are a few hundred bytes a second.
+/// CRC-32C (Castagnoli), bitwise: it processes a few hundred bytes per second only.
 fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = !0;
     for byte in bytes {
@@ -213,7 +213,7 @@ mod tests {
     use crate::job::testing::spec;
     use crate::job::{Evaluated, Job, Time};
 
-    /// Takes a file apart, checking its checksums.
+    /// Parses a file and verifies its checksums.
     fn events(path: &Path) -> Vec<Event> {
         let bytes = std::fs::read(path).unwrap();
         let mut rest = bytes.as_slice();
@@ -233,13 +233,13 @@ mod tests {
 
     #[test]
     fn the_checksum_is_castagnolis() {
-        // The check value of the catalogue of CRCs, and TFRecord's mask of it.
+        // The check value in the catalogue of CRC algorithms, and TFRecord's mask.
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
         assert_eq!(masked(0), 0xa282_ead8);
     }
 
     #[test]
-    fn each_step_has_one_point_with_what_is_known_of_it() {
+    fn each_step_has_one_point_with_its_known_scalars() {
         let folder = tempfile::tempdir().unwrap();
         let mut file = EventFile::create(&folder.path().join("runs"), "mnist").unwrap();
         let mut snapshot = Job::new(spec()).snapshot(Time::default());

@@ -1,29 +1,29 @@
-//! The job's secret: who knows it may speak to the master.
+//! The job's secret token, which authenticates clients of the master.
 
 use std::fmt;
 
 use subtle::ConstantTimeEq;
 
-/// 32 random bytes, one set per run of a job.
+/// 32 random bytes, drawn for each run of a job.
 ///
-/// **Invariant:** never logged, compared in constant time, and on disk only in a file that its
-/// owner alone can read.
+/// **Invariant:** a token is never logged, is compared in constant time, and is stored only in
+/// files that their owner alone can read.
 #[derive(Clone)]
 pub struct Token([u8; BYTES]);
 
 impl Token {
-    /// Draws a new one from the system's source of randomness.
+    /// Draws a token from the system's random number generator.
     ///
     /// # Errors
-    /// The system's source failed.
+    /// The generator failed.
     pub fn random() -> std::io::Result<Self> {
         let mut bytes = [0; BYTES];
         getrandom::fill(&mut bytes).map_err(std::io::Error::other)?;
         Ok(Self(bytes))
     }
 
-    /// Reads what [`Token::to_hex`] wrote; white space around it doesn't matter. `None` for
-    /// anything else.
+    /// Parses the output of [`Token::to_hex`], ignoring surrounding white space. `None` for any
+    /// other text.
     #[must_use]
     pub fn from_hex(text: &str) -> Option<Self> {
         let digits = text.trim().as_bytes();
@@ -37,20 +37,20 @@ impl Token {
         Some(Self(bytes))
     }
 
-    /// 64 lower-case hexadecimal digits.
+    /// The token as 64 lower-case hexadecimal digits.
     #[must_use]
     pub fn to_hex(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// What a request carries as its `authorization`.
+    /// Value of the `authorization` metadata of a request.
     #[must_use]
     pub fn to_bearer(&self) -> String {
         format!("{SCHEME}{}", self.to_hex())
     }
 
-    /// Whether `authorization` (`Bearer <hex>`) proves this token. Takes the same time for every
-    /// wrong one.
+    /// Whether `authorization` (`Bearer <hex>`) contains this token. The comparison takes constant
+    /// time.
     #[must_use]
     pub fn authorizes(&self, authorization: &[u8]) -> bool {
         let Some(digits) = authorization.strip_prefix(SCHEME.as_bytes()) else {
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_proven_by_its_own_digits_alone() {
+    fn only_the_tokens_own_digits_authorize() {
         let token = Token::random().unwrap();
         let other = Token::random().unwrap();
         assert!(token.authorizes(token.to_bearer().as_bytes()));
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_survives_its_file_and_is_not_printed() {
+    fn a_token_round_trips_through_its_file_and_is_not_printed() {
         let token = Token::random().unwrap();
         let back = Token::from_hex(&format!("{}\n", token.to_hex())).unwrap();
         assert_eq!(back.0, token.0);

@@ -1,35 +1,38 @@
-//! Where workers run: as processes of this machine, or as pods of a cluster.
+//! Backends that run workers: processes of this machine, or pods of a cluster.
 
 use crate::job::{Exit, LaunchId, Wait};
 use crate::kube::pods::Pods;
 use crate::local::{ProcessIdentity, Processes};
 
-/// The launches of a job: started, ended, and watched.
+/// Starts, kills and watches the launches of a job.
 #[derive(Debug)]
 pub(crate) enum WorkerBackend {
     Pods(Pods),
     Processes(Processes),
 }
 
-/// What became of a launch.
+/// A change of state of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BackendEvent {
-    Ended(Exit),
-    /// It was taken away: by whom, or what for. May come after its end.
-    Explained(String),
-    /// It is being taken away, but its program still runs.
-    Terminating(String),
-    /// It has been asked for, with this priority class.
+    /// The launch was requested, with this priority class.
     Created(Option<String>),
-    /// It has ended, and these are the last lines that it has printed; its end follows.
+    /// The launch ended.
+    Ended(Exit),
+    /// Cause of the launch's removal. May follow `Ended`.
+    Explained(String),
+    /// The last lines of output of a launch that ended; `Ended` follows.
     OutputTail(String),
+    /// The launch is scheduled and its program runs.
     Running,
+    /// The launch is being removed for this reason, and its program still runs.
+    Terminating(String),
+    /// The launch waits to run.
     Waiting(Wait),
 }
 
 impl WorkerBackend {
-    /// Starts one, at the place `index` of the job's. Never fails here: what can't be started ends
-    /// at once, as [`Exit::NotStarted`].
+    /// Starts `launch` in the slot `index` of the job. Never fails here: a launch that can't be
+    /// started ends at once with [`Exit::NotStarted`].
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
         match self {
             Self::Pods(pods) => pods.start(launch, index),
@@ -37,16 +40,16 @@ impl WorkerBackend {
         }
     }
 
-    /// Takes over a process that another master has started.
+    /// Takes over a launch that a former master started.
     pub(crate) fn adopt(&mut self, launch: LaunchId, process: Option<ProcessIdentity>) {
         match self {
-            // Pods are taken over as they are found: `Pods::adopt`.
+            // The caller takes over pods with `Pods::adopt`.
             Self::Pods(pods) => pods.adopt(launch, None),
             Self::Processes(processes) => processes.adopt(launch, process),
         }
     }
 
-    /// Ends one at once; its end is told by [`WorkerBackend::next`].
+    /// Kills `launch`; [`WorkerBackend::next`] reports its end.
     pub(crate) fn kill(&mut self, launch: LaunchId) {
         match self {
             Self::Pods(pods) => pods.kill(launch),
@@ -54,7 +57,7 @@ impl WorkerBackend {
         }
     }
 
-    /// Waits for the next thing to happen; for ever, if none runs. Safe to drop at any time.
+    /// Waits for the next event; for ever while there is no launch. Cancel safe.
     pub(crate) async fn next(&mut self) -> (LaunchId, BackendEvent) {
         match self {
             Self::Pods(pods) => pods.next().await,
@@ -62,16 +65,16 @@ impl WorkerBackend {
         }
     }
 
-    /// Some launch has said hello.
+    /// Records that a launch has sent its hello.
     pub(crate) fn on_hello(&mut self) {
         match self {
-            // A pod's program is judged by its pod.
+            // The state of the pod tells whether its program runs.
             Self::Pods(_) => {}
             Self::Processes(processes) => processes.on_hello(),
         }
     }
 
-    /// Ends all, and waits for that as long as it usually takes.
+    /// Ends all launches and waits for their ends, within a time limit.
     pub(crate) async fn end(self) {
         match self {
             Self::Pods(pods) => pods.end().await,

@@ -1,12 +1,12 @@
-//! The end of what a process has printed.
+//! The last lines of a worker's log.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::path::Path;
 
-/// The last lines of the log at `path`, fit to be shown; `None` if it has none.
+/// The last lines of the log at `path` without control characters; `None` if it has none.
 pub(super) fn last_lines(path: &Path) -> Option<String> {
-    // A log that can't be read is no reason not to tell the process's end.
+    // An unreadable log must not prevent the report of the process's end.
     let bytes = read_end(path).ok()?;
     let text = String::from_utf8_lossy(&bytes);
     let printed: Vec<String> =
@@ -24,13 +24,13 @@ fn read_end(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A line without colours and other control characters, and not too long.
+/// `line` without escape sequences and other control characters, truncated.
 fn plain(line: &str) -> String {
     let mut text = String::new();
     let mut rest = line.chars();
     while let Some(c) = rest.next() {
         match c {
-            // A sequence like `ESC [ 31 m` ends with a letter.
+            // An escape sequence such as `ESC [ 31 m` ends with a letter.
             '\u{1b}' => drop(rest.by_ref().find(char::is_ascii_alphabetic)),
             '\t' => text.push(' '),
             c if c.is_control() => {}
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_lines_are_told_without_what_steers_a_terminal() {
+    fn the_last_lines_contain_no_escape_sequences() {
         assert_eq!(of(b""), None);
         assert_eq!(of(b"\n \n\x1b[0m\n"), None);
         assert_eq!(last_lines(Path::new("/nowhere/log")), None);

@@ -1,10 +1,10 @@
-//! The training program as it was when the job began.
+//! A copy of the training program's file from when the job began.
 //!
-//! A program that is built again in mid-job must not make workers of two kinds. So the job keeps
-//! the file: by a second name for it (builders and installers put a new file in the place of the
-//! old one), or as a copy where that can't be. As long as the program's path has the file that the
-//! job began with, workers are started by that path, for a program may look for other files beside
-//! itself.
+//! A rebuild of the program during a job must not result in workers of two versions. So the job
+//! keeps the file: as a hard link (build tools and installers replace a file rather than overwrite
+//! it), or as a copy where a hard link is not possible. As long as the program's path still has
+//! the original file, workers are started from that path, because a program may look for files
+//! next to its own.
 
 use std::fs;
 use std::io;
@@ -15,7 +15,7 @@ use rustix::fs::Access;
 use serde::{Deserialize, Serialize};
 use tracing::debug;
 
-/// A program's file, and another one that has what was in it.
+/// A copy of a program's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgramCopy {
     path: PathBuf,
@@ -23,7 +23,7 @@ pub struct ProgramCopy {
     original: FileId,
 }
 
-/// What a file is known by without reading it.
+/// Identity of a file's contents, without reading them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct FileId {
     device: u64,
@@ -33,26 +33,26 @@ struct FileId {
     modified_ns: i64,
 }
 
-/// Which file a worker is started from.
+/// The file that a worker is started from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ProgramSource<'a> {
-    /// The program's path has another file by now; this one is as the job began.
+    /// The file at the program's path was replaced; this path holds the original.
     Copy(&'a Path),
-    /// The program's path has another file by now, and there is no copy of the one before.
-    Replaced,
-    /// The program's path.
+    /// The file at the program's path is unchanged.
     Original,
+    /// The file at the program's path was replaced, and there is no copy of the original.
+    Replaced,
 }
 
 impl ProgramCopy {
-    /// Keeps the file of `program` at `path`. `None` if it can't be kept, or is no binary: a script
-    /// may look for others by its own path.
+    /// Links or copies the file of `program` to `path`. `None` if that fails, or if the program is
+    /// not a binary: a script may find other files by its own path.
     #[must_use]
     pub fn make(program: &Path, path: PathBuf) -> Option<Self> {
         match Self::try_make(program, path) {
             Ok(copy) => copy,
             Err(error) => {
-                debug!(%error, "the program's file is not kept");
+                debug!(%error, "the program's file is not copied");
                 None
             }
         }
@@ -65,11 +65,11 @@ impl ProgramCopy {
             return Ok(None);
         }
         if fs::hard_link(&program, &path).is_err() {
-            // Of another file system, or of another user.
+            // The file is on another file system or belongs to another user.
             fs::copy(&program, &path)?;
             fs::set_permissions(&path, fs::Permissions::from_mode(0o700))?;
         }
-        // Files of some file systems can't be executed.
+        // A file system may be mounted without permission to execute.
         let usable =
             rustix::fs::access(&path, Access::EXEC_OK).is_ok() && FileId::of(&program)? == original;
         if !usable {
@@ -79,15 +79,16 @@ impl ProgramCopy {
         Ok(Some(Self { copied: FileId::of(&path)?, path, original }))
     }
 
-    /// What to start a worker of `program` from.
+    /// The file to start a worker of `program` from.
     pub(super) fn source(&self, program: &Path) -> ProgramSource<'_> {
         if FileId::of(program).is_ok_and(|now| now == self.original) {
             return ProgramSource::Original;
         }
-        // A file that was written to in its place has changed under both names.
-        match FileId::of(&self.path).is_ok_and(|now| now == self.copied) {
-            true => ProgramSource::Copy(&self.path),
-            false => ProgramSource::Replaced,
+        // A file that was overwritten in place has changed under both names.
+        if FileId::of(&self.path).is_ok_and(|now| now == self.copied) {
+            ProgramSource::Copy(&self.path)
+        } else {
+            ProgramSource::Replaced
         }
     }
 }
@@ -113,7 +114,7 @@ fn is_binary(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// A larger file is not copied.
+/// Size limit of files that are copied.
 const BYTES_MAX: u64 = 1 << 30;
 
 #[cfg(test)]
@@ -150,11 +151,11 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_built_again_is_found_as_it_was() {
+    fn a_rebuilt_program_is_started_from_its_copy() {
         let files = Files::new();
         let copy = files.make().unwrap();
         assert_eq!(copy.source(&files.program()), ProgramSource::Original);
-        // As builders do.
+        // Build tools replace the file.
         fs::remove_file(files.program()).unwrap();
         assert_eq!(copy.source(&files.program()), ProgramSource::Copy(&files.copy()));
         files.write("\x7fELF new");
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_was_written_to_in_its_place_has_no_copy_any_more() {
+    fn a_program_overwritten_in_place_has_no_copy() {
         let files = Files::new();
         let copy = files.make().unwrap();
         files.write("\x7fELF newer");

@@ -70,11 +70,11 @@ async fn all_gone(mut pipe: File) {
     assert_eq!(read.await.unwrap().unwrap(), 0);
 }
 
-/// Starts a child that keeps the pipe open for ever, then goes on.
+/// Starts a child that keeps the pipe open, and continues.
 const LEAVE_A_CHILD: &str = "exec 3>$PIPE; sleep 100000 &";
 
 #[tokio::test]
-async fn how_a_process_ended_is_told() {
+async fn the_exit_of_a_process_is_reported() {
     let shell = Shell::new();
     for (script, exit) in [
         ("exit 0", Exit::Code(0)),
@@ -101,7 +101,7 @@ async fn a_process_gets_its_environment_and_writes_to_its_log() {
 }
 
 #[tokio::test]
-async fn what_a_process_printed_last_is_told_before_its_end() {
+async fn the_last_output_of_a_process_is_reported_before_its_end() {
     let shell = Shell::new();
     let mut processes = shell.start("echo one; echo two >&2; exit 2");
     let expected =
@@ -114,18 +114,18 @@ async fn what_a_process_printed_last_is_told_before_its_end() {
 }
 
 #[tokio::test]
-async fn a_program_that_never_says_hello_is_doubted_soon_and_started_once() {
+async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_once() {
     let shell = Shell::new();
     let mut processes = shell.start("exec sleep 100000");
     tokio::time::pause();
-    let (launch, BackendEvent::Explained(words)) = processes.next().await else { panic!() };
-    assert!(launch == LAUNCH && words.contains("has not said hello; is /bin/sh"), "{words}");
+    let (launch, BackendEvent::Explained(text)) = processes.next().await else { panic!() };
+    assert!(launch == LAUNCH && text.contains("has not said hello; is /bin/sh"), "{text}");
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
     processes.start(LaunchId(5), 3);
     let (LaunchId(5), Exit::NotStarted(why)) = next_ended(&mut processes).await else { panic!() };
     assert!(why.contains("launch 4 of /bin/sh never said hello"), "{why}");
-    // One that is killed for another reason is started again.
+    // A process that is killed after its hello is started again.
     let mut processes = shell.start("exec sleep 100000");
     processes.on_hello();
     processes.kill(LAUNCH);
@@ -136,7 +136,7 @@ async fn a_program_that_never_says_hello_is_doubted_soon_and_started_once() {
 }
 
 #[tokio::test]
-async fn a_program_that_was_built_again_is_started_as_it_was() {
+async fn a_rebuilt_program_is_started_from_its_copy() {
     let shell = Shell::new();
     let [program, copy] = ["program", "copy"].map(|name| shell.folder.path().join(name));
     fs::copy("/bin/cat", &program).unwrap();
@@ -149,16 +149,16 @@ async fn a_program_that_was_built_again_is_started_as_it_was() {
     for _ in 0..2 {
         processes.start(LAUNCH, 3);
         assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Code(0)));
-        // It is still known by its own name.
+        // Its `argv[0]` is still the original path.
         assert_eq!(shell.log(), format!("{}\0/proc/self/cmdline\0", program.display()));
     }
     processes.start(LAUNCH, 3);
-    let told = processes.flags.change_reported.load(Ordering::Relaxed);
-    assert!(told, "it is told");
+    let reported = processes.flags.change_reported.load(Ordering::Relaxed);
+    assert!(reported, "the change was not reported");
 }
 
 #[tokio::test]
-async fn a_killed_process_takes_along_what_it_started() {
+async fn killing_a_process_kills_its_children() {
     let shell = Shell::new();
     let mut processes = shell.start(&format!("{LEAVE_A_CHILD} wait"));
     let pipe = shell.opened().await;
@@ -168,7 +168,7 @@ async fn a_killed_process_takes_along_what_it_started() {
 }
 
 #[tokio::test]
-async fn a_process_that_ends_by_itself_takes_along_what_it_started() {
+async fn the_end_of_a_process_kills_its_children() {
     let shell = Shell::new();
     let mut processes = shell.start(&format!("{LEAVE_A_CHILD} exit 5"));
     let pipe = shell.opened().await;
@@ -176,15 +176,15 @@ async fn a_process_that_ends_by_itself_takes_along_what_it_started() {
     all_gone(pipe).await;
 }
 
-/// A process that is no child of this one's runtime, in a group of its own, with a child that keeps
-/// the pipe open.
+/// A process that this runtime does not supervise, in its own group, with a child that keeps the
+/// pipe open.
 fn adopted_process(shell: &Shell) -> std::process::Child {
     let mut command = std::process::Command::new("/bin/sh");
     command.args(["-c", &format!("{LEAVE_A_CHILD} wait")]).env("PIPE", shell.pipe());
     std::os::unix::process::CommandExt::process_group(&mut command, 0).spawn().unwrap()
 }
 
-fn none(shell: &Shell) -> Processes {
+fn without_processes(shell: &Shell) -> Processes {
     let mut processes = shell.start("exit 0");
     processes.running.clear();
     processes.tasks.abort_all();
@@ -193,11 +193,11 @@ fn none(shell: &Shell) -> Processes {
 }
 
 #[tokio::test]
-async fn a_stranger_that_is_taken_over_is_watched_and_killed_like_a_child() {
+async fn an_adopted_process_is_watched_and_killed_like_a_child() {
     let shell = Shell::new();
     let mut child = adopted_process(&shell);
     let pipe = shell.opened().await;
-    let mut processes = none(&shell);
+    let mut processes = without_processes(&shell);
     processes.adopt(LAUNCH, ProcessIdentity::look_up(child.id()));
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
@@ -214,11 +214,11 @@ async fn a_stranger_that_is_taken_over_is_watched_and_killed_like_a_child() {
 }
 
 #[tokio::test]
-async fn a_process_that_is_not_the_one_that_was_started_is_left_alone() {
+async fn a_process_that_reuses_a_pid_is_not_touched() {
     let shell = Shell::new();
     let mut child = adopted_process(&shell);
     let started = ProcessIdentity::look_up(child.id()).unwrap();
-    let mut processes = none(&shell);
+    let mut processes = without_processes(&shell);
     processes
         .adopt(LAUNCH, Some(ProcessIdentity { start_ticks: started.start_ticks - 1, ..started }));
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
@@ -234,7 +234,7 @@ async fn a_process_that_is_not_the_one_that_was_started_is_left_alone() {
 }
 
 #[tokio::test]
-async fn a_started_process_is_noted() {
+async fn a_started_process_is_written_to_the_process_list() {
     let shell = Shell::new();
     let mut processes = shell.start("read line < $PIPE; exit 0");
     let pipe = shell.pipe();

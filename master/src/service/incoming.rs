@@ -1,9 +1,9 @@
-//! Connections, before and after they have proved the job's token.
+//! Accepts connections and limits those that have not authenticated yet.
 //!
-//! **Invariant:** at most [`UNAUTHENTICATED_MAX`] connections are open without authentication, each for
-//! [`AUTHENTICATION_TIMEOUT`] at most; more wait in the listener's queue. So whoever can reach the port but
-//! has no token can't use up the master's files. A handshake takes its time and its place from
-//! these.
+//! **Invariant:** at most [`UNAUTHENTICATED_MAX`] connections are open without authentication, each
+//! for at most [`AUTHENTICATION_TIMEOUT`]; further connections wait in the backlog of the listener.
+//! So a peer that can reach the port but has no token can't exhaust the master's file descriptors.
+//! The TLS handshake counts towards both limits.
 
 use std::io;
 use std::pin::Pin;
@@ -21,8 +21,8 @@ use tracing::warn;
 
 use crate::limits::AUTHENTICATION_TIMEOUT;
 
-/// Accepts connections of `listener` until the stream is dropped. While `open` is false nobody
-/// listens: dials are refused.
+/// Accepts connections of `listener` until the stream is dropped. While `open` is false the listener
+/// is closed and connections are refused.
 pub(super) fn accept(
     mut listener: TcpListener,
     mut open: watch::Receiver<bool>,
@@ -34,7 +34,7 @@ pub(super) fn accept(
             let permit = Arc::clone(&unauthenticated)
                 .acquire_owned()
                 .await
-                .expect("nobody closes this semaphore");
+                .expect("the semaphore is never closed");
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 () = connections.closed() => return,
@@ -51,8 +51,8 @@ pub(super) fn accept(
                     }
                 }
                 Err(error) => {
-                    // Most often the limit of open files: it passes, but not sooner for being asked
-                    // at once.
+                    // The usual cause is the limit of open files. It is transient, and an immediate
+                    // retry would fail too.
                     warn!(%error, "can't accept a connection");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
@@ -62,15 +62,16 @@ pub(super) fn accept(
     ReceiverStream::new(incoming)
 }
 
-/// Waits until `open` is `wanted`.
+/// Waits until `open` equals `wanted`.
 async fn until_open_is(open: &mut watch::Receiver<bool>, wanted: bool) {
     if open.wait_for(|&open| open == wanted).await.is_err() {
-        // The server has ended, and nobody wants its connections.
+        // The server has ended and needs no connections.
         std::future::pending().await
     }
 }
 
-/// Closes a listener until `open` is true; `None`: nobody wants its connections any more.
+/// Closes the listener, waits until `open` is true, and binds its address again. `None` if the
+/// server has ended.
 async fn reopen<T>(
     listener: TcpListener,
     open: &mut watch::Receiver<bool>,
@@ -100,7 +101,7 @@ async fn reopen<T>(
     }
 }
 
-/// One connection; reading from it fails when its time to prove the token has passed.
+/// A connection; reads fail once its authentication timeout has passed.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
@@ -122,12 +123,13 @@ impl Connection {
     }
 }
 
-/// Whether a connection has proved the token; goes with each of its requests.
+/// Authentication state of a connection, attached to each of its requests. Holds a permit until a
+/// request presents the token.
 #[derive(Clone, Debug)]
 pub(super) struct Authentication(Arc<Mutex<Option<OwnedSemaphorePermit>>>);
 
 impl Authentication {
-    /// The connection has proved the token: it may stay, and makes room for the next.
+    /// Marks the connection as authenticated and releases its permit.
     pub(super) fn complete(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
@@ -188,6 +190,9 @@ impl AsyncWrite for Connection {
     }
 }
 
+/// Back-off after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Back-off after a failed bind.
 const REOPEN_PAUSE: Duration = Duration::from_millis(500);
+/// Most connections that have not authenticated.
 pub(super) const UNAUTHENTICATED_MAX: usize = 64;
