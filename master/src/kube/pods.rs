@@ -262,8 +262,8 @@ impl PodController {
                         CallResult::KillDue(launch) => {
                             self.kill(launch, "it is not wanted any more");
                         }
-                        CallResult::Explained(asked, preemptors) => {
-                            self.on_explained(asked, &preemptors);
+                        CallResult::Explained(due, preemptors) => {
+                            self.on_explained(due, &preemptors);
                         }
                     }
                 }
@@ -354,8 +354,8 @@ impl PodController {
     /// launches, and creates the pod again.
     fn on_missing_class(&mut self, launch: LaunchId, class: &str) {
         let no_class = format!("there is no priority class {class}");
-        let asked = self.launches.get(&launch).and_then(|launched| launched.class.as_deref());
-        if asked != Some(class) {
+        let assigned = self.launches.get(&launch).and_then(|launched| launched.class.as_deref());
+        if assigned != Some(class) {
             // The class is the user's own choice, or was set by an admission webhook.
             return self.ended(launch, Exit::NotStarted(no_class));
         }
@@ -398,9 +398,9 @@ impl PodController {
                     self.on_end(launch, &pod, end);
                 }
             }
-            Change::Listed(asked, uids) => {
+            Change::Listed(requested_at, uids) => {
                 let is_deleted = |launched: &ActiveLaunch| match &launched.pod {
-                    Some((uid, Some(known))) => *known < asked && !uids.contains(uid),
+                    Some((uid, Some(known))) => *known < requested_at && !uids.contains(uid),
                     _ => false,
                 };
                 let deleted: Vec<_> = self
@@ -459,13 +459,13 @@ impl PodController {
     }
 
     fn on_unschedulable(&mut self, launch: LaunchId, pod: &Pod, why: String) {
-        let waits = BackendEvent::Waiting(Wait::Room(why.clone()));
+        let event = BackendEvent::Waiting(Wait::Room(why.clone()));
         let is_known =
-            self.launches.get(&launch).is_none_or(|l| l.reported.as_ref() == Some(&waits));
+            self.launches.get(&launch).is_none_or(|l| l.reported.as_ref() == Some(&event));
         if !is_known {
             self.recorder.record("Unschedulable", format!("worker pod {}: {why}", name_of(pod)));
         }
-        self.report(launch, waits);
+        self.report(launch, event);
     }
 
     fn on_terminating(&mut self, launch: LaunchId, pod: &Pod, termination: Termination) {
@@ -518,25 +518,25 @@ impl PodController {
 
     /// Reads the scheduler's Events, in one call for all deletions that are due.
     fn investigate_deletions(&mut self) {
-        let (asked, later) = std::mem::take(&mut self.unexplained)
+        let (due, later) = std::mem::take(&mut self.unexplained)
             .into_iter()
             .partition::<Vec<_>, _>(|pod| pod.seen.elapsed() >= EVENT_DELAY);
         self.unexplained = later;
-        if !asked.is_empty() {
+        if !due.is_empty() {
             let events = self.event_api.clone();
             self.calls.spawn(async move {
                 let preemptors = events::preemptors(&events).await;
-                CallResult::Explained(asked, preemptors)
+                CallResult::Explained(due, preemptors)
             });
         }
     }
 
     fn on_explained(
         &mut self,
-        asked: Vec<UnexplainedDeletion>,
+        due: Vec<UnexplainedDeletion>,
         preemptors: &BTreeMap<String, String>,
     ) {
-        for UnexplainedDeletion { launch, name, uid, .. } in asked {
+        for UnexplainedDeletion { launch, name, uid, .. } in due {
             match preemptors.get(&uid) {
                 Some(message) => {
                     let message = message
@@ -603,10 +603,10 @@ impl PodController {
     /// moment: most pods are killed because their program has ended, which the cluster reports a
     /// little later (as it reports late that they run), and their exit is worth knowing.
     fn kill_soon(&mut self, launch: LaunchId) {
-        let waits = |l: &ActiveLaunch| {
+        let is_waiting = |l: &ActiveLaunch| {
             matches!(l.reported, Some(BackendEvent::Waiting(Wait::Answer(_) | Wait::Room(_))))
         };
-        let has_node = |l: &ActiveLaunch| l.pod.is_some() && !waits(l);
+        let has_node = |l: &ActiveLaunch| l.pod.is_some() && !is_waiting(l);
         if !self.launches.get(&launch).is_some_and(has_node) {
             return self.kill(launch, "it is not wanted any more");
         }

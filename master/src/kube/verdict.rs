@@ -130,9 +130,9 @@ pub fn classify(pod: &Pod) -> Verdict {
     }
     if let Some(end) = deleted(pod) {
         let end = reclaimed(status).unwrap_or(end);
-        let runs = container.is_some_and(|state| state.running.is_some());
+        let is_running = container.is_some_and(|state| state.running.is_some());
         // A lost pod is not terminating: no kubelet is left to stop its program.
-        if !runs || end.cause == Cause::Lost {
+        if !is_running || end.cause == Cause::Lost {
             return Verdict::Ended(end);
         }
         let grace = pod.metadata.deletion_grace_period_seconds.unwrap_or_default();

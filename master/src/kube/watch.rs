@@ -94,7 +94,7 @@ where
 {
     /// Lists, then watches until the next list is due.
     async fn round(&mut self) -> Result<(), ReceiverDropped> {
-        let asked = Instant::now();
+        let requested_at = Instant::now();
         let params = ListParams {
             field_selector: self.selection.fields.clone(),
             label_selector: self.selection.labels.clone(),
@@ -110,8 +110,8 @@ where
         for change in self.cache.replace(list) {
             self.send(change).await?;
         }
-        self.send(Change::Listed(asked, self.cache.uids())).await?;
-        while asked.elapsed() < RELIST && self.watch().await? {}
+        self.send(Change::Listed(requested_at, self.cache.uids())).await?;
+        while requested_at.elapsed() < RELIST && self.watch().await? {}
         Ok(())
     }
 
@@ -220,8 +220,8 @@ impl<K: kube::Resource + Clone> ObjectCache<K> {
             }
             self.objects.insert(uid, object);
         }
-        let gone = before.into_iter().filter(|(uid, _)| !self.objects.contains_key(uid));
-        let mut all: Vec<_> = gone.map(|(_, object)| Change::Deleted(object)).collect();
+        let deleted = before.into_iter().filter(|(uid, _)| !self.objects.contains_key(uid));
+        let mut all: Vec<_> = deleted.map(|(_, object)| Change::Deleted(object)).collect();
         all.append(&mut changes);
         all
     }
@@ -354,12 +354,12 @@ mod tests {
             cache.apply(event("MODIFIED", changed)),
             EventOutcome::Change(Change::Applied(pod("a", "11")))
         );
-        let gone = serde_json::to_value(pod("a", "12")).unwrap();
+        let deleted = serde_json::to_value(pod("a", "12")).unwrap();
         assert_eq!(
-            cache.apply(event("DELETED", gone.clone())),
+            cache.apply(event("DELETED", deleted.clone())),
             EventOutcome::Change(Change::Deleted(pod("a", "12")))
         );
-        assert_eq!(cache.apply(event("DELETED", gone)), EventOutcome::Ignored);
+        assert_eq!(cache.apply(event("DELETED", deleted)), EventOutcome::Ignored);
         assert_eq!(cache.version, "12");
     }
 

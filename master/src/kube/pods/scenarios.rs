@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::json;
 
 use super::tests::{
-    ONE, WAITS, container, ended, exited, next, pods, pods_of, running, started, until,
+    ONE, WAITING, container, ended, exited, next, pods, pods_of, running, started, until,
 };
 use super::*;
 use crate::job::testing::spec;
@@ -15,7 +15,7 @@ use crate::kube::testing::FakeServer;
 
 const DELETED: &str = "its pod is being deleted";
 
-fn leaves() -> (LaunchId, BackendEvent) {
+fn terminating() -> (LaunchId, BackendEvent) {
     (ONE, BackendEvent::Terminating(DELETED.into()))
 }
 
@@ -42,7 +42,7 @@ async fn classes(pods: &mut Pods, count: usize) -> BTreeMap<u64, Option<String>>
 async fn a_running_pod_that_is_deleted_terminates_and_ends_with_its_object() {
     let (fake, mut pods) = started().await;
     fake.terminate("j-w-1");
-    assert_eq!(next(&mut pods).await, leaves());
+    assert_eq!(next(&mut pods).await, terminating());
     assert!(is_quiet(&mut pods, Duration::from_secs(9)).await);
     fake.remove("j-w-1");
     assert_eq!(next(&mut pods).await, reclaimed(DELETED));
@@ -53,7 +53,7 @@ async fn a_running_pod_that_is_deleted_terminates_and_ends_with_its_object() {
 async fn a_pod_that_is_deleted_has_ended_when_its_container_has() {
     let (fake, mut pods) = started().await;
     fake.terminate("j-w-1");
-    assert_eq!(next(&mut pods).await, leaves());
+    assert_eq!(next(&mut pods).await, terminating());
     // With another client's finalizer the object may stay for long.
     fake.set_status("j-w-1", exited(0));
     assert_eq!(next(&mut pods).await, reclaimed(DELETED));
@@ -63,7 +63,7 @@ async fn a_pod_that_is_deleted_has_ended_when_its_container_has() {
 async fn an_unresponsive_node_is_given_a_little_more_than_the_grace_period() {
     let (fake, mut pods) = started().await;
     fake.terminate("j-w-1");
-    assert_eq!(next(&mut pods).await, leaves());
+    assert_eq!(next(&mut pods).await, terminating());
     let start = Instant::now();
     // Further events do not restart the time limit.
     tokio::time::sleep(Duration::from_secs(20)).await;
@@ -82,7 +82,7 @@ async fn the_events_of_an_older_scheduler_are_read_once_per_deletion() {
         json!({"metadata": {"name": "e"}, "involvedObject": {"uid": "uid-1"}, "message": message});
     fake.terminate("j-w-1");
     // The reason is not waited for.
-    assert_eq!(next(&mut pods).await, leaves());
+    assert_eq!(next(&mut pods).await, terminating());
     fake.put("events", "e", event);
     let explained = BackendEvent::Explained("preempted by ns/high on node n".into());
     assert_eq!(next(&mut pods).await, (ONE, explained));
@@ -145,7 +145,7 @@ async fn a_throttling_server_is_not_called_before_its_retry_after() {
     let (fake, mut pods) = pods();
     fake.state().throttles.extend([("POST pods", 429, 7), ("POST pods", 429, 8)]);
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     let before = Instant::now();
     until(|| fake.state().names() == ["j-w-1"]).await;
     assert_eq!((before.elapsed().as_secs(), fake.state().count("POST pods")), (15, 3));
@@ -234,7 +234,7 @@ async fn a_call_without_an_answer_is_retried() {
     until(|| fake.state().count("LIST pods") == 1).await;
     fake.state().unreachable = true;
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     tokio::time::sleep(Duration::from_secs(1)).await;
     fake.state().unreachable = false;
     until(|| fake.state().names() == ["j-w-1"]).await;
@@ -283,9 +283,9 @@ async fn a_pod_has_the_class_of_its_slot() {
 async fn a_missing_class_reduces_the_tiers_for_all_launches_and_is_reported_once() {
     let (fake, cluster) = FakeServer::start();
     let mut pods = pods_of(&cluster, LeaseGuard::unlimited(), Some(PriorityTiers::shipped()));
-    let no_rung =
+    let no_tier =
         "pods \"j-w-1\" is forbidden: no PriorityClass with name elasticdl-tier-1 was found";
-    fake.state().refusals.extend([(403, no_rung), (403, no_rung)]);
+    fake.state().refusals.extend([(403, no_tier), (403, no_tier)]);
     pods.start(LaunchId(1), 2);
     pods.start(LaunchId(2), 3);
     let (mut classes, mut messages) = (Vec::new(), Vec::new());
@@ -314,7 +314,7 @@ async fn a_missing_class_of_the_users_choice_ends_the_launch() {
     let message = "pods \"j-w-1\" is forbidden: no PriorityClass with name mine was found";
     fake.state().refusals.push_back((403, message));
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     assert_eq!(
         next(&mut pods).await,
         ended(Exit::NotStarted("there is no priority class mine".into()))

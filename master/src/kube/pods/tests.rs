@@ -51,7 +51,8 @@ pub(super) fn exited(code: i32) -> Value {
     container("Failed", json!({"terminated": {"exitCode": code, "reason": "Error"}}))
 }
 
-pub(super) const WAITS: (LaunchId, BackendEvent) = (ONE, BackendEvent::Waiting(Wait::Answer(None)));
+pub(super) const WAITING: (LaunchId, BackendEvent) =
+    (ONE, BackendEvent::Waiting(Wait::Answer(None)));
 
 pub(super) fn ended(exit: Exit) -> (LaunchId, BackendEvent) {
     (ONE, BackendEvent::Ended(exit))
@@ -72,7 +73,7 @@ pub(super) async fn next(pods: &mut Pods) -> (LaunchId, BackendEvent) {
 pub(super) async fn started() -> (Arc<FakeServer>, Pods) {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     until(|| fake.state().names() == ["j-w-1"]).await;
     fake.set_status("j-w-1", running());
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Running));
@@ -108,14 +109,14 @@ async fn a_creation_whose_answer_was_lost_creates_no_second_pod() {
     let (fake, mut pods) = pods();
     fake.state().lost = 1;
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     let (_, lost) = next(&mut pods).await;
     assert!(matches!(lost, BackendEvent::Waiting(Wait::Answer(Some(_)))), "{lost:?}");
     until(|| fake.state().count("GET pods") == 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     fake.set_status("j-w-1", running());
-    let runs = (ONE, BackendEvent::Running);
-    assert_eq!(next(&mut pods).await, runs);
+    let running = (ONE, BackendEvent::Running);
+    assert_eq!(next(&mut pods).await, running);
     fake.set_status("j-w-1", exited(0));
     assert_eq!(next(&mut pods).await, ended(Exit::Code(0)));
     assert_eq!(fake.state().created, 1);
@@ -127,7 +128,7 @@ async fn an_exceeded_quota_is_waited_out() {
     let message = "pods \"j-w-1\" is forbidden: exceeded quota: q";
     fake.state().refusals.extend([(403, message), (403, message)]);
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Waiting(Wait::Room(message.into()))));
     until(|| fake.state().names() == ["j-w-1"]).await;
 }
@@ -137,7 +138,7 @@ async fn a_permanent_refusal_ends_the_launch_with_the_servers_message() {
     let (fake, mut pods) = pods();
     fake.state().refusals.extend([(403, "pods is forbidden: User x cannot create resource pods")]);
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     let why = "pods is forbidden: User x cannot create resource pods";
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     assert_eq!(fake.state().created, 0);
@@ -162,7 +163,7 @@ async fn a_pod_that_was_removed_between_two_lists_has_ended() {
     fake.state().refuses_watches = true;
     fake.forget();
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     until(|| fake.state().created == 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     fake.remove("j-w-1");
@@ -196,7 +197,7 @@ async fn a_killed_launch_that_ends_by_itself_is_reported_with_its_exit_and_its_p
 async fn a_killed_launch_may_have_run_before_its_node_reports_it() {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     until(|| fake.state().names() == ["j-w-1"]).await;
     fake.set_status(
         "j-w-1",
@@ -213,7 +214,7 @@ async fn a_killed_launch_may_have_run_before_its_node_reports_it() {
 async fn a_killed_launch_without_a_node_is_deleted_at_once() {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     until(|| fake.state().names() == ["j-w-1"]).await;
     let before = Instant::now();
     pods.kill(ONE);
@@ -238,8 +239,8 @@ async fn pods_of_an_earlier_master_are_adopted_in_their_present_state() {
     pods.adopt(LaunchId(3), None);
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Running));
     assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Answer(None))));
-    let gone = Exit::Taken("its pod is gone".into());
-    assert_eq!(next(&mut pods).await, (LaunchId(3), BackendEvent::Ended(gone)));
+    let deleted = Exit::Taken("its pod is gone".into());
+    assert_eq!(next(&mut pods).await, (LaunchId(3), BackendEvent::Ended(deleted)));
     fake.set_status("j-w-1", exited(3));
     assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
     let state = fake.state();
@@ -251,7 +252,7 @@ async fn a_launch_that_is_killed_before_its_pod_exists_leaves_no_pod() {
     let (fake, mut pods) = pods();
     fake.state().refusals.extend([(500, "not now"), (500, "not now")]);
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     pods.kill(ONE);
     loop {
         if let (_, BackendEvent::Ended(_)) = next(&mut pods).await {
@@ -266,7 +267,7 @@ async fn a_launch_that_is_killed_before_its_pod_exists_leaves_no_pod() {
 async fn a_pod_that_cannot_start_is_evicted_after_a_while() {
     let (fake, mut pods) = pods();
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     until(|| fake.state().names() == ["j-w-1"]).await;
     let stuck = json!({"waiting": {"reason": "ErrImagePull", "message": "no such image"}});
     fake.set_status("j-w-1", container("Pending", stuck));
@@ -332,7 +333,7 @@ async fn a_quota_that_requires_limits_is_reported_with_the_option_that_helps() {
         .refusals
         .push_back((403, "pods \"j-w-1\" is forbidden: failed quota: q: must specify limits.cpu"));
     pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITS);
+    assert_eq!(next(&mut pods).await, WAITING);
     match next(&mut pods).await {
         (ONE, BackendEvent::Waiting(Wait::Room(why))) => {
             assert!(why.contains("--worker-resources"), "{why}")

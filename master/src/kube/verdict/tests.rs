@@ -60,7 +60,7 @@ fn condition(name: &str, reason: &str, message: &str) -> Value {
     ]})
 }
 
-fn leaves(cause: Cause, detail: &str) -> Verdict {
+fn terminating(cause: Cause, detail: &str) -> Verdict {
     let end = End { cause, detail: detail.into() };
     Verdict::Terminating(Termination { end, grace: Duration::from_secs(10), ready: true })
 }
@@ -91,7 +91,7 @@ fn a_pod_that_the_cluster_removes_terminates_and_ends_with_the_clusters_message(
         // Announced, and perhaps never carried out.
         assert_eq!(classify(&pod(status.clone())), Verdict::Running, "{status}");
         let detail = format!("{reason}: {message}");
-        assert_eq!(classify(&deleted_pod(status.clone())), leaves(cause, &detail), "{status}");
+        assert_eq!(classify(&deleted_pod(status.clone())), terminating(cause, &detail), "{status}");
         // A drained worker exits with 0, or by the kubelet's signal.
         for code in [0, 137, 143] {
             let state = json!({"terminated": {"exitCode": code, "reason": "Error"}});
@@ -105,9 +105,9 @@ fn a_pod_that_the_cluster_removes_terminates_and_ends_with_the_clusters_message(
         assert!(!cause.is_own_fault());
     }
     // The node of this pod does not exist any more, so no kubelet stops its program.
-    let gone = condition("DisruptionTarget", "DeletionByPodGC", "PodGC: node no longer exists");
+    let deleted = condition("DisruptionTarget", "DeletionByPodGC", "PodGC: node no longer exists");
     let lost = ended(Cause::Lost, "DeletionByPodGC: PodGC: node no longer exists");
-    assert_eq!(classify(&deleted_pod(gone)), lost);
+    assert_eq!(classify(&deleted_pod(deleted)), lost);
 }
 
 #[test]
@@ -144,11 +144,14 @@ fn a_deletion_takes_precedence_over_the_containers_exit() {
 #[test]
 fn a_deleted_pod_terminates_if_its_program_runs_and_has_ended_otherwise() {
     let runs = condition("ContainersReady", "", "");
-    assert_eq!(classify(&deleted_pod(runs)), leaves(Cause::Deleted, "its pod is being deleted"));
-    let gone = ended(Cause::Deleted, "its pod is being deleted");
-    assert_eq!(classify(&deleted_pod(unscheduled("Unschedulable", "0/1 nodes"))), gone);
-    assert_eq!(classify(&deleted_pod(waiting("ImagePullBackOff", "Back-off"))), gone);
-    assert_eq!(classify(&deleted_pod(waiting("ContainerCreating", ""))), gone);
+    assert_eq!(
+        classify(&deleted_pod(runs)),
+        terminating(Cause::Deleted, "its pod is being deleted")
+    );
+    let deleted = ended(Cause::Deleted, "its pod is being deleted");
+    assert_eq!(classify(&deleted_pod(unscheduled("Unschedulable", "0/1 nodes"))), deleted);
+    assert_eq!(classify(&deleted_pod(waiting("ImagePullBackOff", "Back-off"))), deleted);
+    assert_eq!(classify(&deleted_pod(waiting("ContainerCreating", ""))), deleted);
     assert_eq!(vanished().cause, Cause::Deleted);
 }
 
