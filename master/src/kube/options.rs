@@ -73,7 +73,7 @@ pub struct Mounted {
 /// Parses `cpu=1,memory=2Gi,nvidia.com/gpu=1`.
 ///
 /// # Errors
-/// What is wrong, and an example of what is valid.
+/// A message that names the error, with an example of a valid value.
 pub fn parse_resources(text: &str) -> Result<Resources, String> {
     let example = "for example `cpu=1,memory=2Gi` or `cpu=500m,memory=1Gi,nvidia.com/gpu=1`, \
                    with `limits.cpu=2` for a limit";
@@ -98,7 +98,7 @@ pub const LIMITS: &str = "limits.";
 /// Parses `NAME=VALUE`.
 ///
 /// # Errors
-/// What is wrong, and an example of what is valid.
+/// A message that names the error, with an example of a valid value.
 pub fn parse_env(text: &str) -> Result<Pair, String> {
     let (name, value) = text.split_once('=').ok_or("it must be NAME=VALUE")?;
     let fit = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
@@ -118,7 +118,7 @@ pub fn parse_env(text: &str) -> Result<Pair, String> {
 /// Parses `key=value,key=value` as labels.
 ///
 /// # Errors
-/// What is wrong, and an example of what is valid.
+/// A message that names the error, with an example of a valid value.
 pub fn parse_labels(text: &str) -> Result<BTreeMap<String, String>, String> {
     let labels = parse_node_selector(text)?;
     match labels.keys().find(|key| OWN_LABELS.iter().any(|own| key.starts_with(own))) {
@@ -130,7 +130,7 @@ pub fn parse_labels(text: &str) -> Result<BTreeMap<String, String>, String> {
 /// Parses `key=value,key=value` as labels of nodes.
 ///
 /// # Errors
-/// What is wrong, and an example of what is valid.
+/// A message that names the error, with an example of a valid value.
 pub fn parse_node_selector(text: &str) -> Result<BTreeMap<String, String>, String> {
     let mut labels = BTreeMap::new();
     for (key, value) in parse_pairs(text)? {
@@ -144,7 +144,7 @@ pub fn parse_node_selector(text: &str) -> Result<BTreeMap<String, String>, Strin
 /// Parses `key=value,key=value` as annotations.
 ///
 /// # Errors
-/// What is wrong, and an example of what is valid.
+/// A message that names the error, with an example of a valid value.
 pub fn parse_annotations(text: &str) -> Result<BTreeMap<String, String>, String> {
     let mut annotations = BTreeMap::new();
     for (key, value) in parse_pairs(text)? {
@@ -157,7 +157,7 @@ pub fn parse_annotations(text: &str) -> Result<BTreeMap<String, String>, String>
 /// Parses `key[=value][:effect]`; several are separated by commas.
 ///
 /// # Errors
-/// What is wrong, and an example of what is valid.
+/// A message that names the error, with an example of a valid value.
 pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
     let one = |part: &str| {
         let (taint, effect) = match part.split_once(':') {
@@ -194,7 +194,7 @@ pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
 /// `claim_name=c,mount_path=/data;host_path=/d,mount_path=/scratch`.
 ///
 /// # Errors
-/// What is wrong, and an example of what is valid.
+/// A message that names the error, with an example of a valid value.
 pub fn parse_volumes(text: &str) -> Result<Vec<Mounted>, String> {
     text.split(';').map(str::trim).filter(|part| !part.is_empty()).map(parse_volume).collect()
 }
@@ -243,7 +243,7 @@ fn parse_volume(text: &str) -> Result<Mounted, String> {
 /// Parses the content of a YAML file as a partial pod spec.
 ///
 /// # Errors
-/// What is wrong, and where.
+/// A message that names the error and its position.
 pub fn parse_pod_template(text: &str) -> Result<Value, String> {
     let mut value: Value =
         serde_saphyr::from_str(text).map_err(|e| format!("it is not YAML: {e}"))?;
@@ -257,7 +257,7 @@ pub fn parse_pod_template(text: &str) -> Result<Value, String> {
 /// Checks a name that other objects refer to.
 ///
 /// # Errors
-/// What a valid name is.
+/// A message that describes a valid name.
 pub fn parse_object_name(text: &str) -> Result<String, String> {
     let fit = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '-' | '.');
     let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
@@ -273,7 +273,7 @@ pub fn parse_object_name(text: &str) -> Result<String, String> {
 /// Checks the name of a namespace.
 ///
 /// # Errors
-/// What a valid name is.
+/// A message that describes a valid name.
 pub fn parse_namespace(text: &str) -> Result<String, String> {
     match parse_object_name(text) {
         Ok(name) if name.len() <= 63 && !name.contains('.') => Ok(name),
@@ -285,7 +285,7 @@ pub fn parse_namespace(text: &str) -> Result<String, String> {
 /// Checks the name of an image, as far as invalid names can be recognized.
 ///
 /// # Errors
-/// What a valid name is.
+/// A message that describes a valid name.
 pub fn parse_image(text: &str) -> Result<String, String> {
     let fit = |c: char| c.is_ascii_graphic() && !matches!(c, '"' | '\'' | '\\' | '$' | '`');
     if text.is_empty()
@@ -301,7 +301,7 @@ pub fn parse_image(text: &str) -> Result<String, String> {
 /// Parses a duration of whole seconds, of at most a year.
 ///
 /// # Errors
-/// What a valid duration is.
+/// A message that describes a valid duration.
 pub fn parse_seconds(text: &str) -> Result<Duration, String> {
     let wanted = "it must be a duration in whole seconds, for example `90s`, `10min` or `2days`, \
                   at most 1 year";

@@ -80,7 +80,7 @@ pub fn missing_class(message: &str) -> Option<&str> {
 /// Parses `auto`, `off` or `CORE,TIER,TIER`.
 ///
 /// # Errors
-/// What is wrong, and an example of what is valid.
+/// A message that names the error, with an example of a valid value.
 pub fn parse(text: &str) -> Result<TierChoice, String> {
     match text {
         "auto" => return Ok(TierChoice::Auto),
