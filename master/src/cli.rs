@@ -36,11 +36,12 @@ pub use train::TrainArgs;
 pub use validation::{Metric, ValidationOptions};
 pub use zoo::{BuildArgs, InitArgs, PushArgs, Source, Tool, ZooArgs, ZooCommand};
 
-/// Elastic synchronous training: workers may come and go, every record counts exactly once.
+/// Elastic synchronous training: workers join and leave at any time, and every record counts
+/// exactly once.
 ///
-/// A job is one master and a changing number of workers. The workers run your program, sum their
-/// gradients, and take every step together; when one is killed or joins, the others go on within
-/// milliseconds.
+/// A job is one master and a changing number of workers. Each worker runs your program; the workers
+/// all-reduce their gradients and take every step together. When a worker is killed or joins, the
+/// others continue within milliseconds.
 #[derive(Debug, Parser)]
 #[command(
     name = "elasticdl",
@@ -49,60 +50,59 @@ pub use zoo::{BuildArgs, InitArgs, PushArgs, Source, Tool, ZooArgs, ZooCommand};
     after_help = "See `elasticdl COMMAND --help` for options and examples."
 )]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do.
+/// Commands of `elasticdl`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Have a running job write a checkpoint now, and wait for it; prints where it is.
+    /// Write a checkpoint of a running job now, wait for it, and print its location.
     Checkpoint(CheckpointArgs),
-    /// Remove a job and all that it has left: its pods and objects, or what it has written to its
+    /// Delete a job: its objects and pods in a cluster, or the files that it has written to its
     /// directory.
     Delete(DeleteArgs),
-    /// Measure a model: the means of its metrics over a data set.
+    /// Evaluate a model: compute the means of its metrics over a data set.
     ///
     /// PROGRAM is your training program, and the model one that it has trained and exported.
-    /// Workers take shards of the data one by one; one that is killed is replaced, and the result
-    /// stays the same to the bit.
+    /// Workers lease shards of the data one by one. A worker that is killed is replaced, and the
+    /// result stays bit-identical.
     Evaluate(Box<EvaluateArgs>),
-    /// Show the jobs of this machine and of the cluster.
+    /// List the jobs of this machine and of the cluster.
     List(ListArgs),
-    /// Show what a job's master or one of its workers has printed.
+    /// Print the logs of a job's master or of one of its workers.
     Logs(LogsArgs),
-    /// Run a job's master in its pod; `elasticdl train --image` sees to that.
+    /// Run the master of a job in its pod. The pod of `elasticdl train --image` runs this command.
     #[command(hide = true)]
     Master(MasterArgs),
-    /// Write what a model predicts for each record of a data set.
+    /// Write a model's prediction for each record of a data set.
     ///
     /// PROGRAM is your training program, and the model one that it has trained and exported.
-    /// Workers take shards of the data one by one and write a file for each; one that is killed is
-    /// replaced, and no row is missing or there twice.
+    /// Workers lease shards of the data one by one and write a file for each. A worker that is
+    /// killed is replaced, and every record gets exactly one row.
     Predict(Box<PredictArgs>),
     /// Change the number of workers of a running job.
     ///
-    /// The master starts workers, or lets the youngest ones finish their step and end, until there
-    /// are as many. No step is lost either way.
+    /// The master starts workers, or releases the newest ones at the end of a step. No step is lost
+    /// either way.
     Scale(ScaleArgs),
-    /// Show what a running job is doing.
+    /// Show the status of a running job.
     Status(StatusArgs),
-    /// Let a running job finish its step and stop.
+    /// Stop a running job at the end of its current step.
     Stop(StopArgs),
     /// Train a model: start a job, show its progress, wait for its end.
     ///
     /// PROGRAM is your training program, built with the elasticdl worker library. It is started
-    /// once per worker; the master tells the workers who is in the group and which records to
-    /// train, and they take every step together. A worker that crashes or is killed is replaced,
-    /// and the others go on meanwhile; every record of an epoch is counted exactly once all the
-    /// same.
+    /// once per worker. The master publishes the membership of the group and leases shards of the
+    /// data; the workers take every step together. A worker that crashes or is killed is replaced
+    /// while the others continue, and every record of an epoch still counts exactly once.
     Train(Box<TrainArgs>),
-    /// Make a model of your own: a crate, and its image.
+    /// Create a crate for a model of your own, and build its image.
     Zoo(ZooArgs),
 }
 
-/// Runs the command that this process's arguments ask for; its exit code.
+/// Runs the command that the arguments of this process name. Returns its exit code.
 #[must_use]
 pub fn main() -> ExitCode {
     let code = match Cli::parse().command {
@@ -125,21 +125,21 @@ pub fn main() -> ExitCode {
     }))
 }
 
-/// Why a command did not do what was asked.
+/// Failure of a command.
 #[derive(Debug)]
 struct Failure {
     code: u8,
-    /// What is wrong, where, and what would be right.
+    /// Error message: what is wrong, where, and what would be right.
     text: String,
 }
 
 impl Failure {
-    /// The input is wrong; nothing was started.
+    /// A failure because of invalid input; nothing was started.
     fn usage(text: impl Into<String>) -> Self {
         Self { code: EXIT_USAGE, text: text.into() }
     }
 
-    /// The input may be right; it did not work.
+    /// A failure with input that may be valid.
     fn failed(text: impl Into<String>) -> Self {
         Self { code: EXIT_FAILED, text: text.into() }
     }
@@ -153,7 +153,7 @@ fn new_runtime() -> Result<tokio::runtime::Runtime, Failure> {
 }
 
 fn print_error(text: &str) {
-    // With standard error closed there is nobody to tell.
+    // Standard error may be closed.
     let _ = writeln!(stderr(), "error: {text}");
 }
 
@@ -162,10 +162,10 @@ fn print_warning(text: &str) {
 }
 
 const EXIT_FAILED: u8 = 1;
-/// Another master has the job.
+/// Another master holds the leader Lease of the job.
 const EXIT_FENCED: u8 = 3;
 const EXIT_INTERRUPTED: u8 = 130;
 const EXIT_OK: u8 = 0;
 const EXIT_TERMINATED: u8 = 143;
-/// As clap's own.
+/// The same code as clap's for usage errors.
 const EXIT_USAGE: u8 = 2;

@@ -1,11 +1,11 @@
-//! A job's metrics, for Prometheus: what its master knows anyway, as text over HTTP.
+//! A job's Prometheus metrics, served as text over HTTP.
 //!
-//! The text is a projection of one [`Snapshot`], made when somebody asks: nothing is counted twice,
-//! and a job that nobody asks pays nothing. `prometheus-client` (of the Prometheus project) writes
-//! it, so that names, escapes and histograms are what scrapers expect.
+//! The text is a projection of one [`Snapshot`], made for each scrape: nothing is counted twice,
+//! and a job that is not scraped has no cost. The crate `prometheus-client` of the Prometheus
+//! project writes it, so that names, escapes and histograms have the form that scrapers expect.
 //!
-//! **Invariant:** read-only, and open to all who reach the port, as is usual for metrics: there is
-//! nothing secret in them.
+//! **Invariant:** the endpoint is read-only and needs no authentication, as is usual for metrics:
+//! they contain no secrets.
 
 mod server;
 
@@ -22,7 +22,7 @@ pub(crate) use server::{HEALTH, READY, Ready, serve};
 
 use crate::job::{End, Histogram, Recoveries, Snapshot};
 
-/// A snapshot in the OpenMetrics text format.
+/// The snapshot in the OpenMetrics text format.
 #[must_use]
 pub fn to_text(snapshot: &Snapshot) -> String {
     let labels = [("training_job".into(), snapshot.status.job.clone().into())];
@@ -46,103 +46,110 @@ impl Collector for Projection {
 }
 
 impl Projection {
-    /// Where the job stands. Some of it falls when all workers are lost at once and training starts
-    /// again.
+    /// Gauges of the job's state. Some decrease when all workers are lost and training restarts
+    /// from an earlier step.
     fn encode_state(&self, page: &mut Page<'_>) -> fmt::Result {
         let status = &self.0.status;
         let members = status.workers.iter().filter(|worker| worker.rank.is_some());
         let leased: u64 = status.workers.iter().map(|worker| worker.leased_records).sum();
         let stragglers = status.workers.iter().filter(|worker| worker.straggler).count();
-        page.gauges("state", "1 for the state that the job is in", |labels| {
-            labels.one("state", status.state, 1.0)
+        page.gauges("state", "1 for the current state of the job", |labels| {
+            labels.set("state", status.state, 1.0)
         })?;
-        page.gauge("generation", "Newest generation of the group", status.generation.0 as f64)?;
-        page.gauge("world_size", "Members of the group", members.count() as f64)?;
-        page.gauge("workers_desired", "Workers to keep", f64::from(status.workers_desired))?;
-        page.gauge("stragglers", "Members markedly slower than their peers", stragglers as f64)?;
-        page.gauge("step", "Steps that the model has absorbed", status.step as f64)?;
-        page.gauge("epoch", "First epoch that is not complete", f64::from(status.epoch))?;
+        page.gauge("generation", "Current generation of the group", status.generation.0 as f64)?;
+        page.gauge("world_size", "Number of members of the group", members.count() as f64)?;
+        page.gauge(
+            "workers_desired",
+            "Number of workers to keep running",
+            f64::from(status.workers_desired),
+        )?;
+        page.gauge(
+            "stragglers",
+            "Members that are markedly slower than their peers",
+            stragglers as f64,
+        )?;
+        page.gauge("step", "Steps committed", status.step as f64)?;
+        page.gauge("epoch", "First epoch that is not complete, from 0", f64::from(status.epoch))?;
         page.gauge(
             "records_counted",
-            "Records that the model has absorbed",
+            "Records absorbed by the parameters",
             status.records_counted as f64,
         )?;
         page.gauge("records_expected", "Records of all epochs", status.records_expected as f64)?;
         page.gauge(
             "records_per_second",
-            "Records committed per second, lately",
+            "Records committed per second, over the last seconds",
             status.records_per_s,
         )?;
-        page.gauge("progress", "How near the end is, 0 to 1", status.progress)?;
+        page.gauge("progress", "Progress of the job, 0 to 1", status.progress)?;
         page.gauge("leased_records", "Records leased to workers and not committed", leased as f64)?;
-        let help =
-            "Steps of them that were left out, for their gradients or losses were not finite";
+        let help = "Committed steps that were skipped because a gradient or loss was not finite";
         page.gauge("steps_skipped", help, status.steps_skipped as f64)?;
         if let Some(loss) = status.loss {
             page.gauge("loss", "Mean loss per record, smoothed over the last reports", loss)?;
         }
         if let Some(evaluated) = &status.evaluated {
-            page.gauge(
-                "validation_step",
-                "Steps of the newest model that was evaluated",
-                evaluated.step as f64,
-            )?;
-            page.gauges("validation", "Means of its metrics over the validation data", |labels| {
+            page.gauge("validation_step", "Step of the newest evaluation", evaluated.step as f64)?;
+            page.gauges("validation", "Mean of each metric in the newest evaluation", |labels| {
                 let mut known =
                     evaluated.metrics.iter().filter_map(|(name, mean)| Some((name, (*mean)?)));
-                known.try_for_each(|(name, mean)| labels.one("metric", name, mean))
+                known.try_for_each(|(name, mean)| labels.set("metric", name, mean))
             })?;
         }
         let Some(shards) = status.shards else { return Ok(()) };
-        page.gauges("shards", "Shards of the epoch", |labels| {
-            labels.one("state", "todo", shards.todo.into())?;
-            labels.one("state", "leased", shards.leased.into())?;
-            labels.one("state", "done", shards.done.into())
+        page.gauges("shards", "Shards of the current epoch by state", |labels| {
+            labels.set("state", "todo", shards.todo.into())?;
+            labels.set("state", "leased", shards.leased.into())?;
+            labels.set("state", "done", shards.done.into())
         })
     }
 
     fn encode_counts(&self, page: &mut Page<'_>) -> fmt::Result {
         let tally = &self.0.tally;
         let seconds = |us: u64| us as f64 / 1e6;
-        page.counter("steps", "Steps committed since the master began", tally.steps as f64)?;
-        page.counter("records", "Records of these steps", tally.records as f64)?;
+        page.counter("steps", "Steps committed since the master started", tally.steps as f64)?;
+        page.counter(
+            "records",
+            "Records committed since the master started",
+            tally.records as f64,
+        )?;
         page.counter(
             "timed_steps",
-            "Steps that were timed: all but each group's first",
+            "Timed steps: all except the first of each generation",
             tally.times.steps as f64,
         )?;
-        let help = "Time of timed steps, commit to commit, on the lowest rank";
+        let help = "Duration of timed steps from commit to commit, on the lowest rank";
         page.counter("step_seconds", help, seconds(tally.times.step_us))?;
-        let help = "Of these, in the all-reduce: the wait for slower ranks, and the transfer";
+        let help = "Part of step_seconds in the all-reduce: wait for slower ranks, and transfer";
         page.counter("all_reduce_seconds", help, seconds(tally.times.reduce_us))?;
-        page.counter(
-            "worker_restarts",
-            "Workers started in the place of one",
-            tally.restarts as f64,
-        )?;
-        let help =
-            "Time that workers have waited for storage that did not answer, over all of them";
+        page.counter("worker_restarts", "Workers started as replacements", tally.restarts as f64)?;
+        let help = "Time that workers have waited for unresponsive storage, summed over workers";
         page.counter("storage_wait_seconds", help, tally.storage_wait.as_secs_f64())?;
-        let help = "States that were lost with all workers, and of which there was no checkpoint";
+        let help =
+            "Losses of the trained state: all workers were lost, and there was no checkpoint";
         page.counter("state_losses", help, tally.state_losses as f64)?;
-        let mut ends =
-            page.family("worker_exits", "Worker processes that have ended", MetricType::Counter)?;
+        let mut exits = page.family(
+            "worker_exits",
+            "Worker processes that have exited, by reason",
+            MetricType::Counter,
+        )?;
         for end in End::ALL {
             let count = tally.ends.get(&end).copied().unwrap_or_default();
             let labels = [("reason", end.name())];
-            ends.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&count, None)?;
+            exits.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&count, None)?;
         }
         Ok(())
     }
 
     fn encode_recoveries(&self, page: &mut Page<'_>) -> fmt::Result {
         let recoveries = &self.0.tally.recoveries;
-        let help = "From the last commit before a change of membership to the first after it";
+        let help =
+            "Time from the last commit before a membership change to the first commit after it";
         let mut gaps = page.family("recovery_seconds", help, MetricType::Histogram)?;
         for (cause, Recoveries { gap, .. }) in recoveries {
             encode_histogram(&mut gaps, &[("cause", cause.name())], gap)?;
         }
-        let help = "Parts of recovery_seconds";
+        let help = "Phases of recovery_seconds";
         let mut parts = page.family("recovery_phase_seconds", help, MetricType::Histogram)?;
         for (cause, Recoveries { phases, .. }) in recoveries {
             for (phase, histogram) in PHASES.into_iter().zip(phases) {
@@ -157,7 +164,7 @@ impl Projection {
     }
 }
 
-/// What is written, one metric after the other.
+/// Encoder of one scrape.
 struct Page<'a>(DescriptorEncoder<'a>);
 
 impl Page<'_> {
@@ -189,12 +196,12 @@ impl Page<'_> {
     }
 }
 
-/// Gauges that differ in a label.
+/// Gauges of one family that differ in a label.
 struct Labelled<'a>(MetricEncoder<'a>);
 
 impl Labelled<'_> {
-    fn one(&mut self, label: &str, of: &str, value: f64) -> fmt::Result {
-        self.0.encode_family(&[(label, of)])?.encode_gauge(&value)
+    fn set(&mut self, label: &str, label_value: &str, value: f64) -> fmt::Result {
+        self.0.encode_family(&[(label, label_value)])?.encode_gauge(&value)
     }
 }
 
@@ -209,7 +216,8 @@ fn encode_histogram(
     family.encode_family(labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
 }
 
-/// As [`MembershipRecord::phases`](crate::job::MembershipRecord::phases) has them.
+/// Values of the label `phase`, in the order of
+/// [`MembershipRecord::phases`](crate::job::MembershipRecord::phases).
 const PHASES: [&str; 6] = ["detect", "abort", "agree", "connect", "state", "first_step"];
 
 #[cfg(test)]

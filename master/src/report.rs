@@ -1,4 +1,4 @@
-//! How a job went, for people (a table) and for programs (JSON).
+//! Report of an ended job, as a table and as JSON.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -8,16 +8,16 @@ use crate::job::{
 };
 use crate::progress::{format_rate, one_line};
 
-/// Where the user finds more, on this machine.
+/// Paths of further output on this machine.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Paths<'a> {
     /// Folder of the logs.
     pub logs: Option<&'a Path>,
-    /// The summary's file.
+    /// File of the summary.
     pub summary: Option<&'a Path>,
 }
 
-/// The summary as JSON, with a line end.
+/// The summary as indented JSON, with a final newline.
 #[must_use]
 pub fn to_json(summary: &Summary) -> Vec<u8> {
     let mut json = serde_json::to_vec_pretty(summary).expect("a summary's keys are strings");
@@ -25,8 +25,8 @@ pub fn to_json(summary: &Summary) -> Vec<u8> {
     json
 }
 
-/// As [`to_json`], or in one line, or with less in it: in no more than `bytes`, which are 128 Ki at
-/// least. What tells how the job ended stays.
+/// The summary as JSON of at most `bytes` (at least 128 KiB): indented if it fits, else in one
+/// line, else with shortened lists. The fields about the end of the job are always retained.
 #[must_use]
 pub fn into_json_within(mut summary: Summary, bytes: usize) -> String {
     let text = |json: Vec<u8>| String::from_utf8(json).expect("JSON is UTF-8");
@@ -48,7 +48,7 @@ pub fn into_json_within(mut summary: Summary, bytes: usize) -> String {
         if lengths.iter().all(|len| *len == 0) {
             break;
         }
-        // The newest of each, and of failures the first.
+        // Retains the newest half of each list, and the first half of the failures.
         summary.memberships.drain(..lengths[0].div_ceil(2));
         summary.failed_shards.truncate(lengths[1] / 2);
         if let Some(all) = evaluations {
@@ -65,7 +65,7 @@ pub fn into_json_within(mut summary: Summary, bytes: usize) -> String {
 /// Writes the summary as a table.
 ///
 /// # Errors
-/// Those of `out`.
+/// Errors of `out`.
 pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) -> io::Result<()> {
     if let Some(lost) = &summary.state_lost {
         writeln!(out, "{}", state_lost(lost))?;
@@ -88,8 +88,8 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
         let skipped = summary.steps_skipped;
         row(
             out,
-            "left out",
-            &format!("{skipped} steps, whose gradients or losses were not finite"),
+            "skipped",
+            &format!("{skipped} steps with a gradient or loss that was not finite"),
         )?;
     }
     if let (Some(first), Some(last)) = (summary.loss.first, summary.loss.last) {
@@ -102,10 +102,8 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
         &format!("{} records/s, {:.1} steps/s", format_rate(rate.records_per_s), rate.steps_per_s),
     )?;
     let workers = &summary.workers;
-    let counts = format!(
-        "{} at most, {} at the end, {} restarts",
-        workers.peak, workers.last, workers.restarts
-    );
+    let counts =
+        format!("peak {}, final {}, {} restarts", workers.peak, workers.last, workers.restarts);
     row(out, "workers", &counts)?;
     if let Some(digest) = &summary.digest {
         row(out, "digest", digest)?;
@@ -155,7 +153,7 @@ pub fn write_table(out: &mut impl Write, summary: &Summary, paths: Paths<'_>) ->
     Ok(())
 }
 
-/// What of it a user should hear who wants to hear of errors alone.
+/// Warnings that are also printed with `--quiet`.
 #[must_use]
 pub fn warnings(summary: &Summary) -> Vec<String> {
     let lost = summary.state_lost.as_ref().map(state_lost);
@@ -164,12 +162,15 @@ pub fn warnings(summary: &Summary) -> Vec<String> {
         let newest = known
             .newest
             .as_ref()
-            .map(|newest| format!("; the newest one is of step {}", newest.step));
+            .map(|newest| format!("; the newest one is from step {}", newest.step));
         let newest = newest.unwrap_or_else(|| "; there is none".into());
         Some(format!("the last checkpoint could not be written: {}{newest}", one_line(error)))
     });
     let skipped = (summary.steps_skipped > 0).then(|| {
-        format!("{} steps were left out, for they were not finite", summary.steps_skipped)
+        format!(
+            "{} steps were skipped because a gradient or loss was not finite",
+            summary.steps_skipped
+        )
     });
     [lost, failed, skipped].into_iter().flatten().collect()
 }
@@ -197,20 +198,17 @@ fn evaluations(known: &EvaluationsSummary) -> String {
 }
 
 fn checkpoints(known: &CheckpointsSummary) -> String {
-    let newest = known.newest.as_ref().map(|newest| format!("newest of step {}", newest.step));
+    let newest = known.newest.as_ref().map(|newest| format!("newest from step {}", newest.step));
     let mut parts = vec![format!("{} written", known.saved)];
     parts.extend(newest);
     parts.extend((known.failed > 0).then(|| format!("{} failed", known.failed)));
-    parts.extend(
-        known
-            .error
-            .as_ref()
-            .map(|error| format!("the last one for this reason: {}", one_line(error))),
-    );
+    parts.extend(known.error.as_ref().map(|error| format!("last error: {}", one_line(error))));
     parts.extend((known.damaged > 0).then(|| format!("{} damaged", known.damaged)));
     for restored in &known.restored {
-        parts
-            .push(format!("began at step {} ({} steps again)", restored.step, restored.lost_steps));
+        parts.push(format!(
+            "resumed from step {} ({} steps lost)",
+            restored.step, restored.lost_steps
+        ));
     }
     parts.join(", ")
 }
@@ -234,7 +232,7 @@ fn write_memberships(out: &mut impl Write, memberships: &[MembershipRecord]) -> 
     Ok(())
 }
 
-/// One change in one line.
+/// One membership change as a table row.
 pub(crate) fn membership(record: &MembershipRecord) -> String {
     let cause = record.cause.name();
     let gap = record.gap_ms.map_or_else(|| "-".into(), |gap| format!("{gap:.1}"));
@@ -249,7 +247,7 @@ pub(crate) fn membership(record: &MembershipRecord) -> String {
     )
 }
 
-/// Above lines of [`membership`].
+/// Column headings of [`membership`].
 pub(crate) const MEMBERSHIP_COLUMNS: &str = "generation  cause  workers     at step     gap ms";
 const MEMBERSHIPS_MAX: usize = 20;
 
@@ -335,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_tells_the_whole_story() {
+    fn the_table_shows_the_whole_summary() {
         let mut out = Vec::new();
         let paths =
             Paths { logs: Some(Path::new("/j/logs")), summary: Some(Path::new("/j/summary.json")) };
@@ -346,13 +344,14 @@ job mnist: completed after 1.50 s
   records       20 expected, 20 counted, 0 missing, 0 repeated
   loss          2.0000 -> 0.5000
   throughput    250 records/s, 66.6 steps/s
-  workers       2 at most, 2 at the end, 1 restarts
+  workers       peak 2, final 2, 1 restarts
   digest        00ff00ff00ff00ff
   evaluations   step 90: loss 0.7500; best at step 40: loss 0.5000; stopped early
-  checkpoints   3 written, newest of step 100, 1 failed, began at step 40 (2 steps again)
+  checkpoints   3 written, newest from step 100, 1 failed, resumed from step 40 (2 steps lost)
   memberships   generation  cause  workers     at step     gap ms
                          1  start        2          40          -
-                         2  lost         2          40        8.2  (detect 0.5, abort 0.2, agree 1.0)
+                         2  lost         2          40        8.2  \
+(detect 0.5, abort 0.2, agree 1.0)
   failed shard  a.csv records 5..7 (epoch 0) on worker 3: bad label
   model
     accuracy 0.9
@@ -369,7 +368,7 @@ job mnist: completed after 1.50 s
     }
 
     #[test]
-    fn a_lost_state_comes_first_and_is_told_to_who_wants_errors_alone() {
+    fn a_lost_state_comes_first_and_is_a_warning() {
         let lost = Summary {
             state_lost: Some(StateLoss { count: 2, at_step: 70 }),
             steps_skipped: 3,
@@ -382,9 +381,10 @@ job mnist: completed after 1.50 s
         let mut out = Vec::new();
         write_table(&mut out, &lost, Paths::default()).unwrap();
         let out = String::from_utf8(out).unwrap();
-        let first = "STATE LOST (2 times; the last time) at step 70: all workers were lost, and there was no checkpoint";
+        let first = "STATE LOST (2 times; the last time) at step 70: all workers were lost, and \
+            there was no checkpoint";
         assert_eq!(out.lines().next(), Some(first));
-        assert!(out.contains("\n  left out      3 steps, whose"), "{out}");
+        assert!(out.contains("\n  skipped       3 steps with"), "{out}");
         let warnings = warnings(&lost);
         assert_eq!((warnings.len(), warnings[0].as_str()), (3, first));
         assert!(warnings[1].contains("disk full; there is none"), "{warnings:?}");
@@ -392,7 +392,7 @@ job mnist: completed after 1.50 s
     }
 
     #[test]
-    fn of_many_memberships_the_newest_are_shown() {
+    fn the_newest_of_many_memberships_are_shown() {
         let mut out = Vec::new();
         let many: Vec<_> =
             (1..=25).map(|generation| change(generation, Cause::Join, None)).collect();
@@ -420,7 +420,7 @@ job mnist: completed after 1.50 s
     }
 
     #[test]
-    fn a_summary_fits_into_its_part_of_an_anchor_and_keeps_what_tells_how_the_job_ended() {
+    fn a_summary_fits_into_its_part_of_the_anchor_and_retains_how_the_job_ended() {
         assert_eq!(into_json_within(summary(), 128 << 10).as_bytes(), to_json(&summary()));
         let mut long = summary();
         let named = MembershipRecord {

@@ -25,7 +25,7 @@ fn three_pods_train_each_record_once_and_leave_nothing() {
     let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "2"], 300);
     let output = job.assert_completes(2);
     println!("{output}");
-    assert!(output.contains("the master runs"), "{output}");
+    assert!(output.contains("the master is running"), "{output}");
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn a_job_is_scaled_detached_and_stopped_from_outside() {
     send(job.child().pid(), Signal::INT);
     let (code, output) = job.wait();
     assert_eq!(code, Some(130), "{output}");
-    assert!(output.contains("The job goes on"), "{output}");
+    assert!(output.contains("The job continues"), "{output}");
     let scaled = namespace.elasticdl("scale", ["count", "--num-workers", "3"]).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&scaled.stdout), "workers: 1 -> 3\n", "{}", text(&scaled));
     let _ = job.wait_for_group(3);

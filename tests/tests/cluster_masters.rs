@@ -156,7 +156,7 @@ fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
     send(job.child().pid(), Signal::INT);
     let (_, output) = job.wait();
     assert!(
-        output.contains("the master waits: FailedCreate") && output.contains(reason),
+        output.contains("the master is pending: FailedCreate") && output.contains(reason),
         "{output}"
     );
     job.assert_deletes();

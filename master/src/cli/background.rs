@@ -1,4 +1,5 @@
-//! `elasticdl train --local --detach`: the same command again, as a process without a terminal.
+//! `elasticdl train --local --detach`: runs the same command again, as a process without a
+//! terminal.
 
 use std::ffi::OsString;
 use std::io::Read as _;
@@ -12,8 +13,8 @@ use super::train::TrainArgs;
 use super::{EXIT_FAILED, EXIT_OK, Failure};
 use crate::jobdir::{self, JobDir, quoted};
 
-/// Starts the job that this process's arguments ask for in the background, and returns when its
-/// master listens; the exit code.
+/// Starts the job of this process's arguments in the background, and returns the exit code when its
+/// master listens.
 pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
     let mut added: Vec<OsString> = Vec::new();
     if !args.quiet {
@@ -25,8 +26,8 @@ pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
             let is_named = (args.job_name.is_some(), args.job_dir.is_some());
             let job = LocalJob::new(args)?;
             JobDir::check(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
-            // A name that was drawn at random, and a folder that follows from it, are what is
-            // printed.
+            // Passes a random name, and the directory that follows from it, on to the master, so
+            // that they are those that this process prints.
             if !is_named.0 {
                 added.extend(["--job-name".into(), job.spec.name.into()]);
             }
@@ -61,17 +62,17 @@ pub(super) fn start(args: TrainArgs) -> Result<u8, Failure> {
     print(&format!(
         "the job in {} runs in the background; its master is process {pid}\n\
          \x20 elasticdl status {job} --watch   shows it until it ends\n\
-         \x20 elasticdl stop {job}   lets it finish its step and stop\n",
+         \x20 elasticdl stop {job}   stops it at the end of its step\n",
         job_dir.display()
     ))?;
     Ok(EXIT_OK)
 }
 
-/// Gives this process a session of its own, if it was started in the background: a terminal that
-/// goes does not take it along.
+/// Gives this process a session of its own if it was started in the background, so that it survives
+/// its terminal.
 pub(super) fn leave_terminal() -> Result<(), Failure> {
     let starter = std::env::var(DETACHED).ok().and_then(|pid| pid.parse().ok());
-    // Not the variable alone: what this process starts inherits that.
+    // The variable alone is not enough: child processes inherit it.
     let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
     if starter.is_some() && starter == parent {
         rustix::process::setsid()
@@ -94,23 +95,23 @@ fn arguments(given: impl Iterator<Item = OsString>, added: Vec<OsString>) -> Vec
     arguments
 }
 
-/// What a master that has ended before it listened said.
+/// Error output of a master that exited before it listened.
 fn refusal(master: &mut Child, code: Option<i32>) -> Failure {
-    let mut said = String::new();
+    let mut output = String::new();
     if let Some(mut stderr) = master.stderr.take() {
-        // Whatever was said is better than nothing.
-        let _ = stderr.read_to_string(&mut said);
+        // A partial output is better than none.
+        let _ = stderr.read_to_string(&mut output);
     }
-    let said = said.trim();
-    let text = said.strip_prefix("error: ").unwrap_or(said);
-    let text = if text.is_empty() { "the master ended without a word" } else { text };
+    let output = output.trim();
+    let text = output.strip_prefix("error: ").unwrap_or(output);
+    let text = if text.is_empty() { "the master exited without an error message" } else { text };
     Failure {
         code: code.and_then(|code| u8::try_from(code).ok()).unwrap_or(EXIT_FAILED),
         text: text.into(),
     }
 }
 
-/// How commands find the job in this directory.
+/// Name by which commands find the job in this directory.
 fn name_of(job_dir: &Path) -> String {
     if let Some(name) = job_dir.file_name().filter(|name| directory_of(Path::new(name)) == job_dir)
     {
@@ -119,7 +120,8 @@ fn name_of(job_dir: &Path) -> String {
     quoted(&std::path::absolute(job_dir).unwrap_or_else(|_| PathBuf::from(job_dir)))
 }
 
-/// Tells a process who has started it in the background.
+/// Environment variable with the process id of the command that started this process in the
+/// background.
 const DETACHED: &str = "ELASTICDL_DETACHED_BY";
 const POLL: Duration = Duration::from_millis(20);
 
@@ -128,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_master_is_told_what_the_command_was_told() {
+    fn the_master_gets_the_arguments_of_the_command() {
         let words = |text: &str| text.split_whitespace().map(OsString::from).collect::<Vec<_>>();
         let given = words("train --local --detach --training-data d -- model --detach");
         let expected =
@@ -142,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_is_named_as_commands_find_it() {
+    fn a_job_is_named_so_that_commands_find_it() {
         assert_eq!(name_of(&jobdir::default_root().join("mnist")), "mnist");
         assert_eq!(name_of(Path::new("/data/my job")), "'/data/my job'");
     }

@@ -1,4 +1,4 @@
-//! `elasticdl checkpoint`, and the options about checkpoints.
+//! `elasticdl checkpoint`, and the checkpoint options of `elasticdl train`.
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
@@ -18,15 +18,16 @@ use crate::job::{CheckpointEvery, CheckpointSpec};
 use crate::jobdir;
 use crate::limits::STEPS_MAX;
 
-/// What `elasticdl checkpoint` is told.
+/// Arguments of `elasticdl checkpoint`.
 #[derive(Args, Debug)]
 pub struct CheckpointArgs {
     /// The job's name, or the path of its directory (with a `/`).
     #[arg(value_name = "JOB")]
     pub job: PathBuf,
 
-    /// Wait for it at most this long.
-    #[arg(long, value_name = "DURATION", default_value = "10min", value_parser = job_options::parse_timeout)]
+    /// Longest wait for the checkpoint, from 1s to 30days.
+    #[arg(long, value_name = "DURATION", default_value = "10min",
+          value_parser = job_options::parse_timeout)]
     pub timeout: Duration,
 
     #[command(flatten)]
@@ -34,47 +35,49 @@ pub struct CheckpointArgs {
     pub target: ClusterTarget,
 }
 
-/// What `elasticdl train` is told about checkpoints.
+/// Checkpoint options of `elasticdl train`.
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub struct CheckpointOptions {
-    /// Keep checkpoints in this folder: a path, or s3://, gs:// or az:// and a bucket; or `none`.
-    /// [default: with --local, `checkpoints` in the job's directory]
+    /// Folder for checkpoints: a path, or s3://, gs:// or az:// and a bucket; or `none`. [default:
+    /// with --local, `checkpoints` in the job's directory]
     ///
-    /// A checkpoint is the whole state: parameters, optimizer, and the ledger of the records that
-    /// they have absorbed. Workers write it while they train on. When all workers are lost, new
-    /// ones begin from the newest whole one. Workers must see the folder: in a cluster a path is
-    /// one of a --volume; buckets are opened with the usual variables (AWS_ACCESS_KEY_ID,
-    /// AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, …; see --env),
-    /// S3 also with the profile AWS_PROFILE of ~/.aws. One more is written at the job's end, when
-    /// it is stopped, when all workers are told to end, and by `elasticdl checkpoint`. Those in the
-    /// job's directory stay until the next job there has one of its own. A folder that is called
-    /// `none` is written ./none.
+    /// A checkpoint is the whole state: parameters, optimizer state, and the ledger of the records
+    /// that they have absorbed. A worker writes it while training continues. When all workers are
+    /// lost, their replacements start from the newest complete checkpoint. All workers must see the
+    /// folder: in a cluster a path must lie in a --volume. Buckets are opened with the usual
+    /// variables (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT,
+    /// AZURE_STORAGE_ACCOUNT_NAME, …; see --env), S3 also with the profile AWS_PROFILE of ~/.aws. A
+    /// checkpoint is also written at the job's end, when the job is stopped, when all workers
+    /// receive SIGTERM, and by `elasticdl checkpoint`. Checkpoints in the job's directory are
+    /// retained until the next job in that directory has written one. A folder named `none` is
+    /// given as ./none.
     #[arg(long, value_name = "URI", value_parser = parse_address)]
     pub checkpoint_dir: Option<String>,
 
-    /// How often: a number of steps, e.g. `200`, or a time, e.g. `2min`. [default: 5min]
+    /// Checkpoint interval: a number of steps, e.g. `200`, or a duration from 1s to 30days, e.g.
+    /// `2min`. [default: 5min]
     ///
-    /// Where it is a time, a job's first checkpoint is written after 30 seconds at the latest.
+    /// With a duration, the first checkpoint of a job is written after at most 30 seconds.
     #[arg(long, value_name = "STEPS|DURATION", value_parser = parse_every)]
     pub checkpoint_every: Option<CheckpointEvery>,
 
-    /// How many complete ones of this job stay. [default: 3; in the job's directory 2]
+    /// Number of complete checkpoints of this job to retain. [default: 3; in the job's directory 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub checkpoint_keep: Option<u32>,
 
-    /// Begin with the newest whole checkpoint in this folder, or with the one that it is.
+    /// Start from the newest complete checkpoint in this folder, or from this checkpoint.
     ///
-    /// The model and the data set must be those of the checkpoint; the number of workers, the
-    /// batch, the epochs, the steps and what PROGRAM is told (a learning rate) may be others.
-    /// Records that it has absorbed are not trained again.
+    /// The model and the data set must be those of the checkpoint. The number of workers, the batch
+    /// size, the epochs, the steps and the arguments of PROGRAM (e.g. a learning rate) may differ.
+    /// Records that the checkpoint has absorbed are not trained again.
     #[arg(long, value_name = "URI", value_parser = parse_address)]
     pub resume_from: Option<String>,
 }
 
 impl CheckpointOptions {
-    /// Where and when checkpoints are kept, and what the job begins with. Paths are made whole by
-    /// `absolute`. A `local` job without a folder may keep them [in its
+    /// Specification of the job's checkpoints, and the URI of the checkpoint that it starts from.
+    /// `absolute` resolves paths. A `local` job without a folder may keep checkpoints [in its
     /// directory](Self::in_job_dir).
     pub(super) fn spec(
         &self,
@@ -103,7 +106,7 @@ impl CheckpointOptions {
         if let Some((option, _)) = options.iter().find(|(_, is_given)| *is_given && !has_place) {
             let wanted = "give --checkpoint-dir a folder";
             return Err(Failure::usage(format!(
-                "{option}: there is no place for checkpoints; {wanted}"
+                "{option}: the job writes no checkpoints; {wanted}"
             )));
         }
         let checkpoints =
@@ -111,13 +114,13 @@ impl CheckpointOptions {
         Ok((checkpoints, whole("--resume-from", &self.resume_from)?))
     }
 
-    /// As a job keeps them in its own directory that has no other place; `None` where the user
-    /// wants none.
+    /// Specification of checkpoints in the job's own directory; `None` if `--checkpoint-dir` is
+    /// given.
     pub(super) fn in_job_dir(&self, job_dir: &Path) -> Option<CheckpointSpec> {
         if self.checkpoint_dir.is_some() {
             return None;
         }
-        // What is no text can't be told to workers.
+        // A path that is not UTF-8 can't be sent to workers.
         let dir = job_dir.join(jobdir::CHECKPOINTS).into_os_string().into_string().ok()?;
         Some(CheckpointSpec { exclusive: true, ..self.spec_in(dir, KEEP_IN_JOB_DIR_DEFAULT) })
     }
@@ -132,7 +135,7 @@ impl CheckpointOptions {
     }
 }
 
-/// On this machine, a path is taken from the current directory.
+/// Resolves a path of a local job against the current directory.
 pub(super) fn absolute_path(option: &str, path: &str) -> Result<String, Failure> {
     let whole =
         std::path::absolute(path).map_err(|e| Failure::usage(format!("{option} {path}: {e}")))?;
@@ -142,7 +145,7 @@ pub(super) fn absolute_path(option: &str, path: &str) -> Result<String, Failure>
         .map_err(|_| Failure::usage(format!("{option} {path}: it must be UTF-8")))
 }
 
-/// In a cluster, a path is one of the workers' volumes.
+/// Checks that a path of a job in a cluster lies in a volume of the workers.
 pub(super) fn path_in_volume(
     args: &TrainArgs,
     mounts: &[&str],
@@ -150,17 +153,17 @@ pub(super) fn path_in_volume(
     path: &str,
 ) -> Result<String, Failure> {
     let mounted = mounts.iter().any(|mount| Path::new(path).starts_with(mount));
-    // What a template mounts is the template's affair.
+    // A pod template may mount more volumes.
     if mounted || (Path::new(path).is_absolute() && args.cluster.worker_pod_template.is_some()) {
         return Ok(path.to_owned());
     }
     Err(Failure::usage(format!(
-        "{option} {path}: in a cluster it must be in a folder that all workers share: below the mount_path of a --volume, or \
-         in a bucket (s3://, gs://, az://)"
+        "{option} {path}: in a cluster it must be in a folder that all workers share: below the \
+         mount_path of a --volume, or in a bucket (s3://, gs://, az://)"
     )))
 }
 
-/// Asks a job for a checkpoint, and waits for it; the exit code.
+/// Requests a checkpoint of a job and waits for it. Returns the exit code.
 pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
     let root = match remote::find(&args.job, &args.target)? {
         JobLookup::Cluster(job) => return job.checkpoint(args.timeout),
@@ -169,17 +172,18 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
     new_runtime()?.block_on(async {
         let mut connection =
             Connection::open(&root).await.map_err(|error| error.to_failure(&root))?;
-        let ask = connection.ask(v1::CheckpointRequest {}, async |client, request| {
+        let ask = connection.request(v1::CheckpointRequest {}, async |client, request| {
             client.checkpoint(request).await
         });
-        let asked_at = ask.await.map_err(|status| to_failure(&root, &status))?.step;
+        let requested_at = ask.await.map_err(|status| to_failure(&root, &status))?.step;
         let mut wait = CheckpointWait::new(args.timeout);
         loop {
-            let ask = connection
-                .ask(v1::StatusRequest {}, async |client, request| client.status(request).await);
+            let ask = connection.request(v1::StatusRequest {}, async |client, request| {
+                client.status(request).await
+            });
             let status = ask.await.map_err(|status| to_failure(&root, &status))?;
             if let Some(code) =
-                wait.poll(asked_at, status.checkpoints.map(CheckpointsJson::from))?
+                wait.poll(requested_at, status.checkpoints.map(CheckpointsJson::from))?
             {
                 return Ok(code);
             }
@@ -188,11 +192,11 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
     })
 }
 
-/// Waits for the checkpoint that was asked for.
+/// Wait for a requested checkpoint.
 pub(super) struct CheckpointWait {
     until: Instant,
     limit: Duration,
-    /// How many had failed before.
+    /// Number of failed checkpoints at the first poll.
     failed: Option<u64>,
 }
 
@@ -201,15 +205,15 @@ impl CheckpointWait {
         Self { until: Instant::now() + limit, limit, failed: None }
     }
 
-    /// What to make of the newest status, of a job that was at step `asked_at` when it was asked;
-    /// the exit code, at the end.
+    /// Evaluates the newest status of a job that was at step `requested_at` when the checkpoint was
+    /// requested. Returns the exit code once the checkpoint is complete.
     pub(super) fn poll(
         &mut self,
-        asked_at: u64,
+        requested_at: u64,
         known: Option<CheckpointsJson>,
     ) -> Result<Option<u8>, Failure> {
         let known = known.unwrap_or_default();
-        if let Some(newest) = known.newest.filter(|newest| newest.step > asked_at) {
+        if let Some(newest) = known.newest.filter(|newest| newest.step > requested_at) {
             let dir = known.dir.unwrap_or_default();
             return print(&format!("{}/{}\n", dir.trim_end_matches('/'), newest.name)).map(Some);
         }
@@ -217,12 +221,13 @@ impl CheckpointWait {
         if let Some(error) = known.error.filter(|_| known.failed > failed) {
             return Err(Failure::failed(format!("the checkpoint could not be written: {error}")));
         }
-        match Instant::now() < self.until {
-            true => Ok(None),
-            false => Err(Failure::failed(format!(
-                "no checkpoint is complete after {} s; the job goes on with it",
+        if Instant::now() < self.until {
+            Ok(None)
+        } else {
+            Err(Failure::failed(format!(
+                "the checkpoint is not complete after {} s; the job continues to write it",
                 self.limit.as_secs()
-            ))),
+            )))
         }
     }
 }
@@ -244,7 +249,8 @@ fn parse_address(text: &str) -> Result<String, String> {
 }
 
 fn parse_every(text: &str) -> Result<CheckpointEvery, String> {
-    let wanted = "it must be a number of steps, for example `200`, or a time, for example `30s`";
+    let wanted =
+        "it must be a number of steps, for example `200`, or a duration, for example `30s`";
     if let Ok(steps) = text.parse::<u64>() {
         return NonZeroU64::new(steps)
             .filter(|steps| steps.get() <= STEPS_MAX)
@@ -261,9 +267,9 @@ const HEADING: &str = "Checkpoints";
 const KEEP_DEFAULT: u32 = 3;
 const KEEP_IN_JOB_DIR_DEFAULT: u32 = 2;
 const LONGEST: Duration = Duration::from_secs(30 * 24 * 60 * 60);
-/// In place of a folder: no checkpoints are kept.
+/// Value of `--checkpoint-dir` that disables checkpoints.
 const NONE: &str = "none";
-/// How often a job is looked at that has been asked for a checkpoint.
+/// Interval between status requests while a checkpoint is awaited.
 const POLL: Duration = Duration::from_millis(50);
 const SHORTEST: Duration = Duration::from_secs(1);
 
@@ -273,7 +279,7 @@ mod tests {
     use crate::job::SavedCheckpoint;
 
     #[test]
-    fn an_interval_is_steps_or_a_time() {
+    fn an_interval_is_a_number_of_steps_or_a_duration() {
         assert_eq!(parse_every("200"), Ok(CheckpointEvery::Steps(NonZeroU64::new(200).unwrap())));
         assert_eq!(parse_every("30s"), Ok(CheckpointEvery::Time(Duration::from_secs(30))));
         for bad in ["0", "", "-1", "1ms", "2 steps", "60days", "18446744073709551616"] {
@@ -292,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn the_checkpoint_that_was_asked_for_is_waited_for_and_no_older_one() {
+    fn a_wait_ends_with_the_requested_checkpoint_and_not_with_an_older_one() {
         let known = |step, failed, error: Option<&str>| CheckpointsJson {
             dir: Some("/c".into()),
             newest: Some(SavedCheckpoint { step, name: "n".into(), bytes: 1 }),

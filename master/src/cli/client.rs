@@ -16,14 +16,14 @@ use super::{EXIT_OK, Failure, job_options, new_runtime};
 use crate::jobdir::{self, LookupError};
 use crate::token::Token;
 
-/// What `elasticdl scale` is told.
+/// Arguments of `elasticdl scale`.
 #[derive(Args, Debug)]
 pub struct ScaleArgs {
     /// The job's name, or the path of its directory (with a `/`).
     #[arg(value_name = "JOB")]
     pub job: PathBuf,
 
-    /// Workers to keep, between the job's --min-workers and --max-workers.
+    /// Number of workers to keep running, between the job's --min-workers and --max-workers.
     #[arg(long, value_name = "N", value_parser = job_options::parse_workers)]
     pub num_workers: u32,
 
@@ -32,7 +32,7 @@ pub struct ScaleArgs {
     pub target: ClusterTarget,
 }
 
-/// Asks a job for another number of workers; the exit code.
+/// Changes the number of workers of a job. Returns the exit code.
 pub(super) fn scale(args: &ScaleArgs) -> Result<u8, Failure> {
     let root = match remote::find(&args.job, &args.target)? {
         JobLookup::Cluster(job) => return job.scale(args.num_workers),
@@ -42,27 +42,27 @@ pub(super) fn scale(args: &ScaleArgs) -> Result<u8, Failure> {
     let mut connection =
         runtime.block_on(Connection::open(&root)).map_err(|error| error.to_failure(&root))?;
     let request = v1::ScaleRequest { num_workers: args.num_workers };
-    let answer = connection.ask(request, async |client, request| client.scale(request).await);
+    let answer = connection.request(request, async |client, request| client.scale(request).await);
     let reply = runtime.block_on(answer).map_err(|status| to_failure(&root, &status))?;
     print(&format!("workers: {} -> {}\n", reply.was, args.num_workers))
 }
 
-/// A connection to a job's master, and the proof that it wants to see.
+/// An authenticated connection to the master of a job.
 pub(super) struct Connection {
     client: MasterClient<Channel>,
     token: Token,
 }
 
-/// Why there is no connection.
+/// Error of [`Connection::open`].
 pub(super) enum OpenError {
-    /// The job's directory names no master.
+    /// The job's directory names no running master.
     Lookup(LookupError),
-    /// It names one that does not answer.
+    /// The master that the directory names does not answer.
     NoAnswer(jobdir::Endpoint),
 }
 
 impl Connection {
-    /// Connects to the master that the job's directory `root` names now.
+    /// Connects to the master that the job's directory `root` names.
     pub(super) async fn open(root: &Path) -> Result<Self, OpenError> {
         let (endpoint, token) = jobdir::look_up(root).map_err(OpenError::Lookup)?;
         let no_answer = |_| OpenError::NoAnswer(endpoint);
@@ -74,16 +74,16 @@ impl Connection {
         Ok(Self { client, token })
     }
 
-    /// Asks one question by `call`.
-    pub(super) async fn ask<Q, A>(
+    /// Sends one request by `call`.
+    pub(super) async fn request<Q, A>(
         &mut self,
-        question: Q,
+        message: Q,
         call: impl AsyncFnOnce(
             &mut MasterClient<Channel>,
             Request<Q>,
         ) -> Result<tonic::Response<A>, Status>,
     ) -> Result<A, Status> {
-        let mut request = Request::new(question);
+        let mut request = Request::new(message);
         let bearer = self.token.to_bearer().parse().expect("hexadecimal digits are a valid header");
         request.metadata_mut().insert("authorization", bearer);
         call(&mut self.client, request).await.map(tonic::Response::into_inner)
@@ -91,7 +91,7 @@ impl Connection {
 }
 
 impl OpenError {
-    /// For the user, of the job in `root`.
+    /// The error for the user, about the job in `root`.
     pub(super) fn to_failure(&self, root: &Path) -> Failure {
         match self {
             Self::Lookup(error @ LookupError::NotRunning { .. }) => {
@@ -99,8 +99,9 @@ impl OpenError {
             }
             Self::Lookup(error) => Failure::usage(error.to_string()),
             Self::NoAnswer(endpoint) if jobdir::is_abandoned(root) => Failure::failed(format!(
-                "the master of the job in {} (process {}) is gone; its workers go on for a while and wait for \
-                 another one, which is started by: elasticdl train --resume {0}",
+                "the master of the job in {} (process {}) is gone; its workers continue for a \
+                 while and wait for the next one, which is started by: \
+                 elasticdl train --resume {0}",
                 root.display(),
                 endpoint.pid
             )),
@@ -114,7 +115,7 @@ impl OpenError {
     }
 }
 
-/// What a master answered in place of a reply, for the user.
+/// An error status of the master, for the user.
 pub(super) fn to_failure(root: &Path, status: &Status) -> Failure {
     match status.code() {
         Code::InvalidArgument => Failure::usage(status.message()),
@@ -126,7 +127,7 @@ pub(super) fn to_failure(root: &Path, status: &Status) -> Failure {
     }
 }
 
-/// A name stands for a directory where jobs are by default.
+/// Directory of a job: a path as it is, or a name below the default root.
 pub(super) fn directory_of(job: &Path) -> PathBuf {
     if job.as_os_str().as_encoded_bytes().contains(&b'/') || job == Path::new(".") {
         job.into()
@@ -135,7 +136,7 @@ pub(super) fn directory_of(job: &Path) -> PathBuf {
     }
 }
 
-/// Prints an answer; the exit code.
+/// Prints an answer. Returns the exit code.
 pub(super) fn print(text: &str) -> Result<u8, Failure> {
     let mut out = stdout();
     out.write_all(text.as_bytes())
@@ -144,7 +145,7 @@ pub(super) fn print(text: &str) -> Result<u8, Failure> {
     Ok(EXIT_OK)
 }
 
-/// The status of the largest job has fewer.
+/// More than the status of the largest job.
 const REPLY_BYTES_MAX: usize = 16 << 20;
 const TIMEOUT: Duration = Duration::from_secs(5);
 

@@ -21,18 +21,19 @@ use crate::kube::priority_tiers::{self, PriorityTiers};
 use crate::kube::submit;
 use crate::token::Token;
 
-/// What `elasticdl train` is told about a cluster.
+/// Arguments of `elasticdl train` for a job in a cluster.
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub struct ClusterArgs {
-    /// Run master and workers as pods of this image.
+    /// Run the master and the workers as pods of this image.
     ///
-    /// It has PROGRAM and, unless there is a --master-image, the `elasticdl` command (in its
-    /// $PATH).
-    #[arg(long, value_name = "IMG", value_parser = options::parse_image, conflicts_with_all = ["local", "job_dir", "listen"])]
+    /// The image contains PROGRAM and, unless --master-image is given, the `elasticdl` command,
+    /// both in its $PATH.
+    #[arg(long, value_name = "IMG", value_parser = options::parse_image,
+          conflicts_with_all = ["local", "job_dir", "listen"])]
     pub image: Option<String>,
 
-    /// The image with the `elasticdl` command. [default: --image]
+    /// Image of the master, with the `elasticdl` command. [default: --image]
     #[arg(long, value_name = "IMG", value_parser = options::parse_image, requires = "image")]
     pub master_image: Option<String>,
 
@@ -40,54 +41,57 @@ pub struct ClusterArgs {
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
     pub target: ClusterTarget,
 
-    /// The service account that the master acts as; see manifests/rbac.yaml.
-    #[arg(long, value_name = "NAME", default_value = "elasticdl", value_parser = options::parse_object_name,
+    /// Service account of the master; see manifests/rbac.yaml.
+    #[arg(long, value_name = "NAME", default_value = "elasticdl",
+          value_parser = options::parse_object_name,
           requires = "image")]
     pub service_account: String,
 
-    /// What the master asks of its node, as name=amount,name=amount.
+    /// Resource requests of the master, as name=amount,name=amount.
     #[arg(long, value_name = "LIST", default_value = "cpu=100m,memory=128Mi",
           value_parser = options::parse_resources, requires = "image")]
     pub master_resources: Resources,
 
-    /// What each worker's pod asks of its node, for example cpu=2,memory=4Gi,nvidia.com/gpu=1.
+    /// Resource requests of each worker pod, e.g. cpu=2,memory=4Gi,nvidia.com/gpu=1.
     ///
-    /// Memory and devices are limits too; processor time is not limited.
+    /// Memory and devices are also limits; CPU is not limited.
     #[arg(long, value_name = "LIST", default_value = "cpu=1,memory=1Gi",
           value_parser = options::parse_resources, requires = "image")]
     pub worker_resources: Resources,
 
-    /// Workers of each pod, each a process and a rank of its own. [default: a pod's nvidia.com/gpu,
+    /// Workers per pod, each a process and a rank of its own. [default: the pod's nvidia.com/gpu,
     /// else 1]
     ///
-    /// They share what --worker-resources asks for, and are started, ended and replaced together.
-    /// The numbers of workers are multiples of it.
-    #[arg(long, value_name = "K", value_parser = job_options::parse_workers_per_pod, requires = "image",
+    /// They share the resources of the pod, and are started, stopped and replaced together. The
+    /// numbers of workers must be multiples of it.
+    #[arg(long, value_name = "K", value_parser = job_options::parse_workers_per_pod,
+          requires = "image",
           conflicts_with = "local")]
     pub workers_per_pod: Option<u32>,
 
-    /// Set a variable for the workers; may be given several times.
+    /// Set an environment variable of the workers; can be repeated.
     #[arg(long, value_name = "NAME=VALUE", value_parser = options::parse_env, requires = "image")]
     pub env: Vec<Pair>,
 
-    /// When nodes fetch the image. [default: Always for the tag `latest`, else IfNotPresent]
+    /// Pull policy of the images. [default: Always for the tag `latest`, else IfNotPresent]
     #[arg(long, value_name = "POLICY", requires = "image",
           value_parser = PossibleValuesParser::new(["Always", "IfNotPresent", "Never"]))]
     pub image_pull_policy: Option<String>,
 
-    /// A secret to fetch the image with; may be given several times.
+    /// Secret to pull the images with; can be repeated.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
     pub image_pull_secret: Vec<String>,
 
     /// Labels that nodes must have, as key=value,key=value.
-    #[arg(long, value_name = "LABELS", value_parser = options::parse_node_selector, requires = "image")]
+    #[arg(long, value_name = "LABELS", value_parser = options::parse_node_selector,
+          requires = "image")]
     pub node_selector: Option<Labels>,
 
-    /// Taints of nodes to put up with, as key=value:effect,key:effect,key.
+    /// Node taints to tolerate, as key=value:effect,key:effect,key.
     #[arg(long, value_name = "TAINTS", value_parser = parse_tolerations, requires = "image")]
     pub tolerations: Option<Tolerations>,
 
-    /// Priority class of the master, and of the workers if they have none of their own.
+    /// Priority class of the master, and of the workers unless --worker-priority-class is given.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
     pub priority_class: Option<String>,
 
@@ -95,80 +99,82 @@ pub struct ClusterArgs {
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
     pub worker_priority_class: Option<String>,
 
-    /// Priority classes of the workers by place: auto, off, or CORE,RUNG,RUNG,… from high to low.
+    /// Priority classes of the workers by slot: auto, off, or CORE,TIER,TIER,… from high to low.
     ///
-    /// The first --min-workers workers have CORE, the others the lower a rung the more workers
-    /// there are, so that jobs share a cluster fairly. auto: those of
+    /// The first --min-workers workers get CORE. Further workers get lower tiers the more workers
+    /// the job has, so that jobs share a cluster fairly. auto: the classes of
     /// manifests/priorityclasses.yaml, as far as the cluster has them. [default: off with
     /// --priority-class or --worker-priority-class, else auto]
-    #[arg(long, alias = "priority-ladder", value_name = "CLASSES", value_parser = priority_tiers::parse, requires = "image",
+    #[arg(long, alias = "priority-ladder", value_name = "CLASSES",
+          value_parser = priority_tiers::parse, requires = "image",
           conflicts_with = "worker_priority_class")]
     pub priority_tiers: Option<priority_tiers::TierChoice>,
 
-    /// A scheduler other than the cluster's own.
+    /// Scheduler of the pods. [default: the default scheduler of the cluster]
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
     pub scheduler_name: Option<String>,
 
-    /// Labels for all objects of the job, as key=value,key=value.
+    /// Labels of all objects of the job, as key=value,key=value.
     #[arg(long, value_name = "LABELS", value_parser = options::parse_labels, requires = "image")]
     pub labels: Option<Labels>,
 
-    /// Annotations for all objects of the job, as key=value,key=value.
+    /// Annotations of all objects of the job, as key=value,key=value.
     #[arg(long, value_name = "LIST", value_parser = options::parse_annotations, requires = "image")]
     pub annotations: Option<Labels>,
 
-    /// Remove the job by itself this long after its end (servers from 1.21 on). [default: keep it]
+    /// Delete the job this long after its end (Kubernetes 1.21 or later). [default: keep it]
     #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds, requires = "image")]
     pub ttl: Option<Duration>,
 
-    /// End the job when it has run for this long. [default: no limit]
+    /// Terminate the job when it has run for this long. [default: no limit]
     #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds, requires = "image")]
     pub active_deadline: Option<Duration>,
 
     /// Volumes of the workers, as claim_name=C,mount_path=/P;host_path=/H,mount_path=/Q.
     ///
-    /// Each has either claim_name or host_path (perhaps with type); sub_path and read_only=true are
-    /// possible.
+    /// Each has either claim_name or host_path (optionally with type), and optionally sub_path and
+    /// read_only=true.
     #[arg(long, value_name = "VOLUMES", value_parser = parse_volumes, requires = "image")]
     pub volume: Vec<Volumes>,
 
-    /// A YAML file with a partial pod spec that is merged into the workers'; their container is
-    /// `worker`.
+    /// YAML file with a partial pod spec that is merged into the worker pods; the container of the
+    /// worker is named `worker`.
     #[arg(long, value_name = "FILE", requires = "image")]
     pub worker_pod_template: Option<PathBuf>,
 
-    /// Start the job and return; with --local its master runs on in the background.
+    /// Start the job and return; with --local the master continues in the background.
     ///
     /// `elasticdl status NAME` shows the job, and `elasticdl stop NAME` stops it.
     #[arg(long)]
     pub detach: bool,
 
-    /// Print what would be done, and do nothing: in a cluster the objects that would be made.
+    /// Print what would be started, without starting it: in a cluster, the objects that would be
+    /// created.
     #[arg(long, conflicts_with_all = ["detach", "resume"])]
     pub dry_run: bool,
 
-    /// The format of --dry-run in a cluster.
+    /// Format of --dry-run in a cluster.
     #[arg(long, short, value_name = "FORMAT", default_value = "yaml", requires = "dry_run")]
     pub output: Format,
 }
 
-/// Where in which cluster.
+/// Selects a cluster and a namespace.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = HEADING)]
 pub struct ClusterTarget {
-    /// The namespace. [default: the context's]
+    /// Namespace of the job. [default: that of the context]
     #[arg(long, short, value_name = "NAME", value_parser = options::parse_namespace)]
     pub namespace: Option<String>,
 
-    /// A context of the kubeconfig. [default: its current one]
+    /// Context of the kubeconfig. [default: the current context]
     ///
-    /// The kubeconfig is $KUBECONFIG or ~/.kube/config; in a pod it is the pod's service account.
+    /// The kubeconfig is $KUBECONFIG or ~/.kube/config; in a pod, its service account is used.
     #[arg(long, value_name = "NAME")]
     pub context: Option<String>,
 }
 
 impl ClusterTarget {
-    /// Whether a cluster is meant, and no job of this machine.
+    /// Whether an option selects a cluster, so that no job of this machine is meant.
     pub(super) fn is_given(&self) -> bool {
         self.namespace.is_some() || self.context.is_some()
     }
@@ -178,7 +184,7 @@ impl ClusterTarget {
     }
 }
 
-/// Refuses an option of clusters for a job of this machine, which it would mean nothing to.
+/// Makes the options of clusters conflict with `--local` and `--resume`.
 pub(super) fn conflicting_with_local(arg: Arg) -> Arg {
     let is_for_both = ["image", "detach", "dry_run"].contains(&arg.get_id().as_str());
     match arg.get_help_heading() {
@@ -187,7 +193,7 @@ pub(super) fn conflicting_with_local(arg: Arg) -> Arg {
     }
 }
 
-/// How --dry-run prints.
+/// Output format of `--dry-run`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// One document per object.
@@ -197,11 +203,11 @@ pub enum Format {
 /// Keys and values.
 pub type Labels = BTreeMap<String, String>;
 
-/// Several at once: an option's value, not the option several times.
+/// Tolerations of one option value. A newtype, so that clap does not take it for a repeated option.
 #[derive(Clone, Debug)]
 pub struct Tolerations(Vec<Toleration>);
 
-/// As for [`Tolerations`].
+/// Volumes of one option value; a newtype as [`Tolerations`] is.
 #[derive(Clone, Debug)]
 pub struct Volumes(Vec<Mounted>);
 
@@ -213,7 +219,7 @@ fn parse_volumes(text: &str) -> Result<Volumes, String> {
     options::parse_volumes(text).map(Volumes)
 }
 
-/// Submits a job and follows it; the exit code.
+/// Submits a job and follows it. Returns the exit code.
 pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
     let runtime = super::new_runtime()?;
     let pods = pod_options(&args.cluster, image)?;
@@ -221,7 +227,7 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
     if args.cluster.dry_run {
         let namespace = match target.namespace {
             Some(namespace) => namespace,
-            // What would be used if there is a cluster; no server is asked.
+            // The namespace of the configured context; no request is sent.
             None => runtime
                 .block_on(Cluster::connect(&target.choice()))
                 .map_or_else(|_| "default".into(), |cluster| cluster.namespace),
@@ -237,8 +243,8 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
         let job = &request.task.job;
         if job.work.trains() && job.checkpoints.is_none() {
             super::print_warning(
-                "no checkpoints are kept: if all workers are lost, so is everything that they have trained; \
-                 --checkpoint-dir keeps some",
+                "no checkpoints are written: if all workers are lost, the trained state is lost \
+                 too; --checkpoint-dir enables them",
             );
         }
         submit::submit(&cluster, &request, objects).await.map_err(to_failure)?;
@@ -246,15 +252,17 @@ pub(super) fn train(args: &TrainArgs, image: &str) -> Result<u8, Failure> {
         let namespace = &cluster.namespace;
         if args.cluster.detach {
             return print(&format!(
-                "job {name} is submitted; `elasticdl status {name} --namespace {namespace}` shows it\n"
+                "job {name} is submitted; show its status with \
+                 `elasticdl status {name} --namespace {namespace}`\n"
             ));
         }
         if !args.quiet {
-            // Nobody may be reading any more.
-            let _ = writeln!(std::io::stderr(), "job {name} is submitted to the namespace {namespace}");
+            // Standard error may be closed.
+            let text = format!("job {name} is submitted to the namespace {namespace}");
+            let _ = writeln!(std::io::stderr(), "{text}");
         }
-        follow::follow(&cluster, name, follow::OutputMode { quiet: args.quiet, summary: args.summary.clone() })
-            .await
+        let output = follow::OutputMode { quiet: args.quiet, summary: args.summary.clone() };
+        follow::follow(&cluster, name, output).await
     })
 }
 
@@ -301,7 +309,7 @@ fn request(args: &TrainArgs, pods: PodOptions, namespace: String) -> Result<Requ
     Ok(Request { namespace, task, program, pods })
 }
 
-/// How many workers a pod holds, and what says so.
+/// Number of workers per pod, and the option that it follows from.
 pub(super) fn workers_per_pod(args: &ClusterArgs) -> Result<(u32, String), Failure> {
     if let Some(workers) = args.workers_per_pod {
         return Ok((workers, format!("--workers-per-pod {workers}")));
@@ -311,8 +319,8 @@ pub(super) fn workers_per_pod(args: &ClusterArgs) -> Result<(u32, String), Failu
     let gpus = gpus.unwrap_or(1).max(1);
     if gpus > MAX_WORKERS_PER_POD {
         return Err(Failure::usage(format!(
-            "--worker-resources {GPUS}={gpus}: a pod holds one worker for each GPU and at most {MAX_WORKERS_PER_POD}; \
-             say how many with --workers-per-pod"
+            "--worker-resources {GPUS}={gpus}: a pod holds one worker for each GPU and at most \
+             {MAX_WORKERS_PER_POD}; set the number with --workers-per-pod"
         )));
     }
     Ok((gpus, format!("{GPUS}={gpus}")))
@@ -330,7 +338,7 @@ fn metrics_port(wanted: Option<u16>) -> Result<u16, Failure> {
     }
 }
 
-/// The master's own file system ends with its pod.
+/// Checks that the folder lies in a volume: the file system of the master ends with its pod.
 fn tensorboard_dir(wanted: Option<&Path>, pods: &PodOptions) -> Result<Option<PathBuf>, Failure> {
     let Some(folder) = wanted else { return Ok(None) };
     let inside =
@@ -385,7 +393,7 @@ fn pod_options(args: &ClusterArgs, image: &str) -> Result<PodOptions, Failure> {
     })
 }
 
-/// A cluster's refusal, with the exit code that it means.
+/// Converts an error of the cluster to a failure with its exit code.
 pub(super) fn to_failure(error: ClusterError) -> Failure {
     match error {
         ClusterError::Exists(_) | ClusterError::NoSuchJob { .. } | ClusterError::NoConfig(_) => {
@@ -406,6 +414,6 @@ fn print(text: &str) -> Result<u8, Failure> {
     Ok(EXIT_OK)
 }
 
-/// As its device plugin names it to the cluster.
+/// Resource name of GPUs, as the NVIDIA device plugin registers it.
 const GPUS: &str = "nvidia.com/gpu";
 const HEADING: &str = "Cluster";

@@ -1,4 +1,4 @@
-//! `elasticdl train --local --dry-run`: what would be started.
+//! `elasticdl train --local --dry-run`: prints the job that would be started.
 
 use super::Failure;
 use super::client::print;
@@ -7,7 +7,8 @@ use super::train::TrainArgs;
 use crate::job::{Batch, CheckpointEvery, JobSpec, Work};
 use crate::jobdir::{JobDir, quoted};
 
-/// Checks a command line and shows what it asks for; starts and writes nothing. The exit code.
+/// Checks a command line and prints the resulting job, without starting it or writing anything.
+/// Returns the exit code.
 pub(super) fn show(args: TrainArgs) -> Result<u8, Failure> {
     let mut job = LocalJob::new(args)?;
     let job_dir = job.job_dir.clone();
@@ -22,7 +23,7 @@ fn describe(job: &LocalJob) -> String {
     let program = std::iter::once(quoted(&job.program)).chain(words).collect::<Vec<_>>().join(" ");
     let mut rows = vec![("program", program), ("data", spec.training_data.clone())];
     let workers = format!(
-        "{} (`elasticdl scale` takes {} to {})",
+        "{} (`elasticdl scale` accepts {} to {})",
         spec.num_workers, spec.min_workers, spec.max_workers
     );
     rows.push(("workers", workers));
@@ -32,7 +33,7 @@ fn describe(job: &LocalJob) -> String {
     rows.extend(job.summary.as_ref().map(|file| ("summary", path(file))));
     rows.extend(job.metrics.map(|address| ("metrics", format!("http://{address}/metrics"))));
     rows.extend(job.tensorboard_dir.as_ref().map(|folder| ("tensorboard", path(folder))));
-    let mut text = format!("job {} would be started on this machine; nothing was\n", spec.name);
+    let mut text = format!("job {} would be started on this machine (dry run)\n", spec.name);
     for (name, value) in rows {
         text.push_str(&format!("  {name:<13} {value}\n"));
     }
@@ -48,20 +49,21 @@ fn describe_work(spec: &JobSpec) -> Vec<(&'static str, String)> {
         }
         Work::Train { export } => {
             let batch = match spec.batch {
-                Batch::Global(records) => format!("{records} records each, over all workers"),
-                Batch::PerWorker(records) => format!("{records} records each per worker"),
+                Batch::Global(records) => format!("{records} records per step, over all workers"),
+                Batch::PerWorker(records) => format!("{records} records per step and worker"),
             };
-            let most = spec.max_steps.map(|most| format!(", {most} at most")).unwrap_or_default();
+            let most =
+                spec.max_steps.map(|most| format!(", at most {most} steps")).unwrap_or_default();
             rows.push(("steps", format!("{batch}{most}")));
             rows.push(("epochs", spec.epochs.to_string()));
-            let kept = spec.checkpoints.as_ref().map(|kept| {
-                let every = match kept.every {
+            let checkpoints = spec.checkpoints.as_ref().map(|spec| {
+                let every = match spec.every {
                     CheckpointEvery::Steps(steps) => format!("{steps} steps"),
                     CheckpointEvery::Time(time) => format!("{} s", time.as_secs_f64()),
                 };
-                format!("{}, every {every}, {} stay", kept.dir, kept.keep)
+                format!("{}, every {every}, {} retained", spec.dir, spec.keep)
             });
-            rows.push(("checkpoints", kept.unwrap_or_else(|| "none".into())));
+            rows.push(("checkpoints", checkpoints.unwrap_or_else(|| "none".into())));
             rows.extend(spec.resume_from.iter().map(|from| ("resume from", from.clone())));
             rows.extend(spec.validation.iter().map(|v| ("validation", v.data.clone())));
             rows.extend(export.iter().map(|export| ("export", export.clone())));

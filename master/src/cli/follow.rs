@@ -1,5 +1,5 @@
-//! What the user sees of a job in a cluster, by way of the API server: the master's own port is not
-//! reached from outside.
+//! Follows a job in a cluster through the API server: the port of the master is not reachable from
+//! outside.
 
 use std::io::{Write as _, stderr, stdout};
 use std::path::PathBuf;
@@ -20,24 +20,24 @@ use crate::kube::master_pods::{MasterPods, MasterStatus};
 use crate::progress::{Progress, ProgressLine, format_rate};
 use crate::report::{self, Paths};
 
-/// How a job is followed.
+/// Output of [`follow`].
 #[derive(Clone, Debug)]
 pub(super) struct OutputMode {
-    /// Print nothing but errors.
+    /// Print errors only.
     pub(super) quiet: bool,
-    /// Write the summary here, too.
+    /// Additional path for the summary.
     pub(super) summary: Option<PathBuf>,
 }
 
-/// Why a job is not followed any more.
+/// Reason to stop following a job.
 enum FollowEnd {
-    /// It has ended, with this summary.
+    /// The job has ended, with this summary.
     Summary(String),
-    /// The user has seen enough.
+    /// The user has ended the command.
     Detached,
 }
 
-/// Shows a job until it ends, or until the user has seen enough; the exit code.
+/// Shows a job until it ends or the user ends the command. Returns the exit code.
 pub(super) async fn follow(
     cluster: &Cluster,
     job: &str,
@@ -67,9 +67,13 @@ async fn observe(
     let mut is_there = false;
     loop {
         tokio::select! {
-            sight = anchor.next() => match sight {
-                AnchorEvent::Forbidden(message) => return Err(Failure::failed(format!("can't follow the job: {message}"))),
-                AnchorEvent::Deleted if is_there => return Err(Failure::failed(format!("the job {job} has been deleted"))),
+            event = anchor.next() => match event {
+                AnchorEvent::Forbidden(message) => {
+                    return Err(Failure::failed(format!("can't follow the job: {message}")));
+                }
+                AnchorEvent::Deleted if is_there => {
+                    return Err(Failure::failed(format!("the job {job} has been deleted")));
+                }
                 AnchorEvent::Deleted => {
                     let absent = Anchor::new(cluster, job).read().await;
                     absent.map_err(to_failure)?;
@@ -82,7 +86,7 @@ async fn observe(
                     }
                 }
             },
-            sight = masters.next() => match sight {
+            status = masters.next() => match status {
                 MasterStatus::CannotStart(why) => {
                     stuck.since.get_or_insert_with(Instant::now);
                     printer.print(&format!("the master can't start: {why}"));
@@ -90,23 +94,30 @@ async fn observe(
                 }
                 MasterStatus::Ended(why) => printer.print(&format!("a master has ended: {why}")),
                 MasterStatus::Failed(why) => {
-                    // The last word may be on its way.
-                    let data = Anchor::new(cluster, job).read().await.map_err(to_failure)?.data.unwrap_or_default();
+                    // The summary may have been written in the meantime.
+                    let anchor = Anchor::new(cluster, job).read().await.map_err(to_failure)?;
+                    let data = anchor.data.unwrap_or_default();
                     if let Some(summary) = data.get(SUMMARY) {
                         printer.show(&data);
                         return Ok(FollowEnd::Summary(summary.clone()));
                     }
-                    return Err(Failure::failed(format!("no master could finish the job {job}: {why}")));
+                    let text = format!("no master could finish the job {job}: {why}");
+                    return Err(Failure::failed(text));
                 }
                 MasterStatus::Running => {
                     stuck = Stuck::default();
-                    printer.print("the master runs");
+                    printer.print("the master is running");
                 }
-                MasterStatus::Pending(why) => printer.print(&format!("the master waits: {why}")),
+                MasterStatus::Pending(why) => {
+                    printer.print(&format!("the master is pending: {why}"));
+                }
             },
             () = stuck.due() => {
-                let hint = format!("`elasticdl delete {job} --namespace {namespace}` removes the job");
-                return Err(Failure::failed(format!("the master can't start: {}; {hint}", stuck.why)));
+                return Err(Failure::failed(format!(
+                    "the master can't start: {}; `elasticdl delete {job} --namespace {namespace}` \
+                     deletes the job",
+                    stuck.why
+                )));
             }
             _ = interrupt.recv() => return Ok(FollowEnd::Detached),
             _ = terminate.recv() => return Ok(FollowEnd::Detached),
@@ -116,10 +127,11 @@ async fn observe(
 
 fn detach(job: &str, namespace: &str) -> u8 {
     let text = format!(
-        "\nThe job goes on. Come back with `elasticdl status {job} --namespace {namespace} --watch`, stop it with \
-         `elasticdl stop {job} --namespace {namespace}`, remove it with `elasticdl delete {job} --namespace {namespace}`."
+        "\nThe job continues. Follow it with `elasticdl status {job} --namespace {namespace} \
+         --watch`, stop it with `elasticdl stop {job} --namespace {namespace}`, delete it with \
+         `elasticdl delete {job} --namespace {namespace}`."
     );
-    // Nobody may be reading any more.
+    // Standard error may be closed.
     let _ = writeln!(stderr(), "{text}");
     EXIT_INTERRUPTED
 }
@@ -145,7 +157,7 @@ fn end(output: &OutputMode, text: &str) -> Result<u8, Failure> {
     Ok(code_of_state(&summary.state))
 }
 
-/// A master that can't start.
+/// Start failure of the master.
 #[derive(Default)]
 struct Stuck {
     since: Option<Instant>,
@@ -153,7 +165,7 @@ struct Stuck {
 }
 
 impl Stuck {
-    /// Waits until it has lasted too long.
+    /// Completes when the master has been unable to start for too long.
     async fn due(&self) {
         match self.since {
             Some(since) => tokio::time::sleep_until(since + STUCK_MAX).await,
@@ -162,12 +174,12 @@ impl Stuck {
     }
 }
 
-/// Shows what is new.
+/// Prints the changes between statuses.
 struct Printer {
     progress: Progress,
     start: Instant,
     events: Vec<String>,
-    /// How many lines the story had.
+    /// Number of event lines up to the last status.
     events_emitted: u64,
     last: String,
 }
@@ -195,7 +207,7 @@ impl Printer {
             return;
         };
         let new = unseen(&self.events, &status.events).to_vec();
-        // The status holds the newest lines only, and comes now and then.
+        // A status holds only the newest lines, and is written at intervals.
         let missed = status
             .events_emitted
             .saturating_sub(self.events_emitted)
@@ -220,12 +232,12 @@ impl Printer {
         self.events = status.events;
     }
 
-    /// Shows a line, unless it is the one before.
+    /// Prints a line, unless it equals the previous one.
     fn print(&mut self, text: &str) {
         self.print_at(self.now(), text);
     }
 
-    /// As [`Printer::print`], of something that happened then.
+    /// Like [`Printer::print`], with the time of the event.
     fn print_at(&mut self, time: Time, text: &str) {
         if self.last != text {
             self.last = text.into();
@@ -248,14 +260,14 @@ fn glance(status: &StatusJson) -> ProgressLine {
     ProgressLine { progress: status.progress, step: status.step, text }
 }
 
-/// What `now` has that `before` had not: both are the last lines of one story.
+/// Lines of `now` that `before` does not have; both are the newest lines of one event log.
 fn unseen<'a>(before: &[String], now: &'a [String]) -> &'a [String] {
     let overlap =
         (0..=before.len().min(now.len())).rev().find(|&len| before.ends_with(&now[..len]));
     &now[overlap.unwrap_or(0)..]
 }
 
-/// How long a master may be unable to start before the command gives up.
+/// Time after which the command fails if the master is unable to start.
 const STUCK_MAX: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
@@ -267,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn each_line_of_a_story_is_told_once() {
+    fn each_event_line_is_printed_once() {
         for (before, now, new) in [
             ("", "a b", "a b"),
             ("a b", "a b", ""),

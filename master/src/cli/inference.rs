@@ -1,7 +1,7 @@
-//! `elasticdl evaluate` and `elasticdl predict`: jobs whose workers need no group.
+//! `elasticdl evaluate` and `elasticdl predict`: jobs whose workers form no group.
 //!
-//! Where and with which workers a job runs is asked as for `elasticdl train`. What only training
-//! has is hidden here, and refused.
+//! The options for the cluster and the workers are those of `elasticdl train`. Options that only
+//! apply to training are hidden here, and rejected.
 
 use clap::{Arg, Args, ValueEnum};
 
@@ -9,12 +9,16 @@ use super::train::{self, TrainArgs};
 use super::{Failure, job_options};
 use crate::job::{Format, Work};
 
-/// What `elasticdl evaluate` is told.
+/// Arguments of `elasticdl evaluate`.
 #[derive(Args, Debug)]
-#[command(mut_args(without_training), override_usage = EVALUATE_USAGE, after_long_help = EVALUATE_HELP)]
+#[command(
+    mut_args(without_training),
+    override_usage = EVALUATE_USAGE,
+    after_long_help = EVALUATE_HELP
+)]
 pub struct EvaluateArgs {
-    /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of
-    /// one checkpoint, a path or s3://, gs://, az://.
+    /// Model: a safetensors file that `elasticdl train --export` has written, or the folder of one
+    /// checkpoint; a path or s3://, gs://, az://.
     #[arg(long, value_name = "URI", value_parser = job_options::parse_uri, help_heading = MODEL)]
     pub model: String,
 
@@ -23,24 +27,27 @@ pub struct EvaluateArgs {
     pub job: TrainArgs,
 }
 
-/// What `elasticdl predict` is told.
+/// Arguments of `elasticdl predict`.
 #[derive(Args, Debug)]
-#[command(mut_args(without_training), override_usage = PREDICT_USAGE, after_long_help = PREDICT_HELP)]
+#[command(
+    mut_args(without_training),
+    override_usage = PREDICT_USAGE,
+    after_long_help = PREDICT_HELP
+)]
 pub struct PredictArgs {
-    /// The model: a safetensors file that `elasticdl train --export` has written, or the folder of
-    /// one checkpoint, a path or s3://, gs://, az://.
+    /// Model: a safetensors file that `elasticdl train --export` has written, or the folder of one
+    /// checkpoint; a path or s3://, gs://, az://.
     #[arg(long, value_name = "URI", value_parser = job_options::parse_uri, help_heading = MODEL)]
     pub model: String,
 
-    /// The folder for the predictions: a path or s3://, gs://, az://. It must be empty, or not
-    /// there.
+    /// Folder for the predictions: a path or s3://, gs://, az://. It must be empty or not exist.
     ///
-    /// Each shard has a file, `part-START-END`, named after the records that its rows are for.
-    /// Workers write them, so in a cluster a path must lie in a --volume.
+    /// Each shard has a file, `part-START-END`, named after the range of its records. Workers write
+    /// the files, so in a cluster a path must lie in a --volume.
     #[arg(long, value_name = "URI", value_parser = job_options::parse_uri, help_heading = MODEL)]
     pub predictions: String,
 
-    /// How predictions are written.
+    /// Format of the predictions.
     #[arg(long, value_name = "FORMAT", value_enum, default_value = "parquet", help_heading = MODEL)]
     pub format: FormatName,
 
@@ -49,12 +56,12 @@ pub struct PredictArgs {
     pub job: TrainArgs,
 }
 
-/// A format's name on the command line.
+/// Name of a format on the command line.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum FormatName {
-    /// Comma-separated values, the columns' names in the first line.
+    /// Comma-separated values with a header line.
     Csv,
-    /// A JSON object in each line.
+    /// One JSON object per line.
     Jsonl,
     /// Parquet.
     Parquet,
@@ -75,21 +82,21 @@ pub(super) fn predict(args: PredictArgs) -> Result<u8, Failure> {
     train::train(TrainArgs { work: Some(work), ..args.job })
 }
 
-/// Hides and refuses what has no meaning without training; of the rest some reads otherwise.
+/// Hides and rejects options that only apply to training, and adapts the help of others.
 fn without_training(arg: Arg) -> Arg {
     match arg.get_id().as_str() {
         "training_data" => arg.long("data").help(DATA_HELP).long_help(DATA_HELP),
         "minibatch_size" => arg.help(BATCH_HELP).long_help(BATCH_HELP),
         "records_per_shard" => arg.help(SHARD_HELP).long_help(SHARD_HELP),
         "num_workers" => {
-            arg.help("Workers to keep running; results do not depend on it. [default: 2]")
+            arg.help("Number of workers to keep running; results do not depend on it. [default: 2]")
         }
         id if TRAINING.contains(&id) => arg.hide(true).conflicts_with("model"),
         _ => arg,
     }
 }
 
-/// Options of `train` without a meaning here.
+/// Options of `train` that only apply to training.
 const TRAINING: [&str; 21] = [
     "resume",
     "min_workers",
@@ -114,37 +121,41 @@ const TRAINING: [&str; 21] = [
     "wire_dtype",
 ];
 
-const BATCH_HELP: &str =
-    "Records that the model is given at once, unless it wants fewer. [default: 64]";
+const BATCH_HELP: &str = "Records per batch, unless the model asks for fewer. [default: 64]";
 const DATA_HELP: &str =
-    "Where the data is, as PROGRAM's reader understands it: mostly a file or a folder.";
+    "Data, as PROGRAM's reader understands it: usually a file, a folder or a URI.";
 const MODEL: &str = "Model";
-const SHARD_HELP: &str = "Records of a shard, the unit in which data is handed out and results come back. [default: 4096, more \
-                          where there are billions of records]";
+const SHARD_HELP: &str = "Records per shard, the unit in which data is leased and results are \
+    reported. [default: 4096, more for billions of records]";
 
-const EVALUATE_USAGE: &str = "elasticdl evaluate --local --model <URI> --data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
-                              elasticdl evaluate --image <IMG> --model <URI> --data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...";
+const EVALUATE_USAGE: &str = "elasticdl evaluate --local --model <URI> --data <URI> [OPTIONS] \
+    -- <PROGRAM> [ARGS]...\n       \
+    elasticdl evaluate --image <IMG> --model <URI> --data <URI> [OPTIONS] \
+    -- <PROGRAM> [ARGS]...";
 const EVALUATE_HELP: &str = "\
 Example:
-  Measure an exported model with four workers, and keep the result:
+  Evaluate an exported model with four workers, and save the result:
       elasticdl evaluate --local --num-workers 4 --model mnist.safetensors --data data/mnist-test \\
           --summary result.json -- ./target/release/mnist
 
-The result is the mean of each metric over all records: `metrics` in the summary. It is the same, bit for bit, for any
-number of workers, and whoever is killed meanwhile.
+The result is the mean of each metric over all records: `metrics` in the summary. It is
+bit-identical for any number of workers, also if workers are killed.
 
-Exit codes: as of `elasticdl train`.";
-const PREDICT_USAGE: &str = "elasticdl predict --local --model <URI> --data <URI> --predictions <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
-     elasticdl predict --image <IMG> --model <URI> --data <URI> --predictions <URI> [OPTIONS] -- <PROGRAM> [ARGS]...";
+Exit codes: those of `elasticdl train`.";
+const PREDICT_USAGE: &str = "elasticdl predict --local --model <URI> --data <URI> \
+    --predictions <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
+    elasticdl predict --image <IMG> --model <URI> --data <URI> \
+    --predictions <URI> [OPTIONS] -- <PROGRAM> [ARGS]...";
 const PREDICT_HELP: &str = "\
 Example:
   Write predictions for all records of a folder as Parquet:
       elasticdl predict --local --num-workers 4 --model mnist.safetensors --data data/new \\
           --predictions out -- ./target/release/mnist
 
-There is exactly one row for each record. The files in the order of their names hold the rows in the order of the records.
+There is exactly one row for each record. The files, sorted by name, hold the rows in the order of
+the records.
 
-Exit codes: as of `elasticdl train`.";
+Exit codes: those of `elasticdl train`.";
 
 #[cfg(test)]
 mod tests {
@@ -162,10 +173,10 @@ mod tests {
     }
 
     #[test]
-    fn each_option_of_train_has_a_meaning_without_training_or_is_refused() {
+    fn each_option_of_train_applies_to_inference_or_is_rejected() {
         let (train, evaluate, predict) =
             (options("train"), options("evaluate"), options("predict"));
-        let refused: Vec<&str> = train.difference(&evaluate).map(String::as_str).collect();
+        let rejected: Vec<&str> = train.difference(&evaluate).map(String::as_str).collect();
         let expected = [
             "best-metric",
             "channels",
@@ -190,7 +201,7 @@ mod tests {
             "validation-data",
             "wire-dtype",
         ];
-        assert_eq!(refused, expected, "an option of train alone belongs to TRAINING");
+        assert_eq!(rejected, expected, "an option of train alone belongs to TRAINING");
         let own: Vec<&str> = evaluate.difference(&train).map(String::as_str).collect();
         assert_eq!(own, ["data", "model"]);
         let more: Vec<&str> = predict.difference(&evaluate).map(String::as_str).collect();

@@ -1,6 +1,6 @@
-//! From a command line to a job that can be started: every check that needs no worker.
+//! Turns a command line into a job that can be started, with every check that needs no worker.
 //!
-//! **Invariant:** when [`LocalJob::new`] refuses, nothing has been written or started.
+//! **Invariant:** when [`LocalJob::new`] fails, nothing has been written or started.
 
 use std::ffi::{OsStr, OsString};
 use std::net::{IpAddr, SocketAddr};
@@ -21,11 +21,11 @@ use crate::limits::{
     BATCH_RECORDS_MAX, EPOCHS_MAX, PATH_BYTES_MAX, SHARD_RECORDS_MAX, STEPS_MAX, WORKERS_MAX,
 };
 
-/// A job that can be started.
+/// A validated job of this machine.
 #[derive(Debug)]
 pub(super) struct LocalJob {
     pub(super) spec: JobSpec,
-    /// The program, with a path.
+    /// Path of the program.
     pub(super) program: PathBuf,
     pub(super) args: Vec<OsString>,
     pub(super) job_dir: PathBuf,
@@ -39,22 +39,22 @@ pub(super) struct LocalJob {
 }
 
 impl LocalJob {
-    /// Checks `args` as a whole; each value alone has been checked when it was parsed.
+    /// Validates the combination of `args`; each value has been validated when it was parsed.
     pub(super) fn new(args: TrainArgs) -> Result<Self, Failure> {
         if !args.local {
             return Err(Failure::usage(
-                "where to train? add --image IMG to train in a cluster, with pods of that image, \
-                 or --local to train with processes of this machine",
+                "neither --image nor --local is given: use --image IMG to train in a cluster, \
+                 with pods of that image, or --local to train with processes of this machine",
             ));
         }
-        // First: what is wrong with the numbers is wrong for any program.
+        // The numbers are checked first: they do not depend on the program.
         WorkerCounts::new(&args)?;
         let (program, program_args) =
             args.program.split_first().expect("clap asks for one where nothing is resumed");
         let program = find_program(program)?;
         if let Some(path) = &args.summary {
             jobdir::check_writable(path).map_err(|e| {
-                let wanted = "give --summary a file in a directory that is there and writable";
+                let wanted = "give --summary a file in an existing, writable directory";
                 Failure::usage(format!(
                     "can't write the summary to {}: {e}; {wanted}",
                     path.display()
@@ -83,8 +83,8 @@ impl LocalJob {
         })
     }
 
-    /// Has a job that trains keep checkpoints in its own directory, `job_dir`, unless the user has
-    /// another place or wants none.
+    /// Makes a training job write checkpoints to its own directory, `job_dir`, unless the user has
+    /// given `--checkpoint-dir`.
     pub(super) fn keep_checkpoints_in(&mut self, job_dir: &Path) {
         if self.spec.checkpoints.is_none() && self.spec.work.trains() {
             self.spec.checkpoints = self.checkpoints.in_job_dir(job_dir);
@@ -92,8 +92,8 @@ impl LocalJob {
     }
 }
 
-/// The job that `args` ask for, under this name. `absolute`: makes a path of checkpoints, which an
-/// option names, whole.
+/// Specification of the job of `args`, with this name. `absolute` resolves the path of checkpoints
+/// that an option names.
 pub(super) fn job_spec(
     args: &TrainArgs,
     name: String,
@@ -135,7 +135,7 @@ pub(super) fn job_spec(
     Ok(spec)
 }
 
-/// The numbers of workers, checked against one another.
+/// Numbers of workers, validated against one another.
 struct WorkerCounts {
     num: u32,
     min: u32,
@@ -158,7 +158,8 @@ impl WorkerCounts {
         {
             if !number.is_multiple_of(per_pod) {
                 return Err(Failure::usage(format!(
-                    "{option} {number}: a pod holds {per_pod} workers ({why}), so this must be a multiple of {per_pod}: {}",
+                    "{option} {number}: a pod holds {per_pod} workers ({why}), so this must be a \
+                     multiple of {per_pod}: {}",
                     job::multiples_near(number, per_pod)
                 )));
             }
@@ -171,7 +172,8 @@ impl WorkerCounts {
         }
         if num > max {
             return Err(Failure::usage(format!(
-                "--num-workers {num} is more than --max-workers {max}; lower the first or raise the second"
+                "--num-workers {num} is more than --max-workers {max}; lower the first or raise \
+                 the second"
             )));
         }
         Ok(Self { num, min, max, per_pod })
@@ -185,7 +187,7 @@ fn batch(global: Option<u64>, per_worker: Option<u64>) -> Batch {
     }
 }
 
-/// Finds `program` as a shell would.
+/// Resolves `program` as a shell does.
 fn find_program(program: &OsStr) -> Result<PathBuf, Failure> {
     let path = Path::new(program);
     if path.as_os_str().is_empty() {
@@ -208,8 +210,11 @@ fn find_program(program: &OsStr) -> Result<PathBuf, Failure> {
         .map(|folder| folder.join(path))
         .find(|p| executable(p).is_ok());
     found.ok_or_else(|| {
-        let here =
-            if path.is_file() { " (there is one here: write ./ before its name)" } else { "" };
+        let here = if path.is_file() {
+            " (it is in the current directory: prefix its name with ./)"
+        } else {
+            ""
+        };
         Failure::usage(format!(
             "the program `{}` is in no folder of $PATH{here}; \
              give its path, for example ./target/release/{0}",
@@ -223,13 +228,13 @@ fn executable(path: &Path) -> Result<(), String> {
     if !metadata.is_file() {
         return Err("it is not a file".into());
     }
-    // The bits first: some systems tell root that it may execute anything.
+    // The mode bits first: for root, `access` may succeed for any file.
     let executable = metadata.permissions().mode() & 0o111 != 0
         && rustix::fs::access(path, Access::EXEC_OK).is_ok();
     if executable { Ok(()) } else { Err("it is not executable; `chmod +x` it".into()) }
 }
 
-/// The program's name, made fit, and something to tell jobs apart.
+/// Default name of a job: the program's name without invalid characters, and random digits.
 pub(super) fn default_name(program: &Path) -> Result<String, Failure> {
     let stem = program.file_stem().unwrap_or_default().to_string_lossy().to_lowercase();
     let fit: String =
@@ -245,8 +250,8 @@ pub(super) fn default_name(program: &Path) -> Result<String, Failure> {
     Ok(format!("{}-{digits}", name.trim_end_matches('-')))
 }
 
-/// Names become parts of file names and, in a cluster, of its objects' names; those are the
-/// strictest.
+/// Parses a job name. Names are parts of file names and of names of Kubernetes objects, which have
+/// the strictest rules.
 pub(super) fn parse_job_name(text: &str) -> Result<String, String> {
     let fit = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     let wanted = if text.is_empty() {
@@ -268,14 +273,15 @@ pub(super) fn parse_job_name(text: &str) -> Result<String, String> {
 pub(super) fn parse_listen(text: &str) -> Result<IpAddr, String> {
     match text.parse::<IpAddr>() {
         Ok(address) if address.is_unspecified() || address.is_multicast() => {
-            Err("it must be one address, which workers can dial, for example `192.0.2.7`".into())
+            Err("it must be one address that workers can connect to, for example `192.0.2.7`"
+                .into())
         }
         Ok(address) => Ok(address),
         Err(_) => Err("it must be an IP address, for example `127.0.0.1` or `192.0.2.7`".into()),
     }
 }
 
-/// Checks a place of files as far as it can be known wrong here: workers open it.
+/// Checks the form of a URI or path of files. Workers open it.
 pub(super) fn parse_uri(text: &str) -> Result<String, String> {
     let known = ["s3", "gs", "az", "file"];
     match text.split_once("://") {
@@ -284,9 +290,9 @@ pub(super) fn parse_uri(text: &str) -> Result<String, String> {
             Err(format!("it must have at most {PATH_BYTES_MAX} bytes"))
         }
         Some((scheme, _)) if !known.contains(&scheme) => Err(format!(
-            "`{scheme}://` is no place for files; it must be a path, or s3://, gs:// or az://"
+            "`{scheme}://` is not supported; it must be a path, or s3://, gs:// or az://"
         )),
-        Some((scheme, "")) => Err(format!("there is nothing behind `{scheme}://`")),
+        Some((scheme, "")) => Err(format!("`{scheme}://` is not followed by a name")),
         _ => Ok(text.into()),
     }
 }
@@ -355,10 +361,10 @@ where
     }
 }
 
-/// Of looks at a job; more often would cost its master something.
+/// Shortest interval of `status --watch`; a shorter one would load the master.
 const INTERVAL_MIN: Duration = Duration::from_millis(50);
 const GLOBAL_BATCH_DEFAULT: NonZeroU64 = NonZeroU64::new(64).expect("64 is not 0");
-/// Leaves room for what a cluster's objects add, within the 63 characters of their names.
+/// Leaves space for the suffixes of Kubernetes objects within the 63 characters of their names.
 const JOB_NAME_LEN_MAX: usize = 40;
 const NUM_WORKERS_DEFAULT: u32 = 2;
 const MAX_WORKERS_DEFAULT_MIN: u32 = 8;
@@ -388,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_as_the_help_says() {
+    fn the_defaults_match_the_help() {
         let job = local_job("--local --job-name j").unwrap();
         let expected = JobSpec {
             name: "j".into(),
@@ -426,7 +432,7 @@ mod tests {
         assert!(job.job_dir.ends_with("elasticdl/j") || job.job_dir.ends_with(".elasticdl/j"));
     }
 
-    /// As for a cluster.
+    /// Specification of a job in a cluster.
     fn pods(options: &str) -> JobSpec {
         let line = format!("elasticdl train --image i:1 --training-data d {options} -- true");
         match Cli::try_parse_from(line.split_whitespace()).unwrap().command {
@@ -438,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_holds_a_worker_for_each_of_its_gpus_unless_one_says_otherwise() {
+    fn a_pod_holds_one_worker_per_gpu_unless_workers_per_pod_is_given() {
         let numbers = |options: &str| {
             let JobSpec { workers_per_pod, num_workers, min_workers, max_workers, .. } =
                 pods(options);
@@ -456,7 +462,7 @@ mod tests {
             numbers("--workers-per-pod 2 --num-workers 6 --min-workers 4 --max-workers 6"),
             [2, 6, 4, 6]
         );
-        // There each worker is a process anyway, and they take the GPUs in turn.
+        // With --local each worker is a process, and workers are spread over the GPUs.
         let error = local_job("--local --workers-per-pod 2").unwrap_err();
         assert!(
             error.contains("'--local' cannot be used with '--workers-per-pod")
@@ -485,10 +491,11 @@ mod tests {
     }
 
     #[test]
-    fn checkpoints_are_where_and_as_often_as_one_says() {
+    fn checkpoint_options_reach_the_spec() {
         let here = std::env::current_dir().unwrap();
         let whole = spec(
-            "--local --checkpoint-dir c --checkpoint-every 200 --checkpoint-keep 2 --resume-from s3://b/c",
+            "--local --checkpoint-dir c --checkpoint-every 200 --checkpoint-keep 2 --resume-from \
+             s3://b/c",
         );
         let kept = whole.checkpoints.unwrap();
         assert_eq!(kept.dir, here.join("c").to_str().unwrap());
@@ -502,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_local_job_keeps_checkpoints_in_its_directory_unless_told_otherwise() {
+    fn a_local_job_writes_checkpoints_to_its_directory_by_default() {
         let kept = |options: &str| {
             let mut job = local_job(options).unwrap();
             job.keep_checkpoints_in(Path::new("/jobs/j"));
@@ -528,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_leave_within_the_grace_and_the_master_lets_them_go_before() {
+    fn workers_leave_within_the_grace_period_and_the_master_releases_them_before() {
         for (grace, leave, wait) in
             [(30_000, 28_000, 26_000), (10_000, 8000, 6000), (1000, 800, 600)]
         {
@@ -539,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn the_master_listens_where_it_is_told_if_one_can_dial_that() {
+    fn listen_accepts_only_an_address_that_workers_can_connect_to() {
         assert_eq!(local_job("--local").unwrap().listen.to_string(), "127.0.0.1");
         assert_eq!(local_job("--local --listen ::1").unwrap().listen.to_string(), "::1");
         for bad in ["0.0.0.0", "::", "224.0.0.1", "localhost", "127.0.0.1:80", ""] {
@@ -548,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_is_a_path_or_in_a_store_that_is_known() {
+    fn a_uri_is_a_path_or_has_a_supported_scheme() {
         for good in ["m.safetensors", "/a/b", "s3://bucket/a", "gs://b/c", "az://c/d", "file:///a"]
         {
             assert_eq!(parse_uri(good).as_deref(), Ok(good));
@@ -559,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn job_names_fit_where_they_will_be_used() {
+    fn job_names_are_valid_for_files_and_kubernetes_objects() {
         for good in ["a", "mnist-1", &"a".repeat(40)] {
             assert_eq!(parse_job_name(good).as_deref(), Ok(good));
         }
@@ -569,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_name_is_a_valid_one_for_any_program() {
+    fn the_default_name_is_valid_for_any_program() {
         for program in ["quickstart", "My_Model.v2.bin", "7up", "ünïcode", "---", &"x".repeat(200)]
         {
             let name = default_name(Path::new(program)).unwrap();

@@ -1,4 +1,4 @@
-//! `elasticdl master`: the master of a job in a cluster, in its pod.
+//! `elasticdl master`: runs the master of a job in its pod.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -46,31 +46,31 @@ use crate::service;
 use crate::tensorboard::{self, EventFile};
 use crate::token::Token;
 
-/// What `elasticdl master` is told.
+/// Arguments of `elasticdl master`.
 #[derive(Args, Debug)]
 pub struct MasterArgs {
-    /// The job's name; its anchor says the rest.
+    /// Name of the job; its anchor has the specification.
     #[arg(long, value_name = "NAME", value_parser = job_options::parse_job_name)]
     pub job_name: String,
 
-    /// This master's pod.
+    /// Pod of this master.
     #[arg(long, value_name = "NAME/UID")]
     pub pod: Holder,
 
-    /// Where the job's secret is.
+    /// File with the job's token.
     #[arg(long, value_name = "FILE", default_value = TOKEN_FILE)]
     pub token_file: PathBuf,
 
-    /// The certificate that workers are shown, PEM.
+    /// TLS certificate of the master, PEM.
     #[arg(long, value_name = "FILE", default_value = CERTIFICATE_FILE)]
     pub tls_cert: PathBuf,
 
-    /// The certificate's key, PEM.
+    /// Private key of the certificate, PEM.
     #[arg(long, value_name = "FILE", default_value = KEY_FILE)]
     pub tls_key: PathBuf,
 }
 
-/// Runs the master of a job to the job's end; the exit code.
+/// Runs the master of a job to the end of the job. Returns the exit code.
 pub(super) fn master(args: &MasterArgs) -> Result<u8, Failure> {
     let logging =
         tracing_subscriber::fmt().with_ansi(false).with_writer(std::io::stderr).try_init();
@@ -80,33 +80,33 @@ pub(super) fn master(args: &MasterArgs) -> Result<u8, Failure> {
 }
 
 async fn run(args: &MasterArgs) -> Result<u8, Failure> {
-    // The first process of a container dies of no signal that it does not handle.
+    // The kernel delivers no unhandled signal to the first process of a container.
     let mut terminate = signal(SignalKind::terminate())
         .map_err(|e| Failure::failed(format!("can't handle signals: {e}")))?;
     let cluster = Cluster::connect(&ClusterChoice::default()).await.map_err(to_failure)?;
     let anchor = Anchor::new(&cluster, &args.job_name);
     let ConfigMap { metadata: meta, data, .. } = anchor.read().await.map_err(to_failure)?;
-    // Who waits for the lease is alive, too.
+    // A master that waits for the Lease answers liveness probes too.
     let http = HttpServer::serve(&data.unwrap_or_default()).await?;
     let mut lease = tokio::select! {
         lease = LeaderLease::acquire(&cluster, &meta, &args.pod) => lease.map_err(to_failure)?,
         _ = terminate.recv() => return Ok(EXIT_TERMINATED),
     };
-    let (tell_keeper, keeper) = oneshot::channel();
+    let (send_watch, keeper) = oneshot::channel();
     let give_up = Notify::new();
     let lead = Leader { args, cluster: &cluster, anchor: &anchor, give_up: &give_up };
-    let leading = lead.run(lease.guard(), &http, tell_keeper);
+    let leading = lead.run(lease.guard(), &http, send_watch);
     tokio::pin!(leading);
     let code = tokio::select! {
         code = &mut leading => code,
         holder = lease.lost() => {
-            // Its workers are another's now: none is deleted.
+            // The workers belong to the other master now: none is deleted.
             warn!(holder, "another master holds the job's lease; this one ends");
             return Ok(EXIT_FENCED);
         }
         _ = terminate.recv() => {
-            // The pod goes. Workers go on, and look for the job's next master.
-            info!("told to end: the job is left to its next master");
+            // The pod is deleted. Workers continue and reconnect to the job's next master.
+            info!("SIGTERM: handing the job over to its next master");
             tokio::select! {
                 code = &mut leading => code,
                 () = hand_over(&cluster, &meta, &args.pod, keeper, &give_up) => Ok(EXIT_TERMINATED),
@@ -117,34 +117,34 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
     code
 }
 
-/// What a master does its work with, while the lease is held.
+/// Parts that a master needs while it holds the Lease.
 struct Leader<'a> {
     args: &'a MasterArgs,
     cluster: &'a Cluster,
     anchor: &'a Anchor,
-    /// The job is to end at once.
+    /// Notified when the job must end at once.
     give_up: &'a Notify,
 }
 
 impl Leader<'_> {
-    /// Leads the job; the exit code. Where the job has failed, the Job fails with this master.
+    /// Leads the job and returns the exit code. If the job has failed, this also fails the Job.
     async fn run(
         &self,
-        warrant: LeaseGuard,
+        lease_guard: LeaseGuard,
         http: &HttpServer,
-        tell_keeper: oneshot::Sender<PersistedWatch>,
+        send_watch: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
-        // What the master before this one has written last is there by now.
+        // The Lease is held, so the last write of the previous master is visible.
         let submitted = Submitted::read(self.anchor.read().await.map_err(to_failure)?);
         let (code, led) = match submitted {
             Ok(Submitted { ended: Some(code), .. }) => {
                 info!("the job has ended before; this master has nothing to do");
                 (Ok(code), false)
             }
-            Ok(submitted) => (self.conduct(submitted, warrant, http, tell_keeper).await, true),
+            Ok(submitted) => (self.conduct(submitted, lease_guard, http, send_watch).await, true),
             Err(failure) => (Err(failure), true),
         };
-        // What a job was asked for does not get better either.
+        // An invalid specification stays invalid: it must not be retried either.
         let has_failed = match &code {
             Ok(code) => [EXIT_FAILED, EXIT_USAGE].contains(code),
             Err(failure) => failure.code == EXIT_USAGE,
@@ -158,23 +158,23 @@ impl Leader<'_> {
     async fn conduct(
         &self,
         submitted: Submitted,
-        warrant: LeaseGuard,
+        lease_guard: LeaseGuard,
         http: &HttpServer,
-        tell_keeper: oneshot::Sender<PersistedWatch>,
+        send_watch: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         let Self { args, cluster, anchor, give_up } = *self;
-        lead(args, (cluster, anchor), submitted, warrant, http, tell_keeper, give_up).await
+        lead(args, (cluster, anchor), submitted, lease_guard, http, send_watch, give_up).await
     }
 }
 
-/// Does a master's work.
+/// Sets up the master and runs it.
 async fn lead(
     args: &MasterArgs,
     (cluster, anchor): (&Cluster, &Anchor),
     mut submitted: Submitted,
-    warrant: LeaseGuard,
+    lease_guard: LeaseGuard,
     http: &HttpServer,
-    tell_keeper: oneshot::Sender<PersistedWatch>,
+    send_watch: oneshot::Sender<PersistedWatch>,
     give_up: &Notify,
 ) -> Result<u8, Failure> {
     let token = std::fs::read_to_string(&args.token_file).map_err(|e| {
@@ -203,36 +203,37 @@ async fn lead(
         .await
         .map_err(|e| Failure::failed(format!("can't listen on port {PORT}: {e}")))?;
     let recorder = EventRecorder::start(cluster, &submitted.meta);
-    let mould = PodFactory {
+    let pod_factory = PodFactory {
         template: submitted.template,
         anchor: submitted.meta,
         master: address,
         min_workers: submitted.task.job.min_workers,
         priority_tiers: submitted.task.priority_tiers,
     };
-    // Nothing is made before there is a record of it, and the first master finds none.
+    // A master creates no pod before it has persisted the job, so the first master finds none.
     let left = match submitted.incarnation {
-        2.. => pods::list(cluster, mould.anchor.uid.as_deref().unwrap_or_default())
+        2.. => pods::list(cluster, pod_factory.anchor.uid.as_deref().unwrap_or_default())
             .await
             .map_err(to_failure)?,
         _ => Vec::new(),
     };
     if submitted.record.is_none() && !left.is_empty() {
         return Err(Failure::failed(format!(
-            "the anchor's {RECORD} is gone, and {} pods of the job are there: this is no new job, and nobody knows how far it \
-             was; delete it, and submit it again (with --resume-from, if it has kept checkpoints)",
+            "the anchor's {RECORD} is missing, but the job has {} pods, so it is not a new \
+             job and its progress is unknown; delete it and submit it again (with --resume-from, if it has \
+             written checkpoints)",
             left.len()
         )));
     }
-    let pods = Pods::new(cluster, mould, warrant.clone(), recorder.clone());
+    let pods = Pods::new(cluster, pod_factory, lease_guard.clone(), recorder.clone());
     if submitted.record.as_ref().is_some_and(|record| record.step() > 0) {
         pods.has_trained();
     }
-    let keeper = PersistedJobWriter::new(writer.clone(), warrant.clone(), recorder, data);
-    let _ = http.lead.set(warrant.clone());
-    let term = MasterTerm { incarnation: submitted.incarnation, lease_guard: warrant };
-    // Who waits for it may have gone.
-    let _ = tell_keeper.send(keeper.watch());
+    let keeper = PersistedJobWriter::new(writer.clone(), lease_guard.clone(), recorder, data);
+    let _ = http.lead.set(lease_guard.clone());
+    let term = MasterTerm { incarnation: submitted.incarnation, lease_guard };
+    // The receiver may have been dropped.
+    let _ = send_watch.send(keeper.watch());
     let server_config = ServerConfig { listener, token, identity: Some(identity) };
     let published = http.publish.subscribe();
     let progress = Progress::on_stderr().publishing(http.publish.clone());
@@ -261,29 +262,27 @@ async fn lead(
                 term,
                 progress,
             )
-            .map_err(|reason| {
-                Failure::failed(format!("the job's record can't be true: {reason}"))
-            })?
+            .map_err(|reason| Failure::failed(format!("the job's record is invalid: {reason}")))?
         }
     };
     info!(job = args.job_name, incarnation = submitted.incarnation, "master listens");
     let code = conduct(master, (anchor, &writer), published, submitted.age, give_up).await;
     if let Some(events) = events {
-        // The last point.
+        // Writes the last point.
         let _ = events.await;
     }
     code
 }
 
-/// What a master shows over HTTP from its start on.
+/// HTTP server of a master, for metrics and probes, from its start on.
 struct HttpServer {
     publish: watch::Sender<Option<Snapshot>>,
-    /// Set once this master leads.
+    /// Set when this master has become the leader.
     lead: Arc<OnceLock<LeaseGuard>>,
 }
 
 impl HttpServer {
-    /// Serves them on the port that the anchor names.
+    /// Serves on the port that the anchor names.
     async fn serve(anchor: &Data) -> Result<Self, Failure> {
         let task = anchor.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
         let port = task.map_or(METRICS_PORT, |task| task.metrics_port);
@@ -298,8 +297,8 @@ impl HttpServer {
     }
 }
 
-/// Waits until what the next master needs is kept, and another master is made, for as long as that
-/// usually takes. Where none is to come, the job is ended: the future is not ready before that.
+/// Waits until the job is persisted and the next master's pod is created, within a time limit. If
+/// there will be no next master, ends the job and completes after that.
 async fn hand_over(
     cluster: &Cluster,
     meta: &ObjectMeta,
@@ -309,7 +308,7 @@ async fn hand_over(
 ) {
     let keep = async {
         if let Ok(mut kept) = keeper.await {
-            kept.flush(HAND_OVER_TIMEOUT).await;
+            watch.flush(HAND_OVER_TIMEOUT).await;
         }
     };
     let next =
@@ -317,16 +316,18 @@ async fn hand_over(
     match tokio::join!(keep, next).1 {
         Ok(Ok(NextMaster::Expected)) => {}
         Ok(Ok(NextMaster::Unwanted(why))) => {
-            warn!(why, "no other master is to come: the job ends");
+            warn!(why, "there will be no other master: the job ends");
             give_up.notify_one();
             tokio::time::sleep(GIVE_UP_TIMEOUT).await;
         }
-        Ok(Err(error)) => warn!(%error, "the next master is the Job's to make"),
-        Err(_) => warn!("the API server does not answer: the next master is the Job's to make"),
+        Ok(Err(error)) => warn!(%error, "the Job controller has to create the next master"),
+        Err(_) => warn!(
+            "the API server does not answer: the Job controller has to create the next master"
+        ),
     }
 }
 
-/// Runs `master`, telling the anchor what it does, and it what the anchor asks for.
+/// Runs `master`: publishes its status to the anchor, and passes the requests of the anchor to it.
 async fn conduct(
     master: Master,
     (anchor, writer): (&Anchor, &AnchorWriter),
@@ -335,34 +336,36 @@ async fn conduct(
     give_up: &Notify,
 ) -> Result<u8, Failure> {
     let start = Instant::now();
-    let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
-    let mut wishes = DesiredState::default();
+    let (commands, received) = mpsc::channel(COMMANDS_MAX);
+    let mut desired = DesiredState::default();
     let mut followed = anchor.watch();
     let times = RefCell::default();
     let publishing = publish(writer, published.clone(), age, &times);
     tokio::pin!(publishing);
-    let run = master.run(interrupted);
+    let run = master.run(received);
     tokio::pin!(run);
     let ended = loop {
         tokio::select! {
             ended = &mut run => break ended,
             () = &mut publishing => {}
             () = give_up.notified() => {
-                let _ = interrupts.send(UserCommand::Kill).await;
+                let _ = commands.send(UserCommand::Kill).await;
             }
-            sight = followed.next() => match sight {
-                AnchorEvent::Forbidden(message) => warn!(message, "the anchor can't be watched: scale and stop have no effect"),
+            event = followed.next() => match event {
+                AnchorEvent::Forbidden(message) => {
+                    warn!(message, "the anchor can't be watched: scale and stop have no effect");
+                }
                 AnchorEvent::Deleted => {
                     info!("the job has been deleted");
                     return Ok(EXIT_TERMINATED);
                 }
                 AnchorEvent::Data(data) => {
                     let now = DesiredState::read(&data);
-                    for interrupt in changes(wishes, now) {
-                        // The master takes them faster than anybody asks.
-                        let _ = interrupts.send(interrupt).await;
+                    for command in changes(desired, now) {
+                        // The master takes them faster than users send them.
+                        let _ = commands.send(command).await;
                     }
-                    wishes = now;
+                    desired = now;
                 }
             },
         }
@@ -375,7 +378,7 @@ async fn conduct(
     Ok(code_of(ended.outcome))
 }
 
-/// What the master is to be told when the wishes change.
+/// Commands to the master that follow from a change of the desired state.
 fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
     let scale =
         now.num_workers.filter(|_| now.num_workers != before.num_workers).map(UserCommand::Scale);
@@ -385,8 +388,7 @@ fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
     scale.into_iter().chain(checkpoint).chain(stop).collect()
 }
 
-/// Writes the status of a job that is this old to the anchor whenever it is time; ends with the
-/// job.
+/// Writes the status of a job of this age to the anchor at throttled intervals, until the job ends.
 async fn publish(
     writer: &AnchorWriter,
     mut published: watch::Receiver<Option<Snapshot>>,
@@ -417,7 +419,7 @@ async fn publish(
         }
         let text = status_json(status, &times.borrow());
         if let Err(error) = writer.write(&Data::from([(STATUS.into(), text)])).await {
-            // Training does not wait for it.
+            // Training does not depend on it.
             warn!(%error, "the status was not written to the anchor");
         }
         pace.on_written(Instant::now(), news);
@@ -430,24 +432,24 @@ fn status_json(status: Status, times: &EventTimes) -> String {
     status.into_json_within(STATUS_BYTES_MAX)
 }
 
-/// When the lines of a job's story were said, by its age.
+/// Age of the job at each of its newest event lines.
 #[derive(Debug, Default)]
 struct EventTimes {
-    said: u64,
-    /// Of the newest lines.
+    emitted: u64,
+    /// Ages at the newest lines.
     at: VecDeque<Duration>,
 }
 
 impl EventTimes {
-    /// At this age of the job, so many lines have been said.
-    fn note(&mut self, age: Duration, said: u64) {
-        let new = said.saturating_sub(self.said).min(LINES_MAX as u64);
-        self.said = said;
+    /// Records that at this age of the job, `emitted` lines had been emitted.
+    fn note(&mut self, age: Duration, emitted: u64) {
+        let new = emitted.saturating_sub(self.emitted).min(LINES_MAX as u64);
+        self.emitted = emitted;
         self.at.extend((0..new).map(|_| age));
         self.at.drain(..self.at.len().saturating_sub(LINES_MAX));
     }
 
-    /// Of the last `count` lines, in seconds.
+    /// Ages at the last `count` lines, in seconds.
     fn of_last(&self, count: usize) -> Vec<f64> {
         let skipped = self.at.len().saturating_sub(count);
         self.at
@@ -458,11 +460,11 @@ impl EventTimes {
     }
 }
 
-/// A digest of what is worth a write of its own.
+/// Digest of the parts of a status whose change is written at once.
 fn status_digest(status: &Status) -> u64 {
     let mut hasher = DefaultHasher::new();
     (status.state, status.generation.0, status.workers_desired, &status.events).hash(&mut hasher);
-    // One that is asked for is waited for.
+    // A command waits for the checkpoint that it has requested.
     status
         .checkpoints
         .as_ref()
@@ -481,11 +483,11 @@ async fn write_end(
     times: &EventTimes,
 ) -> Result<(), Failure> {
     let mut summary = ended.summary.clone();
-    // An anchor holds a megabyte. The last changes tell most.
+    // An anchor holds 1 MiB. The newest changes are retained.
     let surplus = summary.memberships.len().saturating_sub(MEMBERSHIPS_MAX);
     summary.memberships.drain(..surplus);
     let text = report::into_json_within(summary, SUMMARY_BYTES_MAX);
-    // Nobody goes on with a job that has ended.
+    // No master resumes a job that has ended.
     let mut data = Data::from([(SUMMARY.into(), text), (RECORD.into(), String::new())]);
     data.extend(status.map(|status| (STATUS.into(), status_json(status, times))));
     writer.write_within(&data, END_TIMEOUT).await.map_err(not_written)
@@ -498,20 +500,20 @@ fn not_written(error: WriteError) -> Failure {
     }
 }
 
-/// What the anchor says.
+/// Contents of the anchor.
 struct Submitted {
-    /// As it was read.
+    /// The anchor as it was read.
     anchor: ConfigMap,
     task: Task,
     template: Pod,
     meta: ObjectMeta,
-    /// This master's.
+    /// Incarnation of this master.
     incarnation: u64,
-    /// How far the master before this one was.
+    /// The persisted job of the previous master.
     record: Option<JobRecord>,
-    /// Of the job.
+    /// Age of the job.
     age: Duration,
-    /// The exit code of the master that has ended the job.
+    /// Exit code of the master that has ended the job.
     ended: Option<u8>,
 }
 
@@ -537,12 +539,11 @@ impl Submitted {
             let summary: Option<serde_json::Value> = serde_json::from_str(text).ok();
             summary.as_ref().and_then(|s| s["state"].as_str()).map_or(EXIT_FAILED, code_of_state)
         });
-        // Before anything is done: what can't be read is left as it is, for a master that can read
-        // it.
+        // Checked before any write: an unreadable record is left for a master that can read it.
         let unreadable = |error| {
             Failure::failed(format!(
-                "the anchor's {RECORD} can't be read: {error}; nothing was changed, and the workers train on for as long as \
-                 --master-timeout"
+                "the anchor's {RECORD} can't be read: {error}; nothing was changed, and the \
+                 workers continue for up to --master-timeout"
             ))
         };
         let record = data.get(RECORD).filter(|_| ended.is_none());
@@ -551,18 +552,18 @@ impl Submitted {
         let incarnation = before.saturating_add(1);
         let meta = anchor.metadata;
         let born = meta.creation_timestamp.as_ref().map(|t| SystemTime::from(t.0));
-        // The servers' clocks may be ahead of this one's.
+        // The clock of the API server may be ahead.
         let age = born.and_then(|born| born.elapsed().ok()).unwrap_or_default();
         Ok(Self { anchor: seen, task, template, meta, incarnation, record, age, ended })
     }
 }
 
-/// The exit code that an ended job's state means.
+/// Exit code for the state of an ended job.
 pub(super) fn code_of_state(state: &str) -> u8 {
     match state {
         "completed" => EXIT_OK,
         "refused" => EXIT_USAGE,
-        // The user stopped it: for the cluster this job is complete.
+        // A job that the user has stopped is complete for the cluster.
         "stopped" => EXIT_OK,
         _ => EXIT_FAILED,
     }
@@ -577,14 +578,14 @@ fn code_of(outcome: Outcome) -> u8 {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(60);
-/// Less than a pod's grace period, with what comes before.
+/// With [`HAND_OVER_TIMEOUT`] less than the grace period of the master's pod.
 const GIVE_UP_TIMEOUT: Duration = Duration::from_secs(6);
 const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(3);
-const INTERRUPTS_MAX: usize = 4;
-/// As many lines of its story has a status at most.
+const COMMANDS_MAX: usize = 4;
+/// Number of event lines in a status.
 const LINES_MAX: usize = 20;
 const MEMBERSHIPS_MAX: usize = 200;
-/// Parts of the 1 MiB that an anchor may have.
+/// Shares of the 1 MiB of an anchor.
 const STATUS_BYTES_MAX: usize = 224 << 10;
 const SUMMARY_BYTES_MAX: usize = 256 << 10;
 
@@ -595,7 +596,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wish_is_told_once() {
+    fn each_request_is_passed_on_once() {
         let none = DesiredState::default();
         let four = DesiredState { num_workers: Some(4), ..none };
         let stop = DesiredState { stop: true, ..four };

@@ -1,7 +1,7 @@
-//! `elasticdl list`, `logs`, `stop` and `delete`, and how a job is found.
+//! `elasticdl list`, `logs`, `stop` and `delete`, and the lookup of a job by its name.
 //!
-//! A job with a `/` is a directory. With --namespace or --context it is one of that cluster. Any
-//! other name is looked for among the jobs of this machine first, and then in the configured
+//! A job with a `/` is a directory. With --namespace or --context it is a job of that cluster. Any
+//! other name is looked up among the jobs of this machine first, and then in the configured
 //! cluster.
 
 use std::fmt::Write as _;
@@ -30,10 +30,10 @@ use crate::kube::objects::{TASK, Task};
 use crate::kube::{logs, objects, pods, submit};
 use crate::progress::one_line;
 
-/// What `elasticdl delete` is told.
+/// Arguments of `elasticdl delete`.
 #[derive(Args, Debug)]
 pub struct DeleteArgs {
-    /// The job's name, or the path of its directory (with a `/`).
+    /// Name of the job, or the path of its directory (with a `/`).
     #[arg(value_name = "JOB")]
     pub job: PathBuf,
 
@@ -42,10 +42,10 @@ pub struct DeleteArgs {
     pub target: ClusterTarget,
 }
 
-/// What `elasticdl list` is told.
+/// Arguments of `elasticdl list`.
 #[derive(Args, Debug)]
 pub struct ListArgs {
-    /// Only the jobs of this machine.
+    /// List only the jobs of this machine.
     #[arg(long, conflicts_with_all = ["namespace", "context"])]
     pub local: bool,
 
@@ -54,18 +54,18 @@ pub struct ListArgs {
     pub target: ClusterTarget,
 }
 
-/// What `elasticdl logs` is told.
+/// Arguments of `elasticdl logs`.
 #[derive(Args, Debug)]
 pub struct LogsArgs {
-    /// The job's name, or the path of its directory (with a `/`).
+    /// Name of the job, or the path of its directory (with a `/`).
     #[arg(value_name = "JOB")]
     pub job: PathBuf,
 
-    /// The worker that was started as this launch. [default: the master]
+    /// Print the log of the worker of this launch. [default: the master]
     #[arg(long, value_name = "LAUNCH")]
     pub launch: Option<u64>,
 
-    /// Go on with what is printed from now on.
+    /// Continue to print lines as they are written.
     #[arg(long, short)]
     pub follow: bool,
 
@@ -74,10 +74,10 @@ pub struct LogsArgs {
     pub target: ClusterTarget,
 }
 
-/// What `elasticdl stop` is told.
+/// Arguments of `elasticdl stop`.
 #[derive(Args, Debug)]
 pub struct StopArgs {
-    /// The job's name, or the path of its directory (with a `/`).
+    /// Name of the job, or the path of its directory (with a `/`).
     #[arg(value_name = "JOB")]
     pub job: PathBuf,
 
@@ -86,21 +86,22 @@ pub struct StopArgs {
     pub target: ClusterTarget,
 }
 
-/// Where a job is.
+/// Location of a job.
 pub(super) enum JobLookup {
-    /// In this directory, which may not be there.
+    /// A directory of this machine, which may not exist.
     Local(PathBuf),
-    /// In a cluster, where it may not be either.
+    /// A job of a cluster, which may not exist either.
     Cluster(Box<ClusterJob>),
 }
 
-/// Finds a job by what the user calls it.
+/// Locates the job that the user names.
 pub(super) fn find(job: &Path, target: &ClusterTarget) -> Result<JobLookup, Failure> {
     let directory = directory_of(job);
     let is_path = directory == job;
     if is_path && target.is_given() {
         return Err(Failure::usage(
-            "a job in a cluster has a name; a path goes without --namespace and --context",
+            "a path can't be combined with --namespace and --context; a job in a cluster is given \
+             by its name",
         ));
     }
     if is_path
@@ -125,18 +126,18 @@ pub(super) struct ClusterJob {
 }
 
 impl ClusterJob {
-    /// As its master has written it last.
+    /// The status that the master has written last.
     pub(super) fn status(&self) -> Result<StatusJson, Failure> {
         let anchor = self.runtime.block_on(self.anchor.read()).map_err(to_failure)?;
         let data = anchor.data.unwrap_or_default();
-        let outlook = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
+        let health = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
         let failed =
-            outlook.failed.filter(|_| !data.contains_key(SUMMARY)).map(|why| self.gave_up(&why));
+            health.failed.filter(|_| !data.contains_key(SUMMARY)).map(|why| self.job_failed(&why));
         let Some(text) = data.get(STATUS) else {
-            let why = failed.or(outlook.obstacle).unwrap_or_else(|| "is it running?".into());
+            let why = failed.or(health.obstacle).unwrap_or_else(|| "is it running?".into());
             let name = &self.name;
             return Err(Failure::failed(format!(
-                "the master of {name} has not said anything yet: {why}"
+                "the master of {name} has not reported a status yet: {why}"
             )));
         };
         let mut status: StatusJson = serde_json::from_str(text).map_err(|e| {
@@ -149,7 +150,7 @@ impl ClusterJob {
         let task = data.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
         let per_pod = task.map_or(1, |task| task.job.workers_per_pod);
         let uid = anchor.metadata.uid.unwrap_or_default();
-        // Who may not look at pods sees the rest.
+        // Without the permission to list pods, the status has no nodes.
         let listed = self.runtime.block_on(pods::list(&self.cluster, &uid)).unwrap_or_default();
         for worker in &mut status.workers {
             let launch = logs::first_of_pod(LaunchId(worker.worker), per_pod);
@@ -162,23 +163,23 @@ impl ClusterJob {
         Ok(status)
     }
 
-    /// What to say of a job whose Job has failed, though its master has not seen its end.
-    fn gave_up(&self, why: &str) -> String {
+    /// Error message for a job whose Job has failed before a master recorded its end.
+    fn job_failed(&self, why: &str) -> String {
         let (name, namespace) = (&self.name, &self.cluster.namespace);
         format!(
-            "the job {name} has failed, and no other master comes: the Job {} says {why}; \
+            "the job {name} has failed, and no other master comes: the Job {} reports {why}; \
              `elasticdl delete {name} --namespace {namespace}` removes it",
             objects::master_name(name)
         )
     }
 
-    /// Shows it until it ends; the exit code.
+    /// Shows the job until it ends. Returns the exit code.
     pub(super) fn follow(&self) -> Result<u8, Failure> {
         let output = follow::OutputMode { quiet: false, summary: None };
         self.runtime.block_on(follow::follow(&self.cluster, &self.name, output))
     }
 
-    /// Asks for another number of workers.
+    /// Requests another number of workers.
     pub(super) fn scale(&self, num_workers: u32) -> Result<u8, Failure> {
         let data = self.data()?;
         self.check_running(&data)?;
@@ -189,11 +190,11 @@ impl ClusterJob {
         let status =
             data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
         let was = status.map_or(spec.num_workers, |status| status.workers_desired);
-        self.wish(NUM_WORKERS, num_workers.to_string())?;
+        self.request(NUM_WORKERS, num_workers.to_string())?;
         print(&format!("workers: {was} -> {num_workers}\n"))
     }
 
-    /// Asks for a checkpoint, and waits for it.
+    /// Requests a checkpoint and waits for it.
     pub(super) fn checkpoint(&self, timeout: Duration) -> Result<u8, Failure> {
         let data = self.data()?;
         self.check_running(&data)?;
@@ -202,17 +203,18 @@ impl ClusterJob {
                 data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
             status.map(|status| (status.step, status.checkpoints)).unwrap_or_default()
         };
-        let (asked_at, checkpoints) = known(&data);
+        let (requested_at, checkpoints) = known(&data);
         if checkpoints.is_none() {
-            let why = "this job keeps no checkpoints (it was started without --checkpoint-dir), or has not started yet";
+            let why = "this job writes no checkpoints (it was started without --checkpoint-dir), \
+                or has not started yet";
             return Err(Failure::usage(why));
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        self.wish(CHECKPOINT, now.as_millis().to_string())?;
+        self.request(CHECKPOINT, now.as_millis().to_string())?;
         let mut wait = CheckpointWait::new(timeout);
         loop {
             let data = self.data()?;
-            if let Some(code) = wait.poll(asked_at, known(&data).1)? {
+            if let Some(code) = wait.poll(requested_at, known(&data).1)? {
                 return Ok(code);
             }
             self.check_running(&data)?;
@@ -222,11 +224,11 @@ impl ClusterJob {
 
     fn stop(&self) -> Result<u8, Failure> {
         self.check_running(&self.data()?)?;
-        self.wish(STOP, "true".into())?;
-        print(&format!("{} finishes its step and stops\n", self.name))
+        self.request(STOP, "true".into())?;
+        print(&format!("{} stops at the end of its step\n", self.name))
     }
 
-    fn wish(&self, key: &str, value: String) -> Result<(), Failure> {
+    fn request(&self, key: &str, value: String) -> Result<(), Failure> {
         self.runtime
             .block_on(self.anchor.write(&Data::from([(key.into(), value)])))
             .map_err(to_failure)
@@ -243,7 +245,7 @@ impl ClusterJob {
             None => {
                 match self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name)).failed
                 {
-                    Some(why) => Err(Failure::failed(self.gave_up(&why))),
+                    Some(why) => Err(Failure::failed(self.job_failed(&why))),
                     None => Ok(()),
                 }
             }
@@ -251,12 +253,12 @@ impl ClusterJob {
     }
 }
 
-/// Removes a job; the exit code.
+/// Deletes a job. Returns the exit code.
 pub(super) fn delete(args: &DeleteArgs) -> Result<u8, Failure> {
     match find(&args.job, &args.target)? {
         JobLookup::Cluster(job) => {
             job.runtime.block_on(submit::delete(&job.cluster, &job.name)).map_err(to_failure)?;
-            print(&format!("{} and all that it made is deleted\n", job.name))
+            print(&format!("{} and its objects are deleted\n", job.name))
         }
         JobLookup::Local(root) => {
             let left = jobdir::delete(&root).map_err(|error| match error {
@@ -269,7 +271,8 @@ pub(super) fn delete(args: &DeleteArgs) -> Result<u8, Failure> {
             match left.as_slice() {
                 [] => print(&format!("{} is deleted\n", root.display())),
                 [first, ..] => print(&format!(
-                    "the job in {} is deleted; the folder stays, for what no job has written is in it: {}{}\n",
+                    "the job in {} is deleted; the folder stays, because it has files that no job \
+                     has written: {}{}\n",
                     root.display(),
                     first.display(),
                     if left.len() > 1 {
@@ -283,7 +286,7 @@ pub(super) fn delete(args: &DeleteArgs) -> Result<u8, Failure> {
     }
 }
 
-/// Shows all jobs; the exit code.
+/// Lists all jobs. Returns the exit code.
 pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
     let mut rows = Vec::new();
     if !args.target.is_given() {
@@ -296,14 +299,14 @@ pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
             let failed = master_pods::failed_jobs(&cluster).await;
             let mut rows = Vec::new();
             for anchor in anchors {
-                let said = anchor.data.as_ref().is_some_and(|data| data.contains_key(STATUS));
+                let has_status = anchor.data.as_ref().is_some_and(|data| data.contains_key(STATUS));
                 let name = anchor.metadata.name.clone().unwrap_or_default();
-                let mut outlook =
+                let mut health =
                     MasterHealth { failed: failed.get(&name).cloned(), obstacle: None };
-                if !said {
-                    outlook = master_pods::inspect(&cluster, &name).await;
+                if !has_status {
+                    health = master_pods::inspect(&cluster, &name).await;
                 }
-                rows.extend(cluster_row(&cluster.namespace, anchor, outlook));
+                rows.extend(cluster_row(&cluster.namespace, anchor, health));
             }
             Ok::<_, ClusterError>(rows)
         });
@@ -312,24 +315,25 @@ pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
     print(&to_table(&rows))
 }
 
-/// Stops a job; the exit code.
+/// Stops a job. Returns the exit code.
 pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
     match find(&args.job, &args.target)? {
         JobLookup::Cluster(job) => job.stop(),
         JobLookup::Local(root) => {
-            let told = jobdir::stop(&root).map_err(|error| match error {
+            let target = jobdir::stop(&root).map_err(|error| match error {
                 StopError::Lookup(LookupError::NotRunning { .. }) => {
                     Failure::failed(error.to_string())
                 }
                 StopError::Lookup(error) => Failure::usage(error.to_string()),
                 error => Failure::failed(error.to_string()),
             })?;
-            print(&match told {
+            print(&match target {
                 StopTarget::Master => {
-                    format!("the job in {} finishes its step and stops\n", root.display())
+                    format!("the job in {} stops at the end of its step\n", root.display())
                 }
                 StopTarget::Workers(workers) => format!(
-                    "the master of the job in {} is gone; {workers} of its workers were told to end\n",
+                    "the master of the job in {} is gone; SIGTERM was sent to {workers} of its \
+                     workers\n",
                     root.display()
                 ),
             })
@@ -337,7 +341,7 @@ pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
     }
 }
 
-/// Shows logs; the exit code.
+/// Prints logs. Returns the exit code.
 pub(super) fn logs(args: &LogsArgs) -> Result<u8, Failure> {
     match find(&args.job, &args.target)? {
         JobLookup::Cluster(job) => {
@@ -367,7 +371,7 @@ pub(super) fn logs(args: &LogsArgs) -> Result<u8, Failure> {
     }
 }
 
-/// Copies a log; as long as the job of `follow` runs, what is added to it, too.
+/// Copies a log to standard output; with `follow`, until the job in that directory has ended.
 fn copy_file(path: &Path, follow: Option<&PathBuf>) -> Result<u8, Failure> {
     let failed = |e: std::io::Error| Failure::usage(format!("can't read {}: {e}", path.display()));
     let mut file = fs::File::open(path).map_err(failed)?;
@@ -383,7 +387,7 @@ fn copy_file(path: &Path, follow: Option<&PathBuf>) -> Result<u8, Failure> {
     }
 }
 
-/// One job in a list: where, name, state, progress, workers.
+/// One line of the list: namespace, name, state, progress, workers.
 type Row = [String; 5];
 
 fn local_rows(root: &Path) -> Vec<Row> {
@@ -406,11 +410,11 @@ fn local_rows(root: &Path) -> Vec<Row> {
     names.into_iter().filter_map(row).collect()
 }
 
-fn cluster_row(namespace: &str, anchor: ConfigMap, outlook: MasterHealth) -> Option<Row> {
+fn cluster_row(namespace: &str, anchor: ConfigMap, health: MasterHealth) -> Option<Row> {
     let name = anchor.metadata.name?;
     let data = anchor.data.unwrap_or_default();
     let status = data.get(STATUS).and_then(|text| serde_json::from_str::<StatusJson>(text).ok());
-    let failed = outlook.failed.filter(|_| !data.contains_key(SUMMARY));
+    let failed = health.failed.filter(|_| !data.contains_key(SUMMARY));
     let (state, progress, workers) = match status {
         Some(status) if failed.is_some() => {
             let progress = format!("{:.1} %", status.progress * 100.0);
@@ -423,7 +427,7 @@ fn cluster_row(namespace: &str, anchor: ConfigMap, outlook: MasterHealth) -> Opt
         }
         None if failed.is_some() => ("failed (no master)".into(), "-".into(), "-".into()),
         None => {
-            let why = outlook.obstacle.map(|why| format!(" (no master: {})", one_line(&why)));
+            let why = health.obstacle.map(|why| format!(" (no master: {})", one_line(&why)));
             (format!("submitted{}", why.unwrap_or_default()), "-".into(), "-".into())
         }
     };
@@ -445,7 +449,7 @@ fn to_table(rows: &[Row]) -> String {
     text
 }
 
-/// How often an anchor is read that a checkpoint is waited for in.
+/// Interval between reads of the anchor while a checkpoint is awaited.
 const POLL: Duration = Duration::from_secs(1);
 const FOLLOW_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -454,7 +458,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_has_straight_columns() {
+    fn the_columns_of_a_list_are_aligned() {
         let row = |state: &str| ["ns", "job", state, "-", "3/4"].map(String::from);
         let expected = "\
 NAMESPACE  JOB  STATE      PROGRESS  WORKERS
@@ -465,11 +469,10 @@ ns         job  completed  -         3/4
     }
 
     #[test]
-    fn a_path_is_no_job_of_a_cluster() {
+    fn a_path_never_names_a_job_of_a_cluster() {
         let target = ClusterTarget { namespace: Some("ml".into()), context: None };
         assert!(find(Path::new("./job"), &target).is_err());
-        assert!(
-            matches!(find(Path::new("./job"), &ClusterTarget::default()), Ok(JobLookup::Local(path)) if path == Path::new("./job"))
-        );
+        assert!(matches!(find(Path::new("./job"), &ClusterTarget::default()),
+                     Ok(JobLookup::Local(path)) if path == Path::new("./job")));
     }
 }

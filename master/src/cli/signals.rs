@@ -1,11 +1,11 @@
-//! The signals that end a job of this machine.
+//! Signals that stop a local job.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::{EXIT_INTERRUPTED, EXIT_TERMINATED};
 use crate::event_loop::UserCommand;
 
-/// Which signal asked for the stop.
+/// Signal that requested the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stop {
     Interrupted,
@@ -21,14 +21,15 @@ impl Stop {
     }
 }
 
-/// What the user's signals ask for: the first one a stop, any later one the end.
+/// Escalation of signals: the first one stops the job at the end of the step, any later one at
+/// once.
 #[derive(Debug, Default)]
 pub(super) struct StopEscalation {
     pub(super) first: Option<Stop>,
 }
 
 impl StopEscalation {
-    pub(super) fn interrupt(&mut self, stop: Stop) -> UserCommand {
+    pub(super) fn command(&mut self, stop: Stop) -> UserCommand {
         if self.first.is_some() {
             return UserCommand::Kill;
         }
@@ -37,7 +38,7 @@ impl StopEscalation {
     }
 }
 
-/// The signals that end a job.
+/// Handlers of the signals that stop a job.
 pub(super) struct Signals {
     interrupt: Signal,
     terminate: Signal,
@@ -64,12 +65,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_signal_stops_and_names_the_exit_code_and_the_second_ends_at_once() {
-        let mut patience = StopEscalation::default();
-        let said = [Stop::Terminated, Stop::Interrupted, Stop::Interrupted]
-            .map(|stop| patience.interrupt(stop));
-        assert_eq!(said, [UserCommand::Stop, UserCommand::Kill, UserCommand::Kill]);
-        assert_eq!(patience.first.map(Stop::exit_code), Some(143));
+    fn the_first_signal_stops_and_sets_the_exit_code_and_the_second_kills() {
+        let mut escalation = StopEscalation::default();
+        let commands = [Stop::Terminated, Stop::Interrupted, Stop::Interrupted]
+            .map(|stop| escalation.command(stop));
+        assert_eq!(commands, [UserCommand::Stop, UserCommand::Kill, UserCommand::Kill]);
+        assert_eq!(escalation.first.map(Stop::exit_code), Some(143));
         assert_eq!(Stop::Interrupted.exit_code(), 130);
     }
 }

@@ -1,4 +1,4 @@
-//! `elasticdl status`: what a running job is doing, once or until it ends.
+//! `elasticdl status`: the status of a running job, once or until it ends.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::remote::{self, JobLookup};
 use super::render::{StatusJson, to_table};
 use super::{Failure, job_options, new_runtime, watch};
 
-/// What `elasticdl status` is told.
+/// Arguments of `elasticdl status`.
 #[derive(Args, Debug)]
 #[command(after_long_help = AFTER_HELP)]
 pub struct StatusArgs {
@@ -24,20 +24,22 @@ pub struct StatusArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Go on until the job ends, and say how.
+    /// Update until the job ends, and print how it ended.
     ///
-    /// On a terminal the table is drawn anew in its place. Elsewhere each change is a line. With
-    /// --json each look at the job is one line.
+    /// On a terminal the table is redrawn in place. Otherwise each change is printed as a line.
+    /// With --json each status is one line.
     #[arg(long, short)]
     pub watch: bool,
 
-    /// How often --watch looks at the job.
-    #[arg(long, value_name = "DURATION", default_value = "500ms", value_parser = job_options::parse_interval,
+    /// Update interval of --watch, from 50ms to 30days.
+    #[arg(long, value_name = "DURATION", default_value = "500ms",
+          value_parser = job_options::parse_interval,
           requires = "watch")]
     pub interval: Duration,
 
-    /// How long --watch waits for a master that is gone: another may take its place.
-    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = job_options::parse_timeout,
+    /// How long --watch waits for the next master when the master is gone, from 1s to 30days.
+    #[arg(long, value_name = "DURATION", default_value = "30s",
+          value_parser = job_options::parse_timeout,
           requires = "watch")]
     pub master_timeout: Duration,
 
@@ -47,43 +49,47 @@ pub struct StatusArgs {
 }
 
 const AFTER_HELP: &str = "\
-JSON (names are stable; null for what is not there or not known yet):
-  job, state            state: starting, waiting (too few workers), running, stopping, ending;
-                        with --watch at last: completed, failed, refused, stopped
-  progress              how near the end is, 0 to 1
+JSON (keys are stable; null for values that do not apply or are not known yet):
+  job, state            state: starting, resuming (after the master died), waiting (too few
+                        workers), running, stopping, ending; with --watch at last: completed,
+                        failed, refused, stopped
+  progress              0 to 1
   generation, step      the newest membership; steps committed
-  epoch, epochs         the first epoch that is not complete, from 0; how many there are
+  epoch, epochs         the first epoch that is not complete, from 0; number of epochs
   records_counted, records_expected
-                        absorbed by the parameters; of all epochs
+                        records absorbed by the parameters; records of all epochs
   records_per_s, loss   over the last seconds; mean per record, smoothed
   shards                {todo, leased, done} of this epoch: done is absorbed as a whole; leased has
-                        records leased to a worker that is here; todo is the rest
-  workers_desired
+                        records leased to a connected worker; todo is the rest
+  workers_desired       number of workers to keep running
   workers[]             {worker, pid, rank, state, step, compute_us, straggler, leased_records};
-                        compute_us: in the model's code, last reported step; straggler: the median
-                        of the last 7 such steps is over 1.5 times the members' median and over
-                        5 ms more; in a cluster also {pod, node}
-  allreduce_transport             what gradients are summed over, in words
+                        compute_us: time in the model's code in the last reported step; straggler:
+                        the median of the last 7 such times is over 1.5 times the members' median
+                        and over 5 ms more; in a cluster also {pod, node}
+  workers_pending[]     {launch, slot, state, reason} of workers that are not connected yet; state:
+                        requested, unschedulable, starting
+  priority_tiers[]      {class, launches, workers}: workers started and connected per priority class
+  allreduce_transport   transport of the gradient all-reduce, as text
   evaluated             {step, records, metrics: {name: mean}} of the newest evaluation; or null
-  checkpoints           {dir, newest: {step, name, bytes}, saved, failed, error}; null where none
-                        are kept; error: why the last one could not be written
+  checkpoints           {dir, newest: {step, name, bytes}, saved, failed, error}; null if the job
+                        writes none; error: why the last one failed
   memberships[]         the last 20 changes, as in the summary: {generation, cause, world_size,
                         at_step, lost, left, joined, gap_ms, detect_ms, abort_ms, agree_ms,
                         connect_ms, state_ms, first_step_ms}
-  events[]              the last 20 lines that were said
-  events_at_s[]         in a cluster: how old the job was then, in seconds
+  events[]              the last 20 event lines; events_emitted: number of all event lines
+  events_at_s[]         in a cluster: age of the job at each event, in seconds
 
 Exit codes:
-  0    the status was shown; with --watch: the job has ended, however it did
-  1    the job is not running, or no master has come back in time
-  2    the command line can't be used, or there is no such job";
+  0    the status was printed; with --watch: the job has ended, in whatever state
+  1    the job is not running, or no master has appeared in time
+  2    invalid command line, or no such job";
 
-/// Shows a job's status; the exit code.
+/// Prints a job's status. Returns the exit code.
 pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
     let root = match remote::find(&args.job, &args.target)? {
         JobLookup::Cluster(job) if args.watch && !args.json => return job.follow(),
         JobLookup::Cluster(_) if args.watch => {
-            return Err(Failure::usage("in a cluster, --watch goes without --json"));
+            return Err(Failure::usage("in a cluster, --watch can't be combined with --json"));
         }
         JobLookup::Cluster(job) => {
             let status = job.status()?;
@@ -100,7 +106,7 @@ pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
         let mut connection =
             Connection::open(&root).await.map_err(|error| error.to_failure(&root))?;
         let answer = connection
-            .ask(v1::StatusRequest {}, async |client, request| client.status(request).await)
+            .request(v1::StatusRequest {}, async |client, request| client.status(request).await)
             .await;
         answer.map_err(|status| to_failure(&root, &status))
     };

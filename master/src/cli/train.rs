@@ -35,17 +35,19 @@ use crate::progress::Progress;
 use crate::report::{self, Paths};
 use crate::tensorboard::{self, EventFile};
 
-/// What `elasticdl train` is told.
+/// Arguments of `elasticdl train`.
 #[derive(Args, Debug)]
 #[command(
-    override_usage = "elasticdl train --local --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
-                      elasticdl train --image <IMG> --training-data <URI> [OPTIONS] -- <PROGRAM> [ARGS]...\n       \
-                      elasticdl train --resume <JOB>",
+    override_usage = "elasticdl train --local --training-data <URI> [OPTIONS] \
+        -- <PROGRAM> [ARGS]...\n       \
+        elasticdl train --image <IMG> --training-data <URI> [OPTIONS] \
+        -- <PROGRAM> [ARGS]...\n       \
+        elasticdl train --resume <JOB>",
     after_long_help = AFTER_HELP,
     mut_args(cluster::conflicting_with_local)
 )]
 pub struct TrainArgs {
-    /// Run master and workers as processes of this machine; without a cluster.
+    /// Run the master and the workers as processes of this machine, without a cluster.
     #[arg(long, help_heading = WHERE)]
     pub local: bool,
 
@@ -53,138 +55,146 @@ pub struct TrainArgs {
     #[allow(missing_docs, reason = "it would be taken for the command's own help")]
     pub cluster: ClusterArgs,
 
-    /// The job's name: lower-case letters, digits and `-`, at most 40. [default: PROGRAM's name and
-    /// 6 random digits]
+    /// Name of the job: lower-case letters, digits and `-`, at most 40 characters. [default:
+    /// PROGRAM's name and 6 random digits]
     ///
-    /// `elasticdl status` and `elasticdl scale` find the job by it.
-    #[arg(long, value_name = "NAME", value_parser = job_options::parse_job_name, help_heading = WHERE)]
+    /// `elasticdl status`, `scale` and the other commands take this name.
+    #[arg(long, value_name = "NAME", value_parser = job_options::parse_job_name,
+          help_heading = WHERE)]
     pub job_name: Option<String>,
 
     /// Directory for the job's logs, summary and token. [default: ~/.local/state/elasticdl/NAME]
     ///
-    /// Made if it is not there. The default follows $XDG_STATE_HOME; without it and without $HOME
-    /// it is ./.elasticdl/NAME. It must be empty, or a job's: one job can run in a directory at a
-    /// time, and the next one replaces what that has written. `elasticdl delete` removes what the
-    /// job has written, and nothing else.
+    /// It is created if it does not exist. The default follows $XDG_STATE_HOME; without it and
+    /// without $HOME it is ./.elasticdl/NAME. An existing directory must be empty or belong to an
+    /// earlier job, whose files are replaced. One job at a time can run in a directory. `elasticdl
+    /// delete` removes the files that jobs have written, and nothing else.
     #[arg(long, value_name = "DIR", help_heading = WHERE)]
     pub job_dir: Option<PathBuf>,
 
-    /// This machine's address on which the master is reached, by workers and by `elasticdl status`
-    /// and `scale`.
+    /// Address of this machine on which the master listens, for workers and for the other commands.
     ///
-    /// Workers that PROGRAM starts elsewhere (a container, a network namespace) need one that they
-    /// can reach. They take part with their own address on the way to it. The port is a free one.
-    #[arg(long, value_name = "IP", default_value = "127.0.0.1", value_parser = job_options::parse_listen,
+    /// Workers that PROGRAM starts elsewhere (in a container, in a network namespace) must be able
+    /// to reach it. Each of them takes part with its own address on the route to the master. The
+    /// port is chosen by the system.
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1",
+          value_parser = job_options::parse_listen,
           help_heading = WHERE)]
     pub listen: IpAddr,
 
-    /// Go on with a job whose master died: its name, or the path of its directory (with a `/`).
+    /// Resume a job whose master died: the job's name, or the path of its directory (with a `/`).
     ///
-    /// Its workers have gone on meanwhile, for up to --master-timeout; they keep what they have
-    /// trained, and nobody is restarted. The job goes on as it was started, so that no other option
-    /// is taken but --quiet.
+    /// The workers have continued to train for up to --master-timeout. They keep their state and
+    /// are not restarted. The job keeps its options; only --quiet and --detach can be given.
     #[arg(long, value_name = "JOB", conflicts_with_all = JOB_OPTIONS, help_heading = WHERE)]
     pub resume: Option<PathBuf>,
 
-    /// Workers to keep running. [default: 2]
+    /// Number of workers to keep running. [default: 2]
     ///
-    /// Where pods hold several workers, by default at least one pod's.
-    #[arg(long, value_name = "N", value_parser = job_options::parse_workers, help_heading = WORKERS)]
+    /// With several workers per pod, the default is rounded up to a multiple of --workers-per-pod.
+    #[arg(long, value_name = "N", value_parser = job_options::parse_workers,
+          help_heading = WORKERS)]
     pub num_workers: Option<u32>,
 
-    /// With fewer workers than this, the others wait. [default: 1]
+    /// Least number of workers to train with; with fewer, training pauses. [default: 1]
     ///
-    /// Where pods hold several workers, by default one pod's.
-    #[arg(long, value_name = "N", value_parser = job_options::parse_workers, help_heading = WORKERS)]
+    /// With several workers per pod, the default is the workers of one pod.
+    #[arg(long, value_name = "N", value_parser = job_options::parse_workers,
+          help_heading = WORKERS)]
     pub min_workers: Option<u32>,
 
-    /// `elasticdl scale` can go up to this. [default: twice --num-workers, at least 8]
-    #[arg(long, value_name = "N", value_parser = job_options::parse_workers, help_heading = WORKERS)]
+    /// Largest number that `elasticdl scale` accepts. [default: twice --num-workers, at least 8]
+    #[arg(long, value_name = "N", value_parser = job_options::parse_workers,
+          help_heading = WORKERS)]
     pub max_workers: Option<u32>,
 
-    /// Crashes and errors of workers, without progress between them, after which the job fails.
+    /// Number of worker failures, without progress between them, after which the job fails.
     ///
-    /// Each is followed by a new worker. Workers that someone kills are replaced without being
-    /// counted.
+    /// A worker that crashes or exits with an error is replaced and counts as a failure. A worker
+    /// that is killed from outside is replaced and does not count.
     #[arg(long, value_name = "N", default_value = "3", help_heading = WORKERS)]
     pub max_worker_restarts: u32,
 
-    /// A worker that is stopped or cut off for longer than this, and holds the others up, is
-    /// evicted and replaced.
+    /// Evict a worker that is stopped or unreachable for longer than this while other workers wait
+    /// for it; at least 100ms.
     ///
-    /// By the default it is out within a second. A worker whose model computes is not silent,
-    /// however long it takes, and one that only the master cannot hear trains on.
-    #[arg(long, value_name = "DURATION", default_value = "800ms", value_parser = job_options::parse_worker_timeout,
+    /// With the default, the worker is evicted and replaced within a second. A worker whose model
+    /// computes for a long time still sends heartbeats. A worker that only the master cannot reach
+    /// continues to train.
+    #[arg(long, value_name = "DURATION", default_value = "800ms",
+          value_parser = job_options::parse_worker_timeout,
           help_heading = WORKERS)]
     pub worker_timeout: Duration,
 
-    /// Workers end by themselves when their master has been gone for this long, e.g. `30s` or
-    /// `2min`.
+    /// How long workers continue without a master before they exit, e.g. `30s` or `2min`; at least
+    /// 1s. [default: 30s; with --image 15min]
     ///
-    /// Until then they train the records that they have, and wait for another one (see --resume).
-    /// In a cluster, another one is there as soon as it has a place and its predecessor is known to
-    /// be gone. [default: 30s; with --image 15min, which is more than a cluster takes to replace a
-    /// lost node's master]
+    /// Until then they train the records that they hold leases for, and wait for the next master
+    /// (see --resume). In a cluster the next master starts as soon as its pod is scheduled and its
+    /// predecessor is known to have ended. The default with --image is longer than a cluster takes
+    /// to replace the master of a lost node.
     #[arg(long, value_name = "DURATION", default_value = "30s", hide_default_value = true,
-          default_value_if("image", ArgPredicate::IsPresent, "15min"), value_parser = job_options::parse_timeout,
-          help_heading = WORKERS)]
+          default_value_if("image", ArgPredicate::IsPresent, "15min"),
+          value_parser = job_options::parse_timeout, help_heading = WORKERS)]
     pub master_timeout: Duration,
 
-    /// As what gradients travel between workers: bf16 and f16 halve the bytes, for networks that
-    /// are slow.
+    /// Data type of gradients on the wire: bf16 and f16 halve the traffic, for slow networks.
     ///
-    /// Sums are f32 where they are added, and rounded each time they leave a worker: over N workers
-    /// an element is off by at most N/256 of the largest partial sum with bf16, N/2048 with f16,
-    /// which is infinite above 65504. All workers get the same bits.
+    /// Sums are computed in f32 and rounded each time they leave a worker: over N workers an
+    /// element is off by at most N/256 of the largest partial sum with bf16, and N/2048 with f16,
+    /// which is infinite above 65504. All workers get bit-identical results.
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32", help_heading = WORKERS)]
     pub wire_dtype: WireDtype,
 
-    /// Connections between two workers that are neighbours in the ring, 1 to 16: for networks that
-    /// give each one a share of its own, or lose packets.
+    /// Number of connections between two neighbours in the ring, 1 to 16.
     ///
-    /// Each carries a part of every gradient of 256 KiB per connection or more. Workers that share
-    /// memory do without.
+    /// More than one helps in networks that limit the bandwidth of each connection, or that lose
+    /// packets. A gradient of at least 256 KiB per connection is split over them. Workers that
+    /// share memory do not use them.
     #[arg(long, alias = "streams", value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u8).range(1..=16),
           help_heading = WORKERS)]
     pub channels: u8,
 
-    /// Where the training data is, as PROGRAM's reader understands it: mostly a file or a folder.
+    /// Training data, as PROGRAM's reader understands it: usually a file, a folder or a URI.
     #[arg(long, value_name = "URI", required_unless_present = "resume", help_heading = DATA)]
     pub training_data: Option<String>,
 
-    /// Passes over the data.
+    /// Number of passes over the data.
     #[arg(long, value_name = "N", default_value = "1", value_parser = job_options::parse_epochs,
           help_heading = DATA)]
     pub num_epochs: u32,
 
-    /// Stop after exactly this many steps, if the data has not ended before. [default: no limit]
+    /// Stop after this many steps, unless the data ends earlier. [default: no limit]
     #[arg(long, value_name = "N", value_parser = job_options::parse_steps, help_heading = DATA)]
     pub max_steps: Option<u64>,
 
-    /// Records of a step over all workers, however many there are. [default: 64]
-    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_batch, conflicts_with = "minibatch_size",
+    /// Records per step over all workers, independent of their number. [default: 64]
+    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_batch,
+          conflicts_with = "minibatch_size",
           help_heading = DATA)]
     pub global_batch_size: Option<u64>,
 
-    /// Records of a step per worker: the step grows with the number of workers.
-    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_batch, help_heading = DATA)]
+    /// Records per step and worker: the global batch grows with the number of workers.
+    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_batch,
+          help_heading = DATA)]
     pub minibatch_size: Option<u64>,
 
-    /// Records of a shard, the unit in which data is shuffled and handed out. [default: from the
-    /// size of the data]
-    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_shard, help_heading = DATA)]
+    /// Records per shard, the unit in which data is shuffled and leased to workers. [default: from
+    /// the size of the data]
+    #[arg(long, value_name = "RECORDS", value_parser = job_options::parse_shard,
+          help_heading = DATA)]
     pub records_per_shard: Option<u64>,
 
-    /// Draw a new order of shards for each epoch. This is the default.
+    /// Shuffle the shards in each epoch. This is the default.
     #[arg(long, overrides_with = "no_shuffle", help_heading = DATA)]
     pub shuffle: bool,
 
-    /// Take shards in the order of the data.
+    /// Lease shards in the order of the data.
     #[arg(long, overrides_with = "shuffle", help_heading = DATA)]
     pub no_shuffle: bool,
 
-    /// Seed of all that is drawn: the order of shards, the initial parameters.
+    /// Seed of everything random: the order of shards and the initial parameters.
     #[arg(long, value_name = "N", default_value = "0", help_heading = DATA)]
     pub seed: u64,
 
@@ -204,39 +214,39 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub summary: Option<PathBuf>,
 
-    /// Write the final model here: a safetensors file, a path or s3://, gs://, az://.
+    /// Write the final model to this safetensors file: a path or s3://, gs://, az://.
     ///
-    /// Workers write it, so in a cluster the path must lie in a --volume. It is there as a whole or
-    /// not at all, also when the job is stopped before its end; what cannot be written to is found
-    /// out before the training.
+    /// A worker writes it, so in a cluster a path must lie in a --volume. The file appears complete
+    /// or not at all, and also when the job is stopped early. Write access is checked before
+    /// training starts.
     #[arg(long, value_name = "URI", value_parser = job_options::parse_uri, help_heading = OUTPUT)]
     pub export: Option<String>,
 
-    /// Serve metrics for Prometheus on this port, at /metrics; 0 takes a free one. [default: with
+    /// Serve Prometheus metrics on this port, at /metrics; 0 chooses a free port. [default: with
     /// --image 7071, else none]
     ///
     /// With --local the address is that of --listen. In a cluster the master's pod and Service name
-    /// the port `metrics`, and the pod has the usual annotations.
+    /// the port `metrics`, and the pod has the usual prometheus.io annotations.
     #[arg(long, value_name = "PORT", help_heading = OUTPUT)]
     pub metrics_port: Option<u16>,
 
-    /// Write loss, speed and number of workers for TensorBoard into this folder, a point each
-    /// second at most.
+    /// Write loss, throughput and number of workers for TensorBoard to this folder, at most once
+    /// per second.
     ///
     /// In a cluster the folder must lie in a --volume.
     #[arg(long, value_name = "DIR", help_heading = OUTPUT)]
     pub tensorboard_dir: Option<PathBuf>,
 
-    /// Print nothing but errors.
+    /// Print errors only.
     #[arg(long, short, help_heading = OUTPUT)]
     pub quiet: bool,
 
-    /// What is done with the data, where it is not training.
+    /// What the job does with the data, if it does not train.
     #[arg(skip)]
     pub(super) work: Option<job::Work>,
 
-    /// The training program (looked up in $PATH if it has no `/`; in a cluster: in the image) and
-    /// its arguments.
+    /// The training program and its arguments. Without a `/` the program is looked up in $PATH; in
+    /// a cluster, in the image.
     #[arg(last = true, required_unless_present = "resume", value_names = ["PROGRAM", "ARGS"])]
     pub program: Vec<OsString>,
 }
@@ -247,37 +257,38 @@ Examples:
       elasticdl train --local --num-workers 4 --training-data data/mnist \\
           --num-epochs 2 --global-batch-size 256 -- ./target/release/mnist
 
-  Give the job a name, then look at it and enlarge it from another terminal:
+  Name the job, then show its status and scale it from another terminal:
       elasticdl train --local --job-name mnist --training-data data -- ./mnist --hidden 64
       elasticdl status mnist
       elasticdl scale mnist --num-workers 6
 
-  Go on with it after its master was killed, within the --master-timeout:
+  Resume it after its master was killed, within --master-timeout:
       elasticdl train --resume mnist
 
-  Keep a checkpoint every 200 steps, and later train two epochs more from the newest one:
-      elasticdl train --local --training-data data --checkpoint-dir ckpt --checkpoint-every 200 -- ./mnist
+  Write a checkpoint every 200 steps, and later train two more epochs from the newest one:
+      elasticdl train --local --training-data data --checkpoint-dir ckpt --checkpoint-every 200 \\
+          -- ./mnist
       elasticdl train --local --training-data data --resume-from ckpt --checkpoint-dir ckpt \\
           --num-epochs 3 -- ./mnist
 
-  Train in a cluster, and see first what would be made there:
+  Train in a cluster, and first print the objects that would be created there:
       elasticdl train --image mnist:1 --volume claim_name=data,mount_path=/data \\
           --training-data /data/mnist --num-workers 4 --dry-run -- mnist
       elasticdl train --image mnist:1 --volume claim_name=data,mount_path=/data \\
           --training-data /data/mnist --num-workers 4 -- mnist
 
-Ending:
-  With --local, Ctrl-C (or SIGTERM) finishes the step and stops; a second one ends at once.
-  In a cluster it ends the command alone; `elasticdl stop` stops the job.
+Stopping:
+  With --local, Ctrl-C (or SIGTERM) stops the job at the end of the step; a second one stops it at
+  once. In a cluster, Ctrl-C ends only this command; `elasticdl stop` stops the job.
 
 Exit codes:
-  0    the job came to the end of its data or steps
+  0    the job completed: it reached the end of its data or --max-steps
   1    the job failed
-  2    the command line or the data can't be used; nothing was trained
-  130  stopped by Ctrl-C; in a cluster: the job goes on
+  2    invalid command line or data; nothing was trained
+  130  stopped by Ctrl-C; in a cluster: the command ended and the job continues
   143  stopped by SIGTERM";
 
-/// Runs a job from its command line to its end; the exit code.
+/// Runs a job from its command line to its end. Returns the exit code.
 pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     if let Some(image) = args.cluster.image.clone() {
         return cluster::train(&args, &image);
@@ -299,11 +310,11 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
         .build()
         .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))?;
     let (ended, stop) = runtime.block_on(run(work.task, &dir, work.quiet))?;
-    // Whatever a task still holds goes now, before the report.
+    // Drops what background tasks hold, before the report is written.
     drop(runtime);
     let written = write_summaries(work.summary.as_deref(), &dir, &ended);
     if written.is_ok() {
-        // No worker will be started any more. There may be no copy.
+        // No worker is started from here on. The copy need not exist.
         let _ = std::fs::remove_file(dir.program_path());
     }
     if !work.quiet {
@@ -312,11 +323,11 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
         let paths = Paths { logs: Some(&logs), summary: Some(summary) };
         let mut table = Vec::new();
         report::write_table(&mut table, &ended.summary, paths).expect("a vector takes any bytes");
-        // Nobody may be reading any more.
+        // Standard output may be closed.
         let _ = stdout().write_all(&table);
     }
     if let Some(error) = &ended.summary.error {
-        // The table, which says where the logs are, is not shown.
+        // With --quiet the table, which names the folder of the logs, is not printed.
         let with_logs = work.quiet && ended.outcome == Outcome::Failed;
         print_error(&if with_logs { add_logs(error, &dir.logs()) } else { error.clone() });
     }
@@ -330,10 +341,10 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     })
 }
 
-/// What this process is to do.
+/// Work of this process.
 struct Work {
     task: Task,
-    /// Where the user wants the summary, besides the job's directory.
+    /// Path of the additional summary (`--summary`).
     summary: Option<PathBuf>,
     quiet: bool,
 }
@@ -355,7 +366,7 @@ impl Work {
     fn resume(job: &Path, quiet: bool) -> Result<(Self, JobDir), Failure> {
         let (dir, abandoned) =
             JobDir::resume(&directory_of(job)).map_err(|e| Failure::usage(e.to_string()))?;
-        // Relative paths in the job's options and in its program's arguments mean what they meant.
+        // Relative paths in the job's options and in its program's arguments keep their meaning.
         let folder = &abandoned.start.folder;
         std::env::set_current_dir(folder).map_err(|e| {
             Failure::usage(format!(
@@ -382,7 +393,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option
             let address = abandoned.start.address;
             bind_again(address)
                 .await
-                .map_err(failed(&format!("listen at {address}, where workers look")))?
+                .map_err(failed(&format!("listen at {address}, where workers reconnect")))?
         }
     };
     let address = listener.local_addr().map_err(failed("learn the listener's address"))?;
@@ -425,7 +436,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option
         }
     };
     if let Some(listener) = scraped {
-        // It ends with the runtime.
+        // The task ends with the runtime.
         tokio::spawn(metrics::serve(listener, published.clone(), std::sync::Arc::new(|| true)));
     }
     let events = events.map(|events| tokio::spawn(tensorboard::follow(events, published)));
@@ -445,7 +456,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option
         Task::Resume(abandoned) => {
             let JobStart { program, args, master_timeout, began, copy, .. } = &abandoned.start;
             let launcher = launcher(program, args, *master_timeout).with_copy(copy.clone());
-            // A clock that was set back makes the job younger, and nothing else.
+            // A clock that was set back only makes the job's age too small.
             let age = SystemTime::now().duration_since(*began).unwrap_or_default();
             Master::resume(*abandoned, age, server_config, launcher, progress)
         }
@@ -453,39 +464,38 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option
     let master = master
         .map_err(failed("start the master"))?
         .with_persisted_job_file(dir.persisted_job_file());
-    let (interrupts, interrupted) = mpsc::channel(INTERRUPTS_MAX);
-    let run = master.run(interrupted);
+    let (commands, received) = mpsc::channel(COMMANDS_MAX);
+    let run = master.run(received);
     tokio::pin!(run);
-    let mut patience = StopEscalation::default();
+    let mut escalation = StopEscalation::default();
     let ended = loop {
         tokio::select! {
             ended = &mut run => break ended,
             stop = signals.next() => {
-                // Full only if the master has not yet taken those before, which ask for the end
-                // already.
-                let _ = interrupts.try_send(patience.interrupt(stop));
+                // The channel is full only if earlier signals, which already request the end, are
+                // still queued.
+                let _ = commands.try_send(escalation.command(stop));
             }
         }
     };
     if let Some(events) = events {
-        // The last point.
+        // Writes the last point.
         let _ = events.await;
     }
-    Ok((ended, patience.first))
+    Ok((ended, escalation.first))
 }
 
 fn event_file(folder: Option<&Path>, job: &str) -> Result<Option<EventFile>, Failure> {
     let create = |folder: &Path| {
         EventFile::create(folder, job).map_err(|e| {
-            let wanted =
-                "give --tensorboard-dir a folder that is there, or can be made, and is writable";
+            let wanted = "give --tensorboard-dir a writable folder, or one that can be created";
             Failure::usage(format!("can't write events to {}: {e}; {wanted}", folder.display()))
         })
     };
     folder.map(create).transpose()
 }
 
-/// How another master will have to start.
+/// What a later master needs to resume the job (see `--resume`).
 fn start_of(
     job: &LocalJob,
     dir: &JobDir,
@@ -507,8 +517,9 @@ fn start_of(
     })
 }
 
-/// Listens where the master before listened. A worker that looks for its master may have been given
-/// just this port for its own end of the connection, and then gives it back when it has failed.
+/// Binds the address of the previous master. A worker that reconnects may hold this port as the
+/// local end of its own connection attempt for a moment; it is free again when the attempt has
+/// failed.
 async fn bind_again(address: SocketAddr) -> std::io::Result<TcpListener> {
     let mut attempts = BIND_ATTEMPTS;
     loop {
@@ -522,10 +533,10 @@ async fn bind_again(address: SocketAddr) -> std::io::Result<TcpListener> {
     }
 }
 
-/// What the master does goes to its log, one line per change of state.
+/// Directs the master's log to its file: one line per change of state.
 fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
     let path = dir.master_log();
-    // What the masters before this one did stays: a new job has cleared it.
+    // Appends to the log of earlier masters of this job; a new job starts with an empty log.
     let file = File::options()
         .append(true)
         .create(true)
@@ -534,14 +545,14 @@ fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
         .map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
     let logging =
         tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(file)).try_init();
-    // A test in this process may have set another subscriber: its logs are its own affair.
+    // A test in this process may have set another subscriber.
     if let Err(error) = logging {
         warn!(%error, "the master's log is not written");
     }
     Ok(())
 }
 
-/// An error that says where the logs are.
+/// The error, with the folder of the logs.
 fn add_logs(error: &str, logs: &Path) -> String {
     let separator = if error.contains('\n') { '\n' } else { ' ' };
     format!("{error}{separator}(logs: {})", logs.display())
@@ -560,8 +571,8 @@ fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Re
 const BIND_ATTEMPTS: u32 = 20;
 const BIND_PAUSE: Duration = Duration::from_millis(100);
 const DATA: &str = "Data and steps";
-const INTERRUPTS_MAX: usize = 4;
-/// What a job keeps from its start.
+const COMMANDS_MAX: usize = 4;
+/// Options that `--resume` does not take: the job keeps those that it was started with.
 const JOB_OPTIONS: [&str; 37] = [
     "validation_data",
     "evaluate_every",

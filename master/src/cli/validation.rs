@@ -1,38 +1,42 @@
-//! Options about validation data, and what is made of it.
+//! Options for validation data and evaluations.
 
 use clap::Args;
 
 use super::{Failure, job_options};
 use crate::job::ValidationSpec;
 
-/// What `elasticdl train` is told about evaluations.
+/// Evaluation options of `elasticdl train`.
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub struct ValidationOptions {
-    /// Evaluate the model on this data: as --training-data, read by the same reader.
+    /// Validation data, read like --training-data by the same reader.
     ///
-    /// Training pauses meanwhile. The data is split over all workers; each record is evaluated
-    /// once, and the result is the same to the bit for any number of workers.
+    /// Training pauses during an evaluation. The data is split over all workers; each record is
+    /// evaluated once, and the result is bit-identical for any number of workers.
     #[arg(long, value_name = "URI")]
     pub validation_data: Option<String>,
 
-    /// Evaluate after every so many steps, and at the end. [default: at the end alone]
-    #[arg(long, value_name = "STEPS", value_parser = job_options::parse_steps, requires = "validation_data")]
+    /// Evaluate after every this many steps, and at the end. [default: only at the end]
+    #[arg(long, value_name = "STEPS", value_parser = job_options::parse_steps,
+          requires = "validation_data")]
     pub evaluate_every: Option<u64>,
 
-    /// The metric that tells which model is the best; with `:max` the highest is, else the lowest.
-    /// [default: loss]
+    /// Metric that selects the best model: the lowest value, or with `:max` the highest. [default:
+    /// loss]
     ///
-    /// The best model's checkpoint stays (with --checkpoint-dir), whatever --checkpoint-keep is.
-    #[arg(long, value_name = "NAME[:max]", value_parser = parse_metric, requires = "validation_data")]
+    /// The checkpoint of the best model is retained in addition to --checkpoint-keep others (with
+    /// --checkpoint-dir).
+    #[arg(long, value_name = "NAME[:max]", value_parser = parse_metric,
+          requires = "validation_data")]
     pub best_metric: Option<Metric>,
 
-    /// End the job when so many evaluations in a row were not better than the best.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), requires = "evaluate_every")]
+    /// Stop the job after this many consecutive evaluations without a new best value.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..),
+          requires = "evaluate_every")]
     pub early_stopping: Option<u32>,
 }
 
-/// A metric to be the best in.
+/// Metric that selects the best model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Metric {
     name: String,
@@ -58,13 +62,13 @@ fn parse_metric(text: &str) -> Result<Metric, String> {
     let (name, highest) = match text.rsplit_once(':') {
         Some((name, "max")) => (name, true),
         Some((name, "min")) => (name, false),
-        Some(_) => return Err("behind the `:` must be `max` or `min`".into()),
+        Some(_) => return Err("`:` must be followed by `max` or `min`".into()),
         None => (text, false),
     };
-    match name.is_empty() {
-        true => Err("it must be a metric's name, for example `loss` or `accuracy:max`".into()),
-        false => Ok(Metric { name: name.into(), highest }),
+    if name.is_empty() {
+        return Err("it must be a metric's name, for example `loss` or `accuracy:max`".into());
     }
+    Ok(Metric { name: name.into(), highest })
 }
 
 const HEADING: &str = "Evaluation";
@@ -74,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_metric_is_a_name_and_perhaps_a_direction() {
+    fn a_metric_is_a_name_with_an_optional_direction() {
         let metric = |name: &str, highest| Ok(Metric { name: name.into(), highest });
         assert_eq!(parse_metric("loss"), metric("loss", false));
         assert_eq!(parse_metric("accuracy:max"), metric("accuracy", true));

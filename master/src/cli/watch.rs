@@ -1,7 +1,7 @@
-//! `elasticdl status --watch`: looks at a job again and again, until it ends.
+//! `elasticdl status --watch`: polls the status of a job until the job ends.
 //!
-//! A master that does not answer may have been killed, and another may take its place: that is
-//! waited for. A job has ended when its directory names no master any more and holds a summary.
+//! A master that does not answer may have been killed and may be replaced, so the command waits for
+//! the next one. A job has ended when its directory names no master and holds a summary.
 
 use std::fs;
 use std::io::{self, IsTerminal as _, stdout};
@@ -19,14 +19,14 @@ use super::{EXIT_OK, Failure};
 use crate::jobdir::LookupError;
 use crate::progress::{format_rate, one_line};
 
-/// How often to look, and how long to wait for a master.
+/// Poll interval, and longest wait for a master.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Timing {
     pub(super) interval: Duration,
     pub(super) master_timeout: Duration,
 }
 
-/// Shows the job in `root` until it ends; the exit code.
+/// Shows the job in `root` until it ends. Returns the exit code.
 pub(super) async fn watch(root: &Path, timing: Timing, json: bool) -> Result<u8, Failure> {
     let mut display = Display::new(json);
     let mut connection = None;
@@ -38,7 +38,7 @@ pub(super) async fn watch(root: &Path, timing: Timing, json: bool) -> Result<u8,
                 return Ok(EXIT_OK);
             }
             StatusQuery::Failed(failure) => return Err(failure),
-            // It may just be ending: the next look tells.
+            // The job may be ending: the next query decides.
             StatusQuery::NoMaster(_) if missed == 0 => missed = 1,
             StatusQuery::NoMaster(why) => {
                 if answered.elapsed() >= timing.master_timeout {
@@ -60,13 +60,13 @@ pub(super) async fn watch(root: &Path, timing: Timing, json: bool) -> Result<u8,
     }
 }
 
-/// What one look at a job finds.
+/// Result of one status query.
 enum StatusQuery {
-    /// Its summary is there.
+    /// The job has ended; path of its summary.
     Ended(PathBuf),
-    /// There is nothing to be waited for.
+    /// There is no job to wait for.
     Failed(Failure),
-    /// Nobody answers.
+    /// No master answers.
     NoMaster(Failure),
     Status(Box<StatusJson>),
 }
@@ -80,7 +80,7 @@ async fn query(root: &Path, connection: &mut Option<Connection>) -> StatusQuery 
             }
             Err(error) => {
                 let failure = error.to_failure(root);
-                return if may_pass(&error) {
+                return if is_transient(&error) {
                     StatusQuery::NoMaster(failure)
                 } else {
                     StatusQuery::Failed(failure)
@@ -91,8 +91,9 @@ async fn query(root: &Path, connection: &mut Option<Connection>) -> StatusQuery 
     let Some(open) = connection else {
         unreachable!("it was just opened");
     };
-    let answer =
-        open.ask(v1::StatusRequest {}, async |client, request| client.status(request).await).await;
+    let answer = open
+        .request(v1::StatusRequest {}, async |client, request| client.status(request).await)
+        .await;
     match answer {
         Ok(reply) => StatusQuery::Status(Box::new(reply.into())),
         Err(status) => {
@@ -102,11 +103,11 @@ async fn query(root: &Path, connection: &mut Option<Connection>) -> StatusQuery 
     }
 }
 
-/// Whether a master may appear where there is none.
-fn may_pass(error: &OpenError) -> bool {
+/// Whether a later query may succeed.
+fn is_transient(error: &OpenError) -> bool {
     match error {
         OpenError::NoAnswer(_) | OpenError::Lookup(LookupError::NotRunning { .. }) => true,
-        // A new master has its token before it can be found; the old one's is gone for a moment.
+        // The token file is replaced when a new master starts, and is absent for a moment.
         OpenError::Lookup(LookupError::Unreadable { source, .. }) => {
             source.kind() == io::ErrorKind::NotFound
         }
@@ -114,7 +115,7 @@ fn may_pass(error: &OpenError) -> bool {
     }
 }
 
-/// What is reported of a job's end.
+/// Fields of the summary that are printed at the end of a job.
 #[derive(Debug, Deserialize)]
 struct JobEnd {
     job: String,
@@ -147,7 +148,7 @@ impl JobEnd {
         Ok(Self { path: path.into(), ..ending })
     }
 
-    /// In one line.
+    /// The end of the job in one line.
     fn describe(&self) -> String {
         let error =
             self.error.as_ref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
@@ -163,7 +164,7 @@ impl JobEnd {
         )
     }
 
-    /// The last status of all, after `last`.
+    /// The final status, based on the `last` one.
     fn to_status(&self, last: Option<StatusJson>) -> StatusJson {
         let last = last.unwrap_or_else(|| v1::StatusReply::default().into());
         StatusJson {
@@ -181,17 +182,17 @@ impl JobEnd {
     }
 }
 
-/// Where it is shown.
+/// Output of `--watch`.
 enum Display {
-    /// One document a line.
+    /// One JSON document per line.
     Json { last: Option<Box<StatusJson>> },
-    /// One change a line.
+    /// One change per line.
     Lines { reported: Option<Reported> },
-    /// A table in its place.
+    /// A table that is redrawn in place.
     Table { bar: ProgressBar, table: String },
 }
 
-/// What of a status has been reported in lines.
+/// Parts of a status that have been printed as lines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Reported {
     events_emitted: u64,
@@ -235,7 +236,7 @@ impl Display {
         Ok(())
     }
 
-    /// Nobody has answered for the `missed`th time in a row.
+    /// Shows that `missed` queries in a row had no answer.
     fn no_master(&self, missed: u32) -> Result<(), Failure> {
         const NO_MASTER: &str = "no master answers; waiting for one";
         match self {
@@ -275,22 +276,22 @@ impl Reported {
     }
 }
 
-/// What has changed since `reported`: the lines that were said, and where the job stands if that is
-/// something else.
+/// Changes since `reported`: new event lines, and a line with the state of the job if the state has
+/// changed.
 fn lines(status: &StatusJson, reported: Option<&Reported>, now: &Reported) -> String {
-    // A new master counts from 0 again.
+    // A new master counts event lines from 0.
     let known = reported.map_or(0, |reported| reported.events_emitted);
-    let fresh = now.events_emitted.checked_sub(known).unwrap_or(now.events_emitted);
-    let fresh = usize::try_from(fresh).unwrap_or(usize::MAX).min(status.events.len());
+    let new = now.events_emitted.checked_sub(known).unwrap_or(now.events_emitted);
+    let new = usize::try_from(new).unwrap_or(usize::MAX).min(status.events.len());
     let mut text = String::new();
-    for event in &status.events[status.events.len() - fresh..] {
+    for event in &status.events[status.events.len() - new..] {
         text.push_str(&one_line(event));
         text.push('\n');
     }
-    let elsewhere = reported.is_none_or(|reported| {
+    let has_moved = reported.is_none_or(|reported| {
         Reported { events_emitted: now.events_emitted, ..reported.clone() } != *now
     });
-    if elsewhere {
+    if has_moved {
         let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
         let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
         let named: Vec<String> =
@@ -301,7 +302,8 @@ fn lines(status: &StatusJson, reported: Option<&Reported>, now: &Reported) -> St
             format!(" · slow: {}", named.join(", "))
         };
         text.push_str(&format!(
-            "{} · epoch {}/{} · step {} · {:.1} %{loss} · {} records/s · members {members} · generation {}{slow}\n",
+            "{} · epoch {}/{} · step {} · {:.1} %{loss} · {} records/s · members {members} · \
+             generation {}{slow}\n",
             status.state,
             status.epoch.saturating_add(1).min(status.epochs),
             status.epochs,
@@ -314,7 +316,7 @@ fn lines(status: &StatusJson, reported: Option<&Reported>, now: &Reported) -> St
     text
 }
 
-/// Between a look that nobody answered and the next: the job may just be ending.
+/// Pause after the first unanswered query: the job may be ending.
 const SOON: Duration = Duration::from_millis(200);
 const STRAGGLERS_NAMED: usize = 8;
 
@@ -324,12 +326,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_is_told_once_and_only_what_is_new() {
+    fn each_event_line_is_printed_once() {
         let first = StatusJson::from(reply());
         let reported = Reported::of(&first);
-        let place = "running · epoch 1/3 · step 10 · 33.3 % · loss 0.2500 · 20.0 k records/s · members 1 · \
-                     generation 2 · slow: 1\n";
-        assert_eq!(lines(&first, None, &reported), format!("generation 2: 1 worker\n{place}"));
+        let state = "running · epoch 1/3 · step 10 · 33.3 % · loss 0.2500 · 20.0 k records/s · \
+                     members 1 · generation 2 · slow: 1\n";
+        assert_eq!(lines(&first, None, &reported), format!("generation 2: 1 worker\n{state}"));
         assert_eq!(lines(&first, Some(&reported), &reported), "");
         let events = ["a", "b", "c"].map(String::from).to_vec();
         let more = StatusJson { events_emitted: 9, events, step: 11, ..first };
@@ -347,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_status_is_the_summarys() {
+    fn the_final_status_is_that_of_the_summary() {
         let ending = JobEnd {
             job: "mnist".into(),
             state: "completed".into(),
@@ -358,8 +360,8 @@ mod tests {
             error: None,
             path: "/j/summary.json".into(),
         };
-        let expected = "job mnist: completed after 1.25 s, 30 steps, 1920 of 1920 records; the summary is in \
-                        /j/summary.json";
+        let expected = "job mnist: completed after 1.25 s, 30 steps, 1920 of 1920 records; \
+                        the summary is in /j/summary.json";
         assert_eq!(ending.describe(), expected);
         let last = ending.to_status(Some(reply().into()));
         assert_eq!(
@@ -372,14 +374,14 @@ mod tests {
     }
 
     #[test]
-    fn a_master_is_waited_for_but_not_a_job_that_is_not_there() {
+    fn a_missing_master_is_awaited_and_a_missing_job_is_not() {
         let unreadable = |kind: io::ErrorKind| {
             OpenError::Lookup(LookupError::Unreadable { path: "token".into(), source: kind.into() })
         };
-        assert!(may_pass(&unreadable(io::ErrorKind::NotFound)));
-        assert!(!may_pass(&unreadable(io::ErrorKind::InvalidData)));
-        assert!(!may_pass(&OpenError::Lookup(LookupError::NoSuchJob { path: "j".into() })));
-        assert!(may_pass(&OpenError::Lookup(LookupError::NotRunning {
+        assert!(is_transient(&unreadable(io::ErrorKind::NotFound)));
+        assert!(!is_transient(&unreadable(io::ErrorKind::InvalidData)));
+        assert!(!is_transient(&OpenError::Lookup(LookupError::NoSuchJob { path: "j".into() })));
+        assert!(is_transient(&OpenError::Lookup(LookupError::NotRunning {
             path: "j".into(),
             summary: None
         })));

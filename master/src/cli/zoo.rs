@@ -1,8 +1,8 @@
-//! `elasticdl zoo`: from an idea to an image.
+//! `elasticdl zoo`: creates a crate for a model and builds its image.
 //!
-//! `init` writes a crate with a model, its tests, data and a Dockerfile; `build` and `push` call
-//! the container tool that is there. Nothing of a crate is kept anywhere else: what `build` needs
-//! to know, the Dockerfile says.
+//! `init` writes a crate with a model, its tests, data and a Dockerfile, from the templates in
+//! `master/templates/model-crate`. `build` and `push` call an installed container tool. There is no
+//! state outside the crate: `build` reads the Dockerfile.
 
 mod source;
 mod tool;
@@ -21,81 +21,81 @@ pub use tool::Tool;
 use super::{EXIT_OK, Failure, job_options};
 use crate::kube::options;
 
-/// What `elasticdl zoo` is told.
+/// Arguments of `elasticdl zoo`.
 #[derive(Args, Debug)]
 pub struct ZooArgs {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: ZooCommand,
 }
 
-/// What to do with a model of your own.
+/// Commands of `elasticdl zoo`.
 #[derive(Debug, Subcommand)]
 pub enum ZooCommand {
-    /// Build a crate's image, by its Dockerfile.
+    /// Build the image of a crate from its Dockerfile.
     Build(BuildArgs),
-    /// Write a crate with a small model, to be made yours.
+    /// Create a crate with a small model as a starting point.
     ///
-    /// It has tests, sample data, a Dockerfile and a README that says how to train it. Nothing is
-    /// overwritten.
+    /// It has tests, sample data, a Dockerfile and a README with the commands to train it. Existing
+    /// files are not overwritten.
     Init(InitArgs),
     /// Push an image to its registry.
     Push(PushArgs),
 }
 
-/// What `elasticdl zoo init` is told.
+/// Arguments of `elasticdl zoo init`.
 #[derive(Args, Debug)]
 pub struct InitArgs {
-    /// The folder, made if it is not there.
+    /// Folder of the crate, created if it does not exist.
     #[arg(value_name = "PATH", default_value = ".")]
     pub path: PathBuf,
 
-    /// The crate's name. [default: the folder's]
+    /// Name of the crate. [default: the name of the folder]
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     pub name: Option<String>,
 
-    /// Where the crate takes elasticdl from: a checkout's folder, a version, or a git URL, perhaps
-    /// with #REVISION.
+    /// Source of the elasticdl dependency: the folder of a checkout, a version, or a git URL,
+    /// optionally with #REVISION.
     ///
-    /// By default the checkout that this command was built from, if it is still there, or else this
-    /// command's version.
+    /// The default is the checkout that this command was built from, if it still exists, else the
+    /// version of this command.
     #[arg(long, value_name = "PATH-OR-VERSION", value_parser = Source::parse)]
     pub elasticdl: Option<Source>,
 }
 
-/// What `elasticdl zoo build` is told.
+/// Arguments of `elasticdl zoo build`.
 #[derive(Args, Debug)]
 pub struct BuildArgs {
-    /// The crate's folder.
+    /// Folder of the crate.
     #[arg(value_name = "PATH", default_value = ".")]
     pub path: PathBuf,
 
-    /// The image's name.
+    /// Name of the image.
     #[arg(long, value_name = "IMG", value_parser = options::parse_image)]
     pub image: String,
 
-    /// A value for one of the Dockerfile's arguments; may be given several times.
+    /// Value of a build argument of the Dockerfile; can be repeated.
     #[arg(long, value_name = "NAME=VALUE")]
     pub build_arg: Vec<String>,
 
-    /// The container tool. [default: the first one there of docker, podman, nerdctl, buildah]
+    /// Container tool. [default: the first that is installed of docker, podman, nerdctl, buildah]
     #[arg(long, value_name = "TOOL")]
     pub tool: Option<Tool>,
 }
 
-/// What `elasticdl zoo push` is told.
+/// Arguments of `elasticdl zoo push`.
 #[derive(Args, Debug)]
 pub struct PushArgs {
-    /// The image's name.
+    /// Name of the image.
     #[arg(value_name = "IMG", value_parser = options::parse_image)]
     pub image: String,
 
-    /// The container tool. [default: as for `build`]
+    /// Container tool. [default: as for `build`]
     #[arg(long, value_name = "TOOL")]
     pub tool: Option<Tool>,
 }
 
-/// Does it; the exit code, which for `build` and `push` is the tool's.
+/// Runs the command. Returns its exit code; for `build` and `push` it is the tool's.
 pub(super) fn zoo(args: &ZooArgs) -> Result<u8, Failure> {
     match &args.command {
         ZooCommand::Build(args) => build(args),
@@ -117,31 +117,33 @@ fn init(args: &InitArgs) -> Result<u8, Failure> {
     };
     let source = args.elasticdl.clone().unwrap_or_else(Source::own);
     let files = files(&name, &source);
-    let there: Vec<_> = files
+    let existing: Vec<_> = files
         .iter()
         .filter(|(file, _)| fs::symlink_metadata(args.path.join(file)).is_ok())
         .collect();
-    if !there.is_empty() {
-        let there: Vec<_> = there.iter().map(|(file, _)| *file).collect();
+    if !existing.is_empty() {
+        let existing: Vec<_> = existing.iter().map(|(file, _)| *file).collect();
         return Err(Failure::usage(format!(
-            "{at} has {} already, and nothing is overwritten; name a new folder",
-            there.join(", ")
+            "{at} has {} already, and files are not overwritten; name a new folder",
+            existing.join(", ")
         )));
     }
     for (file, text) in files {
         let path = args.path.join(file);
         let folder = path.parent().unwrap_or(&args.path);
         fs::create_dir_all(folder).map_err(|error| failed("can't make the folder", &error))?;
-        // Whoever was faster than the look above is not overwritten either.
+        // `create_new` also protects files that appear after the check above.
         let made = fs::File::create_new(&path).and_then(|mut made| made.write_all(text.as_bytes()));
         made.map_err(|error| failed(&format!("can't write {file}"), &error))?;
     }
-    let _ =
-        writeln!(stdout(), "{at} has the model `{name}` now; its README.md says how to train it");
+    let _ = writeln!(
+        stdout(),
+        "created the model `{name}` in {at}; its README.md has the commands to train it"
+    );
     Ok(EXIT_OK)
 }
 
-/// The crate's files and what is in them.
+/// Files of the crate, with their contents.
 fn files(name: &str, source: &Source) -> [(&'static str, String); 6] {
     let fill = |template: &str| {
         let filled =
@@ -163,7 +165,7 @@ fn points() -> String {
     let mut text = String::from("x,y\n");
     for i in 0..400_i32 {
         let x = f64::from(i) / 200.0 - 1.0;
-        // A walk through the residues of a prime: as good as noise here.
+        // Residues modulo a prime, as deterministic noise.
         let noise = f64::from(i * 7919 % 101 - 50) / 1000.0;
         writeln!(text, "{x:.3},{:.3}", 2.0 * x - 0.5 + noise).expect("a string takes all text");
     }
@@ -175,7 +177,8 @@ fn build(args: &BuildArgs) -> Result<u8, Failure> {
     let text = fs::read_to_string(&dockerfile).map_err(|error| {
         let at = args.path.display();
         Failure::usage(format!(
-            "can't read {}: {error}; PATH must be a crate's folder, for example one that `elasticdl zoo init {at}` makes",
+            "can't read {}: {error}; PATH must be a crate's folder, for example one that \
+             `elasticdl zoo init {at}` makes",
             dockerfile.display()
         ))
     })?;
@@ -195,24 +198,24 @@ fn name_of(path: &Path) -> Result<String, Failure> {
         .map_err(|e| Failure::usage(format!("{}: {e}", path.display())))?;
     let name = absolute.file_name().unwrap_or_default().to_string_lossy().into_owned();
     parse_name(&name).map_err(|why| {
-        Failure::usage(format!("`{name}` can't be the crate's name: {why}; say --name NAME"))
+        Failure::usage(format!("`{name}` can't be the crate's name: {why}; use --name NAME"))
     })
 }
 
-/// A name for a crate, a job and an image alike.
+/// Checks a name that must be valid for a crate, a job and an image.
 fn parse_name(text: &str) -> Result<String, String> {
     if RESERVED.contains(&text) {
-        return Err("it has a meaning for cargo or Rust".into());
+        return Err("it is reserved by cargo or Rust".into());
     }
     job_options::parse_job_name(text)
 }
 
 fn print_line(text: &str) {
-    // With standard error closed there is nobody to tell.
+    // Standard error may be closed.
     let _ = writeln!(stderr(), "{text}");
 }
 
-/// Names that cargo refuses, or warns of.
+/// Names that cargo rejects or warns about.
 const RESERVED: [&str; 52] = [
     "abstract",
     "alloc",
@@ -273,7 +276,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_fits_a_crate_a_job_and_an_image() {
+    fn a_name_is_valid_for_a_crate_a_job_and_an_image() {
         assert_eq!(parse_name("my-model2"), Ok("my-model2".into()));
         for bad in ["", "My", "2d", "a_b", "a.b", "test", "match", "a-", "ä"] {
             assert!(parse_name(bad).is_err(), "{bad}");
@@ -281,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn templates_are_filled_to_the_last_blank() {
+    fn every_placeholder_of_the_templates_is_filled() {
         let sources =
             ["0.1", "https://example.com/e.git#v1", concat!(env!("CARGO_MANIFEST_DIR"), "/..")];
         for source in sources {

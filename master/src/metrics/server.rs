@@ -1,8 +1,8 @@
-//! The HTTP side: `GET /metrics`, and what a cluster asks of a pod: `/healthz` (it answers),
-//! `/readyz` (workers are taken).
+//! HTTP server of the master: `GET /metrics`, and the probes of a pod: `/healthz` (the process is
+//! alive) and `/readyz` (the master accepts workers).
 //!
-//! **Invariant:** whoever reaches the port can use up little: few connections, one short request on
-//! each, no body, a deadline.
+//! **Invariant:** a client can use few resources: few connections, one short request without a body
+//! on each, and a deadline.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -20,18 +20,18 @@ use tracing::{debug, warn};
 
 use crate::job::Snapshot;
 
-/// What is known of the job; `None` before its first moment.
+/// Newest snapshot of the job; `None` before the first one.
 pub(crate) type Known = watch::Receiver<Option<Snapshot>>;
 
-/// Tells whether workers are taken now.
+/// Whether the master accepts workers now.
 pub(crate) type Ready = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// Serves the metrics of the job whose snapshots come through `known`, until it is dropped.
+/// Serves the metrics of the snapshots in `known`, until the future is dropped.
 pub(crate) async fn serve(listener: TcpListener, known: Known, ready: Ready) -> Infallible {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
-        let place =
-            Arc::clone(&places).acquire_owned().await.expect("nobody closes this semaphore");
+        let permit =
+            Arc::clone(&permits).acquire_owned().await.expect("the semaphore is never closed");
         match listener.accept().await {
             Ok((stream, _)) => {
                 let (known, ready) = (known.clone(), Arc::clone(&ready));
@@ -43,12 +43,11 @@ pub(crate) async fn serve(listener: TcpListener, known: Known, ready: Ready) -> 
                         Ok(Err(error)) => debug!(%error, "a request for metrics was not answered"),
                         Err(_) => debug!("a request for metrics took too long"),
                     }
-                    drop(place);
+                    drop(permit);
                 });
             }
             Err(error) => {
-                // Most often the limit of open files: it passes, but not sooner for being asked at
-                // once.
+                // Usually the limit of open files. The pause keeps the loop from spinning.
                 warn!(%error, "can't accept a connection");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
@@ -71,18 +70,18 @@ async fn answer(stream: TcpStream, known: Known, ready: Ready) -> Result<(), hyp
         .await
 }
 
-/// The body of a request is not looked at.
+/// Ignores the body of the request.
 fn respond(request: &Request<Incoming>, known: &Known, is_ready: bool) -> Response<String> {
     let path = request.uri().path();
     if ![HEALTH, PATH, READY].contains(&path) {
         return text(
             StatusCode::NOT_FOUND,
-            format!("there are only {PATH}, {HEALTH} and {READY} here\n"),
+            format!("not found; the paths are {PATH}, {HEALTH} and {READY}\n"),
         );
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
         let mut refusal =
-            text(StatusCode::METHOD_NOT_ALLOWED, format!("{path} can only be read\n"));
+            text(StatusCode::METHOD_NOT_ALLOWED, format!("{path} supports only GET and HEAD\n"));
         refusal.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return refusal;
     }
@@ -99,7 +98,7 @@ fn respond(request: &Request<Incoming>, known: &Known, is_ready: bool) -> Respon
     }
     let page = known.borrow().as_ref().map(super::to_text);
     let Some(page) = page else {
-        return text(StatusCode::SERVICE_UNAVAILABLE, "the job is about to begin\n".into());
+        return text(StatusCode::SERVICE_UNAVAILABLE, "the job has not started yet\n".into());
     };
     let mut response = text(StatusCode::OK, page);
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(OPEN_METRICS));
@@ -115,15 +114,15 @@ fn text(status: StatusCode, body: String) -> Response<String> {
 }
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// A scraper needs one, now and then, and so do a cluster's two probes.
+/// Scrapers and the two probes of a pod need one connection each at a time.
 const CONNECTIONS_MAX: usize = 8;
-/// The least that hyper takes.
+/// The minimum that hyper accepts.
 const HEAD_BYTES_MAX: usize = 8192;
 const HEADERS_MAX: usize = 64;
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const PATH: &str = "/metrics";
-/// This process answers.
+/// Path of the liveness probe.
 pub(crate) const HEALTH: &str = "/healthz";
-/// Workers are taken.
+/// Path of the readiness probe.
 pub(crate) const READY: &str = "/readyz";
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);

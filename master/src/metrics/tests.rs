@@ -24,7 +24,7 @@ fn snapshot() -> Snapshot {
 }
 
 #[test]
-fn a_snapshot_is_a_page_that_scrapers_read() {
+fn a_snapshot_has_the_openmetrics_format() {
     let name = spec().name;
     let page = to_text(&snapshot());
     let expected = [
@@ -78,14 +78,14 @@ async fn ask(request: &str) -> String {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(request.as_bytes()).await.unwrap();
     let mut answer = Vec::new();
-    // What was too long for it is not read to its end: the connection may be reset.
+    // A request that is too long is not read to its end: the connection may be reset.
     let _ = stream.read_to_end(&mut answer).await;
     serving.abort();
     String::from_utf8(answer).unwrap()
 }
 
 #[tokio::test]
-async fn one_page_can_be_read_and_nothing_else() {
+async fn the_server_answers_its_paths_and_rejects_other_requests() {
     let long = format!("GET /metrics HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "x".repeat(1 << 16));
     let table = [
         ("GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n", "HTTP/1.1 200"),
@@ -108,7 +108,7 @@ async fn one_page_can_be_read_and_nothing_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_says_nothing_is_sent_away_and_the_next_one_is_served() {
+async fn silent_connections_time_out_and_the_next_one_is_served() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (_publish, known) = watch::channel(None);

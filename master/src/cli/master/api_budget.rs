@@ -1,4 +1,4 @@
-//! What a master at rest costs an API server.
+//! Number of API calls of a master whose job trains without changes.
 
 use std::collections::BTreeMap;
 
@@ -8,9 +8,9 @@ use super::*;
 use crate::job::{Job, LaunchId, Time};
 use crate::kube::testing::FakeServer;
 
-/// A master whose job trains, with three workers and nothing that happens: how often it calls, by
-/// kind, in ten minutes.
-async fn calls_at_rest() -> BTreeMap<String, usize> {
+/// API calls by kind in ten minutes, of a master whose job trains with three workers and without
+/// any change.
+async fn calls_without_changes() -> BTreeMap<String, usize> {
     let (fake, cluster) = FakeServer::start();
     let meta = json!({"name": "j", "namespace": "ns", "uid": "anchor", "ownerReferences": [
         {"apiVersion": "batch/v1", "kind": "Job", "name": "j-master", "uid": "job"}
@@ -19,7 +19,7 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
     let meta: ObjectMeta = serde_json::from_value(meta).unwrap();
     let identity = Holder { pod: "one".into(), uid: "u".into() };
     let lease = LeaderLease::acquire(&cluster, &meta, &identity).await.unwrap();
-    let mould = PodFactory {
+    let pod_factory = PodFactory {
         template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
             .unwrap(),
         anchor: meta.clone(),
@@ -27,7 +27,8 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
         min_workers: 1,
         priority_tiers: None,
     };
-    let mut pods = Pods::new(&cluster, mould, lease.guard(), EventRecorder::start(&cluster, &meta));
+    let mut pods =
+        Pods::new(&cluster, pod_factory, lease.guard(), EventRecorder::start(&cluster, &meta));
     let anchor = Anchor::new(&cluster, "j");
     let mut followed = anchor.watch();
     let (publish, published) = watch::channel(None);
@@ -61,11 +62,11 @@ async fn calls_at_rest() -> BTreeMap<String, usize> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_master_at_rest_calls_the_server_at_most_ten_times_a_minute() {
-    let calls = calls_at_rest().await;
+async fn a_master_without_changes_makes_at_most_ten_api_calls_a_minute() {
+    let calls = calls_without_changes().await;
     let all: usize = calls.values().sum();
     assert!(all <= 100, "{all} in ten minutes: {calls:?}");
-    // And it does what it should meanwhile.
+    // Each periodic call is made.
     for kind in ["PUT leases", "PATCH configmaps", "WATCH pods", "LIST pods", "WATCH configmaps"] {
         assert!(calls.contains_key(kind), "{kind}: {calls:?}");
     }

@@ -1,9 +1,9 @@
-//! Where a crate takes elasticdl from, for cargo and for the Dockerfile.
+//! Source of the elasticdl dependency, for cargo and for the Dockerfile.
 
 use std::fs;
 use std::path::Path;
 
-/// Where elasticdl comes from.
+/// Source of the elasticdl crates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source(Kind);
 
@@ -13,7 +13,7 @@ enum Kind {
         url: String,
         revision: Option<String>,
     },
-    /// A checkout, by its absolute path, and the crates in it.
+    /// A checkout: its absolute path, and its workspace members.
     Path {
         root: String,
         members: Vec<String>,
@@ -22,7 +22,7 @@ enum Kind {
 }
 
 impl Source {
-    /// Reads `--elasticdl`.
+    /// Parses `--elasticdl`.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let wanted =
             "it must be a version such as `0.1`, a git URL, or the folder of an elasticdl checkout";
@@ -34,10 +34,10 @@ impl Source {
         }
         if text.starts_with(|c: char| c.is_ascii_digit()) && !Path::new(text).exists() {
             let fit = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '+');
-            return match text.chars().all(fit) {
-                true => Ok(Self(Kind::Version(text.into()))),
-                false => Err(wanted.into()),
-            };
+            if !text.chars().all(fit) {
+                return Err(wanted.into());
+            }
+            return Ok(Self(Kind::Version(text.into())));
         }
         if text.contains("://") {
             let (url, revision) = match text.split_once('#') {
@@ -55,8 +55,8 @@ impl Source {
         Ok(Self(Kind::Path { root: root.into(), members }))
     }
 
-    /// The checkout that this command was built from, if it is still there, or else this command's
-    /// version.
+    /// The checkout that this command was built from, if it still exists, else the version of this
+    /// command.
     pub(super) fn own() -> Self {
         let checkout = Self::parse(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
         checkout.unwrap_or_else(|_| Self(Kind::Version(env!("CARGO_PKG_VERSION").into())))
@@ -74,11 +74,12 @@ impl Source {
         }
     }
 
-    /// The Dockerfile's lines that bring a checkout in, to where the crate looks for it.
+    /// Lines of the Dockerfile that copy a checkout to the path that Cargo.toml names.
     pub(super) fn copies(&self) -> String {
         let Kind::Path { root, members } = &self.0 else { return String::new() };
         let mut lines = format!(
-            "# The elasticdl checkout that Cargo.toml names.\nCOPY --from={CONTEXT} Cargo.toml Cargo.lock {root}/\n"
+            "# The elasticdl checkout that Cargo.toml names.\nCOPY --from={CONTEXT} Cargo.toml \
+             Cargo.lock {root}/\n"
         );
         for member in members {
             lines.push_str(&format!("COPY --from={CONTEXT} {member} {root}/{member}\n"));
@@ -86,7 +87,7 @@ impl Source {
         lines
     }
 
-    /// What the Dockerfile tells `cargo install`, to get the `elasticdl` command.
+    /// Arguments of `cargo install` in the Dockerfile, for the `elasticdl` command.
     pub(super) fn command(&self) -> String {
         match &self.0 {
             Kind::Git { url, revision } => {
@@ -99,7 +100,7 @@ impl Source {
     }
 }
 
-/// The folder that a Dockerfile wants as the build context [`CONTEXT`].
+/// Folder that a Dockerfile needs as the build context [`CONTEXT`].
 pub(super) fn context(dockerfile: &str) -> Option<&str> {
     let from = format!("--from={CONTEXT}");
     let copies = dockerfile.lines().map(str::split_whitespace);
@@ -107,7 +108,7 @@ pub(super) fn context(dockerfile: &str) -> Option<&str> {
     of_checkout.next()?.last().map(|folder| folder.trim_end_matches('/'))
 }
 
-/// The crates of the checkout in `root`; `None` if there is none.
+/// Workspace members of the checkout in `root`; `None` if `root` is no checkout.
 fn members(root: &Path) -> Option<Vec<String>> {
     let worker = fs::read_to_string(root.join("worker/Cargo.toml")).ok()?;
     if !worker.lines().any(|line| line.trim() == "name = \"elasticdl-worker\"") {
@@ -120,7 +121,7 @@ fn members(root: &Path) -> Option<Vec<String>> {
     Some(members.filter(|member| !member.is_empty()).collect())
 }
 
-/// The build context that holds a checkout.
+/// Name of the build context of a checkout.
 pub(super) const CONTEXT: &str = "elasticdl";
 
 #[cfg(test)]
@@ -128,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_says_where_both_library_and_command_come_from() {
+    fn a_source_names_both_the_library_and_the_command() {
         let checkout = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
         let root = fs::canonicalize(checkout).unwrap();
         let root = root.to_str().unwrap();
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn all_crates_of_a_checkout_reach_the_build() {
+    fn all_crates_of_a_checkout_are_copied_into_the_build() {
         let source = Source::own();
         let copies = source.copies();
         for member in ["collective", "examples", "master", "proto", "tests", "worker"] {
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_source_is_refused_with_what_would_be() {
+    fn an_invalid_source_is_rejected_with_the_valid_forms() {
         let folder = tempfile::tempdir().unwrap();
         let empty = folder.path().to_str().unwrap();
         for bad in ["", "0.1\"", "1/2", "/no such", "/absent", empty, "a'b"] {

@@ -1,4 +1,4 @@
-//! The container tool that is there.
+//! Container tools: detection and execution.
 
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt as _;
@@ -12,10 +12,10 @@ use super::{Failure, print_line};
 
 /// A tool that builds and pushes images.
 ///
-/// In the order in which they are looked for. First those that also run containers, so that an
-/// image which was built is at once where its user runs it: docker, for who has it expects it to be
-/// used; podman, the same without a daemon; nerdctl, which needs a daemon of its own to build. Then
-/// buildah, which does nothing else, on machines that only build.
+/// The variants are in the order of detection. Tools that also run containers come first, so that a
+/// built image is directly available to run: docker, the usual choice where it is installed;
+/// podman, the same without a daemon; nerdctl, which needs a daemon of its own to build. The last
+/// is buildah, for machines that only build images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Tool {
     /// Docker.
@@ -46,24 +46,26 @@ impl Tool {
     }
 }
 
-/// Runs the chosen tool, or the first one there, shows the command, and gives its exit code.
+/// Prints and runs the command with the chosen tool, or the first that is installed. Returns its
+/// exit code.
 pub(super) fn run(chosen: Option<Tool>, words: Vec<OsString>) -> Result<u8, Failure> {
-    let there: Vec<(Tool, PathBuf)> =
+    let installed: Vec<(Tool, PathBuf)> =
         Tool::value_variants().iter().filter_map(|&tool| Some((tool, tool.find()?))).collect();
-    let names = |there: &[(Tool, PathBuf)]| {
-        there.iter().map(|(tool, _)| tool.name()).collect::<Vec<_>>().join(", ")
+    let names = |tools: &[(Tool, PathBuf)]| {
+        tools.iter().map(|(tool, _)| tool.name()).collect::<Vec<_>>().join(", ")
     };
     let found = match chosen {
-        Some(chosen) => there.iter().find(|(tool, _)| *tool == chosen).ok_or_else(|| {
-            let others = match there.is_empty() {
-                true => HOW_TO_GET_ONE.into(),
-                false => format!("install it, or choose what is there: {}", names(&there)),
+        Some(chosen) => installed.iter().find(|(tool, _)| *tool == chosen).ok_or_else(|| {
+            let others = if installed.is_empty() {
+                INSTALL_HINT.into()
+            } else {
+                format!("install it, or choose an installed one: {}", names(&installed))
             };
             Failure::usage(format!("{} is not in $PATH; {others}", chosen.name()))
         })?,
-        None => there.first().ok_or_else(|| {
+        None => installed.first().ok_or_else(|| {
             Failure::usage(format!(
-                "none of docker, podman, nerdctl and buildah is in $PATH; {HOW_TO_GET_ONE}"
+                "none of docker, podman, nerdctl and buildah is in $PATH; {INSTALL_HINT}"
             ))
         })?,
     };
@@ -75,10 +77,10 @@ pub(super) fn run(chosen: Option<Tool>, words: Vec<OsString>) -> Result<u8, Fail
         .status()
         .map_err(|error| Failure::failed(format!("can't run {}: {error}", program.display())))?;
     let code = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
-    let others: Vec<_> = there.iter().filter(|(other, _)| other != tool).cloned().collect();
+    let others: Vec<_> = installed.iter().filter(|(other, _)| other != tool).cloned().collect();
     if code != 0 && chosen.is_none() && !others.is_empty() {
         print_line(&format!(
-            "{} failed; with --tool you can choose another that is there: {}",
+            "{} failed; --tool can select another installed tool: {}",
             tool.name(),
             names(&others)
         ));
@@ -90,5 +92,5 @@ fn is_program(file: &Path) -> bool {
     file.metadata().is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
 }
 
-const HOW_TO_GET_ONE: &str = "install one: a system's packages have podman and buildah (`apt-get install buildah`, \
-     `dnf install buildah`), which need no daemon";
+const INSTALL_HINT: &str = "install one: distributions package podman and buildah \
+    (`apt-get install buildah`, `dnf install buildah`), which need no daemon";

@@ -13,23 +13,23 @@ fn main() -> ExitCode {
 /// Fits `y ≈ weight · x + bias` to the rows of a CSV file.
 #[derive(Debug, Parser)]
 struct Line {
-    /// How far a step goes along the gradient
+    /// Learning rate of the optimizer
     #[arg(long, default_value_t = 0.1)]
     learning_rate: f64,
 }
 
 impl Model for Line {
-    /// Where records come from: also TextWindows, FixedRecords, IdxImages, or a `Reader` of your
-    /// own.
+    /// Reader of the records. Others are TextWindows, FixedRecords, IdxImages, or a `Reader` of
+    /// your own.
     type Reader = CsvRows;
-    /// What the gradient is best computed from.
+    /// Input of `gradients`.
     type Batch = Vec<Row>;
 
     fn reader(&self) -> CsvRows {
         CsvRows::new().f32("x").f32("y")
     }
 
-    /// One flat slice, in an order that you choose: here the weight, then the bias.
+    /// Number of parameters. They are one flat slice: here the weight, then the bias.
     fn parameters(&self) -> usize {
         2
     }
@@ -43,9 +43,14 @@ impl Model for Line {
         Ok(rows)
     }
 
-    /// Gradient and loss are summed over the rows: the update makes the mean of what all workers
-    /// had.
-    fn gradients(&mut self, parameters: &[f32], rows: Vec<Row>, sum: &mut [f32]) -> Result<f64, UserError> {
+    /// Adds the gradient of each row to `sum` and returns the summed loss. The optimizer gets the
+    /// mean over the rows of all workers.
+    fn gradients(
+        &mut self,
+        parameters: &[f32],
+        rows: Vec<Row>,
+        sum: &mut [f32],
+    ) -> Result<f64, UserError> {
         let mut loss = 0.0;
         for row in rows {
             let (x, y) = (row.f32(0), row.f32(1));
@@ -95,8 +100,10 @@ mod tests {
             let (mut before, mut after) = (at, at);
             before[i] -= step;
             after[i] += step;
-            let slope = (loss(&mut model, &after) - loss(&mut model, &before)) / f64::from(2.0 * step);
-            assert!((slope - f64::from(sum[i])).abs() < 0.01 * slope.abs(), "{i}: {slope}, {}", sum[i]);
+            let rise = loss(&mut model, &after) - loss(&mut model, &before);
+            let slope = rise / f64::from(2.0 * step);
+            let error = (slope - f64::from(sum[i])).abs();
+            assert!(error < 0.01 * slope.abs(), "{i}: {slope}, {}", sum[i]);
         }
     }
 
