@@ -4,16 +4,21 @@ mod background;
 mod checkpoint;
 mod client;
 mod cluster;
+mod delete;
 mod dry_run;
 mod follow;
 mod inference;
 mod job_options;
+mod list;
+mod logs;
+mod lookup;
 mod master;
-mod remote;
 mod render;
 mod resilience;
+mod scale;
 mod signals;
 mod status;
+mod stop;
 mod train;
 mod validation;
 mod watch;
@@ -25,13 +30,16 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 pub use checkpoint::{CheckpointArgs, CheckpointOptions};
-pub use client::ScaleArgs;
 pub use cluster::{ClusterArgs, ClusterTarget, Format, Labels, Tolerations, Volumes};
+pub use delete::DeleteArgs;
 pub use inference::{EvaluateArgs, FormatName, PredictArgs};
+pub use list::ListArgs;
+pub use logs::LogsArgs;
 pub use master::MasterArgs;
-pub use remote::{DeleteArgs, ListArgs, LogsArgs, StopArgs};
 pub use resilience::ResilienceOptions;
+pub use scale::ScaleArgs;
 pub use status::StatusArgs;
+pub use stop::StopArgs;
 pub use train::TrainArgs;
 pub use validation::{Metric, ValidationOptions};
 pub use zoo::{BuildArgs, InitArgs, PushArgs, Source, Tool, ZooArgs, ZooCommand};
@@ -107,15 +115,15 @@ pub enum Command {
 pub fn main() -> ExitCode {
     let code = match Cli::parse().command {
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
-        Command::Delete(args) => remote::delete(&args),
+        Command::Delete(args) => delete::delete(&args),
         Command::Evaluate(args) => inference::evaluate(*args),
-        Command::List(args) => remote::list(&args),
-        Command::Logs(args) => remote::logs(&args),
+        Command::List(args) => list::list(&args),
+        Command::Logs(args) => logs::logs(&args),
         Command::Master(args) => master::master(&args),
         Command::Predict(args) => inference::predict(*args),
-        Command::Scale(args) => client::scale(&args),
+        Command::Scale(args) => scale::scale(&args),
         Command::Status(args) => status::status(&args),
-        Command::Stop(args) => remote::stop(&args),
+        Command::Stop(args) => stop::stop(&args),
         Command::Train(args) => train::train(*args),
         Command::Zoo(args) => zoo::zoo(&args),
     };

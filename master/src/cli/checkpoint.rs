@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::client::{Connection, print, to_failure};
 use super::cluster::ClusterTarget;
-use super::remote::{self, JobLookup};
+use super::lookup::{self, JobLookup};
 use super::render::CheckpointsJson;
 use super::train::TrainArgs;
 use super::{Failure, job_options, new_runtime};
@@ -165,7 +165,7 @@ pub(super) fn path_in_volume(
 
 /// Requests a checkpoint of a job and waits for it. Returns the exit code.
 pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
-    let root = match remote::find(&args.job, &args.target)? {
+    let root = match lookup::find(&args.job, &args.target)? {
         JobLookup::Cluster(job) => return job.checkpoint(args.timeout),
         JobLookup::Local(root) => root,
     };

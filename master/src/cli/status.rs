@@ -8,7 +8,7 @@ use elasticdl_proto::v1;
 
 use super::client::{Connection, print, to_failure};
 use super::cluster::ClusterTarget;
-use super::remote::{self, JobLookup};
+use super::lookup::{self, JobLookup};
 use super::render::{StatusJson, to_table};
 use super::{Failure, job_options, new_runtime, watch};
 
@@ -86,7 +86,7 @@ Exit codes:
 
 /// Prints a job's status. Returns the exit code.
 pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
-    let root = match remote::find(&args.job, &args.target)? {
+    let root = match lookup::find(&args.job, &args.target)? {
         JobLookup::Cluster(job) if args.watch && !args.json => return job.follow(),
         JobLookup::Cluster(_) if args.watch => {
             return Err(Failure::usage("in a cluster, --watch can't be combined with --json"));
