@@ -21,7 +21,7 @@ use crate::limits::STEPS_MAX;
 /// Arguments of `elasticdl checkpoint`.
 #[derive(Args, Debug)]
 pub struct CheckpointArgs {
-    /// The job's name, or the path of its directory (with a `/`).
+    /// Name of the job, or the path of its directory (with a `/`).
     #[arg(value_name = "JOB")]
     pub job: PathBuf,
 

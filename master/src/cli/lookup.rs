@@ -196,15 +196,13 @@ impl ClusterJob {
     }
 
     fn check_running(&self, data: &Data) -> Result<(), Failure> {
-        match data.get(SUMMARY) {
-            Some(_) => Err(Failure::failed(format!("the job {} has ended", self.name))),
-            None => {
-                match self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name)).failed
-                {
-                    Some(why) => Err(Failure::failed(self.job_failed(&why))),
-                    None => Ok(()),
-                }
-            }
+        if data.contains_key(SUMMARY) {
+            return Err(Failure::failed(format!("the job {} has ended", self.name)));
+        }
+        let health = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
+        match health.failed {
+            Some(why) => Err(Failure::failed(self.job_failed(&why))),
+            None => Ok(()),
         }
     }
 }

@@ -92,10 +92,10 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
         lease = LeaderLease::acquire(&cluster, &meta, &args.pod) => lease.map_err(to_failure)?,
         _ = terminate.recv() => return Ok(EXIT_TERMINATED),
     };
-    let (send_watch, keeper) = oneshot::channel();
+    let (send_persisted, persisted) = oneshot::channel();
     let give_up = Notify::new();
     let lead = Leader { args, cluster: &cluster, anchor: &anchor, give_up: &give_up };
-    let leading = lead.run(lease.guard(), &http, send_watch);
+    let leading = lead.run(lease.guard(), &http, send_persisted);
     tokio::pin!(leading);
     let code = tokio::select! {
         code = &mut leading => code,
@@ -109,7 +109,7 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
             info!("SIGTERM: handing the job over to its next master");
             tokio::select! {
                 code = &mut leading => code,
-                () = hand_over(&cluster, &meta, &args.pod, keeper, &give_up) => Ok(EXIT_TERMINATED),
+                () = hand_over(&cluster, &meta, &args.pod, persisted, &give_up) => Ok(EXIT_TERMINATED),
             }
         }
     };
@@ -132,7 +132,7 @@ impl Leader<'_> {
         &self,
         lease_guard: LeaseGuard,
         http: &HttpServer,
-        send_watch: oneshot::Sender<PersistedWatch>,
+        send_persisted: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         // The Lease is held, so the last write of the previous master is visible.
         let submitted = Submitted::read(self.anchor.read().await.map_err(to_failure)?);
@@ -141,7 +141,9 @@ impl Leader<'_> {
                 info!("the job has ended before; this master has nothing to do");
                 (Ok(code), false)
             }
-            Ok(submitted) => (self.conduct(submitted, lease_guard, http, send_watch).await, true),
+            Ok(submitted) => {
+                (self.conduct(submitted, lease_guard, http, send_persisted).await, true)
+            }
             Err(failure) => (Err(failure), true),
         };
         // An invalid specification stays invalid: it must not be retried either.
@@ -160,10 +162,10 @@ impl Leader<'_> {
         submitted: Submitted,
         lease_guard: LeaseGuard,
         http: &HttpServer,
-        send_watch: oneshot::Sender<PersistedWatch>,
+        send_persisted: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         let Self { args, cluster, anchor, give_up } = *self;
-        lead(args, (cluster, anchor), submitted, lease_guard, http, send_watch, give_up).await
+        lead(args, (cluster, anchor), submitted, lease_guard, http, send_persisted, give_up).await
     }
 }
 
@@ -174,7 +176,7 @@ async fn lead(
     mut submitted: Submitted,
     lease_guard: LeaseGuard,
     http: &HttpServer,
-    send_watch: oneshot::Sender<PersistedWatch>,
+    send_persisted: oneshot::Sender<PersistedWatch>,
     give_up: &Notify,
 ) -> Result<u8, Failure> {
     let token = std::fs::read_to_string(&args.token_file).map_err(|e| {
@@ -229,11 +231,12 @@ async fn lead(
     if submitted.record.as_ref().is_some_and(|record| record.step() > 0) {
         pods.has_trained();
     }
-    let keeper = PersistedJobWriter::new(writer.clone(), lease_guard.clone(), recorder, data);
+    let record_writer =
+        PersistedJobWriter::new(writer.clone(), lease_guard.clone(), recorder, data);
     let _ = http.lead.set(lease_guard.clone());
     let term = MasterTerm { incarnation: submitted.incarnation, lease_guard };
     // The receiver may have been dropped.
-    let _ = send_watch.send(keeper.watch());
+    let _ = send_persisted.send(record_writer.watch());
     let server_config = ServerConfig { listener, token, identity: Some(identity) };
     let published = http.publish.subscribe();
     let progress = Progress::on_stderr().publishing(http.publish.clone());
@@ -250,7 +253,14 @@ async fn lead(
         None => None,
     };
     let master = match submitted.record {
-        None => Master::with_pods(submitted.task.job, server_config, pods, keeper, term, progress),
+        None => Master::with_pods(
+            submitted.task.job,
+            server_config,
+            pods,
+            record_writer,
+            term,
+            progress,
+        ),
         Some(record) => {
             let left = (record, left);
             Master::resume_with_pods(
@@ -258,7 +268,7 @@ async fn lead(
                 submitted.age,
                 server_config,
                 pods,
-                keeper,
+                record_writer,
                 term,
                 progress,
             )
@@ -303,17 +313,17 @@ async fn hand_over(
     cluster: &Cluster,
     meta: &ObjectMeta,
     pod: &Holder,
-    keeper: oneshot::Receiver<PersistedWatch>,
+    persisted: oneshot::Receiver<PersistedWatch>,
     give_up: &Notify,
 ) {
-    let keep = async {
-        if let Ok(mut kept) = keeper.await {
-            watch.flush(HAND_OVER_TIMEOUT).await;
+    let persist = async {
+        if let Ok(mut persisted) = persisted.await {
+            persisted.flush(HAND_OVER_TIMEOUT).await;
         }
     };
     let next =
         tokio::time::timeout(HAND_OVER_TIMEOUT, succession::ensure_successor(cluster, meta, pod));
-    match tokio::join!(keep, next).1 {
+    match tokio::join!(persist, next).1 {
         Ok(Ok(NextMaster::Expected)) => {}
         Ok(Ok(NextMaster::Unwanted(why))) => {
             warn!(why, "there will be no other master: the job ends");

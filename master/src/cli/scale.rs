@@ -13,7 +13,7 @@ use super::{Failure, job_options, new_runtime};
 /// Arguments of `elasticdl scale`.
 #[derive(Args, Debug)]
 pub struct ScaleArgs {
-    /// The job's name, or the path of its directory (with a `/`).
+    /// Name of the job, or the path of its directory (with a `/`).
     #[arg(value_name = "JOB")]
     pub job: PathBuf,
 

@@ -16,7 +16,7 @@ use super::{Failure, job_options, new_runtime, watch};
 #[derive(Args, Debug)]
 #[command(after_long_help = AFTER_HELP)]
 pub struct StatusArgs {
-    /// The job's name, or the path of its directory (with a `/`).
+    /// Name of the job, or the path of its directory (with a `/`).
     #[arg(value_name = "JOB")]
     pub job: PathBuf,
 
