@@ -497,20 +497,23 @@ mod tests {
             "--local --checkpoint-dir c --checkpoint-every 200 --checkpoint-keep 2 --resume-from \
              s3://b/c",
         );
-        let kept = whole.checkpoints.unwrap();
-        assert_eq!(kept.dir, here.join("c").to_str().unwrap());
+        let checkpoints = whole.checkpoints.unwrap();
+        assert_eq!(checkpoints.dir, here.join("c").to_str().unwrap());
         assert_eq!(
-            (kept.every, kept.keep),
+            (checkpoints.every, checkpoints.keep),
             (CheckpointEvery::Steps(NonZeroU64::new(200).unwrap()), 2)
         );
         assert_eq!(whole.resume_from.as_deref(), Some("s3://b/c"));
-        let kept = spec("--local --checkpoint-dir /c").checkpoints.unwrap();
-        assert_eq!((kept.every, kept.keep), (CheckpointEvery::Time(Duration::from_secs(300)), 3));
+        let checkpoints = spec("--local --checkpoint-dir /c").checkpoints.unwrap();
+        assert_eq!(
+            (checkpoints.every, checkpoints.keep),
+            (CheckpointEvery::Time(Duration::from_secs(300)), 3)
+        );
     }
 
     #[test]
     fn a_local_job_writes_checkpoints_to_its_directory_by_default() {
-        let kept = |options: &str| {
+        let checkpoints = |options: &str| {
             let mut job = local_job(options).unwrap();
             job.keep_checkpoints_in(Path::new("/jobs/j"));
             job.spec.checkpoints
@@ -518,15 +521,15 @@ mod tests {
         let every = CheckpointEvery::Time(Duration::from_secs(300));
         let own =
             CheckpointSpec { dir: "/jobs/j/checkpoints".into(), every, keep: 2, exclusive: true };
-        assert_eq!(kept("--local"), Some(own.clone()));
+        assert_eq!(checkpoints("--local"), Some(own.clone()));
         let every = CheckpointEvery::Steps(NonZeroU64::new(200).unwrap());
         assert_eq!(
-            kept("--local --checkpoint-every 200 --checkpoint-keep 5"),
+            checkpoints("--local --checkpoint-every 200 --checkpoint-keep 5"),
             Some(CheckpointSpec { every, keep: 5, ..own })
         );
-        assert_eq!(kept("--local --checkpoint-dir none"), None);
-        assert!(kept("--local --checkpoint-dir ./none").unwrap().dir.ends_with("/none"));
-        assert!(!kept("--local --checkpoint-dir /c").unwrap().exclusive);
+        assert_eq!(checkpoints("--local --checkpoint-dir none"), None);
+        assert!(checkpoints("--local --checkpoint-dir ./none").unwrap().dir.ends_with("/none"));
+        assert!(!checkpoints("--local --checkpoint-dir /c").unwrap().exclusive);
         let error = local_job("--local --checkpoint-dir none --checkpoint-every 200").unwrap_err();
         assert!(
             error.contains("--checkpoint-every") && error.contains("--checkpoint-dir"),

@@ -300,26 +300,26 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
         return background::start(args);
     }
     background::leave_terminal()?;
-    let (work, dir) = match &args.resume {
-        Some(job) => Work::resume(job, args.quiet)?,
-        None => Work::begin(args)?,
+    let (local_run, dir) = match &args.resume {
+        Some(job) => LocalRun::resume(job, args.quiet)?,
+        None => LocalRun::new_job(args)?,
     };
     log_to_file(&dir)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))?;
-    let (ended, stop) = runtime.block_on(run(work.task, &dir, work.quiet))?;
+    let (ended, stop) = runtime.block_on(run(local_run.source, &dir, local_run.quiet))?;
     // Drops what background tasks hold, before the report is written.
     drop(runtime);
-    let written = write_summaries(work.summary.as_deref(), &dir, &ended);
+    let written = write_summaries(local_run.summary.as_deref(), &dir, &ended);
     if written.is_ok() {
         // No worker is started from here on. The copy need not exist.
         let _ = std::fs::remove_file(dir.program_path());
     }
-    if !work.quiet {
+    if !local_run.quiet {
         let (logs, summary) = (dir.logs(), dir.summary_path());
-        let summary = work.summary.as_deref().unwrap_or(&summary);
+        let summary = local_run.summary.as_deref().unwrap_or(&summary);
         let paths = Paths { logs: Some(&logs), summary: Some(summary) };
         let mut table = Vec::new();
         report::write_table(&mut table, &ended.summary, paths).expect("a vector takes any bytes");
@@ -328,7 +328,7 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     }
     if let Some(error) = &ended.summary.error {
         // With --quiet the table, which names the folder of the logs, is not printed.
-        let with_logs = work.quiet && ended.outcome == Outcome::Failed;
+        let with_logs = local_run.quiet && ended.outcome == Outcome::Failed;
         print_error(&if with_logs { add_logs(error, &dir.logs()) } else { error.clone() });
     }
     report::warnings(&ended.summary).iter().for_each(|warning| print_warning(warning));
@@ -341,26 +341,26 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     })
 }
 
-/// Work of this process.
-struct Work {
-    task: Task,
+/// One run of a local master.
+struct LocalRun {
+    source: JobSource,
     /// Path of the additional summary (`--summary`).
     summary: Option<PathBuf>,
     quiet: bool,
 }
 
-enum Task {
-    Begin(Box<LocalJob>),
-    Resume(Box<AbandonedJob>),
+enum JobSource {
+    New(Box<LocalJob>),
+    Resumed(Box<AbandonedJob>),
 }
 
-impl Work {
-    fn begin(args: TrainArgs) -> Result<(Self, JobDir), Failure> {
+impl LocalRun {
+    fn new_job(args: TrainArgs) -> Result<(Self, JobDir), Failure> {
         let mut job = LocalJob::new(args)?;
         let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
         job.keep_checkpoints_in(dir.path());
         let (summary, quiet) = (job.summary.clone(), job.quiet);
-        Ok((Self { task: Task::Begin(Box::new(job)), summary, quiet }, dir))
+        Ok((Self { source: JobSource::New(Box::new(job)), summary, quiet }, dir))
     }
 
     fn resume(job: &Path, quiet: bool) -> Result<(Self, JobDir), Failure> {
@@ -375,21 +375,25 @@ impl Work {
             ))
         })?;
         let summary = abandoned.start.summary.clone().map(PathBuf::from);
-        Ok((Self { task: Task::Resume(Box::new(abandoned)), summary, quiet }, dir))
+        Ok((Self { source: JobSource::Resumed(Box::new(abandoned)), summary, quiet }, dir))
     }
 }
 
-async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option<Stop>), Failure> {
+async fn run(
+    source: JobSource,
+    dir: &JobDir,
+    quiet: bool,
+) -> Result<(JobResult, Option<Stop>), Failure> {
     let failed = |what: &str| {
         let what = what.to_owned();
         move |e: std::io::Error| Failure::failed(format!("can't {what}: {e}"))
     };
-    let listener = match &task {
-        Task::Begin(job) => TcpListener::bind((job.listen, 0)).await.map_err(|e| {
+    let listener = match &source {
+        JobSource::New(job) => TcpListener::bind((job.listen, 0)).await.map_err(|e| {
             let wanted = "it must be an address of this machine";
             Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", job.listen))
         })?,
-        Task::Resume(abandoned) => {
+        JobSource::Resumed(abandoned) => {
             let address = abandoned.start.address;
             bind_again(address)
                 .await
@@ -397,20 +401,20 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option
         }
     };
     let address = listener.local_addr().map_err(failed("learn the listener's address"))?;
-    let scraped = match &task {
-        Task::Begin(job) => job.metrics,
-        Task::Resume(abandoned) => abandoned.start.metrics,
+    let scraped = match &source {
+        JobSource::New(job) => job.metrics,
+        JobSource::Resumed(abandoned) => abandoned.start.metrics,
     };
     let scraped = match scraped {
-        Some(address) => match (TcpListener::bind(address).await, &task) {
+        Some(address) => match (TcpListener::bind(address).await, &source) {
             (Ok(listener), _) => Some(listener),
-            (Err(e), Task::Begin(_)) => {
+            (Err(e), JobSource::New(_)) => {
                 let wanted = "choose another --metrics-port";
                 return Err(Failure::usage(format!(
                     "can't serve metrics at {address}: {e}; {wanted}"
                 )));
             }
-            (Err(error), Task::Resume(_)) => {
+            (Err(error), JobSource::Resumed(_)) => {
                 warn!(%error, %address, "metrics are not served");
                 None
             }
@@ -428,9 +432,9 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option
         info!("{text}");
         progress.notice(Time::default(), text);
     }
-    let events = match &task {
-        Task::Begin(job) => event_file(job.tensorboard_dir.as_deref(), &job.spec.name)?,
-        Task::Resume(abandoned) => {
+    let events = match &source {
+        JobSource::New(job) => event_file(job.tensorboard_dir.as_deref(), &job.spec.name)?,
+        JobSource::Resumed(abandoned) => {
             let folder = abandoned.start.tensorboard_dir.as_deref().map(Path::new);
             event_file(folder, &abandoned.record.spec().name)?
         }
@@ -444,8 +448,8 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option
         Launcher::new(program.into(), args.to_vec(), dir, timeout)
     };
     let server_config = ServerConfig { listener, token: dir.token().clone(), identity: None };
-    let master = match task {
-        Task::Begin(job) => {
+    let master = match source {
+        JobSource::New(job) => {
             let start = start_of(&job, dir, address, metrics);
             let start = start.map_err(failed("learn the current directory"))?;
             dir.persist_start(&start).map_err(|e| Failure::failed(e.to_string()))?;
@@ -453,7 +457,7 @@ async fn run(task: Task, dir: &JobDir, quiet: bool) -> Result<(JobResult, Option
             let launcher = launcher.with_copy(start.copy);
             Master::new(job.spec, server_config, launcher, progress)
         }
-        Task::Resume(abandoned) => {
+        JobSource::Resumed(abandoned) => {
             let JobStart { program, args, master_timeout, began, copy, .. } = &abandoned.start;
             let launcher = launcher(program, args, *master_timeout).with_copy(copy.clone());
             // A clock that was set back only makes the job's age too small.
