@@ -212,8 +212,8 @@ impl Processes {
         if let Some(first_silent) = self.first_silent {
             let program = self.launcher.program.display();
             let exit = Exit::NotStarted(format!(
-                "launch {} of {program} never said hello: is it an elasticdl program, one that calls \
-                 elasticdl_worker::run()?",
+                "launch {} of {program} never said hello: is it an elasticdl program, one that \
+                 calls elasticdl_worker::run()?",
                 first_silent.0
             ));
             self.tasks.spawn(async move { ProcessExit { launch, exit, output_tail: None } });
@@ -238,8 +238,8 @@ impl Processes {
         self.first_silent = None;
     }
 
-    /// Takes over a process that a former master started, if it still runs; its end is reported like
-    /// that of any other process.
+    /// Takes over a process that a former master started, if it still runs; its end is reported
+    /// like that of any other process.
     pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<ProcessIdentity>) {
         let (kill, killed) = oneshot::channel();
         self.running.insert(launch, kill);
@@ -328,14 +328,15 @@ async fn supervise(
     if let Some(started) = process.0.id().and_then(ProcessIdentity::look_up)
         && let Err(error) = jobdir::note_process(&launcher.processes, launch, started)
     {
-        warn!(launch = launch.0, %error, "can't note the process: another master would not find it");
+        warn!(launch = launch.0, %error,
+            "can't note the process: another master would not find it");
     }
     let hint = async {
         tokio::time::sleep(HELLO_HINT).await;
         if !flags.hello_received.load(Ordering::Relaxed) {
             notify(format!(
-                "started {} s ago and has not said hello; is {program} an elasticdl program, one that calls \
-                 elasticdl_worker::run()?",
+                "started {} s ago and has not said hello; is {program} an elasticdl program, one \
+                 that calls elasticdl_worker::run()?",
                 HELLO_HINT.as_secs()
             ));
         }
@@ -385,7 +386,8 @@ async fn supervise_adopted(
     let mut end = match descriptor.and_then(exit_receiver) {
         Ok(end) => end,
         Err(error) => {
-            warn!(launch = launch.0, pid = started.pid, %error, "can't watch a process that is not a child; killing it");
+            warn!(launch = launch.0, pid = started.pid, %error, "can't watch a process that is not \
+                a child; killing it");
             return;
         }
     };

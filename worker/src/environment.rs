@@ -47,10 +47,16 @@ impl Tls {
         };
         let ca = read(&ca_file)?;
         check_ca(&ca).map_err(|why| {
-            format!("ELASTICDL_CA_FILE: {ca_file} must hold the certificate of the job's CA, in PEM: {why}")
+            format!(
+                "ELASTICDL_CA_FILE: {ca_file} must hold the certificate of the job's CA, in \
+                 PEM: {why}"
+            )
         })?;
         ServerName::try_from(name.as_str()).map_err(|_| {
-            format!("ELASTICDL_MASTER_NAME: `{name}` is no DNS name; it must be one that the master's certificate bears")
+            format!(
+                "ELASTICDL_MASTER_NAME: `{name}` is no DNS name; it must be one that the \
+                 master's certificate bears"
+            )
         })?;
         Ok(Some(Self { ca, name }))
     }

@@ -93,7 +93,8 @@ async fn the_exit_of_a_process_is_reported() {
 #[tokio::test]
 async fn a_process_gets_its_environment_and_writes_to_its_log() {
     let shell = Shell::new();
-    let script = "echo launch $ELASTICDL_LAUNCH at $ELASTICDL_INDEX in $PIPE with $RAYON_NUM_THREADS; read x; echo said $x >&2";
+    let script = "echo launch $ELASTICDL_LAUNCH at $ELASTICDL_INDEX in $PIPE with \
+        $RAYON_NUM_THREADS; read x; echo said $x >&2";
     assert_eq!(next_ended(&mut shell.start(script)).await.1, Exit::Code(0));
     let threads = std::env::var(RAYON_THREADS).unwrap_or_else(|_| "1".into());
     let expected = format!("launch 4 at 3 in {} with {threads}\nsaid\n", shell.pipe().display());

@@ -294,8 +294,8 @@ impl Kernels {
             limit,
             records: records as f64,
         };
-        // SAFETY: there are `SECOND_PASS_THREADS` sums and one scale; both stay borrowed until their
-        // last use is enqueued on the stream.
+        // SAFETY: there are `SECOND_PASS_THREADS` sums and one scale; both stay borrowed until
+        // their last use is enqueued on the stream.
         unsafe { launch(stream, &functions.clip_scale, 1, &clip) }
     }
 }
