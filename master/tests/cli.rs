@@ -1,5 +1,5 @@
-//! The `elasticdl` command as a user meets it: what it refuses, how it says so, and that it then
-//! has started nothing.
+//! The `elasticdl` command from the user's side: the input that it refuses, its error messages, and
+//! that it starts nothing after a refusal.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -12,10 +12,10 @@ use std::process::{Command, Output, Stdio};
 use elasticdl_master::jobdir::JobDir;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// A home of its own, so that no test sees another's jobs.
+/// A separate state folder per test, so that no test sees the jobs of another.
 struct Home(tempfile::TempDir);
 
-struct Said {
+struct CommandOutput {
     code: Option<i32>,
     stdout: String,
     stderr: String,
@@ -36,22 +36,22 @@ impl Home {
         command
     }
 
-    fn run(&self, args: &[&str]) -> Said {
+    fn run(&self, args: &[&str]) -> CommandOutput {
         let Output { status, stdout, stderr } = self.command(args).output().unwrap();
         let text = |bytes| String::from_utf8(bytes).unwrap();
-        Said { code: status.code(), stdout: text(stdout), stderr: text(stderr) }
+        CommandOutput { code: status.code(), stdout: text(stdout), stderr: text(stderr) }
     }
 
-    /// Runs `train` with `options`; the program notes in a file that it was started.
-    fn train(&self, options: &[&str]) -> Said {
+    /// Runs `train` with `options`, and asserts that the program was not started.
+    fn train(&self, options: &[&str]) -> CommandOutput {
         let marker = self.path("started");
         let script = format!("touch {}", marker.display());
         let mut args = vec!["train"];
         args.extend(options);
         args.extend(["--", "/bin/sh", "-c", &script]);
-        let said = self.run(&args);
+        let output = self.run(&args);
         assert!(!marker.exists(), "the program was started: {options:?}");
-        said
+        output
     }
 
     fn entries(&self) -> Vec<String> {
@@ -62,8 +62,8 @@ impl Home {
     }
 }
 
-impl Said {
-    /// Asserts a refusal of bad input that names `parts`.
+impl CommandOutput {
+    /// Asserts a refusal of invalid input whose message contains `parts`.
     fn assert_refused(&self, parts: &[&str]) {
         assert_eq!(self.code, Some(2), "{}{}", self.stdout, self.stderr);
         assert!(self.stderr.starts_with("error: "), "{}", self.stderr);
@@ -77,7 +77,7 @@ impl Said {
 const GOOD: [&str; 3] = ["--local", "--training-data", "d"];
 
 #[test]
-fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
+fn an_invalid_option_is_refused_with_its_name_and_valid_values() {
     let table: &[(&[&str], &[&str])] = &[
         (&["--num-workers", "0"], &["--num-workers", "from 1 to 1024"]),
         (&["--num-workers", "many"], &["--num-workers", "'many'", "from 1 to 1024"]),
@@ -124,7 +124,7 @@ fn a_bad_option_is_refused_with_its_name_and_what_would_be_right() {
 }
 
 #[test]
-fn in_a_cluster_checkpoints_are_where_all_workers_see_them() {
+fn in_a_cluster_checkpoints_must_be_on_a_volume_or_in_s3() {
     let home = Home::new();
     let dry = |options: &[&str]| {
         let image = [
@@ -140,8 +140,8 @@ fn in_a_cluster_checkpoints_are_where_all_workers_see_them() {
     };
     let volume = ["--volume", "claim_name=c,mount_path=/data"];
     for path in ["/data/c", "s3://bucket/c"] {
-        let said = dry(&[&volume[..], &["--checkpoint-dir", path]].concat());
-        assert!(said.code == Some(0) && said.stdout.contains(path), "{}", said.stderr);
+        let output = dry(&[&volume[..], &["--checkpoint-dir", path]].concat());
+        assert!(output.code == Some(0) && output.stdout.contains(path), "{}", output.stderr);
     }
     for option in ["--checkpoint-dir", "--resume-from"] {
         dry(&[&volume[..], &[option, "/elsewhere"]].concat()).assert_refused(&[
@@ -153,13 +153,13 @@ fn in_a_cluster_checkpoints_are_where_all_workers_see_them() {
 }
 
 #[test]
-fn only_a_job_without_master_and_without_end_is_resumed_and_as_it_was_started() {
+fn only_an_unfinished_job_without_a_master_is_resumed_and_with_its_original_options() {
     let home = Home::new();
     for (option, value) in
         [("--num-workers", "3"), ("--training-data", "d"), ("--summary", "s"), ("--seed", "1")]
     {
-        let said = home.run(&["train", "--resume", "./job", option, value]);
-        said.assert_refused(&["--resume", option, "cannot be used with"]);
+        let output = home.run(&["train", "--resume", "./job", option, value]);
+        output.assert_refused(&["--resume", option, "cannot be used with"]);
     }
     home.train(&["--resume", "./job"]).assert_refused(&[
         "--resume",
@@ -191,7 +191,7 @@ fn only_a_job_without_master_and_without_end_is_resumed_and_as_it_was_started() 
 }
 
 #[test]
-fn what_is_needed_is_asked_for() {
+fn a_missing_option_is_named() {
     let home = Home::new();
     home.train(&["--training-data", "d"]).assert_refused(&["--local", "cluster"]);
     home.train(&["--local"]).assert_refused(&["--training-data"]);
@@ -232,23 +232,23 @@ fn a_directory_in_which_a_job_runs_is_refused() {
 }
 
 #[test]
-fn asking_a_job_that_is_not_there_says_so() {
+fn commands_for_an_absent_job_report_that() {
     let home = Home::new();
-    home.run(&["status", "nobody"]).assert_refused(&["no such job", "elasticdl/nobody"]);
-    home.run(&["scale", "nobody", "--num-workers", "3"]).assert_refused(&["no such job"]);
-    home.run(&["scale", "nobody", "--num-workers", "0"])
+    home.run(&["status", "absent"]).assert_refused(&["no such job", "elasticdl/absent"]);
+    home.run(&["scale", "absent", "--num-workers", "3"]).assert_refused(&["no such job"]);
+    home.run(&["scale", "absent", "--num-workers", "0"])
         .assert_refused(&["--num-workers", "from 1"]);
-    home.run(&["scale", "nobody"]).assert_refused(&["--num-workers"]);
+    home.run(&["scale", "absent"]).assert_refused(&["--num-workers"]);
     let ended = JobDir::create(&home.path("state/elasticdl/mnist")).unwrap();
     fs::write(ended.summary_path(), "{}").unwrap();
     drop(ended);
     for job in ["mnist", "./state/elasticdl/mnist"] {
-        let said = home.run(&["status", job]);
-        assert_eq!(said.code, Some(1), "{}", said.stderr);
+        let output = home.run(&["status", job]);
+        assert_eq!(output.code, Some(1), "{}", output.stderr);
         assert!(
-            said.stderr.contains("not running") && said.stderr.contains("summary.json"),
+            output.stderr.contains("not running") && output.stderr.contains("summary.json"),
             "{}",
-            said.stderr
+            output.stderr
         );
     }
 }
@@ -257,12 +257,12 @@ fn asking_a_job_that_is_not_there_says_so() {
 fn a_master_that_was_killed_is_reported_as_not_running() {
     let home = Home::new();
     let killed = JobDir::create(&home.path("killed")).unwrap();
-    // A port that was free a moment ago, and that nobody listens on.
+    // A port that was free a moment ago, without a listener.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     killed.publish(port).unwrap();
-    let said = home.run(&["status", "./killed"]);
-    assert_eq!(said.code, Some(1), "{}", said.stderr);
-    assert!(said.stderr.contains("does not answer"), "{}", said.stderr);
+    let output = home.run(&["status", "./killed"]);
+    assert_eq!(output.code, Some(1), "{}", output.stderr);
+    assert!(output.stderr.contains("does not answer"), "{}", output.stderr);
 }
 
 /// A job whose program is a shell script.
@@ -274,23 +274,23 @@ fn job<'a>(options: &[&'a str], script: &'a str) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_job_whose_program_fails_says_why_and_leaves_its_summary() {
+fn a_job_whose_program_fails_reports_why_and_writes_its_summary() {
     let home = Home::new();
     let script = "echo oh no >&2; exit 3";
-    let said = home.run(&job(&["--max-worker-restarts", "0", "--summary", "mine.json"], script));
-    assert_eq!(said.code, Some(1), "{}{}", said.stdout, said.stderr);
+    let output = home.run(&job(&["--max-worker-restarts", "0", "--summary", "mine.json"], script));
+    assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
     assert!(
-        said.stdout.contains("failed after") && said.stdout.contains("mine.json"),
+        output.stdout.contains("failed after") && output.stdout.contains("mine.json"),
         "{}",
-        said.stdout
+        output.stdout
     );
-    // What the program said is not left to be found in its log.
+    // The error contains the last output of the program.
     let expected = "exited with code 3; this is failure 1 of workers since the job made progress, and at most 0 are allowed \
                     (--max-worker-restarts); its log ends with:\n    oh no\n";
     assert!(
-        said.stderr.contains("\nerror: launch ") && said.stderr.ends_with(expected),
+        output.stderr.contains("\nerror: launch ") && output.stderr.ends_with(expected),
         "{}",
-        said.stderr
+        output.stderr
     );
     let summary = fs::read(home.path("mine.json")).unwrap();
     assert_eq!(fs::read(home.path("job/summary.json")).unwrap(), summary);
@@ -309,30 +309,30 @@ fn a_job_whose_program_fails_says_why_and_leaves_its_summary() {
 }
 
 #[test]
-fn a_quiet_job_says_nothing_but_its_error() {
+fn a_quiet_job_prints_only_its_error() {
     let home = Home::new();
-    let said = home.run(&job(&["--max-worker-restarts", "0", "--quiet"], "exit 3"));
-    assert_eq!((said.code, said.stdout.as_str()), (Some(1), ""));
-    assert_eq!(said.stderr.lines().count(), 1, "{}", said.stderr);
-    assert!(said.stderr.starts_with("error: "), "{}", said.stderr);
+    let output = home.run(&job(&["--max-worker-restarts", "0", "--quiet"], "exit 3"));
+    assert_eq!((output.code, output.stdout.as_str()), (Some(1), ""));
+    assert_eq!(output.stderr.lines().count(), 1, "{}", output.stderr);
+    assert!(output.stderr.starts_with("error: "), "{}", output.stderr);
     let logs = home.path("job/logs").canonicalize().unwrap();
-    assert!(said.stderr.contains(&format!("(logs: {})", logs.display())), "{}", said.stderr);
+    assert!(output.stderr.contains(&format!("(logs: {})", logs.display())), "{}", output.stderr);
 }
 
 #[test]
-fn what_a_program_printed_last_is_told_without_what_steers_a_terminal() {
+fn the_last_output_of_a_program_is_shown_without_escape_sequences() {
     let home = Home::new();
     let script = r"printf '\033[31merror:\033[0m no option --hiden\n' >&2; exit 2";
-    let said = home.run(&job(&["--max-worker-restarts", "0", "--quiet"], script));
+    let output = home.run(&job(&["--max-worker-restarts", "0", "--quiet"], script));
     assert!(
-        said.stderr.contains("its log ends with:\n    error: no option --hiden\n(logs: /"),
+        output.stderr.contains("its log ends with:\n    error: no option --hiden\n(logs: /"),
         "{}",
-        said.stderr
+        output.stderr
     );
 }
 
 #[test]
-fn a_folder_that_is_no_jobs_is_neither_written_to_nor_deleted() {
+fn a_folder_that_belongs_to_no_job_is_neither_written_to_nor_deleted() {
     let home = Home::new();
     fs::write(home.path("main.rs"), "mine").unwrap();
     let here = [&GOOD[..], &["--job-dir", "."]].concat();
@@ -344,18 +344,18 @@ fn a_folder_that_is_no_jobs_is_neither_written_to_nor_deleted() {
 }
 
 #[test]
-fn deleting_a_job_leaves_what_it_has_not_written() {
+fn deleting_a_job_keeps_files_that_it_has_not_written() {
     let home = Home::new();
     home.run(&job(&["--max-worker-restarts", "0", "--quiet"], "exit 3"));
     fs::write(home.path("job/notes.txt"), "mine").unwrap();
-    // The next job in the folder does not mind it.
+    // The next job in the folder leaves the file alone.
     home.run(&job(&["--max-worker-restarts", "0", "--quiet"], "exit 3"));
-    let said = home.run(&["delete", "./job"]);
-    assert_eq!((said.code, said.stderr.as_str()), (Some(0), ""));
+    let output = home.run(&["delete", "./job"]);
+    assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""));
     assert!(
-        said.stdout.contains("./job is deleted") && said.stdout.contains("job/notes.txt"),
+        output.stdout.contains("./job is deleted") && output.stdout.contains("job/notes.txt"),
         "{}",
-        said.stdout
+        output.stdout
     );
     let left: Vec<_> =
         fs::read_dir(home.path("job")).unwrap().map(|e| e.unwrap().file_name()).collect();
@@ -391,7 +391,7 @@ fn options_of_a_cluster_are_refused_without_one() {
 }
 
 #[test]
-fn a_dry_run_on_this_machine_says_what_would_be_started() {
+fn a_local_dry_run_describes_what_would_be_started() {
     let home = Home::new();
     let options = [
         "--job-name",
@@ -404,8 +404,8 @@ fn a_dry_run_on_this_machine_says_what_would_be_started() {
         "m",
         "--dry-run",
     ];
-    let said = home.train(&[&GOOD[..], &options].concat());
-    assert_eq!((said.code, said.stderr.as_str()), (Some(0), ""));
+    let output = home.train(&[&GOOD[..], &options].concat());
+    assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""));
     let directory = home.path("state/elasticdl/mnist");
     for part in [
         "job mnist",
@@ -415,7 +415,7 @@ fn a_dry_run_on_this_machine_says_what_would_be_started() {
         "/c, every",
         directory.to_str().unwrap(),
     ] {
-        assert!(said.stdout.contains(part), "no {part:?} in {}", said.stdout);
+        assert!(output.stdout.contains(part), "no {part:?} in {}", output.stdout);
     }
     assert_eq!(home.entries(), [""; 0]);
 }
@@ -426,20 +426,24 @@ fn a_job_in_the_background_is_followed_and_stopped_by_its_name() {
     let mut args =
         vec!["train", "--training-data", "d", "--local", "--detach", "--job-name", "mnist"];
     args.extend(["--", "/bin/sh", "-c", "exec sleep 100000"]);
-    let said = home.run(&args);
-    assert_eq!((said.code, said.stderr.as_str()), (Some(0), ""), "{}", said.stdout);
+    let output = home.run(&args);
+    assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""), "{}", output.stdout);
     assert!(
-        said.stdout.contains("elasticdl status mnist")
-            && said.stdout.contains("elasticdl stop mnist")
+        output.stdout.contains("elasticdl status mnist")
+            && output.stdout.contains("elasticdl stop mnist")
     );
     let status = home.run(&["status", "mnist", "--json"]);
     assert!(status.stdout.contains(r#""job": "mnist""#), "{}{}", status.stdout, status.stderr);
-    let pid = said.stdout.split("process ").nth(1).unwrap().lines().next().unwrap().to_owned();
+    let pid = output.stdout.split("process ").nth(1).unwrap().lines().next().unwrap().to_owned();
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
     // State, parent, process group, session.
-    assert_eq!((fields[2], fields[3]), (pid.as_str(), pid.as_str()), "it has a session of its own");
-    // It runs in it, so another is refused by the command itself.
+    assert_eq!(
+        (fields[2], fields[3]),
+        (pid.as_str(), pid.as_str()),
+        "the master leads its own session"
+    );
+    // The name is in use, so the command itself refuses another job.
     home.run(&args).assert_refused(&["already running", &pid]);
     assert_eq!(home.run(&["stop", "mnist"]).code, Some(0));
     let watched = home.run(&["status", "mnist", "--watch"]);
@@ -449,7 +453,7 @@ fn a_job_in_the_background_is_followed_and_stopped_by_its_name() {
 }
 
 #[test]
-fn a_signal_stops_the_job_and_its_process_and_shows_in_the_exit_code() {
+fn a_signal_stops_the_job_and_its_processes_and_sets_the_exit_code() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let home = Home::new();
         let pipe = home.path("pipe");
@@ -477,7 +481,7 @@ fn a_signal_stops_the_job_and_its_process_and_shows_in_the_exit_code() {
 }
 
 #[test]
-fn the_help_is_a_manual() {
+fn the_help_names_each_option_within_100_columns() {
     let home = Home::new();
     let help = home.run(&["train", "--help"]);
     assert_eq!((help.code, help.stderr.as_str()), (Some(0), ""));

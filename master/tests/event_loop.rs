@@ -1,5 +1,5 @@
-//! A whole master in this process: its processes are shell scripts, and the test speaks for them on
-//! the wire.
+//! A complete master in this process. Its worker processes are shell scripts, and the test implements
+//! their side of the protocol.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -23,21 +23,21 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Streaming};
 use v1::master_client::MasterClient;
-use v1::master_message::Kind as Told;
-use v1::worker_message::Kind as Said;
+use v1::master_message::Kind as FromMaster;
+use v1::worker_message::Kind as ToMaster;
 
-/// A running job. Its processes write their launch into a named pipe, then wait until that pipe is
+/// A running job. Its processes write their launch id to a named pipe, then wait until the pipe is
 /// written to.
 struct Fixture {
     _folder: tempfile::TempDir,
     dir: JobDir,
     pipe: PathBuf,
     address: SocketAddr,
-    interrupts: mpsc::Sender<UserCommand>,
+    commands: mpsc::Sender<UserCommand>,
     ended: JoinHandle<JobResult>,
 }
 
-/// The test's end of a worker's stream.
+/// The worker's side of a stream.
 struct Worker {
     outgoing: mpsc::Sender<v1::WorkerMessage>,
     incoming: Streaming<v1::MasterMessage>,
@@ -56,9 +56,9 @@ impl Fixture {
         let address = listener.local_addr().unwrap();
         let server_config = ServerConfig { listener, token: dir.token().clone(), identity: None };
         let master = Master::new(spec(), server_config, launcher, Progress::quiet()).unwrap();
-        let (interrupts, interrupted) = mpsc::channel(4);
-        let ended = tokio::spawn(master.run(interrupted));
-        Self { _folder: folder, dir, pipe, address, interrupts, ended }
+        let (commands, received_commands) = mpsc::channel(4);
+        let ended = tokio::spawn(master.run(received_commands));
+        Self { _folder: folder, dir, pipe, address, commands, ended }
     }
 
     /// Waits for the next launch.
@@ -69,7 +69,7 @@ impl Fixture {
         line.trim().parse().unwrap()
     }
 
-    /// Lets a launched process end by itself.
+    /// Makes a launched process exit.
     async fn let_end(&self) {
         let pipe = self.pipe.clone();
         tokio::task::spawn_blocking(move || drop(File::options().write(true).open(pipe).unwrap()))
@@ -81,7 +81,7 @@ impl Fixture {
         MasterClient::connect(format!("http://{}", self.address)).await.unwrap()
     }
 
-    fn proven<T>(&self, message: T) -> Request<T> {
+    fn with_token<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         request
             .metadata_mut()
@@ -98,8 +98,8 @@ impl Fixture {
             pid: 42,
             resume: None,
         };
-        outgoing.send(v1::WorkerMessage { kind: Some(Said::Hello(hello)) }).await.unwrap();
-        let request = self.proven(ReceiverStream::new(received));
+        outgoing.send(v1::WorkerMessage { kind: Some(ToMaster::Hello(hello)) }).await.unwrap();
+        let request = self.with_token(ReceiverStream::new(received));
         let incoming = self.client().await.join(request).await.unwrap().into_inner();
         Worker { outgoing, incoming }
     }
@@ -110,18 +110,18 @@ impl Fixture {
 }
 
 impl Worker {
-    async fn say(&self, kind: Said) {
+    async fn send(&self, kind: ToMaster) {
         self.outgoing.send(v1::WorkerMessage { kind: Some(kind) }).await.unwrap();
     }
 
-    async fn told(&mut self) -> Told {
+    async fn receive(&mut self) -> FromMaster {
         self.incoming.message().await.unwrap().expect("the stream is open").kind.unwrap()
     }
 
-    /// Takes the messages up to the one that `wanted` takes something from.
-    async fn told_of<T>(&mut self, wanted: impl Fn(Told) -> Option<T>) -> T {
+    /// Reads messages up to the first one that `wanted` accepts.
+    async fn receive_until<T>(&mut self, wanted: impl Fn(FromMaster) -> Option<T>) -> T {
         loop {
-            if let Some(found) = wanted(self.told().await) {
+            if let Some(found) = wanted(self.receive().await) {
                 return found;
             }
         }
@@ -157,37 +157,37 @@ fn spec() -> JobSpec {
     }
 }
 
-fn described(outcome: v1::described::Outcome) -> Said {
-    Said::Described(v1::Described { outcome: Some(outcome) })
+fn described(outcome: v1::described::Outcome) -> ToMaster {
+    ToMaster::Described(v1::Described { outcome: Some(outcome) })
 }
 
 #[tokio::test]
-async fn a_job_runs_from_its_first_launch_to_its_last_word() {
+async fn a_job_runs_from_its_first_launch_to_its_summary() {
     let job = Fixture::start().await;
     let mut worker = job.join(job.launched().await).await;
-    let Told::Welcome(welcome) = worker.told().await else { panic!("no welcome") };
+    let FromMaster::Welcome(welcome) = worker.receive().await else { panic!("no welcome") };
     assert_eq!(welcome.options.unwrap().training_data, "d");
-    assert_eq!(worker.told().await, Told::Describe(v1::Describe {}));
+    assert_eq!(worker.receive().await, FromMaster::Describe(v1::Describe {}));
     let file = v1::File { path: "a".into(), records: 4, version: None };
     let dataset = v1::Dataset { files: vec![file], ..Default::default() };
-    worker.say(described(v1::described::Outcome::Dataset(dataset.clone()))).await;
-    assert_eq!(worker.told().await, Told::Prepare(v1::Prepare { dataset: Some(dataset) }));
-    worker.say(Said::LeaseRequest(v1::LeaseRequest { epoch: 0, records: 4 })).await;
-    worker.say(Said::Ready(v1::Ready { parameters: 10 })).await;
+    worker.send(described(v1::described::Outcome::Dataset(dataset.clone()))).await;
+    assert_eq!(worker.receive().await, FromMaster::Prepare(v1::Prepare { dataset: Some(dataset) }));
+    worker.send(ToMaster::LeaseRequest(v1::LeaseRequest { epoch: 0, records: 4 })).await;
+    worker.send(ToMaster::Ready(v1::Ready { parameters: 10 })).await;
     let generation = worker
-        .told_of(|told| match told {
-            Told::Membership(membership) => Some(membership.generation),
+        .receive_until(|message| match message {
+            FromMaster::Membership(membership) => Some(membership.generation),
             _ => None,
         })
         .await;
     let nothing = v1::Ledger { epochs_complete: 0, ranges: Vec::new(), repeated_records: 0 };
-    worker.say(Said::Formed(v1::Formed { generation, step: 0, ledger: Some(nothing) })).await;
+    worker.send(ToMaster::Formed(v1::Formed { generation, step: 0, ledger: Some(nothing) })).await;
     let mut leased = Vec::new();
     while leased.iter().map(|range: &v1::Range| range.end - range.start).sum::<u64>() < 4 {
         leased.extend(
             worker
-                .told_of(|told| match told {
-                    Told::Lease(lease) => Some(lease.ranges),
+                .receive_until(|message| match message {
+                    FromMaster::Lease(lease) => Some(lease.ranges),
                     _ => None,
                 })
                 .await,
@@ -203,7 +203,7 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
         times: None,
         steps_skipped: 0,
     };
-    worker.say(Said::Committed(committed)).await;
+    worker.send(ToMaster::Committed(committed)).await;
     let all = v1::Ledger { epochs_complete: 1, ranges: Vec::new(), repeated_records: 0 };
     let finished = v1::Finished {
         generation,
@@ -218,8 +218,8 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
         steps_skipped: 0,
         exported: false,
     };
-    worker.say(Said::Finished(finished)).await;
-    worker.told_of(|told| matches!(told, Told::Shutdown(_)).then_some(())).await;
+    worker.send(ToMaster::Finished(finished)).await;
+    worker.receive_until(|message| matches!(message, FromMaster::Shutdown(_)).then_some(())).await;
     drop(worker);
     job.let_end().await;
     let JobResult { outcome, summary } = job.ended().await;
@@ -240,9 +240,9 @@ async fn a_job_runs_from_its_first_launch_to_its_last_word() {
 async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
     let job = Fixture::start().await;
     let mut worker = job.join(job.launched().await).await;
-    worker.told_of(|told| matches!(told, Told::Describe(_)).then_some(())).await;
-    worker.say(described(v1::described::Outcome::Error("d: no such file".into()))).await;
-    worker.told_of(|told| matches!(told, Told::Shutdown(_)).then_some(())).await;
+    worker.receive_until(|message| matches!(message, FromMaster::Describe(_)).then_some(())).await;
+    worker.send(described(v1::described::Outcome::Error("d: no such file".into()))).await;
+    worker.receive_until(|message| matches!(message, FromMaster::Shutdown(_)).then_some(())).await;
     drop(worker);
     job.let_end().await;
     let JobResult { outcome, summary } = job.ended().await;
@@ -255,10 +255,10 @@ async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
 }
 
 #[tokio::test]
-async fn an_interrupt_that_kills_ends_the_job_at_once() {
+async fn a_kill_command_ends_the_job_at_once() {
     let job = Fixture::start().await;
     let _worker = job.join(job.launched().await).await;
-    job.interrupts.send(UserCommand::Kill).await.unwrap();
+    job.commands.send(UserCommand::Kill).await.unwrap();
     assert_eq!(job.ended().await.outcome, Outcome::Stopped);
 }
 
@@ -266,7 +266,7 @@ async fn an_interrupt_that_kills_ends_the_job_at_once() {
 async fn a_stop_before_there_is_a_group_ends_the_job() {
     let job = Fixture::start().await;
     job.launched().await;
-    job.interrupts.send(UserCommand::Stop).await.unwrap();
+    job.commands.send(UserCommand::Stop).await.unwrap();
     let JobResult { outcome, summary } = job.ended().await;
     assert_eq!((outcome, &*summary.state), (Outcome::Stopped, "stopped"));
 }
@@ -275,21 +275,21 @@ async fn a_stop_before_there_is_a_group_ends_the_job() {
 async fn a_worker_whose_stream_ends_is_replaced_or_fails_the_job() {
     let job = Fixture::start().await;
     let worker = job.join(job.launched().await).await;
-    // Its process runs on, and is ended for it: someone else's doing, so it is replaced without
-    // counting.
+    // The process is still running, so the master kills it; its replacement does not count as a
+    // failure.
     drop(worker);
     assert!(job.launched().await > 0);
-    job.interrupts.send(UserCommand::Kill).await.unwrap();
+    job.commands.send(UserCommand::Kill).await.unwrap();
     job.ended().await;
 }
 
 #[tokio::test]
-async fn a_worker_that_nobody_launched_is_refused() {
+async fn a_worker_of_an_unknown_launch_is_refused() {
     let job = Fixture::start().await;
     let launch = job.launched().await;
-    let mut stranger = job.join(launch + 1000).await;
-    assert_eq!(stranger.incoming.message().await.unwrap_err().code(), Code::FailedPrecondition);
-    job.interrupts.send(UserCommand::Kill).await.unwrap();
+    let mut unknown = job.join(launch + 1000).await;
+    assert_eq!(unknown.incoming.message().await.unwrap_err().code(), Code::FailedPrecondition);
+    job.commands.send(UserCommand::Kill).await.unwrap();
     job.ended().await;
 }
 
@@ -299,17 +299,17 @@ async fn a_job_is_scaled_within_its_bounds_and_shows_it() {
     let launch = job.launched().await;
     let worker = job.join(launch).await;
     let mut client = job.client().await;
-    let scale = |num_workers| job.proven(v1::ScaleRequest { num_workers });
+    let scale = |num_workers| job.with_token(v1::ScaleRequest { num_workers });
     for out_of_bounds in [0, 4, u32::MAX] {
         let refused = client.scale(scale(out_of_bounds)).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument);
         assert!(refused.message().contains("1 to 3 workers"), "{}", refused.message());
     }
     assert_eq!(client.scale(scale(3)).await.unwrap().into_inner().was, 1);
-    let status = client.status(job.proven(v1::StatusRequest {})).await.unwrap().into_inner();
+    let status = client.status(job.with_token(v1::StatusRequest {})).await.unwrap().into_inner();
     assert_eq!((status.job.as_str(), status.workers_desired), ("mnist", 3));
     assert_eq!(status.workers.iter().map(|w| w.pid).collect::<Vec<_>>(), [42]);
     drop(worker);
-    job.interrupts.send(UserCommand::Kill).await.unwrap();
+    job.commands.send(UserCommand::Kill).await.unwrap();
     job.ended().await;
 }

@@ -1,4 +1,4 @@
-//! The manifests say what the code does.
+//! The manifests agree with the code.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -25,7 +25,7 @@ fn dry_run(options: &[&str]) -> (bool, String, String) {
 }
 
 #[test]
-fn the_example_is_what_would_be_made() {
+fn the_example_equals_the_output_of_a_dry_run() {
     let options = [
         ["--num-workers", "4"],
         ["--volume", "claim_name=data,mount_path=/data,read_only=true"],
@@ -42,7 +42,7 @@ fn the_example_is_what_would_be_made() {
     let golden = std::fs::read_to_string(&path).unwrap();
     assert!(
         golden == made,
-        "{}: run this test with ELASTICDL_BLESS=1 and look at the difference",
+        "{}: run this test with ELASTICDL_BLESS=1 and check the difference",
         path.display()
     );
 }
@@ -115,7 +115,7 @@ fn other_work_than_training_reaches_the_task() {
 }
 
 #[test]
-fn options_that_no_server_takes_are_refused_by_name() {
+fn options_that_no_cluster_accepts_are_refused_by_name() {
     let gpus = ["--worker-resources", "nvidia.com/gpu=4"];
     let with_gpus = |options: [&'static str; 2]| [gpus, options].concat();
     let pods: [(&[&str], &str); 5] = [

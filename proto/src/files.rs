@@ -1,12 +1,12 @@
-//! The list of a data set's files, packed.
+//! The compressed list of a data set's files.
 //!
-//! A data set may have a million files. Their paths take a hundred megabytes as text, and a few
-//! when they are compressed, for most of each path repeats the one before. The list is packed once,
-//! by the worker that has described the data set or by the master that was told; from then on it is
-//! sent, kept and compared in that form, and read as a stream.
+//! A data set may have a million files. Their paths take a hundred megabytes as text but only a few
+//! megabytes compressed, because each path repeats most of the previous one. The list is packed
+//! once, by the worker that describes the data set or by the master that receives the description.
+//! From then on it is sent, stored and compared in that form, and read as a stream.
 //!
-//! **Invariant:** a [`FileList`] can be read to its end: whatever came from outside has been read
-//! once before.
+//! **Invariant:** a [`FileList`] can be read to its end: a list from outside has been read completely
+//! before it became a `FileList`.
 
 use std::fmt;
 use std::io::{self, Read as _, Write as _};
@@ -14,7 +14,7 @@ use std::io::{self, Read as _, Write as _};
 use bytes::{Buf as _, Bytes, buf::Reader};
 use xxhash_rust::xxh3::Xxh3Default;
 
-/// The files of a data set, in order, with their record counts. A copy shares its bytes.
+/// The files of a data set, in order, with their record counts. Clones share the packed bytes.
 #[derive(Clone)]
 pub struct FileList {
     packed: Bytes,
@@ -29,43 +29,43 @@ pub struct FileList {
 pub struct ListedFile {
     /// Path or URI.
     pub path: String,
-    /// Records in it.
+    /// Number of records.
     pub records: u64,
-    /// By which workers tell this version of it from others; `None`: they can't, or any will do.
+    /// Digest that distinguishes this version of the file from others; `None` if it is unknown or
+    /// any version is accepted.
     pub version: Option<u32>,
 }
 
-/// How much a list from outside may hold.
+/// Limits on a list from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileLimits {
-    /// Files.
+    /// Most files.
     pub files: usize,
-    /// Bytes of a path.
+    /// Most bytes of a path.
     pub path_bytes: usize,
-    /// Records of all files.
+    /// Most records of all files.
     pub records: u64,
 }
 
-/// What is wrong with a list.
+/// Why a list is invalid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileListError(String);
 
 impl FileList {
-    /// Packs a list.
+    /// Packs a list of files.
     pub fn pack<F: Into<ListedFile>>(files: impl IntoIterator<Item = F>) -> Self {
         let mut packer = Packer::default();
-        let mut encoder =
-            zstd::Encoder::new(Vec::new(), LEVEL).expect("the level is one that there is");
+        let mut encoder = zstd::Encoder::new(Vec::new(), LEVEL).expect("the level is valid");
         for file in files {
-            encoder.write_all(packer.entry(&file.into())).expect("memory takes what is written");
+            encoder.write_all(packer.entry(&file.into())).expect("writing to memory does not fail");
         }
-        packer.done(encoder.finish().expect("memory takes what is written").into())
+        packer.done(encoder.finish().expect("writing to memory does not fail").into())
     }
 
-    /// Reads a packed list through.
+    /// Reads and checks a packed list.
     ///
     /// # Errors
-    /// It is damaged, or holds more than `limits`.
+    /// The list is damaged or exceeds `limits`.
     pub fn unpack(packed: Bytes, limits: FileLimits) -> Result<Self, FileListError> {
         let mut packer = Packer::default();
         let mut files = Files::new(packed.clone())?;
@@ -90,7 +90,7 @@ impl FileList {
         &self.packed
     }
 
-    /// How long it is unpacked, in bytes.
+    /// Size of the unpacked list in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -102,29 +102,28 @@ impl FileList {
         self.len
     }
 
-    /// Whether it names no file.
+    /// Whether the list is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Records of one epoch; saturates.
+    /// Number of records of one epoch; saturates.
     #[must_use]
     pub fn records(&self) -> u64 {
         self.records
     }
 
-    /// Tells it from other lists: the same for the same paths and counts, however they are
-    /// compressed.
+    /// Digest of the unpacked list: independent of the compression.
     #[must_use]
     pub fn digest(&self) -> u64 {
         self.digest
     }
 
-    /// The files, unpacked one by one.
+    /// Iterates over the files, unpacking one at a time.
     #[must_use]
     pub fn iter(&self) -> Files {
-        Files::new(self.packed.clone()).expect("it was read before")
+        Files::new(self.packed.clone()).expect("the list was read before")
     }
 }
 
@@ -157,7 +156,7 @@ impl IntoIterator for &FileList {
     }
 }
 
-/// The files of a [`FileList`], in order.
+/// Iterator over the files of a [`FileList`], in order.
 pub struct Files {
     decoder: zstd::Decoder<'static, io::BufReader<Reader<Bytes>>>,
 }
@@ -189,7 +188,7 @@ impl Files {
             NO_VERSION => None,
             version => Some(
                 u32::try_from(version)
-                    .map_err(|_| FileListError("a version that is none".into()))?,
+                    .map_err(|_| FileListError("a version of more than 32 bits".into()))?,
             ),
         };
         Ok(Some(ListedFile { path, records: u64::from_le_bytes(records), version }))
@@ -200,7 +199,7 @@ impl Iterator for Files {
     type Item = ListedFile;
 
     fn next(&mut self) -> Option<ListedFile> {
-        self.read(usize::MAX).expect("a list is read through before it is used")
+        self.read(usize::MAX).expect("the list was read before")
     }
 }
 
@@ -224,22 +223,22 @@ impl fmt::Display for FileListError {
 
 impl std::error::Error for FileListError {}
 
-/// Counts what passes.
+/// Encodes files and accumulates counts and digest.
 #[derive(Default)]
 struct Packer {
     len: usize,
     bytes: u64,
     records: u64,
     hasher: Xxh3Default,
-    /// Used again for each file.
+    /// Reused buffer of one encoded file.
     entry: Vec<u8>,
 }
 
 impl Packer {
-    /// One file's bytes.
+    /// Encodes one file.
     fn entry(&mut self, file: &ListedFile) -> &[u8] {
         let ListedFile { path, records, version } = file;
-        let len = u32::try_from(path.len()).expect("no system has paths of 4 GiB");
+        let len = u32::try_from(path.len()).expect("a path is shorter than 4 GiB");
         self.entry.clear();
         self.entry.extend(len.to_le_bytes());
         self.entry.extend(path.as_bytes());
@@ -262,9 +261,9 @@ fn damaged(error: io::Error) -> FileListError {
     FileListError(format!("it is damaged: {error}"))
 }
 
-/// In the place of a version that there is not.
+/// Encoding of an absent version.
 const NO_VERSION: u64 = u64::MAX;
-/// A hundred megabytes in half a second, to a tenth or less.
+/// Compresses a hundred megabytes in half a second to a tenth or less.
 const LEVEL: i32 = 3;
 
 #[cfg(test)]
@@ -278,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_what_was_packed_wherever_it_comes_from() {
+    fn a_list_round_trips_through_its_packed_form() {
         let files = [("a", 3), ("b/\u{e4}\n", 0), ("c", u64::MAX)];
         let packed = list(&files);
         assert_eq!((packed.len(), packed.records()), (3, u64::MAX));
@@ -314,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_damaged_or_too_large_is_refused_and_never_panics() {
+    fn a_damaged_or_oversized_list_is_refused_without_a_panic() {
         let whole = list(&[("a", 3), ("bb", 4)]);
         let refused = |limits: FileLimits| {
             FileList::unpack(whole.packed().clone(), limits).unwrap_err().to_string()
@@ -332,7 +331,7 @@ mod tests {
         for at in 0..packed.len() {
             let mut bytes = packed.to_vec();
             bytes[at] ^= 0x40;
-            // Some bytes are of no meaning, or give another list, which has another digest.
+            // Some bytes are ignored by the decoder, or yield another list with another digest.
             if let Ok(other) = FileList::unpack(bytes.into(), LIMITS) {
                 assert!(at < 8 || other != whole, "{at}");
             }

@@ -1,10 +1,10 @@
-//! Names that master and workers use for one another.
+//! Ids that master and workers share.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// One incarnation of a worker process. Given out by the master, never used again.
+/// Id of one incarnation of a worker process. Assigned by the master, never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct WorkerId(pub u64);
 
@@ -14,7 +14,7 @@ impl fmt::Display for WorkerId {
     }
 }
 
-/// One membership of a job's group. Grows by one at every change; 0 is "none yet".
+/// Number of one membership of a job's group. Grows by one at each change; 0 before the first.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]

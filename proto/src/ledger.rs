@@ -1,8 +1,8 @@
-//! The record of what the parameters have absorbed.
+//! The ledger: the set of records that the parameters have absorbed.
 //!
-//! The group owns it: a step's commit adds every rank's ranges to it together with the update of
-//! the parameters, so on every rank it says exactly what those parameters have seen. The master
-//! keeps a copy, as a cache.
+//! The group owns the ledger: the commit of a step adds the ranges of all ranks to it together with
+//! the update of the parameters. So on each rank the ledger states exactly which records those
+//! parameters have absorbed. The master holds a copy as a cache.
 //!
 //! **Invariant:** two ranks at the same step hold equal ledgers.
 
@@ -10,28 +10,28 @@ use std::collections::BTreeMap;
 
 use crate::ranges::{RangeSet, RecordRange};
 
-/// Which records of which epochs the parameters have absorbed.
+/// The records of all epochs that the parameters have absorbed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ledger {
-    /// Records of one epoch.
+    /// Number of records of one epoch.
     records: u64,
-    /// All epochs before this one are absorbed completely.
+    /// The first epoch that is not absorbed completely.
     epochs_complete: u32,
-    /// What is absorbed of the epochs from `epochs_complete` on; no entry is empty or, at the
-    /// front, full.
+    /// Absorbed records of the epochs from `epochs_complete` on. No entry is empty, and the first one
+    /// is not complete.
     absorbed: BTreeMap<u32, RangeSet>,
-    /// Records absorbed more than once.
+    /// Number of records absorbed more than once.
     repeated: u64,
 }
 
 impl Ledger {
-    /// The ledger of parameters that have seen nothing of a data set of `records` records.
+    /// The empty ledger of a data set of `records` records.
     #[must_use]
     pub fn new(records: u64) -> Self {
         Self { records, epochs_complete: 0, absorbed: BTreeMap::new(), repeated: 0 }
     }
 
-    /// Rebuilds a ledger from what [`Ledger::ranges`] and its other accessors gave.
+    /// Rebuilds a ledger from the values of [`Ledger::ranges`] and its other accessors.
     ///
     /// # Errors
     /// The first range that is empty, reaches past the data set, or repeats another.
@@ -51,8 +51,8 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// Adds `range`; returns how many of its records had been absorbed before (0, or something is
-    /// wrong).
+    /// Adds `range`. Returns the number of its records that had been absorbed before; any value but 0
+    /// indicates an error.
     pub fn absorb(&mut self, range: RecordRange) -> u64 {
         let repeated = if range.epoch < self.epochs_complete {
             range.len()
@@ -74,13 +74,13 @@ impl Ledger {
         self.epochs_complete
     }
 
-    /// Records of `epoch` that are not absorbed.
+    /// Number of records of `epoch` that are not absorbed.
     #[must_use]
     pub fn remaining(&self, epoch: u32) -> u64 {
         self.records - self.absorbed_in(epoch)
     }
 
-    /// Records of `range` that are absorbed.
+    /// Number of records of `range` that are absorbed.
     #[must_use]
     pub fn absorbed_of(&self, range: RecordRange) -> u64 {
         if range.epoch < self.epochs_complete {
@@ -106,26 +106,26 @@ impl Ledger {
         set.gaps(range.records()).into_iter().map(part).collect()
     }
 
-    /// Records absorbed over all epochs, each once.
+    /// Number of distinct records absorbed over all epochs.
     #[must_use]
     pub fn counted(&self) -> u64 {
         let open: u64 = self.absorbed.values().map(RangeSet::len).sum();
         u64::from(self.epochs_complete) * self.records + open
     }
 
-    /// Records absorbed more than once.
+    /// Number of records absorbed more than once.
     #[must_use]
     pub fn repeated(&self) -> u64 {
         self.repeated
     }
 
-    /// Records of one epoch.
+    /// Number of records of one epoch.
     #[must_use]
     pub fn records_per_epoch(&self) -> u64 {
         self.records
     }
 
-    /// What is absorbed of epochs that are not complete, in order.
+    /// Absorbed ranges of the epochs that are not complete, in order.
     pub fn ranges(&self) -> impl Iterator<Item = RecordRange> + '_ {
         self.absorbed.iter().flat_map(|(&epoch, set)| {
             set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_absorbed_twice_is_counted_as_repeated() {
+    fn a_record_absorbed_twice_is_counted_as_repeated() {
         let mut ledger = Ledger::new(10);
         ledger.absorb(range(0, 0, 6));
         assert_eq!(ledger.absorb(range(0, 4, 8)), 2);
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ledger_survives_the_wire_and_a_wrong_one_is_refused() {
+    fn a_ledger_round_trips_through_its_parts_and_an_invalid_one_is_refused() {
         let mut ledger = Ledger::new(10);
         for r in [range(0, 0, 10), range(1, 2, 4), range(2, 8, 9)] {
             ledger.absorb(r);

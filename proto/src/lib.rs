@@ -1,9 +1,8 @@
-//! What master and workers must agree on: the gRPC schema, the names they use for one another, and
-//! the arithmetic of the ledger.
+//! Types that master and workers share: the gRPC schema, ids, and the arithmetic of the ledger.
 //!
-//! **Invariant:** this crate does no IO and decides nothing. The generated types in [`v1`] stop at
-//! the files that speak gRPC; [`WorkerId`], [`Generation`], [`RecordRange`], [`RangeSet`],
-//! [`Ledger`] and [`FileList`] are what the cores on both sides reckon with.
+//! **Invariant:** this crate does no I/O and makes no decisions. The generated types in [`v1`] are
+//! used only in the modules that implement gRPC; [`WorkerId`], [`Generation`], [`RecordRange`],
+//! [`RangeSet`], [`Ledger`] and [`FileList`] are the types of the cores on both sides.
 
 mod files;
 mod ids;

@@ -1,4 +1,4 @@
-//! Ranges of records and sets of them.
+//! Ranges of records, and sets of ranges.
 //!
 //! **Invariant:** a [`RangeSet`] holds sorted, disjoint, non-empty, non-touching ranges, so equal
 //! sets have equal representations.
@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// Records `start..end` of one epoch, counted over all files of the data set in order.
+/// Records `start..end` of one epoch, numbered over all files of the data set in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RecordRange {
     /// Epoch, from 0.
@@ -21,19 +21,19 @@ pub struct RecordRange {
 }
 
 impl RecordRange {
-    /// Number of records; 0 where `end` lies before `start`.
+    /// Number of records; 0 if `end` is less than `start`.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.end.saturating_sub(self.start)
     }
 
-    /// Whether it holds no record.
+    /// Whether the range contains no record.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Its records without their epoch.
+    /// The records without their epoch.
     #[must_use]
     pub fn records(&self) -> Range<u64> {
         self.start..self.end
@@ -46,14 +46,14 @@ impl fmt::Display for RecordRange {
     }
 }
 
-/// A set of records of one epoch. Adding, taking out and looking up a range is `O(log n)` in the
-/// set's ranges, besides those that it touches: an epoch in random order has very many of them
-/// half-way through.
+/// A set of records of one epoch. To insert, remove or look up a range takes `O(log n)` in the
+/// number of the set's ranges, plus the number of ranges that overlap it. An epoch in random order
+/// consists of very many ranges half-way through.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RangeSet {
-    /// End by start.
+    /// Ends of the ranges by start.
     ranges: BTreeMap<u64, u64>,
-    /// Records in all of them: kept, because ledgers ask for it at every commit.
+    /// Number of records in all ranges; cached because ledgers need it at each commit.
     records: u64,
 }
 
@@ -66,7 +66,7 @@ impl RangeSet {
         set
     }
 
-    /// Adds `range`; returns how many of its records were there already.
+    /// Inserts `range`. Returns the number of its records that were already in the set.
     pub fn insert(&mut self, range: Range<u64>) -> u64 {
         if range.start >= range.end {
             return 0;
@@ -87,7 +87,7 @@ impl RangeSet {
         there
     }
 
-    /// Takes `range` out; returns how many of its records were there.
+    /// Removes `range`. Returns the number of its records that were in the set.
     pub fn remove(&mut self, range: Range<u64>) -> u64 {
         if range.start >= range.end {
             return 0;
@@ -140,23 +140,23 @@ impl RangeSet {
         self.records
     }
 
-    /// Whether the set holds no record.
+    /// Whether the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// Its ranges, sorted, none touching another.
+    /// The ranges of the set, sorted and not adjacent.
     pub fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.ranges.iter().map(|(&start, &end)| start..end)
     }
 
-    /// The last of its ranges that starts before `record`.
+    /// The last range of the set that starts before `record`.
     fn before(&self, record: u64) -> Option<Range<u64>> {
         self.ranges.range(..record).next_back().map(|(&start, &end)| start..end)
     }
 
-    /// Its ranges that have records of `range`, in order.
+    /// The ranges of the set that overlap `range`, in order.
     fn meeting(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         let before = self.before(range.start).filter(|r| r.end > range.start);
         let inside = range.start..range.end.max(range.start);
@@ -172,7 +172,7 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> u64 {
 mod tests {
     use super::*;
 
-    /// Every sequence of three insertions and removals over 7 records, against a bit set.
+    /// Compares every sequence of three insertions and removals over 7 records with a bit set.
     #[test]
     fn a_range_set_agrees_with_a_bit_set() {
         let ranges: Vec<Range<u64>> = (0..7).flat_map(|s| (s..=7).map(move |e| s..e)).collect();

@@ -22,7 +22,7 @@ use crate::token::Token;
 struct MasterFixture {
     address: SocketAddr,
     token: Token,
-    /// For how long the master holds its lease from now on.
+    /// Sets the time for which the master holds its lease.
     hold: Box<dyn Fn(Duration)>,
     _fake: Arc<FakeServer>,
     _commands: mpsc::Sender<UserCommand>,
@@ -37,7 +37,7 @@ impl MasterFixture {
         let meta = serde_json::from_value(meta).unwrap();
         let (lease_guard, hold) = LeaseGuard::for_test();
         let recorder = EventRecorder::start(&cluster, &meta);
-        let mould = PodFactory {
+        let factory = PodFactory {
             template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
                 .unwrap(),
             anchor: meta,
@@ -45,23 +45,23 @@ impl MasterFixture {
             min_workers: 1,
             priority_tiers: None,
         };
-        let pods = Pods::new(&cluster, mould, lease_guard.clone(), recorder.clone());
+        let pods = Pods::new(&cluster, factory, lease_guard.clone(), recorder.clone());
         let anchor = Anchor::new(&cluster, "job");
         let seen = anchor.read().await.unwrap();
         let writer = AnchorWriter::begin(&anchor, &seen, 3).await.unwrap();
-        let keeper = PersistedJobWriter::new(writer, lease_guard.clone(), recorder, None);
+        let persisted_job = PersistedJobWriter::new(writer, lease_guard.clone(), recorder, None);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let (address, token) = (listener.local_addr().unwrap(), Token::random().unwrap());
         let server_config = ServerConfig { listener, token: token.clone(), identity: None };
         let term = MasterTerm { incarnation: 3, lease_guard };
         let master =
-            Master::with_pods(spec(), server_config, pods, keeper, term, Progress::quiet());
+            Master::with_pods(spec(), server_config, pods, persisted_job, term, Progress::quiet());
         let (commands, received) = mpsc::channel(1);
         tokio::spawn(master.run(received));
         Self { address, token, hold: Box::new(hold), _fake: fake, _commands: commands }
     }
 
-    /// What the master says to a worker, which was welcomed by this incarnation before.
+    /// Opens the stream of a worker that was welcomed by the master with this incarnation before.
     async fn join(&self, incarnation: Option<u64>) -> Streaming<MasterMessage> {
         let resume = incarnation.map(|incarnation| v1::Resume {
             worker: 1,
@@ -79,7 +79,7 @@ impl MasterFixture {
         let (sender, outgoing) = mpsc::channel(1);
         let kind = Some(v1::worker_message::Kind::Hello(hello));
         sender.send(v1::WorkerMessage { kind }).await.unwrap();
-        // It says no more, and stays.
+        // Keeps the stream open without further messages.
         tokio::spawn(async move { sender.closed().await });
         let mut request = Request::new(ReceiverStream::new(outgoing));
         request.metadata_mut().insert("authorization", self.token.to_bearer().parse().unwrap());
@@ -99,7 +99,7 @@ impl MasterFixture {
 }
 
 #[tokio::test]
-async fn a_master_whose_lease_is_not_renewed_sends_its_workers_away_until_it_is() {
+async fn a_master_whose_lease_is_not_renewed_disconnects_its_workers_until_it_is() {
     let fixture = MasterFixture::start().await;
     let mut stream = fixture.join(None).await;
     let Some(Kind::Welcome(welcome)) = stream.message().await.unwrap().unwrap().kind else {
@@ -114,16 +114,15 @@ async fn a_master_whose_lease_is_not_renewed_sends_its_workers_away_until_it_is(
 }
 
 #[tokio::test]
-async fn a_master_that_hears_of_a_newer_one_listens_no_more_until_the_server_says_that_it_is_the_one()
- {
+async fn a_master_that_learns_of_a_newer_one_closes_its_listener_until_its_lease_is_confirmed() {
     let fixture = MasterFixture::start().await;
-    // As old as this one: nothing is wrong with that.
+    // The same incarnation does not raise a doubt.
     let mut stream = fixture.join(Some(3)).await;
     while let Ok(Some(_)) = stream.message().await {}
     assert!(fixture.listens().await);
     let mut stream = fixture.join(Some(4)).await;
     assert!(
-        stream.message().await.is_ok_and(|word| word.is_none()),
+        stream.message().await.is_ok_and(|message| message.is_none()),
         "a worker of a newer master was answered"
     );
     fixture.until(false).await;

@@ -1,14 +1,13 @@
-//! Between the schema's messages and the core's types.
+//! Conversions between the messages of the schema and the types of the core.
 //!
-//! What comes in is checked field by field, and refused with the field's name and what would be
-//! right; the core is spared anything that would be wrong in any state. What needs the job's state
-//! to judge (generations, ledgers) is the core's to check.
+//! Each field of an incoming message is checked. An invalid message is refused with the name of the
+//! field and its valid values, so the core receives no message that would be invalid in every
+//! state. The core itself checks fields whose validity depends on the job's state, such as
+//! generations and ledgers.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
-
-use std::collections::BTreeMap;
 
 use elasticdl_proto::{FileLimits, FileList, Generation, ListedFile, RecordRange, WorkerId, v1};
 use tonic::Status;
@@ -24,18 +23,18 @@ use crate::limits::{
     PATH_BYTES_MAX, PHASE_US_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
 };
 
-/// What a stream says first.
+/// The first message of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) launch: LaunchId,
     pub(crate) address: SocketAddr,
     pub(crate) pid: u32,
     pub(crate) resume: Option<Resume>,
-    /// The newest incarnation of the master that has welcomed this worker; 0 for none.
+    /// Highest incarnation of a master that has welcomed this worker; 0 for none.
     pub(crate) incarnation: u64,
 }
 
-/// Checks a stream's first message, which must be a hello of a worker of `job`.
+/// Converts a stream's first message, which must be the hello of a worker of `job`.
 pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Status> {
     let Some(worker_message::Kind::Hello(hello)) = message.kind else {
         return Err(invalid("the first message must be `hello`"));
@@ -64,7 +63,7 @@ pub(super) fn hello(message: v1::WorkerMessage, job: &str) -> Result<Hello, Stat
     Ok(Hello { launch: LaunchId(hello.launch), address, pid: hello.pid, resume, incarnation })
 }
 
-/// The newest membership that a worker has heard of.
+/// Converts the newest membership that a worker has received.
 fn known_membership(membership: &v1::Membership) -> Result<Membership, Status> {
     let generation = Generation(within(
         "hello.resume.membership.generation",
@@ -92,7 +91,7 @@ fn peer_address(name: &str, text: &str) -> Result<SocketAddr, Status> {
     Ok(address)
 }
 
-/// Checks any later message of a worker.
+/// Converts any later message of a worker.
 pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Status> {
     use worker_message::Kind;
     let kind =
@@ -153,7 +152,7 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
     })
 }
 
-/// The greeting of a worker that was admitted by the master with this incarnation.
+/// The welcome of an admitted worker by the master with this incarnation.
 pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec, incarnation: u64) -> v1::MasterMessage {
     let batch = match spec.batch {
         Batch::Global(records) => v1::options::Batch::GlobalBatchSize(records.get()),
@@ -203,7 +202,7 @@ pub(crate) fn welcome(worker: WorkerId, spec: &JobSpec, incarnation: u64) -> v1:
     to_message(master_message::Kind::Welcome(welcome))
 }
 
-/// What the core says to a worker.
+/// Converts a message of the core to a worker.
 pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
     use master_message::Kind;
     to_message(match message {
@@ -225,7 +224,7 @@ pub(crate) fn to_worker(message: ToWorker) -> v1::MasterMessage {
     })
 }
 
-/// What a command is told about the job.
+/// Converts the status of a job.
 pub(crate) fn status_reply(status: job::Status) -> v1::StatusReply {
     let to_worker_status = |worker: job::WorkerStatus| v1::WorkerStatus {
         worker: worker.worker.0,
@@ -316,7 +315,7 @@ fn to_priority_tier_status(tier: job::PriorityTierStatus) -> v1::PriorityTierSta
 }
 
 fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {
-    // Whole microseconds until they were made milliseconds.
+    // The values were whole microseconds before their conversion to milliseconds.
     let us = |ms: Option<f64>| ms.map_or(0, |ms| (ms * 1000.0).round() as u64);
     let phases = record.gap_ms.map(|_| v1::Phases {
         detect_us: us(record.detect_ms),
@@ -341,7 +340,7 @@ fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {
 
 fn evaluated(report: v1::Evaluated) -> Result<Evaluated, Status> {
     within("evaluated.metrics", report.metrics.len() as u64, 0, METRICS_MAX)?;
-    // Not finite is a model that diverges: the user's to see, not a fault of the message.
+    // A value that is not finite is valid: it shows the user that the model diverges.
     let metrics = report
         .metrics
         .into_iter()
@@ -429,7 +428,7 @@ fn committed(message: v1::Committed) -> Result<Committed, Status> {
         generation: generation("committed.generation", message.generation)?,
         step: within("committed.step", message.step, 0, STEPS_MAX)?,
         ranges: ranges("committed.ranges", message.ranges)?,
-        // Not finite is a model that diverges: the user's to see, not a fault of the message.
+        // A value that is not finite is valid: it shows the user that the model diverges.
         loss_sum: message.loss_sum,
         records: within("committed.records", message.records, 0, DATASET_RECORDS_MAX)?,
         compute_us: message.compute_us,
@@ -475,7 +474,7 @@ fn finished(message: v1::Finished) -> Result<Finished, Status> {
         ledger: ledger("finished.ledger", message.ledger)?,
         records_trained: message.records_trained,
         stopped_early: message.stopped_early,
-        summary: message.summary.map(|words| clip(words, SUMMARY_BYTES_MAX)),
+        summary: message.summary.map(|text| clip(text, SUMMARY_BYTES_MAX)),
         failure: message.failure.map(failure).transpose()?,
         suspended: message.suspended,
         steps_skipped: within("finished.steps_skipped", message.steps_skipped, 0, STEPS_MAX)?,
@@ -507,7 +506,7 @@ fn phases(phases: Option<v1::Phases>) -> Result<Phases, Status> {
 fn stall(stall: v1::Stall) -> Result<Stall, Status> {
     Ok(Stall {
         generation: generation("stall.generation", stall.generation)?,
-        // Numbers that are compared, and nothing else.
+        // These numbers are only compared, so they need no bounds.
         operation: stall.operation,
         received: stall.received,
         sent: stall.sent,
@@ -519,7 +518,7 @@ fn stall(stall: v1::Stall) -> Result<Stall, Status> {
 fn ledger(name: &str, ledger: Option<v1::Ledger>) -> Result<LedgerReport, Status> {
     let ledger = ledger.ok_or_else(|| invalid(&format!("{name}: must be there")))?;
     Ok(LedgerReport {
-        // One more than the last epoch's number, when all are complete.
+        // When all epochs are complete, this is one more than the number of the last epoch.
         epochs_complete: within_u32(name, ledger.epochs_complete, EPOCHS_MAX)?,
         ranges: ranges(name, ledger.ranges)?,
         repeated: ledger.repeated_records,
@@ -561,7 +560,7 @@ fn within(name: &str, value: u64, min: u64, max: u64) -> Result<u64, Status> {
     Ok(value)
 }
 
-/// The first `bytes_max` bytes of `text`, rounded down to a whole character.
+/// Truncates `text` to at most `bytes_max` bytes at a character boundary, and marks the cut.
 fn clip(mut text: String, bytes_max: usize) -> String {
     if text.len() > bytes_max {
         let end =
@@ -613,7 +612,7 @@ fn to_range(range: RecordRange) -> v1::Range {
     v1::Range { epoch: range.epoch, start: range.start, end: range.end }
 }
 
-/// Bytes from which a list of files is sent packed.
+/// Size in bytes from which a list of files is sent packed.
 const FILES_PACKED_FROM: u64 = 4 << 20;
 const CHECKPOINT_NAME_BYTES_MAX: usize = 256;
 const METRICS_MAX: u64 = 100;

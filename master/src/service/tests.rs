@@ -19,14 +19,14 @@ const MUCH_LATER: Duration = Duration::from_secs(3600);
 
 struct ServerFixture {
     address: SocketAddr,
-    /// The same, as clients see it.
+    /// Endpoint of the server for clients.
     endpoint: Endpoint,
     token: Token,
     events: mpsc::Receiver<ServerEvent>,
     server: Server,
 }
 
-/// A worker's end of a stream.
+/// The worker's side of a stream.
 struct Stream {
     outgoing: mpsc::Sender<v1::WorkerMessage>,
     incoming: Streaming<v1::MasterMessage>,
@@ -57,7 +57,7 @@ impl ServerFixture {
         MasterClient::new(self.endpoint.connect().await.unwrap())
     }
 
-    /// Opens a stream with the right token and says `messages`.
+    /// Opens a stream with the right token and sends `messages`.
     async fn join(&self, messages: Vec<v1::WorkerMessage>) -> Stream {
         let (outgoing, received) = mpsc::channel(64);
         for message in messages {
@@ -68,7 +68,7 @@ impl ServerFixture {
         Stream { outgoing, incoming }
     }
 
-    /// Opens a stream that says hello, and takes its outbox from the queue.
+    /// Opens a stream that sends a hello, and takes its outbox from the event queue.
     async fn admitted(&mut self) -> (Stream, ConnectionId, WorkerOutbox) {
         let stream = self.join(vec![hello()]).await;
         match self.events.recv().await {
@@ -77,7 +77,7 @@ impl ServerFixture {
         }
     }
 
-    /// Of who has proved the token.
+    /// Asserts that a connection that has authenticated may be silent.
     async fn assert_silence_is_allowed(mut self) {
         let (stream, connection, _outbox) = self.admitted().await;
         tokio::time::pause();
@@ -87,8 +87,8 @@ impl ServerFixture {
         drop(stream);
     }
 
-    /// Answers one status question, so that a caller knows the queue is empty and the server
-    /// serves.
+    /// Asserts that the event queue is empty and that the server serves requests, by answering one
+    /// status request.
     async fn assert_nothing_reached_the_queue(&mut self) {
         let (mut client, bearer) = (self.client().await, self.token.to_bearer());
         let asked =
@@ -104,7 +104,7 @@ impl ServerFixture {
 }
 
 impl Stream {
-    /// The code that the stream ends with.
+    /// Reads the stream to its end and returns its status code.
     async fn end(mut self) -> Code {
         loop {
             match self.incoming.message().await {
@@ -170,7 +170,7 @@ async fn without_the_jobs_token_no_call_is_served() {
 }
 
 #[tokio::test]
-async fn a_streams_life_reaches_the_queue_in_order() {
+async fn the_events_of_a_stream_reach_the_queue_in_order() {
     let mut fixture = ServerFixture::start().await;
     let (stream, connection, outbox) = fixture.admitted().await;
     stream.outgoing.send(message_of(Kind::Leaving(v1::Leaving {}))).await.unwrap();
@@ -190,7 +190,7 @@ async fn a_streams_life_reaches_the_queue_in_order() {
 }
 
 #[tokio::test]
-async fn a_line_carries_messages_in_order_and_ends_with_its_drop() {
+async fn an_outbox_sends_messages_in_order_and_its_drop_ends_the_stream() {
     let mut fixture = ServerFixture::start().await;
     let (mut stream, _, outbox) = fixture.admitted().await;
     let lease = |start| ToWorker::Lease(vec![RecordRange { epoch: 0, start, end: start + 1 }]);
@@ -205,7 +205,7 @@ async fn a_line_carries_messages_in_order_and_ends_with_its_drop() {
 }
 
 #[tokio::test]
-async fn a_refused_worker_learns_why() {
+async fn a_refused_worker_receives_the_reason() {
     let mut fixture = ServerFixture::start().await;
     let (mut stream, _, outbox) = fixture.admitted().await;
     outbox.refuse("no such launch".into());
@@ -214,10 +214,10 @@ async fn a_refused_worker_learns_why() {
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_read_fills_its_outbox_and_no_more() {
+async fn the_outbox_of_a_worker_that_does_not_read_is_bounded() {
     let mut fixture = ServerFixture::start().await;
     let (_stream, _, outbox) = fixture.admitted().await;
-    // The server's tasks don't run in between: nothing is awaited.
+    // Nothing is awaited in the loop, so the server's tasks do not run.
     let taken = (0..10 * OUTBOX_MAX)
         .take_while(|_| outbox.send(Arc::new(to_worker(ToWorker::Drain))))
         .count();
@@ -225,7 +225,7 @@ async fn a_worker_that_does_not_read_fills_its_outbox_and_no_more() {
 }
 
 #[tokio::test]
-async fn what_is_not_a_hello_ends_the_stream_before_the_queue_hears_of_it() {
+async fn a_stream_without_a_valid_hello_ends_without_an_event() {
     let mut fixture = ServerFixture::start().await;
     let hello_with = |change: fn(&mut v1::Hello)| {
         let Some(Kind::Hello(mut hello)) = hello().kind else { unreachable!() };
@@ -267,10 +267,10 @@ async fn what_is_not_a_hello_ends_the_stream_before_the_queue_hears_of_it() {
 }
 
 #[tokio::test]
-async fn a_stream_that_never_says_hello_is_ended() {
+async fn a_stream_that_never_sends_a_hello_is_closed() {
     let mut fixture = ServerFixture::start().await;
     let stream = fixture.join(Vec::new()).await;
-    // From here on, time passes as soon as nothing else happens.
+    // With paused time, the clock advances whenever all tasks are idle.
     tokio::time::pause();
     let ended = tokio::time::timeout(MUCH_LATER, stream.end()).await;
     assert_eq!(ended.unwrap(), Code::DeadlineExceeded);
@@ -281,7 +281,7 @@ async fn a_stream_that_never_says_hello_is_ended() {
 #[tokio::test]
 async fn a_malformed_message_ends_its_stream_alone() {
     let mut fixture = ServerFixture::start().await;
-    let (_bystander, _, _kept) = fixture.admitted().await;
+    let (_bystander, _, _open) = fixture.admitted().await;
     let (stream, connection, _outbox) = fixture.admitted().await;
     stream.outgoing.send(message_of(Kind::Ready(v1::Ready { parameters: 0 }))).await.unwrap();
     let closed = fixture.events.recv().await;
@@ -308,7 +308,7 @@ async fn a_message_over_the_limit_ends_its_stream() {
 }
 
 #[tokio::test]
-async fn bytes_that_are_no_http2_change_nothing() {
+async fn bytes_that_are_not_http2_have_no_effect() {
     let mut fixture = ServerFixture::start().await;
     let mut xorshift = 0x9e37_79b9_7f4a_7c15_u64;
     let mut garbage = vec![0; 4096];
@@ -322,7 +322,7 @@ async fn bytes_that_are_no_http2_change_nothing() {
     broken_frame.extend_from_slice(&garbage);
     for bytes in [garbage.as_slice(), b"GET / HTTP/1.1\r\n\r\n", &broken_frame] {
         let mut stream = TcpStream::connect(fixture.address).await.unwrap();
-        // The server may hang up while this is being written.
+        // The server may close the connection during the write.
         let _ = stream.write_all(bytes).await;
         let _ = stream.read_to_end(&mut Vec::new()).await;
     }
@@ -334,21 +334,21 @@ async fn a_silent_connection_is_closed_in_time() {
     let fixture = ServerFixture::start().await;
     let mut stream = TcpStream::connect(fixture.address).await.unwrap();
     stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-    // The server has answered the preface: it has the connection.
+    // The server has answered the preface, so it has accepted the connection.
     assert!(stream.read(&mut [0; 1024]).await.unwrap() > 0);
     tokio::time::pause();
-    // A reset is an end as well.
+    // A reset also ends the connection.
     let mut rest = Vec::new();
     assert!(tokio::time::timeout(MUCH_LATER, stream.read_to_end(&mut rest)).await.is_ok());
 }
 
 #[tokio::test]
-async fn a_connection_that_has_proved_the_token_may_be_silent() {
+async fn an_authenticated_connection_may_be_silent() {
     ServerFixture::start().await.assert_silence_is_allowed().await;
 }
 
 #[tokio::test]
-async fn a_scale_is_answered_by_the_job() {
+async fn a_scale_request_is_answered_by_the_job() {
     let mut fixture = ServerFixture::start().await;
     let (mut client, bearer) = (fixture.client().await, fixture.token.to_bearer());
     let request = with_token(v1::ScaleRequest { num_workers: 5 }, &bearer);
@@ -364,7 +364,7 @@ fn resume(membership: v1::Membership, parameters: Option<u64>) -> v1::Resume {
     v1::Resume { worker: 3, membership: Some(membership), parameters, incarnation: 0 }
 }
 
-/// Members 1, 2 and so on.
+/// A membership of the workers 1, 2 and so on.
 fn known_membership(generation: u64, addresses: &[&str]) -> v1::Membership {
     let member =
         |(worker, address): (u64, &&str)| v1::Member { worker, address: (*address).into() };
@@ -372,7 +372,7 @@ fn known_membership(generation: u64, addresses: &[&str]) -> v1::Membership {
 }
 
 #[tokio::test]
-async fn a_hello_is_handed_over_field_by_field() {
+async fn a_hello_is_converted_field_by_field() {
     let mut fixture = ServerFixture::start().await;
     let Some(Kind::Hello(mut again)) = hello().kind else { unreachable!() };
     again.resume = Some(resume(known_membership(5, &["127.0.0.1:8", "127.0.0.1:9"]), Some(9)));
@@ -396,7 +396,7 @@ async fn a_hello_is_handed_over_field_by_field() {
 }
 
 #[tokio::test]
-async fn a_closed_server_refuses_dials_and_streams_until_it_is_opened_again() {
+async fn a_closed_server_refuses_connections_and_streams_until_it_is_reopened() {
     let mut fixture = ServerFixture::start().await;
     let (stream, _, outbox) = fixture.admitted().await;
     let mut old = fixture.client().await;

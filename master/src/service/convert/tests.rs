@@ -1,4 +1,4 @@
-//! The table of conversions.
+//! Tests of the conversions between the schema and the core.
 
 use std::num::NonZeroU64;
 
@@ -279,7 +279,7 @@ fn a_field_out_of_bounds_is_refused_by_name() {
 }
 
 #[test]
-fn a_long_text_is_cut_at_a_whole_character() {
+fn a_long_text_is_truncated_at_a_character_boundary() {
     let error = "ä".repeat(ERROR_BYTES_MAX);
     let failed = convert(Kind::Failed(v1::Failed { error, ranges: Vec::new(), fatal: false }));
     let Ok(FromWorker::Failed { error, .. }) = failed else { panic!("{failed:?}") };
@@ -361,12 +361,12 @@ fn a_welcome_carries_the_jobs_options() {
         }),
         incarnation: 3,
     };
-    let said = |spec: &JobSpec| welcome(WorkerId(8), spec, 3).kind;
+    let converted = |spec: &JobSpec| welcome(WorkerId(8), spec, 3).kind;
     let per_worker = expected(v1::options::Batch::MinibatchSize(64));
-    assert_eq!(said(&spec), Some(master_message::Kind::Welcome(per_worker)));
+    assert_eq!(converted(&spec), Some(master_message::Kind::Welcome(per_worker)));
     let global = expected(v1::options::Batch::GlobalBatchSize(64));
     let spec = JobSpec { batch: Batch::Global(records), ..spec };
-    assert_eq!(said(&spec), Some(master_message::Kind::Welcome(global)));
+    assert_eq!(converted(&spec), Some(master_message::Kind::Welcome(global)));
 }
 
 #[test]
@@ -382,8 +382,8 @@ fn a_membership_names_members_in_ring_order() {
         members: vec![member(2, "127.0.0.1:2"), member(1, "127.0.0.1:1")],
         abort: true,
     };
-    let said = to_worker(ToWorker::Membership(membership)).kind;
-    assert_eq!(said, Some(master_message::Kind::Membership(expected)));
+    let sent = to_worker(ToWorker::Membership(membership)).kind;
+    assert_eq!(sent, Some(master_message::Kind::Membership(expected)));
 }
 
 #[test]
@@ -543,19 +543,19 @@ fn a_status_keeps_every_field() {
 }
 
 #[test]
-fn news_of_checkpoints_are_checked_and_cut() {
+fn checkpoint_reports_are_checked_and_truncated() {
     use v1::checkpoint_news::Kind as News;
-    let said = |kind| convert(Kind::Checkpoint(v1::CheckpointNews { kind }));
+    let converted = |kind| convert(Kind::Checkpoint(v1::CheckpointNews { kind }));
     let name = "x".repeat(300);
-    let saved = said(Some(News::Saved(v1::CheckpointSaved { step: 3, name, bytes: 9 })));
+    let saved = converted(Some(News::Saved(v1::CheckpointSaved { step: 3, name, bytes: 9 })));
     let Ok(FromWorker::Checkpoint(CheckpointNews::Saved { step: 3, name, bytes: 9 })) = saved
     else {
         panic!("{saved:?}")
     };
     assert_eq!(name, format!("{}…", "x".repeat(256)));
-    assert!(said(None).is_err());
+    assert!(converted(None).is_err());
     let restored =
-        |step| said(Some(News::Restored(v1::CheckpointRestored { step, name: "n".into() })));
+        |step| converted(Some(News::Restored(v1::CheckpointRestored { step, name: "n".into() })));
     assert!(restored(STEPS_MAX).is_ok() && restored(STEPS_MAX + 1).is_err());
 }
 
@@ -563,18 +563,18 @@ fn news_of_checkpoints_are_checked_and_cut() {
 fn an_evaluation_is_checked() {
     let metrics =
         |n: usize| (0..n).map(|i| (format!("{i}{}", "x".repeat(200)), f64::NAN)).collect();
-    let said = |n, records| {
+    let converted = |n, records| {
         convert(Kind::Evaluated(v1::Evaluated { step: 3, records, metrics: metrics(n) }))
     };
-    let Ok(FromWorker::Evaluated(Evaluated { step: 3, metrics, .. })) = said(100, 1) else {
+    let Ok(FromWorker::Evaluated(Evaluated { step: 3, metrics, .. })) = converted(100, 1) else {
         panic!()
     };
     assert!(metrics.len() == 100 && metrics.keys().all(|name| name.len() <= 100 + '…'.len_utf8()));
-    assert!(said(101, 1).is_err() && said(1, 0).is_err());
+    assert!(converted(101, 1).is_err() && converted(1, 0).is_err());
 }
 
 #[test]
-fn a_long_list_of_files_travels_packed_and_a_short_one_as_it_is() {
+fn a_long_list_of_files_is_sent_packed_and_a_short_one_unpacked() {
     let list = |files: u64| {
         FileList::pack((0..files).map(|i| (format!("/a/long/path/to/some/part-{i:080}"), i)))
     };
@@ -594,8 +594,10 @@ fn a_long_list_of_files_travels_packed_and_a_short_one_as_it_is() {
             .unwrap()
     };
     assert_eq!(described(sent), FromWorker::Described(Ok(long)));
-    // What can't be read is the data set's fault, and told as such.
+    // A list that can't be read is reported as an error of the data set.
     let torn = v1::Dataset { packed: "nonsense".into(), ..v1::Dataset::default() };
-    let FromWorker::Described(Err(error)) = described(torn) else { panic!("it was taken") };
+    let FromWorker::Described(Err(error)) = described(torn) else {
+        panic!("the list was accepted")
+    };
     assert!(error.contains("the list of the data set's files can't be used"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! The same server over TLS.
+//! The server over TLS.
 
 use std::error::Error as _;
 
@@ -9,13 +9,13 @@ use crate::kube::certificates::Certificates;
 use crate::service::incoming::UNAUTHENTICATED_MAX;
 
 const NAME: &str = "mnist-master";
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn certificates() -> Certificates {
     Certificates::generate("mnist", &[NAME.into(), "mnist-master.ml.svc".into()]).unwrap()
 }
 
-/// A server that shows what `certificates` say, and clients that look for it.
+/// A server with the identity of `certificates`, and a client endpoint that expects it.
 async fn start(certificates: &Certificates) -> ServerFixture {
     let identity = Identity::from_pem(&certificates.certificate, &certificates.key).unwrap();
     ServerFixture::start_with(Some(identity), |address| endpoint(address, &certificates.ca, NAME))
@@ -27,7 +27,7 @@ fn endpoint(address: SocketAddr, ca: &str, name: &str) -> Endpoint {
     Endpoint::from_shared(format!("https://{address}")).unwrap().tls_config(tls).unwrap()
 }
 
-/// Why no connection comes about: the last cause.
+/// The root cause for which a connection fails.
 async fn refusal(endpoint: Endpoint) -> String {
     let error = endpoint.connect().await.unwrap_err();
     let mut cause = error.source().unwrap();
@@ -38,7 +38,7 @@ async fn refusal(endpoint: Endpoint) -> String {
 }
 
 #[tokio::test]
-async fn who_knows_the_jobs_ca_and_its_masters_name_gets_through() {
+async fn a_client_with_the_jobs_ca_and_its_masters_name_connects() {
     let certificates = certificates();
     let mut fixture = start(&certificates).await;
     fixture.admitted().await;
@@ -48,7 +48,7 @@ async fn who_knows_the_jobs_ca_and_its_masters_name_gets_through() {
 }
 
 #[tokio::test]
-async fn another_ca_and_another_name_are_not_taken_for_it() {
+async fn another_ca_and_another_name_are_refused() {
     let certificates = certificates();
     let mut fixture = start(&certificates).await;
     let other = self::certificates().ca;
@@ -60,71 +60,71 @@ async fn another_ca_and_another_name_are_not_taken_for_it() {
 }
 
 #[tokio::test]
-async fn nothing_is_said_in_the_open() {
+async fn a_plaintext_request_is_not_served() {
     let mut fixture = start(&certificates()).await;
-    // A channel may exist before the server has hung up.
+    // A channel may exist before the server has closed the connection.
     if let Ok(channel) =
         Endpoint::from_shared(format!("http://{}", fixture.address)).unwrap().connect().await
     {
         let request = with_token(v1::StatusRequest {}, &fixture.token.to_bearer());
         let mut client = MasterClient::new(channel);
-        let answer = tokio::time::timeout(PATIENCE, client.status(request)).await;
-        assert!(matches!(answer, Ok(Err(_))), "somebody listens");
+        let answer = tokio::time::timeout(TIMEOUT, client.status(request)).await;
+        assert!(matches!(answer, Ok(Err(_))), "the server answered a plaintext request");
     }
     fixture.assert_nothing_reached_the_queue().await;
 }
 
 #[tokio::test]
-async fn peers_that_never_finish_their_handshake_hold_no_place_for_long() {
+async fn peers_that_never_finish_their_handshake_time_out() {
     let mut fixture = start(&certificates()).await;
-    // The head of a record that promises a client's hello, and no more.
-    let promise: &[u8] = &[0x16, 0x03, 0x01, 0x02, 0x00, 0x01];
+    // The header of a TLS record of a ClientHello, without the record.
+    let header: &[u8] = &[0x16, 0x03, 0x01, 0x02, 0x00, 0x01];
     let mut silent = Vec::new();
     for index in 0..2 * UNAUTHENTICATED_MAX {
         let mut stream = TcpStream::connect(fixture.address).await.unwrap();
         if index % 2 == 0 {
-            stream.write_all(promise).await.unwrap();
+            stream.write_all(header).await.unwrap();
         }
         silent.push(stream);
     }
     tokio::time::pause();
     for mut stream in silent {
-        // A reset is an end as well.
+        // A reset also ends the connection.
         let mut rest = Vec::new();
         assert!(tokio::time::timeout(MUCH_LATER, stream.read_to_end(&mut rest)).await.is_ok());
     }
     tokio::time::resume();
-    let served = tokio::time::timeout(PATIENCE, fixture.assert_nothing_reached_the_queue()).await;
-    assert!(served.is_ok(), "there is no place for anybody else");
+    let served = tokio::time::timeout(TIMEOUT, fixture.assert_nothing_reached_the_queue()).await;
+    assert!(served.is_ok(), "no other connection is accepted");
 }
 
 #[tokio::test]
-async fn a_handshake_alone_earns_no_place() {
+async fn a_handshake_alone_does_not_authenticate() {
     let mut fixture = start(&certificates()).await;
-    let mut mute = Vec::new();
+    let mut silent = Vec::new();
     for _ in 0..UNAUTHENTICATED_MAX {
-        mute.push(fixture.endpoint.connect().await.unwrap());
+        silent.push(fixture.endpoint.connect().await.unwrap());
     }
     tokio::time::pause();
     tokio::time::sleep(MUCH_LATER).await;
     tokio::time::resume();
-    let served = tokio::time::timeout(PATIENCE, fixture.assert_nothing_reached_the_queue()).await;
-    assert!(served.is_ok(), "there is no place for anybody else");
+    let served = tokio::time::timeout(TIMEOUT, fixture.assert_nothing_reached_the_queue()).await;
+    assert!(served.is_ok(), "no other connection is accepted");
 }
 
 #[tokio::test]
-async fn who_has_proved_the_token_may_be_silent() {
+async fn an_authenticated_connection_may_be_silent() {
     start(&certificates()).await.assert_silence_is_allowed().await;
 }
 
 #[tokio::test]
-async fn bytes_that_are_no_handshake_change_nothing() {
+async fn bytes_that_are_not_a_handshake_have_no_effect() {
     let mut fixture = start(&certificates()).await;
     let (stream, connection, _outbox) = fixture.admitted().await;
     let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     for bytes in [preface, &[0x16; 4096], &[0x17, 0x03, 0x03, 0xff, 0xff, 0x00], &[0; 70_000]] {
         let mut peer = TcpStream::connect(fixture.address).await.unwrap();
-        // The server may hang up while this is being written.
+        // The server may close the connection during the write.
         let _ = peer.write_all(bytes).await;
         let _ = peer.read_to_end(&mut Vec::new()).await;
     }
