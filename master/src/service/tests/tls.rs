@@ -128,7 +128,7 @@ async fn bytes_that_are_not_a_handshake_have_no_effect() {
         let _ = peer.write_all(bytes).await;
         let _ = peer.read_to_end(&mut Vec::new()).await;
     }
-    // Who was there before is still known_membership.
+    // The existing stream still works.
     stream.outgoing.send(message_of(Kind::Leaving(v1::Leaving {}))).await.unwrap();
     let leaving = fixture.events.recv().await;
     assert!(
