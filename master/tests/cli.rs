@@ -215,7 +215,7 @@ fn a_program_that_cannot_run_is_refused() {
     fs::write(home.path("my-script"), "#!/bin/sh\n").unwrap();
     fs::set_permissions(home.path("my-script"), fs::Permissions::from_mode(0o644)).unwrap();
     train("./my-script").assert_refused(&["./my-script", "not executable", "chmod +x"]);
-    train("my-script").assert_refused(&["`my-script`", "write ./ before"]);
+    train("my-script").assert_refused(&["`my-script`", "prefix its name with ./"]);
     assert_eq!(home.entries(), ["my-script"]);
 }
 
@@ -410,8 +410,8 @@ fn a_local_dry_run_describes_what_would_be_started() {
     for part in [
         "job mnist",
         "/bin/sh -c 'touch",
-        "nothing was",
-        "7 at most",
+        "(dry run)",
+        "at most 7 steps",
         "/c, every",
         directory.to_str().unwrap(),
     ] {

@@ -134,7 +134,7 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
         (&["--workers-per-pod", "65"], "from 1 to 64"),
         (
             &["--worker-resources", "nvidia.com/gpu=100"],
-            "at most 64; say how many with --workers-per-pod",
+            "at most 64; set the number with --workers-per-pod",
         ),
     ];
     for (options, expected) in pods {
