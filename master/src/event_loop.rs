@@ -26,8 +26,8 @@ use tonic::Status;
 use tracing::{info, warn};
 
 use crate::job::{
-    Action, ConnectionId, Event, Job, JobRecord, JobSpec, LaunchId, Membership, Outcome, Summary,
-    Time, ToWorker,
+    Action, ConnectionId, Event, Job, JobSpec, LaunchId, Membership, Outcome, PersistedJob,
+    Summary, Time, ToWorker,
 };
 use crate::job_store::JobStore;
 use crate::jobdir::{AbandonedJob, PersistedJobFile};
@@ -231,7 +231,7 @@ impl Master {
     /// # Errors
     /// The inconsistency in the persisted job.
     pub(crate) fn resume_with_pods(
-        (mut record, left): (JobRecord, Vec<Pod>),
+        (mut record, left): (PersistedJob, Vec<Pod>),
         age: Duration,
         server_config: ServerConfig,
         pods: Pods,
@@ -245,7 +245,7 @@ impl Master {
             .collect();
         let lives = |pod: &&Pod| !matches!(classify(pod), Verdict::Ended(_));
         let there = left.values().filter(lives).filter_map(objects::launch_and_slot).collect();
-        let strays = record.find(&there);
+        let strays = record.observe_pods(&there);
         let launches: Vec<LaunchId> = record.launches().collect();
         let spec = record.spec().clone();
         let job = Job::restore(record, Time(age))?;
@@ -307,7 +307,9 @@ impl Master {
                 (launch, event) = self.backend.next() => {
                     self.job.handle(self.now(), match event {
                         BackendEvent::Ended(exit) => Event::ProcessEnded { launch, exit },
-                        BackendEvent::Explained(words) => Event::LaunchExplained { launch, words },
+                        BackendEvent::Explained(explanation) => {
+                            Event::LaunchExplained { launch, explanation }
+                        }
                         BackendEvent::Terminating(reason) => Event::LaunchLeaves { launch, reason },
                         BackendEvent::Created(class) => Event::LaunchMade { launch, class },
                         BackendEvent::OutputTail(lines) => Event::LaunchPrinted { launch, lines },
@@ -400,7 +402,7 @@ impl Master {
 
     /// Persists what a successor must know about the actions that follow.
     fn persist(&mut self) {
-        let revision = self.job.revision();
+        let revision = self.job.version();
         if revision != self.last_write.revision {
             self.job_store.save(&self.job);
             let step = self.job.step();
@@ -423,14 +425,14 @@ impl Master {
                 }
                 Action::End(outcome) => return Some(outcome),
                 Action::Kill { launch } => self.backend.kill(launch),
-                Action::Launch { launch, index } => self.backend.start(launch, index),
+                Action::Launch { launch, slot } => self.backend.start(launch, slot),
                 Action::Refuse { connection, reason } => {
                     warn!(connection = connection.0, reason, "worker refused");
                     if let Some(peer) = self.peers.remove(&connection) {
                         peer.outbox.refuse(reason);
                     }
                 }
-                Action::Say(text) => {
+                Action::Log(text) => {
                     info!("{text}");
                     self.progress.notice(self.now(), text);
                 }

@@ -20,8 +20,10 @@ impl JobStore {
     /// Persists what a successor must know about the actions that follow.
     pub(crate) fn save(&mut self, job: &Job) {
         match self {
-            Self::Anchor(keeper) => keeper.submit(job.revision(), job.barrier(), job.record()),
-            Self::File(file) => file.write(&job.record()),
+            Self::Anchor(keeper) => {
+                keeper.submit(job.version(), job.durable_before(), job.to_persisted())
+            }
+            Self::File(file) => file.write(&job.to_persisted()),
             Self::Nothing => {}
         }
     }
@@ -35,7 +37,7 @@ impl JobStore {
     /// Whether the job's actions may be performed: everything up to the job's barrier is durable.
     pub(crate) fn allows_actions(&self, job: &Job) -> bool {
         match self {
-            Self::Anchor(keeper) => keeper.persisted() >= job.barrier(),
+            Self::Anchor(keeper) => keeper.persisted() >= job.durable_before(),
             Self::File(_) | Self::Nothing => true,
         }
     }
@@ -45,8 +47,8 @@ impl JobStore {
     pub(crate) async fn changed(&mut self) -> Option<Event> {
         match self {
             Self::Anchor(keeper) => keeper.changed().await.map(|trouble| match trouble {
-                PersistError::Refused(reason) => Event::RecordRefused { reason },
-                PersistError::Retrying(reason) => Event::RecordWaits { reason },
+                PersistError::Refused(reason) => Event::PersistRefused { reason },
+                PersistError::Retrying(reason) => Event::PersistDelayed { reason },
             }),
             Self::File(_) | Self::Nothing => std::future::pending().await,
         }

@@ -105,7 +105,7 @@ impl Projection {
     }
 
     fn encode_counts(&self, page: &mut Page<'_>) -> fmt::Result {
-        let tally = &self.0.tally;
+        let tally = &self.0.counters;
         let seconds = |us: u64| us as f64 / 1e6;
         page.counter("steps", "Steps committed since the master started", tally.steps as f64)?;
         page.counter(
@@ -142,7 +142,7 @@ impl Projection {
     }
 
     fn encode_recoveries(&self, page: &mut Page<'_>) -> fmt::Result {
-        let recoveries = &self.0.tally.recoveries;
+        let recoveries = &self.0.counters.recoveries;
         let help =
             "Time from the last commit before a membership change to the first commit after it";
         let mut gaps = page.family("recovery_seconds", help, MetricType::Histogram)?;
@@ -217,7 +217,7 @@ fn encode_histogram(
 }
 
 /// Values of the label `phase`, in the order of
-/// [`MembershipRecord::phases`](crate::job::MembershipRecord::phases).
+/// [`MembershipChange::phases`](crate::job::MembershipChange::phases).
 const PHASES: [&str; 6] = ["detect", "abort", "agree", "connect", "state", "first_step"];
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use crate::job::{
-    CheckpointsSummary, EvaluationsSummary, MembershipRecord, StateLoss, Summary, in_words,
+    CheckpointsSummary, EvaluationsSummary, MembershipChange, StateLoss, Summary, format_metrics,
 };
 use crate::progress::{format_rate, one_line};
 
@@ -184,8 +184,10 @@ fn state_lost(lost: &StateLoss) -> String {
 }
 
 fn evaluations(known: &EvaluationsSummary) -> String {
-    let last =
-        known.all.last().map(|e| format!("step {}: {}", e.step, one_line(&in_words(&e.metrics))));
+    let last = known
+        .all
+        .last()
+        .map(|e| format!("step {}: {}", e.step, one_line(&format_metrics(&e.metrics))));
     let mut parts = vec![last.unwrap_or_else(|| "none".into())];
     parts.extend(
         known
@@ -217,7 +219,7 @@ fn row(out: &mut impl Write, name: &str, value: &str) -> io::Result<()> {
     writeln!(out, "{}", format!("  {name:<13} {value}").trim_end())
 }
 
-fn write_memberships(out: &mut impl Write, memberships: &[MembershipRecord]) -> io::Result<()> {
+fn write_memberships(out: &mut impl Write, memberships: &[MembershipChange]) -> io::Result<()> {
     if memberships.is_empty() {
         return Ok(());
     }
@@ -233,7 +235,7 @@ fn write_memberships(out: &mut impl Write, memberships: &[MembershipRecord]) -> 
 }
 
 /// One membership change as a table row.
-pub(crate) fn membership(record: &MembershipRecord) -> String {
+pub(crate) fn membership(record: &MembershipChange) -> String {
     let cause = record.cause.name();
     let gap = record.gap_ms.map_or_else(|| "-".into(), |gap| format!("{gap:.1}"));
     let phases = record.phases().into_iter();
@@ -261,8 +263,8 @@ mod tests {
         RestoredCheckpoint, SavedCheckpoint, ThroughputSummary, WorkersSummary,
     };
 
-    fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipRecord {
-        MembershipRecord {
+    fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipChange {
+        MembershipChange {
             generation: Generation(generation),
             cause,
             world_size: 2,
@@ -423,12 +425,12 @@ job mnist: completed after 1.50 s
     fn a_summary_fits_into_its_part_of_the_anchor_and_retains_how_the_job_ended() {
         assert_eq!(into_json_within(summary(), 128 << 10).as_bytes(), to_json(&summary()));
         let mut long = summary();
-        let named = MembershipRecord {
+        let named = MembershipChange {
             joined: (0..3000).map(WorkerId).collect(),
             ..change(1, Cause::Join, None)
         };
         long.memberships = (0..200)
-            .map(|i| MembershipRecord { generation: Generation(i), ..named.clone() })
+            .map(|i| MembershipChange { generation: Generation(i), ..named.clone() })
             .collect();
         let failed = FailedShard {
             worker: WorkerId(1),

@@ -71,7 +71,7 @@ impl EventFile {
         }
         self.step = Some(status.step);
         let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
-        let times = snapshot.tally.times;
+        let times = snapshot.counters.times;
         let before = std::mem::replace(&mut self.times, times);
         let steps = times.steps.saturating_sub(before.steps);
         let mean_ms = |us: u64, before: u64| {
@@ -253,7 +253,7 @@ mod tests {
         let metrics = [("accuracy".into(), Some(0.75)), ("loss".into(), None)].into();
         snapshot.status.evaluated = Some(Evaluated { step: 5, records: 10, metrics });
         snapshot.status.loss = Some(0.5);
-        snapshot.tally.times = StepTimes { steps: 4, step_us: 8000, reduce_us: 2000 };
+        snapshot.counters.times = StepTimes { steps: 4, step_us: 8000, reduce_us: 2000 };
         file.add(at(4), &snapshot).unwrap();
         let name = file.path.file_name().unwrap().to_string_lossy().into_owned();
         assert!(name.starts_with("events.out.tfevents.") && name.contains(".mnist."), "{name}");

@@ -246,7 +246,7 @@ async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
     drop(worker);
     job.let_end().await;
     let JobResult { outcome, summary } = job.ended().await;
-    assert_eq!((outcome, &*summary.state), (Outcome::Refused, "refused"));
+    assert_eq!((outcome, &*summary.state), (Outcome::InvalidInput, "refused"));
     assert!(
         summary.error.as_ref().is_some_and(|e| e.contains("d: no such file")),
         "{:?}",

@@ -22,7 +22,7 @@ use super::cluster::to_failure;
 use super::render::StatusJson;
 use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, job_options};
 use crate::event_loop::{JobResult, Master, MasterTerm, UserCommand};
-use crate::job::{JobRecord, Outcome, Snapshot, Status};
+use crate::job::{Outcome, PersistedJob, Snapshot, Status};
 use crate::kube::anchor::{
     Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, INCARNATION, MASTER, RECORD, STATUS,
     SUMMARY, WriteError, WriteThrottle,
@@ -186,14 +186,14 @@ async fn lead(
         .ok_or_else(|| Failure::failed(format!("{} holds no token", args.token_file.display())))?;
     let identity = Identity::read(&args.tls_cert, &args.tls_key)
         .map_err(|e| Failure::failed(e.to_string()))?;
-    let data = submitted.record.as_ref().and_then(JobRecord::data);
+    let data = submitted.record.as_ref().and_then(PersistedJob::data);
     let seen = &submitted.anchor;
     if let (Some(record), Some(mark)) = (&mut submitted.record, data) {
         let uid = seen.metadata.uid.as_deref().unwrap_or_default();
         let keys = seen.data.as_ref().expect("it has been read");
         let list = file_list::load(anchor, (&args.job_name, uid), keys, mark).await;
         let list = list.map_err(|error| Failure::failed(error.to_string()))?;
-        record.attach(list).map_err(Failure::failed)?;
+        record.attach_file_list(list).map_err(Failure::failed)?;
     }
     let writer =
         AnchorWriter::begin(anchor, seen, submitted.incarnation).await.map_err(not_written)?;
@@ -520,7 +520,7 @@ struct Submitted {
     /// Incarnation of this master.
     incarnation: u64,
     /// The persisted job of the previous master.
-    record: Option<JobRecord>,
+    record: Option<PersistedJob>,
     /// Age of the job.
     age: Duration,
     /// Exit code of the master that has ended the job.
@@ -583,7 +583,7 @@ fn code_of(outcome: Outcome) -> u8 {
     match outcome {
         Outcome::Completed | Outcome::Stopped => EXIT_OK,
         Outcome::Failed => EXIT_FAILED,
-        Outcome::Refused => EXIT_USAGE,
+        Outcome::InvalidInput => EXIT_USAGE,
     }
 }
 

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use elasticdl_proto::{Generation, WorkerId, v1};
 use serde::{Deserialize, Serialize};
 
-use crate::job::{Cause, Evaluated, MembershipRecord, SavedCheckpoint, in_words};
+use crate::job::{Cause, Evaluated, MembershipChange, SavedCheckpoint, format_metrics};
 use crate::progress::{format_rate, one_line};
 use crate::report;
 
@@ -38,7 +38,7 @@ pub(super) struct StatusJson {
     pub(super) evaluated: Option<Evaluated>,
     #[serde(default)]
     pub(super) checkpoints: Option<CheckpointsJson>,
-    pub(super) memberships: Vec<MembershipRecord>,
+    pub(super) memberships: Vec<MembershipChange>,
     pub(super) events: Vec<String>,
     /// Number of all event lines; `events` has the newest.
     #[serde(default, alias = "events_said")]
@@ -233,7 +233,7 @@ impl From<v1::PriorityTierStatus> for PriorityTierJson {
 }
 
 /// Returns `None` for a cause that this version does not know.
-fn to_record(record: v1::MembershipRecord) -> Option<MembershipRecord> {
+fn to_record(record: v1::MembershipChange) -> Option<MembershipChange> {
     let ms = |us: fn(&v1::Phases) -> u64| {
         record.phases.as_ref().map(|phases| us(phases) as f64 / 1000.0)
     };
@@ -243,7 +243,7 @@ fn to_record(record: v1::MembershipRecord) -> Option<MembershipRecord> {
             .into_iter()
             .fold(0, u64::saturating_add)
     };
-    Some(MembershipRecord {
+    Some(MembershipChange {
         generation: Generation(record.generation),
         cause: Cause::from_name(&record.cause)?,
         world_size: record.world_size,
@@ -309,7 +309,7 @@ pub(super) fn to_table(status: &StatusJson) -> String {
         row("tiers", &tiers.collect::<Vec<_>>().join(", "));
     }
     if let Some(Evaluated { step, metrics, .. }) = &status.evaluated {
-        row("evaluated", &format!("step {step}: {}", one_line(&in_words(metrics))));
+        row("evaluated", &format!("step {step}: {}", one_line(&format_metrics(metrics))));
     }
     if let Some(known) = &status.checkpoints {
         row("checkpoints", &checkpoints_row(known));
@@ -379,7 +379,7 @@ pub(super) mod tests {
             step: rank.map(|_| 10),
             straggler: worker == 1,
         };
-        let membership = |generation, phases| v1::MembershipRecord {
+        let membership = |generation, phases| v1::MembershipChange {
             generation,
             cause: "lost".into(),
             world_size: 2,
@@ -494,7 +494,7 @@ mnist-w-1 on node-7  straggler
     fn the_table_shows_the_newest_memberships_and_json_shows_all() {
         let one = reply().memberships.remove(0);
         let many =
-            (1..=20).map(|generation| v1::MembershipRecord { generation, ..one.clone() }).collect();
+            (1..=20).map(|generation| v1::MembershipChange { generation, ..one.clone() }).collect();
         let status = StatusJson::from(v1::StatusReply { memberships: many, ..reply() });
         let shown = to_table(&status).lines().filter(|line| line.contains("  lost  ")).count();
         assert_eq!((shown, status.memberships.len()), (5, 20));

@@ -336,7 +336,7 @@ pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
     Ok(match ended.outcome {
         Outcome::Completed => EXIT_OK,
         Outcome::Failed => EXIT_FAILED,
-        Outcome::Refused => EXIT_USAGE,
+        Outcome::InvalidInput => EXIT_USAGE,
         Outcome::Stopped => stop.unwrap_or(Stop::Interrupted).exit_code(),
     })
 }

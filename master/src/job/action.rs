@@ -36,7 +36,7 @@ pub enum Action {
         launch: LaunchId,
         /// The lowest place that nobody who stays has. The lower, the less the job can do without
         /// it: those below the least number of workers are its core.
-        index: u32,
+        slot: u32,
     },
     /// End a stream that is no worker's.
     Refuse {
@@ -46,7 +46,7 @@ pub enum Action {
         reason: String,
     },
     /// Tell the user: one line per change of state.
-    Say(String),
+    Log(String),
     /// Tell a worker.
     Send {
         /// The worker.
@@ -100,7 +100,8 @@ pub enum Outcome {
     /// It could not go on; the summary says why.
     Failed,
     /// Nothing was started: the data can't be used; the summary says why.
-    Refused,
+    #[serde(rename = "Refused")]
+    InvalidInput,
     /// The user stopped it.
     Stopped,
 }

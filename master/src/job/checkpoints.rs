@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::action::ToWorker;
 use super::event::CheckpointNews;
+use super::history::clip;
 use super::job::{Job, Phase};
-use super::story::clip;
 
 /// A job's checkpoints. The names of its fields are a public format.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,30 +59,30 @@ impl Job {
     pub(super) fn checkpoints(&self) -> Option<CheckpointsSummary> {
         let dir = self.spec.checkpoints.as_ref().map(|spec| spec.dir.clone());
         let known = dir.is_some() || self.spec.resume_from.is_some();
-        known.then(|| CheckpointsSummary { dir, ..self.story.checkpoints.clone() })
+        known.then(|| CheckpointsSummary { dir, ..self.history.checkpoints.clone() })
     }
 
     /// The user wants one now.
-    pub(super) fn on_checkpoint_wish(&mut self) {
+    pub(super) fn on_checkpoint_requested(&mut self) {
         if self.phase != Phase::Running || self.spec.checkpoints.is_none() {
             return;
         }
-        self.say("a checkpoint is asked for".into());
-        self.checkpoint_asked = true;
-        self.ask_for_checkpoint();
+        self.log_event("a checkpoint is asked for".into());
+        self.checkpoint_requested = true;
+        self.request_checkpoint();
     }
 
     /// Passes the user's wish on to the group, of which one tells the others. To be called again
     /// for each new group.
-    pub(super) fn ask_for_checkpoint(&mut self) {
-        if let Some(&first) = self.group.members.first().filter(|_| self.checkpoint_asked) {
+    pub(super) fn request_checkpoint(&mut self) {
+        if let Some(&first) = self.group.members.first().filter(|_| self.checkpoint_requested) {
             self.send(first, ToWorker::KeepCheckpoint);
         }
     }
 
     pub(super) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
         let step = self.step;
-        let known = &mut self.story.checkpoints;
+        let known = &mut self.history.checkpoints;
         let is_written =
             matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
         let line = match news {
@@ -119,9 +119,9 @@ impl Job {
             }
         };
         // Whichever came of it: the next one comes by itself.
-        self.checkpoint_asked &= !is_written;
-        self.touch();
-        line.into_iter().for_each(|line| self.say(line));
+        self.checkpoint_requested &= !is_written;
+        self.mark_dirty();
+        line.into_iter().for_each(|line| self.log_event(line));
     }
 }
 

@@ -9,7 +9,7 @@
 //!                    ┌─ Connected{resume} ──► returned ── Holding ──► as before, in the same generation
 //!  stream ended ──► disconnected
 //!                    ├─ its process ended, or a member reports its link to this worker as broken ──► lost at once
-//!                    ├─ the group stands still: `return_wait` after the stream's end ──► lost
+//!                    ├─ the group stands still: `reconnect_wait` after the stream's end ──► lost
 //!                    └─ `master_timeout` after the stream's end (it has ended by itself) ──► lost
 //! ```
 //!
@@ -30,20 +30,20 @@ use std::time::Duration;
 use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::action::{Action, ToWorker};
-use super::crew::{Away, Stage};
 use super::event::{ConnectionId, LaunchId, Resume};
 use super::job::{Job, Phase, Timer, ZOMBIE_GRACE};
-use super::liveness::RETURN_SLACK;
+use super::liveness::RECONNECT_SLACK;
 use super::time::Time;
+use super::workers::{Disconnected, Stage};
 
 /// A worker that came back to the master that it had lost.
 #[derive(Debug, Default)]
-pub(super) enum Returned {
+pub(super) enum Reconnected {
     /// It has not said what it holds.
     #[default]
-    Silent,
+    AwaitingHoldings,
     /// It has.
-    Told {
+    Reported {
         /// Steps that its state contains.
         step: u64,
         /// Leases that it did not name, while it is unknown whether they are absorbed.
@@ -55,140 +55,147 @@ impl Job {
     pub(super) fn on_disconnected(&mut self, now: Time, worker: WorkerId) {
         match self.may_return(worker) {
             true => self.disconnect(now, worker),
-            false => self.give_up(now, worker, ZOMBIE_GRACE),
+            false => self.forget_with_pod(now, worker, ZOMBIE_GRACE),
         }
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// Whether a worker whose stream ended is expected back.
     fn may_return(&self, worker: WorkerId) -> bool {
-        let Some(w) = self.crew.workers.get(&worker) else { return false };
-        let is_wanted = self.crew.launches.get(&w.launch).is_some_and(|l| !l.killed);
+        let Some(w) = self.workers.connected.get(&worker) else { return false };
+        let is_wanted = self.workers.launches.get(&w.launch).is_some_and(|l| !l.killed);
         let goes = w.released || self.group.finished.contains_key(&worker);
         let is_on = matches!(self.phase, Phase::Running | Phase::Stopping);
         is_on && self.spec.work.trains() && is_wanted && !goes
     }
 
     fn disconnect(&mut self, now: Time, worker: WorkerId) {
-        let Some(launch) = self.crew.disconnect(now, worker) else { return };
-        self.touch();
-        if let Some(adoption) = &mut self.adoption {
-            adoption.mute.remove(&worker);
-            adoption.steps.remove(&worker);
+        let Some(launch) = self.workers.disconnect(now, worker) else { return };
+        self.mark_dirty();
+        if let Some(takeover) = &mut self.takeover {
+            takeover.awaiting_holdings.remove(&worker);
+            takeover.steps.remove(&worker);
         }
-        self.returned.remove(&worker);
+        self.reconnected.remove(&worker);
         self.count_eligible();
-        self.pass_describing_on(worker);
-        self.say(format!("worker {worker} is disconnected"));
+        self.reassign_describer(worker);
+        self.log_event(format!("worker {worker} is disconnected"));
         let broken = self.group.broken.as_ref();
         if broken.is_some_and(|b| {
             b.suspects.contains(&worker) || b.unanswered.iter().any(|s| s.1 == worker)
         }) {
-            self.lose(now, launch);
+            self.evict_disconnected(now, launch);
         }
     }
 
     /// A member reports its link to `suspect` as broken. If that one has no stream either, it is
     /// lost.
-    pub(super) fn lose_suspect(&mut self, now: Time, suspect: WorkerId) {
+    pub(super) fn evict_suspect(&mut self, now: Time, suspect: WorkerId) {
         let launch = LaunchId(suspect.0);
-        let away = self.crew.launches.get(&launch).and_then(|l| l.away);
-        if away.is_some_and(|away| away.rank.is_some() && away.known.is_some()) {
-            self.lose(now, launch);
+        let disconnected = self.workers.launches.get(&launch).and_then(|l| l.disconnected);
+        if disconnected.is_some_and(|disconnected| {
+            disconnected.rank.is_some() && disconnected.last_known.is_some()
+        }) {
+            self.evict_disconnected(now, launch);
         }
     }
 
     /// Sets the timer for the next disconnected worker that does not return in time.
-    pub(super) fn watch_returns(&mut self, now: Time) {
-        self.cancel_timer(Timer::Return);
-        if self.crew.away().next().is_none() {
+    pub(super) fn watch_reconnections(&mut self, now: Time) {
+        self.cancel_timer(Timer::Reconnect);
+        if self.workers.disconnected().next().is_none() {
             return;
         }
-        let stands_still = self.stands_still(now, Time::default());
-        if let Some(due) =
-            self.crew.away().map(|launch| self.return_due(launch, stands_still)).min()
+        let is_group_stalled = self.is_group_stalled(now, Time::default());
+        if let Some(due) = self
+            .workers
+            .disconnected()
+            .map(|launch| self.reconnect_deadline(launch, is_group_stalled))
+            .min()
         {
-            self.timer(due.max(now), Timer::Return);
+            self.set_timer(due.max(now), Timer::Reconnect);
         }
     }
 
     /// When a disconnected worker is lost.
-    fn return_due(&self, launch: LaunchId, stands_still: bool) -> Time {
-        let away = self.crew.launches[&launch].away.unwrap_or_default();
+    fn reconnect_deadline(&self, launch: LaunchId, is_group_stalled: bool) -> Time {
+        let disconnected = self.workers.launches[&launch].disconnected.unwrap_or_default();
         // A group that ends makes no more steps that would show who is alive.
         let shows_members = self.spec.work.trains() && self.group.finished.is_empty();
-        let is_waited_for = away.rank.is_some() && shows_members && !stands_still;
-        let wait = match (is_waited_for, away.rank.is_none() && away.known.is_some()) {
-            (true, _) => self.spec.master_timeout + RETURN_SLACK,
-            (false, true) => self.return_wait().max(NEWCOMER_WAIT),
-            (false, false) => self.return_wait(),
-        };
-        away.since + wait
+        let is_waited_for = disconnected.rank.is_some() && shows_members && !is_group_stalled;
+        let wait =
+            match (is_waited_for, disconnected.rank.is_none() && disconnected.last_known.is_some())
+            {
+                (true, _) => self.spec.master_timeout + RECONNECT_SLACK,
+                (false, true) => self.reconnect_wait().max(JOINER_WAIT),
+                (false, false) => self.reconnect_wait(),
+            };
+        disconnected.since + wait
     }
 
     /// How long a worker is waited for that nothing shows to be alive. Workers look for their
     /// master once a second at least; one that is stopped for less than the timeout is to have its
     /// chance.
-    fn return_wait(&self) -> Duration {
+    fn reconnect_wait(&self) -> Duration {
         let silence = self.spec.worker_timeout.unwrap_or_default();
-        (silence + RETURN_SLACK).max(RETURN_WAIT_MIN)
+        (silence + RECONNECT_SLACK).max(RECONNECT_WAIT_MIN)
     }
 
     /// Whether the group can't be judged yet, because members may be on their way.
     pub(super) fn awaits_members(&self) -> bool {
-        let any = self.adoption.is_some() && self.crew.away().next().is_some();
-        any || self.crew.members_away().next().is_some()
+        let any = self.takeover.is_some() && self.workers.disconnected().next().is_some();
+        any || self.workers.disconnected_members().next().is_some()
     }
 
     /// Whoever is not back in time is lost.
-    pub(super) fn on_return_due(&mut self, now: Time) {
-        let stands_still = self.stands_still(now, Time::default());
-        let due = |launch: &LaunchId| self.return_due(*launch, stands_still) <= now;
-        for launch in self.crew.away().filter(due).collect::<Vec<_>>() {
-            let l = &self.crew.launches[&launch];
-            let Some(away) = l.away else { continue };
-            if l.worker.is_none() && away.rank.is_none() {
+    pub(super) fn on_reconnect_due(&mut self, now: Time) {
+        let is_group_stalled = self.is_group_stalled(now, Time::default());
+        let due = |launch: &LaunchId| self.reconnect_deadline(*launch, is_group_stalled) <= now;
+        for launch in self.workers.disconnected().filter(due).collect::<Vec<_>>() {
+            let l = &self.workers.launches[&launch];
+            let Some(disconnected) = l.disconnected else { continue };
+            if l.worker.is_none() && disconnected.rank.is_none() {
                 // It may never have said hello.
-                self.miss(launch);
+                self.forget_disconnected(launch);
                 continue;
             }
-            self.say(format!("worker {} has not come back and is taken out", launch.0));
-            self.group.hung |= away.rank.is_some();
-            self.miss(launch);
-            self.take_pod_along(now, launch);
+            self.log_event(format!("worker {} has not come back and is taken out", launch.0));
+            self.group.hung |= disconnected.rank.is_some();
+            self.forget_disconnected(launch);
+            self.release_rest_of_pod(now, launch);
             self.kill(launch);
         }
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// A worker has neither a stream nor all its links.
-    fn lose(&mut self, now: Time, launch: LaunchId) {
-        self.say(format!("worker {} is lost: its stream and its links ended", launch.0));
-        self.miss(launch);
-        self.take_pod_along(now, launch);
+    fn evict_disconnected(&mut self, now: Time, launch: LaunchId) {
+        self.log_event(format!("worker {} is lost: its stream and its links ended", launch.0));
+        self.forget_disconnected(launch);
+        self.release_rest_of_pod(now, launch);
         // A process that dies takes its stream and links down before its exit is known.
-        self.timer(now + self.exit_wait(ZOMBIE_GRACE), Timer::Kill(launch));
+        self.set_timer(now + self.exit_wait(ZOMBIE_GRACE), Timer::Kill(launch));
     }
 
     /// A worker that was expected back is not coming.
-    pub(super) fn miss(&mut self, launch: LaunchId) {
-        let Some(l) = self.crew.launches.get_mut(&launch) else {
+    pub(super) fn forget_disconnected(&mut self, launch: LaunchId) {
+        let Some(l) = self.workers.launches.get_mut(&launch) else {
             return;
         };
-        let Some(away) = l.away.take() else { return };
-        let in_order = l.leaving || l.retired || away.known.is_some_and(|k| k.leaving);
+        let Some(disconnected) = l.disconnected.take() else { return };
+        let in_order = l.leaving || l.retired || disconnected.last_known.is_some_and(|k| k.leaving);
         let worker = WorkerId(launch.0);
-        if let Some(records) = &mut self.records {
-            records.forget(worker);
+        if let Some(leases) = &mut self.leases {
+            leases.forget(worker);
         }
-        self.touch();
-        if away.rank.is_some() {
+        self.mark_dirty();
+        if disconnected.rank.is_some() {
             if in_order { &mut self.group.left } else { &mut self.group.lost }.push(worker);
         }
     }
 
     /// A worker is back whose stream had ended, at this master or at one before it.
-    pub(super) fn on_returned(
+    pub(super) fn on_reconnected(
         &mut self,
         now: Time,
         connection: ConnectionId,
@@ -201,73 +208,81 @@ impl Job {
             // Its old stream is dead, and this master has not noticed.
             self.disconnect(now, resume.worker);
         }
-        let away = self.crew.launches.get(&launch).and_then(|l| l.away);
+        let disconnected = self.workers.launches.get(&launch).and_then(|l| l.disconnected);
         let generation = resume.generation();
-        let Some(away) = away.filter(|_| resume.worker.0 == launch.0) else {
-            self.pass_over(generation);
+        let Some(disconnected) = disconnected.filter(|_| resume.worker.0 == launch.0) else {
+            self.raise_generation_floor(generation);
             let reason = "this master has given this worker up, or never knew it";
             return self.push(Action::Refuse { connection, reason: reason.into() });
         };
         if let Some(newer) =
             resume.membership.as_ref().filter(|m| m.generation > self.group.generation)
-            && !self.learn(now, newer)
+            && !self.adopt_membership(now, newer)
         {
-            self.pass_over(generation);
-            return self.dismiss(
+            self.raise_generation_floor(generation);
+            return self.refuse_reconnection(
                 now,
                 connection,
                 launch,
                 "this master has gone on with another group",
             );
         }
-        let away = self.crew.launches[&launch].away.unwrap_or(away);
-        let is_ready = away.rank.is_some() || resume.parameters.is_some();
+        let disconnected = self.workers.launches[&launch].disconnected.unwrap_or(disconnected);
+        let is_ready = disconnected.rank.is_some() || resume.parameters.is_some();
         if self.parameters.is_some() && is_ready && resume.parameters != self.parameters {
-            return self.dismiss(now, connection, launch, "its model is not that of the others");
+            return self.refuse_reconnection(
+                now,
+                connection,
+                launch,
+                "its model is not that of the others",
+            );
         }
-        if resume.membership.is_none() && away.rank.is_none() && away.known.is_none() {
+        if resume.membership.is_none()
+            && disconnected.rank.is_none()
+            && disconnected.last_known.is_none()
+        {
             // It has not cost much yet.
-            return self.dismiss(
+            return self.refuse_reconnection(
                 now,
                 connection,
                 launch,
                 "it was no member yet; another takes its place",
             );
         }
-        let Some(worker) = self.crew.readmit(now, launch, address, pid) else { return };
-        if away.rank.is_some() {
+        let Some(worker) = self.workers.readmit(now, launch, address, pid) else { return };
+        if disconnected.rank.is_some() {
             self.parameters = self.parameters.or(resume.parameters);
         }
-        self.touch();
+        self.mark_dirty();
         self.count_eligible();
-        self.watch_silence(now);
+        self.watch_heartbeats(now);
         self.push(Action::Admit { connection, worker });
-        match away {
-            Away { rank: Some(_), .. } => self.on_member_returned(worker, &resume),
-            Away { known: Some(_), .. } => self.on_newcomer_returned(worker, &resume),
+        match disconnected {
+            Disconnected { rank: Some(_), .. } => self.on_member_reconnected(worker, &resume),
+            Disconnected { last_known: Some(_), .. } => self.on_joiner_reconnected(worker, &resume),
             // It was let go: it ends at the switch.
             _ => {
-                self.tell_published(worker, &resume);
-                self.excuse(now, launch);
+                self.send_newer_membership(worker, &resume);
+                self.expect_exit(now, launch);
             }
         }
-        self.stop_awaiting(now);
+        self.on_awaited_returned(now);
     }
 
-    fn on_member_returned(&mut self, worker: WorkerId, resume: &Resume) {
-        self.tell_published(worker, resume);
-        let w = self.crew.workers.get_mut(&worker).expect("it was just admitted");
+    fn on_member_reconnected(&mut self, worker: WorkerId, resume: &Resume) {
+        self.send_newer_membership(worker, resume);
+        let w = self.workers.connected.get_mut(&worker).expect("it was just admitted");
         w.joined.get_or_insert(self.group.generation);
         if self.phase == Phase::Stopping {
             self.send(worker, ToWorker::Drain);
         }
-        match &mut self.adoption {
-            Some(adoption) => {
-                adoption.mute.insert(worker);
+        match &mut self.takeover {
+            Some(takeover) => {
+                takeover.awaiting_holdings.insert(worker);
             }
             None => {
-                self.say(format!("worker {worker} is connected again"));
-                self.returned.insert(worker, Returned::Silent);
+                self.log_event(format!("worker {worker} is connected again"));
+                self.reconnected.insert(worker, Reconnected::AwaitingHoldings);
                 // What it has reported since its stream ended was lost.
                 self.group.report_is_due |= self.group.members.first() == Some(&worker);
             }
@@ -276,10 +291,10 @@ impl Job {
 
     /// A worker is back that is on its way to be a member: messages in both directions may have
     /// been lost.
-    fn on_newcomer_returned(&mut self, worker: WorkerId, resume: &Resume) {
-        self.say(format!("worker {worker} is connected again"));
-        self.returned.insert(worker, Returned::Silent);
-        let w = self.crew.workers.get_mut(&worker).expect("it was just admitted");
+    fn on_joiner_reconnected(&mut self, worker: WorkerId, resume: &Resume) {
+        self.log_event(format!("worker {worker} is connected again"));
+        self.reconnected.insert(worker, Reconnected::AwaitingHoldings);
+        let w = self.workers.connected.get_mut(&worker).expect("it was just admitted");
         match w.stage {
             Stage::Joining | Stage::Describing | Stage::Preparing
                 if resume.parameters.is_none() =>
@@ -302,7 +317,7 @@ impl Job {
         }
     }
 
-    fn tell_published(&mut self, worker: WorkerId, resume: &Resume) {
+    fn send_newer_membership(&mut self, worker: WorkerId, resume: &Resume) {
         let published = self.group.published.clone().filter(|m| m.generation > resume.generation());
         if let Some(membership) = published {
             self.send(worker, ToWorker::Membership(membership));
@@ -317,60 +332,60 @@ impl Job {
         step: u64,
         ranges: &[RecordRange],
     ) {
-        let is_mute = match &self.adoption {
-            Some(adoption) => adoption.mute.contains(&worker),
-            None => matches!(self.returned.get(&worker), Some(Returned::Silent)),
+        let is_awaited = match &self.takeover {
+            Some(takeover) => takeover.awaiting_holdings.contains(&worker),
+            None => matches!(self.reconnected.get(&worker), Some(Reconnected::AwaitingHoldings)),
         };
-        let Some(records) = self.records.as_mut().filter(|_| is_mute) else {
+        let Some(leases) = self.leases.as_mut().filter(|_| is_awaited) else {
             return;
         };
-        let unaccounted = match records.reconcile(worker, ranges) {
+        let unaccounted = match leases.reconcile_holdings(worker, ranges) {
             Ok(unaccounted) => unaccounted,
             Err(wrong) => {
                 return self.fail_worker(now, worker, &format!("it holds {wrong}, which can't be"));
             }
         };
-        match &mut self.adoption {
+        match &mut self.takeover {
             // Nothing is leased before the ledger has reached its step.
-            Some(adoption) => {
-                records.release_missing(worker, &unaccounted);
-                adoption.mute.remove(&worker);
-                adoption.steps.insert(worker, step);
-                self.conclude_adoption(now);
+            Some(takeover) => {
+                leases.release_missing(worker, &unaccounted);
+                takeover.awaiting_holdings.remove(&worker);
+                takeover.steps.insert(worker, step);
+                self.try_finish_takeover(now);
             }
             None => {
-                self.returned.insert(worker, Returned::Told { step, unaccounted });
-                self.conclude_returns();
+                self.reconnected.insert(worker, Reconnected::Reported { step, unaccounted });
+                self.release_unaccounted();
             }
         }
     }
 
     /// Leases anew what returned workers did not name and the group has not absorbed.
-    pub(super) fn conclude_returns(&mut self) {
-        if self.returned.is_empty()
+    pub(super) fn release_unaccounted(&mut self) {
+        if self.reconnected.is_empty()
             || !self.group.formed
             || self.group.is_broken()
-            || self.adoption.is_some()
+            || self.takeover.is_some()
         {
             return;
         }
         let (step, mut released) = (self.step, false);
-        let Self { returned, records: Some(records), .. } = self else { return };
-        returned.retain(|&worker, state| {
-            let Returned::Told { step: its, unaccounted } = state else { return true };
+        let Self { reconnected, leases: Some(leases), .. } = self else { return };
+        reconnected.retain(|&worker, state| {
+            let Reconnected::Reported { step: its, unaccounted } = state else { return true };
             if *its > step {
                 return true;
             }
-            released |= records.release_missing(worker, unaccounted);
+            released |= leases.release_missing(worker, unaccounted);
             false
         });
         if released {
-            records.requeue();
+            leases.requeue();
         }
     }
 }
 
 /// A worker without a master looks for one once a second, and then it has to be heard.
-const RETURN_WAIT_MIN: Duration = Duration::from_secs(3);
+const RECONNECT_WAIT_MIN: Duration = Duration::from_secs(3);
 /// A newcomer that is disconnected disturbs nobody.
-const NEWCOMER_WAIT: Duration = Duration::from_secs(10);
+const JOINER_WAIT: Duration = Duration::from_secs(10);

@@ -34,18 +34,19 @@ impl Job {
     /// Evaluations, where there is validation data.
     pub(super) fn evaluations(&self) -> Option<EvaluationsSummary> {
         self.spec.validation.as_ref().map(|_| EvaluationsSummary {
-            stopped_early: self.last_word.as_ref().is_some_and(|word| word.stopped_early),
-            ..self.story.evaluations.clone()
+            stopped_early: self.final_report.as_ref().is_some_and(|word| word.stopped_early),
+            ..self.history.evaluations.clone()
         })
     }
 
     pub(super) fn on_evaluated(&mut self, report: Evaluated) {
         let Some(spec) = &self.spec.validation else { return };
-        let known = &mut self.story.evaluations;
+        let known = &mut self.history.evaluations;
         // A group that began from a checkpoint makes steps again.
         known.all.retain(|before| before.step < report.step);
         let Evaluated { step, records, metrics } = &report;
-        let line = format!("step {step} evaluated on {records} records: {}", in_words(metrics));
+        let line =
+            format!("step {step} evaluated on {records} records: {}", format_metrics(metrics));
         known.all.push(report);
         let is_better =
             |value: f64, best: f64| if spec.highest { value > best } else { value < best };
@@ -65,18 +66,18 @@ impl Job {
         known.best = best;
         let surplus = known.all.len().saturating_sub(EVALUATIONS_MAX);
         known.all.drain(..surplus);
-        self.touch();
-        self.say(line);
+        self.mark_dirty();
+        self.log_event(line);
     }
 }
 
 /// Means, as a line shows them.
-pub(crate) fn in_words(metrics: &BTreeMap<String, Option<f64>>) -> String {
-    let in_words = |(name, mean): (&String, &Option<f64>)| match mean {
+pub(crate) fn format_metrics(metrics: &BTreeMap<String, Option<f64>>) -> String {
+    let format_metrics = |(name, mean): (&String, &Option<f64>)| match mean {
         Some(mean) => format!("{name} {mean:.4}"),
         None => format!("{name} not finite"),
     };
-    metrics.iter().map(in_words).collect::<Vec<_>>().join(", ")
+    metrics.iter().map(format_metrics).collect::<Vec<_>>().join(", ")
 }
 
 const EVALUATIONS_MAX: usize = 1000;

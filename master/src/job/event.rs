@@ -25,12 +25,12 @@ pub enum Event {
     Checkpoint,
     /// The job's record was refused for good: whatever is done next, no other master could go on
     /// from there.
-    RecordRefused {
+    PersistRefused {
         /// By whom, and why.
         reason: String,
     },
     /// The job's record could not be written yet; it is tried again.
-    RecordWaits {
+    PersistDelayed {
         /// Why.
         reason: String,
     },
@@ -64,7 +64,7 @@ pub enum Event {
         /// The launch.
         launch: LaunchId,
         /// What was done to it, and by whom.
-        words: String,
+        explanation: String,
     },
     /// A launch is being taken away, but its program still runs: its worker can leave in order. Its
     /// end follows.
@@ -120,9 +120,9 @@ pub enum Event {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wait {
     /// To be given a place; what stands in the way, if there is something to say.
-    Answer(Option<String>),
+    Scheduling(Option<String>),
     /// Nowhere is enough left for it; what is missing.
-    Room(String),
+    Capacity(String),
     /// It has a place, which is made ready; what stands in the way, if there is something to say.
     Start(Option<String>),
 }
@@ -150,7 +150,7 @@ pub enum Exit {
     /// By this signal.
     Signal(i32),
     /// It was taken away from outside.
-    Taken(String),
+    Reclaimed(String),
     /// No master of its own was there to see.
     Unknown,
 }
@@ -159,7 +159,7 @@ pub enum Exit {
 #[derive(Clone, Debug, PartialEq)]
 pub enum FromWorker {
     /// Its process runs; where it waits for its neighbours, if it does.
-    Alive(Option<Stall>),
+    Heartbeat(Option<Stall>),
     /// Its links of `generation` broke.
     Broken {
         /// The generation whose links broke.
@@ -179,7 +179,7 @@ pub enum FromWorker {
     Described(Result<FileList, String>),
     /// A shard that is worked on apart is done: its metrics summed over its records, or its
     /// predictions written.
-    Done {
+    ShardDone {
         /// The shard.
         range: RecordRange,
         /// By name; none of predictions.
@@ -208,7 +208,7 @@ pub enum FromWorker {
         ledger: LedgerReport,
     },
     /// It came back and says what it holds.
-    Holding {
+    HeldLeases {
         /// Steps that its state contains.
         step: u64,
         /// Its leases, as far as no step that it has committed contains them.
@@ -238,7 +238,7 @@ pub enum FromWorker {
     /// It was told to end and goes at the next boundary.
     Leaving,
     /// It has fetched the group's state: taking it in costs the group no wait.
-    Primed {
+    CaughtUp {
         /// Steps that its state contains.
         step: u64,
     },

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use elasticdl_proto::{Generation, Ledger, WorkerId};
 
 use super::action::Membership;
-use super::crew::Crew;
 use super::event::Finished;
 use super::stall::{Blame, Suspect};
 use super::time::Time;
+use super::workers::WorkerTable;
 
 /// The newest generation.
 #[derive(Debug, Default)]
@@ -17,12 +17,12 @@ pub(super) struct Group {
     pub(super) generation: Generation,
     /// Generations up to this one are not to be published, though this job's master may not have
     /// done it.
-    pub(super) passed: Generation,
+    pub(super) generation_floor: Generation,
     /// In ring order, whether they live or not.
     pub(super) members: Vec<WorkerId>,
     /// The ring of the generation before, in which members may still be: the switch waits for a
     /// step's end, and the newest group has not formed yet.
-    pub(super) before: Option<Vec<WorkerId>>,
+    pub(super) previous_ring: Option<Vec<WorkerId>>,
     /// As it was told to the members; `None` before the first.
     pub(super) published: Option<Membership>,
     /// It has agreed on its state.
@@ -78,7 +78,7 @@ pub(super) struct Limits {
     pub(super) min: usize,
     pub(super) wanted: usize,
     /// Whether a group that starts from nothing still waits for workers on their way.
-    pub(super) window_open: bool,
+    pub(super) join_window_open: bool,
     /// Whether workers may join.
     pub(super) admits: bool,
 }
@@ -100,29 +100,29 @@ impl Group {
     ///
     /// Survivors keep their order, joiners come behind. Leavers stay while nobody else holds the
     /// state, or too few would be left.
-    pub(super) fn next(&self, crew: &Crew, limits: Limits) -> Option<Change> {
-        let alive = |id: &&WorkerId| crew.workers.get(id).is_some_and(|w| !w.released);
+    pub(super) fn next(&self, workers: &WorkerTable, limits: Limits) -> Option<Change> {
+        let alive = |id: &&WorkerId| workers.connected.get(id).is_some_and(|w| !w.released);
         let survivors: Vec<WorkerId> = self.members.iter().filter(alive).copied().collect();
-        let leaving = |id: &WorkerId| crew.workers[id].leaving;
-        let holds_state = |id: &WorkerId| crew.workers[id].holds_state;
+        let leaving = |id: &WorkerId| workers.connected[id].leaving;
+        let holds_state = |id: &WorkerId| workers.connected[id].holds_state;
         let stayers: Vec<WorkerId> = survivors.iter().filter(|id| !leaving(id)).copied().collect();
-        let room = if limits.admits { limits.wanted.saturating_sub(stayers.len()) } else { 0 };
+        let vacancies = if limits.admits { limits.wanted.saturating_sub(stayers.len()) } else { 0 };
         // While a group trains, a newcomer fetches its state first, so that nobody waits for that.
         // Where all wait anyway, or nobody has a state, it comes as it is.
-        let primed: Vec<WorkerId> = crew.primed().take(room).collect();
-        let group_waits = self.is_broken() && survivors.len() + primed.len() < limits.min;
+        let caught_up: Vec<WorkerId> = workers.caught_up().take(vacancies).collect();
+        let group_waits = self.is_broken() && survivors.len() + caught_up.len() < limits.min;
         let joiners = match group_waits || !survivors.iter().any(holds_state) {
-            true => crew.joiners().take(room).collect(),
-            false => primed,
+            true => workers.joiners().take(vacancies).collect(),
+            false => caught_up,
         };
 
         if survivors.is_empty() {
             // Who was shut down is on its way out: the group has not ended before it has.
-            if self.members.iter().any(|id| crew.workers.contains_key(id)) {
+            if self.members.iter().any(|id| workers.connected.contains_key(id)) {
                 return None;
             }
             let enough = joiners.len() >= limits.wanted;
-            let start = enough || (joiners.len() >= limits.min && !limits.window_open);
+            let start = enough || (joiners.len() >= limits.min && !limits.join_window_open);
             return (start && !joiners.is_empty())
                 .then_some(Change { members: joiners, abort: self.is_broken() });
         }

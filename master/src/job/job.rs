@@ -7,18 +7,18 @@ use std::time::Duration;
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
 use super::action::{Action, Outcome, ToWorker};
-use super::adoption::Adoption;
-use super::apart::Results;
-use super::crew::{Crew, Fate, Launch, Stage};
-use super::disconnected::Returned;
+use super::counters::End;
+use super::disconnected::Reconnected;
 use super::event::{ConnectionId, Event, Exit, Finished, LaunchId, Resume};
 use super::group::Group;
-use super::queue::Records;
+use super::history::{JobHistory, clip};
+use super::inference::ShardResults;
+use super::lease_table::LeaseTable;
 use super::restart::{Budget, EXIT_MASTER_LOST, Restarts, TooMany, describe, is_own_fault};
 use super::spec::JobSpec;
-use super::story::{Story, clip};
-use super::tally::End;
+use super::takeover::Takeover;
 use super::time::Time;
+use super::workers::{ExitAccounting, Launch, Stage, WorkerTable};
 
 /// A job: events and the time in, actions out.
 #[derive(Debug)]
@@ -28,44 +28,44 @@ pub struct Job {
     /// Workers to keep, as last asked for.
     pub(super) wanted: u32,
     /// Places that were never filled; a launch into any other is a restart.
-    pub(super) fresh: u32,
-    pub(super) crew: Crew,
+    pub(super) initial_launches_left: u32,
+    pub(super) workers: WorkerTable,
     pub(super) group: Group,
     /// A group of a master before this one is being taken over.
-    pub(super) adoption: Option<Adoption>,
+    pub(super) takeover: Option<Takeover>,
     /// Workers that came back to this master, until it is known what they hold.
-    pub(super) returned: BTreeMap<WorkerId, Returned>,
+    pub(super) reconnected: BTreeMap<WorkerId, Reconnected>,
     /// Workers that records may be leased to; counted when one comes or goes, not at every lease.
     pub(super) eligible: u64,
     /// When a group that starts from nothing stops waiting for workers on their way.
-    pub(super) window_until: Option<Time>,
+    pub(super) join_window_until: Option<Time>,
     /// The worker that was asked for the data set.
-    pub(super) describer: Option<WorkerId>,
+    pub(super) dataset_describer: Option<WorkerId>,
     pub(super) dataset: Option<FileList>,
-    pub(super) records: Option<Records>,
+    pub(super) leases: Option<LeaseTable>,
     /// Of shards that are worked on apart.
-    pub(super) results: Results,
+    pub(super) results: ShardResults,
     /// Number of parameters that the first ready worker's model has.
     pub(super) parameters: Option<u64>,
     /// Steps committed, as last reported.
     pub(super) step: u64,
     /// The user has asked for a checkpoint, and none has come since.
-    pub(super) checkpoint_asked: bool,
+    pub(super) checkpoint_requested: bool,
     /// The group's last word.
-    pub(super) last_word: Option<Finished>,
+    pub(super) final_report: Option<Finished>,
     pub(super) restarts: Restarts,
-    pub(super) story: Story,
+    pub(super) history: JobHistory,
     /// See [`Job::masters`].
     pub(super) masters: u64,
-    /// See [`Job::revision`].
-    pub(super) revision: u64,
-    /// See [`Job::reserve`].
+    /// See [`Job::version`].
+    pub(super) version: u64,
+    /// See [`Job::reserve_id_block`].
     pub(super) launches_reserved: u64,
     pub(super) generations_reserved: Generation,
-    /// See [`Job::barrier`].
-    pub(super) barrier: u64,
+    /// See [`Job::durable_before`].
+    pub(super) durable_before: u64,
     /// Until then launches are taken to find no room.
-    pub(super) tight_until: Option<Time>,
+    pub(super) unschedulable_until: Option<Time>,
     timers: BTreeSet<(Time, Timer)>,
     actions: VecDeque<Action>,
 }
@@ -90,8 +90,8 @@ pub(super) enum Timer {
     Kill(LaunchId),
     Leave(WorkerId),
     Relaunch,
-    Return,
-    Silence,
+    Reconnect,
+    HeartbeatCheck,
     Stop,
     Suspend,
     Window,
@@ -113,29 +113,29 @@ impl Job {
         Self {
             phase: Phase::Running,
             wanted: spec.num_workers,
-            fresh: spec.num_workers,
-            crew: Crew::new(spec.workers_per_pod),
+            initial_launches_left: spec.num_workers,
+            workers: WorkerTable::new(spec.workers_per_pod),
             group: Group::default(),
-            adoption: None,
-            returned: BTreeMap::new(),
+            takeover: None,
+            reconnected: BTreeMap::new(),
             eligible: 0,
-            window_until: None,
-            describer: None,
+            join_window_until: None,
+            dataset_describer: None,
             dataset: None,
-            records: None,
-            results: Results::default(),
+            leases: None,
+            results: ShardResults::default(),
             parameters: None,
             step: 0,
-            checkpoint_asked: false,
-            last_word: None,
+            checkpoint_requested: false,
+            final_report: None,
             restarts: Restarts::new(spec.max_worker_restarts, Budget::default()),
-            story: Story::default(),
+            history: JobHistory::default(),
             masters: 1,
-            revision: 1,
+            version: 1,
             launches_reserved: 0,
             generations_reserved: Generation::default(),
-            barrier: 1,
-            tight_until: None,
+            durable_before: 1,
+            unschedulable_until: None,
             timers: BTreeSet::new(),
             actions: VecDeque::new(),
             spec,
@@ -151,25 +151,29 @@ impl Job {
             return;
         }
         match event {
-            Event::Checkpoint => self.on_checkpoint_wish(),
-            Event::RecordRefused { reason } => {
+            Event::Checkpoint => self.on_checkpoint_requested(),
+            Event::PersistRefused { reason } => {
                 let error = format!("the job's record can't be kept: {}", clip(&reason));
                 self.end(now, Outcome::Failed, Some(error));
             }
-            Event::RecordWaits { reason } => {
-                self.say(format!("the job's record is not kept yet: {}", clip(&reason)));
+            Event::PersistDelayed { reason } => {
+                self.log_event(format!("the job's record is not kept yet: {}", clip(&reason)));
             }
             Event::Connected { connection, launch, address, pid, resume } => {
                 self.on_connected(now, connection, launch, address, pid, resume);
             }
             Event::Disconnected { worker } => self.on_disconnected(now, worker),
-            Event::LaunchExplained { launch, words } => {
-                self.say(format!("{} was {}", self.crew.name(launch, true), clip(&words)));
+            Event::LaunchExplained { launch, explanation } => {
+                self.log_event(format!(
+                    "{} was {}",
+                    self.workers.name(launch, true),
+                    clip(&explanation)
+                ));
             }
             Event::LaunchLeaves { launch, reason } => self.on_launch_leaves(now, launch, &reason),
             Event::LaunchMade { launch, class } => self.on_launch_made(launch, class),
             Event::LaunchPrinted { launch, lines } => {
-                if let Some(launch) = self.crew.launches.get_mut(&launch) {
+                if let Some(launch) = self.workers.launches.get_mut(&launch) {
                     launch.printed = Some(lines);
                 }
             }
@@ -211,11 +215,11 @@ impl Job {
             Timer::Kill(launch) => self.on_kill_due(launch),
             Timer::Leave(worker) => self.on_leave_due(now, worker),
             Timer::Relaunch => self.launch_missing(now),
-            Timer::Return => self.on_return_due(now),
-            Timer::Silence => self.on_silence_due(now, at),
+            Timer::Reconnect => self.on_reconnect_due(now),
+            Timer::HeartbeatCheck => self.on_heartbeat_check(now, at),
             Timer::Stop => self.on_stop_due(),
             Timer::Suspend => self.on_suspend_due(),
-            Timer::Window => self.settle(now),
+            Timer::Window => self.reconcile(now),
         }
     }
 
@@ -230,7 +234,7 @@ impl Job {
         pid: u32,
         resume: Option<Resume>,
     ) {
-        let refusal = match self.crew.launches.get(&launch) {
+        let refusal = match self.workers.launches.get(&launch) {
             _ if matches!(self.phase, Phase::Ending(_)) => Some("the job is over"),
             None => Some("this master knows no such launch, or it has ended"),
             Some(l) if l.killed => Some("this launch is not wanted any more"),
@@ -244,24 +248,25 @@ impl Job {
             return;
         }
         if let Some(resume) = resume {
-            return self.on_returned(now, connection, launch, address, pid, resume);
+            return self.on_reconnected(now, connection, launch, address, pid, resume);
         }
-        self.touch();
+        self.mark_dirty();
         self.cancel_timer(Timer::Hello(launch));
-        let was_awaited = self.crew.launches.get(&launch).is_some_and(|l| l.away.is_some());
-        let worker = self.crew.admit(now, launch, address, pid);
-        self.watch_silence(now);
+        let was_awaited =
+            self.workers.launches.get(&launch).is_some_and(|l| l.disconnected.is_some());
+        let worker = self.workers.admit(now, launch, address, pid);
+        self.watch_heartbeats(now);
         self.push(Action::Admit { connection, worker });
         // The first process of a container tells nobody which one.
         let process = if pid == 1 { String::new() } else { format!(" (process {pid})") };
-        self.say(format!("worker {worker} is up{process}"));
+        self.log_event(format!("worker {worker} is up{process}"));
         if self.phase == Phase::Stopping {
             self.release(now, worker, "the job is stopping");
             return;
         }
         self.welcome(worker);
         if was_awaited {
-            self.stop_awaiting(now);
+            self.on_awaited_returned(now);
         }
     }
 
@@ -269,13 +274,13 @@ impl Job {
     pub(super) fn welcome(&mut self, worker: WorkerId) {
         let (stage, message) = match &self.dataset {
             Some(dataset) => (Stage::Preparing, ToWorker::Prepare(dataset.clone())),
-            None if self.describer.is_none() => {
-                self.describer = Some(worker);
+            None if self.dataset_describer.is_none() => {
+                self.dataset_describer = Some(worker);
                 (Stage::Describing, ToWorker::Describe)
             }
             None => return,
         };
-        if let Some(w) = self.crew.workers.get_mut(&worker) {
+        if let Some(w) = self.workers.connected.get_mut(&worker) {
             w.stage = stage;
         }
         self.send(worker, message);
@@ -284,13 +289,13 @@ impl Job {
     /// Forgets a worker whose stream ended or that is not to be trusted. If its process still runs
     /// after `grace`, it is killed: not at once, for the stream of a dying process ends before its
     /// exit is known, and the kill would take the place of its exit code.
-    pub(super) fn give_up(&mut self, now: Time, worker: WorkerId, grace: Duration) {
+    pub(super) fn forget_with_pod(&mut self, now: Time, worker: WorkerId, grace: Duration) {
         let grace = self.exit_wait(grace);
-        let Some(w) = self.crew.workers.get(&worker) else { return };
+        let Some(w) = self.workers.connected.get(&worker) else { return };
         let (launch, finished) = (w.launch, self.group.finished.contains_key(&worker));
         self.forget(now, worker, grace);
         if !finished {
-            self.take_pod_along(now, launch);
+            self.release_rest_of_pod(now, launch);
         }
     }
 
@@ -301,49 +306,50 @@ impl Job {
     }
 
     fn forget(&mut self, now: Time, worker: WorkerId, grace: Duration) {
-        let Some(gone) = self.crew.workers.remove(&worker) else {
+        let Some(gone) = self.workers.connected.remove(&worker) else {
             return;
         };
-        self.touch();
-        if let Some(adoption) = &mut self.adoption {
-            adoption.mute.remove(&worker);
-            adoption.steps.remove(&worker);
+        self.mark_dirty();
+        if let Some(takeover) = &mut self.takeover {
+            takeover.awaiting_holdings.remove(&worker);
+            takeover.steps.remove(&worker);
         }
-        if let Some(records) = &mut self.records {
-            records.forget(worker);
+        if let Some(leases) = &mut self.leases {
+            leases.forget(worker);
         }
-        self.returned.remove(&worker);
+        self.reconnected.remove(&worker);
         self.count_eligible();
-        self.pass_describing_on(worker);
+        self.reassign_describer(worker);
         let finished = self.group.finished.contains_key(&worker);
         let in_order = gone.leaving || gone.released;
         if gone.rank.is_some() && !finished {
             if in_order { &mut self.group.left } else { &mut self.group.lost }.push(worker);
         }
-        let Some(launch) = self.crew.launches.get_mut(&gone.launch) else {
+        let Some(launch) = self.workers.launches.get_mut(&gone.launch) else {
             return;
         };
         if finished {
-            launch.fate = Fate::Excused;
+            launch.accounting = ExitAccounting::Expected;
         }
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
         }
         if in_order || finished {
-            self.timer(now + RELEASE_WAIT, Timer::Kill(gone.launch));
+            self.set_timer(now + RELEASE_WAIT, Timer::Kill(gone.launch));
         } else {
-            self.timer(now + grace, Timer::Kill(gone.launch));
-            self.say(format!("worker {worker} is gone"));
+            self.set_timer(now + grace, Timer::Kill(gone.launch));
+            self.log_event(format!("worker {worker} is gone"));
         }
     }
 
     /// If `worker` was asked to describe the data set, asks another one.
-    pub(super) fn pass_describing_on(&mut self, worker: WorkerId) {
-        if self.describer != Some(worker) {
+    pub(super) fn reassign_describer(&mut self, worker: WorkerId) {
+        if self.dataset_describer != Some(worker) {
             return;
         }
-        self.describer = None;
-        let next = self.crew.workers.iter().find(|(_, w)| w.stage == Stage::Joining && !w.released);
+        self.dataset_describer = None;
+        let next =
+            self.workers.connected.iter().find(|(_, w)| w.stage == Stage::Joining && !w.released);
         if let Some((&next, _)) = next {
             self.welcome(next);
         }
@@ -352,68 +358,69 @@ impl Job {
     // ---- processes ----
 
     fn on_process_ended(&mut self, now: Time, launch: LaunchId, exit: &Exit) {
-        let pod = self.crew.pod(launch);
+        let pod = self.workers.pod(launch);
         let Some(&first) = pod.first() else {
             return;
         };
-        let name = self.crew.name(first, self.crew.any_of_pod(first, |l| l.worker.is_some()));
+        let name = self.workers.name(first, self.workers.any_of_pod(first, |l| l.worker.is_some()));
         // Before the launches are forgotten: a worker's last word may excuse its end.
         for launch in &pod {
-            if let Some(worker) = self.crew.launches[launch].worker {
+            if let Some(worker) = self.workers.launches[launch].worker {
                 self.forget(now, worker, ZOMBIE_GRACE);
             }
-            self.miss(*launch);
+            self.forget_disconnected(*launch);
         }
         let ended: Vec<Launch> =
-            pod.iter().filter_map(|launch| self.crew.launches.remove(launch)).collect();
-        self.touch();
+            pod.iter().filter_map(|launch| self.workers.launches.remove(launch)).collect();
+        self.mark_dirty();
         let is_of_pod =
             |t| pod.iter().any(|&launch| t == Timer::Kill(launch) || t == Timer::Hello(launch));
         self.timers.retain(|&(_, t)| !is_of_pod(t));
         let end = describe(exit);
         match self.phase {
             Phase::Ended(_) => {}
-            Phase::Ending(_) if self.crew.launches.is_empty() => self.end_now(),
+            Phase::Ending(_) if self.workers.launches.is_empty() => self.end_now(),
             Phase::Ending(_) => {}
             Phase::Running | Phase::Stopping => {
                 // A worker that has never come to its master is not on its way back to it.
                 let has_lost_way = *exit == Exit::Code(EXIT_MASTER_LOST)
                     && ended.iter().all(|l| l.worker.is_none());
                 let is_own_fault = is_own_fault(exit) || has_lost_way;
-                let excused =
-                    ended.iter().all(|l| l.fate == Fate::Excused || l.leaving || l.retired);
-                let counted = ended.iter().any(|l| l.fate == Fate::Counted);
-                self.story.tally.end(match () {
+                let excused = ended
+                    .iter()
+                    .all(|l| l.accounting == ExitAccounting::Expected || l.leaving || l.retired);
+                let counted = ended.iter().any(|l| l.accounting == ExitAccounting::Counted);
+                self.history.counters.end(match () {
                     () if excused => End::Told,
                     () if counted => End::Failed,
                     () => End::of(exit, is_own_fault),
                 });
                 if excused || counted {
-                    self.say(format!("{name} has ended ({end})"));
+                    self.log_event(format!("{name} has ended ({end})"));
                 } else if is_own_fault {
                     self.count_failure(now, &format!("{name} {end}"), &[]);
-                    self.story.explain_error(ended.iter().find_map(|l| l.printed.as_deref()));
+                    self.history.explain_error(ended.iter().find_map(|l| l.printed.as_deref()));
                 } else {
-                    self.say(format!("{name} {end}, which is not counted as its failure"));
+                    self.log_event(format!("{name} {end}, which is not counted as its failure"));
                 }
                 self.launch_missing(now);
-                self.settle(now);
+                self.reconcile(now);
             }
         }
     }
 
     fn on_hello_due(&mut self, now: Time, launch: LaunchId) {
         let Some(silent) =
-            self.crew.launches.get_mut(&launch).filter(|l| l.worker.is_none() && !l.killed)
+            self.workers.launches.get_mut(&launch).filter(|l| l.worker.is_none() && !l.killed)
         else {
             return;
         };
-        silent.fate = Fate::Counted;
-        self.take_pod_along(now, launch);
+        silent.accounting = ExitAccounting::Counted;
+        self.release_rest_of_pod(now, launch);
         self.kill(launch);
         let what = format!("launch {} said nothing for {} s", launch.0, HELLO_WAIT.as_secs());
         self.count_failure(now, &what, &[]);
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// Counts a failure, on these records if that is known; fails the job if it is one too many.
@@ -421,19 +428,21 @@ impl Job {
         match self.phase {
             Phase::Running => {}
             // Nothing is started in its place.
-            Phase::Stopping => return self.say(what.to_owned()),
+            Phase::Stopping => return self.log_event(what.to_owned()),
             Phase::Ended(_) | Phase::Ending(_) => return,
         }
-        self.touch();
-        self.story.last_failure = Some(what.to_owned());
+        self.mark_dirty();
+        self.history.last_failure = Some(what.to_owned());
         let max = self.spec.max_worker_restarts;
-        let counted = self.records.as_ref().map_or(0, |records| records.ledger().counted());
+        let counted = self.leases.as_ref().map_or(0, |leases| leases.ledger().counted());
         let progress = if self.spec.work.trains() { self.step } else { counted };
         let error = match self.restarts.count(now, progress, ranges) {
             Ok(start) => {
                 let counted = self.restarts.budget().since_progress;
-                self.say(format!("{what} (failure {counted} of at most {max} without progress)"));
-                return self.timer(start, Timer::Relaunch);
+                self.log_event(format!(
+                    "{what} (failure {counted} of at most {max} without progress)"
+                ));
+                return self.set_timer(start, Timer::Relaunch);
             }
             Err(TooMany::Failures(counted)) => format!(
                 "{what}; this is failure {counted} of workers since the job made progress, and at most {max} are \
@@ -455,73 +464,74 @@ impl Job {
         {
             return;
         }
-        self.say(format!("{num_workers} workers are wanted in place of {}", self.wanted));
+        self.log_event(format!("{num_workers} workers are wanted in place of {}", self.wanted));
         let before = std::mem::replace(&mut self.wanted, num_workers);
-        self.touch();
-        self.fresh = (self.fresh + num_workers.saturating_sub(before))
-            .saturating_sub(before.saturating_sub(num_workers));
-        for launch in self.crew.surplus(num_workers as usize) {
-            self.retire(now, launch);
+        self.mark_dirty();
+        self.initial_launches_left = (self.initial_launches_left
+            + num_workers.saturating_sub(before))
+        .saturating_sub(before.saturating_sub(num_workers));
+        for launch in self.workers.surplus(num_workers as usize) {
+            self.retire_slot(now, launch);
         }
         self.launch_missing(now);
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// Lets a pod go that nothing is to replace.
-    fn retire(&mut self, now: Time, launch: LaunchId) {
-        for launch in self.crew.pod(launch) {
-            self.crew.launches.get_mut(&launch).expect("it is of the pod").retired = true;
+    fn retire_slot(&mut self, now: Time, launch: LaunchId) {
+        for launch in self.workers.pod(launch) {
+            self.workers.launches.get_mut(&launch).expect("it is of the pod").retired = true;
         }
         match () {
             // A member goes at the end of a step, with the next membership.
-            () if self.crew.is_heard(launch) => {
-                self.let_pod_go(now, launch, "fewer workers are wanted")
+            () if self.workers.is_heard(launch) => {
+                self.release_pod(now, launch, "fewer workers are wanted")
             }
             // It goes when it is back.
-            () if self.crew.any_of_pod(launch, |l| l.away.is_some()) => {}
+            () if self.workers.any_of_pod(launch, |l| l.disconnected.is_some()) => {}
             () => self.kill(launch),
         }
     }
 
     /// Shuts a worker down in order.
     pub(super) fn release(&mut self, now: Time, worker: WorkerId, reason: &str) {
-        let Some(w) = self.crew.workers.get_mut(&worker) else {
+        let Some(w) = self.workers.connected.get_mut(&worker) else {
             return;
         };
         w.released = true;
         let launch = w.launch;
         self.count_eligible();
-        self.excuse(now, launch);
+        self.expect_exit(now, launch);
         self.send(worker, ToWorker::Shutdown(reason.into()));
     }
 
     pub(super) fn count_eligible(&mut self) {
-        self.eligible = self.crew.workers.values().filter(|w| w.is_eligible()).count() as u64;
+        self.eligible = self.workers.connected.values().filter(|w| w.is_eligible()).count() as u64;
     }
 
     /// The process is expected to end, and killed if it does not.
-    pub(super) fn excuse(&mut self, now: Time, launch: LaunchId) {
-        if let Some(l) = self.crew.launches.get_mut(&launch) {
+    pub(super) fn expect_exit(&mut self, now: Time, launch: LaunchId) {
+        if let Some(l) = self.workers.launches.get_mut(&launch) {
             l.leaving = true;
-            self.revision += 1;
-            if l.fate == Fate::Open {
-                l.fate = Fate::Excused;
+            self.version += 1;
+            if l.accounting == ExitAccounting::Undecided {
+                l.accounting = ExitAccounting::Expected;
             }
-            self.timer(now + RELEASE_WAIT, Timer::Kill(launch));
-            self.take_pod_along(now, launch);
+            self.set_timer(now + RELEASE_WAIT, Timer::Kill(launch));
+            self.release_rest_of_pod(now, launch);
         }
     }
 
     /// Kills a pod.
     pub(super) fn kill(&mut self, launch: LaunchId) {
-        let pod = self.crew.pod(launch);
-        let Some(&first) = pod.first().filter(|first| !self.crew.launches[first].killed) else {
+        let pod = self.workers.pod(launch);
+        let Some(&first) = pod.first().filter(|first| !self.workers.launches[first].killed) else {
             return;
         };
         for launch in pod {
-            self.crew.launches.get_mut(&launch).expect("it is of the pod").killed = true;
+            self.workers.launches.get_mut(&launch).expect("it is of the pod").killed = true;
         }
-        self.revision += 1;
+        self.version += 1;
         self.push(Action::Kill { launch: first });
     }
 
@@ -533,21 +543,21 @@ impl Job {
 
     /// Tells a worker, if its stream is open.
     pub(super) fn send(&mut self, worker: WorkerId, message: ToWorker) {
-        if self.crew.workers.contains_key(&worker) {
+        if self.workers.connected.contains_key(&worker) {
             self.push(Action::Send { worker, message });
         }
     }
 
-    pub(super) fn say(&mut self, line: String) {
-        self.story.say(&line);
-        self.push(Action::Say(line));
+    pub(super) fn log_event(&mut self, line: String) {
+        self.history.log_event(&line);
+        self.push(Action::Log(line));
     }
 
     pub(super) fn has_timer(&self, timer: Timer) -> bool {
         self.timers.iter().any(|&(_, t)| t == timer)
     }
 
-    pub(super) fn timer(&mut self, at: Time, timer: Timer) {
+    pub(super) fn set_timer(&mut self, at: Time, timer: Timer) {
         self.timers.insert((at, timer));
     }
 

@@ -14,9 +14,9 @@ use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
 
 use super::action::{Outcome, ToWorker};
-use super::crew::Room;
 use super::job::{Job, Phase, Timer};
 use super::time::Time;
+use super::workers::Scheduling;
 
 /// How often all workers were lost with a state of which there was no checkpoint. The names of its
 /// fields are a public format.
@@ -36,7 +36,7 @@ impl Job {
         let is_lost = self.phase == Phase::Running
             && spec.work.trains()
             && self.step > 0
-            && self.story.has_formed()
+            && self.history.has_formed()
             && !(may_begin || spec.restart_without_checkpoint || self.may_hold_state());
         if is_lost {
             self.on_state_lost(now, self.step);
@@ -59,7 +59,7 @@ impl Job {
     fn on_state_lost(&mut self, now: Time, step: u64) {
         self.note_state_lost(step);
         let cause = self
-            .story
+            .history
             .last_failure
             .as_ref()
             .map(|what| format!(" (last: {what})"))
@@ -68,7 +68,7 @@ impl Job {
             "all workers are lost{cause}, and with them the state of step {step}, of which there is no checkpoint"
         );
         if self.spec.restart_without_checkpoint {
-            return self.say(format!("{what}; training starts again from nothing"));
+            return self.log_event(format!("{what}; training starts again from nothing"));
         }
         let wanted = match self.spec.checkpoints {
             Some(_) => "keep them more often with --checkpoint-every",
@@ -82,21 +82,24 @@ impl Job {
 
     /// A state of `step` is gone, and no checkpoint holds any.
     pub(super) fn note_state_lost(&mut self, step: u64) {
-        let count = self.story.state_lost.map_or(0, |loss| loss.count) + 1;
-        self.story.state_lost = Some(StateLoss { count, at_step: step });
-        self.story.tally.state_losses += 1;
-        self.touch();
+        let count = self.history.state_lost.map_or(0, |loss| loss.count) + 1;
+        self.history.state_lost = Some(StateLoss { count, at_step: step });
+        self.history.counters.state_losses += 1;
+        self.mark_dirty();
     }
 
     /// Whether somebody may have the group's state, or a part in a group that has.
     fn may_hold_state(&self) -> bool {
         let carries = self.group.carries_state;
-        let here =
-            |w: &super::crew::Worker| w.holds_state || w.fetched || (w.rank.is_some() && carries);
-        let away = |l: &super::crew::Launch| {
-            l.away.is_some_and(|away| away.holds_state || away.rank.is_some())
+        let here = |w: &super::workers::Worker| {
+            w.holds_state || w.fetched || (w.rank.is_some() && carries)
         };
-        self.crew.workers.values().any(here) || self.crew.launches.values().any(away)
+        let disconnected = |l: &super::workers::Launch| {
+            l.disconnected
+                .is_some_and(|disconnected| disconnected.holds_state || disconnected.rank.is_some())
+        };
+        self.workers.connected.values().any(here)
+            || self.workers.launches.values().any(disconnected)
     }
 
     // ---- all members leave ----
@@ -107,14 +110,18 @@ impl Job {
         if !self.all_leave() {
             return;
         }
-        if !self.checkpoint_asked {
-            self.say("all workers that hold the state leave: a checkpoint is kept".into());
-            self.checkpoint_asked = true;
+        if !self.checkpoint_requested {
+            self.log_event("all workers that hold the state leave: a checkpoint is kept".into());
+            self.checkpoint_requested = true;
         }
-        self.ask_for_checkpoint();
-        let is_replaced = self.crew.launches.values().any(|l| l.stays() && l.room != Room::Waits);
+        self.request_checkpoint();
+        let is_replaced = self
+            .workers
+            .launches
+            .values()
+            .any(|l| l.stays() && l.scheduling != Scheduling::Unschedulable);
         match is_replaced {
-            true => self.timer(now + self.spec.leave_wait() / 2, Timer::Suspend),
+            true => self.set_timer(now + self.spec.leave_wait() / 2, Timer::Suspend),
             false => self.suspend(),
         }
     }
@@ -128,7 +135,10 @@ impl Job {
 
     fn all_leave(&self) -> bool {
         let holders = || {
-            self.crew.workers.values().filter(|w| w.rank.is_some() && w.holds_state && !w.released)
+            self.workers
+                .connected
+                .values()
+                .filter(|w| w.rank.is_some() && w.holds_state && !w.released)
         };
         self.phase == Phase::Running
             && self.spec.work.trains()
@@ -140,17 +150,19 @@ impl Job {
 
     /// Has the group end at its next boundary, with a checkpoint.
     fn suspend(&mut self) {
-        self.say("nobody takes the state over in time: the group ends with a checkpoint".into());
+        self.log_event(
+            "nobody takes the state over in time: the group ends with a checkpoint".into(),
+        );
         for id in self.group.members.clone() {
             self.send(id, ToWorker::Suspend);
         }
     }
 
     /// All members have ended with a checkpoint: others go on from it.
-    pub(super) fn let_suspended_go(&mut self, now: Time) {
+    pub(super) fn release_suspended(&mut self, now: Time) {
         self.step =
             self.group.finished.values().map(|(word, _)| word.step).max().unwrap_or(self.step);
-        self.say(format!(
+        self.log_event(format!(
             "the group has ended at step {}, for all of its members leave",
             self.step
         ));

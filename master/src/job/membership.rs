@@ -5,39 +5,39 @@ use std::net::SocketAddr;
 use elasticdl_proto::WorkerId;
 
 use super::action::{Membership, ToWorker};
-use super::crew::Stage;
 use super::group::{Change, Limits};
+use super::history::name_all;
 use super::job::{Job, Phase, Timer};
-use super::story::name_all;
-use super::summary::{Cause, MembershipRecord};
+use super::summary::{Cause, MembershipChange};
 use super::time::Time;
+use super::workers::Stage;
 
 impl Job {
     /// Publishes the next generation if one is due, or ends the job if its group has finished.
     /// Called after whatever may have changed either.
-    pub(super) fn settle(&mut self, now: Time) {
+    pub(super) fn reconcile(&mut self, now: Time) {
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
         }
-        self.watch_returns(now);
+        self.watch_reconnections(now);
         if self.awaits_members() {
             return;
         }
         if !self.spec.work.trains() {
-            return self.settle_apart(now);
+            return self.reconcile_inference(now);
         }
         let all_finished = self.group.members.iter().all(|m| self.group.finished.contains_key(m));
         if !self.group.members.is_empty() && all_finished {
             match self.group.finished.values().all(|(word, _)| word.suspended) {
-                true => self.let_suspended_go(now),
-                false => return self.conclude(now),
+                true => self.release_suspended(now),
+                false => return self.finish(now),
             }
         }
         if self.ends_without_state(now) {
             return;
         }
         let stopping = self.phase == Phase::Stopping;
-        if stopping && self.crew.members().next().is_none() {
+        if stopping && self.workers.members().next().is_none() {
             return self.end_stopped();
         }
         self.watch_window(now);
@@ -45,10 +45,10 @@ impl Job {
             // A group that only has to finish its step needs nobody else.
             min: if stopping { 1 } else { self.spec.min_workers as usize },
             wanted: self.wanted as usize,
-            window_open: self.window_until.is_none_or(|until| now < until),
+            join_window_open: self.join_window_until.is_none_or(|until| now < until),
             admits: !stopping,
         };
-        if let Some(change) = self.group.next(&self.crew, limits) {
+        if let Some(change) = self.group.next(&self.workers, limits) {
             self.publish(now, change);
         }
     }
@@ -56,13 +56,13 @@ impl Job {
     /// Where a group starts from nothing, it waits a little for those who are on their way.
     fn watch_window(&mut self, now: Time) {
         let from_nothing =
-            self.crew.members().next().is_none() && self.crew.joiners().next().is_some();
+            self.workers.members().next().is_none() && self.workers.joiners().next().is_some();
         if !from_nothing {
-            self.window_until = None;
-        } else if self.window_until.is_none() {
+            self.join_window_until = None;
+        } else if self.join_window_until.is_none() {
             let until = now + START_WINDOW;
-            self.window_until = Some(until);
-            self.timer(until, Timer::Window);
+            self.join_window_until = Some(until);
+            self.set_timer(until, Timer::Window);
         }
     }
 
@@ -71,8 +71,8 @@ impl Job {
         let before = std::mem::replace(&mut self.group.members, members);
         let (survivors, joined): (Vec<WorkerId>, Vec<WorkerId>) =
             self.group.members.iter().partition(|id| before.contains(id));
-        self.group.before = (!abort && !before.is_empty()).then_some(before);
-        let generation = self.group.generation.max(self.group.passed).next();
+        self.group.previous_ring = (!abort && !before.is_empty()).then_some(before);
+        let generation = self.group.generation.max(self.group.generation_floor).next();
         let (lost, mut left) =
             (std::mem::take(&mut self.group.lost), std::mem::take(&mut self.group.left));
         let excluded: Vec<WorkerId> = self.excluded();
@@ -89,20 +89,20 @@ impl Job {
         self.group.generation = generation;
         self.group.formed = false;
         // Workers that are let go end their leases.
-        self.returned.retain(|id, _| self.group.members.contains(id));
+        self.reconnected.retain(|id, _| self.group.members.contains(id));
         self.group.report_is_due = false;
-        if let Some(adoption) = &mut self.adoption {
-            adoption.was_formed = false;
-            adoption.has_published = true;
+        if let Some(takeover) = &mut self.takeover {
+            takeover.was_formed = false;
+            takeover.has_published = true;
         }
         self.group.finished.clear();
         self.group.broken = None;
-        self.window_until = None;
+        self.join_window_until = None;
 
         self.assign_ranks();
         let world_size =
             u32::try_from(self.group.members.len()).expect("members are limited by max_workers");
-        let record = MembershipRecord {
+        let record = MembershipChange {
             generation,
             cause,
             world_size,
@@ -120,20 +120,20 @@ impl Job {
         };
         let from =
             if self.spec.checkpoints.is_some() { "from the newest checkpoint" } else { "again" };
-        let keeps_state = self.crew.members().any(|(_, w)| w.holds_state);
-        self.group.carries_state = self.crew.members().any(|(_, w)| w.holds_state || w.fetched);
+        let keeps_state = self.workers.members().any(|(_, w)| w.holds_state);
+        self.group.carries_state = self.workers.members().any(|(_, w)| w.holds_state || w.fetched);
         self.group.restored = false;
-        self.say_recovered();
-        self.say(describe(&record, keeps_state, from));
-        self.story.publish(record, survivors.into_iter().collect());
-        self.tell(abort, &excluded);
-        self.name_donors();
-        self.let_go(now, &excluded);
+        self.log_recovery();
+        self.log_event(describe(&record, keeps_state, from));
+        self.history.publish(record, survivors.into_iter().collect());
+        self.broadcast_membership(abort, &excluded);
+        self.send_donors();
+        self.release_excluded(now, &excluded);
     }
 
     /// Members of the generation before that live and are not in the new one.
     fn excluded(&self) -> Vec<WorkerId> {
-        self.crew
+        self.workers
             .members()
             .map(|(id, _)| id)
             .filter(|id| !self.group.members.contains(id))
@@ -141,11 +141,11 @@ impl Job {
     }
 
     fn assign_ranks(&mut self) {
-        for w in self.crew.workers.values_mut() {
+        for w in self.workers.connected.values_mut() {
             w.rank = None;
         }
         for (rank, id) in (0..).zip(&self.group.members) {
-            let w = self.crew.workers.get_mut(id).expect("only live workers are chosen");
+            let w = self.workers.connected.get_mut(id).expect("only live workers are chosen");
             w.rank = Some(rank);
             w.stage = Stage::Ready;
             w.joined.get_or_insert(self.group.generation);
@@ -154,23 +154,23 @@ impl Job {
     }
 
     /// A membership without these workers is published: they end by themselves at the switch.
-    pub(super) fn let_go(&mut self, now: Time, workers: &[WorkerId]) {
+    pub(super) fn release_excluded(&mut self, now: Time, workers: &[WorkerId]) {
         for id in workers {
-            if let Some(w) = self.crew.workers.get_mut(id) {
+            if let Some(w) = self.workers.connected.get_mut(id) {
                 w.released = true;
             }
         }
         for id in workers {
-            if let Some(launch) = self.crew.workers.get(id).map(|w| w.launch) {
-                self.excuse(now, launch);
+            if let Some(launch) = self.workers.connected.get(id).map(|w| w.launch) {
+                self.expect_exit(now, launch);
             }
         }
     }
 
     /// Tells newcomers that fetch the state who has it now.
-    fn name_donors(&mut self) {
-        let newcomers: Vec<WorkerId> = self.crew.joiners().collect();
-        for id in newcomers {
+    fn send_donors(&mut self) {
+        let joiners: Vec<WorkerId> = self.workers.joiners().collect();
+        for id in joiners {
             let donors = self.donors(id);
             if !donors.is_empty() {
                 self.send(id, ToWorker::Fetch(donors));
@@ -178,11 +178,11 @@ impl Job {
         }
     }
 
-    /// The members that have the group's state, in the order in which `newcomer` is to ask them:
+    /// The members that have the group's state, in the order in which `joiner` is to ask them:
     /// newcomers are spread over them, and the first rank, which speaks for the group, comes last.
-    pub(super) fn donors(&self, newcomer: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
+    pub(super) fn donors(&self, joiner: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
         let holds_state = |id: &&WorkerId| {
-            self.crew.workers.get(id).is_some_and(|w| w.holds_state && !w.released)
+            self.workers.connected.get(id).is_some_and(|w| w.holds_state && !w.released)
         };
         let mut donors: Vec<(WorkerId, SocketAddr)> = self
             .group
@@ -190,22 +190,22 @@ impl Job {
             .iter()
             .rev()
             .filter(holds_state)
-            .map(|id| (*id, self.crew.workers[id].address))
+            .map(|id| (*id, self.workers.connected[id].address))
             .collect();
         if let Some(others) = donors.len().checked_sub(1).filter(|&n| n > 0) {
-            donors[..others].rotate_left((newcomer.0 % others as u64) as usize);
+            donors[..others].rotate_left((joiner.0 % others as u64) as usize);
         }
         donors.truncate(DONORS_MAX);
         donors
     }
 
-    fn tell(&mut self, abort: bool, excluded: &[WorkerId]) {
-        let address = |id: &WorkerId| (*id, self.crew.workers[id].address);
+    fn broadcast_membership(&mut self, abort: bool, excluded: &[WorkerId]) {
+        let address = |id: &WorkerId| (*id, self.workers.connected[id].address);
         let members = self.group.members.iter().map(address).collect();
         let membership = Membership { generation: self.group.generation, members, abort };
         self.group.published = Some(membership.clone());
-        self.touch();
-        self.reserve();
+        self.mark_dirty();
+        self.reserve_id_block();
         for id in self.group.members.clone() {
             self.send(id, ToWorker::Membership(membership.clone()));
         }
@@ -216,8 +216,8 @@ impl Job {
 }
 
 /// One line for the user.
-fn describe(record: &MembershipRecord, keeps_state: bool, from: &str) -> String {
-    let MembershipRecord { generation, world_size, at_step, lost, left, joined, cause, .. } =
+fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String {
+    let MembershipChange { generation, world_size, at_step, lost, left, joined, cause, .. } =
         record;
     let workers = if *world_size == 1 { "1 worker" } else { &format!("{world_size} workers") };
     if *cause == Cause::Start {

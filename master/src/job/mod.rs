@@ -31,44 +31,45 @@
 //! * Whatever grows with a worker's words has a limit.
 
 mod action;
-mod adoption;
-mod apart;
 mod checkpoints;
-mod crew;
+mod counters;
 mod disconnected;
-mod ending;
 mod evaluations;
 mod event;
 mod group;
+mod history;
+mod inference;
 #[expect(clippy::module_inception, reason = "files are named after their type")]
 mod job;
+mod lease_table;
 mod liveness;
 mod loss;
 mod membership;
-mod pace;
-mod places;
+mod persisted;
+mod placement;
 mod pod;
-mod queue;
-mod record;
 mod restart;
 mod shards;
+mod shutdown;
 mod spec;
 mod stall;
 mod status;
 mod storage_waits;
-mod story;
+mod straggler;
 mod summary;
-mod tally;
+mod takeover;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 mod time;
-mod words;
+mod worker_messages;
+mod workers;
 
 pub use action::{Action, Membership, Outcome, ToWorker};
 pub use checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
-pub(crate) use evaluations::in_words;
+pub use counters::{Counters, End, Histogram, Recoveries};
+pub(crate) use evaluations::format_metrics;
 pub use evaluations::{BestEvaluation, EvaluationsSummary};
 pub use event::{
     CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, FromWorker,
@@ -76,7 +77,7 @@ pub use event::{
 };
 pub use job::Job;
 pub use loss::StateLoss;
-pub use record::{DataMark, JobRecord};
+pub use persisted::{DatasetFingerprint, PersistedJob};
 pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, OnNonfinite, SpecError,
     ValidationSpec, WireDtype, Work,
@@ -84,8 +85,7 @@ pub use spec::{
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use status::{LaunchStatus, PriorityTierStatus, ShardCounts, Snapshot, Status, WorkerStatus};
 pub use summary::{
-    Cause, FailedShard, LossSummary, MembershipRecord, RecordsSummary, Summary, ThroughputSummary,
+    Cause, FailedShard, LossSummary, MembershipChange, RecordsSummary, Summary, ThroughputSummary,
     WorkersSummary,
 };
-pub use tally::{End, Histogram, Recoveries, Tally};
 pub use time::Time;

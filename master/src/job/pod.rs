@@ -13,12 +13,12 @@ use std::ops::RangeInclusive;
 
 use elasticdl_proto::WorkerId;
 
-use super::crew::{Crew, Launch};
 use super::event::LaunchId;
 use super::job::{Job, Phase};
 use super::time::Time;
+use super::workers::{Launch, WorkerTable};
 
-impl Crew {
+impl WorkerTable {
     /// The launches of this one's pod, itself among them; none if it has ended.
     pub(super) fn pod(&self, launch: LaunchId) -> Vec<LaunchId> {
         self.launches.range(self.numbers(launch)).map(|(&id, _)| id).collect()
@@ -48,13 +48,13 @@ impl Crew {
 
     /// Whether a worker of this launch's pod has its stream open.
     pub(super) fn is_heard(&self, launch: LaunchId) -> bool {
-        self.any_of_pod(launch, |l| l.worker.is_some_and(|id| self.workers.contains_key(&id)))
+        self.any_of_pod(launch, |l| l.worker.is_some_and(|id| self.connected.contains_key(&id)))
     }
 
     /// The workers of this launch's pod that have not been let go.
     pub(super) fn workers_of_pod(&self, launch: LaunchId) -> Vec<WorkerId> {
         let workers = self.pod(launch).into_iter().filter_map(|id| self.launches[&id].worker);
-        workers.filter(|id| self.workers.get(id).is_some_and(|w| !w.released)).collect()
+        workers.filter(|id| self.connected.get(id).is_some_and(|w| !w.released)).collect()
     }
 
     /// A launch that stands for its pod, as the user knows it. A launch's worker has its number.
@@ -73,34 +73,34 @@ impl Crew {
 impl Job {
     /// Lets the workers of this launch's pod go in order: members with the next membership; who is
     /// none, when no member is left that it would take with it.
-    pub(super) fn let_pod_go(&mut self, now: Time, launch: LaunchId, reason: &str) {
-        let workers = self.crew.workers_of_pod(launch);
-        let is_member = |id: &WorkerId| self.crew.workers[id].rank.is_some();
+    pub(super) fn release_pod(&mut self, now: Time, launch: LaunchId, reason: &str) {
+        let workers = self.workers.workers_of_pod(launch);
+        let is_member = |id: &WorkerId| self.workers.connected[id].rank.is_some();
         if self.spec.work.trains() && workers.iter().any(is_member) {
             for id in workers {
-                self.crew.workers.get_mut(&id).expect("it was just found").leaving = true;
+                self.workers.connected.get_mut(&id).expect("it was just found").leaving = true;
             }
             return;
         }
         for id in workers {
             // The one before may have taken it along.
-            if !self.crew.workers[&id].released {
+            if !self.workers.connected[&id].released {
                 self.release(now, id, reason);
             }
         }
     }
 
     /// A worker goes, and the others of its pod with it.
-    pub(super) fn take_pod_along(&mut self, now: Time, launch: LaunchId) {
+    pub(super) fn release_rest_of_pod(&mut self, now: Time, launch: LaunchId) {
         // A group that is to finish its step needs all that it has.
         if self.spec.workers_per_pod > 1 && self.phase == Phase::Running {
-            self.let_pod_go(now, launch, "another worker of its pod goes");
+            self.release_pod(now, launch, "another worker of its pod goes");
         }
     }
 
     /// A launch that was let go has not ended in time.
     pub(super) fn on_kill_due(&mut self, launch: LaunchId) {
-        let others = self.crew.workers_of_pod(launch).into_iter().any(|id| id.0 != launch.0);
+        let others = self.workers.workers_of_pod(launch).into_iter().any(|id| id.0 != launch.0);
         if others && self.phase == Phase::Stopping {
             // They finish, and write the last checkpoint.
             return;

@@ -131,7 +131,7 @@ pub(super) fn is_own_fault(exit: &Exit) -> bool {
         Exit::Code(EXIT_MASTER_LOST | EXIT_TERMINATED) => false,
         Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
         Exit::Signal(signal) => !matches!(signal, &SIGHUP | &SIGINT | &SIGKILL | &SIGTERM),
-        Exit::Taken(_) | Exit::Unknown => false,
+        Exit::Reclaimed(_) | Exit::Unknown => false,
     }
 }
 
@@ -142,9 +142,9 @@ pub(super) fn describe(exit: &Exit) -> String {
             format!("exited with code {code}: it found no master, or none that wants it")
         }
         Exit::Code(code) => format!("exited with code {code}"),
-        Exit::NotStarted(error) => format!("could not be started: {}", super::story::clip(error)),
-        Exit::OverLimit(what) => format!("went over a limit: {}", super::story::clip(what)),
-        Exit::Taken(what) => format!("was taken away: {}", super::story::clip(what)),
+        Exit::NotStarted(error) => format!("could not be started: {}", super::history::clip(error)),
+        Exit::OverLimit(what) => format!("went over a limit: {}", super::history::clip(what)),
+        Exit::Reclaimed(what) => format!("was taken away: {}", super::history::clip(what)),
         Exit::Signal(signal) => match NAMES.iter().find(|(number, _)| number == signal) {
             Some((_, name)) => format!("killed by {name}"),
             None => format!("killed by signal {signal}"),
@@ -205,7 +205,7 @@ mod tests {
             (Exit::Code(143), false),
             (Exit::NotStarted("no such file".into()), true),
             (Exit::OverLimit("memory".into()), true),
-            (Exit::Taken("preempted".into()), false),
+            (Exit::Reclaimed("preempted".into()), false),
             (Exit::Signal(1), false),
             (Exit::Signal(2), false),
             (Exit::Signal(4), true),

@@ -45,7 +45,7 @@ impl Shards {
                 if !spec.work.trains() {
                     // Of the data alone: results are added shard by shard, and must not depend on
                     // who computes them.
-                    return RECORDS_PER_SHARD_APART.max(records / u64::from(SHARDS_AUTO_MAX));
+                    return RECORDS_PER_SHARD_INFERENCE.max(records / u64::from(SHARDS_AUTO_MAX));
                 }
                 let wanted = records / (u64::from(spec.num_workers.max(1)) * SHARDS_PER_WORKER);
                 wanted
@@ -224,7 +224,7 @@ const SHARDS_PER_WORKER: u64 = 8;
 const RECORDS_PER_SHARD_AUTO_MAX: u64 = 4096;
 /// Where shards are worked on apart: one is little to repeat, and a file of its predictions not too
 /// small.
-const RECORDS_PER_SHARD_APART: u64 = 4096;
+const RECORDS_PER_SHARD_INFERENCE: u64 = 4096;
 const SHARDS_AUTO_MAX: u32 = 1 << 22;
 /// An epoch's order takes 4 bytes for each.
 const SHARDS_MAX: u32 = 1 << 24;

@@ -45,8 +45,13 @@ pub(super) type Suspect = (WorkerId, WorkerId);
 impl Stalled {
     /// `before`: what the same worker said last. A long silence since then is not taken for
     /// waiting: all workers may have been kept from running.
-    pub(super) fn after(before: Option<Self>, now: Time, stall: Stall, beat: Duration) -> Self {
-        let since = before.filter(|b| is_fresh(b.last, now, beat)).map_or(now, |b| b.since);
+    pub(super) fn after(
+        before: Option<Self>,
+        now: Time,
+        stall: Stall,
+        heartbeat: Duration,
+    ) -> Self {
+        let since = before.filter(|b| is_fresh(b.last, now, heartbeat)).map_or(now, |b| b.since);
         Self { stall, since, last: now }
     }
 
@@ -62,7 +67,7 @@ impl Stalled {
 
     /// What it waited for has come to pass, as far as others can see: from now on it waits for
     /// something else.
-    pub(super) fn anew(&mut self, now: Time) {
+    pub(super) fn restart_wait(&mut self, now: Time) {
         self.since = now;
     }
 }
@@ -76,7 +81,7 @@ impl Blame {
     /// Whoever has to go so that none of `suspects` is left: those in most links first, those of
     /// earlier generations counted in; among equals the highest rank. `may_go` lacks those whose
     /// work is done.
-    fn cover(
+    fn choose_evictions(
         &mut self,
         mut suspects: Vec<Suspect>,
         ring: &[WorkerId],
@@ -111,69 +116,69 @@ impl Job {
     /// Takes out workers that the network has cut off from their neighbours, where all members wait
     /// for longer than the timeout and all have been heard just now: who is silent is not judged by
     /// the others' waiting.
-    pub(super) fn look_for_stalls(&mut self, now: Time, timeout: Duration) {
+    pub(super) fn check_for_stalls(&mut self, now: Time, timeout: Duration) {
         // A member without a stream can't say where it waits.
-        let is_judged = self.crew.members_away().next().is_none();
+        let is_judged = self.workers.disconnected_members().next().is_none();
         if self.group.is_broken() || self.group.broken.is_some() || !is_judged {
             return;
         }
         let Some(suspects) = self.suspects(now, timeout) else { return };
-        self.say(format!(
+        self.log_event(format!(
             "generation {}: all members have waited for each other for {} ms",
             self.group.generation,
             timeout.as_millis()
         ));
-        self.cut_off(now, suspects);
+        self.evict_suspects(now, suspects);
     }
 
     /// A worker's beat says whether it waits for its neighbours, and where.
     pub(super) fn on_alive(&mut self, now: Time, worker: WorkerId, stall: Option<Stall>) {
-        let beat = self.spec.heartbeat().unwrap_or_default();
-        if let Some(w) = self.crew.workers.get_mut(&worker) {
-            w.stalled = stall.map(|stall| Stalled::after(w.stalled, now, stall, beat));
+        let heartbeat = self.spec.heartbeat().unwrap_or_default();
+        if let Some(w) = self.workers.connected.get_mut(&worker) {
+            w.stalled = stall.map(|stall| Stalled::after(w.stalled, now, stall, heartbeat));
         }
     }
 
     /// Members were dialled and have not answered.
     pub(super) fn on_unanswered(&mut self, now: Time, broken: Broken) {
-        let beat = self.spec.heartbeat().unwrap_or_default();
-        if self
-            .taking_part()
-            .any(|id| beat > Duration::ZERO && !is_fresh(self.crew.workers[&id].heard, now, beat))
-        {
+        let heartbeat = self.spec.heartbeat().unwrap_or_default();
+        if self.taking_part().any(|id| {
+            heartbeat > Duration::ZERO
+                && !is_fresh(self.workers.connected[&id].heard, now, heartbeat)
+        }) {
             // Whoever is silent may be the one at fault, and is judged by that.
-            let until = now + beat;
-            self.timer(until, Timer::Broken(self.group.generation));
+            let until = now + heartbeat;
+            self.set_timer(until, Timer::Broken(self.group.generation));
             self.group.broken = Some(Broken { until, ..broken });
             return;
         }
-        self.cut_off(now, broken.unanswered);
-        self.settle(now);
+        self.evict_suspects(now, broken.unanswered);
+        self.reconcile(now);
     }
 
     /// Takes out who has to go so that none of these links is left. Where that is nobody, new links
     /// are what there is to give.
-    fn cut_off(&mut self, now: Time, suspects: Vec<Suspect>) {
+    fn evict_suspects(&mut self, now: Time, suspects: Vec<Suspect>) {
         let ring: Vec<WorkerId> = self.taking_part().collect();
-        let Self { group, crew, .. } = self;
+        let Self { group, workers, .. } = self;
         group.relink = true;
-        let may_go = |id| crew.workers.contains_key(&id) && !group.finished.contains_key(&id);
-        for worker in group.blame.cover(suspects, &ring, may_go) {
+        let may_go = |id| workers.connected.contains_key(&id) && !group.finished.contains_key(&id);
+        for worker in group.blame.choose_evictions(suspects, &ring, may_go) {
             self.evict(now, worker, "can't be reached by its neighbours");
         }
     }
 
     /// The links that hold the group up; `None` as long as it may still go on by itself.
     fn suspects(&self, now: Time, timeout: Duration) -> Option<Vec<Suspect>> {
-        let beat = self.spec.heartbeat()?;
+        let heartbeat = self.spec.heartbeat()?;
         let is_long = |s: &&Stalled| {
             let seen = s.last.0.saturating_sub(s.since.0);
-            s.stall.since >= timeout && seen >= timeout / 2 && is_fresh(s.last, now, beat)
+            s.stall.since >= timeout && seen >= timeout / 2 && is_fresh(s.last, now, heartbeat)
         };
         let finished = |id: &WorkerId| self.group.finished.contains_key(id);
         let mut waiting: BTreeMap<WorkerId, Stall> = BTreeMap::new();
         for id in self.taking_part().filter(|id| !finished(id)) {
-            let stalled = self.crew.workers[&id].stalled.as_ref().filter(is_long)?;
+            let stalled = self.workers.connected[&id].stalled.as_ref().filter(is_long)?;
             self.is_of_group(stalled).then(|| waiting.insert(id, stalled.stall))?;
         }
         if waiting.is_empty() {
@@ -182,7 +187,7 @@ impl Job {
         let newest = self.group.generation;
         let rings = [
             Some((newest, &self.group.members)),
-            self.group.before.as_ref().map(|b| (Generation(newest.0 - 1), b)),
+            self.group.previous_ring.as_ref().map(|b| (Generation(newest.0 - 1), b)),
         ];
         let mut suspects = Vec::new();
         for (generation, ring) in rings.into_iter().flatten() {
@@ -208,14 +213,14 @@ impl Job {
     /// Whether a worker waits in the newest group, or in the one before that it has not left yet.
     pub(super) fn is_of_group(&self, stalled: &Stalled) -> bool {
         let (of, newest) = (stalled.stall.generation, self.group.generation);
-        of == newest || (self.group.before.is_some() && of.next() == newest)
+        of == newest || (self.group.previous_ring.is_some() && of.next() == newest)
     }
 
     /// Live workers that are in the newest group's ring, or still in that of the group before.
     pub(super) fn taking_part(&self) -> impl Iterator<Item = WorkerId> + '_ {
         let before =
-            self.group.before.iter().flatten().filter(|id| !self.group.members.contains(id));
-        let live = |id: &&WorkerId| self.crew.workers.contains_key(id);
+            self.group.previous_ring.iter().flatten().filter(|id| !self.group.members.contains(id));
+        let live = |id: &&WorkerId| self.workers.connected.contains_key(id);
         self.group.members.iter().chain(before).filter(live).copied()
     }
 }
@@ -238,12 +243,12 @@ impl Stall {
     }
 }
 
-fn is_fresh(heard: Time, now: Time, beat: Duration) -> bool {
-    now.0.saturating_sub(heard.0) <= beat * FRESH_BEATS
+fn is_fresh(heard: Time, now: Time, heartbeat: Duration) -> bool {
+    now.0.saturating_sub(heard.0) <= heartbeat * FRESH_HEARTBEATS
 }
 
 /// A worker that has been heard within this many beats is not silent.
-const FRESH_BEATS: u32 = 2;
+const FRESH_HEARTBEATS: u32 = 2;
 
 #[cfg(test)]
 mod tests {

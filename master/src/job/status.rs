@@ -3,16 +3,16 @@
 use elasticdl_proto::{Generation, Ledger, WorkerId};
 
 use super::checkpoints::CheckpointsSummary;
-use super::crew::{Launch, Room, Stage, Worker};
-use super::ending;
+use super::counters::Counters;
 use super::event::{Evaluated, LaunchId};
 use super::job::{Job, Phase};
-use super::pace;
-use super::queue::Records;
+use super::lease_table::LeaseTable;
+use super::shutdown;
 use super::spec::Work;
-use super::summary::MembershipRecord;
-use super::tally::Tally;
+use super::straggler;
+use super::summary::MembershipChange;
 use super::time::Time;
+use super::workers::{Launch, Scheduling, Stage, Worker};
 
 /// A job at one moment.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,7 +48,7 @@ pub struct Status {
     /// known.
     pub shards: Option<ShardCounts>,
     /// The last 20 changes of membership, oldest first, with what they cost.
-    pub memberships: Vec<MembershipRecord>,
+    pub memberships: Vec<MembershipChange>,
     /// The workers whose streams are open, by id.
     pub workers: Vec<WorkerStatus>,
     /// Launches that have become no worker yet, by id.
@@ -137,24 +137,28 @@ pub struct Snapshot {
     /// Where it stands.
     pub status: Status,
     /// What has been counted since this master began.
-    pub tally: Tally,
+    pub counters: Counters,
 }
 
 impl Job {
     /// What there is to be shown.
     #[must_use]
     pub fn snapshot(&self, now: Time) -> Snapshot {
-        Snapshot { status: self.status(now), tally: self.story.tally.clone() }
+        Snapshot { status: self.status(now), counters: self.history.counters.clone() }
     }
 
     /// What the job is doing.
     #[must_use]
     pub fn status(&self, now: Time) -> Status {
-        let ledger = self.records.as_ref().map(Records::ledger);
-        let usual = self.crew.members().filter_map(|(_, w)| w.pace.usual_us()).collect();
-        let limit_us = pace::straggler_limit_us(usual).unwrap_or(u64::MAX);
-        let workers =
-            self.crew.workers.iter().map(|(&id, w)| self.worker_status(id, w, limit_us)).collect();
+        let ledger = self.leases.as_ref().map(LeaseTable::ledger);
+        let usual = self.workers.members().filter_map(|(_, w)| w.pace.usual_us()).collect();
+        let limit_us = straggler::straggler_limit_us(usual).unwrap_or(u64::MAX);
+        let workers = self
+            .workers
+            .connected
+            .iter()
+            .map(|(&id, w)| self.worker_status(id, w, limit_us))
+            .collect();
         Status {
             job: self.spec.name.clone(),
             state: self.state(),
@@ -163,31 +167,33 @@ impl Job {
             epoch: ledger.map_or(0, Ledger::epoch),
             epochs: self.spec.epochs,
             records_counted: ledger.map_or(0, Ledger::counted),
-            records_expected: self.records.as_ref().map_or(0, Records::expected),
-            loss: self.story.loss_smoothed(),
-            records_per_s: self.story.records_per_s(now),
+            records_expected: self.leases.as_ref().map_or(0, LeaseTable::expected),
+            loss: self.history.loss_smoothed(),
+            records_per_s: self.history.records_per_s(now),
             workers_desired: self.wanted,
-            shards: self.records.as_ref().map(Records::shard_counts),
-            memberships: self.story.memberships_last(),
+            shards: self.leases.as_ref().map(LeaseTable::shard_counts),
+            memberships: self.history.memberships_last(),
             workers,
             workers_pending: self.workers_pending(),
             priority_tiers: self.priority_tiers(),
-            allreduce_transport: self.story.allreduce_transport.clone(),
-            steps_skipped: self.story.steps_skipped,
-            evaluated: self.story.evaluations.all.last().cloned(),
+            allreduce_transport: self.history.allreduce_transport.clone(),
+            steps_skipped: self.history.steps_skipped,
+            evaluated: self.history.evaluations.all.last().cloned(),
             checkpoints: self.checkpoints(),
-            events: self.story.events(),
-            events_emitted: self.story.events_emitted(),
+            events: self.history.events(),
+            events_emitted: self.history.events_emitted(),
             progress: self.progress(),
         }
     }
 
     pub(super) fn state(&self) -> &'static str {
         match self.phase {
-            Phase::Ended(outcome) => ending::name(outcome),
+            Phase::Ended(outcome) => shutdown::name(outcome),
             Phase::Ending(_) => "ending",
-            Phase::Running if self.adoption.is_some() => "resuming",
-            Phase::Running if !self.spec.work.trains() && self.crew.members().next().is_some() => {
+            Phase::Running if self.takeover.is_some() => "resuming",
+            Phase::Running
+                if !self.spec.work.trains() && self.workers.members().next().is_some() =>
+            {
                 "running"
             }
             Phase::Running if self.group.generation == Generation::default() => "starting",
@@ -222,20 +228,23 @@ impl Job {
             compute_us: worker.pace.last_us,
             straggler: worker.rank.is_some()
                 && worker.pace.usual_us().is_some_and(|us| us > limit_us),
-            leased_records: self.records.as_ref().map_or(0, |r| r.leased_to(id)),
+            leased_records: self.leases.as_ref().map_or(0, |r| r.leased_to(id)),
         }
     }
 
     fn workers_pending(&self) -> Vec<LaunchStatus> {
-        let wordless =
-            self.crew.launches.iter().filter(|(_, l)| l.worker.is_none() && l.away.is_none());
+        let wordless = self
+            .workers
+            .launches
+            .iter()
+            .filter(|(_, l)| l.worker.is_none() && l.disconnected.is_none());
         let status = |(&launch, l): (&LaunchId, &Launch)| LaunchStatus {
             launch,
-            slot: l.index,
-            state: match l.room {
-                Room::Asked => "requested",
-                Room::Has => "starting",
-                Room::Waits => "unschedulable",
+            slot: l.slot,
+            state: match l.scheduling {
+                Scheduling::Pending => "requested",
+                Scheduling::Scheduled => "starting",
+                Scheduling::Unschedulable => "unschedulable",
             },
             reason: l.waits_for.clone(),
         };
@@ -243,12 +252,13 @@ impl Job {
     }
 
     fn priority_tiers(&self) -> Vec<PriorityTierStatus> {
-        let mut staying: Vec<&Launch> = self.crew.launches.values().filter(|l| l.stays()).collect();
-        staying.sort_by_key(|l| l.index);
+        let mut staying: Vec<&Launch> =
+            self.workers.launches.values().filter(|l| l.stays()).collect();
+        staying.sort_by_key(|l| l.slot);
         let mut tiers: Vec<PriorityTierStatus> = Vec::new();
         for l in staying {
             let Some(class) = &l.class else { continue };
-            let has_worker = l.worker.is_some_and(|id| self.crew.workers.contains_key(&id));
+            let has_worker = l.worker.is_some_and(|id| self.workers.connected.contains_key(&id));
             let at = tiers.iter().position(|tier| tier.class == *class).unwrap_or_else(|| {
                 tiers.push(PriorityTierStatus { class: class.clone(), launches: 0, workers: 0 });
                 tiers.len() - 1
@@ -265,7 +275,7 @@ impl Job {
         }
         let part = |done: u64, all: u64| if all == 0 { 0.0 } else { done as f64 / all as f64 };
         let records =
-            self.records.as_ref().map_or(0.0, |r| part(r.ledger().counted(), r.expected()));
+            self.leases.as_ref().map_or(0.0, |r| part(r.ledger().counted(), r.expected()));
         let steps = self.spec.max_steps.map_or(0.0, |max| part(self.step, max));
         records.max(steps).min(1.0)
     }

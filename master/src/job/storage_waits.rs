@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
+use super::history::clip;
 use super::job::Job;
-use super::story::clip;
 
 /// An outage, while there is one.
 #[derive(Debug, Default)]
@@ -25,12 +25,12 @@ impl Job {
         storage: Option<String>,
         waited: Duration,
     ) {
-        self.story.tally.storage_wait += waited;
-        let Self { story, crew, .. } = self;
-        let waits = &mut story.storage_waits;
+        self.history.counters.storage_wait += waited;
+        let Self { history, workers, .. } = self;
+        let waits = &mut history.storage_waits;
         let was_away = !waits.waiting.is_empty();
         // Who is gone waits no longer, and says no more.
-        waits.waiting.retain(|id, _| crew.workers.contains_key(id));
+        waits.waiting.retain(|id, _| workers.connected.contains_key(id));
         match storage {
             Some(storage) => {
                 let so_far = waits.waiting.entry(worker).or_default();
@@ -38,7 +38,10 @@ impl Job {
                 waits.longest = waits.longest.max(*so_far);
                 if !was_away {
                     waits.longest = waited;
-                    self.say(format!("worker {worker} waits for storage: {}", clip(&storage)));
+                    self.log_event(format!(
+                        "worker {worker} waits for storage: {}",
+                        clip(&storage)
+                    ));
                 }
             }
             None => {
@@ -47,7 +50,7 @@ impl Job {
                 if was_away && waits.waiting.is_empty() {
                     let longest = std::mem::take(&mut waits.longest);
                     let seconds = longest.as_secs_f64();
-                    self.say(format!(
+                    self.log_event(format!(
                         "storage answers again; workers waited for up to {seconds:.1} s"
                     ));
                 }

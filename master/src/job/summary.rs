@@ -33,7 +33,7 @@ pub struct Summary {
     pub workers: WorkersSummary,
     /// Every generation, in order; of very many the newest: 10,000 at most, and no more than name
     /// 100,000 workers.
-    pub memberships: Vec<MembershipRecord>,
+    pub memberships: Vec<MembershipChange>,
     /// Mean loss per record.
     pub loss: LossSummary,
     /// From the first group's start to the last report.
@@ -97,7 +97,7 @@ pub struct WorkersSummary {
 
 /// One generation: why it came, and what the change cost.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct MembershipRecord {
+pub struct MembershipChange {
     /// The generation.
     pub generation: Generation,
     /// Why it was published.
@@ -132,7 +132,7 @@ pub struct MembershipRecord {
     pub joined: Vec<WorkerId>,
 }
 
-impl MembershipRecord {
+impl MembershipChange {
     /// The parts of the gap in order, with their names.
     #[must_use]
     pub fn phases(&self) -> [(&'static str, Option<f64>); 6] {
@@ -234,26 +234,30 @@ impl Job {
             true => {
                 u32::try_from(self.group.members.len()).expect("members are limited by max_workers")
             }
-            false => self.story.apart,
+            false => self.history.inference_workers,
         };
         Summary {
             job: self.spec.name.clone(),
             state: self.state().into(),
             steps: self.step,
-            epochs: self.records.as_ref().map_or(0, |r| r.ledger().epoch()),
+            epochs: self.leases.as_ref().map_or(0, |r| r.ledger().epoch()),
             wall_s: now.0.as_secs_f64(),
             records,
-            workers: WorkersSummary { peak: self.story.peak, last, restarts: self.story.restarts },
-            memberships: self.story.memberships(),
-            loss: self.story.loss(),
-            throughput: self.story.throughput(records.counted, self.step),
-            allreduce_transport: self.story.allreduce_transport.clone(),
+            workers: WorkersSummary {
+                peak: self.history.peak,
+                last,
+                restarts: self.history.restarts,
+            },
+            memberships: self.history.memberships(),
+            loss: self.history.loss(),
+            throughput: self.history.throughput(records.counted, self.step),
+            allreduce_transport: self.history.allreduce_transport.clone(),
             evaluations: self.evaluations(),
             checkpoints: self.checkpoints(),
-            failed_shards: self.story.failed_shards(),
-            steps_skipped: self.story.steps_skipped,
-            state_lost: self.story.state_lost,
-            error: self.story.error.clone(),
+            failed_shards: self.history.failed_shards(),
+            steps_skipped: self.history.steps_skipped,
+            state_lost: self.history.state_lost,
+            error: self.history.error.clone(),
             model_summary: self.model_summary(),
             metrics: self.results.means(records.expected),
             output: match &self.spec.work {
@@ -261,19 +265,19 @@ impl Job {
                 Work::Evaluate { .. } | Work::Train { .. } => None,
             },
             export: self.exported(),
-            digest: self.last_word.as_ref().map(|word| format!("{:016x}", word.digest)),
+            digest: self.final_report.as_ref().map(|word| format!("{:016x}", word.digest)),
         }
     }
 
     /// The group's word alone: what was handed out proves nothing.
     fn records_summary(&self) -> RecordsSummary {
-        let Some(records) = &self.records else {
+        let Some(leases) = &self.leases else {
             return RecordsSummary::default();
         };
-        let (whole, counted) = (records.expected(), records.ledger().counted());
+        let (whole, counted) = (leases.expected(), leases.ledger().counted());
         let stopped =
             matches!(self.phase, Phase::Ending(Outcome::Stopped) | Phase::Ended(Outcome::Stopped));
-        let expected = match &self.last_word {
+        let expected = match &self.final_report {
             _ if counted == whole => whole,
             Some(word)
                 if stopped
@@ -286,17 +290,21 @@ impl Job {
             _ => whole,
         };
         let missing = expected.saturating_sub(counted);
-        RecordsSummary { expected, counted, missing, repeated: records.ledger().repeated() }
+        RecordsSummary { expected, counted, missing, repeated: leases.ledger().repeated() }
     }
 
     /// The lowest rank exports before it says its last word.
     fn exported(&self) -> Option<String> {
         let Work::Train { export } = &self.spec.work else { return None };
-        export.clone().filter(|_| self.last_word.as_ref().is_some_and(|word| word.exported))
+        export.clone().filter(|_| self.final_report.as_ref().is_some_and(|word| word.exported))
     }
 
     /// The lowest rank's closing words.
     fn model_summary(&self) -> Option<String> {
-        self.last_word.as_ref()?.summary.as_deref().map(|text| super::story::clip(text).to_owned())
+        self.final_report
+            .as_ref()?
+            .summary
+            .as_deref()
+            .map(|text| super::history::clip(text).to_owned())
     }
 }

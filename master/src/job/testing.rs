@@ -6,13 +6,13 @@ use std::time::Duration;
 use elasticdl_proto::{FileList, Generation, WorkerId};
 
 use super::action::{Membership, Outcome};
-use super::crew::{Away, Launch};
 use super::event::{Evaluated, Finished, LaunchId, LedgerReport};
 use super::job::{Job, Phase};
-use super::queue::Records;
+use super::lease_table::LeaseTable;
 use super::shards::Shards;
 use super::spec::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
-use super::summary::{Cause, FailedShard, MembershipRecord};
+use super::summary::{Cause, FailedShard, MembershipChange};
+use super::workers::{Disconnected, Launch};
 
 /// Three workers, two epochs, four records a step, shuffled with seed 7.
 pub(crate) fn spec() -> JobSpec {
@@ -65,29 +65,29 @@ pub(crate) fn largest() -> Job {
     });
     let address =
         |i: u32| format!("[fd00:1234:5678:9abc:def0:1234:5678:{i:04x}]:65535").parse().unwrap();
-    job.crew.launches.clear();
+    job.workers.launches.clear();
     for i in 0..WORKERS {
-        let away = Away {
+        let disconnected = Disconnected {
             rank: Some(i),
             joined: Some(Generation(u64::MAX / 4)),
             holds_state: false,
-            ..Away::default()
+            ..Disconnected::default()
         };
         let launch = Launch {
-            index: i,
+            slot: i,
             worker: Some(WorkerId(id(i))),
-            away: Some(away),
+            disconnected: Some(disconnected),
             ..Launch::default()
         };
-        job.crew.launches.insert(LaunchId(id(i)), launch);
+        job.workers.launches.insert(LaunchId(id(i)), launch);
     }
     let members = (0..WORKERS).map(|i| (WorkerId(id(i)), address(i))).collect();
     job.group.published =
         Some(Membership { generation: Generation(u64::MAX / 4), members, abort: true });
-    job.group.before = Some((0..WORKERS).map(|i| WorkerId(id(i))).collect());
+    job.group.previous_ring = Some((0..WORKERS).map(|i| WorkerId(id(i))).collect());
     for generation in 0..10_000 {
         let named = |n: u32| (0..n).map(|i| WorkerId(id(i + generation))).collect();
-        let record = MembershipRecord {
+        let record = MembershipChange {
             generation: Generation(generation.into()),
             cause: Cause::Lost,
             world_size: WORKERS,
@@ -103,11 +103,11 @@ pub(crate) fn largest() -> Job {
             left: named(2),
             joined: named(4),
         };
-        job.story.publish(record, Default::default());
+        job.history.publish(record, Default::default());
     }
     for i in 0..100 {
         let (file, error) = (long("file"), "\u{1}".repeat(4096));
-        job.story.fail_on(FailedShard {
+        job.history.fail_on(FailedShard {
             worker: WorkerId(id(i)),
             epoch: 1,
             file,
@@ -119,11 +119,11 @@ pub(crate) fn largest() -> Job {
     let metrics = (0..100).map(|i| (format!("{i:0100}"), Some(f64::from(i) / 1024.0)));
     let metrics = std::collections::BTreeMap::from_iter(metrics);
     let evaluated = |step| Evaluated { step, records: u64::MAX / 4, metrics: metrics.clone() };
-    job.story.evaluations.all = (0..1000).map(evaluated).collect();
+    job.history.evaluations.all = (0..1000).map(evaluated).collect();
     let list = dataset(&[200_000_000]);
-    job.records = Some(Records::new(Shards::cut(&list, &job.spec).unwrap(), 2));
+    job.leases = Some(LeaseTable::new(Shards::cut(&list, &job.spec).unwrap(), 2));
     job.dataset = Some(list);
-    job.last_word = Some(Finished {
+    job.final_report = Some(Finished {
         generation: Generation(u64::MAX / 4),
         step: u64::MAX / 4,
         digest: u64::MAX,
@@ -136,7 +136,7 @@ pub(crate) fn largest() -> Job {
         steps_skipped: u64::MAX / 4,
         exported: true,
     });
-    job.story.error = Some("\u{1}".repeat(4096));
+    job.history.error = Some("\u{1}".repeat(4096));
     job.phase = Phase::Ending(Outcome::Failed);
     job
 }

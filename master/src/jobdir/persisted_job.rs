@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use tracing::error;
 
 use super::{FILES, JOB, JobDir, JobDirError, PROCESSES, RECORD, SUMMARY, replace, take_lock};
-use crate::job::{DataMark, JobRecord, LaunchId};
+use crate::job::{DatasetFingerprint, LaunchId, PersistedJob};
 use crate::local::{ProcessIdentity, ProgramCopy};
 use crate::token::Token;
 
@@ -64,7 +64,7 @@ pub struct AbandonedJob {
     /// How it was started.
     pub start: JobStart,
     /// Its persisted state.
-    pub record: JobRecord,
+    pub record: PersistedJob,
     /// The processes that were started, as far as they were noted.
     pub processes: BTreeMap<LaunchId, ProcessIdentity>,
 }
@@ -74,13 +74,13 @@ pub struct AbandonedJob {
 pub struct PersistedJobFile {
     path: PathBuf,
     /// The list of files that is stored next to it.
-    stored: Option<DataMark>,
+    stored: Option<DatasetFingerprint>,
     failed: bool,
 }
 
 impl PersistedJobFile {
     /// Replaces the persisted state. A failure is logged: the job continues, but can't be resumed.
-    pub(crate) fn write(&mut self, job: &JobRecord) {
+    pub(crate) fn write(&mut self, job: &PersistedJob) {
         let json = serde_json::to_vec(&Versioned { version: RECORD_VERSION, content: job })
             .expect("the keys of a job are strings");
         let written = self.write_list(job).and_then(|()| replace(&self.path, &json));
@@ -100,12 +100,12 @@ impl PersistedJobFile {
 
 impl PersistedJobFile {
     /// Writes the list of files to which the state refers, if it is not stored yet.
-    fn write_list(&mut self, job: &JobRecord) -> io::Result<()> {
+    fn write_list(&mut self, job: &PersistedJob) -> io::Result<()> {
         if let Some(list) = job.file_list()
-            && self.stored != Some(DataMark::of(list))
+            && self.stored != Some(DatasetFingerprint::of(list))
         {
             replace(&self.path.with_file_name(FILES), list.packed())?;
-            self.stored = Some(DataMark::of(list));
+            self.stored = Some(DatasetFingerprint::of(list));
         }
         Ok(())
     }
@@ -156,11 +156,11 @@ impl JobDir {
             return Err(ResumeError::Ended { path: root, summary });
         }
         let start = read(&root, JOB, VERSION)?;
-        let mut record: JobRecord = read(&root, RECORD, RECORD_VERSION)?;
+        let mut record: PersistedJob = read(&root, RECORD, RECORD_VERSION)?;
         if record.data().is_some() {
             let list = read_list(&root)?;
             let unreadable = |reason| ResumeError::Unreadable { path: root.join(FILES), reason };
-            record.attach(list).map_err(unreadable)?;
+            record.attach_file_list(list).map_err(unreadable)?;
         }
         let unreadable =
             |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
@@ -346,7 +346,7 @@ mod tests {
     fn persisted(root: &Path) -> JobDir {
         let dir = JobDir::create(root).unwrap();
         dir.persist_start(&start()).unwrap();
-        dir.persisted_job_file().write(&Job::new(spec()).record());
+        dir.persisted_job_file().write(&Job::new(spec()).to_persisted());
         dir
     }
 
@@ -379,7 +379,7 @@ mod tests {
         drop(dir);
         let (dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
         assert_eq!(dir.token().to_hex(), token);
-        assert_eq!((abandoned.start, abandoned.record), (start(), Job::new(spec()).record()));
+        assert_eq!((abandoned.start, abandoned.record), (start(), Job::new(spec()).to_persisted()));
         let processes = [
             (LaunchId(1), ProcessIdentity { pid: 70, start_ticks: 9 }),
             (LaunchId(2), ProcessIdentity { pid: 71, start_ticks: 10 }),
@@ -392,7 +392,7 @@ mod tests {
     fn the_list_of_files_is_written_once_and_another_list_is_refused() {
         let scratch = tempfile::tempdir().unwrap();
         let dir = persisted(scratch.path());
-        let record = crate::job::testing::largest().record();
+        let record = crate::job::testing::largest().to_persisted();
         let list = record.file_list().unwrap().clone();
         let mut file = dir.persisted_job_file();
         file.write(&record);
@@ -462,10 +462,10 @@ mod tests {
         // A folder that is not empty can't be replaced, even by root.
         fs::remove_file(&file.path).unwrap();
         fs::create_dir_all(file.path.join("in the way")).unwrap();
-        file.write(&Job::new(spec()).record());
+        file.write(&Job::new(spec()).to_persisted());
         assert!(file.failed);
         fs::remove_dir_all(&file.path).unwrap();
-        file.write(&Job::new(spec()).record());
+        file.write(&Job::new(spec()).to_persisted());
         assert!(!file.failed && file.path.is_file());
     }
 

@@ -20,7 +20,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::anchor::{Anchor, AnchorWriter, Data, FILES, WriteError};
 use super::client::ClusterError;
-use crate::job::DataMark;
+use crate::job::DatasetFingerprint;
 
 /// Location of the list: the content of the anchor's key.
 #[derive(Serialize, Deserialize)]
@@ -56,7 +56,7 @@ pub(super) async fn store(writer: &AnchorWriter, list: &FileList) -> Result<(), 
         let parts = packed.len().div_ceil(PART_BYTES);
         for index in 0..parts {
             let part = packed.slice(index * PART_BYTES..packed.len().min((index + 1) * PART_BYTES));
-            let name = part_name(writer.job(), writer.uid(), DataMark::of(list), index);
+            let name = part_name(writer.job(), writer.uid(), DatasetFingerprint::of(list), index);
             writer.create_part(&name, "files", part.to_vec()).await?;
         }
         ListLocation::Parts(parts)
@@ -73,7 +73,7 @@ pub(crate) async fn load(
     anchor: &Anchor,
     (job, uid): (&str, &str),
     data: &Data,
-    mark: DataMark,
+    mark: DatasetFingerprint,
 ) -> Result<FileList, LoadError> {
     let damaged = |what: String| LoadError::Damaged(what);
     let location =
@@ -98,13 +98,13 @@ pub(crate) async fn load(
     };
     let list = FileList::unpack(Bytes::from(packed), UNLIMITED)
         .map_err(|e| damaged(format!("can't be read: {e}")))?;
-    if DataMark::of(&list) != mark {
+    if DatasetFingerprint::of(&list) != mark {
         return Err(damaged("is not the one that the job was started with".into()));
     }
     Ok(list)
 }
 
-fn part_name(job: &str, uid: &str, mark: DataMark, index: usize) -> String {
+fn part_name(job: &str, uid: &str, mark: DatasetFingerprint, index: usize) -> String {
     let mut hasher = Xxh3Default::new();
     hasher.update(uid.as_bytes());
     hasher.update(&mark.digest.to_le_bytes());

@@ -33,7 +33,7 @@ use super::events::EventRecorder;
 use super::file_list;
 use super::leader_lease::LeaseGuard;
 use super::watch::backoff;
-use crate::job::{DataMark, JobRecord};
+use crate::job::{DatasetFingerprint, PersistedJob};
 
 /// Writes the state of one master's job, in a task of its own.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ pub(crate) struct PersistedWatch {
 
 #[derive(Clone, Debug, Default)]
 struct PendingWrite {
-    job: Option<JobRecord>,
+    job: Option<PersistedJob>,
     revision: u64,
     /// The newest revision that the master waits for.
     awaited: u64,
@@ -75,7 +75,7 @@ struct PendingWrite {
 struct Versioned<'a> {
     version: u32,
     #[serde(flatten)]
-    content: &'a JobRecord,
+    content: &'a PersistedJob,
 }
 
 impl PersistedJobWriter {
@@ -86,7 +86,7 @@ impl PersistedJobWriter {
         writer: AnchorWriter,
         guard: LeaseGuard,
         recorder: EventRecorder,
-        stored: Option<DataMark>,
+        stored: Option<DatasetFingerprint>,
     ) -> Self {
         let (submitted, submissions) = watch::channel(PendingWrite::default());
         let (persisted_sender, persisted) = watch::channel(0);
@@ -98,7 +98,7 @@ impl PersistedJobWriter {
 
     /// Submits the state of `revision`. It is written without delay if `awaited` is not persisted
     /// yet.
-    pub(crate) fn submit(&self, revision: u64, awaited: u64, job: JobRecord) {
+    pub(crate) fn submit(&self, revision: u64, awaited: u64, job: PersistedJob) {
         self.submitted.send_replace(PendingWrite { job: Some(job), revision, awaited });
     }
 
@@ -146,7 +146,7 @@ impl PersistedWatch {
 ///
 /// # Errors
 /// What is wrong with it.
-pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
+pub(crate) fn read(text: &str) -> Result<PersistedJob, String> {
     #[derive(Deserialize)]
     struct Head {
         version: u32,
@@ -178,7 +178,7 @@ pub(crate) fn read(text: &str) -> Result<JobRecord, String> {
 ///
 /// # Errors
 /// It is too long.
-fn write(mut job: JobRecord) -> Result<String, String> {
+fn write(mut job: PersistedJob) -> Result<String, String> {
     let text = pack(&job);
     if text.len() <= JOB_BYTES_MAX {
         return Ok(text);
@@ -199,7 +199,7 @@ fn write(mut job: JobRecord) -> Result<String, String> {
     }
 }
 
-fn pack(job: &JobRecord) -> String {
+fn pack(job: &PersistedJob) -> String {
     let versioned = Versioned { version: VERSION, content: job };
     let plain = serde_json::to_string(&versioned).expect("the keys of a job are strings");
     if plain.len() <= PLAIN_BYTES_MAX {
@@ -216,7 +216,7 @@ struct WriterTask {
     guard: LeaseGuard,
     recorder: EventRecorder,
     /// The list of files that is stored.
-    stored: Option<DataMark>,
+    stored: Option<DatasetFingerprint>,
     errors: mpsc::UnboundedSender<PersistError>,
 }
 
@@ -274,13 +274,13 @@ impl WriterTask {
 
     /// Writes the list of files, if it is new, and the job. `None`: the guard expired before the
     /// answer.
-    async fn try_persist(&mut self, job: JobRecord) -> Option<Result<(), WriteError>> {
+    async fn try_persist(&mut self, job: PersistedJob) -> Option<Result<(), WriteError>> {
         if let Some(list) = job.file_list()
-            && self.stored != Some(DataMark::of(list))
+            && self.stored != Some(DatasetFingerprint::of(list))
         {
             let stored = self.guard.during(file_list::store(&self.writer, list)).await?;
             match stored {
-                Ok(()) => self.stored = Some(DataMark::of(list)),
+                Ok(()) => self.stored = Some(DatasetFingerprint::of(list)),
                 Err(error) => return Some(Err(error)),
             }
         }

@@ -241,7 +241,7 @@ impl PodController {
                     Some(PodCommand::Start(launch, slot)) => {
                         let active = ActiveLaunch { slot, ..ActiveLaunch::default() };
                         self.launches.insert(launch, active);
-                        self.report(launch, BackendEvent::Waiting(Wait::Answer(None)));
+                        self.report(launch, BackendEvent::Waiting(Wait::Scheduling(None)));
                         self.create(launch);
                     }
                     Some(PodCommand::Adopt(launch, pod)) => self.adopt(launch, pod.as_deref()),
@@ -315,7 +315,7 @@ impl PodController {
             (self.client.clone(), self.event_sender.clone(), self.recorder.clone());
         self.calls.spawn(async move {
             let report_wait = |wait: Wait| {
-                if let Wait::Room(why) = &wait {
+                if let Wait::Capacity(why) = &wait {
                     recorder.record("QuotaExceeded", why.clone());
                 }
                 let _ = event_sender.send((launch, BackendEvent::Waiting(wait)));
@@ -377,7 +377,7 @@ impl PodController {
             warn!("{message}");
             let _ = self
                 .event_sender
-                .send((launch, BackendEvent::Waiting(Wait::Answer(Some(message)))));
+                .send((launch, BackendEvent::Waiting(Wait::Scheduling(Some(message)))));
             self.factory.priority_tiers = shorter;
         }
         self.create(launch);
@@ -434,7 +434,7 @@ impl PodController {
             _ => launched.stuck = None,
         }
         match verdict {
-            Verdict::Created => self.report(launch, BackendEvent::Waiting(Wait::Answer(None))),
+            Verdict::Created => self.report(launch, BackendEvent::Waiting(Wait::Scheduling(None))),
             Verdict::CannotStart(why) => {
                 self.report(launch, BackendEvent::Waiting(Wait::Start(Some(why))))
             }
@@ -459,7 +459,7 @@ impl PodController {
     }
 
     fn on_unschedulable(&mut self, launch: LaunchId, pod: &Pod, why: String) {
-        let event = BackendEvent::Waiting(Wait::Room(why.clone()));
+        let event = BackendEvent::Waiting(Wait::Capacity(why.clone()));
         let is_known =
             self.launches.get(&launch).is_none_or(|l| l.reported.as_ref() == Some(&event));
         if !is_known {
@@ -604,7 +604,10 @@ impl PodController {
     /// little later (as it reports late that they run), and their exit is worth knowing.
     fn kill_soon(&mut self, launch: LaunchId) {
         let is_waiting = |l: &ActiveLaunch| {
-            matches!(l.reported, Some(BackendEvent::Waiting(Wait::Answer(_) | Wait::Room(_))))
+            matches!(
+                l.reported,
+                Some(BackendEvent::Waiting(Wait::Scheduling(_) | Wait::Capacity(_)))
+            )
         };
         let has_node = |l: &ActiveLaunch| l.pod.is_some() && !is_waiting(l);
         if !self.launches.get(&launch).is_some_and(has_node) {
@@ -622,7 +625,7 @@ impl PodController {
             let name = self.name_of_launch(launch);
             self.delete(name, uid);
         }
-        self.ended(launch, Exit::Taken(why.into()));
+        self.ended(launch, Exit::Reclaimed(why.into()));
     }
 
     /// Retains an ended pod for its logs, and deletes the oldest retained one if there are too
@@ -653,7 +656,7 @@ fn exit_of(end: End) -> Exit {
             "{}; --worker-resources sets what a worker may use",
             end.detail
         )),
-        _ => Exit::Taken(end.detail),
+        _ => Exit::Reclaimed(end.detail),
     }
 }
 

@@ -14,12 +14,12 @@ fn snapshot() -> Snapshot {
     snapshot.status.shards = Some(ShardCounts { todo: 5, leased: 2, done: 1 });
     let metrics = [("a \"b\"".into(), Some(0.5)), ("none".into(), None)].into();
     snapshot.status.evaluated = Some(Evaluated { step: 4, records: 10, metrics });
-    snapshot.tally.steps = 6;
-    snapshot.tally.times = StepTimes { steps: 5, step_us: 2_500_000, reduce_us: 500_000 };
-    snapshot.tally.ends.insert(End::Killed, 3);
+    snapshot.counters.steps = 6;
+    snapshot.counters.times = StepTimes { steps: 5, step_us: 2_500_000, reduce_us: 500_000 };
+    snapshot.counters.ends.insert(End::Killed, 3);
     let gap =
         Histogram { buckets: [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], sum_ms: 90_004.0 };
-    snapshot.tally.recoveries.insert(Cause::Lost, Recoveries { gap, ..Recoveries::default() });
+    snapshot.counters.recoveries.insert(Cause::Lost, Recoveries { gap, ..Recoveries::default() });
     snapshot
 }
 

@@ -15,7 +15,7 @@ use v1::{master_message, worker_message};
 
 use crate::job::{
     self, Batch, CheckpointEvery, CheckpointNews, CheckpointSpec, Committed, Evaluated, Failure,
-    Finished, Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipRecord,
+    Finished, Format, FromWorker, JobSpec, LaunchId, LedgerReport, Membership, MembershipChange,
     OnNonfinite, Phases, Resume, Stall, StepTimes, ToWorker, ValidationSpec, WireDtype, Work,
 };
 use crate::limits::{
@@ -139,14 +139,14 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             ranges: ranges("failed.ranges", failed.ranges)?,
             fatal: failed.fatal,
         },
-        Kind::Heartbeat(beat) => FromWorker::Alive(beat.stall.map(stall).transpose()?),
-        Kind::Holding(holding) => FromWorker::Holding {
+        Kind::Heartbeat(beat) => FromWorker::Heartbeat(beat.stall.map(stall).transpose()?),
+        Kind::Holding(holding) => FromWorker::HeldLeases {
             step: within("holding.step", holding.step, 0, STEPS_MAX)?,
             ranges: ranges("holding.ranges", holding.ranges)?,
         },
         Kind::Leaving(v1::Leaving {}) => FromWorker::Leaving,
         Kind::Primed(primed) => {
-            FromWorker::Primed { step: within("primed.step", primed.step, 0, STEPS_MAX)? }
+            FromWorker::CaughtUp { step: within("primed.step", primed.step, 0, STEPS_MAX)? }
         }
         Kind::Finished(message) => FromWorker::Finished(finished(message)?),
     })
@@ -314,7 +314,7 @@ fn to_priority_tier_status(tier: job::PriorityTierStatus) -> v1::PriorityTierSta
     v1::PriorityTierStatus { class, launches, workers }
 }
 
-fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {
+fn to_membership_record(record: MembershipChange) -> v1::MembershipChange {
     // The values were whole microseconds before their conversion to milliseconds.
     let us = |ms: Option<f64>| ms.map_or(0, |ms| (ms * 1000.0).round() as u64);
     let phases = record.gap_ms.map(|_| v1::Phases {
@@ -326,7 +326,7 @@ fn to_membership_record(record: MembershipRecord) -> v1::MembershipRecord {
         first_step_us: us(record.first_step_ms),
     });
     let ids = |workers: Vec<WorkerId>| workers.into_iter().map(|worker| worker.0).collect();
-    v1::MembershipRecord {
+    v1::MembershipChange {
         generation: record.generation.0,
         cause: record.cause.name().into(),
         world_size: record.world_size,
@@ -455,7 +455,7 @@ fn done(message: v1::Done) -> Result<FromWorker, Status> {
     let [range] = ranges("done.range", message.range.into_iter().collect())?
         .try_into()
         .map_err(|_| invalid("done.range: must be there"))?;
-    Ok(FromWorker::Done { range, metrics })
+    Ok(FromWorker::ShardDone { range, metrics })
 }
 
 fn step_times(times: v1::StepTimes) -> Result<StepTimes, Status> {

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use elasticdl_master::job::{
-    Action, ConnectionId, Event as JobEvent, Exit, Job, JobRecord, JobSpec, LaunchId, Outcome, Time,
+    Action, ConnectionId, Event as JobEvent, Exit, Job, JobSpec, LaunchId, Outcome, PersistedJob,
+    Time,
 };
 use elasticdl_proto::WorkerId;
 
@@ -41,14 +42,14 @@ pub(super) struct Master {
     pub(super) dies_after: Option<u64>,
     /// Snapshots that the next master may find, each with its version, the newest last: all that
     /// were taken since the last one that had to be durable.
-    records: VecDeque<(u64, JobRecord)>,
+    records: VecDeque<(u64, PersistedJob)>,
 }
 
 impl Master {
     pub(super) fn new(spec: JobSpec) -> Self {
         let job = Job::new(spec);
         Self {
-            records: [(job.revision(), job.record())].into(),
+            records: [(job.version(), job.to_persisted())].into(),
             job,
             is_alive: true,
             persists: true,
@@ -196,7 +197,7 @@ impl World {
             let per_pod = self.setting.spec.workers_per_pod as usize;
             let pods = (0..self.processes.len()).step_by(per_pod).filter(|&p| self.pod_lives(p));
             let first = |p: usize| (self.processes[p].launch, self.processes[p].index);
-            orphans = record.find(&pods.map(first).collect());
+            orphans = record.observe_pods(&pods.map(first).collect());
         }
         let launches: Vec<LaunchId> = record.launches().collect();
         trace!(self, "master: another one resumes the job");
@@ -207,7 +208,7 @@ impl World {
             }
         }
         let master = &mut self.master;
-        master.records = [(master.job.revision(), master.job.record())].into();
+        master.records = [(master.job.version(), master.job.to_persisted())].into();
         (master.is_alive, master.woken, master.due) = (true, false, None);
         for launch in launches {
             let p = self.process_of(launch);
@@ -226,7 +227,7 @@ impl World {
     }
 
     /// The snapshot that the next master resumes from.
-    fn found_record(&mut self) -> (u64, JobRecord) {
+    fn found_record(&mut self) -> (u64, PersistedJob) {
         let records = &self.master.records;
         let newest = records.len() - 1;
         let found = if self.setting.may_restore_stale && self.rng.chance(2, 3) {
@@ -243,12 +244,12 @@ impl World {
         let Master { job, records, persists, .. } = &mut self.master;
         let newest = records.back().map_or(0, |(revision, _)| *revision);
         if !*persists {
-            return job.barrier() <= newest;
+            return job.durable_before() <= newest;
         }
-        if newest != job.revision() {
-            records.push_back((job.revision(), job.record()));
+        if newest != job.version() {
+            records.push_back((job.version(), job.to_persisted()));
         }
-        while records.front().is_some_and(|(revision, _)| *revision < job.barrier())
+        while records.front().is_some_and(|(revision, _)| *revision < job.durable_before())
             || records.len() > RECORDS_MAX
         {
             records.pop_front();
@@ -312,14 +313,14 @@ impl World {
                     self.master.outcome = Some(outcome);
                 }
                 Action::Kill { launch } => self.kill(launch),
-                Action::Launch { launch, index } => self.launch(launch, index),
+                Action::Launch { launch, slot } => self.launch(launch, slot),
                 Action::Refuse { connection, reason } => {
                     trace!(self, "master: refuses connection {}: {reason}", connection.0);
                     self.master.peers.remove(&(connection.0 as LinkId));
                     self.send(connection.0 as LinkId, MASTER, Packet::Refused);
                     self.shut(connection.0 as LinkId, MASTER);
                 }
-                Action::Say(line) => trace!(self, "master: {line}"),
+                Action::Log(line) => trace!(self, "master: {line}"),
                 Action::Send { worker, message } => {
                     self.check_message(worker, &message);
                     if let Some(&link) = self.master.workers.get(&worker) {

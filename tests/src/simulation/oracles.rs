@@ -247,10 +247,10 @@ impl Oracle {
     }
 
     pub(super) fn on_worker_message(&mut self, worker: WorkerId, message: &FromWorker) {
-        if let FromWorker::Holding { ranges, .. } = message {
+        if let FromWorker::HeldLeases { ranges, .. } = message {
             self.leased.insert(worker, ranges.clone());
         }
-        if !matches!(message, FromWorker::Alive(_)) {
+        if !matches!(message, FromWorker::Heartbeat(_)) {
             self.recent_messages.push_back((worker, message.clone()));
             if self.recent_messages.len() > RECENT_MESSAGES_MAX {
                 self.recent_messages.pop_front();

@@ -257,7 +257,7 @@ impl World {
         if process.control != Control::Open {
             return;
         }
-        let is_first = matches!(message, FromWorker::Holding { .. }) && !process.is_current;
+        let is_first = matches!(message, FromWorker::HeldLeases { .. }) && !process.is_current;
         process.is_current |= is_first;
         let (is_current, leaves) = (process.is_current, process.leaves);
         if is_current {
@@ -382,7 +382,7 @@ impl World {
         let is_gone = matches!(self.processes[p].control, Control::Closing(_));
         if self.processes[p].control == Control::Open {
             let stall = self.stall(p, heartbeat);
-            self.send_to_master(p, FromWorker::Alive(stall));
+            self.send_to_master(p, FromWorker::Heartbeat(stall));
         }
         if !is_gone {
             self.clock.after(heartbeat.as_micros() as Micros, Event::Heartbeat { p });

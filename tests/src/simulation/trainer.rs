@@ -226,7 +226,10 @@ impl World {
                     return self.end_trainer(p, &Exit::Shutdown(String::new()));
                 }
                 TrainerInput::Reconnected => {
-                    self.queue_for_master(p, FromWorker::Holding { step: 0, ranges: Vec::new() });
+                    self.queue_for_master(
+                        p,
+                        FromWorker::HeldLeases { step: 0, ranges: Vec::new() },
+                    );
                 }
                 TrainerInput::Message(_) => {}
             }
@@ -598,9 +601,9 @@ fn from_report(report: Report) -> FromWorker {
         Report::Formed { generation, step, ledger } => {
             FromWorker::Formed { generation, step, ledger: ledger_report(&ledger) }
         }
-        Report::Holding { step, ranges } => FromWorker::Holding { step, ranges },
+        Report::Holding { step, ranges } => FromWorker::HeldLeases { step, ranges },
         Report::LeaseRequest { epoch, records } => FromWorker::LeaseRequest { epoch, records },
-        Report::Primed { step } => FromWorker::Primed { step },
+        Report::Primed { step } => FromWorker::CaughtUp { step },
     }
 }
 

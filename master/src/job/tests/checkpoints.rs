@@ -65,7 +65,7 @@ fn the_course_of_checkpoints_is_kept_for_status_summary_and_the_next_master() {
     assert_eq!((known.saved, known.failed, known.damaged, known.error.as_ref()), (1, 1, 1, None));
     let last = RestoredCheckpoint { step: 1, name: "step-1".into(), lost_steps: 1 };
     assert_eq!((known.restored.len(), known.restored.last()), (100, Some(&last)));
-    let next = Job::restore(super::record::read_back(&job.record()), at(5)).unwrap();
+    let next = Job::restore(super::persisted::read_back(&job.to_persisted()), at(5)).unwrap();
     assert_eq!(next.summary(at(5)).checkpoints, Some(known));
     assert_eq!(started(spec(), &[20]).summary(at(0)).checkpoints, None);
 }

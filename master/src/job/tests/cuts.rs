@@ -51,7 +51,7 @@ impl World {
     }
 
     /// All that live and are not frozen are heard.
-    pub(super) fn beat(&mut self) {
+    pub(super) fn heartbeat(&mut self) {
         if self.spec.worker_timeout.is_none() {
             return;
         }
@@ -74,7 +74,8 @@ impl World {
                 waits_for_next: false,
                 since: self.now.since(from),
             });
-            self.job.handle(self.now, Event::Message { worker, message: FromWorker::Alive(stall) });
+            self.job
+                .handle(self.now, Event::Message { worker, message: FromWorker::Heartbeat(stall) });
             self.drain_actions();
         }
     }

@@ -94,7 +94,7 @@ pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
     let worker = WorkerId(i);
     job.handle(at(ms), Event::Disconnected { worker });
     let is_member = job.group.members.contains(&worker);
-    let other = job.crew.members().map(|(id, _)| id).find(|id| *id != worker);
+    let other = job.workers.members().map(|(id, _)| id).find(|id| *id != worker);
     if !is_member {
         return;
     }
@@ -116,7 +116,7 @@ pub(super) fn ask(records: u64) -> FromWorker {
 /// What the job wants done, less what it says to the user.
 pub(super) fn actions(job: &mut Job) -> Vec<Action> {
     let all = std::iter::from_fn(|| job.poll_action());
-    all.filter(|a| !matches!(a, Action::Say(_))).collect()
+    all.filter(|a| !matches!(a, Action::Log(_))).collect()
 }
 
 pub(super) fn memberships(job: &mut Job) -> Vec<(u64, Membership)> {
@@ -143,8 +143,8 @@ pub(super) fn launch(i: u64) -> Action {
     launch_at(i, i as u32 - 1)
 }
 
-pub(super) fn launch_at(i: u64, index: u32) -> Action {
-    Action::Launch { launch: LaunchId(i), index }
+pub(super) fn launch_at(i: u64, slot: u32) -> Action {
+    Action::Launch { launch: LaunchId(i), slot }
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn data_that_cannot_be_used_refuses_the_job() {
         connect(&mut job, 1);
         say(&mut job, 1, FromWorker::Described(answer));
         job.handle(at(1), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(0) });
-        assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::Refused)));
+        assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::InvalidInput)));
         let summary = job.summary(at(1));
         assert_eq!((&*summary.state, summary.error.is_some()), ("refused", true));
     }
@@ -203,7 +203,7 @@ fn a_loss_is_published_at_once_and_its_leases_come_back_with_the_next_groups_wor
     lose(&mut job, 5, 2);
     let next = membership(2, &[1, 3], true);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
-    let forgotten = job.records.as_ref().unwrap().leases().count();
+    let forgotten = job.leases.as_ref().unwrap().leases().count();
     assert_eq!(forgotten, 0);
     say(&mut job, 1, formed(2, 0, &[]));
     // All 20 records are there again for those who go on: 10 steps' shares of 2.
@@ -275,10 +275,10 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
     connect(&mut job, 4);
     say(&mut job, 3, FromWorker::Ready { parameters: 10 });
     assert_eq!(memberships(&mut job), []);
-    say(&mut job, 3, FromWorker::Primed { step: 0 });
+    say(&mut job, 3, FromWorker::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
     say(&mut job, 4, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 4, FromWorker::Primed { step: 0 });
+    say(&mut job, 4, FromWorker::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut job), []);
     lose(&mut job, 2, 3);
     assert_eq!(memberships(&mut job)[0].1, membership(3, &[1, 2, 4], true));
@@ -372,7 +372,7 @@ fn a_leaver_goes_at_a_boundary_and_stays_if_it_alone_holds_the_state() {
     assert_eq!(actions(&mut alone), [launch_at(2, 0)]);
     connect(&mut alone, 2);
     say(&mut alone, 2, FromWorker::Ready { parameters: 10 });
-    say(&mut alone, 2, FromWorker::Primed { step: 0 });
+    say(&mut alone, 2, FromWorker::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut alone)[0].1, membership(2, &[1, 2], false));
     say(&mut alone, 1, formed(2, 3, &[]));
     assert_eq!(memberships(&mut alone)[0].1, membership(3, &[2], false));
@@ -538,7 +538,7 @@ fn a_launch_that_waits_for_a_place_is_not_silent() {
     assert_eq!(actions(&mut job), [launch(1)]);
     job.handle(
         at(0),
-        Event::LaunchWaits { launch: LaunchId(1), wait: Wait::Room("no room".into()) },
+        Event::LaunchWaits { launch: LaunchId(1), wait: Wait::Capacity("no room".into()) },
     );
     assert_eq!(job.status(at(0)).events, ["launch 1 waits: no room"]);
     job.handle_timeout(at(3_600_000));
@@ -557,7 +557,10 @@ fn what_is_taken_away_is_replaced_and_not_counted() {
     let mut job = started(spec(), &[20]);
     for round in 0..10 {
         let launch = LaunchId(if round == 0 { 1 } else { 3 + round });
-        job.handle(at(100), Event::ProcessEnded { launch, exit: Exit::Taken("preempted".into()) });
+        job.handle(
+            at(100),
+            Event::ProcessEnded { launch, exit: Exit::Reclaimed("preempted".into()) },
+        );
         let next = launch_at(4 + round, 0);
         assert!(actions(&mut job).contains(&next), "round {round}");
     }

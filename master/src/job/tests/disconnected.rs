@@ -4,11 +4,11 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::testing::dataset;
 use super::super::*;
-use super::adoption::{admit, come_back, come_back_from, holding, in_order, lease, refused};
 use super::directed::{
     actions, ask, at, broken, committed, connect, finished, formed, launch_at, membership,
     memberships, say, send, started,
 };
+use super::takeover::{admit, come_back, come_back_from, holding, in_order, lease, refused};
 
 fn disconnect(job: &mut Job, ms: u64, i: u64) {
     job.handle(at(ms), Event::Disconnected { worker: WorkerId(i) });
@@ -193,7 +193,7 @@ fn a_newcomer_that_does_not_return_is_replaced_and_holds_nobody_up() {
     disconnect(&mut job, 0, 4);
     actions(&mut job);
     say(&mut job, 3, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 3, FromWorker::Primed { step: 0 });
+    say(&mut job, 3, FromWorker::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
     job.handle_timeout(at(10_000));
     assert_eq!(actions(&mut job), [Action::Kill { launch: LaunchId(4) }]);
@@ -215,7 +215,7 @@ fn a_disconnected_worker_that_had_finished_says_so_when_it_returns() {
 fn the_next_master_waits_for_a_disconnected_worker_too() {
     let mut job = started(in_order(2), &[20]);
     disconnect(&mut job, 0, 2);
-    let mut job = Job::restore(job.record(), at(1000)).unwrap();
+    let mut job = Job::restore(job.to_persisted(), at(1000)).unwrap();
     come_back(&mut job, 1010, 1, 1);
     say(&mut job, 1, holding(0, &[]));
     job.handle_timeout(at(20_000));

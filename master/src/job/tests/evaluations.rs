@@ -44,7 +44,7 @@ fn the_best_is_remembered_and_what_is_made_again_is_judged_again() {
         evaluated(&mut job, step, loss);
         assert_eq!(known(&job).1, Some(best));
     }
-    let next = Job::restore(super::record::read_back(&job.record()), at(5)).unwrap();
+    let next = Job::restore(super::persisted::read_back(&job.to_persisted()), at(5)).unwrap();
     assert_eq!(known(&next), known(&job));
     // The group has begun again from a checkpoint of step 15.
     evaluated(&mut job, 20, Some(4.0));

@@ -4,7 +4,7 @@ use elasticdl_proto::{Generation, Ledger, RangeSet, RecordRange};
 use rand::RngExt;
 
 use super::super::*;
-use super::process::{Process, State, last_word, report};
+use super::process::{Process, State, final_report, report};
 use super::world::{World, index};
 
 impl World {
@@ -14,8 +14,9 @@ impl World {
             .iter()
             .filter_map(|id| self.processes[index(*id)].state.clone())
             .max_by_key(|s| s.step);
-        let fresh = State { step: 0, ledger: Ledger::new(self.records), added: Vec::new() };
-        let state = best.unwrap_or(fresh);
+        let initial_launches_left =
+            State { step: 0, ledger: Ledger::new(self.records), added: Vec::new() };
+        let state = best.unwrap_or(initial_launches_left);
         for (rank, id) in ids.iter().enumerate() {
             let p = self.at(*id);
             p.ring = Some(generation);
@@ -102,7 +103,7 @@ impl World {
         for id in self.launches_of(ring).to_vec() {
             let p = self.at(id);
             p.finished = Some(ring);
-            let word = last_word(ring, p.state.as_ref().unwrap());
+            let word = final_report(ring, p.state.as_ref().unwrap());
             p.up.push_back(word);
         }
     }

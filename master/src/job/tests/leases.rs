@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use elasticdl_proto::{Ledger, RangeSet, RecordRange, WorkerId};
 
-use super::super::queue::{Records, Share};
+use super::super::lease_table::{LeaseTable, Share};
 use super::super::shards::Shards;
 use super::super::testing::{dataset, spec};
 use super::super::*;
@@ -14,9 +14,9 @@ const A: WorkerId = WorkerId(1);
 const B: WorkerId = WorkerId(2);
 const SHARE: Share = Share { records: 4, workers: 2 };
 
-fn records(files: &[u64], per_shard: u64) -> Records {
+fn records(files: &[u64], per_shard: u64) -> LeaseTable {
     let spec = JobSpec { records_per_shard: NonZeroU64::new(per_shard), shuffle: false, ..spec() };
-    Records::new(Shards::cut(&dataset(files), &spec).unwrap(), 2)
+    LeaseTable::new(Shards::cut(&dataset(files), &spec).unwrap(), 2)
 }
 
 fn range(start: u64, end: u64) -> RecordRange {
@@ -143,7 +143,7 @@ fn reports_outside_the_data_set_change_nothing() {
 fn an_epoch_is_leased_out_completely_whatever_the_order_of_its_shards() {
     for seed in 0..50 {
         let spec = JobSpec { seed, records_per_shard: NonZeroU64::new(1 + seed % 7), ..spec() };
-        let mut records = Records::new(Shards::cut(&dataset(&[13, 0, 29]), &spec).unwrap(), 1);
+        let mut records = LeaseTable::new(Shards::cut(&dataset(&[13, 0, 29]), &spec).unwrap(), 1);
         let mut leased = RangeSet::default();
         loop {
             let leases = records.lease(A, 0, 1 + seed % 5, Share { records: 42, workers: 1 });

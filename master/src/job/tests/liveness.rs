@@ -32,7 +32,7 @@ fn pass_waiting(job: &mut Job, from: u64, until: u64, beating: &[u64], stopped: 
             });
             job.handle(
                 at(ms),
-                Event::Message { worker: WorkerId(worker), message: FromWorker::Alive(stall) },
+                Event::Message { worker: WorkerId(worker), message: FromWorker::Heartbeat(stall) },
             );
         }
         job.handle_timeout(at(ms));
@@ -69,7 +69,7 @@ fn a_silent_worker_is_taken_out_killed_and_replaced() {
     let record = job.summary(at(1150)).memberships.pop().unwrap();
     assert_eq!((record.cause, record.lost), (Cause::Hung, vec![WorkerId(2)]));
     job.handle(at(1200), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
-    assert!(actions(&mut job).contains(&Action::Launch { launch: LaunchId(4), index: 1 }));
+    assert!(actions(&mut job).contains(&Action::Launch { launch: LaunchId(4), slot: 1 }));
 }
 
 #[test]

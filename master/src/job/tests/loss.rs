@@ -89,7 +89,7 @@ fn with_the_users_leave_training_starts_again_and_each_loss_is_counted() {
         let lost = job.summary(at(0)).state_lost;
         assert_eq!(lost, Some(StateLoss { count: 2, at_step: 1 }), "checkpoints: {checkpoints}");
         // The next master knows.
-        let next = Job::restore(job.record(), at(5)).unwrap();
+        let next = Job::restore(job.to_persisted(), at(5)).unwrap();
         assert_eq!(next.summary(at(5)).state_lost, lost);
     }
 }
@@ -101,7 +101,7 @@ fn a_newcomer_that_has_fetched_the_state_may_bring_it() {
     job.handle(at(0), Event::Scale { num_workers: 2 });
     connect(&mut job, 2);
     say(&mut job, 2, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 2, FromWorker::Primed { step: 3 });
+    say(&mut job, 2, FromWorker::CaughtUp { step: 3 });
     lose(&mut job, 1);
     assert_eq!(ends(&mut job), None);
     lose(&mut job, 2);
@@ -145,7 +145,7 @@ fn steps_that_are_left_out_are_told_now_and_then() {
         };
         let report = Committed { steps_skipped: step, loss_sum: f64::NAN, ..report };
         say(&mut job, 1, FromWorker::Committed(report));
-        let told = |a: &&Action| matches!(a, Action::Say(line) if line.contains("left out"));
+        let told = |a: &&Action| matches!(a, Action::Log(line) if line.contains("left out"));
         lines += actions_with_words(&mut job).iter().filter(told).count();
     }
     let status = job.status(at(0));
@@ -218,7 +218,7 @@ fn where_replacements_are_on_their_way_the_group_waits_for_half_of_the_grace() {
     say(&mut job, 1, FromWorker::Leaving);
     connect(&mut job, 2);
     say(&mut job, 2, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 2, FromWorker::Primed { step: 1 });
+    say(&mut job, 2, FromWorker::CaughtUp { step: 1 });
     say(&mut job, 1, formed(2, 1, &[]));
     job.handle_timeout(at(5000));
     assert_eq!(told(&mut job, &ToWorker::Suspend), [0; 0]);

@@ -1,25 +1,25 @@
 //! The job under test, from outside.
 
-mod adoption;
-mod apart;
 mod checkpoints;
+mod counters;
 mod cuts;
 mod directed;
 mod disconnected;
 mod evaluations;
 mod group;
 mod histories;
+mod inference;
 mod leases;
 mod liveness;
 mod loss;
 mod oracles;
-mod places;
+mod persisted;
+mod placement;
 mod pod;
 mod process;
-mod record;
 mod reports;
 mod stall;
 mod status;
 mod storage_waits;
-mod tally;
+mod takeover;
 mod world;

@@ -67,7 +67,7 @@ impl World {
                 Action::Refuse { connection, .. } => {
                     self.at(LaunchId(connection.0)).die(Exit::Code(70));
                 }
-                Action::Say(line) => {
+                Action::Log(line) => {
                     if line.ends_with("have waited for each other for 1000 ms") {
                         let newest = self.published.last().expect("a group waits").generation;
                         assert!(self.is_somewhere_severed(), "nobody is cut off: {line}");
@@ -92,11 +92,11 @@ impl World {
 
     /// As the shell does it, before anything is done. What changes unnoticed would be forgotten.
     fn write_record(&mut self) {
-        let record = self.job.record();
-        if self.job.revision() == self.written.0 {
+        let record = self.job.to_persisted();
+        if self.job.version() == self.written.0 {
             assert_eq!(lasting(&record), lasting(&self.written.1), "changed, but not written");
         }
-        self.written = (self.job.revision(), record);
+        self.written = (self.job.version(), record);
     }
 
     /// The master dies before it does this.
@@ -125,7 +125,7 @@ impl World {
             Action::Send { message: ToWorker::Membership(membership), .. } => {
                 self.check_membership(&membership)
             }
-            Action::End(_) | Action::Kill { .. } | Action::Say(_) | Action::Send { .. } => {}
+            Action::End(_) | Action::Kill { .. } | Action::Log(_) | Action::Send { .. } => {}
         }
     }
 
@@ -227,12 +227,12 @@ impl World {
     /// The master's own table: nobody who is gone holds a lease, and no record has two owners.
     fn check_leases(&self) {
         let over = matches!(self.job.phase, job::Phase::Ended(_) | job::Phase::Ending(_));
-        let Some(records) = self.job.records.as_ref().filter(|_| !over) else {
+        let Some(records) = self.job.leases.as_ref().filter(|_| !over) else {
             return;
         };
         let mut before: Option<RecordRange> = None;
         for (worker, range) in records.leases() {
-            let is_away = self.job.crew.away().any(|launch| launch.0 == worker.0);
+            let is_away = self.job.workers.disconnected().any(|launch| launch.0 == worker.0);
             let is_lost = self.gone.contains(&worker) && !is_away;
             assert!(!is_lost, "worker {worker} is lost and holds {range}");
             assert!(
@@ -264,15 +264,15 @@ impl World {
             Outcome::Failed => {
                 assert!(self.counted > self.spec.max_worker_restarts, "{:?}", summary.error);
             }
-            Outcome::Refused => panic!("the data set is good"),
+            Outcome::InvalidInput => panic!("the data set is good"),
             Outcome::Stopped => assert!(self.stopped),
         }
     }
 }
 
 /// A record without what only the time changes.
-fn lasting(record: &JobRecord) -> JobRecord {
+fn lasting(record: &PersistedJob) -> PersistedJob {
     let mut lasting = record.clone();
-    (lasting.step, lasting.story.loss, lasting.story.reported_last) = Default::default();
+    (lasting.step, lasting.history.loss, lasting.history.reported_last) = Default::default();
     lasting
 }

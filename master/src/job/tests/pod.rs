@@ -35,7 +35,7 @@ fn done(job: &mut Job) -> Vec<Action> {
     actions
 }
 
-fn tell(workers: &[u64], of: &Membership) -> Vec<Action> {
+fn broadcast_membership(workers: &[u64], of: &Membership) -> Vec<Action> {
     workers.iter().map(|&worker| send(worker, ToWorker::Membership(of.clone()))).collect()
 }
 
@@ -89,14 +89,14 @@ fn a_job_is_scaled_to_multiples_of_a_pods() {
 fn a_crash_takes_the_pod_along_and_counts_once() {
     let mut job = started(pods(), &[20]);
     gone(&mut job, 1, 1);
-    assert_eq!(done(&mut job), tell(&[3, 4, 2], &membership(2, &[3, 4], true)));
+    assert_eq!(done(&mut job), broadcast_membership(&[3, 4, 2], &membership(2, &[3, 4], true)));
     // It has been let go, and its end is no loss.
     gone(&mut job, 2, 2);
     assert_eq!(done(&mut job), []);
     ended(&mut job, 3, 1, Exit::Signal(11));
     assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![launch_at(5, 0)], 1));
     assert_eq!(job.summary(at(3)).workers.restarts, 1);
-    assert_eq!(job.story.tally.ends, [(End::Crashed, 1)].into());
+    assert_eq!(job.history.counters.ends, [(End::Crashed, 1)].into());
 }
 
 #[test]
@@ -125,8 +125,10 @@ fn a_pod_that_lost_a_worker_has_three_seconds_to_end_by_itself() {
 #[test]
 fn a_pod_that_ends_without_a_word_loses_all_its_workers_at_once() {
     let mut job = started(pods(), &[20]);
-    ended(&mut job, 1, 3, Exit::Taken("its node is gone".into()));
-    let expected = [vec![launch_at(5, 2)], tell(&[1, 2], &membership(2, &[1, 2], true))].concat();
+    ended(&mut job, 1, 3, Exit::Reclaimed("its node is gone".into()));
+    let expected =
+        [vec![launch_at(5, 2)], broadcast_membership(&[1, 2], &membership(2, &[1, 2], true))]
+            .concat();
     assert_eq!((done(&mut job), job.restarts.budget().counted), (expected, 0));
     let summary = job.summary(at(1));
     assert_eq!(summary.memberships[1].lost, [WorkerId(3), WorkerId(4)]);
@@ -136,8 +138,11 @@ fn a_pod_that_ends_without_a_word_loses_all_its_workers_at_once() {
 fn one_that_leaves_takes_its_pod_along_and_its_place_is_filled_at_once() {
     let mut job = started(pods(), &[20]);
     say(&mut job, 4, FromWorker::Leaving);
-    let expected =
-        [vec![launch_at(5, 2)], tell(&[1, 2, 3, 4], &membership(2, &[1, 2], false))].concat();
+    let expected = [
+        vec![launch_at(5, 2)],
+        broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false)),
+    ]
+    .concat();
     assert_eq!(done(&mut job), expected);
     // It has been told to end, too; that is no news.
     say(&mut job, 3, FromWorker::Leaving);
@@ -159,7 +164,7 @@ fn a_pod_is_scaled_away_whole_from_the_highest_place_down() {
     job.handle(at(2), Event::Scale { num_workers: 4 });
     assert_eq!(done(&mut job), [send(5, ToWorker::Shutdown("fewer workers are wanted".into()))]);
     job.handle(at(3), Event::Scale { num_workers: 2 });
-    assert_eq!(done(&mut job), tell(&[1, 2, 3, 4], &membership(2, &[1, 2], false)));
+    assert_eq!(done(&mut job), broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false)));
 }
 
 #[test]
@@ -171,11 +176,13 @@ fn a_pod_that_waits_for_room_counts_as_one_of_those_that_may() {
     asked.retain(|a| matches!(a, Action::Launch { .. }));
     assert_eq!(asked, [1, 3, 5, 7, 9, 11].map(|launch| launch_at(launch, launch as u32 - 1)));
     for launch in [5, 7, 9, 11] {
-        let wait = Wait::Room("full".into());
+        let wait = Wait::Capacity("full".into());
         job.handle(at(1), Event::LaunchWaits { launch: LaunchId(launch), wait });
     }
     assert_eq!(done(&mut job), [kill(9), kill(11)]);
-    [9, 11].iter().for_each(|&launch| ended(&mut job, 2, launch, Exit::Taken("withdrawn".into())));
+    [9, 11]
+        .iter()
+        .for_each(|&launch| ended(&mut job, 2, launch, Exit::Reclaimed("withdrawn".into())));
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(3), wait: Wait::Start(None) });
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(5), wait: Wait::Start(None) });
     assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![launch_at(13, 8)], 0));
@@ -243,12 +250,12 @@ fn come_back(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
 
 #[test]
 fn another_master_finds_whole_pods_and_uses_no_number_again() {
-    let mut record = started(pods(), &[20]).record();
+    let mut record = started(pods(), &[20]).to_persisted();
     assert_eq!(record.launches_reserved % 2, 0);
     // The third was made since; the fourth belongs to nobody.
     record.launches.retain(|l| l.launch.0 <= 4);
     let there = [(LaunchId(1), 0), (LaunchId(5), 4)].into();
-    assert_eq!(record.find(&there), []);
+    assert_eq!(record.observe_pods(&there), []);
     assert_eq!(record.launches().collect::<Vec<_>>(), [LaunchId(1), LaunchId(3), LaunchId(5)]);
     let made = record.launches_made;
     let mut job = Job::restore(record, at(1000)).unwrap();
@@ -261,7 +268,7 @@ fn another_master_finds_whole_pods_and_uses_no_number_again() {
     let admitted = done.iter().filter(|a| matches!(a, Action::Admit { .. })).count();
     let launched: Vec<_> = done.iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
     assert_eq!((admitted, launched), (4, vec![]));
-    ended(&mut job, 1020, 5, Exit::Taken("drained".into()));
+    ended(&mut job, 1020, 5, Exit::Reclaimed("drained".into()));
     assert!(actions(&mut job).contains(&launch_at(made + 1, 2)));
 }
 
@@ -272,7 +279,7 @@ fn another_master_takes_no_half_pod() {
     let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);
     gone(&mut job, 1, 1);
     assert_eq!(done(&mut job), []);
-    let mut job = Job::restore(job.record(), at(1000)).unwrap();
+    let mut job = Job::restore(job.to_persisted(), at(1000)).unwrap();
     assert_eq!(done(&mut job), [kill(1), launch_at(3, 0)]);
     come_back(&mut job, 1010, 2, &[1, 2]);
     assert!(matches!(done(&mut job)[..], [Action::Refuse { .. }]));
@@ -280,17 +287,18 @@ fn another_master_takes_no_half_pod() {
 
 #[test]
 fn a_pod_of_which_one_does_not_come_back_goes_in_order() {
-    let mut job = Job::restore(started(pods(), &[20]).record(), at(1000)).unwrap();
+    let mut job = Job::restore(started(pods(), &[20]).to_persisted(), at(1000)).unwrap();
     for i in [1, 2, 3] {
         come_back(&mut job, 1010, i, &[1, 2, 3, 4]);
-        say(&mut job, i, FromWorker::Holding { step: 0, ranges: Vec::new() });
+        say(&mut job, i, FromWorker::HeldLeases { step: 0, ranges: Vec::new() });
     }
     say(&mut job, 1, formed(1, 0, &[]));
     done(&mut job);
     job.handle_timeout(at(32_999));
     assert_eq!(done(&mut job), []);
     job.handle_timeout(at(33_000));
-    let expected = [vec![kill(3)], tell(&[1, 2, 3], &membership(2, &[1, 2], true))].concat();
+    let expected =
+        [vec![kill(3)], broadcast_membership(&[1, 2, 3], &membership(2, &[1, 2], true))].concat();
     let mut done = done(&mut job);
     done.retain(|a| !matches!(a, Action::Launch { .. }));
     assert_eq!(done, expected);
@@ -299,16 +307,16 @@ fn a_pod_of_which_one_does_not_come_back_goes_in_order() {
 #[test]
 fn numbers_are_reserved_in_whole_pods() {
     let three = JobSpec { num_workers: 3, min_workers: 3, workers_per_pod: 3, ..pods() };
-    let mut record = started(three, &[20]).record();
-    assert_eq!(record.find(&[(LaunchId(1), 0)].into()), []);
+    let mut record = started(three, &[20]).to_persisted();
+    assert_eq!(record.observe_pods(&[(LaunchId(1), 0)].into()), []);
     assert!(Job::restore(record, at(0)).is_ok());
 }
 
 #[test]
 fn a_record_of_half_a_pod_makes_no_job() {
-    let good = started(pods(), &[20]).record();
+    let good = started(pods(), &[20]).to_persisted();
     assert!(Job::restore(good.clone(), at(0)).is_ok());
-    let wrongs: [fn(&mut JobRecord); 2] = [|r| r.wanted = 3, |r| r.launches_made = 5];
+    let wrongs: [fn(&mut PersistedJob); 2] = [|r| r.wanted = 3, |r| r.launches_made = 5];
     for wrong in wrongs {
         let mut record = good.clone();
         wrong(&mut record);

@@ -83,13 +83,13 @@ impl Process {
             set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
         });
         let step = self.state.as_ref().map_or(0, |s| s.step);
-        self.up.push_back(FromWorker::Holding { step, ranges: ranges.collect() });
+        self.up.push_back(FromWorker::HeldLeases { step, ranges: ranges.collect() });
         if self.newest.is_none() && self.prepared {
             self.up.push_back(FromWorker::Ready { parameters: 10 });
         }
         match (self.ring, &self.state, &self.newest) {
             (Some(ring), Some(state), _) if self.finished == Some(ring) => {
-                self.up.push_back(last_word(ring, state));
+                self.up.push_back(final_report(ring, state));
             }
             (Some(generation), Some(state), _) if speaks => {
                 let ledger = report(&state.ledger);
@@ -186,7 +186,7 @@ impl Process {
 }
 
 /// What a member says when the group holds the job's final state.
-pub(super) fn last_word(generation: Generation, state: &State) -> FromWorker {
+pub(super) fn final_report(generation: Generation, state: &State) -> FromWorker {
     let (step, ledger) = (state.step, report(&state.ledger));
     let records_trained = state.ledger.counted();
     FromWorker::Finished(Finished {

@@ -29,13 +29,13 @@ type Beats<'a> = &'a [(u64, Option<Place>)];
 fn pass(job: &mut Job, from: u64, until: u64, beats: Beats<'_>) {
     for ms in (from..=until).step_by(50) {
         for &(worker, place) in beats.iter().filter(|_| ms % 100 == 0) {
-            beat(job, ms, worker, place.map(|place| (place, ms - from)));
+            heartbeat(job, ms, worker, place.map(|place| (place, ms - from)));
         }
         job.handle_timeout(at(ms));
     }
 }
 
-fn beat(job: &mut Job, ms: u64, worker: u64, waits: Option<(Place, u64)>) {
+fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(Place, u64)>) {
     let stall = waits.map(|((generation, operation, received, sent), since)| Stall {
         generation: Generation(generation),
         operation,
@@ -46,7 +46,7 @@ fn beat(job: &mut Job, ms: u64, worker: u64, waits: Option<(Place, u64)>) {
     });
     job.handle(
         at(ms),
-        Event::Message { worker: WorkerId(worker), message: FromWorker::Alive(stall) },
+        Event::Message { worker: WorkerId(worker), message: FromWorker::Heartbeat(stall) },
     );
 }
 
@@ -124,10 +124,10 @@ fn a_silent_worker_is_the_one_to_go_whatever_its_neighbours_wait_for() {
     for ms in (100..=2700).step_by(50) {
         let stops = |worker| worker == 2 && ms > 1500;
         for worker in [1, 2, 3].into_iter().filter(|worker| ms % 100 == 0 && !stops(*worker)) {
-            beat(&mut job, ms, worker, Some(((1, 9, 30, 40), ms - 100)));
+            heartbeat(&mut job, ms, worker, Some(((1, 9, 30, 40), ms - 100)));
         }
         if ms % 100 == 0 {
-            beat(&mut job, ms, 4, (ms > 1000).then(|| ((1, 9, 20, 30), ms - 1000)));
+            heartbeat(&mut job, ms, 4, (ms > 1000).then(|| ((1, 9, 20, 30), ms - 1000)));
         }
         job.handle_timeout(at(ms));
     }
@@ -229,7 +229,7 @@ fn a_switch_that_some_have_made_and_one_can_not_is_no_way_to_wait_for_ever() {
     let (launch, address) = (LaunchId(5), address(5));
     job.handle(at(0), Event::Connected { connection, launch, address, pid: 105, resume: None });
     say(&mut job, 5, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 5, FromWorker::Primed { step: 0 });
+    say(&mut job, 5, FromWorker::CaughtUp { step: 0 });
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4, 5], false))));
     // The end of the step has not come from 1 to 2: 2 is still in generation 1, and 3 waits for its
     // dial in vain.
@@ -291,7 +291,7 @@ fn workers_that_were_all_kept_from_running_are_not_taken_for_waiting() {
     }
     for ms in (1000..=1400).step_by(50) {
         for (worker, place) in beats.into_iter().filter(|_| ms % 100 == 0) {
-            beat(&mut job, ms, worker, Some((place, ms - 100)));
+            heartbeat(&mut job, ms, worker, Some((place, ms - 100)));
         }
         job.handle_timeout(at(ms));
     }

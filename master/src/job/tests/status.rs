@@ -6,14 +6,14 @@ use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
-use super::super::queue::{Records, Share};
+use super::super::lease_table::{LeaseTable, Share};
 use super::super::shards::Shards;
 use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{actions, ask, at, committed, connect, formed, lose, say, started};
 
 /// Where the shards are, record by record.
-pub(super) fn count_shards(records: &Records, epochs: u32) -> ShardCounts {
+pub(super) fn count_shards(records: &LeaseTable, epochs: u32) -> ShardCounts {
     let shards = records.shards();
     let epoch = records.ledger().epoch().min(epochs - 1);
     let leases: Vec<RecordRange> = records.leases().map(|(_, range)| range).collect();
@@ -40,7 +40,7 @@ fn every_shard_is_counted_where_its_records_are() {
         let per_shard = NonZeroU64::new(rng.random_range(1..=9));
         let spec = JobSpec { seed, records_per_shard: per_shard, shuffle: rng.random(), ..spec() };
         let mut records =
-            Records::new(Shards::cut(&dataset(&[13, 0, 29, 1, 8]), &spec).unwrap(), 2);
+            LeaseTable::new(Shards::cut(&dataset(&[13, 0, 29, 1, 8]), &spec).unwrap(), 2);
         let mut held: Vec<(WorkerId, RecordRange)> = Vec::new();
         for step in 1..150 {
             let worker = WorkerId(rng.random_range(1..=3));
@@ -89,7 +89,7 @@ fn every_shard_is_counted_where_its_records_are() {
 #[test]
 fn a_group_that_goes_back_takes_its_shards_back() {
     let spec = JobSpec { records_per_shard: NonZeroU64::new(4), shuffle: false, ..spec() };
-    let mut records = Records::new(Shards::cut(&dataset(&[10]), &spec).unwrap(), 1);
+    let mut records = LeaseTable::new(Shards::cut(&dataset(&[10]), &spec).unwrap(), 1);
     let leases = records.lease(WorkerId(1), 0, 10, Share { records: 10, workers: 1 });
     assert_eq!(records.shard_counts(), ShardCounts { todo: 0, leased: 3, done: 0 });
     records.commit(1, &leases[..1]).unwrap();
@@ -164,7 +164,7 @@ fn resumed(generation: u64, step: u64, detect_us: u64) -> FromWorker {
 /// What was said of what changes cost.
 fn recoveries(job: &mut Job) -> Vec<String> {
     let said = std::iter::from_fn(|| job.poll_action()).filter_map(|action| match action {
-        Action::Say(line) => Some(line),
+        Action::Log(line) => Some(line),
         _ => None,
     });
     said.filter(|line| line.contains(" ms after ")).collect()
@@ -230,7 +230,7 @@ fn a_status_has_the_last_20_changes_and_the_summary_stays_bounded() {
         say(&mut job, 1, formed(generation, 0, &[]));
         while job.poll_action().is_some() {}
     }
-    let generations = |records: Vec<MembershipRecord>| -> Vec<u64> {
+    let generations = |records: Vec<MembershipChange>| -> Vec<u64> {
         records.iter().map(|record| record.generation.0).collect()
     };
     assert_eq!(generations(job.status(at(0)).memberships), Vec::from_iter(10_081..=10_100));
@@ -239,7 +239,7 @@ fn a_status_has_the_last_20_changes_and_the_summary_stays_bounded() {
 
 #[test]
 fn records_that_name_many_workers_are_fewer() {
-    let record = |generation| MembershipRecord {
+    let record = |generation| MembershipChange {
         generation: Generation(generation),
         cause: Cause::Join,
         world_size: 1000,
@@ -255,31 +255,31 @@ fn records_that_name_many_workers_are_fewer() {
         left: Vec::new(),
         joined: (1000..2000).map(WorkerId).collect(),
     };
-    let mut story = story::Story::default();
-    (1..=200).for_each(|generation| story.publish(record(generation), Default::default()));
-    assert_eq!((story.memberships().len(), story.memberships()[0].generation.0), (50, 151));
-    let huge = MembershipRecord { lost: vec![WorkerId(1); 200_000], ..record(201) };
-    story.publish(huge, Default::default());
-    assert_eq!(story.memberships().len(), 1);
+    let mut history = history::JobHistory::default();
+    (1..=200).for_each(|generation| history.publish(record(generation), Default::default()));
+    assert_eq!((history.memberships().len(), history.memberships()[0].generation.0), (50, 151));
+    let huge = MembershipChange { lost: vec![WorkerId(1); 200_000], ..record(201) };
+    history.publish(huge, Default::default());
+    assert_eq!(history.memberships().len(), 1);
 }
 
 #[test]
 fn the_speed_is_that_of_the_last_seconds_also_where_a_step_takes_longer() {
-    let mut story = story::Story::default();
-    story.form(at(1000), 0, 0);
-    assert_eq!(story.records_per_s(at(2000)), 0.0);
-    (1..=100).for_each(|i| story.commit(at(1000 + i * 100), 10, 1.0));
+    let mut history = history::JobHistory::default();
+    history.form(at(1000), 0, 0);
+    assert_eq!(history.records_per_s(at(2000)), 0.0);
+    (1..=100).for_each(|i| history.commit(at(1000 + i * 100), 10, 1.0));
     assert!(
-        (story.records_per_s(at(11_000)) - 100.0).abs() < 3.0,
+        (history.records_per_s(at(11_000)) - 100.0).abs() < 3.0,
         "{}",
-        story.records_per_s(at(11_000))
+        history.records_per_s(at(11_000))
     );
-    (1..=10).for_each(|i| story.commit(at(11_000 + i * 10_000), 500, 1.0));
-    assert_eq!(story.records_per_s(at(111_000)), 50.0);
+    (1..=10).for_each(|i| history.commit(at(11_000 + i * 10_000), 500, 1.0));
+    assert_eq!(history.records_per_s(at(111_000)), 50.0);
     // It neither falls to nothing between two such steps, nor stays where nothing comes.
-    let later = story.records_per_s(at(117_000));
+    let later = history.records_per_s(at(117_000));
     assert!((25.0..50.0).contains(&later), "{later}");
-    assert!(story.records_per_s(at(700_000)) < 1.0);
+    assert!(history.records_per_s(at(700_000)) < 1.0);
 }
 
 #[test]

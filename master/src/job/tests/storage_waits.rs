@@ -31,7 +31,7 @@ fn an_outage_is_told_once_and_its_end_once_and_the_time_is_counted() {
     assert_eq!(told(&job).len(), 1, "one still waits");
     say(&mut job, 3, waits(None, 0));
     assert_eq!(told(&job)[1..], ["storage answers again; workers waited for up to 6.0 s"]);
-    assert_eq!(job.snapshot(at(1)).tally.storage_wait, Duration::from_millis(11_100));
+    assert_eq!(job.snapshot(at(1)).counters.storage_wait, Duration::from_millis(11_100));
     say(&mut job, 2, waits(Some("s3://b/x: no answer"), 100));
     assert_eq!(told(&job).len(), 3, "the next one is another one");
 }

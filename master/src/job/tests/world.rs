@@ -74,7 +74,7 @@ pub(super) struct World {
     pub(super) stopped: bool,
     pub(super) running: usize,
     /// What the next master will know, and the revision that it is of.
-    pub(super) written: (u64, JobRecord),
+    pub(super) written: (u64, PersistedJob),
     pub(super) dies_after: Option<usize>,
     pub(super) masters: u32,
 }
@@ -83,7 +83,7 @@ impl World {
     pub(super) fn new(spec: JobSpec, records: u64, seed: u64) -> Self {
         let job = Job::new(spec.clone());
         let mut world = Self {
-            written: (0, job.record()),
+            written: (0, job.to_persisted()),
             dies_after: None,
             masters: 1,
             job,
@@ -153,7 +153,7 @@ impl World {
             self.apply(op);
         }
         if self.ended.is_none() && self.job.poll_timeout().is_some_and(|t| t <= self.now) {
-            self.beat();
+            self.heartbeat();
             self.job.handle_timeout(self.now);
             self.drain_actions();
         }
@@ -165,7 +165,7 @@ impl World {
             return;
         };
         self.now = self.now.max(due);
-        self.beat();
+        self.heartbeat();
         self.job.handle_timeout(self.now);
         self.drain_actions();
     }
@@ -449,7 +449,7 @@ impl World {
                 let reached =
                     |p: &Process| donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.cut;
                 if !self.processes[index(id)].cut && self.processes.iter().any(reached) {
-                    self.at(id).up.push_back(FromWorker::Primed { step: 0 });
+                    self.at(id).up.push_back(FromWorker::CaughtUp { step: 0 });
                 }
             }
             ToWorker::Lease(ranges) => {
@@ -551,14 +551,14 @@ impl World {
             done || p.silent_for_long || p.worker.is_some_and(|w| self.excused.contains(&w));
         // A member that is to go because fewer are wanted is excused before it is told; nobody
         // outside can know.
-        let retired = self.job.crew.launches[&id].retired;
+        let retired = self.job.workers.launches[&id].retired;
         let own = match exit {
             // It may have been refused, but was never told why it should go.
             Exit::Code(70) => p.worker.is_none(),
             Exit::Code(143) => false,
             Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
             Exit::Signal(signal) => ![1, 2, 9, 15].contains(&signal),
-            Exit::Taken(_) | Exit::Unknown => false,
+            Exit::Reclaimed(_) | Exit::Unknown => false,
         };
         let alive = self.job.phase == job::Phase::Running;
         self.counted += u32::from(own && !excused && !retired && alive);
@@ -578,9 +578,9 @@ impl World {
         }
         // What it was told of final states the next one has to be told again.
         self.finished.clear();
-        let record = super::record::read_back(&self.written.1);
+        let record = super::persisted::read_back(&self.written.1);
         self.job = Job::restore(record, self.now).unwrap();
-        self.written = (0, self.job.record());
+        self.written = (0, self.job.to_persisted());
         self.drain_actions();
     }
 

@@ -26,7 +26,7 @@ async fn start() -> (Arc<FakeServer>, Anchor, AnchorWriter) {
     (fake, anchor, writer)
 }
 
-async fn load_again(anchor: &Anchor, mark: DataMark) -> Result<FileList, LoadError> {
+async fn load_again(anchor: &Anchor, mark: DatasetFingerprint) -> Result<FileList, LoadError> {
     let data = anchor.read().await.unwrap().data.unwrap();
     load(anchor, ("job", "u1"), &data, mark).await
 }
@@ -43,7 +43,7 @@ async fn fifteen_thousand_long_paths_fit_into_the_anchor() {
     assert!(list.bytes() > 1 << 20);
     store(&writer, &list).await.unwrap();
     assert_eq!(parts(&fake), Vec::<String>::new());
-    assert_eq!(load_again(&anchor, DataMark::of(&list)).await.unwrap(), list);
+    assert_eq!(load_again(&anchor, DatasetFingerprint::of(&list)).await.unwrap(), list);
 }
 
 #[tokio::test]
@@ -64,7 +64,7 @@ async fn very_many_long_paths_are_stored_in_a_few_objects_that_the_anchor_owns()
             (&"u1".into(), &"files".into())
         );
     }
-    let mark = DataMark::of(&list);
+    let mark = DatasetFingerprint::of(&list);
     assert_eq!(load_again(&anchor, mark).await.unwrap(), list);
     // A repetition, as after a lost answer, uses the same objects.
     store(&writer, &list).await.unwrap();
@@ -78,13 +78,13 @@ async fn very_many_long_paths_are_stored_in_a_few_objects_that_the_anchor_owns()
 async fn a_list_other_than_the_jobs_is_refused() {
     let (_fake, anchor, writer) = start().await;
     let (ours, theirs) = (list(10, long), list(11, long));
-    let error = load_again(&anchor, DataMark::of(&ours)).await.unwrap_err().to_string();
+    let error = load_again(&anchor, DatasetFingerprint::of(&ours)).await.unwrap_err().to_string();
     assert!(error.contains("is missing"), "{error}");
     store(&writer, &theirs).await.unwrap();
-    let error = load_again(&anchor, DataMark::of(&ours)).await.unwrap_err().to_string();
+    let error = load_again(&anchor, DatasetFingerprint::of(&ours)).await.unwrap_err().to_string();
     assert!(error.contains("is not the one that the job was started with"), "{error}");
     writer.write(&Data::from([(FILES.into(), "{\"packed\":\"AAAA\"}".into())])).await.unwrap();
-    assert!(load_again(&anchor, DataMark::of(&ours)).await.is_err());
+    assert!(load_again(&anchor, DatasetFingerprint::of(&ours)).await.is_err());
 }
 
 #[tokio::test]

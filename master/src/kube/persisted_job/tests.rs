@@ -44,8 +44,8 @@ fn writes(fake: &FakeServer) -> usize {
 }
 
 /// A job that is identified by its seed.
-fn job_with_seed(seed: u64) -> JobRecord {
-    Job::new(JobSpec { seed, ..spec() }).record()
+fn job_with_seed(seed: u64) -> PersistedJob {
+    Job::new(JobSpec { seed, ..spec() }).to_persisted()
 }
 
 async fn persisted(writer: &mut PersistedJobWriter, revision: u64) {
@@ -185,7 +185,7 @@ async fn the_list_of_files_is_written_once_and_before_the_job_that_refers_to_it(
     let (fake, anchor) = start();
     let mut writer = writer(begin(&anchor).await);
     let begun = writes(&fake);
-    let record = largest().record();
+    let record = largest().to_persisted();
     for revision in 1..=3 {
         writer.submit(revision, revision, record.clone());
         persisted(&mut writer, revision).await;
@@ -193,18 +193,18 @@ async fn the_list_of_files_is_written_once_and_before_the_job_that_refers_to_it(
     }
     assert!(anchor_key(&fake, FILES).unwrap().starts_with("{\"packed\":"));
     let mut read = read(&anchor_key(&fake, RECORD).unwrap()).unwrap();
-    read.attach(record.file_list().unwrap().clone()).unwrap();
+    read.attach_file_list(record.file_list().unwrap().clone()).unwrap();
     assert!(read == record);
 }
 
 #[test]
 fn the_largest_job_is_compressed_and_leaves_space_for_the_other_keys() {
-    let record = largest().record();
+    let record = largest().to_persisted();
     let text = write(record.clone()).unwrap();
     assert!(text.starts_with("{\"version\":2,\"packed\":"), "{}", &text[..60]);
     assert!(text.len() < JOB_BYTES_MAX / 2, "{} KiB", text.len() >> 10);
     let mut read = read(&text).unwrap();
-    read.attach(record.file_list().unwrap().clone()).unwrap();
+    read.attach_file_list(record.file_list().unwrap().clone()).unwrap();
     assert!(read == record);
 }
 

@@ -87,9 +87,9 @@ impl PodClient {
             drop(permit);
             if failures == 0 || why.is_quota {
                 report_wait(if why.is_quota {
-                    Wait::Room(why.text)
+                    Wait::Capacity(why.text)
                 } else {
-                    Wait::Answer(Some(why.text))
+                    Wait::Scheduling(Some(why.text))
                 });
             }
             let least = if why.is_quota { QUOTA_PAUSE } else { Duration::ZERO };

@@ -20,7 +20,7 @@ fn terminating() -> (LaunchId, BackendEvent) {
 }
 
 fn reclaimed(message: &str) -> (LaunchId, BackendEvent) {
-    ended(Exit::Taken(message.into()))
+    ended(Exit::Reclaimed(message.into()))
 }
 
 async fn is_quiet(pods: &mut Pods, time: Duration) -> bool {
@@ -292,7 +292,7 @@ async fn a_missing_class_reduces_the_tiers_for_all_launches_and_is_reported_once
     while classes.len() < 2 {
         match pods.next().await.1 {
             BackendEvent::Created(class) => classes.push(class.unwrap()),
-            BackendEvent::Waiting(Wait::Answer(Some(message))) => messages.push(message),
+            BackendEvent::Waiting(Wait::Scheduling(Some(message))) => messages.push(message),
             _ => {}
         }
     }
@@ -333,7 +333,7 @@ async fn pods_of_several_workers_are_created_and_replaced_as_one() {
     let act = |job: &mut Job, pods: &Pods| {
         while let Some(action) = job.poll_action() {
             match action {
-                Action::Launch { launch, index } => pods.start(launch, index),
+                Action::Launch { launch, slot } => pods.start(launch, slot),
                 Action::Kill { launch } => pods.kill(launch),
                 _ => {}
             }

@@ -52,7 +52,7 @@ pub(super) fn exited(code: i32) -> Value {
 }
 
 pub(super) const WAITING: (LaunchId, BackendEvent) =
-    (ONE, BackendEvent::Waiting(Wait::Answer(None)));
+    (ONE, BackendEvent::Waiting(Wait::Scheduling(None)));
 
 pub(super) fn ended(exit: Exit) -> (LaunchId, BackendEvent) {
     (ONE, BackendEvent::Ended(exit))
@@ -100,7 +100,7 @@ async fn a_pod_is_created_runs_and_ends_once() {
     fake.set_status("j-w-1", exited(3));
     fake.remove("j-w-1");
     pods.start(LaunchId(2), 0);
-    assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Answer(None))));
+    assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Scheduling(None))));
     until(|| fake.state().names() == ["j-w-2"]).await;
 }
 
@@ -111,7 +111,7 @@ async fn a_creation_whose_answer_was_lost_creates_no_second_pod() {
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITING);
     let (_, lost) = next(&mut pods).await;
-    assert!(matches!(lost, BackendEvent::Waiting(Wait::Answer(Some(_)))), "{lost:?}");
+    assert!(matches!(lost, BackendEvent::Waiting(Wait::Scheduling(Some(_)))), "{lost:?}");
     until(|| fake.state().count("GET pods") == 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     fake.set_status("j-w-1", running());
@@ -129,7 +129,7 @@ async fn an_exceeded_quota_is_waited_out() {
     fake.state().refusals.extend([(403, message), (403, message)]);
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITING);
-    assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Waiting(Wait::Room(message.into()))));
+    assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Waiting(Wait::Capacity(message.into()))));
     until(|| fake.state().names() == ["j-w-1"]).await;
 }
 
@@ -152,7 +152,7 @@ async fn events_that_a_watch_has_missed_are_found_by_the_next_list() {
     fake.remove("j-w-1");
     fake.forget();
     fake.state().refuses_watches = false;
-    assert_eq!(next(&mut pods).await, ended(Exit::Taken("its pod is gone".into())));
+    assert_eq!(next(&mut pods).await, ended(Exit::Reclaimed("its pod is gone".into())));
     assert!(fake.state().count("LIST pods") >= 2);
 }
 
@@ -169,7 +169,7 @@ async fn a_pod_that_was_removed_between_two_lists_has_ended() {
     fake.remove("j-w-1");
     fake.forget();
     fake.state().refuses_watches = false;
-    assert_eq!(next(&mut pods).await, ended(Exit::Taken("its pod is gone".into())));
+    assert_eq!(next(&mut pods).await, ended(Exit::Reclaimed("its pod is gone".into())));
 }
 
 #[tokio::test(start_paused = true)]
@@ -177,7 +177,7 @@ async fn a_killed_launch_that_keeps_running_is_deleted_after_a_moment() {
     let (fake, mut pods) = started().await;
     let before = Instant::now();
     pods.kill(ONE);
-    assert_eq!(next(&mut pods).await, ended(Exit::Taken("it is not wanted any more".into())));
+    assert_eq!(next(&mut pods).await, ended(Exit::Reclaimed("it is not wanted any more".into())));
     assert_eq!(before.elapsed(), END_WAIT);
     until(|| fake.state().deleted == ["j-w-1"]).await;
 }
@@ -218,7 +218,7 @@ async fn a_killed_launch_without_a_node_is_deleted_at_once() {
     until(|| fake.state().names() == ["j-w-1"]).await;
     let before = Instant::now();
     pods.kill(ONE);
-    assert_eq!(next(&mut pods).await, ended(Exit::Taken("it is not wanted any more".into())));
+    assert_eq!(next(&mut pods).await, ended(Exit::Reclaimed("it is not wanted any more".into())));
     assert!(before.elapsed() < END_WAIT / 2);
 }
 
@@ -238,8 +238,8 @@ async fn pods_of_an_earlier_master_are_adopted_in_their_present_state() {
     }
     pods.adopt(LaunchId(3), None);
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Running));
-    assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Answer(None))));
-    let deleted = Exit::Taken("its pod is gone".into());
+    assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Scheduling(None))));
+    let deleted = Exit::Reclaimed("its pod is gone".into());
     assert_eq!(next(&mut pods).await, (LaunchId(3), BackendEvent::Ended(deleted)));
     fake.set_status("j-w-1", exited(3));
     assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
@@ -306,7 +306,7 @@ async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_with_back_off
             let wait = BackendEvent::Waiting(Wait::Start(Some(why.into())));
             while next(&mut pods).await != (LaunchId(launch), wait.clone()) {}
             let before = Instant::now();
-            let exit = Exit::Taken(format!("it could not start in {seconds} s: {why}"));
+            let exit = Exit::Reclaimed(format!("it could not start in {seconds} s: {why}"));
             assert_eq!(next(&mut pods).await, (LaunchId(launch), BackendEvent::Ended(exit)));
             let waited = before.elapsed();
             let expected = Duration::from_secs(seconds);
@@ -321,7 +321,7 @@ async fn once_a_worker_has_run_a_refusal_is_retried() {
     fake.state().refusals.extend([(403, "denied the request: not on Fridays"); 3]);
     pods.start(LaunchId(2), 0);
     let denied =
-        BackendEvent::Waiting(Wait::Answer(Some("denied the request: not on Fridays".into())));
+        BackendEvent::Waiting(Wait::Scheduling(Some("denied the request: not on Fridays".into())));
     while next(&mut pods).await != (LaunchId(2), denied.clone()) {}
     until(|| fake.state().names().contains(&"j-w-2")).await;
 }
@@ -335,7 +335,7 @@ async fn a_quota_that_requires_limits_is_reported_with_the_option_that_helps() {
     pods.start(ONE, 0);
     assert_eq!(next(&mut pods).await, WAITING);
     match next(&mut pods).await {
-        (ONE, BackendEvent::Waiting(Wait::Room(why))) => {
+        (ONE, BackendEvent::Waiting(Wait::Capacity(why))) => {
             assert!(why.contains("--worker-resources"), "{why}")
         }
         other => panic!("{other:?}"),

@@ -36,7 +36,7 @@ impl PodController {
                 self.delete(name, uid);
             }
             let exit = if has_run {
-                Exit::Taken(format!("it could not start in {} s: {why}", limit.as_secs()))
+                Exit::Reclaimed(format!("it could not start in {} s: {why}", limit.as_secs()))
             } else {
                 Exit::NotStarted(why)
             };
@@ -63,7 +63,7 @@ impl PodController {
                 termination.end.detail
             );
             self.record_event(Cause::Lost, &self.name_of_launch(launch), &message);
-            self.ended(launch, Exit::Taken(message));
+            self.ended(launch, Exit::Reclaimed(message));
         }
     }
 }

@@ -127,7 +127,7 @@ fn every_message_keeps_every_field() {
                 },
             },
         ),
-        (Kind::Heartbeat(v1::Heartbeat { stall: None }), FromWorker::Alive(None)),
+        (Kind::Heartbeat(v1::Heartbeat { stall: None }), FromWorker::Heartbeat(None)),
         (
             Kind::Heartbeat(v1::Heartbeat {
                 stall: Some(v1::Stall {
@@ -139,7 +139,7 @@ fn every_message_keeps_every_field() {
                     waits_for_next: true,
                 }),
             }),
-            FromWorker::Alive(Some(Stall {
+            FromWorker::Heartbeat(Some(Stall {
                 generation,
                 operation: 7,
                 received: 32,
@@ -177,7 +177,7 @@ fn every_message_keeps_every_field() {
         (Kind::Leaving(v1::Leaving {}), FromWorker::Leaving),
         (
             done(&[("loss", 0.5), ("a", -1.0)]),
-            FromWorker::Done {
+            FromWorker::ShardDone {
                 range: RecordRange { epoch: 0, start: 0, end: 8 },
                 metrics: [("loss".into(), 0.5), ("a".into(), -1.0)].into(),
             },
@@ -388,7 +388,7 @@ fn a_membership_names_members_in_ring_order() {
 
 #[test]
 fn a_status_keeps_every_field() {
-    let record = MembershipRecord {
+    let record = MembershipChange {
         generation: Generation(3),
         cause: job::Cause::Hung,
         world_size: 2,
@@ -404,7 +404,7 @@ fn a_status_keeps_every_field() {
         left: vec![WorkerId(5)],
         joined: vec![WorkerId(6), WorkerId(7)],
     };
-    let unfinished = MembershipRecord {
+    let unfinished = MembershipChange {
         generation: Generation(4),
         gap_ms: None,
         abort_ms: None,
@@ -473,7 +473,7 @@ fn a_status_keeps_every_field() {
         state_us: 5001,
         first_step_us: 6001,
     };
-    let record = v1::MembershipRecord {
+    let record = v1::MembershipChange {
         generation: 3,
         cause: "hung".into(),
         world_size: 2,
@@ -522,7 +522,7 @@ fn a_status_keeps_every_field() {
         shards: Some(v1::ShardCounts { todo: 5, leased: 3, done: 2 }),
         memberships: vec![
             record.clone(),
-            v1::MembershipRecord { generation: 4, phases: None, ..record },
+            v1::MembershipChange { generation: 4, phases: None, ..record },
         ],
         events_emitted: 30,
         allreduce_transport: Some("TCP".into()),

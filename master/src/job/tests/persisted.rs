@@ -3,25 +3,25 @@
 use elasticdl_proto::{FileList, RecordRange};
 use serde_json::json;
 
-use super::super::queue::Records;
+use super::super::lease_table::LeaseTable;
 use super::super::shards::Shards;
 use super::super::testing::{dataset, largest, spec};
 use super::super::*;
 use super::directed::{actions, at, started};
 
-fn json_bytes(record: &JobRecord) -> usize {
+fn json_bytes(record: &PersistedJob) -> usize {
     serde_json::to_string(record).unwrap().len()
 }
 
-fn read(record: &JobRecord) -> JobRecord {
+fn read(record: &PersistedJob) -> PersistedJob {
     serde_json::from_str(&serde_json::to_string(record).unwrap()).unwrap()
 }
 
 /// As another master has it, from where it was written.
-pub(super) fn read_back(record: &JobRecord) -> JobRecord {
+pub(super) fn read_back(record: &PersistedJob) -> PersistedJob {
     let mut read = read(record);
     if let Some(list) = record.file_list() {
-        read.attach(list.clone()).unwrap();
+        read.attach_file_list(list.clone()).unwrap();
     }
     read
 }
@@ -37,16 +37,16 @@ fn half_way() -> Job {
         .map(|r| RecordRange { epoch: 0, start: r.start, end: r.end })
         .collect();
     assert!(ranges.len() > 20_000);
-    let mut records = Records::new(shards, job.spec.epochs);
+    let mut records = LeaseTable::new(shards, job.spec.epochs);
     records.commit(1000, &ranges).unwrap();
-    (job.records, job.dataset, job.step) = (Some(records), Some(list), 1000);
+    (job.leases, job.dataset, job.step) = (Some(records), Some(list), 1000);
     while job.poll_action().is_some() {}
     job
 }
 
 #[test]
 fn the_largest_record_is_shorter_than_its_documentation_says() {
-    let record = largest().record();
+    let record = largest().to_persisted();
     let bytes = json_bytes(&record);
     assert!(bytes < 640 << 10, "{} KiB", bytes >> 10);
     // No part was left out, but for what is too long.
@@ -81,7 +81,7 @@ fn a_job_that_is_over_amid_a_shuffled_epoch_keeps_its_totals_alone() {
         },
     );
     job.end(at(2), Outcome::Stopped, None);
-    let record = job.record();
+    let record = job.to_persisted();
     assert!(json_bytes(&record) < 8 << 10, "{} bytes", json_bytes(&record));
     let next = Job::restore(read_back(&record), at(3)).unwrap();
     assert_eq!(next.summary(at(3)).records, job.summary(at(3)).records);
@@ -97,7 +97,7 @@ fn totals_are_those_of_the_ledger_in_every_epoch() {
         let per_worker = Batch::PerWorker(std::num::NonZeroU64::MIN);
         let spec = JobSpec { batch: per_worker, epochs: 2, ..spec };
         for mask in 0..1u32 << (2 * records) {
-            let mut all = Records::new(Shards::cut(&list, &spec).unwrap(), 2);
+            let mut all = LeaseTable::new(Shards::cut(&list, &spec).unwrap(), 2);
             let absorbed = (0..2 * records).filter(|i| mask >> i & 1 == 1);
             let range = |i: u64| RecordRange {
                 epoch: (i / records) as u32,
@@ -116,28 +116,28 @@ fn totals_are_those_of_the_ledger_in_every_epoch() {
 fn the_list_of_files_is_not_in_the_record_and_only_the_same_list_completes_it() {
     let list = |n: u64| FileList::pack((0..n).map(|i| (format!("/data/{i:090}"), 1)));
     let mut job = Job::new(JobSpec { shuffle: false, ..spec() });
-    job.describer = Some(elasticdl_proto::WorkerId(1));
-    job.records = Some(Records::new(Shards::cut(&list(15_000), &job.spec).unwrap(), 2));
+    job.dataset_describer = Some(elasticdl_proto::WorkerId(1));
+    job.leases = Some(LeaseTable::new(Shards::cut(&list(15_000), &job.spec).unwrap(), 2));
     job.dataset = Some(list(15_000));
-    let record = job.record();
+    let record = job.to_persisted();
     assert!(json_bytes(&record) < 4 << 10, "{} bytes", json_bytes(&record));
     let mut read = read(&record);
-    assert_eq!(read.data(), Some(DataMark::of(&list(15_000))));
+    assert_eq!(read.data(), Some(DatasetFingerprint::of(&list(15_000))));
     assert!(
         Job::restore(read.clone(), at(0))
             .unwrap_err()
             .contains("list of the data set's files is missing")
     );
-    let error = read.attach(list(15_001)).unwrap_err();
+    let error = read.attach_file_list(list(15_001)).unwrap_err();
     assert!(error.contains("15001 files") && error.contains("15000 files"), "{error}");
-    read.attach(list(15_000)).unwrap();
-    assert_eq!(Job::restore(read, at(0)).unwrap().record().data, record.data);
+    read.attach_file_list(list(15_000)).unwrap();
+    assert_eq!(Job::restore(read, at(0)).unwrap().to_persisted().data, record.data);
 }
 
 #[test]
 fn records_of_an_older_release_and_with_fields_of_a_newer_one_are_read() {
     let mut job = started(JobSpec { num_workers: 2, shuffle: false, ..spec() }, &[8, 4]);
-    let record = job.record();
+    let record = job.to_persisted();
     let mut old = serde_json::to_value(&record).unwrap();
     // Version 1 had the list in it, and some fields came later.
     for absent in ["data", "masters", "results"] {
@@ -145,17 +145,17 @@ fn records_of_an_older_release_and_with_fields_of_a_newer_one_are_read() {
     }
     let file = |path: &str, records: u64| json!({"path": path, "records": records});
     old["dataset"] = json!({"files": [file("file-0", 8), file("file-1", 4)]});
-    let mut read: JobRecord = serde_json::from_value(old).unwrap();
+    let mut read: PersistedJob = serde_json::from_value(old).unwrap();
     assert_eq!(read.file_list(), Some(&dataset(&[8, 4])));
-    assert_eq!(Job::restore(read.clone(), at(0)).unwrap().record().data, record.data);
+    assert_eq!(Job::restore(read.clone(), at(0)).unwrap().to_persisted().data, record.data);
     (read.data, read.masters) = (record.data, record.masters);
     assert_eq!(read, record);
     let mut newer = serde_json::to_value(&record).unwrap();
     newer["unheard_of"] = json!({"deep": [1, 2]});
     newer["story"]["unheard_of"] = json!(7);
     newer["launches"][0]["unheard_of"] = json!("text");
-    let mut read: JobRecord = serde_json::from_value(newer).unwrap();
-    read.attach(dataset(&[8, 4])).unwrap();
+    let mut read: PersistedJob = serde_json::from_value(newer).unwrap();
+    read.attach_file_list(dataset(&[8, 4])).unwrap();
     assert_eq!(read, record);
     assert_eq!(actions(&mut job), []);
 }
@@ -163,13 +163,13 @@ fn records_of_an_older_release_and_with_fields_of_a_newer_one_are_read() {
 #[test]
 fn a_record_that_is_refused_fails_the_job_with_the_reason_and_nothing_waits_for_it() {
     let mut job = started(JobSpec { num_workers: 2, shuffle: false, ..spec() }, &[8]);
-    job.handle(at(5), Event::RecordWaits { reason: "no answer".into() });
+    job.handle(at(5), Event::PersistDelayed { reason: "no answer".into() });
     assert_eq!(
         job.status(at(5)).events.last().unwrap(),
         "the job's record is not kept yet: no answer"
     );
     assert_eq!(job.status(at(5)).state, "running");
-    job.handle(at(6), Event::RecordRefused { reason: "it takes 2000 KiB".into() });
+    job.handle(at(6), Event::PersistRefused { reason: "it takes 2000 KiB".into() });
     let summary = job.summary(at(6));
     assert_eq!(summary.error.unwrap(), "the job's record can't be kept: it takes 2000 KiB");
     assert_eq!(job.status(at(6)).state, "ending");

@@ -3,13 +3,13 @@
 //! A record of an epoch is in one of four places: absorbed (the ledger), leased, queued, or limbo.
 //! Limbo is where the leases of lost workers are: their owner may have put them into the parameters
 //! in its last step, so they are neither leased nor queued until the next group has said what its
-//! parameters hold ([`Records::rebuild`]).
+//! parameters hold ([`LeaseTable::rebuild`]).
 //!
 //! A queue is not a list of shards. It is the epoch's order, a position in it, and the set of
 //! records that were absorbed or leased when the queue was last rebuilt; shards are cut out of
 //! these as they are asked for.
 //!
-//! **Invariant:** a range that [`Records::lease`] gave is not given again before a rebuild that
+//! **Invariant:** a range that [`LeaseTable::lease`] gave is not given again before a rebuild that
 //! found it neither absorbed nor leased.
 
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ use super::status::ShardCounts;
 
 /// The records of a job.
 #[derive(Debug)]
-pub(super) struct Records {
+pub(super) struct LeaseTable {
     shards: Shards,
     epochs: u32,
     ledger: Ledger,
@@ -33,7 +33,7 @@ pub(super) struct Records {
     leases: BTreeMap<(u32, u64), Lease>,
     /// Leases that the last report ended. Its last step may have been committed on its reporter
     /// alone; if that one is lost, the group goes on without that step, and these leases with it.
-    settling: Vec<(RecordRange, WorkerId)>,
+    unstable_leases: Vec<(RecordRange, WorkerId)>,
     /// The step of the last report.
     step: u64,
     /// The first epoch that was not complete in the report before the last.
@@ -59,18 +59,18 @@ pub(super) struct Share {
     pub(super) workers: u64,
 }
 
-impl Records {
+impl LeaseTable {
     pub(super) fn new(shards: Shards, epochs: u32) -> Self {
         let ledger = Ledger::new(shards.records());
         let (queues, leases, leased) = Default::default();
-        let (settling, step, epoch_stable, shards_done) = Default::default();
+        let (unstable_leases, step, epoch_stable, shards_done) = Default::default();
         Self {
             shards,
             epochs,
             ledger,
             queues,
             leases,
-            settling,
+            unstable_leases,
             step,
             epoch_stable,
             leased,
@@ -196,7 +196,7 @@ impl Records {
         }
         if step > self.step {
             self.step = step;
-            self.settling.clear();
+            self.unstable_leases.clear();
             self.epoch_stable = self.ledger.epoch();
         }
         for &range in ranges {
@@ -252,14 +252,14 @@ impl Records {
         let leases =
             leases.map(|((epoch, start), l)| (RecordRange { epoch, start, end: l.end }, l.worker));
         let mut kept = Vec::new();
-        for (range, worker) in leases.chain(std::mem::take(&mut self.settling)) {
+        for (range, worker) in leases.chain(std::mem::take(&mut self.unstable_leases)) {
             if keeps(worker) {
                 let missing = self.ledger.missing_of(range);
                 let ends = missing.iter().map(|r| r.end);
                 let starts = missing.iter().map(|r| r.start).chain([range.end]);
                 for (start, end) in [range.start].into_iter().chain(ends).zip(starts) {
                     if start < end {
-                        self.settling.push((RecordRange { start, end, ..range }, worker));
+                        self.unstable_leases.push((RecordRange { start, end, ..range }, worker));
                     }
                 }
                 kept.extend(missing.into_iter().map(|r| (r, worker)));
@@ -275,7 +275,7 @@ impl Records {
 
     /// Ends the leases of a worker that is gone. Their records are in limbo until the next rebuild.
     pub(super) fn forget(&mut self, worker: WorkerId) {
-        self.settling.retain(|&(_, owner)| owner != worker);
+        self.unstable_leases.retain(|&(_, owner)| owner != worker);
         let epochs: Vec<u32> = self
             .leased
             .range((worker, 0)..=(worker, u32::MAX))
@@ -300,7 +300,7 @@ impl Records {
     /// # Errors
     /// The first range that lies outside the data set, or that overlaps another worker's lease or
     /// an earlier range.
-    pub(super) fn reconcile(
+    pub(super) fn reconcile_holdings(
         &mut self,
         worker: WorkerId,
         ranges: &[RecordRange],
@@ -330,9 +330,9 @@ impl Records {
     }
 
     /// Ends a worker's leases on these ranges, as far as the ledger lacks them; whether there were
-    /// any. The records are free after [`Records::requeue`].
+    /// any. The records are free after [`LeaseTable::requeue`].
     pub(super) fn release_missing(&mut self, worker: WorkerId, ranges: &[RecordRange]) -> bool {
-        let settling = self.settling.len();
+        let unstable_leases = self.unstable_leases.len();
         let leases = self.leases_of(worker);
         let mut has_released = false;
         for missing in
@@ -347,7 +347,7 @@ impl Records {
             }
         }
         // They were never absorbed, so no step that is undone gives them back.
-        self.settling.truncate(settling);
+        self.unstable_leases.truncate(unstable_leases);
         has_released
     }
 
@@ -380,12 +380,12 @@ impl Records {
         let mut absorbed = part;
         for missing in self.ledger.missing_of(part) {
             absorbed.end = missing.start;
-            self.settling.extend(Some((absorbed, worker)).filter(|_| !absorbed.is_empty()));
+            self.unstable_leases.extend(Some((absorbed, worker)).filter(|_| !absorbed.is_empty()));
             absorbed = RecordRange { start: missing.end, ..part };
             *self.leased.entry((worker, part.epoch)).or_default() += missing.len();
             self.leases.insert((part.epoch, missing.start), Lease { end: missing.end, worker });
         }
-        self.settling.extend(Some((absorbed, worker)).filter(|_| !absorbed.is_empty()));
+        self.unstable_leases.extend(Some((absorbed, worker)).filter(|_| !absorbed.is_empty()));
     }
 
     /// All that is neither absorbed nor leased is to be leased next: nothing is in limbo any more.
@@ -434,7 +434,7 @@ impl Records {
                 self.leases.remove(&(epoch, start)).expect("key was just read");
             let ended =
                 RecordRange { epoch, start: start.max(range.start), end: end.min(range.end) };
-            self.settling.push((ended, worker));
+            self.unstable_leases.push((ended, worker));
             if start < range.start {
                 self.leases.insert((epoch, start), Lease { end: range.start, worker });
             }

@@ -4,18 +4,18 @@
 //! here: who belongs to it, which processes there are, which names are used up, what the user asked
 //! for.
 //!
-//! **Invariant:** whatever an action tells somebody is in the record that [`Job::record`] gave
+//! **Invariant:** whatever an action tells somebody is in the record that [`Job::to_persisted`] gave
 //! before that action was done. So a master that knows the record knows of every generation, worker
 //! and launch that anybody has heard of.
 //!
 //! Where keeping a record takes longer than the group should wait, an older one will do: launches
-//! are seen by who looks for them ([`JobRecord::find`]), and memberships are known to their
-//! members. Only what nobody else knows, what [`Job::barrier`] is for, has to be kept before
+//! are seen by who looks for them ([`PersistedJob::observe_pods`]), and memberships are known to their
+//! members. Only what nobody else knows, what [`Job::durable_before`] is for, has to be kept before
 //! anything more is done.
 //!
 //! **Invariant:** a record's length depends on the number of workers, not on the length of the job,
 //! nor on the number of files or the state of the ledger: the list of files is kept beside it
-//! ([`DataMark`]), the ledger is in the workers, a job that is over keeps its totals alone, and
+//! ([`DatasetFingerprint`]), the ledger is in the workers, a job that is over keeps its totals alone, and
 //! each part that tells of the job's course has a budget of bytes. For 1,024 workers a record is
 //! shorter than 640 KiB as JSON.
 
@@ -25,27 +25,28 @@ use elasticdl_proto::{FileList, Generation, ListedFile, WorkerId};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::action::{Membership, Outcome};
-use super::apart::Results;
 use super::event::{Finished, LaunchId, LedgerReport};
+use super::history::{PersistedHistory, clip};
+use super::inference::ShardResults;
 use super::job::{Job, Phase};
-use super::queue::Records;
+use super::lease_table::LeaseTable;
 use super::spec::JobSpec;
-use super::story::{StoryRecord, clip};
 
 /// A job as its next master needs to know it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct JobRecord {
+pub struct PersistedJob {
     pub(super) spec: JobSpec,
     /// Which list of files is trained on. The list itself is kept beside the record, for it may be
     /// long and never changes.
     #[serde(default)]
-    pub(super) data: Option<DataMark>,
+    pub(super) data: Option<DatasetFingerprint>,
     /// That list, once it is known; in records of version 1 it is part of the record.
     #[serde(default, skip_serializing, deserialize_with = "list_of_version_1")]
     pub(super) dataset: Option<FileList>,
     pub(super) parameters: Option<u64>,
     pub(super) wanted: u32,
-    pub(super) fresh: u32,
+    #[serde(rename = "fresh")]
+    pub(super) initial_launches_left: u32,
     pub(super) failures: u32,
     #[serde(default)]
     pub(super) failures_since_progress: u32,
@@ -55,7 +56,7 @@ pub struct JobRecord {
     pub(super) launches_made: u64,
     /// No launch after this one has been made, even where the record is old.
     pub(super) launches_reserved: u64,
-    pub(super) launches: Vec<LaunchRecord>,
+    pub(super) launches: Vec<PersistedLaunch>,
     /// No generation after this one has been published.
     pub(super) generation: Generation,
     /// Nor after this one, even where the record is old.
@@ -63,16 +64,18 @@ pub struct JobRecord {
     /// The newest membership; `None` before the first.
     pub(super) membership: Option<Membership>,
     /// The ring of the generation before, in which members may still be.
-    pub(super) before: Option<Vec<WorkerId>>,
+    #[serde(rename = "before")]
+    pub(super) previous_ring: Option<Vec<WorkerId>>,
     /// That membership's group has agreed on its state.
     pub(super) formed: bool,
     pub(super) stopping: bool,
     /// The job is over, but its processes may not have ended.
-    pub(super) ending: Option<EndingRecord>,
-    pub(super) story: StoryRecord,
+    pub(super) ending: Option<PersistedShutdown>,
+    #[serde(rename = "story")]
+    pub(super) history: PersistedHistory,
     /// Of shards that are worked on apart.
     #[serde(default)]
-    pub(super) results: Results,
+    pub(super) results: ShardResults,
     /// Steps committed when the record was made; not kept up to date.
     pub(super) step: u64,
     /// Masters that the job has had, this record's included.
@@ -82,7 +85,7 @@ pub struct JobRecord {
 
 /// Tells a list of files from others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DataMark {
+pub struct DatasetFingerprint {
     /// Number of files.
     pub files: u64,
     /// Records of one epoch.
@@ -94,9 +97,10 @@ pub struct DataMark {
 
 /// A process that was not known to have ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct LaunchRecord {
+pub(super) struct PersistedLaunch {
     pub(super) launch: LaunchId,
-    pub(super) index: u32,
+    #[serde(rename = "index")]
+    pub(super) slot: u32,
     pub(super) worker: Option<WorkerId>,
     pub(super) joined: Option<Generation>,
     pub(super) holds_state: bool,
@@ -111,14 +115,15 @@ pub(super) struct LaunchRecord {
 
 /// How a job is about to end.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct EndingRecord {
+pub(super) struct PersistedShutdown {
     pub(super) outcome: Outcome,
     pub(super) error: Option<String>,
     pub(super) ledger: LedgerReport,
-    pub(super) last_word: Option<Finished>,
+    #[serde(rename = "last_word")]
+    pub(super) final_report: Option<Finished>,
 }
 
-impl JobRecord {
+impl PersistedJob {
     /// What the job was asked to do.
     #[must_use]
     pub fn spec(&self) -> &JobSpec {
@@ -133,7 +138,7 @@ impl JobRecord {
 
     /// Which list of files the job trains on; `None` before it is known.
     #[must_use]
-    pub fn data(&self) -> Option<DataMark> {
+    pub fn data(&self) -> Option<DatasetFingerprint> {
         self.data
     }
 
@@ -145,18 +150,18 @@ impl JobRecord {
 
     /// Gives up what only tells of the job's course. For records that are too long nevertheless.
     pub fn shorten(&mut self) {
-        self.story.memberships.clear();
-        self.story.failed_shards.clear();
-        self.story.evaluations.all.clear();
-        self.story.checkpoints.restored.clear();
+        self.history.memberships.clear();
+        self.history.failed_shards.clear();
+        self.history.evaluations.all.clear();
+        self.history.checkpoints.restored.clear();
     }
 
     /// Completes a record that was read with the list of files that was kept beside it.
     ///
     /// # Errors
     /// It is another list.
-    pub fn attach(&mut self, list: FileList) -> Result<(), String> {
-        let found = DataMark::of(&list);
+    pub fn attach_file_list(&mut self, list: FileList) -> Result<(), String> {
+        let found = DatasetFingerprint::of(&list);
         match self.data {
             Some(data) if data == found => {
                 self.dataset = Some(list);
@@ -177,11 +182,11 @@ impl JobRecord {
     /// the record may be older than the last of them. Those that are given back belong to it no
     /// more: they are to be ended.
     #[must_use]
-    pub fn find(&mut self, there: &BTreeMap<LaunchId, u32>) -> Vec<LaunchId> {
+    pub fn observe_pods(&mut self, there: &BTreeMap<LaunchId, u32>) -> Vec<LaunchId> {
         let per_pod = self.spec.workers_per_pod;
-        let launches = |(&LaunchId(first), &index): (&LaunchId, &u32)| {
+        let launches = |(&LaunchId(first), &slot): (&LaunchId, &u32)| {
             let launch = move |i| LaunchId(first.saturating_add(u64::from(i)));
-            (0..per_pod).map(move |i| (launch(i), index.saturating_add(i)))
+            (0..per_pod).map(move |i| (launch(i), slot.saturating_add(i)))
         };
         let pods = there;
         let there: BTreeMap<LaunchId, u32> = there.iter().flat_map(launches).collect();
@@ -192,13 +197,13 @@ impl JobRecord {
         let unknown = there.iter().filter(|(launch, _)| !known.contains(launch));
         let (newer, strays): (Vec<_>, Vec<_>) =
             unknown.partition(|(launch, _)| launch.0 > self.launches_made);
-        for (&launch, &index) in newer {
+        for (&launch, &slot) in newer {
             let (joined, found) = (None, true);
             let (holds_state, leaving, retired, gone) = (false, false, false, false);
             let worker = None;
-            let made = LaunchRecord {
+            let made = PersistedLaunch {
                 launch,
-                index,
+                slot,
                 worker,
                 joined,
                 holds_state,
@@ -227,7 +232,7 @@ impl JobRecord {
     }
 }
 
-impl DataMark {
+impl DatasetFingerprint {
     /// That of `list`.
     #[must_use]
     pub fn of(list: &FileList) -> Self {
@@ -236,11 +241,11 @@ impl DataMark {
 }
 
 impl Job {
-    /// Grows whenever the next [`Job::record`] would differ in something that must outlive this
+    /// Grows whenever the next [`Job::to_persisted`] would differ in something that must outlive this
     /// master. Cheap: to be compared before each action is done.
     #[must_use]
-    pub fn revision(&self) -> u64 {
-        self.revision
+    pub fn version(&self) -> u64 {
+        self.version
     }
 
     /// Steps committed, as last reported.
@@ -252,24 +257,24 @@ impl Job {
     /// The [revision](Self::revision) that must be kept before any further action is done: what
     /// there is to train, and that it is done, nobody else could tell.
     #[must_use]
-    pub fn barrier(&self) -> u64 {
-        self.barrier
+    pub fn durable_before(&self) -> u64 {
+        self.durable_before
     }
 
     /// What another master needs in order to go on where this one is.
     #[must_use]
-    pub fn record(&self) -> JobRecord {
-        let launches = self.crew.launches.iter().map(|(&launch, l)| {
-            let worker = l.worker.and_then(|id| self.crew.workers.get(&id));
-            let (joined, holds_state) = match (worker, l.away) {
+    pub fn to_persisted(&self) -> PersistedJob {
+        let launches = self.workers.launches.iter().map(|(&launch, l)| {
+            let worker = l.worker.and_then(|id| self.workers.connected.get(&id));
+            let (joined, holds_state) = match (worker, l.disconnected) {
                 (Some(w), _) => (w.joined, w.holds_state),
-                (None, Some(away)) => (away.joined, away.holds_state),
+                (None, Some(disconnected)) => (disconnected.joined, disconnected.holds_state),
                 (None, None) => (None, false),
             };
-            let given_up = l.worker.is_some() && worker.is_none() && l.away.is_none();
-            LaunchRecord {
+            let given_up = l.worker.is_some() && worker.is_none() && l.disconnected.is_none();
+            PersistedLaunch {
                 launch,
-                index: l.index,
+                slot: l.slot,
                 worker: l.worker,
                 joined,
                 holds_state,
@@ -280,35 +285,35 @@ impl Job {
             }
         });
         let ending = match self.phase {
-            Phase::Ended(outcome) | Phase::Ending(outcome) => Some(EndingRecord {
+            Phase::Ended(outcome) | Phase::Ending(outcome) => Some(PersistedShutdown {
                 outcome,
-                error: self.story.error.clone(),
-                ledger: self.records.as_ref().map(Records::totals).unwrap_or_default(),
-                last_word: self.last_word.as_ref().map(short_word),
+                error: self.history.error.clone(),
+                ledger: self.leases.as_ref().map(LeaseTable::totals).unwrap_or_default(),
+                final_report: self.final_report.as_ref().map(short_report),
             }),
             Phase::Running | Phase::Stopping => None,
         };
-        JobRecord {
+        PersistedJob {
             spec: self.spec.clone(),
-            data: self.dataset.as_ref().map(DataMark::of),
+            data: self.dataset.as_ref().map(DatasetFingerprint::of),
             dataset: self.dataset.clone(),
             parameters: self.parameters,
             wanted: self.wanted,
-            fresh: self.fresh,
+            initial_launches_left: self.initial_launches_left,
             failures: self.restarts.budget().counted,
             failures_since_progress: self.restarts.budget().since_progress,
             progress_at_failure: self.restarts.budget().progress,
-            launches_made: self.crew.launches_made,
+            launches_made: self.workers.launches_made,
             launches_reserved: self.launches_reserved,
             launches: launches.collect(),
-            generation: self.group.generation.max(self.group.passed),
+            generation: self.group.generation.max(self.group.generation_floor),
             generations_reserved: self.generations_reserved,
             membership: self.group.published.clone(),
-            before: self.group.before.clone(),
-            formed: self.group.formed || self.adoption.as_ref().is_some_and(|a| a.was_formed),
+            previous_ring: self.group.previous_ring.clone(),
+            formed: self.group.formed || self.takeover.as_ref().is_some_and(|a| a.was_formed),
             stopping: self.phase == Phase::Stopping,
             ending,
-            story: self.story.record(),
+            history: self.history.record(),
             results: self.results.kept(),
             step: self.step,
             masters: self.masters,
@@ -323,36 +328,36 @@ impl Job {
 
     /// Sees to it that whoever knows this record, or an older one, uses no name again: they are
     /// kept a stretch ahead.
-    pub(super) fn reserve(&mut self) {
-        let (launch, generation) = (self.crew.launches_made, self.group.generation);
+    pub(super) fn reserve_id_block(&mut self) {
+        let (launch, generation) = (self.workers.launches_made, self.group.generation);
         if launch > self.launches_reserved {
-            let stretch = STRETCH.next_multiple_of(u64::from(self.spec.workers_per_pod));
-            self.launches_reserved = launch + stretch;
-            self.touch_first();
+            let block = ID_BLOCK.next_multiple_of(u64::from(self.spec.workers_per_pod));
+            self.launches_reserved = launch + block;
+            self.mark_dirty_urgent();
         }
         if generation > self.generations_reserved {
-            self.generations_reserved = Generation(generation.0 + STRETCH);
-            self.touch_first();
+            self.generations_reserved = Generation(generation.0 + ID_BLOCK);
+            self.mark_dirty_urgent();
         }
     }
 
     /// Something has changed that must outlive this master, and that it alone knows.
-    pub(super) fn touch_first(&mut self) {
-        self.touch();
-        self.barrier = self.revision;
+    pub(super) fn mark_dirty_urgent(&mut self) {
+        self.mark_dirty();
+        self.durable_before = self.version;
     }
 
     /// Something has changed that must outlive this master.
-    pub(super) fn touch(&mut self) {
-        self.revision += 1;
+    pub(super) fn mark_dirty(&mut self) {
+        self.version += 1;
     }
 }
 
 /// Names that may be used before a record has to be kept.
-const STRETCH: u64 = 16;
+const ID_BLOCK: u64 = 16;
 
 /// A last word without its ledger, which was compared with those of the others before.
-fn short_word(word: &Finished) -> Finished {
+fn short_report(word: &Finished) -> Finished {
     Finished {
         generation: word.generation,
         step: word.step,

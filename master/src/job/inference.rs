@@ -19,16 +19,16 @@ use elasticdl_proto::{RecordRange, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::action::{Outcome, ToWorker};
-use super::crew::Stage;
 use super::job::{Job, Phase};
 use super::time::Time;
+use super::workers::Stage;
 
 /// Sums of metrics over records, by name.
 pub(super) type Sums = BTreeMap<String, f64>;
 
 /// What has come of the shards so far.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Results {
+pub(super) struct ShardResults {
     /// All records before this one are in `sums`.
     before: u64,
     sums: Sums,
@@ -39,7 +39,7 @@ pub(super) struct Results {
     kept: Time,
 }
 
-impl Results {
+impl ShardResults {
     /// Takes in one shard's sums. A metric that a shard lacks is 0 there.
     ///
     /// # Errors
@@ -66,12 +66,12 @@ impl Results {
     /// The records that are done, as far as a record of the job has room for them. Others are done
     /// again by the next master.
     pub(super) fn kept(&self) -> Self {
-        let mut room = LATER_KEPT_BYTES_MAX;
+        let mut bytes_left = LATER_KEPT_BYTES_MAX;
         let later = self.later.iter().take(LATER_KEPT_MAX).take_while(|(_, (_, sums))| {
             let bytes =
                 RESULT_BYTES + sums.keys().map(|name| name.len() + SUM_BYTES).sum::<usize>();
-            let fits = bytes <= room;
-            room = room.saturating_sub(bytes);
+            let fits = bytes <= bytes_left;
+            bytes_left = bytes_left.saturating_sub(bytes);
             fits
         });
         let later = later.map(|(&start, done)| (start, done.clone())).collect();
@@ -95,65 +95,65 @@ impl Results {
 }
 
 impl Job {
-    /// As [`Job::settle`], without a group.
-    pub(super) fn settle_apart(&mut self, now: Time) {
+    /// As [`Job::reconcile`], without a group.
+    pub(super) fn reconcile_inference(&mut self, now: Time) {
         if self.phase == Phase::Stopping {
             return self.end_stopped();
         }
-        let Some(records) = &mut self.records else { return };
-        let counted = records.ledger().counted();
-        if counted == records.expected() {
+        let Some(leases) = &mut self.leases else { return };
+        let counted = leases.ledger().counted();
+        if counted == leases.expected() {
             return self.end(now, Outcome::Completed, None);
         }
         // What lost workers had leased is free at once: nobody has put it into anything.
         self.group.lost.clear();
         self.group.left.clear();
-        records.requeue();
-        let ready = |w: &&mut super::crew::Worker| {
+        leases.requeue();
+        let ready = |w: &&mut super::workers::Worker| {
             w.stage == Stage::Ready && w.rank.is_none() && !w.released
         };
-        for w in self.crew.workers.values_mut().filter(ready) {
+        for w in self.workers.connected.values_mut().filter(ready) {
             // What it takes a member for a group, a worker has here from the start.
-            w.rank = self.crew.launches.get(&w.launch).map(|l| l.index);
+            w.rank = self.workers.launches.get(&w.launch).map(|l| l.slot);
             w.holds_state = true;
-            self.story.form(now, self.step, counted);
+            self.history.form(now, self.step, counted);
         }
-        self.story.apart = self.crew.members().count() as u32;
-        self.story.peak = self.story.peak.max(self.story.apart);
+        self.history.inference_workers = self.workers.members().count() as u32;
+        self.history.peak = self.history.peak.max(self.history.inference_workers);
         self.count_eligible();
         self.fill_all();
     }
 
     /// Leases as many whole shards as `worker` has asked for and there are.
-    pub(super) fn fill_apart(&mut self, worker: WorkerId) {
-        let Self { records: Some(records), crew, .. } = self else { return };
-        let Some(w) = crew.workers.get_mut(&worker).filter(|w| w.is_eligible() && !w.leaving)
+    pub(super) fn fill_inference(&mut self, worker: WorkerId) {
+        let Self { leases: Some(leases), workers, .. } = self else { return };
+        let Some(w) = workers.connected.get_mut(&worker).filter(|w| w.is_eligible() && !w.leaving)
         else {
             return;
         };
-        let Some(credit) = w.credits.get_mut(&0) else { return };
+        let Some(credit) = w.requested_records.get_mut(&0) else { return };
         *credit = (*credit).min(SHARDS_AHEAD_MAX);
-        let mut leases = Vec::new();
+        let mut granted = Vec::new();
         while *credit > 0
-            && let Some(shard) = records.lease_shard(worker)
+            && let Some(shard) = leases.lease_shard(worker)
         {
             *credit -= 1;
-            leases.push(shard);
+            granted.push(shard);
         }
         if *credit == 0 {
-            w.credits.clear();
+            w.requested_records.clear();
         }
-        if !leases.is_empty() {
-            self.send(worker, ToWorker::Lease(leases));
+        if !granted.is_empty() {
+            self.send(worker, ToWorker::Lease(granted));
         }
     }
 
     /// A worker has done a shard that it holds.
     pub(super) fn on_done(&mut self, now: Time, worker: WorkerId, range: RecordRange, sums: Sums) {
-        let Some(records) = self.records.as_mut().filter(|_| !self.spec.work.trains()) else {
+        let Some(leases) = self.leases.as_mut().filter(|_| !self.spec.work.trains()) else {
             return;
         };
-        if !records.is_leased(worker, range) {
+        if !leases.is_leased(worker, range) {
             return self.fail_worker(
                 now,
                 worker,
@@ -165,29 +165,29 @@ impl Job {
             return self.end(now, Outcome::Failed, Some(format!("worker {worker}: {reason}")));
         }
         self.step += 1;
-        records.commit(self.step, &[range]).expect("what is leased lies in the data set");
-        self.story.count(now, range.len());
+        leases.commit(self.step, &[range]).expect("what is leased lies in the data set");
+        self.history.count(now, range.len());
         if let Some(loss) = loss {
-            self.story.note_loss(range.len(), loss);
+            self.history.note_loss(range.len(), loss);
         }
-        self.story.tally.shard(range.len());
+        self.history.counters.shard(range.len());
         if now.since(self.results.kept) >= KEEP_EVERY {
             self.results.kept = now;
-            self.touch();
+            self.mark_dirty();
         }
-        let Some(records) = &self.records else { return };
-        if records.ledger().counted() == records.expected() {
-            self.touch_first();
-            return self.settle_apart(now);
+        let Some(leases) = &self.leases else { return };
+        if leases.ledger().counted() == leases.expected() {
+            self.mark_dirty_urgent();
+            return self.reconcile_inference(now);
         }
-        self.fill_apart(worker);
+        self.fill_inference(worker);
     }
 
     /// Takes in what a master before this one knew to be done.
     ///
     /// # Errors
     /// What can't be.
-    pub(super) fn restore_results(&mut self, results: Results) -> Result<(), String> {
+    pub(super) fn restore_results(&mut self, results: ShardResults) -> Result<(), String> {
         let ranges: Vec<RecordRange> = results.ranges().collect();
         if ranges.windows(2).any(|pair| pair[0].end > pair[1].start) {
             return Err("results of shards overlap".into());
@@ -195,10 +195,10 @@ impl Job {
         if ranges.is_empty() {
             return Ok(());
         }
-        let Some(records) = &mut self.records else {
+        let Some(leases) = &mut self.leases else {
             return Err("there are results, but no data set".into());
         };
-        records
+        leases
             .commit(self.step, &ranges)
             .map_err(|wrong| format!("there are results of {wrong}"))?;
         self.results = results;

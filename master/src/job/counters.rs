@@ -9,11 +9,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::event::{Committed, Exit, StepTimes};
-use super::summary::{Cause, MembershipRecord};
+use super::summary::{Cause, MembershipChange};
 
 /// Counts since the master began.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Tally {
+pub struct Counters {
     /// Steps committed.
     pub steps: u64,
     /// Records of these steps.
@@ -38,7 +38,7 @@ pub struct Tally {
 pub struct Recoveries {
     /// From the last commit before to the first one after.
     pub gap: Histogram,
-    /// Its parts, in the order of [`MembershipRecord::phases`].
+    /// Its parts, in the order of [`MembershipChange::phases`].
     pub phases: [Histogram; 6],
 }
 
@@ -75,7 +75,7 @@ pub enum End {
     Unknown,
 }
 
-impl Tally {
+impl Counters {
     /// The group has committed `steps` that this master did not know of.
     pub(super) fn commit(&mut self, steps: u64, report: &Committed) {
         let Committed { records, times, .. } = *report;
@@ -93,7 +93,7 @@ impl Tally {
     }
 
     /// The group has told what a change of membership cost.
-    pub(super) fn recover(&mut self, record: &MembershipRecord) {
+    pub(super) fn recover(&mut self, record: &MembershipChange) {
         let Some(gap_ms) = record.gap_ms else { return };
         let recoveries = self.recoveries.entry(record.cause).or_default();
         recoveries.gap.observe(gap_ms);
@@ -165,7 +165,7 @@ impl End {
             Exit::OverLimit(_) => Self::OverLimit,
             Exit::Signal(_) if is_own_fault => Self::Crashed,
             Exit::Signal(_) => Self::Killed,
-            Exit::Taken(_) => Self::Taken,
+            Exit::Reclaimed(_) => Self::Taken,
             Exit::Unknown => Self::Unknown,
         }
     }

@@ -27,31 +27,31 @@
 //! the ledger and also named by a member are therefore kept as that member's until the next step,
 //! as after any report.
 //!
-//! **Invariant:** nothing is leased while there is an [`Adoption`].
+//! **Invariant:** nothing is leased while there is an [`Takeover`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::action::{Action, Membership, ToWorker};
-use super::crew::{Away, Launch};
 use super::event::{ConnectionId, LaunchId};
 use super::group::Group;
+use super::history::JobHistory;
 use super::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT, Timer};
-use super::queue::Records;
-use super::record::{EndingRecord, JobRecord};
+use super::lease_table::LeaseTable;
+use super::persisted::{PersistedJob, PersistedShutdown};
 use super::restart::{Budget, Restarts};
 use super::shards::Shards;
-use super::story::Story;
 use super::time::Time;
+use super::workers::{Disconnected, Launch};
 
 /// A group that is being taken over.
 #[derive(Debug, Default)]
-pub(super) struct Adoption {
+pub(super) struct Takeover {
     /// Its generation had formed, so that it forms again is no news.
     pub(super) was_formed: bool,
     /// Members that are back and have not said what they hold.
-    pub(super) mute: BTreeSet<WorkerId>,
+    pub(super) awaiting_holdings: BTreeSet<WorkerId>,
     /// The others' steps.
     pub(super) steps: BTreeMap<WorkerId, u64>,
     /// This master has published a generation: no older one is of interest.
@@ -60,15 +60,15 @@ pub(super) struct Adoption {
 
 impl Job {
     /// The job of `record`, whose master died, at `now` since its start. Of each of
-    /// [`JobRecord::launches`] that does not run any more the end is to be told next.
+    /// [`PersistedJob::launches`] that does not run any more the end is to be told next.
     ///
     /// # Errors
     /// What in the record can't be; no job can be made of it.
-    pub fn restore(mut record: JobRecord, now: Time) -> Result<Self, String> {
+    pub fn restore(mut record: PersistedJob, now: Time) -> Result<Self, String> {
         check(&record)?;
         let mut job = Self::new_silent(record.spec);
         job.wanted = record.wanted;
-        job.fresh = record.fresh;
+        job.initial_launches_left = record.initial_launches_left;
         job.launches_reserved = record.launches_reserved;
         job.generations_reserved = record.generations_reserved;
         job.parameters = record.parameters;
@@ -80,10 +80,10 @@ impl Job {
             progress: record.progress_at_failure,
         };
         job.restarts = Restarts::new(job.spec.max_worker_restarts, budget);
-        job.story = Story::restore(record.story);
-        job.crew.launches_made = record.launches_made;
+        job.history = JobHistory::restore(record.history);
+        job.workers.launches_made = record.launches_made;
         if let Some(dataset) = record.dataset {
-            job.records = Some(Records::new(Shards::cut(&dataset, &job.spec)?, job.spec.epochs));
+            job.leases = Some(LeaseTable::new(Shards::cut(&dataset, &job.spec)?, job.spec.epochs));
             job.dataset = Some(dataset);
         }
         job.restore_results(record.results)?;
@@ -99,28 +99,28 @@ impl Job {
             l.gone = gone.contains(&pod_of(l.launch));
             let rank = (0..).zip(&members).find(|(_, id)| id.0 == l.launch.0).map(|(rank, _)| rank);
             let may_return = !l.gone && (l.worker.is_some() || l.found);
-            let away = Away {
+            let disconnected = Disconnected {
                 rank,
                 joined: l.joined,
                 holds_state: l.holds_state,
                 since: now,
-                known: None,
+                last_known: None,
             };
             let launch = Launch {
                 worker: l.worker,
                 leaving: l.leaving || l.gone,
                 retired: l.retired,
-                away: may_return.then_some(away),
-                index: l.index,
+                disconnected: may_return.then_some(disconnected),
+                slot: l.slot,
                 ..Launch::default()
             };
-            job.crew.launches.insert(l.launch, launch);
+            job.workers.launches.insert(l.launch, launch);
         }
         for l in record.launches {
             match l.worker {
                 _ if l.gone => job.kill(l.launch),
-                None => job.timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
-                Some(_) if l.leaving => job.timer(now + RELEASE_WAIT, Timer::Kill(l.launch)),
+                None => job.set_timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
+                Some(_) if l.leaving => job.set_timer(now + RELEASE_WAIT, Timer::Kill(l.launch)),
                 Some(_) => {}
             }
         }
@@ -129,94 +129,97 @@ impl Job {
                 .membership
                 .as_ref()
                 .map_or_else(Generation::default, |m| m.generation),
-            passed: record.generation,
+            generation_floor: record.generation,
             published: record.membership,
-            before: record.before,
+            previous_ring: record.previous_ring,
             ..Group::default()
         };
-        let is_away = |id: &WorkerId| job.crew.members_away().any(|away| away == *id);
+        let is_away = |id: &WorkerId| {
+            job.workers.disconnected_members().any(|disconnected| disconnected == *id)
+        };
         job.group.lost = members.iter().filter(|id| !is_away(id)).copied().collect();
         job.group.members = members;
-        job.touch();
+        job.mark_dirty();
         if let Some(ending) = record.ending {
             job.restore_ending(ending)?;
             return Ok(job);
         }
         if record.stopping {
             job.phase = Phase::Stopping;
-            job.timer(now + job.stop_wait(), Timer::Stop);
+            job.set_timer(now + job.stop_wait(), Timer::Stop);
         }
         job.await_members(now, record.formed);
         Ok(job)
     }
 
     /// The processes of a job that is over may not have ended; all else is done.
-    fn restore_ending(&mut self, ending: EndingRecord) -> Result<(), String> {
-        if let Some(records) = &mut self.records {
-            let ledger = records.check(&ending.ledger)?;
-            records.rebuild(self.step, ledger, |_| false);
+    fn restore_ending(&mut self, ending: PersistedShutdown) -> Result<(), String> {
+        if let Some(leases) = &mut self.leases {
+            let ledger = leases.check(&ending.ledger)?;
+            leases.rebuild(self.step, ledger, |_| false);
         }
-        self.story.error = ending.error;
-        self.last_word = ending.last_word;
+        self.history.error = ending.error;
+        self.final_report = ending.final_report;
         self.phase = Phase::Ending(ending.outcome);
-        self.say(format!(
+        self.log_event(format!(
             "the job was {} when its master died",
-            super::ending::name(ending.outcome)
+            super::shutdown::name(ending.outcome)
         ));
         self.end_now();
         Ok(())
     }
 
     fn await_members(&mut self, now: Time, was_formed: bool) {
-        let (away, generation) = (self.crew.members_away().count(), self.group.generation);
+        let (disconnected, generation) =
+            (self.workers.disconnected_members().count(), self.group.generation);
         if self.group.members.is_empty() {
-            self.say("another master goes on with the job; it knows of no group".into());
+            self.log_event("another master goes on with the job; it knows of no group".into());
         } else {
-            self.say(format!(
-                "another master goes on with the job; generation {generation} has {away} members left"
+            self.log_event(format!(
+                "another master goes on with the job; generation {generation} has {disconnected} members left"
             ));
         }
         if !self.spec.work.trains() {
             // Who works apart is no member: it is replaced, and the shards that it held are done
             // again.
-            self.watch_returns(now);
-        } else if !self.group.members.is_empty() || self.crew.away().next().is_some() {
-            self.adoption = Some(Adoption { was_formed, ..Adoption::default() });
-            self.watch_returns(now);
+            self.watch_reconnections(now);
+        } else if !self.group.members.is_empty() || self.workers.disconnected().next().is_some() {
+            self.takeover = Some(Takeover { was_formed, ..Takeover::default() });
+            self.watch_reconnections(now);
         }
         self.launch_missing(now);
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// No generation is used twice.
-    pub(super) fn pass_over(&mut self, generation: Generation) {
-        if generation > self.group.passed {
-            self.group.passed = generation;
-            self.touch();
+    pub(super) fn raise_generation_floor(&mut self, generation: Generation) {
+        if generation > self.group.generation_floor {
+            self.group.generation_floor = generation;
+            self.mark_dirty();
         }
     }
 
     /// Takes `theirs`, which a worker has heard of from the master before this one, for the newest
     /// membership; whether it may.
-    pub(super) fn learn(&mut self, now: Time, theirs: &Membership) -> bool {
-        let Some(adoption) = self.adoption.as_mut().filter(|a| !a.has_published) else {
+    pub(super) fn adopt_membership(&mut self, now: Time, theirs: &Membership) -> bool {
+        let Some(takeover) = self.takeover.as_mut().filter(|a| !a.has_published) else {
             return false;
         };
         if self.dataset.is_none() {
             return false;
         }
         // The record has nothing to be completed by what it costs.
-        adoption.was_formed = true;
+        takeover.was_formed = true;
         let members: Vec<WorkerId> = theirs.members.iter().map(|(id, _)| *id).collect();
         let before = std::mem::take(&mut self.group.members);
         let rank_of = |id: u64| (0..).zip(&members).find(|(_, m)| m.0 == id).map(|(rank, _)| rank);
-        for (&launch, l) in &mut self.crew.launches {
-            if let Some(away) = &mut l.away {
-                away.rank = rank_of(launch.0);
+        for (&launch, l) in &mut self.workers.launches {
+            if let Some(disconnected) = &mut l.disconnected {
+                disconnected.rank = rank_of(launch.0);
             }
         }
         let mut excluded = Vec::new();
-        for (&id, w) in &mut self.crew.workers {
+        for (&id, w) in &mut self.workers.connected {
             let rank = rank_of(id.0);
             if w.rank.is_some() && rank.is_none() {
                 excluded.push(id);
@@ -224,44 +227,45 @@ impl Job {
             w.rank = rank;
         }
         let may_live = |id: &WorkerId| {
-            self.crew.workers.contains_key(id) || self.crew.members_away().any(|m| m == *id)
+            self.workers.connected.contains_key(id)
+                || self.workers.disconnected_members().any(|m| m == *id)
         };
         let lost = members.iter().filter(|id| !may_live(id)).copied().collect();
         let newest = members.iter().map(|id| id.0).max().unwrap_or_default();
         let newest = newest.next_multiple_of(u64::from(self.spec.workers_per_pod));
-        self.crew.launches_made = self.crew.launches_made.max(newest);
+        self.workers.launches_made = self.workers.launches_made.max(newest);
         self.group = Group {
             generation: theirs.generation,
-            passed: self.group.passed,
-            before: (!theirs.abort && !before.is_empty()).then_some(before),
+            generation_floor: self.group.generation_floor,
+            previous_ring: (!theirs.abort && !before.is_empty()).then_some(before),
             members,
             published: Some(theirs.clone()),
             lost,
             ..Group::default()
         };
-        self.touch();
+        self.mark_dirty();
         self.count_eligible();
-        self.say(format!(
+        self.log_event(format!(
             "generation {} has been published by the master before",
             theirs.generation
         ));
-        for id in self.crew.workers.keys().copied().collect::<Vec<_>>() {
+        for id in self.workers.connected.keys().copied().collect::<Vec<_>>() {
             self.send(id, ToWorker::Membership(theirs.clone()));
         }
         for id in &excluded {
             // What it holds it has from an older group; the members of this one say what is theirs.
-            if let (Some(adoption), Some(records)) = (&mut self.adoption, &mut self.records) {
-                adoption.mute.remove(id);
-                adoption.steps.remove(id);
-                records.forget(*id);
+            if let (Some(takeover), Some(leases)) = (&mut self.takeover, &mut self.leases) {
+                takeover.awaiting_holdings.remove(id);
+                takeover.steps.remove(id);
+                leases.forget(*id);
             }
         }
-        self.let_go(now, &excluded);
+        self.release_excluded(now, &excluded);
         true
     }
 
     /// Refuses a worker that came back, for good: another takes its place.
-    pub(super) fn dismiss(
+    pub(super) fn refuse_reconnection(
         &mut self,
         now: Time,
         connection: ConnectionId,
@@ -269,47 +273,51 @@ impl Job {
         reason: &str,
     ) {
         self.push(Action::Refuse { connection, reason: reason.into() });
-        self.miss(launch);
-        self.excuse(now, launch);
+        self.forget_disconnected(launch);
+        self.expect_exit(now, launch);
         self.launch_missing(now);
-        self.stop_awaiting(now);
+        self.on_awaited_returned(now);
     }
 
     /// One less is awaited.
-    pub(super) fn stop_awaiting(&mut self, now: Time) {
-        if self.adoption.is_some() && !self.awaits_members() && !self.group.members.is_empty() {
-            self.say(format!(
+    pub(super) fn on_awaited_returned(&mut self, now: Time) {
+        if self.takeover.is_some() && !self.awaits_members() && !self.group.members.is_empty() {
+            self.log_event(format!(
                 "generation {}: all members that are left are back",
                 self.group.generation
             ));
         }
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// Leases again, once it is known what may be leased.
-    pub(super) fn conclude_adoption(&mut self, now: Time) {
-        let Self { adoption: Some(adoption), records: Some(records), crew, .. } = self else {
+    pub(super) fn try_finish_takeover(&mut self, now: Time) {
+        let Self { takeover: Some(takeover), leases: Some(leases), workers, .. } = self else {
             return;
         };
         let behind =
-            |(id, step): (&WorkerId, &u64)| *step > self.step && crew.workers.contains_key(id);
-        let settled = self.group.formed && !self.group.is_broken() && adoption.mute.is_empty();
-        if !settled || crew.members_away().next().is_some() || adoption.steps.iter().any(behind) {
+            |(id, step): (&WorkerId, &u64)| *step > self.step && workers.connected.contains_key(id);
+        let settled =
+            self.group.formed && !self.group.is_broken() && takeover.awaiting_holdings.is_empty();
+        if !settled
+            || workers.disconnected_members().next().is_some()
+            || takeover.steps.iter().any(behind)
+        {
             return;
         }
-        records.requeue();
-        self.adoption = None;
+        leases.requeue();
+        self.takeover = None;
         let (generation, step) = (self.group.generation, self.step);
-        self.say(format!("generation {generation} is taken over at step {step}"));
+        self.log_event(format!("generation {generation} is taken over at step {step}"));
         self.fill_all();
-        self.settle(now);
+        self.reconcile(now);
     }
 }
 
 /// What [`Job::restore`] relies on.
-fn check(record: &JobRecord) -> Result<(), String> {
+fn check(record: &PersistedJob) -> Result<(), String> {
     record.spec.check().map_err(|error| error.to_string())?;
-    let JobRecord { spec, launches, launches_made, .. } = record;
+    let PersistedJob { spec, launches, launches_made, .. } = record;
     if !(spec.min_workers..=spec.max_workers).contains(&record.wanted) {
         return Err(format!("{} workers are wanted", record.wanted));
     }

@@ -8,7 +8,7 @@
 
 /// How long a worker's last reported steps took it.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
+pub(super) struct StepPace {
     /// Microseconds in the model's code in the last reported step; 0 where it had no records.
     pub(super) last_us: u64,
     recent_us: [u64; STEPS],
@@ -16,7 +16,7 @@ pub(super) struct Pace {
     noted: usize,
 }
 
-impl Pace {
+impl StepPace {
     /// Takes in a reported step.
     pub(super) fn note(&mut self, compute_us: u64) {
         self.last_us = compute_us;
@@ -58,8 +58,8 @@ const MARGIN_US: u64 = 5000;
 mod tests {
     use super::*;
 
-    fn pace(steps: &[u64]) -> Pace {
-        let mut pace = Pace::default();
+    fn pace(steps: &[u64]) -> StepPace {
+        let mut pace = StepPace::default();
         steps.iter().for_each(|&us| pace.note(us));
         pace
     }

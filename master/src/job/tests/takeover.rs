@@ -11,7 +11,7 @@ use super::directed::{
 
 /// The job of another master that knows of this one what it wrote.
 fn next_master(job: &Job, ms: u64) -> Job {
-    Job::restore(job.record(), at(ms)).unwrap()
+    Job::restore(job.to_persisted(), at(ms)).unwrap()
 }
 
 /// It has heard of this generation, whose members the job that it knew published last, if it has
@@ -32,7 +32,7 @@ pub(super) fn come_back_from(job: &mut Job, ms: u64, i: u64, membership: Option<
 
 pub(super) fn holding(step: u64, ranges: &[(u64, u64)]) -> FromWorker {
     let ranges = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
-    FromWorker::Holding { step, ranges }
+    FromWorker::HeldLeases { step, ranges }
 }
 
 pub(super) fn admit(i: u64) -> Action {
@@ -80,7 +80,7 @@ fn a_group_is_taken_over_in_its_generation_and_nothing_that_it_holds_is_leased_a
 #[test]
 fn who_comes_back_after_the_group_has_spoken_holds_its_state_too() {
     // The master died before the group had formed.
-    let mut record = started(in_order(2), &[20]).record();
+    let mut record = started(in_order(2), &[20]).to_persisted();
     record.formed = false;
     record.launches.iter_mut().for_each(|l| l.holds_state = false);
     let mut job = Job::restore(record, at(1000)).unwrap();
@@ -174,9 +174,9 @@ fn a_membership_that_not_all_have_heard_of_is_told_again() {
 /// What another master goes on with that knows nothing of what was done since `old`, but sees what
 /// runs.
 fn late_master(old: &Job, there: &[u64], ms: u64) -> Job {
-    let mut record = old.record();
+    let mut record = old.to_persisted();
     let there = there.iter().map(|&i| (LaunchId(i), i as u32 - 1)).collect();
-    assert_eq!(record.find(&there), []);
+    assert_eq!(record.observe_pods(&there), []);
     Job::restore(record, at(ms)).unwrap()
 }
 
@@ -272,14 +272,14 @@ fn a_membership_that_is_heard_of_after_this_masters_own_is_refused_and_its_gener
 #[test]
 fn a_launch_of_which_the_record_knows_nothing_may_be_on_its_way_or_a_stray() {
     let old = started(in_order(2), &[20]);
-    let mut record = old.record();
+    let mut record = old.to_persisted();
     let there = [(LaunchId(1), 0), (LaunchId(2), 1), (LaunchId(4), 2)].into();
-    assert_eq!(record.find(&there), []);
+    assert_eq!(record.observe_pods(&there), []);
     let mut job = Job::restore(record.clone(), at(1000)).unwrap();
     // It waits for room, so it is no member and not waited for.
     job.handle(
         at(1000),
-        Event::LaunchWaits { launch: LaunchId(4), wait: Wait::Room("full".into()) },
+        Event::LaunchWaits { launch: LaunchId(4), wait: Wait::Capacity("full".into()) },
     );
     come_back(&mut job, 1010, 1, 1);
     come_back(&mut job, 1010, 2, 1);
@@ -289,23 +289,23 @@ fn a_launch_of_which_the_record_knows_nothing_may_be_on_its_way_or_a_stray() {
     connect(&mut job, 4);
     assert!(actions(&mut job).contains(&admit(4)));
     record.launches.retain(|l| l.launch.0 != 2);
-    assert_eq!(record.find(&there), [LaunchId(2)]);
+    assert_eq!(record.observe_pods(&there), [LaunchId(2)]);
 }
 
 #[test]
 fn what_nobody_else_could_tell_has_to_be_kept_before_anything_more_is_done() {
     let mut job = Job::new(in_order(1));
-    let first = job.barrier();
+    let first = job.durable_before();
     connect(&mut job, 1);
-    assert!(job.revision() > first && job.barrier() == first);
+    assert!(job.version() > first && job.durable_before() == first);
     say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
-    let described = job.barrier();
+    let described = job.durable_before();
     assert!(described > first);
     let mut job = started(in_order(1), &[20]);
-    let started = job.barrier();
-    assert!(job.revision() > started);
+    let started = job.durable_before();
+    assert!(job.version() > started);
     say(&mut job, 1, finished(1, 10, 5));
-    assert_eq!((job.status(at(0)).state, job.barrier()), ("ending", job.revision()));
+    assert_eq!((job.status(at(0)).state, job.durable_before()), ("ending", job.version()));
 }
 
 #[test]
@@ -369,8 +369,8 @@ fn a_group_that_has_finished_says_so_again() {
 
 #[test]
 fn a_record_that_cannot_be_true_makes_no_job() {
-    let good = started(in_order(2), &[20]).record();
-    type Wrong = fn(&mut JobRecord);
+    let good = started(in_order(2), &[20]).to_persisted();
+    type Wrong = fn(&mut PersistedJob);
     let wrongs: [Wrong; 7] = [
         |r| r.spec.num_workers = 0,
         |r| r.wanted = 9,

@@ -38,7 +38,7 @@ fn range(start: u64, end: u64) -> RecordRange {
 
 fn done(job: &mut Job, worker: u64, shard: RecordRange, loss: f64) {
     let metrics = BTreeMap::from([("loss".into(), loss)]);
-    say(job, worker, FromWorker::Done { range: shard, metrics });
+    say(job, worker, FromWorker::ShardDone { range: shard, metrics });
 }
 
 /// What is leased by these actions.
@@ -124,7 +124,7 @@ fn what_a_worker_does_not_hold_it_has_not_done() {
             (1, 0),
             "{wrong}"
         );
-        assert!(!job.crew.workers.contains_key(&WorkerId(1)));
+        assert!(!job.workers.connected.contains_key(&WorkerId(1)));
     }
 }
 
@@ -135,7 +135,7 @@ fn a_metric_that_a_shard_lacks_is_0_there_and_too_many_fail_the_job() {
     leased(&mut job);
     let mut say_done = |start, metrics: Vec<(String, f64)>| {
         let metrics = BTreeMap::from_iter(metrics);
-        say(&mut job, 1, FromWorker::Done { range: range(start, start + 4), metrics });
+        say(&mut job, 1, FromWorker::ShardDone { range: range(start, start + 4), metrics });
     };
     say_done(0, vec![]);
     say_done(4, vec![("rare".into(), 6.0)]);
@@ -147,7 +147,7 @@ fn a_metric_that_a_shard_lacks_is_0_there_and_too_many_fail_the_job() {
     leased(&mut job);
     for start in 0..3 {
         let metrics = (0..400).map(|i| (format!("{start}-{i}"), 1.0)).collect();
-        say(&mut job, 1, FromWorker::Done { range: range(4 * start, 4 * start + 4), metrics });
+        say(&mut job, 1, FromWorker::ShardDone { range: range(4 * start, 4 * start + 4), metrics });
     }
     let error = job.summary(at(0)).error.unwrap();
     assert_eq!(error, "worker 1: with epoch 0 records 8..12 there are more than 1024 metrics");
@@ -161,7 +161,7 @@ fn another_master_goes_on_after_what_this_one_has_kept() {
     leased(&mut job);
     done(&mut job, 1, range(0, 4), 1.0);
     done(&mut job, 2, range(8, 12), 4.0);
-    let mut next = Job::restore(super::record::read_back(&job.record()), at(0)).unwrap();
+    let mut next = Job::restore(super::persisted::read_back(&job.to_persisted()), at(0)).unwrap();
     assert_eq!(next.summary(at(0)).records.counted, 8);
     // Nobody comes back: others are started.
     next.handle_timeout(at(60_000));
@@ -194,12 +194,12 @@ fn another_master_goes_on_after_what_this_one_has_kept() {
 #[test]
 fn a_record_whose_results_can_t_be_true_is_refused() {
     let job = ready(&[20]);
-    let record = serde_json::to_value(job.record()).unwrap();
+    let record = serde_json::to_value(job.to_persisted()).unwrap();
     let with = |results: serde_json::Value| {
         let mut record = record.clone();
         record["results"] = results;
-        let mut record: JobRecord = serde_json::from_value(record).unwrap();
-        record.attach(job.record().file_list().unwrap().clone()).unwrap();
+        let mut record: PersistedJob = serde_json::from_value(record).unwrap();
+        record.attach_file_list(job.to_persisted().file_list().unwrap().clone()).unwrap();
         Job::restore(record, at(0)).map(drop)
     };
     let sums = serde_json::json!({"loss": 1.0});

@@ -13,8 +13,8 @@ fn resumed(generation: u64, detect_us: u64) -> FromWorker {
     FromWorker::Resumed { generation: Generation(generation), step: 1, phases }
 }
 
-fn tally(job: &Job) -> Tally {
-    job.snapshot(at(0)).tally
+fn counters(job: &Job) -> Counters {
+    job.snapshot(at(0)).counters
 }
 
 #[test]
@@ -25,7 +25,7 @@ fn steps_records_and_times_are_those_of_the_reports() {
     // Of another generation, and so of nobody's group.
     say(&mut job, 1, committed(2, 9, &[(12, 16)]));
     let times = StepTimes { steps: 2, step_us: 6000, reduce_us: 2000 };
-    assert_eq!(tally(&job), Tally { steps: 3, records: 12, times, ..Tally::default() });
+    assert_eq!(counters(&job), Counters { steps: 3, records: 12, times, ..Counters::default() });
 }
 
 #[test]
@@ -34,10 +34,10 @@ fn a_change_is_counted_once_with_the_largest_gap_and_the_start_is_none() {
     say(&mut job, 1, resumed(1, 10));
     lose(&mut job, 1, 3);
     say(&mut job, 1, resumed(2, 1500));
-    assert_eq!(tally(&job).recoveries, BTreeMap::new(), "not all have told");
+    assert_eq!(counters(&job).recoveries, BTreeMap::new(), "not all have told");
     say(&mut job, 2, resumed(2, 7000));
     say(&mut job, 2, resumed(2, 9000));
-    let recoveries = tally(&job).recoveries;
+    let recoveries = counters(&job).recoveries;
     assert_eq!(recoveries.keys().collect::<Vec<_>>(), [&Cause::Lost]);
     let gap = &recoveries[&Cause::Lost].gap;
     assert_eq!((gap.count(), gap.sum_ms, gap.buckets[3]), (1, 7.0, 1), "{gap:?}");
@@ -53,10 +53,14 @@ fn a_change_that_is_overtaken_by_the_next_one_counts_if_anybody_has_told() {
     say(&mut job, 1, formed(2, 0, &[]));
     say(&mut job, 1, resumed(2, 1500));
     lose(&mut job, 2, 2);
-    assert_eq!(tally(&job).recoveries[&Cause::Lost].gap.count(), 1);
+    assert_eq!(counters(&job).recoveries[&Cause::Lost].gap.count(), 1);
     say(&mut job, 1, formed(3, 0, &[]));
     lose(&mut job, 3, 1);
-    assert_eq!(tally(&job).recoveries[&Cause::Lost].gap.count(), 1, "nobody has told of the third");
+    assert_eq!(
+        counters(&job).recoveries[&Cause::Lost].gap.count(),
+        1,
+        "nobody has told of the third"
+    );
 }
 
 #[test]
@@ -65,10 +69,10 @@ fn a_change_of_which_the_first_word_comes_late_counts_then_and_once() {
     lose(&mut job, 1, 3);
     say(&mut job, 1, formed(2, 0, &[]));
     lose(&mut job, 2, 2);
-    assert_eq!(tally(&job).recoveries, BTreeMap::new());
+    assert_eq!(counters(&job).recoveries, BTreeMap::new());
     say(&mut job, 1, resumed(2, 1500));
     say(&mut job, 1, resumed(2, 2500));
-    let gap = &tally(&job).recoveries[&Cause::Lost].gap;
+    let gap = &counters(&job).recoveries[&Cause::Lost].gap;
     assert_eq!((gap.count(), gap.sum_ms), (1, 1.5));
 }
 
@@ -83,13 +87,13 @@ fn ends_are_told_apart() {
     say(&mut job, 3, FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false });
     end(&mut job, 3, Exit::Code(1));
     let expected = [(End::Crashed, 1), (End::Failed, 1), (End::Killed, 1)];
-    assert_eq!(tally(&job).ends, BTreeMap::from(expected));
-    assert_eq!(tally(&job).restarts, job.summary(at(5)).workers.restarts);
-    end(&mut job, 4, Exit::Taken("preempted".into()));
-    assert_eq!(tally(&job).ends[&End::Taken], 1);
+    assert_eq!(counters(&job).ends, BTreeMap::from(expected));
+    assert_eq!(counters(&job).restarts, job.summary(at(5)).workers.restarts);
+    end(&mut job, 4, Exit::Reclaimed("preempted".into()));
+    assert_eq!(counters(&job).ends[&End::Taken], 1);
     // Those that are told that the job is over are not asked why they end.
     job.handle(at(6), Event::Stop);
     end(&mut job, 5, Exit::Code(0));
-    let told = tally(&job).ends.get(&End::Told).copied();
-    assert_eq!(told, None, "{:?}", tally(&job).ends);
+    let told = counters(&job).ends.get(&End::Told).copied();
+    assert_eq!(told, None, "{:?}", counters(&job).ends);
 }

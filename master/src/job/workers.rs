@@ -1,6 +1,6 @@
 //! The processes that were started and the workers that they became.
 //!
-//! **Invariant:** a worker is in [`Crew::workers`] exactly while its stream is open and it is not
+//! **Invariant:** a worker is in [`WorkerTable::connected`] exactly while its stream is open and it is not
 //! given up: whatever is sent goes to one of these. Its launch stays until the process has ended.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,16 +9,16 @@ use std::net::SocketAddr;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::event::LaunchId;
-use super::pace::Pace;
 use super::stall::Stalled;
+use super::straggler::StepPace;
 use super::time::Time;
 
 /// Processes and workers.
 #[derive(Debug)]
-pub(super) struct Crew {
+pub(super) struct WorkerTable {
     pub(super) workers_per_pod: usize,
     pub(super) launches: BTreeMap<LaunchId, Launch>,
-    pub(super) workers: BTreeMap<WorkerId, Worker>,
+    pub(super) connected: BTreeMap<WorkerId, Worker>,
     pub(super) launches_made: u64,
 }
 
@@ -27,17 +27,17 @@ pub(super) struct Crew {
 pub(super) struct Launch {
     /// What it became when it said hello; stays when the stream ends.
     pub(super) worker: Option<WorkerId>,
-    pub(super) fate: Fate,
+    pub(super) accounting: ExitAccounting,
     /// It goes in order, so its replacement may start while it still runs.
     pub(super) leaving: bool,
     /// It goes because fewer workers are wanted; nothing takes its place.
     pub(super) retired: bool,
     pub(super) killed: bool,
     /// Its worker has no stream to this master, and may come back.
-    pub(super) away: Option<Away>,
+    pub(super) disconnected: Option<Disconnected>,
     /// The lowest place that was free: see [`Action::Launch`](super::Action::Launch).
-    pub(super) index: u32,
-    pub(super) room: Room,
+    pub(super) slot: u32,
+    pub(super) scheduling: Scheduling,
     /// What it waits for, if something is known.
     pub(super) waits_for: Option<String>,
     /// Its priority class, where there are such.
@@ -48,19 +48,19 @@ pub(super) struct Launch {
 
 /// Whether a launch has a place to run at.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum Scheduling {
     /// Nothing is known.
     #[default]
-    Asked,
+    Pending,
     /// It has, or is about to.
-    Has,
+    Scheduled,
     /// Nowhere is enough left for it.
-    Waits,
+    Unschedulable,
 }
 
 /// What is known of a worker that may come back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Away {
+pub(super) struct Disconnected {
     /// As [`Worker::rank`].
     pub(super) rank: Option<u32>,
     /// As [`Worker::joined`].
@@ -70,12 +70,12 @@ pub(super) struct Away {
     /// When its stream ended; when this master began, if that was a stream to an earlier master.
     pub(super) since: Time,
     /// What this master knows of it; `None` where only an earlier master knew the worker.
-    pub(super) known: Option<Known>,
+    pub(super) last_known: Option<LastKnown>,
 }
 
 /// What a master keeps of a worker whose stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Known {
+pub(super) struct LastKnown {
     pub(super) stage: Stage,
     /// As [`Worker::leaving`].
     pub(super) leaving: bool,
@@ -86,14 +86,14 @@ pub(super) struct Known {
 
 /// What the end of a process will mean.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum ExitAccounting {
     /// Its failure has been counted.
     Counted,
     /// It was told to end, or said that it would.
-    Excused,
+    Expected,
     /// Its exit will tell.
     #[default]
-    Open,
+    Undecided,
 }
 
 /// A worker whose stream is open.
@@ -104,7 +104,7 @@ pub(super) struct Worker {
     pub(super) pid: u32,
     pub(super) stage: Stage,
     /// Records asked for and not leased yet, by epoch; no entry is 0.
-    pub(super) credits: BTreeMap<u32, u64>,
+    pub(super) requested_records: BTreeMap<u32, u64>,
     /// Place in the newest generation.
     pub(super) rank: Option<u32>,
     /// The first generation that it was a member of.
@@ -117,7 +117,7 @@ pub(super) struct Worker {
     pub(super) leaving: bool,
     /// It was shut down, or a membership without it was published; its end is awaited.
     pub(super) released: bool,
-    pub(super) pace: Pace,
+    pub(super) pace: StepPace,
     /// When it was last heard.
     pub(super) heard: Time,
     /// By its last beat, it waits for its neighbours.
@@ -139,51 +139,51 @@ pub(super) enum Stage {
     Ready,
 }
 
-impl Crew {
+impl WorkerTable {
     pub(super) fn new(workers_per_pod: u32) -> Self {
         Self {
             workers_per_pod: workers_per_pod as usize,
             launches: BTreeMap::new(),
-            workers: BTreeMap::new(),
+            connected: BTreeMap::new(),
             launches_made: 0,
         }
     }
 
     /// Names the launches of a new pod, at places from this one on that nobody has; the first.
-    pub(super) fn launch(&mut self, index: u32) -> LaunchId {
+    pub(super) fn launch(&mut self, slot: u32) -> LaunchId {
         let first = LaunchId(self.launches_made + 1);
-        for index in (index..).take(self.workers_per_pod) {
+        for slot in (slot..).take(self.workers_per_pod) {
             self.launches_made += 1;
             self.launches
-                .insert(LaunchId(self.launches_made), Launch { index, ..Launch::default() });
+                .insert(LaunchId(self.launches_made), Launch { slot, ..Launch::default() });
         }
         first
     }
 
     /// The lowest place that nobody who stays has.
-    pub(super) fn free_index(&self) -> u32 {
-        self.free_places().next().unwrap_or_default()
+    pub(super) fn free_slot(&self) -> u32 {
+        self.free_slots().next().unwrap_or_default()
     }
 
     /// The first places of pods that nobody has, lowest first, without end.
-    pub(super) fn free_places(&self) -> impl Iterator<Item = u32> + use<> {
+    pub(super) fn free_slots(&self) -> impl Iterator<Item = u32> + use<> {
         let per_pod = self.workers_per_pod as u32;
         let staying = self.launches.values().filter(|l| l.stays());
-        let taken: BTreeSet<u32> = staying.map(|l| l.index / per_pod * per_pod).collect();
+        let taken: BTreeSet<u32> = staying.map(|l| l.slot / per_pod * per_pod).collect();
         (0..).step_by(per_pod as usize).filter(move |place| !taken.contains(place))
     }
 
     /// Pods from place `from` on that have no room yet, lowest place first.
-    pub(super) fn roomless(&self, from: u32) -> Vec<LaunchId> {
+    pub(super) fn unscheduled(&self, from: u32) -> Vec<LaunchId> {
         let lacks = |id: &LaunchId| {
             let l = &self.launches[id];
             let is_heard = self.any_of_pod(*id, |l| l.worker.is_some());
-            l.stays() && l.index >= from && !is_heard && l.room != Room::Has
+            l.stays() && l.slot >= from && !is_heard && l.scheduling != Scheduling::Scheduled
         };
-        let mut roomless: Vec<_> =
-            self.pods().filter(lacks).map(|id| (self.launches[&id].index, id)).collect();
-        roomless.sort_unstable();
-        roomless.into_iter().map(|(_, id)| id).collect()
+        let mut unscheduled: Vec<_> =
+            self.pods().filter(lacks).map(|id| (self.launches[&id].slot, id)).collect();
+        unscheduled.sort_unstable();
+        unscheduled.into_iter().map(|(_, id)| id).collect()
     }
 
     /// `launch` has become a worker. A launch becomes one at most, so its number is the worker's:
@@ -201,33 +201,39 @@ impl Crew {
             address,
             pid,
             stage: Stage::Joining,
-            credits: BTreeMap::new(),
+            requested_records: BTreeMap::new(),
             rank: None,
             joined: None,
             holds_state: false,
             fetched: false,
             leaving: false,
             released: false,
-            pace: Pace::default(),
+            pace: StepPace::default(),
             heard: now,
             stalled: None,
         };
-        self.workers.insert(id, worker);
+        self.connected.insert(id, worker);
         if let Some(launch) = self.launches.get_mut(&launch) {
             launch.worker = Some(id);
-            launch.away = None;
+            launch.disconnected = None;
         }
         id
     }
 
     /// The worker's stream ended at `now`; it may come back. Its launch.
     pub(super) fn disconnect(&mut self, now: Time, worker: WorkerId) -> Option<LaunchId> {
-        let w = self.workers.remove(&worker)?;
+        let w = self.connected.remove(&worker)?;
         let usual_us = w.pace.usual_us();
-        let known = Known { stage: w.stage, leaving: w.leaving, pid: w.pid, usual_us };
+        let last_known = LastKnown { stage: w.stage, leaving: w.leaving, pid: w.pid, usual_us };
         let Worker { rank, joined, holds_state, .. } = w;
         let launch = self.launches.get_mut(&w.launch)?;
-        launch.away = Some(Away { rank, joined, holds_state, since: now, known: Some(known) });
+        launch.disconnected = Some(Disconnected {
+            rank,
+            joined,
+            holds_state,
+            since: now,
+            last_known: Some(last_known),
+        });
         Some(w.launch)
     }
 
@@ -240,61 +246,62 @@ impl Crew {
         pid: u32,
     ) -> Option<WorkerId> {
         let l = self.launches.get_mut(&launch)?;
-        let Away { rank, joined, holds_state, since: _, known } = l.away.take()?;
+        let Disconnected { rank, joined, holds_state, since: _, last_known } =
+            l.disconnected.take()?;
         let id = WorkerId(launch.0);
         l.worker = Some(id);
         let worker = Worker {
             launch,
             address,
             pid,
-            stage: known.map_or(Stage::Ready, |k| k.stage),
-            credits: BTreeMap::new(),
+            stage: last_known.map_or(Stage::Ready, |k| k.stage),
+            requested_records: BTreeMap::new(),
             rank,
             joined,
             holds_state,
             fetched: false,
             // Who was told to end from outside says so again.
-            leaving: l.retired || known.is_some_and(|k| k.leaving),
-            released: rank.is_none() && known.is_none(),
-            pace: Pace::default(),
+            leaving: l.retired || last_known.is_some_and(|k| k.leaving),
+            released: rank.is_none() && last_known.is_none(),
+            pace: StepPace::default(),
             stalled: None,
             heard: now,
         };
-        self.workers.insert(id, worker);
+        self.connected.insert(id, worker);
         Some(id)
     }
 
     /// Members of the newest generation that are expected to come back.
-    pub(super) fn members_away(&self) -> impl Iterator<Item = WorkerId> + '_ {
-        let member = |l: &Launch| l.away.is_some_and(|a| a.rank.is_some());
+    pub(super) fn disconnected_members(&self) -> impl Iterator<Item = WorkerId> + '_ {
+        let member = |l: &Launch| l.disconnected.is_some_and(|a| a.rank.is_some());
         self.launches.iter().filter(move |(_, l)| member(l)).map(|(&id, _)| WorkerId(id.0))
     }
 
     /// Launches whose workers may come back.
-    pub(super) fn away(&self) -> impl Iterator<Item = LaunchId> + '_ {
-        self.launches.iter().filter(|(_, l)| l.away.is_some()).map(|(&id, _)| id)
+    pub(super) fn disconnected(&self) -> impl Iterator<Item = LaunchId> + '_ {
+        self.launches.iter().filter(|(_, l)| l.disconnected.is_some()).map(|(&id, _)| id)
     }
 
     /// `worker` gave a sign of life.
     pub(super) fn heard(&mut self, worker: WorkerId, now: Time) {
-        if let Some(worker) = self.workers.get_mut(&worker) {
+        if let Some(worker) = self.connected.get_mut(&worker) {
             worker.heard = now;
         }
     }
 
     /// Workers that can be members and are not, oldest first.
     pub(super) fn joiners(&self) -> impl Iterator<Item = WorkerId> + '_ {
-        self.workers.iter().filter(|(_, w)| w.is_joiner()).map(|(&id, _)| id)
+        self.connected.iter().filter(|(_, w)| w.is_joiner()).map(|(&id, _)| id)
     }
 
     /// Of these, those that the group needs not wait for: they have its state.
-    pub(super) fn primed(&self) -> impl Iterator<Item = WorkerId> + '_ {
-        self.joiners().filter(|id| self.workers[id].stage == Stage::Ready)
+    pub(super) fn caught_up(&self) -> impl Iterator<Item = WorkerId> + '_ {
+        self.joiners().filter(|id| self.connected[id].stage == Stage::Ready)
     }
 
     /// Members of the newest generation, by id.
     pub(super) fn members(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
-        self.workers.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
+        self.connected.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
     }
 
     /// How many pods may be made so that `wanted` workers stay and no more than `max` processes
@@ -309,7 +316,7 @@ impl Crew {
     pub(super) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
         let cost = |id: LaunchId| {
             let is_heard = self.any_of_pod(id, |l| l.worker.is_some());
-            (is_heard, std::cmp::Reverse((self.launches[&id].index, id)), id)
+            (is_heard, std::cmp::Reverse((self.launches[&id].slot, id)), id)
         };
         let mut staying: Vec<_> = self.staying().map(cost).collect();
         staying.sort_unstable();

@@ -20,7 +20,7 @@ fn asked(wanted: u32, min: u32) -> Job {
 }
 
 fn no_room(job: &mut Job, ms: u64, launch: u64) {
-    let wait = Wait::Room("0/3 nodes are available".into());
+    let wait = Wait::Capacity("0/3 nodes are available".into());
     job.handle(at(ms), Event::LaunchWaits { launch: LaunchId(launch), wait });
 }
 
@@ -29,7 +29,7 @@ fn has_room(job: &mut Job, ms: u64, launch: u64) {
 }
 
 fn ended(job: &mut Job, ms: u64, launch: u64) {
-    let exit = Exit::Taken("it is not wanted any more".into());
+    let exit = Exit::Reclaimed("it is not wanted any more".into());
     job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(launch), exit });
 }
 
@@ -126,7 +126,7 @@ fn all_that_is_missing_is_asked_for_at_once_where_nobody_waits() {
     assert!(done(&mut job).len() < 10);
     (41..=80).for_each(|launch| has_room(&mut job, 60, launch));
     job.handle_timeout(at(60_030));
-    let asked = job.crew.launches.values().filter(|l| l.stays()).count();
+    let asked = job.workers.launches.values().filter(|l| l.stays()).count();
     assert_eq!(asked, 40);
 }
 
@@ -196,7 +196,7 @@ fn a_status_says_what_launches_wait_for_and_which_classes_they_have() {
     assert_eq!(tiers, [("core", 1, 1), ("tier-1", 2, 0)]);
     job.handle(
         at(4),
-        Event::LaunchExplained { launch: LaunchId(9), words: "preempted by a/b".into() },
+        Event::LaunchExplained { launch: LaunchId(9), explanation: "preempted by a/b".into() },
     );
     assert!(job.status(at(4)).events.last().unwrap().ends_with("worker 9 was preempted by a/b"));
 }

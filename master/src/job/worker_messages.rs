@@ -6,26 +6,26 @@
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
 use super::action::{Action, Outcome, ToWorker};
-use super::crew::{Fate, Stage};
 use super::event::{Committed, Finished, FromWorker, LedgerReport, Phases};
 use super::group::{Broken, Suspicion};
+use super::history::clip;
 use super::job::{Job, Phase, Timer, ZOMBIE_GRACE};
-use super::queue::{Records, Share};
+use super::lease_table::{LeaseTable, Share};
 use super::shards::{Shards, counted};
 use super::spec::Batch;
-use super::story::clip;
 use super::summary::FailedShard;
 use super::time::Time;
+use super::workers::{ExitAccounting, Stage};
 
 impl Job {
     pub(super) fn on_message(&mut self, now: Time, worker: WorkerId, message: FromWorker) {
         let heard = matches!(self.phase, Phase::Running | Phase::Stopping);
-        if !heard || !self.crew.workers.contains_key(&worker) {
+        if !heard || !self.workers.connected.contains_key(&worker) {
             return;
         }
-        self.crew.heard(worker, now);
+        self.workers.heard(worker, now);
         match message {
-            FromWorker::Alive(stall) => self.on_alive(now, worker, stall),
+            FromWorker::Heartbeat(stall) => self.on_alive(now, worker, stall),
             FromWorker::Broken { generation, suspect, error, unreachable } => {
                 let suspect = suspect.map(|suspect| Suspicion { suspect, unreachable });
                 self.on_broken(now, worker, generation, suspect, &error);
@@ -34,7 +34,7 @@ impl Job {
             FromWorker::Committed(report) => self.on_committed(now, worker, &report),
             FromWorker::Described(outcome) => self.on_described(now, worker, outcome),
             FromWorker::Evaluated(report) => self.on_evaluated(report),
-            FromWorker::Done { range, metrics } => self.on_done(now, worker, range, metrics),
+            FromWorker::ShardDone { range, metrics } => self.on_done(now, worker, range, metrics),
             FromWorker::Failed { error, ranges, fatal } => {
                 self.on_failed(now, worker, &error, &ranges, fatal)
             }
@@ -42,12 +42,12 @@ impl Job {
             FromWorker::Formed { generation, step, ledger } => {
                 self.on_formed(now, worker, generation, step, &ledger);
             }
-            FromWorker::Holding { step, ranges } => self.on_holding(now, worker, step, &ranges),
+            FromWorker::HeldLeases { step, ranges } => self.on_holding(now, worker, step, &ranges),
             FromWorker::LeaseRequest { epoch, records } => {
                 self.on_lease_request(now, worker, epoch, records)
             }
             FromWorker::Leaving => self.on_leaving(now, worker),
-            FromWorker::Primed { step } => self.on_primed(now, worker, step),
+            FromWorker::CaughtUp { step } => self.on_caught_up(now, worker, step),
             FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
             FromWorker::StorageWait { storage, waited } => {
                 self.on_storage_wait(worker, storage, waited)
@@ -64,7 +64,7 @@ impl Job {
     // ---- on the way to be a member ----
 
     fn on_described(&mut self, now: Time, worker: WorkerId, outcome: Result<FileList, String>) {
-        if self.describer != Some(worker) || self.dataset.is_some() {
+        if self.dataset_describer != Some(worker) || self.dataset.is_some() {
             return;
         }
         let cut = outcome.and_then(|dataset| Ok((Shards::cut(&dataset, &self.spec)?, dataset)));
@@ -72,22 +72,22 @@ impl Job {
             Ok(cut) => cut,
             Err(error) => {
                 let error = clip(&error).to_owned();
-                return self.end(now, Outcome::Refused, Some(error));
+                return self.end(now, Outcome::InvalidInput, Some(error));
             }
         };
-        self.say(format!(
+        self.log_event(format!(
             "data set: {} in {}, {} of {}",
             counted(shards.records(), "record"),
             counted(dataset.len() as u64, "file"),
             counted(shards.len().into(), "shard"),
             shards.sizes()
         ));
-        self.records = Some(Records::new(shards, self.spec.epochs));
+        self.leases = Some(LeaseTable::new(shards, self.spec.epochs));
         self.dataset = Some(dataset);
-        self.describer = None;
-        self.touch_first();
+        self.dataset_describer = None;
+        self.mark_dirty_urgent();
         let waiting: Vec<WorkerId> =
-            self.crew.workers.iter().filter(|(_, w)| !w.released).map(|(&id, _)| id).collect();
+            self.workers.connected.iter().filter(|(_, w)| !w.released).map(|(&id, _)| id).collect();
         for worker in waiting {
             self.welcome(worker);
         }
@@ -95,11 +95,11 @@ impl Job {
     }
 
     fn on_ready(&mut self, now: Time, worker: WorkerId, parameters: u64) {
-        if self.crew.workers.get(&worker).is_none_or(|w| w.stage != Stage::Preparing) {
+        if self.workers.connected.get(&worker).is_none_or(|w| w.stage != Stage::Preparing) {
             return;
         }
         if self.parameters.is_none() {
-            self.touch();
+            self.mark_dirty();
         }
         let expected = *self.parameters.get_or_insert(parameters);
         if parameters != expected {
@@ -108,27 +108,29 @@ impl Job {
             return self.fail_worker(now, worker, &reason);
         }
         let donors = if self.group.is_broken() { Vec::new() } else { self.donors(worker) };
-        let w = self.crew.workers.get_mut(&worker).expect("it was just found");
+        let w = self.workers.connected.get_mut(&worker).expect("it was just found");
         if donors.is_empty() {
             w.stage = Stage::Ready;
         } else {
             w.stage = Stage::Fetching;
             self.send(worker, ToWorker::Fetch(donors));
         }
-        self.settle(now);
+        self.reconcile(now);
     }
 
-    fn on_primed(&mut self, now: Time, worker: WorkerId, step: u64) {
-        if let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| w.stage == Stage::Fetching) {
+    fn on_caught_up(&mut self, now: Time, worker: WorkerId, step: u64) {
+        if let Some(w) =
+            self.workers.connected.get_mut(&worker).filter(|w| w.stage == Stage::Fetching)
+        {
             w.stage = Stage::Ready;
             // Who has given the fetch up says 0.
             w.fetched = step > 0;
-            self.settle(now);
+            self.reconcile(now);
         }
     }
 
     fn on_lease_request(&mut self, now: Time, worker: WorkerId, epoch: u32, records: u64) {
-        let (Some(known), Some(w)) = (&self.records, self.crew.workers.get_mut(&worker)) else {
+        let (Some(known), Some(w)) = (&self.leases, self.workers.connected.get_mut(&worker)) else {
             return;
         };
         let prepared = matches!(w.stage, Stage::Preparing | Stage::Fetching | Stage::Ready);
@@ -138,12 +140,14 @@ impl Job {
         if !prepared || w.released || records == 0 || epoch >= self.spec.epochs || complete {
             return;
         }
-        if w.credits.len() >= EPOCHS_ASKED_MAX && !w.credits.contains_key(&epoch) {
+        if w.requested_records.len() >= EPOCHS_ASKED_MAX
+            && !w.requested_records.contains_key(&epoch)
+        {
             let reason =
                 format!("it asks for records of more than {EPOCHS_ASKED_MAX} epochs at once");
             return self.fail_worker(now, worker, &reason);
         }
-        let credit = w.credits.entry(epoch).or_default();
+        let credit = w.requested_records.entry(epoch).or_default();
         *credit = credit.saturating_add(records).min(known.shards().records());
         let share = self.share();
         self.fill(worker, share);
@@ -160,7 +164,7 @@ impl Job {
         report: &LedgerReport,
     ) {
         let is_news = !self.group.formed || self.group.report_is_due;
-        if !self.speaks_for_group(worker, generation) || !is_news {
+        if !self.is_reporter(worker, generation) || !is_news {
             return;
         }
         let Some(ledger) = self.check_ledger(now, worker, report) else {
@@ -168,25 +172,31 @@ impl Job {
         };
         // A member that was lost since may have trained on its leases since: whether its records
         // were absorbed only a generation that was published after its loss can tell.
-        let awaited: Vec<WorkerId> = self.crew.members_away().collect();
-        let may_live = |m| self.crew.workers.contains_key(m) || awaited.contains(m);
+        let awaited: Vec<WorkerId> = self.workers.disconnected_members().collect();
+        let may_live = |m| self.workers.connected.contains_key(m) || awaited.contains(m);
         let outdated = !self.group.members.iter().all(may_live);
-        self.touch();
-        let Self { records: Some(records), crew, .. } = self else {
+        self.mark_dirty();
+        let Self { leases: Some(leases), workers, .. } = self else {
             return;
         };
-        crew.workers.values_mut().filter(|w| w.rank.is_some()).for_each(|w| w.holds_state = true);
-        let away = crew.launches.values_mut().filter_map(|l| l.away.as_mut());
-        away.filter(|away| away.rank.is_some()).for_each(|away| away.holds_state = true);
+        workers
+            .connected
+            .values_mut()
+            .filter(|w| w.rank.is_some())
+            .for_each(|w| w.holds_state = true);
+        let disconnected = workers.launches.values_mut().filter_map(|l| l.disconnected.as_mut());
+        disconnected
+            .filter(|disconnected| disconnected.rank.is_some())
+            .for_each(|disconnected| disconnected.holds_state = true);
         if outdated {
             return self.count_eligible();
         }
-        let is_member = |id| crew.workers.get(&id).is_some_and(|w| w.rank.is_some());
+        let is_member = |id| workers.connected.get(&id).is_some_and(|w| w.rank.is_some());
         let keeps = |id| is_member(id) || awaited.contains(&id);
-        records.rebuild(step, ledger, keeps);
-        let stable = records.epoch_stable();
-        for w in crew.workers.values_mut().filter(|w| w.rank.is_some()) {
-            w.credits.retain(|&epoch, _| epoch >= stable);
+        leases.rebuild(step, ledger, keeps);
+        let stable = leases.epoch_stable();
+        for w in workers.connected.values_mut().filter(|w| w.rank.is_some()) {
+            w.requested_records.retain(|&epoch, _| epoch >= stable);
         }
         self.count_eligible();
         if step == 0 && self.begins_anew(now) {
@@ -195,77 +205,77 @@ impl Job {
         self.step = step;
         self.group.report_is_due = false;
         let was_formed = std::mem::replace(&mut self.group.formed, true);
-        self.group.before = None;
-        if !was_formed && !self.adoption.as_ref().is_some_and(|a| a.was_formed) {
-            let counted = self.records.as_ref().map_or(0, |records| records.ledger().counted());
-            self.story.form(now, step, counted);
+        self.group.previous_ring = None;
+        if !was_formed && !self.takeover.as_ref().is_some_and(|a| a.was_formed) {
+            let counted = self.leases.as_ref().map_or(0, |leases| leases.ledger().counted());
+            self.history.form(now, step, counted);
         }
-        self.ask_for_checkpoint();
+        self.request_checkpoint();
         self.watch_leavers(now);
-        self.conclude_adoption(now);
-        self.conclude_returns();
+        self.try_finish_takeover(now);
+        self.release_unaccounted();
         self.fill_all();
-        self.settle(now);
+        self.reconcile(now);
     }
 
     fn on_committed(&mut self, now: Time, worker: WorkerId, report: &Committed) {
-        if !self.speaks_for_group(worker, report.generation) || !self.group.formed {
+        if !self.is_reporter(worker, report.generation) || !self.group.formed {
             return;
         }
-        let Some(records) = &mut self.records else {
+        let Some(leases) = &mut self.leases else {
             return;
         };
         if report.step < self.step {
             let reason = format!("it reports step {} after step {}", report.step, self.step);
             return self.fail_worker(now, worker, &reason);
         }
-        let before = records.ledger().epoch();
-        if let Err(wrong) = records.commit(report.step, &report.ranges) {
+        let before = leases.ledger().epoch();
+        if let Err(wrong) = leases.commit(report.step, &report.ranges) {
             return self.fail_worker(
                 now,
                 worker,
                 &format!("it reports {wrong}, outside the data set"),
             );
         }
-        let complete = records.ledger().epoch();
+        let complete = leases.ledger().epoch();
         let steps = report.step - std::mem::replace(&mut self.step, report.step);
         self.group.suspicion = None;
         self.group.blame.clear();
-        self.story.commit(now, report.records, report.loss_sum);
-        self.story.tally.commit(steps, report);
+        self.history.commit(now, report.records, report.loss_sum);
+        self.history.counters.commit(steps, report);
         for (member, &compute_us) in self.group.members.iter().zip(&report.compute_us) {
-            if let Some(w) = self.crew.workers.get_mut(member) {
+            if let Some(w) = self.workers.connected.get_mut(member) {
                 w.pace.note(compute_us);
             }
         }
-        let stable = records.epoch_stable();
-        for w in self.crew.workers.values_mut().filter(|w| w.is_eligible()) {
-            w.credits.retain(|&epoch, _| epoch >= stable);
+        let stable = leases.epoch_stable();
+        for w in self.workers.connected.values_mut().filter(|w| w.is_eligible()) {
+            w.requested_records.retain(|&epoch, _| epoch >= stable);
         }
-        if let Some(line) = self.story.skip(report.steps_skipped) {
-            self.say(line);
+        if let Some(line) = self.history.skip(report.steps_skipped) {
+            self.log_event(line);
         }
         if complete > before {
-            self.say(format!(
+            self.log_event(format!(
                 "epoch {complete} of {} is complete at step {}",
                 self.spec.epochs, self.step
             ));
         }
-        self.conclude_adoption(now);
-        self.conclude_returns();
+        self.try_finish_takeover(now);
+        self.release_unaccounted();
         self.fill_all();
-        if self.story.is_late(now) {
-            self.say_recovered();
+        if self.history.is_late(now) {
+            self.log_recovery();
         }
     }
 
     fn on_allreduce_transport(&mut self, worker: WorkerId, generation: Generation, what: &str) {
         let what = clip(what);
-        if self.speaks_for_group(worker, generation)
-            && self.story.allreduce_transport.as_deref() != Some(what)
+        if self.is_reporter(worker, generation)
+            && self.history.allreduce_transport.as_deref() != Some(what)
         {
-            self.story.allreduce_transport = Some(what.to_owned());
-            self.say(format!("generation {generation}: gradients are summed over {what}"));
+            self.history.allreduce_transport = Some(what.to_owned());
+            self.log_event(format!("generation {generation}: gradients are summed over {what}"));
         }
     }
 
@@ -277,25 +287,25 @@ impl Job {
         step: u64,
         phases: Phases,
     ) {
-        let joined = self.crew.workers.get(&worker).and_then(|w| w.rank.and(w.joined));
+        let joined = self.workers.connected.get(&worker).and_then(|w| w.rank.and(w.joined));
         if joined.is_none_or(|joined| generation < joined) {
             return;
         }
-        self.touch();
-        if self.story.resume(now, worker, generation, step, phases) {
-            self.say_recovered();
+        self.mark_dirty();
+        if self.history.resume(now, worker, generation, step, phases) {
+            self.log_recovery();
         }
     }
 
     /// Says what the last change cost, once, if anybody has told.
-    pub(super) fn say_recovered(&mut self) {
-        if let Some(line) = self.story.recovered() {
-            self.say(line);
+    pub(super) fn log_recovery(&mut self) {
+        if let Some(line) = self.history.recovery_line() {
+            self.log_event(line);
         }
     }
 
     fn on_finished(&mut self, now: Time, worker: WorkerId, report: Finished) {
-        let is_member = self.crew.workers.get(&worker).is_some_and(|w| w.rank.is_some());
+        let is_member = self.workers.connected.get(&worker).is_some_and(|w| w.rank.is_some());
         if !is_member || report.generation != self.group.generation {
             return;
         }
@@ -303,17 +313,17 @@ impl Job {
             self.group.finished.entry(worker).or_insert((report, ledger));
             // The others have what they waited for, or it is on its way, though their last beats
             // say that they wait.
-            self.crew
-                .workers
+            self.workers
+                .connected
                 .values_mut()
                 .filter_map(|w| w.stalled.as_mut())
-                .for_each(|s| s.anew(now));
-            self.settle(now);
+                .for_each(|s| s.restart_wait(now));
+            self.reconcile(now);
         }
     }
 
     /// Whether `worker` is the lowest rank of the newest generation, and speaks of it.
-    fn speaks_for_group(&self, worker: WorkerId, generation: Generation) -> bool {
+    fn is_reporter(&self, worker: WorkerId, generation: Generation) -> bool {
         generation == self.group.generation && self.group.members.first() == Some(&worker)
     }
 
@@ -323,7 +333,7 @@ impl Job {
         worker: WorkerId,
         report: &LedgerReport,
     ) -> Option<elasticdl_proto::Ledger> {
-        match self.records.as_ref()?.check(report) {
+        match self.leases.as_ref()?.check(report) {
             Ok(ledger) => Some(ledger),
             Err(wrong) => {
                 self.fail_worker(now, worker, &format!("it reports {wrong}"));
@@ -342,7 +352,7 @@ impl Job {
         suspicion: Option<Suspicion>,
         error: &str,
     ) {
-        let is_member = self.crew.workers.get(&worker).is_some_and(|w| w.rank.is_some());
+        let is_member = self.workers.connected.get(&worker).is_some_and(|w| w.rank.is_some());
         if !is_member || generation != self.group.generation || self.group.is_broken() {
             return;
         }
@@ -353,9 +363,9 @@ impl Job {
                 // is at fault.
                 until = until.max(now + self.spec.heartbeat().unwrap_or_default());
             }
-            self.timer(until, Timer::Broken(generation));
+            self.set_timer(until, Timer::Broken(generation));
             self.group.broken = Some(Broken { until, ..Broken::default() });
-            self.say(format!(
+            self.log_event(format!(
                 "generation {generation}: a link of worker {worker} broke: {}",
                 clip(error)
             ));
@@ -375,8 +385,8 @@ impl Job {
             }
         }
         if let Some(Suspicion { suspect, .. }) = suspicion {
-            self.lose_suspect(now, suspect);
-            self.settle(now);
+            self.evict_suspect(now, suspect);
+            self.reconcile(now);
         }
     }
 
@@ -395,7 +405,7 @@ impl Job {
         if broken.is_explained {
             // Its neighbours saw its links end, and theirs saw their links end, and all are well.
             self.group.suspicion = None;
-            return self.settle(now);
+            return self.reconcile(now);
         }
         // Who has reported is alive and speaking. Among equals the highest rank, so that two
         // workers that blame each other don't do so in turns.
@@ -408,20 +418,20 @@ impl Job {
                 _ => 1,
             };
             self.group.suspicion = Some((suspect, times));
-            if times >= SUSPICIONS_MAX && self.crew.workers.contains_key(&suspect) {
+            if times >= SUSPICIONS_MAX && self.workers.connected.contains_key(&suspect) {
                 self.evict(now, suspect, "does not answer its neighbours");
             }
         }
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// Ends a worker that can't be reached, though its process may run.
     pub(super) fn evict(&mut self, now: Time, worker: WorkerId, why: &str) {
-        let Some(w) = self.crew.workers.get(&worker) else { return };
+        let Some(w) = self.workers.connected.get(&worker) else { return };
         let (launch, is_member) = (w.launch, w.rank.is_some());
-        self.say(format!("worker {worker} {why} and is taken out"));
+        self.log_event(format!("worker {worker} {why} and is taken out"));
         self.push(Action::Disconnect { worker });
-        self.give_up(now, worker, ZOMBIE_GRACE);
+        self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         self.group.hung |= is_member;
         self.group.suspicion = None;
         self.kill(launch);
@@ -436,31 +446,36 @@ impl Job {
         fatal: bool,
     ) {
         let error = clip(error);
-        self.touch();
-        self.keep_failed(worker, error, ranges);
+        self.mark_dirty();
+        self.note_failed_shards(worker, error, ranges);
         if fatal {
             let error = format!("worker {worker}: {error}");
             return self.end(now, Outcome::Failed, Some(error));
         }
-        let launch = self.crew.workers[&worker].launch;
-        if let Some(l) = self.crew.launches.get_mut(&launch) {
-            l.fate = Fate::Counted;
+        let launch = self.workers.connected[&worker].launch;
+        if let Some(l) = self.workers.launches.get_mut(&launch) {
+            l.accounting = ExitAccounting::Counted;
         }
         // It ends by itself.
-        self.give_up(now, worker, FAILED_GRACE);
+        self.forget_with_pod(now, worker, FAILED_GRACE);
         self.count_failure(now, &format!("worker {worker} failed: {error}"), ranges);
-        self.settle(now);
+        self.reconcile(now);
     }
 
-    pub(super) fn keep_failed(&mut self, worker: WorkerId, error: &str, ranges: &[RecordRange]) {
-        let Some(records) = &self.records else {
+    pub(super) fn note_failed_shards(
+        &mut self,
+        worker: WorkerId,
+        error: &str,
+        ranges: &[RecordRange],
+    ) {
+        let Some(leases) = &self.leases else {
             return;
         };
-        let valid = ranges.iter().copied().filter(|r| records.is_valid(r));
-        let room = self.story.room_for_failures();
-        for (file, part) in records.shards().by_file(valid, room) {
+        let valid = ranges.iter().copied().filter(|r| leases.is_valid(r));
+        let max = self.history.failures_left();
+        for (file, part) in leases.shards().by_file(valid, max) {
             let RecordRange { epoch, start, end } = part;
-            self.story.fail_on(FailedShard {
+            self.history.fail_on(FailedShard {
                 worker,
                 epoch,
                 file,
@@ -472,31 +487,32 @@ impl Job {
     }
 
     pub(super) fn on_leaving(&mut self, now: Time, worker: WorkerId) {
-        let Some(w) = self.crew.workers.get_mut(&worker).filter(|w| !w.leaving && !w.released)
+        let Some(w) = self.workers.connected.get_mut(&worker).filter(|w| !w.leaving && !w.released)
         else {
             return;
         };
         w.leaving = true;
         let (launch, is_member) = (w.launch, w.rank.is_some());
-        for launch in self.crew.pod(launch) {
-            self.crew.launches.get_mut(&launch).expect("it is of the pod").leaving = true;
+        for launch in self.workers.pod(launch) {
+            self.workers.launches.get_mut(&launch).expect("it is of the pod").leaving = true;
         }
-        self.touch();
-        self.say(format!("worker {worker} was told to end and leaves"));
+        self.mark_dirty();
+        self.log_event(format!("worker {worker} was told to end and leaves"));
         if is_member && self.spec.work.trains() {
-            self.timer(now + self.spec.leave_wait(), Timer::Leave(worker));
+            self.set_timer(now + self.spec.leave_wait(), Timer::Leave(worker));
         } else {
             self.release(now, worker, "it leaves");
         }
-        self.take_pod_along(now, launch);
+        self.release_rest_of_pod(now, launch);
         self.launch_missing(now);
         self.watch_leavers(now);
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// No generation without this leaver came: it goes nevertheless, for its own time is limited.
     pub(super) fn on_leave_due(&mut self, now: Time, worker: WorkerId) {
-        let waits = self.crew.workers.get(&worker).is_some_and(|w| w.rank.is_some() && !w.released);
+        let waits =
+            self.workers.connected.get(&worker).is_some_and(|w| w.rank.is_some() && !w.released);
         if waits && self.phase == Phase::Running {
             self.release(now, worker, "nobody could take its place in time");
         }
@@ -504,18 +520,18 @@ impl Job {
 
     /// Ends a worker that said what can't be true.
     pub(super) fn fail_worker(&mut self, now: Time, worker: WorkerId, reason: &str) {
-        let Some(w) = self.crew.workers.get(&worker) else {
+        let Some(w) = self.workers.connected.get(&worker) else {
             return;
         };
         let launch = w.launch;
-        if let Some(l) = self.crew.launches.get_mut(&launch) {
-            l.fate = Fate::Counted;
+        if let Some(l) = self.workers.launches.get_mut(&launch) {
+            l.accounting = ExitAccounting::Counted;
         }
         self.send(worker, ToWorker::Shutdown(reason.to_owned()));
         self.push(Action::Disconnect { worker });
-        self.give_up(now, worker, ZOMBIE_GRACE);
+        self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         self.count_failure(now, &format!("worker {worker} is taken out: {reason}"), &[]);
-        self.settle(now);
+        self.reconcile(now);
     }
 
     // ---- leases ----
@@ -532,40 +548,41 @@ impl Job {
     /// Leases to everybody what they asked for and what there is.
     pub(super) fn fill_all(&mut self) {
         let share = self.share();
-        let asking =
-            |(_, w): &(&WorkerId, &super::crew::Worker)| w.is_eligible() && !w.credits.is_empty();
+        let asking = |(_, w): &(&WorkerId, &super::workers::Worker)| {
+            w.is_eligible() && !w.requested_records.is_empty()
+        };
         let workers: Vec<WorkerId> =
-            self.crew.workers.iter().filter(asking).map(|(&id, _)| id).collect();
+            self.workers.connected.iter().filter(asking).map(|(&id, _)| id).collect();
         for worker in workers {
             self.fill(worker, share);
         }
     }
 
     fn fill(&mut self, worker: WorkerId, share: Share) {
-        if self.adoption.is_some() {
+        if self.takeover.is_some() {
             return;
         }
         if !self.spec.work.trains() {
-            return self.fill_apart(worker);
+            return self.fill_inference(worker);
         }
-        let Self { records: Some(records), crew, .. } = self else {
+        let Self { leases: Some(leases), workers, .. } = self else {
             return;
         };
-        let Some(w) = crew.workers.get_mut(&worker).filter(|w| w.is_eligible()) else {
+        let Some(w) = workers.connected.get_mut(&worker).filter(|w| w.is_eligible()) else {
             return;
         };
-        let mut leases = Vec::new();
-        for (&epoch, credit) in &mut w.credits {
-            if records.is_open(epoch) {
-                for range in records.lease(worker, epoch, *credit, share) {
+        let mut granted = Vec::new();
+        for (&epoch, credit) in &mut w.requested_records {
+            if leases.is_open(epoch) {
+                for range in leases.lease(worker, epoch, *credit, share) {
                     *credit -= range.len();
-                    leases.push(range);
+                    granted.push(range);
                 }
             }
         }
-        w.credits.retain(|_, credit| *credit > 0);
-        if !leases.is_empty() {
-            self.send(worker, ToWorker::Lease(leases));
+        w.requested_records.retain(|_, credit| *credit > 0);
+        if !granted.is_empty() {
+            self.send(worker, ToWorker::Lease(granted));
         }
     }
 }

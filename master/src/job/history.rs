@@ -9,21 +9,21 @@ use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::checkpoints::CheckpointsSummary;
+use super::counters::Counters;
 use super::evaluations::EvaluationsSummary;
 use super::event::Phases;
 use super::loss::StateLoss;
-use super::record::first_within;
+use super::persisted::first_within;
 use super::storage_waits::StorageWaits;
-use super::summary::{FailedShard, LossSummary, MembershipRecord, ThroughputSummary};
-use super::tally::Tally;
+use super::summary::{FailedShard, LossSummary, MembershipChange, ThroughputSummary};
 use super::time::Time;
 
 /// A job's course.
 #[derive(Debug, Default)]
-pub(super) struct Story {
+pub(super) struct JobHistory {
     events: VecDeque<String>,
     events_emitted: u64,
-    memberships: VecDeque<MembershipRecord>,
+    memberships: VecDeque<MembershipChange>,
     /// Workers that the records in `memberships` name.
     named: usize,
     /// The newest change, until it has been said what it cost.
@@ -39,7 +39,7 @@ pub(super) struct Story {
     begun_with: (u64, u64),
     reported_last: Time,
     /// Workers that work apart.
-    pub(super) apart: u32,
+    pub(super) inference_workers: u32,
     /// The largest group that formed.
     pub(super) peak: u32,
     /// Launches in the place of an ended one.
@@ -49,7 +49,7 @@ pub(super) struct Story {
     /// What gradients are summed over.
     pub(super) allreduce_transport: Option<String>,
     /// What this master has counted.
-    pub(super) tally: Tally,
+    pub(super) counters: Counters,
     pub(super) storage_waits: StorageWaits,
     pub(super) checkpoints: CheckpointsSummary,
     pub(super) evaluations: EvaluationsSummary,
@@ -72,9 +72,9 @@ struct Change {
 
 /// What of it outlives a master.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct StoryRecord {
+pub(super) struct PersistedHistory {
     /// The newest.
-    pub(super) memberships: Vec<MembershipRecord>,
+    pub(super) memberships: Vec<MembershipChange>,
     pub(super) failed_shards: Vec<FailedShard>,
     pub(super) peak: u32,
     pub(super) restarts: u64,
@@ -94,9 +94,9 @@ pub(super) struct StoryRecord {
     pub(super) state_lost: Option<StateLoss>,
 }
 
-impl Story {
-    pub(super) fn restore(record: StoryRecord) -> Self {
-        let StoryRecord {
+impl JobHistory {
+    pub(super) fn restore(record: PersistedHistory) -> Self {
+        let PersistedHistory {
             memberships,
             failed_shards,
             peak,
@@ -111,7 +111,7 @@ impl Story {
             state_lost,
         } = record;
         Self {
-            named: memberships.iter().map(MembershipRecord::named).sum(),
+            named: memberships.iter().map(MembershipChange::named).sum(),
             memberships: memberships.into(),
             failed_shards,
             peak,
@@ -128,14 +128,14 @@ impl Story {
         }
     }
 
-    pub(super) fn record(&self) -> StoryRecord {
+    pub(super) fn record(&self) -> PersistedHistory {
         let newest = self.memberships.iter().rev().take(MEMBERSHIPS_RECORDED_MAX);
         let mut memberships = first_within(newest, MEMBERSHIPS_RECORDED_BYTES_MAX);
         memberships.reverse();
         let evaluations = self.evaluations.all.iter().rev();
         let mut evaluations = first_within(evaluations, EVALUATIONS_RECORDED_BYTES_MAX);
         evaluations.reverse();
-        StoryRecord {
+        PersistedHistory {
             memberships,
             failed_shards: first_within(self.failed_shards.iter(), FAILED_RECORDED_BYTES_MAX),
             peak: self.peak,
@@ -171,7 +171,7 @@ impl Story {
         })
     }
 
-    pub(super) fn say(&mut self, line: &str) {
+    pub(super) fn log_event(&mut self, line: &str) {
         self.events_emitted += 1;
         if self.events.len() == EVENTS_MAX {
             self.events.pop_front();
@@ -200,7 +200,7 @@ impl Story {
     }
 
     /// A generation in which `survivors` go on.
-    pub(super) fn publish(&mut self, record: MembershipRecord, survivors: BTreeSet<WorkerId>) {
+    pub(super) fn publish(&mut self, record: MembershipChange, survivors: BTreeSet<WorkerId>) {
         self.count_change();
         self.change =
             Some(Change { generation: record.generation, waiting: survivors, resumed: None });
@@ -250,7 +250,7 @@ impl Story {
         let Some(change) = self.change.as_mut().filter(|c| c.generation == generation) else {
             // The next change has come before the first word of this one.
             if is_first {
-                self.tally.recover(record);
+                self.counters.recover(record);
             }
             return false;
         };
@@ -267,7 +267,7 @@ impl Story {
     }
 
     /// What the newest change cost, in one line; once, and only if a member has told.
-    pub(super) fn recovered(&mut self) -> Option<String> {
+    pub(super) fn recovery_line(&mut self) -> Option<String> {
         self.change.as_ref()?.resumed?;
         self.count_change();
         let Change { generation, resumed, .. } = self.change.take()?;
@@ -294,7 +294,7 @@ impl Story {
             .back()
             .filter(|r| resumed.is_some_and(|c| c.generation == r.generation));
         if let Some(record) = record {
-            self.tally.recover(record);
+            self.counters.recover(record);
         }
     }
 
@@ -367,13 +367,13 @@ impl Story {
     }
 
     /// How many more shards that the user's code failed on are remembered.
-    pub(super) fn room_for_failures(&self) -> usize {
+    pub(super) fn failures_left(&self) -> usize {
         FAILED_SHARDS_MAX.saturating_sub(self.failed_shards.len())
     }
 
     /// Remembers what the user's code failed on, if there is room.
     pub(super) fn fail_on(&mut self, shard: FailedShard) {
-        if self.room_for_failures() > 0 {
+        if self.failures_left() > 0 {
             self.failed_shards.push(shard);
         }
     }
@@ -382,18 +382,18 @@ impl Story {
         self.failed_shards.clone()
     }
 
-    pub(super) fn memberships(&self) -> Vec<MembershipRecord> {
+    pub(super) fn memberships(&self) -> Vec<MembershipChange> {
         self.memberships.iter().cloned().collect()
     }
 
     /// The newest ones, oldest first, for a status.
-    pub(super) fn memberships_last(&self) -> Vec<MembershipRecord> {
+    pub(super) fn memberships_last(&self) -> Vec<MembershipChange> {
         let hidden = self.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
         self.memberships.range(hidden..).cloned().collect()
     }
 }
 
-fn record_phases(record: &mut MembershipRecord, gap: f64, phases: Phases) {
+fn record_phases(record: &mut MembershipChange, gap: f64, phases: Phases) {
     record.gap_ms = Some(gap);
     record.detect_ms = Some(ms(phases.detect_us));
     record.abort_ms = Some(ms(phases.abort_us));

@@ -21,27 +21,27 @@ impl Job {
             return;
         }
         self.phase = Phase::Stopping;
-        self.touch_first();
-        self.say("the job is told to stop: the group finishes its step".into());
-        self.timer(now + self.stop_wait(), Timer::Stop);
+        self.mark_dirty_urgent();
+        self.log_event("the job is told to stop: the group finishes its step".into());
+        self.set_timer(now + self.stop_wait(), Timer::Stop);
         // Who is away is told when it is back.
-        let here = self.crew.launches.iter().filter(|(_, l)| l.away.is_none());
+        let here = self.workers.launches.iter().filter(|(_, l)| l.disconnected.is_none());
         let launches: Vec<(LaunchId, Option<WorkerId>)> =
             here.map(|(&id, l)| (id, l.worker)).collect();
         for (launch, worker) in launches {
-            let w = worker.and_then(|id| Some((id, self.crew.workers.get(&id)?)));
+            let w = worker.and_then(|id| Some((id, self.workers.connected.get(&id)?)));
             match w.map(|(id, w)| (id, w.rank.is_some(), w.released)) {
                 Some((id, true, _)) => self.send(id, ToWorker::Drain),
                 // The group of the generation before may need it until its last step is done.
                 Some((_, false, true)) => {}
                 Some((id, false, false)) => self.release(now, id, "the job is stopping"),
                 // As long as none of its pod is needed.
-                None if self.crew.is_heard(launch)
-                    || self.crew.any_of_pod(launch, |l| l.away.is_some()) => {}
+                None if self.workers.is_heard(launch)
+                    || self.workers.any_of_pod(launch, |l| l.disconnected.is_some()) => {}
                 None => self.kill(launch),
             }
         }
-        self.settle(now);
+        self.reconcile(now);
     }
 
     /// How long a group may take to finish its step, and to write its last checkpoint.
@@ -51,13 +51,16 @@ impl Job {
 
     pub(super) fn on_stop_due(&mut self) {
         if self.phase == Phase::Stopping {
-            self.say(format!("the group has not finished within {} s", self.stop_wait().as_secs()));
+            self.log_event(format!(
+                "the group has not finished within {} s",
+                self.stop_wait().as_secs()
+            ));
             self.end_stopped();
         }
     }
 
     /// Every member holds the final state.
-    pub(super) fn conclude(&mut self, now: Time) {
+    pub(super) fn finish(&mut self, now: Time) {
         let words: Vec<_> =
             self.group.members.iter().map(|m| (m, &self.group.finished[m])).collect();
         let (first, ledger) = words[0].1;
@@ -75,17 +78,17 @@ impl Job {
             );
             return self.end(now, Outcome::Failed, Some(error));
         }
-        let Some(records) = &mut self.records else {
+        let Some(leases) = &mut self.leases else {
             return;
         };
-        let missing = records.expected() - ledger.counted();
-        records.rebuild(first.step, ledger, |_| false);
+        let missing = leases.expected() - ledger.counted();
+        leases.rebuild(first.step, ledger, |_| false);
         let at_max =
             first.stopped_early || self.spec.max_steps.is_some_and(|max| first.step >= max);
         self.step = first.step;
-        self.story.steps_skipped = first.steps_skipped;
-        self.last_word = Some(first);
-        if let Some(error) = self.failure_told() {
+        self.history.steps_skipped = first.steps_skipped;
+        self.final_report = Some(first);
+        if let Some(error) = self.reported_failure() {
             return self.end(now, Outcome::Failed, Some(error));
         }
         if missing == 0 || at_max {
@@ -100,13 +103,13 @@ impl Job {
 
     /// Why the group can't go on, if it says so, though it holds a state. Remembers the records
     /// that are at fault.
-    fn failure_told(&mut self) -> Option<String> {
+    fn reported_failure(&mut self) -> Option<String> {
         let words = self.group.finished.iter();
         let failures: Vec<_> =
             words.filter_map(|(&id, (word, _))| Some((id, word.failure.clone()?))).collect();
-        let error = super::story::clip(&failures.first()?.1.error).to_owned();
+        let error = super::history::clip(&failures.first()?.1.error).to_owned();
         for (worker, failure) in failures {
-            self.keep_failed(worker, &error, &failure.ranges);
+            self.note_failed_shards(worker, &error, &failure.ranges);
         }
         Some(error)
     }
@@ -116,41 +119,41 @@ impl Job {
         if matches!(self.phase, Phase::Ended(_) | Phase::Ending(_)) {
             return;
         }
-        self.say_recovered();
+        self.log_recovery();
         let state = name(outcome);
         let line = match &error {
             Some(error) => format!("the job is {state}: {error}"),
             None => format!("the job is {state} at step {}", self.step),
         };
-        self.say(line);
-        self.story.error = error;
+        self.log_event(line);
+        self.history.error = error;
         self.phase = Phase::Ending(outcome);
-        self.touch_first();
+        self.mark_dirty_urgent();
         self.clear_timers();
-        for worker in self.crew.workers.keys().copied().collect::<Vec<_>>() {
+        for worker in self.workers.connected.keys().copied().collect::<Vec<_>>() {
             self.send(worker, ToWorker::Shutdown(format!("the job is {state}")));
         }
-        let mute: Vec<LaunchId> =
-            self.crew.pods().filter(|&pod| !self.crew.is_heard(pod)).collect();
-        for launch in mute {
+        let awaiting_holdings: Vec<LaunchId> =
+            self.workers.pods().filter(|&pod| !self.workers.is_heard(pod)).collect();
+        for launch in awaiting_holdings {
             self.kill(launch);
         }
-        if self.crew.launches.is_empty() {
+        if self.workers.launches.is_empty() {
             self.end_now();
         } else {
-            self.timer(now + END_WAIT, Timer::End);
+            self.set_timer(now + END_WAIT, Timer::End);
         }
     }
 
     /// Ends a job that the user stopped and whose group can't finish.
     pub(super) fn end_stopped(&mut self) {
-        if self.spec.work.trains() && self.step > 0 && self.story.checkpoints.newest.is_none() {
+        if self.spec.work.trains() && self.step > 0 && self.history.checkpoints.newest.is_none() {
             self.note_state_lost(self.step);
         }
         self.phase = Phase::Ending(Outcome::Stopped);
-        self.say_recovered();
-        self.touch_first();
-        self.say(format!("the job is {} at step {}", name(Outcome::Stopped), self.step));
+        self.log_recovery();
+        self.mark_dirty_urgent();
+        self.log_event(format!("the job is {} at step {}", name(Outcome::Stopped), self.step));
         self.end_now();
     }
 
@@ -158,7 +161,7 @@ impl Job {
         let Phase::Ending(outcome) = self.phase else {
             return;
         };
-        for launch in self.crew.launches.keys().copied().collect::<Vec<_>>() {
+        for launch in self.workers.launches.keys().copied().collect::<Vec<_>>() {
             self.kill(launch);
         }
         self.phase = Phase::Ended(outcome);
@@ -172,7 +175,7 @@ pub(super) fn name(outcome: Outcome) -> &'static str {
     match outcome {
         Outcome::Completed => "completed",
         Outcome::Failed => "failed",
-        Outcome::Refused => "refused",
+        Outcome::InvalidInput => "refused",
         Outcome::Stopped => "stopped",
     }
 }
